@@ -137,7 +137,7 @@ def _dtensor_plan() -> dict[str, ParallelStyle]:
 def _build_ours(size: str, sequence_mode: str | None = None) -> Step:
     from booster import Booster
     from booster.plugins import HybridParallelPlugin
-    from booster.plugins.hybrid_parallel.plans.plan import Style
+    from booster.plugins.hybrid_parallel.tp_plan.plan import Style
 
     shape = LLAMA_SIZES[size]
     model, batch = make_llama(shape), _batches(size)

@@ -28,8 +28,8 @@ from _pair import RankError, World, on_ranks, write_json
 from _table import align
 from torch import nn
 
-from booster.boost_agreement import verify_same_across_ranks
 from booster.comm import barrier
+from booster.consistency import verify_same_across_ranks
 from booster.plugins import TorchDDPPlugin
 
 _WORLDS = (2, 4)

@@ -11,14 +11,14 @@ if (_checkout / "checkpoint_io" / "__init__.py").is_file() and (_checkout / "pyp
 
 __version__ = "0.1.0"
 
-from booster.checkpoint_io import CheckpointIO, GeneralCheckpointIO
-from booster.cluster import DistCoordinator
-from booster.config import Config
-from booster.errors import BoosterError, CheckpointError, ConfigError, DesyncError, NonfiniteError, RankFailedError
-from booster.estimate import MemoryEstimate, estimate_memory
-from booster.facade import Booster
-from booster.interface import MixedPrecision, ModelWrapper, OptimizerWrapper, Plugin, TensorSlice
-from booster.launch import (
+from .booster import Booster
+from .checkpoint_io import CheckpointIO, GeneralCheckpointIO
+from .errors import BoosterError, CheckpointError, ConfigError, DesyncError, NonfiniteError, RankFailedError
+from .estimate import MemoryEstimate, estimate_memory
+from .interface import MixedPrecision, ModelWrapper, OptimizerWrapper, Plugin, TensorSlice
+from .launch.config import Config
+from .launch.coordinator import DistCoordinator
+from .launch.launch import (
     get_config,
     get_default_parser,
     launch,
@@ -26,17 +26,17 @@ from booster.launch import (
     launch_from_slurm,
     launch_from_torch,
 )
-from booster.lazy_init import LazyInitContext
-from booster.logger import get_dist_logger
-from booster.mixed_precision import (
+from .lazy_init import LazyInitContext
+from .logger import get_dist_logger
+from .mixed_precision import (
     BF16MixedPrecision,
     FP8MixedPrecision,
     FP16ApexMixedPrecision,
     FP16NaiveMixedPrecision,
     FP16TorchMixedPrecision,
 )
-from booster.monitor import Monitor
-from booster.random_state import set_seed
+from .monitor import Monitor
+from .rng_state import set_seed
 
 __all__ = [
     "BF16MixedPrecision",

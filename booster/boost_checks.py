@@ -12,21 +12,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
-from booster.errors import ConfigError
-from booster.interface import ModelWrapper, OptimizerWrapper, Plugin
-
-__all__ = [
-    "check_boosted_model",
-    "check_boosted_optimizer",
-    "check_can_boost",
-    "check_optimizer",
-    "check_scheduler",
-    "check_stateful_loader",
-    "is_closed",
-    "mark_boosted",
-    "mark_closed",
-    "register_model",
-]
+from .errors import ConfigError
+from .interface import ModelWrapper, OptimizerWrapper, Plugin
 
 # The user's objects that are boosted: boosting them again would average gradients twice.
 _boosted: weakref.WeakSet[Any] = weakref.WeakSet()

@@ -9,21 +9,7 @@ from pathlib import Path
 import psutil
 import torch
 
-from booster.errors import ConfigError
-
-__all__ = [
-    "current_device",
-    "default_backend",
-    "device_type",
-    "free_memory",
-    "has_sync_batch_norm",
-    "max_memory_allocated",
-    "memory_allocated",
-    "num_devices",
-    "reset_peak_memory",
-    "set_device",
-    "synchronize",
-]
+from .errors import ConfigError
 
 _PROC_STATUS = Path("/proc/self/status")
 _PROC_CLEAR_REFS = Path("/proc/self/clear_refs")

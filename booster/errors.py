@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["BoosterError", "CheckpointError", "ConfigError", "DesyncError", "NonfiniteError", "RankFailedError"]
-
 
 class BoosterError(Exception):
     """Base of all errors of this library. Messages state what was given, why it fails, and what to write instead."""

@@ -11,9 +11,7 @@ from typing import TextIO
 
 import torch.distributed as dist
 
-from booster.errors import ConfigError
-
-__all__ = ["DistributedLogger", "get_dist_logger"]
+from .errors import ConfigError
 
 _LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 _loggers: dict[str, DistributedLogger] = {}

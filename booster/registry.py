@@ -10,10 +10,8 @@ from collections import Counter
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
-from booster.errors import ConfigError
-from booster.interface import Plugin
-
-__all__ = ["plugin_class", "plugin_from_name", "plugin_names"]
+from .errors import ConfigError
+from .interface import Plugin
 
 ENTRY_POINT_GROUP = "booster.plugins"
 # Other terms for built-in plugins, for hints in errors; words of the plugins' names need no entry.

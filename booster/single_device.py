@@ -12,19 +12,17 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
-from booster.comm import group_size
-from booster.data import shard_dataloader
-from booster.device import current_device
-from booster.errors import ConfigError
-from booster.estimate.replicas import replica_memory
-from booster.interface import Boosted, MemoryRequest, ModelWrapper, OptimizerWrapper, Plugin, RankMemory
-from booster.mixed_precision import mixed_precision_names
-from booster.placement import move_to_device
+from .comm import group_size
+from .core.module_sync import move_to_device
+from .data import shard_dataloader
+from .device import current_device
+from .errors import ConfigError
+from .interface import Boosted, MemoryRequest, ModelWrapper, OptimizerWrapper, Plugin, RankMemory
+from .interface.memory import replica_memory
+from .mixed_precision import mixed_precision_names
 
 if TYPE_CHECKING:
-    from booster.checkpoint_io import CheckpointIO
-
-__all__ = ["SingleDevicePlugin"]
+    from .checkpoint_io import CheckpointIO
 
 
 class SingleDevicePlugin(Plugin):
@@ -94,7 +92,7 @@ class SingleDevicePlugin(Plugin):
         return False
 
     def get_checkpoint_io(self) -> CheckpointIO:
-        from booster.checkpoint_io import GeneralCheckpointIO
+        from .checkpoint_io import GeneralCheckpointIO
 
         return GeneralCheckpointIO()
 

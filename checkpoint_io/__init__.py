@@ -1,6 +1,7 @@
 """Checkpoint engine of all plugins."""
 
-from booster.checkpoint_io.general import GeneralCheckpointIO
-from booster.checkpoint_io.interface import CheckpointIO
+from booster.interface.checkpoint_io import CheckpointIO
+
+from .checkpoint_io import GeneralCheckpointIO
 
 __all__ = ["CheckpointIO", "GeneralCheckpointIO"]

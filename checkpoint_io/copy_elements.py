@@ -8,8 +8,6 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
-__all__ = ["copy_elements", "needs_no_conversion", "synchronize_devices"]
-
 # A flat range is a range of the row-major flattening. Flattening a transposed or strided tensor would copy all of it.
 # So the range is split into boxes, each of which is a view: part of the first row, full rows, part of the last row,
 # and recursively in the dimensions below. A box is copied and converted directly into the output, without a temporary

@@ -7,20 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = [
-    "GRADIENTS",
-    "MODEL",
-    "OPTIMIZER",
-    "PAGE_BYTES",
-    "RANDOM_STATE",
-    "SINGLE_FILE_SUFFIXES",
-    "FileKind",
-    "FileNames",
-    "FilePlan",
-    "index_document",
-    "plan_files",
-]
-
 # O_DIRECT requires memory, offset and length in multiples of this. So data starts at a page, and ranks that write into
 # one file split it at pages.
 PAGE_BYTES = 4096

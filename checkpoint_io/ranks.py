@@ -13,8 +13,6 @@ import torch.distributed as dist
 from booster.comm import all_gather_bytes, all_gather_equal, group_rank, group_size, raise_on_all_ranks
 from booster.errors import BoosterError, CheckpointError
 
-__all__ = ["CheckpointGroup", "as_checkpoint_error"]
-
 T = TypeVar("T")
 
 

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
     from typing_extensions import Buffer
 
-__all__ = ["OpenFile", "Storage"]
-
 # Every modifying method under "Writing" is one operation: it completes or raises. Effects that do not go through a
 # method of `self` are invisible to subclasses. The tests' storages record, fail and replay exactly these methods, so a
 # new method must be added to them as well. No other module opens, creates, renames or removes files.

@@ -6,8 +6,6 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Generic, TypeVar
 
-__all__ = ["run_in_threads"]
-
 Job = TypeVar("Job")
 
 

@@ -8,10 +8,8 @@ from types import ModuleType
 import torch
 from torch.autograd.graph import increment_version
 
-from booster.kernels.adam_reference import AdamSettings, adam_reference
-from booster.kernels.loader import load_kernel
-
-__all__ = ["adam_step", "native_adam"]
+from .adam_reference import AdamSettings, adam_reference
+from .build import load_kernel
 
 _DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # `enum DType` in csrc/simd.h
 _NO_WORKING_COPY = 15  # in csrc/adam.h

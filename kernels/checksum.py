@@ -6,12 +6,10 @@ import zlib
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from booster.kernels.loader import load_kernel
+from .build import load_kernel
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
-
-__all__ = ["crc32"]
 
 # Below it the way to the kernel takes as long as zlib, and nobody should wait for one to be built.
 _FEWEST_BYTES = 16384

@@ -21,10 +21,9 @@ from typing import Any, Protocol
 import torch
 
 from booster.errors import ConfigError
-from booster.kernels.disk_io_reference import END_OF_FILE, ThreadedQueue
-from booster.kernels.loader import load_kernel
 
-__all__ = ["ALIGNMENT", "DiskQueue", "Ticket", "aligned_buffer", "open_data_file"]
+from .build import load_kernel
+from .disk_io_reference import END_OF_FILE, ThreadedQueue
 
 ALIGNMENT = 4096  # what O_DIRECT asks of addresses, offsets and lengths on any common disk
 

@@ -10,8 +10,6 @@ import threading
 from collections.abc import Callable
 from queue import SimpleQueue
 
-__all__ = ["END_OF_FILE", "ThreadedQueue"]
-
 END_OF_FILE = -1  # in place of an errno
 
 _MAX_CALL_BYTES = 1 << 30  # one call moves 2 GiB less a page at most

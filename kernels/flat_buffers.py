@@ -12,9 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch.autograd.graph import increment_version
 
-from booster.kernels.loader import load_kernel
-
-__all__ = ["pack", "sum_of_squares", "takes_sum_of_squares", "unpack"]
+from .build import load_kernel
 
 _DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # `enum DType` in csrc/simd.h
 _TENSOR_TYPES = (torch.Tensor, torch.nn.Parameter)  # others, as DTensor, may not be what lies at their address

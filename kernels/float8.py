@@ -7,8 +7,6 @@ import functools
 import torch
 import torch.nn.functional as F
 
-__all__ = ["FORWARD_DTYPE", "GRADIENT_DTYPE", "native_problem", "quantize", "scaled_matmul", "scaled_matmul_reference"]
-
 FORWARD_DTYPE = torch.float8_e4m3fn  # 3 bits of mantissa, up to 448: values and weights
 GRADIENT_DTYPE = torch.float8_e5m2  # 2 bits of mantissa, up to 57344: gradients, which differ more in size
 

@@ -6,12 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from booster.kernels.building import find_toolchain, obstacle
-from booster.kernels.float8 import GRADIENT_DTYPE, native_problem
-from booster.kernels.loader import MODE_VARIABLE, find_built, kernel_mode
-from booster.kernels.sources import KERNELS, KernelSource
-
-__all__ = ["KernelStatus", "kernel_status", "register_probe"]
+from .build import KERNELS, MODE_VARIABLE, KernelSource, find_built, find_toolchain, kernel_mode, obstacle
+from .float8 import GRADIENT_DTYPE, native_problem
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,9 +13,7 @@ from typing import Any, Literal
 
 import torch
 
-from booster.kernels.loader import load_kernel
-
-__all__ = ["MAX_RANKS", "SharedMemory", "SharedMemoryError", "Ticket", "can_reduce", "is_available"]
+from .build import load_kernel
 
 MAX_RANKS = 64
 # A slot: large enough that waiting for each other costs little, small enough that those of a few ranks stay in a cache.

@@ -6,11 +6,11 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from booster.plugins.gemini import GeminiPlugin
-    from booster.plugins.hybrid_parallel import HybridParallelPlugin
-    from booster.plugins.low_level_zero import LowLevelZeroPlugin
-    from booster.plugins.torch_ddp import TorchDDPPlugin
-    from booster.plugins.torch_fsdp import TorchFSDPPlugin
+    from .gemini import GeminiPlugin
+    from .hybrid_parallel import HybridParallelPlugin
+    from .low_level_zero import LowLevelZeroPlugin
+    from .torch_ddp.plugin import TorchDDPPlugin
+    from .torch_fsdp import TorchFSDPPlugin
 
 __all__ = [
     "BUILT_IN",
@@ -26,7 +26,7 @@ BUILT_IN: dict[str, tuple[str, str]] = {
     "gemini": ("booster.plugins.gemini", "GeminiPlugin"),
     "hybrid_parallel": ("booster.plugins.hybrid_parallel", "HybridParallelPlugin"),
     "low_level_zero": ("booster.plugins.low_level_zero", "LowLevelZeroPlugin"),
-    "torch_ddp": ("booster.plugins.torch_ddp", "TorchDDPPlugin"),
+    "torch_ddp": ("booster.plugins.torch_ddp.plugin", "TorchDDPPlugin"),
     "torch_fsdp": ("booster.plugins.torch_fsdp", "TorchFSDPPlugin"),
 }
 

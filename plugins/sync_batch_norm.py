@@ -18,8 +18,6 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from booster.comm import all_gather_equal, all_reduce_sum
 from booster.device import has_sync_batch_norm
 
-__all__ = ["SynchronizedBatchNorm", "convert_batch_norm"]
-
 
 class _Normalize(torch.autograd.Function):
     """Normalises with the mean and variance over all ranks. Two collectives: 2C+1 numbers forward, 2C backward."""

@@ -17,7 +17,7 @@ from resume_cases import Job, fsdp_plugin, gemini_plugin, hybrid_plugin, staged_
 
 import booster
 from booster.comm import group_rank
-from booster.comm.faults import Fault, inject_faults
+from booster.fault_tolerance.fault_injection import Fault, inject_faults
 from booster.plugins import TorchDDPPlugin
 
 NUM_STEPS = 8

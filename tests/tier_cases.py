@@ -9,11 +9,11 @@ import torch
 from disk_cases import random_bytes
 
 from booster.kernels.disk_io import ALIGNMENT, aligned_buffer
-from booster.plugins.gemini import block_file
-from booster.plugins.gemini.disk_tier import DiskTier
+from booster.plugins.gemini import nvme_tier
+from booster.plugins.gemini.nvme_tier import DiskTier
 
 DTYPES = [torch.uint8, torch.bfloat16, torch.float32, torch.float64, torch.float8_e4m3fn]
-LONG = block_file._BOUNCE_BUFFER_BYTES + 10 * ALIGNMENT  # too long for a detour
+LONG = nvme_tier._BOUNCE_BUFFER_BYTES + 10 * ALIGNMENT  # too long for a detour
 
 
 @contextlib.contextmanager

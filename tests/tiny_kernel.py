@@ -6,7 +6,7 @@ import contextlib
 import os
 from unittest import mock
 
-from booster.kernels import building, loader, sources
+from booster.kernels import build
 
 CODE = """
 #include <Python.h>
@@ -22,7 +22,7 @@ COUNTING_COMPILER = """#!/bin/sh
 case "$*" in *" -c "*) echo compiled >> {log}; {slow};; esac
 exec c++ "$@"
 """
-TINY = sources.KernelSource(name="tiny", purpose="nothing", sources=("tiny.cpp",))
+TINY = build.KernelSource(name="tiny", purpose="nothing", sources=("tiny.cpp",))
 
 
 def write_sources(folder, code=CODE, answer=42):
@@ -57,13 +57,13 @@ def tiny_kernel(folder, **variables):
     with contextlib.ExitStack() as stack:
         stack.callback(_set_environment, before)
         _set_environment(given)
-        for module in (sources, building):
+        for module in (build, build):
             stack.enter_context(mock.patch.object(module, "SOURCE_FOLDER", folder / "csrc"))
-        stack.enter_context(mock.patch.dict(sources.KERNELS, {"tiny": TINY}, clear=True))
-        stack.enter_context(mock.patch.dict(loader._outcomes, clear=True))
-        stack.enter_context(mock.patch.object(loader, "PREBUILT_FOLDER", folder / "prebuilt"))
-        building.find_toolchain.cache_clear()
-        stack.callback(building.find_toolchain.cache_clear)
+        stack.enter_context(mock.patch.dict(build.KERNELS, {"tiny": TINY}, clear=True))
+        stack.enter_context(mock.patch.dict(build._outcomes, clear=True))
+        stack.enter_context(mock.patch.object(build, "PREBUILT_FOLDER", folder / "prebuilt"))
+        build.find_toolchain.cache_clear()
+        stack.callback(build.find_toolchain.cache_clear)
         yield
 
 

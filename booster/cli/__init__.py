@@ -18,13 +18,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: Arguments without the program name; optional, defaults to those of this process.
     """
     # Imported here to keep `import booster` cheap.
-    from booster.cli import benchmark, check, checkpoint, estimate, plot, run
+    from . import check, ckpt, estimate, plot
+    from .benchmark import benchmark
+    from .run import run
 
     parser = argparse.ArgumentParser(prog="booster", description="Train one loop under any parallel strategy.")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     run.add_parser(commands)
     check.add_parser(commands)
-    checkpoint.add_parser(commands)
+    ckpt.add_parser(commands)
     benchmark.add_parser(commands)
     estimate.add_parser(commands)
     plot.add_parser(commands)

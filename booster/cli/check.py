@@ -7,10 +7,9 @@ import signal
 import sys
 from typing import Any
 
-from booster.cli.check_report import Section, as_json, as_text, problems_of
 from booster.errors import ConfigError
 
-__all__ = ["add_parser", "check"]
+from .check_report import Section, as_json, as_text, problems_of
 
 _LONGEST_SECONDS = 86400
 
@@ -63,13 +62,12 @@ def check(arguments: argparse.Namespace) -> int:
 
 
 def _installation() -> list[Section]:
-    from booster.cli.check_machine import compiler, devices, kernels, torch_backends
-    from booster.cli.check_versions import extras, versions
+    from .check_machine import compiler, devices, extras, kernels, torch_backends, versions
 
     return [versions(), extras(), torch_backends(), devices(), compiler(), kernels()]
 
 
 def _communication(timeout_seconds: float) -> Section:
-    from booster.cli.check_communication import communication
+    from .check_machine import communication
 
     return communication(timeout_seconds)

@@ -2,16 +2,142 @@
 
 from __future__ import annotations
 
+import ctypes
+import importlib.metadata
+import json
 import os
+import platform
+import re
+import subprocess
+import sys
+import tempfile
+import time
 from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import psutil
+import torch
+from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]  # no __all__ there
 
-from booster.cli.check_accelerator import accelerators
-from booster.cli.check_report import Finding, Section
+import booster
+from booster.device import device_type, num_devices
 from booster.errors import ConfigError
 
-__all__ = ["compiler", "devices", "kernels", "torch_backends"]
+from .check_report import Finding, Section
+
+
+def accelerators() -> list[Finding]:
+    """Return findings on torch's build and driver, nccl and every accelerator."""
+    return [_build(), *_nccl(), *_devices()]
+
+
+def driver_problem(built_for: str | None, driver: tuple[int, int] | None) -> str | None:
+    """Return why a driver can't run torch's build; None if it can, or if either is missing.
+
+    Args:
+        built_for: CUDA version of torch's build, such as "12.8".
+        driver: Newest CUDA version that the driver supports.
+    """
+    if built_for is None or driver is None or driver[0] >= int(built_for.split(".")[0]):
+        return None  # within a major version older drivers run newer builds
+    return (
+        f"torch was built for CUDA {built_for}, but the driver supports CUDA up to {driver[0]}.{driver[1]} (install a "
+        "newer driver, or a torch for that CUDA from pytorch.org)"
+    )
+
+
+def can_run_on(capability: tuple[int, int], architectures: Sequence[str]) -> bool:
+    """Return whether a build for these architectures ("sm_80", "compute_90", ...) runs on a device.
+
+    Binary code (sm) runs on devices of the same major and at least the same minor version, with the suffix "a" on
+    exactly its version; PTX (compute) on all devices of at least its version. True if no architectures are given.
+    """
+    for text in architectures:
+        match = re.fullmatch(r"(sm|compute)_(\d+)(\d)([af]?)", text)
+        if match is None:
+            return True  # unknown naming scheme
+        version = (int(match[2]), int(match[3]))
+        if match[4] == "a":
+            fits = capability == version
+        elif match[1] == "sm":
+            fits = capability[0] == version[0] and capability[1] >= version[1]
+        else:
+            fits = capability >= version
+        if fits:
+            return True
+    return not architectures
+
+
+def _build() -> Finding:
+    built_for, driver = torch.version.cuda, _cuda_driver()
+    data = {
+        "cuda": built_for,
+        "hip": torch.version.hip,
+        "driver": None if driver is None else f"{driver[0]}.{driver[1]}",
+        "device_type": device_type(),
+        "count": num_devices() if device_type() != "cpu" else 0,
+    }
+    problem = driver_problem(built_for, driver)
+    if built_for is None and torch.version.hip is None:
+        text = "none, this torch is a build without CUDA" if device_type() == "cpu" else device_type()
+        if driver is not None:
+            text += f"; the machine has a driver for CUDA {data['driver']}: install a torch for it to use it"
+    elif built_for is None:
+        text = f"torch is built for ROCm {torch.version.hip}"
+    else:
+        driver_text = "no driver is installed" if driver is None else f"the driver supports up to {data['driver']}"
+        text = f"torch is built for CUDA {built_for}, {driver_text}{': TOO OLD' if problem else ''}"
+    if device_type() == "cpu" and (built_for or torch.version.hip):
+        text += "; no device can be used"
+    return Finding(name="accelerator", text=text, data=data, problem=problem)
+
+
+def _cuda_driver() -> tuple[int, int] | None:
+    """Return the newest CUDA version that the installed driver supports, or None without a driver."""
+    number = ctypes.c_int()
+    for name in ("libcuda.so.1", "nvcuda.dll"):
+        try:
+            if ctypes.CDLL(name).cuDriverGetVersion(ctypes.byref(number)) == 0 and number.value > 0:
+                return number.value // 1000, number.value % 1000 // 10
+        except (OSError, AttributeError):  # no such library, or a stub
+            continue
+    return None
+
+
+def _nccl() -> list[Finding]:
+    if device_type() != "cuda" or not torch.distributed.is_available() or not torch.distributed.is_nccl_available():
+        return []
+    version = ".".join(map(str, torch.get_device_module(device_type()).nccl.version()))
+    return [Finding(name="nccl", text=version, data={"have": version})]
+
+
+def _devices() -> list[Finding]:
+    return [] if device_type() == "cpu" else [_device(device_type(), index) for index in range(num_devices())]
+
+
+def _device(kind: str, index: int) -> Finding:
+    module = torch.get_device_module(kind)
+    if not hasattr(module, "get_device_properties"):
+        return Finding(name=f"{kind}:{index}", text="torch reports no properties of it")
+    properties = module.get_device_properties(index)
+    text = f"{properties.name}, {properties.total_memory / 2**30:.1f} GiB"
+    data: dict[str, Any] = {"name": properties.name, "memory": properties.total_memory}
+    problem = None
+    if kind == "cuda":
+        capability = (properties.major, properties.minor)
+        architectures = [] if torch.version.hip else module.get_arch_list()
+        text += f", capability {capability[0]}.{capability[1]}"
+        data["capability"] = list(capability)
+        if not can_run_on(capability, architectures):
+            text += ": NOT SUPPORTED"
+            problem = (
+                f"cuda:{index} ({properties.name}) has capability {capability[0]}.{capability[1]}, but this torch was "
+                f"built for {', '.join(architectures)} (install another torch from pytorch.org, or hide the device)"
+            )
+    return Finding(name=f"{kind}:{index}", text=text, data=data, problem=problem)
+
 
 _BACKENDS = ("gloo", "nccl", "mpi")
 
@@ -21,7 +147,7 @@ def torch_backends() -> Section:
     import torch.distributed as dist
 
     from booster.device import default_backend, device_type
-    from booster.launch_settings import available_backends
+    from booster.launch.environments import available_backends
 
     if not dist.is_available():
         problem_text = "this torch was built without torch.distributed (install one from pytorch.org)"
@@ -48,7 +174,7 @@ def devices() -> Section:
 
 def compiler() -> Section:
     """Return the C++ compiler for kernels, or the reason why none is usable."""
-    from booster.kernels.building import BuildError, find_toolchain
+    from booster.kernels.build import BuildError, find_toolchain
 
     try:
         toolchain = find_toolchain()
@@ -71,9 +197,8 @@ def kernels() -> Section:
 
 def _kernels() -> Sequence[Finding]:
     from booster.device import device_type
-    from booster.kernels.loader import kernel_mode
+    from booster.kernels.build import KERNELS, kernel_mode
     from booster.kernels.registry import kernel_status
-    from booster.kernels.sources import KERNELS
 
     is_required = kernel_mode() == "native"
     findings = []
@@ -89,3 +214,278 @@ def _kernels() -> Sequence[Finding]:
 
 def _gib(num_bytes: int) -> str:
     return f"{num_bytes / 2**30:.1f}"
+
+
+_MinVersion = tuple[int, int] | None  # minimum version, None for any
+
+# Requirements of pyproject.toml; a test compares them. Repeated here because the package's metadata, or a parser for
+# it, may be missing.
+PYTHON = (3, 10)
+REQUIRED: dict[str, _MinVersion] = {
+    "torch": (2, 10),
+    "safetensors": (0, 5),
+    "psutil": None,
+    "packaging": None,
+    "ninja": None,
+    "pybind11": None,
+    "numpy": None,
+    "tqdm": None,
+}
+EXTRAS: dict[str, dict[str, _MinVersion]] = {
+    "hf": {"transformers": (5, 0)},
+    "plot": {"matplotlib": None},
+    "tensorboard": {"tensorboard": None},
+}
+NEWEST_TESTED_TORCH = (2, 13)
+
+
+def versions() -> Section:
+    """Check the versions of Python, the project and its required packages."""
+    return Section(title="versions", findings=[_python(), _project(), *(_required(name) for name in REQUIRED)])
+
+
+def extras() -> Section:
+    """Check the versions of optional packages."""
+    pairs = [(extra, name, min_version) for extra, needed in EXTRAS.items() for name, min_version in needed.items()]
+    return Section(title="extras", findings=[_extra(*pair) for pair in pairs])
+
+
+def _python() -> Finding:
+    installed_version = platform.python_version()
+    problem = None
+    if _release(installed_version) < PYTHON:
+        problem = f"Python {installed_version} is too old (install Python {_dotted(PYTHON)} or newer)"
+    data = {
+        "have": installed_version,
+        "need": f">={_dotted(PYTHON)}",
+        "implementation": platform.python_implementation(),
+    }
+    return Finding(name="python", text=_state(installed_version, PYTHON, problem), data=data, problem=problem)
+
+
+def _project() -> Finding:
+    installed, path = _version("torch-booster"), str(Path(booster.__file__).parent)
+    data = {"have": booster.__version__, "installed": installed, "path": path}
+    text = f"{booster.__version__} ({path})"
+    problem = None
+    if installed is None:
+        text += ", not installed as a package"
+    elif installed != booster.__version__:
+        problem = (
+            f"this is booster {booster.__version__} from {path}, but torch-booster {installed} is installed "
+            "(install again: pip install .)"
+        )
+    return Finding(name="booster", text=text, data=data, problem=problem)
+
+
+def _required(name: str) -> Finding:
+    installed_version, min_version = _version(name), REQUIRED[name]
+    problem = None
+    if installed_version is None:
+        problem = f"{name} is not installed (pip install '{name}{_at_least(min_version)}')"
+    elif min_version is not None and _release(installed_version) < min_version:
+        problem = f"{name} {installed_version} is too old (pip install '{name}{_at_least(min_version)}')"
+    text = _state(installed_version, min_version, problem)
+    is_tested = name != "torch" or installed_version is None or _release(installed_version) <= NEWEST_TESTED_TORCH
+    if not is_tested:
+        text += f", newer than the latest tested version ({_dotted(NEWEST_TESTED_TORCH)})"
+    data: dict[str, Any] = {"have": installed_version, "need": _at_least(min_version) or "any"}
+    if name == "torch":
+        data["tested"] = is_tested
+    return Finding(name=name, text=text, data=data, problem=problem)
+
+
+def _extra(extra: str, name: str, min_version: _MinVersion) -> Finding:
+    installed_version = _version(name)
+    is_usable = installed_version is not None and (min_version is None or _release(installed_version) >= min_version)
+    command = f"pip install 'torch-booster[{extra}]'"
+    data = {"have": installed_version, "need": _at_least(min_version) or "any", "extra": extra, "usable": is_usable}
+    if is_usable:
+        text = _state(installed_version, min_version, None)
+    else:
+        text = f"{'not installed' if installed_version is None else f'{installed_version} is too old'} (optional: {command})"
+    return Finding(name=name, text=text, data=data)
+
+
+def _state(installed_version: str | None, min_version: _MinVersion, problem: str | None) -> str:
+    requirement = f" (needs {_dotted(min_version)} or newer)" if min_version is not None else ""
+    if installed_version is None:
+        return f"MISSING{requirement}"
+    return f"{installed_version}{requirement}{': TOO OLD' if problem is not None else ''}"
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _release(version: str) -> tuple[int, int]:
+    numbers = [int(part) for part in re.findall(r"\d+", version)[:2]]
+    return (numbers[0], numbers[1]) if len(numbers) == 2 else (numbers[0] if numbers else 0, 0)
+
+
+def _at_least(min_version: _MinVersion) -> str:
+    return "" if min_version is None else f">={_dotted(min_version)}"
+
+
+def _dotted(version: tuple[int, int]) -> str:
+    return ".".join(map(str, version))
+
+
+RANK_COMMAND = (sys.executable, "-m", "booster.cli.check_rank")
+_NAME = "all-reduce"
+_NUM_RANKS = 2
+_POLL_SECONDS = 0.05
+_GRACE_SECONDS = 2.0  # for a process to report its error after the other has failed
+_LATE_ADVICE = "raise --comm-timeout, or check the load of this machine"
+_ADVICE = (
+    "check that processes of this machine may connect to localhost; if shared memory failed, set "
+    "BOOSTER_SHARED_MEMORY=off"
+)
+
+
+@dataclass(slots=True, kw_only=True)
+class _RankProcess:
+    """A rank process, its record and its stderr."""
+
+    rank: int
+    process: subprocess.Popen[bytes]
+    record_path: Path
+    stderr_path: Path
+
+    def record(self) -> dict[str, Any]:
+        # No record: it is still importing torch, or failed to.
+        return json.loads(self.record_path.read_text()) if self.record_path.is_file() else {"step": "starting"}
+
+    def is_running(self) -> bool:
+        return self.process.poll() is None
+
+    def failed(self) -> bool:
+        return self.process.poll() not in (None, 0)
+
+    def failure_text(self) -> str:
+        record, code = self.record(), self.process.returncode
+        reason = record.get("error")
+        if reason is None:
+            lines = self.stderr_path.read_text(errors="replace").split("\n")
+            last_line = next((line.strip() for line in reversed(lines) if line.strip()), "no output")
+            exit_text = f"was killed by signal {-code}" if code < 0 else f"exited with code {code}"
+            reason = f"{exit_text} ({last_line})"
+        return f"rank {self.rank} failed while {record['step']}: {reason}"
+
+
+def communication(timeout_seconds: float, command: Sequence[str] = RANK_COMMAND) -> Section:
+    """All-reduce a tensor between two processes, and return the backend and the time taken.
+
+    They communicate as two ranks of this machine: by nccl if there are two CUDA devices, else on the CPU.
+
+    Args:
+        timeout_seconds: Time limit; processes that still run then are killed and reported.
+        command: Command line of each rank.
+    """
+    start = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="booster_check_") as folder:
+        try:
+            records, problem = _run(Path(folder), timeout_seconds, command)
+        except DistError as error:
+            records, problem = [], f"can't start a store server at localhost ({error}); {_ADVICE}"
+    seconds = round(time.monotonic() - start, 3)
+    found = _success(records, seconds) if problem is None else _failure(problem, seconds)
+    return Section(title="communication", findings=[found])
+
+
+def _run(folder: Path, timeout_seconds: float, command: Sequence[str]) -> tuple[list[dict[str, Any]], str | None]:
+    """Run the ranks; return their records and the problem, if any."""
+    deadline = time.monotonic() + timeout_seconds
+    # Served by this process, so that the system chooses the port.
+    store = TCPStore("localhost", 0, None, True, wait_for_workers=False)
+    ranks: list[_RankProcess] = []
+    try:
+        for number in range(_NUM_RANKS):
+            ranks.append(_start(number, folder, store.port, timeout_seconds, command))
+        problem = _wait(ranks, deadline)
+        late = [f"rank {rank.rank} was {rank.record()['step']}" for rank in ranks if rank.is_running()]
+    finally:
+        for rank in ranks:
+            _end(rank.process)
+    records = [rank.record() for rank in ranks]
+    wrong = [rank.rank for rank, record in zip(ranks, records, strict=True) if record.get("is_right") is False]
+    if problem is not None:
+        return records, f"{problem}; {_ADVICE}"
+    if late:
+        return records, f"timed out after {timeout_seconds:g} s: {', '.join(late)}; {_LATE_ADVICE}"
+    if wrong:
+        return records, f"rank(s) {wrong} got wrong sums by {records[wrong[0]]['transport']}; {_ADVICE}"
+    return records, None
+
+
+def _start(number: int, folder: Path, port: int, timeout_seconds: float, command: Sequence[str]) -> _RankProcess:
+    environment = os.environ | {
+        "RANK": str(number),
+        "LOCAL_RANK": str(number),
+        "WORLD_SIZE": str(_NUM_RANKS),
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+    }
+    if device_type() == "cuda" and num_devices() < _NUM_RANKS:
+        environment["CUDA_VISIBLE_DEVICES"] = ""  # nccl needs a device per rank
+    record_path, stderr_path = folder / f"rank_{number}.json", folder / f"rank_{number}.txt"
+    with stderr_path.open("wb") as stderr:
+        process = subprocess.Popen(
+            [*command, str(record_path), str(timeout_seconds)],
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=stderr,
+            stderr=stderr,
+        )
+    return _RankProcess(rank=number, process=process, record_path=record_path, stderr_path=stderr_path)
+
+
+def _wait(ranks: Sequence[_RankProcess], deadline: float) -> str | None:
+    """Wait until all have exited, one has failed or the deadline passed; return the first failure."""
+    first: _RankProcess | None = None
+    while time.monotonic() < deadline and any(rank.is_running() for rank in ranks):
+        time.sleep(_POLL_SECONDS)
+        if first is None:
+            first = next((rank for rank in ranks if rank.failed()), None)
+            if first is not None:
+                deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
+    failed = [rank for rank in ranks if rank.failed()]
+    if not failed:
+        return None
+    # Both may have failed: a killed one leaves no error, and the other reports a lost connection.
+    cause = next((rank for rank in failed if "error" not in rank.record()), first or failed[0])
+    return cause.failure_text()
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    if process.poll() is None:
+        process.kill()
+    process.wait()
+    if process.stdin is not None:
+        process.stdin.close()
+
+
+def _failure(problem: str, seconds: float) -> Finding:
+    problem = f"two processes can't communicate: {problem}"
+    data = {"ranks": _NUM_RANKS, "total_seconds": seconds, "error": problem}
+    return Finding(name=_NAME, text="FAILED", data=data, problem=problem)
+
+
+def _success(records: Sequence[dict[str, Any]], seconds: float) -> Finding:
+    first, slowest = records[0], max(record["seconds"] for record in records)
+    speed = first["bytes"] / slowest
+    data = {"ranks": _NUM_RANKS, "total_seconds": seconds, "seconds": slowest, "bytes_per_second": speed}
+    data |= {name: first[name] for name in ("backend", "transport", "device", "bytes")}
+    transport = (
+        first["backend"] if first["transport"] == first["backend"] else f"{first['backend']} and {first['transport']}"
+    )
+    text = (
+        f"{first['bytes'] / 2**20:.0f} MiB on {first['device']} over {_NUM_RANKS} processes by {transport}: "
+        f"{1000 * slowest:.1f} ms, {speed / 1e9:.2f} GB/s; sums are right; {seconds:.1f} s including start-up"
+    )
+    return Finding(name=_NAME, text=text, data=data)

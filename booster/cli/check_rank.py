@@ -15,9 +15,7 @@ import torch
 
 from booster.comm import all_reduce_sum, collective_device, group_rank, group_size, transport
 from booster.device import synchronize
-from booster.launch import destroy_world, launch_from_torch
-
-__all__ = ["main"]
+from booster.launch.launch import destroy_world, launch_from_torch
 
 NUM_ELEMENTS = 4 * 2**20
 _REPEATS = 5

@@ -7,8 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["Finding", "Section", "as_json", "as_text", "problems_of"]
-
 _NAME_WIDTH = 16
 
 

@@ -16,8 +16,6 @@ from booster.errors import ConfigError
 if TYPE_CHECKING:
     from booster.estimate.model_sources import ModelSource
 
-__all__ = ["add_parser", "estimate"]
-
 _MORE = """\
 models:
   a name                  llama-7b, llama-3-70b, mixtral-8x7b, gpt2-xl, bert-large ...: an unknown one lists all
@@ -104,11 +102,18 @@ def estimate(arguments: argparse.Namespace) -> int:
         ConfigError: The arguments are invalid.
     """
     # Imported here, as these import torch, which the other commands do not need.
-    from booster.estimate.comparison import compare, find_candidates, least_communication, least_memory
+    from booster.estimate.candidates import (
+        bytes_from_text,
+        compare,
+        find_candidates,
+        format_notes,
+        format_recommendation,
+        format_table,
+        least_communication,
+        least_memory,
+    )
+    from booster.estimate.estimate import FakeTensorMemoryRequest, OptimizerMemory
     from booster.estimate.model_sources import enable_gradient_checkpointing, load_model
-    from booster.estimate.optimizer_memory import OptimizerMemory
-    from booster.estimate.question import FakeTensorMemoryRequest
-    from booster.estimate.table import bytes_from_text, format_notes, format_recommendation, format_table
 
     for option, number in (("--nproc", arguments.nproc), ("--batch", arguments.batch), ("--seq", arguments.seq)):
         if number is not None and number < 1:
@@ -239,8 +244,7 @@ def _title(arguments: argparse.Namespace, source: ModelSource) -> str:
 def _as_json(
     arguments: argparse.Namespace, source: ModelSource, results: Any, device_memory: int | None
 ) -> dict[str, Any]:
-    from booster.estimate.comparison import least_communication
-    from booster.estimate.table import to_json
+    from booster.estimate.candidates import least_communication, to_json
 
     best = least_communication(results)
     return {

@@ -11,8 +11,6 @@ from typing import Any
 
 from booster.errors import ConfigError
 
-__all__ = ["add_parser", "plot"]
-
 
 def add_parser(commands: Any) -> None:
     """Add the parser of `booster plot` to argparse's subparsers."""
@@ -34,8 +32,8 @@ def plot(arguments: argparse.Namespace) -> int:
         ConfigError: A log can't be read or holds no step, or the image can't be written.
     """
     # Imported here, as these import torch, which the other commands do not need.
-    from booster.monitor.plotting import draw_runs
-    from booster.monitor.runs import read_run
+    from booster.monitor.loggers import read_run
+    from booster.monitor.plots import draw_runs
 
     output = Path(arguments.output)
     for log in arguments.logs:

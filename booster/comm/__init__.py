@@ -1,7 +1,20 @@
 """Communication between ranks: the only package that calls collectives."""
 
-from booster.comm.agreement import all_gather_text, check_same_across_ranks, raise_on_all_ranks
-from booster.comm.collectives import (
+from booster.fault_tolerance.collective_errors import abort_groups, report_failure
+from booster.fault_tolerance.fault_injection import Fault, InjectedFault, inject_faults
+
+from .bucket_collectives import (
+    AllGather,
+    AllReduce,
+    ReduceScatter,
+    start_all_gather,
+    start_all_reduce,
+    start_reduce_scatter,
+)
+from .checks import all_gather_text, check_same_across_ranks, raise_on_all_ranks
+from .collective_op import CommunicationCount, count_communication
+from .collectives import (
+    all_gather_bytes,
     all_gather_equal,
     all_reduce_max,
     all_reduce_numbers,
@@ -16,16 +29,13 @@ from booster.comm.collectives import (
     group_size,
     is_initialized,
 )
-from booster.comm.counter import CommunicationCount, count_communication
-from booster.comm.exchange import all_gather_bytes
-from booster.comm.faults import Fault, InjectedFault, inject_faults
-from booster.comm.flat_collectives import AllGather, ReduceScatter, start_all_gather, start_reduce_scatter
-from booster.comm.groups import mesh_of_groups, new_group, new_group_of_rows, new_mesh, timeout_scope
-from booster.comm.imagined import fake_collectives, fake_world, is_fake_world
-from booster.comm.links import RecvChannel, SendChannel, TensorSpec
-from booster.comm.point_to_point import (
+from .fake import fake_collectives, fake_world, is_fake_world
+from .p2p import (
+    RecvChannel,
+    SendChannel,
     TensorReceive,
     TensorSend,
+    TensorSpec,
     new_cpu_group,
     receive,
     receive_tensor,
@@ -34,11 +44,17 @@ from booster.comm.point_to_point import (
     start_receive_tensor,
     start_send_tensor,
 )
-from booster.comm.release import release_groups, release_unused_groups
-from booster.comm.shared_memory import transport, use_shared_memory
-from booster.comm.started_reductions import AllReduce, start_all_reduce
-from booster.comm.store_barrier import ErrorBarrier
-from booster.comm.waiting import abort_groups, report_failure
+from .process_groups import (
+    mesh_of_groups,
+    new_group,
+    new_group_of_rows,
+    new_mesh,
+    release_groups,
+    release_unused_groups,
+    timeout_scope,
+)
+from .shared_memory import transport, use_shared_memory
+from .store_barrier import ErrorBarrier
 
 __all__ = [
     "AllGather",

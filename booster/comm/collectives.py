@@ -1,42 +1,91 @@
 """Blocking collectives for every torch version and backend; without a launch the world has one rank.
 
 Collectives of CPU tensors use shared memory if the group's ranks share a host, see `booster.comm.shared_memory`.
+
+Small collectives over gloo as tagged point-to-point messages, which another call's messages never match.
+
+Note [Small collectives]
+Gloo matches collectives by their number, whatever they are: ranks at different calls exchange each other's bytes, or
+abort the process where a message is longer than expected. Small collectives carry the values that ranks compare, and
+are at stake just when ranks are at different calls: a rank that ran out of batches saves while others train. So they
+are messages with a tag of their kind, number and length, as those of flat buffers (see Note [Shards]): a rank at a call
+that the others don't make times out, with an error. Every rank sends to every rank, which costs no more than gloo's
+ring for small messages and few ranks.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Sequence
 from typing import Literal
 
 import torch
 import torch.distributed as dist
 
-from booster.comm.imagined import is_fake_world
-from booster.comm.operation import CollectiveOp, start_op
-from booster.comm.small_messages import (
-    p2p_all_gather,
-    p2p_all_reduce,
-    p2p_broadcast,
-    use_p2p,
-)
 from booster.device import current_device
 from booster.kernels.shared_memory import SharedMemory, can_reduce
 
-__all__ = [
-    "all_gather_equal",
-    "all_reduce_max",
-    "all_reduce_numbers",
-    "all_reduce_sparse",
-    "all_reduce_sum",
-    "all_to_all_single",
-    "barrier",
-    "broadcast",
-    "collective_device",
-    "global_rank_of",
-    "group_rank",
-    "group_size",
-    "is_initialized",
-]
+from .collective_op import CollectiveOp, start_op
+from .fake import is_fake_world
+
+_MAX_BYTES = 64 * 2**10
+_MAX_RANKS = 64
+_LOW_PRECISION = (torch.float16, torch.bfloat16)
+
+
+def use_p2p(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> bool:
+    """Return whether a collective of this tensor without shared memory is made of point-to-point messages."""
+    is_small = tensor.nbytes <= _MAX_BYTES and dist.get_world_size(group) <= _MAX_RANKS
+    is_by_gloo = tensor.device.type == "cpu" and "gloo" in str(dist.get_backend(group))
+    # In this mode torch compares all calls itself, and counts messages: a broadcast's differ between ranks.
+    is_checked = dist.get_debug_level() == dist.DebugLevel.DETAIL  # type: ignore[attr-defined]
+    return is_small and is_by_gloo and not is_checked
+
+
+def p2p_all_gather(operation: CollectiveOp, joined: torch.Tensor, source: torch.Tensor) -> None:
+    """Fill `joined` with the ranks' tensors of one shape, concatenated along dim 0. Both are contiguous."""
+    size, rank = dist.get_world_size(operation.group), dist.get_rank(operation.group)
+    rows = joined.view(size, -1)
+    mine = source.view(-1)
+    rows[rank].copy_(mine)
+    if mine.numel() == 0:
+        return
+    others, tag = [other for other in range(size) if other != rank], operation.small_tag(mine.nbytes)
+    _wait_all(
+        operation,
+        [operation.receive_from(rows[other], other, tag) for other in others]
+        + [operation.send_to(mine, other, tag) for other in others],
+    )
+
+
+def p2p_all_reduce(operation: CollectiveOp, tensor: torch.Tensor, operator: Literal["sum", "max"]) -> None:
+    """Reduce a contiguous tensor in place, in rank order, to equal bits on every rank; 16-bit dtypes in fp32."""
+    rows = tensor.new_empty((dist.get_world_size(operation.group), tensor.numel()))
+    p2p_all_gather(operation, rows, tensor)
+    total = rows[0].float() if tensor.dtype in _LOW_PRECISION else rows[0]
+    for row in rows[1:]:
+        if operator == "sum":
+            total += row
+        else:
+            torch.maximum(total, row.to(total.dtype), out=total)
+    tensor.view(-1).copy_(total)
+
+
+def p2p_broadcast(operation: CollectiveOp, buffer: torch.Tensor, source: int) -> None:
+    """Overwrite a contiguous tensor with that of rank `source` of the group."""
+    size, rank = dist.get_world_size(operation.group), dist.get_rank(operation.group)
+    flat, tag = buffer.view(-1), operation.small_tag(buffer.nbytes)
+    if rank == source:
+        others = [other for other in range(size) if other != rank]
+        _wait_all(operation, [operation.send_to(flat, other, tag) for other in others])
+    else:
+        _wait_all(operation, [operation.receive_from(flat, source, tag)])
+
+
+def _wait_all(operation: CollectiveOp, works: Sequence[dist.Work]) -> None:
+    for work in works:
+        operation.wait(work)
+
 
 # torch 2.13 renamed all_gather_into_tensor and warns at each call of the old name.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -319,3 +368,56 @@ def barrier(group: dist.ProcessGroup | None = None) -> None:
     """Wait for every rank of the group, at most for the group's timeout. Collective."""
     if group_size(group) > 1:
         all_reduce_numbers(_BARRIER_NUMBERS, group)
+
+
+_MAX_BROADCASTS = 8  # beyond it, one padded all-gather costs less than that many messages
+
+
+def all_gather_bytes(payload: bytes, group: dist.ProcessGroup | None = None) -> tuple[list[bytes], list[int]]:
+    """Return the different payloads of all ranks, and for every rank the index of its payload.
+
+    Equal payloads are sent once: a replicated model's description travels once for any number of ranks.
+
+    Args:
+        payload: This rank's bytes, of any length.
+        group: Process group, optional; defaults to the world.
+
+    Collective: every rank of the group must call it.
+    """
+    size = group_size(group)
+    if size == 1:
+        return [payload], [0]
+    digest = hashlib.sha256(payload).digest() + len(payload).to_bytes(8, "little")
+    digests = _rows(all_gather_equal(_tensor(digest), group), len(digest))
+    senders: dict[bytes, int] = {}
+    for rank, other in enumerate(digests):
+        senders.setdefault(other, rank)
+    lengths = [int.from_bytes(other[-8:], "little") for other in senders]
+    sender_of_ours = senders[digest]
+    if len(senders) <= _MAX_BROADCASTS:
+        payloads = [
+            _broadcast_bytes(payload if sender == sender_of_ours else bytes(length), sender, group)
+            for sender, length in zip(senders.values(), lengths, strict=True)
+        ]
+    else:
+        padded = _tensor(payload + bytes(max(lengths) - len(payload)))
+        rows = all_gather_equal(padded, group).view(size, -1)
+        payloads = [
+            bytes(rows[sender, :length].numpy()) for sender, length in zip(senders.values(), lengths, strict=True)
+        ]
+    order = {other: index for index, other in enumerate(senders)}
+    return payloads, [order[other] for other in digests]
+
+
+def _tensor(raw: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(raw), dtype=torch.uint8) if raw else torch.empty(0, dtype=torch.uint8)
+
+
+def _rows(joined: torch.Tensor, length: int) -> list[bytes]:
+    return [bytes(row.numpy()) for row in joined.view(-1, length)]
+
+
+def _broadcast_bytes(raw: bytes, sender: int, group: dist.ProcessGroup | None) -> bytes:
+    buffer = _tensor(raw).to(collective_device(group))
+    broadcast([buffer], group, source=sender)
+    return bytes(buffer.cpu().numpy())

@@ -20,21 +20,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_group
 
-from booster.comm.imagined import FakeSharedMemory, is_fake_world
-from booster.comm.started import PendingWork, flush_pending
 from booster.errors import ConfigError
 from booster.kernels.shared_memory import MAX_RANKS, SharedMemory, Ticket, is_available
 from booster.logger import get_dist_logger
 
-__all__ = [
-    "GroupMemory",
-    "abort_shared_memory",
-    "memory_of",
-    "release_shared_memory",
-    "set_shared_memory_timeout",
-    "transport",
-    "use_shared_memory",
-]
+from .fake import FakeSharedMemory, is_fake_world
+from .pending_work import PendingWork, flush_pending
 
 # Note [Choosing a transport]
 # A group chooses once, at its first collective of CPU tensors in this package. One small all-gather of the backend

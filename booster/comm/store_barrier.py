@@ -14,16 +14,15 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store, _get_default_store
 
-from booster.comm.bounded_store import TimeoutStore, new_client
-from booster.comm.collectives import global_rank_of, group_rank, group_size
-from booster.comm.inquiry import describe_last_heartbeats, format_phase, format_ranks
-from booster.comm.signs import ended_processes, exit_statuses, read_heartbeats
-from booster.comm.started import flush_pending
 from booster.errors import BoosterError, DesyncError, RankFailedError
-from booster.phases import current_progress
-from booster.time_limits import timeouts
+from booster.fault_tolerance.failure_diagnosis import describe_last_heartbeats, format_phase, format_ranks
+from booster.fault_tolerance.heartbeat import ended_processes, exit_statuses, read_heartbeats
+from booster.fault_tolerance.progress import current_progress
+from booster.fault_tolerance.store import TimeoutStore, new_client
+from booster.fault_tolerance.timeouts import timeouts
 
-__all__ = ["ErrorBarrier", "clone_store"]
+from .collectives import global_rank_of, group_rank, group_size
+from .pending_work import flush_pending
 
 # Note [Error barrier]
 # Every phase has separate keys. Each rank writes `report/<rank>`: its error, if any, and its payload. Rank 0 waits for
@@ -322,3 +321,54 @@ def _deserialize(failure: dict[str, Any]) -> BoosterError:
 
 def _known_classes() -> dict[str, type[BoosterError]]:
     return {cls.__name__: cls for cls in BoosterError.__subclasses__() if cls.__module__ == BoosterError.__module__}
+
+
+class RankStore:
+    """One value per rank of the world, in the store of torch.distributed. Usable by a background thread.
+
+    Args:
+        name: Name of the values. Instances that exist at the same time have different names.
+
+    Every rank makes it, in the same order. No communication with other ranks, and no waiting for one.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._num_ranks = group_size()
+        self._store: Any = clone_store(None, name) if self._num_ranks > 1 else _LocalStore()
+        self._rank = dist.get_rank() if self._num_ranks > 1 else 0
+
+    def set(self, value: str) -> None:
+        """Set this rank's value.
+
+        Raises:
+            RuntimeError: The process that serves the store has ended.
+        """
+        self._store.set(str(self._rank), value)
+
+    def delete(self) -> None:
+        """Delete this rank's value. Raises as `set`."""
+        self._store.delete_key(str(self._rank))
+
+    def get_all(self) -> dict[int, str]:
+        """Return the existing values by global rank. Raises as `set`."""
+        keys = [str(rank) for rank in range(self._num_ranks)]
+        return {int(key): bytes(self._store.get(key)).decode() for key in keys if self._store.check([key])}
+
+
+class _LocalStore:
+    """Store of a world of one rank."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, str] = {}
+
+    def set(self, key: str, value: str) -> None:
+        self._values[key] = value
+
+    def delete_key(self, key: str) -> None:
+        self._values.pop(key, None)
+
+    def check(self, keys: list[str]) -> bool:
+        return all(key in self._values for key in keys)
+
+    def get(self, key: str) -> bytes:
+        return self._values[key].encode()

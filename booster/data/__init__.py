@@ -1,9 +1,8 @@
 """Data loading: equal parts for all ranks, a new order in every epoch, exact positions to save and restore."""
 
-from booster.data.active import active_loader
-from booster.data.dataloader import DistributedDataLoader
-from booster.data.prepare import check_can_shard, prepare_dataloader, shard_dataloader
-from booster.data.sampler import DistributedBatchSampler
+from .dataloader import DistributedDataLoader, active_loader
+from .prepare import check_can_shard, prepare_dataloader, shard_dataloader
+from .sampler import DistributedBatchSampler
 
 __all__ = [
     "DistributedBatchSampler",

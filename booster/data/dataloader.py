@@ -1,24 +1,138 @@
-"""The loader that every rank iterates: each `iter()` is the next epoch, and it can go on from the middle of one."""
+"""The loader that every rank iterates: each `iter()` is the next epoch, and it can go on from the middle of one.
+
+Which loaders are being iterated right now, so that the facade knows when a batch is the last of its pass.
+
+An iteration is known from its first batch until it ends, is closed or is garbage collected (what `break` does to a
+`for` loop's iterator). The list holds weak references only, so that knowing an iteration does not keep it alive.
+"""
 
 from __future__ import annotations
 
+import base64
 import copy
 import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch.utils.data import DataLoader
 
-from booster.data.active import Iteration, active_iteration, enter_iteration, leave_iteration
-from booster.data.announcement import announce
-from booster.data.loader_state import decode_state, encode_state
-from booster.data.sampler import BatchPlace, EpochSampler
-from booster.data.seeding import SeededDataset, WorkerStart
-from booster.phases import in_phase
+from booster.errors import ConfigError
+from booster.fault_tolerance.progress import in_phase
 
-__all__ = ["DistributedDataLoader", "EpochIterator"]
+from .sampler import BatchPlace, EpochSampler
+from .worker_seeding import SeededDataset, WorkerStart
+
+
+def encode_state(plain: dict[str, Any], generator: torch.Generator | None) -> dict[str, Any]:
+    """The plain entries, and the generator's state as text if there is one."""
+    if generator is None:
+        return plain
+    return plain | {"generator": base64.b64encode(bytes(generator.get_state().tolist())).decode("ascii")}
+
+
+def decode_state(
+    state: Mapping[str, Any], expected: set[str], *, has_generator: bool
+) -> tuple[Mapping[str, Any], torch.Tensor | None]:
+    """The state, checked, and the generator's state in it.
+
+    Raises:
+        ConfigError: entries are missing, the position is no number of at least 0, or only one of state and loader
+            has a generator.
+    """
+    missing = sorted(expected - set(state))
+    if missing:
+        raise ConfigError(
+            f"a loader state without {', '.join(missing)} (it has {', '.join(sorted(map(str, state))) or 'nothing'}): "
+            "it is not of this kind of loader; pass what state_dict() of a loader made with the same "
+            "distributed_sampler_cls (or without one) returned"
+        )
+    for key in sorted(expected & {"epoch", "samples_consumed", "batches_consumed"}):
+        if not isinstance(state[key], int) or state[key] < 0:
+            raise ConfigError(f"a loader state with {key}={state[key]!r}: it counts from 0; pass an unchanged state")
+    if has_generator != ("generator" in state):
+        raise ConfigError(
+            f"a loader state with{'out' if has_generator else ''} a generator for a loader "
+            f"with{'' if has_generator else 'out'} one: the run would draw other numbers; make the loader with the "
+            "same `generator` argument as when the state was saved"
+        )
+    return state, _decode_generator(state["generator"]) if has_generator else None
+
+
+def _decode_generator(text: str) -> torch.Tensor:
+    return torch.tensor(list(base64.b64decode(text)), dtype=torch.uint8)
+
+
+class Iteration(Protocol):
+    """One pass over a loader, or over other batches (None), and the place of the batch that was handed out last."""
+
+    @property
+    def loader(self) -> DistributedDataLoader[Any] | None: ...
+
+    @property
+    def place(self) -> BatchPlace: ...
+
+
+# Innermost last. An iteration moves to the end with each batch, so that a second loader whose iterator is only held
+# (`val_iter = iter(val_loader)`) does not hide the one that is really being read.
+_live: list[weakref.ref[Iteration]] = []
+
+
+def enter_iteration(iteration: Iteration) -> None:
+    """Makes an iteration the innermost one."""
+    if _live and _live[-1]() is iteration:
+        return
+    leave_iteration(iteration)
+    _live.append(weakref.ref(iteration, _forget))
+
+
+def leave_iteration(iteration: Iteration) -> None:
+    """Takes an iteration out; harmless if it is not in."""
+    _live[:] = [ref for ref in _live if ref() is not iteration]
+
+
+def _forget(dead: weakref.ref[Iteration]) -> None:
+    _live[:] = [ref for ref in _live if ref is not dead]
+
+
+def active_iteration(loader: DistributedDataLoader[Any] | None = None) -> Iteration | None:
+    """The innermost iteration that is going on, of anything or of this loader; None outside."""
+    for iteration in _innermost_first():
+        if loader is None or iteration.loader is loader:
+            return iteration
+    return None
+
+
+def active_place() -> BatchPlace | None:
+    """The place of the batch that was handed out last by the innermost iteration; None outside of any.
+
+    Collective: no. Every rank sees its own iterations only.
+    """
+    iteration = active_iteration()
+    return None if iteration is None else iteration.place
+
+
+def active_loader() -> DistributedDataLoader[Any] | None:
+    """The loader whose batch was handed out last and whose iteration still goes on; None outside of any.
+
+    Collective: no. Every rank sees its own loaders only.
+    """
+    loaders = (iteration.loader for iteration in _innermost_first())
+    return next((loader for loader in loaders if loader is not None), None)
+
+
+def _innermost_first() -> list[Iteration]:
+    return [iteration for ref in reversed(_live) if (iteration := ref()) is not None]
+
+
+def announce(text: str | None) -> None:
+    """Logs the text on rank 0; nothing where there is none. No communication."""
+    if text is not None:
+        from booster.logger import get_dist_logger  # the logger asks where it runs
+
+        get_dist_logger("booster.data").info(text, ranks=[0])
+
 
 T_co = TypeVar("T_co", covariant=True)
 

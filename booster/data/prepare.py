@@ -15,16 +15,13 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
-from booster.argument_checks import check_flag
-from booster.data.announcement import announce
-from booster.data.custom_sampler import CustomBatchSampler
-from booster.data.dataloader import DistributedDataLoader
-from booster.data.sampler import DistributedBatchSampler, EpochSampler, check_data_world
-from booster.data.seeding import derive_seed
 from booster.errors import ConfigError
-from booster.random_state import check_seed, default_seed
+from booster.rng_state import check_seed, default_seed
+from booster.validation import check_flag
 
-__all__ = ["check_can_shard", "loader_facts", "prepare_dataloader", "shard_dataloader"]
+from .dataloader import DistributedDataLoader, announce
+from .sampler import CustomBatchSampler, DistributedBatchSampler, EpochSampler, check_data_world
+from .worker_seeding import derive_seed
 
 _LOADER_OPTIONS = (
     "collate_fn",

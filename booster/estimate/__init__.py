@@ -1,5 +1,5 @@
 """Memory estimation: training memory per rank, without allocating it."""
 
-from booster.estimate.estimation import MemoryEstimate, estimate_memory
+from .estimate import MemoryEstimate, estimate_memory
 
 __all__ = ["MemoryEstimate", "estimate_memory"]

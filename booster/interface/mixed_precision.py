@@ -11,10 +11,8 @@ import torch
 from torch import nn
 
 if TYPE_CHECKING:
-    from booster.interface.model import ModelWrapper
-    from booster.interface.optimizer import OptimizerWrapper
-
-__all__ = ["LossScaler", "MasterWeights", "MixedPrecision"]
+    from booster.core.model_wrapper import ModelWrapper
+    from booster.core.optimizer_wrapper import OptimizerWrapper
 
 
 class LossScaler(Protocol):

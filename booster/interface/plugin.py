@@ -14,16 +14,14 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset
 
+from booster.core.model_wrapper import ModelWrapper, call_with_batch
+from booster.core.optimizer_wrapper import OptimizerWrapper
 from booster.errors import ConfigError
-from booster.interface.batch_call import call_with_batch
-from booster.interface.model import ModelWrapper
-from booster.interface.optimizer import OptimizerWrapper
-from booster.interface.rank_memory import MemoryRequest, RankMemory
+
+from .memory import MemoryRequest, RankMemory
 
 if TYPE_CHECKING:
     from booster.checkpoint_io import CheckpointIO
-
-__all__ = ["Boosted", "Plugin"]
 
 Boosted: TypeAlias = tuple[
     ModelWrapper,

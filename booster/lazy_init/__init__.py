@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from booster.lazy_init.context import LazyInitContext
-from booster.lazy_init.filling import materialize, materialize_own, materialize_tensor
-from booster.lazy_init.guard import is_lazy
+from .context import LazyInitContext
+from .materialize import is_lazy, materialize, materialize_own, materialize_tensor
 
 __all__ = ["LazyInitContext", "is_lazy", "materialize", "materialize_own", "materialize_tensor"]

@@ -11,15 +11,12 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from booster.argument_checks import is_int
 from booster.errors import ConfigError
-from booster.lazy_init.arguments import tensors_in
-from booster.lazy_init.guard import guard_all
-from booster.lazy_init.initialisers import whole_initialisers
-from booster.lazy_init.recorder import Recorder
-from booster.lazy_init.storage import record_of, settle, storage_of
+from booster.validation import is_int
 
-__all__ = ["LazyInitContext"]
+from .materialize import guard_all
+from .op_log import record_of, settle, storage_of
+from .recorder import Recorder, tensors_in, whole_initialisers
 
 _EAGER_BELOW_BYTES = 64 * 1024
 

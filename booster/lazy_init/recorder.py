@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -10,30 +12,219 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from booster.errors import ConfigError
-from booster.lazy_init.arguments import (
-    Arguments,
-    are_ordinary,
-    freeze_generators,
-    make_call,
-    meta_twins,
-    num_real_bytes,
-    tensors_in,
-    with_values,
-    written_tensors,
-)
-from booster.lazy_init.operators import (
-    draw_like,
-    draws_alike,
-    is_predictable,
-    is_random,
-    keeps_values_unread,
-    leaves_a_mark,
-    written_arguments,
-)
-from booster.lazy_init.record import Call, Geometry, Prefix, Record, view_of
-from booster.lazy_init.storage import make_lazy, record_of, reserve, settle, storage_of
 
-__all__ = ["Recorder"]
+from .op_log import (
+    Call,
+    GeneratorState,
+    Geometry,
+    Prefix,
+    Record,
+    Reference,
+    make_lazy,
+    map_arguments,
+    record_of,
+    replay,
+    reserve,
+    settle,
+    storage_of,
+    view_of,
+)
+
+_aten = torch.ops.aten
+
+# Results whose sizes and strides the meta kernels tell without running the operator.
+_PREDICTABLE = frozenset(
+    {
+        *(_aten.empty, _aten.empty_strided, _aten.empty_like, _aten.new_empty, _aten.new_empty_strided),
+        *(_aten.zeros, _aten.zeros_like, _aten.new_zeros, _aten.ones, _aten.ones_like, _aten.new_ones),
+        *(_aten.full, _aten.full_like, _aten.new_full, _aten.clone, _aten._to_copy),
+        *(_aten.tril, _aten.triu, _aten.cat, _aten.stack),
+    }
+)
+# Random factories, and the writer that draws the same numbers. (Results of those themselves would come from malloc, and
+# what is freed there is lost between the small tensors of the model that lie around it.)
+_DRAW_LIKE = {
+    _aten.randn: _aten.normal_.default,
+    _aten.randn_like: _aten.normal_.default,
+    _aten.rand: _aten.uniform_.default,
+    _aten.rand_like: _aten.uniform_.default,
+}
+# Writers whose draws depend on the shape alone: what the tensor held before is not needed to advance the generator.
+_DRAWS_ALIKE = frozenset(
+    {
+        *(_aten.normal_, _aten.uniform_, _aten.exponential_, _aten.geometric_, _aten.cauchy_, _aten.log_normal_),
+        *(_aten.random_, _aten.bernoulli_),
+    }
+)
+# They change which storage a tensor has, not what is in one.
+_REWIRE = frozenset(
+    {
+        *(_aten.set_, _aten.detach_, _aten.squeeze_, _aten.unsqueeze_, _aten.transpose_, _aten.t_),
+        *(_aten.as_strided_, _aten.swapaxes_, _aten.swapdims_),
+    }
+)
+# Views with a bit that says how to read the values, which sizes and strides do not tell.
+_MARKS = frozenset({_aten._conj, _aten._neg_view})
+
+
+def is_random(operator: Any) -> bool:
+    return torch.Tag.nondeterministic_seeded in operator.tags
+
+
+def draws_alike(operator: Any) -> bool:
+    """Returns whether a random writer draws the same numbers whatever its tensors hold."""
+    return operator.overloadpacket in _DRAWS_ALIKE
+
+
+def is_predictable(operator: Any) -> bool:
+    """Returns whether meta tensors tell the geometry of the result."""
+    if is_random(operator):
+        return operator.overloadpacket in _DRAW_LIKE
+    return operator.overloadpacket in _PREDICTABLE or torch.Tag.pointwise in operator.tags
+
+
+def draw_like(operator: Any) -> Any:
+    """Returns the operator that, on a tensor of its result's shape, draws what a predictable random factory draws."""
+    return _DRAW_LIKE[operator.overloadpacket]
+
+
+def is_view(operator: Any) -> bool:
+    """Returns whether all that an operator does is to return other views of its argument's storage."""
+    results = operator._schema.returns
+    return not written_arguments(operator) and any(result.alias_info is not None for result in results)
+
+
+def keeps_values_unread(operator: Any) -> bool:
+    """Returns whether an operator neither reads nor writes what is in a storage."""
+    return is_view(operator) or operator.overloadpacket in _REWIRE
+
+
+def leaves_a_mark(operator: Any) -> bool:
+    """Returns whether the result is a view whose values are read in another way."""
+    return operator.overloadpacket in _MARKS
+
+
+def written_arguments(operator: Any) -> list[str]:
+    """Returns the names of the arguments that an operator writes to."""
+    arguments = operator._schema.arguments
+    return [argument.name for argument in arguments if argument.alias_info is not None and argument.alias_info.is_write]
+
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+_MOST_READS = 16  # of one lazy value while the model is built: after that it is kept, as every read is a replay
+
+
+def tensors_in(tree: Any) -> list[torch.Tensor]:
+    """Returns the tensors of nested tuples, lists and dicts."""
+    found: list[torch.Tensor] = []
+    map_arguments(lambda value: found.append(value) if isinstance(value, torch.Tensor) else None, tree)
+    return found
+
+
+def written_tensors(operator: Any, arguments: Arguments) -> Iterator[torch.Tensor]:
+    """Yields the tensors that a call writes to."""
+    names = set(written_arguments(operator))
+    for position, argument in enumerate(operator._schema.arguments):
+        if argument.name in names:
+            given = arguments[0][position] if position < len(arguments[0]) else arguments[1].get(argument.name)
+            yield from tensors_in([given])
+
+
+def num_real_bytes(arguments: Arguments) -> int:
+    """Returns the bytes of the tensors that are not lazy: a record keeps copies of them."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors_in(arguments) if record_of(tensor) is None)
+
+
+def are_ordinary(arguments: Arguments) -> bool:
+    """Returns whether a call is about dense unpinned CPU tensors alone."""
+    kwargs = arguments[1]
+    device, layout = kwargs.get("device"), kwargs.get("layout")
+    if (device is not None and torch.device(device).type != "cpu") or kwargs.get("pin_memory"):
+        return False
+    if layout is not None and layout is not torch.strided:
+        return False
+    generators: list[torch.Generator] = []
+    map_arguments(lambda leaf: generators.append(leaf) if isinstance(leaf, torch.Generator) else None, arguments)
+    if any(generator.device.type != "cpu" for generator in generators):
+        return False
+    return all(storage_of(tensor) is not None for tensor in tensors_in(arguments))
+
+
+def freeze_generators(arguments: Arguments) -> Arguments:
+    """Returns the arguments with the states of generators, as they are now, in their place."""
+
+    def freeze(leaf: Any) -> Any:
+        return GeneratorState(leaf.get_state()) if isinstance(leaf, torch.Generator) else leaf
+
+    frozen: Arguments = map_arguments(freeze, arguments)
+    return frozen
+
+
+def make_call(operator: Any, arguments: Arguments, random_state: torch.Tensor | None) -> Call:
+    """Returns a call as it can be run again, whatever is done to its arguments afterwards."""
+
+    def keep(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        record = record_of(leaf)
+        if record is None:
+            return _copy(leaf)
+        return Reference(record=record, num_writes=len(record.writes), geometry=Geometry.of(leaf))
+
+    return Call(
+        function=operator,
+        arguments=map_arguments(keep, freeze_generators(arguments)),
+        random_state=random_state,
+        default_dtype=torch.get_default_dtype(),
+    )
+
+
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns a copy with the same strides where its storage is not much larger: kernels are chosen by those."""
+    storage = tensor.untyped_storage()
+    if tensor.is_conj() or tensor.is_neg() or storage.nbytes() > 4096 + 2 * tensor.numel() * tensor.element_size():
+        return tensor.detach().clone()
+    return view_of(storage.clone(), Geometry.of(tensor))
+
+
+def meta_twins(arguments: Arguments) -> Arguments:
+    """Returns the arguments with tensors that have the same geometry and no values."""
+
+    def twin(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        return torch.empty_strided(leaf.size(), leaf.stride(), dtype=leaf.dtype, device="meta")
+
+    twins: Arguments = map_arguments(twin, arguments)
+    return twins
+
+
+def with_values(arguments: Arguments) -> Arguments:
+    """Returns the arguments with the values of lazy tensors, for a call that runs now."""
+    storages: dict[int, torch.UntypedStorage] = {}
+
+    def value_of(leaf: Any) -> Any:
+        record = record_of(leaf) if isinstance(leaf, torch.Tensor) else None
+        if record is None:
+            return leaf
+        if id(record) not in storages:
+            if not _count_read(leaf, record):
+                return leaf
+            storages[id(record)] = replay(record)
+        return view_of(storages[id(record)], Geometry.of(leaf))
+
+    real: Arguments = map_arguments(value_of, arguments)
+    return real
+
+
+def _count_read(tensor: torch.Tensor, record: Record) -> bool:
+    """Returns whether the tensor is still lazy: after many reads it is not."""
+    record.num_reads += 1
+    if record.num_reads > _MOST_READS:
+        settle(tensor)
+    return record_of(tensor) is not None
+
 
 _DEAREST = 64  # prefixes of records that one record may need to be replayed; past that its value is kept
 
@@ -233,3 +424,39 @@ def _meta_result(operator: Any, arguments: Arguments) -> torch.Tensor | None:
     except (RuntimeError, NotImplementedError, IndexError, ValueError, TypeError):
         return None
     return result if isinstance(result, torch.Tensor) and result.device.type == "meta" else None
+
+
+# Note [Rejection loops]: trunc_normal_ draws until no value is out of bounds (torch 2.13; older ones drew once). Call
+# by call, every look at the values would be a replay of all rounds before. What it leaves depends on its arguments,
+# the generator and the tensor's geometry alone, so the whole function is one call of the record.
+_NAME = "_no_grad_trunc_normal_"  # what every way to nn.init.trunc_normal_ ends in, also names imported before
+
+
+@contextmanager
+def whole_initialisers(recorder: Recorder) -> Iterator[None]:
+    """Makes torch's initialisers that look at values tell the recorder about lazy tensors, and run on others."""
+    original = getattr(nn.init, _NAME, None)
+    if original is None:
+        yield
+        return
+    setattr(nn.init, _NAME, _recorded(original, recorder))
+    try:
+        yield
+    finally:
+        setattr(nn.init, _NAME, original)
+
+
+def _recorded(original: Callable[..., Any], recorder: Recorder) -> Callable[..., Any]:
+    def quiet(*args: Any, **kwargs: Any) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the build has shown them
+            original(*args, **kwargs)
+
+    def fill(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        arguments = ((tensor, *args), kwargs)
+        if type(tensor) not in (torch.Tensor, nn.Parameter) or record_of(tensor) is None or not are_ordinary(arguments):
+            return original(tensor, *args, **kwargs)
+        recorder.record_fill(original, arguments, quiet)
+        return tensor
+
+    return fill

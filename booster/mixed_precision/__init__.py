@@ -7,10 +7,11 @@ from collections.abc import Callable
 
 from booster.errors import ConfigError
 from booster.interface.mixed_precision import MixedPrecision
-from booster.mixed_precision.autocast import BF16MixedPrecision, FP16TorchMixedPrecision
-from booster.mixed_precision.fp8 import FP8MixedPrecision
-from booster.mixed_precision.fp16_apex import FP16ApexMixedPrecision
-from booster.mixed_precision.fp16_naive import FP16NaiveMixedPrecision
+
+from .apex import FP16ApexMixedPrecision
+from .autocast import BF16MixedPrecision, FP16TorchMixedPrecision
+from .fp8 import FP8MixedPrecision
+from .fp16 import FP16NaiveMixedPrecision
 
 __all__ = [
     "BF16MixedPrecision",

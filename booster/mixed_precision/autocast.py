@@ -10,14 +10,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from booster.core.model_wrapper import ModelWrapper
+from booster.core.optimizer_wrapper import OptimizerWrapper
 from booster.errors import ConfigError
 from booster.interface.mixed_precision import LossScaler, MixedPrecision
-from booster.interface.model import ModelWrapper
-from booster.interface.optimizer import OptimizerWrapper
-from booster.mixed_precision.half_weights import low_precision_to_fp32
-from booster.mixed_precision.loss_scale_arguments import LossScaleArguments
 
-__all__ = ["AutocastMixedPrecision", "BF16MixedPrecision", "FP16TorchMixedPrecision", "refuse_float16_weights"]
+from .fp16 import low_precision_to_fp32
+from .loss_scaler import LossScaleArguments
 
 
 class AutocastMixedPrecision(MixedPrecision):

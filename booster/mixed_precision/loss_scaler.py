@@ -5,11 +5,10 @@ from __future__ import annotations
 import ctypes
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from booster.errors import CheckpointError, ConfigError
-
-__all__ = ["ConstantLossScaler", "DynamicLossScaler"]
 
 # The smallest scale whose reciprocal is finite in fp32.
 _SMALLEST_SCALE = 2.0**-126
@@ -224,3 +223,37 @@ def _check_state(state: Mapping[str, Any]) -> None:
         f"{dict(state)!r} is no loss scaler's state, which has a positive scale and two counts: load what"
         " optimizer.state_dict()['loss_scaler'] held"
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossScaleArguments:
+    """See `DynamicLossScaler`."""
+
+    initial_scale: float
+    growth_factor: float
+    backoff_factor: float
+    growth_interval: int
+    hysteresis: int = 1
+    min_scale: float | None = None
+    max_scale: float | None = None
+
+    @property
+    def facts(self) -> list[str]:
+        """Returns what must be the same on all ranks, which skip the same steps."""
+        return [f"{name}={getattr(self, name)!r}" for name in self.__slots__]
+
+    def check(self) -> None:
+        """Raises for what can't be.
+
+        Raises:
+            ConfigError: A number out of its range.
+        """
+        self.new_scaler()
+
+    def new_scaler(self, report: Callable[[str], None] | None = None) -> DynamicLossScaler:
+        """Returns a scaler for one optimizer.
+
+        Args:
+            report: Called with one line whenever a step is skipped or the scale grows.
+        """
+        return DynamicLossScaler(**asdict(self), report=report)

@@ -1,5 +1,5 @@
 """Seeing what a training loop does: progress, logs, and who is missing when it hangs."""
 
-from booster.monitor.monitor import Monitor
+from .monitor import Monitor
 
 __all__ = ["Monitor"]

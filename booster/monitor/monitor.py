@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
+import os
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
 from types import TracebackType
@@ -17,15 +20,79 @@ from booster.boost_checks import check_boosted_model, check_boosted_optimizer
 from booster.comm import ErrorBarrier, count_communication, group_rank, group_size
 from booster.device import max_memory_allocated
 from booster.errors import BoosterError, ConfigError, DesyncError
+from booster.fault_tolerance.progress import Phase, observe_phases
 from booster.interface import ModelWrapper, OptimizerWrapper
-from booster.monitor.logs import JsonLines, Log, ProgressBar, TensorBoard
-from booster.monitor.records import RESERVED, joined_record, numbers_of
-from booster.monitor.settings import MonitorSettings
-from booster.monitor.watchdog import Watchdog
-from booster.monitor.window import Window
-from booster.phases import Phase, observe_phases
+from booster.validation import check_flag
 
-__all__ = ["Monitor"]
+from .loggers import RESERVED, JsonLines, Log, ProgressBar, TensorBoard, joined_record, numbers_of
+from .step_stats import Window
+from .watchdog import Watchdog
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MonitorSettings:
+    """See `Monitor`.
+
+    Raises:
+        ConfigError: A value that can't be.
+    """
+
+    log: str | PathLike[str] | None
+    tensorboard: str | PathLike[str] | None
+    progress: bool | Literal["always"]
+    total_steps: int | None
+    every: int
+    first_step: int | None
+    across_ranks: bool
+    hang_seconds: float | None
+
+    def __post_init__(self) -> None:
+        _require_path("log", self.log, "the path of a file, such as 'runs/a.jsonl'")
+        _require_path("tensorboard", self.tensorboard, "the path of a directory, such as 'runs/a'")
+        if self.log is not None and os.path.isdir(self.log):
+            raise ConfigError(f"log={self.log!r} is a directory: give the path of a file in it, such as 'a.jsonl'")
+        if self.progress not in (True, False, "always"):
+            raise ConfigError(
+                f"progress={self.progress!r} is unknown: give True for a bar where stderr is a terminal, 'always', or"
+                " False"
+            )
+        check_flag("across_ranks", self.across_ranks)
+        _require_count("every", self.every)
+        for name in ("total_steps", "first_step"):
+            if getattr(self, name) is not None:
+                _require_count(name, getattr(self, name))
+        seconds: Any = self.hang_seconds
+        is_number = isinstance(seconds, (int, float)) and not isinstance(seconds, bool)
+        if seconds is not None and not (is_number and 0 < seconds < math.inf):
+            raise ConfigError(
+                f"hang_seconds={seconds!r} is no time to wait: give seconds above 0, more than a slow step takes with"
+                " evaluation and saving, or leave it out"
+            )
+
+    @property
+    def shows_progress(self) -> bool:
+        """Whether the main process shows a bar."""
+        return self.progress == "always" or (self.progress is True and sys.stderr.isatty())
+
+    def facts(self) -> dict[str, Any]:
+        """Returns what has to be the same on all ranks."""
+        return {
+            "every": self.every,
+            "across_ranks": bool(self.across_ranks),
+            "first_step": self.first_step,
+            "hang_seconds": self.hang_seconds,
+        }
+
+
+def _require_path(name: str, value: Any, wanted: str) -> None:
+    if value is not None and (not isinstance(value, (str, PathLike)) or not str(value)):
+        raise ConfigError(f"{name}={value!r} is no path: give {wanted}, or leave it out")
+
+
+def _require_count(name: str, value: Any) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ConfigError(f"{name}={value!r} counts steps, from 1: give a whole number above 0")
+
 
 _MEETING_SECONDS = 120.0  # that ranks may be apart at the beginning
 _PATIENCE_SECONDS = 10.0  # until a rank that waits there says so

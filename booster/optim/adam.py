@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,15 +12,94 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from booster.errors import CheckpointError, ConfigError
-from booster.optim.checks import check_hyperparameters, check_stored_state, require_bool
-from booster.optim.offload.disk_states import DiskStates
-from booster.optim.offload.settings import OffloadSettings
-from booster.optim.state_form import complete_moments, complete_step, moment_dtype
-from booster.optim.state_loading import Untouched, hold_untouched
-from booster.optim.step import Step
-from booster.optim.update import MOMENTS, GroupUpdate, Hyperparameters, ParameterUpdate, StepArguments
 
-__all__ = ["AdamBase"]
+from .adam_update import MOMENTS, GroupUpdate, Hyperparameters, ParameterUpdate, StepArguments, refuse_variants
+from .base import Untouched, complete_moments, complete_step, hold_untouched, moment_dtype
+from .nvme_offload.settings import OffloadSettings
+from .nvme_offload.states import DiskStates
+from .step import Step
+
+_AMOUNTS = ("lr", "eps", "weight_decay")
+
+
+def require_bool(name: str, value: object) -> None:
+    """Returns if an argument is True or False.
+
+    Raises:
+        ConfigError: It is not: in torch's order of arguments another one stands in its place.
+    """
+    if not isinstance(value, bool):
+        raise ConfigError(
+            f"{name}={value!r} is neither True nor False: give arguments after lr by keyword, as their order is not"
+            " that of torch.optim.AdamW"
+        )
+
+
+def check_hyperparameters(group: Mapping[str, Any]) -> None:
+    """Returns if a param group, defaults included, can be computed with.
+
+    Raises:
+        ConfigError: A value can't work, or it asks for a variant that there is not.
+    """
+    refuse_variants(group)
+    lr = group["lr"]
+    if isinstance(lr, Tensor) and lr.numel() != 1:
+        raise ConfigError(f"lr is a tensor of shape {tuple(lr.shape)}: give one with one element, or a number")
+    for name in _AMOUNTS:
+        value = group[name]
+        if not _is_number(value) or not (float(value) >= 0 and math.isfinite(float(value))):
+            raise ConfigError(f"{name}={value!r} is no amount to compute with: give a finite number from 0 on")
+    _check_betas(group["betas"])
+
+
+def _check_betas(betas: object) -> None:
+    is_pair = isinstance(betas, Sequence) and not isinstance(betas, str) and len(betas) == 2
+    if not is_pair or not all(_is_number(beta) and 0.0 <= float(beta) < 1.0 for beta in betas):  # type: ignore[attr-defined]
+        raise ConfigError(
+            f"betas={betas!r} are no decay rates, which keep a part of what was: give two numbers from 0 on and less"
+            " than 1, such as (0.9, 0.999)"
+        )
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, Tensor) or (isinstance(value, (int, float)) and not isinstance(value, bool))
+
+
+def check_stored_state(stored: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> None:
+    """Returns if a `state_dict` is of an Adam over parameters of these shapes; torch checks the numbers of both.
+
+    Args:
+        stored: What `state_dict` of some optimizer returned.
+        groups: The param groups that it is for.
+
+    Raises:
+        ConfigError: It is another optimizer's, or another model's.
+    """
+    for saved, group in zip(stored["param_groups"], groups, strict=False):
+        missing = [key for key in ("lr", "betas", "eps", "weight_decay") if key not in saved]
+        if missing:
+            raise ConfigError(
+                f"the state_dict has no {missing[0]!r} in a param group, so it is of an optimizer other than Adam: load"
+                " the state of torch.optim.Adam, AdamW or one of this package"
+            )
+        for number, parameter in zip(saved["params"], group["params"], strict=False):
+            _check_moments(stored["state"].get(number, {}), parameter)
+
+
+def _check_moments(state: Mapping[str, Any], parameter: Tensor) -> None:
+    for key in MOMENTS if state else ():
+        moment = state.get(key)
+        if not isinstance(moment, Tensor):
+            raise ConfigError(
+                f"the state_dict has {', '.join(map(repr, state))} for a parameter of shape {tuple(parameter.shape)},"
+                f" and no {key!r}: load the state of torch.optim.Adam, AdamW or one of this package"
+            )
+        if moment.shape != parameter.shape:
+            raise ConfigError(
+                f"the state_dict has {key!r} of shape {tuple(moment.shape)} for a parameter of shape"
+                f" {tuple(parameter.shape)}: load it into an optimizer over the model that it was saved from, with its"
+                " parameters in the same order"
+            )
 
 
 class AdamBase(Optimizer):
@@ -323,3 +404,114 @@ def _check_alike(gradient: Tensor, parameter: Tensor) -> None:
             f"a parameter of shape {tuple(parameter.shape)} on {parameter.device} was given a gradient of shape"
             f" {tuple(gradient.shape)} on {gradient.device}: they must be alike"
         )
+
+
+class FusedAdam(AdamBase):
+    """Adam and AdamW with one kernel call for many parameters, and all states with their parameters.
+
+    Args:
+        params: Tensors, or param groups.
+        lr: Learning rate.
+        bias_correction: Whether the moments' start at zero is corrected for.
+        betas: Decay rates of the moments.
+        eps: Added to the denominator.
+        adamw_mode: True: AdamW's decoupled weight decay; False: Adam's, which is part of the gradient.
+        weight_decay: Weight decay.
+
+    Raises:
+        ConfigError: An argument that can't work.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        adamw_mode: bool = True,
+        weight_decay: float = 0.0,
+    ) -> None:
+        super().__init__(
+            params,
+            lr=lr,
+            bias_correction=bias_correction,
+            betas=betas,
+            eps=eps,
+            weight_decay=weight_decay,
+            adamw_mode=adamw_mode,
+            offload=OffloadSettings(),
+        )
+
+
+class HybridAdam(AdamBase):
+    """Adam and AdamW that update each parameter where it is: on the CPU by `CPUAdam`'s kernel, elsewhere by torch's.
+
+    The accelerators compute at the same time as the CPU. On them, states have their parameter's format.
+
+    Args:
+        params: Tensors, or param groups.
+        lr: Learning rate.
+        bias_correction: Whether the moments' start at zero is corrected for.
+        betas: Decay rates of the moments.
+        eps: Added to the denominator.
+        weight_decay: Weight decay.
+        adamw_mode: True: AdamW's decoupled weight decay; False: Adam's, which is part of the gradient.
+        nvme_offload_fraction: As `CPUAdam`'s, of the states of parameters on the CPU.
+        nvme_offload_dir: As `CPUAdam`'s.
+
+    Raises:
+        ConfigError: An argument that can't work.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0,
+        adamw_mode: bool = True,
+        nvme_offload_fraction: float = 0.0,
+        nvme_offload_dir: str | os.PathLike[str] | None = None,
+    ) -> None:
+        super().__init__(
+            params,
+            lr=lr,
+            bias_correction=bias_correction,
+            betas=betas,
+            eps=eps,
+            weight_decay=weight_decay,
+            adamw_mode=adamw_mode,
+            offload=OffloadSettings.checked(nvme_offload_fraction, nvme_offload_dir),
+        )
+
+
+class CPUAdam(HybridAdam):
+    """Adam and AdamW for parameters on the CPU, in one pass over memory; states may live on a disk.
+
+    Args:
+        params: Tensors on the CPU, or param groups of such.
+        lr: Learning rate.
+        bias_correction: Whether the moments' start at zero is corrected for.
+        betas: Decay rates of the moments.
+        eps: Added to the denominator.
+        weight_decay: Weight decay.
+        adamw_mode: True: AdamW's decoupled weight decay; False: Adam's, which is part of the gradient.
+        nvme_offload_fraction: How much of the states, in bytes, is in a file on a disk, from 0 to 1. It is read and
+            written in every step while others are computed; results are the same. Memory: 48 MiB.
+        nvme_offload_dir: Where the file is, twice the states' size, until the optimizer or the process ends; None: the
+            system's directory for temporary files.
+
+    Raises:
+        ConfigError: An argument that can't work, or a parameter that is not on the CPU.
+    """
+
+    def _check_parameter(self, parameter: Tensor) -> None:
+        super()._check_parameter(parameter)
+        if not parameter.is_cpu:
+            raise ConfigError(
+                f"CPUAdam got a parameter of shape {tuple(parameter.shape)} on {parameter.device}: use HybridAdam,"
+                " which updates each parameter where it is, or move the model to the CPU"
+            )

@@ -2,21 +2,42 @@
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from booster.core.shard_aware import Shards
 from booster.errors import ConfigError
-from booster.interface.shards import Shards
-from booster.optim.memory_order import is_dense, laid_out_like
-from booster.optim.state_loading import Untouched, hold_untouched
-from booster.optim.whole_parameters import ParameterStep
 
-__all__ = ["OptimizerBase"]
+from .adam_update import MOMENTS, is_dense, laid_out_like
+from .param_update import ParameterStep
+
+# Note [Loaded states]
+# torch converts every floating-point state to its parameter's dtype, so that fp32 moments of bf16 parameters would be
+# rounded. What it does not know it leaves alone: tensors pass through in a wrapping, and come out in __setstate__.
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Untouched:
+    """A tensor that torch does not see."""
+
+    tensor: Tensor
+
+
+def hold_untouched(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Returns a state_dict whose states are wrapped; a pre-hook of `load_state_dict`."""
+    wrapped = {
+        number: {key: Untouched(value) if isinstance(value, Tensor) else value for key, value in values.items()}
+        for number, values in state_dict["state"].items()
+    }
+    return {**state_dict, "state": wrapped}
+
 
 _LOW_PRECISION = (torch.float16, torch.bfloat16)
 
@@ -235,3 +256,111 @@ class OptimizerBase(Optimizer):
 
 def _state_dtype(parameter: Tensor) -> torch.dtype:
     return torch.float32 if parameter.dtype in _LOW_PRECISION else parameter.dtype
+
+
+def moment_dtype(parameter: Tensor) -> torch.dtype:
+    """Returns the format of a parameter's moments."""
+    dtype = parameter.dtype
+    # torch's kernels for accelerators ask for one dtype of parameter and states.
+    return torch.float32 if dtype in _LOW_PRECISION and parameter.is_cpu else dtype
+
+
+def complete_step(state: dict[str, Any]) -> Tensor:
+    """Makes "step" an fp32 tensor on the CPU, zero where there is none, and returns it."""
+    step = state.get("step")
+    if not (isinstance(step, Tensor) and step.is_cpu and step.dtype is torch.float32):
+        step = state["step"] = torch.tensor(0.0 if step is None else float(step), dtype=torch.float32)
+    return step
+
+
+def complete_moments(state: dict[str, Any], parameter: Tensor) -> None:
+    """Makes the moments tensors beside the parameter, in its memory order; zeros where there are none."""
+    dtype = moment_dtype(parameter)
+    for key in MOMENTS:
+        value = state.get(key)
+        if value is None:
+            state[key] = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
+        elif not _is_in_form(value, parameter, dtype):
+            model = parameter if is_dense(parameter) else parameter.contiguous()
+            state[key] = laid_out_like(value, model, dtype)
+
+
+def _is_in_form(value: Tensor, parameter: Tensor, dtype: torch.dtype) -> bool:
+    if value.dtype is not dtype:
+        return False
+    if parameter.is_cpu and value.is_cpu and parameter.is_contiguous():
+        return value.is_contiguous()
+    return value.device == parameter.device and value.stride() == parameter.stride()
+
+
+def require_learning_rate(group: Mapping[str, Any]) -> None:
+    """Returns if a group's lr can be multiplied with.
+
+    Raises:
+        ConfigError: It can't.
+    """
+    lr = group["lr"]
+    if lr is None:
+        raise ConfigError("lr=None is no length of a step, and this optimizer finds none by itself: give lr=2e-4 or so")
+    if isinstance(lr, Tensor) and lr.numel() != 1:
+        raise ConfigError(f"lr is a tensor of shape {tuple(lr.shape)}: give one with one element, or a number")
+    require_amount(group, "lr")
+
+
+def require_amount(
+    group: Mapping[str, Any], name: str, *, is_positive: bool = False, below: float = math.inf, why: str = ""
+) -> None:
+    """Returns if a hyperparameter is a finite number from 0 on.
+
+    Args:
+        group: A param group, defaults included.
+        name: Of the hyperparameter.
+        is_positive: 0 does not do either.
+        below: What it must be less than.
+        why: What would go wrong, to be put into the message.
+
+    Raises:
+        ConfigError: It is not.
+    """
+    value = group[name]
+    if _is_number(value):
+        number = float(value)
+        if math.isfinite(number) and (number > 0 if is_positive else number >= 0) and number < below:
+            return
+    kind = "a positive finite number" if is_positive else "a finite number from 0 on"
+    limit = "" if math.isinf(below) else f", less than {below:g}"
+    raise ConfigError(f"{name}={value!r}{' ' + why if why else ' can not be computed with'}: give {kind}{limit}")
+
+
+def require_fractions(group: Mapping[str, Any], name: str, count: int, *, example: tuple[float, ...]) -> None:
+    """Returns if a hyperparameter is so many numbers from 0 on, each less than 1.
+
+    Raises:
+        ConfigError: It is not.
+    """
+    values = group[name]
+    is_row = isinstance(values, Sequence) and not isinstance(values, str) and len(values) == count
+    if not is_row or not all(_is_number(value) and 0.0 <= float(value) < 1.0 for value in values):
+        raise ConfigError(
+            f"{name}={values!r} are no decay rates, which keep a part of what was: give {count} numbers from 0 on and"
+            f" less than 1, such as {example}"
+        )
+
+
+def require_flag(group: Mapping[str, Any], name: str) -> None:
+    """Returns if a hyperparameter is True or False.
+
+    Raises:
+        ConfigError: It is not: an argument may stand in another one's place.
+    """
+    if not isinstance(group[name], bool):
+        raise ConfigError(
+            f"{name}={group[name]!r} is no truth value, so an argument may stand in another one's place: give True or"
+            " False, and arguments after lr by keyword"
+        )
+
+
+def _is_number(value: object) -> bool:
+    if isinstance(value, Tensor):
+        return value.numel() == 1
+    return isinstance(value, (int, float)) and not isinstance(value, bool)

@@ -10,14 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from booster.optim.device_update import update_on_device
-from booster.optim.host_update import update_on_host
-from booster.optim.offload.disk_states import DiskStates
-from booster.optim.offload.disk_work import DiskWork
-from booster.optim.offload.interrupts import interrupts_later
-from booster.optim.update import GroupUpdate, ParameterUpdate, StepArguments
-
-__all__ = ["Step"]
+from .adam_update import GroupUpdate, ParameterUpdate, StepArguments, update_on_device, update_on_host
+from .nvme_offload.pipeline import interrupts_later
+from .nvme_offload.states import DiskStates, DiskWork
 
 # Note [Failed steps]
 # Chunks of states are updated one after the other, in the order of the parameters. If the disk fails, those before are

@@ -6,20 +6,229 @@ import errno
 import os
 import re
 import time
+import zlib
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from types import TracebackType
+from typing import TypeVar
 
-from booster.checkpoint_io.files.index_file import check_file_name, check_index_entries, format_names, parse_index
-from booster.checkpoint_io.files.manifest import MANIFEST_KEY, FileRecord, Manifest, check_ranges_cover
-from booster.checkpoint_io.files.tensor_files import GROUPS_KEY, TensorFile, open_tensor_file
+import torch
+
+from booster.checkpoint_io.commit import DirectoryView
+from booster.checkpoint_io.formats.index import check_file_name, check_index_entries, format_names, parse_index
+from booster.checkpoint_io.formats.json import MAX_JSON_BYTES
+from booster.checkpoint_io.formats.manifest import MANIFEST_KEY, FileRecord, Manifest, check_ranges_cover
+from booster.checkpoint_io.formats.tensor_files import GROUPS_KEY, TensorFile, open_tensor_file
 from booster.checkpoint_io.layout import OPTIMIZER, SINGLE_FILE_SUFFIXES, FileKind, FileNames
-from booster.checkpoint_io.loading.directory_reader import DirectoryReader, cannot_open, is_transient, open_directory
-from booster.checkpoint_io.loading.stored_checkpoint import StoredCheckpoint, read_recorded
-from booster.checkpoint_io.storage import Storage
+from booster.checkpoint_io.storage import OpenFile, Storage
 from booster.errors import CheckpointError
+from booster.interface import TensorSpec
 
-__all__ = ["StoredCheckpoint", "open_checkpoint"]
+T = TypeVar("T")
+
+_NUM_ATTEMPTS = 3  # a file may be moved between listing and opening, and again by the next commit
+_TRANSIENT = (errno.ENOENT, errno.ESTALE)
+
+
+class DirectoryReader:
+    """Opens the files of a directory, including those of a commit that is not installed yet.
+
+    Args:
+        storage: Storage of the directory.
+        path: Directory.
+
+    Raises:
+        OSError: The path is not a directory, or cannot be listed.
+    """
+
+    def __init__(self, storage: Storage, path: Path) -> None:
+        self.path = path
+        self._storage = storage
+        self._view = DirectoryView(storage, path)
+        self.names = self._view.names()
+
+    def open(self, name: str, expected: FileRecord | None = None) -> TensorFile:
+        """Open a tensor file; see `open_tensor_file`."""
+        return self._retry(
+            name, lambda path, inside: open_tensor_file(self._storage, path, inside=inside, expected=expected)
+        )
+
+    def read(self, name: str) -> bytes:
+        """Return the content of a small file of at most 64 MiB."""
+        return self._retry(
+            name, lambda path, inside: self._storage.read_file(path, max_bytes=MAX_JSON_BYTES, inside=inside)
+        )
+
+    def _retry(self, name: str, action: Callable[[Path, Path], T]) -> T:
+        for _ in range(_NUM_ATTEMPTS - 1):
+            try:
+                return action(*self._locate(name))
+            except CheckpointError as error:
+                if not is_transient(error):
+                    raise
+            self._refresh()
+        return action(*self._locate(name))
+
+    def _locate(self, name: str) -> tuple[Path, Path]:
+        """Return the path of a file, and the directory that its links must not leave."""
+        path = self._view.path(name)
+        # A directory committed together with its parent is a subdirectory of the parent's commit directory.
+        return path, self.path if path.is_relative_to(self.path) else path.parent.parent
+
+    def _refresh(self) -> None:
+        try:
+            self._view = DirectoryView(self._storage, self.path)
+        except OSError as error:
+            raise cannot_open(self.path, error) from error
+
+
+def open_directory(storage: Storage, path: Path) -> DirectoryReader:
+    """Return a reader of a directory.
+
+    Raises:
+        CheckpointError: The path is not a directory, or cannot be listed.
+    """
+    try:
+        return DirectoryReader(storage, path)
+    except OSError as error:
+        raise cannot_open(path, error) from error
+
+
+def cannot_open(path: Path, error: Exception) -> CheckpointError:
+    """Return the error for a path that cannot be opened."""
+    return CheckpointError(f"cannot open {str(path)!r}: {error}. Check the path and its permissions")
+
+
+def is_transient(error: CheckpointError) -> bool:
+    """Return whether the cause is a missing or stale file, which may appear on retry."""
+    return isinstance(error.__cause__, OSError) and error.__cause__.errno in _TRANSIENT
+
+
+class StoredCheckpoint:
+    """Open checkpoint; a context manager that closes its files.
+
+    Args:
+        storage: Storage of the files.
+        path: Manifest, index or single file.
+        files: Open tensor files.
+        groups: Optimizer's plain values as JSON. Optional, for optimizer checkpoints.
+        manifest: Sizes and checksums of all files. Optional.
+        raw_manifest: Content of the manifest file.
+
+    Attributes:
+        specs: Shape and dtype of every tensor, from the files that hold them.
+
+    Raises:
+        CheckpointError: A tensor is in two files.
+    """
+
+    def __init__(
+        self,
+        storage: Storage,
+        path: Path,
+        files: Sequence[TensorFile],
+        groups: bytes | None = None,
+        manifest: Manifest | None = None,
+        raw_manifest: bytes = b"",
+    ) -> None:
+        self._raw_manifest = raw_manifest
+        self.storage = storage
+        self.path = path
+        self.files = tuple(files)
+        self.groups = groups
+        self.manifest = manifest
+        self.specs: dict[str, TensorSpec] = {}
+        self._file_of: dict[str, TensorFile] = {}
+        for file in self.files:
+            duplicate = next((name for name in file.specs if name in self._file_of), None)
+            if duplicate is not None:
+                raise CheckpointError(
+                    f"{path}: {duplicate!r} is in two files, {self._file_of[duplicate].path.name} and {file.path.name}, and one"
+                    " of them is stale: remove it"
+                )
+            self.specs.update(file.specs)
+            self._file_of.update(dict.fromkeys(file.specs, file))
+
+    @property
+    def fingerprint(self) -> str:
+        """Fingerprint of the save, from manifest and heads; differs between saves as far as these record it."""
+        heads = [
+            (file.path.name, file.num_bytes, getattr(self.record_of(file), "head_crc32", 0)) for file in self.files
+        ]
+        return f"{zlib.crc32(self._raw_manifest):08x} {sorted(heads)}"
+
+    def locate(self, name: str) -> tuple[OpenFile, int] | None:
+        """Return file and offset of a tensor's bytes, or None if only `read` can access it, as for `.bin`."""
+        return self._file_of[name].locate(name)
+
+    def record_of(self, file: TensorFile) -> FileRecord | None:
+        """Return the recorded checksums of a file, or None if there are none."""
+        if self.manifest is not None:
+            return self.manifest.files.get(file.path.name)
+        return file.embedded_record
+
+    def read(self, name: str) -> torch.Tensor:
+        """Return one tensor on the CPU. The caller must not modify it."""
+        return self._file_of[name].read(name)
+
+    def check_documents(self) -> None:
+        """Verify the documents that the manifest records.
+
+        Raises:
+            CheckpointError: A document is missing or differs from its checksum.
+        """
+        if self.manifest is None or not self.manifest.documents:
+            return
+        directory = open_directory(self.storage, self.path.parent)
+        try:
+            for name in self.manifest.documents:
+                read_recorded(directory, name, self.manifest)
+        except CheckpointError:
+            # Another save may have replaced this one since; its tensor files are still open and consistent.
+            if open_directory(self.storage, self.path.parent).read(self.path.name) == self._raw_manifest:
+                raise
+
+    def close(self) -> None:
+        """Close the files."""
+        for file in self.files:
+            file.close()
+
+    def __enter__(self) -> StoredCheckpoint:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def read_recorded(directory: DirectoryReader, name: str, manifest: Manifest) -> bytes:
+    """Read and verify a document.
+
+    Args:
+        directory: Directory of the document.
+        name: File name.
+        manifest: Manifest that records it.
+
+    Raises:
+        CheckpointError: The document is not recorded, missing, or differs in size or checksum.
+    """
+    record = manifest.documents.get(name)
+    path = directory.path / name
+    if record is None:
+        raise CheckpointError(
+            f"{path} is not recorded in the manifest beside it: the files are from different saves, or the manifest is"
+            " damaged. Take another copy of the checkpoint"
+        )
+    raw = directory.read(name)
+    if len(raw) != record.num_bytes or zlib.crc32(raw) != record.crc32:
+        raise CheckpointError(
+            f"{path} differs from its checksum: it is damaged, edited or from another save. Take another copy of the"
+            " checkpoint"
+        )
+    return raw
+
 
 # Another process may commit a new checkpoint into a directory while this process opens it. No file of a commit is moved
 # to its place before its manifest is visible (see Note [Commit]). So if the manifest is the same before the first file

@@ -12,18 +12,17 @@ from torch import nn
 
 from booster.comm import count_communication, fake_collectives
 from booster.interface import MemoryParts, MemoryRequest, RankMemory
-from booster.interface.rank_memory import MemoryInterval
-from booster.plugins.gemini.building import describe_params, make_chunk, plan_model
-from booster.plugins.gemini.chunk import Chunk, ChunkParam
-from booster.plugins.gemini.chunk_manager import ChunkManager
-from booster.plugins.gemini.meeting import PassKind, RankRequest
-from booster.plugins.gemini.placement import Placement
-from booster.plugins.gemini.rehoming import migrate_weights
-from booster.plugins.gemini.settings import GeminiSettings
-from booster.plugins.gemini.tiers import TierBlock, Transfer
+from booster.interface.memory import MemoryInterval
 from booster.plugins.sharding.memory import Moment, cast_bytes
 
-__all__ = ["gemini_memory"]
+from .chunk import Chunk, ChunkParam
+from .chunk_init import describe_params, make_chunk, plan_model
+from .chunk_manager import ChunkManager
+from .collective_order import PassKind, RankRequest
+from .config import GeminiSettings
+from .placement import Placement
+from .shard_update import migrate_weights
+from .tiers import TierBlock, Transfer
 
 # Note [Memory estimate]
 # Which chunks are gathered when depends on the placement, on a record of the first step, and on what fits beside what.

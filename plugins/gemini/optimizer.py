@@ -13,18 +13,49 @@ from torch.optim import Optimizer
 
 from booster.comm import all_reduce_max, all_reduce_sum, collective_device, group_size
 from booster.errors import ConfigError
-from booster.interface import Shard, Shards
+from booster.interface import Shard, Shards, TensorSpec
 from booster.interface.mixed_precision import LossScaler
-from booster.plugins.gemini.chunk import Chunk, ChunkParam
-from booster.plugins.gemini.model import GeminiModel
-from booster.plugins.gemini.rehoming import migrate_master, migrate_states, migrate_weights, needs_other_master
-from booster.plugins.gemini.settings import GeminiSettings
-from booster.plugins.gemini.shard_update import ChunkUpdate, OwnedShard, all_shards, moved_state
-from booster.plugins.gemini.states import GeminiOptimizerState
-from booster.plugins.sharding.elementwise import shard_state
-from booster.plugins.sharding.optimizer import ShardedOptimizer
+from booster.plugins.sharding.optimizer import ShardedOptimizer, ShardedOptimizerState
+from booster.plugins.sharding.shard_states import shard_state
 
-__all__ = ["GeminiOptimizer"]
+from .chunk import Chunk, ChunkParam
+from .config import GeminiSettings
+from .model import GeminiModel
+from .shard_update import (
+    ChunkUpdate,
+    OwnedShard,
+    all_shards,
+    migrate_master,
+    migrate_states,
+    migrate_weights,
+    moved_state,
+    needs_other_master,
+)
+
+
+class GeminiOptimizerState(ShardedOptimizerState):
+    """Checkpoint view of an optimizer whose states may be offloaded to disk, where they are read and filled.
+
+    Args:
+        optimizer: The optimizer to read and fill.
+    """
+
+    optimizer: GeminiOptimizer
+
+    def _new_state_tensor(self, parameter: nn.Parameter, key: str, spec: TensorSpec) -> torch.Tensor:
+        own = self._own_spec(parameter, key, spec)
+        if not own.shape or own.shape != tuple(parameter.shape):
+            return super()._new_state_tensor(parameter, key, spec)
+        is_converted = own.dtype.is_floating_point and parameter.is_floating_point()  # as in memory
+        dtype = parameter.dtype if is_converted else own.dtype
+        if self._allocator is not None:
+            allocated = super()._new_state_tensor(parameter, key, spec)
+            if self._allocator.may_fail_locally:  # the allocator uses a separate disk
+                return allocated
+            dtype = allocated.dtype
+        state = self.optimizer.new_state(parameter, key, dtype)
+        return super()._new_state_tensor(parameter, key, spec) if state is None else state
+
 
 # Note [Steps by chunk]
 # Chunks whose states are on a disk are stepped one by one, so that no more than one chunk's states need be in memory

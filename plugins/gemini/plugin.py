@@ -16,24 +16,23 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from booster.comm import group_size, new_cpu_group, new_mesh, timeout_scope
+from booster.core.module_sync import check_materialized
+from booster.core.plain_torch import refuse_plain_training
 from booster.data import shard_dataloader
 from booster.interface import Boosted, MemoryRequest, ModelWrapper, OptimizerWrapper, RankMemory
-from booster.interface.plain_torch import refuse_plain_training
-from booster.mixed_precision.loss_scale_arguments import LossScaleArguments
-from booster.placement import check_materialized
-from booster.plugins.distributed_plugin import DistributedPlugin, arguments_of
-from booster.plugins.gemini.assembly import GeminiModelBuilder, place_buffers
-from booster.plugins.gemini.memory import gemini_memory
-from booster.plugins.gemini.optimizer import GeminiOptimizer
-from booster.plugins.gemini.placement import Placement
-from booster.plugins.gemini.settings import GeminiArguments, GeminiSettings, PlacementArguments
-from booster.plugins.sharding.checks import check_memory_is_apart
+from booster.mixed_precision.loss_scaler import LossScaleArguments
+from booster.plugins.base import DistributedPlugin, arguments_of
 from booster.plugins.sharding.elementwise import require_elementwise
-from booster.plugins.sharding.loss_scale import new_loss_scaler
+from booster.plugins.sharding.optimizer import new_loss_scaler
 from booster.plugins.sharding.precision import DTYPES, WeightPrecision
 from booster.plugins.sync_batch_norm import convert_batch_norm
+from booster.validation import check_memory_is_apart
 
-__all__ = ["GeminiPlugin"]
+from .config import GeminiArguments, GeminiSettings, PlacementArguments
+from .memory import gemini_memory
+from .model import GeminiModelBuilder, place_buffers
+from .optimizer import GeminiOptimizer
+from .placement import Placement
 
 
 class GeminiPlugin(DistributedPlugin):

@@ -9,8 +9,6 @@ from torch import Tensor
 
 from booster.device import device_type
 
-__all__ = ["HostTier", "Tier", "TierBlock", "Transfer", "bytes_of"]
-
 
 class Transfer(Protocol):
     """A copy between a block and a tensor that is under way."""

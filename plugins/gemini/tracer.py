@@ -6,8 +6,6 @@ from bisect import bisect_left
 from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
-__all__ = ["Cursor", "Trace", "TraceEvent", "Tracer"]
-
 # The first iteration is traced as a sequence of module starts with the chunks that they need. Later iterations look
 # ahead in it. They may deviate (conditional modules), so a lookup never affects results: a wrong guess only costs time.
 

@@ -1,7 +1,7 @@
 """Tensor, sequence, pipeline and data parallelism with ZeRO, from plans."""
 
-from booster.plugins.hybrid_parallel.activation_checkpointing import GradientCheckpointConfig
-from booster.plugins.hybrid_parallel.pipeline_parallel.schedules import (
+from .activation_checkpointing import GradientCheckpointConfig
+from .pipeline_parallel.schedules import (
     Action,
     ActionKind,
     Costs,
@@ -10,10 +10,10 @@ from booster.plugins.hybrid_parallel.pipeline_parallel.schedules import (
     register_schedule,
     simulate,
 )
-from booster.plugins.hybrid_parallel.plans.plan import Style
-from booster.plugins.hybrid_parallel.plugin import HybridParallelPlugin
-from booster.plugins.hybrid_parallel.tensor_parallel.split_logits import VocabParallelLogits
-from booster.plugins.hybrid_parallel.tensor_parallel.splits import Block
+from .plugin import HybridParallelPlugin
+from .tensor_parallel.shard_spec import Block
+from .tensor_parallel.vocab_parallel_logits import VocabParallelLogits
+from .tp_plan.plan import Style
 
 __all__ = [
     "Action",

@@ -14,9 +14,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from booster.errors import ConfigError
-from booster.plugins.sharding.checks import is_non_nan_number
-
-__all__ = ["GradientCheckpointConfig", "check_stacks", "checkpoint_layers", "parse_checkpoint_config"]
+from booster.validation import is_non_nan_number
 
 # Only a layer's forward is recomputed, not its hooks: a hook that shards hidden states runs once, outside. Collectives
 # in the forward are repeated on all ranks. Random numbers repeat: torch restores the default generator, and the RNG

@@ -12,19 +12,18 @@ import torch
 from torch import nn
 
 from booster.interface import ActivationProfile, MemoryRequest, RankMemory
-from booster.interface.rank_memory import MemoryInterval
-from booster.plugins.hybrid_parallel.cutting import shard_parameter
-from booster.plugins.hybrid_parallel.mesh import HybridMesh
-from booster.plugins.hybrid_parallel.pipeline_parallel.schedules.communication import action_list
-from booster.plugins.hybrid_parallel.pipeline_parallel.schedules.work import ActionKind
-from booster.plugins.hybrid_parallel.pipeline_parallel.stages.balance import position_of_gap
-from booster.plugins.hybrid_parallel.pipeline_parallel.stages.pieces import ModelChunk, StagePartition
-from booster.plugins.hybrid_parallel.placement import ModelPartitioner
-from booster.plugins.hybrid_parallel.plans.plan import TensorParallelPlan
-from booster.plugins.hybrid_parallel.settings import HybridArguments
+from booster.interface.memory import MemoryInterval
 from booster.plugins.low_level_zero.memory import zero_memory
 
-__all__ = ["hybrid_memory", "hybrid_settings"]
+from .config import HybridArguments
+from .mesh import HybridMesh
+from .partition import ModelPartitioner
+from .pipeline_parallel.schedules.communication import action_list
+from .pipeline_parallel.schedules.schedule import ActionKind
+from .pipeline_parallel.shard_params import shard_parameter
+from .pipeline_parallel.stage_forward import ModelChunk, StagePartition
+from .pipeline_parallel.stage_partition.balance import position_of_gap
+from .tp_plan.plan import TensorParallelPlan
 
 _MAX_TENSOR_RANKS = 8  # of one node: more would send activations over the network
 

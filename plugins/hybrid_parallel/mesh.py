@@ -20,8 +20,6 @@ from booster.comm import (
 )
 from booster.errors import ConfigError
 
-__all__ = ["AXES", "HybridMesh", "mesh_order", "rank_groups"]
-
 # dp: ranks that read different data. pp: ranks that hold different layers. sp: ranks that hold different tokens of the
 # same data. tp: ranks that hold different shards of the same layers. The last axis in `mesh_order` is the innermost:
 # its ranks are consecutive, so on one node, because tensor parallelism communicates the most.

@@ -14,21 +14,19 @@ from booster.comm import all_reduce_max, broadcast, check_same_across_ranks, col
 from booster.errors import CheckpointError, ConfigError
 from booster.interface import ModelWrapper, set_shard_spec, shard_spec_of
 from booster.kernels.checksum import crc32
-from booster.plugins.hybrid_parallel.pipeline_parallel.stages.carving import StageModel
-from booster.plugins.hybrid_parallel.pipeline_parallel.stages.pieces import ModelChunk
-from booster.plugins.hybrid_parallel.pipeline_parallel.stages.running import StageActivation, run_chunk
-from booster.plugins.hybrid_parallel.sequence_parallel.ranks import SequenceParallelGroup
-from booster.plugins.hybrid_parallel.tensor_parallel.ranks import TensorParallelGroup
 from booster.plugins.low_level_zero.model import ZeroModel
-from booster.plugins.sharding.buffers import broadcast_joined
+from booster.plugins.sharding.buffer_pool import broadcast_joined
 from booster.plugins.sharding.compiling import calls_compiled, not_compiled
-from booster.random_state import get_rng_state, set_rng_state
-from booster.tensor_tree import map_tensors
+from booster.pytree import map_tensors
+from booster.rng_state import get_rng_state, set_rng_state
+
+from .pipeline_parallel.stage_forward import ModelChunk, StageActivation, run_chunk
+from .pipeline_parallel.stage_module import StageModel
+from .sequence_parallel.group import SequenceParallelGroup
+from .tensor_parallel.group import TensorParallelGroup
 
 if TYPE_CHECKING:
-    from booster.plugins.hybrid_parallel.pipeline_parallel.runtime import PipelineRun
-
-__all__ = ["HybridModel"]
+    from .pipeline_parallel.runner import PipelineRun
 
 _COMPARED_BATCHES = 3  # number of first training forwards and backwards whose batches and losses ranks compare
 _LOSS_TOLERANCE_ULPS = 8  # ulps by which losses of the same batch may differ, because reductions have no fixed order

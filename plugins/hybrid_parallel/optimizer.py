@@ -12,19 +12,18 @@ from torch import nn
 from torch.optim import Optimizer
 
 from booster.comm import all_gather_bytes, all_reduce_max, all_reduce_sum, collective_device
+from booster.core.optimizer_wrapper import check_scalar_loss
+from booster.core.plain_torch import boosted_backward
+from booster.fault_tolerance.progress import in_phase
 from booster.interface import TensorSlice
-from booster.interface.loss import check_scalar_loss
 from booster.interface.mixed_precision import LossScaler
-from booster.interface.plain_torch import boosted_backward
-from booster.phases import in_phase
-from booster.plugins.hybrid_parallel.model import HybridModel
-from booster.plugins.hybrid_parallel.pipeline_parallel.stages.carving import StageModel
+from booster.plugins.low_level_zero.config import ZeroSettings
+from booster.plugins.low_level_zero.grad_bucket import Slot
 from booster.plugins.low_level_zero.optimizer import ZeroOptimizer
-from booster.plugins.low_level_zero.settings import ZeroSettings
-from booster.plugins.low_level_zero.slots import Slot
-from booster.plugins.sharding.states import ShardedOptimizerState, ShardedPendingGradients
+from booster.plugins.sharding.optimizer import ShardedOptimizerState, ShardedPendingGradients
 
-__all__ = ["HybridOptimizer"]
+from .model import HybridModel
+from .pipeline_parallel.stage_module import StageModel
 
 
 class HybridOptimizer(ZeroOptimizer):

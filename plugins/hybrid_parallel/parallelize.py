@@ -3,36 +3,167 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import nn
 
+from booster.comm import all_reduce_sum
 from booster.errors import ConfigError
 from booster.interface import ShardSpec
-from booster.plugins.hybrid_parallel.argument_splits import shard_argument
-from booster.plugins.hybrid_parallel.plans.features import COLUMN_STYLES, ROW_STYLES
-from booster.plugins.hybrid_parallel.plans.plan import PlannedEntry, TensorParallelPlan
-from booster.plugins.hybrid_parallel.sequence_parallel.recorded_outputs import gather_returned_outputs
-from booster.plugins.hybrid_parallel.sequence_parallel.splitters import TensorAxisSplitter
-from booster.plugins.hybrid_parallel.sequence_parallel.stacks import attach_stack
-from booster.plugins.hybrid_parallel.tensor_parallel.embedding import (
+from booster.plugins.sharding.compiling import not_compiled
+
+from .sequence_parallel.layer_stack import attach_stack
+from .sequence_parallel.recorded_outputs import gather_returned_outputs
+from .sequence_parallel.splitters import TensorAxisSplitter
+from .tensor_parallel.embedding import (
     make_feature_parallel_embedding,
     make_vocab_parallel_embedding,
     make_vocab_parallel_head,
 )
-from booster.plugins.hybrid_parallel.tensor_parallel.experts import (
+from .tensor_parallel.group import TensorParallelGroup
+from .tensor_parallel.linear import make_column_parallel, make_row_parallel
+from .tensor_parallel.moe import (
     make_identity_expert,
     make_latent_projection,
     make_output_all_reduce,
     make_sharded_experts,
 )
-from booster.plugins.hybrid_parallel.tensor_parallel.gradients import all_reduce_replicated_grad, all_reduce_shared_grad
-from booster.plugins.hybrid_parallel.tensor_parallel.linear import make_column_parallel, make_row_parallel
-from booster.plugins.hybrid_parallel.tensor_parallel.ranks import TensorParallelGroup
-from booster.plugins.hybrid_parallel.tensor_parallel.region_input import GatheredRegionInput
-from booster.plugins.hybrid_parallel.tensor_parallel.splits import local_sizes
+from .tensor_parallel.region_input import GatheredRegionInput
+from .tensor_parallel.shard_spec import local_sizes, units_of_rank
+from .tp_plan.plan import COLUMN_STYLES, ROW_STYLES, PlannedEntry, ShardedArgument, TensorParallelPlan
 
-__all__ = ["parallelize"]
+
+def shard_argument(modules: Mapping[str, nn.Module], split: ShardedArgument, tp_group: TensorParallelGroup) -> None:
+    """Pass only this rank's heads of an argument to a module's forward, as for Bloom's position biases.
+
+    Args:
+        modules: The model's modules by name.
+        split: The argument and its module.
+        tp_group: The tensor-parallel group.
+
+    Collective: no.
+    """
+    unit_range = units_of_rank(split.block, tp_group.size, tp_group.rank)
+    entry = _LocalHeads(split.argument, split.dim, split.block.num_units, slice(unit_range.start, unit_range.stop))
+    modules[split.module].register_forward_pre_hook(entry, with_kwargs=True)
+
+
+class _LocalHeads:
+    """Forward pre-hook that narrows a dimension in which units vary fastest, such as (batch * heads, ...)."""
+
+    def __init__(self, argument: str, dim: int, num_units: int, own: slice) -> None:
+        self._argument = argument
+        self._dim = dim
+        self._num_units = num_units
+        self._own = own
+
+    @not_compiled
+    def __call__(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        value = kwargs.get(self._argument)
+        if not isinstance(value, torch.Tensor):
+            return args, kwargs
+        # A 3-d argument has batch and heads in one dimension, a 4-d one has them separate.
+        dim = 1 if self._dim == 0 and value.dim() == 4 else self._dim
+        if value.shape[dim] % self._num_units:
+            return args, kwargs  # a mask that is the same for all heads
+        units = value.unflatten(dim, (-1, self._num_units))
+        own = units.narrow(dim + 1, self._own.start, self._own.stop - self._own.start).flatten(dim, dim + 1)
+        return args, {**kwargs, self._argument: own}
+
+
+# Note [Partial gradients]
+# A replicated parameter gets the same gradient on all ranks if its input and the gradient of its output are equal on
+# all. Otherwise (norms of a rank's own heads or tokens, key-value heads that several ranks read) each rank computes a
+# partial gradient, which a tensor hook all-reduces as soon as autograd has computed it.
+
+
+def all_reduce_replicated_grad(parameter: nn.Parameter, group: dist.ProcessGroup | None) -> None:
+    """All-reduce the gradient of a parameter that is replicated on a group, in every backward.
+
+    Collective: no; every backward is, over the group.
+    """
+    if parameter.requires_grad:
+        parameter.register_hook(partial(_all_reduced, group))
+
+
+def all_reduce_shared_grad(
+    parameter: nn.Parameter, shard_specs: Sequence[ShardSpec], rank: int, group: dist.ProcessGroup | None
+) -> None:
+    """All-reduce the gradients of elements that several ranks of a group hold, in every backward.
+
+    Args:
+        parameter: This rank's shard.
+        shard_specs: Shard specs of the parameter, one per rank.
+        rank: This rank in the group.
+        group: The process group; None is the world.
+
+    Collective: no; every backward is, over the group, also on ranks without shared elements.
+    """
+    slices = _shared_slices(shard_specs, rank)
+    if parameter.requires_grad and slices is not None:
+        parameter.register_hook(partial(_all_reduced_slices, *slices, group))
+
+
+def _all_reduced(group: dist.ProcessGroup | None, gradient: torch.Tensor) -> torch.Tensor:
+    total = gradient.detach().to(_reduction_dtype(gradient), memory_format=torch.contiguous_format, copy=True)
+    return all_reduce_sum(total, group).to(gradient.dtype)
+
+
+SlicePairs = list[tuple[slice, slice]]
+
+
+def _shared_slices(shard_specs: Sequence[ShardSpec], rank: int) -> tuple[int, int, SlicePairs] | None:
+    """Find the elements of this rank's shard that other ranks hold as well.
+
+    Returns:
+        The sharded dimension, its total shared length, and pairs of slices of this rank's shard and of the all-reduced
+        buffer; None if no elements are shared.
+    """
+    non_primary = [
+        region.logical for shard_spec in shard_specs for region in shard_spec.regions if not region.is_primary
+    ]
+    if not non_primary:
+        return None
+    shape = shard_specs[0].logical_shape
+    dim = next(dim for dim, size in enumerate(shape) if any(box[dim] != (0, size) for box in non_primary))
+    starts: dict[tuple[int, int], int] = {}
+    total = 0
+    for offset, length in sorted({box[dim] for box in non_primary}):
+        starts[offset, length], total = total, total + length
+    slices: SlicePairs = []
+    for region in shard_specs[rank].regions:
+        (local, _), (logical, size) = region.local[dim], region.logical[dim]
+        for (offset, length), start in starts.items():
+            if logical <= offset and offset + length <= logical + size:
+                position = local + offset - logical
+                slices.append((slice(position, position + length), slice(start, start + length)))
+    return dim, total, slices
+
+
+def _all_reduced_slices(
+    dim: int, length: int, slices: SlicePairs, group: dist.ProcessGroup | None, gradient: torch.Tensor
+) -> torch.Tensor:
+    shape = [*gradient.shape[:dim], length, *gradient.shape[dim + 1 :]]
+    shared = torch.zeros(shape, dtype=_reduction_dtype(gradient), device=gradient.device)
+    for local, position in slices:
+        _narrow(shared, dim, position).copy_(_narrow(gradient, dim, local))
+    all_reduce_sum(shared, group)
+    result = gradient.clone()
+    for local, position in slices:
+        _narrow(result, dim, local).copy_(_narrow(shared, dim, position))
+    return result
+
+
+def _narrow(tensor: torch.Tensor, dim: int, span: slice) -> torch.Tensor:
+    return tensor.narrow(dim, span.start, span.stop - span.start)
+
+
+def _reduction_dtype(gradient: torch.Tensor) -> torch.dtype:
+    return torch.float32 if gradient.dtype in (torch.float16, torch.bfloat16) else gradient.dtype
+
 
 _UNSWAPPED_STYLES = frozenset({"replicated", "sequence", "replicated_with_grad_allreduce", "local_params"})
 

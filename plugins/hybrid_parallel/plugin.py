@@ -16,35 +16,32 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from booster.comm import check_same_across_ranks, group_size, timeout_scope
+from booster.core.plain_torch import refuse_plain_training
 from booster.data import shard_dataloader
 from booster.errors import ConfigError
 from booster.interface import Boosted, MemoryRequest, ModelWrapper, OptimizerWrapper, RankMemory
-from booster.interface.plain_torch import refuse_plain_training
-from booster.mixed_precision.fp16_naive import log_on_master
-from booster.mixed_precision.loss_scale_arguments import LossScaleArguments
-from booster.plugins.distributed_plugin import DistributedPlugin, arguments_of
-from booster.plugins.hybrid_parallel.activation_checkpointing import GradientCheckpointConfig
-from booster.plugins.hybrid_parallel.from_config import arguments_from_config
-from booster.plugins.hybrid_parallel.memory import hybrid_memory, hybrid_settings
-from booster.plugins.hybrid_parallel.mesh import HybridMesh
-from booster.plugins.hybrid_parallel.model import HybridModel
-from booster.plugins.hybrid_parallel.optimizer import HybridOptimizer
-from booster.plugins.hybrid_parallel.pipeline_parallel.assembly import build_runtime, tied_param_groups
-from booster.plugins.hybrid_parallel.pipeline_parallel.runtime import PipelineRuntime
-from booster.plugins.hybrid_parallel.pipeline_parallel.schedules import PipelineSchedule
-from booster.plugins.hybrid_parallel.pipeline_parallel.stages.stand_ins import cast_absent_tensors
-from booster.plugins.hybrid_parallel.placement import ModelPartitioner
-from booster.plugins.hybrid_parallel.plans.plan import UserPlan
-from booster.plugins.hybrid_parallel.settings import HybridArguments
-from booster.plugins.low_level_zero.settings import ZeroSettings
-from booster.plugins.low_level_zero.weights import Sharding
-from booster.plugins.sharding.checks import check_flag, check_memory_is_apart, error_of
+from booster.mixed_precision.fp16 import log_on_master
+from booster.mixed_precision.loss_scaler import LossScaleArguments
+from booster.plugins.base import DistributedPlugin, arguments_of
+from booster.plugins.low_level_zero.config import ZeroSettings
+from booster.plugins.low_level_zero.flat_params import Sharding
 from booster.plugins.sharding.elementwise import require_elementwise
-from booster.plugins.sharding.loss_scale import new_loss_scaler
+from booster.plugins.sharding.optimizer import new_loss_scaler
 from booster.plugins.sharding.precision import DTYPES, WeightPrecision
 from booster.plugins.sync_batch_norm import convert_batch_norm
+from booster.validation import check_flag, check_memory_is_apart, error_of
 
-__all__ = ["HybridParallelPlugin"]
+from .activation_checkpointing import GradientCheckpointConfig
+from .config import HybridArguments, arguments_from_config
+from .memory import hybrid_memory, hybrid_settings
+from .mesh import HybridMesh
+from .model import HybridModel
+from .optimizer import HybridOptimizer
+from .partition import ModelPartitioner
+from .pipeline_parallel.placeholders import cast_absent_tensors
+from .pipeline_parallel.runner import PipelineRuntime, build_runtime, tied_param_groups
+from .pipeline_parallel.schedules import PipelineSchedule
+from .tp_plan.plan import UserPlan
 
 
 class HybridParallelPlugin(DistributedPlugin):

@@ -10,12 +10,11 @@ import torch
 from torch import nn
 
 from booster.interface import MemoryParts, MemoryRequest, RankMemory
-from booster.plugins.low_level_zero.layout import Bucket, FlatLayout
-from booster.plugins.low_level_zero.reducer import BUCKETS_UNDER_WAY
-from booster.plugins.low_level_zero.settings import ZeroArguments
 from booster.plugins.sharding.memory import LOW_PRECISION, cast_bytes, largest_moment
 
-__all__ = ["zero_memory"]
+from .config import ZeroArguments
+from .flat_params import Bucket, FlatLayout
+from .reducer import BUCKETS_UNDER_WAY
 
 
 @dataclass(slots=True, eq=False)

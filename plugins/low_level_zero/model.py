@@ -13,13 +13,12 @@ from torch import nn
 
 from booster.errors import ConfigError
 from booster.interface import ModelWrapper, TensorSlice
-from booster.plugins.low_level_zero.gathering import WaitingForWeights
-from booster.plugins.sharding.buffers import broadcast_joined
+from booster.plugins.sharding.buffer_pool import broadcast_joined
+
+from .param_all_gather import WaitingForWeights
 
 if TYPE_CHECKING:
-    from booster.plugins.low_level_zero.gathering import WeightGathering
-
-__all__ = ["ZeroModel"]
+    from .param_all_gather import WeightGathering
 
 
 class ZeroModel(ModelWrapper):

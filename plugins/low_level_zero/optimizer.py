@@ -13,16 +13,15 @@ from booster.comm import group_size
 from booster.errors import ConfigError
 from booster.interface import Shard, Shards, shard_spec_of
 from booster.interface.mixed_precision import LossScaler
-from booster.plugins.low_level_zero.gathering import WeightGathering
-from booster.plugins.low_level_zero.model import ZeroModel
-from booster.plugins.low_level_zero.reducer import GradientReducer
-from booster.plugins.low_level_zero.settings import ZeroSettings
-from booster.plugins.low_level_zero.slots import GradientBucket, Slot
-from booster.plugins.low_level_zero.weights import FlatGroup, OwnedPart
-from booster.plugins.sharding.elementwise import shard_state
 from booster.plugins.sharding.optimizer import ShardedOptimizer
+from booster.plugins.sharding.shard_states import shard_state
 
-__all__ = ["ZeroOptimizer"]
+from .config import ZeroSettings
+from .flat_params import FlatGroup, OwnedPart
+from .grad_bucket import GradientBucket, Slot
+from .model import ZeroModel
+from .param_all_gather import WeightGathering
+from .reducer import GradientReducer
 
 
 class ZeroOptimizer(ShardedOptimizer):

@@ -15,26 +15,25 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from booster.comm import group_size, new_cpu_group, new_mesh, timeout_scope
+from booster.core.module_sync import check_materialized, move_to_device, sync_module_states
+from booster.core.plain_torch import refuse_plain_training
 from booster.data import shard_dataloader
 from booster.errors import ConfigError
 from booster.interface import Boosted, MemoryRequest, ModelWrapper, OptimizerWrapper, RankMemory
-from booster.interface.plain_torch import refuse_plain_training
-from booster.mixed_precision.fp16_naive import log_on_master
-from booster.mixed_precision.loss_scale_arguments import LossScaleArguments
-from booster.placement import check_materialized, move_to_device, sync_module_states
-from booster.plugins.distributed_plugin import DistributedPlugin, arguments_of
-from booster.plugins.low_level_zero.memory import zero_memory
-from booster.plugins.low_level_zero.model import ZeroModel
-from booster.plugins.low_level_zero.optimizer import ZeroOptimizer
-from booster.plugins.low_level_zero.settings import ZeroArguments, ZeroSettings
-from booster.plugins.low_level_zero.weights import Sharding
-from booster.plugins.sharding.checks import check_flag, check_memory_is_apart
+from booster.mixed_precision.fp16 import log_on_master
+from booster.mixed_precision.loss_scaler import LossScaleArguments
+from booster.plugins.base import DistributedPlugin, arguments_of
 from booster.plugins.sharding.elementwise import require_elementwise
-from booster.plugins.sharding.loss_scale import new_loss_scaler
+from booster.plugins.sharding.optimizer import new_loss_scaler
 from booster.plugins.sharding.precision import DTYPES, WeightPrecision
 from booster.plugins.sync_batch_norm import convert_batch_norm
+from booster.validation import check_flag, check_memory_is_apart
 
-__all__ = ["LowLevelZeroPlugin"]
+from .config import ZeroArguments, ZeroSettings
+from .flat_params import Sharding
+from .memory import zero_memory
+from .model import ZeroModel
+from .optimizer import ZeroOptimizer
 
 
 class LowLevelZeroPlugin(DistributedPlugin):

@@ -15,11 +15,9 @@ from torch import nn
 
 from booster.comm import ReduceScatter, all_reduce_max, all_reduce_sum, collective_device, start_reduce_scatter
 from booster.errors import ConfigError
-from booster.plugins.low_level_zero.gradients import FullGradients, GradientStore, PackedGradients, Scratch
-from booster.plugins.low_level_zero.slots import GradientBucket, Slot, make_slots
-from booster.plugins.low_level_zero.weights import FlatGroup
 
-__all__ = ["BUCKETS_UNDER_WAY", "GradientReducer"]
+from .flat_params import FlatGroup
+from .grad_bucket import FullGradients, GradientBucket, GradientStore, PackedGradients, Scratch, Slot, make_slots
 
 BUCKETS_UNDER_WAY = 2  # one that is sent while the next one fills
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 
-__all__ = ["Buffer", "BufferPool"]
+from booster.comm import broadcast
+
+from .compiling import not_compiled
 
 # Note [Who still reads a buffer]
 # Weights are gathered into buffers that are taken back when the weights are not needed any more, and memory that is
@@ -114,3 +117,17 @@ def _references(memory: torch.Tensor) -> int:
     storage = memory.untyped_storage()
     # Who keeps the storage itself has the very object that is asked for here, which counts once for all its holders.
     return _use_count(storage._cdata) + sys.getrefcount(storage)
+
+
+@not_compiled
+@torch.no_grad()
+def broadcast_joined(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup | None) -> None:
+    """Gives all ranks the first rank's tensors, with one message per number format. Collective."""
+    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
+        members = [tensor for tensor in tensors if tensor.dtype == dtype]
+        joined = torch.cat([tensor.reshape(-1) for tensor in members])
+        broadcast([joined], group)
+        for tensor, part in zip(members, joined.split([tensor.numel() for tensor in members]), strict=True):
+            # Through `.data`: a graph that saved the buffer must not take it for changed. Where a forward changes it,
+            # that forward has marked it as changed itself.
+            tensor.data.copy_(part.view(tensor.shape))

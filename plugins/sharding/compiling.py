@@ -7,8 +7,6 @@ from typing import Any, TypeVar, cast
 
 import torch
 
-__all__ = ["calls_compiled", "not_compiled"]
-
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 

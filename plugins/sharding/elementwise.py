@@ -7,10 +7,8 @@ from torch import optim
 from booster.errors import ConfigError
 from booster.interface import ShardAware
 from booster.optim import CPUAdam, FusedAdam, HybridAdam
-from booster.plugins.sharding.probe import find_obstacle
-from booster.plugins.sharding.shard_states import shard_state
 
-__all__ = ["obstacle_to_parts", "require_elementwise", "shard_state", "takes_empty_groups"]
+from .elementwise_check import find_obstacle
 
 _OUR_OWN = frozenset({CPUAdam, FusedAdam, HybridAdam})
 # torch's own, whose formulas were read and that tests compare on parts and on wholes.

@@ -6,8 +6,6 @@ import torch
 
 from booster.interface import Shard
 
-__all__ = ["follow_weights", "take_over"]
-
 
 @torch.no_grad()
 def follow_weights(shard: Shard) -> None:

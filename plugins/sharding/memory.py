@@ -8,9 +8,7 @@ from typing import Protocol
 
 import torch
 
-from booster.interface.rank_memory import MemoryInterval
-
-__all__ = ["LOW_PRECISION", "HoldsGradients", "Moment", "cast_bytes", "largest_moment"]
+from booster.interface.memory import MemoryInterval
 
 LOW_PRECISION = (torch.float16, torch.bfloat16)
 

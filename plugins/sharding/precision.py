@@ -8,9 +8,7 @@ import torch
 from torch import nn
 
 from booster.interface import MixedPrecision
-from booster.mixed_precision.half_weights import cast_floats, low_precision_to_fp32
-
-__all__ = ["DTYPES", "WeightPrecision"]
+from booster.mixed_precision.fp16 import cast_floats, low_precision_to_fp32
 
 # What a precision's name makes of weights; None: they stay as they are.
 DTYPES: dict[str, torch.dtype | None] = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}

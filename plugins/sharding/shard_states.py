@@ -10,9 +10,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from booster.interface import Shard
-from booster.plugins.sharding.deep_copies import copy_with_tensors
 
-__all__ = ["shard_state"]
+from .deferred_init import copy_with_tensors
 
 # torch's own numbers per parameter. They are tensors without dimensions, as a scalar parameter's moments are.
 _NUMBERS = frozenset({"step", "mu_product", "eta", "mu"})

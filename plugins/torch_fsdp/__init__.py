@@ -1,5 +1,5 @@
 """The strategy: torch's own fully sharded data parallelism (FSDP2)."""
 
-from booster.plugins.torch_fsdp.plugin import TorchFSDPPlugin
+from .plugin import TorchFSDPPlugin
 
 __all__ = ["TorchFSDPPlugin"]

@@ -4,19 +4,272 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 
 from booster.errors import ConfigError
 from booster.interface import MemoryParts, MemoryRequest, RankMemory
-from booster.interface.rank_memory import MemoryInterval
+from booster.interface.memory import MemoryInterval
+from booster.plugins.sharding.buffer_pool import BufferPool
 from booster.plugins.sharding.memory import LOW_PRECISION, Moment, cast_bytes
-from booster.plugins.torch_fsdp.assembly import FSDPModelBuilder
-from booster.plugins.torch_fsdp.followed_units import BufferSimulation, SimulatedParamGroup
-from booster.plugins.torch_fsdp.wrapping import WrapPlan
 
-__all__ = ["fsdp_memory"]
+from .wrap import FSDPModelBuilder, WrapPlan
+
+_META = torch.device("meta")
+
+
+@dataclass(slots=True, eq=False)
+class SimulatedParamGroup:
+    """Sizes of a parameter group.
+
+    Attributes:
+        num_ranks: Size of the shard group.
+        shapes: Unsharded shapes of the parameters, by name.
+        trained: Names of trainable parameters.
+        dtype: Dtype of the shards.
+        compute_dtype: Dtype of gathered weights and of their gradients.
+        casts: Whether FSDP2 casts the weights when it gathers them.
+        reduce_dtype: Dtype of the reduce-scatter.
+        reshards: Argument `reshard_after_forward` of `fully_shard`, with its default resolved.
+        is_root: Whether this is the root's group.
+        shard_numel: Elements of every rank's shards, with padding.
+        trained_numel: Elements of trainable parameters among them.
+        whole_bytes: Bytes of the gathered weights.
+    """
+
+    num_ranks: int
+    shapes: dict[str, tuple[int, ...]]
+    trainable: frozenset[str]
+    dtype: torch.dtype
+    compute_dtype: torch.dtype
+    casts: bool
+    reduce_dtype: torch.dtype
+    reshards: bool | int
+    is_root: bool
+    shard_numel: int = field(init=False)
+    trainable_numel: int = field(init=False)
+    gathered_bytes: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.shard_numel = sum(map(self.padded_numel, self.shapes))
+        self.trainable_numel = sum(map(self.padded_numel, self.trainable))
+        self.gathered_bytes = self.shard_numel * self.num_ranks * self.compute_dtype.itemsize
+
+    def padded_numel(self, name: str) -> int:
+        """Elements of every rank's shard of a parameter, with padding."""
+        rows, *rest = self.shapes[name]
+        return -(-rows // self.num_ranks) * math.prod(rest)
+
+    @property
+    def grad_dtype(self) -> torch.dtype:
+        """Dtype of reduced gradients."""
+        return self.reduce_dtype if self.reduce_dtype.itemsize >= 4 else torch.float32
+
+    @property
+    def post_forward_bytes(self) -> int:
+        """Bytes of weights that stay gathered between forward and backward, for an integer `reshards`."""
+        return 0 if isinstance(self.reshards, bool) else self.gathered_bytes // self.reshards
+
+    def gradient_bytes(self, name: str) -> int:
+        """Bytes of a parameter's unsharded gradient."""
+        return math.prod(self.shapes[name]) * self.compute_dtype.itemsize
+
+    @property
+    def all_gather_bytes(self) -> int:
+        """Bytes that this rank sends for all-gathers in a forward and backward."""
+        shard = self.shard_numel * self.compute_dtype.itemsize
+        forward = (self.num_ranks - 1) * shard
+        if not self.reshards:
+            return forward
+        if self.reshards is True:
+            return 2 * forward
+        return forward + (self.reshards - 1) * self.gathered_bytes // self.reshards
+
+    @property
+    def reduce_scatter_bytes(self) -> int:
+        """Bytes that this rank sends for the reduce-scatter in a backward."""
+        return (self.num_ranks - 1) * self.trainable_numel * self.reduce_dtype.itemsize
+
+
+class _Buffers:
+    """Simulated buffers of collectives, allocated as by `booster.plugins.torch_fsdp.param_group.allocate`.
+
+    Args:
+        pools: If True, buffers are allocated from a pool.
+    """
+
+    def __init__(self, *, pools: bool) -> None:
+        self._pool = BufferPool(_META) if pools else None
+        self._num_bytes = 0
+
+    def allocate(self, num_bytes: int) -> torch.Tensor:
+        """Return a buffer; the pool reuses it once the tensor is dropped."""
+        if self._pool is None:
+            self._num_bytes += num_bytes
+            return torch.empty(num_bytes, dtype=torch.uint8, device=_META)
+        buffer = self._pool.take(num_bytes)
+        view = buffer.view(num_bytes, torch.uint8)
+        self._pool.give_back(buffer)
+        return view
+
+    def free(self, buffer: torch.Tensor | None) -> None:
+        """Account for a tensor that the caller is about to drop."""
+        if buffer is not None and self._pool is None:
+            self._num_bytes -= buffer.nbytes
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all buffers, pooled ones included."""
+        return self._num_bytes if self._pool is None else self._pool.bytes_held
+
+
+class BufferSimulation:
+    """Simulated memory of all parameter groups.
+
+    A group's weights are gathered into one buffer and copied into the parameters' own memory, which lives until it is
+    freed: after forward (except the root's, by default) and after the group's backward. During one group's backward the
+    next one's buffer is filled already (prefetch). Unsharded gradients live until all of a group are ready. Then they
+    are copied into one buffer, which lives until the next group's reduction has started. On the CPU buffers belong to
+    the pool and are kept.
+
+    Args:
+        units: Parameter groups by the name of their module.
+        pools: If True, buffers are allocated from a pool.
+    """
+
+    def __init__(self, groups: dict[str, SimulatedParamGroup], *, pools: bool) -> None:
+        self._groups = groups
+        self._group_of = {name: group for group in groups.values() for name in group.shapes}
+        self._pools = pools
+        self._buffers = _Buffers(pools=pools)
+        self._gathered: set[SimulatedParamGroup] = set()
+        self._gathered_bytes = 0
+        self._prefetched: dict[SimulatedParamGroup, torch.Tensor] = {}
+        self._send_buffer: torch.Tensor | None = None
+        self._partially_resharded: set[SimulatedParamGroup] = set()
+        self._begin()
+
+    def _begin(self) -> None:
+        self._order: list[SimulatedParamGroup] = []
+        self._missing = {group: set(group.trainable) for group in self._groups.values()}
+        self._gradients: dict[str, int] = {}
+        self._in_backward: set[SimulatedParamGroup] = set()
+        self._is_done: set[SimulatedParamGroup] = set()
+        self._peak_bytes = 0
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes of unsharded gradients."""
+        return sum(self._gradients.values())
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all that is allocated."""
+        between = sum(group.post_forward_bytes for group in self._partially_resharded)
+        return self._gathered_bytes + between + self.gradient_bytes + self._buffers.num_bytes
+
+    def process(self, interval: MemoryInterval) -> int:
+        """Process an event; return the peak bytes while it is processed."""
+        self._peak_bytes = self.num_bytes
+        if interval.event == "gradient":
+            self._on_gradient(interval.name)
+        elif interval.name in self._groups:
+            group = self._groups[interval.name]
+            {"enter": self._enter, "leave": self._leave, "backward": self._begin_backward}[interval.event](group)
+        return max(self._peak_bytes, self.num_bytes)
+
+    def finish(self) -> int:
+        """Process the end of a backward; return the peak bytes."""
+        self._peak_bytes = self.num_bytes
+        for group in self._groups.values():
+            if group not in self._is_done:
+                self._reduce(group)
+        self._buffers.free(self._send_buffer)
+        self._send_buffer = None
+        most = max(self._peak_bytes, self.num_bytes)
+        self._begin()
+        return most
+
+    def _update_peak(self, more: int = 0) -> None:
+        self._peak_bytes = max(self._peak_bytes, self.num_bytes + more)
+
+    def _enter(self, group: SimulatedParamGroup) -> None:
+        self._gather(group)
+
+    def _leave(self, group: SimulatedParamGroup) -> None:
+        if self._in_backward:  # recomputation in backward, for which the weights stay gathered
+            return
+        self._order.append(group)
+        if group.reshards:
+            self._free(group)
+            if group.post_forward_bytes:
+                self._partially_resharded.add(group)
+
+    def _begin_backward(self, group: SimulatedParamGroup) -> None:
+        if group in self._in_backward:
+            return
+        self._in_backward.add(group)
+        self._gather(group)
+        before = self._order.index(group) - 1 if group in self._order else -1
+        if before >= 0:
+            self._prefetch(self._order[before])
+
+    def _prefetch(self, group: SimulatedParamGroup) -> None:
+        if group in self._gathered or group in self._prefetched or group.num_ranks == 1:
+            return
+        self._prefetched[group] = self._buffers.allocate(group.gathered_bytes)
+        self._update_peak(group.shard_numel * group.compute_dtype.itemsize if group.casts else 0)
+
+    def _gather(self, group: SimulatedParamGroup) -> None:
+        if group in self._gathered:
+            return
+        self._prefetch(group)
+        self._gathered.add(group)
+        self._gathered_bytes += group.gathered_bytes
+        self._update_peak()
+        self._buffers.free(self._prefetched.pop(group, None))
+        self._partially_resharded.discard(group)
+
+    def _free(self, group: SimulatedParamGroup) -> None:
+        if group in self._gathered:
+            self._gathered.remove(group)
+            self._gathered_bytes -= group.gathered_bytes
+
+    def _on_gradient(self, name: str) -> None:
+        group = self._group_of.get(name)
+        if group is None or name not in group.trainable:
+            return
+        self._gradients[name] = group.gradient_bytes(name)
+        self._missing[group].discard(name)
+        if not self._missing[group] and not group.is_root:
+            self._reduce(group)
+
+    def _reduce(self, group: SimulatedParamGroup) -> None:
+        """Reduce a group's gradients, which are ready."""
+        self._is_done.add(group)
+        self._free(group)
+        if not group.trainable:
+            return
+        self._gradients |= {name: group.gradient_bytes(name) for name in group.trainable}
+        # On the CPU the previous reduction ends after this one has started.
+        before, self._send_buffer = self._send_buffer, None
+        if not self._pools or group.num_ranks == 1:
+            self._buffers.free(before)
+            before = None
+        self._send_buffer = self._buffers.allocate(
+            group.trainable_numel * group.num_ranks * group.reduce_dtype.itemsize
+        )
+        self._update_peak()
+        for name in group.trainable:
+            del self._gradients[name]
+        self._buffers.free(before)
+        del before
+        output = group.trainable_numel * group.reduce_dtype.itemsize if group.num_ranks == 1 else 0
+        given = group.trainable_numel * group.dtype.itemsize if group.dtype != group.grad_dtype else 0
+        self._update_peak(output + given)
+
 
 _NUM_STEPS = 3  # until the pool reaches its steady state
 

@@ -12,24 +12,84 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from booster.comm import all_reduce_max, all_reduce_sum, collective_device, group_size
+from booster.comm import all_reduce_max, all_reduce_sum, broadcast, collective_device, group_rank, group_size
 from booster.errors import ConfigError
+from booster.fault_tolerance.progress import in_phase
 from booster.interface import Shard, Shards
 from booster.interface.mixed_precision import LossScaler
-from booster.phases import in_phase
-from booster.plugins.sharding.elementwise import shard_state
 from booster.plugins.sharding.optimizer import ShardedOptimizer
-from booster.plugins.torch_fsdp.closures import run_closure_step
-from booster.plugins.torch_fsdp.coordination import CollectiveKind
-from booster.plugins.torch_fsdp.members import ShardedParam
-from booster.plugins.torch_fsdp.model import FSDPModel
-from booster.plugins.torch_fsdp.optimizer_kinds import OptimizerKind
-from booster.plugins.torch_fsdp.piece_exchange import ParamRedistribution, RowSharded, assign_owners
-from booster.plugins.torch_fsdp.units import ParamGroup
-from booster.plugins.torch_fsdp.updates import OwnedUpdate, OwnedUpdates, ParamUpdate, ReplicatedUpdate, ShardUpdate
-from booster.plugins.torch_fsdp.whole_parameters import ReplicatedParam
+from booster.plugins.sharding.shard_states import shard_state
 
-__all__ = ["FSDPOptimizer", "OptimizerSettings"]
+from .collective_order import CollectiveKind
+from .config import OptimizerKind
+from .model import FSDPModel
+from .param_group import ParamGroup, ShardedParam
+from .param_redistribution import ParamRedistribution, RowSharded, assign_owners
+from .shard_update import OwnedUpdate, OwnedUpdates, ParamUpdate, ReplicatedParam, ReplicatedUpdate, ShardUpdate
+
+_OWNER = 0
+
+
+def run_closure_step(
+    step: Callable[[Callable[[], torch.Tensor]], Any],
+    evaluate: Callable[[], torch.Tensor],
+    broadcast_weights: Callable[[], None],
+    *,
+    shard_group: dist.ProcessGroup | None,
+    data_parallel_group: dist.ProcessGroup | None,
+) -> Any:
+    """Run an optimizer step with a closure, and return its result on all ranks.
+
+    An optimizer that needs all parameters at once runs on the first rank of the shard group. The closure is a forward
+    and backward on data of all ranks. Each time the optimizer calls it, the first rank notifies the others. Then all
+    ranks receive the current weights, evaluate, and reduce their gradients. The loss that the optimizer receives is the
+    mean over all ranks, as in one process.
+
+    Args:
+        step: Step of the optimizer, called with a closure on the first rank of the shard group.
+        evaluate: Computes the loss and sets the optimizer's gradients. Collective.
+        broadcast_weights: Broadcasts the optimizer's weights to all ranks. Collective.
+        shard_group: Group that the parameters are sharded over.
+        data_parallel_group: Group that the data are divided over; None for the world group.
+
+    Collective over the data-parallel ranks.
+    """
+
+    def evaluate_on_all_ranks() -> torch.Tensor:
+        broadcast_weights()
+        loss = evaluate().detach().float().reshape(1).to(collective_device(data_parallel_group))
+        return (all_reduce_sum(loss, data_parallel_group) / group_size(data_parallel_group)).reshape(())
+
+    if group_rank(shard_group) != _OWNER:
+        return _run_without_optimizer(evaluate_on_all_ranks, broadcast_weights, shard_group)
+
+    def closure_on_owner() -> torch.Tensor:
+        _broadcast_flag(True, shard_group)
+        return evaluate_on_all_ranks()
+
+    result = step(closure_on_owner)
+    _broadcast_flag(False, shard_group)
+    broadcast_weights()
+    return result
+
+
+def _run_without_optimizer(
+    evaluate_on_all_ranks: Callable[[], torch.Tensor],
+    broadcast_weights: Callable[[], None],
+    group: dist.ProcessGroup | None,
+) -> Any:
+    first: torch.Tensor | None = None
+    while _broadcast_flag(False, group):
+        loss = evaluate_on_all_ranks()
+        first = loss if first is None else first
+    broadcast_weights()
+    return first
+
+
+def _broadcast_flag(evaluates: bool, group: dist.ProcessGroup | None) -> bool:
+    flag = torch.tensor([evaluates], dtype=torch.uint8, device=collective_device(group))
+    broadcast([flag], group, source=_OWNER)
+    return bool(flag.item())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -11,10 +11,10 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, _common_utils
 from torch.utils._pytree import tree_leaves
 
-from booster.plugins.torch_fsdp.units import fsdp_param_groups
-from booster.tensor_tree import map_tensors
+from booster.mixed_precision.fp16 import cast_floats
+from booster.pytree import map_tensors
 
-__all__ = ["ViewSafeOutputs"]
+from .param_group import fsdp_param_groups
 
 # FSDP2's search for tensors in outputs; before torch 2.13 it searched pytrees.
 _collect: Callable[[Any], Sequence[torch.Tensor]] | None = getattr(_common_utils, "collect_grad_tensors", None)
@@ -71,3 +71,37 @@ def _tensors_with_gradients(output: Any) -> Sequence[torch.Tensor]:
 
 def _clone_view(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.clone() if tensor.requires_grad and tensor._base is not None else tensor
+
+
+class DtypeBoundary:
+    """Casts a module's inputs to the dtype of its weights, and its outputs to the dtype of the model.
+
+    FSDP1 does so for `_module_classes_to_ignore`; FSDP2 leaves it to the user.
+
+    Args:
+        module: Module with weights, not sharded yet.
+        outside: Compute dtype of the rest of the model.
+    """
+
+    def __init__(self, module: nn.Module, model_dtype: torch.dtype) -> None:
+        module_dtype = next((one.dtype for one in module.parameters() if one.is_floating_point()), model_dtype)
+        if module_dtype == model_dtype:
+            return
+        self._module_dtype, self._model_dtype = module_dtype, model_dtype
+        module.register_forward_pre_hook(self._enter, with_kwargs=True)
+        module.register_forward_hook(self._leave)
+
+    def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        return cast_floats(self._module_dtype, args), cast_floats(self._module_dtype, kwargs)
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> Any:
+        return cast_floats(self._model_dtype, output)
+
+
+def modules_with_forward(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield the module, or its children if it is a container without a forward."""
+    if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+        for child in module.children():
+            yield from modules_with_forward(child)
+    else:
+        yield module

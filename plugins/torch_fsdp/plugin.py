@@ -18,27 +18,23 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from booster.comm import all_reduce_max, collective_device, group_size, new_cpu_group, timeout_scope
+from booster.core.plain_torch import refuse_plain_gradient, refuse_plain_training
 from booster.data import shard_dataloader
 from booster.errors import ConfigError
 from booster.interface import Boosted, MemoryRequest, ModelWrapper, OptimizerWrapper, RankMemory
-from booster.interface.plain_torch import refuse_plain_gradient, refuse_plain_training
 from booster.mixed_precision import mixed_precision_names
-from booster.mixed_precision.fp16_naive import log_on_master
-from booster.mixed_precision.loss_scale_arguments import LossScaleArguments
-from booster.plugins.distributed_plugin import DistributedPlugin, arguments_of
-from booster.plugins.sharding.checks import check_memory_is_apart
-from booster.plugins.sharding.loss_scale import new_loss_scaler
-from booster.plugins.sharding.materializing import Materializer
+from booster.mixed_precision.fp16 import log_on_master
+from booster.mixed_precision.loss_scaler import LossScaleArguments
+from booster.plugins.base import DistributedPlugin, arguments_of
+from booster.plugins.sharding.deferred_init import Materializer
+from booster.plugins.sharding.optimizer import new_loss_scaler
 from booster.plugins.sync_batch_norm import convert_batch_norm
-from booster.plugins.torch_fsdp.assembly import FSDPModelBuilder
-from booster.plugins.torch_fsdp.grouping import groups_of
-from booster.plugins.torch_fsdp.memory import fsdp_memory
-from booster.plugins.torch_fsdp.optimizer import FSDPOptimizer, OptimizerSettings
-from booster.plugins.torch_fsdp.optimizer_kinds import OptimizerKind, kind_of
-from booster.plugins.torch_fsdp.settings import FSDPArguments
-from booster.plugins.torch_fsdp.unit_precision import FSDPPrecision
+from booster.validation import check_memory_is_apart
 
-__all__ = ["TorchFSDPPlugin"]
+from .config import FSDPArguments, FSDPPrecision, OptimizerKind, groups_of, kind_of
+from .memory import fsdp_memory
+from .optimizer import FSDPOptimizer, OptimizerSettings
+from .wrap import FSDPModelBuilder
 
 
 class TorchFSDPPlugin(DistributedPlugin):

@@ -25,8 +25,8 @@ from torch.distributed import DistError, HashStore
 
 import booster
 from booster import Booster, Monitor
-from booster.comm import signs
-from booster.comm.bounded_store import call_with_timeout
+from booster.fault_tolerance import heartbeat
+from booster.fault_tolerance.store import call_with_timeout
 from booster.plugins import LowLevelZeroPlugin
 
 NUM_RANKS = 2
@@ -98,7 +98,7 @@ def _free_port() -> int:
 
 def run_rank(end: str, rank: int, port: int, folder: Path) -> None:
     """Does what a short program of a user's does; the interpreter ends after it."""
-    signs._INTERVAL_SECONDS = 0.001  # the thread of the signs is in the store most of the time
+    heartbeat._INTERVAL_SECONDS = 0.001  # the thread of the signs is in the store most of the time
     booster.launch(rank, NUM_RANKS, "127.0.0.1", port, "gloo", 0, verbose=False)
     if end == "launch_only":
         return

@@ -19,8 +19,8 @@ import psutil
 from faults.loss_program import CHECKPOINT_SECONDS, SETUP_SECONDS, TRAINING_SECONDS, Case, run_rank
 from harness.forkserver import start_context
 
-from booster.comm.faults import OPERATIONS
-from booster.phases import SAVE_PHASES
+from booster.fault_tolerance.fault_injection import OPERATIONS
+from booster.fault_tolerance.progress import SAVE_PHASES
 
 # Survivors have the time limit of what they wait in, and this to find out who is missing and to end.
 END_SECONDS = 5.0

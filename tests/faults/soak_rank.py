@@ -22,8 +22,8 @@ from torch.utils.data import Dataset
 
 import booster
 from booster import Booster
-from booster.comm.faults import Fault, inject_faults
 from booster.errors import BoosterError
+from booster.fault_tolerance.fault_injection import Fault, inject_faults
 from booster.plugins import GeminiPlugin, HybridParallelPlugin, LowLevelZeroPlugin, TorchDDPPlugin, TorchFSDPPlugin
 
 # A lost rank is noticed at once by its closed connections; these are for what is not.

@@ -7,11 +7,11 @@ import torch
 import torch.distributed as dist
 from harness import distributed
 
-from booster.comm import all_reduce_max, flat_collectives, start_all_gather, start_reduce_scatter
+from booster.comm import all_reduce_max, bucket_collectives, start_all_gather, start_reduce_scatter
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 INTO_FP32 = [(torch.bfloat16, torch.float32), (torch.float16, torch.float32)]
-BLOCK = flat_collectives._BLOCK_NUMEL
+BLOCK = bucket_collectives._BLOCK_NUMEL
 
 
 def _payload(rank, numel, dtype, draw=0):
@@ -161,7 +161,7 @@ def test_the_backend_s_own_calls_serve_where_messages_do_not(world_size, accumul
     """As on other devices than the CPU; here gloo stands in for the backend."""
     rank, numel = dist.get_rank(), 1000
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(flat_collectives, "_use_p2p", lambda tensor: False)
+        patch.setattr(bucket_collectives, "_use_p2p", lambda tensor: False)
         payload = torch.arange(float(world_size * numel)) + rank
         output = torch.ones(numel)
         start_reduce_scatter(payload).wait(output, accumulate=accumulate)

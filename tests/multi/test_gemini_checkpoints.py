@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from booster import Booster, CheckpointError, RankFailedError
-from booster.checkpoint_io.loading import loader
+from booster.checkpoint_io.loading import load
 from booster.comm import count_communication
 from booster.optim import HybridAdam
 from booster.plugins import GeminiPlugin
@@ -270,14 +270,14 @@ def test_a_load_between_steps_is_seen_by_the_next_forward(tmp_path, policy, prec
 def test_a_read_that_fails_on_one_rank_fails_on_all(tmp_path, policy):
     job = Job(policy).train(0)
     job.booster.save_model(job.model, tmp_path / "m", shard=True)
-    real = loader.read_slices
+    real = load.read_slices
 
     def failing(*arguments):
         if dist.get_rank() == 1:
             raise CheckpointError("the disk is gone")
         real(*arguments)
 
-    with patch.object(loader, "read_slices", failing), pytest.raises(CheckpointError, match="the disk is gone"):
+    with patch.object(load, "read_slices", failing), pytest.raises(CheckpointError, match="the disk is gone"):
         job.booster.load_model(job.model, tmp_path / "m")
     job.booster.load_model(job.model, tmp_path / "m")
     job.train(1)

@@ -14,8 +14,8 @@ from harness import distributed, run_ranks
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from booster.comm import waiting
 from booster.errors import DesyncError, RankFailedError
+from booster.fault_tolerance import collective_errors
 
 PLACED = pytest.mark.parametrize("policy", ["static", pytest.param("prefetch", marks=pytest.mark.slow), "cpu"])
 
@@ -431,7 +431,7 @@ GROUP_SECONDS = 2
 
 
 def _impatient(twins):
-    waiting.REPORT_SECONDS = 2.0  # these processes are the test's own and end with it
+    collective_errors.REPORT_SECONDS = 2.0  # these processes are the test's own and end with it
     dist.set_debug_level(dist.DebugLevel.OFF)
     twins.model.manager.negotiation.group = dist.new_group(
         list(range(dist.get_world_size())), timeout=timedelta(seconds=GROUP_SECONDS)

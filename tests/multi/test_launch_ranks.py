@@ -37,7 +37,7 @@ def start(tmp_path, monkeypatch):
 
 JOINED = """\
 import sys
-from booster.cluster import DistCoordinator
+from booster.launch.coordinator import DistCoordinator
 from booster.errors import RankFailedError
 from booster.launch import get_config, launch_from_torch
 from booster.logger import get_dist_logger
@@ -114,7 +114,7 @@ def test_the_exit_code_of_the_failing_rank(start):
 
 RESTARTED = """\
 import os, sys
-from booster.cluster import DistCoordinator
+from booster.launch.coordinator import DistCoordinator
 from booster.launch import launch_from_torch
 
 launch_from_torch(verbose=False)

@@ -19,7 +19,7 @@ from booster.comm import (
     all_reduce_sum,
     count_communication,
     inject_faults,
-    point_to_point,
+    p2p,
     report_failure,
     use_shared_memory,
 )
@@ -44,7 +44,7 @@ def no_header(header):
 
 def _of_every_dtype():
     raw = torch.arange(64, dtype=torch.uint8)
-    return [(raw % 2 if dtype == torch.bool else raw).view(dtype) for dtype in point_to_point._DTYPES]
+    return [(raw % 2 if dtype == torch.bool else raw).view(dtype) for dtype in p2p._DTYPES]
 
 
 MESSAGES = [

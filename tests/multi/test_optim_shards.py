@@ -24,7 +24,7 @@ from booster.interface import Shard, Shards
 from booster.optim import CAME, Adafactor, FusedLAMB, FusedSGD, Lamb, Lars
 from booster.plugins import GeminiPlugin, LowLevelZeroPlugin, TorchDDPPlugin, TorchFSDPPlugin
 from booster.plugins.hybrid_parallel.plugin import HybridParallelPlugin
-from booster.plugins.sharding.elementwise import shard_state
+from booster.plugins.sharding.shard_states import shard_state
 from booster.single_device import SingleDevicePlugin
 
 # A large eps where there is one, so that gradients that are rounding noise do not become steps of any sign.

@@ -12,7 +12,7 @@ from harness import distributed
 
 from booster.comm import all_to_all_single, collectives, count_communication, transport, use_shared_memory
 from booster.errors import RankFailedError
-from booster.plugins.torch_fsdp.piece_exchange import ParamRedistribution, RowSharded, assign_owners, row_range
+from booster.plugins.torch_fsdp.param_redistribution import ParamRedistribution, RowSharded, assign_owners, row_range
 
 WAYS = pytest.mark.parametrize("uses_memory", [True, False], ids=["shared memory", "gloo"])
 SHAPES = [(1,), (5,), (7, 3), (2, 3, 4), (0, 3), (), (33, 10), (4, 4)]

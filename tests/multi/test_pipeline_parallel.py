@@ -22,7 +22,7 @@ from pipeline_cases import (
 from zoo import TRANSFORMERS_MODULES, WholeBatches, get_model
 
 from booster import Booster
-from booster.plugins.hybrid_parallel.pipeline_parallel import assembly
+from booster.plugins.hybrid_parallel.pipeline_parallel import runner
 from booster.plugins.hybrid_parallel.plugin import HybridParallelPlugin
 
 preload(*TRANSFORMERS_MODULES)
@@ -186,7 +186,7 @@ def train_over(link_ends, schedule):
     entry = get_model("glued_chain", 4)
     whole, arguments = WholeBatches(entry), {"pp_size": 2, "num_microbatches": 4, **SCHEDULES[schedule]}
     booster, raw = Booster(plugin=HybridParallelPlugin(precision="fp32", **arguments)), whole.build()
-    with mock.patch.object(assembly, "_link_ends", link_ends):
+    with mock.patch.object(runner, "_link_ends", link_ends):
         model, optimizer, *_ = booster.boost(raw, torch.optim.SGD(raw.parameters(), lr=0.1))
     for step in range(2):
         booster.execute_pipeline(iter([whole.feed(entry.make_batch(step, 8))]), model, whole.criterion, optimizer)
@@ -197,8 +197,8 @@ def train_over(link_ends, schedule):
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_links_with_groups_of_their_own_as_on_accelerators(schedule):
-    of_one_group = run_ranks(train_over, 2, assembly._link_ends, schedule)
-    of_groups = run_ranks(train_over, 2, assembly._link_groups, schedule)
+    of_one_group = run_ranks(train_over, 2, runner._link_ends, schedule)
+    of_groups = run_ranks(train_over, 2, runner._link_groups, schedule)
     for found, expected in zip(of_groups, of_one_group, strict=True):
         assert found
         assert all(torch.equal(found[name], expected[name]) for name in expected)

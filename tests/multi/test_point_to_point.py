@@ -7,15 +7,7 @@ import torch
 import torch.distributed as dist
 from harness import distributed
 
-from booster.comm import (
-    point_to_point,
-    receive,
-    receive_tensor,
-    send,
-    send_tensor,
-    start_receive_tensor,
-    start_send_tensor,
-)
+from booster.comm import p2p, receive, receive_tensor, send, send_tensor, start_receive_tensor, start_send_tensor
 from booster.errors import ConfigError
 
 
@@ -43,7 +35,7 @@ def _exchanged(tensor):
 
 @distributed(2)
 def test_every_dtype_arrives():
-    for dtype in point_to_point._DTYPES:
+    for dtype in p2p._DTYPES:
         tensor = _random((3, 5), dtype)  # the same on both ranks: both are seeded alike
         assert _same_bits(_exchanged(tensor), tensor), dtype
 

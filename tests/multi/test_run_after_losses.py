@@ -18,8 +18,8 @@ import os, signal, sys
 import torch
 import booster
 from booster.comm import all_reduce_sum
-from booster.comm.signs import read_signs
-from booster.phases import Phase
+from booster.fault_tolerance.heartbeat import read_signs
+from booster.fault_tolerance.progress import Phase
 
 booster.launch_from_torch(verbose=False, timeout_seconds=3)
 ones = torch.ones(3)

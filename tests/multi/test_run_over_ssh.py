@@ -216,7 +216,7 @@ def test_what_ends_the_launcher_ends_all_hosts(start, network, number):
 
 RESTARTED = """\
 import os, sys
-from booster.cluster import DistCoordinator
+from booster.launch.coordinator import DistCoordinator
 from booster.launch import launch_from_torch
 
 launch_from_torch(verbose=False)
@@ -258,7 +258,7 @@ def test_what_a_dry_run_prints_starts_a_host_when_pasted(start, network, tmp_pat
 
 LOSING = """\
 import os, psutil, signal
-from booster.cluster import DistCoordinator
+from booster.launch.coordinator import DistCoordinator
 from booster.launch import launch_from_torch
 
 launch_from_torch(verbose=False)

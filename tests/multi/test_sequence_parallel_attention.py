@@ -10,9 +10,10 @@ from harness import distributed
 
 from booster.comm import count_communication
 from booster.errors import ConfigError
-from booster.plugins.hybrid_parallel.sequence_parallel import ring_attention, ring_blocks
-from booster.plugins.hybrid_parallel.sequence_parallel.attention import sequence_attention
-from booster.plugins.hybrid_parallel.sequence_parallel.ranks import SequenceParallelGroup
+from booster.plugins.hybrid_parallel.sequence_parallel import ring_attention
+from booster.plugins.hybrid_parallel.sequence_parallel import ring_attention as ring_blocks
+from booster.plugins.hybrid_parallel.sequence_parallel.attention_dispatch import sequence_attention
+from booster.plugins.hybrid_parallel.sequence_parallel.group import SequenceParallelGroup
 
 MODES = ["all_to_all", "ring_attn"]
 

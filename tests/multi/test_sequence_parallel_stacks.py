@@ -15,10 +15,10 @@ from torch.utils.checkpoint import checkpoint
 from booster.comm import all_reduce_sum
 from booster.errors import ConfigError
 from booster.plugins.hybrid_parallel.activation_checkpointing import GradientCheckpointConfig, checkpoint_layers
-from booster.plugins.hybrid_parallel.sequence_parallel.ranks import SequenceParallelGroup
+from booster.plugins.hybrid_parallel.sequence_parallel.group import SequenceParallelGroup
+from booster.plugins.hybrid_parallel.sequence_parallel.layer_stack import attach_stack
 from booster.plugins.hybrid_parallel.sequence_parallel.splitters import SequenceAxisSplitter, TensorAxisSplitter
-from booster.plugins.hybrid_parallel.sequence_parallel.stacks import attach_stack
-from booster.plugins.hybrid_parallel.tensor_parallel.ranks import TensorParallelGroup
+from booster.plugins.hybrid_parallel.tensor_parallel.group import TensorParallelGroup
 
 MODES = ["all_to_all", "ring_attn"]
 VOCABULARY = 61

@@ -20,7 +20,7 @@ from booster.checkpoint_io import GeneralCheckpointIO
 from booster.comm import group_rank
 from booster.errors import CheckpointError
 from booster.interface import ModelWrapper, OptimizerWrapper
-from booster.mixed_precision.master_weights import Fp32MasterWeights
+from booster.mixed_precision.fp16 import Fp32MasterWeights
 
 
 class Net(nn.Module):

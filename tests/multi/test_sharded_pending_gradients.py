@@ -18,13 +18,12 @@ from torch import nn
 from training_saves import VersionedState
 
 from booster.checkpoint_io import GeneralCheckpointIO
-from booster.checkpoint_io.training import waiting_gradients
-from booster.checkpoint_io.training.training_document import TrainingDocument
-from booster.checkpoint_io.training.training_parts import SaveOptions, TrainingParts
+from booster.checkpoint_io.training_state import accumulated_gradients
+from booster.checkpoint_io.training_state.document import SaveOptions, TrainingDocument, TrainingParts
 from booster.comm import group_rank, group_size
+from booster.core.accumulation import AccumulationState
 from booster.errors import CheckpointError, ConfigError
 from booster.interface import ModelWrapper, OptimizerWrapper
-from booster.interface.gradient_window import AccumulationState
 
 
 @dataclass(frozen=True)
@@ -364,12 +363,12 @@ def test_a_tensor_that_is_no_gradient_is_refused(tmp_path, monkeypatch):
     wrapped = make(Place(1, is_sharded=False), 1)
     put_gradients(wrapped, Place(1, is_sharded=False))
     wrapped.restore_window(AccumulationState(num_backwards=1), 0)
-    real = waiting_gradients.CheckpointPart
+    real = accumulated_gradients.CheckpointPart
 
     def renamed(*, slices, **options):
         return real(slices=[replace(one, name=one.name.replace("rank0", "rankdom")) for one in slices], **options)
 
-    monkeypatch.setattr(waiting_gradients, "CheckpointPart", renamed)
+    monkeypatch.setattr(accumulated_gradients, "CheckpointPart", renamed)
     save_state(wrapped, tmp_path / "a")
     with pytest.raises(CheckpointError, match=r"'rankdom\.own' among its gradients that is not a gradient"):
         load_state(wrapped, tmp_path / "a")

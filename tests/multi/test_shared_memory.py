@@ -31,9 +31,9 @@ from booster.comm import (
     start_reduce_scatter,
     transport,
     use_shared_memory,
-    waiting,
 )
 from booster.errors import ConfigError, RankFailedError
+from booster.fault_tolerance import collective_errors
 from booster.kernels import shared_memory as kernel
 
 MEMORY, GLOO = "shared memory", "gloo"
@@ -504,7 +504,7 @@ def test_a_forked_child_is_no_rank():
 
 
 def _call_with_another_length():
-    waiting.REPORT_SECONDS = 2.0
+    collective_errors.REPORT_SECONDS = 2.0
     group = dist.new_group([0, 1], timeout=timedelta(seconds=20))
     barrier(group)
     with pytest.raises(RankFailedError) as caught:
@@ -530,7 +530,7 @@ def test_other_lengths_are_found_at_once_and_the_memory_stays_closed():
 
 
 def _lose_an_operation_of_another_group():
-    waiting.REPORT_SECONDS = 0.5
+    collective_errors.REPORT_SECONDS = 0.5
     dist.set_debug_level(dist.DebugLevel.OFF)
     ranks = list(range(dist.get_world_size()))
     broken, sound = (dist.new_group(ranks, timeout=timedelta(seconds=seconds)) for seconds in (1, 20))

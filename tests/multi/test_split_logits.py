@@ -13,15 +13,17 @@ from torch import nn
 from transformers.loss.loss_utils import ForCausalLMLoss, ForMaskedLMLoss
 
 from booster.comm import count_communication
-from booster.mixed_precision.half_weights import low_precision_to_fp32
-from booster.plugins.hybrid_parallel.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
+from booster.mixed_precision.fp16 import low_precision_to_fp32
 from booster.plugins.hybrid_parallel.tensor_parallel.embedding import (
     make_vocab_parallel_embedding,
     make_vocab_parallel_head,
 )
-from booster.plugins.hybrid_parallel.tensor_parallel.ranks import TensorParallelGroup
-from booster.plugins.hybrid_parallel.tensor_parallel.split_logits import VocabParallelLogits
-from booster.plugins.hybrid_parallel.tensor_parallel.splits import vocabulary_rows, vocabulary_spec
+from booster.plugins.hybrid_parallel.tensor_parallel.group import TensorParallelGroup
+from booster.plugins.hybrid_parallel.tensor_parallel.shard_spec import vocabulary_rows, vocabulary_spec
+from booster.plugins.hybrid_parallel.tensor_parallel.vocab_parallel_logits import (
+    VocabParallelLogits,
+    vocab_parallel_cross_entropy,
+)
 
 preload("transformers.loss.loss_utils")
 WORLDS = [2, 3, 4]

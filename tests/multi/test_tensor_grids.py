@@ -9,8 +9,10 @@ import torch
 from harness import distributed
 from torch import nn
 
-from booster.benchmark.network import PerceptronLayer
-from booster.benchmark.tensor_grids import (
+from booster.cli.benchmark.measure import PerceptronLayer
+from booster.comm import count_communication
+from booster.errors import ConfigError
+from booster.plugins.hybrid_parallel.tensor_parallel_nd import (
     LINEAR_3D_ACTIVATIONS,
     SUMMA_ACTIVATIONS,
     BlockLayout,
@@ -20,8 +22,6 @@ from booster.benchmark.tensor_grids import (
     shard_mlp,
     summa_mesh,
 )
-from booster.comm import count_communication
-from booster.errors import ConfigError
 
 # What holds a weight (outputs, inputs) and a bias, of the first and of the second layer.
 SUMMA = [(BlockLayout((("column",), ("row",))), BlockLayout((("column",),)))] * 2

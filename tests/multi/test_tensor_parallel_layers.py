@@ -19,9 +19,9 @@ from booster.plugins.hybrid_parallel.tensor_parallel.embedding import (
     make_vocab_parallel_embedding,
     make_vocab_parallel_head,
 )
+from booster.plugins.hybrid_parallel.tensor_parallel.group import TensorParallelGroup
 from booster.plugins.hybrid_parallel.tensor_parallel.linear import make_column_parallel, make_row_parallel
-from booster.plugins.hybrid_parallel.tensor_parallel.ranks import TensorParallelGroup
-from booster.plugins.hybrid_parallel.tensor_parallel.splits import Block, local_sizes, sharded_spec, vocabulary_spec
+from booster.plugins.hybrid_parallel.tensor_parallel.shard_spec import Block, local_sizes, sharded_spec, vocabulary_spec
 
 preload("transformers.pytorch_utils")
 WORLDS = [2, 3, 4]

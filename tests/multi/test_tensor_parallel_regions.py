@@ -12,15 +12,15 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from booster.comm import all_gather_equal, count_communication, start_all_reduce, use_shared_memory
-from booster.plugins.hybrid_parallel.tensor_parallel import regions
-from booster.plugins.hybrid_parallel.tensor_parallel.experts import (
+from booster.plugins.hybrid_parallel.tensor_parallel import mappings
+from booster.plugins.hybrid_parallel.tensor_parallel.group import TensorParallelGroup
+from booster.plugins.hybrid_parallel.tensor_parallel.linear import make_column_parallel, make_row_parallel
+from booster.plugins.hybrid_parallel.tensor_parallel.moe import (
     make_identity_expert,
     make_latent_projection,
     make_output_all_reduce,
     make_sharded_experts,
 )
-from booster.plugins.hybrid_parallel.tensor_parallel.linear import make_column_parallel, make_row_parallel
-from booster.plugins.hybrid_parallel.tensor_parallel.ranks import TensorParallelGroup
 
 WORLDS = [2, 3, 4]
 
@@ -34,7 +34,7 @@ def parts(whole, dim, sizes):
 
 
 def lengths_of(length, size):
-    return [regions.local_sequence_length(length, size, rank) for rank in range(size)]
+    return [mappings.local_sequence_length(length, size, rank) for rank in range(size)]
 
 
 @distributed(WORLDS)
@@ -46,7 +46,7 @@ def test_sums_are_made_in_fp32_and_rounded_once(world_size, dtype):
     for transport in (True, False):
         use_shared_memory(transport)
         x = everything[dist.get_rank()].clone()
-        summed = regions.reduce_from_tp_region(x, TensorParallelGroup())
+        summed = mappings.reduce_from_tp_region(x, TensorParallelGroup())
         torch.testing.assert_close(
             summed, expected, rtol=1e-6 if wide == dtype else 0, atol=1e-6 if wide == dtype else 0
         )
@@ -69,26 +69,26 @@ def test_the_ways_of_a_sequence_and_back(world_size, length):
         own, total = parts(whole, dim, sizes)[rank], sum(gradients)
 
         x = own.clone().transpose(0, 2).contiguous().transpose(0, 2).requires_grad_()
-        y = regions.all_gather_sequence(x, ranks, dim, length)
+        y = mappings.all_gather_sequence(x, ranks, dim, length)
         y.backward(gradients[rank])
         assert torch.equal(y, whole)
         torch.testing.assert_close(x.grad, parts(total, dim, sizes)[rank])
 
         x = gradients[rank].clone().requires_grad_()
-        y = regions.reduce_scatter_sequence(x, ranks, dim)
+        y = mappings.reduce_scatter_sequence(x, ranks, dim)
         torch.testing.assert_close(y.detach(), parts(total, dim, sizes)[rank])
         y.backward(own)
         assert torch.equal(x.grad, whole)
 
         x = whole.clone().requires_grad_()
-        y = regions.scatter_to_sequence_region(x, ranks, dim)
+        y = mappings.scatter_to_sequence_region(x, ranks, dim)
         assert torch.equal(y, own)
         y.backward(own)
         assert torch.equal(x.grad, whole)
 
         x = own.clone().requires_grad_()
         ranks.sequence_length = length
-        y = regions.gather_from_sequence_region(x, ranks, dim)
+        y = mappings.gather_from_sequence_region(x, ranks, dim)
         assert torch.equal(y, whole)
         y.backward(whole)
         assert torch.equal(x.grad, own)
@@ -103,8 +103,8 @@ def test_flattened_batches_of_sequences(world_size):
     by_rank = torch.cat([part.reshape(-1, 2) for part in whole.split(sizes, 1)])
     own = whole.split(sizes, 1)[rank].reshape(-1, 2)
     ranks.sequence_length = length
-    assert torch.equal(regions.all_gather_sequence(own, ranks, 0), by_rank)
-    summed = regions.reduce_scatter_sequence(by_rank, ranks, 0, length)
+    assert torch.equal(mappings.all_gather_sequence(own, ranks, 0), by_rank)
+    summed = mappings.reduce_scatter_sequence(by_rank, ranks, 0, length)
     torch.testing.assert_close(summed, world_size * own)
 
 
@@ -115,12 +115,12 @@ def test_features_of_uneven_sizes(world_size):
     whole = drawn(99, 2, sum(sizes))
     own = parts(whole, -1, sizes)[rank]
     x = own.clone().requires_grad_()
-    y = regions.gather_from_tp_region(x, ranks, sizes)
+    y = mappings.gather_from_tp_region(x, ranks, sizes)
     assert torch.equal(y, whole)
     y.backward(whole)
     assert torch.equal(x.grad, own)
     x = whole.clone().requires_grad_()
-    y = regions.scatter_to_tp_region(x, ranks, sizes)
+    y = mappings.scatter_to_tp_region(x, ranks, sizes)
     assert torch.equal(y, own)
     y.backward(own)
     assert torch.equal(x.grad, whole)
@@ -131,7 +131,7 @@ def test_regions_can_be_differentiated_twice(world_size):
     ranks = TensorParallelGroup()
     x = torch.randn(3, dtype=torch.float64, requires_grad=True)
     weight = torch.full((), 1.0 + dist.get_rank(), dtype=torch.float64)
-    y = regions.reduce_from_tp_region(weight * regions.copy_to_tp_region(x, ranks) ** 3, ranks)
+    y = mappings.reduce_from_tp_region(weight * mappings.copy_to_tp_region(x, ranks) ** 3, ranks)
     (first,) = torch.autograd.grad(y.sum(), x, create_graph=True)
     torch.testing.assert_close(first, 9 * x**2)
     (second,) = torch.autograd.grad(first.sum(), x)
@@ -145,12 +145,12 @@ def test_a_group_of_one_rank_communicates_nothing(world_size):
     x = torch.randn(2, 3, requires_grad=True)
     with count_communication() as count:
         for y in (
-            regions.copy_to_tp_region(x, ranks),
-            regions.reduce_from_tp_region(x, ranks),
-            regions.gather_from_tp_region(x, ranks, [3]),
-            regions.all_gather_sequence(x, ranks, 0, 2),
-            regions.reduce_scatter_sequence(x, ranks, 0),
-            regions.scatter_to_sequence_region(x, ranks, 0),
+            mappings.copy_to_tp_region(x, ranks),
+            mappings.reduce_from_tp_region(x, ranks),
+            mappings.gather_from_tp_region(x, ranks, [3]),
+            mappings.all_gather_sequence(x, ranks, 0, 2),
+            mappings.reduce_scatter_sequence(x, ranks, 0),
+            mappings.scatter_to_sequence_region(x, ranks, 0),
         ):
             assert torch.equal(y, x)
     assert not count.calls

@@ -15,11 +15,11 @@ from transformers.pytorch_utils import Conv1D
 from zoo import TRANSFORMERS_MODULES
 
 from booster.comm import all_reduce_sum, count_communication, use_shared_memory
-from booster.plugins.hybrid_parallel.tensor_parallel import chunks, overlap, regions
+from booster.plugins.hybrid_parallel.tensor_parallel import async_grad_reduce, collective_matmul, mappings
+from booster.plugins.hybrid_parallel.tensor_parallel.group import TensorParallelGroup
 from booster.plugins.hybrid_parallel.tensor_parallel.linear import make_column_parallel, make_row_parallel
-from booster.plugins.hybrid_parallel.tensor_parallel.ranks import TensorParallelGroup
 from booster.plugins.hybrid_parallel.tensor_parallel.region_input import GatheredRegionInput
-from booster.plugins.hybrid_parallel.tensor_parallel.splits import Block, local_sizes, sharded_spec
+from booster.plugins.hybrid_parallel.tensor_parallel.shard_spec import Block, local_sizes, sharded_spec
 
 preload(*TRANSFORMERS_MODULES)
 WORLDS = [2, 3, 4]
@@ -69,7 +69,7 @@ def parallel(model, mode, columns=COLUMNS):
 
 
 def own_tokens(whole, size, rank, *, flat=False):
-    lengths = [regions.local_sequence_length(whole.shape[1], size, one) for one in range(size)]
+    lengths = [mappings.local_sequence_length(whole.shape[1], size, one) for one in range(size)]
     part = whole.split(lengths, 1)[rank]
     return part.reshape(-1, part.shape[-1]) if flat else part
 
@@ -138,7 +138,7 @@ def test_a_region_is_like_its_twin(world_size, kind, bias, dtype):
                 assert dict(ring.sent) == dict(together.sent)
                 assert dict(ring.received) == dict(together.received)
                 assert together.calls["all_gather"] == together.calls["reduce_scatter"] == 1
-                longest = regions.local_sequence_length(length, world_size, 0) * (BATCH if flat else 1)
+                longest = mappings.local_sequence_length(length, world_size, 0) * (BATCH if flat else 1)
                 num_chunks = len(range(0, longest, -(-longest // 4)))
                 assert ring.calls["all_gather"] == ring.calls["reduce_scatter"] == num_chunks
 
@@ -159,7 +159,7 @@ def test_sums_of_low_precision_are_rounded_once(world_size):
     layer = nn.Linear(INNER, 64, bias=False).bfloat16()
     ranks = TensorParallelGroup(sequence_mode="ring")
     layer.weight.data = layer.weight.data * (1 + ranks.rank)
-    expected = regions.reduce_scatter_sequence(layer(x), ranks, 1)
+    expected = mappings.reduce_scatter_sequence(layer(x), ranks, 1)
     make_row_parallel(layer, ranks, sizes=[INNER] * world_size)
     assert_close(layer(x), expected, 2**-8)
 
@@ -271,7 +271,7 @@ def test_second_derivatives_are_the_same_in_both_modes_and_without_products(worl
         ranks.sequence_length = 7
         x = torch.linspace(-1, 1, BATCH * 7 * HIDDEN, dtype=torch.float64).view(BATCH, 7, HIDDEN)
         x = own_tokens(x, 2, ranks.rank).clone().requires_grad_()
-        y = model(x if columns else regions.all_gather_sequence(x, ranks))
+        y = model(x if columns else mappings.all_gather_sequence(x, ranks))
         first = torch.autograd.grad(y.square().sum(), [x, *model.parameters()], create_graph=True)
         sum(one.square().sum() for one in first).backward()
         found.append([x.grad, *(parameter.grad for parameter in model.parameters())])
@@ -346,12 +346,12 @@ def test_transfers_are_under_way_while_products_are_computed(world_size):
         events.append("weight")
         return gradient(self, arrived)
 
-    gradient = overlap.WGradOperands.gradient
+    gradient = async_grad_reduce.WGradOperands.gradient
     with pytest.MonkeyPatch.context() as patch:
-        for module in (chunks, regions):
+        for module in (collective_matmul, mappings):
             for name in ("start_all_gather", "start_reduce_scatter"):
                 patch.setattr(module, name, started(getattr(module, name), name.removeprefix("start_")))
-        patch.setattr(overlap.WGradOperands, "gradient", deferred)
+        patch.setattr(async_grad_reduce.WGradOperands, "gradient", deferred)
         for mode, num_chunks in (("split_gather", 1), ("ring", 4)):
             model, ranks, _ = parallel(Region(), mode)
             ranks.sequence_length = 16

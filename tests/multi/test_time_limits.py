@@ -27,11 +27,11 @@ from booster.comm import (
     timeout_scope,
     transport,
     use_shared_memory,
-    waiting,
 )
 from booster.errors import RankFailedError
+from booster.fault_tolerance import collective_errors
+from booster.fault_tolerance.timeouts import Timeouts, set_timeouts
 from booster.kernels.shared_memory import is_available
-from booster.time_limits import Timeouts, set_timeouts
 
 SHORT_SECONDS, LATE_SECONDS, LONG_SECONDS = 0.8, 2.5, 120.0
 SLACK_SECONDS = 30.0  # for a busy machine; far from the long limit
@@ -51,7 +51,7 @@ def _kernel():
 
 
 def _prepare(way, **limits):
-    waiting.REPORT_SECONDS = 2.0  # these processes are the test's own and end with it
+    collective_errors.REPORT_SECONDS = 2.0  # these processes are the test's own and end with it
     use_shared_memory(way == MEMORY)
     # As in a user's run. With DETAIL a barrier of torch's own goes ahead of every collective, and waits by other rules.
     dist.set_debug_level(dist.DebugLevel.OFF)
@@ -69,7 +69,7 @@ def _fails_soon(call):
     with pytest.raises(RankFailedError):
         call()
     seconds = time.monotonic() - began
-    assert seconds < SHORT_SECONDS + waiting.REPORT_SECONDS + SLACK_SECONDS
+    assert seconds < SHORT_SECONDS + collective_errors.REPORT_SECONDS + SLACK_SECONDS
     return seconds
 
 

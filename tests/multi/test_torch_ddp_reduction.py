@@ -18,8 +18,8 @@ from torch.utils.checkpoint import checkpoint
 from booster import Booster, ConfigError
 from booster.comm import count_communication
 from booster.plugins import TorchDDPPlugin
-from booster.plugins.ddp_buckets import bucket_buffer_bytes
-from booster.plugins.ddp_reducer import Reducer
+from booster.plugins.torch_ddp.buckets import bucket_buffer_bytes
+from booster.plugins.torch_ddp.reducer import Reducer
 
 SMALL_BUCKETS = {"bucket_cap_mb": 1e-6}  # of one parameter each
 ARGUMENTS = [{}, SMALL_BUCKETS, {"gradient_as_bucket_view": True, **SMALL_BUCKETS}, {"static_graph": True}]

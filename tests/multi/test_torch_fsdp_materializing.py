@@ -10,7 +10,7 @@ from torch import nn
 
 from booster import ConfigError, DesyncError, LazyInitContext
 from booster.comm import all_gather_equal
-from booster.plugins.sharding.materializing import Materializer
+from booster.plugins.sharding.deferred_init import Materializer
 
 CPU = torch.device("cpu")
 

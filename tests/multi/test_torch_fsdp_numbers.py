@@ -14,7 +14,7 @@ from zoo import get_model, split_batch
 
 from booster import Booster
 from booster.plugins import TorchFSDPPlugin
-from booster.plugins.torch_fsdp.wrapping import plan_wrapping
+from booster.plugins.torch_fsdp.wrap import plan_wrapping
 
 PRECISIONS = {
     "fp32": functools.partial(MixedPrecisionPolicy),

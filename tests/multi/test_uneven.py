@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from booster import Booster
 from booster.comm import count_communication
 from booster.data import active_loader, prepare_dataloader
-from booster.data.active import active_place
+from booster.data.dataloader import active_place
 from booster.errors import ConfigError, DesyncError, RankFailedError
 from booster.logger import get_dist_logger
 from booster.plugins import HybridParallelPlugin, TorchDDPPlugin

@@ -32,9 +32,9 @@ from booster.comm import (
     start_reduce_scatter,
     transport,
     use_shared_memory,
-    waiting,
 )
 from booster.errors import RankFailedError
+from booster.fault_tolerance import collective_errors
 from booster.kernels.shared_memory import SharedMemoryError, is_available
 
 GROUP_SECONDS = 2
@@ -51,7 +51,7 @@ def _kernel():
 
 
 def _impatient_group(wanted=MEMORY):
-    waiting.REPORT_SECONDS = 2.0  # these processes are the test's own and end with it
+    collective_errors.REPORT_SECONDS = 2.0  # these processes are the test's own and end with it
     use_shared_memory(wanted == MEMORY)
     # As in a user's run. With DETAIL a barrier of torch's own goes ahead of every collective, and waits by other rules.
     dist.set_debug_level(dist.DebugLevel.OFF)
@@ -169,7 +169,7 @@ GLOO_FILE = "[/__w/pytorch/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:5
 )
 def test_what_a_transport_says_is_short(monkeypatch, error, text):
     monkeypatch.setattr(dist, "get_backend", lambda group: "cpu:gloo,cuda:nccl")
-    assert waiting._backend_message(error, None) == text
+    assert collective_errors._backend_message(error, None) == text
 
 
 class _UndecidedGroup:
@@ -223,7 +223,7 @@ def test_a_message_that_never_comes_names_its_sender(uses_header):
 
 
 def _wait_in_a_subgroup():
-    waiting.REPORT_SECONDS = 2.0
+    collective_errors.REPORT_SECONDS = 2.0
     group = dist.new_group([1, 3], timeout=timedelta(seconds=GROUP_SECONDS))
     if dist.get_rank() != 3:
         return "not in it"

@@ -13,7 +13,7 @@ from zoo import split_batch
 
 from booster import FP8MixedPrecision
 from booster.interface import TensorSlice
-from booster.tensor_tree import map_tensors
+from booster.pytree import map_tensors
 
 # Weights in low precision, made of fp32 masters: their format.
 HALF = {

@@ -16,9 +16,9 @@ PARTS = ("booster", "plugins", "kernels", "checkpoint_io", "pyproject.toml", "se
 
 LOAD_ALL = """
 import booster
-from booster.kernels.loader import load_kernel
+from booster.kernels.build import load_kernel
 from booster.kernels.registry import kernel_status
-from booster.kernels.sources import KERNELS
+from booster.kernels.build import KERNELS
 print(booster.__file__)
 assert all(load_kernel(name) is not None for name in KERNELS)
 print(*(f"{one.name} {one.status} {one.reason}" for one in kernel_status()), sep="\\n")

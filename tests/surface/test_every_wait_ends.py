@@ -31,52 +31,52 @@ DEVICE = "nothing is waited for here: the device's stream will"
 ENDING = "a process that was killed, or has closed its output as it ends"
 
 ALLOWED = {
-    "booster/benchmark/processes.py": {
+    "booster/cli/benchmark/workers.py": {
         "process.join": ENDING,
         "connection.recv_bytes": "it was said to be ready",
     },
-    "booster/benchmark/rank.py": {
+    "booster/cli/benchmark/workers.py": {
         "threading.Event().wait": "the process is killed by its parent, or ends with it",
         "connection.recv_bytes": "a daemon's thread, which waits for the end of the parent",
     },
-    "booster/cli/agreed_rendezvous.py": {"met.store.get": "the limit of torch's rendezvous, which made the store"},
-    "booster/cli/check_communication.py": {"process.wait": ENDING},
-    "booster/cli/ending.py": {"watcher.join": "the thread sees the end of its pipe"},
-    "booster/cli/fleet.py": {"host.process.wait": ENDING},
-    "booster/cli/rank_output.py": {
+    "booster/cli/run/rendezvous_handler.py": {"met.store.get": "the limit of torch's rendezvous, which made the store"},
+    "booster/cli/check_machine.py": {"process.wait": ENDING},
+    "booster/cli/run/signals.py": {"watcher.join": "the thread sees the end of its pipe"},
+    "booster/cli/run/multi_node.py": {"host.process.wait": ENDING},
+    "booster/cli/run/log_prefix.py": {
         "self._thread.join": "the thread was woken and told to end",
         "self._selector.select": "a daemon's thread, which every line and the end of the launcher wake",
     },
-    "booster/comm/bounded_store.py": {
+    "booster/fault_tolerance/store.py": {
         "self._store.get": "in a thread that is given up after a time",
         "self._store.multi_get": "in a thread that is given up after a time",
     },
-    "booster/comm/flat_collectives.py": {"messages.wait": OPERATION},
-    "booster/comm/inquiry.py": {"store.get": IS_THERE, "self._store.get": IS_THERE},
-    "booster/comm/links.py": {
+    "booster/comm/bucket_collectives.py": {"messages.wait": OPERATION},
+    "booster/fault_tolerance/failure_diagnosis.py": {"store.get": IS_THERE, "self._store.get": IS_THERE},
+    "booster/comm/p2p.py": {
         "self._messages[0].wait": OPERATION,
         "self.header.wait": OPERATION,
         "part.wait": OPERATION,
     },
-    "booster/comm/notice_board.py": {"self._store.get": IS_THERE},
-    "booster/comm/operation.py": {"work.wait": MESSAGE},
-    "booster/comm/point_to_point.py": {
+    "booster/comm/store_barrier.py": {"self._store.get": IS_THERE},
+    "booster/comm/collective_op.py": {"work.wait": MESSAGE},
+    "booster/comm/p2p.py": {
         "start_send_tensor(tensor, receiver, group).wait": OPERATION,
         "start_receive_tensor(sender, group).wait": OPERATION,
     },
-    "booster/comm/signs.py": {"store.get": IS_THERE, "self._store.get": IS_THERE},
+    "booster/fault_tolerance/heartbeat.py": {"store.get": IS_THERE, "self._store.get": IS_THERE},
     "booster/comm/store_barrier.py": {"self._store.get": IS_THERE, "self._store.multi_get": IS_THERE},
-    "booster/facade_checkpoints.py": {"self._checkpoint_io.wait": SAVES},
-    "booster/optim/offload/pipeline.py": {"transfer.wait": DISK, "ticket.wait": DISK},
-    "booster/rendezvous.py": {"store.get": IS_THERE},
-    "plugins/ddp_reducer.py": {
+    "booster/booster_checkpoint.py": {"self._checkpoint_io.wait": SAVES},
+    "booster/optim/nvme_offload/pipeline.py": {"transfer.wait": DISK, "ticket.wait": DISK},
+    "booster/launch/rendezvous.py": {"store.get": IS_THERE},
+    "plugins/torch_ddp/reducer.py": {
         "work.wait": OPERATION,
         "future.wait": "the collectives of a communication hook end at the limit of their group",
     },
-    "plugins/gemini/block_file.py": {"ticket.wait": DISK},
+    "plugins/gemini/nvme_tier.py": {"ticket.wait": DISK},
     "plugins/gemini/chunk.py": {"self._gather.wait": OPERATION},
     "plugins/gemini/model.py": {"flight.wait": OPERATION},
-    "plugins/gemini/pieces.py": {
+    "plugins/gemini/chunk_shard.py": {
         "self._block.read_into(host).wait": DISK,
         "self._block.read_into(target).wait": DISK,
         "self._block.write_from(source.cpu() if self._takes_host_memory else source).wait": DISK,
@@ -85,27 +85,27 @@ ALLOWED = {
         "self._event.wait": DEVICE,
         "self._last.wait": "a copy between a device and host memory",
     },
-    "plugins/hybrid_parallel/pipeline_parallel/transport.py": {"link.wait": OPERATION},
+    "plugins/hybrid_parallel/pipeline_parallel/p2p.py": {"link.wait": OPERATION},
     "plugins/hybrid_parallel/sequence_parallel/recorded_outputs.py": {"collector.get": "a variable of the context"},
-    "plugins/hybrid_parallel/tensor_parallel/chunks.py": {"gathering.wait": OPERATION},
-    "plugins/hybrid_parallel/tensor_parallel/regions.py": {
+    "plugins/hybrid_parallel/tensor_parallel/collective_matmul.py": {"gathering.wait": OPERATION},
+    "plugins/hybrid_parallel/tensor_parallel/mappings.py": {
         "start_all_gather(joined.view(-1), ranks.group).wait": OPERATION,
         "start_all_gather(pieces.view(-1), ranks.group).wait": OPERATION,
         "start_all_reduce(x, ranks.group).wait": OPERATION,
     },
-    "plugins/low_level_zero/gathering.py": {
+    "plugins/low_level_zero/param_all_gather.py": {
         "self._flights.pop(index).wait": OPERATION,
         "self._gathering.wait_for": OPERATION,
     },
     "plugins/low_level_zero/model.py": {"self._gathering.wait": OPERATION},
     "plugins/low_level_zero/optimizer.py": {"self.gathering.wait": OPERATION},
-    "plugins/torch_fsdp/collectives.py": {"flight.wait": OPERATION, "self._flight.wait": OPERATION},
-    "plugins/torch_fsdp/units.py": {"start_all_gather(buffer, self.process_group).wait": OPERATION},
-    "checkpoint_io/general.py": {"self.saver.wait": SAVES},
-    "checkpoint_io/saving/async_saves.py": {"self._changed.wait_for": SAVES},
-    "checkpoint_io/saving/saver.py": {"self._async.wait": SAVES},
-    "checkpoint_io/saving/staging.py": {"self._changed.wait_for": OWN_THREADS},
-    "checkpoint_io/training/training_state.py": {"self._saver.wait": SAVES},
+    "plugins/torch_fsdp/param_group.py": {"flight.wait": OPERATION, "self._flight.wait": OPERATION},
+    "plugins/torch_fsdp/param_group.py": {"start_all_gather(buffer, self.process_group).wait": OPERATION},
+    "checkpoint_io/checkpoint_io.py": {"self.saver.wait": SAVES},
+    "checkpoint_io/saving/async_save.py": {"self._changed.wait_for": SAVES},
+    "checkpoint_io/saving/save.py": {"self._async.wait": SAVES},
+    "checkpoint_io/saving/writer.py": {"self._changed.wait_for": OWN_THREADS},
+    "checkpoint_io/training_state/save_load.py": {"self._saver.wait": SAVES},
     "checkpoint_io/worker_threads.py": {"thread.join": OWN_THREADS},
     "kernels/disk_io.py": {"self._request.result": "it is asked for once the request is done"},
     "kernels/disk_io_reference.py": {
@@ -222,10 +222,10 @@ def test_the_search_tells_loops_apart():
 
 MAKING = ("init_device_mesh", "init_process_group", "new_group", "new_subgroups", "split_group")
 MAKERS = {
-    "booster/comm/groups.py": "the place",
-    "booster/launch.py": "the world",
-    "booster/comm/imagined.py": "a world that only pretends",
-    "booster/benchmark/rank.py": "the world of a process that its parent ends",
+    "booster/comm/process_groups.py": "the place",
+    "booster/launch/launch.py": "the world",
+    "booster/comm/fake.py": "a world that only pretends",
+    "booster/cli/benchmark/workers.py": "the world of a process that its parent ends",
 }
 
 
@@ -250,7 +250,7 @@ def _makers(source):
 @pytest.mark.parametrize("name", FILES)
 def test_groups_are_made_in_one_place(name):
     found = _makers(FILES[name].read_text())
-    assert bool(found) == (name in MAKERS), f"{name} makes {found}: booster.comm.groups gives groups the limits"
+    assert bool(found) == (name in MAKERS), f"{name} makes {found}: booster.comm.process_groups gives groups the limits"
 
 
 @pytest.mark.parametrize(

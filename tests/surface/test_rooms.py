@@ -22,7 +22,7 @@ ALLOWED = {
         "booster.comm",
         "booster.kernels",
         "booster.logger",
-        "booster.phases",
+        "booster.fault_tolerance.progress",
     ),
     "booster": None,  # everything but the plugins, see below
     "plugins": None,

@@ -12,7 +12,7 @@ import pytest
 import torch
 from adam_cases import DTYPES, Operands, changed, load_native, operands, run_native, run_reference, same_bits
 
-from booster.kernels.stochastic_rounding import round_stochastically
+from booster.kernels.adam_reference import round_stochastically
 
 FP32, BF16, FP16 = DTYPES
 LENGTHS = (0, 1, 2, 15, 16, 17, 31, 32, 33, 63, 100)
@@ -277,7 +277,7 @@ def test_denormals_are_flushed_on_all_threads_if_on_the_callers(native, num_thre
 FORKING = """
 import os, signal, threading, torch
 from adam_cases import operands, run_native, same_bits
-from booster.kernels.loader import load_kernel
+from booster.kernels.build import load_kernel
 
 native = load_kernel("adam")
 torch.set_num_threads(3)

@@ -8,13 +8,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from booster.checkpoint_io.files.file_image import safetensors_image
+from booster.checkpoint_io.formats.file_image import safetensors_image
 from booster.checkpoint_io.layout import MODEL, PAGE_BYTES
-from booster.checkpoint_io.planning.plan import WriteRange, plan_save
-from booster.checkpoint_io.planning.slice_table import SliceTable
-from booster.checkpoint_io.saving import async_staging
-from booster.checkpoint_io.saving.async_staging import Arena, stage_slices
-from booster.checkpoint_io.saving.range_writer import read_range, write_ranges
+from booster.checkpoint_io.planning.save_plan import WriteRange, plan_save
+from booster.checkpoint_io.planning.slices import SliceTable
+from booster.checkpoint_io.saving import async_save
+from booster.checkpoint_io.saving.async_save import Arena, stage_slices
+from booster.checkpoint_io.saving.writer import read_range, write_ranges
 from booster.checkpoint_io.storage import Storage
 from booster.interface import TensorSlice
 
@@ -180,7 +180,7 @@ def test_copies_to_a_device_are_awaited(monkeypatch):
         waited.append(len(list(tensors)))
         return False
 
-    monkeypatch.setattr(async_staging, "synchronize_devices", wait)
+    monkeypatch.setattr(async_save, "synchronize_devices", wait)
     slices = _slices()
     stage_slices(_ranges(slices, *_all_spans(slices)), slices, Arena())
     assert waited == [9, 9]

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from booster import Booster
+from booster.core.model_wrapper import call_with_batch
 from booster.errors import ConfigError
-from booster.interface.batch_call import call_with_batch
 
 
 class Taking(nn.Module):

@@ -7,8 +7,8 @@ import itertools
 import pytest
 import torch
 
-from booster.benchmark.tensor_grids import LINEAR_3D_ACTIVATIONS, SUMMA_ACTIVATIONS, BlockLayout
 from booster.errors import ConfigError
+from booster.plugins.hybrid_parallel.tensor_parallel_nd import LINEAR_3D_ACTIVATIONS, SUMMA_ACTIVATIONS, BlockLayout
 
 SUMMA = {"depth": 2, "row": 2, "column": 2}
 CUBE = {"output": 2, "input": 2, "weight": 2}

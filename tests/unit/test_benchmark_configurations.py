@@ -6,8 +6,7 @@ import math
 
 import pytest
 
-from booster.benchmark.configurations import Configuration, find_configurations
-from booster.benchmark.settings import MODES, BenchmarkSettings, modes_from_text
+from booster.cli.benchmark.config import MODES, BenchmarkSettings, Configuration, find_configurations, modes_from_text
 from booster.errors import ConfigError
 
 

@@ -10,15 +10,20 @@ from dataclasses import replace
 import pytest
 import torch
 
-from booster.benchmark.configurations import SERIAL, Configuration, Skipped
-from booster.benchmark.live_memory import LiveMemory
-from booster.benchmark.measurement import Metrics, max_over_ranks
-from booster.benchmark.outcomes import BenchmarkResult, _compare_losses
-from booster.benchmark.plot import check_can_draw, draw
-from booster.benchmark.processes import _exit_text, _root_cause_text
-from booster.benchmark.report import describe, format_notes, format_table, to_json
-from booster.benchmark.settings import BenchmarkSettings
 from booster.cli import main
+from booster.cli.benchmark.config import SERIAL, BenchmarkSettings, Configuration, Skipped
+from booster.cli.benchmark.measure import LiveMemory, Metrics, max_over_ranks
+from booster.cli.benchmark.report import (
+    BenchmarkResult,
+    _compare_losses,
+    check_can_draw,
+    describe,
+    draw,
+    format_notes,
+    format_table,
+    to_json,
+)
+from booster.cli.benchmark.workers import _exit_text, _root_cause_text
 from booster.errors import ConfigError
 
 FIGURES = Metrics(

@@ -8,8 +8,8 @@ import time
 import pytest
 import torch.distributed as dist
 
-from booster.comm import bounded_store
-from booster.comm.bounded_store import TimeoutStore
+from booster.fault_tolerance import store as bounded_store
+from booster.fault_tolerance.store import TimeoutStore
 
 SECONDS = 0.2
 

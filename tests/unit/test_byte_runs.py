@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from oracles import naive_byte_runs as naive
 
-from booster.checkpoint_io.planning.byte_runs import byte_runs, full_box, run_length, run_start
+from booster.checkpoint_io.planning.slices import byte_runs, full_box, run_length, run_start
 
 
 def all_runs(shape, box, span, itemsize, **more):

@@ -12,9 +12,9 @@ from torch.optim import SGD, Adam, AdamW
 from torch.optim.lr_scheduler import StepLR
 
 from booster import Booster, CheckpointError, ConfigError
-from booster.checkpoint_io.inspecting.inspection import find_contents
-from booster.checkpoint_io.inspecting.torch_optimizer_export import export_optimizer
 from booster.checkpoint_io.storage import Storage
+from booster.checkpoint_io.tools.convert import export_optimizer
+from booster.checkpoint_io.tools.inspect import find_contents
 from booster.logger import get_dist_logger
 
 

@@ -14,12 +14,11 @@ import pytest
 import torch
 from oracles import naive_byte_runs as naive
 
-from booster.checkpoint_io.files.safetensors_header import encode_header
+from booster.checkpoint_io.formats.safetensors import encode_header
 from booster.checkpoint_io.layout import MODEL, plan_files
-from booster.checkpoint_io.planning import write_shares
-from booster.checkpoint_io.planning.byte_runs import full_box
-from booster.checkpoint_io.planning.plan import BLOCK_BYTES, plan_save
-from booster.checkpoint_io.planning.slice_table import SliceTable
+from booster.checkpoint_io.planning import save_plan
+from booster.checkpoint_io.planning.save_plan import BLOCK_BYTES, plan_save
+from booster.checkpoint_io.planning.slices import SliceTable, full_box
 from booster.errors import CheckpointError
 from booster.interface import TensorSlice, TensorSpec
 
@@ -68,7 +67,7 @@ def check(plan, ranks, host_of_rank=None):
         assert (mine.name, mine.box) == (one.name, one.box)
         assert mine.span[0] <= one.span[0] < one.span[1] <= mine.span[1]
         assert mine.primary or (mine.shared and is_shared[mine.name, mine.box, mine.span])
-        assert (one.span[1] - one.span[0]) * itemsize <= write_shares.BLOCK_BYTES
+        assert (one.span[1] - one.span[0]) * itemsize <= save_plan.BLOCK_BYTES
         block = numbers[one.name][tuple(slice(offset, offset + length) for offset, length in one.box)]
         counts[one.name][block.reshape(-1)[one.span[0] : one.span[1]]] += 1
         written[one.writer] += (one.span[1] - one.span[0]) * itemsize
@@ -274,9 +273,9 @@ def test_ranges_by_rank_are_all_ranges():
 @pytest.fixture
 def small_sizes(monkeypatch):
     """Blocks, pages and regions of a few bytes, so that small tensors meet all cuts."""
-    monkeypatch.setattr(write_shares, "BLOCK_BYTES", 128)
-    monkeypatch.setattr(write_shares, "PAGE_BYTES", 16)
-    monkeypatch.setattr(write_shares, "_MIN_REGION_BYTES", 48)
+    monkeypatch.setattr(save_plan, "BLOCK_BYTES", 128)
+    monkeypatch.setattr(save_plan, "PAGE_BYTES", 16)
+    monkeypatch.setattr(save_plan, "_MIN_REGION_BYTES", 48)
 
 
 def random_ranks(source, num_ranks, num_tensors, **shape):

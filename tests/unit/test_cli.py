@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 import pytest
 import torch.distributed.launcher.api as launcher
 
-from booster.cli import failure, machine_settings, main
+from booster.cli import main
+from booster.cli.run import exit_report, node_config
 
 
 @dataclass
@@ -31,10 +32,10 @@ PEER = "Traceback\nRuntimeError: [pair.cc:553] Connection closed by peer [127.0.
 
 def test_the_first_error_is_the_cause_and_comes_last():
     failures = {0: told(MINE.replace("mine", "later"), 5), 1: told(MINE, 4, exitcode=7)}
-    text = failure.report(failures, 2)
+    text = exit_report.report(failures, 2)
     assert text.splitlines()[0] == "booster run: rank 0 of 2 (local rank 0, pid 99) failed with exit code 1"
     assert text.endswith("failed with exit code 7, first of all:\nTraceback\nValueError: mine")
-    assert failure.exit_code_of(failures) == 7
+    assert exit_report.exit_code_of(failures) == 7
 
 
 @pytest.mark.parametrize(
@@ -49,12 +50,12 @@ def test_the_first_error_is_the_cause_and_comes_last():
     ],
 )
 def test_what_is_only_a_consequence_is_not_the_cause(failures, cause, code):
-    assert failure.exit_code_of(failures) == code
-    assert f"rank {cause} of 4" in re.findall("booster run: .*", failure.report(failures, 4))[-1]
+    assert exit_report.exit_code_of(failures) == code
+    assert f"rank {cause} of 4" in re.findall("booster run: .*", exit_report.report(failures, 4))[-1]
 
 
 def test_a_killed_rank_is_explained():
-    assert failure.report({0: Failed(-9)}, 1).endswith("killed by SIGKILL, as the system does when memory runs out")
+    assert exit_report.report({0: Failed(-9)}, 1).endswith("killed by SIGKILL, as the system does when memory runs out")
 
 
 @pytest.mark.parametrize(
@@ -110,7 +111,7 @@ def test_run_of_a_module_on_several_machines(started):
 
 
 def test_cores_are_shared_out_unless_the_user_did(started, monkeypatch):
-    monkeypatch.setattr(machine_settings, "num_cores", lambda: 8)
+    monkeypatch.setattr(node_config, "num_cores", lambda: 8)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     main(["run", "--nproc-per-node", "3", "-m", "x"])
     assert "OMP_NUM_THREADS" not in os.environ
@@ -122,7 +123,7 @@ def test_cores_are_shared_out_unless_the_user_did(started, monkeypatch):
 
 def test_auto_takes_every_core_or_device(started, monkeypatch):
     monkeypatch.setattr("booster.device.device_type", lambda: "cpu")
-    monkeypatch.setattr(machine_settings, "num_cores", lambda: 6)
+    monkeypatch.setattr(node_config, "num_cores", lambda: 6)
     main(["run", "--nproc-per-node", "auto", "-m", "x"])
     monkeypatch.setattr("booster.device.device_type", lambda: "cuda")
     monkeypatch.setattr("booster.device.num_devices", lambda: 4)

@@ -6,9 +6,9 @@ import pytest
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from booster.cluster import DistCoordinator
 from booster.errors import ConfigError
-from booster.launch import destroy_world, launch_from_torch
+from booster.launch.coordinator import DistCoordinator
+from booster.launch.launch import destroy_world, launch_from_torch
 
 
 @pytest.fixture(autouse=True)

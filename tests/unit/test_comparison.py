@@ -10,11 +10,11 @@ import pytest
 import safetensors.torch
 import torch
 
-from booster.checkpoint_io.inspecting import comparison
-from booster.checkpoint_io.inspecting.comparison import compare_elements, compare_tensors, compare_values
 from booster.checkpoint_io.layout import MODEL
 from booster.checkpoint_io.loading.reader import open_checkpoint
 from booster.checkpoint_io.storage import Storage
+from booster.checkpoint_io.tools import diff
+from booster.checkpoint_io.tools.diff import compare_elements, compare_tensors, compare_values
 from booster.errors import CheckpointError
 
 NAN, INF = math.nan, math.inf
@@ -71,8 +71,8 @@ def random_tensors(generator, names):
 def test_piece_by_piece_finds_what_a_comparison_of_wholes_finds(tmp_path, monkeypatch, seed):
     generator = random.Random(seed)
     torch.manual_seed(seed)
-    monkeypatch.setattr(comparison, "BATCH_BYTES", 48)
-    monkeypatch.setattr(comparison, "CHUNK_ELEMENTS", 5)
+    monkeypatch.setattr(diff, "BATCH_BYTES", 48)
+    monkeypatch.setattr(diff, "CHUNK_ELEMENTS", 5)
     left = random_tensors(generator, "abcdefgh")
     right = {name: tensor.clone() for name, tensor in left.items()} | random_tensors(generator, "ghi")
     del right["a"]
@@ -110,15 +110,15 @@ def test_equal_checkpoints_are_equal(tmp_path):
 
 
 def test_only_bounded_pieces_are_read(tmp_path, monkeypatch):
-    monkeypatch.setattr(comparison, "BATCH_BYTES", 4096)
+    monkeypatch.setattr(diff, "BATCH_BYTES", 4096)
     sizes = []
-    real = comparison.read_slices
+    real = diff.read_slices
 
     def recording(checkpoint, wanted):
         sizes.append(sum(part.tensor.nbytes for _, part in wanted))
         real(checkpoint, wanted)
 
-    monkeypatch.setattr(comparison, "read_slices", recording)
+    monkeypatch.setattr(diff, "read_slices", recording)
     tensors = {f"w{index}": torch.randn(700 * index) for index in range(6)}
     with stored(tmp_path / "l.safetensors", tensors) as first, stored(tmp_path / "r.safetensors", tensors) as second:
         assert compare_tensors(first, second).is_equal

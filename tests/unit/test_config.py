@@ -6,8 +6,8 @@ import copy
 
 import pytest
 
-from booster.config import Config
 from booster.errors import ConfigError
+from booster.launch.config import Config
 
 
 def test_attributes_and_items_at_every_depth():

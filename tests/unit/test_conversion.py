@@ -14,15 +14,13 @@ from checkpoint_cases import Net, assert_equal, names_in, state_of, stepped
 from torch.optim import AdamW
 
 from booster.checkpoint_io import GeneralCheckpointIO
-from booster.checkpoint_io.inspecting.config_dtype import with_dtype
-from booster.checkpoint_io.inspecting.conversion import Conversion, consolidate, convert
-from booster.checkpoint_io.inspecting.inspection import find_contents
-from booster.checkpoint_io.inspecting.torch_optimizer_export import export_optimizer
 from booster.checkpoint_io.layout import MODEL, OPTIMIZER
 from booster.checkpoint_io.storage import Storage
+from booster.checkpoint_io.tools.convert import Conversion, consolidate, convert, export_optimizer, with_dtype
+from booster.checkpoint_io.tools.inspect import find_contents
 from booster.errors import CheckpointError, ConfigError
 from booster.interface import ModelWrapper
-from booster.mixed_precision.master_weights import Fp32MasterWeights
+from booster.mixed_precision.fp16 import Fp32MasterWeights
 
 IO = GeneralCheckpointIO()
 STORAGE = Storage()

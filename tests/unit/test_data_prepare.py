@@ -27,7 +27,7 @@ from booster.data import (
 )
 from booster.data.prepare import loader_facts
 from booster.errors import ConfigError
-from booster.random_state import default_seed, set_default_seed
+from booster.rng_state import default_seed, set_default_seed
 
 
 class Stream(IterableDataset):

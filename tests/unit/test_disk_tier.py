@@ -30,9 +30,8 @@ from tier_cases import (
 
 from booster.errors import ConfigError
 from booster.kernels.disk_io import ALIGNMENT, DiskQueue, aligned_buffer
-from booster.plugins.gemini import block_file, disk_tier
-from booster.plugins.gemini.block_file import FreeList
-from booster.plugins.gemini.disk_tier import DiskTier
+from booster.plugins.gemini import nvme_tier
+from booster.plugins.gemini.nvme_tier import DiskTier, FreeList
 
 
 @pytest.fixture
@@ -45,7 +44,7 @@ def disk(tmp_path):
 def backend(request, monkeypatch):
     """Every disk tier of the test has a queue of this kind."""
     open_queue(request.param).close()
-    monkeypatch.setattr(disk_tier, "DiskQueue", lambda num_threads: DiskQueue(num_threads, backend=request.param))
+    monkeypatch.setattr(nvme_tier, "DiskQueue", lambda num_threads: DiskQueue(num_threads, backend=request.param))
 
 
 @pytest.fixture
@@ -221,7 +220,7 @@ def test_a_full_disk_is_found_when_the_block_is_made(disk, monkeypatch, code):
 
 
 def test_a_disk_that_has_less_than_the_block_is_not_filled(disk, monkeypatch):
-    monkeypatch.setattr(block_file.shutil, "disk_usage", lambda _: SimpleNamespace(free=MIB - 1))
+    monkeypatch.setattr(nvme_tier.shutil, "disk_usage", lambda _: SimpleNamespace(free=MIB - 1))
     monkeypatch.setattr(os, "posix_fallocate", lambda *_: pytest.fail("it was tried"))
     with pytest.raises(ConfigError, match=f"need {MIB} bytes.* {MIB - 1} bytes are free"):
         disk.new_block(MIB)
@@ -397,7 +396,7 @@ def test_a_forked_process_hangs_nowhere(disk, tmp_path):
 # torch is imported once; each end is that of a process forked from there.
 USES = """
 import os, signal, sys, torch
-from booster.plugins.gemini.disk_tier import DiskTier
+from booster.plugins.gemini.nvme_tier import DiskTier
 for end in sys.argv[2:]:
     child = os.fork()
     if child == 0:

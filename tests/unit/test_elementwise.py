@@ -18,7 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from booster import ConfigError
 from booster.plugins.sharding.elementwise import require_elementwise
-from booster.plugins.sharding.probe import find_obstacle
+from booster.plugins.sharding.elementwise_check import find_obstacle
 
 TORCH = {
     "adam": partial(optim.Adam, lr=1e-2),

@@ -11,17 +11,18 @@ import torch
 
 from booster.cli import main
 from booster.errors import ConfigError
-from booster.estimate import comparison
-from booster.estimate.comparison import (
+from booster.estimate import candidates
+from booster.estimate.candidates import (
     Candidate,
     CandidateResult,
+    bytes_from_text,
     find_candidates,
+    format_recommendation,
     format_setting,
     least_communication,
     least_memory,
 )
-from booster.estimate.estimation import MemoryEstimate
-from booster.estimate.table import bytes_from_text, format_recommendation
+from booster.estimate.estimate import MemoryEstimate
 from booster.interface import MemoryParts, Plugin, RankMemory
 from booster.plugins import TorchDDPPlugin
 
@@ -211,7 +212,7 @@ def test_plugins_of_others_are_asked_too(monkeypatch):
             return [{"bucket_cap_mb": num_ranks}]
 
     assert issubclass(Theirs, Plugin)
-    monkeypatch.setattr(comparison, "plugin_class", lambda name: Theirs)
-    monkeypatch.setattr(comparison, "plugin_from_name", lambda name, **settings: Theirs(**settings))
+    monkeypatch.setattr(candidates, "plugin_class", lambda name: Theirs)
+    monkeypatch.setattr(candidates, "plugin_from_name", lambda name, **settings: Theirs(**settings))
     names = [one.name for one in find_candidates("theirs", 3)]
     assert names == ["theirs bucket_cap_mb=3", "theirs bucket_cap_mb=3 mixed_precision=bf16"]

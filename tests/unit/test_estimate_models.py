@@ -8,9 +8,7 @@ import pytest
 import torch
 
 from booster.errors import ConfigError
-from booster.estimate.batches import example_batch
-from booster.estimate.model_sources import load_model
-from booster.estimate.presets import PRESETS
+from booster.estimate.model_sources import PRESETS, example_batch, load_model
 
 TINY = {
     "model_type": "llama",

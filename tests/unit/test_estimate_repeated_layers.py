@@ -7,10 +7,9 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from booster.estimate import repeated_layers
-from booster.estimate.activations import profile_of, record_timeline
-from booster.estimate.fake_models import fake_batch, fake_copy, new_fake_mode
-from booster.estimate.repeated_layers import find_repeated_layers, measure_activations
+from booster.estimate import activations
+from booster.estimate.activations import find_repeated_layers, measure_activations, profile_of, record_timeline
+from booster.estimate.estimate import fake_batch, fake_copy, new_fake_mode
 
 DEPTH = 15
 
@@ -117,7 +116,7 @@ def test_the_whole_is_run_only_where_it_must(cls, is_short, monkeypatch):
         depths.append(len(model.layers))
         return record_timeline(model, run, existing=before)
 
-    monkeypatch.setattr(repeated_layers, "record", noted)
+    monkeypatch.setattr(activations, "record", noted)
     both_ways(cls())
     assert depths == [3, 4, 5, *([] if is_short else [DEPTH])]
 

@@ -16,9 +16,9 @@ from harness import RanksFailed, distributed, run_ranks
 
 from booster import Booster
 from booster.comm import Fault, InjectedFault, all_reduce_numbers, barrier, inject_faults, start_all_gather
-from booster.comm.faults import ACTIONS, EXIT_CODE, OPERATIONS
 from booster.errors import CheckpointError, ConfigError
-from booster.phases import PHASES, Phase, current_progress, in_phase
+from booster.fault_tolerance.fault_injection import ACTIONS, EXIT_CODE, OPERATIONS
+from booster.fault_tolerance.progress import PHASES, Phase, current_progress, in_phase
 
 
 @pytest.mark.parametrize(

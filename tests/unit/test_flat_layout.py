@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from booster.plugins.low_level_zero.layout import FlatLayout
+from booster.plugins.low_level_zero.flat_params import FlatLayout
 
 
 def random_shapes(generator):

@@ -11,7 +11,7 @@ from booster.errors import ConfigError
 from booster.interface import ModelWrapper, OptimizerWrapper
 from booster.kernels.float8 import native_problem
 from booster.mixed_precision import FP8MixedPrecision
-from booster.mixed_precision.float8_linear import Float8Linear
+from booster.mixed_precision.fp8 import Float8Linear
 
 # fp8
 

@@ -12,10 +12,9 @@ import torch.distributed as dist
 from harness import distributed
 from torch import nn
 
-from booster.plugins.gemini.chunk import Chunk, placeholder
-from booster.plugins.gemini.disk_tier import DiskTier
-from booster.plugins.gemini.layout import ChunkLayout, ParamRegion, unit_numel
-from booster.plugins.gemini.tensor_states import TensorState
+from booster.plugins.gemini.chunk import Chunk, TensorState, placeholder
+from booster.plugins.gemini.chunk_layout import ChunkLayout, ParamRegion, unit_numel
+from booster.plugins.gemini.nvme_tier import DiskTier
 from booster.plugins.sharding.buffer_pool import BufferPool
 
 SHAPES = ((3, 5), (7,), (), (2, 2, 2))

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from booster.errors import ConfigError
-from booster.plugins.gemini.assembly import place_buffers
+from booster.plugins.gemini.model import place_buffers
 from booster.plugins.gemini.placement import (
     AutoPlacement,
     ChunkBytes,

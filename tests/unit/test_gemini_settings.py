@@ -7,10 +7,10 @@ import torch
 
 from booster.device import free_memory
 from booster.errors import ConfigError
-from booster.plugins.gemini.disk_tier import DiskTier
-from booster.plugins.gemini.layout import ChunkLayout
+from booster.plugins.gemini.chunk_layout import ChunkLayout
+from booster.plugins.gemini.config import ChunkSettings, GeminiSettings, PlacementArguments
+from booster.plugins.gemini.nvme_tier import DiskTier
 from booster.plugins.gemini.placement import AutoPlacement, ConstPlacement, StaticPlacement
-from booster.plugins.gemini.settings import ChunkSettings, GeminiSettings, PlacementArguments
 from booster.plugins.gemini.tiers import HostTier
 
 CPU = torch.device("cpu")

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from booster.plugins.gemini.tensor_states import TensorState, checked_transition
+from booster.plugins.gemini.chunk import TensorState, checked_transition
 
 FREE, HOLD, COMPUTE = TensorState.FREE, TensorState.HOLD, TensorState.COMPUTE
 ARRIVED, READY = TensorState.HOLD_AFTER_BWD, TensorState.READY_FOR_REDUCE

@@ -13,7 +13,7 @@ from torch.optim import SGD, Adam, AdamW, lr_scheduler
 from booster.checkpoint_io import GeneralCheckpointIO
 from booster.errors import CheckpointError, ConfigError
 from booster.interface import ModelWrapper, OptimizerWrapper
-from booster.mixed_precision.master_weights import Fp32MasterWeights
+from booster.mixed_precision.fp16 import Fp32MasterWeights
 
 IO = GeneralCheckpointIO()
 

@@ -8,8 +8,8 @@ from oracles.fused_sgd import FusedSGD
 from torch import nn
 
 from booster.interface import ModelWrapper, OptimizerWrapper
+from booster.mixed_precision.fp16 import Fp32MasterWeights
 from booster.mixed_precision.loss_scaler import ConstantLossScaler, DynamicLossScaler
-from booster.mixed_precision.master_weights import Fp32MasterWeights
 
 
 class PlainSGD(torch.optim.SGD):

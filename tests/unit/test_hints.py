@@ -4,9 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from booster.comm import hints
-from booster.comm.hints import CALLS, JOIN, SAVES, SAVES_OR_BATCHES, TRAINING, PeerStatus, likely_cause
-from booster.phases import PHASES, CollectiveInfo, Progress
+from booster.fault_tolerance import failure_diagnosis
+from booster.fault_tolerance.failure_diagnosis import (
+    CALLS,
+    JOIN,
+    SAVES,
+    SAVES_OR_BATCHES,
+    TRAINING,
+    PeerStatus,
+    likely_cause,
+)
+from booster.fault_tolerance.progress import PHASES, CollectiveInfo, Progress
 
 OPERATION = CollectiveInfo(name="all_reduce", number=2, ranks=(0, 1))
 
@@ -76,7 +84,7 @@ def test_only_loops_are_told_of_join_uneven():
 
 
 def test_the_phases_are_those_that_there_are():
-    assert set(PHASES) >= hints._OF_SAVES | hints._OF_TRAINING
+    assert set(PHASES) >= failure_diagnosis._OF_SAVES | failure_diagnosis._OF_TRAINING
 
 
 def test_hints_can_be_joined_to_other_sentences():

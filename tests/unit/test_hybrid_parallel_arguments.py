@@ -9,13 +9,12 @@ from dataclasses import fields
 import pytest
 import torch
 
-from booster.config import Config
 from booster.errors import ConfigError
+from booster.launch.config import Config
 from booster.plugins import HybridParallelPlugin
 from booster.plugins.hybrid_parallel.activation_checkpointing import GradientCheckpointConfig
-from booster.plugins.hybrid_parallel.from_config import arguments_from_config
+from booster.plugins.hybrid_parallel.config import SEQUENCE_MODES, HybridArguments, arguments_from_config
 from booster.plugins.hybrid_parallel.mesh import AXES, mesh_order, rank_groups
-from booster.plugins.hybrid_parallel.settings import SEQUENCE_MODES, HybridArguments
 
 NAN, INF = float("nan"), float("inf")
 FLAG = "pass True or False"

@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 import torch.distributed as dist
 
-from booster import joining
 from booster.errors import RankFailedError
-from booster.joining import report_missing_ranks
+from booster.launch import rendezvous
+from booster.launch.rendezvous import report_missing_ranks
 
 
 @pytest.fixture(autouse=True)
 def _short_wait(monkeypatch):
-    monkeypatch.setattr(joining, "_REPORT_SECONDS", 0.1)
+    monkeypatch.setattr(rendezvous, "_REPORT_SECONDS", 0.1)
 
 
 def fail(store, rank: int, world_size: int, text: str = "wait timeout after 20000ms") -> str:

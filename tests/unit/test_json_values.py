@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.optim import SGD, lr_scheduler, swa_utils
 
-from booster.checkpoint_io.files import json_values
+from booster.checkpoint_io.formats import json_values
 from booster.errors import CheckpointError
 
 VALUES = [

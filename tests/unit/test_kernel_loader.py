@@ -10,10 +10,8 @@ import pytest
 from tiny_kernel import CODE, TINY, num_compiled, tiny_kernel, write_compiler, write_sources
 
 from booster.errors import ConfigError
-from booster.kernels import loader, sources
-from booster.kernels.build_cache import BuildCache, default_folder
-from booster.kernels.building import find_toolchain
-from booster.kernels.loader import find_built, load_kernel
+from booster.kernels import build
+from booster.kernels.build import BuildCache, default_folder, find_built, find_toolchain, load_kernel
 from booster.kernels.registry import kernel_status
 
 
@@ -35,13 +33,13 @@ def log(monkeypatch):
         def warning(self, text):
             lines.append(("warning", text))
 
-    monkeypatch.setattr(loader, "get_dist_logger", Log)
+    monkeypatch.setattr(build, "get_dist_logger", Log)
     return lines
 
 
 def forget():
     """Makes the next load look at the disk again, as a new process would."""
-    loader._outcomes.clear()
+    build._outcomes.clear()
     find_toolchain.cache_clear()
 
 
@@ -85,7 +83,7 @@ def test_a_build_belongs_to_its_surroundings(folder, log, monkeypatch, what):
         if what == "torch":
             monkeypatch.setattr("torch.__version__", "99.0")
         elif what == "features":
-            monkeypatch.setattr("booster.kernels.build_cache._cpu_features", lambda: "flags: other")
+            monkeypatch.setattr("booster.kernels.build._cpu_features", lambda: "flags: other")
         else:
             os.environ["CXX"] = str(write_compiler(folder))
             find_toolchain.cache_clear()
@@ -135,13 +133,13 @@ def test_no_ninja_and_no_headers(folder, log, monkeypatch):
         monkeypatch.undo()
 
     with tiny_kernel(folder):
-        monkeypatch.setattr("booster.kernels.building.importlib.util.find_spec", lambda name: None)
+        monkeypatch.setattr("booster.kernels.build.importlib.util.find_spec", lambda name: None)
         is_missing("pip install pybind11")
-        monkeypatch.setattr("booster.kernels.building.sysconfig.get_paths", lambda: {"include": "/nowhere"})
+        monkeypatch.setattr("booster.kernels.build.sysconfig.get_paths", lambda: {"include": "/nowhere"})
         is_missing("-dev")
         find = shutil.which
         monkeypatch.setattr(
-            "booster.kernels.building.shutil.which", lambda c, path=None: None if c == "ninja" else find(c)
+            "booster.kernels.build.shutil.which", lambda c, path=None: None if c == "ninja" else find(c)
         )
         is_missing("pip install ninja")
 
@@ -207,7 +205,7 @@ def test_what_was_built_ahead(folder, log):
         load_kernel("tiny")
         (folder / "prebuilt").mkdir()
         shutil.copy(find_built(TINY), folder / "prebuilt" / TINY.file_name)
-        record = folder / "prebuilt" / loader.PREBUILT_RECORD
+        record = folder / "prebuilt" / build.PREBUILT_RECORD
         record.write_text(json.dumps({"tiny": TINY.source_hash()}))
         shutil.rmtree(folder / "cache")
         os.environ["CXX"] = "no-such-compiler"
@@ -219,6 +217,6 @@ def test_what_was_built_ahead(folder, log):
         assert load_kernel("tiny") is None
 
 
-@pytest.mark.parametrize("name", sorted(sources.KERNELS))
+@pytest.mark.parametrize("name", sorted(build.KERNELS))
 def test_every_kernel_of_the_library_compiles_here(name):
     assert load_kernel(name) is not None

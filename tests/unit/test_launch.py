@@ -10,9 +10,10 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from booster.cluster import DistCoordinator
 from booster.errors import ConfigError
-from booster.launch import (
+from booster.launch.coordinator import DistCoordinator
+from booster.launch.environments import read_openmpi, read_slurm, read_torch
+from booster.launch.launch import (
     destroy_world,
     get_config,
     get_default_parser,
@@ -21,9 +22,6 @@ from booster.launch import (
     launch_from_slurm,
     launch_from_torch,
 )
-from booster.launch_environment import read_torch
-from booster.launch_openmpi import read_openmpi
-from booster.launch_slurm import read_slurm
 
 TORCH = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
 SLURM = {"SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "4", "SLURM_LOCALID": "1"}

@@ -10,10 +10,8 @@ import torch.distributed as dist
 from launcher_cases import FOREIGN, FOREIGN_BEGINNINGS
 
 from booster.errors import ConfigError
-from booster.launch import destroy_world, launch_from_torch
-from booster.launch_environment import RankEnvironment
-from booster.launch_openmpi import read_openmpi
-from booster.launch_slurm import first_host, read_slurm
+from booster.launch.environments import RankEnvironment, first_host, read_openmpi, read_slurm
+from booster.launch.launch import destroy_world, launch_from_torch
 
 TASK = {"SLURM_PROCID": "1", "SLURM_LOCALID": "1"}
 STEP = TASK | {
@@ -168,7 +166,7 @@ def test_ranks_of_mpirun_on_its_own_machine(environment):
 )
 def test_of_mpiruns_addresses_the_nearest(environment, monkeypatch, networks, host):
     monkeypatch.setattr(
-        "booster.network_interface._own_networks", lambda: [ipaddress.ip_interface(text) for text in networks.values()]
+        "booster.launch.network._own_networks", lambda: [ipaddress.ip_interface(text) for text in networks.values()]
     )
     environment(PROCESS)
     assert read_openmpi().host == host

@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import AdamW
 
 from booster import Booster, ConfigError, lr_scheduler
-from booster.checkpoint_io.files import json_values
+from booster.checkpoint_io.formats import json_values
 from booster.single_device import SingleDevicePlugin
 
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from oracles import naive_byte_runs as naive
 
-from booster.checkpoint_io.files.manifest import (
+from booster.checkpoint_io.formats.manifest import (
     DocumentRecord,
     FileRecord,
     Manifest,
@@ -23,8 +23,8 @@ from booster.checkpoint_io.files.manifest import (
     decode_ranges,
     encode_ranges,
 )
-from booster.checkpoint_io.planning.byte_runs import full_box
-from booster.checkpoint_io.planning.tiling import CoverageLimitError, Tiles, check_coverage, contains
+from booster.checkpoint_io.planning.coverage import CoverageLimitError, Tiles, check_coverage, contains
+from booster.checkpoint_io.planning.slices import full_box
 from booster.errors import CheckpointError
 from booster.interface import TensorSpec
 

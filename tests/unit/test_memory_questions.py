@@ -13,8 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from booster import ConfigError, LazyInitContext, Plugin, estimate_memory
 from booster.estimate.activations import profile_of, record_timeline
-from booster.estimate.fake_models import fake_batch, fake_copy, new_fake_mode
-from booster.estimate.optimizer_memory import OptimizerMemory
+from booster.estimate.estimate import OptimizerMemory, fake_batch, fake_copy, new_fake_mode
 from booster.optim import CAME, Adafactor, HybridAdam, Lamb
 from booster.single_device import SingleDevicePlugin
 

@@ -12,7 +12,7 @@ from transformers import BatchEncoding
 from transformers.modeling_outputs import CausalLMOutput
 
 from booster.errors import ConfigError
-from booster.plugins.hybrid_parallel.pipeline_parallel.micro_batches import batch_size, join_outputs, split_batch
+from booster.plugins.hybrid_parallel.pipeline_parallel.microbatch import batch_size, join_outputs, split_batch
 
 Pair = namedtuple("Pair", ["left", "right"])
 

@@ -15,8 +15,8 @@ from torch import nn
 
 from booster import Booster, ConfigError
 from booster.monitor import Monitor
-from booster.monitor.runs import read_run
-from booster.monitor.window import count_tokens
+from booster.monitor.loggers import read_run
+from booster.monitor.step_stats import count_tokens
 
 PARTS = {"forward", "backward", "clip", "step", "data", "communication", "evaluate", "save", "load", "other"}
 

@@ -9,7 +9,7 @@ import pytest
 
 from booster.cli import main
 from booster.errors import ConfigError
-from booster.monitor.runs import read_run
+from booster.monitor.loggers import read_run
 
 
 def record(step, **others):

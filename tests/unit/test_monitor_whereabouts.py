@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from booster.monitor.whereabouts import Whereabouts, from_note, report, to_note
-from booster.phases import CollectiveInfo, Progress
+from booster.fault_tolerance.progress import CollectiveInfo, Progress
+from booster.monitor.watchdog import Whereabouts, from_note, report, to_note
 
 
 def operation(number, name="all_reduce", ranks=(0, 1, 2), peer=None):

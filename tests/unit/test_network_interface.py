@@ -7,8 +7,8 @@ import socket
 
 import pytest
 
-from booster import network_interface
-from booster.network_interface import VARIABLE, choose_gloo_interface, local_address
+from booster.launch import network
+from booster.launch.network import VARIABLE, choose_gloo_interface, local_address
 
 INTERFACES = [("lo", "127.0.0.1"), ("eth0", "10.0.0.1"), ("ib0", "10.1.0.1"), ("eth0", "fe80::1")]
 
@@ -17,7 +17,7 @@ INTERFACES = [("lo", "127.0.0.1"), ("eth0", "10.0.0.1"), ("ib0", "10.1.0.1"), ("
 def machine(monkeypatch):
     """Returns a function that says what this machine's name stands for, and by which address it reaches others."""
     monkeypatch.setenv(VARIABLE, "")
-    monkeypatch.setattr(network_interface, "_own_addresses", lambda: INTERFACES)
+    monkeypatch.setattr(network, "_own_addresses", lambda: INTERFACES)
 
     def set_up(named, ways=()):
         def look_up(name, port, **_):
@@ -26,7 +26,7 @@ def machine(monkeypatch):
             return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, 0)) for address in named]
 
         monkeypatch.setattr(socket, "getaddrinfo", look_up)
-        monkeypatch.setattr(network_interface, "local_address", lambda host, port: dict(ways).get(host, ""))
+        monkeypatch.setattr(network, "local_address", lambda host, port: dict(ways).get(host, ""))
 
     return set_up
 

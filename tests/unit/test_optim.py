@@ -12,13 +12,21 @@ from torch import nn
 from booster import Booster, ConfigError
 from booster.interface import FusedUpdate, StateAllocator
 from booster.optim import CPUAdam, FusedAdam, HybridAdam
-from booster.optim.device_update import update_on_device
-from booster.optim.host_update import update_on_host
-from booster.optim.memory_order import flat, is_dense, laid_out_like, shaped_like
-from booster.optim.state_form import complete_moments
-from booster.optim.update import GroupUpdate, Hyperparameters, ParameterUpdate, StepArguments
+from booster.optim.adam_update import (
+    GroupUpdate,
+    Hyperparameters,
+    ParameterUpdate,
+    StepArguments,
+    flat,
+    is_dense,
+    laid_out_like,
+    shaped_like,
+    update_on_device,
+    update_on_host,
+)
+from booster.optim.base import complete_moments
 from booster.plugins.sharding.elementwise import require_elementwise
-from booster.plugins.sharding.probe import find_obstacle
+from booster.plugins.sharding.elementwise_check import find_obstacle
 
 CLASSES = [CPUAdam, FusedAdam, HybridAdam]
 SHAPES = [(33, 17), (7,), (), (0, 3), (5, 2, 3), (1,)]

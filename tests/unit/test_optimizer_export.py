@@ -11,7 +11,7 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, RMSprop
 from booster.checkpoint_io import GeneralCheckpointIO
 from booster.cli import main
 from booster.interface import ModelWrapper, OptimizerWrapper
-from booster.mixed_precision.master_weights import Fp32MasterWeights
+from booster.mixed_precision.fp16 import Fp32MasterWeights
 
 IO = GeneralCheckpointIO()
 

@@ -14,8 +14,8 @@ from oracles.shard_aware_lamb import ShardAwareLamb
 from torch import nn, optim
 
 from booster import ConfigError
-from booster.plugins.sharding.probe import find_tie
-from booster.plugins.torch_fsdp.optimizer_kinds import OptimizerKind, kind_of
+from booster.plugins.sharding.elementwise_check import find_tie
+from booster.plugins.torch_fsdp.config import OptimizerKind, kind_of
 
 
 def make_parameters(shapes=((5, 3), (3,), (2, 2), (4, 2, 3, 3))):

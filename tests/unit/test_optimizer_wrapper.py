@@ -10,8 +10,8 @@ from torch import nn
 
 from booster.errors import ConfigError
 from booster.interface import ModelWrapper, OptimizerWrapper
+from booster.mixed_precision.fp16 import Fp32MasterWeights
 from booster.mixed_precision.loss_scaler import ConstantLossScaler, DynamicLossScaler
-from booster.mixed_precision.master_weights import Fp32MasterWeights
 
 
 def make(cls=torch.optim.AdamW, seed=0, scaler=None, **settings):

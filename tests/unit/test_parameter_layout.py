@@ -10,7 +10,7 @@ from torch import nn
 
 from booster.errors import ConfigError
 from booster.interface import ShardRegion, ShardSpec, set_shard_spec, shard_spec_of
-from booster.plugins.hybrid_parallel.tensor_parallel.splits import (
+from booster.plugins.hybrid_parallel.tensor_parallel.shard_spec import (
     Block,
     local_sizes,
     sharded_spec,

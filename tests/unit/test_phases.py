@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from booster import Booster
-from booster.phases import (
+from booster.fault_tolerance.progress import (
     SAVE_PHASES,
     Phase,
     Progress,

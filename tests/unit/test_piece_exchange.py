@@ -9,7 +9,7 @@ import random
 import pytest
 import torch
 
-from booster.plugins.torch_fsdp.piece_exchange import ParamRedistribution, RowSharded, assign_owners, row_range
+from booster.plugins.torch_fsdp.param_redistribution import ParamRedistribution, RowSharded, assign_owners, row_range
 
 SHAPES = [(), (1,), (5,), (7, 3), (2, 3, 4), (0, 3), (8, 0), (64, 2)]
 

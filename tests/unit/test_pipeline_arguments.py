@@ -13,10 +13,9 @@ import torch
 from booster.errors import ConfigError
 from booster.plugins import HybridParallelPlugin
 from booster.plugins.hybrid_parallel.activation_checkpointing import GradientCheckpointConfig
-from booster.plugins.hybrid_parallel.from_config import arguments_from_config
+from booster.plugins.hybrid_parallel.config import HybridArguments, arguments_from_config
+from booster.plugins.hybrid_parallel.pipeline_parallel.config import RankIndependentRepr
 from booster.plugins.hybrid_parallel.pipeline_parallel.schedules import GPipe, PipelineSchedule, schedule_names
-from booster.plugins.hybrid_parallel.pipeline_parallel.settings import RankIndependentRepr
-from booster.plugins.hybrid_parallel.settings import HybridArguments
 
 PARAMETERS = inspect.signature(HybridParallelPlugin).parameters
 DEFAULTS = {field.name: PARAMETERS[field.name].default for field in fields(HybridArguments)}

@@ -9,13 +9,7 @@ import pytest
 import torch
 
 from booster.errors import CheckpointError, ConfigError
-from booster.random_state import (
-    check_rng_state,
-    fork_rng_state,
-    get_rng_state,
-    set_rng_state,
-    set_seed,
-)
+from booster.rng_state import check_rng_state, fork_rng_state, get_rng_state, set_rng_state, set_seed
 
 CPU = torch.device("cpu")
 
@@ -167,8 +161,8 @@ def accelerators(monkeypatch):
     generator = torch.Generator
     monkeypatch.setattr(torch, "get_device_module", lambda kind: fake)
     monkeypatch.setattr(torch, "Generator", lambda device="cpu": generator())
-    monkeypatch.setattr("booster.random_state.device_type", lambda: "xpu")
-    monkeypatch.setattr("booster.random_state.num_devices", lambda: 3)
+    monkeypatch.setattr("booster.rng_state.device_type", lambda: "xpu")
+    monkeypatch.setattr("booster.rng_state.num_devices", lambda: 3)
     return fake
 
 

@@ -11,11 +11,10 @@ from stored_tensors import bits, save_tensors
 from torch import nn
 
 from booster.checkpoint_io.layout import MODEL
-from booster.checkpoint_io.loading import range_reader, stored_elements
-from booster.checkpoint_io.loading.range_reader import read_slices
+from booster.checkpoint_io.loading import ranges
+from booster.checkpoint_io.loading.ranges import assign_elements, read_slices
 from booster.checkpoint_io.loading.reader import open_checkpoint
-from booster.checkpoint_io.loading.stored_elements import assign_elements
-from booster.checkpoint_io.loading.verification import verify_ranges
+from booster.checkpoint_io.loading.verify import verify_ranges
 from booster.checkpoint_io.storage import Storage
 from booster.errors import CheckpointError
 from booster.interface import TensorSlice
@@ -85,12 +84,12 @@ def test_any_slice_equals_the_part_of_the_whole(tmp_path, monkeypatch, seed, is_
     torch.manual_seed(seed)
     # So small that every way through the code is taken.
     for module, name, value in [
-        (range_reader, "PIECE_BYTES", 512),
-        (range_reader, "STAGING_BYTES", 160),
-        (stored_elements, "SCRATCH_BYTES", rng.choice([64, 1024, 2**21])),
-        (stored_elements, "MAX_GAP_BYTES", rng.choice([0, 24, 2**14])),
-        (stored_elements, "_LONG_RUN_BYTES", rng.choice([1, 16, 256])),
-        (stored_elements, "_RUNS_AT_ONCE", rng.choice([3, 16384])),
+        (ranges, "PIECE_BYTES", 512),
+        (ranges, "STAGING_BYTES", 160),
+        (ranges, "SCRATCH_BYTES", rng.choice([64, 1024, 2**21])),
+        (ranges, "MAX_GAP_BYTES", rng.choice([0, 24, 2**14])),
+        (ranges, "_LONG_RUN_BYTES", rng.choice([1, 16, 256])),
+        (ranges, "_RUNS_AT_ONCE", rng.choice([3, 16384])),
     ]:
         monkeypatch.setattr(module, name, value)
     tensors = {f"t{index}": _random_tensor(rng, dtype) for index, dtype in enumerate(FORMATS * 3)}
@@ -158,7 +157,7 @@ def test_plain_memory_is_filled_in_place_and_autograd_knows(tmp_path):
 
 
 def test_the_buffers_of_four_threads_fit_into_32_mib():
-    assert 4 * (range_reader.STAGING_BYTES + stored_elements.SCRATCH_BYTES) <= 32 * 2**20
+    assert 4 * (ranges.STAGING_BYTES + ranges.SCRATCH_BYTES) <= 32 * 2**20
 
 
 def test_a_file_that_is_cut_while_it_is_open(tmp_path):

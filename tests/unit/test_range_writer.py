@@ -16,14 +16,13 @@ import torch
 from harness import distributed
 from safetensors.torch import load_file
 
-from booster.checkpoint_io.files.file_image import safetensors_image, torch_image
+from booster.checkpoint_io.formats.file_image import safetensors_image, torch_image
 from booster.checkpoint_io.layout import MODEL, PAGE_BYTES
-from booster.checkpoint_io.planning import byte_runs
-from booster.checkpoint_io.planning.plan import WriteRange, plan_save
-from booster.checkpoint_io.planning.slice_table import SliceTable
-from booster.checkpoint_io.saving import range_writer
-from booster.checkpoint_io.saving.range_writer import read_range, write_range_bytes, write_ranges
-from booster.checkpoint_io.saving.staging import STAGING, StagingBuffers
+from booster.checkpoint_io.planning import slices as byte_runs
+from booster.checkpoint_io.planning.save_plan import WriteRange, plan_save
+from booster.checkpoint_io.planning.slices import SliceTable
+from booster.checkpoint_io.saving import writer
+from booster.checkpoint_io.saving.writer import STAGING, StagingBuffers, read_range, write_range_bytes, write_ranges
 from booster.checkpoint_io.storage import Storage
 from booster.interface import TensorSlice
 
@@ -194,15 +193,15 @@ def _random_case(directory, seed, suffix):
 
 def _small_buffers(monkeypatch):
     """Makes everything small, so that small tensors meet every edge."""
-    monkeypatch.setattr(range_writer, "STAGING", StagingBuffers(count=3, num_bytes=2 * PAGE_BYTES))
-    monkeypatch.setattr(range_writer, "_MIN_DIRECT_BYTES", 1)
+    monkeypatch.setattr(writer, "STAGING", StagingBuffers(count=3, num_bytes=2 * PAGE_BYTES))
+    monkeypatch.setattr(writer, "_MIN_DIRECT_BYTES", 1)
 
 
 @pytest.mark.parametrize("suffix", ["safetensors", "bin"])
 @pytest.mark.parametrize("seed", [*range(8), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(8, 20))])
 def test_any_parts_of_any_tensors(tmp_path, monkeypatch, seed, suffix):
     _small_buffers(monkeypatch)
-    monkeypatch.setattr(range_writer, "_LONG_RUN_BYTES", random.Random(seed).choice([16, 400, 2**18]))
+    monkeypatch.setattr(writer, "_LONG_RUN_BYTES", random.Random(seed).choice([16, 400, 2**18]))
     case, expected = _random_case(tmp_path, seed, suffix)
     case.create()
     checksums = {}
@@ -274,7 +273,7 @@ def _num_descriptors():
 
 
 def test_a_failure_at_any_operation_is_raised_and_leaves_nothing_behind(tmp_path, monkeypatch):
-    monkeypatch.setattr(range_writer, "STAGING", StagingBuffers(count=4, num_bytes=64 * PAGE_BYTES))
+    monkeypatch.setattr(writer, "STAGING", StagingBuffers(count=4, num_bytes=64 * PAGE_BYTES))
     case, _ = _float_case(tmp_path, num_files=4)
     case.create()
     complete = Recording()
@@ -300,7 +299,7 @@ def test_a_failure_of_the_copy_is_raised(tmp_path, monkeypatch):
 
     case, _ = _float_case(tmp_path)
     case.create()
-    monkeypatch.setattr(range_writer, "copy_elements", fail)
+    monkeypatch.setattr(writer, "copy_elements", fail)
     with pytest.raises(RuntimeError, match="the device is gone"):
         case.write(0)
 
@@ -342,8 +341,8 @@ def test_the_staging_memory_is_bounded_and_kept(tmp_path, monkeypatch):
         return torch.empty(num_bytes + PAGE_BYTES, dtype=torch.uint8)[:num_bytes]
 
     staging = StagingBuffers(count=STAGING.count, num_bytes=STAGING.num_bytes)
-    monkeypatch.setattr(range_writer, "STAGING", staging)
-    monkeypatch.setattr("booster.checkpoint_io.saving.staging._huge_pages", counted)
+    monkeypatch.setattr(writer, "STAGING", staging)
+    monkeypatch.setattr("booster.checkpoint_io.saving.writer._huge_pages", counted)
     case, _ = _float_case(tmp_path, num_bytes=64 * 2**20)
     case.create()
     for _ in range(3):

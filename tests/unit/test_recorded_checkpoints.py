@@ -13,19 +13,19 @@ import torch
 from oracles.malformed import with_seal
 from stored_tensors import load_tensors, save_tensors
 
-from booster.checkpoint_io.files.file_record import (
+from booster.checkpoint_io.formats.manifest import RangeRecord
+from booster.checkpoint_io.formats.safetensors import encode_header, parse_header
+from booster.checkpoint_io.formats.tensor_files import (
     HEAD_KEY,
     RECORD_KEY,
     completed_head,
     embedded_record,
     with_placeholder,
 )
-from booster.checkpoint_io.files.manifest import RangeRecord
-from booster.checkpoint_io.files.safetensors_header import encode_header, parse_header
 from booster.checkpoint_io.layout import MODEL, OPTIMIZER
-from booster.checkpoint_io.loading.matching import match_names
+from booster.checkpoint_io.loading.load import match_names
 from booster.checkpoint_io.loading.reader import open_checkpoint
-from booster.checkpoint_io.loading.verification import verify_ranges
+from booster.checkpoint_io.loading.verify import verify_ranges
 from booster.checkpoint_io.storage import Storage
 from booster.errors import CheckpointError
 from booster.interface import TensorSlice, TensorSpec

@@ -12,7 +12,7 @@ import pytest
 import torch.distributed as dist
 
 from booster.errors import ConfigError, RankFailedError
-from booster.rendezvous import RankInfo, open_store, rendezvous
+from booster.launch.rendezvous import RankInfo, open_store, rendezvous
 
 
 def card(**changed):

@@ -11,7 +11,7 @@ from torch import nn
 
 from booster import Booster, GeneralCheckpointIO
 from booster.checkpoint_io.storage import Storage
-from booster.checkpoint_io.training.rotation import StepDirectories
+from booster.checkpoint_io.training_state.retention import StepDirectories
 from booster.errors import CheckpointError, ConfigError
 from booster.single_device import SingleDevicePlugin
 

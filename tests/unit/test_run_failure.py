@@ -13,14 +13,21 @@ import pytest
 from torch.distributed import TCPStore
 from torch.distributed.distributed_c10d import PrefixStore
 
-from booster.cli import last_signs
-from booster.cli.failure import RankFailure, exit_code_of, has_error_report, has_root_cause, report, restart_line
-from booster.cli.fleet_verdict import HostExit, summarize
-from booster.cli.host_messages import read_failures, read_message, send_failures
-from booster.cli.last_signs import describe_last_heartbeats
-from booster.cli.rank_agent import ExitRecords
-from booster.comm.signs import progress_to_json
-from booster.phases import Progress
+from booster.cli.run import elastic_agent
+from booster.cli.run.elastic_agent import ExitRecords, describe_last_heartbeats
+from booster.cli.run.exit_report import (
+    HostExit,
+    RankFailure,
+    exit_code_of,
+    has_error_report,
+    has_root_cause,
+    report,
+    restart_line,
+    summarize,
+)
+from booster.cli.run.launcher_protocol import read_failures, read_message, send_failures
+from booster.fault_tolerance.heartbeat import progress_to_json
+from booster.fault_tolerance.progress import Progress
 
 MINE = "Traceback\nValueError: mine"
 PEER = "Traceback\nbooster.errors.RankFailedError: rank 0 could not finish all_reduce number 7: rank 1's program ended"
@@ -171,7 +178,7 @@ class TestLastSigns:
         assert describe_last_heartbeats("127.0.0.1", port, 2, 0, reference_time=0.0) == ""
 
     def test_a_server_that_does_not_answer_is_not_waited_for(self, monkeypatch):
-        monkeypatch.setattr(last_signs, "_ANSWER_SECONDS", 0.1)
+        monkeypatch.setattr(elastic_agent, "_ANSWER_SECONDS", 0.1)
         with listening() as listener:
             assert describe_last_heartbeats("127.0.0.1", listener.getsockname()[1], 2, 0, reference_time=0.0) == ""
         for thread in threading.enumerate():

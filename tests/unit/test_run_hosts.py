@@ -10,14 +10,11 @@ import sys
 import pytest
 
 from booster.cli import main
-from booster.cli.failure import RankFailure
-from booster.cli.fleet_verdict import HostExit, summarize
-from booster.cli.host_messages import read_failures, read_message, send_error, send_failures
-from booster.cli.hosts import Host, choose_hosts, first_hosts
-from booster.cli.launch_arguments import parse_extra_arguments
-from booster.cli.line_splitting import LineBuffer
-from booster.cli.machine_settings import parse_num_nodes
-from booster.cli.ssh_commands import exported_variables
+from booster.cli.run.exit_report import HostExit, RankFailure, summarize
+from booster.cli.run.hosts import Host, choose_hosts, exported_variables, first_hosts
+from booster.cli.run.launcher_protocol import read_failures, read_message, send_error, send_failures
+from booster.cli.run.log_prefix import LineBuffer
+from booster.cli.run.node_config import parse_extra_arguments, parse_num_nodes
 from booster.errors import ConfigError
 
 HOSTFILE = "# the cluster\nnode-1 slots=4\n\n  node-2   # one rank\nfe80::1 slots=2\n"

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from booster.data import DistributedBatchSampler
-from booster.data.seeding import SampleBatch, derive_seed
+from booster.data.worker_seeding import SampleBatch, derive_seed
 from booster.errors import ConfigError
 
 SIZES = list(product(range(1, 24), range(1, 6), range(1, 5)))

@@ -11,7 +11,7 @@ from oracles.made_up_optimizers import PastGradients
 from torch import nn, optim
 
 from booster.interface import Shard
-from booster.plugins.sharding.elementwise import shard_state
+from booster.plugins.sharding.shard_states import shard_state
 
 OPTIMIZERS = [
     optim.SGD,

@@ -12,19 +12,25 @@ import psutil
 import pytest
 import torch.distributed as dist
 
-from booster.comm import inquiry, new_group, signs
-from booster.comm.hints import SAVES, TRAINING
-from booster.comm.inquiry import describe_last_heartbeats, format_phase
-from booster.comm.signs import Heartbeat, ended_processes, heartbeat_interval, progress_from_json, progress_to_json
-from booster.phases import CollectiveInfo, Phase, Progress, current_progress
-from booster.time_limits import Timeouts
+from booster.comm import new_group
+from booster.fault_tolerance import failure_diagnosis, heartbeat
+from booster.fault_tolerance.failure_diagnosis import SAVES, TRAINING, describe_last_heartbeats, format_phase
+from booster.fault_tolerance.heartbeat import (
+    Heartbeat,
+    ended_processes,
+    heartbeat_interval,
+    progress_from_json,
+    progress_to_json,
+)
+from booster.fault_tolerance.progress import CollectiveInfo, Phase, Progress, current_progress
+from booster.fault_tolerance.timeouts import Timeouts
 
 OPERATION = CollectiveInfo(name="all_reduce", number=7, ranks=(0, 1))
 PLACE = Progress(num_steps=3, phases=("save", "commit"), seconds=0.5, operation=OPERATION, last_operation=None)
 
 
 def _sign(process, **others):
-    fields = {"beat": 1, "at": 0.0, "place": PLACE, "state": "running", "host": "here", "machine": signs._host_id()}
+    fields = {"beat": 1, "at": 0.0, "place": PLACE, "state": "running", "host": "here", "machine": heartbeat._host_id()}
     return Heartbeat(**{**fields, "process_id": process.pid, "born": process.create_time(), **others})
 
 
@@ -81,17 +87,17 @@ class _Missing:
 
     def __init__(self, monkeypatch, state=None, beats=(1, 1), **sign):
         monkeypatch.setattr(dist, "get_world_size", lambda: 2)
-        monkeypatch.setattr(inquiry.time, "time", lambda: 4.0)
+        monkeypatch.setattr(failure_diagnosis.time, "time", lambda: 4.0)
         known = {"process": psutil.Process(), "at": 3.0, "place": Progress(num_steps=3), "host": "vm"}
         before, now = (_sign(**{**known, "beat": beat, **sign}) for beat in beats)
         ends = {} if state is None else {1: (state, "ValueError: mine")}
         self.before = {1: before}
-        monkeypatch.setattr(inquiry, "read_heartbeats", lambda ranks: {1: now})
-        monkeypatch.setattr(inquiry, "exit_statuses", lambda: ends)
-        monkeypatch.setattr(inquiry, "reported_failures", list)
+        monkeypatch.setattr(failure_diagnosis, "read_heartbeats", lambda ranks: {1: now})
+        monkeypatch.setattr(failure_diagnosis, "exit_statuses", lambda: ends)
+        monkeypatch.setattr(failure_diagnosis, "reported_failures", list)
 
     def known(self, is_before_known=True):
-        return inquiry._explain_ranks([1], self.before if is_before_known else {})[0].text
+        return failure_diagnosis._explain_ranks([1], self.before if is_before_known else {})[0].text
 
 
 ONCE = "1.0 s ago (signs come once a second"
@@ -137,7 +143,7 @@ def test_a_hint_follows_as_a_sentence_of_its_own_where_a_program_ended(monkeypat
             assert describe_last_heartbeats([1]) == f"{ended}. {words}"
     with Phase("boost"):
         assert describe_last_heartbeats([1]) == ended
-    monkeypatch.setattr(inquiry, "reported_failures", lambda: ["rank 2 had failed: KeyError"])
+    monkeypatch.setattr(failure_diagnosis, "reported_failures", lambda: ["rank 2 had failed: KeyError"])
     with Phase("save"):
         assert describe_last_heartbeats([1]) == ended
 
@@ -156,13 +162,13 @@ class _World:
         monkeypatch.setattr(dist, "get_rank", lambda: 0)
         monkeypatch.setattr(dist, "get_world_size", lambda: 2)
         monkeypatch.setattr(dist, "get_backend", lambda: backend)
-        self.speaker = signs._HeartbeatThread(self.store)
+        self.speaker = heartbeat._HeartbeatThread(self.store)
         self.place = Progress(phases=("backward",))
         monkeypatch.setattr(self.speaker, "_place", lambda: self.place)
         self.broken_off = []
-        monkeypatch.setattr("booster.comm.waiting.abort_waits", self.broken_off.append)
-        self.speaker._write(signs.RUNNING)
-        self.ends = signs._heartbeat_store(self.store)
+        monkeypatch.setattr("booster.fault_tolerance.collective_errors.abort_waits", self.broken_off.append)
+        self.speaker._write(heartbeat.RUNNING)
+        self.ends = heartbeat._heartbeat_store(self.store)
 
     def other_ends(self):
         self.ends.append("ends", '[1, "ended", ""]\n')
@@ -202,11 +208,11 @@ def test_who_is_outside_of_all_phases_is_not_disturbed(monkeypatch):
 @pytest.mark.parametrize("backend", ["nccl", "gloo"])
 def test_before_a_backend_ends_the_process_it_is_said_where_all_ranks_are(monkeypatch, capsys, backend):
     world = _World(monkeypatch, backend)
-    monkeypatch.setattr(signs, "timeouts", lambda: Timeouts(training=10.0))
-    other = signs._HeartbeatThread(world.store)
+    monkeypatch.setattr(heartbeat, "timeouts", lambda: Timeouts(training=10.0))
+    other = heartbeat._HeartbeatThread(world.store)
     monkeypatch.setattr(other, "_rank", 1)
     monkeypatch.setattr(other, "_place", lambda: replace(PLACE, num_steps=2))
-    other._write(signs.RUNNING)
+    other._write(heartbeat.RUNNING)
     world.stand(8)
     assert capsys.readouterr().err == ""
     world.stand(5)

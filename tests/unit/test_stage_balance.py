@@ -11,16 +11,18 @@ from zoo import get_model
 
 from booster.errors import ConfigError
 from booster.plugins.hybrid_parallel.pipeline_parallel.schedules import schedule_from_name
-from booster.plugins.hybrid_parallel.pipeline_parallel.stages.balance import (
+from booster.plugins.hybrid_parallel.pipeline_parallel.stage_partition.balance import (
     chunk_costs,
     gap_costs,
     layer_costs,
     partition_layers,
     position_of_gap,
 )
-from booster.plugins.hybrid_parallel.pipeline_parallel.stages.choosing import choose_stage_plan
-from booster.plugins.hybrid_parallel.pipeline_parallel.stages.explain import explain_stages
-from booster.plugins.hybrid_parallel.pipeline_parallel.stages.stage_plan import StagePlan
+from booster.plugins.hybrid_parallel.pipeline_parallel.stage_partition.partition import (
+    choose_stage_plan,
+    explain_stages,
+)
+from booster.plugins.hybrid_parallel.pipeline_parallel.stage_partition.stage_plan import StagePlan
 
 
 class Costly(nn.Module):

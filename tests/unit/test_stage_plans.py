@@ -10,8 +10,8 @@ from torch import nn
 from zoo import get_model, model_names
 
 from booster.errors import ConfigError
-from booster.plugins.hybrid_parallel.pipeline_parallel.stages.choosing import choose_stage_plan
-from booster.plugins.hybrid_parallel.pipeline_parallel.stages.stage_plan import (
+from booster.plugins.hybrid_parallel.pipeline_parallel.stage_partition.partition import choose_stage_plan
+from booster.plugins.hybrid_parallel.pipeline_parallel.stage_partition.stage_plan import (
     StagePlan,
     parameters_below,
     shared_parameter_names,

@@ -28,14 +28,14 @@ from torch import nn
 
 from booster import Booster
 from booster.optim import CPUAdam, HybridAdam
-from booster.optim.offload import directory, layout
-from booster.optim.offload.layout import PlaneLayout
+from booster.optim.nvme_offload import directory, state_file
+from booster.optim.nvme_offload.state_file import PlaneLayout
 
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch):
     """4 pages: 4096 fp32 numbers."""
-    monkeypatch.setattr(layout, "CHUNK_BYTES", 4 * 4096)
+    monkeypatch.setattr(state_file, "CHUNK_BYTES", 4 * 4096)
 
 
 # The same results.
@@ -378,7 +378,7 @@ before, peak = held(), 0
 def look():
     global peak
     peak = max(peak, held() - before)
-from booster.optim.offload import disk_work
+from booster.optim.nvme_offload import disk_work
 count = disk_work.DiskWork._count
 disk_work.DiskWork._count = lambda *arguments: (count(*arguments), look())[0]
 for _ in range(3):

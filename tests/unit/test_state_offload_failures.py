@@ -24,14 +24,14 @@ from offload_cases import (
 from booster import CheckpointError, ConfigError
 from booster.kernels.disk_io import DiskQueue
 from booster.optim import CPUAdam
-from booster.optim.offload import layout, pipeline
-from booster.optim.offload.interrupts import interrupts_later
+from booster.optim.nvme_offload import pipeline, state_file
+from booster.optim.nvme_offload.pipeline import interrupts_later
 
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch):
     """4 pages: 4096 fp32 numbers."""
-    monkeypatch.setattr(layout, "CHUNK_BYTES", 4 * 4096)
+    monkeypatch.setattr(state_file, "CHUNK_BYTES", 4 * 4096)
 
 
 # Disks that fail.

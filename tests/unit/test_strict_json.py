@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from booster.checkpoint_io.files import strict_json
-from booster.checkpoint_io.files.strict_json import parse_document, parse_json
+from booster.checkpoint_io.formats import json as strict_json
+from booster.checkpoint_io.formats.json import parse_document, parse_json
 from booster.errors import CheckpointError
 
 GOOD = [

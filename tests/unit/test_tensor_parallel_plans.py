@@ -6,12 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from booster.plugins.hybrid_parallel.plans.choose import choose_plan
-from booster.plugins.hybrid_parallel.plans.explain import explain
-from booster.plugins.hybrid_parallel.plans.patterns import generalize, match_names
-from booster.plugins.hybrid_parallel.plans.plan import TensorParallelPlan
-from booster.plugins.hybrid_parallel.plans.stacks import find_stacks
-from booster.plugins.hybrid_parallel.tensor_parallel.splits import Block, local_sizes
+from booster.plugins.hybrid_parallel.tensor_parallel.shard_spec import Block, local_sizes
+from booster.plugins.hybrid_parallel.tp_plan.explain import explain
+from booster.plugins.hybrid_parallel.tp_plan.plan import TensorParallelPlan, find_stacks, generalize, match_names
+from booster.plugins.hybrid_parallel.tp_plan.resolve import choose_plan
 
 transformers = pytest.importorskip("transformers")
 

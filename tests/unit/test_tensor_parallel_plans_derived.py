@@ -9,9 +9,9 @@ from torch import nn
 from zoo import get_model
 
 from booster.errors import ConfigError
-from booster.plugins.hybrid_parallel.plans.choose import choose_plan
-from booster.plugins.hybrid_parallel.plans.plan import TensorParallelPlan
-from booster.plugins.hybrid_parallel.tensor_parallel.splits import Block
+from booster.plugins.hybrid_parallel.tensor_parallel.shard_spec import Block
+from booster.plugins.hybrid_parallel.tp_plan.plan import TensorParallelPlan
+from booster.plugins.hybrid_parallel.tp_plan.resolve import choose_plan
 
 HEADS = Block(num_units=4, unit_size=8)
 

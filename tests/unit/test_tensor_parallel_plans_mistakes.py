@@ -8,9 +8,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from booster.errors import ConfigError
-from booster.plugins.hybrid_parallel.plans.choose import choose_plan
-from booster.plugins.hybrid_parallel.plans.plan import Style
-from booster.plugins.hybrid_parallel.tensor_parallel.splits import Block
+from booster.plugins.hybrid_parallel.tensor_parallel.shard_spec import Block
+from booster.plugins.hybrid_parallel.tp_plan.plan import Style
+from booster.plugins.hybrid_parallel.tp_plan.resolve import choose_plan
 
 
 class Attention(nn.Module):

@@ -8,9 +8,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from booster.errors import ConfigError
-from booster.plugins.hybrid_parallel.plans.choose import choose_plan
-from booster.plugins.hybrid_parallel.plans.draft import STYLES
-from booster.plugins.hybrid_parallel.plans.plan import Style
+from booster.plugins.hybrid_parallel.tp_plan.plan import STYLES, Style
+from booster.plugins.hybrid_parallel.tp_plan.resolve import choose_plan
 
 
 class Attention(nn.Module):

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.nn.utils.rnn import pack_sequence
 
-from booster.tensor_tree import map_tensors
+from booster.pytree import map_tensors
 
 Pair = namedtuple("Pair", "left right")
 

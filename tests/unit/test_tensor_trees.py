@@ -15,7 +15,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, ModelOutput
 
 from booster.comm import TensorSpec
 from booster.errors import ConfigError
-from booster.plugins.hybrid_parallel.pipeline_parallel.tensor_trees import TreeSpec, flatten
+from booster.plugins.hybrid_parallel.pipeline_parallel.p2p import TreeSpec, flatten
 
 Pair = namedtuple("Pair", ["left", "right"])
 

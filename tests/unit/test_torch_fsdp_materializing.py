@@ -17,7 +17,7 @@ from zoo import get_model
 
 from booster import ConfigError, LazyInitContext
 from booster.lazy_init import is_lazy, materialize_own
-from booster.plugins.sharding.materializing import Materializer, has_no_values
+from booster.plugins.sharding.deferred_init import Materializer, has_no_values
 
 CPU = torch.device("cpu")
 WORDS, WIDTH = 30, 16

@@ -34,7 +34,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from booster.errors import ConfigError
 from booster.mixed_precision import BF16MixedPrecision
-from booster.plugins.torch_fsdp.settings import FSDPArguments, PrecisionDtypes, Strategy, check_reshard_after_forward
+from booster.plugins.torch_fsdp.config import FSDPArguments, PrecisionDtypes, Strategy, check_reshard_after_forward
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32

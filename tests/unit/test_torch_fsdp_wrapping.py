@@ -23,7 +23,7 @@ from torch.nn.utils import parametrizations
 from zoo import get_model, model_names
 
 from booster.errors import ConfigError
-from booster.plugins.torch_fsdp.wrapping import plan_wrapping
+from booster.plugins.torch_fsdp.wrap import plan_wrapping
 
 
 class Block(nn.Module):

@@ -18,8 +18,8 @@ from oracles.reference_optimizers import (
 from torch import nn
 
 from booster import Booster, ConfigError
+from booster.core.shard_aware import NeedsFullStep
 from booster.interface import ShardAware, StateAllocator
-from booster.interface.shards import NeedsFullStep
 from booster.optim import CAME, Adafactor, FusedLAMB, FusedSGD, Lamb, Lars
 from booster.plugins.sharding.elementwise import require_elementwise
 

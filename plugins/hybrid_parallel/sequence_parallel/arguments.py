@@ -9,8 +9,6 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["argument_name", "map_tensors", "parameter_names", "token_dim"]
-
 # Besides hidden states, layers take rotary tables (.., tokens, features), position ids (batch, tokens) and the like,
 # which are sharded; attention masks, which attention needs in full; and other sequences to attend to, such as encoder
 # states, which stay unsharded. Names decide if they are known, otherwise shapes: a number with one row per token is

@@ -17,11 +17,10 @@ import torch
 from torch import nn
 
 from booster.errors import ConfigError
-from booster.plugins.hybrid_parallel.sequence_parallel.arguments import map_tensors as map_noted
 from booster.plugins.sharding.compiling import not_compiled
-from booster.tensor_tree import map_tensors
+from booster.pytree import map_tensors
 
-__all__ = ["CapturedOutputs", "gather_returned_outputs", "mark_sharded"]
+from .arguments import map_tensors as map_noted
 
 GatherFunction = Callable[[torch.Tensor], torch.Tensor]
 _GATHER = "_join_tokens"

@@ -13,9 +13,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 
 from booster.errors import ConfigError
-from booster.plugins.hybrid_parallel.sequence_parallel.running import no_attention_error
 
-__all__ = ["check_only_attention_mixes_tokens"]
+from .layer_context import no_attention_error
 
 # Names by which transformers models call replaceable attention; other models implement it with plain matmuls.
 _ATTENTION = re.compile(r"ALL_ATTENTION_FUNCTIONS|scaled_dot_product_attention|multi_head_attention_forward")

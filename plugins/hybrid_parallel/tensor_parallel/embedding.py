@@ -14,18 +14,13 @@ import torch
 from torch import nn
 
 from booster.errors import ConfigError
-from booster.plugins.hybrid_parallel.tensor_parallel.derived_classes import mixin_forward
-from booster.plugins.hybrid_parallel.tensor_parallel.linear import check_linear, is_plain_linear, matmul
-from booster.plugins.hybrid_parallel.tensor_parallel.ranks import TensorParallelGroup
-from booster.plugins.hybrid_parallel.tensor_parallel.regions import (
-    gather_from_tp_region,
-    reduce_from_tp_region,
-    shared_copy_to_tp_region,
-)
-from booster.plugins.hybrid_parallel.tensor_parallel.split_logits import VocabParallelLogits
-from booster.plugins.hybrid_parallel.tensor_parallel.splits import vocabulary_rows
 
-__all__ = ["make_feature_parallel_embedding", "make_vocab_parallel_embedding", "make_vocab_parallel_head"]
+from .dynamic_class import mixin_forward
+from .group import TensorParallelGroup
+from .linear import check_linear, is_plain_linear, matmul
+from .mappings import gather_from_tp_region, reduce_from_tp_region, shared_copy_to_tp_region
+from .shard_spec import vocabulary_rows
+from .vocab_parallel_logits import VocabParallelLogits
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,12 +19,13 @@ import torch
 from torch import nn
 
 from booster.errors import ConfigError
-from booster.plugins.hybrid_parallel.tensor_parallel.chunks import is_chunked
-from booster.plugins.hybrid_parallel.tensor_parallel.derived_classes import mixin_forward, original_class
-from booster.plugins.hybrid_parallel.tensor_parallel.later_gradients import deferrable_matmul, deferred_wgrad
-from booster.plugins.hybrid_parallel.tensor_parallel.overlap import AsyncGradInput, can_overlap, needs_cast
-from booster.plugins.hybrid_parallel.tensor_parallel.ranks import TensorParallelGroup
-from booster.plugins.hybrid_parallel.tensor_parallel.regions import (
+
+from .async_grad_reduce import AsyncGradInput, can_overlap, needs_cast
+from .collective_matmul import is_chunked, matmul_reduce_scatter
+from .deferred_wgrad import deferrable_matmul, deferred_wgrad
+from .dynamic_class import mixin_forward, original_class
+from .group import TensorParallelGroup
+from .mappings import (
     gather_from_tp_region,
     reduce_from_tp_region,
     reduce_scatter_shards,
@@ -32,17 +33,6 @@ from booster.plugins.hybrid_parallel.tensor_parallel.regions import (
     shared_copy_to_tp_region,
     sizes_from_full,
 )
-from booster.plugins.hybrid_parallel.tensor_parallel.ring_row import matmul_reduce_scatter
-
-__all__ = [
-    "check_linear",
-    "is_linear",
-    "is_plain_linear",
-    "is_transposed",
-    "make_column_parallel",
-    "make_row_parallel",
-    "matmul",
-]
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,27 +16,19 @@ from typing import Any
 import torch
 from torch import nn
 
-from booster.plugins.hybrid_parallel.tensor_parallel.chunks import ChunkRange, TokenChunks, is_chunked
-from booster.plugins.hybrid_parallel.tensor_parallel.linear import is_plain_linear, is_transposed
-from booster.plugins.hybrid_parallel.tensor_parallel.overlap import (
-    OverlappedWeight,
-    PendingAllReduce,
-    WGradOperands,
-    needs_cast,
-    wait_in_backward,
-)
-from booster.plugins.hybrid_parallel.tensor_parallel.ranks import TensorParallelGroup
-from booster.plugins.hybrid_parallel.tensor_parallel.regions import (
+from booster.plugins.sharding.compiling import not_compiled
+
+from .async_grad_reduce import OverlappedWeight, PendingAllReduce, WGradOperands, needs_cast, wait_in_backward
+from .collective_matmul import ChunkRange, TokenChunks, is_chunked, weight_gradient
+from .group import TensorParallelGroup
+from .linear import is_plain_linear, is_transposed
+from .mappings import (
     all_gather_shards,
     all_gather_uneven,
     reduce_scatter_shards,
     sizes_from_local,
     start_reduce_scatter_uneven,
 )
-from booster.plugins.hybrid_parallel.tensor_parallel.ring_row import weight_gradient
-from booster.plugins.sharding.compiling import not_compiled
-
-__all__ = ["GatheredRegionInput"]
 
 
 class GatheredRegionInput:

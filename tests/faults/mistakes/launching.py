@@ -10,7 +10,8 @@ import torch
 from faults.mistakes.wrong_call import Place, WrongCall, calling
 
 import booster
-from booster import Booster, Config, LazyInitContext, launch, launch_from_openmpi, launch_from_slurm, launch_from_torch
+from booster import Booster, Config, LazyInitContext, launch_from_openmpi, launch_from_slurm, launch_from_torch
+from booster.launch import launch
 from booster.plugins import GeminiPlugin, HybridParallelPlugin, LowLevelZeroPlugin, TorchDDPPlugin, TorchFSDPPlugin
 
 WORLD_SIZE = 1

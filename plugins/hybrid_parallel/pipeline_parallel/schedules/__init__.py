@@ -2,25 +2,13 @@
 
 from __future__ import annotations
 
-from booster.plugins.hybrid_parallel.pipeline_parallel.schedules.checks import check_orders
-from booster.plugins.hybrid_parallel.pipeline_parallel.schedules.communication import (
-    Message,
-    StageAction,
-    action_list,
-    incoming_messages,
-)
-from booster.plugins.hybrid_parallel.pipeline_parallel.schedules.gpipe import GPipe
-from booster.plugins.hybrid_parallel.pipeline_parallel.schedules.interleaved import Interleaved
-from booster.plugins.hybrid_parallel.pipeline_parallel.schedules.one_forward_one_backward import OneForwardOneBackward
-from booster.plugins.hybrid_parallel.pipeline_parallel.schedules.schedule import (
-    PipelineSchedule,
-    register_schedule,
-    schedule_from_name,
-    schedule_names,
-)
-from booster.plugins.hybrid_parallel.pipeline_parallel.schedules.simulation import Costs, Timeline, simulate
-from booster.plugins.hybrid_parallel.pipeline_parallel.schedules.work import Action, ActionKind
-from booster.plugins.hybrid_parallel.pipeline_parallel.schedules.zero_bubble_v import ZeroBubbleV
+from .communication import Message, StageAction, action_list, incoming_messages
+from .gpipe import GPipe
+from .interleaved import Interleaved
+from .one_forward_one_backward import OneForwardOneBackward
+from .schedule import Action, ActionKind, PipelineSchedule, register_schedule, schedule_from_name, schedule_names
+from .simulation import Costs, Timeline, check_orders, simulate
+from .zero_bubble_v import ZeroBubbleV
 
 __all__ = [
     "Action",

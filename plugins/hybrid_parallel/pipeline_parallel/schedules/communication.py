@@ -5,10 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from booster.plugins.hybrid_parallel.pipeline_parallel.schedules.schedule import PipelineSchedule
-from booster.plugins.hybrid_parallel.pipeline_parallel.schedules.work import Action, ActionKind
-
-__all__ = ["Message", "StageAction", "action_list", "incoming_messages", "stages_by_position"]
+from .schedule import Action, ActionKind, PipelineSchedule
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from booster.errors import ConfigError
-from booster.plugins.hybrid_parallel.pipeline_parallel.schedules.schedule import PipelineSchedule, register_schedule
-from booster.plugins.hybrid_parallel.pipeline_parallel.schedules.work import Action, ActionKind
 
-__all__ = ["GPipe"]
+from .schedule import Action, ActionKind, PipelineSchedule, register_schedule
 
 
 @register_schedule

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from booster.errors import ConfigError
-from booster.plugins.hybrid_parallel.pipeline_parallel.schedules.one_forward_one_backward import interleave
-from booster.plugins.hybrid_parallel.pipeline_parallel.schedules.schedule import PipelineSchedule, register_schedule
-from booster.plugins.hybrid_parallel.pipeline_parallel.schedules.work import Action, ActionKind
 
-__all__ = ["Interleaved"]
+from .one_forward_one_backward import interleave
+from .schedule import Action, ActionKind, PipelineSchedule, register_schedule
 
 
 # A stage runs all microbatches of a group through chunk 0, then through chunk 1, and so on. The first one of a group

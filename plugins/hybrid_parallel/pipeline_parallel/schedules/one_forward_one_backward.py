@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from booster.errors import ConfigError
-from booster.plugins.hybrid_parallel.pipeline_parallel.schedules.schedule import PipelineSchedule, register_schedule
-from booster.plugins.hybrid_parallel.pipeline_parallel.schedules.work import Action, ActionKind
 
-__all__ = ["OneForwardOneBackward", "interleave"]
+from .schedule import Action, ActionKind, PipelineSchedule, register_schedule
 
 
 @register_schedule

@@ -2,13 +2,43 @@
 
 from __future__ import annotations
 
+import enum
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from typing import ClassVar, TypeVar
 
 from booster.errors import ConfigError
-from booster.plugins.hybrid_parallel.pipeline_parallel.schedules.work import Action, ActionKind
 
-__all__ = ["PipelineSchedule", "register_schedule", "schedule_from_name", "schedule_names"]
+
+class ActionKind(enum.Enum):
+    """Kind of computation.
+
+    `BACKWARD` is the full backward. For schedules with `defers_weights` it computes only the gradients of a chunk's
+    inputs, which the previous stage needs, and `BACKWARD_WEIGHT` computes those of its weights.
+    """
+
+    FORWARD = "F"
+    BACKWARD = "B"
+    BACKWARD_WEIGHT = "W"
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """An action; its text is `F3` for microbatch 3 on chunk 0, `F3.1` on chunk 1.
+
+    Attributes:
+        kind: Kind of computation.
+        micro_batch: Index of the microbatch, from 0.
+        chunk: Index of the stage's chunk, from 0.
+    """
+
+    kind: ActionKind
+    microbatch: int
+    chunk: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.kind.value}{self.microbatch}" + (f".{self.chunk}" if self.chunk else "")
+
 
 # Note [Stages, chunks and positions]
 # A stage is a rank of the pipeline axis. It holds one or more model chunks. A chunk's position is its index in the

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from booster.errors import ConfigError
-from booster.plugins.hybrid_parallel.pipeline_parallel.schedules.schedule import PipelineSchedule, register_schedule
-from booster.plugins.hybrid_parallel.pipeline_parallel.schedules.work import Action, ActionKind
 
-__all__ = ["ZeroBubbleV"]
+from .schedule import Action, ActionKind, PipelineSchedule, register_schedule
 
 # Note [ZB-V schedule]
 # A microbatch passes down the stages through their chunks 0, and back up through their chunks 1. So the last stage

@@ -1,0 +1,453 @@
+"""`Booster`, the facade of a training loop: it contains no strategy and delegates to the plugin."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, SupportsFloat, TypeVar
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader
+
+from .boost_checks import (
+    check_boosted_model,
+    check_boosted_optimizer,
+    is_closed,
+    mark_boosted,
+    mark_closed,
+    register_model,
+)
+from .booster_checkpoint import CheckpointMethods
+from .checkpoint_io import CheckpointIO
+from .comm import barrier, group_rank, group_size, timeout_scope
+from .consistency import verify_same_across_ranks
+from .data.dataloader import active_place
+from .data.join import JoinIterator
+from .data.metrics import gather_for_metrics
+from .errors import ConfigError
+from .fault_tolerance.progress import in_phase
+from .interface import MixedPrecision, ModelWrapper, OptimizerWrapper, Plugin
+from .mixed_precision import mixed_precision_from_name
+from .monitor.nan_check import detect_nonfinite
+from .monitor.summary import summarize
+from .registry import plugin_from_name
+from .single_device import SingleDevicePlugin
+from .validation import is_int, is_number
+
+T = TypeVar("T")
+
+
+class Booster(CheckpointMethods):
+    """Facade that runs an ordinary training loop under a parallel strategy.
+
+    Args:
+        device: Device for training without a plugin, optional; defaults to the accelerator if there is one, else the
+            CPU.
+        mixed_precision: 'fp16', 'bf16', 'fp16_naive', 'fp16_apex', 'fp8', or a `MixedPrecision`; optional, defaults to
+            the dtypes of the parameters.
+        plugin: `Plugin`, or the name of one, built in or registered by another package; optional, defaults to one
+            device.
+
+    Raises:
+        ConfigError: A name is unknown, or the plugin controls the device or precision itself.
+
+    Example:
+        >>> import torch
+        >>> from booster import Booster
+        >>> model = torch.nn.Linear(3, 1)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> booster = Booster(device="cpu")
+        >>> model, optimizer, *_ = booster.boost(model, optimizer)
+        >>> booster.backward(model(torch.ones(2, 3)).square().mean(), optimizer)
+        >>> optimizer.step()
+    """
+
+    def __init__(
+        self,
+        device: str | torch.device | None = None,
+        mixed_precision: str | MixedPrecision | None = None,
+        plugin: str | Plugin | None = None,
+    ) -> None:
+        self.plugin = _resolve_plugin(plugin, device)
+        self.mixed_precision = _resolve_precision(mixed_precision, self.plugin)
+        self._checkpoint_io: CheckpointIO = self.plugin.get_checkpoint_io()
+
+    @in_phase("boost")
+    @timeout_scope("setup")
+    def boost(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | None = None,
+        criterion: Callable[..., Any] | None = None,
+        dataloader: DataLoader[Any] | None = None,
+        lr_scheduler: LRScheduler | None = None,
+    ) -> tuple[Any, Any, Any, Any, Any]:
+        """Return the boosted model, optimizer, criterion, dataloader and scheduler; omitted ones stay None.
+
+        Called once for each model and its optimizer: a GAN's generator and discriminator, a teacher without optimizer.
+
+        Args:
+            model: Any `nn.Module`.
+            optimizer: Any torch optimizer over parameters of the model, in any number of groups.
+            criterion: Loss function; runs in the model's compute dtype.
+            dataloader: Plain loader, replaced by one over this rank's samples; its batch size is per rank.
+            lr_scheduler: Scheduler of `optimizer`.
+
+        Collective: every rank must call it, for the same objects in the same order.
+
+        Raises:
+            ConfigError: An object is boosted already, is of the wrong type, or does not belong to the others; on all
+                ranks if on any.
+            DesyncError: The ranks have different models, optimizers, other arguments, plugins or versions, or are at
+                another call. Nothing was changed.
+        """
+        self._check_open()
+        verify_same_across_ranks(
+            self.plugin, self.mixed_precision, model, optimizer, criterion, dataloader, lr_scheduler
+        )
+        mark_boosted(model, optimizer)
+        self.plugin.place(model, optimizer)
+        if self.mixed_precision is not None:
+            self.mixed_precision.prepare(model)
+        boosted, wrapped, criterion, dataloader, lr_scheduler = self.plugin.configure(
+            model, optimizer, criterion, dataloader, lr_scheduler
+        )
+        if self.mixed_precision is not None:
+            boosted, wrapped, criterion = self.mixed_precision.configure(boosted, wrapped, criterion)
+        boosted.model_parallel_size = max(1, group_size() // self.plugin.dp_size)
+        register_model(self.plugin, boosted)
+        return boosted, wrapped, criterion, dataloader, lr_scheduler
+
+    @timeout_scope("checkpoint")
+    def close(self) -> None:
+        """Release the plugin's process groups, with their threads, connections and files.
+
+        For programs that make one plugin after another. Call it when the objects that a Booster of this plugin has
+        boosted are no longer used, and drop them: a group's threads end with the last reference to it. Background saves
+        are waited for. Closing again does nothing. Groups without references are also released when the next plugin is
+        made, except those of accelerators' backends, such as nccl.
+
+        Collective: every rank must call it.
+
+        Raises:
+            CheckpointError: A background save failed on some rank; the Booster is closed nevertheless.
+        """
+        if is_closed(self.plugin):
+            return
+        try:
+            self.wait_for_checkpoints()
+        finally:
+            barrier()  # no rank waits for this one in these groups any more
+            mark_closed(self.plugin)
+            self.plugin.close()
+
+    def _check_open(self) -> None:
+        if is_closed(self.plugin):
+            raise ConfigError(
+                "this Booster is closed, which has released its plugin's process groups: make a new plugin and a new"
+                " Booster"
+            )
+
+    def unwrap_model(self, model: nn.Module) -> nn.Module:
+        """Return the user's model inside of a boosted one; other modules are returned unchanged."""
+        return model.unwrap() if isinstance(model, ModelWrapper) else model
+
+    def prepare_dataloader(self, dataset: Any, batch_size: int, **kwargs: Any) -> DataLoader[Any]:
+        """Return a loader of this rank's samples of the dataset; see `Plugin.prepare_dataloader`."""
+        return self.plugin.prepare_dataloader(dataset, batch_size, **kwargs)
+
+    def join_uneven(self, batches: Iterable[T]) -> Iterator[T]:
+        """Return this rank's batches up to the last one that every rank has, so that all loops end together.
+
+        For the user's own iterators, some of which may end before others: `for batch in booster.join_uneven(batches)`,
+        once an epoch. If ranks end early, rank 0 logs the number of batches and which ranks had no more; remaining
+        batches are dropped. The last batch ends a step of `accumulate`. One batch is prefetched, except from loaders
+        made by the Booster, whose saved position stays that of the batches handed out.
+
+        Args:
+            batches: Iterable of this rank's batches, of any type.
+
+        Collective: every rank must iterate over it. One all-reduce of three numbers per batch.
+
+        Raises:
+            ConfigError: `batches` is not iterable on some rank; on all ranks, with the first batch.
+            Exception: Error of reading a batch: itself on its rank, elsewhere an error of that class of this library,
+                else `RankFailedError`, with the rank and the text.
+        """
+        return JoinIterator(batches)
+
+    def backward(
+        self,
+        loss: torch.Tensor,
+        optimizer: OptimizerWrapper,
+        num_items: float | None = None,
+        *,
+        retain_graph: bool = False,
+    ) -> None:
+        """Compute gradients of a scalar loss; replaces `loss.backward()`.
+
+        Args:
+            loss: Tensor with one element.
+            optimizer: Boosted optimizer of the parameters.
+            num_items: Number of tokens or samples that this rank's loss *sums* over. The gradient of the step then is
+                the sum over all ranks and microbatches divided by the global count, also for uneven numbers of items.
+                Optional; by default the gradient is the mean over ranks.
+            retain_graph: If True, keep the graph for another backward() over it.
+
+        Collective: every data-parallel rank must call it.
+
+        Raises:
+            ConfigError: The optimizer is not boosted, or the loss is not a scalar or requires no gradient.
+        """
+        check_boosted_optimizer(optimizer, "backward").backward(loss, retain_graph=retain_graph, num_items=num_items)
+
+    def no_sync(
+        self, model: ModelWrapper | None = None, optimizer: OptimizerWrapper | None = None
+    ) -> AbstractContextManager[None]:
+        """Return a context in which backward() accumulates local gradients; the next one outside of it reduces them.
+
+        Raises:
+            ConfigError: The plugin reduces gradients in every backward().
+        """
+        if not self.plugin.support_no_sync():
+            raise ConfigError(
+                f"{type(self.plugin).__name__} reduces gradients in every backward(): leave no_sync() out"
+            )
+        if model is not None:
+            model = check_boosted_model(model, "no_sync")
+        if optimizer is not None:
+            optimizer = check_boosted_optimizer(optimizer, "no_sync")
+        return self.plugin.no_sync(model, optimizer)
+
+    @contextmanager
+    def accumulate(self, model: ModelWrapper, optimizer: OptimizerWrapper, steps: int) -> Iterator[bool]:
+        """Accumulate gradients over several microbatches: the step's gradient is their mean, as of one large batch.
+
+        Inside, `optimizer.step`, `zero_grad` and clipping take effect with the last microbatch only; ranks communicate
+        only there. The last batch of a loader or of `join_uneven` ends a step, too, and the mean is over the actual
+        number of microbatches. With `num_items` in backward() the gradient is divided by the global count instead.
+
+        Args:
+            model: Boosted model.
+            optimizer: Its boosted optimizer.
+            steps: Number of microbatches per step.
+
+        Yields:
+            True for the last microbatch of a step: the one to step an LR scheduler in.
+        """
+        if not is_int(steps) or steps < 1:
+            raise ConfigError(f"accumulate(steps={steps!r}) is not a number of microbatches: give an int of 1 or more")
+        model = check_boosted_model(model, "accumulate")
+        optimizer = check_boosted_optimizer(optimizer, "accumulate")
+        batch = active_place()
+        is_last = optimizer.num_micro_steps + 1 >= steps or (batch is not None and batch.is_last)
+        with nullcontext() if is_last else self.no_sync(model, optimizer), optimizer.micro_step(is_last):
+            yield is_last
+
+    def clip_grad_norm_(
+        self, optimizer: OptimizerWrapper, max_norm: float, norm_type: float = 2.0
+    ) -> torch.Tensor | None:
+        """Clip the global norm of the optimizer's unscaled gradients; return the norm before, a 0-dim tensor.
+
+        Returns None inside of `accumulate` before the last microbatch. Collective.
+
+        Raises:
+            ConfigError: `max_norm` is not a non-negative number.
+        """
+        if isinstance(max_norm, bool) or not isinstance(max_norm, SupportsFloat):
+            raise ConfigError(
+                f"clip_grad_norm_(max_norm={max_norm!r}): max_norm must be a number, got a {type(max_norm).__name__}:"
+                " give a number above 0, such as 1.0, or float('inf') for the norm alone"
+            )
+        if not is_number(max_norm) or max_norm < 0:
+            raise ConfigError(
+                f"clip_grad_norm_(max_norm={max_norm!r}): max_norm is not a norm, and scaling by it would invert the"
+                " gradients: give a number above 0, or float('inf') for the norm alone"
+            )
+        if not is_number(norm_type) or norm_type <= 0:
+            raise ConfigError(
+                f"clip_grad_norm_(norm_type={norm_type!r}): norm_type is not an order of a norm: give a number above 0,"
+                " such as 2.0, or float('inf') for the largest gradient"
+            )
+        return check_boosted_optimizer(optimizer, "clip_grad_norm_").clip_grad_by_norm(max_norm, norm_type)
+
+    @in_phase("pipeline")
+    def execute_pipeline(
+        self,
+        data_iter: Iterator[Any],
+        model: ModelWrapper,
+        criterion: Callable[[Any, Any], torch.Tensor],
+        optimizer: OptimizerWrapper | None = None,
+        return_loss: bool = True,
+        return_outputs: bool = False,
+        *,
+        num_items: float | None = None,
+    ) -> dict[str, Any]:
+        """Run forward and backward for the next batch of an iterator, under any plugin.
+
+        A pipeline splits the batch into microbatches of equal size (up to one sample); the gradient is that of the full
+        batch. Under other plugins the batch is one microbatch.
+
+        Args:
+            data_iter: Iterator over this rank's batches: a mapping of the model's keyword arguments, a sequence of its
+                positional ones, or its only one. All stages of a pipeline need the same ones.
+            model: Boosted model.
+            criterion: Function of (outputs, batch) of each microbatch on the last stage that returns the loss. Losses
+                are averaged, weighted by the microbatches' numbers of samples.
+            optimizer: Boosted optimizer, optional; without it only the forward runs.
+            return_loss: If True, the result has the detached loss.
+            return_outputs: If True, the result has the detached outputs, concatenated along dim 0, on the last stage.
+            num_items: Number of tokens or samples that the losses of this rank's batch *sum* over. They are summed, and
+                the step's gradient is divided by the global count as in `backward`, which is exact also for
+                microbatches with different numbers of tokens. Optional; by default losses are averaged.
+
+        Returns:
+            {"loss": tensor or None, "outputs": outputs or None}. All stages get the loss, unless the plugin was given
+            broadcast_loss=False; only the last one gets outputs.
+
+        Collective: every rank must call it.
+
+        Raises:
+            StopIteration: The iterator has ended, with a pipeline on all ranks.
+            DesyncError: Stages have different batches, or only some ranks have one.
+            RankFailedError: Another stage has failed; the message names it.
+        """
+        if not hasattr(data_iter, "__next__"):
+            raise ConfigError(
+                f"execute_pipeline() was given a {type(data_iter).__name__}, which is not an iterator, and each call"
+                " takes the next batch of one: write data_iter = iter(dataloader) once an epoch, and pass that"
+            )
+        if not callable(criterion):
+            raise ConfigError(
+                f"execute_pipeline() was given a {type(criterion).__name__} for the criterion, which is not callable:"
+                " give a function of (outputs, batch) that returns the loss"
+            )
+        model = check_boosted_model(model, "execute_pipeline")
+        if optimizer is not None:
+            optimizer = check_boosted_optimizer(optimizer, "execute_pipeline")
+        return self.plugin.execute_pipeline(
+            data_iter, model, criterion, optimizer, return_loss, return_outputs, num_items=num_items
+        )
+
+    def summary(self, model: ModelWrapper, optimizer: OptimizerWrapper | None = None) -> str:
+        """Print the summary table on the main process, and return it on every rank.
+
+        It lists the plugin, ranks per axis, and per param group the dtypes of parameter, compute, reduction, master
+        weight and state.
+        """
+        if optimizer is not None:
+            optimizer = check_boosted_optimizer(optimizer, "summary")
+        text = summarize(self.plugin, check_boosted_model(model, "summary"), optimizer)
+        self.print(text)
+        return text
+
+    def debug_nonfinite(
+        self, model: ModelWrapper, optimizer: OptimizerWrapper | None = None, *, action: str = "raise"
+    ) -> AbstractContextManager[None]:
+        """Return a context in which an inf or nan in a loss or gradient of any rank is an error on all ranks.
+
+        The error of a loss, raised by `backward`, names the ranks, the first module with a nonfinite output, and
+        nonfinite parameters. That of gradients, raised by clipping or by the step before anything is updated, names the
+        parameters and the ranks that computed nonfinite gradients. An overflow that a loss scaler skips is not an
+        error, and is logged. All outputs and gradients are checked, which takes time.
+
+        Args:
+            model: Boosted model.
+            optimizer: Its boosted optimizer, optional; by default losses and gradients of all optimizers are checked.
+            action: "raise" for a `NonfiniteError`, or "log" to log the same text and continue.
+
+        Collective: every rank must enter the block, and each backward() and step in it.
+
+        Raises:
+            ConfigError: The action is unknown, or objects are not boosted.
+        """
+        model = check_boosted_model(model, "debug_nonfinite")
+        if optimizer is not None:
+            optimizer = check_boosted_optimizer(optimizer, "debug_nonfinite")
+        return detect_nonfinite(model, optimizer, action=action)
+
+    def gather_for_metrics(self, data: Any) -> Any:
+        """Return the ranks' tensors concatenated along dim 0, without the repeated samples of a loader's last batch.
+
+        Ranks may have different numbers of rows, or none. The samples that pad the last batch of a loader made by the
+        Booster are removed from tensors with one row per sample; those of other loaders are unknown.
+
+        Args:
+            data: Tensor with one row per sample (or a scalar per rank), or any nesting of tensors. An empty 1-D tensor,
+                as `torch.empty(0)`, matches any other.
+
+        Collective: every rank must call it, with equally many tensors, which may differ in dim 0 only.
+
+        Raises:
+            ConfigError: The data of some rank has no tensor, or a sparse one; on all ranks.
+            DesyncError: The ranks' tensors do not match; the message names the ranks and their tensors.
+        """
+        return gather_for_metrics(data, self.plugin.data_group)
+
+    @property
+    def device(self) -> torch.device:
+        """Device of this rank."""
+        return self.plugin.device
+
+    @property
+    def is_main_process(self) -> bool:
+        """Whether this is rank 0, which prints and writes logs."""
+        return group_rank() == 0
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        """Print on the main process."""
+        if self.is_main_process:
+            print(*args, **kwargs)
+
+    def wait_for_everyone(self) -> None:
+        """Wait for every rank. Collective."""
+        barrier()
+
+
+def _resolve_plugin(plugin: str | Plugin | None, device: str | torch.device | None) -> Plugin:
+    if plugin is None:
+        return SingleDevicePlugin(device)
+    resolved = plugin_from_name(plugin) if isinstance(plugin, str) else plugin
+    if not isinstance(resolved, Plugin):
+        raise ConfigError(
+            f"plugin={plugin!r} is a {type(plugin).__name__}, not a Plugin: pass an object such as"
+            " TorchDDPPlugin(), not its class, or a name such as 'torch_ddp'"
+        )
+    if resolved.device.type not in resolved.supported_devices():
+        raise ConfigError(
+            f"{type(resolved).__name__} supports {', '.join(resolved.supported_devices())}, and the device is"
+            f" {resolved.device.type!r}: choose another plugin or launch on another device"
+        )
+    if device is not None and resolved.control_device():
+        raise ConfigError(
+            f"device={device!r} was given with {type(resolved).__name__}, which selects the device of every rank: leave"
+            " device out"
+        )
+    return resolved
+
+
+def _resolve_precision(precision: str | MixedPrecision | None, plugin: Plugin) -> MixedPrecision | None:
+    if precision is None or precision == "fp32":
+        return None
+    if plugin.control_precision():
+        raise ConfigError(
+            f"mixed_precision={precision!r} was given with {type(plugin).__name__}, which has its own precision"
+            f" argument: pass it to {type(plugin).__name__} only"
+        )
+    if isinstance(precision, MixedPrecision):
+        return precision
+    if not isinstance(precision, str):
+        raise ConfigError(
+            f"mixed_precision={precision!r} is a {type(precision).__name__}: pass a name such as 'bf16', or a"
+            " MixedPrecision object such as BF16MixedPrecision()"
+        )
+    resolved = mixed_precision_from_name(precision)
+    if precision not in plugin.supported_precisions():
+        raise ConfigError(
+            f"mixed_precision={precision!r} does not run with {type(plugin).__name__}: choose one of"
+            f" {', '.join(plugin.supported_precisions())}"
+        )
+    return resolved

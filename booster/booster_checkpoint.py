@@ -1,0 +1,368 @@
+"""Save and load methods of `Booster`, which delegate to the plugin's CheckpointIO."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from os import PathLike
+from typing import Any, TypeAlias, TypeVar
+
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader
+
+from .boost_checks import check_boosted_model, check_optimizer, check_scheduler, check_stateful_loader
+from .checkpoint_io import CheckpointIO
+from .checkpoint_io.loading.load import check_verify
+from .checkpoint_io.training_state.document import SaveOptions, TrainingParts
+from .checkpoint_io.training_state.plain_optimizer import as_optimizer_wrapper
+from .comm import check_same_across_ranks, group_rank, timeout_scope
+from .consistency import training_fingerprint
+from .errors import ConfigError
+from .fault_tolerance.progress import in_phase
+from .interface import MixedPrecision, ModelWrapper, OptimizerWrapper, Plugin
+from .rng_state import ProcessRNG
+from .validation import check_flag, check_path
+
+T = TypeVar("T")
+Models: TypeAlias = ModelWrapper | Mapping[str, ModelWrapper]
+Optimizers: TypeAlias = OptimizerWrapper | Optimizer | Mapping[str, OptimizerWrapper | Optimizer]
+Schedulers: TypeAlias = LRScheduler | Mapping[str, LRScheduler]
+Loaders: TypeAlias = DataLoader[Any] | Mapping[str, DataLoader[Any]]
+
+
+class CheckpointMethods:
+    """Checkpoint methods of `Booster`. Every method is collective."""
+
+    plugin: Plugin
+    mixed_precision: MixedPrecision | None
+    _checkpoint_io: CheckpointIO
+
+    @in_phase("save")
+    @timeout_scope("checkpoint")
+    def save(
+        self,
+        path: str | PathLike[str],
+        model: Models | None = None,
+        optimizer: Optimizers | None = None,
+        lr_scheduler: Schedulers | None = None,
+        dataloader: Loaders | None = None,
+        extra: Any = None,
+        *,
+        step: int | None = None,
+        keep_last: int | None = None,
+        size_per_shard: int = 1024,
+        use_safetensors: bool = True,
+        use_async: bool = False,
+    ) -> None:
+        """Save the training state for an exact resume: the arguments and the RNG states of every rank.
+
+        It includes the accumulated gradients of an unfinished accumulation. Each of the four may be a dict by name;
+        then `path/<name>/` holds the model and the optimizer of that name. Without a dict, transformers'
+        `from_pretrained(path)` loads the model.
+
+        Args:
+            path: Directory.
+            model: Boosted model.
+            optimizer: Its boosted optimizer, or a plain torch one.
+            lr_scheduler: Scheduler.
+            dataloader: Stateful loader, as returned by `boost()` and `prepare_dataloader()`.
+            extra: Numbers, strings, tensors, and containers of them; rank 0's are written, and `load` returns them.
+            step: If given, write `path/step-00001200` instead, and name it in the file `path/latest`.
+            keep_last: If given, remove the oldest committed steps until this many are left.
+            size_per_shard: Largest file in MB (10**6 bytes).
+            use_safetensors: If False, write `.bin` files.
+            use_async: If True, return after a copy into host memory; errors are raised by the next checkpoint call, or
+                by `wait_for_checkpoints`.
+
+        Collective: every rank must call it.
+
+        Raises:
+            ConfigError: An object is not boosted, a name, number or path is invalid, or a save between clipping and
+                step.
+            DesyncError: The ranks have different numbers of steps or learning rates.
+            CheckpointError: A value of `extra` or of a state is not a plain value, named by its key; or writing failed
+                on some rank. Existing files are unchanged.
+        """
+        options = SaveOptions(
+            step=step, keep_last=keep_last, size_per_shard=size_per_shard, use_safetensors=use_safetensors
+        )
+
+        def checked() -> TrainingParts:
+            _check_path(path, "save")
+            for name, value in (("use_safetensors", use_safetensors), ("use_async", use_async)):
+                check_flag(name, value)
+            options.check()
+            return self._parts("save", model, optimizer, lr_scheduler, dataloader)
+
+        def fingerprint(parts: TrainingParts) -> list[str]:
+            return training_fingerprint(_by_name(optimizer, check_optimizer, "save"), parts.lr_schedulers)
+
+        parts = _on_all_ranks("save", checked, fingerprint)
+        precision = next((one.precision for one in parts.models.values()), self.mixed_precision)
+        self._checkpoint_io.save_training_state(
+            path,
+            parts,
+            extra=extra,
+            facts={
+                "plugin": type(self.plugin).__name__,
+                "dp_size": self.plugin.dp_size,
+                "precision": "fp32" if precision is None else precision.describe(),
+            },
+            options=options,
+            use_async=use_async,
+        )
+
+    @in_phase("load")
+    @timeout_scope("checkpoint")
+    def load(
+        self,
+        path: str | PathLike[str],
+        model: Models | None = None,
+        optimizer: Optimizers | None = None,
+        lr_scheduler: Schedulers | None = None,
+        dataloader: Loaders | None = None,
+        *,
+        strict: bool = True,
+        verify: str = "checksums",
+        missing_ok: bool = False,
+    ) -> Any:
+        """Load the given objects and the RNG states from a result of `save`; return `extra`.
+
+        The same plugin with the same number of ranks resumes bit for bit. Others resume from the same weights,
+        optimizer states and samples; a rank beyond the stored ones gets RNG states derived from theirs, equal at every
+        such load.
+
+        Args:
+            path: Directory given to `save`: its state or the latest committed step below it, whichever was saved last;
+                `path/latest` means the same. `path/step-00001200` is that step.
+            model: Models as for `save`; stored objects that are not given are ignored.
+            optimizer: Optimizers as for `save`.
+            lr_scheduler: Schedulers as for `save`.
+            dataloader: Loaders as for `save`.
+            strict: If False, load only the tensors of a model that match in name and shape.
+            verify: "checksums" verifies all recorded checksums before anything is loaded; "structure" skips them.
+            missing_ok: If True, return None and change nothing if there is no committed state yet, for scripts that are
+                restarted after a failure. Damaged files still raise.
+
+        Collective: every rank must call it.
+
+        Raises:
+            ConfigError: An object is not boosted, or a loader has other data.
+            CheckpointError: A requested object is missing or does not match, or files are damaged. Nothing was changed.
+        """
+
+        def checked() -> TrainingParts:
+            _check_path(path, "load")
+            check_flag("strict", strict)
+            check_flag("missing_ok", missing_ok)
+            check_verify(verify)
+            return self._parts("load", model, optimizer, lr_scheduler, dataloader)
+
+        parts = _on_all_ranks("load", checked)
+        return self._checkpoint_io.load_training_state(path, parts, strict=strict, verify=verify, missing_ok=missing_ok)
+
+    @in_phase("save")
+    @timeout_scope("checkpoint")
+    def wait_for_checkpoints(self) -> None:
+        """Wait for all background saves. Collective.
+
+        Raises:
+            CheckpointError: One of them failed.
+        """
+        self._checkpoint_io.wait()
+
+    def _parts(self, caller: str, model: Any, optimizer: Any, lr_scheduler: Any, dataloader: Any) -> TrainingParts:
+        optimizers = _by_name(optimizer, check_optimizer, caller)
+        return TrainingParts(
+            models=_by_name(model, check_boosted_model, caller),
+            optimizers={
+                name: as_optimizer_wrapper(one, is_primary=group_rank() == 0) for name, one in optimizers.items()
+            },
+            lr_schedulers=_by_name(lr_scheduler, check_scheduler, caller),
+            dataloaders=_by_name(dataloader, check_stateful_loader, caller),
+            random_state=ProcessRNG(self.plugin.device),
+        )
+
+    @in_phase("save")
+    @timeout_scope("checkpoint")
+    def save_model(
+        self,
+        model: ModelWrapper,
+        checkpoint: str | PathLike[str],
+        shard: bool = False,
+        gather_dtensor: bool = True,
+        prefix: str | None = None,
+        size_per_shard: int = 1024,
+        use_safetensors: bool = True,
+        *,
+        use_async: bool = False,
+    ) -> None:
+        """Save the model; see `CheckpointIO.save_model`. Collective.
+
+        `gather_dtensor` exists for compatibility with ColossalAI: files always hold full tensors, so False is an error.
+        """
+
+        def checked() -> ModelWrapper:
+            _check_save(checkpoint, gather_dtensor, shard, use_safetensors, use_async)
+            return check_boosted_model(model, "save_model")
+
+        self._checkpoint_io.save_model(
+            _on_all_ranks("save_model", checked),
+            checkpoint,
+            shard=shard,
+            prefix=prefix or None,
+            size_per_shard=size_per_shard,
+            use_safetensors=use_safetensors,
+            use_async=use_async,
+        )
+
+    @in_phase("load")
+    @timeout_scope("checkpoint")
+    def load_model(
+        self,
+        model: ModelWrapper,
+        checkpoint: str | PathLike[str],
+        strict: bool = True,
+        *,
+        verify: str = "checksums",
+    ) -> None:
+        """Load the model; see `CheckpointIO.load_model`. Collective."""
+
+        def checked() -> ModelWrapper:
+            check_path("checkpoint", checkpoint)
+            check_flag("strict", strict)
+            check_verify(verify)
+            return check_boosted_model(model, "load_model")
+
+        wrapped = _on_all_ranks("load_model", checked)
+        self._checkpoint_io.load_model(wrapped, checkpoint, strict=strict, verify=verify)
+
+    @in_phase("save")
+    @timeout_scope("checkpoint")
+    def save_optimizer(
+        self,
+        optimizer: OptimizerWrapper | Optimizer,
+        checkpoint: str | PathLike[str],
+        shard: bool = False,
+        gather_dtensor: bool = True,
+        prefix: str | None = None,
+        size_per_shard: int = 1024,
+        use_safetensors: bool = True,
+        *,
+        use_async: bool = False,
+    ) -> None:
+        """Save the optimizer, boosted or plain; see `CheckpointIO.save_optimizer`. Collective.
+
+        `gather_dtensor` as in `save_model`.
+        """
+
+        def checked() -> OptimizerWrapper | Optimizer:
+            _check_save(checkpoint, gather_dtensor, shard, use_safetensors, use_async)
+            return check_optimizer(optimizer, "save_optimizer")
+
+        self._checkpoint_io.save_optimizer(
+            _on_all_ranks("save_optimizer", checked, lambda one: training_fingerprint({"": one})),
+            checkpoint,
+            shard=shard,
+            prefix=prefix or None,
+            size_per_shard=size_per_shard,
+            use_safetensors=use_safetensors,
+            use_async=use_async,
+        )
+
+    @in_phase("load")
+    @timeout_scope("checkpoint")
+    def load_optimizer(
+        self,
+        optimizer: OptimizerWrapper | Optimizer,
+        checkpoint: str | PathLike[str],
+        *,
+        verify: str = "checksums",
+    ) -> None:
+        """Load the optimizer, boosted or plain; see `CheckpointIO.load_optimizer`. Collective."""
+
+        def checked() -> OptimizerWrapper | Optimizer:
+            check_path("checkpoint", checkpoint)
+            check_verify(verify)
+            return check_optimizer(optimizer, "load_optimizer")
+
+        self._checkpoint_io.load_optimizer(_on_all_ranks("load_optimizer", checked), checkpoint, verify=verify)
+
+    @in_phase("save")
+    @timeout_scope("checkpoint")
+    def save_lr_scheduler(self, lr_scheduler: LRScheduler, checkpoint: str | PathLike[str]) -> None:
+        """Save the scheduler; see `CheckpointIO.save_lr_scheduler`. Collective."""
+
+        def checked() -> Any:
+            check_path("checkpoint", checkpoint)
+            return check_scheduler(lr_scheduler, "save_lr_scheduler")
+
+        self._checkpoint_io.save_lr_scheduler(_on_all_ranks("save_lr_scheduler", checked), checkpoint)
+
+    @in_phase("load")
+    @timeout_scope("checkpoint")
+    def load_lr_scheduler(self, lr_scheduler: LRScheduler, checkpoint: str | PathLike[str]) -> None:
+        """Load the scheduler; see `CheckpointIO.load_lr_scheduler`. Collective."""
+
+        def checked() -> Any:
+            check_path("checkpoint", checkpoint)
+            return check_scheduler(lr_scheduler, "load_lr_scheduler")
+
+        self._checkpoint_io.load_lr_scheduler(_on_all_ranks("load_lr_scheduler", checked), checkpoint)
+
+
+def _on_all_ranks(caller: str, check: Callable[[], T], fingerprint: Callable[[T], list[str]] | None = None) -> T:
+    """Return the result of a check of this rank's arguments, once all ranks pass it and are at the same call.
+
+    Args:
+        caller: Name of the calling method.
+        check: Check that raises for invalid arguments.
+        fingerprint: Function of the check's result that returns lines of text that must be equal on all ranks.
+
+    Collective. One small message, before files are opened: the other ranks would wait for one that raises.
+
+    Raises:
+        ConfigError: A rank's check raised; on all ranks.
+        DesyncError: Ranks are at other calls, or their lines differ.
+    """
+    try:
+        checked = check()
+        lines = [] if fingerprint is None else fingerprint(checked)
+    except Exception as error:  # raised on the other ranks, too
+        check_same_across_ranks(f"{caller}()", [], error=error)
+        raise
+    check_same_across_ranks(f"{caller}()", lines)
+    return checked
+
+
+def _check_path(path: Any, caller: str) -> None:
+    if not isinstance(path, (str, PathLike)):
+        raise ConfigError(
+            f"{caller}() was given a {type(path).__name__} as its path: the directory is the first argument, as in"
+            f" {caller}('runs/a', model, optimizer)"
+        )
+
+
+def _by_name(given: Any, check: Callable[[Any, str], Any], caller: str) -> dict[str, Any]:
+    """Return the checked objects by name, "" for a single one."""
+    if given is None:
+        return {}
+    if not isinstance(given, Mapping):
+        return {"": check(given, caller)}
+    for name in given:
+        if not isinstance(name, str) or not name:
+            raise ConfigError(
+                f"{caller}() was given a dict with the key {name!r}: give names that are strings and not empty"
+            )
+    return {name: check(one, caller) for name, one in given.items()}
+
+
+def _check_save(checkpoint: Any, gather_dtensor: bool, shard: bool, use_safetensors: bool, use_async: bool) -> None:
+    check_path("checkpoint", checkpoint)
+    for name, value in (("shard", shard), ("use_safetensors", use_safetensors), ("use_async", use_async)):
+        check_flag(name, value)
+    if not gather_dtensor:
+        raise ConfigError(
+            "gather_dtensor=False would write shards that only the same layout could load: leave it out; every rank"
+            " writes its own shards of full tensors, without a gather"
+        )

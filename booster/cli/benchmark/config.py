@@ -1,0 +1,218 @@
+"""Settings of a benchmark, validated before anything is started."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from booster.errors import ConfigError
+from booster.plugins.hybrid_parallel.tensor_parallel_nd.mesh import check_divisible
+
+MODES = ("1d", "2d", "2.5d", "3d", "dp", "zero1", "zero2", "gemini")
+
+INNER_FACTOR = 4  # intermediate size / hidden size of an MLP layer, as in transformers
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BenchmarkSettings:
+    """Settings shared by all configurations of a benchmark.
+
+    Attributes:
+        num_ranks: Number of processes.
+        batch: Global batch size.
+        sequence: Sequence length.
+        hidden: Hidden size.
+        layers: Number of MLP layers, each `hidden` -> 4 * `hidden` -> `hidden`.
+        warmup_steps: Number of untimed steps before the timed ones.
+        profile_steps: Number of timed steps; their medians are reported.
+        modes: Distinct elements of `MODES`.
+        timeout_seconds: Time limit of a configuration.
+    """
+
+    num_ranks: int = 4
+    batch: int = 8
+    sequence: int = 64
+    hidden: int = 256
+    layers: int = 2
+    warmup_steps: int = 2
+    profile_steps: int = 5
+    modes: tuple[str, ...] = MODES
+    timeout_seconds: float = 300.0
+
+    def __post_init__(self) -> None:
+        for option, number, least in (
+            ("-g/--nproc", self.num_ranks, 1),
+            ("-b/--batch-size", self.batch, 1),
+            ("-s/--sequence-length", self.sequence, 1),
+            ("-d/--hidden", self.hidden, 1),
+            ("-l/--layers", self.layers, 1),
+            ("-w/--warmup-steps", self.warmup_steps, 0),
+            ("-p/--profile-steps", self.profile_steps, 1),
+        ):
+            if number < least:
+                raise ConfigError(f"{option}={number} leaves nothing to measure: give a number from {least}")
+        if not 0 < self.timeout_seconds < float("inf"):
+            raise ConfigError(
+                f"--timeout={self.timeout_seconds:g} is not a positive number: give the time limit of a configuration"
+                " in seconds, such as 300"
+            )
+
+    @property
+    def rows(self) -> int:
+        """Tokens of a global batch."""
+        return self.batch * self.sequence
+
+
+def modes_from_text(text: str) -> tuple[str, ...]:
+    """Parse a list such as "1d,2.5d,zero1" or "all" into modes in the order of `MODES`.
+
+    Raises:
+        ConfigError: A name is not a mode, or no name is given.
+    """
+    names = [name.strip().lower() for name in text.split(",")]
+    if names == ["all"]:
+        return MODES
+    for name in names:
+        if name not in MODES:
+            raise ConfigError(f"-m {text}: {name!r} is not a mode: choose from {','.join(MODES)}, or give all")
+    return tuple(mode for mode in MODES if mode in names)
+
+
+SERIAL = "serial"
+
+_DATA_PARALLEL = ("dp", "zero1", "zero2", "gemini")
+_MAX_SUGGESTIONS = 4  # numbers of ranks suggested in a message
+
+
+@dataclass(frozen=True, slots=True)
+class Configuration:
+    """Parallel configuration of the network.
+
+    Attributes:
+        mode: One of `MODES`, or `SERIAL` for a single process.
+        sizes: Number of ranks along each mesh axis of the mode.
+    """
+
+    mode: str
+    sizes: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """Label in tables, such as "1d tp=2 dp=2"."""
+        axes = [f"{axis}={size}" for axis, size in self.sizes.items()]
+        return " ".join(axes if self.mode in self.sizes else [self.mode, *axes])
+
+
+@dataclass(frozen=True, slots=True)
+class Skipped:
+    """Configuration that is not measured, and the reason."""
+
+    name: str
+    reason: str
+
+
+def find_configurations(settings: BenchmarkSettings) -> tuple[list[Configuration], list[Skipped]]:
+    """Return the configurations of the settings' modes that can be measured, and the skipped ones.
+
+    Raises:
+        ConfigError: No configuration can be measured; the message lists all reasons.
+    """
+    found: list[Configuration] = []
+    skipped: list[Skipped] = []
+    for mode in settings.modes:
+        candidates = [Configuration(mode, sizes) for sizes in _SIZES[mode](settings.num_ranks)]
+        if not candidates:
+            skipped.append(Skipped(mode, _mode_skip_reason(mode, settings.num_ranks)))
+        for candidate in candidates:
+            reason = _skip_reason(candidate, settings)
+            if reason is None:
+                found.append(candidate)
+            else:
+                skipped.append(Skipped(candidate.name, reason))
+    if not found:
+        reasons = "; ".join(f"{one.name}: {one.reason}" for one in skipped)
+        raise ConfigError(f"-g {settings.num_ranks} -m {','.join(settings.modes)} leaves nothing to measure. {reasons}")
+    return found, skipped
+
+
+def _meshes_1d(num_ranks: int) -> Iterator[dict[str, int]]:
+    for tp in range(num_ranks, 1, -1):
+        if num_ranks % tp == 0:
+            yield {"tp": tp, "dp": num_ranks // tp}
+
+
+def _meshes_2d(num_ranks: int) -> Iterator[dict[str, int]]:
+    yield from ({"q": side} for side in _mesh_sizes(num_ranks, 2) if side**2 == num_ranks)
+
+
+def _meshes_2_5d(num_ranks: int) -> Iterator[dict[str, int]]:
+    for side in reversed(_mesh_sizes(num_ranks, 2)):
+        if num_ranks % side**2 == 0:
+            yield {"depth": num_ranks // side**2, "q": side}
+
+
+def _meshes_3d(num_ranks: int) -> Iterator[dict[str, int]]:
+    yield from ({"q": side} for side in _mesh_sizes(num_ranks, 3) if side**3 == num_ranks)
+
+
+def _mesh_sizes(num_ranks: int, power: int) -> list[int]:
+    """Return the mesh sizes from 2 whose `power` is at most `num_ranks`."""
+    return list(itertools.takewhile(lambda side: side**power <= num_ranks, itertools.count(2)))
+
+
+def _all_data_parallel(num_ranks: int) -> Iterator[dict[str, int]]:
+    yield {"dp": num_ranks}
+
+
+_SIZES: dict[str, Callable[[int], Iterator[dict[str, int]]]] = {
+    "1d": _meshes_1d,
+    "2d": _meshes_2d,
+    "2.5d": _meshes_2_5d,
+    "3d": _meshes_3d,
+    **dict.fromkeys(_DATA_PARALLEL, _all_data_parallel),
+}
+_RULES = {
+    "1d": "tp * dp ranks with tp from 2",
+    "2d": "q * q ranks with q from 2",
+    "2.5d": "depth * q * q ranks with q from 2",
+    "3d": "q * q * q ranks with q from 2",
+}
+
+
+def _mode_skip_reason(mode: str, num_ranks: int) -> str:
+    possible = _valid_world_sizes(mode, num_ranks)
+    return f"not possible with -g {num_ranks}: it needs {_RULES[mode]}, so -g {', '.join(map(str, possible))}, ..."
+
+
+def _valid_world_sizes(mode: str, num_ranks: int) -> Sequence[int]:
+    """Return the nearest valid number below, if any, and the next ones above."""
+    below = (number for number in range(num_ranks - 1, 0, -1) if any(_SIZES[mode](number)))
+    above = (number for number in itertools.count(num_ranks + 1) if any(_SIZES[mode](number)))
+    return list(itertools.islice(itertools.chain(itertools.islice(below, 1), above), _MAX_SUGGESTIONS))
+
+
+def _skip_reason(candidate: Configuration, settings: BenchmarkSettings) -> str | None:
+    if candidate.mode == "2.5d" and candidate.sizes["depth"] == 1 and "2d" in settings.modes:
+        return f"the same as 2d q={candidate.sizes['q']}"
+    try:
+        for what, size, num_shards in _sharded_sizes(candidate, settings):
+            check_divisible(what, size, num_shards)
+    except ConfigError as error:
+        return str(error)
+    return None
+
+
+def _sharded_sizes(candidate: Configuration, settings: BenchmarkSettings) -> Iterator[tuple[str, int, int]]:
+    """Yield the name and size of each dimension to shard evenly, and its number of shards."""
+    sizes, mode = candidate.sizes, candidate.mode
+    rows = ("the number of tokens (-b times -s)", settings.rows)
+    hidden = ("the hidden size (-d)", settings.hidden)
+    if "dp" in sizes:  # 1D tensor parallelism may shard layers unevenly
+        yield ("the batch (-b)", settings.batch, sizes["dp"])
+    elif mode == "3d":
+        yield (*rows, sizes["q"] ** 2)
+        yield (*hidden, sizes["q"] ** 2)
+    else:
+        yield (*rows, sizes.get("depth", 1) * sizes["q"])
+        yield (*hidden, sizes["q"])

@@ -1,0 +1,365 @@
+"""Measurement of one configuration on one rank."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from booster.booster import Booster
+from booster.comm import all_reduce_numbers, barrier, count_communication, group_size
+from booster.device import (
+    current_device,
+    device_type,
+    max_memory_allocated,
+    memory_allocated,
+    reset_peak_memory,
+    synchronize,
+)
+from booster.interface import Plugin
+from booster.plugins.hybrid_parallel.tensor_parallel_nd import (
+    LINEAR_3D_ACTIVATIONS,
+    SUMMA_ACTIVATIONS,
+    BlockLayout,
+    RankMesh,
+    linear_3d_mesh,
+    shard_mlp,
+    summa_mesh,
+)
+
+from .config import INNER_FACTOR, SERIAL, BenchmarkSettings, Configuration
+
+_MARK = "booster: the steps begin"
+_ALLOCATION = "[memory]"
+
+
+class LiveMemory:
+    """Context that measures the peak memory of live tensors.
+
+    On the CPU, resident memory is meaningless for a small network: libraries load code on first use, and malloc keeps
+    freed memory. So torch's profiler records every allocation and release of a tensor, on this thread and its children,
+    and their running sum is the live memory, identical in every run. Buffers of transports are not included. On an
+    accelerator the allocator's statistics are used.
+
+    Attributes:
+        peak_bytes: Peak since `begin_steps()`; set at the exit of the context.
+    """
+
+    def __init__(self) -> None:
+        self.peak_bytes = 0
+        self._is_on_host = device_type() == "cpu"
+        self._profile = profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True)
+        self._initial_bytes = 0
+
+    def __enter__(self) -> LiveMemory:
+        if self._is_on_host:
+            with _silent_profiler():
+                self._profile.__enter__()
+        else:
+            self._initial_bytes = memory_allocated()
+        return self
+
+    def begin_steps(self) -> None:
+        """Reset the peak; tensors allocated earlier count as long as they live."""
+        if self._is_on_host:
+            with record_function(_MARK):
+                pass
+        else:
+            reset_peak_memory()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._is_on_host:
+            with _silent_profiler():
+                self._profile.__exit__(kind, error, trace)
+            self.peak_bytes = self._peak_of_events() if error is None else 0
+        else:
+            self.peak_bytes = max_memory_allocated() - self._initial_bytes
+
+    def _peak_of_events(self) -> int:
+        # Raw events: the public ones hold only the net allocation of each operator.
+        results = self._profile.profiler
+        if results is None or results.kineto_results is None:
+            raise AssertionError("torch's profiler kept no events")
+        events = results.kineto_results.events()
+        start = min((event.start_ns() for event in events if event.name() == _MARK), default=0)
+        changes = sorted(
+            (event.start_ns(), event.nbytes())  # type: ignore[attr-defined]  # torch's stubs lack it
+            for event in events
+            if event.name() == _ALLOCATION
+        )
+        live = peak = 0
+        for nanoseconds, change in changes:
+            if nanoseconds >= start:
+                peak = max(peak, live)
+            live += change
+        return max(peak, live)
+
+
+@contextmanager
+def _silent_profiler() -> Iterator[None]:
+    """Suppress a line that torch 2.13 writes to stderr whenever a profile starts or stops."""
+    saved_stderr, devnull = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(devnull, 2)
+    try:
+        yield
+    finally:
+        os.dup2(saved_stderr, 2)
+        os.close(saved_stderr)
+        os.close(devnull)
+
+
+_SEED = 1024
+
+
+class PerceptronLayer(nn.Module):
+    """MLP block of a transformer, with residual connection."""
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.up: nn.Module = nn.Linear(hidden, INNER_FACTOR * hidden)
+        self.down: nn.Module = nn.Linear(INNER_FACTOR * hidden, hidden)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return activations of the shape of x; elementwise except for the linear layers, so any sharding works."""
+        inner: torch.Tensor = self.down(nn.functional.gelu(self.up(x)))
+        return x + inner
+
+
+def make_network(settings: BenchmarkSettings) -> nn.Sequential:
+    """Return the unsharded network with the same weights on every rank, on the CPU."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(_SEED)
+        return nn.Sequential(*(PerceptronLayer(settings.hidden) for _ in range(settings.layers)))
+
+
+def make_batch(settings: BenchmarkSettings) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return inputs and targets of the global batch, (batch * sequence, hidden), the same on every rank, on the CPU."""
+    generator = torch.Generator().manual_seed(_SEED + 1)
+    inputs, targets = torch.randn(2, settings.rows, settings.hidden, generator=generator)
+    return inputs, targets
+
+
+_LEARNING_RATE = 1e-3
+_PLAN = {"*.up": "colwise", "*.down": "rowwise"}
+_MEBI = 2**20
+
+Batch = tuple[torch.Tensor, torch.Tensor]
+
+
+@dataclass(slots=True, kw_only=True)
+class Workload:
+    """Phases of a training step to measure. Every function is collective over the world.
+
+    Attributes:
+        forward: Computes the loss.
+        backward: Computes and reduces the gradients.
+        step: Updates the weights and zeroes the gradients.
+        loss_share: Returns this rank's contribution to the loss of the global batch, a sum over ranks.
+        close: Frees resources such as process groups.
+    """
+
+    forward: Callable[[], torch.Tensor]
+    backward: Callable[[torch.Tensor], None]
+    step: Callable[[], None]
+    loss_contribution: Callable[[torch.Tensor], float]
+    close: Callable[[], None] = lambda: None
+
+
+def make_workload(configuration: Configuration, settings: BenchmarkSettings, batch: Batch) -> Workload:
+    """Build the network under the configuration. Collective over the world.
+
+    Args:
+        configuration: Parallel configuration.
+        settings: Sizes of the network.
+        batch: Global batch (inputs, targets); this rank's shard is copied to its device.
+    """
+    mode, sizes = configuration.mode, configuration.sizes
+    if mode in ("2d", "2.5d"):
+        return _mesh_workload(summa_mesh(sizes["q"], sizes.get("depth", 1)), SUMMA_ACTIVATIONS, settings, batch)
+    if mode == "3d":
+        return _mesh_workload(linear_3d_mesh(sizes["q"]), LINEAR_3D_ACTIVATIONS, settings, batch)
+    return _boosted_workload(configuration, settings, batch)
+
+
+def _plugin_of(configuration: Configuration, settings: BenchmarkSettings) -> Plugin:
+    plugins = importlib.import_module("booster.plugins")  # by name: modules below the facade do not import strategies
+    # One chunk or bucket per layer: the default sizes are for models larger by orders of magnitude.
+    layer_size_m = sum(parameter.numel() for parameter in PerceptronLayer(settings.hidden).parameters()) / _MEBI
+    if configuration.mode == "1d":
+        plugin = plugins.HybridParallelPlugin(tp_size=configuration.sizes["tp"], precision="fp32", plan=_PLAN)
+    elif configuration.mode == "dp":
+        plugin = plugins.TorchDDPPlugin()
+    elif configuration.mode == "gemini":
+        plugin = plugins.GeminiPlugin(precision="fp32", min_chunk_size_m=layer_size_m, search_range_m=0)
+    else:
+        stage = int(configuration.mode[-1])
+        plugin = plugins.LowLevelZeroPlugin(stage=stage, precision="fp32", reduce_bucket_size_in_m=layer_size_m)
+    found: Plugin = plugin
+    return found
+
+
+def _boosted_workload(configuration: Configuration, settings: BenchmarkSettings, batch: Batch) -> Workload:
+    plugin = None if configuration.mode == SERIAL else _plugin_of(configuration, settings)
+    num_shards, shard_index = (1, 0) if plugin is None else (plugin.dp_size, plugin.dp_rank)
+    inputs, targets = (full.chunk(num_shards)[shard_index].clone().to(current_device()) for full in batch)
+    network = make_network(settings)
+    num_ranks = group_size()
+    booster = Booster(plugin=plugin)
+    model, optimizer, criterion, _, _ = booster.boost(network, _optimizer(network), nn.MSELoss())
+
+    def forward() -> torch.Tensor:
+        loss: torch.Tensor = criterion(model(inputs), targets)
+        return loss
+
+    return Workload(
+        forward=forward,
+        backward=lambda loss: booster.backward(loss, optimizer),
+        step=lambda: _step(optimizer),
+        loss_contribution=lambda loss: float(loss.detach()) / num_ranks,  # equal shards, each replicated equally often
+    )
+
+
+def _mesh_workload(mesh: RankMesh, layout: BlockLayout, settings: BenchmarkSettings, batch: Batch) -> Workload:
+    inputs, targets = (mesh.block(full, layout, "the batch").to(current_device()) for full in batch)
+    network = make_network(settings)
+    for layer in network:
+        shard_mlp(layer, mesh)
+    network.to(current_device())
+    optimizer = _optimizer(network)
+    numel = settings.rows * settings.hidden
+
+    def forward() -> torch.Tensor:
+        # This rank's term of the mean over all blocks, so that gradients are those of the mean.
+        return nn.functional.mse_loss(network(inputs), targets, reduction="sum") / numel
+
+    return Workload(
+        forward=forward,
+        backward=torch.Tensor.backward,
+        step=lambda: _step(optimizer),
+        loss_contribution=lambda loss: float(loss.detach()),
+        close=mesh.close,
+    )
+
+
+def _optimizer(network: nn.Module) -> torch.optim.AdamW:
+    return torch.optim.AdamW(network.parameters(), lr=_LEARNING_RATE, fused=True)
+
+
+def _step(optimizer: Optimizer | Any) -> None:
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+# The third loss depends on two updates, enough to reveal a wrong gradient.
+_CHECKED_STEPS = 3
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Metrics:
+    """Metrics of one rank, or the maximum of each over ranks.
+
+    Attributes:
+        forward_seconds: Median time of forward including the loss.
+        backward_seconds: Median time of backward including communication.
+        step_seconds: Median time of the optimizer step including communication.
+        whole_seconds: Median time of a training step; not exactly the sum of the other medians.
+        peak_bytes: Peak memory of live tensors in a step; see `LiveMemory`.
+        sent_bytes: Bytes sent by this rank in a step.
+        received_bytes: Bytes received by this rank in a step.
+        communications: Number of collectives and messages started in a step.
+        losses: Losses of the global batch in the first steps.
+    """
+
+    forward_seconds: float
+    backward_seconds: float
+    step_seconds: float
+    whole_seconds: float
+    peak_bytes: int
+    sent_bytes: int
+    received_bytes: int
+    communications: int
+    losses: list[float]
+
+
+def measure(configuration: Configuration, settings: BenchmarkSettings) -> Metrics:
+    """Measure this rank's metrics. Collective over the world, with the same arguments."""
+    batch = make_batch(settings)
+    losses: list[float] = []
+    with LiveMemory() as memory:
+        workload = make_workload(configuration, settings, batch)
+        memory.begin_steps()
+        for _ in range(_CHECKED_STEPS):
+            losses.append(_train_once(workload))
+    for _ in range(settings.warmup_steps):
+        _train_once(workload)
+    with count_communication() as count:
+        loss_tensor = workload.forward()
+        workload.backward(loss_tensor)
+        workload.step()
+    times = [_time_once(workload) for _ in range(settings.profile_steps)]
+    workload.close()
+    forward, backward, step = (statistics.median(column) for column in zip(*times, strict=True))
+    return Metrics(
+        forward_seconds=forward,
+        backward_seconds=backward,
+        step_seconds=step,
+        whole_seconds=statistics.median(sum(one) for one in times),
+        peak_bytes=memory.peak_bytes,
+        sent_bytes=sum(count.sent.values()),
+        received_bytes=sum(count.received.values()),
+        communications=sum(count.calls.values()),
+        losses=[all_reduce_numbers([loss])[0] for loss in losses],
+    )
+
+
+def max_over_ranks(metrics: list[Metrics]) -> Metrics:
+    """Return the maximum of every metric over ranks; the losses are the same on all."""
+    return Metrics(
+        forward_seconds=max(one.forward_seconds for one in metrics),
+        backward_seconds=max(one.backward_seconds for one in metrics),
+        step_seconds=max(one.step_seconds for one in metrics),
+        whole_seconds=max(one.whole_seconds for one in metrics),
+        peak_bytes=max(one.peak_bytes for one in metrics),
+        sent_bytes=max(one.sent_bytes for one in metrics),
+        received_bytes=max(one.received_bytes for one in metrics),
+        communications=max(one.communications for one in metrics),
+        losses=metrics[0].losses,
+    )
+
+
+def _train_once(workload: Workload) -> float:
+    loss = workload.forward()
+    workload.backward(loss)
+    workload.step()
+    return workload.loss_contribution(loss)
+
+
+def _time_once(workload: Workload) -> tuple[float, float, float]:
+    synchronize()
+    barrier()  # else a late rank would lengthen the others' forward
+    forward_seconds, loss = _timed(workload.forward)
+    backward_seconds, _ = _timed(lambda: workload.backward(loss))
+    step_seconds, _ = _timed(workload.step)
+    return forward_seconds, backward_seconds, step_seconds
+
+
+def _timed(function: Callable[[], T]) -> tuple[float, T]:
+    start = time.perf_counter()
+    result = function()
+    synchronize()
+    return time.perf_counter() - start, result

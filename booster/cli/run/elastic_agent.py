@@ -1,0 +1,248 @@
+"""torch's elastic agent, extended by the cause of each rank's exit, resumption of stopped ranks, and restart lines."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import psutil
+from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]  # no __all__ there
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import PContext
+from torch.distributed.launcher import api
+
+from booster.fault_tolerance.heartbeat import heartbeat_interval, progress_from_json
+from booster.fault_tolerance.threads import join_at_exit
+
+from .exit_report import Failure, RankFailure, has_error_report, report_time, restart_line
+from .rendezvous_handler import RestartCount
+
+_MAX_LISTED = 16  # ranks
+_CONNECT_TIMEOUT_SECONDS = 1.0
+_WORLD_PREFIX = "0/"  # torch's name of a process's first group: the prefix of its keys
+_READ_TIMEOUT_SECONDS = 5.0  # timeout of all requests together; a stopped store never replies
+
+
+def describe_last_heartbeats(
+    host: str, port: int, world_size: int, restart_count: int, *, reference_time: float
+) -> str:
+    """Return a line with the last heartbeat of each rank.
+
+    The line is empty if the store is unreachable or has no heartbeats, as of a script that never initialized Booster.
+
+    Args:
+        host: Host of the ranks' store.
+        port: Port of the ranks' store.
+        world_size: Number of ranks.
+        restart_count: Restart count of the job, from 0.
+        reference_time: Reference time in seconds since 1970; ages of heartbeats are relative to it.
+    """
+    found: list[str] = []
+
+    def ask() -> None:
+        # The store is gone, or another service listens on its port.
+        with suppress(DistError, OSError, RuntimeError, ValueError, KeyError, TypeError):
+            found.extend(
+                _read_heartbeats(_connect(host, port), min(world_size, _MAX_LISTED), restart_count, reference_time)
+            )
+
+    thread = threading.Thread(target=ask, name="booster-last-signs", daemon=True)
+    join_at_exit(thread)
+    thread.start()
+    thread.join(_READ_TIMEOUT_SECONDS)
+    heartbeats = list(found)
+    if thread.is_alive() or not heartbeats:
+        return ""
+    more = [f"and {world_size - _MAX_LISTED} more ranks"] if world_size > _MAX_LISTED else []
+    interval = f"sent {heartbeat_interval(world_size)}, so a rank may have continued after its last one"
+    return f"booster run: last heartbeats of the ranks ({interval}): {'; '.join([*heartbeats, *more])}"
+
+
+def _connect(host: str, port: int) -> Any:
+    socket.create_connection(
+        (host, port), timeout=_CONNECT_TIMEOUT_SECONDS
+    ).close()  # torch's client retries for minutes
+    return TCPStore(
+        host, port, None, False, timeout=timedelta(seconds=_CONNECT_TIMEOUT_SECONDS), wait_for_workers=False
+    )
+
+
+def _read_heartbeats(store_client: Any, num_ranks: int, restart_count: int, reference_time: float) -> list[str]:
+    launch, heartbeat_store = 1, None
+    while True:  # a script may launch several times; the last launch that ranks joined counts
+        store: Any = PrefixStore(f"booster/attempt_{restart_count}/launch_{launch}", store_client)
+        if not any(store.check([f"card/{rank}"]) for rank in range(num_ranks)):
+            break
+        launch, heartbeat_store = launch + 1, PrefixStore("booster.signs", PrefixStore(_WORLD_PREFIX, store))
+    if heartbeat_store is None:
+        return []
+    heartbeats = {
+        rank: heartbeat_store.get(str(rank)) for rank in range(num_ranks) if heartbeat_store.check([str(rank)])
+    }
+    descriptions = {rank: _format_heartbeat(json.loads(note), reference_time) for rank, note in heartbeats.items()}
+    return (
+        [f"rank {rank}{descriptions.get(rank, ': no heartbeat')}" for rank in range(num_ranks)] if descriptions else []
+    )
+
+
+def _format_heartbeat(heartbeat: dict[str, Any], reference_time: float) -> str:
+    state = "" if heartbeat["state"] == "running" else f", its script had {heartbeat['state']}"
+    return f", {max(0.0, reference_time - heartbeat['time']):.1f} s before the end: {progress_from_json(heartbeat['progress'])}{state}"
+
+
+# Note [Exit cause]
+# When a rank fails, torch's agent sends SIGTERM to all others, and SIGKILL after 30 s. Exit codes do not show the
+# sender: a rank killed by the system looks like one killed by the agent. So this agent records which ranks have exited
+# immediately before it sends signals. A rank stopped by SIGSTOP or a debugger does not handle SIGTERM, so it is sent
+# SIGCONT first. Killed ranks leave no error report, so the agent reads the last heartbeats from their store.
+
+
+@dataclass(slots=True)
+class ExitRecords:
+    """Exit records of this node's ranks that torch does not keep.
+
+    Attributes:
+        host: Name of the node; "" for a single node.
+        attempt: Restart count of the job, where torch's own may differ between nodes.
+        gone: Processes that had exited before the launcher terminated the others; None if it terminated none.
+        stopped: Processes that were stopped at that time.
+        seen_ns: Time of that check, by this machine's clock.
+        signs: Description of the ranks' last heartbeats, if they were read.
+    """
+
+    host: str = ""
+    restart_count: RestartCount = field(default_factory=RestartCount)
+    exited: frozenset[int] | None = None
+    stopped: frozenset[int] = frozenset()
+    checked_ns: int = 0
+    last_heartbeats: str = ""
+
+    def with_exit_causes(self, failures: Mapping[int, Failure]) -> dict[int, RankFailure]:
+        """Return torch's failures with their exit causes, see Note [Exit cause]."""
+        return {rank: self._with_exit_cause(failure) for rank, failure in failures.items()}
+
+    def _with_exit_cause(self, failure: Failure) -> RankFailure:
+        by_launcher = None
+        if self.exited is not None:
+            # A rank that had written its error report was about to exit by itself.
+            by_launcher = failure.pid not in self.exited and report_time(failure) > self.checked_ns
+        return RankFailure(
+            host=self.host,
+            local_rank=failure.local_rank,
+            pid=failure.pid,
+            exitcode=failure.exitcode,
+            error_file_data=failure.error_file_data,
+            by_launcher=by_launcher,
+            was_stopped=failure.pid in self.stopped,
+        )
+
+
+@contextmanager
+def record_exits(records: ExitRecords) -> Iterator[None]:
+    """Make torch's launcher use an agent that fills in `records`."""
+    launcher: Any = api  # elastic_launch reads the agent class from this module
+    original = launcher.LocalElasticAgent
+    launcher.LocalElasticAgent = partial(_ElasticAgent, records)
+    try:
+        yield
+    finally:
+        launcher.LocalElasticAgent = original
+
+
+class _ElasticAgent(LocalElasticAgent):
+    def __init__(self, records: ExitRecords, *arguments: Any, **settings: Any) -> None:
+        super().__init__(*arguments, **settings)
+        self._records = records
+        self._failures: dict[int, RankFailure] = {}
+        self._processes: frozenset[int] = frozenset()
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        self._records.exited, self._records.stopped, self._records.last_heartbeats = None, frozenset(), ""
+        self._failures = {}
+        started: dict[int, Any] = super()._start_workers(worker_group)
+        if self._pcontext is not None:
+            self._processes = frozenset(self._pcontext.pids().values())
+            self._pcontext.close = partial(self._close, self._pcontext, self._pcontext.close)  # type: ignore[method-assign]
+        return started
+
+    def _close(self, context: PContext, close: Any, *arguments: Any, **settings: Any) -> None:
+        processes = context.pids().values()
+        if self._records.exited is None:
+            self._records.exited = frozenset(process for process in processes if _has_exited(process))
+            self._records.checked_ns = time.time_ns()
+        stopped = frozenset(process for process in processes if _is_stopped(process))
+        self._records.stopped |= stopped
+        for process in stopped:
+            with suppress(ProcessLookupError):
+                os.killpg(process, signal.SIGCONT)  # torch makes each rank a process group leader
+        close(*arguments, **settings)
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        result: RunResult = super()._monitor_workers(worker_group)
+        if result.is_failed():
+            _kill_orphans(self._processes)
+            self._failures = self._records.with_exit_causes(result.failures)
+            if self._failures and self._remaining_restarts == 0 and not has_error_report(self._failures):
+                self._records.last_heartbeats = self._last_heartbeats(worker_group)
+        return result
+
+    def _last_heartbeats(self, worker_group: WorkerGroup) -> str:
+        local_count = worker_group.spec.max_restarts - self._remaining_restarts
+        restart_count = self._records.restart_count.value
+        return describe_last_heartbeats(
+            str(worker_group.master_addr),
+            int(worker_group.master_port or 0),
+            _world_size(worker_group),
+            local_count if restart_count is None else restart_count,
+            reference_time=self._records.checked_ns / 1e9,
+        )
+
+    def _restart_workers(self, worker_group: WorkerGroup) -> None:
+        if self._failures:  # else another node failed, joined or left
+            max_restarts = worker_group.spec.max_restarts
+            line = restart_line(
+                self._failures, _world_size(worker_group), max_restarts - self._remaining_restarts, max_restarts
+            )
+            print(line, file=sys.stderr, flush=True)
+        super()._restart_workers(worker_group)
+
+
+def _kill_orphans(ranks: frozenset[int]) -> None:
+    """Kill orphans of ranks, such as the data loader workers of a killed rank."""
+    for process in psutil.process_iter():
+        with suppress(ProcessLookupError, PermissionError):  # it has exited, or is another user's
+            group = os.getpgid(process.pid)
+            if group in ranks and process.pid != group:
+                os.kill(process.pid, signal.SIGKILL)
+
+
+def _world_size(worker_group: WorkerGroup) -> int:
+    return int(worker_group.workers[0].world_size)
+
+
+def _has_exited(process_id: int) -> bool:
+    return _status(process_id) in (None, psutil.STATUS_ZOMBIE)
+
+
+def _is_stopped(process_id: int) -> bool:
+    return bool(_status(process_id) == psutil.STATUS_STOPPED)
+
+
+def _status(process_id: int) -> str | None:
+    try:
+        return str(psutil.Process(process_id).status())
+    except psutil.NoSuchProcess:
+        return None

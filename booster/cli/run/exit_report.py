@@ -1,0 +1,321 @@
+"""Exit report and exit code of a multi-node run: pure functions."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+# Note [Root cause]
+# A failed rank makes others fail, and torch's launcher terminates the rest. The root cause is the first rank with an
+# error of its own in its report; else one without a report, killed by a signal or left by os._exit; else the first
+# whose error is a failed peer, which it names. Last come ranks with exit code 1 and no report, such as one whose script
+# ended early and that exited after its peers failed (Note [Shutdown] in booster/fault_tolerance/shutdown.py), and those that the
+# launcher itself terminated.
+_OWN_ERROR, _CONSEQUENCE, _EXITED_AFTER_PEERS, _TERMINATED = range(4)
+
+# Errors of ranks whose peer failed.
+_PEER_ERRORS = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Connection refused",
+    "Broken pipe",
+    "Timed out waiting",
+    "remote process exited",
+    "RankFailedError",
+    "DistNetworkError",
+    "DistStoreError",
+)
+
+
+class Failure(Protocol):
+    """Used fields of torch's ProcessFailure; `error_file_data` is the error report written by the rank, if any."""
+
+    local_rank: int
+    pid: int
+    exitcode: int
+    error_file_data: dict[str, Any]
+
+
+@dataclass(slots=True, kw_only=True)
+class RankFailure:
+    """A failed rank, as seen by its launcher.
+
+    Attributes:
+        host: Host name; "" for a single machine.
+        local_rank: Local rank on that host.
+        pid: Process ID on that host.
+        exitcode: Exit code; -n if killed by signal n.
+        error_file_data: Error report written by the rank, if any.
+        by_launcher: Whether the launcher terminated it after another failure; None if unknown.
+        was_stopped: Whether it was stopped at that time, as by SIGSTOP.
+    """
+
+    host: str
+    local_rank: int
+    pid: int
+    exitcode: int
+    error_file_data: dict[str, Any]
+    by_launcher: bool | None = None
+    was_stopped: bool = False
+
+
+def has_root_cause(failures: Mapping[int, Failure]) -> bool:
+    """Return whether any of the failures is not the consequence of another."""
+    return min(_consequence_rank(failure) for failure in failures.values()) in (_OWN_ERROR, _EXITED_AFTER_PEERS)
+
+
+def exit_code_of(failures: Mapping[int, Failure]) -> int:
+    """Return the exit code of the root cause, 128 + n if killed by signal n."""
+    code = failures[_root_cause(failures)].exitcode
+    return code if code >= 0 else 128 - code
+
+
+def has_error_report(failures: Mapping[int, Failure]) -> bool:
+    """Return whether the root cause left an error report."""
+    return bool(_extra(failures[_root_cause(failures)]))
+
+
+def report_time(failure: Failure) -> float:
+    """Return the time of a rank's error report in nanoseconds since 1970, infinite if it left none."""
+    # Without a report it was killed or ended by os._exit: the time is unknown, so reports of other causes come first.
+    return float(_extra(failure).get("time_ns", float("inf")))
+
+
+def restart_line(failures: Mapping[int, Failure], world_size: int, number: int, max_restarts: int) -> str:
+    """Return the log line of restart `number` of at most `max_nodes`."""
+    cause = _root_cause(failures)
+    name = _line(cause, failures[cause], world_size)
+    return f"booster run: {name}; restarting all ranks, restart {number} of {max_restarts}"
+
+
+def no_restart_line(max_restarts: int) -> str:
+    """Return the log line of a failure after the last restart."""
+    return f"booster run: all restarts of --max-restarts {max_restarts} are used, so the run ends"
+
+
+def report(failures: Mapping[int, Failure], world_size: int) -> str:
+    """Return a line for every failed rank, the root cause last, with its traceback if it left one."""
+    cause = _root_cause(failures)
+    others = [f"booster run: {_line(rank, failures[rank], world_size)}" for rank in sorted(failures) if rank != cause]
+    first = f"booster run: {_line(cause, failures[cause], world_size)}"
+    stack = _extra(failures[cause]).get("py_callstack", "").rstrip()
+    return "\n".join([*others, f"{first}, first of all:\n{stack}" if stack else first])
+
+
+def _root_cause(failures: Mapping[int, Failure]) -> int:
+    return min(failures, key=lambda rank: (_consequence_rank(failures[rank]), report_time(failures[rank]), rank))
+
+
+def _consequence_rank(failure: Failure) -> int:
+    """Return the distance of a failure from being the root cause, see Note [Root cause]."""
+    extra = _extra(failure)
+    by_launcher = failure.by_launcher if isinstance(failure, RankFailure) else None
+    if by_launcher is None:
+        by_launcher = failure.exitcode == -signal.SIGTERM and not extra
+    if by_launcher:
+        return _TERMINATED
+    if not extra:
+        return _EXITED_AFTER_PEERS if failure.exitcode == 1 else _OWN_ERROR
+    last_line = extra.get("py_callstack", "").rstrip().rpartition("\n")[2]
+    return _CONSEQUENCE if any(text in last_line for text in _PEER_ERRORS) else _OWN_ERROR
+
+
+def _extra(failure: Failure) -> dict[str, Any]:
+    message = failure.error_file_data.get("message")
+    extra = message.get("extraInfo", {}) if isinstance(message, dict) else {}
+    return extra if isinstance(extra, dict) else {}
+
+
+def _line(rank: int, failure: Failure, world_size: int) -> str:
+    on_host = f" on {failure.host}" if isinstance(failure, RankFailure) and failure.host else ""
+    name = f"rank {rank} of {world_size}{on_host} (local rank {failure.local_rank}, pid {failure.pid})"
+    by_launcher, was_stopped = None, False
+    if isinstance(failure, RankFailure):
+        by_launcher, was_stopped = failure.by_launcher, failure.was_stopped
+    if by_launcher:
+        return (
+            f"{name} {'was stopped, and ' if was_stopped else ''}was terminated by the launcher"
+            f"{_detail(failure.exitcode)}"
+        )
+    if failure.exitcode >= 0:
+        return f"{name} failed with exit code {failure.exitcode}"
+    if failure.exitcode == -signal.SIGTERM:
+        # A rank with an error report may have received the launcher's signal while it exited.
+        is_foreign = by_launcher is False and not _extra(failure)
+        return f"{name} was terminated by SIGTERM{', which the launcher did not send' if is_foreign else ''}"
+    hint = ", as the system does when memory runs out" if failure.exitcode == -signal.SIGKILL else ""
+    return f"{name} was killed by {_signal_name(failure.exitcode)}{hint}"
+
+
+def _detail(exitcode: int) -> str:
+    """Return how a rank exited that the launcher terminated, if not by SIGTERM."""
+    if exitcode >= 0:
+        return f", with exit code {exitcode}"
+    return "" if exitcode == -signal.SIGTERM else f" ({_signal_name(exitcode)})"
+
+
+def _signal_name(exitcode: int) -> str:
+    return signal.Signals(-exitcode).name
+
+
+_SSH_FAILED = 255
+_CANNOT_START = 2
+
+# (texts of ssh, reason, advice); the first match is used.
+_SSH_REASONS = (
+    (
+        ("Host key verification failed", "REMOTE HOST IDENTIFICATION HAS CHANGED", "host key is known"),
+        "its host key does not match the known one",
+        "verify it with the host's administrator, then log in once with `ssh {host}`, or add it to ~/.ssh/known_hosts "
+        "with ssh-keyscan",
+    ),
+    (
+        ("Permission denied", "Too many authentication failures", "no mutual signature"),
+        "it accepts none of the offered keys",
+        "make `ssh {host} true` work without a prompt (ssh-copy-id {host}), or pass the key with "
+        '--ssh-options "-i KEY" and the user with --ssh-user',
+    ),
+    (
+        ("Could not resolve hostname",),
+        "the name can't be resolved",
+        "correct the name, or add it to ~/.ssh/config or /etc/hosts",
+    ),
+    (
+        ("timed out", "refused", "No route to host", "unreachable", "Connection closed", "Connection reset"),
+        "it can't be reached",
+        "check that the host is up and which port sshd listens on (--ssh-port), or drop the host with --exclude {host}",
+    ),
+    (
+        ("Bad configuration", "Identity file", "unknown option", "illegal option", "usage: ssh", "command-line"),
+        "ssh rejects its options",
+        "correct --ssh-options; --dry-run shows the whole command",
+    ),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostExit:
+    """Exit status of one host.
+
+    Attributes:
+        host: Name of the host.
+        code: Exit code of ssh: that of the host's launcher, or 255 if ssh itself failed.
+        has_started: Whether the host's launcher started.
+        was_told_to_end: Whether it was terminated after a failure elsewhere or a signal.
+        failures: Failed ranks of this host.
+        world_size: Number of ranks of all hosts; 0 if no rank failed.
+        refusal: Error message of its launcher, if it could not start or continue.
+        last_words: Last lines of stderr and stdout that no rank wrote: of ssh, the shell or the launcher.
+    """
+
+    host: str
+    code: int
+    has_started: bool = False
+    was_terminated: bool = False
+    failures: Mapping[int, RankFailure] = field(default_factory=dict)
+    world_size: int = 0
+    error: Mapping[str, Any] | None = None
+    output_tail: Sequence[str] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExitReport:
+    """Exit code of the run and the final lines to print."""
+
+    code: int
+    text: str
+
+
+def summarize(exits: Sequence[HostExit], signals: Sequence[signal.Signals]) -> ExitReport:
+    """Return the exit report of a run.
+
+    The root cause comes last: a signal to this process, else a failed rank, a host that can't start, a lost host.
+
+    Args:
+        exits: Exit status of each host.
+        signals: Signals that this process received.
+    """
+    lost = [host_exit for host_exit in exits if _is_lost(host_exit)]
+    crashed = [host_exit for host_exit in exits if _is_crashed(host_exit)]
+    errors = sorted(
+        (host_exit for host_exit in exits if host_exit.error is not None), key=_is_consequence, reverse=True
+    )
+    failures = {rank: failure for host_exit in exits for rank, failure in host_exit.failures.items()}
+    texts, code = [_lost_text(host_exit) for host_exit in lost], 0
+    if lost and not _has_succeeded(exits):
+        code = _SSH_FAILED if any(host_exit.has_started for host_exit in lost) else _CANNOT_START
+    for host_exit in crashed:
+        texts, code = [*texts, _crashed_text(host_exit)], host_exit.code
+    for host_exit in errors:
+        texts, code = [*texts, f"booster run: {host_exit.host}: {_error_of(host_exit)['text']}"], _CANNOT_START
+    if failures:
+        text, failed_code = report(failures, max(host_exit.world_size for host_exit in exits)), exit_code_of(failures)
+        if has_root_cause(failures) or code == 0:
+            texts, code = [*texts, text], failed_code
+        else:  # a consequence of the failure that is reported already
+            texts.insert(0, text)
+    if signals:
+        texts.append(f"booster run: terminated by {signals[0].name}, with all ranks on all hosts")
+        code = 128 + signals[0]
+    return ExitReport(code=code, text="".join(f"{text}\n" for text in texts))
+
+
+def was_lost(code: int | None) -> bool:
+    """Return whether an exit code is that of a failed or killed ssh, rather than of the host's launcher."""
+    return code is not None and (code == _SSH_FAILED or code < 0)
+
+
+def _is_lost(host_exit: HostExit) -> bool:
+    if host_exit.was_terminated and not host_exit.has_started:
+        return host_exit.code == _SSH_FAILED  # ssh was connecting, and would have failed in any case
+    return (
+        was_lost(host_exit.code) and not host_exit.failures and host_exit.error is None and not host_exit.was_terminated
+    )
+
+
+def _is_crashed(host_exit: HostExit) -> bool:
+    explained = (
+        host_exit.failures or host_exit.error is not None or (host_exit.was_terminated and host_exit.has_started)
+    )
+    return host_exit.code != 0 and not was_lost(host_exit.code) and not explained
+
+
+def _has_succeeded(exits: Sequence[HostExit]) -> bool:
+    """Return whether the run succeeded, possibly without lost hosts."""
+    return any(host_exit.code == 0 for host_exit in exits) and not any(host_exit.was_terminated for host_exit in exits)
+
+
+def _is_consequence(host_exit: HostExit) -> bool:
+    return bool(_error_of(host_exit)["is_consequence"])
+
+
+def _error_of(host_exit: HostExit) -> Mapping[str, Any]:
+    return host_exit.error or {"text": "", "is_consequence": True}
+
+
+def _lost_text(host_exit: HostExit) -> str:
+    tail = "; ".join(host_exit.output_tail[-3:])
+    if host_exit.has_started:
+        return (
+            f"booster run: the connection to {host_exit.host} was lost ({tail or 'no message from ssh'}), and its ranks with"
+            " it: check that the host is up, and whether the system killed the launcher there for lack of memory"
+        )
+    output = "\n".join(host_exit.output_tail)
+    matches = (rest for texts, *rest in _SSH_REASONS if any(sign in output for sign in texts))
+    reason, advice = next(matches, ["ssh failed", "try `ssh {host} true`"])
+    return f"booster run: can't start on {host_exit.host}: {reason} ({tail}): {advice.format(host=host_exit.host)}"
+
+
+def _crashed_text(host_exit: HostExit) -> str:
+    tail = "; ".join(host_exit.output_tail[-3:])
+    if host_exit.has_started:
+        return (
+            f"booster run: the launcher on {host_exit.host} exited with code {host_exit.code} ({tail}): see its output above, "
+            f"after [{host_exit.host}]"
+        )
+    return (
+        f"booster run: can't start on {host_exit.host}: the command exited with code {host_exit.code} ({tail}): this "
+        "directory, this Python and torch-booster must exist at the same paths there; --dry-run shows the command"
+    )

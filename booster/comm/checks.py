@@ -1,0 +1,183 @@
+"""Consistency checks between ranks: equal values everywhere, and an error of one rank raised on all of them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from booster.errors import BoosterError, DesyncError, RankFailedError
+
+from .collectives import all_gather_bytes, all_gather_equal, all_reduce_numbers, global_rank_of, group_rank, group_size
+from .fake import is_fake_world
+
+# Note [Digest exchange]
+# Ranks with different programs are at different calls: one makes a plugin while another is in boost(), and a third has
+# found a wrong argument. A backend cannot detect this: messages of different lengths make gloo abort the process, and
+# messages of equal length for two purposes are confused. So every comparison during set-up starts with one record of
+# fixed length: a digest of the call and of all values that must be equal, and whether this rank has an error. If the
+# records are equal nothing else is sent. Otherwise all ranks derive the next message from the same records: the errors,
+# or the texts behind the digests.
+_NO_ERROR, _ERROR = b"\0", b"\1"
+
+_MAX_LISTED = 10  # ranks in a message
+_MAX_VALUES = 6  # different values in a message
+
+
+def check_same_across_ranks(
+    call: str, fingerprint: Sequence[str], group: dist.ProcessGroup | None = None, error: Exception | None = None
+) -> None:
+    """Raise on all ranks if they are at different calls, have different fingerprints, or one of them has an error.
+
+    Args:
+        call: Current call of this rank, for the message, such as "boost()".
+        facts: Lines of text that must be equal on all ranks, in the same order; ignored on a rank with an error.
+        group: Process group, optional; defaults to the world.
+        error: Error of this rank, optional.
+
+    Raises:
+        DesyncError: The ranks differ; the message names all ranks that do, and the first difference.
+        Exception: Error of a rank: the error itself there, elsewhere as in `raise_on_all_ranks`.
+
+    Collective: every rank of the group must call it. One all-gather of 33 bytes if all is equal.
+    """
+    fingerprints = all_gather_text(call, fingerprint, group, error)
+    if any(other != fingerprints[0] for other in fingerprints):
+        raise DesyncError(_mismatch_message([[call, *other] for other in fingerprints], group))
+
+
+def all_gather_text(
+    call: str, lines: Sequence[str], group: dist.ProcessGroup | None = None, error: Exception | None = None
+) -> list[list[str]]:
+    """Return the lines of all ranks, by rank, which may differ; otherwise as `check_same_across_ranks`.
+
+    Collective: every rank of the group must call it. Lines that differ are gathered by a few more messages.
+    """
+    if group_size(group) == 1 or is_fake_world():
+        if error is not None:
+            raise error
+        return [list(lines)] * group_size(group)
+    digest = hashlib.sha256(json.dumps([call, *lines]).encode()).digest()
+    record = digest + (_NO_ERROR if error is None else _ERROR)
+    local = torch.frombuffer(bytearray(record), dtype=torch.uint8)
+    records = all_gather_equal(local, group).view(-1, len(record))
+    if bool(records[:, -1].any()):
+        _raise_failure(error, group)
+    if bool((records == records[0]).all()):
+        return [list(lines)] * len(records)
+    texts = _all_gather_json([call, *lines], group)
+    if any(other[0] != call for other in texts):
+        raise DesyncError(_mismatch_message(texts, group))
+    return [other[1:] for other in texts]
+
+
+def raise_on_all_ranks(error: Exception | None, group: dist.ProcessGroup | None = None) -> None:
+    """Raise on every rank of the group if any rank passes an error.
+
+    A rank that passes an error raises that error. The others raise an error of the same class of this library, or else
+    `RankFailedError`, with the failing rank and its text, which then starts with the name of the foreign class.
+
+    Collective: every rank of the group must call it, with None if it has no error. One small all-reduce without errors,
+    which takes fewer messages than the all-gather of `check_same_across_ranks`: for use in every step.
+    """
+    if group_size(group) == 1 or is_fake_world():
+        if error is not None:
+            raise error
+        return
+    if int(all_reduce_numbers([float(error is not None)], group)[0]) > 0:
+        _raise_failure(error, group)
+
+
+def _raise_failure(error: Exception | None, group: dist.ProcessGroup | None) -> None:
+    reports = _all_gather_json(None if error is None else _serialize_error(error), group)
+    if error is not None:
+        raise error
+    failed = [(rank, report) for rank, report in enumerate(reports) if report is not None]
+    rank, (name, text) = failed[0]
+    others = f" (and on {len(failed) - 1} more ranks)" if len(failed) > 1 else ""
+    here, there = global_rank_of(group_rank(group), group), global_rank_of(rank, group)
+    raise _error_class(name)(f"rank {there} failed{others}, so rank {here} stops too: {text}")
+
+
+def _serialize_error(error: Exception) -> tuple[str, str]:
+    """Return class name (this library's base class, or else the error's own) and text of an error."""
+    known = next((cls for cls in type(error).__mro__ if cls in BoosterError.__subclasses__()), None)
+    if known is None:
+        return type(error).__name__, f"{type(error).__name__}: {error}"
+    return known.__name__, str(error)
+
+
+def _error_class(name: str) -> type[BoosterError]:
+    classes = {cls.__name__: cls for cls in BoosterError.__subclasses__()}
+    return classes.get(name, RankFailedError)
+
+
+def _all_gather_json(local: object, group: dist.ProcessGroup | None) -> list[Any]:
+    """Return the JSON-compatible values of all ranks, by rank."""
+    payloads, owners = all_gather_bytes(json.dumps(local).encode(), group)
+    return [json.loads(payloads[owner]) for owner in owners]
+
+
+def _mismatch_message(texts: Sequence[Sequence[str]], group: dist.ProcessGroup | None) -> str:
+    """Return the message about lists of text that differ; each starts with the rank's current call."""
+    majority, differing = _majority(texts)
+    calls = _values(texts, 0, majority)
+    mismatch = f"{_format_ranks(differing, group)} {'differs' if len(differing) == 1 else 'differ'} from {_format_ranks(majority, group)}"
+    if len(calls) > 1:
+        positions = _join(
+            (f"{_format_ranks(ranks, group)} {_be(ranks)} at {what}" for what, ranks in calls), len(calls)
+        )
+        return (
+            f"the ranks make different calls: {positions}; {mismatch}. All must make the same calls in the same order: start"
+            " every rank from the same script"
+        )
+    index = min(_first_difference(texts[majority[0]], texts[rank]) for rank in differing)
+    values = _values(texts, index, majority)
+    different = _join((f"{_format_ranks(ranks, group)} {_have(ranks)} {value}" for value, ranks in values), len(values))
+    return f"the ranks differ in {calls[0][0]}: {different}; {mismatch}. Start every rank from the same script"
+
+
+def _majority(all_texts: Sequence[Sequence[str]]) -> tuple[list[int], list[int]]:
+    """Return the largest group of ranks with equal texts (at a tie the one with the lowest rank), and all others."""
+    alike: dict[tuple[str, ...], list[int]] = {}
+    for rank, texts in enumerate(all_texts):
+        alike.setdefault(tuple(texts), []).append(rank)
+    majority = max(alike.values(), key=lambda ranks: (len(ranks), -ranks[0]))
+    return majority, [rank for rank in range(len(all_texts)) if rank not in majority]
+
+
+def _first_difference(ours: Sequence[str], theirs: Sequence[str]) -> int:
+    pairs = zip(ours, theirs, strict=False)
+    return next((index for index, (one, other) in enumerate(pairs) if one != other), min(len(ours), len(theirs)))
+
+
+def _values(texts: Sequence[Sequence[str]], index: int, majority: Sequence[int]) -> list[tuple[str, list[int]]]:
+    """Return the different texts at an index with their ranks, the majority's first."""
+    ranks_of: dict[str, list[int]] = {}
+    for rank in sorted(range(len(texts)), key=lambda rank: (rank not in majority, rank)):
+        lines = texts[rank]
+        ranks_of.setdefault(lines[index] if index < len(lines) else "nothing", []).append(rank)
+    return [(text, sorted(ranks)) for text, ranks in ranks_of.items()]
+
+
+def _join(texts: Iterable[str], number: int) -> str:
+    shown = [text for text, _ in zip(texts, range(_MAX_VALUES), strict=False)]
+    return ", ".join(shown) + (f" and {number - len(shown)} others" if number > len(shown) else "")
+
+
+def _format_ranks(ranks: Sequence[int], group: dist.ProcessGroup | None) -> str:
+    names = ", ".join(str(global_rank_of(rank, group)) for rank in ranks[:_MAX_LISTED])
+    more = f" and {len(ranks) - _MAX_LISTED} more" if len(ranks) > _MAX_LISTED else ""
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {names}{more}"
+
+
+def _be(ranks: Sequence[int]) -> str:
+    return "is" if len(ranks) == 1 else "are"
+
+
+def _have(ranks: Sequence[int]) -> str:
+    return "has" if len(ranks) == 1 else "have"

@@ -1,0 +1,235 @@
+"""One collective or message: tag, byte count, fault injection, readable errors."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_group
+
+from booster.fault_tolerance.collective_errors import translate_errors
+from booster.fault_tolerance.failure_diagnosis import CollectiveId
+from booster.fault_tolerance.fault_injection import maybe_inject_fault
+from booster.fault_tolerance.progress import Phase
+from booster.kernels.shared_memory import SharedMemory
+
+from .pending_work import PendingWork, flush_pending
+from .process_groups import check_not_released, p2p_timeout
+from .shared_memory import GroupMemory, memory_of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommunicationCount:
+    """Calls and bytes of this rank, by operation name.
+
+    Point-to-point messages, and collectives made of them (on the CPU reduce_scatter and all_gather), count the bytes of
+    their payloads. Others count the theoretical volume of a rank: an all_reduce 2(P-1)/P of the tensor each way; a
+    broadcast the tensor, once from its source and once to every other rank.
+
+    Attributes:
+        calls: Number of operations; 0 in groups of one rank, which communicate nothing.
+        sent: Bytes sent by this rank.
+        received: Bytes received by this rank.
+    """
+
+    calls: Counter[str] = field(default_factory=Counter)
+    sent: Counter[str] = field(default_factory=Counter)
+    received: Counter[str] = field(default_factory=Counter)
+
+
+# An immutable tuple, replaced as a whole: other threads read the old one or the new one.
+_attached: tuple[CommunicationCount, ...] = ()
+_counter_lock = threading.Lock()
+
+
+@contextmanager
+def count_communication() -> Iterator[CommunicationCount]:
+    """Count the communication of all threads of this process through this package in the block.
+
+    Blocks may be nested; each counts everything inside of it. No communication.
+    """
+    global _attached
+    count = CommunicationCount()
+    with _counter_lock:
+        _attached = (*_attached, count)
+    try:
+        yield count
+    finally:
+        with _counter_lock:
+            _attached = tuple(other for other in _attached if other is not count)
+
+
+def record(name: str, *, calls: int = 1, sent: int = 0, received: int = 0) -> None:
+    """Add to all active counts."""
+    if not _attached:
+        return
+    with _counter_lock:
+        for count in _attached:
+            count.calls[name] += calls
+            count.sent[name] += sent
+            count.received[name] += received
+
+
+# Tags of messages, equal on both ends: a collective's number is the same on all ranks, and the third send to a rank
+# matches the third receive there.
+_FIRST_TAG = 2**24  # lower tags are left to users of torch's point-to-point calls
+_TAGS_PER_KIND = 2**27  # tags per kind before they repeat; a tag has 31 bits
+_TAG_KINDS = {"reduce_scatter": 0, "all_gather": 1, "send": 2, "receive": 2}
+_HEADER_KIND = 3
+_SMALL_KINDS = {"all_reduce": 4, "broadcast": 5, "all_gather": 6}
+_SMALL_SIZES = 2**16 + 1
+
+_numbers: WeakKeyDictionary[dist.ProcessGroup, Counter[tuple[str, int | None]]] = WeakKeyDictionary()
+_numbers_lock = threading.Lock()
+
+
+@dataclass(frozen=True, slots=True)
+class CollectiveOp:
+    """Collective or message that has started on this rank.
+
+    Attributes:
+        name: Name of the operation, one of `OPERATIONS`.
+        group: Process group, None for the world.
+        number: Sequence number among this rank's operations of that name in the group (and with that peer), from 1.
+        peer: Global rank of the other end of a message, None for collectives.
+    """
+
+    name: str
+    group: dist.ProcessGroup | None
+    number: int
+    peer: int | None = None
+
+    @property
+    def tag(self) -> int:
+        """Tag of its messages, unique among the operations in flight."""
+        return _tag(_TAG_KINDS[self.name], self.number)
+
+    @property
+    def header_tag(self) -> int:
+        """Tag of the header message of a tensor."""
+        return _tag(_HEADER_KIND, self.number)
+
+    def small_tag(self, nbytes: int) -> int:
+        """Return the tag of its messages of `nbytes` bytes, which differs from that of another length."""
+        return _tag(_SMALL_KINDS[self.name], self.number * _SMALL_SIZES + nbytes)
+
+    def send_to(self, tensor: torch.Tensor, receiver: int, tag: int) -> dist.Work:
+        """Start a message to a rank of the group from a contiguous tensor, which must outlive it."""
+        with self.translate_errors():
+            return _check_in_group(
+                dist.isend(tensor, dst=_global_rank(receiver, self.group), group=self.group, tag=tag)
+            )
+
+    def receive_from(self, tensor: torch.Tensor, sender: int, tag: int) -> dist.Work:
+        """Start receiving a message from a rank of the group into a contiguous tensor of its length."""
+        with self.translate_errors():
+            return _check_in_group(dist.irecv(tensor, src=_global_rank(sender, self.group), group=self.group, tag=tag))
+
+    def wait(self, work: dist.Work) -> None:
+        """Wait for one `Action` of the operation, at most for the group's timeout.
+
+        Raises:
+            RankFailedError: A rank is lost or too late; the message names it.
+        """
+        with self.waiting():
+            limit = p2p_timeout(self.group)
+            work.wait() if limit is None else work.wait(limit)
+
+    def memory_for(self, tensor: torch.Tensor) -> GroupMemory | None:
+        """Return the shared memory for this collective, or None if the group's backend is used.
+
+        Raises:
+            RankFailedError: A rank is lost or too late in the group's choice of a transport.
+        """
+        with self.translate_errors():
+            return memory_of(self.group, tensor)
+
+    def run(
+        self, tensor: torch.Tensor, in_memory: Callable[[SharedMemory], None], by_backend: Callable[[], object]
+    ) -> None:
+        """Run a collective of this tensor and wait for it.
+
+        Args:
+            tensor: Tensor that is sent or received.
+            in_memory: Implementation through the group's shared memory.
+            by_backend: Implementation for groups without shared memory.
+
+        Raises:
+            RankFailedError: A rank is lost or too late; the message names it.
+        """
+        group_memory = self.memory_for(tensor)
+        if group_memory is None:
+            with self.waiting():
+                by_backend()
+        else:
+            flush_pending()  # first: if it fails, this operation has not started
+            PendingWork(group_memory, self, lambda: in_memory(group_memory.memory)).wait()
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Context of a wait for other ranks outside of shared memory.
+
+        Pending work through shared memory is run first, see `booster.comm.pending_work`.
+
+        Raises:
+            RankFailedError: A rank is lost or too late; the message names it.
+        """
+        flush_pending()
+        with self.translate_errors():
+            yield
+
+    @contextmanager
+    def translate_errors(self) -> Iterator[None]:
+        """Context of this operation's calls to its group: errors about lost or late ranks name them.
+
+        The phase is "communication" meanwhile.
+        """
+        with (
+            Phase("communication", self),
+            translate_errors(CollectiveId(self.name, self.number, self.peer), self.group),
+        ):
+            yield
+
+
+def start_op(
+    name: str, group: dist.ProcessGroup | None, *, sent: int = 0, received: int = 0, peer: int | None = None
+) -> CollectiveOp:
+    """Start an operation on this rank, in a group of several ranks.
+
+    Args:
+        name: Name of the operation, one of `OPERATIONS`.
+        group: Process group, None for the world.
+        sent: Bytes that this rank sends.
+        received: Bytes that it receives; those of a message of unknown size are recorded when it is known.
+        peer: Global rank of the other end of a message, None for collectives.
+
+    Raises:
+        ConfigError: The group was released.
+    """
+    check_not_released(group)
+    maybe_inject_fault(name)
+    record(name, sent=sent, received=received)
+    with _numbers_lock:
+        numbers = _numbers.setdefault(group or _get_default_group(), Counter())
+        numbers[name, peer] += 1
+        return CollectiveOp(name, group, numbers[name, peer], peer)
+
+
+def _global_rank(rank: int, group: dist.ProcessGroup | None) -> int:
+    return rank if group is None else dist.get_global_rank(group, rank)
+
+
+def _check_in_group(work: dist.Work | None) -> dist.Work:
+    if work is None:
+        raise AssertionError("this rank is not in the group that it communicates in")
+    return work
+
+
+def _tag(kind: int, number: int) -> int:
+    return _FIRST_TAG + kind * _TAGS_PER_KIND + number % _TAGS_PER_KIND

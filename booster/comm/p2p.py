@@ -1,0 +1,421 @@
+"""Point-to-point messages: into an existing tensor, or with a header of shape and dtype."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from booster.errors import ConfigError
+
+from .collective_op import CollectiveOp, record, start_op
+from .collectives import collective_device, global_rank_of, group_rank, group_size
+from .fake import is_fake_world
+from .process_groups import new_group
+
+# The header of a tensor is a message of fixed length: the dtype's index in this list, the number of dimensions, and the
+# shape, padded with zeros. The elements follow as bytes, so dtypes need no support by the backend. An empty tensor is
+# its header alone.
+_DTYPE_NAMES = (
+    *("float32", "float64", "float16", "bfloat16", "complex64", "complex128", "complex32"),
+    *("bool", "uint8", "int8", "int16", "int32", "int64", "uint16", "uint32", "uint64"),
+    *("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu"),
+)
+_DTYPES = tuple(getattr(torch, name) for name in _DTYPE_NAMES)
+_MAX_DIMS = 16
+_HEADER_NUMEL = 2 + _MAX_DIMS
+
+
+def new_cpu_group(group: dist.ProcessGroup | None = None) -> dist.ProcessGroup:
+    """Return a new gloo group of the same ranks, for a thread beside the collectives of training.
+
+    Collective: every rank of the group must call it.
+    """
+    if is_fake_world() and group is not None:
+        return group
+    ranks = [global_rank_of(rank, group) for rank in range(group_size(group))]
+    made = new_group(ranks, "gloo", use_local_synchronization=group is not None)
+    if made is None:
+        raise AssertionError(f"rank {dist.get_rank()} is not among its own group's ranks {ranks}")
+    return made
+
+
+def send(tensor: torch.Tensor, receiver: int, group: dist.ProcessGroup) -> None:
+    """Send a CPU tensor to a rank of the group, and return when it may be changed.
+
+    Raises:
+        RankFailedError: The receiver is lost or too late.
+    """
+    operation = _begin("send", receiver, group, sent=tensor.nbytes)
+    operation.wait(operation.send_to(tensor, receiver, operation.tag))
+
+
+def receive(tensor: torch.Tensor, sender: int, group: dist.ProcessGroup) -> None:
+    """Receive a CPU tensor of equal size that a rank of the group sends by `send`.
+
+    Raises:
+        RankFailedError: The sender is lost or too late.
+    """
+    operation = _begin("receive", sender, group, received=tensor.nbytes)
+    operation.wait(operation.receive_from(tensor, sender, operation.tag))
+
+
+class TensorSend:
+    """Send in flight, started by `start_send_tensor`."""
+
+    def __init__(self, operation: CollectiveOp, works: Sequence[dist.Work], buffers: Sequence[torch.Tensor]) -> None:
+        self._operation = operation
+        self._works = works
+        self._buffers = buffers  # must live until they are sent
+
+    def wait(self) -> None:
+        """Wait until the receiver has the tensor, and it may be changed.
+
+        Raises:
+            RankFailedError: The receiver is lost or too late.
+        """
+        for work in self._works:
+            self._operation.wait(work)
+        self._works, self._buffers = (), ()
+
+
+class TensorReceive:
+    """Receive in flight, started by `start_receive_tensor`."""
+
+    def __init__(self, operation: CollectiveOp, sender: int, header: torch.Tensor, work: dist.Work) -> None:
+        self._operation = operation
+        self._sender = sender
+        self._header = header
+        self._work = work
+        self._tensor: torch.Tensor | None = None
+
+    def wait(self) -> torch.Tensor:
+        """Wait for the tensor and return it, contiguous, on the backend's device.
+
+        Raises:
+            RankFailedError: The sender is lost or too late.
+        """
+        if self._tensor is None:
+            self._operation.wait(self._work)
+            self._tensor = self._receive(_empty_like_header(self._header))
+        return self._tensor
+
+    def _receive(self, tensor: torch.Tensor) -> torch.Tensor:
+        record("receive", calls=0, received=tensor.nbytes)
+        if tensor.numel():
+            operation = self._operation
+            operation.wait(operation.receive_from(_as_bytes(tensor), self._sender, operation.tag))
+        return tensor
+
+
+def send_tensor(tensor: torch.Tensor, receiver: int, group: dist.ProcessGroup | None = None) -> None:
+    """Send any dense tensor to a rank of the group that calls `receive_tensor`; return when it has arrived.
+
+    Two ranks that both send first deadlock: use `start_send_tensor` there. Raises as that does.
+    """
+    start_send_tensor(tensor, receiver, group).wait()
+
+
+def receive_tensor(sender: int, group: dist.ProcessGroup | None = None) -> torch.Tensor:
+    """Return the tensor, of any shape and dtype, that a rank of the group sends by `send_tensor`.
+
+    Raises:
+        RankFailedError: The sender is lost or too late.
+    """
+    return start_receive_tensor(sender, group).wait()
+
+
+def start_send_tensor(tensor: torch.Tensor, receiver: int, group: dist.ProcessGroup | None = None) -> TensorSend:
+    """Start sending a tensor of any dtype and up to 16 dimensions; it must not be changed until `wait` returns.
+
+    Args:
+        tensor: Dense tensor; may be empty or not contiguous.
+        receiver: Rank in the group.
+        group: Process group, optional; defaults to the world.
+
+    Raises:
+        ConfigError: The tensor is sparse or quantized or has too many dimensions, or the receiver is this rank.
+        RankFailedError: The receiver is lost.
+    """
+    header = _header_of(tensor)
+    operation = _begin("send", receiver, group, sent=tensor.nbytes)
+    device = collective_device(group)
+    buffers = [header.to(device)]
+    works = [operation.send_to(buffers[0], receiver, operation.header_tag)]
+    if tensor.numel():
+        buffers.append(_as_bytes(tensor.detach().resolve_conj().resolve_neg().to(device).contiguous()))
+        works.append(operation.send_to(buffers[1], receiver, operation.tag))
+    return TensorSend(operation, works, buffers)
+
+
+def start_receive_tensor(sender: int, group: dist.ProcessGroup | None = None) -> TensorReceive:
+    """Start receiving a tensor that a rank of the group sends by `send_tensor` or `start_send_tensor`.
+
+    Args:
+        sender: Rank in the group.
+        group: Process group, optional; defaults to the world.
+
+    Raises:
+        ConfigError: The sender is this rank.
+        RankFailedError: The sender is lost.
+    """
+    operation = _begin("receive", sender, group)
+    header = torch.empty(_HEADER_NUMEL, dtype=torch.int64, device=collective_device(group))
+    return TensorReceive(operation, sender, header, operation.receive_from(header, sender, operation.header_tag))
+
+
+def _begin(name: str, peer: int, group: dist.ProcessGroup | None, *, sent: int = 0, received: int = 0) -> CollectiveOp:
+    if peer == group_rank(group) or not 0 <= peer < group_size(group):
+        raise ConfigError(
+            f"rank {group_rank(group)} of a group of {group_size(group)} cannot {name} with rank {peer}: give another"
+            " rank of the group"
+        )
+    return start_op(name, group, sent=sent, received=received, peer=global_rank_of(peer, group))
+
+
+def _header_of(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.layout != torch.strided or tensor.dtype not in _DTYPES or tensor.dim() > _MAX_DIMS:
+        raise ConfigError(
+            f"a tensor of dtype {tensor.dtype}, layout {tensor.layout} and {tensor.dim()} dimensions cannot be sent:"
+            f" send a dense one of a plain dtype and at most {_MAX_DIMS} dimensions"
+        )
+    shape = [*tensor.shape, *[0] * (_MAX_DIMS - tensor.dim())]
+    return torch.tensor([_DTYPES.index(tensor.dtype), tensor.dim(), *shape])
+
+
+def _empty_like_header(header: torch.Tensor) -> torch.Tensor:
+    dtype, num_dims, *shape = header.tolist()
+    return torch.empty(shape[:num_dims], dtype=_DTYPES[dtype], device=header.device)
+
+
+def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(-1).view(torch.uint8)
+
+
+# Note [Channels]
+# Each tensor of a message is one operation. If the receiver does not know the shapes, a header is one more operation
+# before them. The third operation of one end matches the third of the other: both ends must agree which messages have
+# headers, and a receiver cannot start messages behind one of unknown shapes before it has read that header. Gloo moves
+# a tensor, in its own thread, once both ends have started the operation. So a receiver starts early, and a sender waits
+# only for messages that it knows the receiver has started: the receiver may itself wait for this rank.
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """Shape and dtype of a tensor."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class _TensorInFlight:
+    """Tensor in flight; `tensor` must live until the wait returns."""
+
+    operation: CollectiveOp
+    work: dist.Work
+    tensor: torch.Tensor
+
+    def wait(self) -> None:
+        self.operation.wait(self.work)
+
+
+@dataclass(frozen=True, slots=True)
+class _SentMessage:
+    tensors: Sequence[_TensorInFlight]
+    header: TensorSend | None
+
+    def wait(self) -> None:
+        if self.header is not None:
+            self.header.wait()
+        for part in self.tensors:
+            part.wait()
+
+
+@dataclass(frozen=True, slots=True)
+class _ReceivedMessage:
+    header: bytes | None
+    tensors: list[torch.Tensor]
+    works: Sequence[_TensorInFlight]
+
+
+class SendChannel:
+    """Sending end of a channel; see Note [Channels].
+
+    Args:
+        receiver: Rank in the group.
+        group: Process group, None for the world. With NCCL, one that no other channel uses.
+
+    Raises:
+        ConfigError: The receiver is not another rank of the group.
+    """
+
+    def __init__(self, receiver: int, group: dist.ProcessGroup | None) -> None:
+        _check_peer(receiver, group)
+        self._receiver = receiver
+        self._group = group
+        self._messages: deque[_SentMessage] = deque()
+
+    @property
+    def num_in_flight(self) -> int:
+        """Number of messages in flight."""
+        return len(self._messages)
+
+    def send(self, tensors: Sequence[torch.Tensor], header: bytes | None = None) -> None:
+        """Start sending a message; its tensors must not be changed until `wait` or `finish` has waited for it.
+
+        Args:
+            tensors: Dense tensors of any shape, on any device; may be empty or not contiguous.
+            header: Header for a receiver that does not know the shapes, optional.
+
+        Raises:
+            ConfigError: A tensor is not dense.
+            RankFailedError: The receiver is lost.
+        """
+        device = collective_device(self._group)
+        payloads = [_payload(tensor, device) for tensor in tensors]
+        ahead = None
+        if header is not None:
+            ahead = start_send_tensor(_tensor_of(header), self._receiver, self._group)
+        self._messages.append(_SentMessage([self._start(payload) for payload in payloads if payload.numel()], ahead))
+
+    def wait(self) -> None:
+        """Wait for all messages.
+
+        Raises:
+            RankFailedError: The receiver is lost or too late.
+        """
+        while self._messages:
+            self._wait_for_oldest()
+
+    def finish(self, count: int) -> None:
+        """Wait for the `count` oldest messages, which the receiver must have started to receive.
+
+        Raises:
+            RankFailedError: The receiver is lost or too late.
+        """
+        for _ in range(min(count, len(self._messages))):
+            self._wait_for_oldest()
+
+    def _wait_for_oldest(self) -> None:
+        self._messages[0].wait()  # kept if it fails: gloo may still read its tensors
+        self._messages.popleft()
+
+    def _start(self, payload: torch.Tensor) -> _TensorInFlight:
+        operation = start_op("send", self._group, sent=payload.nbytes, peer=global_rank_of(self._receiver, self._group))
+        return _TensorInFlight(operation, operation.send_to(payload, self._receiver, operation.tag), payload)
+
+
+class RecvChannel:
+    """Receiving end of a channel; see Note [Channels].
+
+    Args:
+        sender: Rank in the group.
+        group: Process group of the sending end.
+        read_header: Function that returns the tensors of a message with this header. Called once for each message with
+            a header, in the order of the messages, and before the descriptions of later ones, which may depend on it.
+
+    Raises:
+        ConfigError: The sender is not another rank of the group.
+    """
+
+    def __init__(
+        self, sender: int, group: dist.ProcessGroup | None, read_header: Callable[[bytes], Sequence[TensorSpec]]
+    ) -> None:
+        _check_peer(sender, group)
+        self._sender = sender
+        self._group = group
+        self._read_header = read_header
+        self._descriptions: Sequence[Callable[[], Sequence[TensorSpec] | None]] = ()
+        self._messages: list[_ReceivedMessage | None] = []  # as far as begun; None: taken
+
+    def expect(self, descriptions: Sequence[Callable[[], Sequence[TensorSpec] | None]]) -> None:
+        """Set the next messages, in order; all earlier ones must have been taken. No communication.
+
+        Args:
+            descriptions: Functions that return the tensors of a message, or None if it has a header. Called when the
+                message is started.
+        """
+        num_taken = self._messages.count(None)
+        if num_taken < len(self._descriptions):
+            raise AssertionError(
+                f"rank {dist.get_rank()} expects new messages from rank {self._sender} of the group, and has taken"
+                f" {num_taken} of {len(self._descriptions)} earlier ones"
+            )
+        self._descriptions = list(descriptions)
+        self._messages = []
+
+    def post_recvs(self, count: int) -> None:
+        """Start receiving the first messages, up to the first one of unknown shapes.
+
+        Args:
+            count: Number of the expected messages, from the first, including those started already.
+
+        Raises:
+            RankFailedError: The sender is lost.
+        """
+        while len(self._messages) < min(count, len(self._descriptions)):
+            specs = self._descriptions[len(self._messages)]()
+            if specs is None:
+                return
+            self._messages.append(self._start(None, specs))
+
+    def recv(self, index: int) -> tuple[bytes | None, list[torch.Tensor]]:
+        """Wait for a message and return it.
+
+        Args:
+            index: Index among the expected messages; in any order, each once.
+
+        Returns:
+            The header, if it has one, and contiguous tensors on the backend's device.
+
+        Raises:
+            RankFailedError: The sender is lost or too late.
+        """
+        while len(self._messages) <= index:
+            self.post_recvs(index + 1)
+            if len(self._messages) <= index:
+                header = bytes(receive_tensor(self._sender, self._group).cpu().numpy())
+                self._messages.append(self._start(header, self._read_header(header)))
+        message = self._messages[index]
+        if message is None:
+            raise AssertionError(f"rank {dist.get_rank()} takes message {index} for the second time")
+        for part in message.works:
+            part.wait()
+        self._messages[index] = None
+        return message.header, message.tensors
+
+    def _start(self, header: bytes | None, specs: Sequence[TensorSpec]) -> _ReceivedMessage:
+        device = collective_device(self._group)
+        tensors = [torch.empty(spec.shape, dtype=spec.dtype, device=device) for spec in specs]
+        return _ReceivedMessage(header, tensors, [self._start_tensor(tensor) for tensor in tensors if tensor.numel()])
+
+    def _start_tensor(self, tensor: torch.Tensor) -> _TensorInFlight:
+        peer = global_rank_of(self._sender, self._group)
+        operation = start_op("receive", self._group, received=tensor.nbytes, peer=peer)
+        return _TensorInFlight(
+            operation, operation.receive_from(_as_bytes(tensor), self._sender, operation.tag), tensor
+        )
+
+
+def _check_peer(peer: int, group: dist.ProcessGroup | None) -> None:
+    if peer == group_rank(group) or not 0 <= peer < group_size(group):
+        raise ConfigError(
+            f"rank {group_rank(group)} of a group of {group_size(group)} cannot have a channel with rank {peer}: give"
+            " another rank of the group"
+        )
+
+
+def _payload(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    if tensor.layout != torch.strided:
+        raise ConfigError(
+            f"a tensor of layout {tensor.layout} and shape {tuple(tensor.shape)} cannot be sent: send a dense one"
+        )
+    return _as_bytes(tensor.detach().resolve_conj().resolve_neg().to(device).contiguous())
+
+
+def _tensor_of(content: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8) if content else torch.empty(0, dtype=torch.uint8)

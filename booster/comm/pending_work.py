@@ -1,0 +1,92 @@
+"""Pending work: collectives through shared memory that are started now and run at a later wait, in starting order.
+
+Shared memory moves nothing by itself: a rank has to copy. So a started operation is only queued, and runs when
+something waits for it. All ranks must then run the same operations in the same order, though they may wait in different
+orders: ranks that use different modules of a model do. So a wait first runs everything that its thread has started
+before, on any group. So does a wait for anything else in this package: another rank may need this rank's pending work
+to reach the point that this rank waits for.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .collective_op import CollectiveOp
+    from .shared_memory import GroupMemory
+
+
+class _ThreadPending(threading.local):
+    def __init__(self) -> None:
+        self.operations: deque[PendingWork] = deque()
+
+
+_pending = _ThreadPending()
+
+
+class PendingWork:
+    """Queued operation.
+
+    Args:
+        home: Shared memory of the group.
+        operation: Operation that runs.
+        perform: Implementation, called once, and again if it raised. After an error of shared memory every later call
+            fails.
+    """
+
+    def __init__(self, group_memory: GroupMemory, operation: CollectiveOp, function: Callable[[], None]) -> None:
+        self._group_memory = group_memory
+        self._operation = operation
+        self._function: Callable[[], None] | None = function
+        self._is_queued = True
+        with group_memory.lock:
+            group_memory.pending.append(self)
+        _pending.operations.append(self)
+
+    @property
+    def lock(self) -> threading.RLock:
+        """Lock that is held while it runs."""
+        return self._group_memory.lock
+
+    @property
+    def is_done(self) -> bool:
+        """Whether it has run."""
+        return self._function is None
+
+    def wait(self) -> None:
+        """Run everything that was started before it, and then itself; return at once if it has run.
+
+        Raises:
+            RankFailedError: A rank is lost or too late, in this operation or one before it.
+        """
+        if not self.is_done:
+            flush_pending(self)
+            self._run_in_order()
+
+    def _run_in_order(self) -> None:
+        with self._group_memory.lock:
+            while self._is_queued:
+                self._group_memory.pending.popleft()._run()
+            if not self.is_done:
+                self._run()  # it has failed, and fails again
+
+    def _run(self) -> None:
+        self._is_queued = False
+        if self._function is not None:
+            with self._operation.translate_errors():
+                self._function()
+            self._function = None  # frees its tensors
+
+
+def flush_pending(last: PendingWork | None = None) -> None:
+    """Run this thread's pending work, up to an operation, by default all.
+
+    Raises:
+        RankFailedError: A rank is lost or too late.
+    """
+    pending = _pending.operations
+    while pending and (last is None or not last.is_done):
+        pending.popleft()._run_in_order()

@@ -1,0 +1,408 @@
+"""Process groups and meshes, and the timeouts of their collectives."""
+
+from __future__ import annotations
+
+import gc
+import math
+import re
+import sys
+import threading
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Literal
+from weakref import WeakKeyDictionary, WeakSet, finalize
+
+import torch
+import torch.distributed as dist
+from torch.distributed import DebugLevel, get_debug_level  # type: ignore[attr-defined]  # no __all__ there
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import Store, _get_default_store, _world
+
+from booster.errors import ConfigError, RankFailedError
+from booster.fault_tolerance.failure_diagnosis import format_phase, format_ranks
+from booster.fault_tolerance.progress import current_progress
+from booster.fault_tolerance.store import TimeoutStore, call_with_timeout
+from booster.fault_tolerance.timeouts import timeouts
+
+from .shared_memory import release_shared_memory, set_shared_memory_timeout
+
+# Note [Unused groups]
+# A group has threads, connections and memory until its last reference is dropped, and torch's tables hold one for ever.
+# All users of a group refer to it: models by their hooks, optimizers, meshes, operations in flight. So a group that
+# only the tables refer to is unused, and is removed from them. References are counted by the interpreter, so holders of
+# a group need no code for it; a table unknown here keeps a group too long, never too short.
+# Unused groups are destroyed when a plugin is made: the garbage collector may run anywhere. Ranks collect garbage at
+# different times, so nothing is communicated, and only groups of backends whose destruction needs no other rank are
+# destroyed. Nccl destroys its communicators together with the other ranks: only `release_groups`, which all ranks call
+# for the same groups, releases those.
+# Torch names some groups by their count. A name must not be used twice, as the addresses of the first group are in the
+# store, and must be equal on all ranks: released groups stay counted.
+
+_MIN_GROUPS_TO_COLLECT = 16  # the garbage collector is not run for fewer groups
+
+_tracked: WeakSet[dist.ProcessGroup] = WeakSet()
+_released: WeakSet[dist.ProcessGroup] = WeakSet()
+_num_to_collect = _MIN_GROUPS_TO_COLLECT
+
+
+def track_group(group: dist.ProcessGroup) -> None:
+    """Register a group to be destroyed once it is unused. No communication."""
+    _tracked.add(group)
+
+
+def release_groups(groups: Iterable[dist.ProcessGroup | None]) -> None:
+    """Destroy those of the groups that this package has made; None and others are skipped.
+
+    No operation may be in flight there. Later uses raise `ConfigError`. Threads and connections end with the last
+    reference to a group. Every rank calls it, with the same groups in the same order; no communication but the
+    backend's.
+    """
+    for group in groups:
+        if group is not None and group in _tracked:
+            _released.add(group)
+            _destroy(group)
+    _forget_meshes()
+
+
+def release_unused_groups() -> None:
+    """Destroy unused groups; see Note [Unused groups]. No communication."""
+    global _num_to_collect
+    if not _tracked:
+        return
+    _forget_meshes()
+    collects = len(_tracked) >= _num_to_collect
+    if collects:
+        gc.collect()
+    left = list(_tracked)
+    while left:
+        group, num_references = _take_last(left)
+        if num_references <= _BASE_REFERENCES + _num_table_entries(group) and _can_destroy_locally(group):
+            _destroy(group)
+    if collects:
+        _num_to_collect = max(_MIN_GROUPS_TO_COLLECT, 2 * len(_tracked))
+
+
+def check_not_released(group: dist.ProcessGroup | None) -> None:
+    """Raise `ConfigError` if a group was released by `release_groups`."""
+    if group is not None and group in _released:
+        raise ConfigError(
+            "this communicates in a process group that Booster.close() has released: close the Booster when nothing"
+            " that it has boosted is used any more, or boost again with a new plugin"
+        )
+
+
+class _ReleasedName:
+    """Entry of a released group in torch's table of names. Torch may shut it down once more."""
+
+    def shutdown(self) -> None:
+        pass
+
+    def abort(self) -> None:
+        pass
+
+
+def _take_last(left: list[Any]) -> tuple[Any, int]:
+    one = left.pop()
+    return one, sys.getrefcount(one)
+
+
+_BASE_REFERENCES = _take_last([object()])[1]  # an object without other references
+
+
+def _num_table_entries(group: dist.ProcessGroup) -> int:
+    tables: tuple[Any, ...] = (
+        _world.pg_map,
+        _world.pg_names,
+        _world.pg_group_ranks,
+        _world.pg_backend_config,
+        _world.pg_to_tag,
+    )
+    by_tag = sum(one is group for groups in _world.tags_to_pg.values() for one in groups)
+    return by_tag + sum(group in table for table in tables)
+
+
+def _can_destroy_locally(group: dist.ProcessGroup) -> bool:
+    return group not in _world.pg_map or str(dist.get_backend(group)) == "gloo"
+
+
+def _destroy(group: dist.ProcessGroup) -> None:
+    _tracked.discard(group)
+    release_shared_memory(group)
+    if group in _world.pg_map:  # not if the user has destroyed it, or the world
+        name = _world.pg_names[group]
+        dist.destroy_process_group(group)
+        names: dict[Any, str] = _world.pg_names  # type: ignore[assignment]
+        names[_ReleasedName()] = name
+
+
+def _forget_meshes() -> None:
+    # torch caches sharding decisions by mesh, and meshes of other groups of the same ranks compare equal
+    if "torch.distributed.tensor" in sys.modules:
+        from torch.distributed.tensor import debug
+
+        debug._clear_sharding_prop_cache()
+
+
+# Note [Timeouts]
+# A rank that is lost in training should be detected soon; a rank that compiles a kernel, reads a model or writes a
+# large shard needs more time. So the launch takes three timeouts. Groups made here, and the world if the launch made
+# it, have the training timeout, and inside of `timeout_scope` the set-up or checkpoint timeout: the timeouts of their
+# backends are changed at entry and restored at exit, which costs a microsecond per group. The innermost `timeout_scope` of
+# the process applies. Groups of the user, and an adopted world, keep their timeouts.
+# A gloo message has the timeout that its connection was made with, unless its wait is given another one. A group is
+# created with the set-up timeout. TORCH_DISTRIBUTED_DEBUG=DETAIL puts a barrier before each collective, whose timeout
+# cannot be changed later: there, and with a backend other than gloo and nccl, a group keeps its timeout.
+
+Kind = Literal["setup", "checkpoint"]
+
+_CHANGEABLE = ("gloo", "nccl")
+_CONNECTION_ERROR = re.compile(r"timed? ?out|connect|closed|reset by peer|broken pipe|socket", re.IGNORECASE)
+_ANSWER_SECONDS = 3.0  # of the store
+
+
+@dataclass(slots=True)
+class _TimeoutGroup:
+    """Group with a changeable timeout, and its backends."""
+
+    backends: list[Any]
+    is_gloo: bool = False
+
+    def __post_init__(self) -> None:
+        self.is_gloo = bool(self.backends) and all(backend.name() == "gloo" for backend in self.backends)
+
+
+_timeout_groups: WeakKeyDictionary[dist.ProcessGroup, _TimeoutGroup] = WeakKeyDictionary()
+_kinds: list[Kind] = []  # of the active `timeout_scope` blocks of this process, outermost first
+_lock = threading.RLock()
+_num_created: WeakKeyDictionary[Store, Counter[str]] = WeakKeyDictionary()  # by the store of a world and the ranks
+
+
+def current_timeout() -> float:
+    """Return the timeout of waits that start now."""
+    return getattr(timeouts(), _kinds[-1]) if _kinds else timeouts().training
+
+
+@contextmanager
+def timeout_scope(kind: Kind) -> Iterator[None]:
+    """Use the `setup` or `checkpoint` timeout for collectives started in this block. Also a decorator.
+
+    Applies to all threads of this process. No communication. See Note [Timeouts].
+    """
+    with _lock:
+        _kinds.append(kind)
+        _apply_to_all()
+    try:
+        yield
+    finally:
+        with _lock:
+            _remove_last(kind)
+            _apply_to_all()
+
+
+def p2p_timeout(group: dist.ProcessGroup | None) -> timedelta | None:
+    """Return the timeout for the wait of a message in this group, or None for the backend's.
+
+    Waits for nccl's messages do not block: they are enqueued on the device's stream.
+    """
+    chosen = group or dist.group.WORLD
+    timeout_group = None if chosen is None else _timeout_groups.get(chosen)
+    return timedelta(seconds=current_timeout()) if timeout_group is not None and timeout_group.is_gloo else None
+
+
+def register_world() -> None:
+    """Apply the timeouts of this module to the world, which the launch has made. No communication."""
+    if dist.group.WORLD is not None:
+        _register(dist.group.WORLD)
+
+
+def new_group(
+    ranks: Sequence[int], backend: str | None = None, *, use_local_synchronization: bool = False
+) -> dist.ProcessGroup | None:
+    """Return a new process group, or None on a rank outside of it.
+
+    Args:
+        ranks: Global ranks.
+        backend: Backend name, optional; defaults to the world's.
+        use_local_synchronization: If True, only the ranks of the group call this.
+
+    Collective over the world, or over `ranks` with `use_local_synchronization`.
+
+    Raises:
+        RankFailedError: A rank did not call it within the set-up timeout.
+    """
+    expected = list(ranks) if use_local_synchronization else list(range(dist.get_world_size()))
+    arrivals = _Arrivals(ranks, expected)
+    is_changeable = _has_changeable_timeout(str(dist.get_backend()) if backend is None else backend)
+    seconds = timeouts().setup if is_changeable else current_timeout()
+    is_by_gloo = str(dist.get_backend() if backend is None else backend) == "gloo"
+
+    def make() -> dist.ProcessGroup | int | None:
+        made: dist.ProcessGroup | int | None = dist.new_group(
+            list(ranks),
+            timeout=timedelta(seconds=seconds),
+            backend=backend,
+            use_local_synchronization=use_local_synchronization,
+        )
+        return made
+
+    try:
+        arrivals.record(seconds)
+        # torch waits in the store, see Note [Store timeouts]. An accelerator's backend needs the device of this thread.
+        group = call_with_timeout(make, seconds + _ANSWER_SECONDS) if is_by_gloo else make()
+    except RuntimeError as error:
+        if not isinstance(error, (dist.DistStoreError, dist.DistNetworkError)) and not _CONNECTION_ERROR.search(
+            str(error)
+        ):
+            raise
+        raise RankFailedError(arrivals.explanation(seconds, error)) from error
+    if not isinstance(group, dist.ProcessGroup):  # torch's value for ranks outside of the group
+        return None
+    _register(group)
+    track_group(group)
+    return group
+
+
+def new_group_of_rows(rows: Sequence[Sequence[int]]) -> dist.ProcessGroup:
+    """Make a group of each row of global ranks and return this rank's. Every rank is in exactly one row.
+
+    Collective over the world. Raises as `new_group` does.
+    """
+    mine = [group for row in rows if (group := new_group(row)) is not None]
+    if len(mine) != 1:
+        raise AssertionError(f"rank {dist.get_rank()} is in {len(mine)} of the groups {rows}")
+    return mine[0]
+
+
+def new_mesh(device_type: str, shape: Sequence[int], names: Sequence[str]) -> DeviceMesh:
+    """Return a mesh of all ranks, consecutive along its last axis. An axis with all ranks is the world.
+
+    Args:
+        device_type: Device type of the ranks, such as "cpu".
+        shape: Number of ranks along each axis.
+        names: Names of the axes.
+
+    Collective over the world. Raises as `new_group` does.
+
+    Raises:
+        ConfigError: There is no process group.
+    """
+    world = dist.group.WORLD if dist.is_available() else None
+    if world is None:
+        raise ConfigError(
+            f"a mesh of {' x '.join(map(str, shape))} ranks needs a process group, and there is none: call"
+            " booster.launch_from_torch() first"
+        )
+    if getattr(world, "bound_device_id", None) is not None:
+        # torch splits nccl's communicator into all rows at once; rows made one by one would be one split each.
+        mesh = init_device_mesh(device_type, tuple(shape), mesh_dim_names=tuple(names))
+        for group in mesh.get_all_groups():
+            if group is not world:
+                _register(group)
+                track_group(group)
+        return mesh
+    places = torch.arange(math.prod(shape)).view(*shape)
+    groups = [
+        world if size == world.size() else new_group_of_rows(places.movedim(axis, -1).reshape(-1, size).tolist())
+        for axis, size in enumerate(shape)
+    ]
+    return mesh_of_groups(groups, device_type, places, names)
+
+
+def mesh_of_groups(
+    groups: Sequence[dist.ProcessGroup], device_type: str, ranks: torch.Tensor, names: Sequence[str]
+) -> DeviceMesh:
+    """Return a mesh of existing groups. No communication.
+
+    Args:
+        groups: This rank's group along each axis.
+        device_type: Device type of the ranks, such as "cpu".
+        ranks: Global ranks, in the shape of the mesh.
+        names: Names of the axes.
+    """
+    mesh = DeviceMesh.from_group(list(groups), device_type, ranks, mesh_dim_names=tuple(names))
+    # Torch's mesh may hold names of its groups only: the mesh keeps the groups alive.
+    finalize(mesh, list, groups).atexit = False
+    return mesh
+
+
+class _Arrivals:
+    """Record of the ranks that started to make a group, for the error where it fails."""
+
+    def __init__(self, ranks: Sequence[int], expected: Sequence[int]) -> None:
+        self._ranks, self._expected = ranks, expected
+        store = _get_default_store()
+        made = _num_created.setdefault(store, Counter())
+        key = ",".join(map(str, ranks))
+        made[key] += 1
+        self._client, self._prefix = store, f"booster.groups/{key}/{made[key]}"
+
+    def record(self, seconds: float) -> None:
+        """Record this rank in the store, with a timeout in seconds."""
+        if str(dist.get_backend()) != "fake":  # torch's fake backend has a fake store
+            self._under(seconds).set(str(dist.get_rank()), "here")
+
+    def _under(self, seconds: float) -> TimeoutStore:
+        return TimeoutStore(self._client, self._prefix, seconds)
+
+    def explanation(self, seconds: float, error: RuntimeError) -> str:
+        phase = format_phase(current_progress()) or " (in set-up, outside of all phases)"
+        head = (
+            f"rank {dist.get_rank()} could not make a group of {format_ranks(self._ranks)} within {seconds:g} s{phase}"
+        )
+        tail = f"torch reports: {str(error).strip().splitlines()[0]}"
+        try:
+            store = self._under(_ANSWER_SECONDS)
+            missing = [rank for rank in self._expected if not store.check([str(rank)])]
+        except dist.DistError:
+            return (
+                f"{head}, and the store of torch.distributed is gone: the process that serves it (rank 0 or the"
+                f" launcher) has ended or is stopped, see its log; {tail}"
+            )
+        if not missing:
+            return f"{head}: all had arrived, and one has ended or hangs since: see their logs; {tail}"
+        return (
+            f"{head}: {format_ranks(missing)} did not arrive: see the log there, whether it ended, hangs or runs something"
+            f" else. If it needs longer, launch with setup_timeout_seconds=...; {tail}"
+        )
+
+
+def _has_changeable_timeout(backend: str) -> bool:
+    is_known = all(part.split(":")[-1] in _CHANGEABLE for part in backend.split(","))
+    return is_known and get_debug_level() != DebugLevel.DETAIL
+
+
+def _register(group: dist.ProcessGroup) -> None:
+    with _lock:
+        _timeout_groups[group] = _TimeoutGroup(_changeable_backends(group))
+        _apply(group)
+
+
+def _changeable_backends(group: dist.ProcessGroup) -> list[Any]:
+    backends: list[Any] = []
+    for device in group._device_types:
+        backend: Any = group._get_backend(device)
+        backend = getattr(backend, "wrapped_pg", backend)  # inside of the wrapper of torch's debug mode
+        if backend.name() in _CHANGEABLE and not any(backend is other for other in backends):
+            backends.append(backend)
+    return backends
+
+
+def _apply_to_all() -> None:
+    for group in list(_timeout_groups):
+        _apply(group)
+
+
+def _apply(group: dist.ProcessGroup) -> None:
+    seconds = current_timeout()
+    for backend in _timeout_groups[group].backends:
+        backend._set_default_timeout(timedelta(seconds=seconds))
+    set_shared_memory_timeout(group, seconds)
+
+
+def _remove_last(kind: Kind) -> None:
+    # not simply the last one: another thread may have entered a block since
+    index = len(_kinds) - 1 - _kinds[::-1].index(kind)
+    del _kinds[index]

@@ -1,0 +1,188 @@
+"""State of a gradient accumulation between two `zero_grad()` calls."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from booster.comm import all_reduce_numbers, group_size
+from booster.errors import ConfigError
+from booster.kernels.flat_buffers import sum_of_squares, takes_sum_of_squares
+from booster.validation import is_number
+
+# Note [Fused unscaling]
+# Unscaling gradients, dividing them by the number of items and clipping them are multiplications by one number each,
+# and each would read and write all of them once more: a third of a memory-bound step. An optimizer that is a
+# `FusedUpdate` multiplies while it reads the gradients anyway, so they stay scaled and the factors are kept here.
+# Readers of unscaled gradients (clipping by value, hooks) have them multiplied first. Only gradients that are invisible
+# to users stay scaled: shards, and those of low-precision weights with master weights.
+
+_EPSILON = 1e-6  # as in torch.nn.utils.clip_grads_with_norm_
+
+
+@dataclass(slots=True)
+class UnscaleFactors:
+    """Factors of one accumulation.
+
+    Attributes:
+        multiplier: Factor that unscales and averages.
+        coefficient: Clip coefficient as a 0-dim tensor (no device sync), or None.
+    """
+
+    grad_scale: float = 1.0
+    clip_coef: torch.Tensor | None = None
+
+    def unscaled_norm(self, scaled_norm: torch.Tensor) -> torch.Tensor:
+        """Return the norm of the unscaled gradients, from that of the scaled ones."""
+        norm = scaled_norm * abs(self.grad_scale)
+        return norm if self.clip_coef is None else norm * self.clip_coef
+
+    def clip(self, max_norm: float, norm: torch.Tensor) -> None:
+        """Set the clip coefficient for gradients of this norm and `max_norm`."""
+        coefficient = torch.clamp(max_norm / (norm.float() + _EPSILON), max=1.0)
+        self.clip_coef = coefficient if self.clip_coef is None else self.clip_coef * coefficient
+
+    @torch.no_grad()
+    def apply_to(self, gradients: Sequence[torch.Tensor]) -> None:
+        """Multiply the gradients in place."""
+        if not gradients:
+            return
+        if self.grad_scale != 1.0:
+            torch._foreach_mul_(list(gradients), self.grad_scale)
+        if self.clip_coef is not None:
+            torch._foreach_mul_(list(gradients), self.clip_coef)
+
+
+# Note [Accumulation]
+# An accumulation is one or more backward() calls between two zero_grad() calls, followed by at most one step(). Before
+# the step the gradients are *scaled*: multiplied by the loss scale, averaged over the data-parallel ranks, and neither
+# divided by the number of items nor by the number of microbatches, because neither is known before the last backward().
+# The first reader (clip, norm, step) *unscales* them: one multiplication makes them the gradients of one process. A
+# later backward() would mix scaled with unscaled gradients, and is refused.
+# With the last microbatch of `Booster.accumulate`, if the optimizer uses `p.grad`, it is unscaled right after
+# backward(), for code that reads it. A further backward() of that microbatch reverts it.
+
+
+@dataclass(slots=True)
+class AccumulationState:
+    """State of one accumulation; see Note [Accumulation].
+
+    Attributes:
+        num_backwards: Number of backward() calls.
+        num_averaged: Number of microbatches of `Booster.accumulate` that the gradient is the mean of; 0 without
+            averaging.
+        num_items: This rank's sum of `num_items`, or None if backward() was called without.
+        is_final: Whether the gradients are unscaled.
+        was_multiplied: Whether unscaling changed the gradients, so that a further backward() cannot be added.
+        has_stepped: Whether step() was called, also if it was skipped.
+        found_nonfinite: Whether a loss-scaled gradient overflowed on some rank.
+        norm: Norm before clipping, once computed.
+        was_updated_here: Whether this rank's optimizer has stepped, and another rank's has not yet.
+        shown_factor: Factor that `p.grad` is multiplied by already; 1.0 for none.
+        factors: Factors that the step multiplies the gradients by, or None.
+    """
+
+    num_backwards: int = 0
+    num_averaged: int = 0
+    num_items: float | None = None
+    is_unscaled: bool = False
+    was_unscaled: bool = False
+    has_stepped: bool = False
+    found_nonfinite: bool = False
+    norm: torch.Tensor | None = None
+    was_updated_locally: bool = False
+    grad_factor: float = 1.0
+    factors: UnscaleFactors | None = None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether there are accumulated gradients without a step."""
+        return self.num_backwards > 0 and not self.has_stepped
+
+    def count_backward(self, num_items: float | None) -> None:
+        """Records one backward() call.
+
+        Raises:
+            ConfigError: `num_items` is given for some backward() calls of the accumulation only, or is negative.
+        """
+        if self.num_backwards > 0 and (num_items is None) != (self.num_items is None):
+            raise ConfigError(
+                f"backward() got num_items={num_items} after calls {'with' if num_items is None else 'without'} it"
+                " since the last zero_grad(), and the sum needs the count of all of them: give num_items to every"
+                " backward() call of a step, or to none"
+            )
+        if num_items is not None:
+            if not is_number(num_items) or num_items < 0:
+                raise ConfigError(
+                    f"num_items={num_items!r} is not a number of items: give the number that the loss sums over, 0 or"
+                    " more, or None for a mean"
+                )
+            self.num_items = (self.num_items or 0.0) + float(num_items)
+        self.num_backwards += 1
+
+    def unscale_factor(self, loss_scale: float, group: dist.ProcessGroup | None) -> float:
+        """Return the factor that unscales the gradients.
+
+        Args:
+            loss_scale: Loss scale of the accumulation.
+            group: Group over which gradients are averaged.
+
+        Collective over `group` if `num_items` was given.
+
+        Raises:
+            ConfigError: The items of all ranks sum to zero.
+        """
+        factor = 1.0 / loss_scale
+        if self.num_items is not None:
+            total = all_reduce_numbers([self.num_items], group)[0]
+            if total == 0:
+                raise ConfigError(
+                    "num_items is 0 on all ranks together, so there is nothing to average over: skip the batch, or"
+                    " leave num_items out"
+                )
+            # Averaging over the ranks divided the sum by their number: undo that and divide by the count.
+            return factor * group_size(group) / total
+        return factor / max(1, self.num_averaged)
+
+
+# Note [Skip decision]
+# All ranks of the world, of all axes of a mesh, decide together whether a step is skipped, from every gradient of every
+# rank, also from those that should be equal on several ranks. A rank that steps where others skip would have other
+# weights, another loss scale, and soon other collectives. So no rank decides alone: bad memory, a hook or a parameter
+# outside of the averaging may make its gradients differ.
+
+
+@torch.no_grad()
+def gradient_norm(gradients: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
+    """Return the norm of all elements, as a 0-dim fp32 or fp64 tensor on the gradients' device.
+
+    Args:
+        gradients: Gradients; low-precision ones are summed in fp32.
+        norm_type: Order of the norm; may be `float("inf")`.
+    """
+    if norm_type == 2.0 and takes_sum_of_squares(gradients):
+        return torch.tensor(math.sqrt(sum_of_squares(gradients)), dtype=torch.float32)
+    wide = [one.float() if one.dtype in (torch.float16, torch.bfloat16) else one for one in gradients]
+    return nn.utils.get_total_norm(wide, norm_type)
+
+
+@torch.no_grad()
+def any_nonfinite(gradients: Sequence[torch.Tensor]) -> bool:
+    """Return whether an element is inf or nan.
+
+    Args:
+        gradients: Dense or sparse gradients.
+    """
+    dense = [gradient._values() if gradient.is_sparse else gradient for gradient in gradients]
+    dense = [gradient for gradient in dense if gradient.numel() > 0]
+    if not dense:
+        return False
+    if takes_sum_of_squares(dense):
+        return not math.isfinite(sum_of_squares(dense))
+    maxima = torch.stack([norm.float() for norm in torch._foreach_norm(dense, float("inf"))])
+    return not bool(torch.isfinite(maxima).all())

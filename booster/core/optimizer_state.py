@@ -1,0 +1,271 @@
+"""State of an optimizer in a checkpoint: tensors by parameter name, and plain values."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from booster.errors import CheckpointError
+
+from .shard_aware import StateAllocator
+from .shard_spec import ShardSpec, shard_spec_of
+from .tensor_slice import TensorSlice
+
+if TYPE_CHECKING:
+    from .optimizer_wrapper import OptimizerWrapper
+
+MASTER = "master"
+# Hyperparameters that select an implementation and don't change the result.
+_IMPLEMENTATION_CHOICES = {"foreach", "fused", "capturable", "differentiable", "maximize"}
+_NAME_KEYS = ("params", "param_names")  # of a group; "param_names" exists if torch's optimizer was given names
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorSpec:
+    """Shape and dtype of a logical tensor in a checkpoint."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the elements in a file."""
+        return self.numel * self.dtype.itemsize
+
+
+class OptimizerState:
+    """Live view of an optimizer's state for a CheckpointIO.
+
+    Tensors are named `<parameter name>.<state name>`, fp32 master weights `<parameter name>.master`. Everything else
+    (hyperparameters, numbers, the loss scaler) is in `values()`. A plugin that shards states overrides the methods
+    under "Overridden by plugins", which return this rank's shards of each logical parameter and its states.
+
+    Args:
+        optimizer: Optimizer to read and fill.
+    """
+
+    def __init__(self, optimizer: OptimizerWrapper) -> None:
+        self.optimizer = optimizer
+        own = optimizer.unwrap()
+        self._allocator = own if isinstance(own, StateAllocator) else None
+
+    def named_parameters(self) -> dict[str, nn.Parameter]:
+        """Return the optimizer's parameters (masters where it has them) by the user's names, in group order."""
+        return {name: parameter for group in self._groups() for name, parameter in group}
+
+    def slices(self) -> list[TensorSlice]:
+        """Return this rank's slices of every state tensor and master weight; filling them loads the state.
+
+        Raises:
+            CheckpointError: A state is neither a tensor nor a plain value (LBFGS keeps lists of tensors).
+        """
+        named = self.named_parameters().items()
+        states = [part for name, parameter in named for part in self._state_slices(name, parameter)]
+        return states + [part for name, parameter in named for part in self._master_slices(name, parameter)]
+
+    def values(self) -> dict[str, Any]:
+        """Return the plain values: param groups with parameter names, shapes, numbers per parameter, the scaler.
+
+        Collective if the ranks hold states of different parameters. A failure there is raised on all ranks.
+
+        Raises:
+            CheckpointError: A state is neither a tensor nor a plain value, or is not readable.
+        """
+        logical = self._groups()
+        groups = [
+            {key: value for key, value in group.items() if key not in _NAME_KEYS}
+            | {"params": [name for name, _ in members]}
+            for group, members in zip(self.optimizer.param_groups, logical, strict=True)
+        ]
+        scaler = self.optimizer.loss_scaler
+        return {
+            "optimizer": type(self.optimizer.unwrap()).__name__,
+            "param_groups": groups,
+            "shapes": {name: list(self._layout(one).logical_shape) for members in logical for name, one in members},
+            "numbers": self._all_numbers(),
+            "loss_scaler": None if scaler is None else scaler.state_dict(),
+            "num_skipped_steps": self.optimizer.num_skipped_steps,
+        }
+
+    def check(self, specs: Mapping[str, TensorSpec], values: Mapping[str, Any]) -> None:
+        """Raise one error that lists all mismatches between a stored state and this optimizer.
+
+        Args:
+            specs: Stored tensors by name.
+            values: Stored plain values.
+
+        Raises:
+            CheckpointError: Groups, parameters or shapes differ.
+            ConfigError: There is not enough space for the states.
+        """
+        problems = list(self._differences(specs, values))
+        if problems:
+            listed = "".join(f"\n  - {problem}" for problem in problems)
+            raise CheckpointError(
+                f"the stored optimizer state does not match this optimizer, nothing was loaded:{listed}\nBuild the"
+                " optimizer with the same param groups over the same model as the one that was saved"
+            )
+        if self._allocator is not None:
+            self._allocator.prepare_states()
+
+    def allocate(self, specs: Mapping[str, TensorSpec], values: Mapping[str, Any]) -> list[TensorSlice]:
+        """Allocate a state of the stored names and shapes, load the plain values, and return the slices to fill.
+
+        Call `check` first. A loss scaler keeps its values if none are stored, and masters that are not stored are
+        copied from the model's weights. Not collective.
+
+        Args:
+            specs: Stored tensors by name.
+            values: Stored plain values.
+        """
+        self._refresh_masters(specs)
+        scaler = self.optimizer.loss_scaler
+        if scaler is not None and values["loss_scaler"] is not None:
+            scaler.load_state_dict(values["loss_scaler"])  # first: it raises for a malformed state
+        for group, stored in zip(self.optimizer.param_groups, values["param_groups"], strict=True):
+            group.update({key: value for key, value in stored.items() if key not in _NAME_KEYS})
+        held = {name: self._held(name, parameter) for name, parameter in self.named_parameters().items()}
+        state = self.optimizer.state
+        state.clear()
+        for full_name, spec in specs.items():
+            name, key = full_name.rsplit(".", 1)
+            for parameter in held[name] if key != MASTER else ():
+                state[parameter][key] = self._new_state_tensor(parameter, key, spec)
+        for name, numbers in values["numbers"].items():
+            for parameter in held[name]:
+                state[parameter].update(numbers)
+        self.optimizer.num_skipped_steps = int(values["num_skipped_steps"])
+        return [part for part in self.slices() if part.name in specs]
+
+    # Overridden by plugins.
+
+    def _groups(self) -> list[list[tuple[str, nn.Parameter]]]:
+        """Return the logical parameters of every param group by the user's names, equal on all ranks."""
+        names: dict[int, str] = {}
+        for name, parameter in self.optimizer.model.named_parameters():
+            names.setdefault(id(parameter), name)
+        working = self.optimizer.model_parameter
+        return [
+            [(names[id(working(parameter))], parameter) for parameter in group["params"]]
+            for group in self.optimizer.param_groups
+        ]
+
+    def _held(self, name: str, parameter: nn.Parameter) -> list[nn.Parameter]:
+        """Return the entries of `param_groups` that are this rank's shards of a logical parameter."""
+        return [parameter]
+
+    def _state_slices(self, name: str, parameter: nn.Parameter) -> Iterator[TensorSlice]:
+        """Yield this rank's slices of a logical parameter's states."""
+        layout, is_primary = self._layout(parameter), self.optimizer.is_primary
+        for key, value in self._state_tensors(parameter):
+            if value.shape == layout.local_shape:
+                yield from layout.slices(f"{name}.{key}", value, primary=is_primary)
+            else:
+                yield TensorSlice.whole(f"{name}.{key}", value, primary=is_primary and layout.holds_first())
+
+    def _master_slices(self, name: str, parameter: nn.Parameter) -> Iterator[TensorSlice]:
+        """Yield this rank's slices of a logical parameter's master weights."""
+        if self.optimizer.model_parameter(parameter) is not parameter:
+            layout = self._layout(parameter)
+            yield from layout.slices(f"{name}.{MASTER}", parameter.detach(), primary=self.optimizer.is_primary)
+
+    def _all_numbers(self) -> dict[str, dict[str, Any]]:
+        """Return the plain values among the states by logical parameter, equal on all ranks. May be collective."""
+        return {
+            name: numbers
+            for name, parameter in self.named_parameters().items()
+            if (numbers := self._numbers(name, parameter))
+        }
+
+    def _refresh_masters(self, stored: Collection[str]) -> None:
+        """Copy the model's weights into the masters unless all of them are among the stored tensors."""
+        masters = self.optimizer.master_weights
+        names = [part.name for one in self.named_parameters().items() for part in self._master_slices(*one)]
+        if masters is not None and any(name not in stored for name in names):
+            masters.refresh()
+
+    def _new_state_tensor(self, parameter: nn.Parameter, key: str, spec: TensorSpec) -> torch.Tensor:
+        """Return an empty state tensor with the device and dtype that torch's load_state_dict would use."""
+        spec = self._own_spec(parameter, key, spec)
+        memory = None
+        if self._allocator is not None:
+            memory = self._allocator.allocate_state(parameter, key, spec.shape, spec.dtype)
+        if memory is None:
+            memory = self._new_memory(parameter, key, spec)
+        return memory.zero_() if self._layout(parameter).has_padding else memory
+
+    def _own_spec(self, parameter: nn.Parameter, key: str, spec: TensorSpec) -> TensorSpec:
+        """Return the local spec of a stored state for one of `param_groups`."""
+        layout = self._layout(parameter)
+        return replace(spec, shape=layout.local_shape) if spec.shape == layout.logical_shape else spec
+
+    def _new_memory(self, parameter: nn.Parameter, key: str, spec: TensorSpec) -> torch.Tensor:
+        if key == "step":
+            group = next(g for g in self.optimizer.param_groups if any(p is parameter for p in g["params"]))
+            on_device = bool(group.get("capturable") or group.get("fused"))
+            return torch.empty(spec.shape, dtype=spec.dtype, device=parameter.device if on_device else "cpu")
+        floats = spec.dtype.is_floating_point and parameter.is_floating_point()
+        return torch.empty(spec.shape, dtype=parameter.dtype if floats else spec.dtype, device=parameter.device)
+
+    def _layout(self, parameter: nn.Parameter) -> ShardSpec:
+        """Return the layout of the model's parameter that one of `param_groups` is, or is a copy of."""
+        return shard_spec_of(self.optimizer.model_parameter(parameter), parameter.shape)
+
+    def _state_tensors(self, parameter: nn.Parameter) -> Iterator[tuple[str, torch.Tensor]]:
+        for key, value in self.optimizer.state.get(parameter, {}).items():
+            if isinstance(value, torch.Tensor):
+                yield key, value
+
+    def _numbers(self, name: str, parameter: nn.Parameter) -> dict[str, Any]:
+        if self._allocator is not None:
+            self._allocator.check_states()  # here, because every save reads numbers first and compares them over ranks
+        state = self.optimizer.state.get(parameter, {})
+        numbers = {key: value for key, value in state.items() if not isinstance(value, torch.Tensor)}
+        for key, value in numbers.items():
+            if value is not None and not isinstance(value, (bool, int, float, str)):
+                raise CheckpointError(
+                    f"{type(self.optimizer.unwrap()).__name__} has a {type(value).__name__} as state {key!r} of"
+                    f" {name!r}, and a checkpoint without pickle stores tensors and plain values: save the model alone"
+                )
+        return numbers
+
+    def _other_kind(self, values: Mapping[str, Any]) -> Iterator[str]:
+        # Several classes may compute the same update, such as Adam and a faster implementation: they have the same
+        # hyperparameters. A class that lacks some of them computes another update.
+        optimizer = self.optimizer.unwrap()
+        ours, theirs = type(optimizer).__name__, values.get("optimizer")
+        stored = {key for group in values["param_groups"] for key in group}
+        lost = sorted(set(self.optimizer.defaults) - stored - _IMPLEMENTATION_CHOICES)
+        if theirs != ours and lost and values["param_groups"]:
+            yield f"the state is of a {theirs}, which lacks {', '.join(lost)}, and this is a {ours}"
+        is_uncorrected = any(group.get("bias_correction") is False for group in values["param_groups"])
+        if is_uncorrected and isinstance(optimizer, torch.optim.Adam):
+            yield f"the state is of a {theirs} with bias_correction=False, and {ours} always corrects"
+
+    def _differences(self, specs: Mapping[str, TensorSpec], values: Mapping[str, Any]) -> Iterator[str]:
+        named = self.named_parameters()
+        stored_groups, groups = values["param_groups"], self._groups()
+        yield from self._other_kind(values)
+        if len(stored_groups) != len(groups):
+            yield f"{len(stored_groups)} param groups are stored, the optimizer has {len(groups)}"
+            return
+        for index, (stored, group) in enumerate(zip(stored_groups, groups, strict=True)):
+            ours, theirs = {name for name, _ in group}, set(stored["params"])
+            yield from (f"group {index}: {name!r} is missing in the checkpoint" for name in sorted(ours - theirs))
+            yield from (f"group {index}: {name!r} is not in this optimizer" for name in sorted(theirs - ours))
+        for name, shape in values["shapes"].items():
+            here = self._layout(named[name]).logical_shape if name in named else tuple(shape)
+            if tuple(shape) != here:
+                yield f"{name!r} has shape {tuple(shape)} in the checkpoint, {here} here"
+        unknown = [full for full in specs if full.rsplit(".", 1)[0] not in values["shapes"]]
+        yield from (f"tensor {full!r} belongs to no stored parameter" for full in sorted(unknown))

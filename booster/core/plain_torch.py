@@ -1,0 +1,145 @@
+"""Checks of torch's clipping functions and of plain optimizers on parameters of boosted models."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from booster.errors import ConfigError
+
+from .model_wrapper import ModelWrapper
+
+# Note [Plain torch]
+# `torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)` clips nothing if the boosted optimizer stores the gradients,
+# and clips incomplete ones inside of `Booster.accumulate`. A plain optimizer steps each rank's model by local gradients
+# if gradients are averaged for boosted optimizers only. Neither raises by itself. torch has a hook for steps of any
+# optimizer. It has none for its clipping functions, so a check wraps the function in their closures: scripts import
+# them by name before anything is boosted.
+
+clip_by_norm = torch.no_grad()(inspect.unwrap(nn.utils.clip_grads_with_norm_))  # without the check
+clip_by_value = torch.no_grad()(inspect.unwrap(nn.utils.clip_grad_value_))
+
+
+class _Optimizer(Protocol):
+    def _holds_any(self, parameters: frozenset[int]) -> bool: ...
+
+    def _show_gradients(self, parameters: frozenset[int]) -> None: ...
+
+    _is_stepping: bool
+
+
+_optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
+_refused: weakref.WeakKeyDictionary[ModelWrapper, list[weakref.ref[nn.Parameter]]] = weakref.WeakKeyDictionary()
+_num_boosted_backwards = 0
+
+
+def hook_clipping(optimizer: _Optimizer) -> None:
+    """Let torch's clipping functions unscale the gradients of a boosted optimizer first."""
+    _wrap_clipping()
+    _optimizers.add(optimizer)
+
+
+@functools.cache
+def _wrap_clipping() -> None:
+    for function in (nn.utils.clip_grad_norm_, nn.utils.clip_grads_with_norm_, nn.utils.clip_grad_value_):
+        _wrap(function)
+
+
+def _wrap(function: Callable[..., Any]) -> None:
+    own = inspect.unwrap(function)
+
+    @functools.wraps(own)
+    def checked(parameters: Any, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return own(parameters, *args, **kwargs)
+        members = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        _unscale_gradients(members)
+        # An empty generator is passed on: torch warns about it.
+        return own(members or parameters, *args, **kwargs)
+
+    for cell in getattr(function, "__closure__", None) or ():
+        if cell.cell_contents is own:
+            cell.cell_contents = checked
+            return
+    for module in (nn.utils, nn.utils.clip_grad):  # without a closure: earlier imports by name are not covered
+        for name, value in list(vars(module).items()):
+            if value is function:
+                setattr(module, name, checked)
+
+
+def _unscale_gradients(parameters: Iterable[torch.Tensor]) -> None:
+    given = frozenset(id(one) for one in parameters)
+    for optimizer in list(_optimizers):
+        if optimizer._holds_any(given):
+            optimizer._show_gradients(given)
+
+
+@contextmanager
+def boosted_backward() -> Iterator[None]:
+    """Context of autograd in the backward of a boosted optimizer."""
+    global _num_boosted_backwards
+    _num_boosted_backwards += 1
+    try:
+        yield
+    finally:
+        _num_boosted_backwards -= 1
+
+
+def refuse_plain_training(
+    model: ModelWrapper, *, untrained: Iterable[nn.Parameter], originals: Iterable[nn.Parameter] = ()
+) -> None:
+    """Make training by a plain optimizer raise, for models whose gradients are reduced for boosted optimizers only.
+
+    Args:
+        model: Boosted model.
+        untrained: Its parameters, if it was boosted without an optimizer.
+        originals: Parameters from before boost() that were replaced.
+    """
+    _hook_steps()
+    _refused[model] = [weakref.ref(one) for one in originals]
+    for one in untrained:
+        if one.requires_grad:
+            one.register_post_accumulate_grad_hook(refuse_plain_gradient)
+
+
+@functools.cache
+def _hook_steps() -> None:
+    register_optimizer_step_pre_hook(_refuse_plain_step)
+
+
+def refuse_plain_gradient(*_: Any) -> None:
+    """Hook of a gradient of a model that was boosted without an optimizer.
+
+    In the backward of another model's optimizer the gradient is not used, such as that of a teacher's weights.
+
+    Raises:
+        ConfigError: It was not computed in a boosted optimizer's backward.
+    """
+    if _num_boosted_backwards == 0:
+        raise ConfigError(
+            "loss.backward() computes gradients of a model that was boosted without an optimizer, and gradients are"
+            " reduced over ranks for boosted optimizers only: write model, optimizer, *_ = booster.boost(model,"
+            " optimizer) and booster.backward(loss, optimizer), or model.requires_grad_(False) if it is not trained"
+        )
+
+
+def _refuse_plain_step(optimizer: Optimizer, *_: Any) -> None:
+    if not _refused or any(one._is_stepping for one in list(_optimizers)):
+        return
+    known = {id(one) for model in list(_refused) for one in model.module.parameters()}
+    known |= {id(one) for refs in list(_refused.values()) for ref in refs if (one := ref()) is not None}
+    if any(id(one) in known and one.requires_grad for group in optimizer.param_groups for one in group["params"]):
+        raise ConfigError(
+            f"step() of a {type(optimizer).__name__} that is not boosted, over parameters of a boosted model: gradients"
+            " are reduced over ranks for boosted optimizers only. Write model, optimizer, *_ = booster.boost(model,"
+            " optimizer), and call step() of the returned one"
+        )

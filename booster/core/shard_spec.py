@@ -1,0 +1,277 @@
+"""Sharding of a logical tensor over model-parallel ranks: the blocks of it in a rank's parameter."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+import torch
+from torch import nn
+
+from .tensor_slice import TensorSlice
+
+Box: TypeAlias = tuple[tuple[int, int], ...]
+"""Offset and length per dim of a block, in elements (`offsets` and `sizes` of DCP)."""
+
+_ATTRIBUTE = "_booster_layout"
+
+# Note [Shard specs]
+# With model parallelism each rank's parameter is a shard of the user's parameter, the *logical* tensor. The rank's
+# *local* tensor consists of blocks of it: one block of a column-parallel weight, three of a fused query, key and value.
+# Elements outside of all blocks are padding, and always zero. If ranks hold the same elements, the block is primary on
+# one of them, which writes and counts them. The layout is attached to the parameter, so that sharding, clipping, saving
+# and loading read it there, whatever parallelism sharded the parameter.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardRegion:
+    """Block of this rank's tensor, and its position in the logical tensor.
+
+    Attributes:
+        local: Box of the block in this rank's tensor.
+        logical: Box of the block in the logical tensor, of the same lengths.
+        is_primary: True on exactly one of the ranks of a model-parallel group that hold the same elements.
+    """
+
+    local: Box
+    logical: Box
+    is_primary: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardSpec:
+    """Sharding of a parameter; see Note [Shard specs].
+
+    Attributes:
+        logical_shape: Shape of the user's parameter.
+        local_shape: Shape of this rank's tensor, with padding.
+        pieces: Blocks, disjoint in the local tensor.
+    """
+
+    logical_shape: tuple[int, ...]
+    local_shape: tuple[int, ...]
+    regions: tuple[ShardRegion, ...]
+
+    @classmethod
+    def unsharded(cls, shape: Sequence[int], *, is_primary: bool = True) -> ShardSpec:
+        """Return the layout of an unsharded parameter."""
+        box = tuple((0, size) for size in shape)
+        region = ShardRegion(local=box, logical=box, is_primary=is_primary)
+        return cls(logical_shape=tuple(shape), local_shape=tuple(shape), regions=(region,))
+
+    def non_primary(self) -> ShardSpec:
+        """Return the same layout without primary blocks: other ranks write and count all elements."""
+        return replace(self, regions=tuple(replace(region, is_primary=False) for region in self.regions))
+
+    @property
+    def is_unsharded(self) -> bool:
+        """Whether this rank's tensor is the logical tensor, in its order."""
+        return len(self.regions) == 1 and self.local_shape == self.logical_shape == _lengths(self.regions[0].local)
+
+    @property
+    def owns_all(self) -> bool:
+        """Whether all blocks are primary."""
+        return all(region.is_primary for region in self.regions)
+
+    @property
+    def has_padding(self) -> bool:
+        """Whether some elements of this rank's tensor are outside of all blocks."""
+        return sum(math.prod(_lengths(region.local)) for region in self.regions) < math.prod(self.local_shape)
+
+    def shard(self, logical: torch.Tensor) -> torch.Tensor:
+        """Return a copy of this rank's shard of a logical tensor, with zeros as padding."""
+        local = logical.new_zeros(self.local_shape)
+        for region in self.regions:
+            local[_index(region.local)] = logical[_index(region.logical)]
+        return local
+
+    def owned(self, tensor: torch.Tensor, span: tuple[int, int]) -> list[torch.Tensor]:
+        """Return views of the primary elements of a flat range of this rank's tensor.
+
+        Args:
+            tensor: 1-D tensor of the elements of the flat range.
+            span: First element and one past the last, in the row-major flattening of this rank's tensor.
+        """
+        if self.owns_all and not self.has_padding:
+            return [tensor]
+        regions = [region for region in self.regions if region.is_primary]
+        return [view for region in regions for view, _ in _overlaps(region, self.local_shape, tensor, span)]
+
+    def slices(
+        self,
+        name: str,
+        tensor: torch.Tensor,
+        *,
+        span: tuple[int, int] | None = None,
+        primary: bool = True,
+        shared: bool = True,
+    ) -> list[TensorSlice]:
+        """Return this rank's slices of a logical tensor that has one value per element of the parameter.
+
+        Args:
+            name: Name of the logical tensor.
+            tensor: This rank's values, in the local shape or as the 1-D elements of `span`. The slices' tensors are
+                views of it, some of which may be strided.
+            span: First element and one past the last, in the row-major flattening of this rank's tensor; optional,
+                defaults to all.
+            primary: Whether this rank is the one that writes, among those that hold the same shard.
+            shared: Value of `TensorSlice.shared`.
+        """
+        if span is None:
+            span = (0, tensor.numel())
+        if self.is_unsharded:
+            box = self.regions[0].logical
+            is_primary = primary and self.regions[0].is_primary
+            return [_slice_of(name, tensor, self.logical_shape, box, span, is_primary, shared)]
+        flat = tensor.view(-1)
+        found = []
+        for region in self.regions:
+            is_primary = primary and region.is_primary
+            for view, box in _overlaps(region, self.local_shape, flat, span):
+                size = (0, view.numel())
+                found.append(_slice_of(name, view, self.logical_shape, box, size, is_primary, shared))
+        return found
+
+    def holds_first(self, span: tuple[int, int] | None = None) -> bool:
+        """Return whether a flat range of this rank's tensor, by default all, has the logical tensor's first element.
+
+        The element must be primary. For an empty logical tensor it is True on one of the ranks.
+        """
+        span = (0, max(1, math.prod(self.local_shape))) if span is None else span
+        if math.prod(self.logical_shape) == 0:
+            return span[0] == 0 and self.owns_all
+        for region in self.regions:
+            if (
+                region.is_primary
+                and all(offset == 0 for offset, _ in region.logical)
+                and 0 not in _lengths(region.local)
+            ):
+                first = _flat_index([offset for offset, _ in region.local], self.local_shape)
+                return span[0] <= first < span[1]
+        return False
+
+    def positions(self, span: tuple[int, int]) -> torch.Tensor:
+        """Return the indices in the logical tensor's row-major flattening of a flat range of this rank's tensor.
+
+        Args:
+            span: First element and one past the last, in the row-major flattening of this rank's tensor.
+
+        Returns:
+            1-D int64 tensor; -1 for padding.
+        """
+        numbers = torch.arange(math.prod(self.logical_shape)).view(self.logical_shape)
+        local = torch.full(self.local_shape, -1)
+        for region in self.regions:
+            local[_index(region.local)] = numbers[_index(region.logical)]
+        return local.view(-1)[slice(*span)]
+
+
+def shard_spec_of(parameter: torch.Tensor, shape: Sequence[int] | None = None) -> ShardSpec:
+    """Return the layout of a parameter; without an attached one it is unsharded.
+
+    Args:
+        parameter: The model's parameter.
+        shape: Shape of an unsharded parameter; optional, defaults to the parameter's.
+    """
+    layout = getattr(parameter, _ATTRIBUTE, None)
+    return ShardSpec.unsharded(parameter.shape if shape is None else shape) if layout is None else layout
+
+
+def is_sharded(parameter: torch.Tensor) -> bool:
+    """Return whether a parameter has an attached layout."""
+    return hasattr(parameter, _ATTRIBUTE)
+
+
+def set_shard_spec(parameter: nn.Parameter, shard_spec: ShardSpec) -> None:
+    """Attach a layout to a parameter."""
+    if tuple(parameter.shape) != shard_spec.local_shape:
+        raise ValueError(f"a layout of {shard_spec.local_shape} does not match a parameter of {tuple(parameter.shape)}")
+    setattr(parameter, _ATTRIBUTE, shard_spec)
+
+
+def _lengths(box: Box) -> tuple[int, ...]:
+    return tuple(length for _, length in box)
+
+
+def _index(box: Box) -> tuple[slice, ...]:
+    return tuple(slice(offset, offset + length) for offset, length in box)
+
+
+def _flat_index(index: Sequence[int], shape: Sequence[int]) -> int:
+    position = 0
+    for one, size in zip(index, shape, strict=True):
+        position = position * size + one
+    return position
+
+
+def _slice_of(
+    name: str,
+    tensor: torch.Tensor,
+    shape: tuple[int, ...],
+    box: Box,
+    span: tuple[int, int],
+    primary: bool,
+    shared: bool,
+) -> TensorSlice:
+    return TensorSlice(
+        name=name,
+        dtype=tensor.dtype,
+        global_shape=shape,
+        box=box,
+        span=span,
+        tensor=tensor,
+        primary=primary,
+        shared=shared,
+    )
+
+
+def _overlaps(
+    region: ShardRegion, local_shape: tuple[int, ...], flat: torch.Tensor, span: tuple[int, int]
+) -> Iterator[tuple[torch.Tensor, Box]]:
+    """Yield the intersection of a flat range of the local tensor with a block: views, and their logical boxes.
+
+    A flat range is a few boxes: some of the first row, complete rows, some of the last row, and so on in the lower
+    dims. The intersection of each of them with the block is a box.
+    """
+    for box in _boxes(local_shape, *span):
+        intersection = tuple(_intersection(one, other) for one, other in zip(box, region.local, strict=True))
+        if any(length <= 0 for _, length in intersection):
+            continue
+        inside = flat[_flat_index([offset for offset, _ in box], local_shape) - span[0] :]
+        view = inside[: math.prod(_lengths(box))].view(_lengths(box))
+        within = tuple((offset - start, length) for (offset, length), (start, _) in zip(intersection, box, strict=True))
+        logical = tuple(
+            (offset - start + target, length)
+            for (offset, length), (start, _), (target, _) in zip(
+                intersection, region.local, region.logical, strict=True
+            )
+        )
+        yield view[_index(within)], logical
+
+
+def _intersection(one: tuple[int, int], other: tuple[int, int]) -> tuple[int, int]:
+    start = max(one[0], other[0])
+    return start, min(sum(one), sum(other)) - start
+
+
+def _boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
+    """Yield the boxes, in order, of a flat range of the row-major flattening of a shape."""
+    if start >= stop:
+        return
+    if not shape:
+        yield ()
+        return
+    row = math.prod(shape[1:])
+    full = tuple((0, size) for size in shape[1:])
+    first, last = -(-start // row), stop // row  # complete rows
+    if first > last:  # inside of one row
+        yield from (((last, 1), *box) for box in _boxes(shape[1:], start - last * row, stop - last * row))
+        return
+    if start < first * row:
+        yield from (((first - 1, 1), *box) for box in _boxes(shape[1:], start - (first - 1) * row, row))
+    if first < last:
+        yield ((first, last - first), *full)
+    if last * row < stop:
+        yield from (((last, 1), *box) for box in _boxes(shape[1:], 0, stop - last * row))

@@ -1,0 +1,180 @@
+"""Exact metrics: results of all ranks, each sample once, with uneven numbers of samples per rank."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from booster.comm import all_gather_equal, all_gather_text, global_rank_of, group_rank
+from booster.errors import ConfigError, DesyncError
+from booster.pytree import map_tensors
+
+from .dataloader import active_place
+
+# The ranks first exchange dtypes and shapes, and the numbers of samples and of repeated samples of the current batch.
+# In most batches these are equal, which a digest shows. Then each tensor is gathered once, as bytes, padded to the
+# longest. A tensor has one row per sample if that holds on all ranks; then the repeats, at the end of a rank's batch,
+# are not sent.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _TensorRows:
+    """Shape of one rank's rows of one tensor."""
+
+    dtype: str
+    row_shape: tuple[int, ...]
+    num_rows: int
+    is_scalar: bool
+
+    @property
+    def fits_any(self) -> bool:
+        """Whether it is an empty 1-D tensor, which torch.cat accepts beside any shape."""
+        return self.num_rows == 0 and not self.row_shape
+
+    def fits(self, other: _TensorRows) -> bool:
+        """Whether the rows of the two can be concatenated."""
+        return self.fits_any or other.fits_any or (self.dtype, self.row_shape) == (other.dtype, other.row_shape)
+
+    def __str__(self) -> str:
+        return f"{self.dtype} with rows of shape {self.row_shape}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _RankRows:
+    """Shapes of one rank's tensors, and the numbers of samples and repeats of its batch."""
+
+    blocks: tuple[_TensorRows, ...]
+    num_samples: int
+    num_repeated: int
+
+    def to_text(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_text(cls, text: str) -> _RankRows:
+        fields = json.loads(text)
+        blocks = tuple(
+            _TensorRows(**(block | {"row_shape": tuple(block["row_shape"])})) for block in fields.pop("blocks")
+        )
+        return cls(blocks=blocks, **fields)
+
+    def has_row_per_sample(self, index: int) -> bool:
+        """Whether a tensor may have one row for each sample of the batch."""
+        return not self.blocks[index].is_scalar and self.blocks[index].num_rows == self.num_samples
+
+
+def gather_for_metrics(data: Any, group: dist.ProcessGroup | None = None) -> Any:
+    """Concatenate the tensors of all ranks along dim 0; see `Booster.gather_for_metrics`. Collective.
+
+    Args:
+        data: Tensors, in any nesting.
+        group: Data-parallel group, optional; defaults to the world.
+
+    Raises:
+        ConfigError: The data has no tensor, or one that is not dense.
+        DesyncError: The ranks' tensors do not match.
+    """
+    tensors: list[torch.Tensor] = []
+    map_tensors(tensors.append, data)
+    error = _unsupported(tensors, data)
+    own = None if error is not None else _local_rows(tensors)
+    texts = all_gather_text("gather_for_metrics()", [] if own is None else [own.to_text()], group, error)
+    ranks = [_RankRows.from_text(fact) for (fact,) in texts]
+    _check_matching(ranks, group)
+    joined = iter([_concatenated(tensor, index, ranks, group) for index, tensor in enumerate(tensors)])
+    return map_tensors(lambda _: next(joined), data)
+
+
+def _unsupported(tensors: Sequence[torch.Tensor], data: Any) -> ConfigError | None:
+    """Return the error of data that cannot be gathered, or None."""
+    if not tensors:
+        return ConfigError(
+            f"gather_for_metrics() was given a {type(data).__name__} without any tensor, and gathers tensors only: put"
+            " numbers into one, for example torch.tensor(value)"
+        )
+    for tensor in tensors:
+        if tensor.layout is not torch.strided:
+            return ConfigError(
+                f"gather_for_metrics() was given a tensor of layout {tensor.layout}, whose rows are not contiguous:"
+                " pass tensor.to_dense(), or a padded one"
+            )
+    return None
+
+
+def _local_rows(tensors: Sequence[torch.Tensor]) -> _RankRows:
+    place = active_place()
+    return _RankRows(
+        blocks=tuple(_block(tensor) for tensor in tensors),
+        num_samples=0 if place is None else place.num_samples,
+        num_repeated=0 if place is None else place.num_repeated_here,
+    )
+
+
+def _block(tensor: torch.Tensor) -> _TensorRows:
+    num_rows, *row_shape = tensor.shape or (1,)
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return _TensorRows(dtype=dtype, row_shape=tuple(row_shape), num_rows=num_rows, is_scalar=tensor.dim() == 0)
+
+
+def _check_matching(ranks: Sequence[_RankRows], group: dist.ProcessGroup | None) -> None:
+    counts = [len(one.blocks) for one in ranks]
+    if len(set(counts)) > 1:
+        raise DesyncError(
+            "gather_for_metrics() got different numbers of tensors: "
+            + _by_ranks([f"{count} tensors" for count in counts], group)
+            + ". Pass the same structure on every rank, with torch.empty(0) where one has no rows"
+        )
+    for index in range(counts[0]):
+        blocks = [one.blocks[index] for one in ranks]
+        reference = _reference(blocks)
+        if not all(block.fits(reference) for block in blocks):
+            raise DesyncError(
+                f"gather_for_metrics() cannot concatenate the ranks' tensors, number {index + 1} of {counts[0]}: "
+                + _by_ranks([str(block) for block in blocks], group)
+                + ". They may differ in dim 0 only: pad or convert them to one shape and dtype before"
+            )
+
+
+def _reference(blocks: Sequence[_TensorRows]) -> _TensorRows:
+    """Return a block with dtype and row shape of the concatenated tensor."""
+    return next((block for block in blocks if not block.fits_any), blocks[0])
+
+
+def _by_ranks(texts: Sequence[str], group: dist.ProcessGroup | None) -> str:
+    ranks_of: dict[str, list[int]] = {}
+    for rank, text in enumerate(texts):
+        ranks_of.setdefault(text, []).append(global_rank_of(rank, group))
+    return ", ".join(
+        f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))} passed {text}"
+        for text, ranks in ranks_of.items()
+    )
+
+
+def _concatenated(
+    tensor: torch.Tensor, index: int, ranks: Sequence[_RankRows], group: dist.ProcessGroup | None
+) -> torch.Tensor:
+    """Return the rows of all ranks, without repeats."""
+    blocks = [one.blocks[index] for one in ranks]
+    is_per_sample = all(one.has_row_per_sample(index) for one in ranks)
+    counts = [one.blocks[index].num_rows - is_per_sample * one.num_repeated for one in ranks]
+    own = tensor.detach().reshape(tensor.shape or (1,))[: counts[group_rank(group)]]
+    if len(counts) == 1:
+        return own
+    reference = _reference(blocks)
+    dtype, shape = getattr(torch, reference.dtype), (sum(counts), *reference.row_shape)
+    row_bytes = dtype.itemsize * math.prod(reference.row_shape)
+    if max(counts) * row_bytes == 0:
+        return own.new_empty(shape, dtype=dtype)
+    padded = own.new_zeros(max(counts) * row_bytes, dtype=torch.uint8)
+    padded[: own.nbytes].copy_(own.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8))
+    gathered = all_gather_equal(padded, group)
+    if len(set(counts)) > 1:
+        rows = gathered.view(len(counts), -1)
+        gathered = torch.cat([row[: count * row_bytes] for row, count in zip(rows, counts, strict=True)])
+    return gathered.view(dtype).view(shape)

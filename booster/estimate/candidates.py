@@ -1,0 +1,367 @@
+"""Comparison of plugins and settings for a model: memory of each, and least communication among those that fit."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
+from typing import Any
+
+import torch
+
+from booster.comm import fake_world
+from booster.errors import BoosterError, ConfigError
+from booster.interface import MixedPrecision, Plugin
+from booster.mixed_precision import mixed_precision_from_name
+from booster.registry import plugin_class, plugin_from_name, plugin_names
+from booster.single_device import SingleDevicePlugin
+
+from .estimate import FakeTensorMemoryRequest, MemoryEstimate, estimate_request
+
+ONE_DEVICE = "none"  # name of Booster(plugin=None) on the command line
+_PRECISIONS = (None, "bf16")  # candidates, if the Booster controls the precision
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """Plugin and settings to estimate.
+
+    Attributes:
+        plugin: Name of the plugin, or `ONE_DEVICE`.
+        settings: Arguments of the plugin.
+        mixed_precision: Mixed precision of the Booster; None if unused or controlled by the plugin.
+    """
+
+    plugin: str
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    mixed_precision: str | None = None
+
+    @property
+    def name(self) -> str:
+        """Name of the plugin and its settings."""
+        shown = dict(self.settings)
+        if self.mixed_precision is not None:
+            shown["mixed_precision"] = self.mixed_precision
+        return " ".join([self.plugin, *(f"{key}={format_setting(value)}" for key, value in shown.items())])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CandidateResult:
+    """Result of a candidate.
+
+    Attributes:
+        candidate: Plugin and settings.
+        estimate: Memory estimate; None if the candidate can't be used, see `reason`.
+        dp_size: Data parallel size.
+        reason: Error message if there is no estimate.
+        is_fault: If True, the error is not a `BoosterError`: a bug rather than unusable settings.
+        seconds: Time of the estimate.
+    """
+
+    candidate: Candidate
+    estimate: MemoryEstimate | None = None
+    dp_size: int = 1
+    reason: str = ""
+    is_internal_error: bool = False
+    seconds: float = 0.0
+
+    @property
+    def sent_per_batch(self) -> float:
+        """Bytes sent by all ranks in a step, per batch of the step."""
+        return 0.0 if self.estimate is None else self.estimate.sent * self.estimate.num_ranks / self.dp_size
+
+
+def format_setting(value: Any) -> str:
+    """Format an argument briefly: of a dataclass only non-default fields."""
+    if isinstance(value, torch.dtype):
+        return str(value).removeprefix("torch.")
+    if is_dataclass(value) and not isinstance(value, type):
+        given = [getattr(value, one.name) for one in fields(value) if getattr(value, one.name) != one.default]
+        return f"{type(value).__name__}({','.join(map(format_setting, given))})"
+    return str(value)
+
+
+def find_candidates(
+    plugins: str, num_ranks: int, settings: Mapping[str, Any] | None = None, mixed_precision: str | None = None
+) -> list[Candidate]:
+    """Return the plugins and settings to estimate.
+
+    Args:
+        plugins: Comma-separated names, or "all".
+        num_ranks: World size.
+        settings: Arguments of the single plugin; optional, defaults to the plugin's own candidates.
+        mixed_precision: Mixed precision for plugins without their own; optional, defaults to none and bf16.
+
+    Raises:
+        ConfigError: A plugin is unknown, or has no settings for this number of ranks.
+    """
+    names = _names(plugins, num_ranks)
+    if settings and (len(names) > 1 or names == [ONE_DEVICE]):
+        raise ConfigError(
+            f"--settings {' '.join(settings)} are arguments of one plugin, but --plugin {plugins} is"
+            f" {'no plugin' if names == [ONE_DEVICE] else f'{len(names)} of them'}: give the name of one plugin"
+        )
+    if mixed_precision not in (None, "fp32"):
+        mixed_precision_from_name(str(mixed_precision))
+    found: list[Candidate] = []
+    for name in names:
+        if name == ONE_DEVICE:
+            all_settings: list[dict[str, Any]] = [{}]
+        else:
+            all_settings = [dict(settings)] if settings else plugin_class(name).settings_for(num_ranks)
+        for plugin_settings in all_settings:
+            candidate = Candidate(plugin=name, settings=plugin_settings)
+            precisions: tuple[str | None, ...] = _PRECISIONS if mixed_precision is None else (mixed_precision,)
+            if _controls_precision(candidate, num_ranks) and (mixed_precision is None or plugins == "all"):
+                precisions = (None,)
+            found += [replace(candidate, mixed_precision=precision) for precision in precisions]
+    return found
+
+
+def compare(
+    request: FakeTensorMemoryRequest,
+    candidates: Sequence[Candidate],
+    num_ranks: int,
+    *,
+    device_memory: int | None = None,
+    on_start: Callable[[str], None] = lambda name: None,
+) -> list[CandidateResult]:
+    """Estimate each candidate.
+
+    Args:
+        request: Model, optimizer and batch.
+        candidates: Plugins and settings.
+        num_ranks: World size of the fake process group.
+        device_memory: Available memory per rank in bytes.
+        on_start: Callback for progress, called with the name of each candidate before its estimate.
+    """
+    precisions: dict[str, MixedPrecision] = {}
+    results: list[CandidateResult] = []
+    for candidate in candidates:
+        on_start(candidate.name)
+        started = time.monotonic()
+        result = _estimate_candidate(request, candidate, num_ranks, device_memory, precisions)
+        results.append(replace(result, seconds=time.monotonic() - started))
+    return results
+
+
+def least_communication(results: Sequence[CandidateResult]) -> CandidateResult | None:
+    """Return the fitting candidate that sends the fewest bytes per batch, then uses the least memory."""
+    fitting = [one for one in results if one.estimate is not None and one.estimate.fits]
+    return min(fitting, key=lambda one: (one.sent_per_batch, _total(one)), default=None)
+
+
+def least_memory(results: Sequence[CandidateResult]) -> CandidateResult | None:
+    """Return the candidate that uses the least memory."""
+    return min((one for one in results if one.estimate is not None), key=_total, default=None)
+
+
+def _names(plugins: str, num_ranks: int) -> list[str]:
+    if plugins == "all":
+        return [*([ONE_DEVICE] if num_ranks == 1 else []), *plugin_names()]
+    names = list(dict.fromkeys(one.strip() for one in plugins.split(",")))
+    if "all" in names or not all(names):
+        raise ConfigError(f"--plugin {plugins!r} is not a list of plugins: give comma-separated names, or all")
+    for name in names:
+        if name != ONE_DEVICE:
+            plugin_class(name)
+        elif num_ranks > 1:
+            raise ConfigError(
+                f"--plugin {ONE_DEVICE} is one device without a plugin, but --nproc is {num_ranks}: give --nproc 1, or"
+                f" one of {', '.join(plugin_names())}"
+            )
+    return names
+
+
+def _controls_precision(candidate: Candidate, num_ranks: int) -> bool:
+    """Return whether the plugin controls the precision; True if it can't be created, which is reported later."""
+    try:
+        with fake_world(num_ranks):
+            return _make_plugin(candidate).control_precision()
+    except BoosterError:
+        return True
+
+
+def _total(result: CandidateResult) -> int:
+    return 0 if result.estimate is None else result.estimate.total
+
+
+def _estimate_candidate(
+    request: FakeTensorMemoryRequest,
+    candidate: Candidate,
+    num_ranks: int,
+    device_memory: int | None,
+    precisions: dict[str, MixedPrecision],
+) -> CandidateResult:
+    try:
+        with fake_world(num_ranks):
+            plugin = _make_plugin(candidate)
+            precision = None
+            if candidate.mixed_precision not in (None, "fp32"):
+                # One object for all candidates: cached measurements are keyed by it.
+                name = str(candidate.mixed_precision)
+                precision = precisions.setdefault(name, mixed_precision_from_name(name))
+            estimate = estimate_request(request, plugin, mixed_precision=precision, device_memory=device_memory)
+            dp_size = plugin.dp_size
+    except BoosterError as error:
+        return CandidateResult(candidate=candidate, reason=str(error))
+    except Exception as error:  # a bug in one plugin must not hide other estimates: it is reported, with exit code 1
+        return CandidateResult(candidate=candidate, reason=f"{type(error).__name__}: {error}", is_internal_error=True)
+    return CandidateResult(
+        candidate=candidate, estimate=replace(estimate, settings=candidate.settings), dp_size=dp_size
+    )
+
+
+def _make_plugin(candidate: Candidate) -> Plugin:
+    if candidate.plugin == ONE_DEVICE:
+        return SingleDevicePlugin("cpu")
+    return plugin_from_name(candidate.plugin, **candidate.settings)
+
+
+_PARTS = ("parameters", "gradients", "optimizer_states", "activations", "buffers")
+_BEST_MARK = "  <--"
+_HEADINGS = ("parameters", "gradients", "states", "activations", "buffers", "peak", "offloaded", "sent")
+_UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
+_SIZES: dict[str, int] = {
+    "": 1,
+    "b": 1,
+    **{f"{prefix}ib": 1024**power for power, prefix in enumerate("kmgt", start=1)},
+    **{f"{prefix}b": 1000**power for power, prefix in enumerate("kmgt", start=1)},
+}
+
+_MIN_UNITLESS_BYTES = 2**20  # a smaller number without unit is taken for a forgotten unit
+
+
+def bytes_from_text(text: str, option: str) -> int:
+    """Parse a size such as 80GiB (2^30 bytes each), 80GB (10^9 bytes each) or 85899345920.
+
+    Args:
+        text: Size to parse.
+        option: Name of the option, for errors.
+
+    Raises:
+        ConfigError: The text is not a size.
+    """
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text)
+    unit = found[2].lower() if found else ""
+    if found is None or unit not in _SIZES or float(found[1]) * _SIZES[unit] < (1 if unit else _MIN_UNITLESS_BYTES):
+        number = re.match(r"\s*(\d+(?:\.\d+)?)", text)
+        hint = f"{number[1]}GiB or {number[1]}GB" if number and float(number[1]) else "80GiB or 80GB"
+        raise ConfigError(f"{option} {text} is not a size: write a number and its unit, such as {hint}")
+    return round(float(found[1]) * _SIZES[unit])
+
+
+def format_size(num_bytes: float) -> str:
+    """Format a size with a binary unit."""
+    unit, size = _unit_for(num_bytes)
+    return f"{num_bytes / size:.1f} {unit}"
+
+
+def format_table(results: Sequence[CandidateResult]) -> str:
+    """Return a table with a row for each estimate, in one unit; empty if there is none."""
+    found = [one for one in results if one.estimate is not None]
+    if not found:
+        return ""
+    unit, size = _unit_for(max(_figures(one)[5] for one in found))
+    has_limit = found[0].estimate is not None and found[0].estimate.device_memory is not None
+    rows = [[*_HEADINGS, *(["fits"] if has_limit else []), f"(all in {unit})"]]
+    best = least_communication(results) if has_limit else least_memory(results)
+    for one in found:
+        figures = [f"{figure / size:.2f}" for figure in _figures(one)]
+        name = one.candidate.name + (_BEST_MARK if one is best else "")
+        rows.append([*figures, *([_fits(one)] if has_limit else []), name])
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return "\n".join(_line(row, widths) for row in rows)
+
+
+def format_notes(results: Sequence[CandidateResult], notes: Sequence[str] = ()) -> str:
+    """Return the notes and the unusable candidates, grouped by reason; empty if there are none."""
+    lines = list(notes)
+    names_by_reason: dict[str, list[str]] = {}
+    for one in results:
+        if one.estimate is None:
+            kind = "failed" if one.is_internal_error else "not possible"
+            names_by_reason.setdefault(f"{kind}: {one.reason}", []).append(f"    {one.candidate.name}")
+    for reason, names in names_by_reason.items():
+        lines += [reason, *names]
+    return "\n".join(lines)
+
+
+def format_recommendation(results: Sequence[CandidateResult], device_memory: int | None) -> str:
+    """Return the recommended candidate, or how to reduce memory if none fits."""
+    least = least_memory(results)
+    if least is None or least.estimate is None:
+        return "no setting can train this model"
+    if device_memory is None:
+        return (
+            f"least memory: {least.candidate.name}, {format_size(least.estimate.total)}\n"
+            "give --device-memory, such as 80GiB, to find what fits"
+        )
+    best = least_communication(results)
+    if best is None or best.estimate is None:
+        excess = least.estimate.total - device_memory
+        return (
+            f"no setting fits in {format_size(device_memory)}: {least.candidate.name} needs the least,"
+            f" {format_size(least.estimate.total)}, which is {format_size(excess)} too much: {_how_to_reduce(least)}"
+        )
+    return (
+        f"cheapest that fits, by bytes sent: {best.candidate.name}, {format_size(best.estimate.total)} of"
+        f" {format_size(device_memory)}, {format_size(best.estimate.sent)} sent by a rank in a step{_for_batch(best)}"
+    )
+
+
+def to_json(results: Sequence[CandidateResult]) -> list[dict[str, Any]]:
+    """Return all results as JSON-serializable data, in bytes."""
+    return [
+        {
+            "plugin": one.candidate.plugin,
+            "settings": {key: _plain(value) for key, value in one.candidate.settings.items()},
+            "mixed_precision": one.candidate.mixed_precision,
+            "peak": None if one.estimate is None else {**asdict(one.estimate.peak), "total": one.estimate.total},
+            "memory": None if one.estimate is None else asdict(one.estimate.memory),
+            "dp_size": one.dp_size if one.estimate is not None else None,
+            "fits": None if one.estimate is None else one.estimate.fits,
+            "reason": one.reason or None,
+            "seconds": round(one.seconds, 3),
+        }
+        for one in results
+    ]
+
+
+def _plain(value: Any) -> Any:
+    return value if isinstance(value, (int, float, str, bool, type(None))) else format_setting(value)
+
+
+def _figures(result: CandidateResult) -> list[int]:
+    if result.estimate is None:
+        return []
+    estimate = result.estimate
+    parts = [getattr(estimate.peak, name) for name in _PARTS]
+    return [*parts, estimate.total, estimate.memory.offloaded, estimate.sent]
+
+
+def _fits(result: CandidateResult) -> str:
+    return "yes" if result.estimate is not None and result.estimate.fits else "no"
+
+
+def _for_batch(result: CandidateResult) -> str:
+    # Bytes per step are comparable only with the number of batches per step.
+    batches = "batch" if result.dp_size == 1 else "batches"
+    return f", which trains with {result.dp_size} {batches}"
+
+
+def _how_to_reduce(result: CandidateResult) -> str:
+    estimate = result.estimate
+    if estimate is not None and estimate.peak.activations > estimate.total - estimate.peak.activations:
+        return "most of it is activations: give a smaller --batch or --seq"
+    return "most of it is the model: give more ranks (--nproc), or --dtype bf16 to keep the weights in bf16"
+
+
+def _unit_for(most: float) -> tuple[str, float]:
+    return next(((unit, float(size)) for unit, size in _UNITS if most >= size), _UNITS[-1])
+
+
+def _line(row: Sequence[str], widths: Sequence[int]) -> str:
+    *figures, name = row
+    return "  ".join([*(one.rjust(width) for one, width in zip(figures, widths, strict=False)), name])

@@ -1,0 +1,1 @@
+"""fault_tolerance."""

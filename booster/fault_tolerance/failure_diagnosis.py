@@ -1,0 +1,384 @@
+"""Failure diagnosis: the ranks missing from a failed collective, and the progress of the others, via the store."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
+
+from .heartbeat import (
+    ANSWER_SECONDS,
+    ENDED,
+    Heartbeat,
+    ended_processes,
+    exit_statuses,
+    heartbeat_interval,
+    progress_from_json,
+    progress_to_json,
+    read_heartbeats,
+)
+from .progress import SAVE_PHASES, Progress, current_progress
+from .store import TimeoutStore
+
+_BATCHES = "`for batch in booster.join_uneven(batches)` ends the loop of all ranks together"
+
+SAVES = "Saving and loading are collective: call them on every rank, without `if rank == 0`"
+SAVES_OR_BATCHES = f"{SAVES}. If a rank reached it because its batches ended first, {_BATCHES}"
+TRAINING = (
+    f"The usual cause is another number of batches or steps on some rank: {_BATCHES}. A call on one rank alone has the"
+    " same effect: a forward, a `clip_grad_norm_` or a `state_dict()` that others don't make, or a skipped `step`"
+)
+JOIN = (
+    "`for batch in booster.join_uneven(batches)` must be around the loop on every rank, and no rank may leave the loop"
+    " before it ends"
+)
+CALLS = (
+    "All ranks must make the same calls in the same order: look for a call that one rank makes alone, as under `if rank"
+    " == 0`, or leaves out"
+)
+
+_OF_SAVES = frozenset(("save", *SAVE_PHASES, "load"))
+_OF_TRAINING = frozenset(("backward", "clip", "forward", "pipeline", "step"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeerStatus:
+    """State of another rank.
+
+    Attributes:
+        place: Progress of the rank.
+        state: "waits" (for others, too), "busy" (alive, and has not reported a wait), or "ended" (the program
+            finished).
+    """
+
+    progress: Progress
+    state: Literal["waits", "busy", "ended"]
+
+
+def likely_cause(waiting: Progress, others: Sequence[PeerStatus]) -> str:
+    """Return the likely cause, in sentences without the last period, or "".
+
+    Args:
+        waiting: Progress of this rank, which waits.
+        others: States of the ranks that may explain it, without those that were killed, stopped or failed.
+    """
+    own = _activity(waiting)
+    is_complete = all(other.state == "waits" for other in others)
+    kinds = {_peer_activity(other) for other in others if is_complete or _explains_wait(other, own)}
+    all_kinds = {own, *kinds}
+    if not kinds or (own == "boost" and "save" not in all_kinds):
+        return ""
+    if "save" in all_kinds:
+        if len(all_kinds) == 1:
+            return ""
+        return SAVES_OR_BATCHES if all_kinds & {"training", "join"} else SAVES
+    if "boost" in all_kinds:
+        return ""
+    if "join" in all_kinds and len(all_kinds) > 1:
+        return JOIN
+    return TRAINING if "training" in all_kinds else CALLS
+
+
+def _explains_wait(other: PeerStatus, own: str) -> bool:
+    """Return whether a rank's state explains the wait, where some ranks are missing."""
+    kind = _peer_activity(other)
+    if other.state == "ended":
+        return True
+    # A rank that is busy in the same phase, with its data or with the user's own code may still arrive. In a save all
+    # ranks take part at the same time.
+    is_elsewhere = kind != own and kind != "data"
+    return is_elsewhere and (other.state == "waits" or kind != "outside" or own == "save")
+
+
+def _peer_activity(other: PeerStatus) -> str:
+    return "outside" if other.state == "ended" else _activity(other.progress)
+
+
+def _activity(progress: Progress) -> str:
+    phases = set(progress.phases)
+    if phases & _OF_SAVES:
+        return "save"
+    if "boost" in phases:
+        return "boost"
+    if "data" in phases:  # where `join_uneven` alone communicates
+        return "data" if progress.operation is None else "join"
+    if phases & _OF_TRAINING:
+        return "training"
+    return "evaluate" if "evaluate" in phases else "outside"
+
+
+_PAUSE_SECONDS = 0.02
+_HEARTBEAT_SECONDS = 2.5  # a live process writes another heartbeat in this time
+_MAX_LISTED = 10  # ranks in a message
+_MAX_FAILURES = 3  # in a message
+_FAILURES_KEY = "notes"
+_LEFT_KEY = "left"
+_ALIVE_CHECK_SECONDS = 0.25  # between two checks of which processes are alive
+
+
+@dataclass(frozen=True, slots=True)
+class CollectiveId:
+    """Identifier of a collective: operation name, per-group sequence number, and global rank of a message's peer."""
+
+    operation: str
+    number: int
+    peer: int | None = None
+
+    def __str__(self) -> str:
+        text = f"{self.operation} number {self.number}"
+        if self.peer is None:
+            return text
+        return f"{text} {'to' if self.operation == 'send' else 'from'} rank {self.peer}"
+
+
+class FailureDiagnosis:
+    """Diagnosis of one failed collective; see Note [Missing ranks].
+
+    Args:
+        place: Failed operation.
+        group: Process group of the operation.
+    """
+
+    def __init__(self, collective: CollectiveId, group: dist.ProcessGroup) -> None:
+        self._store = _group_store(group)
+        self._collective, self._rank = collective, dist.get_rank()
+        self._progress = current_progress()
+        pair = None if collective.peer is None else sorted((self._rank, collective.peer))
+        self._ranks = dist.get_process_group_ranks(group) if pair is None else pair
+        self._missing_key = "missing" if pair is None else f"missing/{pair[0]}-{pair[1]}"
+        self._began = time.monotonic()
+        self._first_heartbeats: dict[int, Heartbeat] = {}
+
+    def describe(self) -> str:
+        """Return the operation and this rank's progress as text. No communication."""
+        return f"{self._collective}{format_phase(self._progress)}"
+
+    def report(self) -> None:
+        """Write this rank's operation and progress into the store."""
+        note = {**asdict(self._collective), "where": progress_to_json(self._progress)}
+        self._store.set(_report_key(self._rank), json.dumps(note))
+
+    def diagnose(self, seconds: float, ended: Sequence[int] = ()) -> str:
+        """Return a sentence about the missing ranks. All reporting ranks agree on which ones are missing.
+
+        Args:
+            seconds: Time to wait for reports of other ranks.
+            ended: Global ranks that are known to have ended; if there are any, nothing is waited for.
+        """
+        if not ended:
+            self._first_heartbeats = read_heartbeats(self._unreported())
+            self._wait_for_reports(seconds)
+        return "".join(f"{note}; " for note in reported_failures()) + self._agree_on_missing(ended)
+
+    def _agree_on_missing(self, ended: Sequence[int]) -> str:
+        left = _entries(self._store, _LEFT_KEY)
+        if left and not self._store.check([self._missing_key]):
+            ranks = sorted({rank for rank, _ in left})
+            return f"{format_ranks(ranks)} left the group after a failure: {_first_reason(left)}"
+        self._store.compare_set(self._missing_key, "", json.dumps(list(ended) or self._unreported()))
+        missing: list[int] = json.loads(self._store.get(self._missing_key))
+        if self._rank in missing:
+            return f"the other ranks had counted this rank as missing before it reported; {self._format_positions()}"
+        if missing:
+            are = "is" if len(missing) == 1 else "are"
+            known = self._explain(missing)
+            waiting = [PeerStatus(progress=where, state="waits") for _, where in self._others()]
+            text = f"{format_ranks(missing)} {are} missing: {_join(known)}; {self._format_positions()}"
+            return f"{text}{_likely_cause(known, waiting)}"
+        waiting = [PeerStatus(progress=where, state="waits") for _, where in self._others()]
+        usual = likely_cause(self._progress, waiting)
+        text = f"no rank is missing; {self._format_positions()}: all must make the same calls in the same order"
+        return f"{text}. {usual}" if usual not in ("", CALLS) else text
+
+    def _wait_for_reports(self, seconds: float) -> None:
+        keys = [_report_key(rank) for rank in self._ranks]
+        deadline = time.monotonic() + seconds
+        next_look = time.monotonic()
+        while time.monotonic() < deadline:
+            if self._store.check(keys) or any(self._store.check([key]) for key in (self._missing_key, _LEFT_KEY)):
+                return
+            if time.monotonic() >= next_look:
+                if self._have_all_ended(self._unreported()):
+                    return
+                next_look = time.monotonic() + _ALIVE_CHECK_SECONDS
+            time.sleep(_PAUSE_SECONDS)
+
+    def _have_all_ended(self, ranks: Sequence[int]) -> bool:
+        """Return whether the processes or programs of all of these ranks have ended."""
+        over = {*exit_statuses(), *ended_processes(read_heartbeats(ranks))}
+        return bool(ranks) and over.issuperset(ranks)
+
+    def _unreported(self) -> list[int]:
+        return [rank for rank in self._ranks if not self._store.check([_report_key(rank)])]
+
+    def _explain(self, missing: Sequence[int]) -> list[_Explanation]:
+        has_had_time = time.monotonic() - self._began >= _HEARTBEAT_SECONDS
+        return _explain_ranks(missing, self._first_heartbeats if has_had_time else {})
+
+    def _format_positions(self) -> str:
+        """Return the operation and progress of each rank that reported, as text."""
+        reports = self._reports()
+        known = [
+            f"rank {rank} is at {collective}{format_phase(progress)}"
+            for rank, (collective, progress) in reports.items()
+        ]
+        return ", ".join(known[:_MAX_LISTED]) + _and_more(known)
+
+    def _others(self) -> list[tuple[CollectiveId, Progress]]:
+        return [report for rank, report in self._reports().items() if rank != self._rank]
+
+    def _reports(self) -> dict[int, tuple[CollectiveId, Progress]]:
+        unreported = self._unreported()
+        reports = {}
+        for rank in [one for one in self._ranks if one not in unreported]:
+            note = json.loads(self._store.get(_report_key(rank)))
+            reports[rank] = (
+                CollectiveId(note["operation"], note["number"], note["peer"]),
+                progress_from_json(note["where"]),
+            )
+        return reports
+
+
+def describe_last_heartbeats(ranks: Sequence[int]) -> str:
+    """Return the last known state of missing global ranks as text, with a likely cause.
+
+    Raises:
+        RuntimeError: The process that serves the store has ended.
+    """
+    known = _explain_ranks(ranks, {})
+    return f"{_join(known)}{_likely_cause(known, [])}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Explanation:
+    """State of a missing rank as text, and as input of `likely_cause` where its progress may explain the failure."""
+
+    text: str
+    peer: PeerStatus | None = None
+
+
+def _explain_ranks(ranks: Sequence[int], before: Mapping[int, Heartbeat]) -> list[_Explanation]:
+    """Return the states of global ranks.
+
+    Args:
+        ranks: Global ranks.
+        before: Their heartbeats of some seconds ago. A rank without a new one since has stopped.
+    """
+    chosen = ranks[:_MAX_LISTED]
+    heartbeats, ends = read_heartbeats(chosen), exit_statuses()
+    gone = set(ended_processes(heartbeats))
+    explanations = [_explain_rank(rank, heartbeats[rank], ends, gone, before) for rank in chosen if rank in heartbeats]
+    if len(explanations) < len(chosen):
+        explanations.append(_Explanation(text="see the log there, whether it ended, hangs or runs something else"))
+    return explanations
+
+
+def _join(explanations: Sequence[_Explanation]) -> str:
+    return "; ".join(one.text for one in explanations)
+
+
+def _likely_cause(explanations: Sequence[_Explanation], waiting: Sequence[PeerStatus]) -> str:
+    """Return the likely cause as a further sentence, or "" where the cause is known to be another one."""
+    peers = [one.peer for one in explanations if one.peer is not None]
+    if len(peers) < len(explanations) or reported_failures():
+        return ""
+    cause = likely_cause(current_progress(), [*peers, *waiting])
+    return f". {cause}" if cause else ""
+
+
+def _first_reason(left: Sequence[tuple[int, str]]) -> str:
+    """Return the reason of a rank that left because of another one's failure; first failures are reported elsewhere."""
+    reasons = [reason for _, reason in left if reason]
+    return reasons[0] if reasons and not reported_failures() else "see the log there"
+
+
+def _explain_rank(
+    rank: int,
+    heartbeat: Heartbeat,
+    ends: Mapping[int, tuple[str, str]],
+    gone: Iterable[int],
+    before: Mapping[int, Heartbeat],
+) -> _Explanation:
+    age = max(0.0, time.time() - heartbeat.time)  # by two hosts' clocks, whose difference in a cluster is much smaller
+    interval = f"heartbeats come {heartbeat_interval(dist.get_world_size())}"
+    last = (
+        f"last heartbeat, {age:.1f} s ago ({interval}, so it may have continued since), reported: {heartbeat.progress}"
+    )
+    if rank in ends:
+        state, text = ends[rank]
+        after = f"after {heartbeat.progress.num_steps} steps"
+        if state == ENDED:
+            other = PeerStatus(progress=heartbeat.progress, state="ended")
+            return _Explanation(text=f"rank {rank}'s program ended {after}, while others continue", peer=other)
+        return _Explanation(text=f"rank {rank}'s program failed {after}: {text}")
+    if rank in gone:
+        process = f"rank {rank}'s process {heartbeat.process_id} on host {heartbeat.host}"
+        return _Explanation(text=f"{process} has ended without a report (was it killed?); its {last}")
+    if rank not in before:
+        return _Explanation(text=f"on host {heartbeat.host}, rank {rank}'s {last}")
+    if heartbeat.sequence > before[rank].sequence:
+        alive = f"rank {rank}'s process is alive, {heartbeat.progress}: it is busy, hangs, or makes other calls"
+        return _Explanation(text=alive, peer=PeerStatus(progress=heartbeat.progress, state="busy"))
+    since = f"none has come since: it is stopped, or host {heartbeat.host} is lost"
+    return _Explanation(
+        text=f"rank {rank}'s last heartbeat, {age:.1f} s ago ({interval}), reported: {heartbeat.progress}; {since}"
+    )
+
+
+def format_phase(progress: Progress) -> str:
+    """Return phases and step in parentheses, or "" before the first phase and step."""
+    phases = [name for name in progress.phases if name != "communication"]
+    if not phases and not progress.num_steps:
+        return ""
+    inside = " ".join(f"in {name}" for name in reversed(phases)) or "outside of all phases"
+    return f" ({inside}, after {progress.num_steps} steps)"
+
+
+def reported_failures() -> list[str]:
+    """Return the failures that ranks reported, the first one first: others may follow from it."""
+    notes = _entries(_failures_store(), _FAILURES_KEY)[:_MAX_FAILURES]
+    return [f"rank {rank} had failed: {text}" for rank, text in notes]
+
+
+def append_failure(text: str) -> None:
+    """Report the reason of this rank's failure to all ranks."""
+    _append(_failures_store(), _FAILURES_KEY, [dist.get_rank(), text])
+
+
+def report_group_abort(group: dist.ProcessGroup, reason: str) -> None:
+    """Report to the group that this rank has aborted it, and the reason."""
+    _append(_group_store(group), _LEFT_KEY, [dist.get_rank(), reason])
+
+
+def format_ranks(ranks: Sequence[int]) -> str:
+    """Return the ranks as text."""
+    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks[:_MAX_LISTED])) + _and_more(ranks)
+
+
+def _group_store(group: dist.ProcessGroup) -> TimeoutStore:
+    return TimeoutStore(_get_default_store(), f"booster.failure/{group.group_name}", ANSWER_SECONDS)
+
+
+def _failures_store() -> TimeoutStore:
+    return TimeoutStore(_get_default_store(), "booster.failures", ANSWER_SECONDS)
+
+
+def _append(store: TimeoutStore, key: str, entry: object) -> None:
+    store.append(key, json.dumps(entry) + "\n")
+
+
+def _entries(store: TimeoutStore, key: str) -> list[Any]:
+    return [json.loads(line) for line in store.get(key).splitlines()] if store.check([key]) else []
+
+
+def _report_key(rank: int) -> str:
+    return f"at/{rank}"
+
+
+def _and_more(several: Sequence[object]) -> str:
+    return f" and {len(several) - _MAX_LISTED} more" if len(several) > _MAX_LISTED else ""

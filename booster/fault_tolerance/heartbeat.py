@@ -1,0 +1,338 @@
+"""Heartbeats: each rank's state in the store, once a second, for error messages about missing ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store, _get_default_store
+
+from booster.errors import RankFailedError
+
+from .progress import CollectiveInfo, Progress, current_progress
+from .store import TimeoutStore, new_client
+from .threads import join_at_exit
+from .timeouts import timeouts
+
+# Note [Heartbeats]
+# A rank that is killed, stopped or hangs in C code cannot report its state. So a thread of every rank writes the
+# progress of the thread that launched into the store of torch.distributed, every second. A rank that misses another one
+# reads its last heartbeat, and whether heartbeats still arrive. No rank waits for a heartbeat. Only two facts, which
+# are certain, decide anything: a process of this host has ended, and a rank reported that its program has ended, for
+# which others might otherwise wait until their timeout.
+# A backend that waits on an accelerator, as nccl does, raises nothing here: it aborts the process at the timeout of a
+# collective and names no rank. Shortly before that the thread prints the progress of all ranks.
+# The thread has a separate client of the store: the main thread's may be in use. In a large world heartbeats are less
+# frequent, so that the store serves a bounded number of them per second.
+
+RUNNING, ENDED, FAILED = "running", "ended", "failed"
+
+ANSWER_SECONDS = 3.0  # an error about a lost rank waits for the store as long as for the ranks
+
+_INTERVAL_SECONDS = 1.0
+_HEARTBEATS_PER_SECOND = 256
+_EXITS_KEY = "ends"
+_ACKNOWLEDGED_KEY = "known"
+# A wait for a rank whose program has ended is aborted after this time: data which that rank sent before its end arrives
+# sooner.
+_ENDED_RANK_TIMEOUT_SECONDS = 5.0
+_STALL_FRACTION = 0.9  # fraction of the training timeout without progress after which the thread prints a report
+_MAX_LISTED = 16  # ranks in the report
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Heartbeat:
+    """Last heartbeat of a rank.
+
+    Attributes:
+        beat: Sequence number, from 1. If it increases, the process is alive.
+        at: Time of the heartbeat in seconds since 1970, by the clock of its host.
+        place: Progress of the rank's main thread.
+        state: "running", "ended" (the program finished) or "failed" (it raised an error).
+        host: Host name.
+        process_id: Process id on that host.
+        machine: Identifier that processes share only if they see each other's process ids.
+        born: Start time of the process, by the clock of its host.
+    """
+
+    sequence: int
+    time: float
+    progress: Progress
+    state: str
+    host: str
+    process_id: int
+    host_id: str
+    started_at: float
+
+
+def start_heartbeat() -> None:
+    """Start the heartbeat thread for the current process group. Idempotent.
+
+    Reports the progress of the calling thread. Every rank calls it; no communication with other ranks.
+
+    Raises:
+        RankFailedError: The process that serves the store has ended, or did not answer within the set-up timeout.
+    """
+    global _thread
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return
+    if _thread is None or not _thread.is_running_for(_get_default_store()):
+        _thread = _HeartbeatThread(_get_default_store())
+        _thread.start()
+
+
+def stop_heartbeat(state: str, text: str = "") -> None:
+    """Write the last heartbeat of this rank's program.
+
+    Args:
+        state: "ended" or "failed".
+        text: Reason of a failure.
+
+    No communication with other ranks. Nothing is raised if the store is gone.
+    """
+    global _thread
+    thread, _thread = _thread, None
+    if thread is not None:
+        thread.end(state, text)
+
+
+def read_heartbeats(ranks: Iterable[int]) -> dict[int, Heartbeat]:
+    """Return the last heartbeats of these global ranks, without those that never wrote one.
+
+    Raises:
+        RuntimeError: The process that serves the store has ended.
+    """
+    store = _heartbeat_store(_get_default_store())
+    return {rank: _heartbeat_from(store.get(str(rank))) for rank in ranks if store.check([str(rank)])}
+
+
+def exit_statuses() -> dict[int, tuple[str, str]]:
+    """Return state ("ended" or "failed") and reason of the ranks whose program is over. Raises as `read_heartbeats`."""
+    return _exits(_heartbeat_store(_get_default_store()))
+
+
+def heartbeat_interval(world_size: int) -> str:
+    """Return the heartbeat interval of a world as text."""
+    seconds = _seconds_between(world_size)
+    return "once a second" if seconds == 1 else f"every {seconds:.1f} s"
+
+
+def _seconds_between(world_size: int) -> float:
+    return _INTERVAL_SECONDS * max(1.0, world_size / _HEARTBEATS_PER_SECOND)
+
+
+def acknowledge_exits() -> set[int]:
+    """Record that this rank has read all exit states; return the ranks that have. Raises as `read_heartbeats`."""
+    store = _heartbeat_store(_get_default_store())
+    store.append(_ACKNOWLEDGED_KEY, f"{dist.get_rank()}\n")
+    return acknowledged_ranks()
+
+
+def acknowledged_ranks() -> set[int]:
+    """Return the ranks that have read all exit states. Raises as `read_heartbeats`."""
+    return {int(line) for line in _heartbeat_store(_get_default_store()).get(_ACKNOWLEDGED_KEY).split()}
+
+
+def ended_processes(heartbeats: Mapping[int, Heartbeat]) -> list[int]:
+    """Return the ranks of this host whose processes have ended."""
+    return [rank for rank, heartbeat in heartbeats.items() if heartbeat.host_id == _host_id() and _is_gone(heartbeat)]
+
+
+def progress_to_json(progress: Progress) -> dict[str, Any]:
+    """Return progress as JSON values."""
+    return asdict(progress)
+
+
+def progress_from_json(fields: Mapping[str, Any]) -> Progress:
+    """Inverse of `progress_to_json`."""
+    values = {**fields, "phases": tuple(fields["phases"])}
+    for name in ("operation", "last_operation"):
+        if values[name] is not None:
+            values[name] = CollectiveInfo(**{**values[name], "ranks": tuple(values[name]["ranks"])})
+    return Progress(**values)
+
+
+class _HeartbeatThread:
+    """Heartbeat thread of the thread that creates it; see Note [Heartbeats]."""
+
+    def __init__(self, default: Any) -> None:
+        self._default = default  # Any: torch's stubs leave out methods of stores
+        self._store = _heartbeat_store(_new_client(default))
+        self._rank, self._size = dist.get_rank(), dist.get_world_size()
+        self._observed_thread = threading.get_ident()
+        self._process_id = os.getpid()
+        self._identity = {
+            "host": socket.gethostname(),
+            "process_id": self._process_id,
+            "host_id": _host_id(),
+            "started_at": psutil.Process().create_time(),
+        }
+        self._sequence = 0
+        self._stall = _StallTimer(Progress())
+        self._backend = str(dist.get_backend())
+        self._lock = threading.Lock()  # one thread writes at a time, and the last heartbeat is written last
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="booster-signs", daemon=True)
+
+    def start(self) -> None:
+        join_at_exit(self._thread, self._stopping.set)
+        self._thread.start()
+
+    def is_running_for(self, default: Store) -> bool:
+        """Return whether it runs in this process, for the process group of this store."""
+        return self._default is default and self._process_id == os.getpid() and self._thread.is_alive()
+
+    def end(self, state: str, text: str) -> None:
+        """Write the last heartbeat."""
+        if self._process_id != os.getpid():  # a forked child is not a rank
+            return
+        self._stopping.set()
+        with self._lock, suppress(RuntimeError):  # the process that serves the store has ended before this one
+            self._write(state)
+            self._store.append(_EXITS_KEY, json.dumps([self._rank, state, text]) + "\n")
+
+    def _run(self) -> None:
+        seconds = _seconds_between(self._size)
+        is_first = True
+        while is_first or not self._stopping.wait(seconds):
+            is_first = False
+            if not self._is_current():
+                return
+            with self._lock, suppress(RuntimeError):  # the store is gone, or will answer again later
+                if not self._stopping.is_set():
+                    self._write(RUNNING)
+                    self._check_stall(seconds)
+
+    def _check_stall(self, seconds: float) -> None:
+        """Abort waits for ended ranks, and report a stall before the backend aborts the process."""
+        progress, ended = self._progress(), set(_exits(self._store))
+        before = self._stall.seconds
+        self._stall.update(progress, seconds, have_ended=bool(ended) and bool(progress.phases))
+        if self._stall.seconds_with_ended >= _ENDED_RANK_TIMEOUT_SECONDS:
+            self._stall.seconds_with_ended = 0.0
+            from .collective_errors import abort_waits
+
+            abort_waits(ended)
+        timeout = timeouts().training * _STALL_FRACTION
+        if before < timeout <= self._stall.seconds and "gloo" not in self._backend:
+            sys.stderr.write(f"{self._stall_report()}\n")
+
+    def _stall_report(self) -> str:
+        """Return the stall report: the last heartbeats of all ranks."""
+        heartbeats = {rank: self._store.get(str(rank)) for rank in range(min(self._size, _MAX_LISTED))}
+        lines = [f"  rank {rank}: {_heartbeat_from(text).progress}" for rank, text in heartbeats.items()]
+        more = [f"  and {self._size - _MAX_LISTED} more ranks"] if self._size > _MAX_LISTED else []
+        head = (
+            f"rank {self._rank}: no progress for {self._stall.seconds:.0f} s, and {self._backend} aborts a process"
+            f" that waits for {timeouts().training:g} s in a collective. Progress by the ranks' last heartbeats:"
+        )
+        return "\n".join((head, *lines, *more))
+
+    def _is_current(self) -> bool:
+        try:
+            return dist.is_initialized() and _get_default_store() is self._default
+        except (RuntimeError, ValueError):  # the process group was destroyed between the two calls
+            return False
+
+    def _progress(self) -> Progress:
+        return current_progress(self._observed_thread)
+
+    def _write(self, state: str) -> None:
+        self._sequence += 1
+        progress = progress_to_json(self._progress())
+        heartbeat = {
+            "sequence": self._sequence,
+            "time": time.time(),
+            "state": state,
+            "progress": progress,
+            **self._identity,
+        }
+        self._store.set(str(self._rank), json.dumps(heartbeat))
+
+
+class _StallTimer:
+    """Seconds that a thread has made no progress, in all and since some rank's program ended."""
+
+    def __init__(self, progress: Progress) -> None:
+        self._key = self._key_of(progress)
+        self.seconds = 0.0
+        self.seconds_with_ended = 0.0
+
+    def update(self, progress: Progress, seconds: float, *, have_ended: bool) -> None:
+        """Update the seconds.
+
+        Args:
+            progress: Progress of the thread.
+            seconds: Time since the last update.
+            have_ended: If True, some rank's program has ended.
+        """
+        key = self._key_of(progress)
+        is_stalled, self._key = key == self._key, key
+        self.seconds = self.seconds + seconds if is_stalled else 0.0
+        self.seconds_with_ended = self.seconds_with_ended + seconds if is_stalled and have_ended else 0.0
+
+    @staticmethod
+    def _key_of(progress: Progress) -> tuple[object, ...]:
+        return progress.num_steps, progress.phases, progress.operation, progress.last_operation
+
+
+def _new_client(default: Any) -> Any:
+    try:
+        return new_client(default, timeouts().setup)
+    except dist.DistError as error:
+        raise RankFailedError(
+            f"rank {dist.get_rank()} could not connect to the store of torch.distributed again: {error}. The process"
+            " that serves it (rank 0 or the launcher) has ended, is stopped, or takes long to look up names: see its"
+            " log, or launch with a larger setup_timeout_seconds=..."
+        ) from error
+
+
+def _heartbeat_store(client: Any) -> TimeoutStore:
+    return TimeoutStore(client, "booster.signs", ANSWER_SECONDS)
+
+
+def _heartbeat_from(text: bytes) -> Heartbeat:
+    fields = json.loads(text)
+    return Heartbeat(**{**fields, "progress": progress_from_json(fields["progress"])})
+
+
+def _exits(store: TimeoutStore) -> dict[int, tuple[str, str]]:
+    if not store.check([_EXITS_KEY]):
+        return {}
+    entries = [json.loads(line) for line in store.get(_EXITS_KEY).splitlines()]
+    return {rank: (state, text) for rank, state, text in entries}
+
+
+@cache
+def _host_id() -> str:
+    """Return an identifier that processes share only if they see each other's process ids."""
+    try:
+        namespace = os.stat("/proc/self/ns/pid")
+        return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()}/{namespace.st_ino}"
+    except OSError:  # not Linux: each process is by itself
+        return f"{socket.gethostname()}/{os.getpid()}"
+
+
+def _is_gone(heartbeat: Heartbeat) -> bool:
+    try:
+        process = psutil.Process(heartbeat.process_id)
+        return bool(process.create_time() != heartbeat.started_at or process.status() == psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return True
+    except psutil.AccessDenied:
+        return False
+
+
+_thread: _HeartbeatThread | None = None

@@ -1,0 +1,132 @@
+"""Shutdown of a rank: report the exit to the others, and fail if they fail because of it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import time
+from contextlib import suppress
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _world
+
+from booster.errors import RankFailedError
+
+from .collective_errors import abort_groups, report_failure
+from .heartbeat import (
+    ENDED,
+    FAILED,
+    acknowledge_exits,
+    acknowledged_ranks,
+    ended_processes,
+    exit_statuses,
+    read_heartbeats,
+    stop_heartbeat,
+)
+
+# Note [Shutdown]
+# A program that finishes while other ranks wait for this one looks successful from here: its batches were used up, say,
+# and theirs were not. So at its end a rank reports its exit and waits until all others have reported theirs. Ranks that
+# wait for it learn the cause at once (see Note [Heartbeats]), fail, and report that; then this rank exits with an error,
+# too. A rank that is gone, or whose heartbeats have stopped, is not waited for. If rank 0 serves the store it stays
+# until all waiting ranks have read the exit states.
+# A program that ends by an error reports it and aborts its groups: peers that wait for it fail at once, with the
+# reason.
+
+EXIT_CODE = 1  # of a rank whose program finished while others failed
+_PAUSE_SECONDS = 0.02
+_CHECK_SECONDS = 1.0
+_STALE_SECONDS = 30.0
+_READING_SECONDS = 5.0
+_REPORT_SECONDS = 15.0  # beyond the longest timeout: for the diagnosis and the exit of a rank that waited
+
+
+def shutdown_barrier(error: BaseException | None, timeout_seconds: float) -> None:
+    """Report this rank's exit and wait for the other ranks; the last call of a program.
+
+    Does not return if other ranks failed because of this one: the process exits with `EXIT_CODE`.
+
+    Args:
+        error: Error that ended the program, None if it finished.
+        timeout_seconds: Longest timeout of a wait for another rank. Ranks that continue are waited for slightly longer.
+    """
+    if error is not None:
+        _report_and_abort(error)
+        return
+    stop_heartbeat(ENDED)
+    failed = _wait_for_exits(timeout_seconds)
+    if failed:
+        _exit_after_peer_failure(failed)
+
+
+def _report_and_abort(error: BaseException) -> None:
+    text = f"{type(error).__name__}: {error}"
+    if not isinstance(error, RankFailedError):
+        report_failure(text)
+    stop_heartbeat(FAILED, text)
+    with suppress(RuntimeError):  # torch has destroyed a group already
+        abort_groups(list(_world.pg_map), text)
+
+
+def _wait_for_exits(timeout_seconds: float) -> dict[int, str]:
+    """Return the errors of failed ranks, once all have ended."""
+    others = set(range(dist.get_world_size())) - {dist.get_rank()}
+    deadline = time.monotonic() + timeout_seconds + _REPORT_SECONDS
+    stale_ranks = _StaleRanks()
+    next_look = time.monotonic() + _CHECK_SECONDS
+    with suppress(RuntimeError):  # the process that serves the store has ended, which is an exit, too
+        while time.monotonic() < deadline:
+            exits = exit_statuses()
+            running = others.difference(exits)
+            if not running:
+                failed = {rank: text for rank, (state, text) in exits.items() if state == FAILED}
+                _wait_for_acknowledgements(set(exits).difference(failed))
+                return failed
+            if time.monotonic() >= next_look:
+                next_look = time.monotonic() + _CHECK_SECONDS
+                if running <= stale_ranks.of(running):
+                    return {}
+            time.sleep(_PAUSE_SECONDS)
+    return {}
+
+
+def _wait_for_acknowledgements(ranks: set[int]) -> None:
+    """Record that this rank has read all exit states; rank 0 waits until all of these ranks have."""
+    deadline = time.monotonic() + _READING_SECONDS
+    with suppress(RuntimeError):  # the process that serves the store has ended, as this one is about to
+        acknowledged = acknowledge_exits()
+        while dist.get_rank() == 0 and not acknowledged.issuperset(ranks) and time.monotonic() < deadline:
+            time.sleep(_PAUSE_SECONDS)
+            acknowledged = acknowledged_ranks()
+
+
+class _StaleRanks:
+    """Tracks which ranks have written no new heartbeat for _SILENCE_SECONDS."""
+
+    def __init__(self) -> None:
+        self._sequences: dict[int, tuple[int, float]] = {}  # last sequence number, and when it was first read
+
+    def of(self, ranks: set[int]) -> set[int]:
+        """Return those of the ranks whose processes are gone or whose heartbeats have stopped."""
+        heartbeats, now = read_heartbeats(ranks), time.monotonic()
+        for rank in ranks:
+            sequence = heartbeats[rank].sequence if rank in heartbeats else 0
+            if rank not in self._sequences or self._sequences[rank][0] != sequence:
+                self._sequences[rank] = sequence, now
+        stale = {rank for rank in ranks if now - self._sequences[rank][1] > _STALE_SECONDS}
+        return stale.union(ended_processes(heartbeats))
+
+
+def _exit_after_peer_failure(failed: dict[int, str]) -> None:
+    rank, text = min(failed.items())
+    others = f" and {len(failed) - 1} more" if len(failed) > 1 else ""
+    sys.stderr.write(
+        f"rank {dist.get_rank()}'s program finished, but rank {rank}{others} failed, so this rank exits with code"
+        f" {EXIT_CODE}, too. rank {rank} reported: {text}\n"
+    )
+    logging.shutdown()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):  # closed by the script, or by its reader
+            stream.flush()
+    os._exit(EXIT_CODE)  # an exception in an atexit function would not change the exit code

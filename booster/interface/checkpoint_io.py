@@ -1,0 +1,156 @@
+"""Interface between the facade and the checkpoint engine of a plugin."""
+
+from __future__ import annotations
+
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+if TYPE_CHECKING:
+    from booster.checkpoint_io.training_state.document import SaveOptions, TrainingParts
+    from booster.core.optimizer_wrapper import OptimizerWrapper
+
+
+class CheckpointIO(ABC):
+    """Saves and loads boosted objects.
+
+    Every method is collective: every rank must call it with the same arguments. A call either returns on every rank
+    when the files are complete, or raises on every rank and leaves files and memory unchanged.
+    """
+
+    @abstractmethod
+    def save_model(
+        self,
+        model: nn.Module,
+        checkpoint: str | os.PathLike[str],
+        *,
+        shard: bool = False,
+        prefix: str | None = None,
+        size_per_shard: int = 1024,
+        use_safetensors: bool = True,
+        use_async: bool = False,
+    ) -> None:
+        """Write the model's parameters and buffers under the user's names; tied ones once.
+
+        Args:
+            model: Boosted model, or a plain module, which is written by rank 0.
+            checkpoint: File (shard=False) or directory (shard=True).
+            shard: If True, write Hugging Face's sharded layout, with `config.json` if the model has a config.
+            prefix: Hugging Face's `variant` in the file names: `model.<prefix>-00001-of-00002.safetensors`. Optional.
+            size_per_shard: Maximum shard size in MB (10**6 bytes); a single larger tensor gets its own larger shard.
+            use_safetensors: If False, write `.bin` files, which `torch.load(weights_only=True)` opens.
+            use_async: If True, return after a copy into host memory and write in the background. Training may continue
+                at once; a failure is raised by the next call or by `wait`.
+
+        Raises:
+            ConfigError: The path is a directory instead of a file or vice versa, or a size is below 1.
+            CheckpointError: Writing failed on some rank, or the previous asynchronous save failed.
+            RankFailedError: A rank did not respond within the timeout.
+        """
+
+    @abstractmethod
+    def load_model(
+        self,
+        model: nn.Module,
+        checkpoint: str | os.PathLike[str],
+        *,
+        strict: bool = True,
+        verify: str = "checksums",
+    ) -> None:
+        """Load the model from a file or directory of this library, of `save_pretrained` or of `torch.save`.
+
+        Args:
+            model: Boosted model, or a plain module.
+            checkpoint: File, index file, or directory.
+            strict: If False, load tensors that match in name and shape; no match at all is still an error.
+            verify: "checksums" verifies all recorded checksums before anything is loaded; "structure" skips that.
+
+        Raises:
+            CheckpointError: Missing, unexpected or differing names and shapes, all in one message, or unreadable files.
+        """
+
+    @abstractmethod
+    def save_optimizer(
+        self,
+        optimizer: OptimizerWrapper | Optimizer,
+        checkpoint: str | os.PathLike[str],
+        *,
+        shard: bool = False,
+        prefix: str | None = None,
+        size_per_shard: int = 1024,
+        use_safetensors: bool = True,
+        use_async: bool = False,
+    ) -> None:
+        """Write the optimizer's states by parameter name, its groups, and the loss scaler; see `save_model`.
+
+        For a plain torch optimizer, parameter names are those that it was built with, as in
+        `torch.optim.AdamW(model.named_parameters())`, else the numbers of its `state_dict`.
+        """
+
+    @abstractmethod
+    def load_optimizer(
+        self,
+        optimizer: OptimizerWrapper | Optimizer,
+        checkpoint: str | os.PathLike[str],
+        *,
+        verify: str = "checksums",
+    ) -> None:
+        """Load the optimizer from the output of `save_optimizer`; see `load_model`."""
+
+    @abstractmethod
+    def save_lr_scheduler(self, lr_scheduler: LRScheduler, checkpoint: str | os.PathLike[str]) -> None:
+        """Write the scheduler's state to one JSON file."""
+
+    @abstractmethod
+    def load_lr_scheduler(self, lr_scheduler: LRScheduler, checkpoint: str | os.PathLike[str]) -> None:
+        """Load the scheduler from the output of `save_lr_scheduler`."""
+
+    @abstractmethod
+    def save_training_state(
+        self,
+        checkpoint: str | os.PathLike[str],
+        parts: TrainingParts,
+        *,
+        extra: Any = None,
+        facts: Mapping[str, Any],
+        options: SaveOptions,
+        use_async: bool = False,
+    ) -> None:
+        """Write models, optimizers, schedulers, dataloaders and RNG states into one directory; see `Booster.save`.
+
+        Args:
+            checkpoint: Directory, or with `options.step` the parent directory of all steps.
+            parts: Objects to save.
+            extra: Further plain values.
+            facts: JSON metadata of the save, such as plugin and parallel layout.
+            options: Save options.
+            use_async: See `save_model`.
+        """
+
+    @abstractmethod
+    def load_training_state(
+        self,
+        checkpoint: str | os.PathLike[str],
+        parts: TrainingParts,
+        *,
+        strict: bool = True,
+        verify: str = "checksums",
+        missing_ok: bool = False,
+    ) -> Any:
+        """Load the parts from the output of `save_training_state` and return `extra`; see `load_model`.
+
+        With `missing_ok`, return None and change nothing if there is no training state.
+        """
+
+    @abstractmethod
+    def wait(self) -> None:
+        """Wait until no asynchronous save is in flight.
+
+        Raises:
+            CheckpointError: A save failed on some rank.
+        """

@@ -1,0 +1,235 @@
+"""Gives lazy tensors their values, one storage at a time."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from booster.errors import ConfigError
+
+from .op_log import Geometry, Record, record_of, replay, settle, view_of
+
+
+def is_lazy(tensor: torch.Tensor) -> bool:
+    """Returns whether a tensor was made in a `LazyInitContext` and has no values yet.
+
+    Example:
+        >>> import torch
+        >>> is_lazy(torch.ones(2))
+        False
+    """
+    return record_of(tensor) is not None
+
+
+def _functions(*names: str) -> frozenset[Callable[..., Any]]:
+    """Returns methods of tensors and getters of their properties, of those that this torch has."""
+    found = [getattr(torch.Tensor, name) for name in names if hasattr(torch.Tensor, name)]
+    return frozenset(item if callable(item) else item.__get__ for item in found)
+
+
+_GET_DATA, _SET_DATA = torch.Tensor.data.__get__, torch.Tensor.data.__set__  # type: ignore[attr-defined]
+_ALIASES = frozenset({_GET_DATA, torch.Tensor.detach})
+_WITHOUT_VALUES = _functions(
+    *("shape", "size", "dim", "ndim", "ndimension", "numel", "nelement", "stride", "storage_offset", "__len__"),
+    *("dtype", "device", "layout", "itemsize", "nbytes", "element_size", "type", "names", "has_names", "get_device"),
+    *(
+        "is_floating_point",
+        "is_complex",
+        "is_signed",
+        "is_contiguous",
+        "is_conj",
+        "is_neg",
+        "is_pinned",
+        "is_inference",
+    ),
+    *("is_cpu", "is_cuda", "is_meta", "is_mps", "is_xpu", "is_mkldnn", "is_quantized", "is_sparse", "is_sparse_csr"),
+    *("is_nested", "is_vulkan", "is_mtia", "is_ipu", "is_maia", "is_hpu", "is_xla", "is_shared"),
+    *(
+        "requires_grad",
+        "requires_grad_",
+        "is_leaf",
+        "grad",
+        "grad_fn",
+        "output_nr",
+        "retains_grad",
+        "_version",
+        "_base",
+    ),
+    *("_is_view", "_backward_hooks", "_post_accumulate_grad_hooks", "register_hook", "__hash__", "grad_dtype"),
+    *("register_post_accumulate_grad_hook", "_is_zerotensor", "__dir__", "_base", "is_inference"),
+) | {
+    torch.is_floating_point,
+    torch.is_complex,
+    torch.numel,
+    torch.Tensor.requires_grad.__set__,  # type: ignore[attr-defined]
+    torch.Tensor.grad.__set__,  # type: ignore[union-attr]
+}
+
+
+class LazyTensor(torch.Tensor):
+    """A tensor without values. Assigning to `.data` gives it some and makes it an ordinary tensor again."""
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        return _use(func, args, kwargs or {})
+
+
+class LazyParameter(nn.Parameter):
+    """A parameter without values. Assigning to `.data` gives it some and makes it an ordinary parameter again."""
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        return _use(func, args, kwargs or {})
+
+
+_GUARDS: dict[type, type] = {torch.Tensor: LazyTensor, nn.Parameter: LazyParameter}
+_PLAIN = {guard: plain for plain, guard in _GUARDS.items()}
+
+
+def refresh_class(tensor: torch.Tensor) -> None:
+    """Guards a tensor that is lazy, and takes the guard from one that is not."""
+    wanted = (_GUARDS if is_lazy(tensor) else _PLAIN).get(type(tensor))
+    if wanted is not None:
+        tensor.__class__ = wanted  # type: ignore[assignment]
+
+
+def guard_all() -> None:
+    """Guards every lazy tensor of the process; those of classes that can't be guarded get their values."""
+    for thing in gc.get_objects():
+        if not issubclass(type(thing), torch.Tensor) or not is_lazy(thing):
+            continue
+        if type(thing) in _GUARDS:
+            refresh_class(thing)
+        elif type(thing) not in _PLAIN:
+            settle(thing)
+
+
+def _use(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if function is torch.Tensor.__repr__:
+        return _description(args[0])
+    if function not in _WITHOUT_VALUES and function not in _ALIASES and function != _SET_DATA:
+        name = getattr(function, "__name__", str(function))
+        if name in ("__get__", "__set__"):
+            name = str(getattr(function, "__self__", name))
+        raise ConfigError(
+            f"{name} on a tensor that was made in a LazyInitContext and has no values yet: boost the model with a "
+            f"plugin that fills it, or call booster.lazy_init.materialize(model) first"
+        )
+    with torch._C.DisableTorchFunction():
+        result = function(*args, **kwargs)
+    if function in _ALIASES:
+        refresh_class(result)
+    elif function == _SET_DATA:
+        refresh_class(args[0])
+    return result
+
+
+def _description(tensor: torch.Tensor) -> str:
+    with torch._C.DisableTorchFunction():
+        return f"{type(tensor).__name__}(size={tuple(tensor.shape)}, dtype={tensor.dtype})"
+
+
+def materialize_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns the values of a tensor in fresh CPU memory; a lazy one stays lazy.
+
+    May be called in any order and any number of times: the values are always those that an ordinary build of the model
+    gives, and torch's generators are left as they are. Needs memory for the whole storage that the tensor is a view of.
+
+    Args:
+        tensor: Lazy or not.
+
+    Raises:
+        ConfigError: an operator of the model's code can't be run again with the same result; the message names it.
+    """
+    record = record_of(tensor)
+    with torch.no_grad(), torch._C.DisableTorchFunction():
+        if record is None:
+            return tensor.detach().to("cpu", copy=True)
+        storage = replay(record)
+        values = view_of(storage, Geometry.of(tensor))
+        if values.numel() * values.element_size() < storage.nbytes():
+            return values.clone()
+        return values
+
+
+def materialize(module: nn.Module, device: torch.device | str | None = None) -> nn.Module:
+    """Returns the module with all of its lazy parameters, buffers and other tensors filled, in place.
+
+    Every parameter and buffer stays the same object, so optimizers over them and ties go on working; tensors that share
+    memory share it afterwards too. Peak memory is that of the filled model and twice its largest tensor.
+
+    Args:
+        module: Built in a `LazyInitContext`, wholly or in part; what is not lazy is left alone.
+        device: Where the values go; without it the context's `default_device`.
+
+    Raises:
+        ConfigError: an operator of the model's code can't be run again with the same result; the message names it.
+    """
+    materialize_own(module.modules(), device)
+    return module
+
+
+def materialize_own(modules: Iterable[nn.Module], device: torch.device | str | None = None) -> None:
+    """Fills the lazy tensors that the given modules hold themselves; those of their children stay lazy.
+
+    Like `materialize` for a part of a model: tensors of the given modules that share memory share it afterwards too,
+    and one that shares memory with a tensor elsewhere in the model gets memory of its own, with the same values.
+
+    Args:
+        modules: Whose tensors are filled.
+        device: Where the values go; without it the context's `default_device`.
+
+    Raises:
+        ConfigError: an operator of the model's code can't be run again with the same result; the message names it.
+    """
+    sharing: dict[int, tuple[Record, dict[int, torch.Tensor]]] = {}
+    for tensor in _tensors(modules):
+        record = record_of(tensor)
+        if record is not None:
+            sharing.setdefault(id(record), (record, {}))[1][id(tensor)] = tensor
+    for record, tensors in sharing.values():
+        _fill(record, list(tensors.values()), torch.device(device) if device is not None else record.device)
+
+
+def _fill(record: Record, tensors: list[torch.Tensor], device: torch.device) -> None:
+    storage = replay(record)
+    if device.type != "cpu":
+        whole = Geometry(dtype=torch.uint8, size=torch.Size([storage.nbytes()]), stride=(1,), offset=0)
+        storage = view_of(storage, whole).to(device).untyped_storage()
+    for tensor in tensors:
+        with torch.no_grad(), torch._C.DisableTorchFunction():
+            tensor.data = view_of(storage, Geometry.of(tensor))
+        refresh_class(tensor)
+
+
+def _tensors(modules: Iterable[nn.Module]) -> Iterator[torch.Tensor]:
+    """Yields the tensors that modules hold themselves: registered, as attributes, or in a list or dict of those."""
+    seen: set[int] = set()
+    for module in modules:
+        for value in vars(module).values():
+            yield from _in_containers(value, seen)
+
+
+def _in_containers(value: Any, seen: set[int]) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (dict, list, tuple)) and id(value) not in seen:
+        seen.add(id(value))
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _in_containers(item, seen)

@@ -1,0 +1,298 @@
+"""NVIDIA Apex's optimization levels O0 to O3, done natively."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from booster.core.model_wrapper import ModelWrapper
+from booster.core.optimizer_wrapper import OptimizerWrapper
+from booster.errors import ConfigError
+from booster.interface.mixed_precision import LossScaler, MixedPrecision
+
+from .autocast import AutocastMixedPrecision, refuse_float16_weights
+from .fp16 import HalfWeights, cast_floats, log_on_master, low_precision_to_fp32
+from .loss_scaler import ConstantLossScaler, DynamicLossScaler
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ApexOptions:
+    """A level with its overrides applied; see `FP16ApexMixedPrecision` for the fields.
+
+    Attributes:
+        cast_model_type: The format that weights and inputs are cast to; None: not cast.
+        loss_scale: A number, or "dynamic".
+    """
+
+    cast_model_type: torch.dtype | None
+    patch_torch_functions: bool
+    keep_batchnorm_fp32: bool
+    master_weights: bool
+    loss_scale: float | str
+    cast_model_outputs: torch.dtype | None = None
+    min_loss_scale: float | None = None
+    max_loss_scale: float = 2.0**24
+
+
+_LEVELS = {
+    "O0": ApexOptions(
+        cast_model_type=torch.float32,
+        patch_torch_functions=False,
+        keep_batchnorm_fp32=False,
+        master_weights=False,
+        loss_scale=1.0,
+    ),
+    "O1": ApexOptions(
+        cast_model_type=None,
+        patch_torch_functions=True,
+        keep_batchnorm_fp32=False,
+        master_weights=False,
+        loss_scale="dynamic",
+    ),
+    "O2": ApexOptions(
+        cast_model_type=torch.float16,
+        patch_torch_functions=False,
+        keep_batchnorm_fp32=True,
+        master_weights=True,
+        loss_scale="dynamic",
+    ),
+    "O3": ApexOptions(
+        cast_model_type=torch.float16,
+        patch_torch_functions=False,
+        keep_batchnorm_fp32=False,
+        master_weights=False,
+        loss_scale=1.0,
+    ),
+}
+_FLAGS = {True: True, False: False, "True": True, "False": False}
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+def resolve_apex_options(opt_level: str, *, num_losses: int = 1, **overrides: Any) -> ApexOptions:
+    """Returns the options of a level with the overrides that are not None.
+
+    Args:
+        opt_level: 'O0' to 'O3'.
+        num_losses: Only 1.
+        **overrides: Fields of `ApexOptions` as the user gave them.
+
+    Raises:
+        ConfigError: An unknown level, or an override that makes no sense with it.
+    """
+    if opt_level not in _LEVELS:
+        raise ConfigError(
+            f"opt_level={opt_level!r} is not known: pass 'O0', 'O1', 'O2' or 'O3' (the letter O and a digit)"
+        )
+    if num_losses != 1:
+        raise ConfigError(
+            f"num_losses={num_losses!r}: one precision object keeps no scalers per loss, because every boosted"
+            " optimizer has its own. Leave it out, and boost one optimizer per loss that needs a scale of its own"
+        )
+    given = {name: value for name, value in overrides.items() if value is not None}
+    _check_level(opt_level, given)
+    for name in ("keep_batchnorm_fp32", "master_weights", "patch_torch_functions"):
+        if name in given:
+            given[name] = _flag(name, given[name])
+    for name in ("cast_model_type", "cast_model_outputs"):
+        if name in given:
+            given[name] = _dtype(name, given[name])
+    if "loss_scale" in given:
+        given["loss_scale"] = _loss_scale(given["loss_scale"])
+    options = dataclasses.replace(_LEVELS[opt_level], **given)
+    _check_limits(options)
+    return options
+
+
+def _check_level(opt_level: str, given: dict[str, Any]) -> None:
+    if opt_level != "O1":
+        if given.get("patch_torch_functions"):
+            raise ConfigError(
+                f"patch_torch_functions=True with opt_level={opt_level!r}: autocast is what O1 does, on fp32 weights."
+                " Leave it out, or use opt_level='O1'"
+            )
+        return
+    for name in ("keep_batchnorm_fp32", "master_weights"):
+        if name in given:
+            raise ConfigError(
+                f"{name}={given[name]!r} with opt_level='O1', whose weights and batch norms are fp32 anyway: leave it"
+                " out, or use opt_level='O2'"
+            )
+    if given.get("cast_model_type", False) not in (False, torch.float32):
+        raise ConfigError(
+            f"cast_model_type={given['cast_model_type']} with opt_level='O1', which casts around functions and keeps"
+            " fp32 weights: leave it out, or use opt_level='O2' or 'O3'"
+        )
+
+
+def _flag(name: str, value: Any) -> bool:
+    if not isinstance(value, (bool, str)) or value not in _FLAGS:
+        raise ConfigError(f"{name}={value!r} is no truth value: pass True or False, or leave it out")
+    return _FLAGS[value]
+
+
+def _dtype(name: str, value: Any) -> torch.dtype | None:
+    if value is False and name == "cast_model_type":
+        return None
+    if value not in _DTYPES:
+        raise ConfigError(
+            f"{name}={value!r} is no format to train in here: pass torch.float16, torch.bfloat16 or torch.float32"
+        )
+    return value  # type: ignore[no-any-return]
+
+
+def _loss_scale(value: Any) -> float | str:
+    if value == "dynamic":
+        return "dynamic"
+    try:
+        scale = math.nan if isinstance(value, bool) else float(value)
+    except (TypeError, ValueError):
+        scale = math.nan
+    if not (math.isfinite(scale) and scale > 0):
+        raise ConfigError(f'loss_scale={value!r} is no factor for losses: pass a positive number or "dynamic"')
+    return scale
+
+
+def _check_limits(options: ApexOptions) -> None:
+    low, high = options.min_loss_scale, options.max_loss_scale
+    if options.loss_scale != "dynamic" and low is not None:
+        raise ConfigError(
+            f"min_loss_scale={low!r} limits a dynamic loss scale, and this one is constant"
+            f" ({options.loss_scale!r}): leave it out, or pass loss_scale='dynamic'"
+        )
+    for name, value in (("min_loss_scale", low), ("max_loss_scale", high)):
+        if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0):
+            raise ConfigError(f"{name}={value!r} is no loss scale: pass a positive number, for example 2**24")
+
+
+class FP16ApexMixedPrecision(MixedPrecision):
+    """The semantics of `apex.amp.initialize`, without Apex.
+
+    | level | weights | matrix multiplications | batch norms | masters | loss scale |
+    | --- | --- | --- | --- | --- | --- |
+    | O0 | fp32 | fp32 | fp32 | - | 1 |
+    | O1 | fp32 | float16, by autocast | fp32 | - | dynamic |
+    | O2 | float16 | float16 | fp32 | fp32 | dynamic |
+    | O3 | float16 | float16 | float16 | - | 1 |
+
+    Two differences: a step whose gradients overflowed is skipped under a constant loss scale too (Apex applied it), and
+    fp32 is what every level returns unless `cast_model_outputs` says otherwise (Apex's O1 returned float16).
+
+    Args:
+        opt_level: 'O0', 'O1', 'O2' or 'O3'; the arguments below override what it stands for, None keeps it.
+        loss_scale: A number, or "dynamic": begins at 2**16, doubles after 2000 clean steps, halves on overflow.
+        keep_batchnorm_fp32: Leave batch norms in fp32 when weights are cast; also the strings "True" and "False".
+        master_weights: Update fp32 masters of low-precision weights.
+        min_loss_scale: The dynamic scale never falls below.
+        max_loss_scale: The dynamic scale never grows above.
+        cast_model_type: The format of the weights; False as in Apex: not cast.
+        patch_torch_functions: Autocast; with O1 only.
+        cast_model_outputs: The format of floating outputs.
+        num_losses: Only 1: every boosted optimizer has a loss scaler of its own.
+        verbosity: 0 logs nothing; 1 logs skipped steps and changes of the scale on rank 0.
+
+    Raises:
+        ConfigError: An unknown level, or an override that makes no sense with it.
+    """
+
+    def __init__(
+        self,
+        opt_level: str = "O1",
+        loss_scale: float | str | None = None,
+        keep_batchnorm_fp32: bool | str | None = None,
+        master_weights: bool | None = None,
+        min_loss_scale: float | None = None,
+        max_loss_scale: float = 2**24,
+        *,
+        cast_model_type: torch.dtype | Literal[False] | None = None,
+        patch_torch_functions: bool | None = None,
+        cast_model_outputs: torch.dtype | None = None,
+        num_losses: int = 1,
+        verbosity: int = 1,
+    ) -> None:
+        self.options: ApexOptions = resolve_apex_options(
+            opt_level,
+            loss_scale=loss_scale,
+            keep_batchnorm_fp32=keep_batchnorm_fp32,
+            master_weights=master_weights,
+            cast_model_type=cast_model_type,
+            patch_torch_functions=patch_torch_functions,
+            cast_model_outputs=cast_model_outputs,
+            min_loss_scale=min_loss_scale,
+            max_loss_scale=max_loss_scale,
+            num_losses=num_losses,
+        )
+        self._report = log_on_master if verbosity > 0 else None
+        self._new_scaler()  # checks the numbers now
+        self._autocast = AutocastMixedPrecision(torch.float16) if self.options.patch_torch_functions else None
+        self._weights = HalfWeights(
+            self.options.cast_model_type,
+            keep_batchnorm_fp32=self.options.keep_batchnorm_fp32,
+            remember=self.options.master_weights,
+        )
+
+    @property
+    def compute_dtype(self) -> torch.dtype | None:
+        """The format of the matrix multiplications; None where it is the parameters' own."""
+        return torch.float16 if self._autocast is not None else self.options.cast_model_type
+
+    @property
+    def keeps_masters(self) -> bool:
+        return bool(self.options.master_weights)
+
+    def config_fingerprint(self) -> list[str]:
+        return [*super().config_fingerprint(), repr(self.options)]
+
+    def prepare(self, model: nn.Module) -> None:
+        """Casts the model's weights in place, as the level says.
+
+        Args:
+            model: The user's model; its Parameter objects stay the same ones.
+
+        Raises:
+            ConfigError: O1, whose weights stay as they are, on float16 weights.
+        """
+        self._weights.cast(model)
+        if self._autocast is not None:
+            refuse_float16_weights(model, "fp16_apex")
+
+    def configure(
+        self, model: ModelWrapper, optimizer: OptimizerWrapper | None, criterion: Callable[..., Any] | None
+    ) -> tuple[ModelWrapper, OptimizerWrapper | None, Callable[..., Any] | None]:
+        """Gives the model its casts, the optimizer its masters and loss scaler; returns the three."""
+        if self._autocast is not None:
+            criterion = self._autocast.configure(model, None, criterion)[2]
+        super().configure(model, optimizer, criterion)
+        if optimizer is not None:
+            optimizer.loss_scaler = self._new_scaler()
+            if self.options.master_weights:
+                self._weights.attach_masters(model, optimizer)
+        self._weights.forget(model)
+        return model, optimizer, criterion
+
+    def forward_context(self, device_type: str) -> AbstractContextManager[Any]:
+        """Returns autocast for O1, an empty context for the other levels."""
+        return nullcontext() if self._autocast is None else self._autocast.forward_context(device_type)
+
+    def convert_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Returns the forward's arguments with floating tensors in the weights' format, where that is a choice."""
+        dtype = self.options.cast_model_type
+        return (args, kwargs) if dtype is None else (cast_floats(dtype, args), cast_floats(dtype, kwargs))
+
+    def convert_outputs(self, outputs: Any) -> Any:
+        """Returns floating outputs in `cast_model_outputs`, or low-precision ones in fp32."""
+        dtype = self.options.cast_model_outputs
+        return low_precision_to_fp32(outputs) if dtype is None else cast_floats(dtype, outputs)
+
+    def _new_scaler(self) -> LossScaler | None:
+        scale, low, high = self.options.loss_scale, self.options.min_loss_scale, self.options.max_loss_scale
+        if not isinstance(scale, str):
+            return None if scale == 1.0 else ConstantLossScaler(scale)
+        initial = max(min(2.0**16, high), 0.0 if low is None else low)
+        return DynamicLossScaler(initial, 2.0, 0.5, 2000, min_scale=low, max_scale=high, report=self._report)

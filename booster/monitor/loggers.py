@@ -1,0 +1,365 @@
+"""Where records go: a file of JSON lines, TensorBoard, and a progress bar."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import os
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from tqdm import tqdm
+
+from booster.comm import all_gather_equal, collective_device, group_rank
+from booster.errors import ConfigError, DesyncError
+from booster.logger import get_dist_logger
+
+from .step_stats import PARTS, UNTRAINED_PARTS, Window
+
+_HEAD = (
+    *("last_step", "num_steps", "num_skipped", "loss_sum", "loss_weight", "num_tokens", "memory", "sent_bytes"),
+    "seconds",
+)
+# What a user's own number can't be called.
+RESERVED = frozenset(
+    (
+        *("step", "time", "ranks", "loss", "lr", "seconds", "seconds_in", "tokens_per_second", "samples_per_second"),
+        *("memory", "communication_bytes", "steps", "skipped"),
+    )
+)
+
+
+def numbers_of(window: Window, *, step: int, memory: int, sent_bytes: int) -> list[float]:
+    """Returns what one rank tells the others of its window.
+
+    Args:
+        window: This rank's.
+        step: Number of its last step.
+        memory: Peak bytes in use.
+        sent_bytes: Bytes sent in the window.
+    """
+    parts = window.split()
+    head = (step, window.num_steps, window.num_skipped, float(window.loss_sum), window.loss_weight)
+    tail = (window.num_tokens, memory, sent_bytes, sum(parts.values()))
+    return [float(number) for number in (*head, *tail, *(parts[name] for name in PARTS))]
+
+
+def joined_record(mine: Sequence[float], *, lr: Sequence[float], unit: str, across_ranks: bool) -> dict[str, Any]:
+    """Returns the record of a step, equal on all ranks but for `lr` and `unit`.
+
+    Args:
+        mine: This rank's `numbers_of`.
+        lr: The learning rate of each group.
+        unit: What is counted, "tokens" or "samples".
+        across_ranks: False: of this rank alone, without communication.
+
+    Collective where `across_ranks`: every rank must call it after the same step.
+
+    Raises:
+        DesyncError: The ranks are at different steps.
+    """
+    vector = torch.tensor(mine, dtype=torch.float64)
+    if across_ranks:
+        vector = all_gather_equal(vector.to(collective_device())).cpu()
+    rows = [dict(zip((*_HEAD, *PARTS), row, strict=True)) for row in vector.view(-1, len(mine)).tolist()]
+    _require_same_step(rows)
+    num_steps = rows[0]["num_steps"]
+    weight = _sum(rows, "loss_weight")
+    in_training = [row["seconds"] - sum(row[name] for name in UNTRAINED_PARTS) for row in rows]
+    throughput = _sum(rows, "num_tokens") / max(sum(in_training) / len(rows), 1e-9)
+    return {
+        "step": int(rows[0]["last_step"]),
+        "time": round(time.time(), 3),
+        "ranks": len(rows),
+        "loss": _sum(rows, "loss_sum") / weight if weight else None,
+        "lr": list(lr),
+        f"{unit}_per_second": throughput,
+        "seconds": _mean(rows, "seconds") / num_steps,
+        "seconds_in": {name: _mean(rows, name) / num_steps for name in PARTS},
+        "memory": [int(row["memory"]) for row in rows],
+        "communication_bytes": round(_mean(rows, "sent_bytes") / num_steps),
+        "steps": int(num_steps),
+        "skipped": int(rows[0]["num_skipped"]),
+    }
+
+
+def to_line(record: Mapping[str, Any]) -> str:
+    """Returns a record as one line of JSON, in which numbers that JSON does not know are "nan", "inf" and "-inf"."""
+    return json.dumps(_finite(record), allow_nan=False, separators=(",", ":")) + "\n"
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _finite(one) for key, one in value.items()}
+    if isinstance(value, list):
+        return [_finite(one) for one in value]
+    if isinstance(value, float):
+        return float(f"{value:.13g}") if math.isfinite(value) else str(value)
+    return value
+
+
+def _require_same_step(rows: Sequence[Mapping[str, float]]) -> None:
+    steps = [(int(row["last_step"]), int(row["num_steps"])) for row in rows]
+    for rank, (step, num_steps) in enumerate(steps):
+        if (step, num_steps) != steps[0]:
+            raise DesyncError(
+                f"rank {group_rank()} logs with others that are elsewhere: rank 0 has ended step {steps[0][0]}, and"
+                f" rank {rank} step {step}: call optimizer.step() equally often on all ranks, and make the Monitor at"
+                " the same place, or give Monitor(across_ranks=False)"
+            )
+
+
+def _sum(rows: Sequence[Mapping[str, float]], name: str) -> float:
+    return sum(row[name] for row in rows)
+
+
+def _mean(rows: Sequence[Mapping[str, float]], name: str) -> float:
+    return _sum(rows, name) / len(rows)
+
+
+_TAIL_BYTES = 2**20  # more than any record
+
+
+class Log(Protocol):
+    """Takes the records, on one rank alone."""
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        """Takes the record of a step, or what the user adds to one."""
+
+    def close(self) -> None:
+        """Ends it; nothing is written afterwards."""
+
+
+class JsonLines:
+    """A file to which each record is added as a whole line, so that whoever reads meanwhile sees no part of one.
+
+    Args:
+        path: Folders that are missing are made.
+        first_step: Of the run that goes on; None: a run begins, and the file must not hold another one.
+
+    Raises:
+        ConfigError: It holds another run, or can't be written.
+    """
+
+    def __init__(self, path: Path, first_step: int | None) -> None:
+        self._path = path
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            last = last_step_in(path)
+            if last is not None and first_step is None:
+                raise ConfigError(
+                    f"log={str(path)!r} holds steps up to {last} of a run already, and the lines of two would be mixed:"
+                    f" give another path, remove the file, or go on with that run by first_step={last + 1}"
+                )
+            size = path.stat().st_size if path.is_file() else 0
+            self._file = io.FileIO(path, "a+" if size else "a")
+            if size and os.pread(self._file.fileno(), 1, size - 1) != b"\n":
+                self._file.write(b"\n")  # the run before ended in the middle of a line
+        except OSError as error:
+            raise ConfigError(
+                f"log={str(path)!r} can't be written ({error}): give the path of a file, in a directory that may be"
+                " written to"
+            ) from error
+        self._has_failed = False
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        line = to_line(record).encode()
+        try:
+            written = self._file.write(line)
+            if written != len(line):
+                raise OSError(f"{written} of {len(line)} bytes")
+        except OSError as error:  # a full disk is no reason to end a training
+            if not self._has_failed:
+                get_dist_logger().warning(f"a line of {self._path} could not be written, the training goes on: {error}")
+            self._has_failed = True
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def last_step_in(path: Path) -> int | None:
+    """Returns the step of the last whole record of a file of JSON lines; None where there is none."""
+
+    if not path.is_file():  # also a device such as /dev/null, which may be read for ever
+        return None
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
+        lines = file.read(_TAIL_BYTES).decode(errors="replace").splitlines()
+    records = (record_of(line) for line in reversed(lines))
+    return next((int(record["step"]) for record in records if record is not None), None)
+
+
+class TensorBoard:
+    """Event files that TensorBoard shows.
+
+    Args:
+        directory: Where they are put.
+
+    Raises:
+        ConfigError: TensorBoard is not installed.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise ConfigError(
+                f"tensorboard={str(directory)!r} needs TensorBoard, which is not installed ({error}): run"
+                " `pip install torch-booster[tensorboard]`, or leave tensorboard out"
+            ) from error
+        try:
+            self._writer = SummaryWriter(str(directory))
+        except OSError as error:
+            raise ConfigError(
+                f"tensorboard={str(directory)!r} can't be written ({error}): give a directory that may be written to"
+            ) from error
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        for name, value in record.items():
+            if name in ("step", "time", "steps", "ranks"):
+                continue
+            for tag, number in _scalars(name, value):
+                self._writer.add_scalar(tag, number, record["step"], walltime=record["time"])
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+def _scalars(name: str, value: Any) -> list[tuple[str, float]]:
+    if isinstance(value, Mapping):
+        return [(f"{name}/{key}", one) for key, one in value.items()]
+    if isinstance(value, list):
+        return [(name if len(value) == 1 else f"{name}/{index}", one) for index, one in enumerate(value)]
+    return [] if value is None else [(name, value)]
+
+
+class ProgressBar:
+    """A line at the bottom of a terminal.
+
+    Args:
+        total_steps: None: it is not known how many there will be.
+        first_step: The number of the first step that comes.
+    """
+
+    def __init__(self, total_steps: int | None, first_step: int) -> None:
+        self._bar = tqdm(
+            total=total_steps, initial=first_step - 1, unit="step", file=sys.stderr, dynamic_ncols=True, leave=True
+        )
+        self._added = ""
+        self._text = ""
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        if "seconds" in record:
+            self._text = _progress_text(record)
+            self._bar.update(record["step"] - self._bar.n)
+        else:
+            self._added = "".join(
+                f" {name} {value:.4g}" for name, value in record.items() if name not in ("step", "time")
+            )
+        self._bar.set_postfix_str(self._text + self._added, refresh="seconds" not in record)
+
+    def close(self) -> None:
+        self._bar.close()
+
+
+def _progress_text(record: Mapping[str, Any]) -> str:
+    loss = "no loss" if record["loss"] is None else f"loss {record['loss']:.4f}"
+    unit = "tokens" if "tokens_per_second" in record else "samples"
+    seconds, parts = record["seconds"], record["seconds_in"]
+    shown = ("forward", "backward", "step", "data", "communication")
+    split = ", ".join(f"{name} {parts[name] / max(seconds, 1e-9):.0%}" for name in shown)
+    rate = f" lr {record['lr'][0]:.3g}" if record["lr"] else ""
+    speed = f"{record[f'{unit}_per_second']:.4g} {unit}/s {seconds * 1e3:.4g} ms/step"
+    return f"{loss}{rate} {speed} ({split})"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """The steps of one log.
+
+    Attributes:
+        name: For a legend.
+        records: By step, in their order. Of a step that was logged twice, by a run that went back to a checkpoint, the
+            later record counts, with what the user added to it.
+        num_broken: Lines that are no records, such as the last one of a run that was killed.
+    """
+
+    name: str
+    records: dict[int, dict[str, Any]] = field(default_factory=dict)
+    num_broken: int = 0
+
+    def series(self, name: str) -> tuple[list[int], list[float]]:
+        """Returns the steps that have a number of this name, and the numbers; of a list the largest."""
+        steps, numbers = [], []
+        for step, record in self.records.items():
+            value = record.get(name)
+            value = max(value, default=None) if isinstance(value, list) else value
+            if isinstance(value, (int, float, str)):
+                steps.append(step)
+                numbers.append(float(value))
+        return steps, numbers
+
+
+def read_run(path: str | os.PathLike[str], name: str | None = None) -> Run:
+    """Returns the run that a file of JSON lines holds.
+
+    Args:
+        path: What `Monitor(log=)` was given.
+        name: None: the file's, without its ending.
+
+    Raises:
+        ConfigError: There is no such file, or nothing in it is a record of a step.
+    """
+    path = Path(path)
+    try:
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError as error:
+        raise ConfigError(
+            f"{str(path)!r} can't be read ({error}): give a file that Monitor(log=...) has written"
+        ) from error
+    found = [(line, record_of(line)) for line in lines if line.strip()]
+    records: dict[int, dict[str, Any]] = {}
+    for _, record in found:
+        if record is not None:
+            _add(records, record)
+    if not records:
+        what = "is empty" if not found else f"has no record of a step in its {len(found)} lines"
+        raise ConfigError(f"{str(path)!r} {what}: give a file that Monitor(log=...) has written")
+    num_broken = sum(record is None for _, record in found)
+    return Run(name=name or path.stem, records=dict(sorted(records.items())), num_broken=num_broken)
+
+
+def record_of(line: str) -> dict[str, Any] | None:
+    """Returns the record that a line holds; None where it is none."""
+    try:
+        record = json.loads(line)
+    except ValueError:  # a line that broke off, or another kind of file
+        return None
+    is_record = isinstance(record, dict) and type(record.get("step")) is int and _has_numbers(record)
+    return record if is_record else None
+
+
+def _has_numbers(record: dict[str, Any]) -> bool:
+    def is_number(value: Any) -> bool:
+        return value is None or isinstance(value, (int, float)) or value in ("nan", "inf", "-inf")
+
+    def fits(value: Any) -> bool:
+        if isinstance(value, dict):
+            return all(is_number(one) for one in value.values())
+        return all(is_number(one) for one in value) if isinstance(value, list) else is_number(value)
+
+    return all(fits(value) for value in record.values())
+
+
+def _add(records: dict[int, dict[str, Any]], record: dict[str, Any]) -> None:
+    step, is_of_step = record["step"], "seconds" in record
+    # What was logged of this step or later ones before is of a part of the run that was done again.
+    while records and next(reversed(records)) >= step + (not is_of_step):
+        records.popitem()
+    records.setdefault(step, {}).update(record)

@@ -1,0 +1,122 @@
+"""What one rank saw of the steps since the last that was logged."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from booster.fault_tolerance.progress import SAVE_PHASES, StepCallback
+
+# Into what the time of a step is split: the phases of these names, and what is left of the wall clock.
+OTHER = "other"
+PARTS = ("forward", "backward", "clip", "step", "data", "communication", "evaluate", "save", "load", OTHER)
+UNTRAINED_PARTS = ("evaluate", "save", "load")  # no part of what throughput is divided by
+
+_TOKEN_NAMES = ("input_ids", "decoder_input_ids", "tokens")
+_TOKEN_DTYPES = (torch.int32, torch.int64)
+
+
+class Window(StepCallback):
+    """Collects numbers while the training goes on, in one thread.
+
+    Args:
+        model: The boosted model whose batches count.
+        optimizer: Its optimizer, whose steps end the window's steps.
+        tokens: Returns how many tokens a forward's arguments hold; None: see `count_tokens`.
+        on_step: Called when a step has ended.
+
+    Attributes:
+        num_steps: Steps that ended in the window.
+        num_skipped: Those of them that changed nothing, because gradients overflowed.
+        loss_sum: Losses since the window began.
+        loss_weight: What divides their sum: calls of backward, or the items that they sum over.
+        num_tokens: This rank's, of batches that several ranks compute together its share.
+        unit: "tokens" or "samples".
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        optimizer: Any,
+        tokens: Callable[[tuple[Any, ...], dict[str, Any]], int] | None,
+        on_step: Callable[[], None],
+    ) -> None:
+        self._model, self._optimizer = model, optimizer
+        self._tokens = tokens
+        self._on_step = on_step
+        self.unit = "tokens"
+        self.clear()
+
+    def clear(self) -> None:
+        """Begins the next window."""
+        self.num_steps = self.num_skipped = 0
+        self.loss_sum: Any = 0.0
+        self.loss_weight = 0.0
+        self.num_tokens = 0.0
+        self._seconds: defaultdict[str | None, float] = defaultdict(float)
+
+    def split(self) -> dict[str, float]:
+        """Returns the seconds of each of `PARTS`, which add up to those of all phases."""
+        seconds = {name: self._seconds[name] for name in PARTS if name != OTHER}
+        seconds["save"] += sum(self._seconds[name] for name in SAVE_PHASES)
+        return {**seconds, OTHER: sum(self._seconds.values()) - sum(seconds.values())}
+
+    # As an observer.
+
+    def on_time(self, name: str | None, seconds: float) -> None:
+        self._seconds[name] += seconds
+
+    def on_forward(self, model: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+        if model is not self._model:
+            return
+        count: float
+        if self._tokens is None:
+            count, self.unit = count_tokens(arguments, keywords)
+        else:
+            count = self._tokens(arguments, keywords)
+        self.num_tokens += count / model.model_parallel_size
+
+    def on_loss(self, optimizer: Any, loss: torch.Tensor, num_items: float | None) -> None:
+        if optimizer is not self._optimizer:
+            return
+        detached = loss.detach()
+        # On an accelerator a number would have to be waited for.
+        self.loss_sum = self.loss_sum + (float(detached) if detached.device.type == "cpu" else detached.float())
+        self.loss_weight += 1.0 if num_items is None else float(num_items)
+
+    def on_step_end(self, optimizer: Any) -> None:
+        if optimizer is self._optimizer:
+            self.num_steps += 1
+            self.num_skipped += optimizer.step_was_skipped
+            self._on_step()
+
+
+def count_tokens(arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> tuple[int, str]:
+    """Returns how much a model is given, and the unit.
+
+    Args:
+        arguments: Of its forward; the first may be a mapping of named tensors.
+        keywords: Of its forward.
+
+    Returns:
+        The elements of `input_ids`, or of a first tensor of whole numbers with two dimensions, and "tokens"; else the
+        first tensor's length, and "samples".
+    """
+    named = {**keywords}
+    for argument in arguments:
+        if isinstance(argument, Mapping):
+            named.update(argument)
+    for name in _TOKEN_NAMES:
+        if isinstance(named.get(name), torch.Tensor):
+            return named[name].numel(), "tokens"
+    flat = [part for one in arguments for part in (one if isinstance(one, (list, tuple)) else [one])]
+    tensors = (one for one in [*flat, *named.values()] if isinstance(one, torch.Tensor))
+    first = next(tensors, None)
+    if first is None:
+        return 0, "samples"
+    if first.dim() == 2 and first.dtype in _TOKEN_DTYPES:
+        return first.numel(), "tokens"
+    return (first.shape[0] if first.dim() else 1), "samples"

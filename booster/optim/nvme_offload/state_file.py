@@ -1,0 +1,367 @@
+"""One file with the states of some parameters, each chunk of it in two places: what is valid, and what is written."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+import os
+import shutil
+import weakref
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from booster.errors import CheckpointError, ConfigError
+from booster.kernels.disk_io import DiskQueue, Ticket, open_data_file
+from booster.optim.adam_update import shaped_like
+
+# Note [Planes]
+# exp_avg and exp_avg_sq of all parameters of a file form a *plane* each: one parameter after the other, so that a
+# parameter's exp_avg is one stretch, whatever its size. Both planes have the same layout and are cut into *chunks* of
+# `CHUNK_BYTES`; the part of a parameter in a chunk is a *piece*. A step moves a chunk of both planes at a time.
+# Pieces begin at multiples of `_PIECE_ALIGNMENT`, so that every element has the same place in a vector register
+# wherever its parameter is cut.
+CHUNK_BYTES = 8 * 2**20
+_PIECE_ALIGNMENT = 256
+_PAGE_BYTES = 4096  # what direct reads and writes, and mappings, come in
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Some elements of a parameter's states.
+
+    Attributes:
+        index: The parameter's, in the file.
+        start: First element of the parameter.
+        stop: One past the last.
+        offset: Where they begin, in bytes from the beginning of the chunk.
+    """
+
+    index: int
+    start: int
+    stop: int
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A stretch of a plane: `num_bytes` from `start` on, whole pages."""
+
+    start: int
+    num_bytes: int
+    pieces: tuple[Piece, ...]
+
+
+class PlaneLayout:
+    """The places of parameters in a plane, see Note [Planes].
+
+    Args:
+        sizes: For each parameter how many elements it has, at least one, and the bytes of one of them.
+
+    Attributes:
+        starts: For each parameter where it begins, in bytes.
+        num_bytes: Size of a plane: whole pages.
+        chunks: What the plane is cut into.
+    """
+
+    def __init__(self, sizes: Sequence[tuple[int, int]]) -> None:
+        self.starts: list[int] = []
+        end = 0
+        for numel, itemsize in sizes:
+            self.starts.append(end)
+            end = _round_up(end + numel * itemsize, _PIECE_ALIGNMENT)
+        self.num_bytes = _round_up(end, _PAGE_BYTES)
+        self.chunks = self._cut(sizes)
+
+    def chunks_of(self, index: int, num_bytes: int) -> range:
+        """Returns the numbers of the chunks in which a parameter's `num_bytes` lie."""
+        start = self.starts[index]
+        return range(start // CHUNK_BYTES, (start + num_bytes - 1) // CHUNK_BYTES + 1)
+
+    def _cut(self, sizes: Sequence[tuple[int, int]]) -> list[Chunk]:
+        pieces: list[list[Piece]] = [[] for _ in range(0, self.num_bytes, CHUNK_BYTES)]
+        for index, (numel, itemsize) in enumerate(sizes):
+            for chunk, piece in self._pieces_of(index, numel, itemsize):
+                pieces[chunk].append(piece)
+        starts = range(0, self.num_bytes, CHUNK_BYTES)
+        return [
+            Chunk(start, min(CHUNK_BYTES, self.num_bytes - start), tuple(own))
+            for start, own in zip(starts, pieces, strict=True)
+        ]
+
+    def _pieces_of(self, index: int, numel: int, itemsize: int) -> Iterator[tuple[int, Piece]]:
+        start = self.starts[index]
+        for chunk in self.chunks_of(index, numel * itemsize):
+            first = max(start, chunk * CHUNK_BYTES)
+            last = min(start + numel * itemsize, (chunk + 1) * CHUNK_BYTES)
+            yield (
+                chunk,
+                Piece(index, (first - start) // itemsize, (last - start) // itemsize, first - chunk * CHUNK_BYTES),
+            )
+
+
+def _round_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
+
+
+# Note [Views of the file]
+# `optimizer.state` holds tensors over a mapping of the file: who reads them (state_dict, a checkpoint) gets pages from
+# the disk as they are touched, and memory is the page cache's, which the system takes back. A step writes a chunk's new
+# states to another place of the file. So that the tensors need not be made anew, and a parameter that spans several
+# chunks is one stretch of addresses, the addresses of the chunk are then mapped to the new place (MAP_FIXED), or to
+# memory where it can't be written. Reads and writes past the page cache and the mapping may be mixed: the system
+# writes a changed page to the disk before a direct read of it, and forgets cached pages when they are directly written.
+_MAP_FIXED = 0x10  # the same on every system; Python has no name for it
+_READ_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
+
+
+def _system_mmap() -> Any:
+    function = ctypes.CDLL(None, use_errno=True).mmap
+    function.restype = ctypes.c_void_p
+    function.argtypes = (
+        ctypes.c_void_p,
+        ctypes.c_size_t,
+        ctypes.c_int,
+        ctypes.c_int,
+        ctypes.c_int,
+        ctypes.c_int64,
+    )
+    return function
+
+
+_mmap = _system_mmap()
+
+
+class PlaneMapping:
+    """Addresses that show the first bytes of a file at first, and then what they are told to.
+
+    They are given back when the object and all its tensors are gone.
+
+    Args:
+        descriptor: The file, open for reading and writing.
+        num_bytes: How many, whole pages.
+    """
+
+    def __init__(self, descriptor: int, num_bytes: int) -> None:
+        self._memory = mmap.mmap(descriptor, num_bytes, mmap.MAP_SHARED)
+        self._address = torch.frombuffer(self._memory, dtype=torch.uint8, count=1).data_ptr()
+
+    def tensor(self, start: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Returns `numel` elements from byte `start` on, with a storage of their own: saving it saves nothing else."""
+        return torch.frombuffer(self._memory, dtype=dtype, count=numel, offset=start)
+
+    def show_file(self, start: int, num_bytes: int, descriptor: int, offset: int) -> None:
+        """Lets the bytes from `start` on be those of the file at `offset`; all are whole pages."""
+        self._map(start, num_bytes, mmap.MAP_SHARED, descriptor, offset)
+
+    def show_memory(self, start: int, num_bytes: int) -> None:
+        """Lets the bytes from `start` on be zeros in memory."""
+        self._map(start, num_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
+
+    def _map(self, start: int, num_bytes: int, flags: int, descriptor: int, offset: int) -> None:
+        address = self._address + start
+        if _mmap(address, num_bytes, _READ_WRITE, flags | _MAP_FIXED, descriptor, offset) != address:
+            code = ctypes.get_errno()
+            raise OSError(code, f"mapping {num_bytes} bytes: {os.strerror(code)}")
+
+
+Planes = tuple[Tensor, Tensor]  # bytes of exp_avg and of exp_avg_sq
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+# Note [Slots]
+# The file holds two *slots*, each with both planes. A chunk is valid in one of them; a step reads it there, writes the
+# new states to the other, and then takes the other for the valid one. So a write that fails half way destroys nothing.
+# If it fails, the new states stay in memory, as the parameters have been updated already.
+
+
+class _Place(IntEnum):
+    FIRST_SLOT = 0
+    SECOND_SLOT = 1
+    MEMORY = 2  # the new states could not be written
+
+
+class StateFile:
+    """A file with two moments of each parameter; see Note [Slots] and Note [Planes].
+
+    Args:
+        path: The file to make; it goes with its directory.
+        parameters: Whose states these are; CPU tensors with at least one element that fill their memory without gaps.
+        dtypes: For each of them the states' format.
+
+    Raises:
+        ConfigError: The disk has no room.
+    """
+
+    def __init__(self, path: Path, parameters: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> None:
+        self.path = path
+        self.parameters = list(parameters)
+        self._dtypes = list(dtypes)
+        sizes = [(one.numel(), dtype.itemsize) for one, dtype in zip(parameters, dtypes, strict=True)]
+        self.layout = PlaneLayout(sizes)
+        self._descriptor = _create(path, self._num_bytes)
+        weakref.finalize(self, os.close, self._descriptor)
+        self._mapping = PlaneMapping(self._descriptor, 2 * self.layout.num_bytes)
+        self._places = [_Place.FIRST_SLOT] * len(self.layout.chunks)
+        self._blank = set(range(len(self.layout.chunks)))  # never written, by nobody
+        self._used: set[int] = set()
+        self._moments = [self._moments_of(index) for index in range(len(self.parameters))]
+
+    def moments(self, index: int) -> tuple[Tensor, Tensor]:
+        """Returns the states of a parameter, shaped like it; always the same tensors."""
+        return self._moments[index]
+
+    @property
+    def dtypes(self) -> set[torch.dtype]:
+        """The formats that there are."""
+        return set(self._dtypes)
+
+    def dtype(self, index: int) -> torch.dtype:
+        """Returns the format of a parameter's states."""
+        return self._dtypes[index]
+
+    # For a step.
+
+    def read(self, queue: DiskQueue, number: int, planes: Planes) -> list[Ticket]:
+        """Starts to read the valid states of a chunk; they are there when all tickets were waited for."""
+        if number in self._blank:
+            for plane in planes:
+                plane.zero_()
+            return []
+        place = self._places[number]
+        if place is _Place.MEMORY:
+            for plane, held in zip(planes, self._shown(number), strict=True):
+                plane.copy_(held)
+            return []
+        return [
+            queue.read(self._descriptor, plane, offset)
+            for plane, offset in zip(planes, self._offsets(number, place), strict=True)
+        ]
+
+    def write(self, queue: DiskQueue, number: int, planes: Planes) -> list[Ticket]:
+        """Starts to write a chunk's new states beside the valid ones; `commit` or `keep` follows."""
+        offsets = self._offsets(number, self._next_place(number))
+        return [queue.write(self._descriptor, plane, offset) for plane, offset in zip(planes, offsets, strict=True)]
+
+    def commit(self, number: int) -> None:
+        """Makes the chunk's new states, which have been written, the valid ones."""
+        place = self._next_place(number)
+        chunk = self.layout.chunks[number]
+        for start, offset in zip(self._starts(number), self._offsets(number, place), strict=True):
+            self._mapping.show_file(start, chunk.num_bytes, self._descriptor, offset)
+        self._places[number] = place
+        self._blank.discard(number)
+
+    def keep(self, number: int, planes: Planes) -> None:
+        """Makes the chunk's new states, which could not be written, the valid ones: a copy in memory."""
+        for start, plane in zip(self._starts(number), planes, strict=True):
+            self._mapping.show_memory(start, plane.numel())
+        self._places[number] = _Place.MEMORY
+        self._blank.discard(number)
+        for plane, held in zip(planes, self._shown(number), strict=True):
+            held.copy_(plane)
+
+    # For what goes through the mapping.
+
+    def begin(self, index: int) -> None:
+        """Makes the states of a parameter zero."""
+        if index in self._used:
+            self.touch(index)
+            for moment in self._moments[index]:
+                moment.zero_()
+        self._used.add(index)
+
+    def touch(self, index: int) -> None:
+        """Says that a parameter's states are about to be written through the tensors of `moments`.
+
+        Raises:
+            CheckpointError: The file is not whole, and touching the tensors would end the process.
+        """
+        self.check()
+        self._used.add(index)
+        num_bytes = self.parameters[index].numel() * self._dtypes[index].itemsize
+        self._blank.difference_update(self.layout.chunks_of(index, num_bytes))
+
+    def remove(self) -> None:
+        """Deletes the file; its room is free once nobody holds its tensors any more."""
+        self.path.unlink(missing_ok=True)
+
+    def forget_blanks(self) -> None:
+        """Has every chunk be read from now on, as somebody may have written to what was zero."""
+        self._blank.clear()
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the file has all of its bytes."""
+        try:
+            return os.fstat(self._descriptor).st_size >= self._num_bytes
+        except OSError:  # its disk is gone
+            return False
+
+    def check(self) -> None:
+        """Returns if the states can be read.
+
+        Raises:
+            CheckpointError: The file was cut, so that some states are lost.
+        """
+        if not self.is_whole:
+            raise CheckpointError(
+                f"{self.path} holds optimizer states and is shorter than the {self._num_bytes} bytes that were written"
+                " to it, so some states are lost: load them from a checkpoint"
+            )
+
+    @property
+    def _num_bytes(self) -> int:
+        return 4 * self.layout.num_bytes
+
+    def _next_place(self, number: int) -> _Place:
+        is_first = self._places[number] is _Place.FIRST_SLOT
+        return _Place.SECOND_SLOT if is_first else _Place.FIRST_SLOT
+
+    def _starts(self, number: int) -> tuple[int, int]:
+        """Returns where the chunk of each plane begins in the mapping."""
+        start = self.layout.chunks[number].start
+        return start, self.layout.num_bytes + start
+
+    def _offsets(self, number: int, place: _Place) -> tuple[int, int]:
+        """Returns where the chunk of each plane begins in the file."""
+        first, second = self._starts(number)
+        slot = place * 2 * self.layout.num_bytes
+        return slot + first, slot + second
+
+    def _shown(self, number: int) -> list[Tensor]:
+        num_bytes = self.layout.chunks[number].num_bytes
+        return [self._mapping.tensor(start, num_bytes, torch.uint8) for start in self._starts(number)]
+
+    def _moments_of(self, index: int) -> tuple[Tensor, Tensor]:
+        parameter, dtype, start = self.parameters[index], self._dtypes[index], self.layout.starts[index]
+        first = self._mapping.tensor(start, parameter.numel(), dtype)
+        second = self._mapping.tensor(self.layout.num_bytes + start, parameter.numel(), dtype)
+        return shaped_like(first, parameter), shaped_like(second, parameter)
+
+
+def _create(path: Path, num_bytes: int) -> int:
+    free = shutil.disk_usage(path.parent).free
+    if free < num_bytes:
+        raise ConfigError(_no_room(path, num_bytes, free))
+    try:
+        descriptor, _ = open_data_file(path, num_bytes)
+    except OSError as error:
+        if error.errno in _FULL:
+            raise ConfigError(_no_room(path, num_bytes, shutil.disk_usage(path.parent).free)) from error
+        raise
+    return descriptor
+
+
+def _no_room(path: Path, num_bytes: int, free: int) -> str:
+    return (
+        f"the optimizer states that go to {path.parent} need {num_bytes} bytes (two copies of 8 bytes a parameter), and"
+        f" {free} bytes are free there or allowed to you: free some space, give an nvme_offload_dir on a larger disk,"
+        " or a smaller nvme_offload_fraction"
+    )

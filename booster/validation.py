@@ -1,0 +1,108 @@
+"""Type checks of plain arguments."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from numbers import Integral
+from os import PathLike
+from typing import Any, SupportsFloat
+
+import torch
+from torch import nn
+
+from .errors import ConfigError
+
+
+def is_number(value: Any) -> bool:
+    """Return whether `value` is a number or a tensor with one element, and neither a bool nor nan."""
+    return isinstance(value, SupportsFloat) and not isinstance(value, bool) and not math.isnan(float(value))
+
+
+def is_int(value: Any) -> bool:
+    """Return whether `value` is an integer of any type, and not a bool."""
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def check_flag(name: str, value: Any) -> None:
+    """Raise `ConfigError` unless an argument is a bool."""
+    if not isinstance(value, bool):
+        raise ConfigError(f"{name} must be a bool, got {value!r}: pass True or False")
+
+
+def check_path(name: str, value: Any) -> None:
+    """Raise `ConfigError` unless an argument is a string or a path."""
+    if not isinstance(value, (str, PathLike)):
+        raise ConfigError(f"{name} must be a path, got {value!r} ({type(value).__name__}): give one such as 'runs/a'")
+
+
+# What to tell where ranks wait for each other in different forwards and backwards.
+UNEVEN_CALLS = (
+    "every rank must call the model and backward() equally often and in the same order, whatever parts of the model"
+    " each uses. Where one rank evaluates alone, as under `if rank == 0`, evaluate on every rank, or inside of"
+    " `with model.gathered():`"
+)
+
+
+def error_of(check: Callable[[], object]) -> Exception | None:
+    """Returns what a check raises, for all ranks to hear of; None: nothing."""
+    try:
+        check()
+    except Exception as error:
+        return error
+    return None
+
+
+def check_memory_is_apart(model: nn.Module, trained: list[nn.Parameter]) -> None:
+    """Returns if no two of the parameters share memory.
+
+    Raises:
+        ConfigError: Two of them do.
+    """
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    seen: dict[int, str] = {}
+    for parameter in trained:
+        if parameter.numel() == 0 or parameter.is_meta:
+            continue
+        with torch._C.DisableTorchFunction():  # one that was built lazily has an address, and says so to nobody else
+            address = parameter.data_ptr()
+        other = seen.setdefault(address, names[id(parameter)])
+        if other != names[id(parameter)]:
+            raise ConfigError(
+                f"{other!r} and {names[id(parameter)]!r} are two parameters in the same memory, which would come apart:"
+                " tie them by making them one nn.Parameter, as in head.weight = embedding.weight"
+            )
+
+
+def is_non_nan_number(value: Any) -> bool:
+    """Returns whether an argument is a number, and not nan."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and value == value
+
+
+def check_clipping(max_norm: Any, norm_type: Any) -> None:
+    """Returns if gradients can be clipped so.
+
+    Raises:
+        ConfigError: They can't.
+    """
+    if not is_non_nan_number(max_norm) or max_norm < 0:
+        raise ConfigError(
+            f"max_norm={max_norm!r} is no norm that gradients could be clipped to: give a positive number, or 0 for no"
+            " clipping"
+        )
+    if not is_non_nan_number(norm_type) or norm_type <= 0:
+        raise ConfigError(f"norm_type={norm_type!r} is no order of a norm: give a positive number, or float('inf')")
+
+
+def check_replicas(extra_dp_size: Any, world_size: int) -> None:
+    """Returns if the ranks can be divided into so many groups that each hold all shards.
+
+    Raises:
+        ConfigError: They can't.
+    """
+    is_count = isinstance(extra_dp_size, int) and not isinstance(extra_dp_size, bool) and extra_dp_size >= 1
+    if not is_count or world_size % extra_dp_size:
+        raise ConfigError(
+            f"extra_dp_size={extra_dp_size!r} does not divide the {world_size} ranks into equal groups that each hold"
+            " all shards: give a divisor of the world size, or 1"
+        )

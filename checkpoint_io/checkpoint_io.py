@@ -1,0 +1,242 @@
+"""Checkpoint engine of all plugins: translates calls into checkpoint parts for saving and into loads."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from booster.errors import ConfigError
+from booster.interface import OptimizerWrapper
+from booster.interface.checkpoint_io import CheckpointIO
+
+from .commit import Transaction
+from .formats import json_values
+from .formats.json import MAX_JSON_BYTES, json_bytes
+from .layout import MODEL, OPTIMIZER
+from .loading.load import Loader, ModelLoad, OptimizerLoad, load_all
+from .ranks import CheckpointGroup
+from .save_target import SaveTarget, as_path, explain_missing_parents
+from .saving.part import CheckpointPart, model_part, optimizer_part, optimizer_values, save_metadata
+from .saving.save import Saver, SaveRequest
+from .storage import Storage
+from .training_state.document import SaveOptions, TrainingParts
+from .training_state.plain_optimizer import as_model_wrapper, as_optimizer_wrapper, scheduler_document, scheduler_state
+from .training_state.save_load import TrainingStateIO
+
+
+class GeneralCheckpointIO(CheckpointIO):
+    """Saves and loads the slices that the wrappers describe: replicated or sharded in any layout.
+
+    Every rank writes and reads only its own slices; nothing is gathered.
+
+    Args:
+        group: Process group that saves and loads. Optional, defaults to the world, or to this process alone if
+            torch.distributed is not initialized.
+        storage: Storage of the files. Optional, defaults to the local file system.
+        timeout_seconds: Timeout for the other ranks in each phase of a save; the error names the missing ranks.
+            Optional, defaults to `checkpoint_timeout_seconds` of the launch.
+        host: Host name of this rank. Optional, defaults to the system's. Each file on a shared file system is written
+            by one host.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None = None,
+        storage: Storage | None = None,
+        *,
+        timeout_seconds: float | None = None,
+        host: str | None = None,
+    ) -> None:
+        if group is not None and not isinstance(group, dist.ProcessGroup):
+            raise ConfigError(
+                f"group={group!r} is a {type(group).__name__}: give a process group, such as plugin.data_group, or"
+                " leave it out for all ranks"
+            )
+        if timeout_seconds is not None and not (isinstance(timeout_seconds, (int, float)) and timeout_seconds > 0):
+            raise ConfigError(
+                f"timeout_seconds={timeout_seconds!r} is not a positive number: give seconds above 0, or None for the"
+                " timeout of the launch"
+            )
+        self.ranks = CheckpointGroup(group, host)
+        self.storage = Storage() if storage is None else storage
+        self.saver = Saver(self.ranks, self.storage, timeout_seconds)
+        self._training_state = TrainingStateIO(self.ranks, self.storage, self.saver)
+
+    def save_model(
+        self,
+        model: nn.Module,
+        checkpoint: str | os.PathLike[str],
+        *,
+        shard: bool = False,
+        prefix: str | None = None,
+        size_per_shard: int = 1024,
+        use_safetensors: bool = True,
+        use_async: bool = False,
+    ) -> None:
+        """Write the model; see `CheckpointIO.save_model`. Collective over the group.
+
+        With `shard=True`, a model that fits into one shard becomes `model.safetensors` without an index, and files of
+        an older save with the same prefix and format are removed. `shard=False` writes just that file, no configs.
+        """
+
+        def prepare() -> tuple[SaveTarget, CheckpointPart]:
+            to = SaveTarget(checkpoint, MODEL, shard, prefix, size_per_shard, use_safetensors)
+            return to, model_part(wrapped, to)
+
+        action = "saving the model"
+        wrapped = self.ranks.run_on_all_ranks(lambda: as_model_wrapper(model, is_primary=self.ranks.rank == 0), action)
+        wrapped.require_equal_copies()
+        self._save(prepare, action, use_async)
+
+    def load_model(
+        self,
+        model: nn.Module,
+        checkpoint: str | os.PathLike[str],
+        *,
+        strict: bool = True,
+        verify: str = "checksums",
+    ) -> None:
+        """Load the model; see `CheckpointIO.load_model` and `ModelLoad`. Collective over the group."""
+        self.saver.wait()
+        path = as_path(checkpoint)
+        wrapped = self.ranks.run_on_all_ranks(
+            lambda: as_model_wrapper(model, is_primary=self.ranks.rank == 0), f"loading the model from {path}"
+        )
+        with Loader(self.ranks, self.storage, verify) as loader:
+            load_all([ModelLoad(loader, wrapped, path, strict=strict)])
+
+    def save_optimizer(
+        self,
+        optimizer: OptimizerWrapper | Optimizer,
+        checkpoint: str | os.PathLike[str],
+        *,
+        shard: bool = False,
+        prefix: str | None = None,
+        size_per_shard: int = 1024,
+        use_safetensors: bool = True,
+        use_async: bool = False,
+    ) -> None:
+        """Write the optimizer; see `CheckpointIO.save_optimizer`. Collective over the group.
+
+        With `shard=True` there is always an index, and `optimizer_groups.json` with all values that are not tensors;
+        `shard=False` puts both into one file.
+        """
+
+        def prepare_target() -> tuple[SaveTarget, OptimizerWrapper]:
+            to = SaveTarget(checkpoint, OPTIMIZER, shard, prefix, size_per_shard, use_safetensors)
+            return to, as_optimizer_wrapper(optimizer, is_primary=self.ranks.rank == 0)
+
+        action = "saving the optimizer"
+        target, wrapped = self.ranks.run_on_all_ranks(prepare_target, action)
+        values = self.ranks.run_on_all_ranks(lambda: optimizer_values(wrapped), action)
+        self._save(lambda: (target, optimizer_part(wrapped, target, values)), action, use_async)
+
+    def load_optimizer(
+        self,
+        optimizer: OptimizerWrapper | Optimizer,
+        checkpoint: str | os.PathLike[str],
+        *,
+        verify: str = "checksums",
+    ) -> None:
+        """Load the optimizer; see `CheckpointIO.load_optimizer` and `OptimizerLoad`. Collective over the group."""
+        self.saver.wait()
+        path = as_path(checkpoint)
+        wrapped = self.ranks.run_on_all_ranks(
+            lambda: as_optimizer_wrapper(optimizer, is_primary=self.ranks.rank == 0),
+            f"loading the optimizer from {path}",
+        )
+        with Loader(self.ranks, self.storage, verify) as loader:
+            load_all([OptimizerLoad(loader, wrapped, path)])
+
+    def save_lr_scheduler(self, lr_scheduler: LRScheduler, checkpoint: str | os.PathLike[str]) -> None:
+        """Write the scheduler's state; see `CheckpointIO.save_lr_scheduler`. Collective over the group.
+
+        Raises:
+            CheckpointError: A value of the state is not plain; the message names its key.
+        """
+        self.saver.wait()  # an asynchronous save may be about to create the directory
+        path = as_path(checkpoint)
+
+        def write() -> None:
+            document = json_values.encode(scheduler_document(lr_scheduler), f"state of {type(lr_scheduler).__name__}")
+            if self.ranks.rank == 0:
+                self._write_document(path, json_bytes(document))
+
+        self.ranks.run_on_all_ranks(write, f"saving the LR scheduler to {path}")
+
+    def load_lr_scheduler(self, lr_scheduler: LRScheduler, checkpoint: str | os.PathLike[str]) -> None:
+        """Load the scheduler's state; see `CheckpointIO.load_lr_scheduler`. Collective over the group.
+
+        Raises:
+            CheckpointError: The file is unreadable, or of another scheduler class.
+        """
+        self.saver.wait()
+        path = as_path(checkpoint)
+
+        def read() -> dict[str, Any]:
+            if self.storage.kind(path) == "directory":
+                raise ConfigError(f"{path} is a directory, but an LR scheduler is one file: give the file")
+            raw = self.storage.read_file(path, max_bytes=MAX_JSON_BYTES)
+            return scheduler_state(json_values.loads(raw, str(path)), lr_scheduler, path)
+
+        state = self.ranks.run_on_all_ranks(read, f"loading the LR scheduler from {path}")
+        self.ranks.run_on_all_ranks(
+            lambda: lr_scheduler.load_state_dict(state), f"loading the LR scheduler from {path}"
+        )
+
+    def save_training_state(
+        self,
+        checkpoint: str | os.PathLike[str],
+        parts: TrainingParts,
+        *,
+        extra: Any = None,
+        facts: Mapping[str, Any],
+        options: SaveOptions,
+        use_async: bool = False,
+    ) -> None:
+        """Write a training checkpoint; see `TrainingStateIO.save`. Collective over the group."""
+        self._training_state.save(checkpoint, parts, extra=extra, metadata=facts, options=options, use_async=use_async)
+
+    def load_training_state(
+        self,
+        checkpoint: str | os.PathLike[str],
+        parts: TrainingParts,
+        *,
+        strict: bool = True,
+        verify: str = "checksums",
+        missing_ok: bool = False,
+    ) -> Any:
+        """Load a training checkpoint and return `extra`; see `TrainingStateIO.load`. Collective."""
+        return self._training_state.load(checkpoint, parts, strict=strict, verify=verify, missing_ok=missing_ok)
+
+    def wait(self) -> None:
+        """Wait until no save is in flight; see `CheckpointIO.wait`. Collective over the group."""
+        self.saver.wait()
+
+    def _save(self, prepare: Callable[[], tuple[SaveTarget, CheckpointPart]], action: str, use_async: bool) -> None:
+        target, part = self.ranks.run_on_all_ranks(prepare, action)
+        request = SaveRequest(
+            target=target.path,
+            is_directory=target.is_sharded,
+            parts=[part],
+            metadata=save_metadata(self.ranks.size),
+            action=action,
+        )
+        self.saver.save(request, use_async=use_async)
+
+    def _write_document(self, path: Path, content: bytes) -> None:
+        transaction = Transaction(self.storage, path, is_directory=False)
+        try:
+            with explain_missing_parents(self.storage, path, "saving the LR scheduler"):
+                directory = transaction.begin()
+            self.storage.write_file(directory / path.name, content)
+            transaction.commit(is_stale=lambda name: False)
+        finally:
+            transaction.abort()

@@ -1,0 +1,402 @@
+"""Two-phase load: all checks on all ranks first, then each rank fills its own memory."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol
+
+import torch
+
+from booster.checkpoint_io.formats.optimizer_values import MASTER_SUFFIX, parse_values
+from booster.checkpoint_io.layout import MODEL, OPTIMIZER, FileKind
+from booster.checkpoint_io.ranks import CheckpointGroup
+from booster.checkpoint_io.storage import Storage
+from booster.comm import check_same_across_ranks
+from booster.errors import CheckpointError, ConfigError
+from booster.interface import ModelWrapper, OptimizerState, OptimizerWrapper, TensorSlice, TensorSpec
+from booster.logger import get_dist_logger
+
+from .ranges import read_slices
+from .reader import StoredCheckpoint, open_checkpoint
+from .verify import verify_ranges
+
+MAX_LISTED = 10
+
+
+@dataclass(slots=True, kw_only=True)
+class Match:
+    """Stored tensor for each slice, and the mismatches.
+
+    Attributes:
+        sources: Stored name by slice name, for slices that can be filled.
+        duplicates: Further stored names of a tied tensor, by the stored name that is used.
+        missing: Names of the model that are not in the checkpoint.
+        unexpected: Names of the checkpoint that are not in the model.
+        differing: One line per name whose shape or dtype does not match.
+    """
+
+    sources: dict[str, str] = field(default_factory=dict)
+    duplicates: dict[str, list[str]] = field(default_factory=dict)
+    missing: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+    differing: list[str] = field(default_factory=list)
+
+    def check(self, source_name: str, *, strict: bool) -> None:
+        """Raise one error that lists all mismatches.
+
+        Args:
+            source_name: Name of the checkpoint for messages.
+            strict: If False, raise only if no tensor matches.
+
+        Raises:
+            CheckpointError: There are mismatches or, with `strict=False`, no matches.
+        """
+        has_unfilled = bool(self.missing or self.differing)
+        if strict and (has_unfilled or self.unexpected):
+            advice = "Load it into the model that it was saved from, or pass strict=False to load only what fits"
+            raise CheckpointError(
+                f"{source_name} does not fit the model, so nothing was loaded:{self.format_mismatches()}\n{advice}"
+            )
+        if not self.sources and (has_unfilled or self.unexpected):
+            raise CheckpointError(
+                f"no tensor of {source_name} fits the model, so nothing was loaded:{self.format_mismatches()}"
+            )
+
+    def format_mismatches(self) -> str:
+        """Format all mismatches, one per line; empty if there are none."""
+        mismatches = {
+            "missing in the checkpoint": self.missing,
+            "not in the model": self.unexpected,
+            "differing": self.differing,
+        }
+        return "".join(
+            f"\n  {len(names)} {title}:{_format_names(names)}" for title, names in mismatches.items() if names
+        )
+
+
+def match_names(
+    specs: Mapping[str, TensorSpec],
+    slices: Sequence[TensorSlice],
+    tied: Mapping[str, Sequence[str]],
+    names_of_all_ranks: Collection[str] | None = None,
+) -> Match:
+    """Match stored tensors with slices.
+
+    Args:
+        specs: Dtypes and shapes of the stored tensors.
+        slices: Slices of the model on this rank, by the first name of each tensor; a tensor may have several slices.
+        tied: Further names of the same memory, which match as well; the first name takes precedence.
+        names_of_all_ranks: Names that the model has on any rank; these are not unexpected. Optional, defaults to those of
+            `slices`.
+    """
+    match = Match()
+    known = set(names_of_all_ranks or ())
+    for tensor_slice in {tensor_slice.name: tensor_slice for tensor_slice in slices}.values():
+        names = (tensor_slice.name, *tied.get(tensor_slice.name, ()))
+        known.update(names)
+        stored = [name for name in names if name in specs]
+        problems = {name: line for name in stored if (line := _mismatch(name, specs[name], tensor_slice)) is not None}
+        matching = [name for name in stored if name not in problems]
+        match.differing.extend(problems.values())
+        if not stored:
+            match.missing.append(tensor_slice.name)
+        if matching:
+            match.sources[tensor_slice.name] = matching[0]
+        if len(matching) > 1:
+            match.duplicates[matching[0]] = matching[1:]
+    match.unexpected.extend(name for name in specs if name not in known)
+    return match
+
+
+def can_convert(stored: torch.dtype, target: torch.dtype) -> bool:
+    """Return whether a load may convert: any float to any float, other dtypes only if lossless."""
+    if stored == target or (stored.is_floating_point and target.is_floating_point):
+        return True
+    kinds = {_dtype_category(stored), _dtype_category(target)}
+    # promote_types supports no unsigned dtype but uint8; all others count as lossy.
+    return kinds == {"integer"} and torch.promote_types(stored, target) == target
+
+
+def _mismatch(name: str, spec: TensorSpec, tensor_slice: TensorSlice) -> str | None:
+    if spec.shape != tensor_slice.global_shape:
+        return f"{name!r} has shape {spec.shape} in the checkpoint, {tensor_slice.global_shape} in the model"
+    if not can_convert(spec.dtype, tensor_slice.dtype):
+        return f"{name!r} is {spec.dtype} in the checkpoint, {tensor_slice.dtype} in the model"
+    return None
+
+
+def _dtype_category(dtype: torch.dtype) -> str:
+    if dtype in (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8):
+        return "integer"
+    return str(dtype)
+
+
+def _format_names(names: Sequence[str]) -> str:
+    text = "".join(f"\n    {name}" for name in names[:MAX_LISTED])
+    return f"{text}\n    ... and {len(names) - MAX_LISTED} more" if len(names) > MAX_LISTED else text
+
+
+VERIFY = ("checksums", "structure")
+
+# How long other ranks retry to open what rank 0 has found: network file systems show new files late.
+_VISIBILITY_TIMEOUT_SECONDS = 30.0
+_COMPARED_ELEMENTS = 2**20
+
+
+def check_verify(verify: object) -> None:
+    """Raise `ConfigError` unless `verify` is a supported verification mode."""
+    if verify not in VERIFY:
+        raise ConfigError(f"verify={verify!r} is not a verification mode: give one of {', '.join(VERIFY)}")
+
+
+class Load(Protocol):
+    """One object to load: `check` runs on all objects, then `fill`. Both are collective."""
+
+    def check(self) -> None:
+        """Raise on every rank if the load cannot succeed; change nothing."""
+        ...
+
+    def fill(self) -> None:
+        """Fill this rank's memory."""
+        ...
+
+
+class Loader:
+    """Opens and verifies checkpoints for one process group; a context manager that closes them.
+
+    Args:
+        ranks: Ranks that load together.
+        storage: Storage to read from.
+        verify: "checksums" reads and verifies all data first; "structure" skips that.
+
+    Raises:
+        ConfigError: Unknown value of `verify`.
+    """
+
+    def __init__(self, ranks: CheckpointGroup, storage: Storage, verify: str = "checksums") -> None:
+        check_verify(verify)
+        self.ranks = ranks
+        self.storage = storage
+        self._verify = verify
+        self._open = ExitStack()
+
+    def __enter__(self) -> Loader:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._open.close()
+
+    def open(self, path: Path, kind: FileKind) -> StoredCheckpoint:
+        """Open a checkpoint and check its structure; it stays open until the loader is closed. Collective."""
+
+        check_same_across_ranks("what they load", [f"a {kind.name} from {path}"], self.ranks.group)
+
+        def open_stored() -> StoredCheckpoint:
+            timeout = 0.0 if self.ranks.rank == 0 else _VISIBILITY_TIMEOUT_SECONDS
+            is_required = self._verify == "checksums"
+            stored = open_checkpoint(self.storage, path, kind, timeout_seconds=timeout, requires_manifest=is_required)
+            return self._open.enter_context(stored)
+
+        stored = self.ranks.rank_zero_first(open_stored, f"loading the {kind.name} from {path}")
+        # A concurrent save could show some ranks the old checkpoint and others the new one, each consistent.
+        check_same_across_ranks(f"the {kind.name} that they found at {path}", [stored.fingerprint], self.ranks.group)
+        return stored
+
+    def verify(self, stored: StoredCheckpoint) -> None:
+        """Verify all checksums, sharded over the ranks. Collective.
+
+        Raises:
+            CheckpointError: Data differs from its checksum.
+        """
+        if self._verify == "checksums":
+            ranks = self.ranks
+            ranks.run_on_all_ranks(lambda: verify_ranges(stored, ranks.rank, ranks.size), f"verifying {stored.path}")
+
+    def names_of_all_ranks(self, names: Collection[str]) -> frozenset[str]:
+        """Return the union of the ranks' names. Collective."""
+        payloads, _ = self.ranks.all_gather_distinct(json.dumps(sorted(names)).encode())
+        return frozenset(name for raw in payloads for name in json.loads(raw))
+
+
+class ModelLoad:
+    """Load of a model.
+
+    A tied tensor may be stored under any of its names. Floating-point tensors are converted to the model's dtype; other
+    dtypes are converted only if lossless.
+
+    Args:
+        loader: Loader that opens the files.
+        model: Boosted model.
+        path: File, index or directory.
+        strict: If False, load only tensors that match in name and shape.
+    """
+
+    def __init__(self, loader: Loader, model: ModelWrapper, path: Path, *, strict: bool) -> None:
+        self._loader = loader
+        self._model = model
+        self._path = path
+        self._strict = strict
+
+    def check(self) -> None:
+        """Open, match and verify. Collective.
+
+        Raises:
+            CheckpointError: Missing, unexpected or differing names, or damaged files.
+        """
+        loader, ranks = self._loader, self._loader.ranks
+        self._stored = stored = loader.open(self._path, MODEL)
+        slices, tied = ranks.run_on_all_ranks(self._target_slices, self._action)
+        names = loader.names_of_all_ranks(
+            {name for tensor_slice in slices for name in (tensor_slice.name, *tied.get(tensor_slice.name, ()))}
+        )
+
+        def match() -> Match:
+            found = match_names(stored.specs, slices, tied, names)
+            found.check(str(self._path), strict=self._strict)
+            return found
+
+        matched = ranks.run_on_all_ranks(match, self._action)
+        if self._strict:
+            ranks.run_on_all_ranks(lambda: _check_duplicates(stored, matched), self._action)
+        elif ranks.rank == 0 and matched.format_mismatches():
+            get_dist_logger().warning(f"{self._action} with strict=False leaves out:{matched.format_mismatches()}")
+        loader.verify(stored)
+        # Masters too: the file may have more precision than the model weights.
+        all_slices = [*slices, *ranks.run_on_all_ranks(self._model.exact_slices, self._action)]
+        self._source_and_slice = [
+            (matched.sources[tensor_slice.name], tensor_slice)
+            for tensor_slice in all_slices
+            if tensor_slice.name in matched.sources
+        ]
+
+    def fill(self) -> None:
+        """Read this rank's slices into the model's memory. Collective."""
+        self._loader.ranks.run_on_all_ranks(self._read, self._action)
+
+    def _target_slices(self) -> tuple[Sequence[TensorSlice], Mapping[str, Sequence[str]]]:
+        return self._model.tensor_slices(), self._model.tied_names()
+
+    def _read(self) -> None:
+        read_slices(self._stored, self._source_and_slice)
+        self._model.notify_loaded()
+
+    @property
+    def _action(self) -> str:
+        return f"loading the model from {self._path}"
+
+
+class OptimizerLoad:
+    """Load of an optimizer.
+
+    Stored fp32 master weights fill the optimizer's masters. An optimizer without masters gets them written into the
+    parameters, because they are more precise than the model's file: load the model first. If none are stored, masters
+    are copied from the model's weights.
+
+    Args:
+        loader: Loader that opens the files.
+        optimizer: Boosted optimizer.
+        path: File, index or directory.
+    """
+
+    def __init__(self, loader: Loader, optimizer: OptimizerWrapper, path: Path) -> None:
+        self._loader = loader
+        self._optimizer = optimizer
+        self._path = path
+
+    def check(self) -> None:
+        """Open, compare and verify. Collective.
+
+        Raises:
+            CheckpointError: Other parameters, groups or shapes, or damaged files.
+        """
+        self._stored = stored = self._loader.open(self._path, OPTIMIZER)
+
+        def compare() -> tuple[OptimizerState, dict[str, Any], set[str]]:
+            if stored.groups is None:
+                raise CheckpointError(
+                    f"{self._path} holds no param groups: it is not an optimizer checkpoint of save_optimizer"
+                )
+            values = parse_values(stored.groups, stored.specs, str(self._path))
+            state = self._optimizer.checkpoint_state()
+            state.check(stored.specs, values)
+            return (
+                state,
+                values,
+                {tensor_slice.name for tensor_slice in state.slices() if tensor_slice.name.endswith(MASTER_SUFFIX)},
+            )
+
+        self._state, self._values, masters = self._loader.ranks.run_on_all_ranks(compare, self._action)
+        # A rank without a shard of a master must not conclude that no rank has memory for it.
+        self._masters = self._loader.names_of_all_ranks(masters)
+        self._loader.verify(stored)
+
+    def fill(self) -> None:
+        """Replace the optimizer's state with the stored one. Collective."""
+        self._loader.ranks.run_on_all_ranks(self._read, self._action)
+
+    def _read(self) -> None:
+        stored = self._stored
+        slices = self._state.allocate(stored.specs, self._values)
+        read_slices(stored, [(tensor_slice.name, tensor_slice) for tensor_slice in slices])
+        in_parameters = list(self._unused_masters())
+        if in_parameters:
+            read_slices(stored, in_parameters)
+            self._optimizer.model.notify_loaded()
+
+    def _unused_masters(self) -> Iterator[tuple[str, TensorSlice]]:
+        masters = [name for name in self._stored.specs if name.endswith(MASTER_SUFFIX) and name not in self._masters]
+        if not masters:
+            return
+        of_model: dict[str, list[TensorSlice]] = {}
+        for tensor_slice in self._optimizer.model.tensor_slices():
+            of_model.setdefault(tensor_slice.name, []).append(tensor_slice)
+        for name in masters:
+            yield from ((name, tensor_slice) for tensor_slice in of_model.get(name.removesuffix(MASTER_SUFFIX), []))
+
+    @property
+    def _action(self) -> str:
+        return f"loading the optimizer from {self._path}"
+
+
+def _check_duplicates(stored: StoredCheckpoint, match: Match) -> None:
+    for used, duplicates in match.duplicates.items():
+        differing = [name for name in duplicates if not _are_equal(stored, used, name)]
+        if differing:
+            raise CheckpointError(
+                f"{used!r} and {differing[0]!r} are one tied tensor in the model, but differ in {stored.path}, so"
+                " nothing was loaded: untie them in the model, or pass strict=False to load the first"
+            )
+
+
+def _are_equal(stored: StoredCheckpoint, left: str, right: str) -> bool:
+    specs = stored.specs
+    if specs[left] != specs[right]:
+        return False
+    numel = specs[left].numel
+    spans = ((start, min(start + _COMPARED_ELEMENTS, numel)) for start in range(0, numel, _COMPARED_ELEMENTS))
+    return all(torch.equal(*(_read_bits(stored, name, specs[name], span) for name in (left, right))) for span in spans)
+
+
+def _read_bits(stored: StoredCheckpoint, name: str, spec: TensorSpec, span: tuple[int, int]) -> torch.Tensor:
+    tensor = torch.empty(span[1] - span[0], dtype=spec.dtype)
+    box = tuple((0, size) for size in spec.shape)
+    tensor_slice = TensorSlice(
+        name=name, dtype=spec.dtype, global_shape=spec.shape, box=box, span=span, tensor=tensor, primary=False
+    )
+    read_slices(stored, [(name, tensor_slice)])
+    return tensor.view(torch.uint8)  # compare bits, so that NaN equals itself
+
+
+def load_all(loads: Sequence[Load]) -> None:
+    """Check all loads, then fill all of them. Collective."""
+    for load in loads:
+        load.check()
+    for load in loads:
+        load.fill()

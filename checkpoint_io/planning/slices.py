@@ -1,0 +1,234 @@
+"""Metadata of one rank's tensor slices: the table that ranks exchange to plan a save."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+import torch
+
+from booster.interface import TensorSlice, TensorSpec
+
+Box = tuple[tuple[int, int], ...]  # per dimension the offset and the length, in elements
+
+
+# Note [Runs of a box]: let `k` be the last dimension that the box does not fill. The product of the box's lengths from
+# `k` on is the length of one contiguous run; the product of the lengths before `k` is the number of runs. Consecutive
+# runs are never adjacent, because the box omits elements of dimension `k` between them: so runs are maximal.
+
+
+@dataclass(frozen=True, slots=True)
+class RunBlock:
+    """Batch of runs of a slice in slice order, as int64 columns in bytes.
+
+    Attributes:
+        logical: Offset of each run in the row-major logical tensor.
+        local: Offset of each run in the slice's memory; 0 is the first element of the span.
+        length: Length of each run.
+    """
+
+    logical: np.ndarray
+    local: np.ndarray
+    length: np.ndarray
+
+
+def full_box(shape: Sequence[int]) -> Box:
+    """Return the box that covers the full tensor."""
+    return tuple((0, size) for size in shape)
+
+
+def run_length(shape: Sequence[int], box: Box) -> int:
+    """Return the run length of the box in elements; see Note [Runs of a box]."""
+    partial = _last_partial(shape, box)
+    return math.prod(length for _, length in box[partial:])
+
+
+def run_start(shape: Sequence[int], box: Box, element: int) -> int:
+    """Map a flat index within the box to a flat index within the logical tensor."""
+    start, stride = 0, 1
+    for size, (offset, length) in zip(reversed(shape), reversed(box), strict=True):
+        element, index = divmod(element, length)
+        start += (offset + index) * stride
+        stride *= size
+    return start
+
+
+def byte_runs(
+    shape: Sequence[int], box: Box, span: tuple[int, int], itemsize: int, *, max_runs: int = 65536
+) -> Iterator[RunBlock]:
+    """Yield the maximal runs of a slice in slice order.
+
+    Args:
+        shape: Shape of the logical tensor.
+        box: Offset and length per dimension.
+        span: Flat range (start, stop) within the row-major flattening of the box.
+        itemsize: Bytes per element.
+        max_runs: Maximum runs per yielded block; bounds memory.
+    """
+    start, stop = span
+    if start == stop:
+        return
+    partial = _last_partial(shape, box)
+    length = math.prod(length for _, length in box[partial:])
+    first_run, end = start // length, (stop - 1) // length + 1
+    if end - first_run == 1:  # fast path: the usual case, often for 100,000 slices
+        logical = run_start(shape, box, start) * itemsize
+        yield RunBlock(logical=_column(logical), local=_column(0), length=_column((stop - start) * itemsize))
+        return
+    for first in range(first_run, end, max_runs):
+        runs = np.arange(first, min(first + max_runs, end), dtype=np.int64)
+        begin = np.maximum(runs * length, start)
+        size = np.minimum((runs + 1) * length, stop) - begin
+        starts = _starts(shape, box, partial, runs) + (begin - runs * length)
+        yield RunBlock(logical=starts * itemsize, local=(begin - start) * itemsize, length=size * itemsize)
+
+
+def _column(value: int) -> np.ndarray:
+    return np.array([value], dtype=np.int64)
+
+
+def _last_partial(shape: Sequence[int], box: Box) -> int:
+    """Return the last dimension that the box does not fill, or 0 if it fills all."""
+    for dim in range(len(box) - 1, 0, -1):
+        if box[dim][1] != shape[dim]:
+            return dim
+    return 0
+
+
+def _starts(shape: Sequence[int], box: Box, partial: int, runs: np.ndarray) -> np.ndarray:
+    """Return the start of each run in the flattened logical tensor, in elements."""
+    stride = math.prod(shape[partial + 1 :])
+    starts = np.full(len(runs), box[partial][0] * stride if box else 0, dtype=np.int64)
+    for dim in range(partial - 1, -1, -1):
+        stride *= shape[dim + 1]
+        offset, length = box[dim]
+        starts += (offset + runs % length) * stride
+        runs = runs // length
+    return starts
+
+
+K = TypeVar("K", bound=Hashable)
+
+_PRIMARY, _SHARED, _FULL = 1, 2, 4
+_MAX_NUMEL = 2**63 - 1
+_DIGIT_ZERO = ord("0")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class SliceTable:
+    """Slices of one rank as columns, in the rank's order.
+
+    Attributes:
+        names: Tensor name of each slice.
+        specs: Distinct dtypes and shapes.
+        spec_of: Index into `specs` for each slice.
+        boxes: Distinct boxes.
+        box_of: Index into `boxes` for each slice.
+        starts: First element of each slice's span.
+        stops: One past the last element of each slice's span.
+        is_primary: Whether this rank's copy is the primary one.
+        is_shared: Whether all replicas are bitwise equal.
+    """
+
+    names: list[str]
+    specs: list[TensorSpec]
+    spec_of: np.ndarray
+    boxes: list[Box]
+    box_of: np.ndarray
+    starts: np.ndarray
+    stops: np.ndarray
+    is_primary: np.ndarray
+    is_shared: np.ndarray
+
+    @classmethod
+    def from_slices(cls, slices: Sequence[TensorSlice]) -> SliceTable:
+        """Build the table of these slices."""
+        specs: dict[tuple[torch.dtype, tuple[int, ...]], int] = {}
+        boxes: dict[Box, int] = {}
+        return cls(
+            names=[each.name for each in slices],
+            spec_of=_integers([_intern(specs, (each.dtype, tuple(each.global_shape))) for each in slices]),
+            specs=[TensorSpec(shape=shape, dtype=dtype) for dtype, shape in specs],
+            box_of=_integers([_intern(boxes, each.box) for each in slices]),
+            boxes=list(boxes),
+            starts=_integers([each.span[0] for each in slices]),
+            stops=_integers([each.span[1] for each in slices]),
+            is_primary=np.array([each.primary for each in slices], dtype=bool),
+            is_shared=np.array([each.shared for each in slices], dtype=bool),
+        )
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def encode(self) -> bytes:
+        """Serialize the table as compact JSON; equal tables give equal bytes.
+
+        A slice that is a full tensor takes its name, the index of its dtype and shape, and one digit. Box and span
+        follow from the shape, so the columns `box`, `start` and `stop` cover the other slices only.
+        """
+        is_shard = ~self._is_full()
+        used, box_of = np.unique(self.box_of[is_shard], return_inverse=True)
+        flags = _PRIMARY * self.is_primary + _SHARED * self.is_shared + _FULL * ~is_shard
+        columns = {
+            "names": self.names,
+            "specs": [[str(spec.dtype).removeprefix("torch."), spec.shape] for spec in self.specs],
+            "spec": self.spec_of.tolist(),
+            "flags": (flags + _DIGIT_ZERO).astype(np.uint8).tobytes().decode("ascii"),
+            "boxes": [self.boxes[number] for number in used.tolist()],
+            "box": box_of.tolist(),
+            "start": self.starts[is_shard].tolist(),
+            "stop": self.stops[is_shard].tolist(),
+        }
+        return json.dumps(columns, separators=(",", ":"), check_circular=False).encode("ascii")
+
+    @classmethod
+    def decode(cls, raw: bytes) -> SliceTable:
+        """Parse the output of `encode`."""
+        columns = json.loads(raw)
+        specs = [TensorSpec(shape=tuple(shape), dtype=getattr(torch, dtype)) for dtype, shape in columns["specs"]]
+        boxes: dict[Box, int] = {}
+        numbers = _integers(
+            [_intern(boxes, tuple((offset, length) for offset, length in pairs)) for pairs in columns["boxes"]]
+        )
+        full = _integers([_intern(boxes, full_box(spec.shape)) for spec in specs])
+        flags = np.frombuffer(columns["flags"].encode("ascii"), dtype=np.uint8) - _DIGIT_ZERO
+        is_shard, spec_of = flags & _FULL == 0, _integers(columns["spec"])
+        box_of, starts = full[spec_of], np.zeros(len(spec_of), dtype=np.int64)
+        stops = _numels(specs)[spec_of]
+        box_of[is_shard] = numbers[_integers(columns["box"])]
+        starts[is_shard], stops[is_shard] = columns["start"], columns["stop"]
+        return cls(
+            names=columns["names"],
+            specs=specs,
+            spec_of=spec_of,
+            boxes=list(boxes),
+            box_of=box_of,
+            starts=starts,
+            stops=stops,
+            is_primary=flags & _PRIMARY != 0,
+            is_shared=flags & _SHARED != 0,
+        )
+
+    def _is_full(self) -> np.ndarray:
+        numbers = {box: number for number, box in enumerate(self.boxes)}
+        full = _integers([numbers.get(full_box(spec.shape), -1) for spec in self.specs])[self.spec_of]
+        numel = _numels(self.specs)[self.spec_of]
+        is_full: np.ndarray = (self.box_of == full) & (self.starts == 0) & (self.stops == numel)
+        return is_full
+
+
+def _intern(numbers: dict[K, int], value: K) -> int:
+    return numbers.setdefault(value, len(numbers))
+
+
+def _numels(specs: Sequence[TensorSpec]) -> np.ndarray:
+    # A shape beyond 64 bits is rejected later by the plan, where the tensor's name is known.
+    return _integers([min(math.prod(spec.shape), _MAX_NUMEL) for spec in specs])
+
+
+def _integers(values: Sequence[int]) -> np.ndarray:
+    return np.array(values, dtype=np.int64)

@@ -1,0 +1,243 @@
+"""Part of a checkpoint: one set of tensors and, once planned, every byte of its files except the data."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from booster.checkpoint_io.formats import json_values
+from booster.checkpoint_io.formats.file_image import FileImage, safetensors_image, torch_image
+from booster.checkpoint_io.formats.index import config_documents
+from booster.checkpoint_io.formats.json import json_bytes
+from booster.checkpoint_io.formats.manifest import MANIFEST_KEY, DocumentRecord, FileRecord, Manifest, RangeRecord
+from booster.checkpoint_io.formats.tensor_files import GROUPS_KEY, completed_head, with_placeholder
+from booster.checkpoint_io.layout import MODEL, OPTIMIZER, FileKind, FileNames, FilePlan, index_document
+from booster.checkpoint_io.planning.save_plan import PlannedFile, SavePlan, WriteRange
+from booster.checkpoint_io.save_target import SaveTarget
+from booster.errors import CheckpointError
+from booster.interface import ModelWrapper, OptimizerWrapper, TensorSlice
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointPart:
+    """Model, optimizer or another set of tensors, with its small files.
+
+    Attributes:
+        kind: Kind of part.
+        names: File names.
+        slices: Slices on this rank.
+        max_shard_bytes: Maximum file size; a single larger tensor gets its own larger file.
+        is_sharded: If True, write into a directory. If False, write the one file that the target names.
+        always_index: If True, number the files and write an index even for a single file.
+        folder: Subdirectory of the target; empty for the target itself.
+        documents: Further files by name, such as a model's config.
+        values: An optimizer's plain values as JSON, for a single file.
+        parameter_names: Parameters whose elements the index counts. Optional, defaults to no count.
+    """
+
+    kind: FileKind
+    names: FileNames
+    slices: Sequence[TensorSlice]
+    max_shard_bytes: int
+    is_sharded: bool
+    always_index: bool = False
+    folder: str = ""
+    documents: Mapping[str, bytes] = field(default_factory=dict)
+    values: str | None = None
+    parameter_names: frozenset[str] | None = None
+
+
+Images = dict[int, FileImage]
+
+
+class PlannedPart:
+    """Checkpoint part with its save plan.
+
+    Args:
+        component: Part to save.
+        plan: Save plan.
+        single_name: File name if the part is not sharded.
+        images: Cache of file images (everything but the data) for this plan; extended here.
+    """
+
+    def __init__(self, part: CheckpointPart, plan: SavePlan, single_name: str, images: Images) -> None:
+        self.part = part
+        self.plan = plan
+        self._single_name = single_name
+        self._images = images
+        self._ranges: dict[int, list[WriteRange]] = {}
+
+    @property
+    def num_bytes(self) -> int:
+        """Total size of the tensor files."""
+        return sum(self.image(index).num_bytes for index in range(len(self.plan.files)))
+
+    def path_of(self, directory: Path, index: int) -> Path:
+        """Return the path of a tensor file."""
+        return directory / self.part.folder / self._file_name(index)
+
+    def image(self, index: int) -> FileImage:
+        """Return the image of a tensor file: everything but the data."""
+        if index not in self._images:
+            self._images[index] = self._make_image(self.plan.files[index])
+        return self._images[index]
+
+    def completed_head(self, crcs: Mapping[WriteRange, int]) -> bytes | None:
+        """Return the head with the checksums of the data, or None if the file does not embed its checksums."""
+        if self.part.is_sharded or self.part.names.suffix != "safetensors":
+            return None
+        return completed_head(self.image(0).head, [crcs[write_range] for write_range in self._ranges_of_file(0)])
+
+    def small_files(self, crcs: Mapping[WriteRange, int], metadata: Mapping[str, Any]) -> dict[str, bytes]:
+        """Return documents, index and manifest by name; the manifest is last.
+
+        Args:
+            crcs: Checksum of every written range.
+            metadata: JSON metadata of the save.
+        """
+        if not self.part.is_sharded:
+            return {}
+        found = dict(self.part.documents)
+        if self.plan.index is not None:
+            found[self.plan.index] = json_bytes(self._index())
+        documents = {
+            name: DocumentRecord(num_bytes=len(raw), crc32=zlib.crc32(raw)) for name, raw in sorted(found.items())
+        }
+        files = {self._file_name(index): self._record(index, crcs) for index in range(len(self.plan.files))}
+        manifest = Manifest(kind=self.part.kind.name, files=files, documents=documents, metadata=dict(metadata))
+        return found | {self.part.names.manifest: manifest.encode()}
+
+    def _file_name(self, index: int) -> str:
+        return self.plan.files[index].name if self.part.is_sharded else self._single_name
+
+    def _make_image(self, file: PlannedFile) -> FileImage:
+        checkpoint_part = self.part
+        if checkpoint_part.names.suffix != "safetensors":
+            return torch_image(file, checkpoint_part.values)
+        metadata = {"format": "pt"}
+        if checkpoint_part.values is not None:
+            metadata[GROUPS_KEY] = checkpoint_part.values
+        if checkpoint_part.is_sharded:
+            metadata[MANIFEST_KEY] = checkpoint_part.names.manifest
+        else:
+            metadata = with_placeholder(
+                metadata, [self._range_record(write_range, 0) for write_range in self._ranges_of_file(0)]
+            )
+        return safetensors_image(file, metadata)
+
+    def _ranges_of_file(self, index: int) -> list[WriteRange]:
+        if not self._ranges:
+            for write_range in self.plan.all_ranges():
+                self._ranges.setdefault(write_range.file, []).append(write_range)
+        return self._ranges.get(index, [])
+
+    def _record(self, index: int, crcs: Mapping[WriteRange, int]) -> FileRecord:
+        image = self.image(index)
+        ranges = tuple(
+            self._range_record(write_range, crcs[write_range]) for write_range in self._ranges_of_file(index)
+        )
+        return FileRecord(
+            num_bytes=image.num_bytes, head_bytes=len(image.head), head_crc32=zlib.crc32(image.head), ranges=ranges
+        )
+
+    def _range_record(self, write_range: WriteRange, crc32: int) -> RangeRecord:
+        shape = self.plan.specs[write_range.name].shape
+        is_full_box = write_range.box == tuple((0, size) for size in shape)
+        return RangeRecord(
+            name=write_range.name, box=None if is_full_box else write_range.box, span=write_range.span, crc32=crc32
+        )
+
+    def _index(self) -> dict[str, Any]:
+        plan = self.plan
+        names = self.part.parameter_names
+        counted = None if names is None else sum(plan.specs[name].numel for name in names if name in plan.specs)
+        files = FilePlan(files={file.name: tuple(file.tensors) for file in plan.files}, index=plan.index)
+        sizes = {name: spec.num_bytes for name, spec in plan.specs.items()}
+        return index_document(files, sizes, counted)
+
+
+def check_storable(slices: Sequence[TensorSlice]) -> None:
+    """Check that all tensors have plain elements.
+
+    Raises:
+        CheckpointError: A tensor is sparse, quantized or on the meta device.
+    """
+    for write_range in slices:
+        tensor = write_range.tensor
+        if tensor.layout is not torch.strided or tensor.is_quantized or tensor.device.type == "meta":
+            layout = "quantized" if tensor.is_quantized else str(tensor.layout)
+            raise CheckpointError(
+                f"{write_range.name!r} is a {layout} tensor on {tensor.device}, without plain elements to write: materialise"
+                " it before saving"
+            )
+
+
+def model_part(model: ModelWrapper, target: SaveTarget, folder: str = "") -> CheckpointPart:
+    """Build the checkpoint part of a model; a sharded one includes its configs.
+
+    Args:
+        model: Boosted model.
+        target: Save target.
+        folder: Subdirectory of the target.
+    """
+    return CheckpointPart(
+        kind=MODEL,
+        names=target.names,
+        slices=model.tensor_slices(),
+        max_shard_bytes=target.max_shard_bytes,
+        is_sharded=target.is_sharded,
+        folder=folder,
+        documents=config_documents(model.unwrap()) if target.is_sharded else {},
+        parameter_names=frozenset(name for name, _ in model.named_parameters()),
+    )
+
+
+def optimizer_values(optimizer: OptimizerWrapper) -> str:
+    """Return an optimizer's plain values as JSON, identical on all ranks.
+
+    Collective if states are sharded: no code that can fail on a single rank may precede it.
+
+    Raises:
+        CheckpointError: A state is neither a tensor nor a plain value.
+    """
+    return json_values.dumps(optimizer.checkpoint_state().values(), "the optimizer's values")
+
+
+def optimizer_part(optimizer: OptimizerWrapper, target: SaveTarget, values: str, folder: str = "") -> CheckpointPart:
+    """Build the checkpoint part of an optimizer; plain values go into a separate file, or into the single file.
+
+    Args:
+        optimizer: Boosted optimizer.
+        target: Save target.
+        values: Result of `optimizer_values`.
+        folder: Subdirectory of the target.
+    """
+    return CheckpointPart(
+        kind=OPTIMIZER,
+        names=target.names,
+        slices=optimizer.checkpoint_state().slices(),
+        max_shard_bytes=target.max_shard_bytes,
+        is_sharded=target.is_sharded,
+        always_index=True,
+        folder=folder,
+        documents={target.names.groups: values.encode("utf-8")} if target.is_sharded else {},
+        values=None if target.is_sharded else values,
+    )
+
+
+def save_metadata(world_size: int) -> dict[str, Any]:
+    """Return the metadata that every manifest records of its save.
+
+    Args:
+        world_size: Number of ranks that save.
+    """
+    return {
+        "world_size": world_size,
+        "versions": {"torch": torch.__version__, "torch-booster": metadata.version("torch-booster")},
+    }

@@ -1,0 +1,442 @@
+"""Save on all ranks: plan, create, write, verify, commit."""
+
+from __future__ import annotations
+
+import hashlib
+import zlib
+from array import array
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+from booster.checkpoint_io.commit import Transaction
+from booster.checkpoint_io.formats.manifest import FORMAT_VERSION, DocumentRecord, Manifest
+from booster.checkpoint_io.planning.save_plan import SavePlan, WriteRange, plan_save
+from booster.checkpoint_io.planning.slices import SliceTable
+from booster.checkpoint_io.ranks import CheckpointGroup, as_checkpoint_error
+from booster.checkpoint_io.save_target import explain_missing_parents
+from booster.checkpoint_io.storage import Storage
+from booster.comm import ErrorBarrier, check_same_across_ranks, new_cpu_group
+from booster.errors import CheckpointError
+from booster.fault_tolerance.progress import Phase
+from booster.interface import TensorSlice
+
+from .async_save import Arena, AsyncSaves, stage_slices
+from .part import CheckpointPart, Images, PlannedPart, check_storable
+from .writer import Relay, write_ranges
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveRequest:
+    """Content and target of one save.
+
+    Attributes:
+        target: Final directory or file.
+        is_directory: Whether the target is a directory.
+        components: Parts of the checkpoint.
+        documents: Further small files, written by rank 0, by name.
+        manifest_name: Name of a manifest over the documents and the parts' manifests. Optional, defaults to no
+            such manifest.
+        facts: JSON metadata of the save for the manifest.
+        is_stale: Predicate: a file of this name, relative to the target, is a leftover of the replaced save.
+        is_related: Predicate: a save to this sibling name belongs to the same run; see `Transaction`.
+        after_commit: Called on rank 0 after the commit.
+        doing: Description of the operation for messages.
+    """
+
+    target: Path
+    is_directory: bool
+    parts: Sequence[CheckpointPart]
+    documents: Mapping[str, bytes] = field(default_factory=dict)
+    manifest_name: str | None = None
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    is_stale: Callable[[str], bool] | None = None
+    is_related: Callable[[str], bool] | None = None
+    after_commit: Callable[[], None] | None = None
+    action: str = "saving"
+
+    def transaction(self, storage: Storage) -> Transaction:
+        """Return a new transaction for the target."""
+        return Transaction(storage, self.target, is_directory=self.is_directory, is_related=self.is_related)
+
+
+# Every rank sends a fingerprint: request, digest of its slice table, and host. If all fingerprints equal those of an
+# earlier save, its plan is reused and the slice tables are not exchanged. All ranks see the same fingerprints and have
+# made the same saves, so the cache hits on all ranks or on none.
+
+_MAX_CACHED_PLANS = 2  # a model and an optimizer, saved alternately
+_NAME_BYTES, _DIGEST_BYTES, _HOST_BYTES = 16, 32, 8
+
+Plans = list[tuple[SavePlan, Images]]
+Key = tuple[tuple[str, ...], tuple[bytes, ...], tuple[int, ...]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveSession:
+    """Agreed save: plan and identity.
+
+    Attributes:
+        name: Unique name of the save, equal on all ranks.
+        components: Planned parts of the checkpoint.
+        host_of_rank: Host index of each rank; equal for ranks on the same machine.
+    """
+
+    name: str
+    parts: Sequence[PlannedPart]
+    host_of_rank: Sequence[int]
+
+
+class Planner:
+    """Plans the saves of one process group.
+
+    Args:
+        ranks: Ranks that save together.
+        storage: Storage to write to.
+    """
+
+    def __init__(self, ranks: CheckpointGroup, storage: Storage) -> None:
+        self._ranks = ranks
+        self._storage = storage
+        self._plan_cache: OrderedDict[Key, Plans] = OrderedDict()
+
+    def plan(self, request: SaveRequest) -> SaveSession:
+        """Plan a save on all ranks. Collective.
+
+        Raises:
+            CheckpointError: Tensors that cannot be written, incomplete tensors, or too little free space.
+            DesyncError: The ranks requested different saves.
+        """
+        ranks, parts = self._ranks, request.parts
+        tables = ranks.run_on_all_ranks(lambda: [_table(component) for component in parts], request.action)
+        names, digests, hosts = self._exchange_fingerprints(request, tables)
+        key = (_options(request), digests, hosts)
+        plans = self._plan_cache.get(key)
+        if plans is None:
+            plans = [
+                (self._new_plan(one, table, hosts, request.action), Images())
+                for one, table in zip(parts, tables, strict=True)
+            ]
+
+        def complete() -> list[PlannedPart]:
+            planned = [
+                PlannedPart(component, plan, request.target.name, images if component.values is None else Images())
+                for component, (plan, images) in zip(parts, plans, strict=True)
+            ]
+            # Building the images raises for names and dtypes that the file format does not support.
+            self._check_space(sum(one.num_bytes for one in planned), request)
+            return planned
+
+        planned = ranks.run_on_all_ranks(complete, request.action)
+        self._cache_plan(key, plans)
+        return SaveSession(name=names[0].hex(), parts=planned, host_of_rank=hosts)
+
+    def _exchange_fingerprints(
+        self, request: SaveRequest, tables: Sequence[bytes]
+    ) -> tuple[list[bytes], tuple[bytes, ...], tuple[int, ...]]:
+        description = [
+            f"{request.action} to {request.target}",
+            f"is_directory={request.is_directory}",
+            f"format {FORMAT_VERSION}",
+            *_options(request),
+        ]
+        tables_digest = _digest(*(_digest(table) for table in tables))
+        host = _digest(self._ranks.host.encode())[:_HOST_BYTES]
+        fingerprints = self._ranks.all_gather_equal_sized(
+            uuid4().bytes + _digest("\n".join(description).encode()) + tables_digest + host
+        )
+        names, rest = (
+            [fingerprint[:_NAME_BYTES] for fingerprint in fingerprints],
+            [fingerprint[_NAME_BYTES:] for fingerprint in fingerprints],
+        )
+        if len({fingerprint[:_DIGEST_BYTES] for fingerprint in rest}) > 1:
+            check_same_across_ranks("what they save", description, self._ranks.group)
+        hosts = [fingerprint[2 * _DIGEST_BYTES :] for fingerprint in rest]
+        numbers = {host: number for number, host in enumerate(dict.fromkeys(hosts))}
+        digests = tuple(fingerprint[_DIGEST_BYTES : 2 * _DIGEST_BYTES] for fingerprint in rest)
+        return names, digests, tuple(numbers[host] for host in hosts)
+
+    def _new_plan(self, part: CheckpointPart, table: bytes, hosts: Sequence[int], action: str) -> SavePlan:
+        tables, table_of_rank = self._ranks.all_gather_distinct(table)
+        return self._ranks.run_on_all_ranks(
+            lambda: plan_save(
+                [SliceTable.decode(raw) for raw in tables],
+                table_of_rank,
+                part.names,
+                max_shard_bytes=part.max_shard_bytes,
+                is_sharded=part.is_sharded,
+                always_index=part.always_index,
+                host_of_rank=hosts,
+            ),
+            action,
+        )
+
+    def _cache_plan(self, key: Key, plans: Plans) -> None:
+        self._plan_cache[key] = plans
+        self._plan_cache.move_to_end(key)
+        while len(self._plan_cache) > _MAX_CACHED_PLANS:
+            self._plan_cache.popitem(last=False)
+
+    def _check_space(self, needed: int, request: SaveRequest) -> None:
+        if self._ranks.rank != 0:
+            return
+        free = self._storage.free_bytes(request.target)
+        if free < needed:  # leftovers of a killed save may take as much as this save needs
+            request.transaction(self._storage).clear_leftovers()
+            free = self._storage.free_bytes(request.target)
+        if free < needed:
+            raise CheckpointError(
+                f"{request.action} to {request.target} needs {needed} bytes, but only {free} are free: free some space,"
+                " or save elsewhere"
+            )
+
+
+def _table(part: CheckpointPart) -> bytes:
+    check_storable(part.slices)
+    return SliceTable.from_slices(part.slices).encode()
+
+
+def _options(request: SaveRequest) -> tuple[str, ...]:
+    return tuple(
+        f"{part.kind.name} {part.folder}/{part.names} of at most {part.max_shard_bytes} bytes a file, sharded:"
+        f" {part.is_sharded}, index: {part.always_index}"
+        for part in request.parts
+    )
+
+
+def _digest(*parts: bytes) -> bytes:
+    return hashlib.sha256(b"".join(parts)).digest()
+
+
+class Saver:
+    """Saves of one process group.
+
+    Args:
+        ranks: Ranks that save together.
+        storage: Storage to write to.
+        timeout_seconds: Timeout for the other ranks in each phase. Optional, defaults to that of the launch.
+    """
+
+    def __init__(self, ranks: CheckpointGroup, storage: Storage, timeout_seconds: float | None = None) -> None:
+        self._ranks = ranks
+        self._storage = storage
+        self._timeout_seconds = timeout_seconds
+        self._planner = Planner(ranks, storage)
+        self._async = AsyncSaves(ranks)
+        self._relay: Relay | None = None
+
+    def save(self, request: SaveRequest, *, use_async: bool = False) -> None:
+        """Save; return when the checkpoint is on disk or, with `use_async`, when tensors may be modified.
+
+        Saves take effect in call order: a synchronous save waits for the asynchronous ones before it.
+
+        Collective: every rank must call it with the same arguments and its own slices.
+
+        Raises:
+            CheckpointError: Writing failed on some rank; the target is unchanged.
+            DesyncError: The ranks requested different saves.
+        """
+        if use_async:
+            self._async.raise_failures()
+        else:
+            self._async.wait()  # otherwise an earlier async save would later overwrite this one
+        with Phase("save plan"):
+            session = self._planner.plan(request)
+        planned = session.parts
+        barrier = ErrorBarrier(
+            self._ranks.group, name=f"checkpoint/{session.name}", timeout_seconds=self._timeout_seconds
+        )
+        relay = self._relay_for(session.host_of_rank)
+        slices = [planned_part.part.slices for planned_part in planned]
+        if not use_async:
+            _SaveJob(self._ranks, self._storage, request, planned, slices, barrier, relay).run()
+            return
+
+        def stage(arena: Arena) -> Callable[[], None]:
+            copies = [self._stage(planned_part, arena) for planned_part in planned]
+            return _SaveJob(self._ranks, self._storage, request, planned, copies, barrier, relay).run_in_background
+
+        self._async.start(stage, request.action)
+
+    def wait(self) -> None:
+        """Wait until no save is in flight. Collective.
+
+        Raises:
+            CheckpointError: A save failed on some rank.
+        """
+        self._async.wait()
+
+    def _relay_for(self, hosts: Sequence[int]) -> Relay | None:
+        if len(set(hosts)) == 1:
+            return None
+        if self._relay is None:
+            self._relay = Relay(new_cpu_group(self._ranks.group), self._ranks.rank)
+        return self._relay
+
+    def _stage(self, planned_part: PlannedPart, arena: Arena) -> Sequence[TensorSlice]:
+        return stage_slices(planned_part.plan.ranges_owned_by(self._ranks.rank), planned_part.part.slices, arena)
+
+
+class _SaveJob:
+    """Phases of a save after planning. They call no collectives, so they can run in the background."""
+
+    def __init__(
+        self,
+        ranks: CheckpointGroup,
+        storage: Storage,
+        request: SaveRequest,
+        planned: Sequence[PlannedPart],
+        slices: Sequence[Sequence[TensorSlice]],
+        barrier: ErrorBarrier,
+        relay: Relay | None,
+    ) -> None:
+        self._rank, self._size = ranks.rank, ranks.size
+        self._storage = storage
+        self._request = request
+        self._planned = planned
+        self._slices = slices
+        self._barrier = barrier
+        self._relay = relay
+        self._transaction: Transaction | None = None
+
+    def run(self) -> None:
+        """Write and commit."""
+        try:
+            with Phase("save write"):
+                directory = Path(self._on_rank_zero("creating the files", self._create).decode())
+                crcs = self._write(directory)
+                reports = self._barrier.gather("writing", *crcs)
+            with Phase("commit"):
+                self._on_rank_zero("committing", lambda: self._commit(directory, reports))
+        finally:
+            if self._transaction is not None:
+                self._transaction.abort()  # no effect after a commit
+
+    def run_in_background(self) -> None:
+        """Write and commit. The last gather keeps rank 0, which may host the store, alive until all ranks are done."""
+        with Phase("save"):
+            self.run()
+            self._barrier.gather("leaving")
+
+    def _on_rank_zero(self, phase: str, action: Callable[[], bytes]) -> bytes:
+        payload: bytes | None = None
+        failure: Exception | None = None
+        if self._rank == 0:
+            try:
+                payload = action()
+            except Exception as error:  # raised by the barrier, on every rank
+                failure = as_checkpoint_error(error, self._action)
+        return self._barrier.share(phase, payload, failure)
+
+    @property
+    def _action(self) -> str:
+        return f"{self._request.action} to {self._request.target}"
+
+    # Rank 0, before the write.
+
+    def _create(self) -> bytes:
+        self._transaction = self._request.transaction(self._storage)
+        with explain_missing_parents(self._storage, self._request.target, self._request.action):
+            directory = self._transaction.begin()
+        for folder in sorted({planned_part.part.folder for planned_part in self._planned} - {""}):
+            self._storage.make_directory(directory / folder)
+        for planned_part in self._planned:
+            for index in range(len(planned_part.plan.files)):
+                self._create_file(planned_part, directory, index)
+        return str(directory).encode()
+
+    def _create_file(self, planned_part: PlannedPart, directory: Path, index: int) -> None:
+        image = planned_part.image(index)
+        with self._storage.create(planned_part.path_of(directory, index)) as file:
+            self._storage.resize(file, image.num_bytes)
+            for offset, content in image.fragments:
+                self._storage.write_at(file, content, offset)
+            self._storage.sync(file)
+
+    # Every rank.
+
+    def _write(self, directory: Path) -> tuple[bytes, Exception | None]:
+        crcs = array("I")
+        try:
+            for planned_part, slices in zip(self._planned, self._slices, strict=True):
+                crcs.extend(self._write_part(planned_part, directory, slices))
+        except Exception as error:  # raised by the barrier, on every rank
+            return b"", as_checkpoint_error(error, self._action)
+        return crcs.tobytes(), None
+
+    def _write_part(self, planned_part: PlannedPart, directory: Path, slices: Sequence[TensorSlice]) -> list[int]:
+        ranges = planned_part.plan.ranges_written_by(self._rank)
+        files = [
+            (planned_part.path_of(directory, index), planned_part.image(index))
+            for index in range(len(planned_part.plan.files))
+        ]
+        local_ranges = [write_range for write_range in ranges if write_range.owner == self._rank]
+        checksums = dict(zip(local_ranges, write_ranges(self._storage, files, local_ranges, slices), strict=True))
+        if self._relay is not None:
+            checksums |= self._relay.exchange(self._storage, planned_part.plan, files, slices)
+        return [checksums[write_range] for write_range in ranges]
+
+    # Rank 0, after the write.
+
+    def _commit(self, directory: Path, reports: Sequence[bytes]) -> bytes:
+        assert self._transaction is not None
+        crcs = self._collect_checksums(reports)
+        documents = dict(self._request.documents)
+        metadata = dict(self._request.metadata)
+        for planned_part, part_crcs in zip(self._planned, crcs, strict=True):
+            self._complete_head(planned_part, directory, part_crcs)
+            for name, content in planned_part.small_files(part_crcs, metadata).items():
+                self._storage.write_file(directory / planned_part.part.folder / name, content)
+                if name == planned_part.part.names.manifest:
+                    documents[f"{planned_part.part.folder}/{name}".lstrip("/")] = content
+        if self._request.manifest_name is not None:
+            self._write_documents(directory, documents, metadata)
+        self._transaction.commit(is_stale=self._is_stale)
+        if self._request.after_commit is not None:
+            self._request.after_commit()
+        return b""
+
+    def _collect_checksums(self, reports: Sequence[bytes]) -> list[dict[WriteRange, int]]:
+        """Return the checksum of every planned range, by checkpoint part; an incomplete report is an error."""
+        checksums: list[dict[WriteRange, int]] = [{} for _ in self._planned]
+        for rank, raw in enumerate(reports):
+            crcs = array("I")
+            crcs.frombytes(raw)
+            position = 0
+            for planned_part, part_crcs in zip(self._planned, checksums, strict=True):
+                ranges = planned_part.plan.ranges_written_by(rank)
+                part_crcs.update(zip(ranges, crcs[position : position + len(ranges)], strict=False))
+                position += len(ranges)
+            if position != len(crcs):
+                raise CheckpointError(
+                    f"{self._action}: rank {rank} wrote {len(crcs)} ranges, but {position} were planned: the ranks run"
+                    " different versions of torch-booster, install the same one on all"
+                )
+        return checksums
+
+    def _complete_head(self, planned_part: PlannedPart, directory: Path, crcs: Mapping[WriteRange, int]) -> None:
+        head = planned_part.completed_head(crcs)
+        if head is None:
+            return
+        with self._storage.open_for_writing(planned_part.path_of(directory, 0)) as file:
+            self._storage.write_at(file, head, 0)
+            self._storage.sync(file)
+
+    def _write_documents(self, directory: Path, documents: Mapping[str, bytes], metadata: Mapping[str, Any]) -> None:
+        for name in self._request.documents:
+            self._storage.write_file(directory / name, documents[name])
+        records = {
+            name: DocumentRecord(num_bytes=len(raw), crc32=zlib.crc32(raw)) for name, raw in sorted(documents.items())
+        }
+        manifest = Manifest(kind="training_state", files={}, documents=records, metadata=dict(metadata))
+        self._storage.write_file(directory / str(self._request.manifest_name), manifest.encode())
+
+    def _is_stale(self, name: str) -> bool:
+        folder, _, base = name.rpartition("/")
+        of_component = any(
+            planned_part.part.folder == folder and planned_part.part.names.may_have_written(base)
+            for planned_part in self._planned
+        )
+        return of_component or (self._request.is_stale is not None and self._request.is_stale(name))

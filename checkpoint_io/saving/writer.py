@@ -1,0 +1,506 @@
+"""Parallel writing of this rank's ranges into the files of a save, with checksums.
+
+Transfer of shards to writer ranks on other hosts: a file on a shared file system is written by one host only.
+
+Network file systems cache pages per host, so two hosts that write into one page of a file lose each other's bytes. The
+plan assigns every file to one host. Ranges held by other hosts are sent in messages of at most one staging buffer.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from booster.checkpoint_io.copy_elements import copy_elements, needs_no_conversion, synchronize_devices
+from booster.checkpoint_io.formats.file_image import FileImage
+from booster.checkpoint_io.formats.safetensors import bytes_of
+from booster.checkpoint_io.layout import PAGE_BYTES
+from booster.checkpoint_io.planning.save_plan import BLOCK_BYTES, SavePlan, WriteRange
+from booster.checkpoint_io.planning.slices import byte_runs, run_length, run_start
+from booster.checkpoint_io.storage import OpenFile, Storage
+from booster.checkpoint_io.worker_threads import run_in_threads
+from booster.comm import receive, send
+from booster.interface import TensorSlice
+from booster.kernels.checksum import crc32
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+# O_DIRECT avoids a copy into the page cache and the flush at fsync, but requires full pages. So a file is open twice:
+# full pages are written with O_DIRECT, the unaligned edges through the page cache. No page is written both ways: a page
+# is written with O_DIRECT only if all of it belongs to one thread; a page shared by two threads or ranks goes through
+# the cache in both. One fsync covers both. A file system without O_DIRECT returns EINVAL on open or on write; then all
+# data goes through the cache.
+_UNSUPPORTED = (errno.EINVAL, errno.EOPNOTSUPP)
+
+
+class OutputFile:
+    """File that already exists in full size.
+
+    Args:
+        storage: Storage of the file.
+        path: Path.
+        num_jobs: Number of expected `job_done` calls; the last one syncs and closes the file.
+        is_direct: Whether to try O_DIRECT.
+    """
+
+    def __init__(self, storage: Storage, path: Path, *, num_jobs: int, is_direct: bool) -> None:
+        self._storage = storage
+        self._path = path
+        self._num_jobs = num_jobs
+        self._is_direct = is_direct
+        self._lock = threading.Lock()
+        self._cached: OpenFile | None = None
+        self._direct: OpenFile | None = None
+
+    def open(self) -> None:
+        """Open the file unless it is open."""
+        with self._lock:
+            if self._cached is not None:
+                return
+            self._cached = self._storage.open_for_writing(self._path)
+            if self._is_direct:
+                try:
+                    self._direct = self._storage.open_for_writing(self._path, direct=True)
+                except OSError as error:
+                    self._check_unsupported(error)
+
+    def write(self, data: Buffer, offset: int) -> None:
+        """Write bytes at any offset."""
+        assert self._cached is not None, f"{self._path} is not open"
+        self._storage.write_at(self._cached, data, offset)
+
+    def write_pages(self, data: Buffer, offset: int) -> None:
+        """Write full pages from page-aligned memory."""
+        if self._is_direct and self._direct is not None:
+            try:
+                self._storage.write_at(self._direct, data, offset)
+                return
+            except OSError as error:
+                self._check_unsupported(error)
+        self.write(data, offset)
+
+    def job_done(self) -> None:
+        """Count a finished job; after the last one, sync and close the file."""
+        with self._lock:
+            self._num_jobs -= 1
+            if self._num_jobs > 0 or self._cached is None:
+                return
+        self._storage.sync(self._cached)
+        self.close()
+
+    def close(self) -> None:
+        """Close the file. Idempotent."""
+        with self._lock:
+            opened = [file for file in (self._cached, self._direct) if file is not None]
+            self._cached = self._direct = None
+        for file in opened:
+            self._storage.close(file)
+
+    def _check_unsupported(self, error: OSError) -> None:
+        if error.errno not in _UNSUPPORTED:
+            raise error
+        self._is_direct = False
+
+
+class BufferedFileWriter:
+    """Staging buffer over a file: collects bytes in file order and writes them when it is full.
+
+    Args:
+        file: Output file.
+        buffer: Staging buffer; its first byte maps to a page boundary of the file.
+    """
+
+    def __init__(self, file: OutputFile, buffer: torch.Tensor) -> None:
+        self._file = file
+        self._buffer = buffer
+        self._bytes = bytes_of(buffer)
+        self._start = self._stop = 0  # buffered range, as file offsets
+
+    def reserve(self, offset: int, num_bytes: int) -> torch.Tensor:
+        """Return buffer memory for the bytes at file offset `offset`; the caller fills it before the next call.
+
+        The result may be smaller than requested.
+        """
+        base = self._base
+        if offset != self._stop or offset - base == len(self._bytes):
+            self.flush()
+            self._start = self._stop = offset
+            base = self._base
+        target = self._buffer[offset - base : offset - base + num_bytes]
+        self._stop += target.numel()
+        return target
+
+    def scratch(self) -> torch.Tensor:
+        """Return the full buffer for other use until the next call."""
+        self.flush()
+        return self._buffer
+
+    def flush(self) -> None:
+        """Write the buffered bytes: full pages in one call, then the edges."""
+
+        start, stop, base = self._start, self._stop, self._base
+        self._start = self._stop = 0
+        first, last = -(-start // PAGE_BYTES) * PAGE_BYTES, stop // PAGE_BYTES * PAGE_BYTES
+        if first >= last:
+            first = last = stop
+        if start < first:
+            self._file.write(self._bytes[start - base : first - base], start)
+        if first < last:
+            self._file.write_pages(self._bytes[first - base : last - base], first)
+        if last < stop:
+            self._file.write(self._bytes[last - base : stop - base], last)
+
+    @property
+    def _base(self) -> int:
+        return self._start // PAGE_BYTES * PAGE_BYTES
+
+
+_HUGE_PAGE_BYTES = 2 * 2**20
+
+
+class StagingBuffers:
+    """Pool of aligned buffers for threads. Memory is allocated on first use and kept.
+
+    All concurrent saves of the process share the pool, which bounds the memory.
+
+    Args:
+        count: Number of buffers.
+        num_bytes: Size of each, a multiple of `PAGE_BYTES`.
+    """
+
+    def __init__(self, count: int, num_bytes: int) -> None:
+        self.count = count
+        self.num_bytes = num_bytes
+        self._idle = [_Buffer() for _ in range(count)]
+        self._changed = threading.Condition()
+
+    @contextmanager
+    def borrow(self, *, is_pinned: bool = False) -> Iterator[torch.Tensor]:
+        """Borrow a buffer, waiting until one is free. A thread must not hold two.
+
+        Args:
+            is_pinned: Whether an accelerator will write into it.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: bool(self._idle))
+            buffer = self._idle.pop()
+        try:
+            yield buffer.allocate(self.num_bytes, is_pinned)
+        finally:
+            with self._changed:
+                self._idle.append(buffer)
+                self._changed.notify()
+
+
+class _Buffer:
+    def __init__(self) -> None:
+        self._memory: torch.Tensor | None = None
+        self._is_pinned = False  # as requested: not every accelerator supports pinned memory
+
+    def allocate(self, num_bytes: int, is_pinned: bool) -> torch.Tensor:
+        if self._memory is None or (is_pinned and not self._is_pinned):
+            self._memory = None  # free the old memory before allocating the new one
+            self._memory = host_memory(num_bytes, is_pinned=True) if is_pinned else _huge_pages(num_bytes)
+            self._is_pinned = is_pinned
+        return self._memory
+
+
+def host_memory(num_bytes: int, *, is_pinned: bool) -> torch.Tensor:
+    """Allocate host memory at a multiple of `PAGE_BYTES`.
+
+    Args:
+        num_bytes: Size, at least 1.
+        is_pinned: If True, pin the memory where the accelerator supports it.
+    """
+    if is_pinned:
+        try:
+            return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)  # page-aligned by the driver
+        except RuntimeError:  # pinned memory is unsupported or exhausted: copies are slower, but correct
+            return host_memory(num_bytes, is_pinned=False)
+    # Shared mapping: private memory would be copied on the first write after a fork.
+    return torch.frombuffer(mmap.mmap(-1, num_bytes), dtype=torch.uint8)
+
+
+def _huge_pages(num_bytes: int) -> torch.Tensor:
+    """Allocate host memory in huge pages, so that one transfer to the disk takes few of them."""
+    memory = mmap.mmap(-1, num_bytes + _HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(memory, "madvise") and hasattr(mmap, "MADV_HUGEPAGE"):
+        with suppress(OSError):  # unsupported by the system: small pages work too
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    full = torch.frombuffer(memory, dtype=torch.uint8)
+    offset = -full.data_ptr() % _HUGE_PAGE_BYTES
+    return full[offset : offset + num_bytes]
+
+
+# Four threads keep the disk busy while some of them copy. On an idle machine a quarter of this memory would do; the
+# rest hides delays when a thread waits for a core.
+STAGING = StagingBuffers(count=4, num_bytes=8 * 2**20)
+
+
+# Note [Write jobs]
+# A job is a contiguous part of a file of about one block, split where the plan splits ranges: at a page, where the file
+# allows it. A thread takes a job, copies its elements through a staging buffer, computes the checksum and writes. While
+# the disk works for one thread, the others copy. Copies, checksums and writes all release the GIL.
+# Checksums: the compiled kernel computes the same crc32 as zlib, so files do not depend on it: a machine without the
+# kernel verifies the same files. Data is checksummed while it is in cache; short heads use zlib.
+
+# Shorter runs are written one by one through the page cache, straight from the tensor if possible. A file of which this
+# rank writes less than `_MIN_DIRECT_BYTES` is not opened with O_DIRECT.
+_LONG_RUN_BYTES = 2**18
+_MIN_DIRECT_BYTES = 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class _RangeWrite:
+    """A range, its index in the result, the slice that holds it, and the file offset of its first byte."""
+
+    index: int
+    write_range: WriteRange
+    source: TensorSlice
+    offset: int
+
+    @property
+    def num_bytes(self) -> int:
+        return (self.write_range.span[1] - self.write_range.span[0]) * self.source.dtype.itemsize
+
+
+@dataclass(slots=True)
+class _WriteJob:
+    file: int
+    block: int
+    num_bytes: int = 0
+    writes: list[_RangeWrite] = field(default_factory=list)
+
+
+def write_ranges(
+    storage: Storage,
+    files: Sequence[tuple[Path, FileImage]],
+    ranges: Sequence[WriteRange],
+    slices: Sequence[TensorSlice],
+    *,
+    num_threads: int = STAGING.count,
+) -> list[int]:
+    """Write this rank's ranges and wait until they are on disk.
+
+    Memory: the buffers of `STAGING`, for any model size. Collective: no.
+
+    Args:
+        storage: Storage to write to.
+        files: Paths and images of the plan's files, already created in full size.
+        ranges: Ranges to write; file order is fastest.
+        slices: This rank's slices, indexed by the ranges' `slice_index`.
+        num_threads: Number of writer threads.
+
+    Returns:
+        The crc32 of each range's bytes, in the order of `ranges`.
+
+    Raises:
+        OSError: Writing failed in some thread; all threads have ended.
+    """
+    checksums = [0] * len(ranges)
+    jobs = list(_jobs(files, ranges, slices))
+    is_pinned = synchronize_devices(slices[write_range.slice_index].tensor for write_range in ranges)
+    outputs = _outputs(storage, files, jobs)
+
+    def work(job: _WriteJob) -> None:
+        output = outputs[job.file]
+        output.open()
+        with STAGING.borrow(is_pinned=is_pinned) as buffer:
+            buffer_writer = BufferedFileWriter(output, buffer)
+            for write in job.writes:
+                checksums[write.index] = _write_range(output, buffer_writer, files[job.file][1], write)
+            buffer_writer.flush()
+        output.job_done()
+
+    try:
+        run_in_threads(work, jobs, min(num_threads, len(jobs)))
+    finally:
+        for output in outputs.values():
+            output.close()
+    return checksums
+
+
+def read_range(source: TensorSlice, write_range: WriteRange, out: torch.Tensor) -> None:
+    """Copy the bytes of a range, as stored in the file, from its slice.
+
+    Args:
+        source: Slice that contains the range.
+        write_range: Range.
+        out: CPU byte tensor of the range's size.
+    """
+    start = source.span[0]
+    copy_elements(source.tensor, write_range.span[0] - start, write_range.span[1] - start, out, source.dtype)
+
+
+def write_range_bytes(
+    storage: Storage, file: OpenFile, image: FileImage, write_range: WriteRange, data: torch.Tensor
+) -> int:
+    """Write a range's bytes, as returned by `read_range`, to their file offsets and return their crc32.
+
+    Args:
+        storage: Storage of the file.
+        file: File opened for writing; the caller syncs it.
+        image: File image.
+        write_range: Range.
+        data: Bytes of the range, on the CPU.
+    """
+    view = bytes_of(data)
+    spec = image.specs[write_range.name]
+    for logical, local, length in _runs(spec.shape, write_range, write_range.span, spec.dtype.itemsize):
+        storage.write_at(file, view[local : local + length], image.offsets[write_range.name] + logical)
+    return crc32(view)
+
+
+def _jobs(
+    files: Sequence[tuple[Path, FileImage]], ranges: Sequence[WriteRange], slices: Sequence[TensorSlice]
+) -> Iterator[_WriteJob]:
+    """Group the ranges into jobs; see Note [Write jobs]."""
+    job: _WriteJob | None = None
+    for index, write_range in enumerate(ranges):
+        if write_range.span[0] == write_range.span[1]:
+            continue
+        image, source = files[write_range.file][1], slices[write_range.slice_index]
+        start = run_start(source.global_shape, write_range.box, write_range.span[0]) * source.dtype.itemsize
+        write = _RangeWrite(index, write_range, source, image.offsets[write_range.name] + start)
+        block = (write.offset - image.data_start) // BLOCK_BYTES
+        if job is None or (job.file, job.block) != (write_range.file, block) or job.num_bytes >= BLOCK_BYTES:
+            if job is not None:
+                yield job
+            job = _WriteJob(write_range.file, block)
+        job.writes.append(write)
+        job.num_bytes += write.num_bytes
+    if job is not None:
+        yield job
+
+
+def _outputs(
+    storage: Storage, files: Sequence[tuple[Path, FileImage]], jobs: Sequence[_WriteJob]
+) -> dict[int, OutputFile]:
+    jobs_of: dict[int, list[_WriteJob]] = {}
+    for job in jobs:
+        jobs_of.setdefault(job.file, []).append(job)
+    return {
+        file: OutputFile(
+            storage,
+            files[file][0],
+            num_jobs=len(file_jobs),
+            is_direct=sum(job.num_bytes for job in file_jobs) >= _MIN_DIRECT_BYTES,
+        )
+        for file, file_jobs in jobs_of.items()
+    }
+
+
+def _write_range(output: OutputFile, buffer_writer: BufferedFileWriter, image: FileImage, write: _RangeWrite) -> int:
+    write_range, source = write.write_range, write.source
+    itemsize = source.dtype.itemsize
+    length = run_length(source.global_shape, write_range.box)
+    if write_range.span[0] // length == (write_range.span[1] - 1) // length:
+        return _write_run(buffer_writer, write.offset, source, write_range.span, 0)
+    base = image.offsets[write_range.name]
+    if length * itemsize < _LONG_RUN_BYTES:
+        return _write_short_runs(output, buffer_writer, base, write)
+    checksum = 0
+    for logical, local, num_bytes in _runs(source.global_shape, write_range, write_range.span, itemsize):
+        start = write_range.span[0] + local // itemsize
+        checksum = _write_run(buffer_writer, base + logical, source, (start, start + num_bytes // itemsize), checksum)
+    return checksum
+
+
+def _write_run(
+    buffer_writer: BufferedFileWriter, offset: int, source: TensorSlice, span: tuple[int, int], checksum: int
+) -> int:
+    """Write elements that are contiguous in the file through the buffer and return the updated checksum."""
+    itemsize = source.dtype.itemsize
+    start, stop = span
+    while start < stop:
+        target = buffer_writer.reserve(offset, (stop - start) * itemsize)
+        count = target.numel() // itemsize
+        copy_elements(source.tensor, start - source.span[0], start + count - source.span[0], target, source.dtype)
+        checksum = crc32(bytes_of(target), checksum)
+        start, offset = start + count, offset + count * itemsize
+    return checksum
+
+
+def _write_short_runs(output: OutputFile, buffer_writer: BufferedFileWriter, base: int, write: _RangeWrite) -> int:
+    """Write a range that is scattered in the file, run by run, and return its checksum."""
+    write_range, source = write.write_range, write.source
+    itemsize = source.dtype.itemsize
+    scratch = None if needs_no_conversion(source.tensor, source.dtype) else buffer_writer.scratch()
+    step = write_range.span[1] - write_range.span[0] if scratch is None else scratch.numel() // itemsize
+    checksum = 0
+    for start in range(*write_range.span, step):
+        stop = min(start + step, write_range.span[1])
+        first, last = start - source.span[0], stop - source.span[0]
+        if scratch is None:
+            view = bytes_of(source.tensor.detach())[first * itemsize : last * itemsize]
+        else:
+            out = scratch[: (stop - start) * itemsize]
+            copy_elements(source.tensor, first, last, out, source.dtype)
+            view = bytes_of(out)
+        checksum = crc32(view, checksum)
+        for logical, local, num_bytes in _runs(source.global_shape, write_range, (start, stop), itemsize):
+            output.write(view[local : local + num_bytes], base + logical)
+    return checksum
+
+
+def _runs(
+    shape: tuple[int, ...], write_range: WriteRange, span: tuple[int, int], itemsize: int
+) -> Iterator[tuple[int, int, int]]:
+    """Yield offset in the tensor, offset in the span, and length of each run, in bytes."""
+    for block in byte_runs(shape, write_range.box, span, itemsize):
+        yield from zip(block.logical.tolist(), block.local.tolist(), block.length.tolist(), strict=True)
+
+
+class Relay:
+    """Point-to-point transfer of ranges from the ranks that hold them to the ranks that write them.
+
+    Args:
+        group: Dedicated gloo group, so that it can run concurrently with the training's collectives.
+        rank: Rank of this process in the group.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, rank: int) -> None:
+        self._group = group
+        self._rank = rank
+
+    def exchange(
+        self,
+        storage: Storage,
+        plan: SavePlan,
+        files: Sequence[tuple[Path, FileImage]],
+        slices: Sequence[TensorSlice],
+    ) -> dict[WriteRange, int]:
+        """Send this rank's ranges to their writers, write the ranges of other ranks, and return the latter's checksums.
+
+        Every rank iterates over the same list in the same order, so there is no deadlock.
+        """
+        written: dict[WriteRange, int] = {}
+        touched: set[Path] = set()
+        for write_range in (
+            write_range for write_range in plan.all_ranges() if write_range.owner != write_range.writer
+        ):
+            num_bytes = (write_range.span[1] - write_range.span[0]) * plan.specs[write_range.name].dtype.itemsize
+            if write_range.owner == self._rank:
+                buffer = torch.empty(num_bytes, dtype=torch.uint8)
+                read_range(slices[write_range.slice_index], write_range, buffer)
+                send(buffer, write_range.writer, self._group)
+            elif write_range.writer == self._rank:
+                buffer = torch.empty(num_bytes, dtype=torch.uint8)
+                receive(buffer, write_range.owner, self._group)
+                path, image = files[write_range.file]
+                with storage.open_for_writing(path) as file:
+                    written[write_range] = write_range_bytes(storage, file, image, write_range, buffer)
+                touched.add(path)
+        for path in sorted(touched):
+            storage.sync_path(path)
+        return written

@@ -1,0 +1,261 @@
+"""`training_state.json`: all values of a training checkpoint that are not tensors, and the list of its parts."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, Protocol
+
+from booster.checkpoint_io.formats import json_values
+from booster.checkpoint_io.formats.json import MAX_JSON_BYTES, json_bytes
+from booster.checkpoint_io.save_target import check_size_per_shard
+from booster.errors import CheckpointError, ConfigError
+from booster.interface import ModelWrapper, OptimizerWrapper
+
+from .rank_tensors import RandomState
+
+# Without reduced gradients, format 1 is written, which earlier versions can read; they would ignore reduced gradients.
+FORMATS = (1, 2)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PerRank:
+    """Plain values per rank, deduplicated.
+
+    Attributes:
+        values: Distinct values.
+        of_rank: Index into `values` for each rank.
+    """
+
+    values: list[dict[str, Any]]
+    of_rank: list[int]
+
+    def for_rank(self, rank: int) -> dict[str, Any]:
+        """Return a rank's values; with more ranks than stored, stored ranks repeat cyclically."""
+        return self.values[self.of_rank[rank % len(self.of_rank)]]
+
+    def all_ranks(self, kind: str, name: str) -> list[Any]:
+        """Return all stored ranks' values of a kind and name."""
+        return [self.values[index][kind][name] for index in self.of_rank]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingDocument:
+    """Content of the file.
+
+    Attributes:
+        facts: Sequence number, step, world layout and versions; also in every manifest of the save.
+        models: Names of the models; "" for a single one.
+        optimizers: Names of the optimizers.
+        gradients: Names of the optimizers with accumulated gradients.
+        reduced: Names of those of which some gradients are already reduced over ranks. Format 2.
+        lr_schedulers: Class and state of every scheduler by name.
+        dataloaders: Names of the dataloaders, whose positions are in `per_rank`.
+        per_rank: Dataloader positions and gradient counters.
+        extra: User values.
+    """
+
+    facts: dict[str, Any]
+    models: list[str] = field(default_factory=list)
+    optimizers: list[str] = field(default_factory=list)
+    gradients: list[str] = field(default_factory=list)
+    reduced: list[str] = field(default_factory=list)
+    lr_schedulers: dict[str, Any] = field(default_factory=dict)
+    dataloaders: list[str] = field(default_factory=list)
+    per_rank: PerRank
+    extra: Any = None
+
+    def encode(self) -> bytes:
+        """Serialize to JSON.
+
+        Raises:
+            CheckpointError: A value is not plain (the message names it), or the text exceeds the size limit of readers.
+        """
+        per_rank = {"values": self.per_rank.values, "of_rank": self.per_rank.of_rank}
+        content = {each.name: getattr(self, each.name) for each in fields(self)} | {"per_rank": per_rank}
+        if not self.reduced:
+            del content["reduced"]
+        encoded = {name: json_values.encode(value, name) for name, value in content.items()}
+        raw = json_bytes({"format": FORMATS[bool(self.reduced)], **encoded})
+        if len(raw) > MAX_JSON_BYTES:
+            raise CheckpointError(
+                f"extra, the LR schedulers and the loaders take {len(raw)} bytes as JSON, but at most {MAX_JSON_BYTES}"
+                " are allowed: save large tensors as a model's buffers or in a separate file"
+            )
+        return raw
+
+    @classmethod
+    def parse(cls, raw: bytes, source_name: str) -> TrainingDocument:
+        """Parse the output of `encode`.
+
+        Raises:
+            CheckpointError: Malformed or of an unsupported version.
+        """
+        content = json_values.loads(raw, source_name)
+        if isinstance(content, dict) and content.get("format") == FORMATS[0]:
+            content["reduced"] = []
+        problem = _find_problem(content)
+        if problem is not None:
+            raise CheckpointError(
+                f"{source_name} is not a training state: {problem}. Take another copy of the checkpoint"
+            )
+        per_rank = PerRank(**content["per_rank"])
+        return cls(**{part.name: content[part.name] for part in fields(cls)} | {"per_rank": per_rank})
+
+    def missing_parts(self, requested: Mapping[str, Sequence[str]]) -> list[str]:
+        """Describe the requested parts that are missing.
+
+        Args:
+            requested: Names by kind: "models", "optimizers", "lr_schedulers", "dataloaders".
+        """
+        return [
+            f"{_format_part(kind, name)} (it holds {_format_names(list(getattr(self, kind)))})"
+            for kind, names in requested.items()
+            for name in names
+            if name not in getattr(self, kind)
+        ]
+
+    def unrequested_parts(self, requested: Mapping[str, Sequence[str]]) -> list[str]:
+        """Describe the stored parts that are not requested; see `missing_parts`."""
+        return [
+            f"{'a' if kind in ('models', 'dataloaders') else 'an'} {_format_part(kind, name)}"
+            for kind, names in requested.items()
+            for name in getattr(self, kind)
+            if name not in names
+        ]
+
+
+_KINDS = {"models": "model", "optimizers": "optimizer", "lr_schedulers": "LR scheduler", "dataloaders": "dataloader"}
+
+
+def _format_part(kind: str, name: str) -> str:
+    return f"{_KINDS[kind]}{f' {name!r}' if name else ''}"
+
+
+def _format_names(names: Sequence[str]) -> str:
+    if not names:
+        return "none"
+    return ", ".join("one without a name" if not name else repr(name) for name in names)
+
+
+def _find_problem(content: Any) -> str | None:
+    if not isinstance(content, dict):
+        return "it is not a JSON object"
+    if type(content.get("format")) is not int or content["format"] not in FORMATS:
+        return (
+            f"its format is {str(content.get('format'))[:40]}, but this version reads {' and '.join(map(str, FORMATS))}"
+        )
+    missing = [part.name for part in fields(TrainingDocument) if part.name not in content]
+    if missing:
+        return f"{', '.join(missing)} missing"
+    lists = ("models", "optimizers", "gradients", "reduced", "dataloaders")
+    if not all(_is_list_of(content[key], str) for key in lists):
+        return "its lists of names are malformed"
+    if not isinstance(content["facts"], dict) or not isinstance(content["lr_schedulers"], dict):
+        return "its tables are malformed"
+    is_complete = _is_per_rank(content["per_rank"], content["dataloaders"], content["gradients"])
+    return None if is_complete else "its values by rank are malformed"
+
+
+def _is_per_rank(value: Any, dataloaders: Sequence[str], gradients: Sequence[str]) -> bool:
+    if not isinstance(value, dict) or set(value) != {"values", "of_rank"}:
+        return False
+    if not _is_list_of(value["values"], dict) or not _is_list_of(value["of_rank"], int) or not value["of_rank"]:
+        return False
+    return all(0 <= index < len(value["values"]) for index in value["of_rank"]) and all(
+        isinstance(rank_values.get("dataloaders"), dict)
+        and isinstance(rank_values.get("gradients"), dict)
+        and rank_values["dataloaders"].keys() >= set(dataloaders)
+        and rank_values["gradients"].keys() >= set(gradients)
+        for rank_values in value["values"]
+    )
+
+
+def _is_list_of(value: Any, kind: type) -> bool:
+    return isinstance(value, list) and all(type(item) is kind for item in value)
+
+
+_FOLDER = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_\-]*")
+
+
+class StatefulLoader(Protocol):
+    """Dataloader with a resumable position."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position as plain values."""
+        ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Resume from the position."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingParts:
+    """Objects of a training run by name; "" for a single one of its kind.
+
+    Attributes:
+        models: Boosted models.
+        optimizers: Boosted optimizers, or wrapped plain ones.
+        lr_schedulers: Objects with a scheduler's `state_dict`.
+        dataloaders: Dataloaders with a resumable position.
+        random_state: Random generators of this process.
+    """
+
+    models: Mapping[str, ModelWrapper]
+    optimizers: Mapping[str, OptimizerWrapper]
+    lr_schedulers: Mapping[str, Any]
+    dataloaders: Mapping[str, StatefulLoader]
+    random_state: RandomState
+
+    def names(self) -> dict[str, list[str]]:
+        """Return the names by kind, with the kinds of `TrainingDocument`."""
+        kinds = ("models", "optimizers", "lr_schedulers", "dataloaders")
+        return {kind: list(getattr(self, kind)) for kind in kinds}
+
+    def folders(self) -> Iterator[str]:
+        """Yield each subdirectory of models and optimizers once."""
+        yield from dict.fromkeys([*self.models, *self.optimizers])
+
+    def check(self) -> None:
+        """Check that all names are valid directory names.
+
+        Raises:
+            ConfigError: A name is invalid.
+        """
+        for folder in self.folders():
+            if folder and (_FOLDER.fullmatch(folder) is None or folder == "latest" or folder.startswith("step-")):
+                raise ConfigError(
+                    f"{folder!r} is the name of a model or an optimizer and of its directory in a checkpoint: use"
+                    " letters, digits, '_' and '-', and neither 'latest' nor 'step-...'"
+                )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveOptions:
+    """Save options; see `Booster.save`."""
+
+    step: int | None = None
+    keep_last: int | None = None
+    size_per_shard: int = 1024
+    use_safetensors: bool = True
+
+    def check(self) -> None:
+        """Check the numbers.
+
+        Raises:
+            ConfigError: A number is invalid.
+        """
+        if self.step is not None and (type(self.step) is not int or self.step < 0):
+            raise ConfigError(f"step={self.step!r} is not a step number: give an integer of at least 0")
+        check_size_per_shard(self.size_per_shard)
+        if self.keep_last is None:
+            return
+        if self.step is None:
+            raise ConfigError(
+                f"keep_last={self.keep_last!r} is a number of steps to keep, but without step= the path itself is"
+                " written: give step as well, or leave keep_last out"
+            )
+        if type(self.keep_last) is not int or self.keep_last < 1:
+            raise ConfigError(f"keep_last={self.keep_last!r} would keep no step: give an integer of at least 1")

@@ -1,0 +1,611 @@
+"""Compiles a kernel with ninja and the machine's C++ compiler. Needs no torch: setup.py builds ahead with it.
+
+Loads a compiled kernel, building it on first use; says once why, where plain torch has to take its place.
+
+`BOOSTER_KERNELS` chooses: `auto` (not set: compiled where that works), `native` (compiled, or an error that says why
+not), `reference` (plain torch, nothing is built). `BOOSTER_KERNEL_CACHE` names the folder for compiled kernels.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import importlib.util
+import json
+import os
+import platform
+import shutil
+import stat
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from importlib.machinery import ExtensionFileLoader
+from pathlib import Path
+from types import ModuleType
+
+import torch
+
+from booster.errors import ConfigError
+from booster.logger import get_dist_logger
+
+SOURCE_FOLDER = Path(__file__).parent / "csrc"
+
+# Note [Instruction sets]
+# A vector source is compiled once for each instruction set, into a namespace of its name, and the kernel chooses at run
+# time by what the processor has: so a cache that several machines share, or a wheel, runs on all of them. Such a file
+# uses nothing inline from shared headers outside of its namespace: the linker keeps one copy of each inline function,
+# and if that were the one for the newest processors, older ones would end with an illegal instruction.
+
+
+@dataclass(frozen=True, slots=True)
+class InstructionSet:
+    """What a vector source is compiled for: the namespace, and the compiler's flags."""
+
+    name: str
+    flags: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KernelSource:
+    """A kernel, which becomes one Python extension module.
+
+    Attributes:
+        name: The kernel's name; its module is `<name>_native`.
+        purpose: What it does, for lists.
+        sources: Files in `csrc/` that are compiled once, for any processor of the machine's kind.
+        vector_sources: Files there that are compiled for every instruction set; see Note [Instruction sets].
+        needs_linux: It uses system calls that no other system has.
+    """
+
+    name: str
+    purpose: str
+    sources: tuple[str, ...]
+    vector_sources: tuple[str, ...] = ()
+    needs_linux: bool = False
+
+    @property
+    def module_name(self) -> str:
+        """Name of the extension module."""
+        return f"{self.name}_native"
+
+    @property
+    def file_name(self) -> str:
+        """Name of the compiled module's file, which tells the Python that can import it."""
+        return f"{self.module_name}{sysconfig.get_config_var('EXT_SUFFIX')}"
+
+    def source_hash(self) -> str:
+        """Returns a hash of everything that is compiled, and of how."""
+        digest = hashlib.sha256()
+        files = [SOURCE_FOLDER / name for name in (*self.sources, *self.vector_sources)]
+        for path in [*files, *sorted(SOURCE_FOLDER.glob("*.h"))]:
+            content = path.read_bytes()
+            digest.update(f"{path.name} {len(content)}\n".encode() + content)
+        digest.update(repr((COMPILE_FLAGS, instruction_sets())).encode())
+        return digest.hexdigest()
+
+
+COMPILE_FLAGS = (
+    *("-O3", "-std=c++17", "-fPIC", "-fvisibility=hidden", "-pthread", "-Wall", "-Wextra"),
+    # A product and a sum are one operation only where the source says so: else instruction sets would differ in bits.
+    *("-ffp-contract=off", "-fno-math-errno"),
+)
+
+_X86 = (
+    InstructionSet("baseline", ()),
+    InstructionSet("avx2", ("-mavx2", "-mfma", "-mf16c")),
+    InstructionSet("avx512", ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx2", "-mfma", "-mf16c")),
+)
+_ARM = (InstructionSet("neon", ()),)
+_OTHER = (InstructionSet("baseline", ()),)
+
+KERNELS = {
+    source.name: source
+    for source in (
+        KernelSource(
+            name="adam",
+            purpose="Adam in one pass over weights, gradients and moments",
+            sources=("adam.cpp",),
+            vector_sources=("adam_vector.cpp",),
+        ),
+        KernelSource(
+            name="flat_buffers",
+            purpose="norms, packing and unpacking of many tensors in one pass",
+            sources=("flat_buffers.cpp",),
+            vector_sources=("flat_buffers_vector.cpp",),
+        ),
+        KernelSource(name="checksum", purpose="CRC-32 of checkpoints", sources=("checksum.cpp",)),
+        KernelSource(
+            name="disk_io", purpose="asynchronous reads and writes", sources=("disk_io.cpp",), needs_linux=True
+        ),
+        KernelSource(
+            name="shm_collectives",
+            purpose="collectives of ranks on one host through shared memory",
+            sources=("shm_collectives.cpp",),
+            vector_sources=("shm_vector.cpp",),
+            needs_linux=True,
+        ),
+    )
+}
+
+
+def instruction_sets() -> tuple[InstructionSet, ...]:
+    """Returns what vector sources are compiled for on this kind of machine, the plainest first."""
+    machine = platform.machine().lower()
+    if machine in ("x86_64", "amd64"):
+        return _X86
+    return _ARM if machine in ("aarch64", "arm64") else _OTHER
+
+
+TIMEOUT_SECONDS = 600
+_SHOWN_LINES = 12  # of a compiler's output
+_MAX_LINE = 300
+
+
+class BuildError(Exception):
+    """A kernel can't be compiled here; the message says why and what to do."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Toolchain:
+    """The programs that compile.
+
+    Attributes:
+        compiler: Path of the C++ compiler.
+        version: Its own words about itself.
+        pybind11_version: Version of the headers that a module is made with.
+        ninja: Path of ninja.
+        include_folders: Where Python's and pybind11's headers are.
+    """
+
+    compiler: str
+    version: str
+    pybind11_version: str
+    ninja: str
+    include_folders: tuple[str, ...]
+
+    @property
+    def identity(self) -> tuple[str, ...]:
+        """What a module's machine code depends on; where the programs' helpers lie it does not."""
+        return self.compiler, self.version, self.pybind11_version
+
+
+def obstacle(source: KernelSource) -> str | None:
+    """Returns why a kernel can't be compiled on this machine; None if it can be tried."""
+    try:
+        find_toolchain()
+    except BuildError as error:
+        return str(error)
+    if source.needs_linux and sys.platform != "linux":
+        return f"it uses system calls of Linux, and this is {platform.system()}"
+    return None
+
+
+@cache
+def find_toolchain() -> Toolchain:
+    """Returns what kernels are compiled with.
+
+    Raises:
+        BuildError: Something is missing.
+    """
+    compiler = _find_compiler()
+    pybind11_headers, pybind11_version = _find_pybind11()
+    return Toolchain(
+        compiler=compiler,
+        version=_version_of(compiler),
+        pybind11_version=pybind11_version,
+        ninja=_find_ninja(),
+        include_folders=(_python_headers(), pybind11_headers),
+    )
+
+
+def build(source: KernelSource, folder: Path) -> Path:
+    """Compiles a kernel in a folder that exists, and returns the module's path there.
+
+    Raises:
+        BuildError: With the end of the compiler's output, or what is missing.
+    """
+    reason = obstacle(source)
+    if reason is not None:
+        raise BuildError(reason)
+    toolchain = find_toolchain()
+    (folder / "build.ninja").write_text(_ninja_text(source, toolchain))
+    command = [toolchain.ninja, "-C", str(folder), "-f", "build.ninja"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=TIMEOUT_SECONDS)
+    except subprocess.TimeoutExpired as error:
+        raise BuildError(f"the compiler did not finish in {TIMEOUT_SECONDS} s: {toolchain.compiler}") from error
+    if done.returncode != 0:
+        raise BuildError(f"{toolchain.compiler} failed:\n{_end_of(done.stdout + done.stderr)}")
+    return folder / source.file_name
+
+
+def _ninja_text(source: KernelSource, toolchain: Toolchain) -> str:
+    include = " ".join(f"-isystem {_quoted(folder)}" for folder in toolchain.include_folders)
+    lines = [
+        "ninja_required_version = 1.5",
+        f"flags = {' '.join(COMPILE_FLAGS)} -I {_quoted(str(SOURCE_FOLDER))} {include}",
+        "rule compile",
+        f"  command = {_quoted(toolchain.compiler)} $flags $more -MMD -MF $out.d -c $in -o $out",
+        "  depfile = $out.d",
+        "  deps = gcc",
+        "rule link",
+        f"  command = {_quoted(toolchain.compiler)} -shared {_platform_link_flags()} -pthread $in -o $out",
+    ]
+    objects = []
+    for name in source.sources:
+        objects.append(_add_object(lines, name, Path(name).stem, _dispatch_flags()))
+    for name in source.vector_sources:
+        for one in instruction_sets():
+            defines = (f"-DBOOSTER_ISA={one.name}", f"-DBOOSTER_ISA_{one.name.upper()}")
+            objects.append(_add_object(lines, name, f"{Path(name).stem}_{one.name}", (*one.flags, *defines)))
+    lines.append(f"build {_escaped(source.file_name)}: link {' '.join(objects)}")
+    return "\n".join(lines) + "\n"
+
+
+def _add_object(lines: list[str], source: str, stem: str, flags: tuple[str, ...]) -> str:
+    lines.append(f"build {stem}.o: compile {_escaped(str(SOURCE_FOLDER / source))}")
+    lines.append(f"  more = {' '.join(flags)}")
+    return f"{stem}.o"
+
+
+def _dispatch_flags() -> tuple[str, ...]:
+    """Tells a kernel's plain sources which instruction sets its vector sources were compiled for."""
+    return tuple(f"-DBOOSTER_HAS_{one.name.upper()}" for one in instruction_sets())
+
+
+def _platform_link_flags() -> str:
+    return "-undefined dynamic_lookup" if sys.platform == "darwin" else ""
+
+
+def _escaped(path: str) -> str:
+    return path.replace("$", "$$").replace(" ", "$ ").replace(":", "$:")
+
+
+def _quoted(path: str) -> str:
+    """Returns a path as the shell that ninja starts takes it as one word."""
+    return "'" + path.replace("'", "'\\''").replace("$", "$$") + "'"
+
+
+def _find_compiler() -> str:
+    wanted = os.environ.get("CXX")
+    for command in (wanted,) if wanted else ("c++", "g++", "clang++"):
+        path = shutil.which(command)
+        if path is not None:
+            return path
+    if wanted:
+        raise BuildError(f"CXX={wanted!r} names no program: set it to a C++ compiler, or unset it")
+    raise BuildError("no C++ compiler was found: install g++ (Debian, Ubuntu: apt install g++), or set CXX")
+
+
+def _version_of(compiler: str) -> str:
+    try:
+        done = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False, timeout=60)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise BuildError(f"{compiler} can't be run: {error}") from error
+    if done.returncode != 0:
+        first = (done.stdout + done.stderr).strip().partition("\n")[0][:_MAX_LINE]
+        raise BuildError(f"{compiler} --version ends with {done.returncode}: {first or 'it says nothing'}")
+    return done.stdout.partition("\n")[0].strip()
+
+
+def _find_ninja() -> str:
+    found = importlib.util.find_spec("ninja")
+    if found is not None:
+        import ninja
+
+        path = shutil.which("ninja", path=ninja.BIN_DIR)
+        if path is not None:
+            return path
+    path = shutil.which("ninja")
+    if path is None:
+        raise BuildError("ninja was not found: pip install ninja")
+    return path
+
+
+def _python_headers() -> str:
+    folder = sysconfig.get_paths()["include"]
+    if not (Path(folder) / "Python.h").is_file():
+        raise BuildError(
+            f"Python's headers are not installed ({folder}/Python.h): install them (Debian, Ubuntu: apt install"
+            f" python{sys.version_info.major}.{sys.version_info.minor}-dev)"
+        )
+    return folder
+
+
+def _find_pybind11() -> tuple[str, str]:
+    """Returns the folder of its headers, and its version."""
+    if importlib.util.find_spec("pybind11") is None:
+        raise BuildError("pybind11 was not found: pip install pybind11")
+    import pybind11
+
+    return str(pybind11.get_include()), str(pybind11.__version__)
+
+
+def _end_of(output: str) -> str:
+    """Returns the lines that say what is wrong, or the last ones."""
+    lines = [line[:_MAX_LINE] for line in output.strip().splitlines()]
+    errors = [index for index, line in enumerate(lines) if "error" in line.lower()]
+    start = errors[0] if errors else max(0, len(lines) - _SHOWN_LINES)
+    return "\n".join(lines[start : start + _SHOWN_LINES])
+
+
+FOLDER_VARIABLE = "BOOSTER_KERNEL_CACHE"
+WAIT_SECONDS = 900.0
+_PAUSE_SECONDS = 0.05
+_SECONDS_UNTIL_WORD = 3.0
+
+# Note [One build]
+# Who finds no compiled kernel takes the lock of its key (flock: the system takes it back from a process that dies),
+# looks again, compiles in a folder of its own, and moves the finished file to its name in one step. So any number of
+# ranks that start at once make one build, a build that is killed leaves nothing that another would load, and what it
+# left behind is removed by the next one, which has the lock. A failed build is noted, so that those who waited for it
+# do not each fail at the same thing in turn; a process that comes later tries again.
+
+
+def default_folder() -> Path:
+    """Returns where compiled kernels go: $BOOSTER_KERNEL_CACHE, else a folder in the user's cache."""
+    chosen = os.environ.get(FOLDER_VARIABLE)
+    if chosen:
+        return Path(chosen).absolute()
+    base = os.environ.get("XDG_CACHE_HOME")
+    home = Path(base) if base else Path.home() / ".cache"
+    return home.absolute() / "torch-booster" / "kernels"
+
+
+class BuildCache:
+    """Compiled kernels in one folder.
+
+    Args:
+        folder: Made if it is not there, for this user alone. Where it can't be made, a folder of this user's among the
+            temporary files takes its place.
+
+    Raises:
+        BuildError: The folder belongs to, or can be written by, someone else, who could have this process run anything.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = _private_folder(folder)
+
+    def path_of(self, source: KernelSource, toolchain: Toolchain) -> Path:
+        """Returns where the compiled kernel is or will be."""
+        return self.folder / f"{source.name}-{_key(source, toolchain)}" / source.file_name
+
+    def get(self, source: KernelSource, toolchain: Toolchain, announce: Callable[[str], None]) -> Path:
+        """Returns the path of a compiled kernel, which is built first if it is not there.
+
+        Args:
+            source: The kernel.
+            toolchain: What to build it with.
+            announce: Takes a line about what takes so long.
+
+        Raises:
+            BuildError: It can't be compiled, or another process does not end with it.
+        """
+        path = self.path_of(source, toolchain)
+        if path.is_file():
+            return path
+        started = time.time()
+        with self._lock(path.parent.name, source, announce):
+            if path.is_file():
+                return path
+            failure = path.parent.with_suffix(".failed")
+            if failure.is_file() and failure.stat().st_mtime >= started:
+                raise BuildError(failure.read_text())
+            return self._build(source, toolchain, path, failure, announce)
+
+    def _build(
+        self, source: KernelSource, toolchain: Toolchain, path: Path, failure: Path, announce: Callable[[str], None]
+    ) -> Path:
+        name = path.parent.name
+        for stale in self.folder.glob(f"{name}.building-*"):
+            shutil.rmtree(stale)
+        announce(
+            f"building the kernel {source.name!r} with {toolchain.version}, once for this machine: about"
+            f" {_expected_seconds(source)} s (kept in {self.folder})"
+        )
+        started = time.monotonic()
+        work = Path(tempfile.mkdtemp(prefix=f"{name}.building-", dir=self.folder))
+        try:
+            built = build(source, work)
+            _sync(built)
+            path.parent.mkdir(mode=0o700, exist_ok=True)
+            built.replace(path)
+        except BuildError as error:
+            failure.write_text(str(error))
+            raise
+        finally:
+            shutil.rmtree(work, ignore_errors=True)
+        announce(f"built the kernel {source.name!r} in {time.monotonic() - started:.1f} s")
+        return path
+
+    @contextmanager
+    def _lock(self, name: str, source: KernelSource, announce: Callable[[str], None]) -> Iterator[None]:
+        descriptor = os.open(self.folder / f"{name}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        try:
+            _acquire(descriptor, source, announce)
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, f"{os.getpid()} on {platform.node()}".encode(), 0)
+            yield
+        finally:
+            os.close(descriptor)
+
+
+def _acquire(descriptor: int, source: KernelSource, announce: Callable[[str], None]) -> None:
+    """Waits for the lock, and says so if it takes long; not in one blocking call, which nothing could interrupt."""
+    started, has_said = time.monotonic(), False
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            waited = time.monotonic() - started
+        owner = os.pread(descriptor, 200, 0).decode(errors="replace") or "another process"
+        if waited > WAIT_SECONDS:
+            raise BuildError(
+                f"process {owner} has been building the kernel {source.name!r} for {waited:.0f} s: end it if it hangs"
+            )
+        if waited > _SECONDS_UNTIL_WORD and not has_said:
+            announce(f"waiting for process {owner}, which builds the kernel {source.name!r}")
+            has_said = True
+        time.sleep(_PAUSE_SECONDS)
+
+
+def _key(source: KernelSource, toolchain: Toolchain) -> str:
+    """Returns what two builds have in common exactly if one can stand for the other."""
+    machine = (platform.machine(), _cpu_features())
+    facts = (source.source_hash(), toolchain.identity, torch.__version__, source.file_name, machine)
+    return hashlib.sha256(repr(facts).encode()).hexdigest()[:20]
+
+
+def _cpu_features() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:  # not Linux
+        return platform.processor()
+    return next((line for line in lines if line.startswith(("flags", "Features"))), "")
+
+
+def _expected_seconds(source: KernelSource) -> int:
+    return 20 if source.vector_sources else 8
+
+
+def _private_folder(folder: Path) -> Path:
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        is_usable = os.access(folder, os.W_OK | os.X_OK)
+    except OSError:  # no home, or one that can't be written
+        is_usable = False
+    if not is_usable and os.environ.get(FOLDER_VARIABLE):
+        raise BuildError(f"{FOLDER_VARIABLE}={folder} can't be made or written to: set it to a folder of your own")
+    if not is_usable:
+        folder = Path(tempfile.gettempdir()).absolute() / f"torch-booster-kernels-{os.getuid()}"
+        folder.mkdir(mode=0o700, exist_ok=True)
+    facts = folder.stat(follow_symlinks=False)
+    if stat.S_ISLNK(facts.st_mode) or facts.st_uid != os.getuid() or facts.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise BuildError(
+            f"{folder} is a link, or others than this user may write to it, and code is loaded from there: make it"
+            f" private (chmod 700), or set {FOLDER_VARIABLE} to a folder of your own"
+        )
+    return folder
+
+
+def _sync(path: Path) -> None:
+    """Has the file on the disk before it gets its name: after a power cut it would be there, and empty."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+
+
+MODE_VARIABLE = "BOOSTER_KERNELS"
+_MODES = ("auto", "native", "reference")
+# Written by `BOOSTER_BUILD_KERNELS=1 pip install`; see setup.py.
+PREBUILT_FOLDER = Path(__file__).parent / "prebuilt"
+PREBUILT_RECORD = "source_hashes.json"
+
+
+@dataclass(frozen=True, slots=True)
+class _Outcome:
+    """How loading went: the module, or why there is none."""
+
+    module: ModuleType | None
+    reason: str | None
+
+
+_outcomes: dict[str, _Outcome] = {}
+_lock = threading.Lock()
+
+
+def kernel_mode() -> str:
+    """Returns what `BOOSTER_KERNELS` asks for: "auto", "native" or "reference".
+
+    Raises:
+        ConfigError: It is something else.
+    """
+    mode = os.environ.get(MODE_VARIABLE) or "auto"
+    if mode not in _MODES:
+        raise ConfigError(f"{MODE_VARIABLE}={mode!r} is unknown: set it to one of {', '.join(_MODES)}, or unset it")
+    return mode
+
+
+def load_kernel(name: str) -> ModuleType | None:
+    """Returns a compiled kernel's module, or None where its reference in plain torch is to be used.
+
+    The first call in a machine's life builds it, which takes some seconds and is announced; the first call of a process
+    loads it; later ones cost a look into a dictionary. A kernel that can't be had is warned about once.
+
+    Args:
+        name: A key of `booster.kernels.build.KERNELS`.
+
+    Raises:
+        ConfigError: `BOOSTER_KERNELS` is `native` and the kernel can't be built, or has no known value.
+    """
+    mode = kernel_mode()
+    if mode == "reference":
+        return None
+    outcome = _outcomes.get(name)
+    if outcome is None:
+        with _lock:
+            outcome = _outcomes.get(name) or _load(KERNELS[name], warns=mode == "auto")
+            _outcomes[name] = outcome
+    if outcome.module is None and mode == "native":
+        raise ConfigError(
+            f"{MODE_VARIABLE}=native asks for the compiled kernel {name!r}, which can't be had: {outcome.reason}. Mend"
+            f" that, or unset {MODE_VARIABLE} to use plain torch in its place"
+        )
+    return outcome.module
+
+
+def find_built(source: KernelSource) -> Path | None:
+    """Returns the path of a kernel that is compiled already; None: the first use would build it."""
+    ahead = _prebuilt(source)
+    if ahead is not None:
+        return ahead
+    try:
+        path = BuildCache(default_folder()).path_of(source, find_toolchain())
+    except (BuildError, OSError):
+        return None
+    return path if path.is_file() else None
+
+
+def _load(source: KernelSource, *, warns: bool) -> _Outcome:
+    try:
+        return _Outcome(_imported(source, _prebuilt(source) or _build(source)), None)
+    except (BuildError, ImportError, OSError) as error:
+        reason = str(error)
+    if warns:
+        get_dist_logger().warning(
+            f"the kernel {source.name!r} ({source.purpose}) runs in plain torch, with the same results but slower:"
+            f" {reason}"
+        )
+    return _Outcome(None, reason)
+
+
+def _build(source: KernelSource) -> Path:
+    reason = obstacle(source)
+    if reason is not None:
+        raise BuildError(reason)
+    return BuildCache(default_folder()).get(source, find_toolchain(), get_dist_logger().info)
+
+
+def _prebuilt(source: KernelSource) -> Path | None:
+    """Returns the module that was built at installation; one of other sources, as in an edited checkout, is not it."""
+    path, record = PREBUILT_FOLDER / source.file_name, PREBUILT_FOLDER / PREBUILT_RECORD
+    if not path.is_file() or not record.is_file():
+        return None
+    return path if json.loads(record.read_text()).get(source.name) == source.source_hash() else None
+
+
+def _imported(source: KernelSource, path: Path) -> ModuleType:
+    loader = ExtensionFileLoader(source.module_name, str(path))
+    spec = importlib.util.spec_from_file_location(source.module_name, path, loader=loader)
+    if spec is None:
+        raise ImportError(f"{path} is no extension module of this Python")
+    module = importlib.util.module_from_spec(spec)
+    loader.exec_module(module)
+    return module

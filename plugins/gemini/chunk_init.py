@@ -1,0 +1,148 @@
+"""Makes the chunks of a model, one after another: the model need never exist whole, nor twice."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from booster.comm import broadcast
+from booster.lazy_init import is_lazy, materialize_tensor
+
+from .chunk import Chunk
+from .chunk_layout import ChunkLayout, ChunkPlan, ParamInfo
+from .chunk_search import default_step, plan_chunks, search_chunk_numel
+from .config import GeminiSettings
+from .tiers import Tier
+
+LOW_PRECISION = (torch.float16, torch.bfloat16)
+
+
+def describe_params(
+    model: nn.Module, trained: Collection[int], dtype: torch.dtype | None
+) -> tuple[list[tuple[str, nn.Parameter]], list[ParamInfo], list[int]]:
+    """Returns a model's parameters with their names, what the layout has to know of them, and of which module each is.
+
+    Args:
+        model: The user's model.
+        trained: The `id`s of parameters that an optimizer updates.
+        dtype: Format that floating-point weights are cast to; None: they stay.
+    """
+    named = list(model.named_parameters())
+    module_of = {
+        id(parameter): number
+        for number, module in reversed(list(enumerate(model.modules())))
+        for parameter in module.parameters(recurse=False)
+    }
+    facts = [
+        ParamInfo(
+            name=name,
+            shape=tuple(parameter.shape),
+            dtype=dtype if dtype is not None and parameter.is_floating_point() else parameter.dtype,
+            trains=id(parameter) in trained and parameter.requires_grad,
+        )
+        for name, parameter in named
+    ]
+    return named, facts, [module_of[id(parameter)] for _, parameter in named]
+
+
+def plan_model(
+    facts: Sequence[ParamInfo], module_of: Sequence[int], settings: GeminiSettings, num_shards: int
+) -> ChunkPlan:
+    """Returns where every parameter lies; no communication, the same on all ranks."""
+    chunks = settings.chunks
+    if chunks.numel is not None:
+        return plan_chunks(facts, num_shards=num_shards, chunk_numel=chunks.numel, module_of=module_of)
+    found = search_chunk_numel(
+        facts,
+        num_shards=num_shards,
+        search_range_numel=chunks.search_range_numel,
+        min_chunk_numel=chunks.min_numel,
+        step_numel=default_step(facts) if chunks.step_numel is None else chunks.step_numel,
+        module_of=module_of,
+    )
+    return plan_chunks(
+        facts,
+        num_shards=num_shards,
+        chunk_numel=found.chunk_numel,
+        module_of=module_of,
+        outlier_numel=found.outlier_numel,
+    )
+
+
+def make_chunk(
+    index: int, layout: ChunkLayout, named: Sequence[tuple[str, nn.Parameter]], settings: GeminiSettings
+) -> Chunk:
+    """Returns a chunk without memory.
+
+    Args:
+        index: Of the chunk.
+        layout: Of the chunk.
+        named: All parameters that were laid out, with their names.
+        settings: How they are sharded.
+    """
+    return Chunk(
+        index,
+        layout,
+        [named[device.index] for device in layout.regions],
+        rank=settings.rank,
+        group=settings.shard_group,
+        device=settings.device,
+        sum_dtype=torch.float32 if layout.dtype in LOW_PRECISION else layout.dtype,
+        sum_device=settings.device,
+    )
+
+
+@torch.no_grad()
+def fill_chunk(
+    chunk: Chunk,
+    settings: GeminiSettings,
+    *,
+    keeps_gathered: bool,
+    weights_tier: Tier | None,
+    states_tier: Tier | None,
+    source: dist.ProcessGroup | None = None,
+    values: Mapping[int, torch.Tensor] | None = None,
+) -> None:
+    """Moves the parameters' values into a chunk, as the first rank has them. Collective over the data-parallel ranks.
+
+    Args:
+        chunk: Without memory.
+        settings: How it is sharded.
+        keeps_gathered: This rank keeps all of its weights.
+        weights_tier: Where its piece goes; None: into memory.
+        states_tier: Where masters go; None: into memory.
+        source: The ranks whose first one gives the values; None: the world.
+        values: By a parameter's `id` its value, for those that show a placeholder already.
+    """
+    values = {} if values is None else values
+    exact_dtype = _exact_dtype(chunk)
+    full = torch.zeros(chunk.layout.numel, dtype=exact_dtype, device=settings.device)
+    for param in chunk.params:
+        parameter = param.parameter
+        if id(parameter) in values:
+            param.view_in(full).copy_(values[id(parameter)])
+        elif settings.is_first or not is_lazy(parameter):
+            param.view_in(full).copy_(materialize_tensor(parameter) if is_lazy(parameter) else parameter.detach())
+        parameter.grad = None
+        param.unbind()
+    broadcast([full], source)
+    shard = full[chunk.layout.shard_range(settings.rank)]
+    if keeps_gathered:
+        chunk.keep_gathered(full)
+    else:
+        chunk.weights.allocate(weights_tier)
+        chunk.weights.store(shard.to(chunk.layout.dtype))
+    chunk.make_master(settings.master_dtype(chunk.layout), settings.master_device(states_tier), states_tier)
+    if chunk.master is not chunk.weights:
+        chunk.master.store(shard.to(chunk.master.dtype))
+
+
+def _exact_dtype(chunk: Chunk) -> torch.dtype:
+    """Returns the format that holds every parameter's value exactly, before it is rounded to the chunk's."""
+    dtype = chunk.layout.dtype
+    for param in chunk.params:
+        dtype = torch.promote_types(dtype, param.parameter.dtype)
+    return dtype

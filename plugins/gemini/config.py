@@ -1,0 +1,314 @@
+"""The plugin's arguments, checked one by one before anything is allocated, and what they mean for chunks."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from booster.device import current_device, free_memory
+from booster.errors import ConfigError
+from booster.plugins.sharding.precision import DTYPES
+from booster.validation import check_clipping, check_flag, check_replicas, is_non_nan_number
+
+from .chunk_layout import ChunkLayout
+from .placement import Placement, make_placement
+from .tiers import Tier
+
+_MEBI = 2**20
+_LOW_PRECISION = (torch.float16, torch.bfloat16)
+_FLAGS = (
+    "enable_gradient_accumulation",
+    "master_weights",
+    "pin_memory",
+    "force_outputs_fp32",
+    "strict_ddp_mode",
+    "enable_async_reduce",
+    "verbose",
+    "sync_batch_norm",
+    "broadcast_buffers",
+)
+# What ranks may choose for themselves: it changes nothing of what they do together.
+_OF_ONE_RANK = frozenset({"device_memory_budget", "offload_dir", "pin_memory", "verbose"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkSettings:
+    """How large chunks are, in elements.
+
+    Attributes:
+        numel: Of every chunk; None: searched for.
+        min_numel: The smallest that is tried.
+        search_range_numel: How much larger the largest is.
+        step_numel: Between two that are tried; None: found from the model.
+    """
+
+    numel: int | None
+    min_numel: int
+    search_range_numel: int
+    step_numel: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GeminiArguments:
+    """See `GeminiPlugin`."""
+
+    chunk_config_dict: Mapping[str, Any] | None
+    chunk_init_device: torch.device | str | None
+    memstats: Any
+    enable_gradient_accumulation: bool
+    max_prefetch: int
+    precision: str
+    master_weights: bool
+    pin_memory: bool
+    force_outputs_fp32: bool
+    strict_ddp_mode: bool
+    search_range_m: float
+    hidden_dim: int | None
+    min_chunk_size_m: float
+    max_norm: float
+    norm_type: float
+    tp_size: int
+    extra_dp_size: int
+    enable_async_reduce: bool
+    verbose: bool
+    device_memory_budget: int | None
+    offload_dir: str | os.PathLike[str] | None
+    sync_batch_norm: bool
+    broadcast_buffers: bool
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """Number format of the weights; None: their own."""
+        return DTYPES[self.precision]
+
+    @property
+    def chunks(self) -> ChunkSettings:
+        """How large chunks are."""
+        config = {} if self.chunk_config_dict is None else self.chunk_config_dict
+        return ChunkSettings(
+            numel=config.get("chunk_size"),
+            min_numel=max(1, int(self.min_chunk_size_m * _MEBI)),
+            search_range_numel=int(self.search_range_m * _MEBI),
+            step_numel=self.hidden_dim,
+        )
+
+    @property
+    def fingerprint(self) -> list[str]:
+        """Returns what must be the same on all ranks, each of which does its part of the work by it."""
+        return [f"{name}={getattr(self, name)!r}" for name in self.__slots__ if name not in _OF_ONE_RANK]
+
+    def check(self, world_size: int) -> None:
+        """Raises for what can't be.
+
+        Raises:
+            ConfigError: Such an argument.
+        """
+        if not isinstance(self.precision, str) or self.precision not in DTYPES:
+            raise ConfigError(f"precision={self.precision!r} is not known: choose one of {', '.join(DTYPES)}")
+        for name in _FLAGS:
+            check_flag(name, getattr(self, name))
+        check_clipping(self.max_norm, self.norm_type)
+        self._check_sizes()
+        self._check_ranks(world_size)
+        self._check_places()
+        if self.memstats is not None:
+            raise ConfigError(
+                f"memstats={self.memstats!r} is not taken: the first step is measured as it runs. Leave it out"
+            )
+
+    def _check_places(self) -> None:
+        if self.chunk_init_device is not None and not _is_this_device(self.chunk_init_device):
+            raise ConfigError(
+                f"chunk_init_device={self.chunk_init_device!r} is not {current_device()}, where this rank's chunks are"
+                " gathered; where each piece lies between, the placement policy says: leave it out"
+            )
+        directory = self.offload_dir
+        if directory is None:
+            return
+        if not isinstance(directory, (str, os.PathLike)) or not isinstance(os.fspath(directory), str):
+            raise ConfigError(
+                f"offload_dir={directory!r} is no path: give the path of a directory, or leave it out for the system's"
+                " directory for temporary files"
+            )
+        if not os.path.isdir(directory):
+            raise ConfigError(
+                f"offload_dir={os.fspath(directory)!r} is no directory: make it first, or leave it out for the"
+                " system's directory for temporary files"
+            )
+
+    def _check_sizes(self) -> None:
+        if not is_non_nan_number(self.min_chunk_size_m) or not 0 < self.min_chunk_size_m < float("inf"):
+            raise ConfigError(
+                f"min_chunk_size_m={self.min_chunk_size_m!r} holds no parameter: give a number of 2**20 elements above"
+                " 0, such as 32"
+            )
+        if not is_non_nan_number(self.search_range_m) or not 0 <= self.search_range_m < float("inf"):
+            raise ConfigError(
+                f"search_range_m={self.search_range_m!r} is no range of chunk sizes: give a number of 2**20 elements,"
+                " such as 32, or 0 for chunks of min_chunk_size_m"
+            )
+        if self.hidden_dim is not None and not _is_count(self.hidden_dim, 1):
+            raise ConfigError(
+                f"hidden_dim={self.hidden_dim!r} is no step between chunk sizes: give the model's hidden size, or None"
+            )
+        config = self.chunk_config_dict
+        if config is not None and not _is_chunk_config(config):
+            raise ConfigError(
+                f"chunk_config_dict={config!r} is not understood: give {{'chunk_size': number of elements}}, or leave"
+                " it out to have the size searched for"
+            )
+
+    def _check_ranks(self, world_size: int) -> None:
+        if not _is_count(self.tp_size, 1):
+            raise ConfigError(f"tp_size={self.tp_size!r} is no number of ranks: give a whole number from 1")
+        if self.tp_size > 1:
+            raise ConfigError(
+                f"tp_size={self.tp_size} asks for tensor parallel layers, which this version does not have yet: leave"
+                " it out"
+            )
+        check_replicas(self.extra_dp_size, world_size)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlacementArguments:
+    """What of `GeminiPlugin`'s arguments says where chunks are."""
+
+    placement_policy: str
+    shard_param_frac: float
+    offload_optim_frac: float
+    offload_param_frac: float
+    warmup_non_model_data_ratio: float
+    steady_cuda_cap_ratio: float
+    gpu_margin_mem_ratio: float
+    strict_ddp_mode: bool
+
+    @property
+    def fingerprint(self) -> list[str]:
+        """Returns what must be the same on all ranks, as they keep the same chunks."""
+        return [f"{name}={getattr(self, name)!r}" for name in self.__slots__]
+
+    def make(self, *, max_prefetch: int, device_memory_budget: int | None, device: torch.device) -> Placement:
+        """Returns the policy.
+
+        Args:
+            max_prefetch: How many chunks are gathered ahead.
+            device_memory_budget: Bytes of the compute tier; None: for "auto" what is free now, of the accelerator or
+                of this process's share of the host's memory; for the others no limit.
+            device: The compute tier's.
+
+        Raises:
+            ConfigError: An argument that can't be, alone or beside another one.
+        """
+        if self.strict_ddp_mode:
+            self._check_strict()
+        if device_memory_budget is None and self.placement_policy == "auto":
+            device_memory_budget = free_memory(device)
+        placement = make_placement(
+            self.placement_policy,
+            shard_param_frac=0.0 if self.strict_ddp_mode else self.shard_param_frac,
+            offload_optim_frac=self.offload_optim_frac,
+            offload_param_frac=self.offload_param_frac,
+            warmup_non_model_data_ratio=self.warmup_non_model_data_ratio,
+            steady_cuda_cap_ratio=self.steady_cuda_cap_ratio,
+            gpu_margin_mem_ratio=self.gpu_margin_mem_ratio,
+            max_prefetch=max_prefetch,
+            budget=device_memory_budget,
+        )
+        if device_memory_budget is None and self.placement_policy == "const":
+            raise ConfigError(
+                "placement_policy='const' keeps model data within device_memory_budget bytes, and none are given: give"
+                " device_memory_budget, or choose 'static' or 'auto'"
+            )
+        return placement
+
+    def _check_strict(self) -> None:
+        """Raises where weights could not stay whole."""
+        if self.placement_policy != "static":
+            raise ConfigError(
+                f"strict_ddp_mode=True keeps all weights whole on every rank, and placement_policy="
+                f"{self.placement_policy!r} decides that itself: choose 'static', or leave strict_ddp_mode out"
+            )
+        if self.shard_param_frac not in (0, 1):  # 1 is the default, which nobody gave
+            raise ConfigError(
+                f"shard_param_frac={self.shard_param_frac!r} divides weights, and strict_ddp_mode=True keeps all of"
+                " them whole on every rank: give one of the two"
+            )
+        if self.offload_param_frac != 0:
+            raise ConfigError(
+                f"offload_param_frac={self.offload_param_frac!r} offloads weights, and strict_ddp_mode=True keeps all"
+                " of them whole on every rank: give one of the two"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GeminiSettings:
+    """How a model is sharded.
+
+    Attributes:
+        chunks: How large chunks are.
+        rank: Of this process among those that share the shards.
+        num_shards: How many these are.
+        is_first: This is the first of all ranks, whose weights all take over.
+        is_primary: Other ranks hold copies of this rank's shards, and this one writes them.
+        device: The compute tier's.
+        dtype: Number format that weights are cast to; None: they stay.
+        keeps_masters: Low-precision weights have fp32 masters.
+        data_parallel_group: All ranks among which data are divided; None: the world.
+        agreement_group: The same ranks, on the CPU; None: `data_parallel_group` is.
+        shard_group: The ranks among them that share the shards; None: the world.
+        meeting_group: The same ranks as `shard_group`, on the CPU.
+        replica_group: The ranks that hold copies of this rank's shards; None: there are none.
+        max_prefetch: How many chunks are gathered ahead.
+        reduces_asynchronously: Reductions go on while backward does.
+        max_norm: Gradients are clipped to this norm at every step; 0: they are not.
+        norm_type: Order of that norm.
+    """
+
+    chunks: ChunkSettings
+    rank: int
+    num_shards: int
+    is_first: bool
+    is_primary: bool
+    device: torch.device
+    dtype: torch.dtype | None
+    keeps_master_weights: bool
+    data_parallel_group: dist.ProcessGroup | None = None
+    control_group: dist.ProcessGroup | None = None
+    shard_group: dist.ProcessGroup | None = None
+    order_group: dist.ProcessGroup | None = None
+    replica_group: dist.ProcessGroup | None = None
+    max_prefetch: int = 0
+    reduces_asynchronously: bool = True
+    max_norm: float = 0.0
+    norm_type: float = 2.0
+
+    def master_dtype(self, layout: ChunkLayout) -> torch.dtype:
+        """Returns the format in which an optimizer updates a chunk, or of the weights where none does."""
+        is_low = layout.dtype in _LOW_PRECISION
+        return torch.float32 if is_low and self.keeps_master_weights and layout.trains else layout.dtype
+
+    def master_device(self, states_tier: Tier | None) -> torch.device:
+        """Returns where an optimizer updates a chunk whose states are in a tier (None: in memory)."""
+        return self.device if states_tier is None else torch.device("cpu")  # a disk's states are host memory too
+
+
+def _is_count(value: Any, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def _is_chunk_config(config: Any) -> bool:
+    return isinstance(config, Mapping) and set(config) == {"chunk_size"} and _is_count(config["chunk_size"], 1)
+
+
+def _is_this_device(given: Any) -> bool:
+    try:
+        device = torch.device(given)
+    except (RuntimeError, TypeError):  # no device at all
+        return False
+    here = current_device()
+    return device.type == here.type and device.index in (None, here.index)

@@ -1,0 +1,406 @@
+"""A tier of memory on a disk: blocks in one file of this process."""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import shutil
+import threading
+import weakref
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from booster.errors import ConfigError
+from booster.kernels.disk_io import ALIGNMENT, DiskQueue, Ticket, aligned_buffer, open_data_file
+from booster.optim.nvme_offload.directory import OwnDirectory
+
+from .tiers import TierBlock, Transfer, bytes_of
+
+# Note [Two ways to the file]
+# Requests bypass the page cache (direct I/O, O_DIRECT) if the file system supports it, or else use it (cached I/O).
+# The kernel keeps the two coherent in sequence, but not concurrently: the cache writes back pages in groups, so that a
+# page that was changed through a mapping may be written together with stale neighbours, over the data of a concurrent
+# direct write. So all requests in flight use the same mode, and a switch waits for them. Cached I/O is used if the file
+# does not support O_DIRECT, while a tensor maps the file, and for unaligned tensors in memory.
+#
+# Direct I/O moves full pages. The tail of a tensor goes through a bounce buffer, and so do small unaligned tensors.
+_BOUNCE_BUFFER_BYTES = 64 << 10
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_UNSUPPORTED = (errno.EOPNOTSUPP, errno.ENOTSUP, errno.EINVAL, errno.ENOSYS)
+
+
+class DiskTransfer:
+    """Read or write of a block: its requests, and the bounce buffer of the tail of a read.
+
+    Attributes:
+        error: First error of a request, set by `settle`.
+    """
+
+    def __init__(
+        self, tickets: Sequence[Ticket], *, end: tuple[Tensor, Tensor] | None = None, error: OSError | None = None
+    ) -> None:
+        self.error = error
+        self._tickets = tickets
+        self._end = end
+
+    def is_done(self) -> bool:
+        """Return True if `settle` would not block."""
+        return all(ticket.done() for ticket in self._tickets)
+
+    def settle(self) -> None:
+        """Wait until no request is in flight, without raising errors."""
+        for ticket in self._tickets:
+            try:
+                ticket.wait()
+            except OSError as error:
+                self.error = self.error or error  # raised by `wait`, after all requests have finished
+
+    def wait(self) -> None:
+        """Wait, and copy the tail of a read from its bounce buffer. Idempotent.
+
+        Raises:
+            OSError: A request failed.
+        """
+        self.settle()
+        end, self._end = self._end, None
+        if self.error is not None:
+            raise self.error.with_traceback(None)
+        if end is not None:
+            into, page = end
+            into.copy_(page[: into.numel()])
+
+
+class BlockFile:
+    """File of a disk tier, with its free list and the requests in flight (Note [Two ways to the file]).
+
+    Args:
+        path: Path of the file, which is created.
+        queue: Queue of the requests. It is closed before the file.
+    """
+
+    def __init__(self, path: Path, queue: DiskQueue) -> None:
+        self._path = path
+        self._queue = queue
+        self._process = os.getpid()
+        self._lock = threading.Lock()
+        self._is_closed = False
+        # One page, to probe for O_DIRECT.
+        self._direct, self._is_direct = open_data_file(path, ALIGNMENT)
+        self._cached = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+        self._is_cached_way = not self._is_direct
+        self._in_flight: deque[DiskTransfer] = deque()
+        self._mapped: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
+        self._end = 0
+        self._free_list = FreeList()
+
+    def allocate(self, num_bytes: int) -> tuple[int, bool]:
+        """Reserve full pages; return their offset and whether they are known to be zero."""
+        with self._open():
+            offset = self._free_list.allocate(num_bytes)
+            if offset is not None:
+                return offset, False
+            offset = self._end
+            self._grow(num_bytes)
+            return offset, True
+
+    def free(self, extent: tuple[int, int]) -> None:
+        """Free pages (offset and number of bytes). Safe to call during a garbage collection."""
+        self._free_list.freed.append(extent)
+
+    def read(self, data: Tensor, offset: int) -> DiskTransfer:
+        """Start a read at an offset into `data`."""
+        with self._open():
+            num_direct = self._choose_way(data)
+            if self._is_cached_way:
+                return self._started([self._queue.read(self._cached, data, offset)])
+            tickets = [self._queue.read(self._direct, data[:num_direct], offset)] if num_direct else []
+            end, page = data[num_direct:], None
+            if end.numel():
+                page = aligned_buffer(whole_pages(end.numel()))
+                tickets.append(self._queue.read(self._direct, page, offset + num_direct))
+            return self._started(tickets, None if page is None else (end, page))
+
+    def write(self, data: Tensor, offset: int) -> DiskTransfer:
+        """Start a write of `data` at an offset."""
+        with self._open():
+            num_direct = self._choose_way(data)
+            if self._is_cached_way:
+                return self._started([self._queue.write(self._cached, data, offset)])
+            tickets = [self._queue.write(self._direct, data[:num_direct], offset)] if num_direct else []
+            end = data[num_direct:]
+            if end.numel():
+                page = aligned_buffer(whole_pages(end.numel()))
+                page[: end.numel()].copy_(end)
+                tickets.append(self._queue.write(self._direct, page, offset + num_direct))
+            return self._started(tickets)
+
+    def map(self, offset: int, num_bytes: int) -> mmap.mmap:
+        """Return a shared mapping of the file from `offset`, rounded down to the allocation granularity."""
+        with self._open():
+            self._go(is_cached=True)
+            # An access beyond the end of the file would raise SIGBUS.
+            if os.fstat(self._cached).st_size < offset + num_bytes:
+                raise OSError(errno.EIO, "the file is shorter than it should be", os.fspath(self._path))
+            start = offset // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
+            memory = mmap.mmap(self._cached, offset + num_bytes - start, mmap.MAP_SHARED, offset=start)
+            self._mapped.add(memory)
+            return memory
+
+    def close(self) -> None:
+        """Close the file. No request may be in flight."""
+        with self._lock:
+            self._is_closed = True
+            self._in_flight.clear()
+            os.close(self._direct)
+            os.close(self._cached)
+
+    def _open(self) -> threading.Lock:
+        """Check the file and return the lock, not acquired: in a forked child another thread may have held it.
+
+        Raises:
+            ConfigError: The file is closed or belongs to another process.
+        """
+        if os.getpid() != self._process:
+            raise ConfigError(
+                f"{self._path} belongs to process {self._process}, and process {os.getpid()} was forked from it: make"
+                " an offload tier in each process"
+            )
+        if self._is_closed:
+            raise ConfigError("the offload tier is closed: make another one")
+        return self._lock
+
+    def _choose_way(self, data: Tensor) -> int:
+        """Choose direct or cached I/O for `data`; return the length of its direct prefix in bytes."""
+        num_bytes = data.numel()
+        num_direct = num_bytes // ALIGNMENT * ALIGNMENT if data.data_ptr() % ALIGNMENT == 0 else 0
+        is_bounce_slow = num_bytes - num_direct > _BOUNCE_BUFFER_BYTES
+        self._go(is_cached=not self._is_direct or is_bounce_slow or len(self._mapped) > 0)
+        return num_direct
+
+    def _go(self, *, is_cached: bool) -> None:
+        is_turn = is_cached != self._is_cached_way
+        while self._in_flight and (is_turn or self._in_flight[0].is_done()):
+            self._in_flight[0].settle()
+            self._in_flight.popleft()
+        self._is_cached_way = is_cached
+
+    def _started(self, tickets: Sequence[Ticket], end: tuple[Tensor, Tensor] | None = None) -> DiskTransfer:
+        transfer = DiskTransfer(tickets, end=end)
+        self._in_flight.append(transfer)
+        return transfer
+
+    def _grow(self, num_bytes: int) -> None:
+        if num_bytes == 0:
+            return
+        free = shutil.disk_usage(self._path.parent).free
+        if free < num_bytes:
+            raise ConfigError(self._disk_full_error(num_bytes, free))
+        try:
+            _reserve(self._cached, self._end, num_bytes)
+        except OSError as error:
+            os.ftruncate(self._cached, self._end)  # the reservation may be partial
+            if error.errno in _FULL:
+                free = shutil.disk_usage(self._path.parent).free
+                raise ConfigError(self._disk_full_error(num_bytes, free)) from error
+            raise OSError(error.errno, error.strerror, os.fspath(self._path)) from error
+        self._end += num_bytes
+
+    def _disk_full_error(self, num_bytes: int, free: int) -> str:
+        return (
+            f"model data that go to {self._path.parent} need {num_bytes} bytes beside the {self._end} that are there,"
+            f" and {free} bytes are free there, of which a limit may deny you some: free some space, or give an"
+            " offload_dir on a larger disk"
+        )
+
+
+class FreeList:
+    """Free list of extents of full pages.
+
+    Attributes:
+        given_back: Freed extents (offset, bytes) that are not merged yet. Appending needs no lock, which the thread
+            that runs a garbage collection may already hold.
+    """
+
+    def __init__(self) -> None:
+        self.freed: deque[tuple[int, int]] = deque()
+        self._extents: list[tuple[int, int]] = []  # by offset; no two touch
+
+    def allocate(self, num_bytes: int) -> int | None:
+        """Allocate from the first extent that is large enough (first fit); return its offset, or None."""
+        self._merge_freed()
+        for index, (offset, length) in enumerate(self._extents):
+            if length >= num_bytes > 0:
+                rest = [(offset + num_bytes, length - num_bytes)] if length > num_bytes else []
+                self._extents[index : index + 1] = rest
+                return offset
+        return None
+
+    def _merge_freed(self) -> None:
+        if not self.freed:
+            return
+        added = [self.freed.popleft() for _ in range(len(self.freed))]
+        joined: list[tuple[int, int]] = []
+        for offset, length in sorted(one for one in self._extents + added if one[1] > 0):
+            if joined and sum(joined[-1]) == offset:
+                joined[-1] = (joined[-1][0], joined[-1][1] + length)
+            else:
+                joined.append((offset, length))
+        self._extents = joined
+
+
+def whole_pages(num_bytes: int) -> int:
+    """Round a number of bytes up to the alignment of direct I/O."""
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
+
+
+def _reserve(descriptor: int, offset: int, num_bytes: int) -> None:
+    """Extend the file, with its space reserved if the system supports that."""
+    if hasattr(os, "posix_fallocate"):
+        try:
+            os.posix_fallocate(descriptor, offset, num_bytes)
+        except OSError as error:
+            if error.errno not in _UNSUPPORTED:
+                raise
+    os.ftruncate(descriptor, offset + num_bytes)
+
+
+class DiskTier:
+    """Blocks in a file of this process, which is removed with the tier or the process.
+
+    A tier that is dropped with all its blocks is closed. In a forked process it can't be used, and closing it does
+    nothing.
+
+    Args:
+        directory: Under which the file goes, made if it is not there; None: the system's one for temporary files.
+        num_threads: How many reads and writes run at once, where the system has no queue of its own.
+
+    Raises:
+        ConfigError: No file can be made there, or there are no threads.
+    """
+
+    name: Literal["disk"] = "disk"
+
+    def __init__(self, directory: str | None, num_threads: int = 2) -> None:
+        self.bytes_held = 0
+        queue = DiskQueue(num_threads)
+        try:
+            if directory is not None:
+                os.makedirs(directory, exist_ok=True)
+            own = OwnDirectory(directory, contents="model data", setting="offload_dir")
+            self._file = BlockFile(own.path / "pieces.bin", queue)
+        except OSError as error:
+            queue.close()
+            raise ConfigError(
+                f"the file for model data can't be made: {error}. Give an offload_dir that can be written to"
+            ) from error
+        self._finalizer = weakref.finalize(self, _close, queue, self._file, own, os.getpid())
+
+    def new_block(self, num_bytes: int) -> TierBlock:
+        """Returns an empty block, whose room on the disk is reserved.
+
+        Raises:
+            ConfigError: The disk is full, or the tier is closed or another process's.
+            OSError: The disk failed.
+        """
+        offset, is_zero = self._file.allocate(whole_pages(num_bytes))
+        self.bytes_held += num_bytes
+        return _DiskBlock(self, self._file, num_bytes, offset, is_zero)
+
+    def close(self) -> None:
+        """Waits for everything under way and removes the file; a second call does nothing."""
+        self._finalizer()
+
+
+def _close(queue: DiskQueue, file: BlockFile, directory: OwnDirectory, process: int) -> None:
+    """Closes a tier; a function of its own, so that it also runs when the tier is dropped."""
+    if os.getpid() == process:
+        queue.close()
+        file.close()
+        directory.remove()
+
+
+class _DiskBlock:
+    """Bytes of the file from an offset on."""
+
+    def __init__(self, tier: DiskTier, file: BlockFile, num_bytes: int, offset: int, is_zero: bool) -> None:
+        self.num_bytes = num_bytes
+        self.is_empty = True
+        self._tier = tier  # with which the file would be closed
+        self._file = file
+        self._offset = offset
+        self._is_zero = is_zero  # what the file has there, as long as the block is empty
+        self._is_freed = False
+        self._last: DiskTransfer | None = None
+        self._last_write: DiskTransfer | None = None
+        self._mapped: weakref.ref[mmap.mmap] | None = None
+
+    def read_into(self, tensor: Tensor) -> Transfer:
+        data = self._begin(tensor)
+        if self.is_empty:
+            data.zero_()
+            return DiskTransfer([])
+        error = self._lost()
+        if error is not None:
+            return DiskTransfer([], error=error)
+        self._last = self._file.read(data, self._offset)
+        return self._last
+
+    def write_from(self, tensor: Tensor) -> Transfer:
+        data = self._begin(tensor)
+        self.is_empty = False
+        self._last = self._last_write = self._file.write(data, self._offset)
+        return self._last
+
+    def as_tensor(self, dtype: torch.dtype) -> Tensor:
+        assert not self._is_freed, "the block was freed"
+        self._wait_for_transfers()
+        error = self._lost()
+        if error is not None:
+            raise error.with_traceback(None)
+        if self.num_bytes == 0:
+            return torch.empty(0, dtype=dtype)
+        memory = None if self._mapped is None else self._mapped()
+        if memory is None:
+            memory = self._file.map(self._offset, self.num_bytes)
+            self._mapped = weakref.ref(memory)
+        start = self._offset % mmap.ALLOCATIONGRANULARITY
+        tensor = torch.frombuffer(memory, dtype=dtype, count=self.num_bytes // dtype.itemsize, offset=start)
+        if self.is_empty and not self._is_zero:
+            tensor.zero_()
+        self.is_empty = False  # somebody may write through it
+        return tensor
+
+    def free(self) -> None:
+        if self._is_freed:
+            return
+        self._wait_for_transfers()
+        self._is_freed = True
+        self._tier.bytes_held -= self.num_bytes
+        extent = (self._offset, whole_pages(self.num_bytes))
+        memory = None if self._mapped is None else self._mapped()
+        if memory is None:
+            self._file.free(extent)
+        else:  # another block there would show up in the tensor
+            weakref.finalize(memory, self._file.free, extent).atexit = False
+
+    def _begin(self, tensor: Tensor) -> Tensor:
+        assert not self._is_freed, "the block was freed"
+        assert tensor.device.type == "cpu", f"a tensor on {tensor.device} for a block on a disk"
+        data = bytes_of(tensor, self.num_bytes)
+        self._wait_for_transfers()
+        return data
+
+    def _wait_for_transfers(self) -> None:
+        if self._last is not None:
+            self._last.settle()
+
+    def _lost(self) -> OSError | None:
+        """Returns the error of the last write, if it failed and the content is undefined."""
+        return None if self._last_write is None else self._last_write.error

@@ -1,0 +1,481 @@
+"""The plugin's arguments, checked one by one before anything is allocated, and the axes that they ask for."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from booster.comm import group_size
+from booster.errors import ConfigError
+from booster.plugins.low_level_zero.config import ZeroArguments
+from booster.plugins.sharding.precision import DTYPES
+from booster.validation import check_flag, is_non_nan_number
+
+from .activation_checkpointing import GradientCheckpointConfig, parse_checkpoint_config
+from .pipeline_parallel.config import PipelineArguments, RankIndependentRepr
+from .pipeline_parallel.schedules import PipelineSchedule
+
+# Note [Sequence modes]
+# The first two divide the tokens among the tensor parallel ranks wherever these hold the same activations, and so have
+# no axis of their own; Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", MLSys 2023.
+# The others divide the tokens over ranks of an axis of their own, which meet in attention: by exchanging heads for
+# tokens (Jacobs et al., "DeepSpeed Ulysses", 2023), or by passing keys and values round (Liu et al., "Ring Attention
+# with Blockwise Transformers", 2023).
+_TP_AXIS_MODES = ("split_gather", "ring")
+_SP_AXIS_MODES: tuple[Literal["all_to_all", "ring_attn"], ...] = ("all_to_all", "ring_attn")
+SEQUENCE_MODES = _TP_AXIS_MODES + _SP_AXIS_MODES
+
+_FLAGS = (
+    *("enable_sequence_parallelism", "parallel_output", "dp_outside", "broadcast_buffers", "find_unused_parameters"),
+    *("check_reduction", "gradient_as_bucket_view", "static_graph", "broadcast_loss", "enable_metadata_cache"),
+)
+_MEBI = 2**20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HybridArguments:
+    """See `HybridParallelPlugin`."""
+
+    tp_size: int
+    pp_size: int
+    sp_size: int | None
+    precision: str
+    zero_stage: int
+    enable_sequence_parallelism: bool
+    sequence_parallelism_mode: str | None
+    parallel_output: bool
+    plan: Mapping[str, Any] | None
+    custom_policy: Mapping[str, Any] | None
+    make_vocab_size_divisible_by: int
+    dp_outside: bool
+    max_norm: float
+    norm_type: float
+    broadcast_buffers: bool
+    ddp_bucket_cap_mb: float
+    find_unused_parameters: bool
+    check_reduction: bool
+    gradient_as_bucket_view: bool
+    static_graph: bool
+    zero_bucket_size_in_m: float
+    cpu_offload: bool
+    communication_dtype: torch.dtype | None
+    overlap_communication: bool
+    overlap_allgather: bool
+    master_weights: bool
+    cast_inputs: bool
+    gradient_checkpoint_config: GradientCheckpointConfig | Mapping[str, Any] | bool | None
+    num_microbatches: int | None
+    microbatch_size: int | None
+    pp_style: str | PipelineSchedule | RankIndependentRepr
+    num_model_chunks: int
+    num_layers_per_stage: Sequence[int] | None
+    broadcast_loss: bool
+    enable_metadata_cache: bool
+    split: Sequence[str] | None
+    execution_sequence: Sequence[str | Callable[..., Any]] | RankIndependentRepr | None
+    sync_batch_norm: bool
+
+    def __post_init__(self) -> None:
+        # Ranks compare the texts of all fields, which must not contain addresses.
+        for name in ("pp_style", "execution_sequence"):
+            given = getattr(self, name)
+            if not isinstance(given, str | RankIndependentRepr | None):
+                object.__setattr__(self, name, RankIndependentRepr(given))
+
+    # What the arguments ask for; after `check`.
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """Number format of the weights; None: their own."""
+        return self.zero_arguments().dtype
+
+    @property
+    def sequence_mode(self) -> str | None:
+        """One of `SEQUENCE_MODES`, worked out where it was left out; None: sequences stay whole."""
+        if not self.enable_sequence_parallelism:
+            return None
+        return self.sequence_parallelism_mode or "split_gather"
+
+    @property
+    def tp_axis_mode(self) -> str | None:
+        """The sequence mode if it is one on the tp axis."""
+        return self.sequence_mode if self.sequence_mode in _TP_AXIS_MODES else None
+
+    @property
+    def sp_axis_mode(self) -> Literal["all_to_all", "ring_attn"] | None:
+        """The sequence mode if it is one on the sp axis."""
+        own: dict[str | None, Literal["all_to_all", "ring_attn"]] = {one: one for one in _SP_AXIS_MODES}
+        return own.get(self.sequence_mode)
+
+    @property
+    def given_plan(self) -> Mapping[str, Any] | None:
+        """The user's plan, by whichever name it came; None: there is none."""
+        return self.custom_policy if self.plan is None else self.plan
+
+    @property
+    def checkpointing(self) -> GradientCheckpointConfig | None:
+        """Which layers are computed again in backward; None: none."""
+        return parse_checkpoint_config(self.gradient_checkpoint_config, self.pp_size)
+
+    @property
+    def layer_sharding_key(self) -> str:
+        """A text that is the same where every layer is divided in the same way."""
+        names = ("tp_size", "sp_size", "enable_sequence_parallelism", "sequence_parallelism_mode", "parallel_output")
+        further = ("plan", "custom_policy", "make_vocab_size_divisible_by", "gradient_checkpoint_config")
+        return ", ".join(f"{name}={getattr(self, name)!r}" for name in (*names, *further))
+
+    @property
+    def pipeline(self) -> PipelineArguments | None:
+        """How model and batches are divided for stages; None: there is one stage."""
+        return self._pipeline_arguments() if self.pp_size > 1 else None
+
+    @property
+    def max_bucket_numel(self) -> int:
+        """Elements of a bucket of gradients: of `ddp_bucket_cap_mb` MiB in fp32, or as ZeRO's argument says."""
+        if self.zero_stage == 0:
+            return max(1, int(self.ddp_bucket_cap_mb * _MEBI) // torch.float32.itemsize)
+        return self.zero_arguments().max_bucket_numel
+
+    def axis_sizes(self, world_size: int) -> dict[str, int]:
+        """Returns the number of ranks along each axis; dp has what the others leave."""
+        sizes = {"pp": self.pp_size, "sp": (self.sp_size or 1) if self.sp_axis_mode else 1, "tp": self.tp_size}
+        return {"dp": world_size // math.prod(sizes.values())} | sizes
+
+    def remarks(self) -> list[str]:
+        """Returns lines to log: what was decided for the user, and what was asked for and changes nothing."""
+        lines = []
+        if self.enable_sequence_parallelism and self.sequence_parallelism_mode is None:
+            lines.append(
+                f"enable_sequence_parallelism=True without a mode: sequence_parallelism_mode={self.sequence_mode!r} is"
+                " used, which divides the tokens among the tp_size ranks"
+            )
+        return lines + self._pipeline_arguments().remarks()
+
+    # What can't be.
+
+    def check(self, world_size: int) -> None:
+        """Raises for what can't be.
+
+        Raises:
+            ConfigError: Such an argument.
+        """
+        for name in _FLAGS:
+            check_flag(name, getattr(self, name))
+        self._check_counts()
+        self._pipeline_arguments().check()
+        self._check_sequence_parallelism()
+        self._check_world(world_size)
+        self._check_plan()
+        self._check_gradients()
+        self.zero_arguments().check(world_size)
+        parse_checkpoint_config(self.gradient_checkpoint_config, self.pp_size)
+
+    def _check_counts(self) -> None:
+        for name in ("tp_size", "pp_size", "sp_size"):
+            if not (_is_count(getattr(self, name)) or (name == "sp_size" and self.sp_size is None)):
+                raise ConfigError(
+                    f"{name}={getattr(self, name)!r} is no number of ranks: give a whole number from 1"
+                    f"{', or None' * (name == 'sp_size')}"
+                )
+        if not _is_count(self.make_vocab_size_divisible_by):
+            raise ConfigError(
+                f"make_vocab_size_divisible_by={self.make_vocab_size_divisible_by!r} is no size that a vocabulary could"
+                " be a multiple of: give a whole number from 1, such as 64"
+            )
+
+    def _check_sequence_parallelism(self) -> None:
+        mode = self.sequence_parallelism_mode
+        if mode is not None and mode not in SEQUENCE_MODES:
+            raise ConfigError(
+                f"sequence_parallelism_mode={mode!r} is not known: choose one of {', '.join(SEQUENCE_MODES)}, or None"
+            )
+        if not self.enable_sequence_parallelism:
+            self._check_no_sequence_arguments()
+        elif mode is None:
+            self._check_default_mode()
+        elif mode in _TP_AXIS_MODES:
+            self._check_tensor_axis(mode)
+        elif self.sp_size is None or self.sp_size < 2:
+            raise ConfigError(
+                f"sequence_parallelism_mode={mode!r} with sp_size={self.sp_size} has no ranks to divide a sequence"
+                " among: give sp_size=2 or more, which this mode counts beside tp_size"
+            )
+
+    def _check_no_sequence_arguments(self) -> None:
+        if self.sequence_parallelism_mode is not None:
+            raise ConfigError(
+                f"sequence_parallelism_mode={self.sequence_parallelism_mode!r} has no effect while"
+                " enable_sequence_parallelism=False: set enable_sequence_parallelism=True, or leave the mode out"
+            )
+        if self.sp_size not in (None, 1):
+            raise ConfigError(
+                f"sp_size={self.sp_size} has no effect while enable_sequence_parallelism=False: set"
+                " enable_sequence_parallelism=True and sequence_parallelism_mode='all_to_all' or 'ring_attn', or leave"
+                " sp_size out"
+            )
+
+    def _check_default_mode(self) -> None:
+        """Returns if there is one mode that `enable_sequence_parallelism` alone can mean."""
+        if self.sp_size not in (None, 1):
+            raise ConfigError(
+                f"enable_sequence_parallelism=True with sp_size={self.sp_size} does not say how a sequence is divided:"
+                " give sequence_parallelism_mode='all_to_all' or 'ring_attn', whose sp_size ranks are counted beside"
+                " tp_size, or 'split_gather' or 'ring', which use the tp_size ranks and need no sp_size"
+            )
+        if self.tp_size == 1:
+            raise ConfigError(
+                f"enable_sequence_parallelism=True with tp_size=1 and sp_size={self.sp_size} has no ranks to divide a"
+                " sequence among: give tp_size=2 or more, or sequence_parallelism_mode='all_to_all' with sp_size=2"
+            )
+
+    def _check_tensor_axis(self, mode: str) -> None:
+        if self.tp_size == 1:
+            raise ConfigError(
+                f"sequence_parallelism_mode={mode!r} with tp_size=1 has no ranks to divide a sequence among: this mode"
+                " uses the tensor parallel ranks: give tp_size=2 or more, or choose 'all_to_all' or 'ring_attn' with"
+                " sp_size=2"
+            )
+        if self.sp_size not in (None, self.tp_size):
+            raise ConfigError(
+                f"sequence_parallelism_mode={mode!r} with sp_size={self.sp_size} and tp_size={self.tp_size}: this mode"
+                " divides a sequence among the tensor parallel ranks: leave sp_size out"
+            )
+
+    def _check_world(self, world_size: int) -> None:
+        sizes = {axis: size for axis, size in self.axis_sizes(1).items() if axis != "dp"}
+        needed = math.prod(sizes.values())
+        if world_size % needed:
+            named = " x ".join(f"{axis}_size={size}" for axis, size in sizes.items() if size > 1)
+            divisors = [str(size) for size in range(1, world_size + 1) if world_size % size == 0]
+            raise ConfigError(
+                f"{named} asks for groups of {needed} ranks, into which {world_size} ranks cannot be divided: choose"
+                f" sizes whose product is one of {', '.join(divisors)}, or start a multiple of {needed} ranks"
+            )
+
+    def _check_plan(self) -> None:
+        if self.plan is not None and self.custom_policy is not None:
+            raise ConfigError(
+                "plan= and custom_policy= are two names of one argument, and both were given: leave custom_policy out"
+            )
+        plan = self.given_plan
+        is_plan = isinstance(plan, Mapping) and all(isinstance(name, str) for name in plan)
+        if plan is not None and not is_plan:
+            raise ConfigError(
+                f"plan={plan!r} does not say how layers are split: give a dict of module names to styles, such as"
+                " {'layers.*.mlp.up_proj': 'colwise', 'layers.*.mlp.down_proj': 'rowwise'}, or leave it out"
+            )
+
+    def _check_gradients(self) -> None:
+        if not isinstance(self.precision, str):
+            raise ConfigError(f"precision={self.precision!r} is not known: choose one of {', '.join(DTYPES)}")
+        if (
+            not isinstance(self.zero_stage, int)
+            or isinstance(self.zero_stage, bool)
+            or self.zero_stage not in (0, 1, 2)
+        ):
+            raise ConfigError(
+                f"zero_stage={self.zero_stage!r} is not a stage of this plugin: give 0, which keeps optimizer states"
+                " whole, 1, which divides them among the data parallel ranks, or 2, which divides gradients too;"
+                " GeminiPlugin and TorchFSDPPlugin divide parameters as well"
+            )
+        if self.zero_stage == 2 and self.pp_size > 1:
+            raise ConfigError(
+                f"zero_stage=2 with pp_size={self.pp_size} would reduce and drop gradients after the backward of every"
+                " micro-batch, which sends the bytes of zero_stage=1 as many times as there are micro-batches, and"
+                " those of weights that stages share have to stay until the last: give zero_stage=1, which divides the"
+                " optimizer states alike"
+            )
+        if not _is_size(self.ddp_bucket_cap_mb):
+            raise ConfigError(
+                f"ddp_bucket_cap_mb={self.ddp_bucket_cap_mb!r} holds no gradient: give a size in MiB above 0, such as"
+                " 25"
+            )
+        if not _is_size(self.zero_bucket_size_in_m):
+            raise ConfigError(
+                f"zero_bucket_size_in_m={self.zero_bucket_size_in_m!r} holds no gradient: give a number of 2**20"
+                " elements above 0, such as 12"
+            )
+
+    def _pipeline_arguments(self) -> PipelineArguments:
+        return PipelineArguments(
+            style=RankIndependentRepr.unwrap(self.pp_style),
+            num_stages=self.pp_size,
+            num_chunks=self.num_model_chunks,
+            num_microbatches=self.num_microbatches,
+            microbatch_size=self.microbatch_size,
+            num_layers_per_stage=self.num_layers_per_stage,
+            broadcast_loss=self.broadcast_loss,
+            caches_metadata=self.enable_metadata_cache,
+            split=self.split,
+            execution_sequence=RankIndependentRepr.unwrap(self.execution_sequence),
+        )
+
+    def zero_arguments(self) -> ZeroArguments:
+        """Returns what ZeRO's own plugin would be given, which checks what both have."""
+        return ZeroArguments(
+            stage=max(1, self.zero_stage),
+            precision=self.precision,
+            max_norm=self.max_norm,
+            norm_type=self.norm_type,
+            reduce_bucket_size_in_m=self.zero_bucket_size_in_m,
+            communication_dtype=self.communication_dtype,
+            overlap_communication=self.overlap_communication,
+            overlap_allgather=self.overlap_allgather,
+            cpu_offload=self.cpu_offload,
+            master_weights=self.master_weights,
+            cast_inputs=self.cast_inputs,
+            extra_dp_size=1,
+            sync_batch_norm=self.sync_batch_norm,
+            broadcast_buffers=self.broadcast_buffers,
+        )
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def _is_size(value: Any) -> bool:
+    return is_non_nan_number(value) and 0 < value < float("inf")
+
+
+_MODE = "1d"
+_UNSUPPORTED_MODES = ("2d", "2.5d", "3d", "sequence")
+_EXAMPLE = "dict(pipeline=dict(size=2, num_microbatches=4), tensor=dict(size=4, mode='1d'))"
+_AXES = ("data", "pipeline", "tensor")
+_ARGUMENTS = {"pipeline": "pp_size", "tensor": "tp_size"}
+_PIPELINE_ARGUMENTS = (
+    *("num_microbatches", "microbatch_size", "pp_style", "num_model_chunks", "num_layers_per_stage", "broadcast_loss"),
+    *("enable_metadata_cache", "split", "execution_sequence"),
+)
+
+
+def arguments_from_config(config: Mapping[str, Any], extra: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Return the plugin's keyword arguments for a configuration.
+
+    An axis is a number of ranks or a dict with `size`, and defaults to 1 rank. `tensor` also has a `mode`, of which
+    "1d" (Shoeybi et al., "Megatron-LM", 2019) is supported. `pipeline` may contain the plugin's other pipeline
+    arguments under their names. `data` is optional, as it follows from the others.
+
+    Args:
+        config: Axis sizes, such as `dict(pipeline=dict(size=2, num_microbatches=4), tensor=dict(size=4, mode="1d"))`.
+        extra: Further keyword arguments of the plugin, which are added to the result.
+
+    Raises:
+        ConfigError: The configuration is invalid, or contradicts `extra`.
+
+    Collective: no.
+    """
+    _check_names(config)
+    sizes = {axis: _size(axis, config[axis]) for axis in _AXES if axis in config}
+    _check_mode(config.get("tensor", 1), sizes.get("tensor", 1))
+    _check_data(sizes)
+    arguments = {argument: sizes.get(axis, 1) for axis, argument in _ARGUMENTS.items()}
+    return _merge(arguments, _pipeline_arguments(config.get("pipeline", 1)), extra or {})
+
+
+def _check_names(config: Any) -> None:
+    if not isinstance(config, Mapping):
+        raise ConfigError(
+            f"the configuration must be a dict of axes, got {config!r} of type {type(config).__name__}: give a dict,"
+            f" such as {_EXAMPLE}"
+        )
+    unknown = [axis for axis in config if axis not in _AXES]
+    if "parallel" in unknown:
+        raise ConfigError(
+            f"the configuration has the key 'parallel' among {', '.join(map(repr, config))}: give its value, as in"
+            " from_config(config['parallel'])"
+        )
+    if unknown:
+        raise ConfigError(
+            f"the configuration has {unknown[0]!r}, which is not a parallel axis: choose from"
+            f" {', '.join(_AXES)}, as in {_EXAMPLE}; other arguments follow it, as in from_config(config, zero_stage=1)"
+        )
+
+
+def _size(axis: str, given: Any) -> int:
+    size = given
+    if isinstance(given, Mapping):
+        if "size" not in given:
+            raise ConfigError(f"{axis}={dict(given)!r} has no 'size': write {axis}={_example(axis)}")
+        size = given["size"]
+        _check_keys(axis, given)
+    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+        raise ConfigError(f"{axis}={given!r} is not a number of ranks: give a positive integer, as in {axis}=2")
+    return size
+
+
+def _check_keys(axis: str, given: Mapping[str, Any]) -> None:
+    # Unsupported modes may have further keys; the error about the mode comes first.
+    if axis == "tensor" and given.get("mode") != _MODE:
+        return
+    known = ("size", *{"tensor": ("mode",), "pipeline": _PIPELINE_ARGUMENTS}.get(axis, ()))
+    for key in given:
+        if key not in known:
+            raise ConfigError(
+                f"{axis}={dict(given)!r} has the unknown key {key!r}: write {axis}={_example(axis)}"
+                + (f" (its keys are {', '.join(known)})" if axis == "pipeline" else "")
+            )
+
+
+def _example(axis: str) -> str:
+    examples = {"tensor": "dict(size=4, mode='1d')", "pipeline": "dict(size=2, num_microbatches=4)"}
+    return examples.get(axis, "dict(size=2)")
+
+
+def _pipeline_arguments(given: Any) -> dict[str, Any]:
+    return {name: given[name] for name in _PIPELINE_ARGUMENTS if name in given} if isinstance(given, Mapping) else {}
+
+
+def _check_mode(given: Any, size: int) -> None:
+    mode = given.get("mode") if isinstance(given, Mapping) else None
+    if mode is None and size > 1:
+        raise ConfigError(
+            f"tensor={_shown(given)} shards layers over {size} ranks but has no mode: write"
+            f" tensor=dict(size={size}, mode='1d')"
+        )
+    if mode in _UNSUPPORTED_MODES:
+        raise ConfigError(
+            f"tensor={_shown(given)}: mode {mode!r} is not supported yet: use mode='1d'"
+            + (", or sequence_parallelism_mode='ring_attn' with sp_size, as arguments" if mode == "sequence" else "")
+        )
+    if mode not in (None, _MODE):
+        raise ConfigError(
+            f"tensor={_shown(given)}: mode {mode!r} is unknown: use mode='1d' ({', '.join(_UNSUPPORTED_MODES)} are not"
+            " supported yet)"
+        )
+
+
+def _shown(given: Any) -> str:
+    return repr(dict(given) if isinstance(given, Mapping) else given)
+
+
+def _check_data(sizes: Mapping[str, int]) -> None:
+    if "data" not in sizes:
+        return
+    others, world_size = sizes.get("pipeline", 1) * sizes.get("tensor", 1), group_size()
+    if sizes["data"] * others != world_size:
+        raise ConfigError(
+            f"data={sizes['data']} times pipeline={sizes.get('pipeline', 1)} and tensor={sizes.get('tensor', 1)} is"
+            f" {sizes['data'] * others} ranks, but the world size is {world_size}: leave data out, as it follows from"
+            " the others"
+        )
+
+
+def _merge(arguments: dict[str, Any], pipeline_arguments: dict[str, Any], extra: Mapping[str, Any]) -> dict[str, Any]:
+    for name, argument in _ARGUMENTS.items():
+        if argument in extra:
+            raise ConfigError(
+                f"{argument}={extra[argument]!r} was given in addition to {name!r}={arguments[argument]} of the"
+                f" configuration: leave {argument} out"
+            )
+    for name, value in pipeline_arguments.items():
+        if name in extra:
+            raise ConfigError(
+                f"{name}={extra[name]!r} was given in addition to {value!r} in the configuration's 'pipeline': leave one"
+                " of them out"
+            )
+    return arguments | pipeline_arguments | dict(extra)

@@ -1,0 +1,339 @@
+"""Shard and parallelize a model on this rank's device, and explain the result beforehand."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from booster.comm import check_same_across_ranks
+from booster.errors import ConfigError
+from booster.interface import ShardSpec
+from booster.mixed_precision.fp16 import log_on_master
+from booster.plugins.sharding.deferred_init import Materializer
+
+from .activation_checkpointing import GradientCheckpointConfig, check_stacks, checkpoint_layers
+from .config import HybridArguments
+from .mesh import HybridMesh
+from .parallelize import parallelize
+from .pipeline_parallel.deferred_wgrad import DeferredWeightGrads, defer_weight_gradients
+from .pipeline_parallel.shard_params import shard_parameter, shard_parameters
+from .pipeline_parallel.stage_forward import StagePartition
+from .pipeline_parallel.stage_module import StageModel, build_stage, install_chunk_forward
+from .pipeline_parallel.stage_partition.balance import partition_layers
+from .pipeline_parallel.stage_partition.partition import choose_stage_plan, explain_stages
+from .sequence_parallel.attention_dispatch import use_sequence_attention
+from .sequence_parallel.group import SequenceParallelGroup
+from .sequence_parallel.layer_stack import attach_stack
+from .sequence_parallel.recorded_outputs import gather_returned_outputs
+from .sequence_parallel.splitters import SequenceAxisSplitter
+from .sequence_parallel.token_mixing import check_only_attention_mixes_tokens
+from .tensor_parallel.group import TensorParallelGroup
+from .tensor_parallel.shard_spec import sharded_spec, vocabulary_spec
+from .tp_plan.explain import explain
+from .tp_plan.plan import COLUMN_STYLES, ROW_STYLES, PlannedEntry, TensorParallelPlan, find_stacks
+from .tp_plan.resolve import choose_plan
+
+_VOCABULARY_STYLES = frozenset({"vocab", "vocab_head"})
+_FEATURE_STYLES = frozenset({"embedding_colwise", "embedding_colwise_gather_output"})
+_SHARDED_STYLES = COLUMN_STYLES | ROW_STYLES | _VOCABULARY_STYLES | _FEATURE_STYLES
+
+
+def planned_shard_specs(
+    model: nn.Module, plan: TensorParallelPlan, num_ranks: int, vocabulary_multiple: int
+) -> dict[str, list[ShardSpec]]:
+    """Return each parameter's shard specs by name, tied parameters once, one spec per rank.
+
+    Args:
+        model: The user's unsharded model, possibly on the meta device.
+        plan: Tensor-parallel style of each module.
+        num_ranks: Number of tensor-parallel ranks.
+        vocabulary_multiple: Multiple to which the vocabulary is padded.
+
+    Raises:
+        ConfigError: Modules that share a parameter shard it in different ways.
+
+    Collective: no.
+    """
+    sharded: dict[int, tuple[str, list[ShardSpec]]] = {}
+    for name, parameter, entry, own_name in _planned_parameters(model, plan):
+        shard_specs = [
+            _shard_spec(entry, own_name, parameter, num_ranks, rank, vocabulary_multiple) for rank in range(num_ranks)
+        ]
+        other = sharded.setdefault(id(parameter), (name, shard_specs))
+        if other[1] != shard_specs:
+            raise ConfigError(
+                f"{name!r} is the same parameter as {other[0]!r}, but the plan shards them differently: give both"
+                " modules styles that shard the same dimension, such as 'vocab' and 'vocab_head', or none"
+            )
+    found = {}
+    for name, parameter in model.named_parameters():
+        replicated = [ShardSpec.unsharded(parameter.shape, is_primary=rank == 0) for rank in range(num_ranks)]
+        found[name] = sharded.get(id(parameter), (name, replicated))[1]
+    return found
+
+
+def _planned_parameters(
+    model: nn.Module, plan: TensorParallelPlan
+) -> Iterator[tuple[str, nn.Parameter, PlannedEntry, str]]:
+    """Yield the planned parameters: full name, parameter, entry and name within the module."""
+    modules = dict(model.named_modules())
+    for entry in plan.entries:
+        if entry.is_parameter:
+            module_name, _, own_name = entry.name.rpartition(".")
+            yield entry.name, modules[module_name]._parameters[own_name], entry, "weight"  # type: ignore[misc]
+            continue
+        if entry.style not in _SHARDED_STYLES:
+            continue  # the style covers a subtree, whose parameters may have their own entries
+        for own_name, parameter in modules[entry.name].named_parameters(recurse=False):
+            yield f"{entry.name}.{own_name}", parameter, entry, own_name
+
+
+def _shard_spec(
+    entry: PlannedEntry, own_name: str, parameter: nn.Parameter, num_ranks: int, rank: int, multiple: int
+) -> ShardSpec:
+    shape, style, is_bias = tuple(parameter.shape), entry.style, own_name == "bias"
+    if style in _VOCABULARY_STYLES:
+        return vocabulary_spec(shape, multiple, num_ranks, rank)
+    is_sharded = entry.is_parameter or style in COLUMN_STYLES or (style in ROW_STYLES | _FEATURE_STYLES and not is_bias)
+    if not is_sharded or not entry.blocks:
+        return ShardSpec.unsharded(shape, is_primary=rank == 0)
+    return sharded_spec(shape, 0 if is_bias else entry.dim, entry.blocks, num_ranks, rank)
+
+
+class ModelPartitioner:
+    """Partitions models by the plugin's arguments.
+
+    Args:
+        arguments: The plugin's checked arguments.
+        mesh: The device mesh.
+        device: Device of the model.
+        verbose: If True, log the plan of every model, otherwise only derived plans.
+
+    Attributes:
+        tensor_ranks: The tensor-parallel group, or None if layers are unsharded.
+        sequence_ranks: The group of the sp axis, or None without one.
+        weight_gradients: Queue of deferred weight gradients, or None if the schedule defers none.
+    """
+
+    def __init__(
+        self, arguments: HybridArguments, mesh: HybridMesh, device: torch.device, *, verbose: bool = False
+    ) -> None:
+        self._verbose = verbose
+        self._arguments = arguments
+        self._mesh = mesh
+        self._device = device
+        self._stage_partitions: WeakKeyDictionary[nn.Module, StagePartition] = (
+            WeakKeyDictionary()
+        )  # checked, not yet applied
+        self._stage_models: WeakKeyDictionary[nn.Module, StageModel] = WeakKeyDictionary()
+        self._plans: WeakKeyDictionary[nn.Module, TensorParallelPlan] = WeakKeyDictionary()  # checked, not yet applied
+        pipeline = arguments.pipeline
+        defers = pipeline is not None and pipeline.schedule.defers_weights
+        self.weight_gradients = DeferredWeightGrads() if defers else None
+        self.tp_group: TensorParallelGroup | None = None
+        self.sp_group: SequenceParallelGroup | None = None
+        if arguments.tp_size > 1:
+            mode = arguments.tp_axis_mode
+            self.tp_group = TensorParallelGroup(mesh.group("tp"), sequence_mode=mode)
+        if arguments.sp_axis_mode is not None:
+            self.sp_group = SequenceParallelGroup(mesh.group("sp"), arguments.sp_axis_mode)
+
+    def plan(self, model: nn.Module) -> TensorParallelPlan:
+        """Return the tensor-parallel plan of a model.
+
+        Raises:
+            ConfigError: There is no plan for the model, or it is not applicable.
+
+        Collective: no.
+        """
+        arguments = self._arguments
+        if self.tp_group is None:
+            if arguments.given_plan is not None:
+                choose_plan(model, tp_size=1, plan=arguments.given_plan)  # report its mistakes at any size
+            needs_stacks = self.sp_group is not None or arguments.checkpointing is not None
+            stacks = find_stacks(model) if needs_stacks else ()
+            return TensorParallelPlan(stacks=stacks, source="tp_size=1: layers are unsharded")
+        return choose_plan(
+            model, tp_size=arguments.tp_size, plan=arguments.given_plan, sequence_mode=arguments.tp_axis_mode
+        )
+
+    def explain(self, model: nn.Module) -> str:
+        """Return a table of this rank's shards of a model, and one of the pipeline stages."""
+        table = self._table(model, self.plan(model))
+        pipeline, stage_partition = self._arguments.pipeline, self.stage_partition(model)
+        if pipeline is None or stage_partition is None:
+            return table
+        stages = explain_stages(
+            model,
+            stage_partition.plan,
+            stage_partition.bounds,
+            stage_partition.schedule,
+            stage_partition.num_stages,
+            stage_partition.num_chunks,
+            pipeline.num_microbatches,
+        )
+        return f"{stages}\n\n{table}" if self.tp_group is not None else stages
+
+    def _table(self, model: nn.Module, plan: TensorParallelPlan) -> str:
+        rank = 0 if self.tp_group is None else self.tp_group.rank
+        multiple = self._arguments.make_vocab_size_divisible_by
+        return explain(plan, model, self._arguments.tp_size, rank, vocabulary_multiple=multiple)
+
+    def stage_model(self, model: nn.Module) -> StageModel | None:
+        """Return this stage's part of a partitioned model, or None without pipeline parallelism."""
+        return self._stage_models.get(model)
+
+    def stage_partition(self, model: nn.Module) -> StagePartition | None:
+        """Return the layers of each pipeline stage, or None without pipeline parallelism.
+
+        Raises:
+            ConfigError: The model cannot be partitioned into these stages.
+
+        Collective: no.
+        """
+        pipeline = self._arguments.pipeline
+        if pipeline is None:
+            return None
+        plan = choose_stage_plan(model, split=pipeline.split, execution_sequence=pipeline.execution_sequence)
+        bounds = partition_layers(model, plan, pipeline.num_positions, pipeline.num_layers_per_stage)
+        return StagePartition(plan, bounds, pipeline.schedule, pipeline.num_stages, pipeline.num_chunks)
+
+    def check(self, model: nn.Module) -> None:
+        """Check everything about the partition of a model that this rank can check alone.
+
+        Raises:
+            ConfigError: The model cannot be partitioned.
+
+        Collective: no.
+        """
+        self._plans[model] = plan = self.plan(model)
+        self.shard_specs(model, plan)
+        if self._arguments.checkpointing is not None:
+            check_stacks(model, plan.stacks)
+        if self._arguments.sequence_mode is not None and not any(plan.stacks):
+            raise ConfigError(
+                f"sequence_parallelism_mode={self._arguments.sequence_mode!r} shards sequences within stacks of layers,"
+                f" but {type(model).__name__} has none: leave it out, or put the layers in an nn.ModuleList"
+            )
+        if self.sp_group is not None:
+            check_only_attention_mixes_tokens(model, plan.stacks)
+        self._materializer(model).check()
+        stage_partition = self.stage_partition(model)
+        if stage_partition is not None:
+            self._stage_partitions[model] = stage_partition
+
+    def apply(self, model: nn.Module, optimizer: Optimizer | None) -> None:
+        """Partition the model in place, after `check`.
+
+        Raises:
+            DesyncError: The ranks have different models.
+            ConfigError: A module does not support its style.
+
+        Collective: yes.
+        """
+        plan = self._plans.pop(model)
+        check_same_across_ranks("the plan", [repr(entry) for entry in plan.entries])
+        if plan.is_derived or self._verbose:
+            log_on_master(f"HybridParallelPlugin plan of {type(model).__name__}:\n{self._table(model, plan)}")
+        shard_specs = self.shard_specs(model, plan)
+        tensor_rank = 0 if self.tp_group is None else self.tp_group.rank
+        local_specs = {name: rank_specs[tensor_rank] for name, rank_specs in shard_specs.items()}
+        stage_partition = self._stage_partitions.pop(model, None)
+        if stage_partition is None:
+            shard_parameters(model, optimizer, local_specs, self._materializer(model))
+            self._parallelize(model, plan, shard_specs)
+            return
+        stage_model = build_stage(
+            model, optimizer, local_specs, self._materializer(model), stage_partition, self._stage, self._device
+        )
+        self._stage_models[model] = stage_model
+        stage_specs = {name: shard_specs[logical] for name, logical in stage_model.logical_names.items()}
+        self._parallelize(model, self._stage_plan(model, plan, stage_partition), stage_specs)
+        if self.weight_gradients is not None:
+            defer_weight_gradients(model, self.weight_gradients)
+        install_chunk_forward(model, stage_model, self._stage)
+
+    def shard_layers(self, model: nn.Module, plan: TensorParallelPlan) -> None:
+        """Shard the layers of all stages of an unsharded model, in place.
+
+        Args:
+            model: Unsharded model, on its final device.
+            plan: Tensor-parallel plan of the model.
+
+        Collective: no.
+        """
+        shard_specs = self.shard_specs(model, plan)
+        tensor_rank = 0 if self.tp_group is None else self.tp_group.rank
+        for name, parameter in model.named_parameters():
+            shard_parameter(parameter, shard_specs[name][tensor_rank])
+        self._parallelize(model, plan, shard_specs)
+
+    @property
+    def _stage(self) -> int:
+        return self._mesh.rank("pp")
+
+    def _stage_plan(
+        self, model: nn.Module, plan: TensorParallelPlan, stage_partition: StagePartition
+    ) -> TensorParallelPlan:
+        """Return the plan restricted to this stage's modules, with stacks cut at the stage's bounds."""
+        stages = stage_partition.module_stages(model)
+        held = {name for name, module in model.named_modules() if self._stage in stages[id(module)]}
+
+        def is_held(name: str, is_parameter: bool = False) -> bool:
+            return (name.rpartition(".")[0] if is_parameter else name) in held
+
+        return replace(
+            plan,
+            entries=tuple(
+                replace(entry, siblings=tuple(name for name in entry.siblings if is_held(name)))
+                for entry in plan.entries
+                if is_held(entry.name, entry.is_parameter)
+            ),
+            attributes=tuple(change for change in plan.attributes if is_held(change.module)),
+            arguments=tuple(split for split in plan.arguments if is_held(split.module)),
+            stacks=tuple(
+                tuple(layers) for stack in plan.stacks for layers in stage_partition.layers_of(self._stage, stack)
+            ),
+        )
+
+    def _parallelize(self, model: nn.Module, plan: TensorParallelPlan, shard_specs: dict[str, list[ShardSpec]]) -> None:
+        if self.tp_group is not None:
+            parallelize(
+                model,
+                plan,
+                self.tp_group,
+                shard_specs,
+                vocabulary_multiple=self._arguments.make_vocab_size_divisible_by,
+                parallel_output=self._arguments.parallel_output,
+            )
+        if self.sp_group is not None:
+            self._shard_sequences(model, plan, self.sp_group)
+        if self._arguments.checkpointing is not None:
+            self._checkpoint_layers(model, plan, self._arguments.checkpointing)
+
+    def _checkpoint_layers(self, model: nn.Module, plan: TensorParallelPlan, config: GradientCheckpointConfig) -> None:
+        if self._arguments.pipeline is None:
+            for stack in plan.stacks:
+                checkpoint_layers(model, stack, config)
+            return
+        layers = [name for stage_layers in plan.stacks for name in stage_layers]
+        checkpoint_layers(model, layers, config, stage=self._stage)
+
+    def _shard_sequences(self, model: nn.Module, plan: TensorParallelPlan, sp_group: SequenceParallelGroup) -> None:
+        use_sequence_attention(model)
+        modules = dict(model.named_modules())
+        for stack in plan.stacks:
+            attach_stack([modules[name] for name in stack], SequenceAxisSplitter(sp_group))
+        gather_returned_outputs(model)
+
+    def shard_specs(self, model: nn.Module, plan: TensorParallelPlan) -> dict[str, list[ShardSpec]]:
+        """Return each parameter's shard specs by name, one per tensor-parallel rank. Collective: no."""
+        return planned_shard_specs(model, plan, self._arguments.tp_size, self._arguments.make_vocab_size_divisible_by)
+
+    def _materializer(self, model: nn.Module) -> Materializer:
+        return Materializer(model, self._device, param_init_fn=None, sync=True)

@@ -1,0 +1,229 @@
+"""Pipeline arguments of the plugin, validated before anything is allocated."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from booster.errors import ConfigError
+from booster.validation import error_of
+
+from .schedules import PipelineSchedule, schedule_from_name, schedule_names
+
+_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
+_MANY = 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineArguments:
+    """Pipeline arguments; see `HybridParallelPlugin`.
+
+    Attributes:
+        style: Schedule, or its name.
+        num_stages: Size of the pp axis.
+        num_chunks: Model chunks per stage.
+        num_microbatches: Microbatches per batch, unless `microbatch_size` is given.
+        microbatch_size: Samples per microbatch, unless `num_microbatches` is given.
+        num_layers_per_stage: Layers of each model chunk, in model order; optional, defaults to balanced costs.
+        broadcast_loss: If True, the loss is returned on all stages.
+        caches_metadata: If True, shapes are sent once per microbatch shape, otherwise with every message.
+        split: First modules of the second and later chunks; optional, defaults to `num_layers_per_stage`.
+        execution_sequence: Modules and functions that replace the model's forward; optional.
+    """
+
+    style: str | PipelineSchedule
+    num_stages: int
+    num_chunks: int
+    num_microbatches: int | None
+    microbatch_size: int | None
+    num_layers_per_stage: Sequence[int] | None
+    broadcast_loss: bool
+    caches_metadata: bool
+    split: Sequence[str] | None
+    execution_sequence: Sequence[str | Callable[..., Any]] | None
+
+    @property
+    def schedule(self) -> PipelineSchedule:
+        """Schedule object; valid after `check`."""
+        return schedule_from_name(self.style) if isinstance(self.style, str) else self.style
+
+    @property
+    def num_positions(self) -> int:
+        """Number of chunks of the full model."""
+        return self.num_stages * self.num_chunks
+
+    def count_for(self, batch_size: int) -> int:
+        """Return the number of microbatches of a batch.
+
+        Raises:
+            ConfigError: It has fewer samples than `num_microbatches`.
+        """
+        if self.num_microbatches is not None and self.num_microbatches > batch_size:
+            raise ConfigError(
+                f"num_microbatches={self.num_microbatches} of a batch with {batch_size} sample(s) leaves stages without"
+                f" work: give a batch of {self.num_microbatches} or more samples, or fewer microbatches"
+            )
+        if self.num_microbatches is not None:
+            return self.num_microbatches
+        return -(-batch_size // (self.microbatch_size or batch_size))
+
+    def remarks(self) -> list[str]:
+        """Return log lines about arguments that have no effect with one stage."""
+        given_and_usual = {
+            "num_microbatches": (self.num_microbatches, None),
+            "microbatch_size": (self.microbatch_size, None),
+            "pp_style": (self.style, "1f1b"),
+            "num_model_chunks": (self.num_chunks, 1),
+            "num_layers_per_stage": (self.num_layers_per_stage, None),
+            "split": (self.split, None),
+            "execution_sequence": (self.execution_sequence, None),
+        }
+        return [
+            f"{name}={RankIndependentRepr(given)} changes nothing: pp_size=1 has no pipeline stages to fill"
+            for name, (given, usual) in given_and_usual.items()
+            if self.num_stages == 1 and given != usual
+        ]
+
+    def check(self) -> None:
+        """Validate the arguments.
+
+        With one stage only values that are never valid are refused, so that scripts may change the number of stages
+        alone. If `num_microbatches` is given, it is checked against the requirements of the schedule.
+
+        Raises:
+            ConfigError: An argument is invalid.
+        """
+        self._check_numbers()
+        self._check_style()
+        self._check_names()
+        if self.num_stages == 1:
+            return
+        self._check_microbatches()
+        self._check_schedule()
+        self._check_division()
+
+    # One by one.
+
+    def _check_numbers(self) -> None:
+        for name in ("num_microbatches", "microbatch_size"):
+            if getattr(self, name) is not None and not _is_count(getattr(self, name)):
+                raise ConfigError(f"{name}={getattr(self, name)!r} is no number: give a whole number from 1, or None")
+        if not _is_count(self.num_chunks):
+            raise ConfigError(
+                f"num_model_chunks={self.num_chunks!r} is no number of pieces that a stage could hold: give a whole"
+                " number from 1"
+            )
+        layers = self.num_layers_per_stage
+        if layers is not None and not _is_list_of(_is_count, layers):
+            raise ConfigError(
+                f"num_layers_per_stage={layers!r} does not say how many layers each stage holds: give a list of whole"
+                " numbers from 1, such as [3, 5] for two stages, or None to divide them by their costs"
+            )
+
+    def _check_style(self) -> None:
+        if isinstance(self.style, type) and issubclass(self.style, PipelineSchedule):
+            raise ConfigError(
+                f"pp_style={self.style.__name__} is a class, which orders no work: give an object of it,"
+                f" pp_style={self.style.__name__}()"
+            )
+        if not isinstance(self.style, PipelineSchedule) and self.style not in schedule_names():
+            raise ConfigError(
+                f"pp_style={self.style!r} is not known: choose one of {', '.join(schedule_names())}, register a"
+                " schedule with register_schedule, or give an object of one"
+            )
+
+    def _check_names(self) -> None:
+        if self.split is not None and not _is_list_of(_is_name, self.split):
+            raise ConfigError(
+                f"split={self.split!r} does not say where a model is divided: give a list of the names of the modules"
+                " with which stages after the first begin, such as ['layers.4'] for two stages, or leave it out"
+            )
+        sequence = self.execution_sequence
+        if sequence is not None and not _is_list_of(lambda one: _is_name(one) or callable(one), sequence):
+            raise ConfigError(
+                f"execution_sequence={RankIndependentRepr(sequence)} does not say what runs one after the other: give a list"
+                " of names of modules and functions of one argument, such as ['embedding', 'layers.0', 'layers.1',"
+                " 'head'], or leave it out"
+            )
+
+    # Together.
+
+    def _check_microbatches(self) -> None:
+        if self.num_microbatches is None and self.microbatch_size is None:
+            raise ConfigError(
+                f"pp_size={self.num_stages} without num_microbatches and microbatch_size does not say into what a batch"
+                " is divided, of which stages work on several parts at a time: give"
+                f" num_microbatches={2 * self.num_stages}, or microbatch_size=1"
+            )
+        if self.num_microbatches is not None and self.microbatch_size is not None:
+            raise ConfigError(
+                f"num_microbatches={self.num_microbatches} and microbatch_size={self.microbatch_size} both say how a"
+                " batch is divided, and only one size of batches could fit both: leave one of them out"
+            )
+
+    def _check_schedule(self) -> None:
+        # If the number depends on the batch, only errors with any number of microbatches are raised.
+        some = (self.num_positions, _MANY * self.num_positions)
+        numbers = some if self.num_microbatches is None else (self.num_microbatches,)
+        errors = [error_of(functools.partial(self._check_works, number)) for number in numbers]
+        if errors[-1] is not None and all(errors):
+            raise errors[-1]
+
+    def _check_works(self, num_microbatches: int) -> None:
+        self.schedule.check(self.num_stages, num_microbatches, self.num_chunks)
+
+    def _check_division(self) -> None:
+        layers, split = self.num_layers_per_stage, self.split
+        chunks = f"pp_size={self.num_stages}"
+        if self.num_chunks > 1:
+            chunks += f" with num_model_chunks={self.num_chunks}"
+        if layers is not None and split is not None:
+            raise ConfigError(
+                f"num_layers_per_stage={layers!r} and split={split!r} both say where a model is divided: leave one of"
+                " them out"
+            )
+        if layers is not None and len(layers) != self.num_positions:
+            raise ConfigError(
+                f"num_layers_per_stage={layers!r} has {len(layers)} numbers, and {chunks} divides a model into"
+                f" {self.num_positions} pieces: give {self.num_positions} numbers, in the order in which the model runs"
+                " its layers"
+            )
+        if split is None:
+            return
+        if len(split) != self.num_positions - 1:
+            raise ConfigError(
+                f"split={split!r} has {len(split)} names, which divide a model into {len(split) + 1} pieces, and"
+                f" {chunks} needs {self.num_positions}: give {self.num_positions - 1} names, of the modules with which"
+                " the pieces after the first begin"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class RankIndependentRepr:
+    """A value with a rank-independent repr: without addresses, by which equal arguments would differ between ranks."""
+
+    value: Any
+
+    def __repr__(self) -> str:
+        return _ADDRESS.sub("", repr(self.value))
+
+    @staticmethod
+    def unwrap(given: Any) -> Any:
+        """Return the value, wrapped or not."""
+        return given.value if isinstance(given, RankIndependentRepr) else given
+
+
+def _is_list_of(belongs: Callable[[Any], bool], value: Any) -> bool:
+    is_list = isinstance(value, Sequence) and not isinstance(value, str | bytes)
+    return is_list and len(value) > 0 and all(belongs(one) for one in value)
+
+
+def _is_name(value: Any) -> bool:
+    return isinstance(value, str) and bool(value)
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1

@@ -1,0 +1,206 @@
+"""Placeholders of the modules of other stages: no parameters, outputs of the right shape.
+
+Note [Placeholder modules]
+A placeholder keeps the module's name, class and attributes, and drops its parameters and buffers, so that the model has
+only the names of the stage's own tensors. If the forward calls it before the stage's own layers, it runs on the meta
+device with parameters of the original shapes, and returns expanded scalars of nan, which take no memory. A result that
+depends on one means that data bypass the layers' outputs. To detect this every placeholder has a separate leaf in the
+autograd graph, which identifies the module.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import Node
+
+from booster.errors import ConfigError
+from booster.interface import shard_spec_of
+from booster.pytree import map_tensors
+
+from .stage_forward import ChunkContext
+
+_ABSENT = "_pipeline_absent"  # attribute with the dropped tensors of a placeholder
+
+
+class _DroppedTensors:
+    """Dropped tensors of a module, by name: parameters on the meta device, and buffers."""
+
+    def __init__(self) -> None:
+        self.parameters: dict[str, nn.Parameter | None] = {}
+        self.buffers: dict[str, torch.Tensor | None] = {}
+
+
+def replace_by_meta(module: nn.Module, known: dict[int, nn.Parameter]) -> None:
+    """Replace a module's direct parameters by ones of their logical shapes on the meta device.
+
+    Args:
+        module: Module of another stage.
+        known: Replacements made before, by the `id` of the parameter; extended in place. Its values stay alive.
+    """
+    for name, parameter in module._parameters.items():
+        if parameter is None:
+            continue
+        if id(parameter) not in known:
+            empty = torch.empty(shard_spec_of(parameter).logical_shape, dtype=parameter.dtype, device="meta")
+            known[id(parameter)] = nn.Parameter(empty, parameter.requires_grad)
+        module._parameters[name] = known[id(parameter)]
+
+
+def drop_tensors(module: nn.Module) -> None:
+    """Drop a module's direct parameters, on the meta device already, and its buffers. In place."""
+    absent = _DroppedTensors()
+    absent.parameters, absent.buffers = dict(module._parameters), dict(module._buffers)
+    module.__dict__[_ABSENT] = absent
+    module._parameters.clear()
+    module._buffers.clear()
+
+
+def cast_absent_tensors(model: nn.Module, dtype: torch.dtype | None) -> None:
+    """Cast dropped parameters to the dtype of the weights, which the forward may read."""
+    if dtype is None:
+        return
+    for module in model.modules():
+        absent = module.__dict__.get(_ABSENT)
+        for parameter in () if absent is None else absent.parameters.values():
+            if parameter is not None and parameter.is_floating_point() and parameter.dtype != dtype:
+                parameter.data = parameter.data.to(dtype)
+
+
+class PlaceholderModules:
+    """Creates placeholders of modules, and detects results that depend on them.
+
+    Args:
+        context: Context of the chunk forward in progress.
+        device: Device of their outputs.
+    """
+
+    def __init__(self, context: ChunkContext, device: torch.device) -> None:
+        self.context = context
+        self.device = device
+        self.leaves: dict[tuple[str, torch.dtype], torch.Tensor] = {}
+        self.is_on_meta = False
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PlaceholderModules:
+        return self
+
+    def install(self, module: nn.Module, name: str) -> None:
+        """Turn a module, whose tensors were dropped, into a placeholder, with its submodules. In place."""
+        for own_name, inner in module.named_modules():
+            full = f"{name}.{own_name}" if own_name else name
+            base = type(inner)
+            if base not in _classes:
+                _classes[base] = type(base.__name__, (_Placeholder, base), {"__module__": base.__module__})
+            inner.__class__ = _classes[base]
+            inner.__dict__["_pipeline_stand_in"] = (full, self)
+
+    def values(self, name: str, like: torch.Tensor) -> torch.Tensor:
+        """Return a tensor of the same shape and dtype that takes no memory."""
+        if not like.is_floating_point():
+            return torch.zeros((), dtype=like.dtype, device=self.device).expand(like.shape)
+        key = (name, like.dtype)
+        if key not in self.leaves:
+            self.leaves[key] = torch.full((), math.nan, dtype=like.dtype, device=self.device, requires_grad=True)
+        return self.leaves[key].expand(like.shape)
+
+    def check_independent(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Check that tensors do not depend on outputs of placeholders.
+
+        Raises:
+            ConfigError: They do; the message has the module's name.
+        """
+        names = {id(leaf): name for (name, _), leaf in self.leaves.items()}
+        for node in _nodes_behind(tensors):
+            name = names.get(id(getattr(node, "variable", None)))
+            if name is not None:
+                raise ConfigError(
+                    f"what this pipeline stage computes depends on {name!r}, which an earlier stage holds, by a way"
+                    " around the layers between: only the output of the layer before travels from stage to stage. Let"
+                    " the layers hand it on with their output, or choose split= so that both are in one stage"
+                )
+
+    def run(self, name: str, call: Any, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Return placeholder outputs of a module's shapes and dtypes.
+
+        Raises:
+            ConfigError: The stage's own layers have run already, so the actual values would be needed.
+        """
+        run = self.context.require_run()
+        if run.is_computing:
+            raise ConfigError(
+                f"the model ran {name!r} on the stage that has {self.context.plan.layers[run.chunk.start]!r}, while the"
+                " pipeline's plan has it on another: it was taken for a module that runs before or after all layers by"
+                " the place where it is registered. Give execution_sequence= to say how your model runs"
+            )
+        inside = list(module.modules())
+        self.is_on_meta = True
+        try:
+            for one in inside:
+                _restore_on_meta(one)
+            outputs = call(*_to_meta(args), **_to_meta(kwargs))
+        finally:
+            self.is_on_meta = False
+            for one in inside:
+                _drop(one)
+        return map_tensors(lambda tensor: self.values(name, tensor), outputs)
+
+
+class _Placeholder(nn.Module):
+    """Mixin of placeholders."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        name, stand_ins = self.__dict__["_pipeline_stand_in"]
+        if stand_ins.is_on_meta:
+            return super().__call__(*args, **kwargs)
+        return stand_ins.run(name, super().__call__, self, args, kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            absent = self.__dict__.get(_ABSENT)
+            if absent is None or name not in {**absent.parameters, **absent.buffers}:
+                raise
+            if name in absent.buffers:
+                return absent.buffers[name]
+            parameter = absent.parameters[name]
+            own_name, stand_ins = self.__dict__["_pipeline_stand_in"]
+            return None if parameter is None else stand_ins.values(own_name, parameter)
+
+
+_classes: dict[type[nn.Module], type[nn.Module]] = {}
+
+
+def _restore_on_meta(module: nn.Module) -> None:
+    """Restore the dropped tensors on the meta device."""
+    absent = module.__dict__.get(_ABSENT)
+    if absent is not None:
+        module._parameters.update(absent.parameters)
+        module._buffers.update({name: None if one is None else one.to("meta") for name, one in absent.buffers.items()})
+
+
+def _drop(module: nn.Module) -> None:
+    if _ABSENT in module.__dict__:
+        module._parameters.clear()
+        module._buffers.clear()
+
+
+def _to_meta(tree: Any) -> Any:
+    return map_tensors(lambda tensor: tensor.detach().to("meta"), tree)
+
+
+def _nodes_behind(tensors: Sequence[torch.Tensor]) -> list[Node]:
+    """Return the nodes of the autograd graph of tensors."""
+    waiting = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
+    seen: set[Node] = set()
+    while waiting:
+        node = waiting.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        waiting += [following for following, _ in node.next_functions if following is not None]
+    return list(seen)

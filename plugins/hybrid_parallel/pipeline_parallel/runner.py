@@ -1,0 +1,421 @@
+"""Pipeline runtime: executes the schedule's actions of one stage for a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from booster.comm import abort_groups, all_reduce_numbers, all_reduce_sum, group_rank, report_failure
+from booster.core.optimizer_wrapper import check_scalar_loss
+from booster.errors import ConfigError, RankFailedError
+from booster.fault_tolerance.progress import Phase, in_phase, observers
+from booster.mixed_precision.fp16 import log_on_master
+from booster.plugins.hybrid_parallel.mesh import AXES, HybridMesh
+from booster.pytree import map_tensors
+from booster.rng_state import fork_rng_state, get_rng_state, set_rng_state
+
+from .config import PipelineArguments
+from .deferred_wgrad import DeferredWeightGrads
+from .microbatch import BatchConsistency, Microbatch, fetch, join_outputs, split_batch
+from .p2p import LinkPeer, ReceivedActivation, SentActivation, StageP2P
+from .schedules import ActionKind, StageAction
+from .stage_forward import StageActivation, StagePartition
+from .stage_module import StageModel
+
+if TYPE_CHECKING:
+    from booster.plugins.hybrid_parallel.model import HybridModel
+    from booster.plugins.hybrid_parallel.optimizer import HybridOptimizer
+
+_KINDS = {
+    ActionKind.FORWARD: "forward",
+    ActionKind.BACKWARD: "backward",
+    ActionKind.BACKWARD_WEIGHT: "weight gradients",
+}
+
+
+@dataclass(slots=True)
+class _InFlightMicrobatch:
+    """State of a microbatch between its forward and its backward through a model chunk."""
+
+    received: ReceivedActivation | None
+    sent: SentActivation | None
+    loss: torch.Tensor | None
+
+
+class PipelineRun:
+    """Results of a stage for the last batch.
+
+    Attributes:
+        num_micro_batches: Number of microbatches.
+        peak_live: Largest number of chunk forwards whose activations were kept at a time.
+        losses: Contributions of the microbatches to the batch's loss, on the stage with the last chunk.
+        outputs: Outputs of the microbatches by index, if requested, on the stage with the last chunk.
+    """
+
+    def __init__(self, microbatches: Sequence[Microbatch]) -> None:
+        self.num_microbatches = len(microbatches)
+        self.peak_live = 0
+        self.losses: list[torch.Tensor] = []
+        self.outputs: dict[int, Any] = {}
+
+
+class PipelineRuntime:
+    """Runs the stage of this rank.
+
+    Args:
+        model: The boosted model.
+        arguments: Pipeline arguments of the plugin.
+        transport: Point-to-point communication with the other stages.
+        agreement: Consistency check of batches over all ranks.
+        weight_gradients: Deferred weight gradients, or None if the schedule has none.
+        stage: Index of this stage.
+        stage_group: Group of the pipeline's ranks.
+        device: Compute device of the stage.
+        groups: Returns all process groups of this rank, which are aborted if it fails.
+    """
+
+    def __init__(
+        self,
+        model: HybridModel,
+        arguments: PipelineArguments,
+        p2p: StageP2P,
+        consistency: BatchConsistency,
+        weight_gradients: DeferredWeightGrads | None,
+        *,
+        stage: int,
+        stage_group: dist.ProcessGroup | None,
+        device: torch.device,
+        groups: Callable[[], Sequence[dist.ProcessGroup | None]],
+    ) -> None:
+        self._model = model
+        self._arguments = arguments
+        self._p2p = p2p
+        self._consistency = consistency
+        self._weight_grads = weight_gradients
+        self._stage = stage
+        self._stage_group = stage_group
+        self._device = device
+        self._groups = groups
+        self._checked: set[tuple[int, bool]] = set()
+        self._trainable: tuple[bool, ...] = ()
+        self._failure: str | None = None
+        self._has_reported = False
+
+    def run(
+        self,
+        data_iter: Iterator[Any],
+        criterion: Callable[[Any, Any], torch.Tensor],
+        optimizer: HybridOptimizer | None,
+        *,
+        return_loss: bool,
+        return_outputs: bool,
+        num_items: float | None,
+    ) -> dict[str, Any]:
+        """Run all stages for the next batch, as in `Booster.execute_pipeline`. Collective.
+
+        Raises:
+            StopIteration: The iterators of all ranks are exhausted.
+            DesyncError: The ranks have different batches, or only some have one.
+            RankFailedError: Another stage has failed; the message has its position, if known.
+        """
+        if self._failure is not None:
+            raise ConfigError(
+                f"the pipeline has failed before ({self._failure}), and its process groups were aborted:"
+                " end all processes and start again from a checkpoint"
+            )
+        self._model.sync_rng_state()
+        fetched = fetch(data_iter)
+        error: Exception | None = fetched.error
+        microbatches: list[Microbatch] = []
+        if fetched.status == 0:
+            error, microbatches = _split(self._model.module, fetched.batch, self._arguments)
+            self._warn_few_samples(len(microbatches))
+        if error is not None and fetched.error is None:
+            fetched = type(fetched)(error=error)
+        trains = optimizer is not None
+        options = (self._model.training, trains, return_loss, return_outputs, num_items is not None)
+        signatures = [(one.signature, self._model.training) for one in microbatches]
+        is_stale = self._trainability_changed() or self._p2p.is_cache_full
+        if self._consistency.check(fetched, signatures, options, changed=is_stale):
+            self._p2p.clear_cache()
+            self._checked.clear()
+        self._model.begin_batch()
+        if optimizer is not None:
+            for observer in observers():
+                observer.on_forward(self._model, (fetched.batch,), {})
+        run = PipelineRun(microbatches)
+        self._model.last_pipeline_run = run
+        self._microbatches, self._criterion, self._current = microbatches, criterion, run
+        self._keeps_outputs = return_outputs
+        total = sum(one.num_samples for one in microbatches)
+        self._loss_weights = [1.0 if num_items is not None else one.num_samples / total for one in microbatches]
+        self._scale = 1.0 if optimizer is None or optimizer.loss_scaler is None else optimizer.loss_scaler.scale
+        self._live: dict[tuple[int, int], _InFlightMicrobatch] = {}
+        steps = self._p2p.begin(signatures, with_gradients=trains)
+        with self._report_failures(), self._fork_rng_per_stage():
+            with torch.no_grad() if optimizer is None else optimizer.accumulate_microbatches(num_items):
+                self._execute(steps)
+            loss = self._loss(run) if return_loss else None
+        self._model.end_batch(self._stage_group)
+        if optimizer is not None:
+            for observer in observers():
+                if run.losses:
+                    observer.on_loss(optimizer, sum(run.losses), num_items)
+                else:
+                    observer.on_remote_loss(optimizer)
+        outputs = self._outputs(run) if return_outputs else None
+        self._microbatches = []
+        return {"loss": loss, "outputs": outputs}
+
+    @contextmanager
+    def _fork_rng_per_stage(self) -> Iterator[None]:
+        """Fork the RNG state per stage, and restore the common state afterwards.
+
+        Stages draw different amounts of random numbers, but the data may depend on a common state.
+        """
+        torch.rand(())  # advances the common state, for the next batch
+        common = get_rng_state(self._device)
+        set_rng_state(fork_rng_state(common, self._stage), self._device)
+        try:
+            yield
+        finally:
+            set_rng_state(common, self._device)
+
+    def _trainability_changed(self) -> bool:
+        now = tuple(parameter.requires_grad for parameter in self._model.module.parameters())
+        before, self._trainable = self._trainable, now
+        return now != before
+
+    # Actions.
+
+    def _execute(self, steps: Sequence[StageAction]) -> None:
+        last = len(self._microbatches) - 1
+        for index, step in enumerate(steps):
+            action = step.action
+            self._position = f"{_KINDS[action.kind]} of microbatch {action.microbatch} (of 0 to {last})"
+            self._p2p.post_recvs(index)
+            if action.kind is ActionKind.FORWARD:
+                self._forward(step)
+            elif action.kind is ActionKind.BACKWARD:
+                self._backward(step)
+            elif self._weight_grads is not None:
+                with Phase("backward"):
+                    self._weight_grads.compute(_key(step))
+        self._position = f"when its microbatches (0 to {last}) were done"
+        self._p2p.wait()
+
+    @in_phase("forward")
+    def _forward(self, step: StageAction) -> None:
+        chunk = self._model.model_chunks[step.action.chunk]
+        microbatch = self._microbatches[step.action.microbatch]
+        received = None if step.receives is None else self._p2p.recv_output(step.receives)
+        boundary_in = None if received is None else StageActivation.from_tree(received.tree)
+        check = (chunk.position, self._model.training)
+        with self._grad_for_first_forward(check):
+            boundary, outputs = self._model.run_chunk(chunk, boundary_in, microbatch.batch)
+            loss = None if boundary is not None else self._loss_of(outputs, step.action.microbatch)
+            if check not in self._checked:
+                self._require_independent(boundary, loss, outputs)
+                self._checked.add(check)
+        trains = torch.is_grad_enabled()
+        live = _InFlightMicrobatch(received if trains else None, None, loss if trains else None)
+        if boundary is not None:
+            assert step.sends is not None
+            tree = boundary.to_tree()
+            if not trains:
+                tree = map_tensors(torch.Tensor.detach, tree)
+            live.sent = self._p2p.send_output(step.sends, tree)
+        elif self._keeps_outputs:
+            self._current.outputs[step.action.microbatch] = map_tensors(torch.Tensor.detach, outputs)
+        if trains:
+            self._live[_key(step)] = live
+            self._current.peak_live = max(self._current.peak_live, len(self._live))
+
+    def _grad_for_first_forward(self, check: tuple[int, bool]) -> AbstractContextManager[Any]:
+        """Enable gradients for the first forward of each chunk, whose graph `_require_independent` checks."""
+        return nullcontext() if check in self._checked else torch.enable_grad()
+
+    def _require_independent(self, boundary: StageActivation | None, loss: torch.Tensor | None, outputs: Any) -> None:
+        tensors: list[torch.Tensor] = [] if loss is None else [loss]
+        map_tensors(tensors.append, outputs if boundary is None else boundary.to_tree())
+        self._model.check_independent(tensors)
+
+    def _loss_of(self, outputs: Any, microbatch: int) -> torch.Tensor:
+        try:
+            loss = self._criterion(outputs, self._microbatches[microbatch].batch)
+        except Exception as error:
+            error.add_note("It was raised in the criterion, which is called with (outputs, batch) of a microbatch.")
+            raise
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+            what = f"tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
+            raise ConfigError(
+                f"the criterion returned a {what} for a microbatch, but backward needs a scalar tensor: return a loss"
+                " such as F.cross_entropy(...), or loss.mean()"
+            )
+        self._current.losses.append(loss.detach().double() * self._loss_weights[microbatch])
+        return loss
+
+    @in_phase("backward")
+    def _backward(self, step: StageAction) -> None:
+        live = self._live.pop(_key(step))
+        with nullcontext() if self._weight_grads is None else self._weight_grads.deferring(_key(step)):
+            if live.loss is not None:
+                check_scalar_loss(live.loss)
+                (live.loss * (self._loss_weights[step.action.microbatch] * self._scale)).backward()
+            elif live.sent is not None and step.receives is not None:
+                gradients = self._p2p.recv_gradients(step.receives)
+                if live.sent.edges:
+                    torch.autograd.backward(live.sent.edges, gradients)
+        if step.sends is not None:
+            assert live.received is not None
+            self._p2p.send_gradients(step.sends, live.received.gradients())
+
+    # Results.
+
+    def _loss(self, run: PipelineRun) -> torch.Tensor | None:
+        is_last = any(piece.is_last for piece in self._model.model_chunks)
+        own = float(sum(run.losses))
+        if self._arguments.broadcast_loss:
+            own = all_reduce_numbers([own], self._stage_group)[0]
+        elif not is_last:
+            return None
+        return torch.tensor(own, dtype=torch.float32, device=self._device)
+
+    def _outputs(self, run: PipelineRun) -> Any:
+        if not run.outputs:
+            return None
+        ordered = [run.outputs[index] for index in range(run.num_microbatches)]
+        run.outputs = {}
+        return join_outputs(ordered, [one.num_samples for one in self._microbatches])
+
+    # Failures.
+
+    def _warn_few_samples(self, number: int) -> None:
+        """Log a warning if the first batch has fewer samples than `num_microbatches`."""
+        wanted = self._arguments.num_microbatches
+        if not self._has_reported and wanted is not None and 0 < number < wanted:
+            log_on_master(
+                f"a batch of {number} sample(s) makes {number} microbatch(es), not num_microbatches={wanted}, which"
+                " enlarges the pipeline bubble: give larger batches, or fewer microbatches"
+            )
+        self._has_reported = True
+
+    @contextmanager
+    def _report_failures(self) -> Iterator[None]:
+        """Report a failure of this rank, and abort its groups, so that its peers do not wait until the timeout."""
+        self._position = "before its first microbatch"
+        try:
+            yield
+        except BaseException as error:
+            where = f"pipeline stage {self._stage}, {self._position}"
+            self._failure = f"{where}: {type(error).__name__}"
+            self._live.clear()
+            if self._weight_grads is not None:
+                self._weight_grads.discard()
+            if not isinstance(error, RankFailedError):
+                report_failure(f"{where}: {type(error).__name__}: {error}")
+                error.add_note(f"This happened in {where}.")
+            abort_groups(self._groups(), f"{where}: {error}")
+            if isinstance(error, RankFailedError):
+                raise RankFailedError(f"{where}: {error}") from error
+            raise
+
+
+def _key(step: StageAction) -> tuple[int, int]:
+    return step.action.microbatch, step.action.chunk
+
+
+def _split(model: nn.Module, batch: Any, arguments: PipelineArguments) -> tuple[Exception | None, list[Microbatch]]:
+    try:
+        _check_no_layer_outputs(model, batch)
+        found = split_batch(
+            batch, num_microbatches=arguments.num_microbatches, microbatch_size=arguments.microbatch_size
+        )
+    except ConfigError as error:  # raised on all ranks by the consistency check
+        return error, []
+    return None, found
+
+
+def _check_no_layer_outputs(model: nn.Module, batch: Any) -> None:
+    """Raise if a transformers model is asked for outputs of every layer, which no stage has."""
+    for name in ("output_hidden_states", "output_attentions", "output_router_logits"):
+        given = batch.get(name) if isinstance(batch, Mapping) else None
+        wanted = getattr(getattr(model, "config", None), name, False) if given is None else given
+        if not isinstance(wanted, torch.Tensor) and wanted:
+            raise ConfigError(
+                f"{name}={wanted!r} asks for outputs of every layer, but with pp_size > 1 each stage has only its own"
+                f" layers: leave it out of the batch, and set model.config.{name} = False"
+            )
+
+
+def tied_param_groups(mesh: HybridMesh, stage_model: StageModel | None) -> dict[tuple[int, ...], dist.ProcessGroup]:
+    """Return the process groups of tied parameters, by their stages. Collective over the world."""
+    found = {}
+    for stages in dict.fromkeys(() if stage_model is None else stage_model.holders.values()):
+        group = mesh.subgroup("pp", stages)
+        if group is not None:
+            found[stages] = group
+    return found
+
+
+def build_runtime(
+    model: HybridModel,
+    stage_model: StageModel,
+    arguments: PipelineArguments,
+    mesh: HybridMesh,
+    device: torch.device,
+    weight_gradients: DeferredWeightGrads | None,
+) -> PipelineRuntime:
+    """Return the runtime of this rank's stage. Collective over the world.
+
+    Args:
+        model: The boosted model.
+        stage_model: Stage model.
+        arguments: Pipeline arguments of the plugin.
+        mesh: Mesh of the ranks.
+        device: Compute device of the stage.
+        weight_gradients: Deferred weight gradients, or None.
+    """
+    stage = mesh.rank("pp")
+    ends = _link_ends(mesh, stage_model.partition, device)
+    return PipelineRuntime(
+        model,
+        arguments,
+        StageP2P(stage_model.partition, stage, ends, device, caches_specs=arguments.caches_metadata),
+        BatchConsistency(mesh.cpu_group(*AXES), mesh.rank("dp")),
+        weight_gradients,
+        stage=stage,
+        stage_group=mesh.group("pp"),
+        device=device,
+        groups=mesh.groups,
+    )
+
+
+def _link_ends(mesh: HybridMesh, division: StagePartition, device: torch.device) -> LinkPeer:
+    """Return the groups of links. Links need dedicated groups, as torch counts the operations of a group."""
+    if device.type != "cpu":
+        return _link_groups(mesh, division, device)
+    stage = mesh.rank("pp")
+    group = mesh.subgroup("pp", range(division.num_stages))
+    return lambda sender, receiver: (group, sender if stage == receiver else receiver)
+
+
+def _link_groups(mesh: HybridMesh, division: StagePartition, device: torch.device) -> LinkPeer:
+    """Create a group of two ranks per pair of stages and direction, for accelerators.
+
+    Their messages are ordered within a group, so a pending one would block those of the other direction.
+    """
+    groups: dict[tuple[int, int], dist.ProcessGroup | None] = {}
+    for one, other in division.linked_stages():
+        for ends in ((one, other), (other, one)):
+            groups[ends] = group = mesh.subgroup("pp", ends)
+            if group is not None:  # connects in a common order; otherwise a first send would block on its receiver
+                all_reduce_sum(torch.zeros(1, device=device), group)
+    # torch sorts the ranks of a group, so the sender may have either group rank.
+    return lambda sender, receiver: (groups[sender, receiver], 1 - group_rank(groups[sender, receiver]))

@@ -1,0 +1,505 @@
+"""Forward of one model chunk by the model's own forward.
+
+Note [Chunk forward]
+Every stage calls the model's own forward with its microbatch. Before the stage's first layer, layers of earlier stages
+return the received activation, and modules of other stages return placeholder tensors of the right shape, so that the
+code around them runs unchanged. From the stage's first layer on the run is *live*: its values are used. After the
+stage's last layer the forward is left by an exception with the layer's output. So a model needs no rewriting, only
+layers that run in sequence. Violations (layers in another order or skipped, values that bypass the layers) are
+detected, here and in `placeholders`.
+
+Synchronization of persistent buffers that several pipeline stages hold.
+
+Note [Shared buffers]
+Modules without parameters outside of the units are on every stage, as are the buffers of modules that contain units,
+because every stage runs the model's own forward. Their actual values are computed on one stage, in a *live* run (see
+Note [Chunk forward]): before the units on the stage of the first chunk, after them on that of the last. Other stages
+run the same code on placeholders, or do not reach it. So after each batch the stage that changed a buffer in a live run
+broadcasts it. Only persistent buffers take part, as only they are model state. A buffer that several stages change
+differently has no value that one process would have, and raises.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from booster.comm import all_gather_equal, broadcast
+from booster.core.model_wrapper import call_with_batch
+from booster.errors import ConfigError
+from booster.kernels.checksum import crc32
+
+from .schedules import PipelineSchedule
+from .stage_partition.balance import position_of_gap
+from .stage_partition.stage_plan import StagePlan
+
+
+@dataclass(frozen=True, slots=True)
+class ModelChunk:
+    """Model chunk: consecutive layers that a stage runs without communication in between.
+
+    Attributes:
+        position: Position in the model, from 0.
+        chunk: Index among the stage's chunks.
+        start: Index of its first layer.
+        stop: Index after its last layer.
+        is_first: Whether it is the first chunk of the model.
+        is_last: Whether it is the last chunk, which returns the model's outputs.
+    """
+
+    position: int
+    chunk: int
+    start: int
+    stop: int
+    is_first: bool
+    is_last: bool
+
+
+@dataclass(frozen=True, slots=True)
+class StagePartition:
+    """Partition of a model's layers over the stages of a pipeline.
+
+    Attributes:
+        plan: Layers of the model, and the modules around them.
+        bounds: Position p has the layers from `bounds[p]` up to `bounds[p + 1]`.
+        schedule: Schedule, which assigns positions to stages.
+        num_stages: Number of stages.
+        num_chunks: Model chunks per stage.
+    """
+
+    plan: StagePlan
+    bounds: tuple[int, ...]
+    schedule: PipelineSchedule
+    num_stages: int
+    num_chunks: int
+
+    def chunks(self, stage: int) -> list[ModelChunk]:
+        """Return the chunks of a stage."""
+        positions = [self.schedule.position(stage, chunk, self.num_stages) for chunk in range(self.num_chunks)]
+        last = self.num_stages * self.num_chunks - 1
+        return [
+            ModelChunk(
+                position=position,
+                chunk=chunk,
+                start=self.bounds[position],
+                stop=self.bounds[position + 1],
+                is_first=position == 0,
+                is_last=position == last,
+            )
+            for chunk, position in enumerate(positions)
+        ]
+
+    def linked_stages(self) -> list[tuple[int, int]]:
+        """Return the pairs of stages that communicate, ascending."""
+        stages = [self.schedule.place(position, self.num_stages)[0] for position in range(len(self.bounds) - 1)]
+        return sorted({(min(pair), max(pair)) for pair in pairwise(stages) if pair[0] != pair[1]})
+
+    def stage_of_gap(self, gap: int) -> int:
+        """Return the stage that runs the modules of a gap."""
+        return self.schedule.place(position_of_gap(gap, self.bounds), self.num_stages)[0]
+
+    def stages_of(self, module_name: str) -> frozenset[int]:
+        """Return the stages that hold a module's direct parameters.
+
+        Those of a module that contains layers are on all stages, as its forward may use them on any of them.
+        """
+        place = self._stage_of(module_name)
+        return frozenset(range(self.num_stages)) if place is None else frozenset({place})
+
+    def _stage_of(self, module_name: str) -> int | None:
+        """Return the stage of the layer or gap module that contains a module, or None."""
+        for index, unit in enumerate(self.plan.layers):
+            if _is_within(module_name, unit):
+                return self.stage_of_gap(index)  # the gap before a layer belongs to its chunk
+        for name, gap in self.plan.gaps.items():
+            if _is_within(module_name, name):
+                return self.stage_of_gap(gap)
+        return None
+
+    def module_stages(self, model: nn.Module) -> dict[int, frozenset[int]]:
+        """Return the stages that hold each module's direct parameters, by its `id`.
+
+        Further names of a module that has a stage, such as an attribute that refers to a layer list, are ignored.
+        """
+        everywhere = frozenset(range(self.num_stages))
+        found: dict[int, frozenset[int]] = {}
+        for name, module in model.named_modules(remove_duplicate=False):
+            if (place := self._stage_of(name)) is not None:
+                found[id(module)] = found.get(id(module), frozenset()) | {place}
+        return {id(module): found.get(id(module), everywhere) for module in model.modules()}
+
+    def stages_of_gap_module(self, model: nn.Module, name: str) -> frozenset[int]:
+        """Return the stages that hold a gap module, under any of its names."""
+        return self.module_stages(model)[id(model.get_submodule(name))]
+
+    def parameter_stages(self, model: nn.Module) -> dict[str, tuple[int, ...]]:
+        """Return the stages of each parameter, ascending, by its first name."""
+        of_module = self.module_stages(model)
+        holders: dict[int, set[int]] = {}
+        for module in model.modules():
+            for parameter in module.parameters(recurse=False):
+                holders.setdefault(id(parameter), set()).update(of_module[id(module)])
+        return {name: tuple(sorted(holders[id(parameter)])) for name, parameter in model.named_parameters()}
+
+    def layers_of(self, stage: int, names: Sequence[str]) -> list[list[str]]:
+        """Return which of these modules are layers of a stage, or inside of them, per chunk."""
+        found = []
+        for chunk in self.chunks(stage):
+            units = self.plan.layers[chunk.start : chunk.stop]
+            found.append([name for name in names if any(_is_within(name, unit) for unit in units)])
+        return [one for one in found if one]
+
+
+def _is_within(name: str, outer: str) -> bool:
+    return name == outer or name.startswith(f"{outer}.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PersistentBuffer:
+    """A persistent buffer of the full model.
+
+    Attributes:
+        names: All names, in model order.
+        modules: Module that holds it under each name.
+        stages: Stages that hold it, ascending.
+        is_replicated: Whether all stages run the code that uses it; False if only one stage runs such a module.
+    """
+
+    names: tuple[str, ...]
+    modules: tuple[nn.Module, ...]
+    stages: tuple[int, ...]
+    is_replicated: bool
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """Current tensor, on a stage that holds it."""
+        keys = [name.rpartition(".")[2] for name in self.names]
+        found = (module._buffers.get(key) for module, key in zip(self.modules, keys, strict=True))
+        return next(tensor for tensor in found if tensor is not None)
+
+
+def persistent_buffers(model: nn.Module, division: StagePartition) -> list[PersistentBuffer]:
+    """Return the persistent buffers of a full model, tied ones once."""
+    of_module = division.module_stages(model)
+    places: dict[int, list[tuple[str, nn.Module]]] = {}
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        for key, buffer in module._buffers.items():
+            if buffer is not None and key not in module._non_persistent_buffers_set:
+                places.setdefault(id(buffer), []).append((f"{prefix}.{key}" if prefix else key, module))
+    return [
+        PersistentBuffer(
+            names=tuple(name for name, _ in found),
+            modules=tuple(module for _, module in found),
+            stages=tuple(sorted({stage for _, module in found for stage in of_module[id(module)]})),
+            is_replicated=all(len(division.stages_of(name.rpartition(".")[0])) > 1 for name, _ in found),
+        )
+        for found in places.values()
+    ]
+
+
+class SharedBuffers:
+    """Persistent buffers on several stages; see Note [Shared buffers].
+
+    Args:
+        buffers: All persistent buffers of the model, equal on all stages.
+        stage: Index of this stage.
+    """
+
+    def __init__(self, buffers: Sequence[PersistentBuffer], stage: int) -> None:
+        self._shared = [one for one in buffers if len(one.stages) > 1]
+        self._held = [one for one in self._shared if stage in one.stages]
+        self._changed: set[PersistentBuffer] = set()
+        self._at_start: list[torch.Tensor] | None = None
+        self._live_from: list[torch.Tensor] = []
+
+    def begin_chunk(self, *, is_first: bool, is_live: bool) -> None:
+        """Start a chunk forward.
+
+        Args:
+            is_first: If True, it is the stage's first chunk in the model.
+            is_live: If True, the run is live from the start.
+        """
+        self._live_from = self._copies() if is_live else []
+        # The stage's first chunk has run the same code before the units already.
+        self._at_start = None if is_live or is_first else self._copies()
+
+    @torch.no_grad()
+    def begin_live(self) -> None:
+        """Start the live part of a chunk forward, and undo earlier changes of buffers."""
+        for one, before in zip(self._held, self._at_start or (), strict=False):
+            if _differ(one.tensor, before):
+                one.tensor.copy_(before)
+        self._live_from = self._copies()
+
+    def end_chunk(self) -> None:
+        """End a chunk forward, and record changed buffers."""
+        for one, before in zip(self._held, self._live_from, strict=False):
+            if _differ(one.tensor, before):
+                self._changed.add(one)
+
+    def synchronize(self, group: dist.ProcessGroup | None) -> None:
+        """Broadcast the buffers that a stage changed since the last call. Collective over the stages.
+
+        Raises:
+            ConfigError: Several stages changed a buffer differently, or layers of several stages change a tied one.
+        """
+        if not self._shared:
+            return
+        changed, self._changed = self._changed, set()
+        own = [
+            [int(one in changed), crc32(_bytes(one.tensor).cpu().numpy().data) if one in changed else 0]
+            for one in self._shared
+        ]
+        of_stages = all_gather_equal(torch.tensor([own]), group).tolist()
+        for index, one in enumerate(self._shared):
+            found = {stage: row[index][1] for stage, row in enumerate(of_stages) if row[index][0]}
+            if not found:
+                continue
+            if len(set(found.values())) > 1 or not one.is_replicated:
+                raise _conflict_error(one, list(found))
+            broadcast([one.tensor], group, source=min(found))
+
+    def _copies(self) -> list[torch.Tensor]:
+        return [one.tensor.detach().clone() for one in self._held]
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+def _differ(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return whether two tensors differ bitwise, so that a nan equals itself."""
+    return one.shape != other.shape or one.dtype != other.dtype or not torch.equal(_bytes(one), _bytes(other))
+
+
+def _conflict_error(buffer: PersistentBuffer, changers: Sequence[int]) -> ConfigError:
+    return ConfigError(
+        f"the persistent buffer {' = '.join(map(repr, buffer.names))} is on the pipeline stages"
+        f" {', '.join(map(str, buffer.stages))} and was changed in a forward by {', '.join(map(str, changers))}: every"
+        " stage would continue with another value, and none with that of one process. Give every module a separate"
+        " buffer, or register it with persistent=False if it is not part of the model's state, or use pp_size=1"
+    )
+
+
+class StageActivation:
+    """Activation sent from one chunk to the next.
+
+    Attributes:
+        output: Output of the last layer.
+        carried: Outputs of complete modules that later chunks need, by module name.
+    """
+
+    def __init__(self, output: Any, carried: Mapping[str, Any]) -> None:
+        self.output = output
+        self.skip_outputs = dict(carried)
+
+    def to_tree(self) -> dict[str, Any]:
+        """Return the activation as containers."""
+        return {"output": self.output, "carried": self.skip_outputs}
+
+    @classmethod
+    def from_tree(cls, tree: Mapping[str, Any]) -> StageActivation:
+        """Return the activation from the result of `to_tree`."""
+        return cls(tree["output"], tree["carried"])
+
+
+class ChunkDone(BaseException):
+    """The last layer of a chunk has run. A BaseException, so that a model's `except Exception` does not catch it."""
+
+    def __init__(self, output: Any) -> None:
+        super().__init__("the forward of a pipeline's piece ends here")
+        self.output = output
+
+
+class ChunkForward:
+    """State of one chunk forward.
+
+    Args:
+        piece: Model chunk.
+        received: Activation from the previous chunk; None for the first one.
+
+    Attributes:
+        is_live: Whether values computed now are used; see Note [Chunk forward].
+        next_unit: Index of the first layer that may run next; conditional layers may be skipped.
+        carried: Outputs of complete modules, by name.
+    """
+
+    def __init__(self, chunk: ModelChunk, received: StageActivation | None) -> None:
+        self.chunk = chunk
+        self.received = received
+        self.is_computing = received is None
+        self.next_layer = chunk.start
+        self.skip_outputs: dict[str, Any] = {} if received is None else dict(received.skip_outputs)
+
+
+class ChunkContext:
+    """Context of the layers and placeholders of one model: the chunk forward in progress.
+
+    Attributes:
+        run: Chunk forward in progress, or None.
+        plan: Stage plan of the model.
+        buffers: Persistent buffers that other stages hold as well.
+    """
+
+    def __init__(self, plan: StagePlan, buffers: SharedBuffers) -> None:
+        self.run: ChunkForward | None = None
+        self.plan = plan
+        self.buffers = buffers
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ChunkContext:
+        return ChunkContext(self.plan, SharedBuffers((), 0))
+
+    def require_run(self) -> ChunkForward:
+        """Return the chunk forward in progress.
+
+        Raises:
+            ConfigError: The model was called directly.
+        """
+        if self.run is None:
+            raise ConfigError(
+                "the model was called directly, but this rank holds some of its layers only (pp_size > 1): write"
+                " booster.execute_pipeline(data_iter, model, criterion, optimizer), which runs all stages"
+            )
+        return self.run
+
+
+def run_chunk(
+    model: nn.Module, context: ChunkContext, chunk: ModelChunk, received: StageActivation | None, batch: Any
+) -> tuple[StageActivation | None, Any]:
+    """Return the activation for the next chunk and None, or for the last chunk None and the model's outputs.
+
+    Args:
+        model: Stage model.
+        context: Context of its layers.
+        chunk: Chunk of this stage.
+        received: Activation from the previous chunk.
+        batch: The microbatch.
+
+    Raises:
+        ConfigError: Layers ran in another order than planned, or the last one did not run.
+    """
+    run = ChunkForward(chunk, received)
+    context.run = run
+    is_live = run.is_computing or context.plan.sequence is not None
+    context.buffers.begin_chunk(is_first=chunk.chunk == 0, is_live=is_live)
+    try:
+        if context.plan.sequence is not None:
+            outputs = _run_sequence(model, context.plan.sequence, run, batch)
+        else:
+            outputs = call_with_batch(model, batch)
+    except ChunkDone as finished:
+        boundary = StageActivation(finished.output, run.skip_outputs)
+        return boundary, None
+    finally:
+        context.run = None
+        context.buffers.end_chunk()
+    if not chunk.is_last:
+        raise ConfigError(
+            f"the model's forward ended without {context.plan.layers[chunk.stop - 1]!r}, the last layer of a pipeline"
+            " stage, whose output is sent on: it has to run in every forward. Turn layer dropping off (layerdrop=0), or"
+            " choose num_layers_per_stage or split= so that a layer that always runs ends the stage"
+        )
+    return None, outputs
+
+
+def install_layer(module: nn.Module, index: int, context: ChunkContext) -> None:
+    """Let a layer run only in its own chunk. In place, by a subclass set as its class."""
+    _derive(module, _Layer)
+    module.__dict__["_pipeline_unit"] = (index, context)
+
+
+def install_skip_output(module: nn.Module, name: str, complete_at: int, context: ChunkContext) -> None:
+    """Let a module record its output for later chunks, or return the received one. In place.
+
+    Args:
+        module: Module such as the encoder of an encoder-decoder model.
+        name: Name of the module.
+        complete_at: Number of layers that run before its output is complete.
+        context: Context of the model.
+    """
+    _derive(module, _SkipOutput)
+    module.__dict__["_pipeline_carried"] = (name, complete_at, context)
+
+
+class _Layer(nn.Module):
+    """Mixin of layers. Overrides `__call__` and not `forward`, so that hooks of skipped layers do not run."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        index, context = self.__dict__["_pipeline_unit"]
+        run: ChunkForward = context.require_run()
+        if index < run.chunk.start:
+            assert run.received is not None
+            return run.received.output
+        if not run.next_layer <= index < run.chunk.stop:
+            before = context.plan.units[run.next_layer - 1]
+            raise ConfigError(
+                f"the model ran {context.plan.units[index]!r} after {before!r}, in another order than the pipeline's"
+                " plan has it, or twice, or left out the last layer of a stage: layers run at most once each, in the"
+                " order in which they are registered, and a stage's last one always. Turn layer dropping off"
+                " (layerdrop=0), or give split= or execution_sequence= to say how your model runs"
+            )
+        if not run.is_computing:
+            run.is_computing = True
+            context.buffers.begin_live()
+        output = super().__call__(*args, **kwargs)
+        run.next_layer = index + 1
+        if run.next_layer == run.chunk.stop and not run.chunk.is_last:
+            raise ChunkDone(output)
+        return output
+
+
+class _SkipOutput(nn.Module):
+    """Mixin of modules whose output is carried."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        name, complete_at, context = self.__dict__["_pipeline_carried"]
+        run: ChunkForward = context.require_run()
+        if run.chunk.start > complete_at:
+            return run.skip_outputs[name]
+        run.skip_outputs[name] = output = super().__call__(*args, **kwargs)
+        return output
+
+
+_classes: dict[tuple[type[nn.Module], type[nn.Module]], type[nn.Module]] = {}
+
+
+def _derive(module: nn.Module, kind: type[nn.Module]) -> None:
+    base = type(module)
+    if issubclass(base, kind):
+        return
+    if (kind, base) not in _classes:
+        _classes[kind, base] = type(base.__name__, (kind, base), {"__module__": base.__module__})
+    module.__class__ = _classes[kind, base]
+
+
+def _run_sequence(model: nn.Module, sequence: Sequence[str | Callable[..., Any]], run: ChunkForward, batch: Any) -> Any:
+    """Run a chunk of an execution sequence, instead of the model's forward."""
+    value = None if run.received is None else run.received.output
+    takes_batch = run.chunk.is_first
+    for index, steps in enumerate(_steps_by_unit(sequence)):
+        if not run.chunk.start <= index < run.chunk.stop:
+            continue
+        run.next_layer = index + 1
+        for step in steps:
+            function = model.get_submodule(step) if isinstance(step, str) else step
+            value = call_with_batch(function, batch) if takes_batch else function(value)
+            takes_batch = False
+    if not run.chunk.is_last:
+        raise ChunkDone(value)
+    return value
+
+
+def _steps_by_unit(sequence: Sequence[str | Callable[..., Any]]) -> list[list[str | Callable[..., Any]]]:
+    """Return the steps of each layer: its module and the functions after it; leading functions join the first."""
+    found: list[list[str | Callable[..., Any]]] = [[]]
+    for step in sequence:
+        if isinstance(step, str) and any(isinstance(one, str) for one in found[-1]):
+            found.append([])
+        found[-1].append(step)
+    return found

@@ -1,0 +1,169 @@
+"""Construction of a stage model: drops the modules of other stages, and runs the model's own forward on the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from booster.interface import ShardSpec
+from booster.plugins.sharding.deferred_init import Materializer
+
+from .placeholders import PlaceholderModules
+from .shard_params import shard_parameters
+from .stage_forward import (
+    ChunkContext,
+    ModelChunk,
+    PersistentBuffer,
+    SharedBuffers,
+    StagePartition,
+    install_layer,
+    install_skip_output,
+    persistent_buffers,
+)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TiedParameter:
+    """A parameter on several stages, such as tied embeddings on the first and the last.
+
+    Attributes:
+        name: Logical name.
+        parameter: Parameter of this stage.
+        stages: Stages that hold it, ascending; the first one is its primary owner and writes it.
+    """
+
+    name: str
+    parameter: nn.Parameter
+    stages: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class StageModel:
+    """Model of one stage.
+
+    Attributes:
+        division: Assignment of the model's layers to stages.
+        pieces: Model chunks of this stage.
+        parameters: Parameters of the full model by logical name, the first name in the user's model. Those of other
+            stages are on the meta device.
+        held: Logical names of this stage's parameters.
+        logical_names: Logical names of this stage's parameters, by their names in the stage model.
+        groups: Logical names in each of the optimizer's param groups.
+        holders: Stages of each parameter that is on several of them, by logical name, in an order equal on all ranks.
+        layouts: Shard spec of each parameter.
+        context: State of the chunk forward that is running.
+        stand_ins: Placeholders of the modules of other stages.
+        buffers: Persistent buffers of the full model, by each of their names.
+        tied: Further names of each tied parameter or persistent buffer, by its first name.
+    """
+
+    partition: StagePartition
+    chunks: Sequence[ModelChunk]
+    parameters: Mapping[str, nn.Parameter]
+    held: frozenset[str]
+    logical_names: Mapping[str, str]
+    groups: Sequence[Sequence[str]]
+    holders: Mapping[str, tuple[int, ...]]
+    layouts: Mapping[str, ShardSpec]
+    context: ChunkContext
+    placeholders: PlaceholderModules
+    buffers: Mapping[str, PersistentBuffer]
+    tied: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+    @property
+    def tied_across_stages(self) -> list[TiedParameter]:
+        """Parameters of this stage that are tied to other stages."""
+        return [
+            TiedParameter(name, self.parameters[name], stages)
+            for name, stages in self.holders.items()
+            if name in self.held
+        ]
+
+
+def build_stage(
+    model: nn.Module,
+    optimizer: Optimizer | None,
+    layouts: Mapping[str, ShardSpec],
+    materializer: Materializer,
+    partition: StagePartition,
+    stage: int,
+    device: torch.device,
+) -> StageModel:
+    """Materialize the model's parameters, and keep this stage's, sharded by their specs. In place. Collective.
+
+    Modules are materialized one at a time, so that no rank ever holds the full model.
+
+    Args:
+        model: The user's model.
+        optimizer: The user's optimizer; parameters of other stages are removed from its param groups.
+        layouts: Shard spec of each parameter by name, tied ones once.
+        materializer: Materializer of the model.
+        partition: Assignment of the model's layers to stages.
+        stage: Index of this stage.
+        device: Compute device of the stage.
+    """
+    stages_of_module = partition.module_stages(model)
+    absent = {key for key, stages in stages_of_module.items() if stage not in stages}
+    stages_of = partition.parameter_stages(model)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    groups = [[names[id(one)] for one in group["params"]] for group in (optimizer.param_groups if optimizer else ())]
+    buffers = persistent_buffers(model, partition)
+    tied = _tied_names(model) | {one.names[0]: one.names[1:] for one in buffers if len(one.names) > 1}
+    holders = {name: stages for name, stages in stages_of.items() if len(stages) > 1}
+    owned = {
+        name: layout if name not in holders or holders[name][0] == stage else layout.non_primary()
+        for name, layout in layouts.items()
+    }
+    parameters = shard_parameters(model, optimizer, owned, materializer, absent_ids=absent)
+    held = frozenset(name for name, stages in stages_of.items() if stage in stages)
+    logical = {id(parameter): name for name, parameter in parameters.items()}
+    plan = partition.plan
+    context = ChunkContext(plan, SharedBuffers(buffers, stage))
+    return StageModel(
+        partition=partition,
+        chunks=partition.chunks(stage),
+        parameters=parameters,
+        held=held,
+        logical_names={
+            name: logical[id(parameter)] for name, parameter in model.named_parameters(remove_duplicate=False)
+        },
+        groups=groups,
+        holders=holders,
+        layouts=layouts,
+        context=context,
+        placeholders=PlaceholderModules(context, device),
+        buffers={name: one for one in buffers for name in one.names},
+        tied=tied,
+    )
+
+
+def install_chunk_forward(model: nn.Module, stage_model: StageModel, stage: int) -> None:
+    """Let the model's own forward run the stage's chunks. In place, after all other changes of its layers.
+
+    Args:
+        model: The user's model, after `build_stage`.
+        stage_model: Result of `build_stage`.
+        stage: Index of this stage.
+    """
+    plan, partition = stage_model.partition.plan, stage_model.partition
+    for name in plan.gaps:
+        if stage not in partition.stages_of_gap_module(model, name):
+            stage_model.placeholders.install(model.get_submodule(name), name)
+    if plan.sequence is not None:
+        return
+    for index, name in enumerate(plan.layers):
+        install_layer(model.get_submodule(name), index, stage_model.context)
+    for name, complete_at in plan.skip_outputs.items():
+        install_skip_output(model.get_submodule(name), name, complete_at, stage_model.context)
+
+
+def _tied_names(model: nn.Module) -> dict[str, tuple[str, ...]]:
+    """Return the further names of each tied parameter, by its first name."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return {first: tuple(others) for first, *others in names.values() if others}

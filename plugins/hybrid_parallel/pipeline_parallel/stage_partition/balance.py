@@ -1,0 +1,185 @@
+"""Balanced partition of a model's layers into chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+from typing import Any
+
+from torch import nn
+
+from booster.errors import ConfigError
+
+from .stage_plan import StagePlan
+
+# Note [Cost of a layer]
+# The compute per token of a module is that of its matmuls, proportional to the number of weight elements used by a
+# token. Weights of fewer than two dimensions and embedding tables (lookups) cost nothing. Of the experts the share that
+# a token is routed to counts. A tied weight counts in each module, as a head tied to the embedding is still a matmul.
+# Costs that depend on the sequence length (attention scores) are left out, as they are equal in all layers.
+
+
+def partition_layers(
+    model: nn.Module, plan: StagePlan, num_positions: int, num_layers_per_stage: Sequence[int] | None = None
+) -> tuple[int, ...]:
+    """Return the bounds of each chunk of a model, as in `StagePlan.bounds`.
+
+    Minimizes the largest cost of a chunk; see Note [Cost of a layer]. Ties prefer even numbers of layers, then fewer
+    layers in the first chunks, since the first stages keep the activations of most microbatches.
+
+    Args:
+        model: The user's full model; it may be on the meta device.
+        plan: Stage plan of the model.
+        num_positions: Number of chunks: stages times chunks per stage.
+        num_layers_per_stage: Number of layers of each chunk, by position, instead.
+
+    Raises:
+        ConfigError: There are fewer layers than chunks, or the arguments do not match the model.
+    """
+    num_units = len(plan.layers)
+    if num_layers_per_stage is not None:
+        return _given_bounds(plan, num_positions, num_layers_per_stage)
+    if plan.bounds is not None:
+        _check_split(plan.bounds, num_positions)
+        return plan.bounds
+    if num_units < num_positions:
+        raise ConfigError(
+            f"the model has {num_units} layers to divide ({_listed(plan.layers)}), but the pipeline has {num_positions}"
+            f" places (pp_size x num_model_chunks), each of which needs at least one: make that product at most"
+            f" {num_units}, or name smaller modules with split= or execution_sequence="
+        )
+    return _optimal_bounds(_PrefixCosts(layer_costs(model, plan), gap_costs(model, plan)), num_units, num_positions)
+
+
+def layer_costs(model: nn.Module, plan: StagePlan) -> list[float]:
+    """Return the estimated cost of each layer, in weight elements; see Note [Cost of a layer]."""
+    share = _share_of_experts(model)
+    return [_cost(model.get_submodule(name), share) for name in plan.layers]
+
+
+def gap_costs(model: nn.Module, plan: StagePlan) -> list[float]:
+    """Return the estimated cost of the modules in each gap, including the one after the last layer."""
+    share = _share_of_experts(model)
+    costs = [0.0] * (len(plan.layers) + 1)
+    for name, gap in plan.gaps.items():
+        costs[gap] += _cost(model.get_submodule(name), share)
+    return costs
+
+
+def chunk_costs(model: nn.Module, plan: StagePlan, bounds: tuple[int, ...]) -> list[float]:
+    """Return the estimated cost of each chunk, with the modules in its gaps."""
+    prefix = _PrefixCosts(layer_costs(model, plan), gap_costs(model, plan))
+    return [prefix.cost(start, end) for start, end in pairwise(bounds)]
+
+
+def position_of_gap(gap: int, bounds: tuple[int, ...]) -> int:
+    """Return the position of the chunk that runs a gap: that of the next layer, or the last one."""
+    last = len(bounds) - 2
+    return next((position for position in range(last) if gap < bounds[position + 1]), last)
+
+
+class _PrefixCosts:
+    """Prefix sums of the costs of layers and gaps."""
+
+    def __init__(self, units: list[float], gaps: list[float]) -> None:
+        own = [unit + gap for unit, gap in zip(units, gaps[:-1], strict=True)]
+        own[-1] += gaps[-1]
+        self._sums = [0.0, *accumulate(own)]
+
+    def cost(self, start: int, end: int) -> float:
+        return self._sums[end] - self._sums[start]
+
+
+def _optimal_bounds(prefix: _PrefixCosts, num_units: int, num_chunks: int) -> tuple[int, ...]:
+    """Return the optimal partition by dynamic programming, in units^2 * pieces steps."""
+    # Smallest maximum cost of the layers from `start` on, by number of chunks.
+    largest = {(num_units, 0): 0.0}
+    for chunks in range(1, num_chunks + 1):
+        for start in range(num_units - chunks, -1, -1):
+            largest[start, chunks] = min(
+                max(prefix.cost(start, end), largest[end, chunks - 1])
+                for end in range(start + 1, num_units + 1)
+                if (end, chunks - 1) in largest
+            )
+    limit = largest[0, num_chunks]
+    # Among partitions within that limit: least sum of squared layer counts, then least counts from the first on.
+    best: dict[tuple[int, int], tuple[int, tuple[int, ...]]] = {(num_units, 0): (0, ())}
+    for chunks in range(1, num_chunks + 1):
+        for start in range(num_units - chunks, -1, -1):
+            options = [
+                (best[end, chunks - 1][0] + (end - start) ** 2, (end - start, *best[end, chunks - 1][1]))
+                for end in range(start + 1, num_units + 1)
+                if (end, chunks - 1) in best and prefix.cost(start, end) <= limit
+            ]
+            if options:
+                best[start, chunks] = min(options)
+    return (0, *accumulate(best[0, num_chunks][1]))
+
+
+def _given_bounds(plan: StagePlan, num_positions: int, numbers: Sequence[int]) -> tuple[int, ...]:
+    num_units = len(plan.layers)
+    given = f"num_layers_per_stage={numbers!r}"
+    if plan.bounds is not None:
+        raise ConfigError(f"{given} and split= both say where stages begin: give one of them")
+    if isinstance(numbers, str) or not all(type(one) is int and one >= 1 for one in numbers):
+        raise ConfigError(f"{given} is no list of numbers of layers, each at least 1: give {num_positions} of them")
+    if len(numbers) != num_positions:
+        raise ConfigError(
+            f"{given} has {len(numbers)} numbers, but the pipeline has {num_positions} places (pp_size x"
+            " num_model_chunks): give one number for each, in the order of the model"
+        )
+    if sum(numbers) != num_units:
+        raise ConfigError(
+            f"{given} adds up to {sum(numbers)} layers, but the model has {num_units} ({_listed(plan.layers)}): give"
+            f" {num_positions} numbers whose sum is {num_units}"
+        )
+    return (0, *accumulate(numbers))
+
+
+def _check_split(bounds: tuple[int, ...], num_positions: int) -> None:
+    num_pieces = len(bounds) - 1
+    if num_pieces != num_positions:
+        raise ConfigError(
+            f"split= names {num_pieces - 1} modules, which makes {num_pieces} pieces, but the pipeline has"
+            f" {num_positions} places (pp_size x num_model_chunks): name the {num_positions - 1} modules at which the"
+            " second and later ones begin"
+        )
+
+
+def _cost(module: nn.Module, share_of_experts: float) -> float:
+    cost = 0.0
+    seen: set[int] = set()
+    for name, one in module.named_modules():
+        if isinstance(one, (nn.Embedding, nn.EmbeddingBag)):
+            continue
+        share = share_of_experts if _is_routed(name) else 1.0
+        for parameter in one.parameters(recurse=False):
+            if parameter.dim() >= 2 and id(parameter) not in seen:
+                seen.add(id(parameter))
+                cost += parameter.numel() * share
+    return cost
+
+
+def _is_routed(name: str) -> bool:
+    """Whether a module belongs to routed experts."""
+    return any("expert" in part and "shared" not in part for part in name.split("."))
+
+
+def _share_of_experts(model: nn.Module) -> float:
+    """Return the share of the experts that a token is routed to, if it is in the model's config."""
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        chosen = _number(config, "num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k")
+        there = _number(config, "num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+        if chosen and there:
+            return min(1.0, chosen / there)
+    return 1.0
+
+
+def _number(config: Any, *names: str) -> int:
+    values = (getattr(config, name, None) for name in names)
+    return next((value for value in values if type(value) is int and value > 0), 0)
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names if len(names) <= 6 else [*names[:3], "...", *names[-2:]])

@@ -1,0 +1,326 @@
+"""Detection of the layer chain of a model: modules that run in sequence, each on the output of the previous one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from torch import nn
+from torch.nn.utils.parametrize import ParametrizationList
+
+from booster.errors import ConfigError
+from booster.plugins.hybrid_parallel.tp_plan.plan import find_stacks
+from booster.plugins.hybrid_parallel.tp_plan.tables import pretrained_models
+
+from .tracing import Trace, holds_parameters, trace_calls
+
+
+@dataclass(frozen=True, slots=True)
+class OutOfOrderModules:
+    """Siblings of a layer list that run out of registration order.
+
+    Modules are assumed to run in the order of registration, as in nearly all models of transformers, or in that of a
+    model's pipeline plan (`_pp_plan`). The table has the exceptions.
+
+    Attributes:
+        before: Modules that are registered after the layers, and run before the first.
+        after: Modules that are registered before the layers, and run after the last.
+    """
+
+    before: tuple[str, ...] = ()
+    after: tuple[str, ...] = ()
+
+
+OUT_OF_ORDER: Mapping[str, OutOfOrderModules] = {
+    "opt": OutOfOrderModules(before=("project_in",), after=("final_layer_norm", "project_out")),
+    **dict.fromkeys(
+        ("bart", "mbart", "mvp", "plbart", "led", "blenderbot-small"),
+        OutOfOrderModules(before=("layernorm_embedding",)),
+    ),
+    "prophetnet": OutOfOrderModules(before=("embeddings_layer_norm",)),
+}
+
+UNSPLITTABLE: Mapping[str, str] = {
+    "albert": "runs one group of layers again and again (num_hidden_layers counts the runs)",
+    **dict.fromkeys(("mpnet", "roformer"), "gives every layer positions that only the first stage would compute"),
+    "inkling2_text": "gives every layer the embeddings, which only the first stage would compute",
+    **dict.fromkeys(("ctrl", "flaubert", "xlm"), "changes the embeddings in place, which only the first stage has"),
+    "ibert": "reads the scales of the embeddings, which only the first stage has, as numbers",
+}
+
+
+# Note [Layer chain]
+# A module list does not imply an order of execution: experts, heads and side branches are lists, too. Sources, in order
+# of preference:
+# - transformers' own pipeline plan;
+# - an `nn.Sequential` that is the full model;
+# - the traced forward (torch.fx), unless it depends on values: it shows whether all data flow passes through a module;
+# - lists of layers by structure (see `find_stacks`): those of an encoder and a decoder, or the only one, or the one
+#   with the most parameters. Other lists then belong to a gap; outputs of those before the layers are carried;
+# - an `nn.Sequential` with most of the model's parameters.
+
+_MAIN_SHARE = 0.75
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerChain:
+    """Layer chain, with what is known of other modules.
+
+    Attributes:
+        units: Layers, as in `StagePlan`.
+        source: Description of the source, as in `StagePlan`.
+        known: Known gaps, as in `find_gaps`.
+        carried: Containers of layers whose output is sent to later stages, and the gap at which it is complete.
+        towers: Layers of side branches, which run beside the chain or before it.
+    """
+
+    layers: tuple[str, ...]
+    source: str
+    known_gaps: Mapping[str, int | None] = field(default_factory=dict)
+    skip_outputs: Mapping[str, int] = field(default_factory=dict)
+    side_branches: tuple[str, ...] = ()
+
+
+def find_chain(model: nn.Module) -> LayerChain:
+    """Return the layer chain of a model.
+
+    Raises:
+        ConfigError: There is none, or it is ambiguous.
+    """
+    _check_splittable(model)
+    stacks = find_stacks(model)
+    if (planned := _planned_chain(model, stacks)) is not None:
+        return planned
+    if _is_sequential(model):
+        return LayerChain(
+            layers=_items("", model, stacks), source="the children of the nn.Sequential that is the model"
+        )
+    lists = _simple_lists(model, stacks)
+    if not any(True for _ in pretrained_models(model)):
+        trace = trace_calls(model, (*stacks, *lists))
+        if trace is not None:
+            return _traced_chain(model, trace, stacks, lists)
+    if stacks:
+        return _chain_of_stacks(model, stacks)
+    if (sequential := _main_sequential(model, lists)) is not None:
+        return LayerChain(layers=sequential, source=f"the children of {_parent(sequential)}, an nn.Sequential")
+    raise _no_chain_error(model)
+
+
+def _check_splittable(model: nn.Module) -> None:
+    for name, module, config in pretrained_models(model):
+        if reason := UNSPLITTABLE.get(config.model_type):
+            raise ConfigError(
+                f"{type(module).__name__}{f' (at {name})' if name else ''} {reason}, so its layers can't be divided"
+                " over stages: use pp_size=1, or a model with layers of their own"
+            )
+
+
+def _planned_chain(model: nn.Module, stacks: tuple[tuple[str, ...], ...]) -> LayerChain | None:
+    """Return the chain of transformers' pipeline plans, or None if there is not exactly one."""
+    for prefix, module, config in pretrained_models(model):
+        keys = [f"{prefix}.{key}" if prefix else key for key in (getattr(module, "_pp_plan", None) or {})]
+        planned = _planned_lists(model, keys)
+        if len(planned) != 1:
+            continue
+        units = planned[0]
+        # Only siblings of the layers: a head, which the class adds to the plan of its base model, comes first there.
+        above = _parent(units).rpartition(".")[0]
+        beside = [key for key in keys if key.rpartition(".")[0] == above]
+        place = beside.index(_parent(units))
+        known: dict[str, int | None] = {key: 0 if at < place else len(units) for at, key in enumerate(beside)}
+        return LayerChain(
+            layers=units,
+            source=f"the pipeline plan of {type(module).__name__} ({config.model_type})",
+            known_gaps=known,
+            side_branches=tuple(layer for stack in stacks if stack != units for layer in stack),
+        )
+    return None
+
+
+def _planned_lists(model: nn.Module, keys: Sequence[str]) -> list[tuple[str, ...]]:
+    """Return the layer lists of a plan; the layers may be of several classes, as in hybrid models."""
+    modules = dict(model.named_modules())
+    lists = [key for key in keys if isinstance(modules.get(key), nn.ModuleList)]
+    items = [tuple(f"{key}.{own}" for own, _ in modules[key].named_children()) for key in lists]
+    return [one for one in items if one]
+
+
+def _traced_chain(
+    model: nn.Module, trace: Trace, stacks: tuple[tuple[str, ...], ...], lists: tuple[tuple[str, ...], ...]
+) -> LayerChain:
+    """Return the lists that are chains in the traced forward: of layers, otherwise of any modules."""
+    for candidates in (stacks, lists):
+        proven = [items for items in candidates if trace.is_chain(items)]
+        units = _merge_lists(model, trace, proven)
+        if units:
+            source = f"{', '.join(dict.fromkeys(_parent((unit,)) for unit in units))}, as the model's forward runs them"
+            return LayerChain(layers=units, source=source, known_gaps=trace.gaps(units))
+    if (pair := _encoder_and_decoder(model, stacks)) is not None:
+        return pair
+    for items in (*stacks, *lists):
+        places = [trace.order(item) for item in items] if trace.runs_once(items) else []
+        if len(items) > 1 and places and places == sorted(places):
+            raise _bypass_error(model, trace, items)
+    raise _no_chain_error(model)
+
+
+def _merge_lists(model: nn.Module, trace: Trace, lists: list[tuple[str, ...]]) -> tuple[str, ...]:
+    """Return the items of lists in order of execution; drops small lists until a split is possible after each item."""
+    while lists:
+        units = tuple(sorted((item for items in lists for item in items), key=trace.order))
+        blocked = next((unit for unit in units[:-1] if not trace.may_split_after(unit)), None)
+        if blocked is None:
+            return units
+        behind = [items for items in lists if blocked in items or trace.order(items[-1]) > trace.order(blocked)]
+        lists = [items for items in lists if items != min(behind, key=lambda items: _num_parameters(model, items))]
+    return ()
+
+
+def _chain_of_stacks(model: nn.Module, stacks: tuple[tuple[str, ...], ...]) -> LayerChain:
+    if (pair := _encoder_and_decoder(model, stacks)) is not None:
+        return pair
+    sizes = [_num_parameters(model, stack) for stack in stacks]
+    largest = max(sizes)
+    if sizes.count(largest) > 1:
+        raise ConfigError(
+            f"{type(model).__name__} has several lists of layers of the same size,"
+            f" {' and '.join(_parent(stack) for stack in stacks)}, and it can't be told which of them is to be divided"
+            " over stages: say so with split=[names of the modules at which stages begin]"
+        )
+    units = stacks[sizes.index(largest)]
+    others = tuple(layer for stack in stacks if stack != units for layer in stack)
+    return LayerChain(
+        layers=units,
+        source=f"the layers of {_parent(units)}" + (", the list with the most parameters" if others else ""),
+        known_gaps=_table_places(model, [(units, 0)]),
+        side_branches=others,
+    )
+
+
+def _encoder_and_decoder(model: nn.Module, stacks: tuple[tuple[str, ...], ...]) -> LayerChain | None:
+    """Return the chain of two layer lists in sibling modules named as encoder and decoder."""
+    for encoder in stacks:
+        for decoder in stacks:
+            above, first, second = _branches(encoder[0], decoder[0])
+            if encoder == decoder or not ("encoder" in first and "decoder" in second and "decoder" not in first):
+                continue
+            path = f"{above}.{first}" if above else first
+            return LayerChain(
+                layers=(*encoder, *decoder),
+                source=f"the layers of {_parent(encoder)}, then those of {_parent(decoder)}",
+                known_gaps=_table_places(model, [(encoder, 0), (decoder, len(encoder))]),
+                skip_outputs={path: len(encoder)},
+                side_branches=tuple(layer for stack in stacks if stack not in (encoder, decoder) for layer in stack),
+            )
+    return None
+
+
+def _main_sequential(model: nn.Module, lists: tuple[tuple[str, ...], ...]) -> tuple[str, ...] | None:
+    """Return the nn.Sequential with most of a model's parameters; a smaller one may be part of a residual block."""
+    total = sum(parameter.numel() for parameter in model.parameters())
+    for items in lists:
+        is_main = _num_parameters(model, items) >= _MAIN_SHARE * total
+        if is_main and _is_sequential(model.get_submodule(_parent(items))):
+            return items
+    return None
+
+
+def _table_places(model: nn.Module, stacks: list[tuple[tuple[str, ...], int]]) -> dict[str, int | None]:
+    """Return the gaps of siblings of layer lists, which are given with the number of layers before them."""
+    known: dict[str, int | None] = {}
+    for prefix, _, config in pretrained_models(model):
+        places = OUT_OF_ORDER.get(config.model_type, OutOfOrderModules())
+        for stack, start in stacks:
+            if not stack[0].startswith(f"{prefix}." if prefix else ""):
+                continue
+            above = _parent(stack).rpartition(".")[0]
+            for names, gap in ((places.before, start), (places.after, start + len(stack))):
+                known.update({f"{above}.{name}" if above else name: gap for name in names})
+    return known
+
+
+def _simple_lists(model: nn.Module, stacks: tuple[tuple[str, ...], ...]) -> tuple[tuple[str, ...], ...]:
+    """Return the items of the outermost nn.Sequential and nn.ModuleList that are not stacks and contain none."""
+    found: list[tuple[str, ...]] = []
+    layers = {layer for stack in stacks for layer in stack}
+
+    def collect(module: nn.Module, name: str) -> None:
+        if name in layers or isinstance(module, ParametrizationList):
+            return
+        is_list = isinstance(module, nn.ModuleList) or _is_sequential(module)
+        if is_list and holds_parameters(module) and not any(layer.startswith(f"{name}.") for layer in layers):
+            found.append(_items(name, module, stacks))
+            return
+        for key, child in module.named_children():
+            collect(child, f"{name}.{key}" if name else key)
+
+    collect(model, "")
+    return tuple(items for items in found if items)
+
+
+def _items(name: str, module: nn.Module, stacks: tuple[tuple[str, ...], ...]) -> tuple[str, ...]:
+    """Return the children of a list; an nn.Sequential of layers, or one that is the only child, is flattened.
+
+    Modules without parameters that occur several times are left out, as every stage holds them.
+    """
+    children = [
+        (f"{name}.{key}" if name else key, child) for key, child in module._modules.items() if child is not None
+    ]
+    if len({id(child) for _, child in children}) < len(children):
+        children = [one for one in children if _is_once(one, children)]
+    items: list[str] = []
+    for full, child in children:
+        if _is_sequential(child) and (len(children) == 1 or any(_parent(stack) == full for stack in stacks)):
+            items.extend(_items(full, child, stacks))
+        else:
+            items.append(full)
+    return tuple(items)
+
+
+def _is_once(one: tuple[str, nn.Module], children: list[tuple[str, nn.Module]]) -> bool:
+    same = [name for name, child in children if child is one[1]]
+    if len(same) > 1 and holds_parameters(one[1]):
+        raise ConfigError(
+            f"{', '.join(same)} are the same module, which runs several times, so it can't be divided over stages: give"
+            " every place a module of its own (and tie their parameters if they are to be the same), or use pp_size=1"
+        )
+    return len(same) == 1
+
+
+def _is_sequential(module: nn.Module) -> bool:
+    return isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward
+
+
+def _branches(first: str, second: str) -> tuple[str, str, str]:
+    """Return the name of the innermost common parent of two modules, and the names of its children towards each."""
+    left, right = first.split("."), second.split(".")
+    depth = 0
+    while depth < min(len(left), len(right)) - 1 and left[depth] == right[depth]:
+        depth += 1
+    return ".".join(left[:depth]), left[depth], right[depth]
+
+
+def _parent(items: tuple[str, ...]) -> str:
+    return items[0].rpartition(".")[0]
+
+
+def _num_parameters(model: nn.Module, items: tuple[str, ...]) -> int:
+    return sum(parameter.numel() for item in items for parameter in model.get_submodule(item).parameters())
+
+
+def _bypass_error(model: nn.Module, trace: Trace, items: tuple[str, ...]) -> ConfigError:
+    blocked = next(item for item in items[:-1] if not trace.may_split_after(item))
+    return ConfigError(
+        f"the layers {items[0]!r} to {items[-1]!r} of {type(model).__name__} run one after the other, but what"
+        f" {trace.bypassing(blocked)!r} returns goes around {blocked!r} to what comes behind, and only a layer's"
+        " output travels from stage to stage: let the layers take it and hand it on with their output, or use pp_size=1"
+    )
+
+
+def _no_chain_error(model: nn.Module) -> ConfigError:
+    return ConfigError(
+        f"{type(model).__name__} has no list of layers that are known to run one after the other, so it can't be"
+        " divided over stages by itself: give split=[names of the modules at which later stages begin], or"
+        " execution_sequence=[names of its modules, and functions, in the order in which they run]"
+    )

@@ -1,0 +1,372 @@
+"""Selection of a model's stage plan: its layers, the modules around them, and the user's split."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+from torch import nn
+
+from booster.errors import ConfigError
+from booster.plugins.hybrid_parallel.pipeline_parallel.schedules import PipelineSchedule
+from booster.plugins.hybrid_parallel.pipeline_parallel.schedules.simulation import simulate
+from booster.plugins.hybrid_parallel.tp_plan.tables import pretrained_models
+
+from .balance import chunk_costs, position_of_gap
+from .layer_chain import LayerChain, find_chain
+from .stage_plan import StagePlan, parameters_below, shared_parameter_names
+from .tracing import Trace, containers_of, find_gaps, holds_parameters, outside_of, trace_calls
+
+
+def plan_of_sequence(model: nn.Module, sequence: Sequence[str | Callable[..., Any]]) -> StagePlan:
+    """Return the stage plan of an execution sequence, whose layers are its modules.
+
+    Functions run on the stage of the module before them, leading ones on that of the first module.
+
+    Raises:
+        ConfigError: It has no modules, unknown, repeated or nested ones, or it leaves out parameters.
+    """
+    if isinstance(sequence, str) or not all(isinstance(step, str) or callable(step) for step in sequence):
+        raise ConfigError(
+            f"execution_sequence={sequence!r} is no list of names of modules and functions: give such as"
+            " ['embedding', 'layers.0', 'layers.1', torch.tanh, 'head']"
+        )
+    _check_steps(model, sequence)
+    units = tuple(step for step in sequence if isinstance(step, str))
+    _check_names(model, units)
+    _check_complete(model, units)
+    return StagePlan(layers=units, source="the execution sequence that was given", sequence=tuple(sequence))
+
+
+def _check_steps(model: nn.Module, sequence: Sequence[str | Callable[..., Any]]) -> None:
+    names = {id(module): name for name, module in model.named_modules()}
+    for step in sequence:
+        if isinstance(step, nn.Module):
+            name = names.get(id(step))
+            what = f"of the model: write its name, {name!r}" if name else "that is not in the model: put it in there"
+            raise ConfigError(
+                f"execution_sequence has a module itself ({type(step).__name__}) {what}, since each stage keeps only"
+                " modules that are named"
+            )
+
+
+def _check_names(model: nn.Module, units: tuple[str, ...]) -> None:
+    known = [name for name, _ in model.named_modules(remove_duplicate=False) if name]
+    if not units:
+        raise ConfigError(
+            "execution_sequence has no names of modules, so there is nothing to divide over stages: name the model's"
+            f" modules in the order in which they run, such as {known[:3]!r}"
+        )
+    for name in units:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=3)
+            hint = f"did you mean {' or '.join(map(repr, near))}?" if near else "take a name of model.named_modules()"
+            raise ConfigError(f"execution_sequence names {name!r}, but the model has no such module: {hint}")
+    if repeated := [name for name in dict.fromkeys(units) if units.count(name) > 1]:
+        raise ConfigError(
+            f"execution_sequence names {', '.join(map(repr, repeated))} more than once, but a module runs on one stage"
+            " only: name each once (and give a second place a module of its own)"
+        )
+    for name in units:
+        if around := next((other for other in units if name.startswith(f"{other}.")), None):
+            raise ConfigError(
+                f"execution_sequence names {name!r} and {around!r}, which holds it: name the one or the other"
+            )
+
+
+def _check_complete(model: nn.Module, units: tuple[str, ...]) -> None:
+    held = {id(parameter) for name in units for _, parameter in parameters_below(model, name)}
+    missing = [name for name, parameter in model.named_parameters() if id(parameter) not in held]
+    if missing:
+        owners = list(dict.fromkeys(name.rpartition(".")[0] or f"the model's own {name}" for name in missing))
+        shown = ", ".join(owners[:5]) + (f" and {len(owners) - 5} more" if len(owners) > 5 else "")
+        raise ConfigError(
+            f"execution_sequence leaves out modules with parameters ({shown}), which no stage would hold: add their"
+            " names where they run, or remove them from the model"
+        )
+
+
+def choose_stage_plan(
+    model: nn.Module,
+    *,
+    split: Sequence[str] | None = None,
+    execution_sequence: Sequence[str | Callable[..., Any]] | None = None,
+) -> StagePlan:
+    """Return the stage plan of a model; see Note [Layers and gaps] and Note [Layer chain].
+
+    Args:
+        model: The user's full model; it may be on the meta device.
+        split: Names of the first modules of the second and later chunks, in order. They are layers of the model's
+            chain, or siblings whose parent runs its children in order of registration.
+        execution_sequence: Names of modules, and functions, that replace the model's forward and are applied in order.
+
+    Raises:
+        ConfigError: The model has no known layer chain, or the arguments do not match it.
+    """
+    if execution_sequence is not None:
+        plan = plan_of_sequence(model, execution_sequence)
+    elif split is not None:
+        plan = _plan_around(model, _checked_names(model, split))
+    else:
+        plan = _plan_of(model, find_chain(model))
+    return plan if split is None else replace(plan, bounds=_bounds(plan.layers, _checked_names(model, split)))
+
+
+def _plan_of(model: nn.Module, chain: LayerChain) -> StagePlan:
+    gaps = find_gaps(model, chain.layers, {**_output_heads(model, chain.layers), **chain.known_gaps})
+    return StagePlan(
+        layers=chain.layers,
+        gaps=gaps,
+        skip_outputs={**_side_branch_outputs(chain.side_branches, gaps, len(chain.layers)), **chain.skip_outputs},
+        source=chain.source,
+    )
+
+
+def _output_heads(model: nn.Module, units: tuple[str, ...]) -> dict[str, int | None]:
+    """Return the gap of the heads of transformers models: after the last layer, wherever they are registered."""
+    containers = containers_of(units)
+    names = {id(module): name for name, module in model.named_modules()}
+    found: dict[str, int | None] = {}
+    pretrained: Any
+    for _, pretrained, _ in pretrained_models(model):
+        head = pretrained.get_output_embeddings() if hasattr(pretrained, "get_output_embeddings") else None
+        if id(head) in names and head is not pretrained.get_input_embeddings():
+            found[outside_of(names[id(head)], containers)] = len(units)
+    return found
+
+
+def _side_branch_outputs(side_branches: tuple[str, ...], gaps: Mapping[str, int], end: int) -> dict[str, int]:
+    """Return the gap modules with layers of side branches, except those after the last layer of the chain.
+
+    They may run beside the chain instead of before it, so later stages may need their outputs.
+    """
+    return {
+        name: gap
+        for name, gap in gaps.items()
+        if gap < end and any(tower.startswith(f"{name}.") for tower in side_branches)
+    }
+
+
+def _plan_around(model: nn.Module, names: tuple[str, ...]) -> StagePlan:
+    """Return a plan whose units contain the modules of a split."""
+    try:
+        chain = find_chain(model)
+    except ConfigError:  # no chain, or an ambiguous one, which the split resolves
+        chain = None
+    if chain is not None and set(names) <= set(chain.layers):
+        return _plan_of(model, chain)
+    units = _siblings(model, names)
+    missing = [name for name in names if name not in units]
+    if missing:
+        known = units if chain is None else chain.layers
+        raise ConfigError(
+            f"split names {', '.join(map(repr, missing))}, where the model can't be cut: stages can begin at"
+            f" {_listed(known)}, or at modules that all have the same parent"
+        )
+    source = f"the children of {_common_parent(names) or 'the model'} that have parameters"
+    trace = trace_calls(model, (units,))
+    if trace is None or not trace.runs_once(units):
+        _check_outside_of_layers(names, () if chain is None else chain.layers)
+        gaps = find_gaps(model, units, {})
+        return StagePlan(layers=units, gaps=gaps, source=f"{source}, in the order in which they are registered")
+    units = tuple(sorted(units, key=trace.order))
+    _check_cuts(units, names, trace)
+    gaps = find_gaps(model, units, trace.gaps(units))
+    return StagePlan(layers=units, gaps=gaps, source=f"{source}, as the model's forward runs them")
+
+
+def _check_outside_of_layers(names: tuple[str, ...], layers: tuple[str, ...]) -> None:
+    for name in names:
+        if layer := next((one for one in layers if name.startswith(f"{one}.")), None):
+            raise ConfigError(
+                f"split names {name!r}, which is inside of {layer!r}, one layer of many that run one after the other:"
+                f" stages can begin at {_listed(layers[1:])}"
+            )
+
+
+def _check_cuts(units: tuple[str, ...], names: tuple[str, ...], trace: Trace) -> None:
+    for name in names:
+        before = units[max(units.index(name) - 1, 0)]
+        if name != units[0] and not trace.may_split_after(before):
+            possible = [after for unit, after in pairwise(units) if trace.may_split_after(unit)]
+            raise ConfigError(
+                f"split names {name!r}, but what {trace.bypassing(before)!r} returns goes around {before!r} to what"
+                " comes behind, and only the output of the module before travels from stage to stage: "
+                + (f"of these modules stages can begin at {_listed(possible)}, or " if possible else "")
+                + "let the modules between take it and hand it on with their output"
+            )
+
+
+def _siblings(model: nn.Module, names: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the named modules and their siblings with parameters; lists are flattened."""
+    above = _common_parent(names)
+    found: list[str] = []
+
+    def collect(module: nn.Module, name: str) -> None:
+        for key, child in module.named_children():
+            full = f"{name}.{key}" if name else key
+            is_around = any(one.startswith(f"{full}.") for one in names)
+            if isinstance(child, (nn.ModuleList, nn.ModuleDict)) or (isinstance(child, nn.Sequential) and is_around):
+                collect(child, full)
+            elif full in names or holds_parameters(child):
+                found.append(full)
+
+    collect(model.get_submodule(above), above)
+    return tuple(found)
+
+
+def _common_parent(names: tuple[str, ...]) -> str:
+    """Return the name of the innermost common parent of modules."""
+    common = frozenset.intersection(*(containers_of((name,)) for name in names))
+    return max(common, key=len)
+
+
+def _checked_names(model: nn.Module, split: Sequence[str]) -> tuple[str, ...]:
+    if isinstance(split, str) or not split or not all(isinstance(name, str) for name in split):
+        raise ConfigError(
+            f"split={split!r} is no list of names: give the names of the modules at which the second and later stages"
+            " begin, such as split=['model.layers.4']"
+        )
+    known = [name for name, _ in model.named_modules(remove_duplicate=False) if name]
+    for name in split:
+        if name not in known:
+            raise ConfigError(f"split names {name!r}, but the model has no such module{_nearest(name, known)}")
+    if repeated := [name for name in dict.fromkeys(split) if split.count(name) > 1]:
+        raise ConfigError(
+            f"split names {', '.join(map(repr, repeated))} more than once, which would make a stage without modules:"
+            " name every module at which a stage begins once"
+        )
+    return tuple(split)
+
+
+def _bounds(units: tuple[str, ...], names: tuple[str, ...]) -> tuple[int, ...]:
+    if unknown := next((name for name in names if name not in units), None):
+        raise ConfigError(
+            f"split names {unknown!r}, which is not in the execution sequence: stages can begin at {_listed(units)}"
+        )
+    starts = [units.index(name) for name in names]
+    if 0 in starts:
+        raise ConfigError(
+            f"split names {units[0]!r}, the first module that can be divided: the first stage begins there anyway, so"
+            " leave it out, and name where the second and later stages begin"
+        )
+    if starts != sorted(starts):
+        in_order = sorted(names, key=units.index)
+        raise ConfigError(f"split={list(names)!r} is not in the order in which the modules run: write {in_order!r}")
+    return (0, *starts, len(units))
+
+
+def _nearest(name: str, known: list[str]) -> str:
+    near = difflib.get_close_matches(name, known, n=3)
+    if near:
+        return f": did you mean {' or '.join(map(repr, near))}?"
+    return ": take a name of model.named_modules()"
+
+
+def _listed(names: Iterable[str]) -> str:
+    names = list(names)
+    shown = names if len(names) <= 6 else [*names[:3], "...", *names[-2:]]
+    return ", ".join(shown)
+
+
+_HEADER = ("stage", "chunk", "layers", "modules outside of them", "parameters", "MiB", "cost")
+_NUM_TEXTS = 4
+
+
+def explain_stages(
+    model: nn.Module,
+    plan: StagePlan,
+    bounds: tuple[int, ...],
+    schedule: PipelineSchedule,
+    num_stages: int,
+    num_chunks: int,
+    num_microbatches: int | None = None,
+) -> str:
+    """Return a stage plan as a table with a line per chunk, in model order.
+
+    Args:
+        model: The full model, before it is partitioned.
+        plan: Result of `choose_stage_plan`.
+        bounds: Result of `partition_layers`.
+        schedule: Schedule, which assigns chunks to stages.
+        num_stages: Number of stages.
+        num_chunks: Model chunks per stage.
+        num_microbatches: Microbatches per step, from which the bubble is computed; optional.
+    """
+    costs = chunk_costs(model, plan, bounds)
+    total = sum(costs) or 1.0
+    rows: list[tuple[str, ...]] = []
+    for position, cost in enumerate(costs):
+        stage, chunk = schedule.place(position, num_stages)
+        units = plan.layers[bounds[position] : bounds[position + 1]]
+        outside = [name for name, gap in plan.gaps.items() if position_of_gap(gap, bounds) == position]
+        number, size = _size_of(model, (*units, *outside))
+        span = units[0] if len(units) == 1 else f"{units[0]} .. {units[-1]} ({len(units)})"
+        rows.append(
+            (
+                *(str(stage), str(chunk), span, ", ".join(outside) or "-"),
+                *(f"{number:,}", f"{size / 2**20:,.2f}", f"{cost / total:.1%}"),
+            )
+        )
+    lines = _aligned([_HEADER, *rows])
+    lines.append(f"plan: {plan.source}")
+    lines.append(_schedule_line(schedule, num_stages, num_chunks, num_microbatches))
+    lines.extend(_shared_lines(model, plan, bounds, schedule, num_stages))
+    if plan.skip_outputs:
+        lines.append(f"sent on to all later stages: the output of {', '.join(plan.skip_outputs)}")
+    return "\n".join(lines)
+
+
+def _size_of(model: nn.Module, names: Iterable[str]) -> tuple[int, int]:
+    """Return number and bytes of the parameters of modules, tied ones once."""
+    held = {id(parameter): parameter for name in names for _, parameter in parameters_below(model, name)}
+    number = sum(parameter.numel() for parameter in held.values())
+    return number, sum(parameter.numel() * parameter.element_size() for parameter in held.values())
+
+
+def _schedule_line(schedule: PipelineSchedule, num_stages: int, num_chunks: int, num_microbatches: int | None) -> str:
+    line = f"schedule: {schedule.name}, {num_stages} stages"
+    if num_chunks > 1:
+        line += f" of {num_chunks} chunks"
+    if num_microbatches is None:
+        return line
+    waiting = simulate(schedule, num_stages, num_microbatches, num_chunks).bubble_fraction
+    return f"{line}, {num_microbatches} microbatches: stages wait {waiting:.1%} of the time if all pieces cost the same"
+
+
+def _shared_lines(
+    model: nn.Module, plan: StagePlan, bounds: tuple[int, ...], schedule: PipelineSchedule, num_stages: int
+) -> list[str]:
+    """Return lines about the parameters on more than one stage."""
+    stages: dict[int, set[int]] = {}
+    names: dict[int, list[str]] = {}
+
+    def hold(name: str, position: int) -> None:
+        for full, parameter in parameters_below(model, name):
+            stages.setdefault(id(parameter), set()).add(schedule.place(position, num_stages)[0])
+            if full not in names.setdefault(id(parameter), []):
+                names[id(parameter)].append(full)
+
+    for index, name in enumerate(plan.layers):
+        hold(name, position_of_gap(index, bounds))
+    for name, gap in plan.gaps.items():
+        hold(name, position_of_gap(gap, bounds))
+    lines = [f"held by all stages: {name}" for name in shared_parameter_names(model, plan)]
+    for key, holders in stages.items():
+        if len(holders) > 1:
+            lines.append(f"held by stages {', '.join(map(str, sorted(holders)))}: {' = '.join(names[key])}")
+    return lines
+
+
+def _aligned(rows: list[tuple[str, ...]]) -> list[str]:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(_HEADER))]
+    return [
+        "  ".join(
+            cell.ljust(widths[column]) if column < _NUM_TEXTS else cell.rjust(widths[column])
+            for column, cell in enumerate(row)
+        )
+        for row in rows
+    ]

@@ -1,0 +1,452 @@
+"""Dispatch of attention calls in a stack's layers to sequence-parallel attention."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from booster.comm import all_reduce_numbers
+from booster.errors import ConfigError
+
+from .group import SequenceParallelGroup
+from .layer_context import LayerContext, current_layer, enter_layer, is_in_backward, subclass_of
+from .ring_attention import ring_attention
+from .ulysses import all_to_all_attention
+
+if TYPE_CHECKING:
+    from .layer_stack import LayerStack
+
+
+def sequence_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    sp_group: SequenceParallelGroup,
+    *,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    length: int | None = None,
+) -> torch.Tensor:
+    """Return `F.scaled_dot_product_attention` over the full sequence for this rank's tokens.
+
+    Args:
+        query: Query (batch, heads, this rank's tokens, features); `sp_group.sharding_of` defines a rank's tokens.
+        key: Key of the same shape, with the same number of heads or a divisor.
+        value: Value like `key`, possibly with another number of features.
+        sp_group: The sequence-parallel group.
+        attn_mask: Boolean or additive mask of the full sequence in its original order, broadcastable to (batch, heads,
+            tokens, tokens). Equal on all ranks; its gradient is partial.
+        dropout_p: Dropout probability of attention weights, drawn from the default generator, whose state must differ
+            between ranks.
+        is_causal: If True, tokens do not attend to later ones; not with a mask.
+        scale: Scale of the scores; optional, defaults to 1 / sqrt(features).
+        enable_gqa: If True, keys may have fewer heads than queries, as in torch.
+        length: Tokens of the full sequence; optional, defaults to an all-reduce.
+
+    Returns:
+        The output (batch, heads, this rank's tokens, features of value).
+
+    Raises:
+        ConfigError: The shapes do not match.
+
+    Collective: in forward and backward.
+    """
+    query, key, value = _cast_by_autocast(query, key, value)
+    if length is None:
+        length = int(all_reduce_numbers([query.shape[-2]], sp_group.group)[0])
+    _check_heads(query, key, value, enable_gqa=enable_gqa)
+    if attn_mask is not None:
+        attn_mask = _expand_mask(attn_mask, query, length, is_causal=is_causal)
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    compute = all_to_all_attention if sp_group.mode == "all_to_all" else ring_attention
+    sharding = sp_group.sharding_of(length)
+    return compute(
+        query, key, value, sp_group, sharding, mask=attn_mask, dropout=dropout_p, is_causal=is_causal, scale=scale
+    )
+
+
+def _cast_by_autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    device_type = tensors[0].device.type
+    if not torch.is_autocast_enabled(device_type) or tensors[0].dtype == torch.float64:
+        return tensors
+    dtype = torch.get_autocast_dtype(device_type)
+    return tuple(tensor.to(dtype) for tensor in tensors)
+
+
+def _check_heads(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, enable_gqa: bool) -> None:
+    shapes = f"query {tuple(query.shape)}, key {tuple(key.shape)} and value {tuple(value.shape)}"
+    if query.dim() != 4 or key.shape[:-1] != value.shape[:-1] or query.shape[-2] != key.shape[-2]:
+        raise ConfigError(
+            f"attention over a sharded sequence does not support {shapes}: give (batch, heads, tokens, features)"
+        )
+    num_heads, num_groups = query.shape[1], key.shape[1]
+    # torch broadcasts a single key head to all query heads, also without enable_gqa.
+    fits = num_groups in (1, num_heads) or (enable_gqa and num_groups > 0 and num_heads % num_groups == 0)
+    if not fits:
+        raise ConfigError(
+            f"attention got {shapes} with different numbers of heads: set enable_gqa=True, with a number of query heads"
+            " that is a multiple of the key heads"
+        )
+
+
+def _expand_mask(mask: torch.Tensor, query: torch.Tensor, length: int, *, is_causal: bool) -> torch.Tensor:
+    if is_causal:
+        raise ConfigError("attention got a mask and is_causal=True: include the causal mask in the mask, as in torch")
+    mask = mask.reshape(*(1 for _ in range(4 - mask.dim())), *mask.shape)
+    fits = mask.shape[-1] in (1, length) and mask.shape[-2] in (1, length)
+    if not fits or mask.shape[0] not in (1, query.shape[0]) or mask.shape[1] not in (1, query.shape[1]):
+        raise ConfigError(
+            f"attention of {query.shape[0]} sequences of {length} tokens and {query.shape[1]} heads got a mask of shape"
+            f" {tuple(mask.shape)}, but needs the mask of the full sequences: create it outside of the layers, where"
+            " sequences are unsharded, or use is_causal=True"
+        )
+    return mask.expand(-1, -1, -1, length)
+
+
+_STACK = "_sequence_stack"
+_dense_attention = F.scaled_dot_product_attention
+# Cumulative functions, with which experts with a capacity count preceding tokens.
+_NAMES = ("cumsum", "cumprod", "cummax", "cummin", "logcumsumexp")
+_CUMULATIVE = frozenset(getattr(where, name) for where in (torch, torch.Tensor) for name in _NAMES)
+
+
+def attend(
+    layer: LayerContext,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    """Run `F.scaled_dot_product_attention` of this rank's tokens to all tokens, or to another, unsharded sequence.
+
+    Args:
+        layer: Context of the calling layer.
+        query: Query of this rank's tokens.
+        key: Key of this rank's tokens or of another sequence.
+        value: Value, like `key`.
+        attn_mask: Mask of the full sequence, as in torch.
+        dropout_p: Dropout probability, as in torch.
+        is_causal: If True, attention is causal, as in torch.
+        scale: Scale of the scores, as in torch.
+        enable_gqa: If True, keys may have fewer heads than queries, as in torch.
+
+    Raises:
+        ConfigError: The lengths do not match; see `LayerContext.is_whole` and `sequence_attention`.
+
+    Collective: yes, except for attention to another sequence.
+    """
+    if query.dim() == 3:
+        mask = attn_mask.unsqueeze(1) if attn_mask is not None and attn_mask.dim() == 3 else attn_mask
+        query, key, value = query.unsqueeze(1), key.unsqueeze(1), value.unsqueeze(1)
+        return attend(layer, query, key, value, mask, dropout_p, is_causal, scale).squeeze(1)
+    sp_group = layer.sp_group
+    local_length = query.shape[-2]
+    length = layer.full_length(local_length)
+    sharding = sp_group.sharding_of(length)
+    if sharding.local_length(sp_group.rank) != local_length:
+        raise ConfigError(
+            f"attention got {local_length} queries in a stack where this rank has {sharding.local_length(sp_group.rank)} of"
+            f" {length} tokens: give F.scaled_dot_product_attention (batch, heads, tokens, features), and the layers"
+            " hidden states (batch, tokens, features)"
+        )
+    with layer.attention():
+        if layer.is_unsharded(key.shape[-2], local_length):
+            if attn_mask is not None and attn_mask.dim() > 1 and attn_mask.shape[-2] == length > 1:
+                attn_mask = sharding.shard(attn_mask, attn_mask.dim() - 2, sp_group.rank)
+            return _dense_attention(
+                query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+            )
+        return sequence_attention(
+            query,
+            key,
+            value,
+            sp_group,
+            attn_mask=attn_mask,
+            dropout_p=dropout_p,
+            is_causal=is_causal,
+            scale=scale,
+            enable_gqa=enable_gqa,
+            length=length,
+        )
+
+
+def _dispatch_attention(*args: Any, **kwargs: Any) -> torch.Tensor:
+    layer = current_layer()
+    if layer is None or layer.is_in_attention:
+        return _dense_attention(*args, **kwargs)
+    return attend(layer, *args, **kwargs)
+
+
+class AttentionDispatchMode(TorchFunctionMode):
+    """Torch function mode that dispatches attention calls of its thread, under any name."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is _dense_attention:
+            return _dispatch_attention(*args, **kwargs)
+        if func is F.multi_head_attention_forward:
+            return _multi_head_attention(func, args, kwargs)
+        if func in _CUMULATIVE:
+            _check_not_along_tokens(func, *args, **kwargs)
+        return func(*args, **kwargs)
+
+
+def _check_not_along_tokens(func: Any, x: torch.Tensor, dim: int = 0, *args: Any, **kwargs: Any) -> None:
+    layer = current_layer()
+    if layer is None or layer.is_in_attention or layer.local_sizes is None or x.dim() < 2:
+        return
+    dim %= x.dim()
+    is_along_sequences = dim == 1 and x.shape[:2] == layer.local_sizes
+    if is_along_sequences or (dim == 0 and x.shape[0] == math.prod(layer.local_sizes)):
+        raise ConfigError(
+            f"{func.__name__} along the tokens of {tuple(x.shape)} in a layer of a stack, as experts with a capacity"
+            " use it, would see this rank's tokens only, because sequence parallelism communicates in attention only:"
+            " disable it, or do not shard the sequence (tp_size instead of sp_size)"
+        )
+
+
+def intercept_submodules(layer: nn.Module, stack: LayerStack) -> None:
+    """Record the arguments of a layer's submodules, and dispatch attention if they are recomputed separately.
+
+    Only submodules with children, such as an attention with projections. Their classes are replaced by subclasses of
+    the same name.
+    """
+    for submodule in layer.modules():
+        if (
+            submodule is not layer
+            and next(submodule.children(), None) is not None
+            and not isinstance(submodule, nn.ModuleList)
+        ):
+            submodule.__dict__[_STACK] = stack
+            submodule.__class__ = subclass_of(type(submodule), "part", _submodule_members)
+            if {"query_length", "key_length"} <= set(_bias_arguments(submodule)):
+                submodule.__class__ = subclass_of(type(submodule), "bias", _bias_members)
+
+
+def _bias_arguments(submodule: nn.Module) -> Sequence[str]:
+    compute_bias = getattr(submodule, "compute_bias", None)
+    return () if compute_bias is None else tuple(inspect.signature(compute_bias).parameters)
+
+
+def _submodule_members(base: type[nn.Module]) -> dict[str, Any]:
+    @functools.wraps(base.forward)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        running = current_layer()
+        if running is not None:
+            with running.submodule(args, kwargs):
+                return base.forward(self, *args, **kwargs)
+        if not is_in_backward():
+            return base.forward(self, *args, **kwargs)
+        with enter_layer(LayerContext(self.__dict__[_STACK], None, ())), AttentionDispatchMode():
+            return base.forward(self, *args, **kwargs)
+
+    return {"forward": forward}
+
+
+def _bias_members(base: Any) -> dict[str, Any]:
+    """Compute the relative position bias of T5-like models for the full sequence; attention takes its rows of it."""
+
+    def compute_bias(self: Any, query_length: int, key_length: int, *args: Any, **kwargs: Any) -> torch.Tensor:
+        running = current_layer()
+        if running is not None:
+            is_own = key_length == query_length
+            query_length = running.full_length(query_length)
+            key_length = query_length if is_own else key_length
+        bias: torch.Tensor = base.compute_bias(self, query_length, key_length, *args, **kwargs)
+        return bias
+
+    return {"compute_bias": compute_bias}
+
+
+def _multi_head_attention(func: Any, args: Any, kwargs: Any) -> Any:
+    """Run `F.multi_head_attention_forward`, which calls attention from torch's module while no mode is active."""
+    layer = current_layer()
+    before = layer.num_attentions if layer is not None else 0
+    with _patched_attention():
+        output = func(*args, **kwargs)
+    if layer is not None and layer.num_attentions == before:
+        raise ConfigError(
+            "nn.MultiheadAttention was called with need_weights=True, so it does not use"
+            " F.scaled_dot_product_attention, which sequence parallelism replaces: call it with need_weights=False"
+        )
+    return output
+
+
+@contextmanager
+def _patched_attention() -> Iterator[None]:
+    torch.nn.functional.scaled_dot_product_attention = _dispatch_attention  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        torch.nn.functional.scaled_dot_product_attention = _dense_attention
+
+
+IMPLEMENTATION = "booster_sequence_parallel"
+# Replaces "eager", whose masks are complete; sdpa is causal without a mask, unless the module sets is_causal=False.
+_EAGER = "booster_sequence_parallel_eager"
+# Unsupported features of other implementations.
+_UNSUPPORTED = {"softcap": "caps scores", "s_aux": "has sinks"}
+
+
+def use_sequence_attention(model: nn.Module) -> None:
+    """Make a transformers model or layer call sequence-parallel attention; other models are unchanged.
+
+    The implementation's name is set in the model's configurations, in place, so it also replaces transformers' eager
+    attention, whose matmuls could not be intercepted. Outside of stacks it is transformers' sdpa attention, with the
+    masks of the replaced implementation. Configurations do not save the name.
+
+    Raises:
+        ConfigError: The model uses an implementation other than sdpa and eager.
+
+    Collective: no.
+    """
+    if "transformers" not in sys.modules:
+        return
+    configs = {id(config): config for config in _configs(model)}
+    if not configs:
+        return
+    _register()
+    for config in configs.values():
+        if config._attn_implementation not in (None, "eager", "sdpa", IMPLEMENTATION, _EAGER):
+            raise ConfigError(
+                f"{type(config).__name__} has attn_implementation={config._attn_implementation!r}, which does not"
+                ' support sharded sequences: load the model with "sdpa" or "eager", which sequence parallelism replaces'
+            )
+    for config in configs.values():
+        config._attn_implementation = _EAGER if config._attn_implementation in ("eager", _EAGER) else IMPLEMENTATION
+
+
+def _configs(model: nn.Module) -> list[Any]:
+    """Return the configurations of modules that look up their attention by name.
+
+    Other modules select "sdpa" by their class, so their configuration must stay, or compute attention with plain
+    matmuls, which is refused when they run.
+    """
+    looking_up = [
+        module
+        for module in model.modules()
+        if hasattr(sys.modules.get(type(module).__module__), "ALL_ATTENTION_FUNCTIONS")
+    ]
+    found = (getattr(module, "config", None) for module in looking_up)
+    return [config for config in found if hasattr(config, "_attn_implementation")]
+
+
+def _register() -> None:
+    from transformers import AttentionInterface
+    from transformers.masking_utils import AttentionMaskInterface, eager_mask, sdpa_mask
+
+    AttentionInterface.register(IMPLEMENTATION, _attention_forward)
+    AttentionMaskInterface.register(IMPLEMENTATION, sdpa_mask)
+    AttentionInterface.register(_EAGER, functools.partial(_attention_forward, is_eager=True))
+    AttentionMaskInterface.register(_EAGER, eager_mask)
+
+
+def _attention_forward(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    is_causal: bool | None = None,
+    position_bias: torch.Tensor | None = None,
+    *,
+    is_eager: bool = False,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attention function for transformers: (batch, heads, tokens, features) to (batch, tokens, heads, features)."""
+    layer = current_layer()
+    is_causal = False if is_eager else is_causal
+    _check_supported(module, kwargs)
+    if layer is None:
+        return _dense_forward(
+            module, query, key, value, attention_mask, scaling, dropout, is_causal, position_bias, kwargs
+        )
+    is_causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
+    mask = attention_mask
+    if position_bias is not None:
+        mask = _add_bias(position_bias, _mask_rows(layer, attention_mask, position_bias), is_causal=is_causal)
+    output = attend(
+        layer,
+        query,
+        key,
+        value,
+        mask,
+        dropout,
+        is_causal and mask is None,
+        scaling,
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+    return output.transpose(1, 2).contiguous(), None
+
+
+def _dense_forward(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    scaling: float | None,
+    dropout: float,
+    is_causal: bool | None,
+    position_bias: torch.Tensor | None,
+    others: dict[str, Any],
+) -> tuple[torch.Tensor, None]:
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    if position_bias is not None:
+        others = {**others, "position_bias": position_bias}
+    output: tuple[torch.Tensor, None] = sdpa_attention_forward(
+        module, query, key, value, mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **others
+    )
+    return output
+
+
+def _mask_rows(layer: LayerContext, mask: torch.Tensor | None, bias: torch.Tensor) -> torch.Tensor | None:
+    """Return the mask's rows of the bias: all, or this rank's in attention to another sequence."""
+    if mask is None or mask.shape[-2] in (1, bias.shape[-2]):
+        return mask
+    sharding = layer.sp_group.sharding_of(mask.shape[-2])
+    return sharding.shard(mask, mask.dim() - 2, layer.sp_group.rank)
+
+
+def _add_bias(bias: torch.Tensor, mask: torch.Tensor | None, *, is_causal: bool) -> torch.Tensor:
+    if mask is None and is_causal:
+        mask = torch.ones(bias.shape[-2:], dtype=torch.bool, device=bias.device).tril()
+    if mask is None:
+        return bias
+    if mask.dtype == torch.bool:
+        return torch.where(mask, bias, torch.finfo(bias.dtype).min)
+    return bias + mask
+
+
+def _check_supported(module: nn.Module, given: dict[str, Any]) -> None:
+    for name, meaning in _UNSUPPORTED.items():
+        if given.get(name) is not None:
+            raise ConfigError(
+                f"{type(module).__name__} {meaning} ({name}), which attention over a sharded sequence does not support:"
+                ' disable it in the config, or use sequence_parallelism_mode="split_gather"'
+            )
+    if given.get("output_attentions"):
+        raise ConfigError(
+            "output_attentions=True requests attention weights, which sequence parallelism never computes in full:"
+            " leave it out"
+        )

@@ -1,0 +1,228 @@
+"""Context of the running layer of a stack, for its attention."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from booster.errors import ConfigError
+from booster.plugins.sharding.compiling import not_compiled
+
+if TYPE_CHECKING:
+    from .group import SequenceParallelGroup
+    from .layer_stack import LayerStack
+
+SEQUENCE_INFO = "sequence_span"
+"""Name of the argument with which a stack's hooks pass a `SequenceInfo` to a layer's forward."""
+_STACK, _INTERCEPTION = "_sequence_stack", "_sequence_interception"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SequenceInfo:
+    """Information about the sequence that a layer of a stack gets in addition to its arguments.
+
+    Attributes:
+        length: Tokens of the full sequence.
+        hidden: Position or name of the hidden states' argument.
+        wholes: Positions or names of arguments that are other, unsharded sequences, such as encoder states.
+    """
+
+    length: int
+    hidden: int | str
+    unsharded: tuple[int | str, ...]
+
+
+class LayerContext:
+    """Context of a running layer whose attention sees this rank's tokens only.
+
+    Attributes:
+        stack: The layer's stack.
+        num_attentions: Number of attention calls so far.
+        is_attending: Whether attention is running, whose inner calls are not dispatched again.
+        local_sizes: Number of sequences and of this rank's tokens, or None if unknown.
+    """
+
+    def __init__(
+        self,
+        stack: LayerStack,
+        length: int | None,
+        unsharded: tuple[torch.Tensor, ...],
+        local_sizes: tuple[int, ...] | None = None,
+    ) -> None:
+        self.stack = stack
+        self.num_attentions = 0
+        self.is_in_attention = False
+        self.local_sizes = local_sizes
+        self._length = length
+        self._unsharded = unsharded
+        self._visible_unsharded = unsharded
+        self._is_in_submodule = False
+
+    @property
+    def sp_group(self) -> SequenceParallelGroup:
+        """The group of sequence-parallel attention."""
+        sp_group = self.stack.splitter.attention_group
+        if sp_group is None:
+            raise AssertionError("attention that sees all tokens was intercepted")
+        return sp_group
+
+    def full_length(self, local_length: int) -> int:
+        """Return the full length of a sequence from this rank's number of tokens; see `LayerStack.full_length`."""
+        if self._length is None:
+            self._length = self.stack.full_length(local_length)
+        return self._length
+
+    @contextmanager
+    def submodule(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
+        """Context of a submodule's forward with these arguments."""
+        previous = self._visible_unsharded, self._is_in_submodule
+        given = [*args, *kwargs.values()]
+        self._visible_unsharded = tuple(tensor for tensor in self._unsharded if any(tensor is one for one in given))
+        self._is_in_submodule = True
+        try:
+            yield
+        finally:
+            self._visible_unsharded, self._is_in_submodule = previous
+
+    @contextmanager
+    def attention(self) -> Iterator[None]:
+        """Context of an attention call; see `is_in_attention`."""
+        previous, self.is_in_attention = self.is_in_attention, True
+        self.num_attentions += 1
+        try:
+            yield
+        finally:
+            self.is_in_attention = previous
+
+    def is_unsharded(self, key_length: int, local_length: int) -> bool:
+        """Whether keys of this length belong to another, unsharded sequence.
+
+        Raises:
+            ConfigError: The keys are neither that nor this rank's tokens, or both are possible.
+        """
+        fits_unsharded = any(tensor.shape[1] == key_length for tensor in self._visible_unsharded)
+        if fits_unsharded and key_length == local_length and not self._is_in_submodule:
+            raise ConfigError(
+                f"attention to {key_length} keys may be to this rank's tokens or to another sequence of the same"
+                " length, which is ambiguous in a layer that calls both itself: move one of them into a separate"
+                " module, or pad the other sequence by a token"
+            )
+        if not fits_unsharded and key_length != local_length:
+            raise ConfigError(
+                f"attention of {local_length} queries, this rank's tokens, to {key_length} keys: sequence parallelism"
+                " has no key-value cache (set use_cache=False, and generate without sequence parallelism), and another"
+                " sequence must be an argument of the layer"
+            )
+        return fits_unsharded
+
+
+class _Current(threading.local):
+    layer: LayerContext | None = None
+
+
+_current = _Current()
+_subclasses: dict[tuple[type[nn.Module], str], type[nn.Module]] = {}
+
+
+def current_layer() -> LayerContext | None:
+    """Return the context of this thread's running layer, or None."""
+    return _current.layer
+
+
+def is_in_backward() -> bool:
+    """Whether this is a recomputation of activation checkpointing, which runs inside of backward."""
+    return bool(torch._C._current_graph_task_id() >= 0)
+
+
+@contextmanager
+def enter_layer(layer: LayerContext) -> Iterator[None]:
+    """Set the running layer of this thread."""
+    previous, _current.layer = _current.layer, layer
+    try:
+        yield
+    finally:
+        _current.layer = previous
+
+
+def install_layer_context(
+    layer: nn.Module, stack: LayerStack, interception: Callable[[], AbstractContextManager[Any]] | None = None
+) -> None:
+    """Replace a layer's class by a subclass of the same name whose forward takes a `SequenceInfo` and sets the context.
+
+    This is not a hook, because activation checkpointing recomputes a forward without its hooks.
+
+    Args:
+        layer: Layer of a stack.
+        stack: The stack.
+        interception: Factory of the context manager that dispatches attention; optional, defaults to none because
+            tensor-parallel regions gather the sequence.
+    """
+    layer.__dict__[_STACK] = stack
+    layer.__dict__[_INTERCEPTION] = interception
+    if interception is None:
+        layer.__class__ = subclass_of(type(layer), "running", _layer_members)
+    else:
+        layer.__class__ = subclass_of(type(layer), "attending", _uncompiled_layer_members)
+
+
+def subclass_of(base: type[nn.Module], purpose: str, make: Callable[[Any], dict[str, Any]]) -> type[nn.Module]:
+    """Return a subclass of the same name with the members of `make(base)`, cached by purpose."""
+    if (base, purpose) not in _subclasses:
+        members = {**make(base), "__module__": base.__module__, "__doc__": base.__doc__}
+        _subclasses[base, purpose] = type(base.__name__, (base,), members)
+    return _subclasses[base, purpose]
+
+
+def _layer_members(base: type[nn.Module]) -> dict[str, Any]:
+    @functools.wraps(base.forward)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        span: SequenceInfo | None = kwargs.pop(SEQUENCE_INFO, None)
+        stack, interception = self.__dict__[_STACK], self.__dict__[_INTERCEPTION]
+        if span is not None:
+            stack.splitter.begin_layer(span.length)
+        if interception is None or (span is None and not is_in_backward()):
+            return base.forward(self, *args, **kwargs)
+        running = _layer_context(stack, span, args, kwargs)
+        with enter_layer(running), interception():
+            try:
+                output = base.forward(self, *args, **kwargs)
+            except (RuntimeError, ValueError) as error:  # shape errors of attention implemented by plain matmuls
+                if running.num_attentions == 0 and not isinstance(error, ConfigError):
+                    raise no_attention_error(base.__name__) from error
+                raise
+        if running.num_attentions == 0:
+            raise no_attention_error(base.__name__)
+        return output
+
+    return {"forward": forward}
+
+
+def _uncompiled_layer_members(base: type[nn.Module]) -> dict[str, Any]:
+    """Not compiled: a compiled graph would bypass the function mode and the thread's context."""
+    return {"forward": not_compiled(_layer_members(base)["forward"])}
+
+
+def no_attention_error(layer: str) -> ConfigError:
+    """Return the error for a layer without a dispatched attention call, which would see this rank's tokens only."""
+    return ConfigError(
+        f"{layer} uses neither F.scaled_dot_product_attention nor transformers' attention interface, which sequence"
+        " parallelism replaces: use one of them (nn.MultiheadAttention does with need_weights=False), or shard the"
+        ' sequence over the tensor-parallel ranks (sequence_parallelism_mode="split_gather")'
+    )
+
+
+def _layer_context(
+    stack: LayerStack, info: SequenceInfo | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> LayerContext:
+    if info is None:
+        return LayerContext(stack, None, ())
+    given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
+    unsharded = tuple(given[key] for key in info.unsharded)
+    return LayerContext(stack, info.length, unsharded, tuple(given[info.hidden].shape[:2]))

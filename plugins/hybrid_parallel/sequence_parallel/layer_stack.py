@@ -1,0 +1,252 @@
+"""Stacks of layers that run on sharded tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from booster.errors import ConfigError
+from booster.plugins.sharding.compiling import not_compiled
+
+from .arguments import argument_name, map_tensors, parameter_names
+from .attention_dispatch import AttentionDispatchMode, intercept_submodules, use_sequence_attention
+from .layer_context import SEQUENCE_INFO, SequenceInfo, install_layer_context, is_in_backward
+from .recorded_outputs import CapturedOutputs, mark_sharded
+from .splitters import SequenceSplitter
+
+_HIDDEN = "hidden_states"
+_TOKENS = 1  # the dimension of hidden states that is the sequence
+
+
+@dataclass(slots=True)
+class _StackForward:
+    """State of a forward inside of the stack.
+
+    Attributes:
+        length: Tokens of the full sequence.
+        notes: Layer outputs that transformers captures.
+        shared: Unsharded arguments and their copies, by the argument's id.
+    """
+
+    length: int
+    captured: CapturedOutputs
+    replicated: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+
+
+class LayerStack:
+    """Consecutive layers of a model that run on sharded hidden states; created by `attach_stack`.
+
+    Hidden states (batch, tokens, features) are sharded before the first layer and gathered after the last. In between,
+    the full sequence length, which differs between batches, cannot be inferred from a tensor. So the stack passes it to
+    each layer's forward as an additional argument: activation checkpointing stores it with the other arguments, and a
+    recomputation gets it even after other batches. If hooks are recomputed as well, in backward, the first layer sees
+    the full sequence; another one uses the only length seen so far, or else an all-reduce.
+
+    Attributes:
+        splitter: Sharding of the sequence.
+        splits_attention: Whether attention sees this rank's tokens only.
+    """
+
+    def __init__(self, splitter: SequenceSplitter) -> None:
+        self.splitter = splitter
+        self.shards_attention = splitter.attention_group is not None
+        self._forward: _StackForward | None = None
+        self._lengths_seen: set[int] = set()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> LayerStack:
+        return self
+
+    def full_length(self, local_length: int) -> int:
+        """Return the full length of a sequence from this rank's number of tokens.
+
+        Collective: in backward, after sequences of several lengths.
+        """
+        if self._forward is not None and not is_in_backward():
+            return self._forward.length
+        if len(self._lengths_seen) == 1:
+            return next(iter(self._lengths_seen))
+        return self.splitter.find_length(local_length)
+
+    def begin(self, x: torch.Tensor, *, is_training: bool) -> tuple[torch.Tensor, int]:
+        """Return this rank's tokens of the hidden states, and the full length."""
+        if x.dim() != 3:
+            raise ConfigError(
+                f"the first layer of a stack got hidden states of shape {tuple(x.shape)}, but sequence parallelism"
+                " shards the second dimension of (batch, tokens, features): pass this shape, or disable it"
+            )
+        length = x.shape[_TOKENS]
+        if len(self._lengths_seen) < 2:  # `full_length` only distinguishes one length from several
+            self._lengths_seen.add(length)
+        self._forward = (
+            None
+            if is_in_backward()
+            else _StackForward(length, CapturedOutputs(sees_all_tokens=not self.shards_attention))
+        )
+        if is_training:
+            self.splitter.rng.enter(force=True)
+        return self.splitter.scatter(x, _TOKENS), length
+
+    def end(self, output: Any, length: int, *, is_training: bool) -> Any:
+        """Return a layer's output with gathered hidden states."""
+
+        def gather(x: torch.Tensor) -> torch.Tensor:
+            if self._forward is not None:
+                self._forward.captured.gather(x.shape, lambda noted, dim: self.splitter.gather(noted, dim, length))
+            return self.splitter.gather(x, _TOKENS, length)
+
+        gathered = _map_hidden(output, gather)
+        if is_training:
+            self.splitter.rng.leave()
+        self.splitter.end()
+        self._forward = None
+        return gathered
+
+    def mark_output(self, output: Any, length: int) -> None:
+        """Attach the gathering function to the hidden states of a layer before the last. Collective: no."""
+        if not is_in_backward():
+            mark_sharded(output, lambda x: self.splitter.gather(x, _TOKENS, length))
+
+    def continue_length(self, x: torch.Tensor, index: int) -> int:
+        """Return the full sequence length for a layer after the first."""
+        if self._forward is None and not is_in_backward():
+            raise ConfigError(
+                f"layer {index} of a stack ran without the layers before it, but sequence parallelism shards hidden"
+                " states at the first one: do not drop or call single layers (layerdrop=0), or disable it"
+            )
+        return self.full_length(x.shape[_TOKENS])
+
+    def replicated(self, x: torch.Tensor, *, is_new: bool) -> torch.Tensor:
+        """Return the copy of an unsharded argument for computation on shards, one for all layers that get it.
+
+        Args:
+            x: The argument.
+            is_new: Whether a tensor without a copy comes from outside of the stack.
+        """
+        known = self._forward.replicated.get(id(x)) if self._forward is not None else None
+        if known is not None:
+            return known[1]
+        if not is_new:
+            return x
+        copy = self.splitter.replicate(x)
+        if self._forward is not None:
+            self._forward.replicated[id(x)] = (x, copy)
+        return copy
+
+
+class _LayerHooks:
+    """Hooks of one layer, without references to it."""
+
+    def __init__(self, stack: LayerStack, index: int, names: Sequence[str]) -> None:
+        self._stack = stack
+        self._index = index
+        self._names = names
+        self._end: int | None = None
+
+    def attach(self, layer: nn.Module, *, is_last: bool) -> None:
+        layer.register_forward_pre_hook(self.pre_forward, with_kwargs=True)
+        handle = layer.register_forward_hook(self.post_last_forward if is_last else self.post_forward, with_kwargs=True)
+        self._end = handle.id if is_last else None
+
+    @not_compiled
+    def pre_forward(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, dict[str, Any]]:
+        named: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
+        key = _hidden_key(args, kwargs)
+        if self._index == 0:
+            hidden, length = self._stack.begin(named[key], is_training=module.training)
+            if self._end is not None:  # run after transformers' hooks, which are registered at the first call
+                module._forward_hooks[self._end] = module._forward_hooks.pop(self._end)
+        else:
+            hidden, length = named[key], self._stack.continue_length(named[key], self._index)
+        unsharded: list[int | str] = []
+        for other in named:
+            if other != key:
+                named[other] = self._argument(other, named[other], length, unsharded)
+        named[key] = hidden
+        named[SEQUENCE_INFO] = SequenceInfo(length=length, hidden=key, unsharded=tuple(unsharded))
+        return tuple(named.pop(position) for position in range(len(args))), named
+
+    @not_compiled
+    def post_last_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        return self._stack.end(output, kwargs[SEQUENCE_INFO].length, is_training=module.training)
+
+    @not_compiled
+    def post_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        self._stack.mark_output(output, kwargs[SEQUENCE_INFO].length)
+
+    def _argument(self, key: int | str, value: Any, length: int, unsharded: list[int | str]) -> Any:
+        name = argument_name(self._names, key) if isinstance(key, int) else key
+        splitter = self._stack.splitter
+
+        def change(tensor: torch.Tensor) -> torch.Tensor:
+            dim = splitter.token_dim(name, tensor, length)
+            if dim is not None:
+                return splitter.scatter(tensor, dim)
+            is_states = tensor.dim() == 3 and tensor.is_floating_point()
+            if is_states and tensor is value:
+                unsharded.append(key)
+            needs_sharing = tensor.requires_grad and torch.is_grad_enabled()
+            is_new = self._index == 0 or is_states
+            return self._stack.replicated(tensor, is_new=is_new) if needs_sharing else tensor
+
+        return map_tensors(value, change)
+
+
+def attach_stack(layers: Sequence[nn.Module], splitter: SequenceSplitter) -> LayerStack:
+    """Make consecutive layers run on sharded hidden states; their parameters are unchanged.
+
+    Hooks shard and gather the hidden states, and the layers' classes are replaced by subclasses of the same name. Call
+    this once, before activation checkpointing is applied to the layers.
+
+    Args:
+        layers: Layers in execution order. Their hidden states (batch, tokens, features) are the first positional
+            argument or `hidden_states`, and the output or the first element of a tuple.
+        splitter: Sharding of the sequence.
+
+    Returns:
+        The stack, which the layers reference.
+
+    Collective: no; the layers' calls are.
+    """
+    stack = LayerStack(splitter)
+    for index, layer in enumerate(layers):
+        hooks = _LayerHooks(stack, index, parameter_names(layer))
+        hooks.attach(layer, is_last=index == len(layers) - 1)
+        if stack.shards_attention:
+            use_sequence_attention(layer)
+            intercept_submodules(layer, stack)
+        install_layer_context(layer, stack, AttentionDispatchMode if stack.shards_attention else None)
+    return stack
+
+
+def _hidden_key(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | str:
+    if args and isinstance(args[0], torch.Tensor):
+        return 0
+    if isinstance(kwargs.get(_HIDDEN), torch.Tensor):
+        return _HIDDEN
+    tensors = [name for name, value in kwargs.items() if isinstance(value, torch.Tensor)]
+    if not args and tensors:
+        return tensors[0]
+    raise ConfigError(
+        f"a layer of a stack was called with {[type(value).__name__ for value in args]} and {sorted(kwargs)}, which"
+        " contain no hidden states for sequence parallelism: pass them first, or as hidden_states="
+    )
+
+
+def _map_hidden(output: Any, function: Any) -> Any:
+    if isinstance(output, torch.Tensor):
+        return function(output)
+    if type(output) in (tuple, list) and output and isinstance(output[0], torch.Tensor):
+        return type(output)((function(output[0]), *output[1:]))
+    if isinstance(output, dict) and isinstance(output.get(_HIDDEN), torch.Tensor):
+        output[_HIDDEN] = function(output[_HIDDEN])
+        return output
+    raise ConfigError(
+        f"the last layer of a stack returned {type(output).__name__}, which contains no hidden states to gather for"
+        " sequence parallelism: return a tensor, or a tuple with the tensor as first element"
+    )

@@ -1,0 +1,216 @@
+"""Backward of column-parallel layers with the input gradient's all-reduce overlapped by weight gradients.
+
+Note [Async gradient all-reduce]
+The gradient of a layer's input is all-reduced, the gradient of its weight is local. So the input gradient is computed
+first, its all-reduce is started, and the weight gradient is computed meanwhile. Autograd runs ready nodes in the
+reverse order of their creation. For an input that several layers share, nodes are created in the order
+
+    Wait(x), Deferred(weight of q), Deferred(weight of k), Deferred(weight of v), Communicate(x)
+
+followed by those of the matmuls. Backward first runs the matmuls, which compute input gradients only and leave the
+operands of weight gradients to the Deferred nodes. Then Communicate starts the all-reduce, the Deferred nodes compute
+weight gradients, and Wait waits. Any other order gives the same result. With `later_gradients`, the Deferred nodes put
+their operands into the queue. With create_graph=True everything is computed immediately by differentiable operations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from booster.comm import start_all_reduce
+
+from .deferred_wgrad import DeferredWGrad, deferred_wgrad, sum_of_matmuls
+from .group import TensorParallelGroup
+from .mappings import reduce_from_tp_region
+
+
+def can_overlap(x: torch.Tensor, weight: torch.Tensor, tp_group: TensorParallelGroup) -> bool:
+    """Whether a matmul's backward can be overlapped: both operands need gradients, and neither is cast."""
+    needs_both = torch.is_grad_enabled() and x.requires_grad and weight.requires_grad
+    return tp_group.size > 1 and needs_both and not needs_cast(x, weight) and x.dim() > 1
+
+
+def needs_cast(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether a matmul of both needs a cast: their dtypes differ, or autocast is enabled."""
+    return torch.is_autocast_enabled(x.device.type) or x.dtype != weight.dtype
+
+
+class AsyncGradInput:
+    """A replicated input of column-parallel layers, whose gradient is all-reduced asynchronously.
+
+    Args:
+        x: The input, equal on all ranks.
+        layers: Layers known to read it.
+        ranks: The tensor-parallel group.
+    """
+
+    def __init__(self, x: torch.Tensor, layers: Sequence[nn.Module], tp_group: TensorParallelGroup) -> None:
+        pending = PendingAllReduce()
+        view = wait_in_backward(x, pending)
+        trained = [layer for layer in layers if layer.weight.requires_grad]
+        self._weights = {id(layer.weight): OverlappedWeight.of(layer) for layer in trained}
+        self._x: torch.Tensor = _StartAllReduce.apply(view, tp_group, pending)  # type: ignore[no-untyped-call]
+
+    def matmul(self, layer: nn.Module, *, is_transposed: bool) -> torch.Tensor:
+        """Return a layer's output.
+
+        Args:
+            layer: One of the known layers, or another one.
+            is_transposed: If True, the weight is (inputs, outputs).
+        """
+        deferred = self._weights.get(id(layer.weight)) or OverlappedWeight.of(layer)
+        y: torch.Tensor = _OverlappedMatmul.apply(self._x, deferred.view, layer.bias, deferred.operands, is_transposed)  # type: ignore[no-untyped-call]
+        return y
+
+
+class PendingAllReduce:
+    """All-reduce in flight between a Communicate and a Wait node.
+
+    Attributes:
+        finish: Function that waits for it, or None if none is in flight.
+    """
+
+    def __init__(self) -> None:
+        self.wait: Callable[[], object] | None = None
+
+
+def wait_in_backward(x: torch.Tensor, pending: PendingAllReduce) -> torch.Tensor:
+    """Return a view of `x` whose backward waits for the pending communication."""
+    y: torch.Tensor = _Wait.apply(x, pending)  # type: ignore[no-untyped-call]
+    return y
+
+
+class WGradOperands:
+    """Operands of a weight's gradient: pairs of matrices that matmul nodes leave to the weight's node.
+
+    Args:
+        later: The weight's deferrable gradient; optional, defaults to computing it in backward.
+    """
+
+    def __init__(self, deferred: DeferredWGrad | None = None) -> None:
+        self._deferred = deferred
+        self._backward_id = -1
+        self._pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._zero: torch.Tensor | None = None
+
+    def add(self, left: torch.Tensor, right: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+        """Store a pair, and return expanded zeros that pass through the graph in place of the gradient."""
+        if self._backward_id != torch._C._current_graph_task_id():
+            self._pairs = []  # left by another backward, which did not need the weight's gradient
+        self._backward_id = torch._C._current_graph_task_id()
+        self._pairs.append((left, right))
+        if self._zero is None:
+            self._zero = left.new_zeros(())
+        return self._zero.expand(shape)
+
+    def gradient(self, grad: torch.Tensor) -> torch.Tensor | None:
+        """Return the gradient, or the undeferred rest of it, and release the operands.
+
+        Args:
+            grad: Gradient from the graph: the zeros of `add`, or contributions of other operations.
+        """
+        pairs, self._pairs = self._pairs, []
+        if not pairs or self._backward_id != torch._C._current_graph_task_id():
+            return grad
+        # Compare storages, as tensors without values have no data pointer.
+        owner = grad.untyped_storage()._cdata
+        is_zero = self._zero is not None and owner == self._zero.untyped_storage()._cdata
+        if self._deferred is not None and self._deferred.should_defer:
+            self._deferred.put(*pairs)
+            return None if is_zero else grad
+        total = sum_of_matmuls(pairs, grad.shape)
+        return total if is_zero else total.add_(grad)
+
+
+class OverlappedWeight:
+    """A weight whose gradient is computed after nodes that were created later have started their communication.
+
+    Args:
+        weight: The weight, which needs a gradient.
+        later: Its deferrable gradient, or None.
+
+    Attributes:
+        stash: Operands of the gradient.
+        view: View of the weight for matmuls.
+    """
+
+    def __init__(self, weight: nn.Parameter, deferred: DeferredWGrad | None) -> None:
+        self.operands = WGradOperands(deferred)
+        self.view: torch.Tensor = _ComputeWGrad.apply(weight, self.operands)  # type: ignore[no-untyped-call]
+
+    @classmethod
+    def of(cls, layer: nn.Module) -> OverlappedWeight:
+        """Wrap a linear layer's weight."""
+        return cls(layer.weight, deferred_wgrad(layer))  # type: ignore[arg-type]
+
+
+class _Wait(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, pending: PendingAllReduce) -> torch.Tensor:
+        ctx.pending = pending
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        finish, ctx.pending.finish = ctx.pending.finish, None
+        if finish is not None:
+            finish()
+        return grad, None
+
+
+class _StartAllReduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, tp_group: TensorParallelGroup, pending: PendingAllReduce) -> torch.Tensor:
+        ctx.ranks, ctx.pending = tp_group, pending
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        if torch.is_grad_enabled():
+            return reduce_from_tp_region(grad, ctx.ranks), None, None
+        # Only matmuls read the input, and nothing else references their gradients, so that they can be overwritten.
+        grad = grad.contiguous()
+        ctx.pending.finish = start_all_reduce(grad, ctx.ranks.group).wait
+        return grad, None, None
+
+
+class _ComputeWGrad(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: torch.Tensor, operands: WGradOperands) -> torch.Tensor:
+        ctx.operands = operands
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, None]:
+        return ctx.operands.gradient(grad), None
+
+
+class _OverlappedMatmul(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        operands: WGradOperands,
+        is_transposed: bool,
+    ) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.operands, ctx.is_transposed, ctx.has_bias = operands, is_transposed, bias is not None
+        return nn.functional.linear(x, weight.t() if is_transposed else weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        rows = grad.reshape(-1, grad.shape[-1])
+        grad_x = grad @ (weight.t() if ctx.is_transposed else weight)
+        grad_bias = rows.sum(0) if ctx.has_bias and ctx.needs_input_grad[2] else None
+        inputs = x.reshape(-1, x.shape[-1])
+        left, right = (inputs, rows) if ctx.is_transposed else (rows, inputs)
+        if torch.is_grad_enabled():
+            return grad_x, left.t() @ right, grad_bias, None, None
+        return grad_x, ctx.operands.put(left, right, weight.shape), grad_bias, None, None

@@ -1,0 +1,266 @@
+"""Collectives over tokens in chunks, overlapped with the matmuls of other chunks (async tensor parallelism).
+
+Note [Collective matmul]
+The tokens of all ranks are chunked at the same offsets. A chunk is a tensor of equal shards (rank, sequences, tokens,
+features); ranks with fewer tokens pad their last shard with zeros. The chunks together have as many bytes as the
+unchunked collective of `regions`. Every chunk of a reduce-scatter is started as soon as it is computed, and all are
+waited for at the end. All-gathers prefetch one chunk. Between ranks of one host transfers through shared memory happen
+in the wait, so that nothing overlaps; the result is the same.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from booster.comm import AllGather, start_all_gather, start_reduce_scatter
+
+from .deferred_wgrad import DeferredWGrad
+from .group import TensorParallelGroup
+from .mappings import all_gather_shards
+
+_NUM_CHUNKS = 4
+
+
+def is_chunked(x: torch.Tensor, tp_group: TensorParallelGroup, dim: int, sizes: Sequence[int]) -> bool:
+    """Whether matmuls of tokens are chunked; equal on all ranks.
+
+    Args:
+        x: Tokens of this rank or of all ranks, features last.
+        tp_group: The tensor-parallel group.
+        dim: Dimension of the tokens.
+        sizes: Number of tokens of each rank.
+    """
+    return tp_group.sequence_mode == "ring" and tp_group.size > 1 and dim == x.dim() - 2 and max(sizes) > 0
+
+
+class ChunkRange(NamedTuple):
+    """Range of a chunk in the tokens of each rank."""
+
+    start: int
+    length: int
+
+
+class TokenChunks:
+    """Chunks of the tokens in the second to last dimension; the dimensions before it are sequences.
+
+    Args:
+        ranks: The tensor-parallel group.
+        sizes: Number of tokens of each rank, not all 0.
+    """
+
+    def __init__(self, tp_group: TensorParallelGroup, sizes: Sequence[int]) -> None:
+        self._tp_group = tp_group
+        self._sizes = sizes
+        longest = max(sizes)
+        length = -(-longest // _NUM_CHUNKS)
+        self._ranges = [ChunkRange(start, min(length, longest - start)) for start in range(0, longest, length)]
+
+    @property
+    def num_local(self) -> int:
+        """Number of tokens of this rank."""
+        return self._sizes[self._tp_group.rank]
+
+    @property
+    def num_total(self) -> int:
+        """Number of tokens of all ranks."""
+        return sum(self._sizes)
+
+    def all_gather(self, local: torch.Tensor) -> Iterator[tuple[ChunkRange, torch.Tensor]]:
+        """All-gather chunk by chunk; while the caller computes, the next chunk is in flight.
+
+        Args:
+            local: Tokens of this rank.
+
+        Yields:
+            The range of a chunk, and its shards.
+
+        Collective: yes.
+        """
+        local = _as_3d(local)
+        prefetched: tuple[ChunkRange, torch.Tensor, AllGather] | None = None
+        for following in itertools.chain((self._start_all_gather(local, chunk) for chunk in self._ranges), (None,)):
+            if prefetched is not None:
+                chunk, shards, work = prefetched
+                work.wait()
+                yield chunk, shards
+            prefetched = following
+
+    def reduce_scatter(
+        self, compute: Callable[[ChunkRange], torch.Tensor], like: torch.Tensor, num_features: int
+    ) -> tuple[torch.Tensor, Callable[[], None]]:
+        """Start a reduce-scatter of tokens that are computed chunk by chunk.
+
+        Args:
+            compute: Function of a chunk's range that returns its shards in a new tensor. It overlaps with the
+                reduce-scatters of the previous chunks.
+            like: Tensor with the output's dtype, device and leading dimensions.
+            num_features: Number of features of the output.
+
+        Returns:
+            The output tensor, and a function that waits until it is filled.
+
+        Collective: yes.
+        """
+        output = like.new_empty((*like.shape[:-2], self.num_local, num_features))
+        in_flight = []
+        for chunk in self._ranges:
+            shards = compute(chunk)
+            in_flight.append(
+                (chunk, shards[self._tp_group.rank], start_reduce_scatter(shards.view(-1), self._tp_group.group))
+            )
+
+        def wait() -> None:
+            tokens = _as_3d(output)
+            for chunk, shard, reduction in in_flight:
+                reduction.wait(shard.view(-1), accumulate=False)
+                start, length = self._local_range(chunk, self._tp_group.rank)
+                tokens.narrow(1, start, length).copy_(shard.narrow(1, 0, length))
+            in_flight.clear()
+
+        return output, wait
+
+    def write(self, shards: torch.Tensor, chunk: ChunkRange, full: torch.Tensor) -> None:
+        """Write the shards of a chunk to their positions in the tokens of all ranks.
+
+        Args:
+            shards: Shards of the chunk (rank, sequences, tokens, features).
+            chunk: Range of the chunk.
+            full: Contiguous tensor of the tokens of all ranks.
+        """
+        full = _as_3d(full)
+        for rank, offset in enumerate(self._offsets()):
+            start, length = self._local_range(chunk, rank)
+            full.narrow(1, offset + start, length).copy_(shards[rank].narrow(1, 0, length))
+
+    def read(self, full: torch.Tensor, chunk: ChunkRange) -> torch.Tensor:
+        """Return the shards of a chunk, padded with zeros."""
+        full = _as_3d(full)
+        shards = full.new_empty((len(self._sizes), full.shape[0], chunk.length, full.shape[2]))
+        for rank, offset in enumerate(self._offsets()):
+            start, length = self._local_range(chunk, rank)
+            _copy_padded(shards[rank], full.narrow(1, offset + start, length))
+        return shards
+
+    def _start_all_gather(self, local: torch.Tensor, chunk: ChunkRange) -> tuple[ChunkRange, torch.Tensor, AllGather]:
+        shards = local.new_empty((len(self._sizes), local.shape[0], chunk.length, local.shape[2]))
+        _copy_padded(shards[self._tp_group.rank], local.narrow(1, *self._local_range(chunk, self._tp_group.rank)))
+        return chunk, shards, start_all_gather(shards.view(-1), self._tp_group.group)
+
+    def _offsets(self) -> Iterator[int]:
+        return itertools.accumulate(self._sizes[:-1], initial=0)
+
+    def _local_range(self, chunk: ChunkRange, rank: int) -> tuple[int, int]:
+        start = min(chunk.start, self._sizes[rank])
+        return start, min(chunk.length, self._sizes[rank] - start)
+
+
+def _copy_padded(shard: torch.Tensor, tokens: torch.Tensor) -> None:
+    length = tokens.shape[1]
+    shard.narrow(1, 0, length).copy_(tokens)
+    shard.narrow(1, length, shard.shape[1] - length).zero_()
+
+
+def _as_3d(x: torch.Tensor) -> torch.Tensor:
+    """Return (sequences, tokens, features), a view if `x` is contiguous."""
+    return x.reshape(math.prod(x.shape[:-2]), *x.shape[-2:])
+
+
+def matmul_reduce_scatter(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    tp_group: TensorParallelGroup,
+    sizes: Sequence[int],
+    *,
+    is_transposed: bool,
+    deferred: DeferredWGrad | None = None,
+) -> torch.Tensor:
+    """Return the reduce-scatter of `x @ weight.t()` over the tokens, like `reduce_scatter_shards` of that product.
+
+    Args:
+        x: Input with tokens in the second to last dimension, the same number on all ranks, and features last.
+        weight: Weight (outputs, inputs).
+        tp_group: The tensor-parallel group.
+        sizes: Number of tokens of each rank, not all 0.
+        is_transposed: If True, the weight is (inputs, outputs).
+        deferred: The weight's deferrable gradient; optional, defaults to computing it in backward.
+
+    Collective: in forward and backward.
+    """
+    y: torch.Tensor = _MatmulReduceScatter.apply(x, weight, tp_group, tuple(sizes), is_transposed, deferred)  # type: ignore[no-untyped-call]
+    return y
+
+
+class _MatmulReduceScatter(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        tp_group: TensorParallelGroup,
+        sizes: tuple[int, ...],
+        is_transposed: bool,
+        deferred: DeferredWGrad | None,
+    ) -> torch.Tensor:
+        needs_x, needs_weight = ctx.needs_input_grad[:2]
+        ctx.save_for_backward(x if needs_weight else None, weight if needs_x else None)
+        ctx.ranks, ctx.sizes, ctx.is_transposed, ctx.later = tp_group, sizes, is_transposed, deferred
+        chunks = TokenChunks(tp_group, sizes)
+        matrix = weight.t() if is_transposed else weight
+
+        def product(chunk: ChunkRange) -> torch.Tensor:
+            return nn.functional.linear(chunks.read(x, chunk), matrix)
+
+        y, finish = chunks.reduce_scatter(product, x, matrix.shape[0])
+        finish()
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        if weight is not None and ctx.is_transposed:
+            weight = weight.t()
+        if torch.is_grad_enabled():
+            full = all_gather_shards(grad, ctx.ranks, grad.dim() - 2, ctx.sizes)
+            grad_x = None if weight is None else full @ weight
+        else:
+            full, grad_x = _all_gather_matmul(grad, weight, TokenChunks(ctx.ranks, ctx.sizes))
+        grad_weight = None
+        if x is not None and ctx.needs_input_grad[1]:
+            if ctx.later is not None and ctx.later.should_defer:
+                ctx.later.keep(weight_gradient_operands(full, x, ctx.is_transposed))
+            else:
+                grad_weight = weight_gradient(full, x, ctx.is_transposed)
+        return grad_x, grad_weight, None, None, None, None
+
+
+def _all_gather_matmul(
+    grad: torch.Tensor, weight: torch.Tensor | None, chunks: TokenChunks
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    shape = (*grad.shape[:-2], chunks.num_total)
+    full = grad.new_empty((*shape, grad.shape[-1]))
+    grad_x = None if weight is None else grad.new_empty((*shape, weight.shape[-1]))
+    for chunk, shards in chunks.all_gather(grad):
+        chunks.write(shards, chunk, full)
+        if weight is not None and grad_x is not None:
+            chunks.write(shards @ weight, chunk, grad_x)
+    return full, grad_x
+
+
+def weight_gradient(grad: torch.Tensor, x: torch.Tensor, is_transposed: bool) -> torch.Tensor:
+    """Return the gradient of a linear layer's weight from the gradient of its output and its input."""
+    left, right = weight_gradient_operands(grad, x, is_transposed)
+    return left.t() @ right
+
+
+def weight_gradient_operands(
+    grad: torch.Tensor, x: torch.Tensor, is_transposed: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the operands of `weight_gradient`: `left` and `right` of `left.t() @ right`."""
+    rows, inputs = grad.flatten(0, -2), x.flatten(0, -2)
+    return (inputs, rows) if is_transposed else (rows, inputs)

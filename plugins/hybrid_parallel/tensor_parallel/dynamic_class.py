@@ -1,0 +1,32 @@
+"""Subclass a module's class at run time to override its forward; `isinstance` keeps working."""
+
+from __future__ import annotations
+
+import functools
+
+from torch import nn
+
+from booster.plugins.sharding.compiling import not_compiled
+
+
+def mixin_forward(module: nn.Module, mixin: type[nn.Module], config: object) -> None:
+    """Make a module an instance of a new class with the bases `mixin` and the module's class.
+
+    Args:
+        module: Module to change in place; it keeps its parameters, buffers and hooks.
+        mixin: Mixin whose forward may call the module's forward as `super().forward`.
+        config: Value of the attribute `_split`, which `mixin` reads.
+    """
+    module.__class__ = _derived(mixin, type(module))  # type: ignore[arg-type]
+    module._split = config  # type: ignore[assignment]
+
+
+def original_class(module: nn.Module) -> type[nn.Module]:
+    """Return a module's class before `mixin_forward`."""
+    return type(module).__mro__[2]
+
+
+@functools.cache
+def _derived(mixin: type[nn.Module], base: type[nn.Module]) -> type[nn.Module]:
+    members = {"__module__": mixin.__module__, "forward": not_compiled(mixin.forward)}
+    return type(mixin.__name__ + base.__name__, (mixin, base), members)

@@ -1,0 +1,139 @@
+"""The tensor-parallel group and its state during a forward."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from booster.comm import group_rank, group_size
+
+from .rng import TensorParallelRNG
+
+_Output = Callable[[], torch.Tensor]
+
+
+@dataclass(slots=True)
+class _Entry:
+    """Outputs for one input tensor, which is referenced to keep its id unique."""
+
+    x: torch.Tensor
+    version: int
+    saved_tensor_hooks: tuple[bool, Any]
+    outputs: dict[nn.Module, tuple[torch.Tensor, torch.Tensor | None, _Output]]
+
+
+class PrecomputedOutputs:
+    """Precomputed outputs of linear layers by input tensor.
+
+    A region that gathers its input multiplies with the weights of the layers that read it as chunks arrive. A layer
+    that is then called with this tensor takes its output from here. It computes the output itself if it is called with
+    another tensor, a second time, or after its weight was replaced. It also does so if activation checkpointing started
+    in between, as the recomputation would not find the output; this shows in the saved-tensor hooks or in the absence
+    of a graph.
+    """
+
+    def __init__(self) -> None:
+        self._entries: dict[int, _Entry] = {}
+
+    def put(self, x: torch.Tensor, outputs: Mapping[nn.Module, _Output]) -> None:
+        """Store the outputs of linear layers for an input, until they are taken or forgotten.
+
+        Args:
+            x: Input that the layers will be called with.
+            outputs: Functions by layer that return the output; each is called at most once.
+        """
+        by_layer = {layer: (layer.weight, layer.bias, output) for layer, output in outputs.items()}
+        self._entries[id(x)] = _Entry(x, _version(x), _saved_tensor_hooks(), by_layer)  # type: ignore[arg-type]
+
+    def pop(self, layer: nn.Module, x: torch.Tensor) -> torch.Tensor | None:
+        """Remove and return a layer's output for an input, or None if it has to be computed."""
+        entry = self._entries.get(id(x))
+        if entry is None or entry.version != _version(x) or entry.saved_tensor_hooks != _saved_tensor_hooks():
+            return None
+        weight, bias, output = entry.outputs.pop(layer, (None, None, None))
+        if output is None or layer.weight is not weight or layer.bias is not bias:
+            return None
+        return output()
+
+    def discard(self, x: object) -> None:
+        """Drop the outputs of an input."""
+        self._entries.pop(id(x), None)
+
+    def clear(self) -> None:
+        """Drop all outputs."""
+        self._entries.clear()
+
+
+def _version(x: torch.Tensor) -> int:
+    return -1 if x.is_inference() else x._version
+
+
+def _saved_tensor_hooks() -> tuple[bool, Any]:
+    """Return whether grad mode is enabled, and the innermost saved-tensor hooks."""
+    return torch.is_grad_enabled(), torch._C._autograd._top_saved_tensors_default_hooks(True)
+
+
+_Copy = TypeVar("_Copy")
+
+
+class TensorParallelGroup:
+    """A tensor-parallel process group. Deep copies of a layer share it.
+
+    Args:
+        group: The process group; optional, defaults to the world.
+        sequence_mode: "split_gather" or "ring" if the sequence is sharded over the group between the layers; optional,
+            defaults to replicated hidden states.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None = None, *, sequence_mode: str | None = None) -> None:
+        self.group = group
+        self.size = group_size(group)
+        self.rank = group_rank(group)
+        self.sequence_mode = sequence_mode
+        self.rng = TensorParallelRNG(self.rank, "tensor")
+        self.sequence_length: int | None = None
+        """Number of tokens of the full sequence in the running stack, set by its splitter."""
+        self.precomputed = PrecomputedOutputs()
+        self._input: weakref.ref[torch.Tensor] | None = None
+        self._version = -1
+        self._copy: object = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> TensorParallelGroup:
+        return self
+
+    @property
+    def shards_sequence(self) -> bool:
+        """Whether hidden states are sharded along the sequence between the layers."""
+        return self.sequence_mode is not None
+
+    def shared_input(self, x: torch.Tensor, kind: type[_Copy], make: Callable[[torch.Tensor], _Copy]) -> _Copy:
+        """Return `make(x)`, cached while consecutive calls pass the same tensor object.
+
+        Query, key and value projections read one tensor, whose gradient is the sum of all three, all-reduced. Layers
+        called with the same tensor share one copy of it, so that autograd adds up their gradients before a single
+        all-reduce. Only the last copy is cached, because such layers are called consecutively, and only during a
+        forward, because it references the graph.
+
+        Args:
+            x: Input of several layers.
+            kind: Type that `make` returns.
+            make: Function called for the first of them.
+        """
+        is_same = self._input is not None and self._input() is x and self._version == x._version
+        if is_same and isinstance(self._copy, kind):
+            return self._copy
+        copy = make(x)
+        self._copy, self._input, self._version = copy, weakref.ref(x), x._version
+        return copy
+
+    def reset(self) -> None:
+        """Drop shared inputs and open regions, at the start and end of a forward and after backward."""
+        self._input, self._copy = None, None
+        self.precomputed.clear()
+        self.rng.reset()

@@ -1,0 +1,101 @@
+"""Tensor parallelism of mixture-of-experts blocks, and of other modules with partial outputs.
+
+The sharded computation is inside of these modules' forwards, so hooks around them communicate. The styles are those of
+transformers' plans.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from booster.plugins.sharding.compiling import not_compiled
+from booster.pytree import map_tensors
+
+from .group import TensorParallelGroup
+from .mappings import copy_to_tp_region, reduce_from_tp_region
+
+
+def make_sharded_experts(module: nn.Module, tp_group: TensorParallelGroup) -> None:
+    """Style "moe_tp_experts": all-reduce the output of experts whose features are sharded.
+
+    The module's inputs are equal on all ranks: hidden states, and the indices and weights of their experts. Their
+    gradients are partial and all-reduced.
+
+    Args:
+        module: Module with this rank's shards as parameters.
+        tp_group: The tensor-parallel group.
+
+    Collective: no; the module's forward and backward are.
+    """
+    module.register_forward_pre_hook(_CopyInputs(tp_group), with_kwargs=True)
+    module.register_forward_hook(_AllReduceOutputs(tp_group))
+
+
+def make_output_all_reduce(module: nn.Module, tp_group: TensorParallelGroup) -> None:
+    """Style "all_reduce": all-reduce a module's output. Collective: no; the module's forward is."""
+    module.register_forward_hook(_AllReduceOutputs(tp_group))
+
+
+def make_identity_expert(module: nn.Module, tp_group: TensorParallelGroup) -> None:
+    """Style "moe_identity_expert": divide a replicated expert's input by the ranks, as the outputs are all-reduced."""
+    module.register_forward_pre_hook(_ScaleInput(tp_group))
+
+
+def make_latent_projection(module: nn.Module, tp_group: TensorParallelGroup, *, num_rotary: int) -> None:
+    """Style "mla_kv_a_proj": all-reduce the gradient of the rotary part of a replicated latent projection.
+
+    Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434) projects to a compressed key-value vector, which a
+    column-parallel layer reads, and to a rotary key, which all heads use directly. Each rank's heads compute a partial
+    gradient of the rotary key.
+
+    Args:
+        module: Projection whose last output features are the rotary key.
+        tp_group: The tensor-parallel group.
+        num_rotary: Number of features of the rotary key.
+
+    Collective: no; the module's backward is.
+    """
+    module.register_forward_hook(_CopyRotary(tp_group, num_rotary))
+
+
+@dataclass(frozen=True, slots=True)
+class _CopyInputs:
+    tp_group: TensorParallelGroup
+
+    @not_compiled
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        args, kwargs = map_tensors(lambda one: copy_to_tp_region(one, self.tp_group), (args, kwargs))
+        return args, kwargs
+
+
+@dataclass(frozen=True, slots=True)
+class _AllReduceOutputs:
+    tp_group: TensorParallelGroup
+
+    @not_compiled
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
+        return map_tensors(lambda one: reduce_from_tp_region(one, self.tp_group), output)
+
+
+@dataclass(frozen=True, slots=True)
+class _ScaleInput:
+    tp_group: TensorParallelGroup
+
+    @not_compiled
+    def __call__(self, module: nn.Module, args: Any) -> Any:
+        return (args[0] / self.tp_group.size, *args[1:])
+
+
+@dataclass(frozen=True, slots=True)
+class _CopyRotary:
+    tp_group: TensorParallelGroup
+    num_rotary: int
+
+    @not_compiled
+    def __call__(self, module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+        latent, rotary = output.split([output.shape[-1] - self.num_rotary, self.num_rotary], dim=-1)
+        return torch.cat([latent, copy_to_tp_region(rotary, self.tp_group)], dim=-1)

@@ -1,0 +1,512 @@
+"""Vocabulary-parallel logits that behave like the full logits.
+
+Logits are the largest activation of a language model, and mostly only cast, reshaped and passed to a cross-entropy, all
+of which work on shards. So a vocabulary-parallel head returns a tensor subclass with the shape of the full logits that
+holds a shard. The operations in `split_operations` keep it sharded. Any other operation first gathers the logits, once,
+and continues with a plain tensor: slower, but correct. Functions that bypass torch's override mechanism, such as a
+user's autograd function, are handled below autograd: the tensor's graph contains `_WrapLogits`, whose backward returns this
+rank's shard of a full gradient. The gathering is collective, so all ranks must apply the same operations.
+
+Operations of vocabulary-parallel logits that work on a rank's shard.
+
+Each handler takes the logits and the operation's other arguments, and returns its result, or `NotImplemented` if the
+arguments affect the last dimension.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from types import EllipsisType
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._pytree import tree_map_only
+
+from booster.comm import all_reduce_max, all_reduce_sum
+
+from .group import TensorParallelGroup
+from .mappings import gather_from_tp_region
+
+# The loss of a token is the logarithm of the sum of exp(logit) over all classes, minus the logit of its target. Each
+# rank has the partial sum over its classes, and one rank has the target's logit. The ranks all-reduce the maximum logit
+# of every token, which keeps the exponentials in range, then the target logits, the sums of logits (label smoothing)
+# and the sums of exponentials: four numbers per token instead of all logits. Backward needs no communication.
+
+
+def vocab_parallel_cross_entropy(
+    local_logits: torch.Tensor,
+    target: torch.Tensor,
+    tp_group: TensorParallelGroup,
+    vocab_start: int,
+    *,
+    vocab_size: int | None = None,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> torch.Tensor:
+    """Return `torch.nn.functional.cross_entropy` of the full logits, computed in fp32 for half-precision dtypes.
+
+    Args:
+        local_logits: This rank's classes along the last dimension, possibly none.
+        target: Class of each token, of the logits' shape without the last dimension.
+        tp_group: The tensor-parallel group.
+        vocab_start: Index of this rank's first class.
+        vocab_size: Number of classes; optional without `label_smoothing`, targets are then not checked.
+        ignore_index: Target of ignored tokens.
+        reduction: "mean", "sum" or "none".
+        label_smoothing: Fraction of each target that is spread over all classes.
+
+    Raises:
+        IndexError: A target is not a class (checked on the CPU only).
+
+    Collective: two all-reduces.
+    """
+    if vocab_size is None and label_smoothing > 0:
+        raise AssertionError("label_smoothing needs the number of classes")
+    is_counted = target != ignore_index
+    if vocab_size is not None and target.device.type == "cpu" and not isinstance(target, FakeTensor):
+        _check_targets(target[is_counted], vocab_size)
+    losses = _TokenLosses.apply(  # type: ignore[no-untyped-call]
+        local_logits, target, is_counted, tp_group, vocab_start, vocab_size or 0, label_smoothing
+    )
+    if reduction == "none":
+        return losses.to(local_logits.dtype)  # type: ignore[no-any-return]
+    total = losses.sum()
+    if reduction == "mean":
+        total = total / is_counted.sum()
+    elif reduction != "sum":
+        raise ValueError(f"{reduction} is not a valid value for reduction")
+    return total.to(local_logits.dtype)  # type: ignore[no-any-return]
+
+
+class _TokenLosses(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits: torch.Tensor,
+        target: torch.Tensor,
+        is_counted: torch.Tensor,
+        tp_group: TensorParallelGroup,
+        vocab_start: int,
+        vocab_size: int,
+        smoothing: float,
+    ) -> torch.Tensor:
+        local_target = target - vocab_start
+        is_local = is_counted & (local_target >= 0) & (local_target < logits.shape[-1])
+        column = local_target.masked_fill(~is_local, 0).unsqueeze(-1)
+        max_logits = _max_logits(logits)
+        all_reduce_max(max_logits, tp_group.group)
+        shifted = _upcast(logits) - max_logits.unsqueeze(-1)
+        partial_sums = [_target_logits(shifted, column, is_local), shifted.sum(-1), shifted.exp_().sum(-1)]
+        sums = torch.stack(partial_sums)
+        all_reduce_sum(sums, tp_group.group)
+        target_logits, logit_sums, denominator = sums
+        losses = denominator.log() - target_logits
+        if smoothing > 0:
+            losses = (1 - smoothing) * losses + smoothing * (denominator.log() - logit_sums / vocab_size)
+        ctx.save_for_backward(logits, max_logits, denominator, column, is_local, is_counted)
+        ctx.smoothing, ctx.vocab_size = smoothing, vocab_size
+        return losses.masked_fill(~is_counted, 0)  # type: ignore[no-any-return]
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, grad_losses: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        logits, max_logits, denominator, column, is_local, is_counted = ctx.saved_tensors
+        grad = (_upcast(logits) - max_logits.unsqueeze(-1)).exp_().div_(denominator.unsqueeze(-1))
+        if logits.shape[-1] > 0:
+            grad.scatter_add_(-1, column, (ctx.smoothing - 1) * is_local.to(grad.dtype).unsqueeze(-1))
+        if ctx.smoothing > 0:
+            grad -= ctx.smoothing / ctx.vocab_size
+        grad *= grad_losses.masked_fill(~is_counted, 0).unsqueeze(-1)  # the mean over 0 tokens has nan gradients
+        return grad.to(logits.dtype), *[None] * 6
+
+
+def _upcast(logits: torch.Tensor) -> torch.Tensor:
+    return logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
+
+
+def _max_logits(logits: torch.Tensor) -> torch.Tensor:
+    wide = _upcast(logits[..., :0])
+    if logits.shape[-1] == 0:
+        return wide.new_full(logits.shape[:-1], -torch.inf)
+    return logits.amax(-1).to(wide.dtype)
+
+
+def _target_logits(shifted: torch.Tensor, column: torch.Tensor, is_local: torch.Tensor) -> torch.Tensor:
+    """Return the logit of every token's target; 0 if another rank holds it."""
+    if shifted.shape[-1] == 0:
+        return shifted.new_zeros(shifted.shape[:-1])
+    return shifted.gather(-1, column).squeeze(-1).masked_fill(~is_local, 0)
+
+
+def _check_targets(targets: torch.Tensor, vocab_size: int) -> None:
+    wrong = targets[(targets < 0) | (targets >= vocab_size)]
+    if wrong.numel() > 0:
+        raise IndexError(f"Target {int(wrong[0])} is out of bounds.")
+
+
+_PLAIN = (torch.Tensor, FakeTensor)  # other subclasses may override the operations
+
+
+def reads_metadata(function: Callable[..., Any]) -> bool:
+    """Whether a function reads only metadata of the logits: shape, dtype, device or graph."""
+    return function in _METADATA
+
+
+def is_unsupported(function: Callable[..., Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a function modifies the tensor in place or hooks it, which would affect a rank's shard only."""
+    name = getattr(function, "__name__", "")
+    is_in_place = (name.endswith("_") and not name.endswith("__")) or name in _IN_PLACE
+    return is_in_place or kwargs.get("out") is not None
+
+
+def _elementwise(function: Callable[..., torch.Tensor]) -> Callable[..., Any]:
+    def apply(logits: VocabParallelLogits, *args: Any, **kwargs: Any) -> Any:
+        return logits.with_local(function(logits.local, *args, **kwargs))
+
+    return apply
+
+
+def _scale(function: Callable[..., torch.Tensor]) -> Callable[..., Any]:
+    def apply(logits: VocabParallelLogits, other: Any) -> Any:
+        # The gradient of a trained factor would be partial.
+        is_number = isinstance(other, (int, float)) or (
+            isinstance(other, torch.Tensor) and other.dim() == 0 and not other.requires_grad
+        )
+        return logits.with_local(function(logits.local, other)) if is_number else NotImplemented
+
+    return apply
+
+
+def _to(logits: VocabParallelLogits, *args: Any, **kwargs: Any) -> Any:
+    if any(isinstance(one, torch.Tensor) for one in (*args, *kwargs.values())):
+        return NotImplemented
+    return logits.with_local(logits.local.to(*args, **kwargs))
+
+
+def _reshape(logits: VocabParallelLogits, *args: Any, **kwargs: Any) -> Any:
+    sizes = args[0] if len(args) == 1 and isinstance(args[0], Sequence) else args
+    if kwargs or not sizes or not all(isinstance(size, int) for size in sizes):
+        return NotImplemented
+    known = math.prod(size for size in sizes if size != -1)
+    shape = [logits.numel() // max(known, 1) if size == -1 else size for size in sizes]
+    if list(sizes).count(-1) > 1 or math.prod(shape) != logits.numel() or shape[-1] != logits.shape[-1]:
+        return NotImplemented  # or an invalid shape, for which the full tensor raises torch's error
+    return logits.with_local(logits.local.reshape(*shape[:-1], logits.local.shape[-1]))
+
+
+def _flatten(logits: VocabParallelLogits, start_dim: int = 0, end_dim: int = -1) -> Any:
+    if end_dim % logits.dim() == logits.dim() - 1:
+        return NotImplemented
+    return logits.with_local(logits.local.flatten(start_dim, end_dim))
+
+
+def _getitem(logits: VocabParallelLogits, index: Any) -> Any:
+    items = index if isinstance(index, tuple) else (index,)
+    return logits.with_local(logits.local[index]) if _keeps_last_dim(items, logits.dim()) else NotImplemented
+
+
+def _keeps_last_dim(items: Sequence[Any], num_dims: int) -> bool:
+    """Whether an index keeps the last dimension in full and in the last position."""
+    if not items or not all(_is_simple(item) for item in items):
+        return False
+    if isinstance(items[-1], slice) and items[-1] == slice(None):
+        return True
+    has_ellipsis = any(item is Ellipsis for item in items)
+    if has_ellipsis and items[-1] is not Ellipsis:
+        return False
+    return sum(_num_dims_of(item) for item in items) < num_dims
+
+
+def _is_simple(item: Any) -> bool:
+    is_index = type(item) in _PLAIN and item.dtype in (torch.int64, torch.bool)
+    return item is None or isinstance(item, (int, slice, EllipsisType)) or is_index
+
+
+def _num_dims_of(item: Any) -> int:
+    if isinstance(item, torch.Tensor) and item.dtype == torch.bool:
+        return item.dim()
+    if isinstance(item, bool):
+        return 0
+    return int(isinstance(item, (int, slice, torch.Tensor)))
+
+
+def _cross_entropy(
+    logits: VocabParallelLogits,
+    target: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    size_average: bool | None = None,
+    ignore_index: int = -100,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Any:
+    is_old_call = size_average is not None or reduce is not None
+    has_plain_target = type(target) in _PLAIN and target.dtype == torch.int64
+    fits = has_plain_target and logits.dim() in (1, 2) and target.shape == logits.shape[:-1]
+    if is_old_call or weight is not None or not fits or reduction not in ("mean", "sum", "none"):
+        return NotImplemented
+    local = logits.local
+    if torch.is_autocast_enabled(local.device.type):
+        local = local.float()  # autocast runs cross_entropy in fp32
+    return vocab_parallel_cross_entropy(
+        local,
+        target,
+        logits.tp_group,
+        logits.vocab_start,
+        vocab_size=logits.shape[-1],
+        ignore_index=ignore_index,
+        reduction=reduction,
+        label_smoothing=label_smoothing,
+    )
+
+
+HANDLERS: Mapping[Callable[..., Any], Callable[..., Any]] = {
+    nn.functional.cross_entropy: _cross_entropy,
+    torch.Tensor.__getitem__: _getitem,
+    torch.Tensor.to: _to,
+    **dict.fromkeys((torch.Tensor.view, torch.Tensor.reshape, torch.reshape), _reshape),
+    **dict.fromkeys((torch.Tensor.flatten, torch.flatten), _flatten),
+    **{
+        function: _elementwise(function)
+        for function in (
+            torch.Tensor.float,
+            torch.Tensor.double,
+            torch.Tensor.half,
+            torch.Tensor.bfloat16,
+            torch.Tensor.cpu,
+            torch.Tensor.contiguous,
+            torch.Tensor.clone,
+            torch.clone,
+            torch.Tensor.detach,
+            torch.detach,
+            torch.Tensor.neg,
+            torch.neg,
+            torch.Tensor.tanh,
+            torch.tanh,
+        )
+    },
+    **{
+        function: _scale(function)
+        for function in (
+            torch.Tensor.mul,
+            torch.mul,
+            torch.Tensor.__mul__,
+            torch.Tensor.__rmul__,
+            torch.Tensor.div,
+            torch.div,
+            torch.Tensor.true_divide,
+            torch.true_divide,
+            torch.Tensor.__truediv__,
+        )
+    },
+}
+
+_IN_PLACE = {
+    "__setitem__",
+    "__iadd__",
+    "__isub__",
+    "__imul__",
+    "__itruediv__",
+    "__ifloordiv__",
+    "__imod__",
+    "__ipow__",
+    "register_hook",
+    "retain_grad",
+}
+
+_METADATA = {
+    getattr(torch.Tensor, name).__get__
+    for name in (
+        "shape",
+        "dtype",
+        "device",
+        "ndim",
+        "layout",
+        "itemsize",
+        "nbytes",
+        "requires_grad",
+        "is_leaf",
+        "grad_fn",
+        "grad",
+        "is_cpu",
+        "is_cuda",
+        "is_meta",
+        "is_sparse",
+        "is_quantized",
+        "is_nested",
+        "_version",
+        "_backward_hooks",
+        "output_nr",
+    )
+} | {
+    torch.Tensor.size,
+    torch.Tensor.dim,
+    torch.Tensor.ndimension,
+    torch.Tensor.numel,
+    torch.numel,
+    torch.Tensor.nelement,
+    torch.Tensor.stride,
+    torch.Tensor.element_size,
+    torch.Tensor.is_contiguous,
+    torch.Tensor.is_floating_point,
+    torch.is_floating_point,
+    torch.Tensor.is_complex,
+    torch.is_complex,
+    torch.Tensor.get_device,
+    torch.Tensor.__len__,
+    torch.Tensor.__hash__,
+}
+
+
+class VocabParallelLogits(torch.Tensor):
+    """Logits sharded over the vocabulary, with the shape of the full logits. Created by `VocabParallelLogits.of`."""
+
+    _local: torch.Tensor
+    _tp_group: TensorParallelGroup
+    _sizes: tuple[int, ...]
+    _full: torch.Tensor | None
+    _node: object
+
+    @staticmethod
+    def of(local: torch.Tensor, tp_group: TensorParallelGroup, sizes: Sequence[int]) -> VocabParallelLogits:
+        """Return logits from this rank's shard.
+
+        Args:
+            local: This rank's entries along the last dimension, possibly none.
+            tp_group: The tensor-parallel group.
+            sizes: Number of entries of each rank.
+        """
+        logits: VocabParallelLogits = _WrapLogits.apply(local, tp_group, tuple(sizes))  # type: ignore[no-untyped-call]
+        logits._local, logits._tp_group, logits._sizes, logits._full = local, tp_group, tuple(sizes), None
+        logits._node = logits.grad_fn
+        return logits
+
+    @property
+    def local(self) -> torch.Tensor:
+        """This rank's entries. Collective: no."""
+        return self._local
+
+    @property
+    def tp_group(self) -> TensorParallelGroup:
+        """The tensor-parallel group."""
+        return self._tp_group
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Number of entries of each rank."""
+        return self._sizes
+
+    @property
+    def vocab_start(self) -> int:
+        """Index of this rank's first entry."""
+        return sum(self._sizes[: self._tp_group.rank])
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether the local entries have the logits' graph; not so for outputs of an autograd function."""
+        return self.grad_fn is self._node
+
+    def full_tensor(self) -> torch.Tensor:
+        """Return the full logits as a plain tensor, equal on all ranks. Collective: the first call."""
+        is_detached = self._full is not None and self._full.requires_grad < self.requires_grad
+        if self._full is None or (is_detached and torch.is_grad_enabled()):
+            if self.is_connected:
+                self._full = gather_from_tp_region(self._local, self._tp_group, self._sizes)
+            else:
+                self._full = _GatherLogits.apply(self)  # type: ignore[no-untyped-call]
+        return self._full  # type: ignore[return-value]
+
+    def with_local(self, local: torch.Tensor) -> VocabParallelLogits:
+        """Return logits with other local values of the same entries."""
+        return VocabParallelLogits.of(local, self._tp_group, self._sizes)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        """Return a description without values, so that a single rank may print it. Collective: no."""
+        return f"SplitLogits(shape={tuple(self.shape)}, dtype={self.dtype}, entries per rank={list(self._sizes)})"
+
+    def __format__(self, specification: str) -> str:
+        """Return `repr(self)`."""
+        return repr(self)
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Run supported functions on shards, and all others on the gathered logits."""
+        kwargs = dict(kwargs or {})
+        if reads_metadata(func):
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        if is_unsupported(func, kwargs):
+            raise RuntimeError(_unsupported_message(func.__name__))
+        handler = HANDLERS.get(func)
+        if handler is not None:
+            logits, *others = args or (kwargs.pop("input"),)
+            is_sharded = isinstance(logits, VocabParallelLogits) and logits.is_connected
+            result = handler(logits, *others, **kwargs) if is_sharded else NotImplemented
+            if result is not NotImplemented:
+                return result
+            args = (logits, *others)
+        args, kwargs = tree_map_only(VocabParallelLogits, VocabParallelLogits.full_tensor, (tuple(args), kwargs))
+        return func(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Gather for operations that bypassed `__torch_function__`."""
+        if func._schema.is_mutable:  # type: ignore[attr-defined]
+            raise RuntimeError(_unsupported_message(str(func)))
+        args, kwargs = tree_map_only(VocabParallelLogits, _full_values, (tuple(args), dict(kwargs or {})))
+        return func(*args, **kwargs)
+
+
+def _full_values(logits: VocabParallelLogits) -> torch.Tensor:
+    with torch.no_grad():
+        return logits.full_tensor().detach()
+
+
+def _unsupported_message(name: str) -> str:
+    return (
+        f"{name} on logits that are sharded over the vocabulary would affect this rank's shard only: call it on"
+        " `logits.full_tensor()`, or give parallel_output=False to the plugin"
+    )
+
+
+class _WrapLogits(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, local: torch.Tensor, tp_group: TensorParallelGroup, sizes: Sequence[int]) -> torch.Tensor:
+        ctx.ranks, ctx.sizes = tp_group, sizes
+        shape = (*local.shape[:-1], sum(sizes))
+        return torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined, no-any-return]
+            VocabParallelLogits, shape, dtype=local.dtype, device=local.device
+        )
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        start = sum(ctx.sizes[: ctx.ranks.rank])
+        return grad.narrow(-1, start, ctx.sizes[ctx.ranks.rank]), None, None
+
+
+class _GatherLogits(torch.autograd.Function):
+    """Gather logits whose local entries have no graph."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: VocabParallelLogits) -> torch.Tensor:
+        return gather_from_tp_region(logits.local.detach(), logits.tp_group, logits.sizes).clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad

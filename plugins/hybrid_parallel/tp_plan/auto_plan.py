@@ -1,0 +1,312 @@
+"""Plans derived from the module graph: linear layers verified to compute the same when sharded. See Note [Equivalence check]."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import functools
+import inspect
+import textwrap
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from booster.errors import ConfigError
+from booster.plugins.hybrid_parallel.tensor_parallel.linear import is_linear
+from booster.plugins.hybrid_parallel.tensor_parallel.shard_spec import Block
+
+from .attention_heads import Attention
+from .equivalence_check import (
+    UNSHARDED_SIZES_HINT,
+    EquivalenceCheck,
+    SplitCandidate,
+    module_signature,
+    run_equivalence_check,
+)
+from .plan import AttributeChange, PartialPlan, Style, feature_sizes, find_stacks, generalize
+
+_NUM_QUERY = ("num_attention_heads", "num_heads", "n_heads", "n_head", "num_q_heads", "heads", "nhead", "h")
+_NUM_KEY_VALUE = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_head_kv")
+_PER_GROUP = ("num_key_value_groups", "num_kv_groups", "n_rep")
+_NUM_FEATURES = (
+    "all_head_size",
+    "inner_dim",
+    "split_size",
+    "embed_dim",
+    "hidden_size",
+    "d_model",
+    "n_embd",
+    "dim",
+    "width",
+)
+_SHAPING = frozenset(("view", "reshape", "split", "unflatten", "expand", "chunk", "new_zeros", "zeros"))
+
+
+def head_attributes(
+    model: nn.Module, attentions: Mapping[str, Attention], blocks: Mapping[str, tuple[Block, ...]]
+) -> Iterator[AttributeChange]:
+    """Yield the attributes of attentions that have to be set to a rank's local sizes.
+
+    All numbers of heads are changed. Numbers of features are changed only if the attention's code reshapes or splits
+    tensors with them, as they may also be the size of its unsharded input.
+
+    Args:
+        model: The user's model.
+        attentions: Attentions sharded by heads, by name.
+        blocks: Blocks of every sharded module, by name.
+    """
+    for name, attention in attentions.items():
+        module = model.get_submodule(name)
+        query, key_value = _head_blocks(attention, _attention_blocks(attention, blocks))
+        yield from _changes(module, name, _NUM_QUERY, query, attention.num_query)
+        yield from _changes(module, name, _NUM_KEY_VALUE, key_value, attention.num_key_value)
+        per_group = attention.num_query // attention.num_key_value
+        for attribute in _present(module, _PER_GROUP, per_group):
+            yield AttributeChange(module=name, attribute=attribute, block=query, divisor=key_value)
+        shaping = _shape_attributes(*_sources(type(module)))
+        for attribute in _present(module, _NUM_FEATURES, query.size):
+            if attribute in shaping:
+                yield AttributeChange(module=name, attribute=attribute, block=query, counts="features")
+
+
+def _attention_blocks(attention: Attention, blocks: Mapping[str, tuple[Block, ...]]) -> list[Block]:
+    prefix = f"{attention.name}." if attention.name else ""
+    return [block for name, found in blocks.items() if name.startswith(prefix) for block in found]
+
+
+def _head_blocks(attention: Attention, blocks: Iterable[Block]) -> tuple[Block, Block]:
+    """Return the blocks of query and of key-value heads; the head size is 1 if unknown."""
+    num_query, num_key_value = attention.num_query, attention.num_key_value
+    # The smallest, because query projections may also contain a gate per head.
+    size = min((one.unit_size for one in blocks if one.num_units == num_query), default=1)
+    return attention.query_block(size * num_query), attention.key_value_block(size * num_key_value)
+
+
+def _changes(
+    module: nn.Module, name: str, attributes: tuple[str, ...], block: Block, number: int
+) -> Iterator[AttributeChange]:
+    for attribute in _present(module, attributes, number):
+        yield AttributeChange(module=name, attribute=attribute, block=block)
+
+
+def _present(module: nn.Module, attributes: tuple[str, ...], number: int) -> list[str]:
+    values = vars(module)
+    return [name for name in attributes if type(values.get(name)) is int and values[name] == number]
+
+
+def _sources(cls: type[nn.Module]) -> list[str]:
+    found = []
+    for base in cls.__mro__[: cls.__mro__.index(nn.Module)]:
+        with contextlib.suppress(OSError, TypeError):
+            found.append(textwrap.dedent(inspect.getsource(base)))
+    return found
+
+
+@functools.lru_cache(maxsize=256)
+def _shape_attributes(*sources: str) -> frozenset[str]:
+    """Return the attributes of `self` in arguments of view, reshape, split and similar calls of these classes."""
+    found: set[str] = set()
+    for source in sources:
+        for call in ast.walk(ast.parse(source)):
+            if isinstance(call, ast.Call) and _function_name(call) in _SHAPING:
+                found.update(_self_attributes(call))
+    return frozenset(found)
+
+
+def _function_name(call: ast.Call) -> str:
+    return call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
+
+
+def _self_attributes(call: ast.Call) -> Iterator[str]:
+    for argument in (*call.args, *(keyword.value for keyword in call.keywords)):
+        for node in ast.walk(argument):
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self":
+                yield node.attr
+
+
+_MAX_COLUMNS = 4  # layers that read one input: query, key, value, and a gate
+_TIED_REASON = "its weight is tied to another module's ('vocab' and 'vocab_head' in a plan shard embedding and head)"
+_NUM_HEADS = ("num_attention_heads", "num_heads", "n_heads", "n_head", "num_q_heads", "heads", "nhead", "h")
+
+
+def derive_plan(model: nn.Module, tp_size: int = 2) -> PartialPlan:
+    """Find column-row pairs of linear layers, and attentions by their heads.
+
+    Every module that holds linear layers is run alone on random input, to verify that shards compute the same.
+
+    Args:
+        model: Any model, possibly on the meta device. It is not changed.
+        tp_size: Number of ranks to verify, among others.
+
+    Raises:
+        ConfigError: No layer can be sharded; the message contains the reasons.
+    """
+    search = _PlanSearch(model, tp_size)
+    for name, module in model.named_modules():
+        search.visit(name, module)
+    if not search.styles:
+        reasons = "; ".join(search.notes) or "it has no consecutive linear layers"
+        raise ConfigError(
+            f"no tensor-parallel plan is known for {type(model).__name__}, and none can be derived ({reasons}): give"
+            " plan={'pattern of module names': style, ...}, or use tp_size=1"
+        )
+    order = {name: index for index, (name, _) in enumerate(model.named_modules())}
+    return PartialPlan(
+        styles=dict(sorted(search.styles.items(), key=lambda item: order[item[0]])),
+        source="derived from the model: every sharded layer was run in shards and computes the same",
+        is_derived=True,
+        attributes=tuple(search.attributes),
+        siblings=tuple(search.siblings),
+        notes=tuple(search.notes),
+    )
+
+
+class _PlanSearch:
+    def __init__(self, model: nn.Module, tp_size: int) -> None:
+        self._tp_size = tp_size
+        self._layers = [layer for stack in find_stacks(model) for layer in stack]
+        self._tied = _tied_layers(model)
+        self._known: dict[tuple[object, ...], tuple[list[SplitCandidate], list[str]]] = {}
+        self.styles: dict[str, Style] = {}
+        self.attributes: list[AttributeChange] = []
+        self.siblings: list[tuple[str, ...]] = []
+        self.notes: list[str] = []
+
+    def visit(self, name: str, module: nn.Module) -> None:
+        """Find the shardable layers among a module's direct linear children."""
+        held = [key for key, child in module.named_children() if is_linear(child)]
+        prefix = f"{name}." if name else ""
+        free = [key for key in held if f"{prefix}{key}" not in self._tied]
+        self._note(name, [key for key in held if key not in free], _TIED_REASON)
+        if any(layer.startswith(prefix) for layer in self._layers):
+            self._note(name, free, "it is next to full layers of a stack, which are not run to verify it")
+            return
+        if len(free) < 2:
+            self._note(name, free, "no other linear layer next to it reads its output")
+            return
+        kind = module_signature(module, tuple(free))
+        if kind not in self._known:
+            self._known[kind] = _find_splits(module, free, self._tp_size)
+        splits, reasons = self._known[kind]
+        for split in splits:
+            self._add(prefix, split)
+        found = {key for split in splits for key in (*split.columns, split.row)}
+        reason = "; ".join(reasons) or "no other linear layer reads its output in shards"
+        self._note(name, [key for key in free if key not in found], reason)
+
+    def _add(self, prefix: str, split: SplitCandidate) -> None:
+        for key, blocks in split.columns.items():
+            word = "packed_colwise" if len(blocks) > 1 else "colwise"
+            self.styles[f"{prefix}{key}"] = Style(word, blocks)
+        self.styles[f"{prefix}{split.row}"] = Style("rowwise", split.row_blocks)
+        self.siblings.append(tuple(f"{prefix}{key}" for key in split.columns))
+        owner = prefix.removesuffix(".")
+        self.attributes.extend(replace(change, module=owner) for change in split.attributes)
+
+    def _note(self, name: str, keys: list[str], reason: str) -> None:
+        for key in keys:
+            note = f"{generalize(f'{name}.{key}' if name else key)} is not sharded: {reason}"
+            if note not in self.notes:
+                self.notes.append(note)
+
+
+def _find_splits(module: nn.Module, held: list[str], tp_size: int) -> tuple[list[SplitCandidate], list[str]]:
+    """Return the verified splits of a module's direct linear layers, and the reasons if there are none."""
+    check = run_equivalence_check(module, tp_size)
+    if isinstance(check, str):
+        return [], [check]
+    order = [key for key in check.calls if key in held]
+    found: list[SplitCandidate] = []
+    start = 0
+    for index in range(1, len(order)):
+        for first in range(max(start, index - _MAX_COLUMNS), index):
+            split = _find_equivalent(module, check, order[first:index], order[index])
+            if split is not None:
+                found.append(split)
+                start = index + 1
+                break
+    if found or len(order) > 1:
+        reason = f"it raises when it is run in shards; {UNSHARDED_SIZES_HINT}"
+        if not check.had_size_error:
+            reason = "their results differ when they are sharded"
+        return found, [] if found else [reason]
+    return found, ["the module uses their weights without calling them, or calls them more than once"]
+
+
+def _find_equivalent(module: nn.Module, check: EquivalenceCheck, columns: list[str], row: str) -> SplitCandidate | None:
+    if not _have_same_input(check, columns):
+        return None
+    return next((split for split in _candidates(module, check, columns, row) if check.is_equivalent(split)), None)
+
+
+def _have_same_input(check: EquivalenceCheck, columns: list[str]) -> bool:
+    first, *others = (check.calls[key][0] for key in columns)
+    return all(other.shape == first.shape and torch.equal(other, first) for other in others)
+
+
+def _candidates(module: nn.Module, check: EquivalenceCheck, columns: list[str], row: str) -> Iterator[SplitCandidate]:
+    """Yield candidate splits of layers: by single features, by heads, with several blocks in one layer."""
+    inputs = feature_sizes(module.get_submodule(row))[0]
+    outputs = {key: feature_sizes(module.get_submodule(key))[1] for key in columns}
+    if all(size % inputs == 0 for size in outputs.values()):
+        single = {key: (Block(num_units=inputs),) * (size // inputs) for key, size in outputs.items()}
+        yield SplitCandidate(columns=single, row=row, row_blocks=(Block(num_units=inputs),))
+    for num_query, num_key_value in _head_counts(module, check, inputs, outputs):
+        yield from _candidates_by_heads(module, row, inputs, outputs, num_query, num_key_value)
+
+
+def _head_counts(
+    module: nn.Module, check: EquivalenceCheck, inputs: int, outputs: dict[str, int]
+) -> list[tuple[int, int]]:
+    """Return the numbers of query and key-value heads that an attention may have, the likely ones first."""
+    own = [value for name in _NUM_HEADS if type(value := vars(module).get(name)) is int and value > 1]
+    seen = sorted(set(check.num_heads), reverse=True)
+    queries = dict.fromkeys([*own, *seen])
+    numbers = [number for number in vars(module).values() if type(number) is int and number > 0]
+    pairs: list[tuple[int, int]] = []
+    for query in queries:
+        by_size = [size * query // inputs for size in outputs.values() if size * query >= inputs]
+        keys = (query, *seen, *by_size, *numbers)
+        pairs.extend((query, key) for key in keys if key <= query and query % key == 0)
+    return list(dict.fromkeys(pairs))
+
+
+def _candidates_by_heads(
+    module: nn.Module, row: str, inputs: int, outputs: dict[str, int], num_query: int, num_key_value: int
+) -> Iterator[SplitCandidate]:
+    if inputs % num_query or num_query < 2:
+        return
+    attention = Attention(name="", num_query=num_query, num_key_value=num_key_value)
+    head_size = inputs // num_query
+    query = attention.query_block(inputs)
+    key_value = attention.key_value_block(head_size * num_key_value)
+    blocks_by_size = {inputs: (query,), inputs + 2 * key_value.size: (query, key_value, key_value)}
+    blocks_by_size.setdefault(key_value.size, (key_value,))
+    blocks_by_size.setdefault(2 * key_value.size, (key_value, key_value))
+    if all(size in blocks_by_size for size in outputs.values()):
+        columns = {key: blocks_by_size[size] for key, size in outputs.items()}
+        yield _add_attributes(module, attention, SplitCandidate(columns=columns, row=row, row_blocks=(query,)))
+    if len(outputs) == 1:  # fused projection with the query, key and value features of each group consecutive
+        key, size = next(iter(outputs.items()))
+        groups = Block(num_units=num_key_value, unit_size=size // num_key_value)
+        if groups.size == size:
+            yield _add_attributes(
+                module, attention, SplitCandidate(columns={key: (groups,)}, row=row, row_blocks=(query,))
+            )
+
+
+def _add_attributes(module: nn.Module, attention: Attention, split: SplitCandidate) -> SplitCandidate:
+    blocks = {**split.columns, split.row: split.row_blocks}
+    return replace(split, attributes=tuple(head_attributes(module, {"": attention}, blocks)))
+
+
+def _tied_layers(model: nn.Module) -> set[str]:
+    """Return the modules whose weight is tied to another module's, and those registered under several names."""
+    holders: dict[int, list[str]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        weight = getattr(module, "weight", None)
+        if isinstance(weight, nn.Parameter):
+            holders.setdefault(id(weight), []).append(name)
+    return {name for names in holders.values() if len(names) > 1 for name in names}

@@ -1,0 +1,690 @@
+"""Verify that a module computes the same with sharded linear layers, by running it."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import inspect
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from booster.errors import ConfigError
+from booster.plugins.hybrid_parallel.tensor_parallel.linear import is_linear
+from booster.plugins.hybrid_parallel.tensor_parallel.shard_spec import Block, local_sizes, sharded_spec
+
+from .plan import (
+    COLUMN_STYLES,
+    ROW_STYLES,
+    AttributeChange,
+    PlannedEntry,
+    TensorParallelPlan,
+    feature_sizes,
+    find_stacks,
+    generalize,
+    split_dim,
+)
+from .validate import CLOSING_STYLES, OPEN_STYLES, nearby_entries
+
+UNSHARDED_SIZES_HINT = (
+    "where its code computes sizes from the full width, such as C // self.n_head, or uses the full width in a view or"
+    " a split, use -1 or a head_dim attribute instead, as in view(B, T, -1, self.head_dim), and chunk instead of split"
+)
+"""Advice for a forward that reshapes tensors with unsharded sizes."""
+
+_BATCH, _LENGTH = 3, 6  # of the sample inputs
+_TOLERANCE = 1e-9  # relative to the largest element, in double precision
+_MAX_RANKS_TRIED = 32  # largest number of units for which a split is tried with one unit per rank
+
+# Note [Equivalence check]
+# A split is verified by running it. A copy of the module with random weights, in double precision, runs on random
+# input, and the inputs and outputs of its linear layers are recorded. Then, for each rank, another copy runs with the
+# rank's shards of the weights and numbers of heads, in which the row-parallel layer returns the recorded output, as the
+# all-reduce would. If its input is the rank's shard of the recorded input and the module's output is equal, then no
+# computation between the layers mixes features of different ranks, and nothing else reads these features. This holds
+# for any code: views, attention, activations, gates. It is done for two, three, five and the requested number of ranks,
+# and for one rank per head, because a wrong split may keep heads on one rank by chance at some numbers of ranks.
+# A user's plan is verified in the same way (users_proof.py), for its number of ranks.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SplitCandidate:
+    """Candidate of column- and row-parallel layers in a module.
+
+    Attributes:
+        columns: Blocks of the outputs of the column-parallel layers, by name.
+        row: Name of the row-parallel layer that reads their outputs.
+        row_blocks: Blocks of its inputs.
+        attributes: Size attributes of the module to change.
+    """
+
+    columns: Mapping[str, tuple[Block, ...]]
+    row: str
+    row_blocks: tuple[Block, ...]
+    attributes: tuple[AttributeChange, ...] = ()
+
+
+class EquivalenceCheck:
+    """Reference run of a module, with recorded inputs and outputs of its linear layers. See Note [Equivalence check].
+
+    Attributes:
+        module: Copy of the module in double precision with random weights.
+        inputs: Its input.
+        call: Its other arguments, by name.
+        output: Its output tensors.
+        calls: Input and output of each linear layer that was called exactly once, in call order.
+        num_heads: Numbers of heads in calls of attention functions.
+        has_raised_for_sizes: Whether a split failed because the module's code reshapes with unsharded sizes.
+    """
+
+    def __init__(self, module: nn.Module, inputs: torch.Tensor, arguments: Mapping[str, object], tp_size: int) -> None:
+        self.module = module
+        self._tp_size = tp_size
+        self.inputs = inputs
+        self.arguments = arguments
+        self.calls: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+        repeated: set[str] = set()
+        handles = [
+            one.register_forward_hook(self._recorder(name, repeated))
+            for name, one in module.named_modules()
+            if is_linear(one)
+        ]
+        try:
+            with _AttentionSizes() as sizes:
+                self.output = run(module, inputs, arguments)
+        finally:
+            for handle in handles:
+                handle.remove()
+        self.num_heads = sizes.num_heads
+        self.had_size_error = False
+        for name in repeated:
+            self.calls.pop(name, None)
+
+    def is_equivalent(self, split: SplitCandidate) -> bool:
+        """Whether the module computes the same with these layers sharded."""
+        num_units = split.row_blocks[0].num_units
+        counts = {2, 3, 5, self._tp_size, num_units if num_units <= _MAX_RANKS_TRIED else 2}
+        possible = [count for count in sorted(counts) if count > 1 and _is_possible(split, count)]
+        cases = [(count, rank) for count in possible for rank in (0, count - 1)]
+        return bool(cases) and all(self._is_rank_equivalent(split, count, rank) for count, rank in cases)
+
+    def _is_rank_equivalent(self, split: SplitCandidate, num_ranks: int, rank: int) -> bool:
+        module = copy.deepcopy(self.module)
+        for name, blocks in split.columns.items():
+            shard_layer(module.get_submodule(name), "colwise", blocks, num_ranks, rank)
+        for change in split.attributes:
+            value = change.local_value(num_ranks, rank)
+            setattr(module.get_submodule(change.module), change.attribute, value)
+        full, output = self.calls[split.row]
+        shard_spec = sharded_spec(full.shape, full.ndim - 1, split.row_blocks, num_ranks, rank)
+        seen: list[torch.Tensor] = []
+        row = module.get_submodule(split.row)
+        row.forward = lambda given: (seen.append(given), output)[1]  # type: ignore[func-returns-value]
+        try:
+            result = run(module, self.inputs, self.arguments)
+        except Exception as error:  # the module's code may use sizes that a shard does not have
+            message = str(error)
+            self.had_size_error |= "is invalid for input of size" in message or "values to unpack" in message
+            return False
+        return len(seen) == 1 and all_close(seen[0], shard_spec.shard(full)) and all_close(result, self.output)
+
+    def _recorder(self, name: str, repeated: set[str]) -> object:
+        def record(_: nn.Module, given: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
+            if name in self.calls or len(given) != 1:
+                repeated.add(name)
+            else:
+                self.calls[name] = (given[0].clone(), output.clone())
+
+        return record
+
+
+def run_equivalence_check(module: nn.Module, tp_size: int = 2) -> EquivalenceCheck | str:
+    """Run a copy of a module on random input.
+
+    Args:
+        module: Any module, possibly on the meta device. Neither it nor the caller's RNG state is changed.
+        tp_size: Number of ranks for which splits are verified, among others.
+
+    Returns:
+        The recorded run, or the reason why the module could not be run.
+    """
+    given = sample_inputs(module)
+    if isinstance(given, str):
+        return given
+    call, tried = given
+    try:
+        copied = copy_as_float64(module)
+    except RuntimeError as error:  # torch refuses to copy non-leaf tensors in attributes, as weight_norm has
+        return f"it cannot be copied ({str(error).splitlines()[0]})"
+    reason = ""
+    for inputs in tried:
+        try:
+            return EquivalenceCheck(copied, inputs, call, tp_size)
+        except Exception as error:  # a user's forward may raise anything
+            reason = reason or f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+    return f"it cannot be run alone on a tensor of (batch, length, features) ({reason})"
+
+
+def sample_inputs(module: nn.Module) -> tuple[dict[str, object], Iterator[torch.Tensor]] | str:
+    """Return a module's other arguments by name, and inputs to try; or the reason why it cannot be run."""
+    call = _arguments(module)
+    return call if isinstance(call, str) else (call, _inputs(module))
+
+
+def _inputs(module: nn.Module) -> Iterator[torch.Tensor]:
+    sizes = {feature_sizes(one)[0]: None for one in module.modules() if is_linear(one)}
+    generator = torch.Generator().manual_seed(1)
+    for size in sizes:
+        lengths = dict.fromkeys((_LENGTH, *sizes))  # layers that mix tokens require a fixed number of them
+        for shape in (*((_BATCH, length, size) for length in lengths), (_BATCH, size)):
+            yield torch.randn(shape, dtype=torch.float64, device="cpu", generator=generator)
+
+
+class _AttentionSizes(torch.overrides.TorchFunctionMode):
+    """Records the numbers of heads in calls of scaled_dot_product_attention and 4-d softmax."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_heads: list[int] = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN204
+        name = getattr(func, "__name__", "")
+        if name in ("scaled_dot_product_attention", "softmax") and args and isinstance(args[0], torch.Tensor):
+            sizes = args[1].shape if name.startswith("scaled") and len(args) > 1 else args[0].shape
+            self.num_heads.extend(size[1] for size in (args[0].shape, sizes) if len(size) == 4)
+        return func(*args, **(kwargs or {}))
+
+
+def _arguments(module: nn.Module) -> dict[str, object] | str:
+    """Return the arguments of a module's forward after the first, or the reason why they are unknown."""
+    try:
+        parameters = list(inspect.signature(module.forward).parameters.values())
+    except (TypeError, ValueError):
+        return "its forward has no signature"
+    call: dict[str, object] = {}
+    for parameter in parameters[1:]:
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD) or parameter.default != parameter.empty:
+            continue
+        if "mask" not in parameter.name:
+            return f"its forward has the further argument {parameter.name!r}, whose value is unknown"
+        call[parameter.name] = None
+    return call if parameters else "its forward takes no input"
+
+
+def copy_as_float64(module: nn.Module) -> nn.Module:
+    """Return a copy in eval mode, in double precision and with random weights."""
+    memo = {id(one): one.new_empty(one.shape, dtype=_as_float64(one.dtype), device="cpu") for one in _tensors(module)}
+    generator = torch.Generator().manual_seed(0)
+    for original in _tensors(module):
+        filled = memo[id(original)]
+        if isinstance(original, nn.Parameter):
+            memo[id(original)] = nn.Parameter(_random(filled, generator), requires_grad=False)
+        elif original.is_meta:
+            filled.fill_(1)  # probably a mask
+        else:
+            filled.copy_(original)
+    return copy.deepcopy(module, dict(memo)).eval()
+
+
+def _tensors(module: nn.Module) -> list[torch.Tensor]:
+    return [*module.parameters(), *module.buffers()]
+
+
+def _as_float64(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype.is_floating_point else dtype
+
+
+def _random(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    scale = max(1, tensor.shape[-1]) ** -0.5 if tensor.ndim > 1 else 1.0
+    return tensor.normal_(generator=generator) * scale if tensor.is_floating_point() else tensor.fill_(1)
+
+
+def run(module: nn.Module, inputs: torch.Tensor, call: Mapping[str, object], *, seed: int = 2) -> list[torch.Tensor]:
+    """Return a module's output tensors, without gradients and with random numbers that depend on the seed only."""
+    # Only if needed: a device context is a mode, and torch's encoder layers use a fused path without calling their
+    # linear layers unless a mode is active.
+    device = torch.device("cpu") if torch.get_default_device().type != "cpu" else contextlib.nullcontext()
+    with torch.no_grad(), torch.random.fork_rng(devices=[]), device:
+        torch.manual_seed(seed)
+        output = module(inputs.clone(), **call)
+    outputs = output if isinstance(output, (tuple, list)) else [output]
+    if not all(one is None or isinstance(one, torch.Tensor) for one in outputs):
+        raise TypeError("its output is not a tensor")
+    return [one for one in outputs if isinstance(one, torch.Tensor)]
+
+
+def _is_possible(split: SplitCandidate, num_ranks: int) -> bool:
+    try:
+        for blocks in (*split.columns.values(), split.row_blocks):
+            local_sizes(blocks, num_ranks)
+    except ConfigError:  # such as more ranks than heads
+        return False
+    return True
+
+
+def shard_layer(layer: nn.Module, style: str, blocks: tuple[Block, ...], num_ranks: int, rank: int) -> None:
+    dim = split_dim(layer, style)
+    for name, parameter in layer.named_parameters(recurse=False):
+        along = dim if name == "weight" else 0
+        shard_spec = sharded_spec(parameter.shape, along, blocks, num_ranks, rank)
+        setattr(layer, name, nn.Parameter(shard_spec.shard(parameter), requires_grad=False))
+    size = layer.get_parameter("weight").shape[dim]
+    setattr(layer, "nf" if hasattr(layer, "nf") else "out_features", size)
+
+
+def all_close(
+    actual: torch.Tensor | Sequence[torch.Tensor],
+    expected: torch.Tensor | Sequence[torch.Tensor],
+    tolerance: float = _TOLERANCE,
+) -> bool:
+    """Whether tensors are equal up to rounding, that of double precision by default."""
+    if isinstance(actual, torch.Tensor) and isinstance(expected, torch.Tensor):
+        if actual.shape != expected.shape:
+            return False
+        limit = tolerance * max(1.0, float(expected.abs().max())) if expected.numel() else 0.0
+        return actual.numel() == 0 or float((actual - expected).abs().max()) <= limit
+    return len(actual) == len(expected) and all(
+        all_close(one, other, tolerance) for one, other in zip(actual, expected, strict=True)
+    )
+
+
+def module_signature(module: nn.Module, names: tuple[str, ...]) -> tuple[object, ...]:
+    """Return a key that is equal for modules that differ in the values of their weights only."""
+    shapes = tuple((name, tuple(one.shape)) for name, one in module.named_parameters())
+    kinds = tuple((name, type(one), _plain_attributes(one)) for name, one in module.named_modules())
+    return names, shapes, kinds
+
+
+def _plain_attributes(module: nn.Module) -> tuple[tuple[str, object], ...]:
+    plain = (int, float, bool, str)
+    return tuple((name, value) for name, value in vars(module).items() if type(value) in plain and "idx" not in name)
+
+
+_SHARDED_OUTPUT = OPEN_STYLES | {"embedding_colwise"}
+_UNSHARDED_BOUNDARY = frozenset(  # styles with the same inputs and outputs as without sharding
+    {
+        "colwise_gather_output",
+        "embedding_colwise_gather_output",
+        "replicated",
+        "replicated_with_grad_allreduce",
+        "rowwise_split_input",
+        "sequence",
+        "vocab",
+        "vocab_head",
+    }
+)
+# A module may compute in single precision internally, and matmuls of other sizes round differently. The error of a
+# wrong split is as large as the values themselves, as weights and inputs are random.
+_USER_PLAN_TOLERANCE = 1e-4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _ModulePlan:
+    """The plan of one module, with names relative to it."""
+
+    entries: tuple[PlannedEntry, ...]
+    attributes: tuple[AttributeChange, ...]
+
+
+@dataclass(slots=True)
+class _ReferenceRun:
+    """Reference run of a module: its output, and the input and output of each call of its row-parallel layers."""
+
+    inputs: torch.Tensor
+    arguments: dict[str, object]
+    output: list[torch.Tensor] = field(default_factory=list)
+    calls: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = field(default_factory=dict)
+
+
+def verify_user_plan(plan: TensorParallelPlan, model: nn.Module, tp_size: int) -> tuple[str, ...]:
+    """Run every module whose layers a user's plan shards, unsharded and in shards.
+
+    Args:
+        plan: The user's plan, checked and resolved.
+        model: The user's model, possibly on the meta device. It is not changed.
+        tp_size: Number of tensor-parallel ranks.
+
+    Returns:
+        Notes about modules that could not be run, for which the plan is used unverified.
+
+    Raises:
+        ConfigError: A module raises or computes different results in shards.
+    """
+    layers = [layer for stack in plan.stacks or find_stacks(model) for layer in stack]
+    notes: dict[str, None] = {}
+    known: set[tuple[object, ...]] = set()
+    for name in _modules_to_run(plan, model):
+        module_plan = _module_plan(name, plan)
+        prefix = f"{name}." if name else ""
+        module = model.get_submodule(name)
+        kind = module_signature(module, tuple(map(repr, (*module_plan.entries, *module_plan.attributes))))
+        if any(layer.startswith(prefix) for layer in layers):
+            reason: str | None = "it contains full layers of a stack, which are not run"
+        elif kind in known:
+            continue
+        else:
+            known.add(kind)
+            reason = _verify(name, module, module_plan, tp_size)
+        if reason is not None:
+            label = generalize(name) if name else type(model).__name__
+            notes[f"{label} is sharded by the plan without verification: {reason}"] = None
+    return tuple(notes)
+
+
+def _modules_to_run(plan: TensorParallelPlan, model: nn.Module) -> list[str]:
+    """Return the modules that contain column-parallel layers and their row-parallel layers, the inner ones first."""
+    stacks = plan.stacks or find_stacks(model)
+    layers = [entry for entry in plan.entries if not entry.is_parameter]
+    columns = [entry for entry in layers if entry.style in OPEN_STYLES]
+    rows = [entry for entry in layers if entry.style in CLOSING_STYLES]
+    found: dict[str, None] = {}
+    for entries, others in ((columns, rows), (rows, columns)):
+        for entry in entries:
+            found[_common_owner([entry, *nearby_entries(entry, others, stacks)])] = None
+    return sorted(found, key=lambda name: -len(name.split(".")) if name else 0)
+
+
+def _common_owner(entries: list[PlannedEntry]) -> str:
+    owners = [entry.name.split(".")[:-1] for entry in entries]
+    common = itertools.takewhile(lambda parts: len(set(parts)) == 1, zip(*owners, strict=False))
+    return ".".join(parts[0] for parts in common)
+
+
+def _module_plan(name: str, plan: TensorParallelPlan) -> _ModulePlan:
+    prefix = f"{name}." if name else ""
+
+    def local(entry: PlannedEntry) -> PlannedEntry:
+        return PlannedEntry(
+            name=entry.name.removeprefix(prefix),
+            style=entry.style,
+            blocks=entry.blocks,
+            dim=entry.dim,
+            is_parameter=entry.is_parameter,
+        )
+
+    changes = [
+        AttributeChange(
+            module=f"{change.module}.".removeprefix(prefix).removesuffix("."),
+            attribute=change.attribute,
+            block=change.block,
+            counts=change.counts,
+            divisor=change.divisor,
+        )
+        for change in plan.attributes
+        if f"{change.module}.".startswith(prefix)
+    ]
+    entries = tuple(local(entry) for entry in plan.entries if entry.name.startswith(prefix))
+    return _ModulePlan(entries=entries, attributes=tuple(changes))
+
+
+def _verify(name: str, module: nn.Module, module_plan: _ModulePlan, tp_size: int) -> str | None:
+    """Raise if a module computes different results in shards; return a reason if it cannot be verified."""
+    for entry in module_plan.entries:
+        if entry.is_parameter or entry.style not in _SHARDED_OUTPUT | CLOSING_STYLES | _UNSHARDED_BOUNDARY:
+            return f"{entry.style!r} of {generalize(entry.name)} needs communication with other ranks"
+    try:
+        reference_module = copy_as_float64(module)
+    except RuntimeError as error:  # torch refuses to copy non-leaf tensors in attributes, as weight_norm has
+        return f"it cannot be copied ({_first_line(error)})"
+    reference = _run_reference(reference_module, module_plan)
+    if isinstance(reference, str):
+        return reference
+    for rank in sorted({0, tp_size // 2, tp_size - 1}):
+        mismatch = _find_mismatch(reference_module, module_plan, reference, tp_size, rank)
+        if mismatch is not None:
+            _raise_mismatch(name, module, module_plan, mismatch, tp_size)
+    return None
+
+
+def _run_reference(reference_module: nn.Module, module_plan: _ModulePlan) -> _ReferenceRun | str:
+    given = sample_inputs(reference_module)
+    if isinstance(given, str):
+        return given
+    arguments, inputs = given
+    reason = ""
+    for one in inputs:
+        recorded = _ReferenceRun(one, arguments)
+        try:
+            recorded.output = run(_add_recorders(reference_module, module_plan, recorded), one, arguments)
+            again = run(_shared_copy(reference_module), one, arguments, seed=3)
+        except Exception as error:  # a user's forward may raise anything
+            reason = reason or f"{type(error).__name__}: {_first_line(error)}"
+            continue
+        if not all_close(recorded.output, again, _USER_PLAN_TOLERANCE):
+            return "its output is random or not finite"
+        return recorded
+    return f"it cannot be run alone on a tensor of (batch, length, features) ({reason})"
+
+
+def _add_recorders(reference_module: nn.Module, module_plan: _ModulePlan, recorded: _ReferenceRun) -> nn.Module:
+    module = _shared_copy(reference_module)
+    for entry in module_plan.entries:
+        if entry.style in CLOSING_STYLES:
+            calls = recorded.calls.setdefault(entry.name, [])
+            module.get_submodule(entry.name).register_forward_hook(
+                lambda _, given, output, calls=calls: calls.append((given[0].clone(), output.clone()))
+            )
+    return module
+
+
+def _shared_copy(module: nn.Module) -> nn.Module:
+    """Return a copy that shares the parameters, to save memory."""
+    return copy.deepcopy(module, {id(one): one for one in module.parameters()})
+
+
+def _find_mismatch(
+    reference_module: nn.Module, module_plan: _ModulePlan, reference: _ReferenceRun, num_ranks: int, rank: int
+) -> str | None:
+    module = _shared_copy(reference_module)
+    mismatches: list[str] = []
+    for entry in module_plan.entries:
+        layer = module.get_submodule(entry.name)
+        if entry.style in _SHARDED_OUTPUT:
+            shard_layer(layer, entry.style, entry.blocks, num_ranks, rank)
+        elif entry.style in CLOSING_STYLES and reference.calls[entry.name]:
+            layer.forward = _ReducedRow(entry, reference.calls[entry.name], mismatches, num_ranks, rank)  # type: ignore[assignment]
+    for change in module_plan.attributes:
+        value = change.local_value(num_ranks, rank)
+        setattr(module.get_submodule(change.module), change.attribute, value)
+    try:
+        output = run(module, reference.inputs, reference.arguments)
+    except Exception as error:  # a user's forward may raise anything
+        return mismatches[0] if mismatches else f"it raises {type(error).__name__}: {_first_line(error)}"
+    if mismatches:
+        return mismatches[0]
+    return (
+        None
+        if all_close(output, reference.output, _USER_PLAN_TOLERANCE)
+        else "its output differs from that of the unsharded module"
+    )
+
+
+class _ReducedRow:
+    """Replacement of a row-parallel layer's forward: checks its input, and returns the recorded output."""
+
+    def __init__(
+        self,
+        entry: PlannedEntry,
+        calls: list[tuple[torch.Tensor, torch.Tensor]],
+        mismatches: list[str],
+        num_ranks: int,
+        rank: int,
+    ) -> None:
+        self._entry = entry
+        self._calls: Iterator[tuple[torch.Tensor, torch.Tensor]] = iter(calls)
+        self._mismatches = mismatches
+        self._ranks = num_ranks, rank
+
+    def __call__(self, given: torch.Tensor) -> torch.Tensor:
+        reference, output = next(self._calls)
+        expected = _split_input(self._entry, reference, *self._ranks)
+        if not all_close(given, expected, _USER_PLAN_TOLERANCE):
+            self._mismatches.append(self._describe(given, reference, expected))
+        return output
+
+    def _describe(self, given: torch.Tensor, reference: torch.Tensor, expected: torch.Tensor) -> str:
+        row = f"{self._entry.name!r} ({self._entry.style})"
+        if given.shape[-1:] == reference.shape[-1:] and reference.shape[-1] != expected.shape[-1]:
+            return f"{row} gets all {reference.shape[-1]} features, which no colwise layer before it has sharded"
+        return f"{row} does not get its rank's features of its input in the unsharded module"
+
+
+def _split_input(entry: PlannedEntry, reference: torch.Tensor, num_ranks: int, rank: int) -> torch.Tensor:
+    return sharded_spec(reference.shape, reference.ndim - 1, entry.blocks, num_ranks, rank).shard(reference)
+
+
+def _raise_mismatch(name: str, module: nn.Module, module_plan: _ModulePlan, mismatch: str, tp_size: int) -> None:
+    where = f"{name!r} ({type(module).__name__})" if name else f"the model ({type(module).__name__})"
+    given = ", ".join(
+        f"{one.name!r}: {one.style!r}" for one in module_plan.entries if one.style in _SHARDED_OUTPUT | CLOSING_STYLES
+    )
+    hints = " ".join(f"({index}) {hint}" for index, hint in enumerate(_hints(module, module_plan, mismatch), 1))
+    raise ConfigError(
+        f"the plan shards {where}, as {{{given}}}, but over {tp_size} ranks its results differ from those of the"
+        f" unsharded module: {mismatch}. Possible fixes: {hints}"
+    )
+
+
+def _hints(module: nn.Module, module_plan: _ModulePlan, mismatch: str) -> Iterator[str]:
+    layers = {one.name: module.get_submodule(one.name) for one in module_plan.entries if one.style in OPEN_STYLES}
+    swapped = (
+        "if 'colwise' and 'rowwise' are swapped, exchange them: 'colwise' is for the layers that run first, 'rowwise'"
+        " for the one that reads their output."
+    )
+    if "which no colwise layer" in mismatch:
+        yield swapped
+    inputs = [
+        feature_sizes(module.get_submodule(one.name))[0] for one in module_plan.entries if one.style in CLOSING_STYLES
+    ]
+    plain = {one.name for one in module_plan.entries if one.style == "colwise"}
+    for key, layer in layers.items():
+        outputs = feature_sizes(layer)[1] if is_linear(layer) else 0
+        times = [outputs // size for size in inputs if outputs % size == 0 and outputs > size]
+        if key in plain and times:
+            yield (
+                f"if {key!r} returns several consecutive projections (query, key and value; gate and up), write"
+                f" 'packed_colwise:{times[0]}' for it."
+            )
+    yield f"{UNSHARDED_SIZES_HINT}."
+    if "which no colwise layer" not in mismatch and mismatch.startswith("it raises"):
+        yield swapped
+    yield "leave the module's layers out of the plan, so that they are not sharded."
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), "")
+
+
+def check_token_wise(plan: TensorParallelPlan, model: nn.Module) -> None:
+    """Verify that the layers of a plan's stacks compute tokens independently outside of their regions.
+
+    A sharded sequence requires this, and that the tokens are the second dimension of the regions' inputs. A layer is
+    run on all tokens, and the inputs and outputs of its regions are recorded. It is then run on the first tokens, with
+    its regions returning these tokens of their recorded outputs. The regions' inputs and the layer's output must be the
+    first tokens of the recorded ones.
+
+    Raises:
+        ConfigError: A layer could not be verified.
+    """
+    known: set[tuple[object, ...]] = set()
+    for name in (layer for stack in plan.stacks for layer in stack):
+        layer = model.get_submodule(name)
+        entries = [entry for entry in plan.entries if entry.name.startswith(f"{name}.")]
+        kind = module_signature(layer, tuple(entry.name.removeprefix(name) for entry in entries))
+        if kind in known:
+            continue
+        known.add(kind)
+        reason = _find_violation(layer, name, entries)
+        if reason:
+            raise ConfigError(
+                f"the layer {name!r} could not be verified to compute tokens independently outside of its sharded"
+                f" modules ({reason}), as a sequence sharded over the tensor-parallel ranks requires: use"
+                " sequence_parallelism_mode='all_to_all', which has a separate axis, or disable sequence parallelism"
+            )
+
+
+def _find_violation(layer: nn.Module, name: str, entries: Iterable[PlannedEntry]) -> str:
+    check = run_equivalence_check(layer)
+    if isinstance(check, str):
+        return check
+    prefix = f"{name}."
+    columns = [entry for entry in entries if entry.style in COLUMN_STYLES]
+    gathering = {entry.name.removeprefix(prefix) for entry in columns if entry.region == entry.name}
+    sharded = {entry.region.removeprefix(prefix) for entry in columns if entry.region not in ("", entry.name)}
+    rows = {entry.name.removeprefix(prefix) for entry in entries if entry.style in ROW_STYLES}
+    sharded |= {row for row in rows if not any(row.startswith(f"{region}.") for region in sharded)}
+    return _compare(check, gathering, sharded)
+
+
+def _compare(check: EquivalenceCheck, gathering: set[str], sharded: set[str]) -> str:
+    """Return how a run on the first tokens differs, or "" if it does not.
+
+    Args:
+        check: The layer's recorded run.
+        gathering: Modules that gather the tokens of their input and return all tokens.
+        sharded: Modules that return the rank's tokens.
+    """
+    if check.inputs.ndim < 3:
+        return "its input is not a tensor of (batch, length, features)"
+    num_tokens = max(1, check.inputs.shape[1] // 2)
+    recorded = _record(check, gathering | sharded)
+    if set(recorded) != gathering | sharded:
+        return "not all of them are called once with one tensor and return one tensor"
+    module = copy.deepcopy(check.module)
+    differing: list[str] = []
+    for name, (given, output) in recorded.items():
+        first_tokens = given[:, :num_tokens]
+        # A row-parallel layer next to its column-parallel layers gets all tokens, as these return them.
+        expected = (first_tokens, given) if gathering and name in sharded else (first_tokens,)
+        _replace(
+            module.get_submodule(name),
+            name,
+            expected,
+            output if name in gathering else output[:, :num_tokens],
+            differing,
+        )
+    try:
+        result = run(module, check.inputs[:, :num_tokens], check.arguments)
+    except Exception as error:  # a user's forward may raise anything
+        return _describe_mismatch(differing) or f"{type(error).__name__}: {error}"
+    if differing:
+        return _describe_mismatch(differing)
+    same = all_close(result, [one[:, :num_tokens] for one in check.output])
+    return "" if same else "its output for some tokens depends on others"
+
+
+def _describe_mismatch(names: list[str]) -> str:
+    return f"the input of {names[0]} is not (batch, length, features)" if names else ""
+
+
+def _record(check: EquivalenceCheck, names: set[str]) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    found: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+    refused: set[str] = set()
+    module = copy.deepcopy(check.module)
+    for name in names:
+
+        def record(_: nn.Module, given: tuple[object, ...], output: object, name: str = name) -> None:
+            first = given[0] if given else None
+            if name in found or not isinstance(first, torch.Tensor) or not isinstance(output, torch.Tensor):
+                refused.add(name)
+            else:
+                found[name] = (first.clone(), output.clone())
+
+        module.get_submodule(name).register_forward_hook(record)
+    run(module, check.inputs, check.arguments)
+    return {name: calls for name, calls in found.items() if name not in refused}
+
+
+def _replace(
+    module: nn.Module, name: str, expected: Iterable[torch.Tensor], output: torch.Tensor, differing: list[str]
+) -> None:
+    def forward(*arguments: object, **_: object) -> torch.Tensor:
+        first = arguments[0] if arguments else None
+        if not isinstance(first, torch.Tensor) or not any(all_close(first, one) for one in expected):
+            differing.append(name)
+        return output
+
+    module.forward = forward

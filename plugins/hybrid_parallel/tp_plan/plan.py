@@ -1,0 +1,372 @@
+"""Data classes of tensor-parallel plans. Plans are equal on all ranks."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Literal, TypeAlias, TypeVar
+
+from torch import nn
+
+from booster.errors import ConfigError
+from booster.plugins.hybrid_parallel.tensor_parallel.linear import is_transposed
+from booster.plugins.hybrid_parallel.tensor_parallel.shard_spec import Block, units_of_rank
+
+# A plan has an *entry* for every module (rarely, a bare parameter) that is not simply replicated. The styles of entries
+# are listed in `Style`, with the names of transformers. On a bare parameter (the weights of all experts in one tensor)
+# colwise, packed_colwise, rowwise and packed_rowwise only determine the sharded dimension: the module around it has its
+# own entry, which determines the communication.
+
+
+@dataclass(frozen=True, slots=True)
+class Style:
+    """Tensor-parallel style of a module, for users' plans; a string is short for a style with a name only.
+
+    Names:
+
+    - `"colwise"`: column-parallel linear layer; its output stays sharded, for a rowwise layer.
+    - `"colwise_gather_output"`: column-parallel linear layer with a gathered output.
+    - `"packed_colwise"`: colwise with several consecutive blocks (query, key and value; gate and up). As a string,
+      `"packed_colwise:3"` includes the number of blocks.
+    - `"rowwise"`: row-parallel linear layer with a sharded input; its output is all-reduced.
+    - `"rowwise_split_input"`: row-parallel linear layer that shards its replicated input.
+    - `"packed_rowwise"`: rowwise with several consecutive blocks of inputs.
+    - `"vocab"`: embedding sharded over rows; its output is all-reduced.
+    - `"vocab_head"`: linear layer that computes logits, sharded over rows, like an embedding tied to it.
+    - `"embedding_colwise"`: embedding sharded over features (T5's relative bias, by heads); its output stays sharded.
+    - `"embedding_colwise_gather_output"`: embedding sharded over features with a gathered output.
+    - `"replicated_with_grad_allreduce"`: replicated module on sharded features; its gradient is all-reduced.
+    - `"sequence"`: replicated; its gradient is all-reduced in modes that shard the sequence on the tp axis.
+    - `"replicated"`: replicated, overriding less specific patterns.
+    - `"moe_tp_experts"`, `"moe_identity_expert"`, `"mla_kv_a_proj"`, `"all_reduce"`, `"local_params"`: as in
+      transformers, for its experts and latent attention.
+
+    Attributes:
+        name: One of the names above.
+        blocks: Consecutive blocks of the sharded dimension; optional, defaults to one block of single features, or of
+            the heads in the model's configuration.
+        num_heads: Number of heads of the only block, instead of `blocks`; a head is not divided between ranks.
+        num_blocks: Number of equal blocks of a packed layer, instead of `blocks`; optional, defaults to query, key and
+            value by the layer's name, otherwise two.
+    """
+
+    name: str
+    blocks: tuple[Block, ...] = ()
+    num_heads: int | None = None
+    num_blocks: int | None = None
+
+
+UserPlan: TypeAlias = Mapping[str, str | Style]
+"""Styles by pattern of module names."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedEntry:
+    """Plan of one module.
+
+    Attributes:
+        name: Name of the module in the user's model, or of a bare parameter.
+        style: Name of the style; see `Style`.
+        blocks: Blocks of the sharded dimension, () if nothing is sharded.
+        dim: The sharded dimension of the weight or bare parameter.
+        region: Name of the module whose input starts the parallel region, where a sharded sequence is gathered. ""
+            outside of all stacks of layers, or with an input from there, which is never sharded.
+        siblings: Names of the column-parallel modules that read the same input, including this one.
+        is_parameter: Whether `name` is a bare parameter.
+        reason: Reason of a style that the plan's source did not give; printed by `explain`.
+    """
+
+    name: str
+    style: str
+    blocks: tuple[Block, ...] = ()
+    dim: int = 0
+    region: str = ""
+    siblings: tuple[str, ...] = ()
+    is_parameter: bool = False
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttributeChange:
+    """A size attribute with which a module's forward reshapes its tensors, and which changes with the sharding.
+
+    Attributes:
+        module: Name of the module.
+        attribute: Name of the attribute.
+        block: Block whose units or features it counts.
+        counts: "units" (heads) or "features".
+        divisor: Block by whose units the number is divided (query heads per key-value head), optional.
+    """
+
+    module: str
+    attribute: str
+    block: Block
+    counts: Literal["units", "features"] = "units"
+    divisor: Block | None = None
+
+    def local_value(self, num_ranks: int, rank: int) -> int:
+        """Return the attribute's value on a rank."""
+        value = _num_local_units(self.block, num_ranks, rank)
+        if self.counts == "features":
+            value *= self.block.unit_size
+        return value if self.divisor is None else value // _num_local_units(self.divisor, num_ranks, rank)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardedArgument:
+    """A forward argument with a value per head, which is narrowed to a rank's heads.
+
+    Attributes:
+        module: Name of the module.
+        argument: Name of the argument of its forward.
+        dim: Dimension of the heads, possibly flattened with preceding ones (batch * heads). Tensors whose size is not a
+            multiple of the number of heads, such as 1, are unchanged.
+        block: Block of the heads.
+    """
+
+    module: str
+    argument: str
+    dim: int
+    block: Block
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorParallelPlan:
+    """Plan of a model for tensor and sequence parallelism.
+
+    Attributes:
+        entries: Entries in the order of the model's modules.
+        attributes: Size attributes to change.
+        arguments: Forward arguments to shard.
+        stacks: Names of the layers of each stack, in execution order.
+        source: Description of the plan's source.
+        notes: Notes for the user, such as what is not sharded and why.
+        is_derived: Whether it was derived from the module graph, so that users should review it.
+    """
+
+    entries: tuple[PlannedEntry, ...] = ()
+    attributes: tuple[AttributeChange, ...] = ()
+    arguments: tuple[ShardedArgument, ...] = ()
+    stacks: tuple[tuple[str, ...], ...] = ()
+    source: str = ""
+    notes: tuple[str, ...] = ()
+    is_derived: bool = False
+
+    def entry_of(self, name: str) -> PlannedEntry | None:
+        """Return the entry of a module or bare parameter, or None."""
+        return next((entry for entry in self.entries if entry.name == name), None)
+
+
+def _num_local_units(block: Block, num_ranks: int, rank: int) -> int:
+    held = units_of_rank(block, num_ranks, rank)
+    return held.stop - held.start
+
+
+STYLES = frozenset(
+    {
+        "all_reduce",
+        "colwise",
+        "colwise_gather_output",
+        "embedding_colwise",
+        "embedding_colwise_gather_output",
+        "local_params",
+        "mla_kv_a_proj",
+        "moe_identity_expert",
+        "moe_tp_experts",
+        "packed_colwise",
+        "packed_rowwise",
+        "replicated",
+        "replicated_with_grad_allreduce",
+        "rowwise",
+        "rowwise_split_input",
+        "sequence",
+        "vocab",
+        "vocab_head",
+    }
+)
+"""All styles; see `Style`."""
+
+_STYLE_ALIASES = {
+    "colwise_rep": "colwise_gather_output",
+    "embedding_rowwise": "vocab",
+    "replicate": "replicated",
+    "rowwise_rep": "rowwise_split_input",
+    "sequence_parallel": "sequence",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartialPlan:
+    """A plan as its source gives it.
+
+    Attributes:
+        styles: Styles of modules and bare parameters by name, in the model's order.
+        source: Description of the source.
+        is_users: Whether a user wrote it.
+        is_derived: Whether it was derived from the module graph.
+        attributes: Size attributes to change that do not follow from the styles.
+        arguments: Arguments to shard that do not follow from the styles.
+        siblings: Groups of column-parallel modules that read the same input, if the source provides them.
+        notes: Notes for the user.
+    """
+
+    styles: Mapping[str, Style]
+    source: str
+    is_user_plan: bool = False
+    is_derived: bool = False
+    attributes: tuple[AttributeChange, ...] = ()
+    arguments: tuple[ShardedArgument, ...] = ()
+    siblings: tuple[tuple[str, ...], ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+def read_style(name: str, given: object) -> Style:
+    """Parse the style that a plan gives to a pattern.
+
+    Args:
+        name: The pattern, for messages.
+        given: Name of a style, with ":" and the number of equal blocks after a packed one; or a `Style`.
+
+    Raises:
+        ConfigError: The style is unknown or invalid.
+    """
+    style = Style(given) if isinstance(given, str) else given
+    if not isinstance(style, Style):
+        raise ConfigError(
+            f"the plan has {given!r} for {name!r}, which is not a style: write the name of one, such as 'colwise', or a"
+            " Style(name, blocks=...)"
+        )
+    word, colon, count = style.name.partition(":")
+    word = _STYLE_ALIASES.get(word, word)
+    if word not in STYLES:
+        raise ConfigError(
+            f"the plan has the unknown style {style.name!r} for {name!r}: choose one of {', '.join(sorted(STYLES))}"
+        )
+    if not colon:
+        return replace(style, name=word)
+    if not word.startswith("packed_") or not count.isdigit() or int(count) < 1:
+        raise ConfigError(
+            f"the plan has the style {given!r} for {name!r}: only packed_colwise and packed_rowwise take a number of"
+            " blocks, such as 'packed_colwise:3'"
+        )
+    return replace(style, name=word, num_blocks=int(count))
+
+
+_Value = TypeVar("_Value")
+
+
+def generalize(name: str) -> str:
+    """Return a module's name with its indices replaced by `*`, the pattern of all layers like it."""
+    return ".".join("*" if part.isdigit() else part for part in name.split("."))
+
+
+def matches(pattern: str, name: str) -> bool:
+    """Whether a pattern matches a name."""
+    return re.fullmatch(re.escape(pattern).replace(r"\*", r"[^.]*"), name) is not None
+
+
+def match_names(
+    plan: Mapping[str, _Value], names: Iterable[str], prefix: str = ""
+) -> tuple[dict[str, _Value], list[str]]:
+    """Match module names with the patterns of a plan.
+
+    A pattern may omit the name of the base model (`model.`), or contain it where the model has none. If several
+    patterns match a name, the one with fewer stars wins, and among equals the last one.
+
+    Args:
+        plan: Values by pattern.
+        names: Names of all modules, in order.
+        prefix: Name of the base model in a model with a head; optional, defaults to unknown.
+
+    Returns:
+        The values of matching names, in the names' order; and the patterns that match nothing.
+    """
+    names = list(names)
+    found: dict[str, tuple[int, _Value]] = {}
+    unmatched = []
+    for pattern, value in plan.items():
+        hits = _hits(pattern, names, prefix)
+        if not hits:
+            unmatched.append(pattern)
+        num_stars = pattern.count("*")
+        for name in hits:
+            if name not in found or num_stars <= found[name][0]:
+                found[name] = (num_stars, value)
+    return {name: found[name][1] for name in names if name in found}, unmatched
+
+
+def _hits(pattern: str, names: list[str], prefix: str) -> list[str]:
+    candidates = [pattern, f"{prefix}.{pattern}" if prefix else f"*.{pattern}"]
+    if prefix and pattern.startswith(f"{prefix}."):
+        candidates.append(pattern.removeprefix(f"{prefix}."))
+    for spelling in candidates:
+        if hits := [name for name in names if name and matches(spelling, name)]:
+            return hits
+    return []
+
+
+COLUMN_STYLES = frozenset({"colwise", "colwise_gather_output", "packed_colwise"})
+ROW_STYLES = frozenset({"rowwise", "rowwise_split_input", "packed_rowwise"})
+
+
+def feature_sizes(module: nn.Module) -> tuple[int, int]:
+    """Return a linear layer's number of input and of output features."""
+    weight = module.get_parameter("weight")
+    first, second = weight.shape
+    return (first, second) if is_transposed(module) else (second, first)
+
+
+def split_dim(module: nn.Module, style: str) -> int:
+    """Return the dimension of a linear layer's or an embedding's weight that a style shards."""
+    if style.startswith("embedding_colwise"):
+        return 1
+    is_by_rows = style in ROW_STYLES
+    return int(is_by_rows != is_transposed(module))
+
+
+def find_stacks(model: nn.Module) -> tuple[tuple[str, ...], ...]:
+    """Return the names of the layers of every stack, in order.
+
+    A stack is a list (`nn.ModuleList`, or an `nn.Sequential` of two or more) of modules of one class that contain
+    further modules with parameters. Stacks are not nested. A list of experts is not a stack: experts run in parallel.
+    """
+    found: list[tuple[str, ...]] = []
+    _collect(model, "", found)
+    return tuple(found)
+
+
+def stack_layer_of(name: str, stacks: tuple[tuple[str, ...], ...]) -> str | None:
+    """Return the name of the stack's layer that is or contains a module, or None outside of all stacks."""
+    for stack in stacks:
+        for layer in stack:
+            if name == layer or name.startswith(f"{layer}."):
+                return layer
+    return None
+
+
+def _collect(module: nn.Module, name: str, found: list[tuple[str, ...]]) -> None:
+    if _is_stack(module, name):
+        found.append(tuple(f"{name}.{key}" if name else key for key, _ in module.named_children()))
+        return
+    for key, child in module.named_children():
+        _collect(child, f"{name}.{key}" if name else key, found)
+
+
+def _is_stack(module: nn.Module, name: str) -> bool:
+    layers = list(module.children())
+    if not layers or "expert" in name.rpartition(".")[2]:
+        return False
+    if not isinstance(module, nn.ModuleList) and not (isinstance(module, nn.Sequential) and len(layers) > 1):
+        return False
+    return len({type(layer) for layer in layers}) == 1 and all(_is_layer(layer) for layer in layers)
+
+
+def _is_layer(module: nn.Module) -> bool:
+    """Whether a module has its own forward and at least two descendants with parameters."""
+    if isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.Sequential)):
+        return False
+    holders = [
+        one for one in module.modules() if one is not module and any(True for _ in one.parameters(recurse=False))
+    ]
+    return len(holders) > 1

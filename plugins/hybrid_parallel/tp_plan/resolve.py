@@ -1,0 +1,436 @@
+"""Choose the source of a model's plan: the user, transformers, built-in tables or the module graph.
+
+Parallel regions of a plan, modules with a common input, and requirements of a sharded sequence.
+
+In the modes that shard the sequence over the tensor-parallel ranks, each rank holds some of the tokens between regions.
+The module that contains the column-parallel layers of one input gathers the tokens at its own input, so that its other
+computation sees all of them. If that module is a full layer of the stack, which runs on sharded tokens, the
+column-parallel layer itself gathers. Keys and values of cross-attention come from the encoder's output, which is
+unsharded. The gradients of all modules in a region must be partial: the gradient of a module that all ranks compute
+redundantly would be counted once per rank when the gradient of the region's input is reduce-scattered.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from booster.errors import ConfigError
+from booster.plugins.hybrid_parallel.tensor_parallel.linear import is_linear
+
+from .attention_heads import blocks_of, check_replicated_parameters, find_attentions, owner_of, role_of
+from .auto_plan import derive_plan, head_attributes
+from .equivalence_check import check_token_wise, verify_user_plan
+from .plan import (
+    COLUMN_STYLES,
+    ROW_STYLES,
+    PartialPlan,
+    PlannedEntry,
+    Style,
+    TensorParallelPlan,
+    UserPlan,
+    feature_sizes,
+    find_stacks,
+    generalize,
+    match_names,
+    read_style,
+    split_dim,
+    stack_layer_of,
+)
+from .tables import table_plan, transformers_plan
+from .validate import check_plan, check_styles
+
+_BY_ROWS = frozenset({"colwise", "colwise_gather_output", "vocab", "vocab_head"})
+
+
+def resolve_ties(model: nn.Module, styles: Mapping[str, Style]) -> tuple[dict[str, Style], dict[str, str]]:
+    """Use vocabulary styles for the layers that compute logits, and for modules tied to them.
+
+    Args:
+        model: The user's model.
+        styles: Styles of modules and bare parameters, by name.
+
+    Returns:
+        The styles including those of tied modules, in the model's order; and the reasons of changed styles.
+
+    Raises:
+        ConfigError: Modules that share a weight would be sharded differently.
+    """
+    resolved = dict(styles)
+    reasons: dict[str, str] = {}
+    for names in _tied_modules(model):
+        _resolve(model, names, resolved, reasons)
+    order = {name: index for index, (name, _) in enumerate(model.named_modules())}
+    parameters = [name for name in resolved if name not in order]
+    first = {name: order.get(name.rpartition(".")[0], 0) + 0.5 for name in parameters}
+    return dict(sorted(resolved.items(), key=lambda item: order.get(item[0], first.get(item[0], 0)))), reasons
+
+
+def _tied_modules(model: nn.Module) -> list[list[str]]:
+    """Return the linear layers and embeddings of each tied weight, and of the output head's weight."""
+    head = _output_head(model)
+    groups: dict[int, list[str]] = {}
+    for name, module in model.named_modules():
+        weight = getattr(module, "weight", None)
+        if isinstance(weight, nn.Parameter) and (isinstance(module, nn.Embedding) or is_linear(module)):
+            groups.setdefault(id(weight), []).append(name)
+    modules = dict(model.named_modules())
+    return [names for names in groups.values() if len(names) > 1 or modules[names[0]] is head]
+
+
+def _resolve(model: nn.Module, names: list[str], styles: dict[str, Style], reasons: dict[str, str]) -> None:
+    given = {name: styles[name] for name in names if name in styles and styles[name].name != "replicated"}
+    if not given:
+        return
+    by_rows = all(style.name in _BY_ROWS for style in given.values())
+    has_embedding = any(isinstance(model.get_submodule(name), nn.Embedding) for name in names)
+    is_head = len(names) == 1
+    if not by_rows or not (has_embedding or is_head):
+        _check_same_style(names, given, styles)
+        return
+    for name in names:
+        style_name = "vocab" if isinstance(model.get_submodule(name), nn.Embedding) else "vocab_head"
+        if name in styles and styles[name].name == "replicated":
+            _raise_conflict(names, given, name)
+        if name not in styles:
+            reasons[name] = f"shares its weight with {next(iter(given))}"
+        elif styles[name].name != style_name:
+            reasons[name] = "computes the logits"
+        styles[name] = replace(styles.get(name, Style(style_name)), name=style_name)
+
+
+def _check_same_style(names: list[str], given: Mapping[str, Style], styles: dict[str, Style]) -> None:
+    first = next(iter(given.values()))
+    if any(name not in given or given[name] != first for name in names):
+        other = next(name for name in names if name not in given or given[name] != first)
+        _raise_conflict(names, given, other)
+
+
+def _raise_conflict(names: list[str], given: Mapping[str, Style], other: str) -> None:
+    name, style = next(iter(given.items()))
+    raise ConfigError(
+        f"the plan has {style.name!r} for {name!r}, which shares its weight with {other!r} of another style: give all"
+        f" of {', '.join(names)} the same style ('vocab' for embeddings, 'vocab_head' for heads), or untie them"
+    )
+
+
+def _output_head(model: nn.Module) -> nn.Module | None:
+    for module in model.modules():
+        get_head: Callable[[], nn.Module | None] | None = getattr(module, "get_output_embeddings", None)
+        if callable(get_head) and (head := get_head()) is not None:
+            return head if isinstance(head, nn.Module) else None
+    return None
+
+
+TENSOR_AXIS_MODES = frozenset({"split_gather", "ring"})
+"""Modes in which the sequence between regions is sharded over the tensor-parallel ranks."""
+
+_CROSS_ATTENTION = ("cross", "encdec", "encoder_attn", "enc_dec", "encoder_decoder")
+_LATENT = ("q_b_proj", "kv_b_proj")  # multi-head latent attention: each has its own input
+_VOCABULARY_STYLES = frozenset({"vocab_head", "vocab"})
+_IN_REGION = COLUMN_STYLES | ROW_STYLES | {"replicated_with_grad_allreduce", "embedding_colwise"}
+_MIXES_TOKENS = ("attention", "attn", "conv", "mamba", "mixer", "ssm", "lstm", "gru", "rnn", "batchnorm")
+
+
+def find_siblings(
+    model: nn.Module, styles: Mapping[str, Style], known: tuple[tuple[str, ...], ...] = ()
+) -> dict[str, tuple[str, ...]]:
+    """Return for each column-parallel layer the layers that read the same input, including itself.
+
+    Args:
+        model: The user's model.
+        styles: Styles of modules and bare parameters, by name.
+        known: Groups that are already known.
+    """
+    found = {name: group for group in known for name in group}
+    groups: dict[tuple[str, str, int], list[str]] = {}
+    for name, style in styles.items():
+        module = _module(model, name)
+        if style.name in COLUMN_STYLES and module is not None and is_linear(module) and name not in found:
+            groups.setdefault(_input_key(name, module), []).append(name)
+    return found | {name: tuple(names) for names in groups.values() for name in names}
+
+
+def region_of(name: str, style: Style, stacks: tuple[tuple[str, ...], ...]) -> str:
+    """Return the module whose input starts a module's region, or "" if the input is never sharded by tokens."""
+    layer = stack_layer_of(name, stacks)
+    if layer is None or style.name in _VOCABULARY_STYLES or name == layer:
+        return ""
+    if is_cross_attention(name) and role_of(name) != "query":
+        return ""
+    owner = owner_of(name)
+    return name if owner == layer else owner
+
+
+def is_cross_attention(name: str) -> bool:
+    """Whether a module belongs to a cross-attention."""
+    lower = name.lower()
+    return any(word in lower for word in _CROSS_ATTENTION) or lower.endswith(".q_attn")
+
+
+def sequence_parallel_modules(
+    model: nn.Module,
+    styles: Mapping[str, Style],
+    regions: Mapping[str, str],
+    stacks: tuple[tuple[str, ...], ...],
+) -> list[str]:
+    """Return the modules whose parameters run on sharded tokens.
+
+    Raises:
+        ConfigError: A module in a stack would see a rank's tokens only although it needs all, or the gradient of a
+            module in a region would be wrong.
+    """
+    if not stacks:
+        raise ConfigError(
+            "the model has no stack of layers (a ModuleList of modules of one class) in which the sequence could be"
+            " sharded: leave enable_sequence_parallelism off"
+        )
+    inside = {region for region in regions.values() if region}
+    found = []
+    for name, module in model.named_modules():
+        if stack_layer_of(name, stacks) is None or name in styles:
+            _check_style(name, styles)
+            continue
+        region = next((one for one in _ancestors(name) if one in inside), None)
+        has_parameters = any(True for _ in module.parameters(recurse=False))
+        if region is not None and has_parameters:
+            raise ConfigError(
+                f"{name!r} is replicated, but computed between sharded layers of {region!r} from the full sequence, so"
+                " its gradient would be counted once per rank: use sequence_parallelism_mode='all_to_all', which has a"
+                " separate axis, or a plan that shards it"
+            )
+        if region is None and _needs_all_tokens(name, module, inside):
+            raise ConfigError(
+                f"{name!r} mixes tokens, but the plan does not shard it, so it would see only its rank's tokens: use"
+                " sequence_parallelism_mode='all_to_all', which has a separate axis, or a plan that shards it"
+            )
+        if region is None and has_parameters:
+            found.append(name)
+    return found
+
+
+def _check_style(name: str, styles: Mapping[str, Style]) -> None:
+    style = styles.get(name)
+    if style is not None and style.name.startswith(("moe_", "mla_", "local_params", "all_reduce")):
+        raise ConfigError(
+            f"the plan has {style.name!r} for {name!r}, which needs the full sequence and does not support sequence"
+            " parallelism on the tensor-parallel axis: use sequence_parallelism_mode='all_to_all', which has a separate"
+            " axis, or none"
+        )
+
+
+def _needs_all_tokens(name: str, module: nn.Module, regions: set[str]) -> bool:
+    kind = f"{type(module).__name__} {name.rpartition('.')[2]}".lower()
+    if "norm" in kind.partition(" ")[0] and "batchnorm" not in kind:
+        return False
+    has_region = any(region == name or region.startswith(f"{name}.") for region in regions)
+    has_parameters = any(True for _ in module.parameters())
+    return has_parameters and not has_region and not is_linear(module) and any(word in kind for word in _MIXES_TOKENS)
+
+
+def _input_key(name: str, module: nn.Module) -> tuple[str, str, int]:
+    leaf = name.rpartition(".")[2]
+    source = leaf if leaf in _LATENT else ""
+    if is_cross_attention(name):
+        source = "query" if role_of(name) == "query" else "memory"
+    return owner_of(name), source, feature_sizes(module)[0]
+
+
+def _ancestors(name: str) -> Iterator[str]:
+    while name:
+        yield name
+        name = name.rpartition(".")[0]
+
+
+def _module(model: nn.Module, name: str) -> nn.Module | None:
+    try:
+        return model.get_submodule(name)
+    except AttributeError:
+        return None
+
+
+_SHARDED_EMBEDDINGS = frozenset({"vocab", "vocab_head", "embedding_colwise", "embedding_colwise_gather_output"})
+_WITH_REGION = COLUMN_STYLES | {"embedding_colwise"}
+
+
+def resolve_plan(model: nn.Module, partial: PartialPlan, *, sequence_mode: str | None) -> TensorParallelPlan:
+    """Resolve everything of a plan that follows from its styles and the model.
+
+    Args:
+        model: The user's model, possibly on the meta device.
+        partial: The partial plan.
+        sequence_mode: Mode of sequence parallelism, or None for unsharded sequences.
+
+    Raises:
+        ConfigError: The partial plan is not applicable to this model.
+    """
+    check_styles(model, partial.styles)
+    given = {name: _head_style(model, name, style) for name, style in partial.styles.items()}
+    styles, reasons = resolve_ties(model, given)
+    stacks = find_stacks(model)
+    attentions = find_attentions(model, styles)
+    if not (partial.is_derived or partial.is_user_plan):
+        check_replicated_parameters(model, styles, attentions)
+    weights = {name: _weight(model, name, style) for name, style in styles.items()}
+    blocks = {
+        name: blocks_of(name, styles[name], tuple(weight.shape), dim, attentions)
+        for name, (weight, dim) in weights.items()
+        if weight is not None
+    }
+    siblings = find_siblings(model, styles, partial.siblings)
+    regions = {name: region_of(name, style, stacks) for name, style in styles.items() if style.name in _WITH_REGION}
+    regions = {name: region for name, region in regions.items() if not _is_parameter(model, name)}
+    entries = [
+        PlannedEntry(
+            name=name,
+            style=style.name,
+            blocks=blocks.get(name, ()),
+            dim=weights[name][1],
+            region=regions.get(name, ""),
+            siblings=siblings.get(name, ()),
+            is_parameter=_is_parameter(model, name),
+            reason=reasons.get(name, ""),
+        )
+        for name, style in styles.items()
+    ]
+    if sequence_mode in TENSOR_AXIS_MODES:
+        replicated = sequence_parallel_modules(model, styles, regions, stacks)
+        entries.extend(
+            PlannedEntry(name=name, style="sequence", reason="runs on sharded tokens") for name in replicated
+        )
+    return TensorParallelPlan(
+        entries=_sort_by_module(model, entries),
+        attributes=(*head_attributes(model, attentions, blocks), *partial.attributes),
+        arguments=partial.arguments,
+        stacks=stacks,
+        source=partial.source,
+        notes=partial.notes,
+    )
+
+
+def _head_style(model: nn.Module, name: str, style: Style) -> Style:
+    is_head = style.name == "vocab" and not _is_parameter(model, name) and is_linear(model.get_submodule(name))
+    return Style("vocab_head") if is_head else style
+
+
+def _weight(model: nn.Module, name: str, style: Style) -> tuple[torch.Tensor | None, int]:
+    """Return the tensor that a style shards, or None, and the sharded dimension."""
+    if style.name not in COLUMN_STYLES | ROW_STYLES | _SHARDED_EMBEDDINGS:
+        return None, 0
+    if _is_parameter(model, name):
+        parameter = model.get_parameter(name)
+        dim = parameter.ndim - 1 if style.name in ROW_STYLES else max(parameter.ndim - 2, 0)
+        return parameter, dim
+    module = model.get_submodule(name)
+    return module.get_parameter("weight"), split_dim(module, style.name)
+
+
+def _is_parameter(model: nn.Module, name: str) -> bool:
+    owner, _, leaf = name.rpartition(".")
+    return leaf in model.get_submodule(owner)._parameters
+
+
+def _sort_by_module(model: nn.Module, entries: list[PlannedEntry]) -> tuple[PlannedEntry, ...]:
+    names = [name for name, _ in model.named_modules()]
+    order: Mapping[str, int] = {name: index for index, name in enumerate(names)}
+    return tuple(sorted(entries, key=lambda entry: order.get(entry.name, order.get(entry.name.rpartition(".")[0], 0))))
+
+
+def read_user_plan(model: nn.Module, plan: object) -> PartialPlan:
+    """Parse a user's plan.
+
+    Args:
+        model: The user's model.
+        plan: Styles by pattern of names of modules or bare parameters.
+
+    Raises:
+        ConfigError: The plan is not such a mapping, is empty, has an unknown style, a pattern without matches, or a
+            pattern that matches the weight of a layer.
+    """
+    if not isinstance(plan, Mapping) or not plan:
+        raise ConfigError(
+            f"plan={plan!r} is not a plan: give a mapping of module names to styles, such as"
+            " {'layers.*.mlp.up_proj': 'colwise', 'layers.*.mlp.down_proj': 'rowwise'}, or None to search for one"
+        )
+    styles: dict[str, Style] = {}
+    for pattern, given in plan.items():
+        if not isinstance(pattern, str):
+            raise ConfigError(f"the plan has {pattern!r} as a module name: names must be strings")
+        styles[pattern] = read_style(pattern, given)
+    names = [name for name, _ in model.named_modules()] + [name for name, _ in model.named_parameters()]
+    found, unmatched = match_names(styles, names, str(getattr(model, "base_model_prefix", "")))
+    if unmatched:
+        _raise_unmatched(unmatched[0], names)
+    _check_no_layer_parameters(model, found)
+    return PartialPlan(styles=found, source="the plan given by the user", is_user_plan=True)
+
+
+def _check_no_layer_parameters(model: nn.Module, styles: Mapping[str, Style]) -> None:
+    for name in styles:
+        owner, _, leaf = name.rpartition(".")
+        module = model.get_submodule(owner)
+        if leaf in module._parameters and (is_linear(module) or isinstance(module, nn.Embedding)):
+            raise ConfigError(
+                f"the plan has {styles[name].name!r} for {name!r}, the {leaf} of a {type(module).__name__}, but styles"
+                f" apply to layers, not their parameters: name the module, {generalize(owner)!r}"
+            )
+
+
+def _raise_unmatched(pattern: str, names: list[str]) -> None:
+    known = sorted({generalize(name) for name in names if name})
+    near = difflib.get_close_matches(pattern, known, n=3, cutoff=0.4)
+    hint = f": did you mean {' or '.join(repr(name) for name in near)}?" if near else ""
+    raise ConfigError(
+        f"the plan has {pattern!r}, which matches no module or parameter of the model{hint or ':'} write names as in"
+        " model.named_modules(), with * for a layer's index"
+    )
+
+
+def choose_plan(
+    model: nn.Module, *, tp_size: int, plan: UserPlan | None = None, sequence_mode: str | None = None
+) -> TensorParallelPlan:
+    """Return the checked plan of a model for tensor and sequence parallelism.
+
+    The first available source is used: the user's plan, the plan of transformers, built-in tables for models that
+    transformers has no plan for, and a plan derived from the module graph.
+
+    Args:
+        model: The user's model, possibly on the meta device. It is not changed.
+        tp_size: Number of tensor-parallel ranks. With 1 only stacks of layers are found and a user's plan is checked.
+        plan: The user's plan, optional.
+        sequence_mode: Mode of sequence parallelism; optional, defaults to unsharded sequences.
+
+    Raises:
+        ConfigError: There is no plan, or it is not applicable.
+    """
+    if tp_size == 1:
+        if plan is not None:
+            read_user_plan(model, plan)  # report its mistakes already on one rank
+        return TensorParallelPlan(stacks=find_stacks(model), source="no tensor parallelism")
+    _check_unsharded(model)
+    partial = _partial_plan(model, plan, tp_size)
+    resolved = resolve_plan(model, partial, sequence_mode=sequence_mode)
+    if partial.is_derived and sequence_mode in TENSOR_AXIS_MODES:
+        check_token_wise(resolved, model)
+    check_plan(resolved, model, tp_size, is_user_plan=partial.is_user_plan)
+    unverified = verify_user_plan(resolved, model, tp_size) if partial.is_user_plan else ()
+    return replace(resolved, is_derived=partial.is_derived, notes=(*resolved.notes, *unverified))
+
+
+def _partial_plan(model: nn.Module, plan: UserPlan | None, tp_size: int) -> PartialPlan:
+    if plan is not None:
+        return read_user_plan(model, plan)
+    return transformers_plan(model) or table_plan(model) or derive_plan(model, tp_size)
+
+
+def _check_unsharded(model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        if type(parameter) is not nn.Parameter and hasattr(parameter, "placements"):
+            raise ConfigError(
+                f"the parameter {name!r} is a DTensor, so the model is already sharded: pass the unsharded model,"
+                " without a tp_plan of transformers or parallelize_module"
+            )

@@ -1,0 +1,197 @@
+"""Buckets of gradients: which parameters share one, and where they lie in its buffer."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+MAX_IN_FLIGHT = 2  # one bucket is reduced while the next one fills
+
+
+@dataclass(slots=True, eq=False)
+class ParamGrad:
+    """The gradient of one parameter.
+
+    Attributes:
+        parameter: The model's parameter.
+        produces_sparse: An embedding with sparse=True looks it up.
+        bucket: The bucket that it is reduced in; None: it is frozen, or sparse.
+        view: Its part of the bucket's buffer.
+        has_arrived: In the current backward.
+        is_local: It changed on this rank since its bucket was issued.
+        source: `.grad` while the bucket is in flight.
+        unclaimed: The mean of a gradient that this rank does not have, until it is known whether any rank has it.
+        handle: The reducer's hook on the parameter.
+    """
+
+    parameter: nn.Parameter
+    produces_sparse: bool
+    bucket: Bucket | None = None
+    view: torch.Tensor | None = None
+    has_arrived: bool = False
+    is_local: bool = False
+    source: torch.Tensor | None = None
+    unclaimed: torch.Tensor | None = None
+    handle: RemovableHandle | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Bucket:
+    """Gradients of one dtype that are all-reduced together.
+
+    Attributes:
+        index: Place in the order in which buckets are issued.
+        grads: The gradients, in the order in which they lie in the buffer.
+        flat: The buffer.
+        views: The gradients' parts of it.
+        num_missing: Gradients that have not arrived in the current backward.
+        is_issued: In the current backward.
+        waits_for_end: It is issued at the end of backward only.
+        is_discarded: Backward failed while it was in flight.
+        in_flight: Waits for the all-reduce and returns the means; None: nothing is in flight.
+    """
+
+    index: int
+    grads: list[ParamGrad]
+    flat: torch.Tensor
+    views: list[torch.Tensor]
+    num_missing: int = 0
+    is_issued: bool = False
+    waits_for_end: bool = False
+    is_discarded: bool = False
+    in_flight: Callable[[], list[torch.Tensor]] | None = field(default=None, repr=False)
+
+
+class GradBucket:
+    """A bucket as a communication hook gets it: the interface of `torch.distributed.GradBucket`."""
+
+    def __init__(self, bucket: Bucket, *, is_last: bool) -> None:
+        self._bucket = bucket
+        self._buffer = bucket.flat
+        self._is_last = is_last
+
+    def index(self) -> int:
+        """Returns the bucket's place in the order of reduction."""
+        return self._bucket.index
+
+    def buffer(self) -> torch.Tensor:
+        """Returns this rank's gradients as one flat tensor, not divided by the number of ranks."""
+        return self._buffer
+
+    def set_buffer(self, buffer: torch.Tensor) -> None:
+        """Replaces the flat tensor."""
+        self._buffer = buffer
+
+    def gradients(self) -> list[torch.Tensor]:
+        """Returns the gradients, as views of the flat tensor."""
+        return views_of(self._buffer, [grad.parameter for grad in self._bucket.grads])
+
+    def parameters(self) -> list[torch.Tensor]:
+        """Returns the parameters, in the order of `gradients`."""
+        return [grad.parameter for grad in self._bucket.grads]
+
+    def is_last(self) -> bool:
+        """Returns whether it is the last bucket of a backward."""
+        return self._is_last
+
+
+def form_buckets(grads: Sequence[ParamGrad], bucket_bytes: int, *, uses_views: bool) -> list[Bucket]:
+    """Assigns gradients to buckets with buffers.
+
+    Args:
+        grads: Of parameters that train.
+        bucket_bytes: Size of a bucket. A larger parameter has a bucket of its own.
+        uses_views: Gradients are to be views of the buffers, so that each bucket has one of its own.
+    """
+    assigned = _assign_buckets([grad.parameter for grad in grads], bucket_bytes)
+    members = [[grads[index] for index in indices] for indices in assigned]
+    buffers = _allocate_buffers([[grad.parameter for grad in own] for own in members], uses_views)
+    buckets = []
+    for index, (own, flat) in enumerate(zip(members, buffers, strict=True)):
+        bucket = Bucket(index, own, flat, views_of(flat, [grad.parameter for grad in own]))
+        buckets.append(bucket)
+        for grad, view in zip(own, bucket.views, strict=True):
+            grad.bucket, grad.view = bucket, view
+            if uses_views:
+                move_into_view(grad)
+    return buckets
+
+
+def bucket_buffer_bytes(parameters: Sequence[torch.Tensor], bucket_bytes: int, *, uses_views: bool) -> int:
+    """Returns the bytes of a reducer's buffers for parameters that train."""
+    buckets = [[parameters[index] for index in indices] for indices in _assign_buckets(parameters, bucket_bytes)]
+    with torch.device("meta"):
+        buffers = _allocate_buffers(buckets, uses_views, device=torch.device("meta"))
+    storages = {buffer.untyped_storage()._cdata: buffer.untyped_storage().nbytes() for buffer in buffers}
+    return sum(storages.values())
+
+
+def _assign_buckets(parameters: Sequence[torch.Tensor], bucket_bytes: int) -> list[list[int]]:
+    """Returns the indices of the parameters of every bucket, the last parameter first.
+
+    That is the order in which backward reaches the layers of most models. It is not measured in a first step, as by
+    torch's DistributedDataParallel: the place of an element in its bucket decides in which order three or more ranks
+    sum it, and a run that is resumed must sum as the one that was not.
+    """
+    buckets: list[list[int]] = []
+    open_buckets: dict[tuple[torch.dtype, torch.device], tuple[list[int], int]] = {}
+    for index in reversed(range(len(parameters))):
+        parameter = parameters[index]
+        key = (parameter.dtype, parameter.device)
+        indices, num_bytes = open_buckets.pop(key, ([], 0))
+        indices, num_bytes = [*indices, index], num_bytes + parameter.nbytes
+        if num_bytes >= bucket_bytes:
+            buckets.append(indices)
+        else:
+            open_buckets[key] = indices, num_bytes
+    return buckets + [indices for indices, _ in open_buckets.values()]
+
+
+def _allocate_buffers(
+    buckets: Sequence[Sequence[torch.Tensor]], uses_views: bool, device: torch.device | None = None
+) -> list[torch.Tensor]:
+    """Returns a flat buffer for every bucket. Without views, buckets that are not in flight together share one."""
+    sizes = [sum(parameter.numel() for parameter in bucket) for bucket in buckets]
+    homes = [(bucket[0].dtype, device or bucket[0].device) for bucket in buckets]
+    if uses_views:
+        return [torch.zeros(size, dtype=dtype, device=where) for size, (dtype, where) in zip(sizes, homes, strict=True)]
+    keys = [(index % MAX_IN_FLIGHT, *home) for index, home in enumerate(homes)]
+    largest: dict[tuple[int, torch.dtype, torch.device], int] = {}
+    for key, size in zip(keys, sizes, strict=True):
+        largest[key] = max(size, largest.get(key, 0))
+    shared = {key: torch.empty(size, dtype=key[1], device=key[2]) for key, size in largest.items()}
+    return [shared[key][:size] for key, size in zip(keys, sizes, strict=True)]
+
+
+def views_of(flat: torch.Tensor, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Returns parts of a flat tensor with the shapes, and where they are dense the strides, of the parameters."""
+    starts = itertools.accumulate((parameter.numel() for parameter in parameters), initial=0)
+    parts = [flat[start : start + one.numel()] for start, one in zip(starts, parameters, strict=False)]
+    return [
+        part.as_strided(one.shape, one.stride()) if _is_dense(one) else part.view(one.shape)
+        for part, one in zip(parts, parameters, strict=True)
+    ]
+
+
+def _is_dense(parameter: torch.Tensor) -> bool:
+    """Returns whether the elements fill their memory without gaps or overlaps, in any order of dimensions."""
+    expected = 1
+    for stride, size in sorted(zip(parameter.stride(), parameter.shape, strict=True)):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return math.prod(parameter.shape) > 0
+
+
+@torch.no_grad()
+def move_into_view(grad: ParamGrad) -> None:
+    given = grad.parameter.grad
+    if grad.view is not None and given is not None and given is not grad.view:
+        grad.view.copy_(given.to_dense() if given.is_sparse else given)
+        grad.parameter.grad = grad.view

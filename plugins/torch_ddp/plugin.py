@@ -1,0 +1,229 @@
+"""Data parallelism: every rank holds the whole model, and gradients are averaged during backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch.distributed as dist
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader
+
+from booster.comm import new_cpu_group, timeout_scope
+from booster.core.accumulation import AccumulationState
+from booster.core.module_sync import check_materialized, move_to_device, sync_module_states
+from booster.data import shard_dataloader
+from booster.errors import ConfigError
+from booster.interface import Boosted, MemoryRequest, ModelWrapper, OptimizerWrapper, RankMemory
+from booster.interface.memory import replica_memory
+from booster.mixed_precision import mixed_precision_names
+from booster.plugins.base import DistributedPlugin
+from booster.plugins.sync_batch_norm import convert_batch_norm
+from booster.pytree import map_tensors
+from booster.validation import check_flag, is_non_nan_number
+
+from .buckets import bucket_buffer_bytes
+from .reducer import CommHook, Reducer
+
+# Of the user's models, which may outlive their wrappers: as attributes they would be copied and pickled with them.
+_reducers: WeakKeyDictionary[nn.Module, Reducer] = WeakKeyDictionary()
+
+
+class TorchDDPPlugin(DistributedPlugin):
+    """Every rank holds the whole model and optimizer; gradients are averaged while backward runs.
+
+    Memory per rank: parameters, gradients and optimizer states in full, and the buffers of two buckets. Bytes sent per
+    rank and step: 2(P-1)/P of the gradients. The arguments are those of torch's `DistributedDataParallel`; gradients
+    are reduced by hooks of the parameters, see Note [Gradient reduction], so that every backward outside of `no_sync`
+    leaves their mean in `.grad`, whichever method of the model computed the loss, and `loss.backward()` of the user's
+    own as well. Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", VLDB 2020.
+
+    Collective: every rank must make it, with the same arguments.
+
+    Args:
+        broadcast_buffers: All ranks take over the first rank's buffers after each backward that averages gradients.
+        bucket_cap_mb: Gradients are summed in buckets of this many MiB.
+        find_unused_parameters: Unused parameters are always found. On an accelerator True keeps buckets from being
+            reduced during backward where batch normalisation is synchronized, as ranks that use different parameters
+            would issue collectives in different orders there.
+        check_reduction: Kept for callers of older versions, without effect as in torch.
+        gradient_as_bucket_view: Gradients are views of the buckets, which saves copies and needs no further buffers.
+        static_graph: The same parameters are used in every step, so the ranks agree on them in the first one alone.
+        sync_batch_norm: Batch normalisation uses the statistics of all ranks' batches, as one process would.
+
+    Raises:
+        ConfigError: Before `launch`, or with a bucket size below zero; on all ranks if on any.
+        DesyncError: The ranks' arguments differ.
+    """
+
+    @timeout_scope("setup")
+    def __init__(
+        self,
+        broadcast_buffers: bool = True,
+        bucket_cap_mb: float = 25,
+        find_unused_parameters: bool = False,
+        check_reduction: bool = False,
+        gradient_as_bucket_view: bool = False,
+        static_graph: bool = False,
+        *,
+        sync_batch_norm: bool = True,
+    ) -> None:
+        super().__init__()
+        self._arguments: dict[str, Any] = {
+            "broadcast_buffers": broadcast_buffers,
+            "bucket_cap_mb": bucket_cap_mb,
+            "find_unused_parameters": find_unused_parameters,
+            "check_reduction": check_reduction,
+            "gradient_as_bucket_view": gradient_as_bucket_view,
+            "static_graph": static_graph,
+        }
+        self._sync_batch_norm = sync_batch_norm
+        self._agree(self._check_arguments)
+        self._control_group = None if self._device.type == "cpu" else new_cpu_group()
+
+    def _groups(self) -> list[dist.ProcessGroup | None]:
+        return [self._control_group]
+
+    def _check_arguments(self) -> None:
+        bucket_cap_mb = self._arguments["bucket_cap_mb"]
+        if not is_non_nan_number(bucket_cap_mb) or not bucket_cap_mb > 0:
+            raise ConfigError(
+                f"bucket_cap_mb={bucket_cap_mb!r} holds no gradient: give a size in MiB above 0, such as 25"
+            )
+        for name, value in self._arguments.items():
+            if name != "bucket_cap_mb":
+                check_flag(name, value)
+        check_flag("sync_batch_norm", self._sync_batch_norm)
+
+    def supported_precisions(self) -> list[str]:
+        return ["fp32", *mixed_precision_names()]
+
+    def control_precision(self) -> bool:
+        return False
+
+    def config_fingerprint(self) -> list[str]:
+        arguments = self._arguments | {"sync_batch_norm": self._sync_batch_norm}
+        return [f"{name}={value!r}" for name, value in arguments.items()]
+
+    def check(self, model: nn.Module, optimizer: Optimizer | None) -> None:
+        check_materialized(model)
+
+    def place(self, model: nn.Module, optimizer: Optimizer | None) -> None:
+        move_to_device(model, optimizer, self._device)
+        sync_module_states(model)
+        if self._sync_batch_norm and self.dp_size > 1:
+            convert_batch_norm(model, self._device)
+
+    def configure(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | None = None,
+        criterion: Callable[..., Any] | None = None,
+        dataloader: DataLoader[Any] | None = None,
+        lr_scheduler: LRScheduler | None = None,
+    ) -> Boosted:
+        is_primary = self.dp_rank == 0
+        boosted = DDPModel(model, is_primary=is_primary)
+        if self.dp_size > 1:
+            _reducers[model] = self._new_reducer(model, has_optimizer=optimizer is not None)
+        wrapped = None if optimizer is None else DDPOptimizer(optimizer, boosted, is_primary=is_primary)
+        if dataloader is not None:
+            dataloader = shard_dataloader(dataloader, dp_rank=self.dp_rank, dp_size=self.dp_size)
+        return boosted, wrapped, criterion, dataloader, lr_scheduler
+
+    def _new_reducer(self, model: nn.Module, *, has_optimizer: bool) -> Reducer:
+        arguments = self._arguments
+        has_collectives = self._sync_batch_norm and any(isinstance(one, _BatchNorm) for one in model.modules())
+        is_order_fixed = self._device.type != "cpu" and not arguments["find_unused_parameters"]
+        return Reducer(
+            model,
+            control_group=self._control_group,
+            bucket_bytes=self._bucket_bytes,
+            uses_views=arguments["gradient_as_bucket_view"],
+            is_static=arguments["static_graph"],
+            overlaps=is_order_fixed or not has_collectives,
+            broadcasts_buffers=arguments["broadcast_buffers"],
+            has_optimizer=has_optimizer,
+        )
+
+    @property
+    def _bucket_bytes(self) -> int:
+        return int(self._arguments["bucket_cap_mb"] * 2**20)
+
+    def no_sync(
+        self, model: ModelWrapper | None = None, optimizer: OptimizerWrapper | None = None
+    ) -> AbstractContextManager[None]:
+        if model is None and optimizer is None:
+            raise ConfigError("no_sync() was called without a model: write booster.no_sync(model, optimizer)")
+        wrapper = model if model is not None or optimizer is None else optimizer.model
+        reducer = wrapper.reducer if isinstance(wrapper, DDPModel) else None
+        return nullcontext() if reducer is None else reducer.no_sync()
+
+    def estimate_memory(self, request: MemoryRequest) -> RankMemory:
+        size, uses_views = self.dp_size, self._arguments["gradient_as_bucket_view"]
+        averaged = request.activations().gradients if size > 1 else 0
+        trained = [one for one in request.prepared_model().parameters() if one.requires_grad]
+        buckets = bucket_buffer_bytes(trained, self._bucket_bytes, uses_views=uses_views) if size > 1 else 0
+        return replica_memory(
+            request,
+            bucket_bytes=buckets,
+            sent=2 * (size - 1) * averaged // size,
+            gradient_as_bucket_view=uses_views and size > 1,
+        )
+
+
+class DDPModel(ModelWrapper):
+    """The boosted model: the user's model with hooks on its parameters."""
+
+    @property
+    def reducer(self) -> Reducer | None:
+        """Averages the gradients; None: there is one rank."""
+        return _reducers.get(self.module)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the user's forward, with tensors of the arguments on the model's accelerator. No communication."""
+        if self._device_type != "cpu":
+            device = next(self.module.parameters()).device
+            args, kwargs = map_tensors(lambda tensor: tensor.to(device, non_blocking=True), (args, kwargs))
+        return super().forward(*args, **kwargs)
+
+    def register_comm_hook(self, state: object, hook: CommHook) -> None:
+        """Replaces the averaging of gradients, as `DistributedDataParallel.register_comm_hook` does.
+
+        Args:
+            state: Passed to the hook.
+            hook: Called with `state` and a bucket that has the interface of `torch.distributed.GradBucket`, such as
+                torch's own `fp16_compress_hook` and `powerSGD_hook`. It returns a future of the averaged buffer.
+
+        To be called on every rank, before the first backward.
+
+        Raises:
+            ConfigError: It was called before.
+        """
+        if self.reducer is not None:
+            self.reducer.register_comm_hook(state, hook)
+
+
+class DDPOptimizer(OptimizerWrapper):
+    """The optimizer of replicas, whose gradients are averaged in backward."""
+
+    model: DDPModel
+
+    def _backward_context(self) -> AbstractContextManager[None]:
+        reducer = self.model.reducer
+        return nullcontext() if reducer is None else reducer.collecting()
+
+    def _unscale_gradients(self) -> None:
+        if self.model.reducer is not None and not self._accumulation.is_unscaled:
+            self.model.reducer.reduce_rest()
+        super()._unscale_gradients()
+
+    def restore_window(self, accumulation: AccumulationState, num_microbatches: int) -> None:
+        super().restore_window(accumulation, num_microbatches)
+        if self.model.reducer is not None:
+            self.model.reducer.mark_local()

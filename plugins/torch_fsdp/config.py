@@ -1,0 +1,633 @@
+"""Arguments of the plugin: validation before anything is allocated, and conversion to those of FSDP2."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import json
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn, optim
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import (
+    CPUOffload,
+    CPUOffloadPolicy,
+    MixedPrecision,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    ShardingStrategy,
+)
+from torch.distributed.fsdp.wrap import _Policy
+
+from booster.comm import all_gather_bytes, group_rank, group_size, mesh_of_groups, new_mesh
+from booster.device import current_device
+from booster.errors import ConfigError
+from booster.interface import MixedPrecision as BoosterPrecision
+from booster.plugins.sharding.elementwise import obstacle_to_parts
+from booster.plugins.sharding.elementwise_check import find_tie
+from booster.validation import check_clipping, check_flag, check_replicas
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrecisionDtypes:
+    """Dtypes of FSDP's mixed precision.
+
+    Attributes:
+        param_dtype: Dtype of gathered weights and of computation; optional, defaults to that of the shards.
+        reduce_dtype: Dtype of gradients in the reduce-scatter; optional, defaults to that of gathered weights.
+        buffer_dtype: Dtype that floating-point buffers are cast to once; optional, by default they are not cast.
+        output_dtype: Dtype of the root's floating-point outputs; optional, by default they are not cast.
+        casts_root_inputs: If True, floating-point inputs of the model are cast to `param_dtype`.
+        casts_unit_inputs: If True, floating-point inputs of wrapped modules are cast to `param_dtype`.
+        keeps_own_format: Classes of modules that compute in the dtype of their weights.
+    """
+
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    buffer_dtype: torch.dtype | None = None
+    output_dtype: torch.dtype | None = None
+    casts_root_inputs: bool = True
+    casts_module_inputs: bool = True
+    own_dtype_classes: tuple[type[nn.Module], ...] = ()
+
+    def fsdp2_policy(self, *, is_root: bool) -> MixedPrecisionPolicy:
+        """Return FSDP2's policy of the root, or of a wrapped module outside of `own_dtype_classes`."""
+        return MixedPrecisionPolicy(
+            param_dtype=self.param_dtype,
+            reduce_dtype=self.reduce_dtype,
+            output_dtype=self.output_dtype if is_root else None,
+            cast_forward_inputs=self.casts_root_inputs if is_root else self.casts_module_inputs,
+        )
+
+
+def read_mixed_precision(given: Any) -> PrecisionDtypes | None:
+    """Return the dtypes of the argument `mixed_precision`, valid for `check_mixed_precision`, or None."""
+    if isinstance(given, MixedPrecision):
+        return PrecisionDtypes(
+            param_dtype=given.param_dtype,
+            reduce_dtype=given.reduce_dtype or given.param_dtype,
+            buffer_dtype=given.buffer_dtype,
+            casts_root_inputs=given.cast_root_forward_inputs,
+            casts_module_inputs=given.cast_forward_inputs,
+            own_dtype_classes=tuple(given._module_classes_to_ignore),
+        )
+    if isinstance(given, MixedPrecisionPolicy):
+        return PrecisionDtypes(
+            param_dtype=given.param_dtype,
+            reduce_dtype=given.reduce_dtype or given.param_dtype,
+            output_dtype=given.output_dtype,
+            casts_root_inputs=given.cast_forward_inputs,
+            casts_module_inputs=given.cast_forward_inputs,
+        )
+    return None
+
+
+def check_mixed_precision(given: Any) -> None:
+    """Validate the argument `mixed_precision`.
+
+    Raises:
+        ConfigError: It is invalid.
+    """
+    if given is None:
+        return
+    if isinstance(given, (str, BoosterPrecision)):
+        raise ConfigError(
+            f"mixed_precision={given!r} is an argument of the Booster, not of this plugin: write"
+            " Booster(plugin=..., mixed_precision=...), or give the plugin torch's MixedPrecisionPolicy"
+        )
+    if not isinstance(given, (MixedPrecision, MixedPrecisionPolicy)):
+        raise ConfigError(
+            f"mixed_precision={given!r} is not supported: give MixedPrecisionPolicy or MixedPrecision of"
+            " torch.distributed.fsdp, or write Booster(plugin=..., mixed_precision='bf16')"
+        )
+    for name in ("param_dtype", "reduce_dtype", "buffer_dtype", "output_dtype"):
+        dtype = getattr(given, name, None)
+        if dtype is not None and dtype not in _DTYPES:
+            raise ConfigError(
+                f"mixed_precision with {name}={dtype!r}: FSDP casts to this dtype and computes or reduces in it, so it"
+                f" must be one of {', '.join(map(str, _DTYPES))}; for float8 write Booster(..., mixed_precision='fp8')"
+            )
+    for name in ("cast_forward_inputs", "cast_root_forward_inputs"):
+        check_flag(f"mixed_precision.{name}", getattr(given, name, True))
+    if isinstance(given, MixedPrecision):
+        _check_fsdp1(given)
+
+
+def _check_fsdp1(given: MixedPrecision) -> None:
+    if given.keep_low_precision_grads is not False:
+        raise ConfigError(
+            f"mixed_precision with keep_low_precision_grads={given.keep_low_precision_grads!r}: FSDP2 casts gradients"
+            " to the dtype of the shards: leave it out"
+        )
+    classes = given._module_classes_to_ignore
+    if not isinstance(classes, (tuple, list)) or not all(is_module_class(one) for one in classes):
+        raise ConfigError(
+            f"mixed_precision with _module_classes_to_ignore={classes!r}: give a tuple of classes of modules, () for"
+            " none"
+        )
+
+
+def is_module_class(given: Any) -> bool:
+    """Return whether `given` is an `nn.Module` class."""
+    return isinstance(given, type) and issubclass(given, nn.Module)
+
+
+AXES = ("replica", "shard")
+
+
+def make_mesh(given: Any, device_type: str, shape: tuple[int, int]) -> DeviceMesh:
+    """Return all ranks as a mesh with the axes "replica" and "shard".
+
+    Args:
+        given: Argument `process_group`, valid for `check_process_group`.
+        device_type: Type of the devices that hold the shards.
+        shape: Sizes of the two axes.
+
+    Collective: every rank must call it.
+
+    Raises:
+        ConfigError: The pairs of groups are not the rows and columns of one grid; on all ranks.
+    """
+    if isinstance(given, tuple):
+        shard_group, replica_group = given
+        rows = _rows_of(shard_group, replica_group)
+        return mesh_of_groups([replica_group, shard_group], device_type, rows, AXES)
+    if isinstance(given, DeviceMesh) and given.ndim == 2:
+        groups = [given.get_group(0), given.get_group(1)]
+        return mesh_of_groups(groups, device_type, given.mesh, AXES)
+    # Adjacent ranks form a shard group, as they are more likely to be on one host.
+    mesh = new_mesh(device_type, shape, AXES)
+    if given is None or given is dist.group.WORLD:
+        return mesh
+    # A group of all ranks: the other axis has size 1.
+    group = given.get_group() if isinstance(given, DeviceMesh) else given
+    groups = [mesh.get_group(0), group] if shape[0] == 1 else [group, mesh.get_group(1)]
+    return mesh_of_groups(groups, device_type, mesh.mesh, AXES)
+
+
+def groups_of(given: Any) -> list[dist.ProcessGroup]:
+    """Return the groups in the argument `process_group`."""
+    if isinstance(given, DeviceMesh):
+        return list(given.get_all_groups())
+    return list(given) if isinstance(given, tuple) else [] if given is None else [given]
+
+
+def describe_process_group(given: Any) -> str:
+    """Return a description of `process_group` that is equal on all ranks if the arguments are consistent."""
+    if isinstance(given, tuple):
+        return f"groups of {' and '.join(str(one.size()) for one in given)} ranks"
+    if isinstance(given, DeviceMesh):
+        return f"mesh of {given.mesh.tolist()}"
+    return "all ranks" if given is None or given is dist.group.WORLD else "another group of all ranks"
+
+
+def check_process_group(given: Any, world_size: int, *, is_hybrid: bool) -> None:
+    """Validate the argument `process_group`, without communication.
+
+    Args:
+        given: None, a group, a pair of groups, or a mesh.
+        world_size: Number of ranks.
+        is_hybrid: If True, the strategy is a HYBRID_SHARD.
+
+    Raises:
+        ConfigError: It is invalid.
+    """
+    if isinstance(given, tuple):
+        _check_pair(given, world_size, is_hybrid=is_hybrid)
+    elif isinstance(given, DeviceMesh):
+        _check_mesh(given, world_size, is_hybrid=is_hybrid)
+    elif given is not None:
+        _check_one_group(given, world_size, is_hybrid=is_hybrid)
+
+
+def _check_pair(given: tuple[Any, ...], world_size: int, *, is_hybrid: bool) -> None:
+    if not is_hybrid:
+        raise ConfigError(
+            "process_group is a tuple of groups, which only HYBRID_SHARD takes: give one group or None, or choose"
+            " HYBRID_SHARD"
+        )
+    if len(given) != 2 or not all(isinstance(one, dist.ProcessGroup) or _is_non_member(one) for one in given):
+        raise ConfigError(
+            f"process_group={given!r} is not a pair of groups: give (shard_group, replicate_group), both with this rank"
+        )
+    members = [set() if _is_non_member(one) else set(dist.get_process_group_ranks(one)) for one in given]
+    if members[0] & members[1] != {group_rank()} or len(members[0]) * len(members[1]) != world_size:
+        raise ConfigError(
+            f"process_group=(shard_group, replicate_group) has ranks {sorted(members[0])} and {sorted(members[1])} on"
+            f" rank {group_rank()}: the two must have this rank alone in common, and their sizes make {world_size},"
+            " because checkpoints involve all ranks. Give such a pair, or extra_dp_size= instead"
+        )
+
+
+def _check_mesh(given: DeviceMesh, world_size: int, *, is_hybrid: bool) -> None:
+    ndim = 2 if is_hybrid else 1
+    if given.ndim != ndim:
+        raise ConfigError(
+            f"process_group={given!r} has {given.ndim} dimensions: HYBRID_SHARD takes a mesh of two, which replicate"
+            " and shard, and the other strategies one of one dimension"
+        )
+    if given.device_type != current_device().type:
+        raise ConfigError(
+            f"process_group={given!r} is a mesh of {given.device_type} devices, but the weights are on"
+            f" {current_device()}: make it for {current_device().type!r}"
+        )
+    _check_all_ranks(given.mesh.flatten().tolist(), world_size)
+    lines = [*given.mesh.tolist(), *given.mesh.T.tolist()] if ndim == 2 else [given.mesh.tolist()]
+    if any(line != sorted(line) for line in lines):
+        raise ConfigError(
+            f"process_group is a mesh of ranks {given.mesh.tolist()}, and torch numbers the ranks of its groups in"
+            " ascending order, so that shards would be mixed up: give a mesh that ascends along each dimension"
+        )
+
+
+def _check_one_group(given: Any, world_size: int, *, is_hybrid: bool) -> None:
+    if not isinstance(given, dist.ProcessGroup) and not _is_non_member(given):
+        raise ConfigError(
+            f"process_group={given!r} is not a process group: give a ProcessGroup, for HYBRID_SHARD a pair of them or a"
+            " DeviceMesh with two dimensions, or leave it out for all ranks"
+        )
+    _check_all_ranks([] if _is_non_member(given) else dist.get_process_group_ranks(given), world_size)
+    if is_hybrid and given is not dist.group.WORLD:
+        raise ConfigError(
+            "process_group is one group, but HYBRID_SHARD needs two: give (shard_group, replicate_group), a DeviceMesh"
+            " with two dimensions, or leave it out and give extra_dp_size="
+        )
+
+
+def _check_all_ranks(ranks: list[int], world_size: int) -> None:
+    if sorted(ranks) != list(range(world_size)):
+        raise ConfigError(
+            f"process_group has ranks {ranks} of {world_size}: checkpoints involve all ranks, so none may be left out."
+            " Leave process_group out, or start only as many ranks as should train this model"
+        )
+
+
+def _rows_of(shard_group: dist.ProcessGroup, replica_group: dist.ProcessGroup) -> torch.Tensor:
+    """Return the ranks as a matrix with one row per replica, gathered from each rank's two groups."""
+    mine = [dist.get_process_group_ranks(group) for group in (shard_group, replica_group)]
+    texts, owners = all_gather_bytes(json.dumps(mine).encode())
+    everyone = [json.loads(texts[owner]) for owner in owners]
+    rows = sorted({tuple(shards) for shards, _ in everyone})
+    columns = list(zip(*rows, strict=False))
+    for rank, (shards, replicas) in enumerate(everyone):
+        if tuple(replicas) not in columns or columns.index(tuple(replicas)) != shards.index(rank):
+            raise ConfigError(
+                f"process_group=(shard_group, replicate_group): the ranks {replicas} of rank {rank}'s replicate_group"
+                f" have different indices in their shard groups {rows}, and would hold different shards: make groups"
+                " of the rows and the columns of a grid, or give extra_dp_size= instead"
+            )
+    return torch.tensor(rows)
+
+
+def _is_non_member(given: Any) -> bool:
+    """Return whether `given` is torch's placeholder for a group that this rank is not a member of."""
+    return isinstance(given, int) and given == dist.GroupMember.NON_GROUP_MEMBER
+
+
+_STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "NO_SHARD")
+_NO_RESHARD_STRATEGIES = ("SHARD_GRAD_OP", "NO_SHARD", "_HYBRID_SHARD_ZERO2")
+_FLAGS = ("sync_module_states", "verbose", "sync_batch_norm", "broadcast_buffers")
+_POLICY_CALL = "policy(module=..., recurse=..., nonwrapped_numel=...)"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Strategy:
+    """Sharding and replication of weights.
+
+    Attributes:
+        num_replicas: Size of the "replica" axis.
+        shard_size: Size of the "shard" axis.
+        reshard_after_forward: Argument of `fully_shard`.
+    """
+
+    num_replicas: int
+    shard_size: int
+    reshard_after_forward: bool | int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FSDPArguments:
+    """Arguments of `TorchFSDPPlugin`, documented there."""
+
+    process_group: Any
+    sharding_strategy: Any
+    cpu_offload: Any
+    auto_wrap_policy: Any
+    mixed_precision: Any
+    ignored_modules: Any
+    param_init_fn: Any
+    sync_module_states: bool
+    reshard_after_forward: bool | int | None
+    max_norm: float
+    norm_type: float
+    extra_dp_size: int | None
+    verbose: bool
+    sync_batch_norm: bool
+    broadcast_buffers: bool
+
+    def __post_init__(self) -> None:
+        if isinstance(self.ignored_modules, Iterable):  # it may be a generator, and is read more than once
+            object.__setattr__(self, "ignored_modules", tuple(self.ignored_modules))
+
+    @property
+    def fingerprint(self) -> list[str]:
+        """Fingerprint: descriptions of the arguments that must be equal on all ranks."""
+        formats = self.precision_dtypes
+        policy = None if formats is None else [getattr(formats, name) for name in PrecisionDtypes.__slots__]
+        described = {
+            "process_group": describe_process_group(self.process_group),
+            "sharding_strategy": self._strategy_name,
+            "cpu_offload": self.offloads,
+            "auto_wrap_policy": _describe(self.auto_wrap_policy),
+            "mixed_precision": _describe(policy),
+            "ignored_modules": _describe(self.ignored_modules or ()),
+            "param_init_fn": _describe(self.param_init_fn),
+        }
+        compared = [name for name in self.__slots__ if name != "verbose"]
+        return [f"{name}={described[name] if name in described else repr(getattr(self, name))}" for name in compared]
+
+    @property
+    def precision_dtypes(self) -> PrecisionDtypes | None:
+        """Dtypes of FSDP's mixed precision, or None."""
+        return read_mixed_precision(self.mixed_precision)
+
+    @property
+    def offloads(self) -> bool:
+        """Whether shards, gradients and optimizer states are kept in host memory."""
+        given = self.cpu_offload
+        if isinstance(given, CPUOffload):
+            return given.offload_params
+        return given is True or isinstance(given, CPUOffloadPolicy)
+
+    def offload_policy(self, device: torch.device) -> OffloadPolicy:
+        """Return FSDP2's offload policy; none on the CPU."""
+        if device.type == "cpu" or not self.offloads:
+            return OffloadPolicy()
+        given = self.cpu_offload
+        return CPUOffloadPolicy(pin_memory=given.pin_memory if isinstance(given, CPUOffloadPolicy) else True)
+
+    def check(self, world_size: int) -> None:
+        """Validate the arguments, except against the number of hosts, which `strategy` does.
+
+        Raises:
+            ConfigError: An argument is invalid.
+        """
+        for name in _FLAGS:
+            check_flag(name, getattr(self, name))
+        check_clipping(self.max_norm, self.norm_type)
+        self._check_strategy()
+        self._check_group(world_size)
+        _check_offload(self.cpu_offload)
+        check_mixed_precision(self.mixed_precision)
+        _check_policy(self.auto_wrap_policy)
+        _check_modules(self.ignored_modules)
+        _check_function(self.param_init_fn)
+        num_replicas = self._given_replicas(world_size)
+        if num_replicas is not None:
+            check_reshard_after_forward(self.reshard_after_forward, world_size // num_replicas)
+
+    def strategy(self, world_size: int, num_hosts: int) -> Strategy:
+        """Return the sharding and replication of weights.
+
+        Args:
+            world_size: Number of ranks.
+            num_hosts: Number of hosts; by default HYBRID_SHARD has one replica on each.
+
+        Raises:
+            ConfigError: The ranks do not divide evenly over the hosts, or `reshard_after_forward` does not divide the
+                shard axis.
+        """
+        num_replicas = self._given_replicas(world_size)
+        if num_replicas is None:
+            num_replicas = _one_replica_per_host(world_size, num_hosts)
+        shard_size = world_size // num_replicas
+        check_reshard_after_forward(self.reshard_after_forward, shard_size)
+        reshard_after_forward = False if self._strategy_name in _NO_RESHARD_STRATEGIES else self.reshard_after_forward
+        return Strategy(num_replicas=num_replicas, shard_size=shard_size, reshard_after_forward=reshard_after_forward)
+
+    def make_mesh(self, device_type: str, strategy: Strategy) -> DeviceMesh:
+        """Return the ranks as a mesh with the axes "replica" and "shard".
+
+        Collective: every rank must call it.
+
+        Raises:
+            ConfigError: The ranks' groups do not form a mesh; on all ranks.
+        """
+        return make_mesh(self.process_group, device_type, (strategy.num_replicas, strategy.shard_size))
+
+    @property
+    def _strategy_name(self) -> str:
+        given = self.sharding_strategy
+        return given.name if isinstance(given, ShardingStrategy) else given
+
+    @property
+    def _is_hybrid(self) -> bool:
+        return self._strategy_name in ("HYBRID_SHARD", "_HYBRID_SHARD_ZERO2")
+
+    def _given_replicas(self, world_size: int) -> int | None:
+        """Return the number of replicas, or None for one per host."""
+        given = self.process_group
+        if self._strategy_name == "NO_SHARD":
+            return world_size
+        if not self._is_hybrid:
+            return 1
+        if isinstance(given, tuple):
+            return group_size(given[1])
+        return given.size(0) if isinstance(given, DeviceMesh) else self.extra_dp_size
+
+    def _check_strategy(self) -> None:
+        given = self.sharding_strategy
+        if not isinstance(given, ShardingStrategy) and not (isinstance(given, str) and given in _STRATEGIES):
+            raise ConfigError(
+                f"sharding_strategy={given!r} is not known: choose one of {', '.join(_STRATEGIES)}, or a member of"
+                " torch's ShardingStrategy"
+            )
+        reshards, name = self.reshard_after_forward, self._strategy_name
+        if name in _NO_RESHARD_STRATEGIES and not (reshards is None or reshards is False):
+            raise ConfigError(
+                f"reshard_after_forward={reshards!r} frees weights after forward, and sharding_strategy={name!r} keeps"
+                " them until backward is done: leave it out, or choose FULL_SHARD or HYBRID_SHARD"
+            )
+        if self.extra_dp_size is not None and not self._is_hybrid:
+            raise ConfigError(
+                f"extra_dp_size={self.extra_dp_size!r} is a number of replicas, which sharding_strategy={name!r} does"
+                " not take: leave it out, or choose HYBRID_SHARD"
+            )
+
+    def _check_group(self, world_size: int) -> None:
+        check_process_group(self.process_group, world_size, is_hybrid=self._is_hybrid)
+        if self.extra_dp_size is None:
+            return
+        if isinstance(self.process_group, (tuple, DeviceMesh)):
+            raise ConfigError(
+                f"extra_dp_size={self.extra_dp_size!r} is given with a process_group that already determines the number"
+                " of replicas: give one of the two"
+            )
+        check_replicas(self.extra_dp_size, world_size)
+
+
+def check_reshard_after_forward(value: Any, shard_size: int) -> None:
+    """Validate `reshard_after_forward`.
+
+    Args:
+        value: Argument of `fully_shard`.
+        shard_size: Size of the shard axis.
+
+    Raises:
+        ConfigError: It does not divide the shard axis.
+    """
+    if value is None or isinstance(value, bool):
+        return
+    if not isinstance(value, int) or value < 1 or shard_size % value:
+        raise ConfigError(
+            f"reshard_after_forward={value!r} does not divide the {shard_size} ranks that share the shards: give True,"
+            " False, a divisor of that number above 1, or None"
+        )
+    if value == 1:
+        raise ConfigError(
+            "reshard_after_forward=1 would keep weights unsharded on every rank after forward: write False for that,"
+            " or True to free them"
+        )
+
+
+def _one_replica_per_host(world_size: int, num_hosts: int) -> int:
+    if num_hosts > 1 and world_size % num_hosts == 0:
+        return num_hosts
+    choices = ", ".join(str(size) for size in range(2, world_size + 1) if world_size % size == 0)
+    if num_hosts > 1:
+        why = f"the {world_size} ranks do not divide evenly over {num_hosts} hosts"
+    else:
+        why = "on a single host that would be FULL_SHARD"
+    raise ConfigError(
+        f"sharding_strategy='HYBRID_SHARD' replicates over hosts and shards within each, and {why}: give"
+        f" extra_dp_size=, the number of replicas, as one of {choices}, or choose FULL_SHARD"
+    )
+
+
+def _check_offload(given: Any) -> None:
+    if isinstance(given, CPUOffload):
+        check_flag("cpu_offload.offload_params", given.offload_params)
+    is_known = given is None or isinstance(given, (bool, CPUOffload, CPUOffloadPolicy)) or type(given) is OffloadPolicy
+    if not is_known:
+        raise ConfigError(
+            f"cpu_offload={given!r} is not supported: pass True, False, torch's CPUOffload(offload_params=True) or"
+            " CPUOffloadPolicy(), or leave it out"
+        )
+
+
+def _check_policy(given: Any) -> None:
+    if given is None or isinstance(given, _Policy):
+        return
+    if is_module_class(given) or not callable(given):
+        raise ConfigError(
+            f"auto_wrap_policy={given!r} is not a policy: give ModuleWrapPolicy({{Block}}) or another policy of"
+            f" torch.distributed.fsdp.wrap, a function that is called as {_POLICY_CALL}, or leave it out"
+        )
+    try:
+        signature = inspect.signature(given)
+    except (TypeError, ValueError):  # C functions may have no signature
+        return
+    try:
+        signature.bind(module=None, recurse=True, nonwrapped_numel=0)
+    except TypeError as error:
+        raise ConfigError(
+            f"auto_wrap_policy={_describe(given)} can't be called as {_POLICY_CALL}: {error}. Bind further arguments"
+            " with functools.partial"
+        ) from error
+
+
+def _check_function(given: Any) -> None:
+    if given is not None and not callable(given):
+        raise ConfigError(
+            f"param_init_fn={given!r} is not callable: give a function that takes a module and initializes its own"
+            " parameters and buffers, or leave it out for each module's reset_parameters()"
+        )
+
+
+def _check_modules(given: Any) -> None:
+    if given is None or (isinstance(given, tuple) and all(isinstance(one, nn.Module) for one in given)):
+        return
+    raise ConfigError(
+        f"ignored_modules={given!r} is not a list of modules: give modules of the model, as in [model.head], or leave"
+        " it out"
+    )
+
+
+def _describe(value: Any) -> str:
+    """Return a text that is equal on all ranks for equal policies or functions: no addresses."""
+    if isinstance(value, functools.partial):
+        arguments = [*map(_describe, value.args), *(f"{name}={_describe(one)}" for name, one in value.keywords.items())]
+        return f"{_describe(value.func)}({', '.join(arguments)})"
+    if isinstance(value, (set, frozenset)):
+        return f"{{{', '.join(sorted(map(_describe, value)))}}}"
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(_describe, value))}]"
+    if value is None or isinstance(value, (bool, int, float, str, torch.dtype)):
+        return repr(value)
+    if isinstance(value, _Policy):
+        inside = getattr(value, "_module_classes", getattr(value, "_lambda_fn", None))
+        return f"{type(value).__qualname__}({_describe(inside)})"
+    named = cast(Callable[..., Any], value) if hasattr(value, "__qualname__") else type(value)
+    return f"{named.__module__}.{named.__qualname__}"
+
+
+class FSDPPrecision(BoosterPrecision):
+    """Shards keep their dtype; weights are gathered, and inputs cast, in the dtype of FSDP2's policy.
+
+    Args:
+        formats: Dtypes of the policy.
+    """
+
+    def __init__(self, policy: PrecisionDtypes) -> None:
+        self._policy = policy
+
+    @property
+    def compute_dtype(self) -> torch.dtype | None:
+        return self._policy.param_dtype
+
+    def describe(self) -> str:
+        return f"weights gathered as {str(self._policy.param_dtype).removeprefix('torch.')}"
+
+
+# Known classes of torch, covered by tests. A subclass may behave differently, so it is probed.
+_PER_PARAM_CLASSES = frozenset({optim.Adafactor, optim.Muon})
+
+
+class OptimizerKind(IntEnum):
+    """Unit of data that an optimizer's update depends on. A larger kind is valid for all smaller ones."""
+
+    ELEMENTWISE = 0  # any elements of parameters
+    PER_PARAM = 1  # one full parameter
+    GLOBAL = 2  # all full parameters
+
+
+def kind_of(optimizer: optim.Optimizer) -> OptimizerKind:
+    """Return the kind of an optimizer; copies of unknown classes are probed on small tensors.
+
+    The optimizer and the process's state do not change. The result is local, so the ranks should take the maximum.
+
+    Args:
+        optimizer: The user's optimizer, before its parameters are sharded.
+
+    Raises:
+        ConfigError: The optimizer can't run on sharded parameters.
+    """
+    if obstacle_to_parts(optimizer) is None:
+        return OptimizerKind.ELEMENTWISE
+    if isinstance(optimizer, optim.SparseAdam):
+        raise ConfigError(
+            f"{type(optimizer).__name__} takes sparse gradients, but gradients of sharded parameters are dense: use"
+            " torch.optim.AdamW, and embeddings without sparse=True"
+        )
+    if isinstance(optimizer, optim.LBFGS):
+        return OptimizerKind.GLOBAL
+    if type(optimizer) in _PER_PARAM_CLASSES:
+        return OptimizerKind.PER_PARAM
+    return OptimizerKind.GLOBAL if find_tie(optimizer) is not None else OptimizerKind.PER_PARAM

@@ -1,0 +1,452 @@
+"""Per-parameter updates: the shard that the optimizer updates, its gradient, and the write-back to the model."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from booster.comm import all_reduce_sum, broadcast, collective_device, group_rank, group_size
+from booster.interface import Shard
+from booster.mixed_precision.fp16 import LOW_PRECISION
+from booster.plugins.sharding.masters import take_over
+
+from .param_group import ParamGroup, ShardedParam
+from .param_redistribution import ParamRedistribution
+
+
+@dataclass(slots=True, eq=False)
+class ReplicatedParam:
+    """A parameter that is replicated on every rank.
+
+    Attributes:
+        name: First name in the model.
+        names: All names in the model.
+        parameter: Parameter of the model.
+        owner: Rank in the shard group that updates the parameter.
+        is_used: Whether a backward of this accumulation produced a gradient.
+        sums: Reduced gradient, on the owner only.
+    """
+
+    name: str
+    names: tuple[str, ...]
+    parameter: nn.Parameter
+    owner: int
+    is_used: bool = False
+    reduced_grad: torch.Tensor | None = field(default=None, repr=False)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the parameter."""
+        return tuple(self.parameter.shape)
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether the parameter requires gradients."""
+        return self.parameter.requires_grad
+
+    @property
+    def grad_dtype(self) -> torch.dtype:
+        """Dtype of the gradient reduction."""
+        return self.parameter.dtype if self.parameter.dtype.itemsize >= 4 else torch.float32
+
+
+class ReplicatedParams:
+    """All replicated parameters of a model.
+
+    Args:
+        members: Parameters, equal on all ranks.
+        data_parallel_group: Group over which gradients are summed; None for the world group.
+        shard_group: Group that the owners belong to.
+    """
+
+    def __init__(
+        self,
+        members: Sequence[ReplicatedParam],
+        data_parallel_group: dist.ProcessGroup | None,
+        shard_group: dist.ProcessGroup | None,
+    ) -> None:
+        self.params = tuple(members)
+        self._data_parallel_group = data_parallel_group
+        self._shard_group = shard_group
+
+    @property
+    def trainable_params(self) -> tuple[ReplicatedParam, ...]:
+        """Trainable parameters."""
+        return tuple(one for one in self.params if one.requires_grad)
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether this rank has any gradient, reduced or not."""
+        return any(one.reduced_grad is not None or one.parameter.grad is not None for one in self.params)
+
+    def owns(self, member: ReplicatedParam) -> bool:
+        """Return whether this rank updates the parameter."""
+        return group_rank(self._shard_group) == member.owner
+
+    def mark_used(self) -> None:
+        """Mark parameters that have a gradient on this rank as used."""
+        for one in self.params:
+            one.is_used = one.is_used or one.parameter.grad is not None
+
+    @torch.no_grad()
+    def reduce(self) -> None:
+        """Sum the gradients of used parameters; only the owners keep the result. Collective.
+
+        `is_used` must be equal on all ranks. Gradients that are reduced over the shard group already are summed over
+        its replicas.
+        """
+        used = [one for one in self.trainable_params if one.is_used]
+        for dtype in dict.fromkeys(one.grad_dtype for one in used):
+            members = [one for one in used if one.grad_dtype == dtype]
+            device = collective_device(self._data_parallel_group)
+            flat = torch.cat([self._contribution_of(one).to(device, dtype) for one in members])
+            if group_size(self._data_parallel_group) > 1:
+                flat = all_reduce_sum(flat, self._data_parallel_group)
+            for one, part in zip(members, flat.split([one.parameter.numel() for one in members]), strict=True):
+                one.parameter.grad = None
+                one.reduced_grad = part.to(one.parameter.device) if self.owns(one) else None
+
+    def _contribution_of(self, member: ReplicatedParam) -> torch.Tensor:
+        gradient = member.parameter.grad
+        contribution = torch.zeros_like(member.parameter) if gradient is None else gradient
+        contribution = contribution.detach().reshape(-1).to(member.grad_dtype)
+        return contribution if member.reduced_grad is None else contribution + member.reduced_grad
+
+    def clear_grads(self, *, keep_used: bool = False) -> None:
+        """Drop all gradients."""
+        for one in self.params:
+            one.parameter.grad = one.reduced_grad = None
+            one.is_used = one.is_used and keep_used
+
+    @torch.no_grad()
+    def broadcast_weights(self, *, include_unused: bool = False) -> None:
+        """Broadcast updated parameters from their owners over the shard group. Collective.
+
+        Args:
+            include_unused: If True, unused parameters are broadcast as well.
+        """
+        if group_size(self._shard_group) == 1:
+            return
+        used = [one for one in self.trainable_params if one.is_used or include_unused]
+        for owner in sorted({one.owner for one in used}):
+            _broadcast_from(owner, [one.parameter.detach() for one in used if one.owner == owner], self._shard_group)
+
+
+def _broadcast_from(owner: int, tensors: Iterable[torch.Tensor], group: dist.ProcessGroup | None) -> None:
+    params = list(tensors)
+    for dtype in dict.fromkeys(one.dtype for one in params):
+        same_dtype = [one for one in params if one.dtype == dtype]
+        joined = torch.cat([one.reshape(-1) for one in same_dtype]).to(collective_device(group))
+        broadcast([joined], group, source=owner)
+        for one, part in zip(same_dtype, joined.split([one.numel() for one in same_dtype]), strict=True):
+            one.copy_(part.view(one.shape))
+
+
+class ParamUpdate(ABC):
+    """A trainable parameter on the optimizer's side.
+
+    Args:
+        group_index: Index of its param group.
+
+    Attributes:
+        shard: Shard that this rank updates, or None.
+    """
+
+    shard: Shard | None = None
+
+    def __init__(self, group_index: int) -> None:
+        self.group_index = group_index
+
+    @property
+    @abstractmethod
+    def param(self) -> ShardedParam | ReplicatedParam:
+        """The parameter."""
+
+    @property
+    @abstractmethod
+    def weights(self) -> torch.Tensor:
+        """This rank's shard of the model's weights, flat."""
+
+    @property
+    def memory(self) -> torch.Tensor | None:
+        """Memory that the shard must be a view of, or None if it has separate memory."""
+        return None if self.shard is None or self.shard.has_master else self.weights
+
+    @abstractmethod
+    def reduced_grad(self) -> torch.Tensor | None:
+        """Return this rank's shard of the reduced gradient, flat, or None."""
+
+    @abstractmethod
+    def set_gradient(self) -> None:
+        """Set the shard's gradient to the reduced one; None if no rank used the parameter."""
+
+    def has_moved(self) -> bool:
+        """Return whether the weights were reallocated, so that updates would not reach them."""
+        return False
+
+    @property
+    def rounds_in_place(self) -> bool:
+        """Whether the shard is a master copy of weights on the same device."""
+        return self.shard is not None and self.shard.has_master
+
+    @torch.no_grad()
+    def write_weights(self) -> None:
+        """Round the updated master weights into the model's weights."""
+        if self.shard is not None and self.shard.has_master:
+            self.weights.copy_(self.shard.parameter.detach().reshape(-1))
+
+    @torch.no_grad()
+    def refresh_master(self) -> None:
+        """Update the master weights from model weights that were changed outside of the optimizer."""
+        if self.shard is not None and self.shard.has_master:
+            take_over(self.shard.parameter.detach().view(-1), self.weights)
+
+    def create_master(self, originals: Mapping[int, torch.Tensor], original_id: int) -> nn.Parameter | None:
+        """Replace the shard by an fp32 master copy; return the parameter that was replaced, or None.
+
+        Args:
+            originals: Unrounded, unsharded weights by the `id` of the user's parameter.
+            original_id: `id` of this parameter.
+        """
+        shard = self.shard
+        if shard is None or shard.has_master or shard.parameter.dtype not in LOW_PRECISION:
+            return None
+        unrounded = originals.get(original_id)
+        self.shard = new_master(shard, unrounded)
+        return shard.parameter
+
+
+class ShardUpdate(ParamUpdate):
+    """A sharded parameter, whose shard is updated in place, in the memory that FSDP2 gathers from."""
+
+    def __init__(self, unit: ParamGroup, member: ShardedParam, group_index: int, *, is_primary: bool) -> None:
+        super().__init__(group_index)
+        self.group = unit
+        self._param = member
+        start, stop = member.flat_range
+        if stop > start:
+            self.shard = _shard_of(member, (start, stop), member.shard, group_index, is_primary=is_primary)
+
+    @property
+    def param(self) -> ShardedParam:
+        return self._param
+
+    @property
+    def weights(self) -> torch.Tensor:
+        return self._param.shard
+
+    def reduced_grad(self) -> torch.Tensor | None:
+        return self.group.grad_shard_of(self._param)
+
+    def set_gradient(self) -> None:
+        if self.shard is not None:
+            self.shard.parameter.grad = _gradient_for(self.shard, self._param.is_used, self.reduced_grad())
+
+
+class ReplicatedUpdate(ParamUpdate):
+    """A replicated parameter, which its owner updates."""
+
+    def __init__(
+        self,
+        replicated: ReplicatedParams,
+        member: ReplicatedParam,
+        group_index: int,
+        *,
+        is_primary: bool,
+        is_flat: bool,
+    ) -> None:
+        super().__init__(group_index)
+        self._param = member
+        if replicated.owns(member) and member.parameter.numel() > 0:
+            memory = member.parameter.detach()
+            self.shard = _shard_of(
+                member,
+                (0, memory.numel()),
+                memory.view(-1) if is_flat else memory,
+                group_index,
+                is_primary=is_primary,
+            )
+
+    @property
+    def param(self) -> ReplicatedParam:
+        return self._param
+
+    @property
+    def weights(self) -> torch.Tensor:
+        return self._param.parameter.detach().view(-1)
+
+    def reduced_grad(self) -> torch.Tensor | None:
+        return self._param.reduced_grad
+
+    def set_gradient(self) -> None:
+        if self.shard is not None:
+            self.shard.parameter.grad = _gradient_for(self.shard, self._param.is_used, self.reduced_grad())
+
+    def has_moved(self) -> bool:
+        shard = self.shard
+        if shard is None or shard.has_master:
+            return False
+        return shard.parameter.data_ptr() != self._param.parameter.data_ptr()
+
+
+class OwnedUpdate(ParamUpdate):
+    """A sharded parameter, which is redistributed to its owner and updated there unsharded."""
+
+    def __init__(
+        self, unit: ParamGroup, member: ShardedParam, group_index: int, owner: int, *, is_primary: bool
+    ) -> None:
+        super().__init__(group_index)
+        self.group = unit
+        self.owner = owner
+        self._param = member
+        if member.rank == owner:
+            memory = torch.empty(member.shape, dtype=member.shard.dtype, device=member.shard.device)
+            self.shard = _shard_of(member, (0, memory.numel()), memory, group_index, is_primary=is_primary)
+
+    @property
+    def param(self) -> ShardedParam:
+        return self._param
+
+    @property
+    def weights(self) -> torch.Tensor:
+        return self._param.shard
+
+    def reduced_grad(self) -> torch.Tensor | None:
+        return self.group.grad_shard_of(self._param)
+
+    @property
+    def memory(self) -> None:
+        return None
+
+    def gradient_or_zeros(self) -> torch.Tensor:
+        """Return this rank's shard of the reduced gradient, flat; zeros if there is none."""
+        sums = self.reduced_grad()
+        return torch.zeros_like(self.weights, dtype=self.group.grad_dtype) if sums is None else sums
+
+    def set_gradient(self) -> None:
+        """No-op, as `OwnedUpdates.gather_gradients` sets all gradients in one collective."""
+
+    def write_weights(self) -> None:
+        """No-op, as `OwnedUpdates.scatter_weights` writes all weights in one collective."""
+
+    def refresh_master(self) -> None:
+        """No-op, as the owners receive the current weights before every step."""
+
+
+class OwnedUpdates:
+    """All sharded parameters of a model that their owners update unsharded.
+
+    Args:
+        updates: Updates of the parameters, equal on all ranks.
+        exchange: Redistribution over the shard group; its indices are those of `updates`.
+    """
+
+    def __init__(self, updates: Sequence[OwnedUpdate], redistribution: ParamRedistribution) -> None:
+        self.updates = tuple(updates)
+        self._redistribution = redistribution
+
+    def _used(self) -> dict[int, OwnedUpdate]:
+        return {index: one for index, one in enumerate(self.updates) if one.param.is_used}
+
+    @torch.no_grad()
+    def gather_gradients(self) -> None:
+        """Set the reduced gradients of the owners' parameters. Collective."""
+        for one in self.updates:
+            if one.shard is not None:
+                one.shard.parameter.grad = None
+        used = self._used()
+        for dtype in dict.fromkeys(one.group.grad_dtype for one in used.values()):
+            chosen = {index: one for index, one in used.items() if one.group.grad_dtype == dtype}
+            sums = {index: one.gradient_or_zeros() for index, one in chosen.items()}
+            for index, full_grad in self._redistribution.to_owners(sums, indices=chosen, dtype=dtype).items():
+                shard = chosen[index].shard
+                assert shard is not None
+                shard.parameter.grad = full_grad.to(device=shard.parameter.device, dtype=shard.parameter.dtype)
+
+    @torch.no_grad()
+    def gather_weights(self) -> None:
+        """Set the owners' parameters to the current weights; equal master weights keep their precision. Collective."""
+        shards = {index: one.weights for index, one in enumerate(self.updates)}
+        for index, full_param in self._redistribution.to_owners(shards).items():
+            shard = self.updates[index].shard
+            assert shard is not None
+            if shard.has_master:
+                take_over(shard.parameter.detach(), full_param)
+            else:
+                shard.parameter.copy_(full_param)
+
+    @torch.no_grad()
+    def scatter_weights(self, *, include_unused: bool = False) -> None:
+        """Write the owners' updated parameters back to all ranks' shards. Collective.
+
+        Args:
+            everything: If True, unused parameters are written as well.
+        """
+        chosen = dict(enumerate(self.updates)) if include_unused else self._used()
+        full_params = {
+            index: one.shard.parameter.detach().to(one.weights.dtype)
+            for index, one in chosen.items()
+            if one.shard is not None
+        }
+        shards = {index: one.weights for index, one in chosen.items()}
+        self._redistribution.from_owners(full_params, shards, indices=chosen)
+
+
+def _shard_of(
+    member: ShardedParam | ReplicatedParam,
+    span: tuple[int, int],
+    memory: torch.Tensor,
+    group_index: int,
+    *,
+    is_primary: bool,
+) -> Shard:
+    return Shard(
+        name=member.name,
+        global_shape=member.shape,
+        span=span,
+        parameter=nn.Parameter(memory.detach()),
+        model_param=member.parameter,
+        group_index=group_index,
+        has_master=False,
+        is_primary=is_primary,
+    )
+
+
+def new_master(shard: Shard, unrounded: torch.Tensor | None) -> Shard:
+    """Return the shard with an fp32 master copy of its weights.
+
+    Args:
+        shard: Shard with rounded weights.
+        unrounded: Unsharded parameter before rounding; optional, defaults to the rounded values. Elements that do not round
+            to the current weights, as after a broadcast from another rank, start at the rounded values.
+    """
+    rounded = shard.parameter.detach()
+    values = rounded.float()
+    if unrounded is not None and not unrounded.is_meta:
+        values = unrounded.detach().reshape(-1)[slice(*shard.span)].to(rounded.device, torch.float32, copy=True)
+        values = values.view(rounded.shape)
+        take_over(values, rounded)
+    return Shard(
+        name=shard.name,
+        global_shape=shard.global_shape,
+        span=shard.span,
+        parameter=nn.Parameter(values),
+        model_param=shard.model_param,
+        group_index=shard.group_index,
+        has_master=True,
+        is_primary=shard.is_primary,
+    )
+
+
+def _gradient_for(shard: Shard, is_used: bool, sums: torch.Tensor | None) -> torch.Tensor | None:
+    parameter = shard.parameter
+    if not is_used:
+        return None
+    if sums is None:  # zero_grad(set_to_none=False), and nothing since
+        return torch.zeros_like(parameter, requires_grad=False)
+    return sums.view(parameter.shape).to(device=parameter.device, dtype=parameter.dtype)

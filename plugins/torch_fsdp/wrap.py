@@ -1,0 +1,505 @@
+"""Auto-wrapping: selection of the modules that become FSDP2 parameter groups."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp.wrap import _Policy
+from torch.distributed.tensor import DTensor
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+from torch.nn.utils.parametrize import ParametrizationList
+
+from booster.comm import check_same_across_ranks, group_size
+from booster.errors import ConfigError
+from booster.plugins.sharding.buffer_pool import BufferPool
+from booster.plugins.sharding.deferred_init import Materializer
+
+from .collective_order import CollectiveOrder
+from .config import PrecisionDtypes, Strategy, check_reshard_after_forward
+from .model import FSDPModel
+from .outputs import DtypeBoundary, ViewSafeOutputs, modules_with_forward
+from .param_group import build_param_groups
+from .param_redistribution import RowSharded, assign_owners
+from .shard_update import ReplicatedParam, ReplicatedParams
+
+# Modules that a policy selects, with reshard_after_forward of each.
+_Selection: TypeAlias = dict[nn.Module, bool | int | None]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class WrapPlan:
+    """One module that becomes a parameter group.
+
+    Attributes:
+        name: First name of the module in the model.
+        module: Module whose parameters form the group, except those of wrapped submodules.
+        reshard_after_forward: Value of a `CustomPolicy`; optional, defaults to that of the strategy.
+    """
+
+    name: str
+    module: nn.Module
+    reshard_after_forward: bool | int | None = None
+
+
+def plan_wrapping(
+    model: nn.Module,
+    policy: Callable[..., bool] | _Policy | None,
+    *,
+    replicated: Collection[nn.Parameter],
+    own_dtype_classes: tuple[type[nn.Module], ...] = (),
+) -> list[WrapPlan]:
+    """Return the modules below the root that become parameter groups, inner ones first.
+
+    Modules that a policy selects and FSDP2 can't wrap join the enclosing group: those without a forward, and those
+    whose parameters are reached without calling them, such as tied ones.
+
+    Args:
+        model: Root module.
+        policy: Policy of `torch.distributed.fsdp.wrap`, or a function with its signature; optional, defaults to the
+            blocks that transformers names, else the repeated ones.
+        replicated: Replicated parameters, which belong to no group.
+        own_dtype_classes: Classes of modules that are always wrapped, as they compute in the dtype of their weights.
+
+    Raises:
+        ConfigError: The policy selects a module that is never called, or gives one an option that FSDP2 does not have
+            per group; or a module of `own_dtype_classes` can't be wrapped.
+    """
+    tree = _ModuleGraph(model, replicated)
+    if policy is None:
+        named = _wrap_plans(tree, _transformers_blocks(model), own_dtype_classes, is_automatic=True)
+        if any(not isinstance(plan.module, own_dtype_classes) for plan in named):
+            return named
+        return _wrap_plans(tree, _repeated_blocks(tree), own_dtype_classes, is_automatic=True)
+    if isinstance(policy, _Policy):
+        chosen = _select_by_policy(tree, policy)
+    else:
+        chosen = _select_by_function(tree, policy, own_dtype_classes)
+    return _wrap_plans(tree, chosen, own_dtype_classes, is_automatic=False)
+
+
+class _ModuleGraph:
+    """Graph of modules with their parents and the owners of each parameter.
+
+    Args:
+        root: Root module. Other modules may have several parents.
+        whole: Parameters to leave out.
+    """
+
+    def __init__(self, root: nn.Module, replicated: Collection[nn.Parameter]) -> None:
+        self.root = root
+        self.names = {module: name for name, module in root.named_modules()}
+        self.post_order = list(_post_order(root, set()))
+        self._parents: dict[nn.Module, set[nn.Module]] = {module: set() for module in self.names}
+        self._owners: dict[int, set[nn.Module]] = {}
+        left_out = {id(parameter) for parameter in replicated}
+        self._own: dict[nn.Module, dict[int, nn.Parameter]] = {}
+        for module in self.names:
+            own = {id(one): one for one in module.parameters(recurse=False) if id(one) not in left_out}
+            self._own[module] = own
+            for key in own:
+                self._owners.setdefault(key, set()).add(module)
+            for child in module.children():
+                self._parents[child].add(module)
+        self.ignored = {
+            module for module in self.names if any(True for _ in module.parameters()) and not self.parameters(module)
+        }
+
+    def parameters(self, module: nn.Module) -> dict[int, nn.Parameter]:
+        """Return the parameters of a module and its submodules, by id."""
+        return {key: one for below in module.modules() for key, one in self._own[below].items()}
+
+    def is_sole_access_to(self, parameters: Collection[int], module: nn.Module) -> bool:
+        """Return whether the parameters are reachable only through `module`: no module outside holds or bypasses it."""
+        below = set(module.modules())
+        if any(not self._owners[key] <= below for key in parameters):
+            return False
+        entrances = [one for one in below if one is not module and not self._parents[one] <= below]
+        bypassed = {key for entrance in entrances for key in self.parameters(entrance)}
+        return bypassed.isdisjoint(parameters)
+
+
+def _post_order(module: nn.Module, seen: set[nn.Module]) -> Iterator[nn.Module]:
+    seen.add(module)
+    for child in module.children():
+        if child not in seen:
+            yield from _post_order(child, seen)
+    yield module
+
+
+def _wrap_plans(
+    tree: _ModuleGraph,
+    chosen: Mapping[nn.Module, bool | int | None],
+    own_dtype_classes: tuple[type[nn.Module], ...],
+    *,
+    is_automatic: bool,
+) -> list[WrapPlan]:
+    plans: list[WrapPlan] = []
+    taken: set[int] = set()
+    for module in tree.post_order[:-1]:
+        keeps_dtype = isinstance(module, own_dtype_classes)
+        if module not in chosen and not keeps_dtype:
+            continue
+        own = tree.parameters(module).keys() - taken
+        if not own:
+            continue
+        name = tree.names[module]
+        obstacle = _why_never_called(module, name) or _why_not_wrappable(tree, module, own)
+        if obstacle is None:
+            taken |= own
+            plans.append(WrapPlan(name, module, chosen.get(module)))
+        elif keeps_dtype:
+            raise ConfigError(
+                f"mixed_precision leaves {type(module).__name__}s in their own dtype, which takes a separate parameter"
+                f" group, and {name!r} can't be one: {obstacle}. Leave its class out of _module_classes_to_ignore"
+            )
+        elif not is_automatic and _why_never_called(module, name) is not None:
+            raise ConfigError(
+                f"auto_wrap_policy chooses {name!r}, a {type(module).__name__}: {obstacle}. Have the policy leave it"
+                " out, as CustomPolicy(lambda module: ...) can: its weights then belong to the enclosing group"
+            )
+    return plans
+
+
+def _why_not_wrappable(tree: _ModuleGraph, module: nn.Module, own: Collection[int]) -> str | None:
+    """Return why these parameters must belong to the enclosing group, or None."""
+    if isinstance(module, torch.jit.ScriptModule):
+        return "it is compiled by torch.jit, which does not take FSDP2's hooks"
+    if not _has_forward(module):
+        return "it has no forward, before which weights would be gathered"
+    if not tree.is_sole_access_to(own, module):
+        return "its weights are used from outside as well, by a module that is tied to it or shares a submodule with it"
+    return None
+
+
+def _why_never_called(module: nn.Module, name: str) -> str | None:
+    """Return why the module's weights are used without calling it, or None."""
+    if isinstance(module, NonDynamicallyQuantizableLinear):
+        return "nn.MultiheadAttention reads its weights without calling it, so that they would not be gathered"
+    if isinstance(module, ParametrizationList) or ".parametrizations." in f".{name}.":
+        return "it computes another module's weight, which may be read outside of forward"
+    return None
+
+
+def _has_forward(module: nn.Module) -> bool:
+    return type(module).forward is not nn.Module.forward or "forward" in vars(module)
+
+
+def _transformers_blocks(model: nn.Module) -> _Selection:
+    """Return the modules of transformers' `_no_split_modules` classes, which are the blocks of its models."""
+    names: set[str] = set()
+    for module in model.modules():
+        names.update(getattr(module, "_no_split_modules", None) or ())
+    return {one: None for one in model.modules() if any(cls.__name__ in names for cls in type(one).__mro__)}
+
+
+def _repeated_blocks(tree: _ModuleGraph) -> _Selection:
+    """Return the elements of the outermost lists of modules of one class; nested lists belong to their element."""
+    blocks: _Selection = {}
+    seen: set[nn.Module] = set()
+
+    def descend(module: nn.Module) -> None:
+        seen.add(module)
+        blocks.update(dict.fromkeys(_repeated_elements(tree, module)))
+        for child in module.children():
+            if child not in blocks and child not in seen:
+                descend(child)
+
+    descend(tree.root)
+    return blocks
+
+
+def _repeated_elements(tree: _ModuleGraph, module: nn.Module) -> list[nn.Module]:
+    """Return the elements of a container that are repeated blocks. A Sequential of single layers has none."""
+    is_list = isinstance(module, (nn.ModuleList, nn.ModuleDict))
+    if not is_list and not isinstance(module, nn.Sequential):
+        return []
+    elements = [one for one in module.children() if _has_forward(one) and tree.parameters(one)]
+    counts = Counter(type(one) for one in elements)
+    if len(counts) > 1 and not is_list:
+        return []
+    # Single layers are blocks only in a list of nothing else, such as one of embedding tables.
+    takes_layers = is_list and len(counts) == 1
+    return [one for one in elements if counts[type(one)] > 1 and (takes_layers or any(True for _ in one.children()))]
+
+
+def _select_by_policy(tree: _ModuleGraph, policy: _Policy) -> _Selection:
+    try:
+        kwargs_of = policy._run_policy(tree.root, tree.ignored, {})
+    except ValueError as error:
+        raise ConfigError(
+            f"auto_wrap_policy={type(policy).__name__} returned an invalid value for a module: {error}"
+        ) from error
+    return {module: _reshard_of(kwargs, tree.names[module]) for module, kwargs in kwargs_of.items()}
+
+
+def _reshard_of(kwargs: dict[str, Any], name: str) -> bool | int | None:
+    unknown = sorted(map(str, kwargs.keys() - {"reshard_after_forward"}))
+    if unknown:
+        raise ConfigError(
+            f"auto_wrap_policy gives {name!r} {', '.join(unknown)}=: all parameter groups share that option, which is"
+            " an argument of the plugin. Return only reshard_after_forward= for a module, or True"
+        )
+    value: Any = kwargs.get("reshard_after_forward")
+    if value is not None and not isinstance(value, int):
+        raise ConfigError(
+            f"auto_wrap_policy gives {name!r} reshard_after_forward={value!r}: give True, False, a number of ranks, or"
+            " None"
+        )
+    return value
+
+
+def _select_by_function(
+    tree: _ModuleGraph, policy: Callable[..., bool], own_dtype_classes: tuple[type[nn.Module], ...]
+) -> _Selection:
+    """Return the modules that torch's `_recursive_wrap` would wrap, by the same calls of the policy in the same order.
+
+    Modules of `own_dtype_classes` are always wrapped, and count as wrapped for enclosing modules. As in torch, the
+    policy is also called for modules that it does not recurse into, but unlike there not for their children.
+    """
+    chosen: _Selection = {}
+
+    def numel_wrapped(module: nn.Module, *, asks: bool) -> int:
+        numel = sum(parameter.numel() for parameter in tree.parameters(module).values())
+        goes_in = asks and bool(policy(module=module, recurse=True, nonwrapped_numel=numel))
+        if not goes_in and not own_dtype_classes:
+            return 0
+        children = [child for child in module.children() if child not in tree.ignored]
+        wrapped = sum(numel_wrapped(child, asks=goes_in) for child in children)
+        if module is tree.root:
+            return wrapped
+        is_wrapped = asks and policy(module=module, recurse=False, nonwrapped_numel=numel - wrapped)
+        if not is_wrapped and not isinstance(module, own_dtype_classes):
+            return wrapped
+        chosen[module] = None
+        return numel
+
+    numel_wrapped(tree.root, asks=True)
+    return chosen
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FSDPModelBuilder:
+    """Builds boosted models.
+
+    Attributes:
+        mesh: Device mesh with the axes "replica" and "shard".
+        strategy: Sharding and replication of weights.
+        formats: Dtypes of FSDP's mixed precision, or None.
+        offload_policy: FSDP2's offload policy.
+        auto_wrap_policy: Policy that selects the modules to wrap; optional, defaults to repeated blocks.
+        ignored_modules: Modules whose parameters are replicated.
+        coordination_group: CPU group of the shard axis.
+        is_primary: If True, this rank writes data that all ranks hold.
+        broadcasts_buffers: If True, buffers are broadcast from rank 0 before each forward in training.
+    """
+
+    mesh: DeviceMesh
+    strategy: Strategy
+    precision_dtypes: PrecisionDtypes | None
+    offload_policy: OffloadPolicy
+    auto_wrap_policy: Any
+    ignored_modules: Sequence[nn.Module]
+    order_group: dist.ProcessGroup | None
+    is_primary: bool
+    broadcasts_buffers: bool
+
+    def check(self, model: nn.Module) -> None:
+        """Check that the model can be sharded, without communication or changes.
+
+        Raises:
+            ConfigError: The model can't be sharded.
+        """
+        _check_model(model, self.ignored_modules)
+        self._plans(model, self._replicated_names(model))
+
+    def build(self, model: nn.Module, materializer: Materializer, device: torch.device) -> FSDPModel:
+        """Return the boosted model. Collective.
+
+        Args:
+            model: The user's model.
+            materializer: Initializes modules that are on the meta device.
+            device: Compute device of this rank.
+        """
+        before = dict(model.named_parameters(remove_duplicate=False))
+        self._add_dtype_boundaries(model)
+        replicated = self._replicated_names(model)
+        plans = self._plans(model, replicated)
+        fingerprint = [f"{plan.name!r}, reshard_after_forward={plan.reshard_after_forward!r}" for plan, _ in plans]
+        check_same_across_ranks("what auto_wrap_policy makes units of", fingerprint)
+        for plan, modules in plans:
+            materializer.fill(modules)
+            self._shard(model, plan, _named(model, replicated))
+        after = dict(model.named_parameters(remove_duplicate=False))
+        originals = {id(after[name]): before[name] for name in before}
+        self._cast_buffers(model)
+        return self._wrap_model(model, _named(model, replicated), originals, device)
+
+    def _add_dtype_boundaries(self, model: nn.Module) -> None:
+        model_dtype = None if self.precision_dtypes is None else self.precision_dtypes.param_dtype
+        if self.precision_dtypes is None or model_dtype is None:
+            return
+        ignored = [one for module in self.ignored_modules for one in modules_with_forward(module)]
+        inside = {part for module in ignored for part in module.modules()}
+        kept = [
+            one
+            for one in model.modules()
+            if isinstance(one, self.precision_dtypes.own_dtype_classes) and one not in inside
+        ]
+        for module in dict.fromkeys([*ignored, *kept]):
+            DtypeBoundary(module, model_dtype)
+
+    def _plans(self, model: nn.Module, replicated: set[str]) -> list[tuple[WrapPlan, list[nn.Module]]]:
+        """Return the wrapped modules, root last, with the submodules that they own; extends `replicated` in place."""
+        keeps = () if self.precision_dtypes is None else self.precision_dtypes.own_dtype_classes
+        plans = plan_wrapping(
+            model, self.auto_wrap_policy, replicated=_named(model, replicated), own_dtype_classes=keeps
+        )
+        taken: set[nn.Module] = set()
+        found: list[tuple[WrapPlan, list[nn.Module]]] = []
+        for plan in [*plans, WrapPlan(name="", module=model)]:
+            check_reshard_after_forward(plan.reshard_after_forward, self.strategy.shard_size)
+            modules = [one for one in plan.module.modules() if one not in taken]
+            taken.update(modules)
+            replicated |= _minority_dtype_names(model, modules, _named(model, replicated))
+            found.append((plan, modules))
+        return found
+
+    def _replicated_names(self, model: nn.Module) -> set[str]:
+        """Return the first names of parameters that FSDP2 can't shard, or that are ignored."""
+        scripted = [module for module in model.modules() if isinstance(module, torch.jit.ScriptModule)]
+        ignored = {one for module in [*self.ignored_modules, *scripted] for one in module.parameters()}
+        return {
+            name
+            for name, parameter in model.named_parameters()
+            if parameter in ignored or parameter.dim() == 0 or parameter.numel() == 0
+        }
+
+    def _shard(self, model: nn.Module, plan: WrapPlan, replicated: Collection[nn.Parameter]) -> None:
+        own = {parameter for parameter in plan.module.parameters() if not isinstance(parameter, DTensor)} - set(
+            replicated
+        )
+        for parameter in own:
+            if not parameter.is_contiguous():
+                parameter.data = parameter.data.contiguous()
+        if not own and plan.module is not model:
+            return
+        reshards = plan.reshard_after_forward
+        reshards = self.strategy.reshard_after_forward if reshards is None else reshards
+        ViewSafeOutputs(
+            plan.module, clones_views=reshards is not False and (plan.module is not model or bool(reshards))
+        )
+        fully_shard(
+            plan.module,
+            mesh=self.mesh["shard"],
+            reshard_after_forward=reshards,
+            mp_policy=self._policy(plan, model),
+            offload_policy=self.offload_policy,
+            ignored_params=set(replicated),
+        )
+        for parameter in own:  # the optimizer still refers to them
+            parameter.data = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
+
+    def _policy(self, plan: WrapPlan, model: nn.Module) -> MixedPrecisionPolicy:
+        if self.precision_dtypes is None or isinstance(plan.module, self.precision_dtypes.own_dtype_classes):
+            return MixedPrecisionPolicy()
+        return self.precision_dtypes.fsdp2_policy(is_root=plan.module is model)
+
+    @torch.no_grad()
+    def _cast_buffers(self, model: nn.Module) -> None:
+        dtype = None if self.precision_dtypes is None else self.precision_dtypes.buffer_dtype
+        for module in model.modules():
+            keeps = self.precision_dtypes is not None and isinstance(module, self.precision_dtypes.own_dtype_classes)
+            for buffer in () if dtype is None or keeps else module.buffers(recurse=False):
+                if buffer.is_floating_point():
+                    buffer.data = buffer.data.to(dtype)
+
+    def _wrap_model(
+        self,
+        model: nn.Module,
+        replicated: Collection[nn.Parameter],
+        originals: dict[int, nn.Parameter],
+        device: torch.device,
+    ) -> FSDPModel:
+        names = _names_by_parameter(model)
+        shard_group = self.mesh.get_group("shard")
+        if isinstance(model, FSDPModule):
+            model._get_fsdp_state()._lazy_init()  # otherwise the first module that runs would become FSDP2's root
+        collective_order = CollectiveOrder(self.order_group)
+        modules = [(name, module) for name, module in model.named_modules() if isinstance(module, FSDPModule)]
+        param_groups = list(build_param_groups(modules, names, originals, collective_order, BufferPool(device)))
+        sharded = [RowSharded(name=names[id(one)][0], shape=tuple(one.shape), dtype=one.dtype) for one in replicated]
+        owners = assign_owners(sharded, group_size(shard_group))
+        params = [
+            ReplicatedParam(name=names[id(one)][0], names=names[id(one)], parameter=one, owner=owner)
+            for one, owner in zip(replicated, owners, strict=True)
+        ]
+        return FSDPModel(
+            model,
+            param_groups,
+            ReplicatedParams(params, None, shard_group),
+            collective_order,
+            is_primary=self.is_primary,
+            writes_shards=self.mesh.get_local_rank("replica") == 0,
+            broadcasts_buffers=self.broadcasts_buffers,
+        )
+
+
+def _check_model(model: nn.Module, ignored_modules: Sequence[nn.Module]) -> None:
+    if isinstance(model, (nn.ModuleDict, nn.ModuleList)) and type(model).forward is nn.Module.forward:
+        raise ConfigError(
+            f"the model is a {type(model).__name__}, which has no forward, but FSDP gathers weights in forward: write"
+            " a module around it with forward(self, part, *args) that returns self.parts[part](*args), or boost each"
+            " child with a separate optimizer"
+        )
+    own = set(model.modules())
+    foreign = [module for module in ignored_modules if module not in own]
+    if foreign:
+        raise ConfigError(
+            f"ignored_modules has a {type(foreign[0]).__name__} that is not a module of the model: give modules of the"
+            " model that is passed to boost()"
+        )
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, DTensor):
+            raise ConfigError(
+                f"{name!r} is a DTensor, so the model was sharded before boost(): pass boost() the unsharded model"
+            )
+    for name, module in model.named_modules():
+        if getattr(module, "sparse", False) and isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+            raise ConfigError(
+                f"{name!r} makes sparse gradients (sparse=True), which FSDP does not reduce: build it without"
+                " sparse=True, or use TorchDDPPlugin"
+            )
+
+
+def _names_by_parameter(model: nn.Module) -> dict[int, tuple[str, ...]]:
+    """Return all names of each parameter by its `id`, in model order."""
+    found: dict[int, tuple[str, ...]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        found[id(parameter)] = (*found.get(id(parameter), ()), name)
+    return found
+
+
+def _named(model: nn.Module, names: Collection[str]) -> list[nn.Parameter]:
+    return [parameter for name, parameter in model.named_parameters() if name in names] if names else []
+
+
+def _minority_dtype_names(
+    model: nn.Module, modules: Sequence[nn.Module], replicated: Collection[nn.Parameter]
+) -> set[str]:
+    """Return the first names of a group's parameters whose dtype is not that of most of its elements."""
+    kept = set(replicated)
+    own = {one for module in modules for one in module.parameters(recurse=False)} - kept
+    numels: Counter[torch.dtype] = Counter()
+    for one in own:
+        numels[one.dtype] += one.numel()
+    most = max(numels, key=lambda dtype: (numels[dtype], str(dtype)), default=None)
+    others = {one for one in own if one.dtype != most}
+    return {name for name, one in model.named_parameters() if one in others} if others else set()
