@@ -18,7 +18,8 @@ from booster.logger import get_dist_logger
 from .formats.json import MAX_JSON_BYTES, parse_json
 from .storage import Storage
 
-# Note [Commit directory]: `.booster-commit-<uuid>` in a directory holds the files of a committed checkpoint and the list
+# Note [Commit directory]: `.booster-commit-<uuid>` in a directory holds the files of a committed checkpoint and the
+# list
 # of names that it makes stale. The content of the directory is an overlay: its own files, minus the stale names, plus
 # the files of the commit directory. Installing moves the files one by one and removes the stale ones; after a sync, the
 # commit directory is removed. No step changes the overlay, nor does the loss of any step in a power failure, so
@@ -307,18 +308,18 @@ def _is_safe_name(name: object) -> bool:
 # operation, the commit point, makes the checkpoint visible. Before it, a kill or a power failure leaves a temporary
 # directory, which readers ignore, and everything else unchanged. There are three cases:
 # (a) The target does not exist. Commit point: the rename of the temporary, a sibling, which fails if the target was
-#     created meanwhile. Then the parent is synced; after a power failure before that, the checkpoint is complete or
-#     absent.
+# created meanwhile. Then the parent is synced; after a power failure before that, the checkpoint is complete or
+# absent.
 # (b) The target is one file. The temporary is a sibling directory with that file. Commit point: the rename over the old
-#     file. Then the parent is synced; a power failure before that may restore the old file, complete.
-# (c) The target is an existing directory: it may hold other parts, logs and directories, and be a mount point. So
-#     the temporary is inside it (renames cannot cross file systems), and no single rename can replace all files.
-#     Commit point: the rename of the temporary to a commit directory in the target, synced. From then on every reader
-#     of this library sees the new files through it, see Note [Commit directory], and no stale old ones. Only then are the
-#     files moved to their places, for other libraries. If that is interrupted, readers still see the complete
-#     checkpoint, and the next save into the directory finishes it first.
+# file. Then the parent is synced; a power failure before that may restore the old file, complete. (c) The target is an
+# existing directory: it may hold other parts, logs and directories, and be a mount point. So     the temporary is
+# inside it (renames cannot cross file systems), and no single rename can replace all files.     Commit point: the
+# rename of the temporary to a commit directory in the target, synced. From then on every reader     of this library
+# sees the new files through it, see Note [Commit directory], and no stale old ones. Only then are the     files moved
+# to their places, for other libraries. If that is interrupted, readers still see the complete     checkpoint, and the
+# next save into the directory finishes it first.
 #     Other libraries read the plain files: between commit point and end they find the old checkpoint, none, or the new
-#     one, but never an index over shards of both.
+# one, but never an index over shards of both.
 # Saves into one directory are serialized from the commit point to the end by a lock on it. A commit that a killed save
 # did not install is installed by the next save, before its own. Temporaries are locked while their writer is alive, so
 # the next save removes only those of killed saves. Without directory locks (NFS) this cannot be distinguished: a save

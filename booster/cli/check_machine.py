@@ -303,7 +303,8 @@ def _extra(extra: str, name: str, min_version: _MinVersion) -> Finding:
     if is_usable:
         text = _state(installed_version, min_version, None)
     else:
-        text = f"{'not installed' if installed_version is None else f'{installed_version} is too old'} (optional: {command})"
+        state = "not installed" if installed_version is None else f"{installed_version} is too old"
+        text = f"{state} (optional: {command})"
     return Finding(name=name, text=text, data=data)
 
 

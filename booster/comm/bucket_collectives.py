@@ -233,7 +233,8 @@ def _recv_buffers(
 def _check_recv_buffer(received: torch.Tensor, local_shard: torch.Tensor, num_copies: int) -> None:
     if received.numel() != num_copies * local_shard.numel() or received.dtype != local_shard.dtype:
         raise AssertionError(
-            f"{received.numel()} {received.dtype} cannot hold {num_copies} copies of {local_shard.numel()} {local_shard.dtype}"
+            f"{received.numel()} {received.dtype} cannot hold {num_copies} copies of {local_shard.numel()}"
+            f" {local_shard.dtype}"
         )
 
 

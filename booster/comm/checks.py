@@ -126,14 +126,15 @@ def _mismatch_message(texts: Sequence[Sequence[str]], group: dist.ProcessGroup |
     """Return the message about lists of text that differ; each starts with the rank's current call."""
     majority, differing = _majority(texts)
     calls = _values(texts, 0, majority)
-    mismatch = f"{_format_ranks(differing, group)} {'differs' if len(differing) == 1 else 'differ'} from {_format_ranks(majority, group)}"
+    verb = "differs" if len(differing) == 1 else "differ"
+    mismatch = f"{_format_ranks(differing, group)} {verb} from {_format_ranks(majority, group)}"
     if len(calls) > 1:
         positions = _join(
             (f"{_format_ranks(ranks, group)} {_be(ranks)} at {what}" for what, ranks in calls), len(calls)
         )
         return (
-            f"the ranks make different calls: {positions}; {mismatch}. All must make the same calls in the same order: start"
-            " every rank from the same script"
+            f"the ranks make different calls: {positions}; {mismatch}. All must make the same calls in the same order:"
+            " start every rank from the same script"
         )
     index = min(_first_difference(texts[majority[0]], texts[rank]) for rank in differing)
     values = _values(texts, index, majority)

@@ -150,8 +150,8 @@ def _forget_meshes() -> None:
 # A rank that is lost in training should be detected soon; a rank that compiles a kernel, reads a model or writes a
 # large shard needs more time. So the launch takes three timeouts. Groups made here, and the world if the launch made
 # it, have the training timeout, and inside of `timeout_scope` the set-up or checkpoint timeout: the timeouts of their
-# backends are changed at entry and restored at exit, which costs a microsecond per group. The innermost `timeout_scope` of
-# the process applies. Groups of the user, and an adopted world, keep their timeouts.
+# backends are changed at entry and restored at exit, which costs a microsecond per group. The innermost `timeout_scope`
+# of the process applies. Groups of the user, and an adopted world, keep their timeouts.
 # A gloo message has the timeout that its connection was made with, unless its wait is given another one. A group is
 # created with the set-up timeout. TORCH_DISTRIBUTED_DEBUG=DETAIL puts a barrier before each collective, whose timeout
 # cannot be changed later: there, and with a backend other than gloo and nccl, a group keeps its timeout.
@@ -364,8 +364,8 @@ class _Arrivals:
         if not missing:
             return f"{head}: all had arrived, and one has ended or hangs since: see their logs; {tail}"
         return (
-            f"{head}: {format_ranks(missing)} did not arrive: see the log there, whether it ended, hangs or runs something"
-            f" else. If it needs longer, launch with setup_timeout_seconds=...; {tail}"
+            f"{head}: {format_ranks(missing)} did not arrive: see the log there, whether it ended, hangs or runs"
+            f" something else. If it needs longer, launch with setup_timeout_seconds=...; {tail}"
         )
 
 

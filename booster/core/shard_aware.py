@@ -45,8 +45,8 @@ class Shard:
     Attributes:
         name: The user's name of the parameter.
         global_shape: Shape of the user's parameter.
-        span: First element and one past the last, in the row-major flattening of `model_param`; that is the full parameter,
-            unless the model itself is sharded, see `shard_spec`.
+        span: First element and one past the last, in the row-major flattening of `model_param`; that is the full
+            parameter, unless the model itself is sharded, see `shard_spec`.
         parameter: 1-D entry of the optimizer's `param_groups`, with `span[1] - span[0]` elements.
         working: The model's parameter, in the model's dtype. It changes after the step.
         group_index: Index of its param group.

@@ -268,14 +268,14 @@ def extrapolate(timelines: Sequence[MemoryTimeline], name: str, num_layers: int)
         num_layers: Number of layers of the full model.
     """
     passes: list[list[Event]] = []
-    for pass_name in ("forward", "backward"):
+    for phase_name in ("forward", "backward"):
         full: list[Event] = []
-        segments = [_segments([_split_event(event, name) for event in getattr(one, pass_name)]) for one in timelines]
+        segments = [_segments([_split_event(event, name) for event in getattr(one, phase_name)]) for one in timelines]
         if len({len(one) for one in segments}) > 1:
             return None
         for three, four, five in zip(*segments, strict=True):
-            found = _repeat_layers(three, four, num_layers, pass_name == "forward")
-            if found is None or _repeat_layers(three, four, 5, pass_name == "forward") != five:
+            found = _repeat_layers(three, four, num_layers, phase_name == "forward")
+            if found is None or _repeat_layers(three, four, 5, phase_name == "forward") != five:
                 return None
             full += [_join_event(event, name) for event in found]
         passes.append(full)

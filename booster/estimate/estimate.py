@@ -250,9 +250,9 @@ def default_criterion(outputs: Any, batch: Any) -> torch.Tensor:
     loss = outputs if loss is None and isinstance(outputs, torch.Tensor) and outputs.numel() == 1 else loss
     if not isinstance(loss, torch.Tensor):
         raise ConfigError(
-            f"the model returned a {_type_name(outputs)} without a loss to run backward from: give criterion=, a function of"
-            " (outputs, batch) that returns the loss, as for execute_pipeline; or return (model, batch, criterion) from"
-            " the function that `booster estimate` calls"
+            f"the model returned a {_type_name(outputs)} without a loss to run backward from: give criterion=, a"
+            " function of (outputs, batch) that returns the loss, as for execute_pipeline; or return (model, batch,"
+            " criterion) from the function that `booster estimate` calls"
         )
     return loss
 

@@ -431,8 +431,8 @@ def _from_config(
         config = transformers.AutoConfig.for_model(**entries)
     except Exception as error:  # transformers validates entries with many types of errors, its own among them
         raise ConfigError(
-            f"--model {name}: transformers {transformers.__version__} rejects this config ({_format_error(error)}): correct"
-            " it, install another transformers, or give script.py:build_model"
+            f"--model {name}: transformers {transformers.__version__} rejects this config ({_format_error(error)}):"
+            " correct it, install another transformers, or give script.py:build_model"
         ) from error
     with _on_meta(dtype):
         model = _make_model(transformers, name, config, architecture)
@@ -491,8 +491,8 @@ def _from_function(text: str, batch: int | None, sequence: int | None, dtype: to
         raise
     except Exception as error:
         raise ConfigError(
-            f"--model {text}: {function}() failed with {_format_error(error)}; it runs under torch.device('meta'), where"
-            " tensors have no values: create those whose values are read with device='cpu'"
+            f"--model {text}: {function}() failed with {_format_error(error)}; it runs under torch.device('meta'),"
+            " where tensors have no values: create those whose values are read with device='cpu'"
         ) from error
     parts = built if isinstance(built, tuple) else (built,)
     if not isinstance(parts[0] if parts else None, nn.Module) or len(parts) > 3:
@@ -522,15 +522,15 @@ def _from_parts(text: str, parts: tuple[Any, ...], batch: int | None, sequence: 
     map_tensors(lambda tensor: found.append(tensor), parts[1])
     if not found:
         raise ConfigError(
-            f"--model {text} returned {_format_type(parts[1])} as a batch, which has no tensor: return the inputs of the"
-            " model's forward: a tensor, a tuple, or a dict by name"
+            f"--model {text} returned {_format_type(parts[1])} as a batch, which has no tensor: return the inputs of"
+            " the model's forward: a tensor, a tuple, or a dict by name"
         )
     if len(parts) == 2:
         return ModelSource(name=text, model=model, batch=parts[1])
     if not callable(parts[2]):
         raise ConfigError(
-            f"--model {text} returned {_format_type(parts[2])} as a criterion: return a function of (outputs, batch) that"
-            " returns the loss"
+            f"--model {text} returned {_format_type(parts[2])} as a criterion: return a function of (outputs, batch)"
+            " that returns the loss"
         )
     return ModelSource(name=text, model=model, batch=parts[1], criterion=parts[2])
 

@@ -30,9 +30,9 @@ from .failure_diagnosis import CollectiveId, FailureDiagnosis, append_failure, r
 # reported that its program has ended. For the state of missing ranks see Note [Heartbeats].
 # The keys belong to the group and stay: a gloo group cannot be repaired, and later calls on it fail the same way. No
 # rank waits inside of the store: see Note [Error barrier].
-# A rank that fails for a local reason spares the others the wait: `report_failure` reports the reason, `abort_groups` reports
-# that it has left the groups and closes its connections. Reported failures belong to the world and outlive a failure
-# that the program survives, so a report alone does not end a diagnosis; leaving the group does.
+# A rank that fails for a local reason spares the others the wait: `report_failure` reports the reason, `abort_groups`
+# reports that it has left the groups and closes its connections. Reported failures belong to the world and outlive a
+# failure that the program survives, so a report alone does not end a diagnosis; leaving the group does.
 # With TORCH_DISTRIBUTED_DEBUG=DETAIL torch puts a barrier before each collective, over connections that stay open: a
 # rank that waits in it may count as missing.
 

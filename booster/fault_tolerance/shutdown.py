@@ -28,9 +28,9 @@ from .heartbeat import (
 # Note [Shutdown]
 # A program that finishes while other ranks wait for this one looks successful from here: its batches were used up, say,
 # and theirs were not. So at its end a rank reports its exit and waits until all others have reported theirs. Ranks that
-# wait for it learn the cause at once (see Note [Heartbeats]), fail, and report that; then this rank exits with an error,
-# too. A rank that is gone, or whose heartbeats have stopped, is not waited for. If rank 0 serves the store it stays
-# until all waiting ranks have read the exit states.
+# wait for it learn the cause at once (see Note [Heartbeats]), fail, and report that; then this rank exits with an
+# error, too. A rank that is gone, or whose heartbeats have stopped, is not waited for. If rank 0 serves the store it
+# stays until all waiting ranks have read the exit states.
 # A program that ends by an error reports it and aborts its groups: peers that wait for it fail at once, with the
 # reason.
 

@@ -36,8 +36,8 @@ Boosted: TypeAlias = tuple[
 class Plugin(ABC):
     """Parallel strategy.
 
-    `Booster.boost` calls, on every rank and in this order: `check` and `config_fingerprint`, compared over ranks; `place`
-    on the user's objects, `MixedPrecision.prepare` unless the plugin controls precision, `configure`,
+    `Booster.boost` calls, on every rank and in this order: `check` and `config_fingerprint`, compared over ranks;
+    `place` on the user's objects, `MixedPrecision.prepare` unless the plugin controls precision, `configure`,
     `MixedPrecision.configure`.
     """
 

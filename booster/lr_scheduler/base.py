@@ -206,11 +206,11 @@ def check_last_epoch(last_epoch: Any, total_steps: int, groups: Sequence[dict[st
 class Schedule(LRScheduler):
     """Base class of schedulers with a fixed total number of steps.
 
-    Every schedule has a closed form, `_closed_form`, over the steps taken, from 0 to `total_steps`, scaled by a group's base
-    learning rate. Most of torch's schedulers are recursive instead: they compute a learning rate from the previous one,
-    so that external changes persist and schedulers can be chained. Where torch has the schedule, its recursion is used;
-    the closed form, equal up to rounding, serves where there is no previous learning rate: `last_epoch`, `step(epoch)`
-    and late param groups. All other schedules are a `CurveSchedule`, which uses the closed form alone.
+    Every schedule has a closed form, `_closed_form`, over the steps taken, from 0 to `total_steps`, scaled by a group's
+    base learning rate. Most of torch's schedulers are recursive instead: they compute a learning rate from the previous
+    one, so that external changes persist and schedulers can be chained. Where torch has the schedule, its recursion is
+    used; the closed form, equal up to rounding, serves where there is no previous learning rate: `last_epoch`,
+    `step(epoch)` and late param groups. All other schedules are a `CurveSchedule`, which uses the closed form alone.
 
     A subclass lists torch's scheduler after this class among its bases, or derives from `CurveSchedule`. Its
     constructor sets the attributes of `SETTINGS`, then calls `_check`, then torch's constructor.

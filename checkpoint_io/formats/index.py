@@ -35,8 +35,8 @@ def parse_index(raw: bytes, source_name: str, file_names: FileNames) -> dict[str
     weight_map = document.get("weight_map") if isinstance(document, dict) else None
     if not isinstance(weight_map, dict) or len(weight_map) > MAX_TENSORS:
         raise CheckpointError(
-            f"{source_name} has no weight_map, or one of more than a million tensors: it is damaged or not an index. Take"
-            " another copy of it"
+            f"{source_name} has no weight_map, or one of more than a million tensors: it is damaged or not an index."
+            " Take another copy of it"
         )
     if not weight_map:
         # The index of an optimizer without states has no entries, but there is one shard, without tensors.
@@ -64,8 +64,8 @@ def check_file_name(file_name: Any, source_name: str, file_names: FileNames) -> 
     )
     if not is_plain:
         raise CheckpointError(
-            f"{source_name} names the file {str(file_name)[:200]!r}: it may name only .{file_names.suffix} files beside itself. Do"
-            " not trust this checkpoint"
+            f"{source_name} names the file {str(file_name)[:200]!r}: it may name only .{file_names.suffix} files beside"
+            " itself. Do not trust this checkpoint"
         )
 
 
@@ -78,8 +78,8 @@ def check_index_entries(names: Iterable[str], specs: Mapping[str, TensorSpec], p
     missing = [name for name in names if name not in specs]
     if missing:
         raise CheckpointError(
-            f"{path} lacks {len(missing)} tensors that {index} assigns to it, such as {format_names(missing)}: the files are from"
-            " different saves, or one is damaged"
+            f"{path} lacks {len(missing)} tensors that {index} assigns to it, such as {format_names(missing)}: the"
+            " files are from different saves, or one is damaged"
         )
 
 

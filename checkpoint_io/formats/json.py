@@ -72,8 +72,8 @@ def _parse(raw: bytes, source_name: str, max_depth: int, parse_int: Callable[[st
 
 def _parse_error(source_name: str, reason: str) -> CheckpointError:
     return CheckpointError(
-        f"{source_name} cannot be read as JSON: {reason}. The file is damaged or was not written by a checkpoint writer:"
-        " take another copy"
+        f"{source_name} cannot be read as JSON: {reason}. The file is damaged or was not written by a checkpoint"
+        " writer: take another copy"
     )
 
 

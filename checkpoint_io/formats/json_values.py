@@ -63,8 +63,8 @@ def decode(encoded: Any, value_name: str) -> Any:
         return _decode(encoded)
     except (ValueError, TypeError, KeyError, RuntimeError, RecursionError, OverflowError) as error:
         raise CheckpointError(
-            f"{value_name} holds a value that this library does not write ({error}): the file is damaged or from another"
-            " program"
+            f"{value_name} holds a value that this library does not write ({error}): the file is damaged or from"
+            " another program"
         ) from None
 
 
@@ -115,8 +115,8 @@ def _encode_leaf(value: Any, value_name: str) -> Any:
     if isinstance(value, bytes):
         return {"$bytes": _encode_bytes(value)}
     raise CheckpointError(
-        f"{value_name} is a {type(value).__module__}.{type(value).__qualname__}, but a checkpoint without pickle holds only"
-        " tensors and plain values: use a number, a string or a container of such instead"
+        f"{value_name} is a {type(value).__module__}.{type(value).__qualname__}, but a checkpoint without pickle holds"
+        " only tensors and plain values: use a number, a string or a container of such instead"
     )
 
 

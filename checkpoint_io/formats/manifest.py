@@ -129,7 +129,8 @@ def check_ranges_cover(specs: Mapping[str, TensorSpec], ranges: Iterable[RangeRe
 
 def _format_violation(names: Sequence[str], shapes: Sequence[tuple[int, ...]], violation: CoverageViolation) -> str:
     times = "no checksum" if violation.num_covers == 0 else "more than one checksum"
-    return f"element {violation.index} of {names[violation.tensor][:200]!r}, of shape {shapes[violation.tensor]}, has {times}"
+    name, shape = names[violation.tensor][:200], shapes[violation.tensor]
+    return f"element {violation.index} of {name!r}, of shape {shape}, has {times}"
 
 
 def _check_shapes(specs: Mapping[str, TensorSpec]) -> None:
@@ -256,8 +257,8 @@ class Manifest:
         """Serialize the manifest as JSON, with its own checksum last.
 
         Raises:
-            CheckpointError: It could not be parsed again: a name is not valid Unicode, `metadata` are not JSON values, or
-                it exceeds 64 MiB.
+            CheckpointError: It could not be parsed again: a name is not valid Unicode, `metadata` are not JSON values,
+                or it exceeds 64 MiB.
         """
         self._check_metadata()
         document = {
@@ -354,8 +355,8 @@ def _parse_table(
         parts = name.split("/")
         if not all(map(_is_safe_name, parts)) or len(parts) > (max_depth or len(parts)):
             raise CheckpointError(
-                f"{source_name} names the file {name[:200]!r}: it may name only files in its own directory. Do not trust this"
-                " checkpoint"
+                f"{source_name} names the file {name[:200]!r}: it may name only files in its own directory. Do not"
+                " trust this checkpoint"
             )
     return {name: parse(record, f"{source_name}, in the record of {name},") for name, record in value.items()}
 

@@ -112,8 +112,8 @@ def _digits(crc32: int) -> bytes:
 
 def _checksum_error(source_name: str) -> CheckpointError:
     return CheckpointError(
-        f"{source_name} is damaged: the checksum of its header is not the one that was saved. Take another copy of it, or, if"
-        f" another tool wrote it and copied our metadata, write it again without {RECORD_KEY!r} and {HEAD_KEY!r}"
+        f"{source_name} is damaged: the checksum of its header is not the one that was saved. Take another copy of it,"
+        f" or, if another tool wrote it and copied our metadata, write it again without {RECORD_KEY!r} and {HEAD_KEY!r}"
     )
 
 
@@ -300,8 +300,8 @@ def _checked_tensors(content: Any, source_name: str) -> dict[str, torch.Tensor]:
     for name, tensor in content.items():
         if not isinstance(name, str) or not _is_dense_cpu_tensor(tensor):
             raise CheckpointError(
-                f"{source_name} holds a {type(tensor).__name__} under {str(name)[:200]!r}: save a plain state_dict, tensors by"
-                " name, for example torch.save(model.state_dict(), path)"
+                f"{source_name} holds a {type(tensor).__name__} under {str(name)[:200]!r}: save a plain state_dict,"
+                " tensors by name, for example torch.save(model.state_dict(), path)"
             )
     return {name: tensor.detach() for name, tensor in content.items()}
 

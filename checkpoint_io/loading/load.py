@@ -91,8 +91,8 @@ def match_names(
         specs: Dtypes and shapes of the stored tensors.
         slices: Slices of the model on this rank, by the first name of each tensor; a tensor may have several slices.
         tied: Further names of the same memory, which match as well; the first name takes precedence.
-        names_of_all_ranks: Names that the model has on any rank; these are not unexpected. Optional, defaults to those of
-            `slices`.
+        names_of_all_ranks: Names that the model has on any rank; these are not unexpected. Optional, defaults to those
+            of `slices`.
     """
     match = Match()
     known = set(names_of_all_ranks or ())

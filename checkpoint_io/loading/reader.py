@@ -144,8 +144,8 @@ class StoredCheckpoint:
             duplicate = next((name for name in file.specs if name in self._file_of), None)
             if duplicate is not None:
                 raise CheckpointError(
-                    f"{path}: {duplicate!r} is in two files, {self._file_of[duplicate].path.name} and {file.path.name}, and one"
-                    " of them is stale: remove it"
+                    f"{path}: {duplicate!r} is in two files, {self._file_of[duplicate].path.name} and {file.path.name},"
+                    " and one of them is stale: remove it"
                 )
             self.specs.update(file.specs)
             self._file_of.update(dict.fromkeys(file.specs, file))
@@ -419,8 +419,8 @@ class _CheckpointOpener:
         manifest_name = file.metadata.get(MANIFEST_KEY)
         if manifest_name is not None and self._requires_manifest:
             raise CheckpointError(
-                f"{file.path} was saved with the manifest {manifest_name[:200]!r}, which records its checksums, but is missing:"
-                ' copy it beside the file, or pass verify="structure" to load without checksums'
+                f"{file.path} was saved with the manifest {manifest_name[:200]!r}, which records its checksums, but is"
+                ' missing: copy it beside the file, or pass verify="structure" to load without checksums'
             ) from _missing_file_error(manifest_name[:200])
 
 

@@ -173,8 +173,8 @@ def check_storable(slices: Sequence[TensorSlice]) -> None:
         if tensor.layout is not torch.strided or tensor.is_quantized or tensor.device.type == "meta":
             layout = "quantized" if tensor.is_quantized else str(tensor.layout)
             raise CheckpointError(
-                f"{write_range.name!r} is a {layout} tensor on {tensor.device}, without plain elements to write: materialise"
-                " it before saving"
+                f"{write_range.name!r} is a {layout} tensor on {tensor.device}, without plain elements to write:"
+                " materialise it before saving"
             )
 
 

@@ -78,7 +78,7 @@ class _SavedWeight:
         """Returns the weights, gathered if they are not here."""
         if self._param.chunk.version != self._version:
             raise RuntimeError(
-                f"backward needs {self._param.name!r} as it was in the forward, and the weights have been changed since,"
+                f"backward needs {self._param.name!r} as it was in the forward, but the weights were changed since,"
                 " by optimizer.step() or by loading a checkpoint: call backward() before that"
             )
         payload = self._source.gather_for_backward(self._param)

@@ -311,7 +311,7 @@ class StaticPlacement:
                 f" {self.offload_param_frac}, such as 1.0"
             )
 
-    def homes(self, sizes: Sequence[ChunkBytes], trace: Trace | None) -> ChunkLocations:
+    def locations(self, sizes: Sequence[ChunkBytes], trace: Trace | None) -> ChunkLocations:
         """See `Placement.locations`."""
         chunks = range(len(sizes))
         training = [chunk for chunk in chunks if sizes[chunk].trains]
@@ -325,8 +325,10 @@ class StaticPlacement:
             check_fit(self.budget, min_budget_bytes(sizes, locations.kept_gathered, trace), resident=resident)
         return locations
 
-    def room(self, sizes: Sequence[ChunkBytes], locations: ChunkLocations, trace: Trace | None, now: int) -> int:
-        """See `Placement.room`."""
+    def gather_budget(
+        self, sizes: Sequence[ChunkBytes], locations: ChunkLocations, trace: Trace | None, now: int
+    ) -> int:
+        """See `Placement.gather_budget`."""
         least = min_gather_bytes(sizes, locations.kept_gathered, event_at(trace, now))
         wanted = least + self.max_prefetch * largest_gathered(sizes, locations.kept_gathered)
         if self.budget is None:
@@ -363,7 +365,7 @@ class ConstPlacement:
         """What users call it."""
         return "const"
 
-    def homes(self, sizes: Sequence[ChunkBytes], trace: Trace | None) -> ChunkLocations:
+    def locations(self, sizes: Sequence[ChunkBytes], trace: Trace | None) -> ChunkLocations:
         """See `Placement.locations`."""
         if self.budget is None:
             return ChunkLocations()
@@ -371,8 +373,10 @@ class ConstPlacement:
         check_fit(self.budget, least)
         return fit_to_budget(self.budget - least, sizes, trace, max_prefetch=self.max_prefetch)
 
-    def room(self, sizes: Sequence[ChunkBytes], locations: ChunkLocations, trace: Trace | None, now: int) -> int:
-        """See `Placement.room`."""
+    def gather_budget(
+        self, sizes: Sequence[ChunkBytes], locations: ChunkLocations, trace: Trace | None, now: int
+    ) -> int:
+        """See `Placement.gather_budget`."""
         if self.budget is None:
             return all_gathered_bytes(sizes)
         resident = resident_bytes(sizes, locations)
@@ -423,7 +427,7 @@ class AutoPlacement:
         """What users call it."""
         return "auto"
 
-    def homes(self, sizes: Sequence[ChunkBytes], trace: Trace | None) -> ChunkLocations:
+    def locations(self, sizes: Sequence[ChunkBytes], trace: Trace | None) -> ChunkLocations:
         """See `Placement.locations`."""
         if self.budget is None:
             return ChunkLocations()
@@ -439,8 +443,10 @@ class AutoPlacement:
             state_ratio=self.gpu_margin_mem_ratio or 1.0,
         )
 
-    def room(self, sizes: Sequence[ChunkBytes], locations: ChunkLocations, trace: Trace | None, now: int) -> int:
-        """See `Placement.room`."""
+    def gather_budget(
+        self, sizes: Sequence[ChunkBytes], locations: ChunkLocations, trace: Trace | None, now: int
+    ) -> int:
+        """See `Placement.gather_budget`."""
         if self.budget is None:
             return all_gathered_bytes(sizes)
         resident = resident_bytes(sizes, locations)

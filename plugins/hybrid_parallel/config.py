@@ -475,7 +475,7 @@ def _merge(arguments: dict[str, Any], pipeline_arguments: dict[str, Any], extra:
     for name, value in pipeline_arguments.items():
         if name in extra:
             raise ConfigError(
-                f"{name}={extra[name]!r} was given in addition to {value!r} in the configuration's 'pipeline': leave one"
-                " of them out"
+                f"{name}={extra[name]!r} was given in addition to {value!r} in the configuration's 'pipeline': leave"
+                " one of them out"
             )
     return arguments | pipeline_arguments | dict(extra)

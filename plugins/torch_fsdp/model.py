@@ -230,7 +230,8 @@ class FSDPModel(ModelWrapper):
             for group in self.fsdp_groups
         )
         replicated = ", ".join(one.name for one in self.replicated_params.params)
-        return f"{len(self.fsdp_groups)} parameter groups (elements): {groups or 'none'}; replicated: {replicated or 'none'}"
+        count = len(self.fsdp_groups)
+        return f"{count} parameter groups (elements): {groups or 'none'}; replicated: {replicated or 'none'}"
 
     # Running.
 

@@ -422,8 +422,8 @@ def new_master(shard: Shard, unrounded: torch.Tensor | None) -> Shard:
 
     Args:
         shard: Shard with rounded weights.
-        unrounded: Unsharded parameter before rounding; optional, defaults to the rounded values. Elements that do not round
-            to the current weights, as after a broadcast from another rank, start at the rounded values.
+        unrounded: Unsharded parameter before rounding; optional, defaults to the rounded values. Elements that do not
+            round to the current weights, as after a broadcast from another rank, start at the rounded values.
     """
     rounded = shard.parameter.detach()
     values = rounded.float()

@@ -71,7 +71,7 @@ def _bad_step(training: Training, held_here: list[str], draw: random.Random, wha
     assert all(torch.equal(old, new) for old, new in zip(before, after, strict=True)), f"something changed by {what}"
     if scaler is None:
         told = TIED.get(name, name)
-        assert f"rank {culprit} computed such ones for {told!r}" in raised, f"{what}: {raised!r}"
+        assert f"rank {culprit} computed nonfinite gradients of {told!r}" in raised, f"{what}: {raised!r}"
         assert len(set(gathered_over_ranks(raised))) == 1, what
         return
     facts = (optimizer.step_was_skipped, optimizer.num_skipped_steps, scaler.state_dict())

@@ -185,9 +185,9 @@ def test_all_reduce_max(world_size):
     "payload", [torch.ones(3), torch.ones(2, 2), torch.ones(8)[::2]], ids=["uneven", "matrix", "strided"]
 )
 def test_what_is_no_flat_buffer_is_refused_before_it_is_sent(payload):
-    with pytest.raises(AssertionError, match="is not 2 equal flat pieces"):
+    with pytest.raises(AssertionError, match="is not 2 equal flat shards"):
         start_reduce_scatter(payload)
-    with pytest.raises(AssertionError, match="is not 2 equal flat pieces"):
+    with pytest.raises(AssertionError, match="is not 2 equal flat shards"):
         start_all_gather(payload)
 
 
@@ -205,7 +205,7 @@ def test_a_wrong_output_is_refused():
 def test_a_wrong_scratch_is_refused_before_anything_is_sent(world_size):
     payload = torch.ones(12)
     for received in (torch.empty(9), torch.empty(8, dtype=torch.float64)):
-        with pytest.raises(AssertionError, match=r"are no room for 2 copies of 4 torch\.float32"):
+        with pytest.raises(AssertionError, match=r"cannot hold 2 copies of 4 torch\.float32"):
             start_reduce_scatter(payload, received=received)
     output = torch.empty(4)
     start_reduce_scatter(payload, received=torch.empty(8)).wait(output, accumulate=False)

@@ -108,7 +108,7 @@ def test_ranks_on_two_machines(mpirun, tmp_path, two_machines):
 def test_rank_0_on_another_machine_than_mpirun(mpirun, two_machines):
     ended = mpirun(["-n", "2", *two_machines("booster-one:1,booster-other:1")], TRAIN, "launch_from_openmpi")
     assert ended.returncode == 1
-    assert "mpirun runs on another machine than rank 0" in ended.stderr
+    assert "mpirun runs on another host than rank 0" in ended.stderr
 
 
 @pytest.mark.slow

@@ -181,7 +181,7 @@ def test_mistakes_are_told():
     rank = dist.get_rank()
     for make in (lambda peer: SendChannel(peer, None), lambda peer: RecvChannel(peer, None, no_header)):
         for peer in (rank, 2, -1):
-            with pytest.raises(ConfigError, match="can't have a link with rank"):
+            with pytest.raises(ConfigError, match="cannot have a channel with rank"):
                 make(peer)
     if rank == 0:
         link = SendChannel(1, None)

@@ -220,5 +220,5 @@ def _only_on_rank_0():
 
 
 def test_a_monitor_on_one_rank_alone_is_an_error_there():
-    with pytest.raises(RanksFailed, match=r"rank 1 did not get through \"entering Monitor's block\""):
+    with pytest.raises(RanksFailed, match=r"rank 1 did not complete \"entering Monitor's block\""):
         run_ranks(_only_on_rank_0, 2, fresh=True)

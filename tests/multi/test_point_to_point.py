@@ -111,7 +111,7 @@ def test_what_cannot_travel_is_refused_before_anything_is_sent():
         send_tensor(torch.ones((1,) * 17), other)
     with pytest.raises(ConfigError, match=r"torch\.sparse_coo"):
         send_tensor(torch.ones(3).to_sparse(), other)
-    with pytest.raises(ConfigError, match="can't send with rank"):
+    with pytest.raises(ConfigError, match="cannot send with rank"):
         send_tensor(torch.ones(3), dist.get_rank())
     with pytest.raises(ConfigError, match="can't receive with rank 2"):
         receive_tensor(2)

@@ -396,7 +396,7 @@ def test_a_state_without_a_place_is_refused_on_all_ranks(tmp_path):
         wrapped.state[mine.parameter]["odd"] = [torch.ones(1)]
     elif dist.get_rank() == 1:
         pytest.fail("choose a seed with shards on rank 1")
-    with pytest.raises(CheckpointError, match="Counting keeps a list as state 'odd'"):
+    with pytest.raises(CheckpointError, match="Counting has a list as state 'odd'"):
         GeneralCheckpointIO().save_optimizer(wrapped, tmp_path / "o", shard=True)
     assert not (tmp_path / "o").exists()
 

@@ -523,8 +523,8 @@ def test_other_lengths_are_found_at_once_and_the_memory_stays_closed():
             " same calls in the same order"
         ) in text
         assert (
-            "shared memory says: aborted, as the ranks are in different calls: all_reduce number 2 of 3 float32 on rank"
-            " 0 of the group, all_reduce number 2 of 4 float32 on rank 1 of the group"
+            "shared memory reports: aborted, as the ranks are in different calls: all_reduce number 2 of 3 float32 on"
+            " rank 0 of the group, all_reduce number 2 of 4 float32 on rank 1 of the group"
         ) in text
         assert "could not finish all_gather number 1" in again
 

@@ -40,7 +40,7 @@ def test_an_error_on_one_rank_reaches_all():
 def test_a_missing_rank_is_named():
     dist.barrier()
     if dist.get_rank() != 2:
-        with pytest.raises(RankFailedError, match=r"^rank 2 did not get through 'write' of 'test' within 1 s"):
+        with pytest.raises(RankFailedError, match=r"^rank 2 did not complete 'write' of 'test' within 1 s"):
             ErrorBarrier(name="test", timeout_seconds=1).gather("write")
 
 
@@ -52,7 +52,7 @@ def _wait_for_a_killed_rank() -> str:
 
 
 def test_a_killed_rank_is_named():
-    with pytest.raises(RanksFailed, match=r"rank 2 did not get through 'write' of 'test' within 1 s"):
+    with pytest.raises(RanksFailed, match=r"rank 2 did not complete 'write' of 'test' within 1 s"):
         run_ranks(_wait_for_a_killed_rank, 3, fresh=True)
 
 

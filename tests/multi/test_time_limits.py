@@ -175,7 +175,7 @@ def test_a_group_that_a_rank_does_not_come_to_is_given_up_at_the_limit_of_setup(
     text = run_ranks(make_a_group_alone, 2, in_block)[0]
     # The ranks may have stepped before, for other tests.
     where = r"\((in set-up, outside of all phases|outside of all phases, after [0-9]+ steps)\)"
-    assert re.match(rf"rank 0 could not make a group of ranks 0, 1 within 0\.8 s {where}: rank 1 gave no sign", text)
+    assert re.match(rf"rank 0 could not make a group of ranks 0, 1 within 0\.8 s {where}: rank 1 did not report", text)
     assert "setup_timeout_seconds" in text
 
 

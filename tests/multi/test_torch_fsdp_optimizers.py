@@ -397,7 +397,7 @@ def test_states_of_whole_parameters_load_into_another_world(tmp_path, name, sour
 @distributed(world_size=2)
 def test_what_lbfgs_remembers_is_refused_by_a_checkpoint_as_under_any_plugin(tmp_path):
     twins = ClosureTwins(Odd, optimizer=lbfgs).train(range(2))
-    with pytest.raises(CheckpointError, match="LBFGS keeps a list as state"):
+    with pytest.raises(CheckpointError, match="LBFGS has a list as state"):
         twins.booster.save(tmp_path / "c", twins.model, twins.optimizer)
     twins.booster.save_model(twins.model, tmp_path / "m", shard=True)
     before = {name: tensor.clone() for name, tensor in twins.model.state_dict().items()}

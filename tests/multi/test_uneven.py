@@ -187,7 +187,7 @@ def test_an_iterator_that_fails_on_one_rank_fails_on_all():
 def test_what_is_no_iterable_on_one_rank_is_an_error_on_all():
     results = run_ranks(_fail_on_rank_1, 2, "no iterable", OSError)
     assert [name for _, name, _ in results] == ["ConfigError", "ConfigError"]
-    assert "join_uneven() was given a int, which has no batches to go through: give it" in results[1][2]
+    assert "join_uneven() was given a int, which is not iterable: give it" in results[1][2]
 
 
 @distributed(world_size=2)

@@ -102,7 +102,7 @@ def _expect_named(results, call, way):
     operation = OPERATIONS.get(call, call)
     for rank, (text, seconds) in results.items():
         assert text.startswith(f"RankFailedError: rank {rank} could not finish {operation} number 2: rank 2 is missing")
-        assert text.count(" says: ") == 1
+        assert text.count(" reports: ") == 1
         assert re.search(rf" \({WITNESSES[way]} says: [^()]*\)$", text)
         assert ".;" not in text
         assert "GLHF" not in text
@@ -155,14 +155,14 @@ GLOO_FILE = "[/__w/pytorch/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:5
                 f"{GLOO_FILE}Connection closed by peer [127.0.0.1]:29. This is typically caused by a remote worker"
                 " crashing. Check the logs of the remote worker before reporting an error. GLHF! \N{SNOWMAN}"
             ),
-            " (gloo says: Connection closed by peer [127.0.0.1]:29)",
+            " (gloo reports: Connection closed by peer [127.0.0.1]:29)",
         ),
         (
             RuntimeError("Application timeout caused pair closure"),
-            " (gloo says: Application timeout caused pair closure)",
+            " (gloo reports: Application timeout caused pair closure)",
         ),
-        (RuntimeError("NCCL timed out\nand more"), " (torch says: NCCL timed out)"),
-        (SharedMemoryError("rank 1 of the group timed out"), " (shared memory says: rank 1 of the group timed out)"),
+        (RuntimeError("NCCL timed out\nand more"), " (torch reports: NCCL timed out)"),
+        (SharedMemoryError("rank 1 of the group timed out"), " (shared memory reports: rank 1 of the group timed out)"),
         (SharedMemoryError("aborted by this rank itself", is_own_abort=True), ""),
     ],
     ids=["gloo's advice", "gloo", "nccl", "shared memory", "own abort"],

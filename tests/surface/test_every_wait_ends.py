@@ -31,86 +31,150 @@ DEVICE = "nothing is waited for here: the device's stream will"
 ENDING = "a process that was killed, or has closed its output as it ends"
 
 ALLOWED = {
-    "booster/cli/benchmark/workers.py": {
-        "process.join": ENDING,
-        "connection.recv_bytes": "it was said to be ready",
+    "booster/booster_checkpoint.py": {
+        "self._checkpoint_io.wait": SAVES,
     },
     "booster/cli/benchmark/workers.py": {
-        "threading.Event().wait": "the process is killed by its parent, or ends with it",
         "connection.recv_bytes": "a daemon's thread, which waits for the end of the parent",
+        "process.join": ENDING,
+        "threading.Event().wait": "the process is killed by its parent, or ends with it",
     },
-    "booster/cli/run/rendezvous_handler.py": {"met.store.get": "the limit of torch's rendezvous, which made the store"},
-    "booster/cli/check_machine.py": {"process.wait": ENDING},
-    "booster/cli/run/signals.py": {"watcher.join": "the thread sees the end of its pipe"},
-    "booster/cli/run/multi_node.py": {"host.process.wait": ENDING},
+    "booster/cli/check_machine.py": {
+        "process.wait": ENDING,
+    },
+    "booster/cli/run/elastic_agent.py": {
+        "heartbeat_store.get": IS_THERE,
+    },
     "booster/cli/run/log_prefix.py": {
-        "self._thread.join": "the thread was woken and told to end",
         "self._selector.select": "a daemon's thread, which every line and the end of the launcher wake",
+        "self._thread.join": "the thread was woken and told to end",
+    },
+    "booster/cli/run/multi_node.py": {
+        "host.process.wait": ENDING,
+    },
+    "booster/cli/run/rendezvous_handler.py": {
+        "round_info.store.get": "the limit of torch's rendezvous, which made the store",
+    },
+    "booster/cli/run/signals.py": {
+        "watch_thread.join": "the thread sees the end of its pipe",
+    },
+    "booster/comm/bucket_collectives.py": {
+        "messages.wait": OPERATION,
+        "self._work.wait": OPERATION,
+    },
+    "booster/comm/collective_op.py": {
+        "PendingWork(group_memory, self, lambda: in_memory(group_memory.memory)).wait": OPERATION,
+        "work.wait": MESSAGE,
+    },
+    "booster/comm/p2p.py": {
+        "part.wait": OPERATION,
+        "self._messages[0].wait": OPERATION,
+        "self.header.wait": OPERATION,
+        "start_receive_tensor(sender, group).wait": OPERATION,
+        "start_send_tensor(tensor, receiver, group).wait": OPERATION,
+    },
+    "booster/comm/store_barrier.py": {
+        "self._store.get": IS_THERE,
+        "self._store.multi_get": IS_THERE,
+    },
+    "booster/fault_tolerance/failure_diagnosis.py": {
+        "self._store.get": IS_THERE,
+        "store.get": IS_THERE,
+    },
+    "booster/fault_tolerance/heartbeat.py": {
+        "self._store.get": IS_THERE,
+        "store.get": IS_THERE,
     },
     "booster/fault_tolerance/store.py": {
         "self._store.get": "in a thread that is given up after a time",
         "self._store.multi_get": "in a thread that is given up after a time",
     },
-    "booster/comm/bucket_collectives.py": {"messages.wait": OPERATION},
-    "booster/fault_tolerance/failure_diagnosis.py": {"store.get": IS_THERE, "self._store.get": IS_THERE},
-    "booster/comm/p2p.py": {
-        "self._messages[0].wait": OPERATION,
-        "self.header.wait": OPERATION,
-        "part.wait": OPERATION,
+    "booster/launch/rendezvous.py": {
+        "store.get": IS_THERE,
     },
-    "booster/comm/store_barrier.py": {"self._store.get": IS_THERE},
-    "booster/comm/collective_op.py": {"work.wait": MESSAGE},
-    "booster/comm/p2p.py": {
-        "start_send_tensor(tensor, receiver, group).wait": OPERATION,
-        "start_receive_tensor(sender, group).wait": OPERATION,
+    "booster/optim/nvme_offload/pipeline.py": {
+        "ticket.wait": DISK,
+        "transfer.wait": DISK,
     },
-    "booster/fault_tolerance/heartbeat.py": {"store.get": IS_THERE, "self._store.get": IS_THERE},
-    "booster/comm/store_barrier.py": {"self._store.get": IS_THERE, "self._store.multi_get": IS_THERE},
-    "booster/booster_checkpoint.py": {"self._checkpoint_io.wait": SAVES},
-    "booster/optim/nvme_offload/pipeline.py": {"transfer.wait": DISK, "ticket.wait": DISK},
-    "booster/launch/rendezvous.py": {"store.get": IS_THERE},
-    "plugins/torch_ddp/reducer.py": {
-        "work.wait": OPERATION,
-        "future.wait": "the collectives of a communication hook end at the limit of their group",
+    "checkpoint_io/checkpoint_io.py": {
+        "self.saver.wait": SAVES,
     },
-    "plugins/gemini/nvme_tier.py": {"ticket.wait": DISK},
-    "plugins/gemini/chunk.py": {"self._gather.wait": OPERATION},
-    "plugins/gemini/model.py": {"flight.wait": OPERATION},
+    "checkpoint_io/saving/async_save.py": {
+        "self._changed.wait_for": SAVES,
+    },
+    "checkpoint_io/saving/save.py": {
+        "self._async.wait": SAVES,
+    },
+    "checkpoint_io/saving/writer.py": {
+        "self._changed.wait_for": OWN_THREADS,
+    },
+    "checkpoint_io/training_state/save_load.py": {
+        "self._saver.wait": SAVES,
+    },
+    "checkpoint_io/worker_threads.py": {
+        "thread.join": OWN_THREADS,
+    },
+    "kernels/disk_io.py": {
+        "self._request.result": "it is asked for once the request is done",
+    },
+    "kernels/disk_io_reference.py": {
+        "requests.get": "a daemon's thread, which works until it is told to end",
+        "thread.join": OWN_THREADS,
+    },
+    "plugins/gemini/chunk.py": {
+        "self._gather.wait": OPERATION,
+    },
     "plugins/gemini/chunk_shard.py": {
         "self._block.read_into(host).wait": DISK,
         "self._block.read_into(target).wait": DISK,
         "self._block.write_from(source.cpu() if self._takes_host_memory else source).wait": DISK,
     },
+    "plugins/gemini/model.py": {
+        "flight.wait": OPERATION,
+    },
+    "plugins/gemini/nvme_tier.py": {
+        "ticket.wait": DISK,
+    },
     "plugins/gemini/tiers.py": {
         "self._event.wait": DEVICE,
         "self._last.wait": "a copy between a device and host memory",
     },
-    "plugins/hybrid_parallel/pipeline_parallel/p2p.py": {"link.wait": OPERATION},
-    "plugins/hybrid_parallel/sequence_parallel/recorded_outputs.py": {"collector.get": "a variable of the context"},
-    "plugins/hybrid_parallel/tensor_parallel/collective_matmul.py": {"gathering.wait": OPERATION},
+    "plugins/hybrid_parallel/pipeline_parallel/p2p.py": {
+        "link.wait": OPERATION,
+        "self._incoming[sender].recv": OPERATION,
+    },
+    "plugins/hybrid_parallel/sequence_parallel/recorded_outputs.py": {
+        "collector.get": "a variable of the context",
+    },
+    "plugins/hybrid_parallel/tensor_parallel/collective_matmul.py": {
+        "work.wait": OPERATION,
+    },
+    "plugins/hybrid_parallel/tensor_parallel/deferred_wgrad.py": {
+        "self.queue.put": "a list of this process, which takes all",
+    },
     "plugins/hybrid_parallel/tensor_parallel/mappings.py": {
-        "start_all_gather(joined.view(-1), ranks.group).wait": OPERATION,
-        "start_all_gather(pieces.view(-1), ranks.group).wait": OPERATION,
-        "start_all_reduce(x, ranks.group).wait": OPERATION,
+        "start_all_gather(full.view(-1), tp_group.group).wait": OPERATION,
+        "start_all_gather(shards.view(-1), tp_group.group).wait": OPERATION,
+        "start_all_reduce(x, tp_group.group).wait": OPERATION,
+    },
+    "plugins/low_level_zero/model.py": {
+        "self._gathering.wait": OPERATION,
+    },
+    "plugins/low_level_zero/optimizer.py": {
+        "self.gathering.wait": OPERATION,
     },
     "plugins/low_level_zero/param_all_gather.py": {
         "self._flights.pop(index).wait": OPERATION,
         "self._gathering.wait_for": OPERATION,
     },
-    "plugins/low_level_zero/model.py": {"self._gathering.wait": OPERATION},
-    "plugins/low_level_zero/optimizer.py": {"self.gathering.wait": OPERATION},
-    "plugins/torch_fsdp/param_group.py": {"flight.wait": OPERATION, "self._flight.wait": OPERATION},
-    "plugins/torch_fsdp/param_group.py": {"start_all_gather(buffer, self.process_group).wait": OPERATION},
-    "checkpoint_io/checkpoint_io.py": {"self.saver.wait": SAVES},
-    "checkpoint_io/saving/async_save.py": {"self._changed.wait_for": SAVES},
-    "checkpoint_io/saving/save.py": {"self._async.wait": SAVES},
-    "checkpoint_io/saving/writer.py": {"self._changed.wait_for": OWN_THREADS},
-    "checkpoint_io/training_state/save_load.py": {"self._saver.wait": SAVES},
-    "checkpoint_io/worker_threads.py": {"thread.join": OWN_THREADS},
-    "kernels/disk_io.py": {"self._request.result": "it is asked for once the request is done"},
-    "kernels/disk_io_reference.py": {
-        "thread.join": OWN_THREADS,
-        "requests.get": "a daemon's thread, which works until it is told to end",
+    "plugins/torch_ddp/reducer.py": {
+        "future.wait": "the collectives of a communication hook end at the limit of their group",
+        "work.wait": OPERATION,
+    },
+    "plugins/torch_fsdp/param_group.py": {
+        "flight.wait": OPERATION,
+        "self._flight.wait": OPERATION,
+        "start_all_gather(buffer, self.process_group).wait": OPERATION,
     },
 }
 

@@ -34,7 +34,11 @@ def test_labels_are_arguments_too(batch):
 @pytest.mark.parametrize(
     ("model", "batch", "said"),
     [
-        (nn.Sequential(nn.Linear(2, 2)), (ONE, ONE), r"2 entries .* Sequential, whose forward takes .*y=None"),
+        (
+            nn.Sequential(nn.Linear(2, 2)),
+            (ONE, ONE),
+            r"2 entries .* Sequential, whose forward has the signature .*y=None",
+        ),
         (nn.Linear(2, 2), {"x": ONE}, r"the keys x .* Linear"),
         (Taking(), (), "empty batch"),
     ],

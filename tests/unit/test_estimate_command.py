@@ -155,7 +155,7 @@ def test_arguments_that_cannot_work(script, capsys, arguments, message):
 
 def test_arguments_that_a_plugin_does_not_take_are_its_reason(script, capsys):
     text = found(script, capsys, "--plugin", "torch_ddp", "--settings", "stage=2", code=1)
-    assert "not possible: TorchDDPPlugin can't be made with stage" in text
+    assert "not possible: TorchDDPPlugin does not accept stage" in text
 
 
 def test_sizes():

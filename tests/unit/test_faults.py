@@ -168,7 +168,7 @@ def test_phases_of_other_threads_count():
         thread = threading.Thread(target=work)
         thread.start()
         thread.join()
-    assert caught == ["throw on rank 0 at commit number 2: struck, as the test asked"]
+    assert caught == ["throw on rank 0 at commit number 2: injected"]
 
 
 def test_blocks_are_nested():

@@ -94,7 +94,7 @@ def test_fractions_take_the_fewest_chunks_from_the_end_that_are_enough(seed):
         fraction = tenths / 10
         homes = StaticPlacement(
             shard_param_frac=fraction, offload_optim_frac=fraction, offload_param_frac=fraction
-        ).homes(sizes, None)
+        ).locations(sizes, None)
         for chosen, among in (
             (homes.weights, sorted(everything)),
             (homes.states, training),
@@ -111,7 +111,7 @@ def test_fractions_take_the_fewest_chunks_from_the_end_that_are_enough(seed):
         assert not homes.kept_gathered & homes.weights
         previous = homes
     assert homes == ChunkLocations(weights=frozenset(everything), states=frozenset(training))
-    zero = StaticPlacement(shard_param_frac=0.0).homes(sizes, None)
+    zero = StaticPlacement(shard_param_frac=0.0).locations(sizes, None)
     assert zero == ChunkLocations(kept_gathered=frozenset(everything))
 
 
@@ -119,26 +119,26 @@ def test_written_fractions_are_meant_as_written():
     # 0.7 * 10 is 7.000000000000001 for a sum of floats: an eighth chunk must not be taken for it.
     sizes = equal_chunks(10)
     for tenths in range(11):
-        homes = StaticPlacement(offload_optim_frac=tenths * 0.1 if tenths == 10 else tenths / 10).homes(sizes, None)
+        homes = StaticPlacement(offload_optim_frac=tenths * 0.1 if tenths == 10 else tenths / 10).locations(sizes, None)
         assert len(homes.states) == tenths
-    assert len(StaticPlacement(offload_optim_frac=1e-9).homes(sizes, None).states) == 1
+    assert len(StaticPlacement(offload_optim_frac=1e-9).locations(sizes, None).states) == 1
 
 
 def test_chunks_that_do_not_train_have_no_states_to_offload_but_weights():
     sizes = [*equal_chunks(2), *equal_chunks(2, trains=False)]
-    homes = StaticPlacement(offload_optim_frac=0.5, offload_param_frac=0.5).homes(sizes, None)
+    homes = StaticPlacement(offload_optim_frac=0.5, offload_param_frac=0.5).locations(sizes, None)
     assert homes == ChunkLocations(weights=frozenset({2, 3}), states=frozenset({1}))
 
 
 def test_chunks_without_known_states_are_offloaded_all_the_same():
     sizes = [ChunkBytes(gathered=8, weights=4, gradients=4, states=0) for _ in range(4)]
-    assert StaticPlacement(offload_optim_frac=0.5).homes(sizes, None).states == {2, 3}
+    assert StaticPlacement(offload_optim_frac=0.5).locations(sizes, None).states == {2, 3}
 
 
 def test_static_homes_do_not_move_after_the_first_iteration():
     sizes = equal_chunks(4)
     placement = StaticPlacement(shard_param_frac=0.5, offload_param_frac=0.25, offload_optim_frac=0.75)
-    assert placement.homes(sizes, None) == placement.homes(sizes, plain_record(3, 2, 1, 0))
+    assert placement.locations(sizes, None) == placement.locations(sizes, plain_record(3, 2, 1, 0))
 
 
 def test_the_ends_have_names():
@@ -154,46 +154,49 @@ def test_the_ends_have_names():
 
 def test_static_room_is_the_payloads_that_are_asked_for():
     sizes = [chunk_bytes(80), chunk_bytes(100), chunk_bytes(60)]
-    assert StaticPlacement().room(sizes, ChunkLocations(), None, 0) == 200
-    assert StaticPlacement(max_prefetch=2).room(sizes, ChunkLocations(), None, 0) == 400
+    assert StaticPlacement().gather_budget(sizes, ChunkLocations(), None, 0) == 200
+    assert StaticPlacement(max_prefetch=2).gather_budget(sizes, ChunkLocations(), None, 0) == 400
     kept = ChunkLocations(kept_gathered=frozenset({1}))
-    assert StaticPlacement(max_prefetch=2).room(sizes, kept, None, 0) == 3 * 80 + 100
+    assert StaticPlacement(max_prefetch=2).gather_budget(sizes, kept, None, 0) == 3 * 80 + 100
     assert (
-        StaticPlacement(max_prefetch=2).room(sizes, ChunkLocations(kept_gathered=frozenset({0, 1, 2})), None, 0) == 100
+        StaticPlacement(max_prefetch=2).gather_budget(
+            sizes, ChunkLocations(kept_gathered=frozenset({0, 1, 2})), None, 0
+        )
+        == 100
     )
     frozen = [chunk_bytes(100, trains=False), chunk_bytes(40)]
-    assert StaticPlacement().room(frozen, ChunkLocations(), None, 0) == 140
+    assert StaticPlacement().gather_budget(frozen, ChunkLocations(), None, 0) == 140
 
 
 def test_a_module_of_several_chunks_gets_all_of_them():
     sizes = equal_chunks(4)
     record = Trace((moment(0, 1, 2), moment(3), moment(0, 1, 2, is_backward=True)), ())
-    rooms = [StaticPlacement(max_prefetch=1).room(sizes, ChunkLocations(), record, now) for now in range(4)]
+    rooms = [StaticPlacement(max_prefetch=1).gather_budget(sizes, ChunkLocations(), record, now) for now in range(4)]
     assert rooms == [400, 300, 700, 300]
     needed = 600
     with pytest.raises(ConfigError, match=f"at least {needed}"):
-        ConstPlacement(budget=needed - 1).homes(sizes, record)
-    homes = ConstPlacement(budget=needed).homes(sizes, record)
-    assert ConstPlacement(budget=needed).room(sizes, homes, record, 2) == needed
+        ConstPlacement(budget=needed - 1).locations(sizes, record)
+    homes = ConstPlacement(budget=needed).locations(sizes, record)
+    assert ConstPlacement(budget=needed).gather_budget(sizes, homes, record, 2) == needed
 
 
 def test_a_static_budget_gives_fewer_payloads_before_it_is_refused():
     sizes = equal_chunks(4, payload=100)  # pieces at home: 4 * (50 + 50 + 150)
     for budget, room in ((2000, 500), (1400, 400), (1250, 250), (1200, 200)):
         placement = StaticPlacement(max_prefetch=3, budget=budget)
-        assert placement.room(sizes, placement.homes(sizes, None), None, 0) == room
+        assert placement.gather_budget(sizes, placement.locations(sizes, None), None, 0) == room
     with pytest.raises(ConfigError, match=r"device_memory_budget=1199 is too small.* at least 1200.*offload more"):
-        StaticPlacement(max_prefetch=3, budget=1199).homes(sizes, None)
+        StaticPlacement(max_prefetch=3, budget=1199).locations(sizes, None)
     with pytest.raises(ConfigError, match="at least 1230"):
-        StaticPlacement(budget=1229).homes(sizes, plain_record(0, 1, other_bytes=30))
+        StaticPlacement(budget=1229).locations(sizes, plain_record(0, 1, other_bytes=30))
 
 
 def test_without_a_budget_everything_fits():
     sizes = [*equal_chunks(2), *equal_chunks(1, trains=False)]
     for placement in (ConstPlacement(), AutoPlacement()):
         for record in (None, plain_record(0, 1, 2, other_bytes=10**9)):
-            assert placement.homes(sizes, record) == ChunkLocations()
-            assert placement.room(sizes, ChunkLocations(), record, 0) == 500
+            assert placement.locations(sizes, record) == ChunkLocations()
+            assert placement.gather_budget(sizes, ChunkLocations(), record, 0) == 500
 
 
 # Budgets.
@@ -232,26 +235,26 @@ def test_never_over_the_budget_and_never_under_what_is_needed(seed):
     budget = generator.choice([100, 3000, 10000, 40000])
     placement = random_placement(generator, budget)
     try:
-        homes = placement.homes(sizes, record)
+        homes = placement.locations(sizes, record)
     except ConfigError as refusal:
         needed = int(re.search(r"at least (\d+)", str(refusal))[1])
         assert needed > budget
         enough = {field: getattr(placement, field) for field in placement.__slots__}
-        type(placement)(**{**enough, "budget": needed}).homes(sizes, record)
+        type(placement)(**{**enough, "budget": needed}).locations(sizes, record)
         with pytest.raises(ConfigError):
-            type(placement)(**{**enough, "budget": needed - 1}).homes(sizes, record)
+            type(placement)(**{**enough, "budget": needed - 1}).locations(sizes, record)
         return
     assert homes.states <= {chunk for chunk, size in enumerate(sizes) if size.trains}
     resident = resident_shard_bytes(sizes, homes) + kept_bytes(sizes, homes)
     largest = max([size.payload for chunk, size in enumerate(sizes) if chunk not in homes.kept], default=0)
     two = largest + max(size.payload for size in sizes if size.trains)
     for now, at in enumerate(record.moments if record else (moment(),)):
-        room = placement.room(sizes, homes, record, now)
+        room = placement.gather_budget(sizes, homes, record, now)
         assert room >= max(two, least_at(sizes, homes, at))
         counts_others = record is not None and placement.name != "const"
         others = max(later.other_bytes for later in record.moments[now : now + 2]) if counts_others else 0
         assert resident + room + others <= budget * getattr(placement, "steady_ratio" if record else "", 1)
-    beyond = placement.room(sizes, homes, record, len(record.moments) if record else 0)
+    beyond = placement.gather_budget(sizes, homes, record, len(record.moments) if record else 0)
     assert two <= beyond <= budget - resident
 
 
@@ -265,7 +268,7 @@ def test_larger_budgets_never_send_pieces_away(seed, with_record):
         homes = []
         for budget in (*range(2000, 40000, 1000), 10**6):
             try:
-                homes.append(policy(budget=budget).homes(sizes, record))
+                homes.append(policy(budget=budget).locations(sizes, record))
             except ConfigError:
                 assert not homes  # small ones are refused, none above
         assert all(more.weights <= less.weights and more.states <= less.states for less, more in pairwise(homes))
@@ -286,18 +289,20 @@ def test_const_fills_first_with_weights_then_with_states():
         (950, ChunkLocations()),
     ):
         placement = ConstPlacement(budget=budget)
-        assert placement.homes(sizes, None) == homes
-        assert placement.room(sizes, homes, None, 0) == budget - resident_shard_bytes(sizes, homes)
+        assert placement.locations(sizes, None) == homes
+        assert placement.gather_budget(sizes, homes, None, 0) == budget - resident_shard_bytes(sizes, homes)
     with pytest.raises(ConfigError, match=r"device_memory_budget=199 .* at least 200.*min_chunk_size_m"):
-        ConstPlacement(budget=199).homes(sizes, None)
+        ConstPlacement(budget=199).locations(sizes, None)
 
 
 def test_prefetched_payloads_come_before_pieces():
     sizes = equal_chunks(3)
-    assert ConstPlacement(budget=499, max_prefetch=2).homes(sizes, None).weights == {0, 1, 2}
-    assert ConstPlacement(budget=500, max_prefetch=2).homes(sizes, None).weights == {1, 2}
+    assert ConstPlacement(budget=499, max_prefetch=2).locations(sizes, None).weights == {0, 1, 2}
+    assert ConstPlacement(budget=500, max_prefetch=2).locations(sizes, None).weights == {1, 2}
     assert (
-        ConstPlacement(budget=250, max_prefetch=2).room(sizes, make_placement("cpu").locations(sizes, None), None, 0)
+        ConstPlacement(budget=250, max_prefetch=2).gather_budget(
+            sizes, make_placement("cpu").locations(sizes, None), None, 0
+        )
         == 250
     )
 
@@ -305,15 +310,17 @@ def test_prefetched_payloads_come_before_pieces():
 def test_auto_leaves_most_for_activations_while_nothing_is_known():
     sizes = equal_chunks(4)
     placement = AutoPlacement(budget=4000, warmup_ratio=0.8)
-    homes = placement.homes(sizes, None)
-    assert homes == ConstPlacement(budget=800).homes(sizes, None)
-    assert placement.room(sizes, homes, None, 0) == 800 - resident_shard_bytes(sizes, homes)
+    homes = placement.locations(sizes, None)
+    assert homes == ConstPlacement(budget=800).locations(sizes, None)
+    assert placement.gather_budget(sizes, homes, None, 0) == 800 - resident_shard_bytes(sizes, homes)
     # A small budget still gives the payloads.
     placement = AutoPlacement(budget=1000, warmup_ratio=0.8, max_prefetch=1)
-    assert placement.homes(sizes, None) == make_placement("cpu").locations(sizes, None)
-    assert placement.room(sizes, placement.homes(sizes, None), None, 0) == 300
+    assert placement.locations(sizes, None) == make_placement("cpu").locations(sizes, None)
+    assert placement.gather_budget(sizes, placement.locations(sizes, None), None, 0) == 300
     assert (
-        AutoPlacement(budget=250, max_prefetch=5).room(sizes, make_placement("cpu").locations(sizes, None), None, 0)
+        AutoPlacement(budget=250, max_prefetch=5).gather_budget(
+            sizes, make_placement("cpu").locations(sizes, None), None, 0
+        )
         == 250
     )
 
@@ -328,16 +335,16 @@ def test_auto_gives_what_activations_leave():
     record = Trace(tuple(moments), ())
     # 0.9 * 1500 = 1350. The peak of 700 and 200 of payloads leave 450: for all weights and one chunk's states.
     placement = AutoPlacement(budget=1500)
-    homes = placement.homes(sizes, record)
+    homes = placement.locations(sizes, record)
     assert homes == ChunkLocations(states=frozenset({0, 1}))  # chunk 2 is used first
-    rooms = [placement.room(sizes, homes, record, now) for now in range(7)]
+    rooms = [placement.gather_budget(sizes, homes, record, now) for now in range(7)]
     assert rooms == [200, 200, 600, 600, 700, 900, 900]
-    assert AutoPlacement(budget=1300).homes(sizes, record) == ChunkLocations(
+    assert AutoPlacement(budget=1300).locations(sizes, record) == ChunkLocations(
         weights=frozenset({1}), states=frozenset({0, 1, 2})
     )
     with pytest.raises(ConfigError, match=r"at least 1000.*min_chunk_size_m"):
-        AutoPlacement(budget=999).homes(sizes, record)
-    assert AutoPlacement(budget=1000).homes(sizes, record) == make_placement("cpu").locations(sizes, None)
+        AutoPlacement(budget=999).locations(sizes, record)
+    assert AutoPlacement(budget=1000).locations(sizes, record) == make_placement("cpu").locations(sizes, None)
 
 
 def test_auto_gives_states_a_part_of_what_is_left():
@@ -346,22 +353,22 @@ def test_auto_gives_states_a_part_of_what_is_left():
     # 1200 less 200 of payloads and 400 of weights and gradients leave 600, four times the states of a chunk.
     for ratio, num_offloaded in ((0.0, 0), (1.0, 0), (0.5, 2), (0.6, 2), (0.75, 1), (0.2, 4)):
         placement = AutoPlacement(budget=1200, steady_ratio=1.0, gpu_margin_mem_ratio=ratio)
-        assert placement.homes(sizes, record) == ChunkLocations(states=frozenset(range(4 - num_offloaded, 4)))
+        assert placement.locations(sizes, record) == ChunkLocations(states=frozenset(range(4 - num_offloaded, 4)))
 
 
 def test_chunks_that_are_never_used_are_offloaded_first():
     sizes = equal_chunks(3)
     placement = ConstPlacement(budget=400)
-    assert placement.homes(sizes, plain_record(2, 1)).weights == {0}
-    assert placement.homes(sizes, plain_record(2, 0)).weights == {1}
+    assert placement.locations(sizes, plain_record(2, 1)).weights == {0}
+    assert placement.locations(sizes, plain_record(2, 0)).weights == {1}
 
 
 def test_homes_of_another_record_are_refused_where_they_do_not_fit():
     sizes = equal_chunks(3)
     placement = AutoPlacement(budget=2000, warmup_ratio=0.0)
-    homes = placement.homes(sizes, None)
+    homes = placement.locations(sizes, None)
     with pytest.raises(ConfigError, match="beside the 750 of the pieces"):
-        placement.room(sizes, homes, plain_record(0, 1, 2, other_bytes=1000), 0)
+        placement.gather_budget(sizes, homes, plain_record(0, 1, 2, other_bytes=1000), 0)
 
 
 # Arguments.

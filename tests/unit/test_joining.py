@@ -27,14 +27,14 @@ def test_the_ranks_that_gave_no_sign_are_named():
         pass
     store.set("joined/3", "failed")
     text = fail(store, 0, 5)
-    assert "ranks 1, 4 gave no sign" in text
+    assert "ranks 1, 4 did not report" in text
     assert text.endswith("torch says: wait timeout after 20000ms")
 
 
 def test_one_that_is_missing():
     store = dist.HashStore()
     store.set("joined/0", "failed")
-    assert "rank 1 gave no sign" in fail(store, 2, 3)
+    assert "rank 1 did not report" in fail(store, 2, 3)
 
 
 def test_all_are_there_and_the_network_between_them_fails():

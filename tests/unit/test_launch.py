@@ -119,7 +119,7 @@ def test_the_users_own_group_is_adopted_and_left_alone():
 
 def test_the_users_own_group_of_another_size_is_refused():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    with pytest.raises(ConfigError, match=r"rank=0, world_size=1, .* the launch asks for rank=1, world_size=2"):
+    with pytest.raises(ConfigError, match=r"rank=0, world_size=1, .* the launch has rank=1, world_size=2"):
         launch(1, 2, "localhost", 29500)
 
 
@@ -155,7 +155,7 @@ def test_a_missing_torch_variable_is_named(monkeypatch, name):
 @pytest.mark.parametrize("value", ["two", "-1", "1.5"])
 def test_a_torch_variable_that_is_no_number_is_named(monkeypatch, name, value):
     set_environment(monkeypatch, TORCH | {name: value})
-    with pytest.raises(ConfigError, match=f"no numbers: {name}='{value}'"):
+    with pytest.raises(ConfigError, match=f"are not numbers: {name}='{value}'"):
         launch_from_torch()
 
 

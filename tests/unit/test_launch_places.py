@@ -175,9 +175,12 @@ def test_of_mpiruns_addresses_the_nearest(environment, monkeypatch, networks, ho
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"OMPI_MCA_orte_hnp_uri": None}, r"4 ranks on several machines this OpenMPI does not tell.*give host="),
+        (
+            {"OMPI_MCA_orte_hnp_uri": None},
+            r"4 ranks on several hosts this OpenMPI reports no address of rank 0.*give host=",
+        ),
         ({"OMPI_MCA_orte_hnp_uri": "odd"}, r"OMPI_MCA_orte_hnp_uri='odd'"),
-        ({"OMPI_COMM_WORLD_RANK": "0"}, r"mpirun runs on another machine than rank 0.*give host="),
+        ({"OMPI_COMM_WORLD_RANK": "0"}, r"mpirun runs on another host than rank 0.*give host="),
     ],
 )
 def test_mpirun_whose_ranks_cannot_find_each_other(environment, changes, message):

@@ -174,7 +174,7 @@ def test_the_course_tells_when_gradients_come():
     ("arguments", "words"),
     [
         ({"plugin": "zero"}, "not known"),
-        ({"plugin": "low_level_zero", "settings": {"stages": 2}}, "it takes stage, precision"),
+        ({"plugin": "low_level_zero", "settings": {"stages": 2}}, "its arguments are stage, precision"),
         ({"plugin": "low_level_zero", "settings": {"stage": 7}}, "stage"),
         ({"plugin": "hybrid_parallel", "num_ranks": 4, "settings": {"tp_size": 3}}, "which do not divide world_size=4"),
         ({"num_ranks": 2}, "needs a plugin"),
@@ -186,7 +186,7 @@ def test_the_course_tells_when_gradients_come():
         ({"optimizer": lambda parameters: parameters}, "returned a list"),
         ({"criterion": lambda outputs, batch: outputs}, "scalar"),
         ({"batch": torch.zeros(8, 3)}, "can't be run on fake tensors"),
-        ({"batch": (torch.zeros(8, WIDTH), 1, 2)}, "forward takes"),
+        ({"batch": (torch.zeros(8, WIDTH), 1, 2)}, "whose forward has the signature"),
     ],
 )
 def test_mistakes_are_named_and_leave_nothing_behind(arguments, words):
@@ -221,5 +221,5 @@ def test_a_plugin_that_can_not_tell_says_so():
     class Silent(SingleDevicePlugin):
         estimate_memory = Plugin.estimate_memory
 
-    with pytest.raises(ConfigError, match="Silent does not say how much memory it needs"):
+    with pytest.raises(ConfigError, match="Silent has no memory estimate"):
         ask(Silent("cpu"))

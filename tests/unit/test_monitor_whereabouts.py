@@ -31,7 +31,7 @@ def test_who_has_not_come_is_missing():
 
 def test_who_gave_no_sign_is_missing_and_named_first():
     text = report({0: at(operation(4)), 2: at(operation(4))}, 3)
-    assert "missing there: rank 1\n  rank 1 gave no sign" in text
+    assert "missing there: rank 1\n  rank 1 did not report" in text
 
 
 def test_who_was_there_is_not_missing():

@@ -379,10 +379,10 @@ def test_backward_after_unscaling_is_refused():
     model, optimizer, _, _ = make(scaler=ConstantLossScaler(8.0))
     optimizer.backward(loss_of(model, *data()))
     optimizer.clip_grad_by_norm(1.0)
-    with refused("would not add up"):
+    with refused("cannot be added to them"):
         optimizer.backward(loss_of(model, *data()))
     optimizer.step()
-    with refused("would not add up"):
+    with refused("cannot be added to them"):
         optimizer.backward(loss_of(model, *data()))
     optimizer.zero_grad()
     optimizer.backward(loss_of(model, *data()))
@@ -408,7 +408,7 @@ def test_mixing_backwards_with_and_without_num_items_is_refused():
     optimizer.backward(loss_of(model, *data()), num_items=3)
     with refused("num_items"):
         optimizer.backward(loss_of(model, *data()))
-    with refused("counts nothing"):
+    with refused("is not a number of items"):
         optimizer.backward(loss_of(model, *data()), num_items=-1)
 
 

@@ -52,7 +52,7 @@ def test_everybody_learns_where_the_others_are():
         ({"backend": "nccl"}, "backend='gloo' and rank 2 with backend='nccl'"),
         ({"timeout_seconds": 10}, "timeout_seconds=600 and rank 2 with timeout_seconds=10"),
         ({"setup_timeout_seconds": 10.5}, "setup_timeout_seconds=1800 and rank 2 with setup_timeout_seconds=10.5"),
-        ({"checkpoint_timeout_seconds": 9}, "rank 2 with checkpoint_timeout_seconds=9, but all ranks make one world"),
+        ({"checkpoint_timeout_seconds": 9}, "rank 2 with checkpoint_timeout_seconds=9, but all ranks form one world"),
     ],
 )
 def test_different_settings_raise_on_every_rank(changed, message):
@@ -90,5 +90,5 @@ def test_a_taken_port_is_a_clear_error():
 
 
 def test_a_host_that_is_not_rank_0s_own_is_a_clear_error():
-    with free_port() as port, pytest.raises(ConfigError, match=r"can't reach itself at name.invalid:\d+ within 1 s"):
+    with free_port() as port, pytest.raises(ConfigError, match=r"cannot reach it at name.invalid:\d+ within 1 s"):
         open_store("name.invalid", port, 0, 2, 1)

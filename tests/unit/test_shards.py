@@ -82,7 +82,7 @@ def test_shapes_come_from_the_parts_where_no_others_are_given():
 
 
 def test_a_value_of_no_sharded_parameter_is_refused():
-    with pytest.raises(ConfigError, match=r"'norm\.bias', which is no sharded parameter"):
+    with pytest.raises(ConfigError, match=r"'norm\.bias', which is not a sharded parameter"):
         Shards([make_shard()], ["weight"], None).sum_over_ranks({"norm.bias": torch.ones(1)})
 
 

@@ -107,25 +107,24 @@ SAID = f"{ONCE}, so it may have gone on since), said: after 3 steps, outside of 
 @pytest.mark.parametrize(
     ("facts", "is_before_known", "text"),
     [
-        ({"state": "ended"}, True, "rank 1's program ended after 3 steps, while others go on"),
+        ({"state": "ended"}, True, "rank 1's program ended after 3 steps, while others continue"),
         ({"state": "failed"}, True, "rank 1's program failed after 3 steps: ValueError: mine"),
         (
             {"born": 1.0},
             True,
-            f"rank 1's process {os.getpid()} on host vm has ended without a word (was it killed?); its last sign,"
+            f"rank 1's process {os.getpid()} on host vm has ended without a report (was it killed?); its last heartbeat,"
             f" {SAID}",
         ),
-        ({}, False, f"on host vm, rank 1's last sign, {SAID}"),
+        ({}, False, f"on host vm, rank 1's last heartbeat, {SAID}"),
         (
             {"beats": (1, 2)},
             True,
-            "rank 1's process lives and is after 3 steps, outside of all phases: it is busy, hangs, or makes other"
-            " calls",
+            "rank 1's process is alive, after 3 steps, outside of all phases: it is busy, hangs, or makes other calls",
         ),
         (
             {},
             True,
-            f"rank 1's last sign, {ONCE}), said: after 3 steps, outside of all phases; and none has come since: it is"
+            f"rank 1's last heartbeat, {ONCE}), said: after 3 steps, outside of all phases; none has come since: it is"
             " stopped, or host vm is lost",
         ),
     ],
@@ -137,7 +136,7 @@ def test_what_is_known_of_a_missing_rank(monkeypatch, facts, is_before_known, te
 
 def test_a_hint_follows_as_a_sentence_of_its_own_where_a_program_ended(monkeypatch):
     _Missing(monkeypatch, "ended")
-    ended = "rank 1's program ended after 3 steps, while others go on"
+    ended = "rank 1's program ended after 3 steps, while others continue"
     for phase, words in (("save", SAVES), ("backward", TRAINING)):
         with Phase(phase):
             assert describe_last_heartbeats([1]) == f"{ended}. {words}"
@@ -220,7 +219,7 @@ def test_before_a_backend_ends_the_process_it_is_said_where_all_ranks_are(monkey
     if backend == "gloo":  # which raises an error by itself
         assert text == ""
         return
-    assert text.count("nothing has moved for 9 s, and nccl ends a process that waits for 10 s") == 1
+    assert text.count("no progress for 9 s, and nccl aborts a process that waits for 10 s") == 1
     assert "  rank 0: after 0 steps, in backward for 0.0 s\n" in text
     assert "  rank 1: after 2 steps, in commit in save for 0.5 s, in all_reduce number 7 of ranks 0, 1\n" in text
 

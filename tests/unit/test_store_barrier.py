@@ -142,7 +142,7 @@ def test_ranks_that_never_come_are_named_on_all_others(stores, missing):
     for rank, result in enumerate(results):
         if rank not in missing:
             assert type(result) is RankFailedError
-            assert str(result).startswith(named + f"did not get through {PHASE} within 0.2 s")
+            assert str(result).startswith(named + f"did not complete {PHASE} within 0.2 s")
 
 
 @pytest.mark.parametrize("late", [0, 1])

@@ -153,7 +153,7 @@ def test_a_backend_whose_limit_cannot_be_changed_is_left_alone():
 
 
 def test_a_mesh_without_a_world_is_refused():
-    with pytest.raises(ConfigError, match=r"1 x 2 ranks needs a world.*launch"):
+    with pytest.raises(ConfigError, match=r"1 x 2 ranks needs a process group.*launch"):
         new_mesh("cpu", (1, 2), ("replica", "shard"))
 
 

@@ -169,7 +169,7 @@ def test_lbfgs_says_why_it_cant(tmp_path):
         return loss
 
     optimizer.step(closure)
-    with pytest.raises(CheckpointError, match=r"LBFGS keeps a list as state .*save the model alone"):
+    with pytest.raises(CheckpointError, match=r"LBFGS has a list as state .*save the model alone"):
         booster.save_optimizer(optimizer, tmp_path / "o", shard=True)
     assert not (tmp_path / "o").exists()
 

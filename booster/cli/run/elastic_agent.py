@@ -100,7 +100,8 @@ def _read_heartbeats(store_client: Any, num_ranks: int, restart_count: int, refe
 
 def _format_heartbeat(heartbeat: dict[str, Any], reference_time: float) -> str:
     state = "" if heartbeat["state"] == "running" else f", its script had {heartbeat['state']}"
-    return f", {max(0.0, reference_time - heartbeat['time']):.1f} s before the end: {progress_from_json(heartbeat['progress'])}{state}"
+    age = max(0.0, reference_time - heartbeat["time"])
+    return f", {age:.1f} s before the end: {progress_from_json(heartbeat['progress'])}{state}"
 
 
 # Note [Exit cause]

@@ -11,8 +11,8 @@ from typing import Any, Protocol
 # A failed rank makes others fail, and torch's launcher terminates the rest. The root cause is the first rank with an
 # error of its own in its report; else one without a report, killed by a signal or left by os._exit; else the first
 # whose error is a failed peer, which it names. Last come ranks with exit code 1 and no report, such as one whose script
-# ended early and that exited after its peers failed (Note [Shutdown] in booster/fault_tolerance/shutdown.py), and those that the
-# launcher itself terminated.
+# ended early and that exited after its peers failed (Note [Shutdown] in booster/fault_tolerance/shutdown.py), and those
+# that the launcher itself terminated.
 _OWN_ERROR, _CONSEQUENCE, _EXITED_AFTER_PEERS, _TERMINATED = range(4)
 
 # Errors of ranks whose peer failed.
@@ -299,8 +299,8 @@ def _lost_text(host_exit: HostExit) -> str:
     tail = "; ".join(host_exit.output_tail[-3:])
     if host_exit.has_started:
         return (
-            f"booster run: the connection to {host_exit.host} was lost ({tail or 'no message from ssh'}), and its ranks with"
-            " it: check that the host is up, and whether the system killed the launcher there for lack of memory"
+            f"booster run: the connection to {host_exit.host} was lost ({tail or 'no message from ssh'}), and its ranks"
+            " with it: check that the host is up, and whether the system killed the launcher there for lack of memory"
         )
     output = "\n".join(host_exit.output_tail)
     matches = (rest for texts, *rest in _SSH_REASONS if any(sign in output for sign in texts))
@@ -312,8 +312,8 @@ def _crashed_text(host_exit: HostExit) -> str:
     tail = "; ".join(host_exit.output_tail[-3:])
     if host_exit.has_started:
         return (
-            f"booster run: the launcher on {host_exit.host} exited with code {host_exit.code} ({tail}): see its output above, "
-            f"after [{host_exit.host}]"
+            f"booster run: the launcher on {host_exit.host} exited with code {host_exit.code} ({tail}): see its output "
+            f"above, after [{host_exit.host}]"
         )
     return (
         f"booster run: can't start on {host_exit.host}: the command exited with code {host_exit.code} ({tail}): this "

@@ -23,9 +23,9 @@ BACKEND = "booster-c10d"
 
 # torch's c10d rendezvous numbers nodes by the text of their addresses; a node counts only the restarts that its own
 # ranks caused; and the ranks' store is served by the node that came first in the first round. Ranks with different
-# restart counts never find each other (Note [Restarts] in booster/launch/rendezvous.py), and a store whose node left is lost.
-# So after each round the nodes exchange these through the rendezvous store: they are ordered by --node-rank if given,
-# the restart count is the number of earlier rounds, and ranks use the rendezvous's own store.
+# restart counts never find each other (Note [Restarts] in booster/launch/rendezvous.py), and a store whose node left is
+# lost. So after each round the nodes exchange these through the rendezvous store: they are ordered by --node-rank if
+# given, the restart count is the number of earlier rounds, and ranks use the rendezvous's own store.
 
 
 @dataclass(slots=True)

@@ -144,7 +144,7 @@ class PipelineArguments:
         sequence = self.execution_sequence
         if sequence is not None and not _is_list_of(lambda one: _is_name(one) or callable(one), sequence):
             raise ConfigError(
-                f"execution_sequence={RankIndependentRepr(sequence)} does not say what runs one after the other: give a list"
+                f"execution_sequence={RankIndependentRepr(sequence)} is not an order of execution: give a list"
                 " of names of modules and functions of one argument, such as ['embedding', 'layers.0', 'layers.1',"
                 " 'head'], or leave it out"
             )

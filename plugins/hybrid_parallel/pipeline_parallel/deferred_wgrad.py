@@ -4,8 +4,8 @@ Note [Deferred weight gradients]
 A stage's backward computes the gradient of its input, which the previous stage needs at once, and those of its weights,
 which are needed only by the optimizer's step. Zero-bubble schedules (Qi et al., "Zero Bubble Pipeline Parallelism",
 arXiv:2401.10241) compute the latter where a stage would be idle. So linear layers, which have nearly all weights, save
-their input and the gradient of their output; see Note [Deferred weight gradients]. The gradient computed later passes through
-autograd to the parameter, with the same reductions, hooks and accumulation as in the backward.
+their input and the gradient of their output. The gradient computed later passes through autograd to the parameter,
+with the same reductions, hooks and accumulation as in the backward.
 """
 
 from __future__ import annotations

@@ -162,9 +162,9 @@ def attend(
     sharding = sp_group.sharding_of(length)
     if sharding.local_length(sp_group.rank) != local_length:
         raise ConfigError(
-            f"attention got {local_length} queries in a stack where this rank has {sharding.local_length(sp_group.rank)} of"
-            f" {length} tokens: give F.scaled_dot_product_attention (batch, heads, tokens, features), and the layers"
-            " hidden states (batch, tokens, features)"
+            f"attention got {local_length} queries in a stack where this rank has"
+            f" {sharding.local_length(sp_group.rank)} of {length} tokens: give F.scaled_dot_product_attention (batch,"
+            " heads, tokens, features), and the layers hidden states (batch, tokens, features)"
         )
     with layer.attention():
         if layer.is_unsharded(key.shape[-2], local_length):

@@ -112,7 +112,7 @@ def reduce_scatter_sequence(
 
 
 def scatter_to_sequence_region(x: torch.Tensor, tp_group: TensorParallelGroup, dim: int = 1) -> torch.Tensor:
-    """Return this rank's tokens of a replicated tensor. Backward: `gather_from_sequence_region`. Collective: in backward."""
+    """Return this rank's tokens of a replicated tensor. Backward: `gather_from_sequence_region`, collective."""
     return _scatter(x, tp_group, dim, sizes_from_full(x.shape[dim], tp_group, None))
 
 

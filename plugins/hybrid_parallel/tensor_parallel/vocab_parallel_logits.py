@@ -4,8 +4,8 @@ Logits are the largest activation of a language model, and mostly only cast, res
 of which work on shards. So a vocabulary-parallel head returns a tensor subclass with the shape of the full logits that
 holds a shard. The operations in `split_operations` keep it sharded. Any other operation first gathers the logits, once,
 and continues with a plain tensor: slower, but correct. Functions that bypass torch's override mechanism, such as a
-user's autograd function, are handled below autograd: the tensor's graph contains `_WrapLogits`, whose backward returns this
-rank's shard of a full gradient. The gathering is collective, so all ranks must apply the same operations.
+user's autograd function, are handled below autograd: the tensor's graph contains `_WrapLogits`, whose backward returns
+this rank's shard of a full gradient. The gathering is collective, so all ranks must apply the same operations.
 
 Operations of vocabulary-parallel logits that work on a rank's shard.
 

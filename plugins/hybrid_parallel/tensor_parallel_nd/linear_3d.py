@@ -61,7 +61,7 @@ class Linear3D(nn.Module):
             mesh.group(*axes)  # created now, as ranks do not run backward at the same time
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the block of the output; a first layer's input has the layout `LINEAR_3D_ACTIVATIONS`, see Note [3D]."""
+        """Return the block of the output; a first layer's input has the layout `LINEAR_3D_ACTIVATIONS`."""
         output: torch.Tensor = _Linear3DFunction.apply(x, self.weight, self.bias, self._roles)
         return output
 

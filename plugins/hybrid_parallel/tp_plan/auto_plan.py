@@ -1,4 +1,4 @@
-"""Plans derived from the module graph: linear layers verified to compute the same when sharded. See Note [Equivalence check]."""
+"""Plans derived from the module graph, of linear layers with verified sharded results; see Note [Equivalence check]."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ def incoming_messages(
 ) -> dict[int, list[Message]]:
     """Return the messages from other stages to a stage, by sender, in sending order.
 
-    That may differ from the order in which the stage needs them. Arguments are those of `action_list`. No communication.
+    That may differ from the order in which the stage needs them. Arguments: see `action_list`. No communication.
     """
     stages = stages_by_position(schedule, num_stages, num_chunks)
     # Only stages of adjacent positions send.

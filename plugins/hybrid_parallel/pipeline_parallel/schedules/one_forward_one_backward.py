@@ -35,7 +35,7 @@ class OneForwardOneBackward(PipelineSchedule):
 
 
 def interleave(forwards: Sequence[Action], backwards: Sequence[Action], warm_up: int) -> list[Action]:
-    """Return `linear_warmup` forwards (all, if there are fewer), then alternating forwards and backwards, then the rest."""
+    """Return `warm_up` forwards (at most all), then alternating forwards and backwards, then the rest."""
     warm_up = min(warm_up, len(forwards))
     order = list(forwards[:warm_up])
     for pair in zip(forwards[warm_up:], backwards, strict=False):

@@ -54,7 +54,7 @@ class PipelineSchedule(ABC):
 
     Attributes:
         name: Name in the registry.
-        defers_weights: Whether `BACKWARD` computes gradients of inputs only, followed later by a `BACKWARD_WEIGHT` action.
+        defers_weights: Whether `BACKWARD` computes gradients of inputs only and a later `BACKWARD_WEIGHT` the others.
     """
 
     name: ClassVar[str]

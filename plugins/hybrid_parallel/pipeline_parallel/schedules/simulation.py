@@ -43,7 +43,7 @@ class Timeline:
         busy: Compute time of each stage.
         bubble_fraction: Idle share of all stages' time.
         peak_live: Per stage, peak number of chunk activations kept from `FORWARD` to `BACKWARD`; 0 without backwards.
-        peak_pending: Per stage, peak number of chunk activations kept until the last use, `BACKWARD_WEIGHT` if deferred.
+        peak_pending: Per stage, peak number of chunk activations kept until their last use, deferred wgrad included.
         starts: Start time of each action of each stage.
     """
 
