@@ -169,7 +169,7 @@ class CollectiveOp:
                 by_backend()
         else:
             flush_pending()  # first: if it fails, this operation has not started
-            PendingWork(group_memory, self, lambda: in_memory(group_memory.memory)).wait()
+            PendingWork(group_memory, self.translate_errors, lambda: in_memory(group_memory.memory)).wait()
 
     @contextmanager
     def waiting(self) -> Iterator[None]:

@@ -12,11 +12,15 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from contextlib import AbstractContextManager
+from typing import Protocol
 
-if TYPE_CHECKING:
-    from .collective_op import CollectiveOp
-    from .shared_memory import GroupMemory
+
+class GroupQueue(Protocol):
+    """Pending work of a group on this rank, and the lock that is held while it runs."""
+
+    lock: threading.RLock
+    pending: deque[PendingWork]
 
 
 class _ThreadPending(threading.local):
@@ -31,25 +35,30 @@ class PendingWork:
     """Queued operation.
 
     Args:
-        home: Shared memory of the group.
-        operation: Operation that runs.
-        perform: Implementation, called once, and again if it raised. After an error of shared memory every later call
+        queue: Queue of the group.
+        error_context: Context in which the work runs: translates its errors.
+        function: Implementation, called once, and again if it raised. After an error of shared memory every later call
             fails.
     """
 
-    def __init__(self, group_memory: GroupMemory, operation: CollectiveOp, function: Callable[[], None]) -> None:
-        self._group_memory = group_memory
-        self._operation = operation
+    def __init__(
+        self,
+        queue: GroupQueue,
+        error_context: Callable[[], AbstractContextManager[None]],
+        function: Callable[[], None],
+    ) -> None:
+        self._queue = queue
+        self._error_context = error_context
         self._function: Callable[[], None] | None = function
         self._is_queued = True
-        with group_memory.lock:
-            group_memory.pending.append(self)
+        with queue.lock:
+            queue.pending.append(self)
         _pending.operations.append(self)
 
     @property
     def lock(self) -> threading.RLock:
         """Lock that is held while it runs."""
-        return self._group_memory.lock
+        return self._queue.lock
 
     @property
     def is_done(self) -> bool:
@@ -67,16 +76,16 @@ class PendingWork:
             self._run_in_order()
 
     def _run_in_order(self) -> None:
-        with self._group_memory.lock:
+        with self._queue.lock:
             while self._is_queued:
-                self._group_memory.pending.popleft()._run()
+                self._queue.pending.popleft()._run()
             if not self.is_done:
                 self._run()  # it has failed, and fails again
 
     def _run(self) -> None:
         self._is_queued = False
         if self._function is not None:
-            with self._operation.translate_errors():
+            with self._error_context():
                 self._function()
             self._function = None  # frees its tensors
 

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_group
 
 from booster.errors import ConfigError
+from booster.fault_tolerance.collective_errors import add_abort_callback
 from booster.kernels.shared_memory import MAX_RANKS, SharedMemory, Ticket, is_available
 from booster.logger import get_dist_logger
 
@@ -53,7 +54,7 @@ class GroupMemory:
     Attributes:
         memory: This rank's mapping.
         lock: Held while an operation runs.
-        started: Operations that are started and have not run yet, see `booster.comm.pending`.
+        pending: Operations that are started and have not run yet, see `booster.comm.pending_work`.
     """
 
     memory: SharedMemory
@@ -125,6 +126,9 @@ def abort_shared_memory(group: dist.ProcessGroup) -> None:
     choice = _choices.get(group)
     if choice is not None:
         choice.memory.abort()
+
+
+add_abort_callback(abort_shared_memory)
 
 
 def release_shared_memory(group: dist.ProcessGroup) -> None:

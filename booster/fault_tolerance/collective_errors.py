@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from textwrap import shorten
@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_group, _world
 
-from booster.comm.shared_memory import abort_shared_memory
 from booster.errors import RankFailedError
 from booster.kernels.shared_memory import SharedMemoryError
 
@@ -51,6 +50,14 @@ _CONNECTION_LOST = re.compile(
 # Text that torch's gloo puts around its errors.
 _SOURCE_FILE = re.compile(r"^\[\S+:\d+\] ")
 _ADVICE = re.compile(r"This is typically caused by|GLHF!")
+
+# Abort collectives that do not run through the group's backend: added by their implementation.
+_abort_callbacks: list[Callable[[dist.ProcessGroup], None]] = []
+
+
+def add_abort_callback(callback: Callable[[dist.ProcessGroup], None]) -> None:
+    """Call `callback(group)` whenever this rank aborts the collectives of a group."""
+    _abort_callbacks.append(callback)
 
 
 @contextmanager
@@ -141,11 +148,12 @@ def abort_waits(ranks: Collection[int]) -> None:
 
 
 def _close_connections(group: dist.ProcessGroup) -> None:
-    """Abort this rank's shared memory, and close its connections of a gloo group.
+    """Call the abort callbacks, and close this rank's connections of a gloo group.
 
     Gloo closes a connection when a message times out.
     """
-    abort_shared_memory(group)
+    for abort in _abort_callbacks:
+        abort(group)
     if "gloo" not in str(dist.get_backend(group)):
         return
     for other in dist.get_process_group_ranks(group):

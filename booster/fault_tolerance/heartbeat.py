@@ -8,7 +8,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import cache
@@ -77,10 +77,14 @@ class Heartbeat:
     started_at: float
 
 
-def start_heartbeat() -> None:
+def start_heartbeat(on_ranks_ended: Callable[[Collection[int]], None]) -> None:
     """Start the heartbeat thread for the current process group. Idempotent.
 
     Reports the progress of the calling thread. Every rank calls it; no communication with other ranks.
+
+    Args:
+        on_ranks_ended: Called by the heartbeat thread with the global ranks whose programs have ended, while this rank
+            makes no progress: aborts the waits that these ranks cannot end.
 
     Raises:
         RankFailedError: The process that serves the store has ended, or did not answer within the set-up timeout.
@@ -89,7 +93,7 @@ def start_heartbeat() -> None:
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
     if _thread is None or not _thread.is_running_for(_get_default_store()):
-        _thread = _HeartbeatThread(_get_default_store())
+        _thread = _HeartbeatThread(_get_default_store(), on_ranks_ended)
         _thread.start()
 
 
@@ -167,8 +171,9 @@ def progress_from_json(fields: Mapping[str, Any]) -> Progress:
 class _HeartbeatThread:
     """Heartbeat thread of the thread that creates it; see Note [Heartbeats]."""
 
-    def __init__(self, default: Any) -> None:
+    def __init__(self, default: Any, on_ranks_ended: Callable[[Collection[int]], None]) -> None:
         self._default = default  # Any: torch's stubs leave out methods of stores
+        self._on_ranks_ended = on_ranks_ended
         self._store = _heartbeat_store(_new_client(default))
         self._rank, self._size = dist.get_rank(), dist.get_world_size()
         self._observed_thread = threading.get_ident()
@@ -222,9 +227,7 @@ class _HeartbeatThread:
         self._stall.update(progress, seconds, have_ended=bool(ended) and bool(progress.phases))
         if self._stall.seconds_with_ended >= _ENDED_RANK_TIMEOUT_SECONDS:
             self._stall.seconds_with_ended = 0.0
-            from .collective_errors import abort_waits
-
-            abort_waits(ended)
+            self._on_ranks_ended(ended)
         timeout = timeouts().training * _STALL_FRACTION
         if before < timeout <= self._stall.seconds and "gloo" not in self._backend:
             sys.stderr.write(f"{self._stall_report()}\n")

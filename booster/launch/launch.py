@@ -19,6 +19,7 @@ from booster.comm import group_size
 from booster.comm.process_groups import register_world
 from booster.device import current_device, default_backend, device_type, set_device
 from booster.errors import ConfigError
+from booster.fault_tolerance.collective_errors import abort_waits
 from booster.fault_tolerance.heartbeat import ENDED, start_heartbeat, stop_heartbeat
 from booster.fault_tolerance.shutdown import shutdown_barrier
 from booster.fault_tolerance.timeouts import set_timeouts, timeouts
@@ -117,7 +118,7 @@ def launch(
         _adopt(settings, loaded)
     else:
         _start(settings, loaded)
-    start_heartbeat()
+    start_heartbeat(on_ranks_ended=abort_waits)
     set_seed(seed)
     set_default_seed(seed)
     if verbose:

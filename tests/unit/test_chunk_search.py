@@ -97,7 +97,7 @@ SEEDS = pytest.mark.parametrize(
 @SEEDS
 def test_every_parameter_has_one_place(seed):
     parameters, _, plan = random_plan(seed)
-    seen = [place.index for chunk in plan.chunks for place in chunk.places]
+    seen = [place.index for chunk in plan.chunks for place in chunk.regions]
     assert sorted(seen) == list(range(len(parameters)))
     for chunk in plan.chunks:
         assert chunk.places
@@ -118,7 +118,7 @@ def test_parts_of_all_ranks_tile_every_parameter(seed):
     parameters, _, plan = random_plan(seed)
     for chunk in plan.chunks:
         owners = torch.zeros(chunk.numel, dtype=torch.int64)
-        covered = [0] * len(chunk.places)
+        covered = [0] * len(chunk.regions)
         for rank in range(chunk.num_shards):
             piece = chunk.piece(rank)
             assert piece.stop - piece.start == chunk.piece_numel
@@ -142,7 +142,7 @@ def test_sizes(seed):
     _, _, plan = random_plan(seed)
     shared = {}
     for chunk in plan.chunks:
-        assert chunk.numel == chunk.piece_numel * chunk.num_shards > 0
+        assert chunk.numel == chunk.shard_numel * chunk.num_shards > 0
         assert chunk.piece_numel * chunk.dtype.itemsize % 64 == 0
         assert chunk.piece_numel % 32 == 0
         assert chunk.num_bytes == chunk.numel * chunk.dtype.itemsize

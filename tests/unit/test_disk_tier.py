@@ -371,7 +371,7 @@ def test_live_tensors_hold_no_descriptors_once_they_are_gone(disk):
     live = [block.as_tensor(torch.uint8) for block in blocks]
     del live
     assert descriptors() == before
-    assert len(disk._file._shown) == 0
+    assert len(disk._file._mapped) == 0
 
 
 def test_a_forked_process_hangs_nowhere(disk, tmp_path):

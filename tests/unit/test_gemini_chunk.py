@@ -57,7 +57,7 @@ class Bench:
             self.chunk.keep_gathered(full)
         else:
             self.chunk.weights.allocate(weights_tier)
-            self.chunk.weights.store(full[self.layout.piece(rank)])
+            self.chunk.weights.store(full[self.layout.shard_range(rank)])
             for slot in self.chunk.params:
                 slot.unbind()
         self.sums_tier = sums_tier
@@ -105,7 +105,7 @@ class Bench:
 
     def gradient(self, index, seed=0):
         generator = torch.Generator().manual_seed(100 * seed + index)
-        return torch.randn(self.layout.places[index].shape, generator=generator).to(self.layout.dtype)
+        return torch.randn(self.layout.regions[index].shape, generator=generator).to(self.layout.dtype)
 
     def sums(self):
         """Returns this rank's sums of each parameter; the waste must be zero."""

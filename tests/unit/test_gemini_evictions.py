@@ -44,7 +44,7 @@ def loads(trace, capacity, victim):
 
 def farthest_in(record, trace):
     """The farthest by a record whose iterations the trace repeats."""
-    num_moments = len(record.moments)
+    num_moments = len(record.events)
 
     def victim(loaded, now):
         (chosen,) = evictions(

@@ -67,11 +67,11 @@ def plain_record(*chunks, other_bytes=0):
 
 
 def payload_sum(sizes, chunks):
-    return sum(sizes[chunk].payload for chunk in chunks)
+    return sum(sizes[chunk].gathered for chunk in chunks)
 
 
 def kept_bytes(sizes, homes):
-    return payload_sum(sizes, homes.kept)
+    return payload_sum(sizes, homes.kept_gathered)
 
 
 def least_at(sizes, homes, at):

@@ -75,7 +75,7 @@ def test_const_alone_is_refused():
 def test_low_precision_has_fp32_masters_unless_told_otherwise(dtype, keeps_masters):
     layout = ChunkLayout(dtype=dtype, trains=True, numel=64, num_shards=1, regions=())
     is_master = keeps_masters and dtype.itemsize == 2
-    assert settings(keeps_masters=keeps_masters).main_dtype(layout) is (torch.float32 if is_master else dtype)
+    assert settings(keeps_masters=keeps_masters).master_dtype(layout) is (torch.float32 if is_master else dtype)
 
 
 @pytest.mark.parametrize("device", [CPU, torch.device("meta")])

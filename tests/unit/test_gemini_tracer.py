@@ -40,7 +40,7 @@ def naive_upcoming(record, now, limit, skip):
 def test_the_record_answers_as_a_plain_search_through_it(seed):
     generator = random.Random(seed)
     record = random_record(generator)
-    num_moments = len(record.moments)
+    num_moments = len(record.events)
     for now in range(num_moments + 1):
         for chunk in range(7):
             assert record.next_use(chunk, now) == naive_next_use(record, chunk, now)
@@ -87,7 +87,7 @@ def test_the_tracer_writes_down_what_happens():
     assert not tracer.is_recording
     tracer.begin()
     assert tracer.is_recording
-    tracer.note_other_bytes(5)  # the batch
+    tracer.record_other_bytes(5)  # the batch
     tracer.note_use([3, 1, 3], False, 100)
     tracer.note_other_bytes(2)
     tracer.note_use(iter([1]), False, 110)
@@ -125,9 +125,9 @@ def test_an_iteration_that_broke_off_is_forgotten():
 @pytest.mark.parametrize(
     "note",
     [
-        lambda tracer: tracer.note_use([0], False, 0),
-        lambda tracer: tracer.note_other_bytes(1),
-        lambda tracer: tracer.note_complete(0),
+        lambda tracer: tracer.record_use([0], False, 0),
+        lambda tracer: tracer.record_other_bytes(1),
+        lambda tracer: tracer.record_complete(0),
         lambda tracer: tracer.finish(),
     ],
 )
@@ -151,7 +151,7 @@ def test_the_cursor_follows_iterations_that_leave_modules_out(seed):
     generator = random.Random(seed)
     record = random_record(generator)
     cursor = Cursor(record)
-    assert follow(cursor, record.moments) == list(range(len(record.moments)))
+    assert follow(cursor, record.events) == list(range(len(record.events)))
     taken = [later for later in record.moments if generator.random() < 0.6]
     reached = follow(cursor, taken)
     # What is left over of a sequence can be found in it in order, and the earliest way to do so is the cursor's.
@@ -165,7 +165,7 @@ def test_the_cursor_survives_any_other_iteration(seed):
     generator = random.Random(seed)
     record, other = random_record(generator), random_record(generator, num_chunks=9)
     cursor = Cursor(record, lookahead=generator.choice([1, 2, 64]))
-    reached = follow(cursor, other.moments)
+    reached = follow(cursor, other.events)
     assert reached == sorted(reached)
     assert all(0 <= at < len(record.moments) for at in reached)
     assert cursor.now == reached[-1]

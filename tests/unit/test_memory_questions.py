@@ -36,7 +36,7 @@ def ask(plugin=None, model=None, **arguments):
 
 def test_it_adds_up():
     estimate = ask()
-    assert estimate.memory.kept.parameters == 2 * BYTES
+    assert estimate.memory.steady_state.parameters == 2 * BYTES
     assert estimate.memory.kept.optimizer_states == 4 * BYTES
     assert estimate.memory.step.gradients == 2 * BYTES
     assert estimate.total == estimate.peak.total >= estimate.memory.kept.total
@@ -75,18 +75,18 @@ def test_parameters_that_the_optimizer_does_not_have_take_no_states():
     model = build()
     model[0].weight.requires_grad_(False)
     estimate = ask(model=model, optimizer=torch.optim.AdamW([model[2].weight]))
-    assert estimate.memory.kept.optimizer_states == 2 * 4 * WIDTH * WIDTH
+    assert estimate.memory.steady_state.optimizer_states == 2 * 4 * WIDTH * WIDTH
 
 
 def test_tied_parameters_count_once():
     model = build()
     model[2].weight = model[0].weight
-    assert ask(model=model).memory.kept.parameters == BYTES + 4 * WIDTH
+    assert ask(model=model).memory.steady_state.parameters == BYTES + 4 * WIDTH
 
 
 def test_more_ranks_need_less_each():
     totals = [
-        ask("low_level_zero", num_ranks=ranks, settings={"stage": 1, "precision": "fp32"}).memory.kept.optimizer_states
+        ask("low_level_zero", num_ranks=ranks, settings={"stage": 1, "precision": "fp32"}).memory.steady_state.optimizer_states
         for ranks in (1, 2, 8)
     ]
     assert totals == sorted(totals, reverse=True)

@@ -60,7 +60,7 @@ def test_slices_are_all_elements_once_and_alike(layouts):
     whole = logical_tensor(layouts[0])
     count = torch.zeros_like(whole)
     for layout in layouts:
-        local = layout.cut(whole)
+        local = layout.shard(whole)
         assert tuple(local.shape) == layout.local_shape
         for part in layout.slices("w", local):
             index = tuple(slice(start, start + length) for start, length in part.box)
@@ -76,7 +76,7 @@ def test_stretches_are_the_same_elements(layouts, num_shards):
     count = torch.zeros_like(whole)
     total = 0.0
     for layout in layouts:
-        flat = layout.cut(whole).view(-1)
+        flat = layout.shard(whole).view(-1)
         cuts = [flat.numel() * index // num_shards for index in range(num_shards + 1)]
         for span in itertools.pairwise(cuts):
             stretch = flat[slice(*span)].clone()
@@ -102,7 +102,7 @@ def test_slices_are_memory_of_the_tensor(layouts):
         for part in layout.slices("w", local):
             index = tuple(slice(start, start + length) for start, length in part.box)
             part.tensor.copy_(whole[index].view(part.tensor.shape))
-        assert torch.equal(local, layout.cut(whole))
+        assert torch.equal(local, layout.shard(whole))
 
 
 @pytest.mark.parametrize("num_shards", [1, 3])

@@ -82,7 +82,7 @@ def fill(module):
 def test_defaults_pass():
     made = checked()
     assert made.strategy(4, 1) == Strategy(num_replicas=1, shard_size=4, reshard_after_forward=None)
-    assert made.formats is None
+    assert made.precision_dtypes is None
     assert not made.offloads
 
 
@@ -232,7 +232,7 @@ def test_offload(given, offloads, pins):
 
 def test_first_generation_precision():
     given = MixedPrecision(param_dtype=FP16, buffer_dtype=FP32)
-    formats = checked(mixed_precision=given).formats
+    formats = checked(mixed_precision=given).precision_dtypes
     assert formats == PrecisionDtypes(
         param_dtype=FP16,
         reduce_dtype=FP16,
@@ -249,7 +249,7 @@ def test_first_generation_precision():
 
 
 def test_second_generation_precision():
-    formats = checked(mixed_precision=MixedPrecisionPolicy(BF16, FP32, FP32, False)).formats
+    formats = checked(mixed_precision=MixedPrecisionPolicy(BF16, FP32, FP32, False)).precision_dtypes
     assert formats == PrecisionDtypes(
         param_dtype=BF16, reduce_dtype=FP32, output_dtype=FP32, casts_root_inputs=False, casts_module_inputs=False
     )
@@ -290,7 +290,7 @@ def test_facts_say_the_same_of_the_same():
         ({"ignored_modules": [nn.Linear(1, 1)]}, {"ignored_modules": [nn.Linear(2, 2)]}),
     ]
     for one, other in pairs:
-        assert checked(**one).facts == checked(**other).facts
+        assert checked(**one).fingerprint == checked(**other).fingerprint
 
 
 def test_facts_tell_what_differs_apart():
@@ -321,7 +321,7 @@ def test_facts_tell_what_differs_apart():
         {"sharding_strategy": "HYBRID_SHARD"},
         HYBRID,
     ]
-    facts = [checked(**given).facts for given in different]
+    facts = [checked(**given).fingerprint for given in different]
     for (one, facts_of_one), (other, facts_of_other) in itertools.combinations(zip(different, facts, strict=True), 2):
         assert facts_of_one != facts_of_other, f"{one} and {other}"
 

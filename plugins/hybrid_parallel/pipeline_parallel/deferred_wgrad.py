@@ -176,13 +176,13 @@ class _DeferredGrad(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, weight: torch.Tensor, waiting: _PendingGrad) -> torch.Tensor:
-        ctx.waiting = waiting
+    def forward(ctx: Any, weight: torch.Tensor, pending: _PendingGrad) -> torch.Tensor:
+        ctx.pending = pending
         return weight.new_empty(0)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, None]:
-        return None if ctx.waiting.add() else ctx.waiting.take(), None
+        return None if ctx.pending.accumulate() else ctx.pending.compute(), None
 
 
 class _DisabledHooks:

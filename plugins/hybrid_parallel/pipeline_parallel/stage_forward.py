@@ -437,9 +437,9 @@ class _Layer(nn.Module):
             assert run.received is not None
             return run.received.output
         if not run.next_layer <= index < run.chunk.stop:
-            before = context.plan.units[run.next_layer - 1]
+            before = context.plan.layers[run.next_layer - 1]
             raise ConfigError(
-                f"the model ran {context.plan.units[index]!r} after {before!r}, in another order than the pipeline's"
+                f"the model ran {context.plan.layers[index]!r} after {before!r}, in another order than the pipeline's"
                 " plan has it, or twice, or left out the last layer of a stage: layers run at most once each, in the"
                 " order in which they are registered, and a stage's last one always. Turn layer dropping off"
                 " (layerdrop=0), or give split= or execution_sequence= to say how your model runs"

@@ -213,4 +213,4 @@ class _OverlappedMatmul(torch.autograd.Function):
         left, right = (inputs, rows) if ctx.is_transposed else (rows, inputs)
         if torch.is_grad_enabled():
             return grad_x, left.t() @ right, grad_bias, None, None
-        return grad_x, ctx.operands.put(left, right, weight.shape), grad_bias, None, None
+        return grad_x, ctx.operands.add(left, right, weight.shape), grad_bias, None, None

@@ -209,7 +209,7 @@ class _MatmulReduceScatter(torch.autograd.Function):
     ) -> torch.Tensor:
         needs_x, needs_weight = ctx.needs_input_grad[:2]
         ctx.save_for_backward(x if needs_weight else None, weight if needs_x else None)
-        ctx.ranks, ctx.sizes, ctx.is_transposed, ctx.later = tp_group, sizes, is_transposed, deferred
+        ctx.ranks, ctx.sizes, ctx.is_transposed, ctx.deferred = tp_group, sizes, is_transposed, deferred
         chunks = TokenChunks(tp_group, sizes)
         matrix = weight.t() if is_transposed else weight
 
@@ -232,8 +232,8 @@ class _MatmulReduceScatter(torch.autograd.Function):
             full, grad_x = _all_gather_matmul(grad, weight, TokenChunks(ctx.ranks, ctx.sizes))
         grad_weight = None
         if x is not None and ctx.needs_input_grad[1]:
-            if ctx.later is not None and ctx.later.should_defer:
-                ctx.later.keep(weight_gradient_operands(full, x, ctx.is_transposed))
+            if ctx.deferred is not None and ctx.deferred.should_defer:
+                ctx.deferred.put(weight_gradient_operands(full, x, ctx.is_transposed))
             else:
                 grad_weight = weight_gradient(full, x, ctx.is_transposed)
         return grad_x, grad_weight, None, None, None, None

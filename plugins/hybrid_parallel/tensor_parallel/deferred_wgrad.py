@@ -140,7 +140,7 @@ class _DeferrableMatmul(torch.autograd.Function):
         num_outputs: int | None,
     ) -> torch.Tensor:
         ctx.save_for_backward(x, weight if ctx.needs_input_grad[0] else None)
-        ctx.later, ctx.is_transposed, ctx.num_outputs, ctx.shape = deferred, is_transposed, num_outputs, weight.shape
+        ctx.deferred, ctx.is_transposed, ctx.num_outputs, ctx.shape = deferred, is_transposed, num_outputs, weight.shape
         return nn.functional.linear(x, _matrix(weight, is_transposed, num_outputs), bias)
 
     @staticmethod
@@ -151,8 +151,8 @@ class _DeferrableMatmul(torch.autograd.Function):
         grad_weight = None
         if needs_weight:
             pair = (x, grad) if ctx.is_transposed else (grad, x)
-            if ctx.later.should_defer:
-                ctx.later.keep(pair)
+            if ctx.deferred.should_defer:
+                ctx.deferred.put(pair)
             else:
                 grad_weight = sum_of_matmuls([pair], ctx.shape)
         return grad_x, grad_weight, grad.sum(0) if needs_bias else None, None, None, None

@@ -208,7 +208,7 @@ class _PrecomputedOutput(torch.autograd.Function):
         elif needs_weight:
             inputs = full.flatten(0, -2)
             left, right = (inputs, rows) if ctx.is_transposed else (rows, inputs)
-            grad_weight = ctx.operands.put(left, right, ctx.shape)
+            grad_weight = ctx.operands.add(left, right, ctx.shape)
         return grad, None, grad_weight, grad_bias, None, None
 
 
