@@ -185,18 +185,18 @@ class SharedMemoryReduceScatter:
         self._early_sum: torch.Tensor | None = None
         self._work = PendingWork(group_memory, operation.translate_errors, self._run)
 
-    def wait(self, output: torch.Tensor, accumulates: bool) -> None:
+    def wait(self, output: torch.Tensor, accumulate: bool) -> None:
         """See `ReduceScatter.wait`."""
-        self.set_output(output, accumulates)
+        self.set_output(output, accumulate)
         self._work.wait()
         if self._early_sum is not None:
-            _sum_into(output, self._early_sum, (), accumulates)
+            _sum_into(output, self._early_sum, (), accumulate)
 
-    def set_output(self, output: torch.Tensor, accumulates: bool) -> None:
+    def set_output(self, output: torch.Tensor, accumulate: bool) -> None:
         """See `ReduceScatter.set_output`."""
         with self._work.lock:
             if not self._work.is_done:
-                self._output, self._accumulates = output, accumulates
+                self._output, self._accumulates = output, accumulate
 
     def _run(self) -> None:
         output = self._output

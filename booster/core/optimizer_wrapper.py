@@ -452,7 +452,7 @@ class OptimizerWrapper(OptimizerMethods):
 
         Collective if `StateAllocator.can_fail_alone`.
         """
-        if not (isinstance(self.optim, StateAllocator) and self.optim.may_fail_locally):
+        if not (isinstance(self.optim, StateAllocator) and self.optim.can_fail_alone):
             update()
             return
         failure: Exception | None = None
@@ -472,9 +472,9 @@ class OptimizerWrapper(OptimizerMethods):
         assert self._fused_update is not None
         assert factors is not None
         self._fused_update.fused_step(
-            grad_scale=factors.grad_scale,
-            clip_coef=factors.clip_coef,
-            model_params=model_params,
+            multiplier=factors.grad_scale,
+            multiplier_tensor=factors.clip_coef,
+            working_copies=model_params,
             gradients=gradients,
         )
 

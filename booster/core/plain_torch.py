@@ -32,7 +32,7 @@ clip_by_value = torch.no_grad()(inspect.unwrap(nn.utils.clip_grad_value_))
 class _Optimizer(Protocol):
     def _holds_any(self, parameters: frozenset[int]) -> bool: ...
 
-    def _show_gradients(self, parameters: frozenset[int]) -> None: ...
+    def _unscale_param_grads(self, parameters: frozenset[int]) -> None: ...
 
     _is_stepping: bool
 
@@ -80,7 +80,7 @@ def _unscale_gradients(parameters: Iterable[torch.Tensor]) -> None:
     given = frozenset(id(one) for one in parameters)
     for optimizer in list(_optimizers):
         if optimizer._holds_any(given):
-            optimizer._show_gradients(given)
+            optimizer._unscale_param_grads(given)
 
 
 @contextmanager

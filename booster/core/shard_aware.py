@@ -217,7 +217,7 @@ class ShardAware(Protocol):
       other state must be equal on all ranks that hold shards of the parameter. It has at least two dims (or none, or is
       not a tensor): a 1-D one might have the length of a shard.
     - A plugin may call it several times per step, each time with the gradients of some parameters; all shards of a
-      parameter are in the same call. An optimizer that needs all gradients at once also is a `NeedsFullStep`.
+      parameter are in the same call. An optimizer that needs all gradients at once also is a `NeedsWholeStep`.
     - State belongs to the shard in `param_groups`; `Shard.model_param` must not be changed.
 
     An elementwise optimizer that draws random numbers, or cannot be probed on small tensors, declares itself by a
@@ -234,10 +234,10 @@ class ShardAware(Protocol):
 
 
 @runtime_checkable
-class NeedsFullStep(Protocol):
+class NeedsWholeStep(Protocol):
     """`ShardAware` optimizer that needs all gradients at once, as for a norm over all of them."""
 
-    def full_step(self) -> AbstractContextManager[None]:
+    def whole_step(self) -> AbstractContextManager[None]:
         """Return a context in which all calls of `step()` belong to one step.
 
         It is entered when all gradients are set. In each call some parameters have theirs, and the others have none.
@@ -253,18 +253,18 @@ class FusedUpdate(Protocol):
     def fused_step(
         self,
         *,
-        grad_scale: float = 1.0,
-        clip_coef: Tensor | None = None,
-        model_params: Mapping[nn.Parameter, Tensor] | None = None,
+        multiplier: float = 1.0,
+        multiplier_tensor: Tensor | None = None,
+        working_copies: Mapping[nn.Parameter, Tensor] | None = None,
         gradients: Mapping[nn.Parameter, Tensor] | None = None,
         zero_grads: bool = False,
     ) -> None:
         """Update the parameters as `step()` would with unscaled gradients; runs the same hooks.
 
         Args:
-            grad_scale: Factor that unscales the stored gradients: 1 / loss scale, 1 / ranks and the like.
-            clip_coef: Further fp32 factor with one element, which is not read on the host: a clip coefficient.
-            model_params: Low-precision weights by their fp32 master weights; they are rounded from the updated
+            multiplier: Factor that unscales the stored gradients: 1 / loss scale, 1 / ranks and the like.
+            multiplier_tensor: Further fp32 factor with one element, which is not read on the host: a clip coefficient.
+            working_copies: Low-precision weights by their fp32 master weights; they are rounded from the updated
                 masters.
             gradients: Gradients used in place of `parameter.grad`; may be of lower precision than the parameter.
             zero_grads: If True, set the used gradients to zero; by default they are unchanged.
@@ -296,7 +296,7 @@ class StateAllocator(Protocol):
         ...
 
     @property
-    def may_fail_locally(self) -> bool:
+    def can_fail_alone(self) -> bool:
         """Whether a step may fail on one rank alone, as a disk access does."""
         ...
 

@@ -69,7 +69,7 @@ def report(everyone: Mapping[int, Whereabouts], num_ranks: int) -> str:
     """Returns who is missing from what others wait for, and where every rank is.
 
     Args:
-        everyone: By world rank; who gave no sign is not among them.
+        everyone: By world rank; ranks that did not report are missing.
         num_ranks: Of the world.
     """
     waiting: dict[tuple[object, ...], list[int]] = {}
@@ -83,7 +83,7 @@ def report(everyone: Mapping[int, Whereabouts], num_ranks: int) -> str:
     elif not lines:
         lines.append("no rank is in a communication that this library knows of")
     for other in sorted(range(num_ranks), key=lambda one: (one in everyone, one))[:_MAX_RANKS]:
-        lines.append(f"rank {other} " + (str(everyone[other]) if other in everyone else "gave no sign: see its log"))
+        lines.append(f"rank {other} " + (str(everyone[other]) if other in everyone else "did not report: see its log"))
     if num_ranks > _MAX_RANKS:
         lines.append(f"and {num_ranks - _MAX_RANKS} more ranks")
     return "\n".join(f"  {line}" for line in lines)

@@ -192,7 +192,7 @@ class FusedLAMB(OptimizerBase):
 
     @contextmanager
     def whole_step(self) -> Iterator[None]:
-        """Returns a context in which all calls of `step()` are one step; see `booster.core.shard_aware.NeedsFullStep`.
+        """Returns a context in which all calls of `step()` are one step; see `booster.core.shard_aware.NeedsWholeStep`.
 
         Not collective.
         """

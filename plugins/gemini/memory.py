@@ -35,15 +35,14 @@ _META = torch.device("meta")
 
 
 class _FakeNegotiation:
-    """Meetings with ranks that say what this one does; stands in for `Meeting`."""
+    """Fake of `OrderNegotiation` without communication: the other ranks make the same requests."""
 
-    def __init__(self, group: dist.ProcessGroup | None, max_wants: int) -> None:
+    def __init__(self, group: dist.ProcessGroup | None, max_gather_requests: int) -> None:
         self.group = group
-        self.max_wants = max_wants
+        self.max_gather_requests = max_gather_requests
 
-    def hold(self, post: RankRequest) -> list[RankRequest]:
-        """Returns what all say."""
-        return [post]
+    def exchange(self, request: RankRequest) -> list[RankRequest]:
+        return [request]
 
 
 class _CountedBlock:

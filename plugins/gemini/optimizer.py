@@ -50,7 +50,7 @@ class GeminiOptimizerState(ShardedOptimizerState):
         dtype = parameter.dtype if is_converted else own.dtype
         if self._allocator is not None:
             allocated = super()._new_state_tensor(parameter, key, spec)
-            if self._allocator.may_fail_locally:  # the allocator uses a separate disk
+            if self._allocator.can_fail_alone:  # the allocator uses a separate disk
                 return allocated
             dtype = allocated.dtype
         state = self.optimizer.new_state(parameter, key, dtype)

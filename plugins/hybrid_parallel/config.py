@@ -1,4 +1,4 @@
-"""The plugin's arguments, checked one by one before anything is allocated, and the axes that they ask for."""
+"""Arguments of the plugin and their checks."""
 
 from __future__ import annotations
 
@@ -19,12 +19,10 @@ from .activation_checkpointing import GradientCheckpointConfig, parse_checkpoint
 from .pipeline_parallel.config import PipelineArguments, RankIndependentRepr
 from .pipeline_parallel.schedules import PipelineSchedule
 
-# Note [Sequence modes]
-# The first two divide the tokens among the tensor parallel ranks wherever these hold the same activations, and so have
-# no axis of their own; Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", MLSys 2023.
-# The others divide the tokens over ranks of an axis of their own, which meet in attention: by exchanging heads for
-# tokens (Jacobs et al., "DeepSpeed Ulysses", 2023), or by passing keys and values round (Liu et al., "Ring Attention
-# with Blockwise Transformers", 2023).
+# The first two shard the tokens over the tp axis wherever its ranks would hold the same activations; Korthikanti et
+# al., "Reducing Activation Recomputation in Large Transformer Models", MLSys 2023. The others shard the tokens over a
+# separate sp axis, which communicates in attention: by exchanging heads for tokens (Jacobs et al., "DeepSpeed Ulysses",
+# 2023), or by passing keys and values in a ring (Liu et al., "Ring Attention with Blockwise Transformers", 2023).
 _TP_AXIS_MODES = ("split_gather", "ring")
 _SP_AXIS_MODES: tuple[Literal["all_to_all", "ring_attn"], ...] = ("all_to_all", "ring_attn")
 SEQUENCE_MODES = _TP_AXIS_MODES + _SP_AXIS_MODES
@@ -38,7 +36,7 @@ _MEBI = 2**20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HybridArguments:
-    """See `HybridParallelPlugin`."""
+    """Arguments of `HybridParallelPlugin`, by its names."""
 
     tp_size: int
     pp_size: int
@@ -80,88 +78,88 @@ class HybridArguments:
     sync_batch_norm: bool
 
     def __post_init__(self) -> None:
-        # Ranks compare the texts of all fields, which must not contain addresses.
+        # Ranks compare the reprs of all fields, which must not contain addresses.
         for name in ("pp_style", "execution_sequence"):
             given = getattr(self, name)
             if not isinstance(given, str | RankIndependentRepr | None):
                 object.__setattr__(self, name, RankIndependentRepr(given))
 
-    # What the arguments ask for; after `check`.
+    # Derived values; valid after `check`.
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """Number format of the weights; None: their own."""
+        """Dtype of the weights, or None if it is unchanged."""
         return self.zero_arguments().dtype
 
     @property
     def sequence_mode(self) -> str | None:
-        """One of `SEQUENCE_MODES`, worked out where it was left out; None: sequences stay whole."""
+        """One of `SEQUENCE_MODES`, resolved if omitted, or None if sequences are unsharded."""
         if not self.enable_sequence_parallelism:
             return None
         return self.sequence_parallelism_mode or "split_gather"
 
     @property
     def tp_axis_mode(self) -> str | None:
-        """The sequence mode if it is one on the tp axis."""
+        """The sequence mode if it uses the tp axis, otherwise None."""
         return self.sequence_mode if self.sequence_mode in _TP_AXIS_MODES else None
 
     @property
     def sp_axis_mode(self) -> Literal["all_to_all", "ring_attn"] | None:
-        """The sequence mode if it is one on the sp axis."""
+        """The sequence mode if it uses the sp axis, otherwise None."""
         own: dict[str | None, Literal["all_to_all", "ring_attn"]] = {one: one for one in _SP_AXIS_MODES}
         return own.get(self.sequence_mode)
 
     @property
     def given_plan(self) -> Mapping[str, Any] | None:
-        """The user's plan, by whichever name it came; None: there is none."""
+        """The user's plan, from `plan` or `custom_policy`, or None."""
         return self.custom_policy if self.plan is None else self.plan
 
     @property
     def checkpointing(self) -> GradientCheckpointConfig | None:
-        """Which layers are computed again in backward; None: none."""
+        """Config of activation checkpointing, or None if no layer is recomputed."""
         return parse_checkpoint_config(self.gradient_checkpoint_config, self.pp_size)
 
     @property
     def layer_sharding_key(self) -> str:
-        """A text that is the same where every layer is divided in the same way."""
+        """Cache key of the sharding of layers: equal arguments shard every layer in the same way."""
         names = ("tp_size", "sp_size", "enable_sequence_parallelism", "sequence_parallelism_mode", "parallel_output")
         further = ("plan", "custom_policy", "make_vocab_size_divisible_by", "gradient_checkpoint_config")
         return ", ".join(f"{name}={getattr(self, name)!r}" for name in (*names, *further))
 
     @property
     def pipeline(self) -> PipelineArguments | None:
-        """How model and batches are divided for stages; None: there is one stage."""
+        """Arguments of pipeline parallelism, or None with a single stage."""
         return self._pipeline_arguments() if self.pp_size > 1 else None
 
     @property
     def max_bucket_numel(self) -> int:
-        """Elements of a bucket of gradients: of `ddp_bucket_cap_mb` MiB in fp32, or as ZeRO's argument says."""
+        """Elements of a gradient bucket: `ddp_bucket_cap_mb` MiB of fp32, or ZeRO's bucket size."""
         if self.zero_stage == 0:
             return max(1, int(self.ddp_bucket_cap_mb * _MEBI) // torch.float32.itemsize)
         return self.zero_arguments().max_bucket_numel
 
     def axis_sizes(self, world_size: int) -> dict[str, int]:
-        """Returns the number of ranks along each axis; dp has what the others leave."""
+        """Return the number of ranks along each axis; dp is the remaining factor."""
         sizes = {"pp": self.pp_size, "sp": (self.sp_size or 1) if self.sp_axis_mode else 1, "tp": self.tp_size}
         return {"dp": world_size // math.prod(sizes.values())} | sizes
 
     def remarks(self) -> list[str]:
-        """Returns lines to log: what was decided for the user, and what was asked for and changes nothing."""
+        """Return log lines about defaults that were chosen and arguments without effect."""
         lines = []
         if self.enable_sequence_parallelism and self.sequence_parallelism_mode is None:
             lines.append(
-                f"enable_sequence_parallelism=True without a mode: sequence_parallelism_mode={self.sequence_mode!r} is"
-                " used, which divides the tokens among the tp_size ranks"
+                f"enable_sequence_parallelism=True without a mode: using"
+                f" sequence_parallelism_mode={self.sequence_mode!r}, which shards the tokens over the tp_size ranks"
             )
         return lines + self._pipeline_arguments().remarks()
 
-    # What can't be.
+    # Checks.
 
     def check(self, world_size: int) -> None:
-        """Raises for what can't be.
+        """Check all arguments.
 
         Raises:
-            ConfigError: Such an argument.
+            ConfigError: An argument is invalid.
         """
         for name in _FLAGS:
             check_flag(name, getattr(self, name))
@@ -178,20 +176,20 @@ class HybridArguments:
         for name in ("tp_size", "pp_size", "sp_size"):
             if not (_is_count(getattr(self, name)) or (name == "sp_size" and self.sp_size is None)):
                 raise ConfigError(
-                    f"{name}={getattr(self, name)!r} is no number of ranks: give a whole number from 1"
+                    f"{name}={getattr(self, name)!r} is not a number of ranks: give a positive integer"
                     f"{', or None' * (name == 'sp_size')}"
                 )
         if not _is_count(self.make_vocab_size_divisible_by):
             raise ConfigError(
-                f"make_vocab_size_divisible_by={self.make_vocab_size_divisible_by!r} is no size that a vocabulary could"
-                " be a multiple of: give a whole number from 1, such as 64"
+                f"make_vocab_size_divisible_by must be a positive integer, got {self.make_vocab_size_divisible_by!r}:"
+                " give a multiple for the size of the vocabulary, such as 64"
             )
 
     def _check_sequence_parallelism(self) -> None:
         mode = self.sequence_parallelism_mode
         if mode is not None and mode not in SEQUENCE_MODES:
             raise ConfigError(
-                f"sequence_parallelism_mode={mode!r} is not known: choose one of {', '.join(SEQUENCE_MODES)}, or None"
+                f"sequence_parallelism_mode={mode!r} is unknown: choose one of {', '.join(SEQUENCE_MODES)}, or None"
             )
         if not self.enable_sequence_parallelism:
             self._check_no_sequence_arguments()
@@ -201,8 +199,8 @@ class HybridArguments:
             self._check_tensor_axis(mode)
         elif self.sp_size is None or self.sp_size < 2:
             raise ConfigError(
-                f"sequence_parallelism_mode={mode!r} with sp_size={self.sp_size} has no ranks to divide a sequence"
-                " among: give sp_size=2 or more, which this mode counts beside tp_size"
+                f"sequence_parallelism_mode={mode!r} with sp_size={self.sp_size} has no ranks to shard a sequence over:"
+                " give sp_size=2 or more, in addition to tp_size"
             )
 
     def _check_no_sequence_arguments(self) -> None:
@@ -219,30 +217,30 @@ class HybridArguments:
             )
 
     def _check_default_mode(self) -> None:
-        """Returns if there is one mode that `enable_sequence_parallelism` alone can mean."""
+        """Check that `enable_sequence_parallelism` without a mode is unambiguous."""
         if self.sp_size not in (None, 1):
             raise ConfigError(
-                f"enable_sequence_parallelism=True with sp_size={self.sp_size} does not say how a sequence is divided:"
-                " give sequence_parallelism_mode='all_to_all' or 'ring_attn', whose sp_size ranks are counted beside"
-                " tp_size, or 'split_gather' or 'ring', which use the tp_size ranks and need no sp_size"
+                f"enable_sequence_parallelism=True with sp_size={self.sp_size} needs a mode: give"
+                " sequence_parallelism_mode='all_to_all' or 'ring_attn', which use sp_size ranks besides tp_size, or"
+                " 'split_gather' or 'ring', which use the tp_size ranks and need no sp_size"
             )
         if self.tp_size == 1:
             raise ConfigError(
-                f"enable_sequence_parallelism=True with tp_size=1 and sp_size={self.sp_size} has no ranks to divide a"
-                " sequence among: give tp_size=2 or more, or sequence_parallelism_mode='all_to_all' with sp_size=2"
+                f"enable_sequence_parallelism=True with tp_size=1 and sp_size={self.sp_size} has no ranks to shard a"
+                " sequence over: give tp_size=2 or more, or sequence_parallelism_mode='all_to_all' with sp_size=2"
             )
 
     def _check_tensor_axis(self, mode: str) -> None:
         if self.tp_size == 1:
             raise ConfigError(
-                f"sequence_parallelism_mode={mode!r} with tp_size=1 has no ranks to divide a sequence among: this mode"
-                " uses the tensor parallel ranks: give tp_size=2 or more, or choose 'all_to_all' or 'ring_attn' with"
+                f"sequence_parallelism_mode={mode!r} with tp_size=1 has no ranks to shard a sequence over, as this mode"
+                " uses the tensor-parallel ranks: give tp_size=2 or more, or choose 'all_to_all' or 'ring_attn' with"
                 " sp_size=2"
             )
         if self.sp_size not in (None, self.tp_size):
             raise ConfigError(
                 f"sequence_parallelism_mode={mode!r} with sp_size={self.sp_size} and tp_size={self.tp_size}: this mode"
-                " divides a sequence among the tensor parallel ranks: leave sp_size out"
+                " shards a sequence over the tensor-parallel ranks: leave sp_size out"
             )
 
     def _check_world(self, world_size: int) -> None:
@@ -252,52 +250,51 @@ class HybridArguments:
             named = " x ".join(f"{axis}_size={size}" for axis, size in sizes.items() if size > 1)
             divisors = [str(size) for size in range(1, world_size + 1) if world_size % size == 0]
             raise ConfigError(
-                f"{named} asks for groups of {needed} ranks, into which {world_size} ranks cannot be divided: choose"
-                f" sizes whose product is one of {', '.join(divisors)}, or start a multiple of {needed} ranks"
+                f"{named} needs groups of {needed} ranks, which do not divide world_size={world_size}: choose sizes"
+                f" whose product is one of {', '.join(divisors)}, or start a multiple of {needed} ranks"
             )
 
     def _check_plan(self) -> None:
         if self.plan is not None and self.custom_policy is not None:
             raise ConfigError(
-                "plan= and custom_policy= are two names of one argument, and both were given: leave custom_policy out"
+                "plan= and custom_policy= are aliases of one argument, but both were given: leave custom_policy out"
             )
         plan = self.given_plan
         is_plan = isinstance(plan, Mapping) and all(isinstance(name, str) for name in plan)
         if plan is not None and not is_plan:
             raise ConfigError(
-                f"plan={plan!r} does not say how layers are split: give a dict of module names to styles, such as"
+                f"plan={plan!r} is not a tensor-parallel plan: give a dict of module names to styles, such as"
                 " {'layers.*.mlp.up_proj': 'colwise', 'layers.*.mlp.down_proj': 'rowwise'}, or leave it out"
             )
 
     def _check_gradients(self) -> None:
         if not isinstance(self.precision, str):
-            raise ConfigError(f"precision={self.precision!r} is not known: choose one of {', '.join(DTYPES)}")
+            raise ConfigError(f"precision={self.precision!r} is unknown: choose one of {', '.join(DTYPES)}")
         if (
             not isinstance(self.zero_stage, int)
             or isinstance(self.zero_stage, bool)
             or self.zero_stage not in (0, 1, 2)
         ):
             raise ConfigError(
-                f"zero_stage={self.zero_stage!r} is not a stage of this plugin: give 0, which keeps optimizer states"
-                " whole, 1, which divides them among the data parallel ranks, or 2, which divides gradients too;"
-                " GeminiPlugin and TorchFSDPPlugin divide parameters as well"
+                f"zero_stage={self.zero_stage!r} is not a stage of this plugin: give 0 to shard nothing, 1 to shard"
+                " optimizer states over the data-parallel ranks, or 2 to shard gradients too; GeminiPlugin and"
+                " TorchFSDPPlugin also shard parameters"
             )
         if self.zero_stage == 2 and self.pp_size > 1:
             raise ConfigError(
-                f"zero_stage=2 with pp_size={self.pp_size} would reduce and drop gradients after the backward of every"
-                " micro-batch, which sends the bytes of zero_stage=1 as many times as there are micro-batches, and"
-                " those of weights that stages share have to stay until the last: give zero_stage=1, which divides the"
-                " optimizer states alike"
+                f"zero_stage=2 with pp_size={self.pp_size} would reduce gradients after every microbatch, which"
+                " multiplies the communication of zero_stage=1 by the number of microbatches, and cannot free the"
+                " gradients of tied weights earlier: give zero_stage=1, which shards optimizer states as well"
             )
         if not _is_size(self.ddp_bucket_cap_mb):
             raise ConfigError(
-                f"ddp_bucket_cap_mb={self.ddp_bucket_cap_mb!r} holds no gradient: give a size in MiB above 0, such as"
-                " 25"
+                f"ddp_bucket_cap_mb must be a positive number, got {self.ddp_bucket_cap_mb!r}: give a size in MiB, such"
+                " as 25"
             )
         if not _is_size(self.zero_bucket_size_in_m):
             raise ConfigError(
-                f"zero_bucket_size_in_m={self.zero_bucket_size_in_m!r} holds no gradient: give a number of 2**20"
-                " elements above 0, such as 12"
+                f"zero_bucket_size_in_m must be a positive number, got {self.zero_bucket_size_in_m!r}: give a size in"
+                " 2**20 elements, such as 12"
             )
 
     def _pipeline_arguments(self) -> PipelineArguments:
@@ -315,7 +312,7 @@ class HybridArguments:
         )
 
     def zero_arguments(self) -> ZeroArguments:
-        """Returns what ZeRO's own plugin would be given, which checks what both have."""
+        """Return the equivalent arguments of the ZeRO plugin, whose checks apply here as well."""
         return ZeroArguments(
             stage=max(1, self.zero_stage),
             precision=self.precision,

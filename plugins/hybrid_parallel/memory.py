@@ -166,7 +166,7 @@ class _HeldParameters(nn.Module):
 
     def __init__(self, model: nn.Module, held: set[str]) -> None:
         super().__init__()
-        self.__dict__["_whole"], self.__dict__["_held"] = model, held
+        self.__dict__["_full"], self.__dict__["_held"] = model, held
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Any:
         return ((name, one) for name, one in self._full.named_parameters(*args, **kwargs) if name in self._held)

@@ -28,7 +28,7 @@ from booster.comm import (
     raise_on_all_ranks,
 )
 from booster.core.accumulation import any_nonfinite
-from booster.core.shard_aware import NeedsFullStep
+from booster.core.shard_aware import NeedsWholeStep
 from booster.core.shard_spec import is_sharded
 from booster.device import current_device
 from booster.errors import CheckpointError, ConfigError
@@ -585,7 +585,7 @@ class ShardedOptimizer(OptimizerWrapper):
                 parameter.data = memory.view(parameter.shape)
 
     def _run_on_all_ranks(self, update: Callable[[], Any]) -> None:
-        whole_step = self.optim.full_step() if isinstance(self.optim, NeedsFullStep) else nullcontext()
+        whole_step = self.optim.whole_step() if isinstance(self.optim, NeedsWholeStep) else nullcontext()
         with whole_step:
             super()._run_on_all_ranks(update)
 

@@ -47,7 +47,7 @@ def test_another_kind_of_optimizer_is_refused_untouched(tmp_path, saved, loaded)
     booster.save(tmp_path / "c", model, optimizer)
     booster, model, optimizer, *_ = _job(loaded)
     before = repr(optimizer.state_dict())
-    with pytest.raises(CheckpointError, match=f"state is of a {saved.__name__}, which has no .* a {loaded.__name__}"):
+    with pytest.raises(CheckpointError, match=f"state is of a {saved.__name__}, which lacks .* a {loaded.__name__}"):
         booster.load(tmp_path / "c", model, optimizer)
     assert repr(optimizer.state_dict()) == before
 

@@ -100,17 +100,17 @@ def test_every_parameter_has_one_place(seed):
     seen = [place.index for chunk in plan.chunks for place in chunk.regions]
     assert sorted(seen) == list(range(len(parameters)))
     for chunk in plan.chunks:
-        assert chunk.places
-        assert [place.index for place in chunk.places] == sorted(place.index for place in chunk.places)
+        assert chunk.regions
+        assert [place.index for place in chunk.regions] == sorted(place.index for place in chunk.regions)
         end = 0
-        for place in chunk.places:
+        for place in chunk.regions:
             parameter = parameters[place.index]
             assert (chunk.dtype, chunk.trains) == (parameter.dtype, parameter.trains)
             assert place.shape == parameter.shape
             assert (place.start, place.stop) == (end, end + parameter.numel)
             end = place.stop
         assert end == chunk.used_numel <= chunk.numel
-    assert [chunk.places[0].index for chunk in plan.chunks] == sorted(chunk.places[0].index for chunk in plan.chunks)
+    assert [chunk.regions[0].index for chunk in plan.chunks] == sorted(chunk.regions[0].index for chunk in plan.chunks)
 
 
 @SEEDS
@@ -120,18 +120,18 @@ def test_parts_of_all_ranks_tile_every_parameter(seed):
         owners = torch.zeros(chunk.numel, dtype=torch.int64)
         covered = [0] * len(chunk.regions)
         for rank in range(chunk.num_shards):
-            piece = chunk.piece(rank)
-            assert piece.stop - piece.start == chunk.piece_numel
+            piece = chunk.shard_range(rank)
+            assert piece.stop - piece.start == chunk.shard_numel
             for part in chunk.parts(rank):
-                place = chunk.places[part.region_index]
+                place = chunk.regions[part.region_index]
                 start, stop = part.span
                 assert start == covered[part.region_index] < stop
                 covered[part.region_index] = stop
                 assert part.in_chunk == slice(place.start + start, place.start + stop)
-                assert part.in_piece == slice(part.in_chunk.start - piece.start, part.in_chunk.stop - piece.start)
-                assert 0 <= part.in_piece.start < part.in_piece.stop <= chunk.piece_numel
+                assert part.in_shard == slice(part.in_chunk.start - piece.start, part.in_chunk.stop - piece.start)
+                assert 0 <= part.in_shard.start < part.in_shard.stop <= chunk.shard_numel
                 owners[part.in_chunk] += 1
-        assert covered == [parameters[place.index].numel for place in chunk.places]
+        assert covered == [parameters[place.index].numel for place in chunk.regions]
         assert owners[: chunk.used_numel].eq(1).all()
         assert owners[chunk.used_numel :].eq(0).all()
 
@@ -143,12 +143,12 @@ def test_sizes(seed):
     shared = {}
     for chunk in plan.chunks:
         assert chunk.numel == chunk.shard_numel * chunk.num_shards > 0
-        assert chunk.piece_numel * chunk.dtype.itemsize % 64 == 0
-        assert chunk.piece_numel % 32 == 0
+        assert chunk.shard_numel * chunk.dtype.itemsize % 64 == 0
+        assert chunk.shard_numel % 32 == 0
         assert chunk.num_bytes == chunk.numel * chunk.dtype.itemsize
         if chunk.numel != plan.chunk_numel:
             assert chunk.waste_numel < unit_numel(chunk.dtype, chunk.num_shards) or chunk.used_numel == 0
-        if sum(place.stop > place.start for place in chunk.places) > 1:
+        if sum(place.stop > place.start for place in chunk.regions) > 1:
             shared.setdefault((chunk.dtype, chunk.trains), []).append(chunk.numel)
     for sizes in shared.values():
         assert set(sizes[:-1]) <= {plan.chunk_numel}

@@ -61,7 +61,7 @@ def test_file_that_fails_says_how(tmp_path):
 
 def test_paths_that_cannot_work(tmp_path):
     (tmp_path / "settings.json").write_text("{}")
-    with pytest.raises(ConfigError, match="is not there"):
+    with pytest.raises(ConfigError, match="does not exist"):
         Config.load(str(tmp_path / "none.py"))
     with pytest.raises(ConfigError, match=r"does not end in \.py"):
         Config.load(tmp_path / "settings.json")

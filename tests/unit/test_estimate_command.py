@@ -99,7 +99,7 @@ def test_settings_and_optimizers_are_the_users(script, capsys):
     plain = json.loads(found(script, capsys, *settings, "--optimizer", "sgd"))["candidates"]
     momentum = ["--optimizer", "SGD", "--optimizer-settings", "momentum=0.9"]
     moved = json.loads(found(script, capsys, *settings, *momentum))["candidates"]
-    states = [one[0]["memory"]["kept"]["optimizer_states"] for one in (plain, moved, adam)]
+    states = [one[0]["memory"]["steady_state"]["optimizer_states"] for one in (plain, moved, adam)]
     assert states[0] < states[1] < states[2]
 
 

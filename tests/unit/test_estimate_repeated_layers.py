@@ -112,11 +112,11 @@ def test_few_layers_tell_exactly_what_all_keep(cls):
 def test_the_whole_is_run_only_where_it_must(cls, is_short, monkeypatch):
     depths = []
 
-    def noted(model, run, *, before):
+    def noted(model, run, *, existing):
         depths.append(len(model.layers))
-        return record_timeline(model, run, existing=before)
+        return record_timeline(model, run, existing=existing)
 
-    monkeypatch.setattr(activations, "record", noted)
+    monkeypatch.setattr(activations, "record_timeline", noted)
     both_ways(cls())
     assert depths == [3, 4, 5, *([] if is_short else [DEPTH])]
 

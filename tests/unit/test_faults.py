@@ -26,7 +26,7 @@ from booster.fault_tolerance.progress import PHASES, Phase, current_progress, in
     [
         (
             {"at": "reduce_scater"},
-            r"at='reduce_scater' never happens: .* \(all_gather, .* a phase \(boost, ",
+            r"at='reduce_scater' is unknown: .* \(all_gather, .* a phase \(boost, ",
         ),
         ({"action": "explode"}, "action='explode' is unknown: choose one of kill, stop, throw, leave, exit, delay"),
         ({"call": 0}, "calls from 1"),

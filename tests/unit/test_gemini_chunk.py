@@ -111,7 +111,7 @@ class Bench:
         """Returns this rank's sums of each parameter; the waste must be zero."""
         flat = self.chunk.grad_shard.as_tensor().clone()
         assert not flat[self.layout.used_numel :].any()
-        return [flat[place.start : place.stop].view(place.shape) for place in self.layout.places]
+        return [flat[place.start : place.stop].view(place.shape) for place in self.layout.regions]
 
     def shows_weights(self, indices=ALL):
         return all(torch.equal(self.parameters[index], self.values[index]) for index in indices)
@@ -216,7 +216,7 @@ def test_a_parameter_that_was_given_up_is_left_alone():
     assert bench.shows_weights([0, 2, 3])
     assert torch.equal(gone, torch.ones(7))
     for index, one in enumerate(bench.slots):
-        one.parameter.grad = torch.full(one.place.shape, float(index))
+        one.parameter.grad = torch.full(one.region.shape, float(index))
         bench.chunk.on_grad_ready(one, bench.take)
     assert bench.chunk.is_complete
     bench.reduce()
@@ -266,7 +266,7 @@ def a_graph(bench):
 
 
 def a_storage(bench):
-    return bench.chunk.payload.untyped_storage()
+    return bench.chunk.gathered.untyped_storage()
 
 
 @pytest.mark.parametrize("look", [a_view, a_pin, a_graph, a_storage])
@@ -608,7 +608,7 @@ def test_whatever_happens_gradients_are_summed_and_weights_are_the_weights(seed)
 
 def of_ranks(layout, flat_pieces):
     flat = torch.cat(flat_pieces)
-    return [flat[place.start : place.stop].view(place.shape) for place in layout.places]
+    return [flat[place.start : place.stop].view(place.shape) for place in layout.regions]
 
 
 @distributed(world_size=[2, 3])

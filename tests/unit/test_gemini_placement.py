@@ -76,7 +76,7 @@ def kept_bytes(sizes, homes):
 
 def least_at(sizes, homes, at):
     """What must be there at a moment: its weights that are not kept, and its gradient buffers."""
-    weights = payload_sum(sizes, set(at.chunks) - homes.kept)
+    weights = payload_sum(sizes, set(at.chunks) - homes.kept_gathered)
     return weights + (payload_sum(sizes, [c for c in at.chunks if sizes[c].trains]) if at.is_backward else 0)
 
 
@@ -246,15 +246,15 @@ def test_never_over_the_budget_and_never_under_what_is_needed(seed):
         return
     assert homes.states <= {chunk for chunk, size in enumerate(sizes) if size.trains}
     resident = resident_shard_bytes(sizes, homes) + kept_bytes(sizes, homes)
-    largest = max([size.payload for chunk, size in enumerate(sizes) if chunk not in homes.kept], default=0)
-    two = largest + max(size.payload for size in sizes if size.trains)
-    for now, at in enumerate(record.moments if record else (moment(),)):
+    largest = max([size.gathered for chunk, size in enumerate(sizes) if chunk not in homes.kept_gathered], default=0)
+    two = largest + max(size.gathered for size in sizes if size.trains)
+    for now, at in enumerate(record.events if record else (moment(),)):
         room = placement.gather_budget(sizes, homes, record, now)
         assert room >= max(two, least_at(sizes, homes, at))
         counts_others = record is not None and placement.name != "const"
-        others = max(later.other_bytes for later in record.moments[now : now + 2]) if counts_others else 0
+        others = max(later.other_bytes for later in record.events[now : now + 2]) if counts_others else 0
         assert resident + room + others <= budget * getattr(placement, "steady_ratio" if record else "", 1)
-    beyond = placement.gather_budget(sizes, homes, record, len(record.moments) if record else 0)
+    beyond = placement.gather_budget(sizes, homes, record, len(record.events) if record else 0)
     assert two <= beyond <= budget - resident
 
 

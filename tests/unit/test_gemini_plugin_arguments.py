@@ -140,7 +140,9 @@ def world_of_one(tmp_path):
 
 
 def shown(name, value):
-    return re.escape(f"{name}={value!r}") if name not in ("max_scale", "min_scale") else name
+    if name in ("max_scale", "min_scale"):
+        return name
+    return rf"{name}(={re.escape(repr(value))}| must be a bool, got {re.escape(repr(value))}:)"
 
 
 @pytest.mark.usefixtures("world_of_one")

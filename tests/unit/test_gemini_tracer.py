@@ -25,13 +25,13 @@ def random_record(generator, num_chunks=6, max_moments=30):
 
 
 def naive_next_use(record, chunk, now):
-    endless = list(record.moments) + list(record.moments)
+    endless = list(record.events) + list(record.events)
     return next((at for at in range(now, len(endless)) if chunk in endless[at].chunks), None)
 
 
 def naive_upcoming(record, now, limit, skip):
     found = []
-    for later in record.moments[now:]:
+    for later in record.events[now:]:
         found += [chunk for chunk in later.chunks if chunk not in skip and chunk not in found]
     return found[: max(limit, 0)]
 
@@ -48,7 +48,7 @@ def test_the_record_answers_as_a_plain_search_through_it(seed):
             skip = set(generator.sample(range(6), generator.randrange(0, 5)))
             assert record.upcoming(now, limit, skip) == naive_upcoming(record, now, limit, skip)
         until = generator.randrange(num_moments + 3)
-        values = [later.other_bytes for later in record.moments[now:until]]
+        values = [later.other_bytes for later in record.events[now:until]]
         assert record.peak_other_bytes(now, until) == (max(values) if values else 0)
 
 
@@ -79,7 +79,7 @@ def test_equal_records_are_equal_whatever_they_computed():
     assert first == second
     assert hash(first) == hash(second)
     assert first != Trace((moment(0), moment(1)), (0, 1))
-    assert repr(first) == f"Record(moments={first.events!r}, completed=(1, 0))"
+    assert repr(first) == f"Trace(events={first.events!r}, completed=(1, 0))"
 
 
 def test_the_tracer_writes_down_what_happens():
@@ -88,16 +88,16 @@ def test_the_tracer_writes_down_what_happens():
     tracer.begin()
     assert tracer.is_recording
     tracer.record_other_bytes(5)  # the batch
-    tracer.note_use([3, 1, 3], False, 100)
-    tracer.note_other_bytes(2)
-    tracer.note_use(iter([1]), False, 110)
+    tracer.record_use([3, 1, 3], False, 100)
+    tracer.record_other_bytes(2)
+    tracer.record_use(iter([1]), False, 110)
     for num_bytes in (7, 9, 8):
-        tracer.note_other_bytes(num_bytes)
-    tracer.note_use([], True, 90)
-    tracer.note_use([1], True, 95)
-    tracer.note_other_bytes(4)
+        tracer.record_other_bytes(num_bytes)
+    tracer.record_use([], True, 90)
+    tracer.record_use([1], True, 95)
+    tracer.record_other_bytes(4)
     for chunk in (1, 3, 1):
-        tracer.note_complete(chunk)
+        tracer.record_complete(chunk)
     record = tracer.finish()
     assert not tracer.is_recording
     assert record == Trace(
@@ -152,12 +152,12 @@ def test_the_cursor_follows_iterations_that_leave_modules_out(seed):
     record = random_record(generator)
     cursor = Cursor(record)
     assert follow(cursor, record.events) == list(range(len(record.events)))
-    taken = [later for later in record.moments if generator.random() < 0.6]
+    taken = [later for later in record.events if generator.random() < 0.6]
     reached = follow(cursor, taken)
     # What is left over of a sequence can be found in it in order, and the earliest way to do so is the cursor's.
     assert reached == sorted(set(reached))
     for at, later in zip(reached, taken, strict=True):
-        assert (record.moments[at].chunks, record.moments[at].is_backward) == (later.chunks, later.is_backward)
+        assert (record.events[at].chunks, record.events[at].is_backward) == (later.chunks, later.is_backward)
 
 
 @pytest.mark.parametrize("seed", range(200))
@@ -167,7 +167,7 @@ def test_the_cursor_survives_any_other_iteration(seed):
     cursor = Cursor(record, lookahead=generator.choice([1, 2, 64]))
     reached = follow(cursor, other.events)
     assert reached == sorted(reached)
-    assert all(0 <= at < len(record.moments) for at in reached)
+    assert all(0 <= at < len(record.events) for at in reached)
     assert cursor.now == reached[-1]
     follow(cursor, [])
     assert cursor.now == 0

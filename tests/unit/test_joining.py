@@ -28,7 +28,7 @@ def test_the_ranks_that_gave_no_sign_are_named():
     store.set("joined/3", "failed")
     text = fail(store, 0, 5)
     assert "ranks 1, 4 did not report" in text
-    assert text.endswith("torch says: wait timeout after 20000ms")
+    assert text.endswith("torch reports: wait timeout after 20000ms")
 
 
 def test_one_that_is_missing():

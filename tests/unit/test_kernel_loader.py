@@ -52,27 +52,27 @@ def test_first_use_builds_and_says_so(folder, log):
     compiler = write_compiler(folder)
     with tiny_kernel(folder, CXX=compiler):
         assert status().status == "buildable"
-        assert load_kernel("tiny").estimate_request() == 42
+        assert load_kernel("tiny").answer() == 42
         assert status().status == "native"
         assert "about 8 s" in log[0][1]
         assert str(folder / "cache") in log[0][1]
         assert "built the kernel 'tiny' in" in log[1][1]
         forget()
-        assert load_kernel("tiny").estimate_request() == 42
+        assert load_kernel("tiny").answer() == 42
     assert num_compiled(folder) == 1
     assert len(log) == 2
 
 
 def test_a_changed_source_or_header_is_another_kernel(folder, log):
     with tiny_kernel(folder):
-        assert load_kernel("tiny").estimate_request() == 42
+        assert load_kernel("tiny").answer() == 42
         write_sources(folder / "csrc", answer=43)
         assert status().status == "buildable"
         forget()
-        assert load_kernel("tiny").estimate_request() == 43
+        assert load_kernel("tiny").answer() == 43
         write_sources(folder / "csrc", code=CODE.replace("(ANSWER)", "(ANSWER + 1)"), answer=43)
         forget()
-        assert load_kernel("tiny").estimate_request() == 44
+        assert load_kernel("tiny").answer() == 44
 
 
 @pytest.mark.parametrize("what", ["torch", "compiler", "features"])
@@ -89,7 +89,7 @@ def test_a_build_belongs_to_its_surroundings(folder, log, monkeypatch, what):
             find_toolchain.cache_clear()
         assert find_built(TINY) is None
         forget()
-        assert load_kernel("tiny").estimate_request() == 42
+        assert load_kernel("tiny").answer() == 42
         assert find_built(TINY) != built
 
 
@@ -109,7 +109,7 @@ def test_sources_that_do_not_compile(folder, log):
         # A later process tries again, with sources of the same identity too: the disk may have been full.
         write_sources(folder / "csrc")
         forget()
-        assert load_kernel("tiny").estimate_request() == 42
+        assert load_kernel("tiny").answer() == 42
 
 
 def test_no_compiler(folder, log):
@@ -187,7 +187,7 @@ def test_where_there_is_no_home(folder, log, monkeypatch):
     (folder / "home").write_text("a file, where a folder cannot be made")
     monkeypatch.setattr("tempfile.gettempdir", lambda: str(folder))
     with tiny_kernel(folder, BOOSTER_KERNEL_CACHE=None, XDG_CACHE_HOME=folder / "home"):
-        assert load_kernel("tiny").estimate_request() == 42
+        assert load_kernel("tiny").answer() == 42
         assert find_built(TINY).is_relative_to(folder / f"torch-booster-kernels-{os.getuid()}")
 
 
@@ -210,7 +210,7 @@ def test_what_was_built_ahead(folder, log):
         shutil.rmtree(folder / "cache")
         os.environ["CXX"] = "no-such-compiler"
         forget()
-        assert load_kernel("tiny").estimate_request() == 42
+        assert load_kernel("tiny").answer() == 42
         assert status().reason == str(folder / "prebuilt" / TINY.file_name)
         write_sources(folder / "csrc", answer=43)  # an edited checkout
         forget()

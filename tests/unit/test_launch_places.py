@@ -10,6 +10,7 @@ import torch.distributed as dist
 from launcher_cases import FOREIGN, FOREIGN_BEGINNINGS
 
 from booster.errors import ConfigError
+from booster.launch import network
 from booster.launch.environments import RankEnvironment, first_host, read_openmpi, read_slurm
 from booster.launch.launch import destroy_world, launch_from_torch
 
@@ -165,9 +166,7 @@ def test_ranks_of_mpirun_on_its_own_machine(environment):
     ],
 )
 def test_of_mpiruns_addresses_the_nearest(environment, monkeypatch, networks, host):
-    monkeypatch.setattr(
-        "booster.launch.network._own_networks", lambda: [ipaddress.ip_interface(text) for text in networks.values()]
-    )
+    monkeypatch.setattr(network, "_own_networks", lambda: [ipaddress.ip_interface(text) for text in networks.values()])
     environment(PROCESS)
     assert read_openmpi().host == host
 

@@ -91,9 +91,9 @@ def test_the_length_does_not_depend_on_the_checksums():
 def test_a_manifest_that_could_not_be_read_is_not_written():
     for facts in ({"a": float("nan")}, {"a": object()}, {"a": 2**80}, {"a": "\ud800"}, {"a": [[[[[[[]]]]]]]}):
         with pytest.raises(CheckpointError, match="facts"):
-            replace(MANIFEST, facts=facts).encode()
+            replace(MANIFEST, metadata=facts).encode()
     deep = {"a": {"b": {"c": {"d": {"e": []}}}}}
-    assert Manifest.parse(replace(MANIFEST, facts=deep).encode(), "m").metadata == deep
+    assert Manifest.parse(replace(MANIFEST, metadata=deep).encode(), "m").metadata == deep
     bad = FileRecord(num_bytes=1, head_bytes=1, head_crc32=0, ranges=(replace(RANGES[0], name="\ud800"),))
     with pytest.raises(CheckpointError, match="Unicode"):
         replace(MANIFEST, files={"a.safetensors": bad}).encode()

@@ -37,9 +37,9 @@ def ask(plugin=None, model=None, **arguments):
 def test_it_adds_up():
     estimate = ask()
     assert estimate.memory.steady_state.parameters == 2 * BYTES
-    assert estimate.memory.kept.optimizer_states == 4 * BYTES
+    assert estimate.memory.steady_state.optimizer_states == 4 * BYTES
     assert estimate.memory.step.gradients == 2 * BYTES
-    assert estimate.total == estimate.peak.total >= estimate.memory.kept.total
+    assert estimate.total == estimate.peak.total >= estimate.memory.steady_state.total
     assert estimate.sent == 0
     assert (estimate.fits, ask(device_memory=estimate.total).fits, ask(device_memory=estimate.total - 1).fits) == (
         None,
@@ -86,7 +86,9 @@ def test_tied_parameters_count_once():
 
 def test_more_ranks_need_less_each():
     totals = [
-        ask("low_level_zero", num_ranks=ranks, settings={"stage": 1, "precision": "fp32"}).memory.steady_state.optimizer_states
+        ask(
+            "low_level_zero", num_ranks=ranks, settings={"stage": 1, "precision": "fp32"}
+        ).memory.steady_state.optimizer_states
         for ranks in (1, 2, 8)
     ]
     assert totals == sorted(totals, reverse=True)

@@ -56,13 +56,13 @@ def assert_same(one, other):
 
 @pytest.mark.parametrize("size", range(1, 10))
 @pytest.mark.parametrize("number", range(1, 9))
-@pytest.mark.parametrize("argument", ["num_micro_batches", "micro_batch_size"])
+@pytest.mark.parametrize("argument", ["num_microbatches", "microbatch_size"])
 def test_split_then_joined_is_the_batch(size, number, argument):
     batch = make_batch(size)
-    parts = split_batch(batch, **{"num_micro_batches": None, "micro_batch_size": None, argument: number})
+    parts = split_batch(batch, **{"num_microbatches": None, "microbatch_size": None, argument: number})
     counts = [part.num_samples for part in parts]
     assert sum(counts) == size
-    if argument == "num_micro_batches":
+    if argument == "num_microbatches":
         assert len(parts) == min(size, number)
         assert max(counts) - min(counts) <= 1
     else:

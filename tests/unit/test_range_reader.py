@@ -84,12 +84,12 @@ def test_any_slice_equals_the_part_of_the_whole(tmp_path, monkeypatch, seed, is_
     torch.manual_seed(seed)
     # So small that every way through the code is taken.
     for module, name, value in [
-        (ranges, "PIECE_BYTES", 512),
+        (ranges, "READ_BYTES", 512),
         (ranges, "STAGING_BYTES", 160),
         (ranges, "SCRATCH_BYTES", rng.choice([64, 1024, 2**21])),
         (ranges, "MAX_GAP_BYTES", rng.choice([0, 24, 2**14])),
         (ranges, "_LONG_RUN_BYTES", rng.choice([1, 16, 256])),
-        (ranges, "_RUNS_AT_ONCE", rng.choice([3, 16384])),
+        (ranges, "_RUNS_PER_BATCH", rng.choice([3, 16384])),
     ]:
         monkeypatch.setattr(module, name, value)
     tensors = {f"t{index}": _random_tensor(rng, dtype) for index, dtype in enumerate(FORMATS * 3)}

@@ -180,17 +180,17 @@ def test_late_files_are_waited_for(tmp_path, directory):
     thread = threading.Thread(target=appear)
     thread.start()
     try:
-        assert _names(late, patience_seconds=30.0) == ["a", "b"]
+        assert _names(late, timeout_seconds=30.0) == ["a", "b"]
     finally:
         thread.join()
 
 
 def test_patience_ends_and_damage_is_not_waited_for(tmp_path, directory):
     started = time.monotonic()
-    _refused(tmp_path / "nowhere", "does not exist", patience_seconds=0.2)
+    _refused(tmp_path / "nowhere", "does not exist", timeout_seconds=0.2)
     assert time.monotonic() - started > 0.2
     (directory / INDEX).write_bytes(b"")
-    _refused(directory, "differs from its checksum", patience_seconds=1000.0)
+    _refused(directory, "differs from its checksum", timeout_seconds=1000.0)
 
 
 class CommittingStorage(Storage):

@@ -85,7 +85,7 @@ def test_restarts_and_launches_have_keys_of_their_own(monkeypatch):
 
 def test_a_taken_port_is_a_clear_error():
     server = dist.TCPStore("localhost", 0, None, True, wait_for_workers=False)
-    with pytest.raises(ConfigError, match=f"can't serve at port={server.port}"):
+    with pytest.raises(ConfigError, match=f"cannot serve at port={server.port}"):
         open_store("localhost", server.port, 0, 2, 5)
 
 

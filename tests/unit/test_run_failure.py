@@ -135,7 +135,7 @@ class TestLastSigns:
         store = PrefixStore(f"booster/attempt_{attempt}/launch_{launch}", server)
         store.set(f"card/{rank}", "")
         place = Progress(num_steps=10 * attempt + launch, phases=("backward",), seconds=2.0)
-        note = {"at": 99.5, "state": state, "place": progress_to_json(place)}
+        note = {"time": 99.5, "state": state, "progress": progress_to_json(place)}
         if sign:
             PrefixStore("booster.signs", PrefixStore("0/", store)).set(str(rank), json.dumps(note))
 
@@ -178,7 +178,7 @@ class TestLastSigns:
         assert describe_last_heartbeats("127.0.0.1", port, 2, 0, reference_time=0.0) == ""
 
     def test_a_server_that_does_not_answer_is_not_waited_for(self, monkeypatch):
-        monkeypatch.setattr(elastic_agent, "_ANSWER_SECONDS", 0.1)
+        monkeypatch.setattr(elastic_agent, "_READ_TIMEOUT_SECONDS", 0.1)
         with listening() as listener:
             assert describe_last_heartbeats("127.0.0.1", listener.getsockname()[1], 2, 0, reference_time=0.0) == ""
         for thread in threading.enumerate():

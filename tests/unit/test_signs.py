@@ -30,8 +30,15 @@ PLACE = Progress(num_steps=3, phases=("save", "commit"), seconds=0.5, operation=
 
 
 def _sign(process, **others):
-    fields = {"beat": 1, "at": 0.0, "place": PLACE, "state": "running", "host": "here", "machine": heartbeat._host_id()}
-    return Heartbeat(**{**fields, "process_id": process.pid, "born": process.create_time(), **others})
+    fields = {
+        "sequence": 1,
+        "time": 0.0,
+        "progress": PLACE,
+        "state": "running",
+        "host": "here",
+        "host_id": heartbeat._host_id(),
+    }
+    return Heartbeat(**{**fields, "process_id": process.pid, "started_at": process.create_time(), **others})
 
 
 @pytest.mark.parametrize("place", [PLACE, Progress(), replace(PLACE, operation=None, last_operation=OPERATION)])
@@ -48,7 +55,7 @@ def test_a_process_that_is_gone_has_ended_on_this_machine_alone():
     sign = _sign(psutil.Process(child.pid))
     assert ended_processes({0: sign}) == []
     child.communicate(b"\n", timeout=60)
-    assert ended_processes({0: sign, 1: replace(sign, machine="another")}) == [0]
+    assert ended_processes({0: sign, 1: replace(sign, host_id="another")}) == [0]
 
 
 def test_a_process_that_nobody_has_waited_for_has_ended():
@@ -62,7 +69,7 @@ def test_a_process_that_nobody_has_waited_for_has_ended():
 
 
 def test_another_process_with_the_same_number_is_not_it():
-    assert ended_processes({2: _sign(psutil.Process(), born=1.0)}) == [2]
+    assert ended_processes({2: _sign(psutil.Process(), started_at=1.0)}) == [2]
 
 
 @pytest.mark.parametrize(
@@ -88,8 +95,8 @@ class _Missing:
     def __init__(self, monkeypatch, state=None, beats=(1, 1), **sign):
         monkeypatch.setattr(dist, "get_world_size", lambda: 2)
         monkeypatch.setattr(failure_diagnosis.time, "time", lambda: 4.0)
-        known = {"process": psutil.Process(), "at": 3.0, "place": Progress(num_steps=3), "host": "vm"}
-        before, now = (_sign(**{**known, "beat": beat, **sign}) for beat in beats)
+        known = {"process": psutil.Process(), "time": 3.0, "progress": Progress(num_steps=3), "host": "vm"}
+        before, now = (_sign(**{**known, "sequence": beat, **sign}) for beat in beats)
         ends = {} if state is None else {1: (state, "ValueError: mine")}
         self.before = {1: before}
         monkeypatch.setattr(failure_diagnosis, "read_heartbeats", lambda ranks: {1: now})
@@ -100,8 +107,8 @@ class _Missing:
         return failure_diagnosis._explain_ranks([1], self.before if is_before_known else {})[0].text
 
 
-ONCE = "1.0 s ago (signs come once a second"
-SAID = f"{ONCE}, so it may have gone on since), said: after 3 steps, outside of all phases"
+ONCE = "1.0 s ago (heartbeats come once a second"
+SAID = f"{ONCE}, so it may have continued since), reported: after 3 steps, outside of all phases"
 
 
 @pytest.mark.parametrize(
@@ -110,7 +117,7 @@ SAID = f"{ONCE}, so it may have gone on since), said: after 3 steps, outside of 
         ({"state": "ended"}, True, "rank 1's program ended after 3 steps, while others continue"),
         ({"state": "failed"}, True, "rank 1's program failed after 3 steps: ValueError: mine"),
         (
-            {"born": 1.0},
+            {"started_at": 1.0},
             True,
             f"rank 1's process {os.getpid()} on host vm has ended without a report (was it killed?); its last heartbeat,"
             f" {SAID}",
@@ -124,7 +131,7 @@ SAID = f"{ONCE}, so it may have gone on since), said: after 3 steps, outside of 
         (
             {},
             True,
-            f"rank 1's last heartbeat, {ONCE}), said: after 3 steps, outside of all phases; none has come since: it is"
+            f"rank 1's last heartbeat, {ONCE}), reported: after 3 steps, outside of all phases; none has come since: it is"
             " stopped, or host vm is lost",
         ),
     ],
@@ -148,9 +155,9 @@ def test_a_hint_follows_as_a_sentence_of_its_own_where_a_program_ended(monkeypat
 
 
 def test_no_hint_follows_where_a_rank_was_killed(monkeypatch):
-    _Missing(monkeypatch, born=1.0)
+    _Missing(monkeypatch, started_at=1.0)
     with Phase("save"):
-        assert describe_last_heartbeats([1]).endswith("said: after 3 steps, outside of all phases")
+        assert describe_last_heartbeats([1]).endswith("reported: after 3 steps, outside of all phases")
 
 
 class _World:
@@ -161,11 +168,10 @@ class _World:
         monkeypatch.setattr(dist, "get_rank", lambda: 0)
         monkeypatch.setattr(dist, "get_world_size", lambda: 2)
         monkeypatch.setattr(dist, "get_backend", lambda: backend)
-        self.speaker = heartbeat._HeartbeatThread(self.store)
-        self.place = Progress(phases=("backward",))
-        monkeypatch.setattr(self.speaker, "_place", lambda: self.place)
         self.broken_off = []
-        monkeypatch.setattr("booster.fault_tolerance.collective_errors.abort_waits", self.broken_off.append)
+        self.speaker = heartbeat._HeartbeatThread(self.store, self.broken_off.append)
+        self.place = Progress(phases=("backward",))
+        monkeypatch.setattr(self.speaker, "_progress", lambda: self.place)
         self.speaker._write(heartbeat.RUNNING)
         self.ends = heartbeat._heartbeat_store(self.store)
 
@@ -208,9 +214,9 @@ def test_who_is_outside_of_all_phases_is_not_disturbed(monkeypatch):
 def test_before_a_backend_ends_the_process_it_is_said_where_all_ranks_are(monkeypatch, capsys, backend):
     world = _World(monkeypatch, backend)
     monkeypatch.setattr(heartbeat, "timeouts", lambda: Timeouts(training=10.0))
-    other = heartbeat._HeartbeatThread(world.store)
+    other = heartbeat._HeartbeatThread(world.store, world.broken_off.append)
     monkeypatch.setattr(other, "_rank", 1)
-    monkeypatch.setattr(other, "_place", lambda: replace(PLACE, num_steps=2))
+    monkeypatch.setattr(other, "_progress", lambda: replace(PLACE, num_steps=2))
     other._write(heartbeat.RUNNING)
     world.stand(8)
     assert capsys.readouterr().err == ""

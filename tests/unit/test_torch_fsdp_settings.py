@@ -140,7 +140,7 @@ BAD = [
     ({"ignored_modules": ["head"]}, "as in [model.head]"),
     ({"ignored_modules": nn.ModuleDict({"head": nn.Linear(1, 1)})}, "as in [model.head]"),
     ({"param_init_fn": "normal"}, "give a function that takes a module"),
-    *[({name: value}, f"{name}={value!r} is no truth value") for name in (
+    *[({name: value}, f"{name} must be a bool, got {value!r}") for name in (
         "sync_module_states", "verbose", "sync_batch_norm", "broadcast_buffers") for value in (1, None)],
     ({"max_norm": -1.0}, "give a positive number, or 0 for no clipping"),
     ({"max_norm": NAN}, "give a positive number, or 0 for no clipping"),
@@ -241,10 +241,10 @@ def test_first_generation_precision():
         casts_module_inputs=False,
         own_dtype_classes=(_BatchNorm,),
     )
-    assert formats.policy(is_root=True) == MixedPrecisionPolicy(FP16, FP16, None, True)
-    assert formats.policy(is_root=False) == MixedPrecisionPolicy(FP16, FP16, None, False)
+    assert formats.fsdp2_policy(is_root=True) == MixedPrecisionPolicy(FP16, FP16, None, True)
+    assert formats.fsdp2_policy(is_root=False) == MixedPrecisionPolicy(FP16, FP16, None, False)
     inputs = {"cast_forward_inputs": True, "cast_root_forward_inputs": False, "_module_classes_to_ignore": []}
-    formats = checked(mixed_precision=MixedPrecision(reduce_dtype=FP32, **inputs)).formats
+    formats = checked(mixed_precision=MixedPrecision(reduce_dtype=FP32, **inputs)).precision_dtypes
     assert formats == PrecisionDtypes(reduce_dtype=FP32, casts_root_inputs=False, casts_module_inputs=True)
 
 
@@ -253,9 +253,9 @@ def test_second_generation_precision():
     assert formats == PrecisionDtypes(
         param_dtype=BF16, reduce_dtype=FP32, output_dtype=FP32, casts_root_inputs=False, casts_module_inputs=False
     )
-    assert formats.policy(is_root=True) == MixedPrecisionPolicy(BF16, FP32, FP32, False)
-    assert formats.policy(is_root=False) == MixedPrecisionPolicy(BF16, FP32, None, False)
-    assert checked(mixed_precision=MixedPrecisionPolicy()).formats == PrecisionDtypes()
+    assert formats.fsdp2_policy(is_root=True) == MixedPrecisionPolicy(BF16, FP32, FP32, False)
+    assert formats.fsdp2_policy(is_root=False) == MixedPrecisionPolicy(BF16, FP32, None, False)
+    assert checked(mixed_precision=MixedPrecisionPolicy()).precision_dtypes == PrecisionDtypes()
 
 
 def test_modules_of_a_generator_are_looked_at_more_than_once():
@@ -333,7 +333,7 @@ policies.append(functools.partial(always_wrap_policy, names=set('abcdefgh')))
 for policy in policies:
     made = arguments(auto_wrap_policy=policy, mixed_precision=MixedPrecision(FP16), ignored_modules=[nn.Tanh()],
                      param_init_fn=fill)
-    print(*made.facts, sep=chr(10))
+    print(*made.fingerprint, sep=chr(10))
 """
 
 
@@ -434,7 +434,7 @@ def make_groups(kind):
 def axes_of_groups(kind, strategy):
     group = make_groups(kind)
     mesh, sums = axes_of({"process_group": group, "sharding_strategy": strategy})
-    return mesh, sums, arguments(process_group=group, sharding_strategy=strategy).facts
+    return mesh, sums, arguments(process_group=group, sharding_strategy=strategy).fingerprint
 
 
 @pytest.mark.parametrize(

@@ -483,7 +483,7 @@ class TestGradients:
         model = nn.Embedding(5, 2, sparse=True)
         model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
         booster.backward(model(torch.tensor([1])).sum(), optimizer)
-        with pytest.raises(CheckpointError, match="'weight' ' is sparse, which cannot be stored"):
+        with pytest.raises(CheckpointError, match="'weight' is sparse, which cannot be stored"):
             booster.save(tmp_path / "c", model, optimizer)
 
     def test_gradients_of_other_parameters(self, tmp_path):

@@ -220,7 +220,7 @@ def test_a_failed_backward_ends_the_deferring():
 
 def test_a_key_at_a_time():
     gradients = DeferredWeightGrads()
-    with gradients.deferring(0), pytest.raises(RuntimeError, match="one key at a time"), gradients.deferring(1):
+    with gradients.deferring(0), pytest.raises(RuntimeError, match="already being deferred"), gradients.deferring(1):
         pass
     with gradients.deferring(1):
         pass
@@ -306,7 +306,7 @@ def test_only_inputs_and_output_gradients_are_kept():
     assert not [one for one in kept if one.shape in ((2, 3, 6), (2, 3, 9), (6, 6), (6, 9))]
     matrices = {
         matrix.untyped_storage().data_ptr(): matrix.untyped_storage().nbytes()
-        for waiting in gradients._waiting[0].values()
+        for waiting in gradients._pending[0].values()
         for pair in waiting._pairs
         for matrix in pair
     }
@@ -317,7 +317,7 @@ def test_only_inputs_and_output_gradients_are_kept():
 def test_what_waits_goes_as_it_is_computed():
     model, _, gradients = twins("bias")
     backward(model, torch.randn(2, 6), key=0, gradients=gradients)
-    waiting = list(gradients._waiting[0].values())
+    waiting = list(gradients._pending[0].values())
     counts = []
     for parameter in model.parameters():
         parameter.register_post_accumulate_grad_hook(lambda _: counts.append(sum(len(one._pairs) for one in waiting)))

@@ -18,7 +18,7 @@ from oracles.reference_optimizers import (
 from torch import nn
 
 from booster import Booster, ConfigError
-from booster.core.shard_aware import NeedsFullStep
+from booster.core.shard_aware import NeedsWholeStep
 from booster.interface import ShardAware, StateAllocator
 from booster.optim import CAME, Adafactor, FusedLAMB, FusedSGD, Lamb, Lars
 from booster.plugins.sharding.elementwise import require_elementwise
@@ -399,7 +399,7 @@ def test_what_plugins_ask_of_them(cls, settings):
     optimizer = cls(parameters(), **settings)
     assert isinstance(optimizer, ShardAware)
     assert isinstance(optimizer, StateAllocator)
-    assert isinstance(optimizer, NeedsFullStep) == (cls is FusedLAMB)
+    assert isinstance(optimizer, NeedsWholeStep) == (cls is FusedLAMB)
     require_elementwise(optimizer)
 
 
