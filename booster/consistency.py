@@ -85,11 +85,9 @@ def boost_fingerprint(
 @functools.cache
 def installed_versions(with_transformers: bool = False) -> dict[str, str]:
     """Return the versions of torch and other relevant packages, and of Python without its patch level."""
-    import booster
-
     packages = ["numpy", "safetensors", *(["transformers"] if with_transformers else [])]
     own = {"Python": ".".join(platform.python_version_tuple()[:2]), "torch": torch.__version__}
-    return own | {"torch-booster": booster.__version__} | {package: _version(package) for package in packages}
+    return own | {"torch-booster": _version("torch-booster")} | {package: _version(package) for package in packages}
 
 
 def _version(package: str) -> str:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import difflib
-import importlib
 import inspect
 import re
 from collections import Counter
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
+from . import plugins
 from .errors import ConfigError
 from .interface import Plugin
 
@@ -20,7 +20,7 @@ _OTHER_NAMES = {"data": "torch_ddp", "tensor": "hybrid_parallel", "pipeline": "h
 
 def plugin_names() -> list[str]:
     """Return all names that `Booster(plugin=name)` accepts."""
-    return sorted({*_built_in(), *_registered()})
+    return sorted({*plugins.BUILT_IN, *_registered()})
 
 
 def plugin_from_name(name: str, **arguments: Any) -> Plugin:
@@ -50,9 +50,8 @@ def plugin_class(name: str) -> type[Plugin]:
     Raises:
         ConfigError: The name is unknown, or the registered object is not a Plugin.
     """
-    if name in _built_in():
-        module, class_name = _built_in()[name]
-        cls = getattr(importlib.import_module(module), class_name)
+    if name in plugins.BUILT_IN:
+        cls = getattr(plugins, plugins.BUILT_IN[name][1])  # imports the module of this plugin only
     elif name in _registered():
         cls = _registered()[name].load()
     else:
@@ -78,12 +77,6 @@ def _near(name: str) -> str | None:
         given, candidates, n=1
     )
     return candidates[near[0]] if near else None
-
-
-def _built_in() -> dict[str, tuple[str, str]]:
-    # By name, because the facade must not depend on any strategy.
-    names: dict[str, tuple[str, str]] = importlib.import_module("booster.plugins").BUILT_IN
-    return names
 
 
 def _registered() -> dict[str, EntryPoint]:

@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from booster.errors import ConfigError
 from booster.interface import OptimizerWrapper
-from booster.interface.checkpoint_io import CheckpointIO
+from booster.interface.checkpoint_io import CheckpointIO, SaveOptions, TrainingParts
 
 from .commit import Transaction
 from .formats import json_values
@@ -26,7 +26,6 @@ from .save_target import SaveTarget, as_path, explain_missing_parents
 from .saving.part import CheckpointPart, model_part, optimizer_part, optimizer_values, save_metadata
 from .saving.save import Saver, SaveRequest
 from .storage import Storage
-from .training_state.document import SaveOptions, TrainingParts
 from .training_state.plain_optimizer import as_model_wrapper, as_optimizer_wrapper, scheduler_document, scheduler_state
 from .training_state.save_load import TrainingStateIO
 

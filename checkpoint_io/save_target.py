@@ -6,9 +6,9 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from booster.errors import CheckpointError, ConfigError
+from booster.interface.checkpoint_io import check_size_per_shard
 
 from .layout import BIN_SUFFIXES, SAFETENSORS_SUFFIXES, FileKind, FileNames, is_valid_prefix
 from .storage import Storage
@@ -58,12 +58,6 @@ def as_path(checkpoint: str | os.PathLike[str]) -> Path:
     if not text:
         raise ConfigError("the checkpoint's path is empty: give a file or a directory")
     return Path(text)
-
-
-def check_size_per_shard(size_per_shard: Any) -> None:
-    """Raise `ConfigError` unless `size_per_shard` is a positive integer."""
-    if isinstance(size_per_shard, bool) or not isinstance(size_per_shard, int) or size_per_shard < 1:
-        raise ConfigError(f"size_per_shard={size_per_shard!r} is not a size in MB: give an integer of at least 1")
 
 
 @contextmanager

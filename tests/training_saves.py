@@ -8,9 +8,9 @@ from oracles.faulting_storage import UnsyncedStorage
 from save_cases import Net, SplitModel, small_shards, version_of
 
 from booster.checkpoint_io import GeneralCheckpointIO
-from booster.checkpoint_io.training_state.document import SaveOptions, TrainingParts
 from booster.errors import CheckpointError
 from booster.interface import ModelWrapper, OptimizerWrapper
+from booster.interface.checkpoint_io import SaveOptions, TrainingParts
 
 
 class VersionedState:

@@ -21,7 +21,6 @@ import psutil
 import torch
 from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]  # no __all__ there
 
-import booster
 from booster.device import device_type, num_devices
 from booster.errors import ConfigError
 
@@ -264,7 +263,7 @@ def _python() -> Finding:
 
 
 def _project() -> Finding:
-    installed, path = _version("torch-booster"), str(Path(booster.__file__).parent)
+    installed, path = _version("torch-booster"), str(Path(__file__).parents[1])
     data = {"have": booster.__version__, "installed": installed, "path": path}
     text = f"{booster.__version__} ({path})"
     problem = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,11 +14,9 @@ from booster.comm import group_rank, group_size
 from booster.errors import CheckpointError, ConfigError
 
 from .accumulation import AccumulationState
+from .optimizer_state import StatefulOptimizer
 from .shard_spec import shard_spec_of
 from .tensor_slice import TensorSlice
-
-if TYPE_CHECKING:
-    from .optimizer_wrapper import OptimizerWrapper
 
 # Note [Accumulated gradients]
 # During an accumulation each rank holds a local scaled gradient g_r. The ranks of a sharding group hold shards of the
@@ -120,7 +118,7 @@ class AccumulatedGradients:
         optimizer: Optimizer to read and fill.
     """
 
-    def __init__(self, optimizer: OptimizerWrapper) -> None:
+    def __init__(self, optimizer: StatefulOptimizer) -> None:
         self.optimizer = optimizer
 
     def synchronize(self) -> None:

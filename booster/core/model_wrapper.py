@@ -14,8 +14,8 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from booster.errors import CheckpointError, ConfigError
 from booster.fault_tolerance.progress import Phase, observers
-from booster.interface.mixed_precision import MixedPrecision
 
+from .precision import Precision
 from .shard_spec import shard_spec_of
 from .tensor_slice import TensorSlice
 
@@ -57,7 +57,7 @@ class ModelWrapper(nn.Module, metaclass=_ConstructionMarker):
 
     module: nn.Module
     forward_module: nn.Module
-    precision: MixedPrecision | None
+    precision: Precision | None
     model_parallel_size: int  # ranks that compute each batch together, with equal inputs
 
     def __init__(self, module: nn.Module, forward_module: nn.Module | None = None, *, is_primary: bool = True) -> None:

@@ -15,11 +15,11 @@ from torch.optim import Optimizer
 
 from booster.comm import raise_on_all_ranks
 from booster.errors import ConfigError
-from booster.interface.mixed_precision import LossScaler, MasterWeights
 from booster.kernels.checksum import crc32
 
 from .accumulation import AccumulationState
 from .model_wrapper import ModelWrapper
+from .precision import LossScaler, MasterWeights
 
 
 class OptimizerPassThrough(Optimizer):

@@ -5,19 +5,20 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.optim import Optimizer
 
 from booster.errors import CheckpointError
 
+from .accumulation import AccumulationState
+from .precision import LossScaler, MasterWeights
 from .shard_aware import StateAllocator
 from .shard_spec import ShardSpec, shard_spec_of
 from .tensor_slice import TensorSlice
-
-if TYPE_CHECKING:
-    from .optimizer_wrapper import OptimizerWrapper
 
 MASTER = "master"
 # Hyperparameters that select an implementation and don't change the result.
@@ -43,6 +44,44 @@ class TensorSpec:
         return self.numel * self.dtype.itemsize
 
 
+class StatefulOptimizer(Protocol):
+    """Boosted optimizer as a checkpoint uses it; implemented by `OptimizerWrapper`, which documents the members."""
+
+    data_parallel_group: dist.ProcessGroup | None
+    is_primary: bool
+    loss_scaler: LossScaler | None
+    master_weights: MasterWeights | None
+    num_skipped_steps: int
+
+    @property
+    def model(self) -> nn.Module: ...
+
+    @property
+    def window(self) -> AccumulationState: ...
+
+    @property
+    def num_micro_steps(self) -> int: ...
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]: ...
+
+    @property
+    def state(self) -> Any: ...
+
+    @property
+    def defaults(self) -> dict[str, Any]: ...
+
+    def unwrap(self) -> Optimizer: ...
+
+    def model_parameter(self, parameter: nn.Parameter) -> nn.Parameter: ...
+
+    def checkpoint_state(self) -> OptimizerState: ...
+
+    def restore_window(self, window: AccumulationState, num_micro_steps: int) -> None: ...
+
+    def zero_grad(self, set_to_none: bool = True) -> None: ...
+
+
 class OptimizerState:
     """Live view of an optimizer's state for a CheckpointIO.
 
@@ -54,7 +93,7 @@ class OptimizerState:
         optimizer: Optimizer to read and fill.
     """
 
-    def __init__(self, optimizer: OptimizerWrapper) -> None:
+    def __init__(self, optimizer: StatefulOptimizer) -> None:
         self.optimizer = optimizer
         own = optimizer.unwrap()
         self._allocator = own if isinstance(own, StateAllocator) else None

@@ -14,7 +14,6 @@ from torch.optim import Optimizer
 from booster.comm import all_reduce_numbers, raise_on_all_ranks
 from booster.errors import BoosterError, ConfigError
 from booster.fault_tolerance.progress import end_step, in_phase, observers
-from booster.interface.mixed_precision import LossScaler, MasterWeights
 
 from .accumulated_gradients import AccumulatedGradients
 from .accumulation import AccumulationState, UnscaleFactors, any_nonfinite, gradient_norm
@@ -22,6 +21,7 @@ from .model_wrapper import ModelWrapper
 from .optimizer_methods import OptimizerMethods
 from .optimizer_state import OptimizerState
 from .plain_torch import boosted_backward, clip_by_norm, clip_by_value, hook_clipping
+from .precision import LossScaler, MasterWeights
 from .shard_aware import FusedUpdate, StateAllocator
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import importlib
 import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -32,6 +31,7 @@ from booster.mixed_precision import mixed_precision_from_name
 from booster.mixed_precision.fp16 import cast_floats
 from booster.pytree import map_tensors
 from booster.registry import plugin_from_name
+from booster.single_device import SingleDevicePlugin
 from booster.validation import is_number
 
 from .activations import measure_activations, measure_peak
@@ -583,15 +583,10 @@ def _plugin_in_world(
         raise ConfigError(f"num_ranks={world_size} needs a plugin: give plugin=, such as 'torch_ddp'")
     if is_initialized() and world_size == group_size():
         with fake_collectives():
-            yield plugin_from_name(plugin, **(settings or {})) if plugin else _single_device()
+            yield plugin_from_name(plugin, **(settings or {})) if plugin else SingleDevicePlugin("cpu")
         return
     with fake_world(world_size):
-        yield plugin_from_name(plugin, **(settings or {})) if plugin else _single_device()
-
-
-def _single_device() -> Plugin:
-    plugin: Plugin = importlib.import_module("booster.single_device").SingleDevicePlugin("cpu")
-    return plugin
+        yield plugin_from_name(plugin, **(settings or {})) if plugin else SingleDevicePlugin("cpu")
 
 
 def _precision(given: str | MixedPrecision | None) -> MixedPrecision | None:

@@ -4,12 +4,13 @@ from booster.core.accumulated_gradients import AccumulatedGradients, Accumulatio
 from booster.core.model_wrapper import ModelWrapper
 from booster.core.optimizer_state import OptimizerState, TensorSpec
 from booster.core.optimizer_wrapper import OptimizerWrapper
+from booster.core.precision import LossScaler, MasterWeights
 from booster.core.shard_aware import FusedUpdate, Shard, ShardAware, Shards, StateAllocator
 from booster.core.shard_spec import ShardRegion, ShardSpec, set_shard_spec, shard_spec_of
 from booster.core.tensor_slice import TensorSlice
 
 from .memory import ActivationProfile, MemoryParts, MemoryRequest, RankMemory
-from .mixed_precision import LossScaler, MasterWeights, MixedPrecision
+from .mixed_precision import MixedPrecision
 from .plugin import Boosted, Plugin
 
 __all__ = [

@@ -1,67 +1,17 @@
-"""Interfaces of mixed precision: dtypes of a model, loss scaling and master weights."""
+"""Interface of mixed precision: dtypes that a model computes, stores and reduces in."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 
-if TYPE_CHECKING:
-    from booster.core.model_wrapper import ModelWrapper
-    from booster.core.optimizer_wrapper import OptimizerWrapper
-
-
-class LossScaler(Protocol):
-    """Loss scale and its update rule.
-
-    The optimizer wrapper multiplies a loss by `scale`, divides the gradients by it, decides whether the step is
-    skipped, and calls `update` only then.
-    """
-
-    @property
-    def scale(self) -> float:
-        """Loss scale of the current accumulation."""
-        ...
-
-    def update(self, found_nonfinite: bool) -> None:
-        """Update the scale after a step was taken (False) or skipped (True)."""
-        ...
-
-    def state_dict(self) -> dict[str, float | int]:
-        """Return the state for an exact resume by `load_state_dict`."""
-        ...
-
-    def load_state_dict(self, state: dict[str, float | int]) -> None:
-        """Load a result of `state_dict`."""
-        ...
-
-
-class MasterWeights(Protocol):
-    """fp32 master weights that the optimizer updates in place of a model's low-precision parameters."""
-
-    def model_parameter(self, parameter: nn.Parameter) -> nn.Parameter:
-        """Return the model's parameter for one of the optimizer's (itself if there is no copy)."""
-        ...
-
-    def copy_gradients(self) -> None:
-        """Copy the gradients of the model's parameters to the masters, in fp32; None where there is none."""
-        ...
-
-    def copy_to_model(self) -> None:
-        """Round the masters into the model's parameters, after a step."""
-        ...
-
-    def refresh(self) -> None:
-        """Copy changed model parameters into the masters.
-
-        A master that still rounds to its model weight keeps its extra digits, so the order of loading weights and
-        masters does not matter.
-        """
-        ...
+from booster.core.model_wrapper import ModelWrapper
+from booster.core.optimizer_wrapper import OptimizerWrapper
 
 
 class MixedPrecision(ABC):

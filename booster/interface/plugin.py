@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -18,10 +18,8 @@ from booster.core.model_wrapper import ModelWrapper, call_with_batch
 from booster.core.optimizer_wrapper import OptimizerWrapper
 from booster.errors import ConfigError
 
+from .checkpoint_io import CheckpointIO
 from .memory import MemoryRequest, RankMemory
-
-if TYPE_CHECKING:
-    from booster.checkpoint_io import CheckpointIO
 
 Boosted: TypeAlias = tuple[
     ModelWrapper,

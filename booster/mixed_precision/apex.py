@@ -15,7 +15,7 @@ from torch import nn
 from booster.core.model_wrapper import ModelWrapper
 from booster.core.optimizer_wrapper import OptimizerWrapper
 from booster.errors import ConfigError
-from booster.interface.mixed_precision import LossScaler, MixedPrecision
+from booster.interface import LossScaler, MixedPrecision
 
 from .autocast import AutocastMixedPrecision, refuse_float16_weights
 from .fp16 import HalfWeights, cast_floats, log_on_master, low_precision_to_fp32

@@ -13,7 +13,7 @@ from torch import nn
 from booster.core.model_wrapper import ModelWrapper
 from booster.core.optimizer_wrapper import OptimizerWrapper
 from booster.errors import ConfigError
-from booster.interface.mixed_precision import LossScaler, MixedPrecision
+from booster.interface import LossScaler, MixedPrecision
 
 from .fp16 import low_precision_to_fp32
 from .loss_scaler import LossScaleArguments

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Protocol
 
 import torch
 
@@ -14,26 +13,7 @@ from booster.checkpoint_io.loading.ranges import read_slices
 from booster.checkpoint_io.loading.reader import StoredCheckpoint
 from booster.checkpoint_io.saving.part import CheckpointPart
 from booster.interface import TensorSlice
-
-
-class RandomState(Protocol):
-    """Random generators of this process."""
-
-    def capture(self) -> Mapping[str, torch.Tensor]:
-        """Return the state of every generator as tensors on the CPU."""
-        ...
-
-    def derive(self, state: Mapping[str, torch.Tensor], rank: int) -> Mapping[str, torch.Tensor]:
-        """Derive the state of a rank that was not stored from another rank's."""
-        ...
-
-    def check(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Raise CheckpointError if the state cannot be restored."""
-        ...
-
-    def restore(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Set the generators to the state."""
-        ...
+from booster.interface.checkpoint_io import RandomState
 
 
 def per_rank_part(

@@ -31,10 +31,11 @@ from booster.checkpoint_io.storage import Storage
 from booster.comm import check_same_across_ranks
 from booster.errors import CheckpointError
 from booster.interface import AccumulatedGradients, OptimizerWrapper
+from booster.interface.checkpoint_io import SaveOptions, TrainingParts
 from booster.logger import get_dist_logger
 
 from .accumulated_gradients import GradientsLoad, gradients_part
-from .document import PerRank, SaveOptions, TrainingDocument, TrainingParts
+from .document import PerRank, TrainingDocument
 from .plain_optimizer import scheduler_document, scheduler_state
 from .rank_tensors import RandomStateLoad, per_rank_part
 from .retention import LATEST, TRAINING_STATE, TRAINING_STATE_MANIFEST, StepDirectories, read_training_manifest

@@ -13,8 +13,7 @@ from torch.optim import Optimizer
 
 from booster.comm import all_reduce_max, all_reduce_sum, collective_device, group_size
 from booster.errors import ConfigError
-from booster.interface import Shard, Shards, TensorSpec
-from booster.interface.mixed_precision import LossScaler
+from booster.interface import LossScaler, Shard, Shards, TensorSpec
 from booster.plugins.sharding.optimizer import ShardedOptimizer, ShardedOptimizerState
 from booster.plugins.sharding.shard_states import shard_state
 

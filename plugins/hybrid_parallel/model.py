@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,13 +20,11 @@ from booster.plugins.sharding.compiling import calls_compiled, not_compiled
 from booster.pytree import map_tensors
 from booster.rng_state import get_rng_state, set_rng_state
 
+from .pipeline_parallel.microbatch import PipelineRun
 from .pipeline_parallel.stage_forward import ModelChunk, StageActivation, run_chunk
 from .pipeline_parallel.stage_module import StageModel
 from .sequence_parallel.group import SequenceParallelGroup
 from .tensor_parallel.group import TensorParallelGroup
-
-if TYPE_CHECKING:
-    from .pipeline_parallel.runner import PipelineRun
 
 _COMPARED_BATCHES = 3  # number of first training forwards and backwards whose batches and losses ranks compare
 _LOSS_TOLERANCE_ULPS = 8  # ulps by which losses of the same batch may differ, because reductions have no fixed order

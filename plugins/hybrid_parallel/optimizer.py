@@ -15,8 +15,7 @@ from booster.comm import all_gather_bytes, all_reduce_max, all_reduce_sum, colle
 from booster.core.optimizer_wrapper import check_scalar_loss
 from booster.core.plain_torch import boosted_backward
 from booster.fault_tolerance.progress import in_phase
-from booster.interface import TensorSlice
-from booster.interface.mixed_precision import LossScaler
+from booster.interface import LossScaler, TensorSlice
 from booster.plugins.low_level_zero.config import ZeroSettings
 from booster.plugins.low_level_zero.grad_bucket import Slot
 from booster.plugins.low_level_zero.optimizer import ZeroOptimizer

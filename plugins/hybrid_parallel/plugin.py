@@ -39,8 +39,8 @@ from .model import HybridModel
 from .optimizer import HybridOptimizer
 from .partition import ModelPartitioner
 from .pipeline_parallel.placeholders import cast_absent_tensors
-from .pipeline_parallel.runner import PipelineRuntime, build_runtime, tied_param_groups
 from .pipeline_parallel.schedules import PipelineSchedule
+from .pipeline_runner import PipelineRuntime, build_runtime, tied_param_groups
 from .tp_plan.plan import UserPlan
 
 

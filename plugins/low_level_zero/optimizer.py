@@ -11,8 +11,7 @@ from torch.optim import Optimizer
 
 from booster.comm import group_size
 from booster.errors import ConfigError
-from booster.interface import Shard, Shards, shard_spec_of
-from booster.interface.mixed_precision import LossScaler
+from booster.interface import LossScaler, Shard, Shards, shard_spec_of
 from booster.plugins.sharding.optimizer import ShardedOptimizer
 from booster.plugins.sharding.shard_states import shard_state
 

@@ -35,6 +35,7 @@ from booster.errors import CheckpointError, ConfigError
 from booster.fault_tolerance.progress import in_phase
 from booster.interface import (
     AccumulatedGradients,
+    LossScaler,
     ModelWrapper,
     OptimizerState,
     OptimizerWrapper,
@@ -45,7 +46,6 @@ from booster.interface import (
     TensorSlice,
     TensorSpec,
 )
-from booster.interface.mixed_precision import LossScaler
 from booster.kernels.flat_buffers import sum_of_squares, takes_sum_of_squares
 from booster.mixed_precision.fp16 import log_on_master
 from booster.mixed_precision.loss_scaler import DynamicLossScaler, LossScaleArguments

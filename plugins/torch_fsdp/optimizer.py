@@ -15,8 +15,7 @@ from torch.optim import Optimizer
 from booster.comm import all_reduce_max, all_reduce_sum, broadcast, collective_device, group_rank, group_size
 from booster.errors import ConfigError
 from booster.fault_tolerance.progress import in_phase
-from booster.interface import Shard, Shards
-from booster.interface.mixed_precision import LossScaler
+from booster.interface import LossScaler, Shard, Shards
 from booster.plugins.sharding.optimizer import ShardedOptimizer
 from booster.plugins.sharding.shard_states import shard_state
 

@@ -19,11 +19,12 @@ from training_saves import VersionedState
 
 from booster.checkpoint_io import GeneralCheckpointIO
 from booster.checkpoint_io.training_state import accumulated_gradients
-from booster.checkpoint_io.training_state.document import SaveOptions, TrainingDocument, TrainingParts
+from booster.checkpoint_io.training_state.document import TrainingDocument
 from booster.comm import group_rank, group_size
 from booster.core.accumulation import AccumulationState
 from booster.errors import CheckpointError, ConfigError
 from booster.interface import ModelWrapper, OptimizerWrapper
+from booster.interface.checkpoint_io import SaveOptions, TrainingParts
 
 
 @dataclass(frozen=True)

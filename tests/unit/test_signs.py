@@ -119,8 +119,8 @@ SAID = f"{ONCE}, so it may have continued since), reported: after 3 steps, outsi
         (
             {"started_at": 1.0},
             True,
-            f"rank 1's process {os.getpid()} on host vm has ended without a report (was it killed?); its last heartbeat,"
-            f" {SAID}",
+            f"rank 1's process {os.getpid()} on host vm has ended without a report (was it killed?); its last"
+            f" heartbeat, {SAID}",
         ),
         ({}, False, f"on host vm, rank 1's last heartbeat, {SAID}"),
         (
@@ -131,8 +131,8 @@ SAID = f"{ONCE}, so it may have continued since), reported: after 3 steps, outsi
         (
             {},
             True,
-            f"rank 1's last heartbeat, {ONCE}), reported: after 3 steps, outside of all phases; none has come since: it is"
-            " stopped, or host vm is lost",
+            f"rank 1's last heartbeat, {ONCE}), reported: after 3 steps, outside of all phases; none has come since: it"
+            " is stopped, or host vm is lost",
         ),
     ],
     ids=["ended", "failed", "killed", "unknown", "busy", "stopped"],

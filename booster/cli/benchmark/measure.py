@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import statistics
 import time
@@ -17,6 +16,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from booster import plugins
 from booster.booster import Booster
 from booster.comm import all_reduce_numbers, barrier, count_communication, group_size
 from booster.device import (
@@ -195,9 +195,9 @@ def make_workload(configuration: Configuration, settings: BenchmarkSettings, bat
 
 
 def _plugin_of(configuration: Configuration, settings: BenchmarkSettings) -> Plugin:
-    plugins = importlib.import_module("booster.plugins")  # by name: modules below the facade do not import strategies
     # One chunk or bucket per layer: the default sizes are for models larger by orders of magnitude.
     layer_size_m = sum(parameter.numel() for parameter in PerceptronLayer(settings.hidden).parameters()) / _MEBI
+    plugin: Plugin
     if configuration.mode == "1d":
         plugin = plugins.HybridParallelPlugin(tp_size=configuration.sizes["tp"], precision="fp32", plan=_PLAN)
     elif configuration.mode == "dp":

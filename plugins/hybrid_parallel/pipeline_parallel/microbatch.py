@@ -350,3 +350,20 @@ def _checksum(batch: Any, *, everywhere: bool) -> int:
 
     map_tensors(note, batch)
     return crc32(repr(sums).encode())
+
+
+class PipelineRun:
+    """Results of a stage for the last batch.
+
+    Attributes:
+        num_microbatches: Number of microbatches.
+        peak_live: Largest number of chunk forwards whose activations were kept at a time.
+        losses: Contributions of the microbatches to the batch's loss, on the stage with the last chunk.
+        outputs: Outputs of the microbatches by index, if requested, on the stage with the last chunk.
+    """
+
+    def __init__(self, microbatches: Sequence[Microbatch]) -> None:
+        self.num_microbatches = len(microbatches)
+        self.peak_live = 0
+        self.losses: list[torch.Tensor] = []
+        self.outputs: dict[int, Any] = {}

@@ -8,7 +8,7 @@ import math
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -19,12 +19,9 @@ from booster.comm import all_reduce_numbers
 from booster.errors import ConfigError
 
 from .group import SequenceParallelGroup
-from .layer_context import LayerContext, current_layer, enter_layer, is_in_backward, subclass_of
+from .layer_context import LayerContext, ShardedStack, current_layer, enter_layer, is_in_backward, subclass_of
 from .ring_attention import ring_attention
 from .ulysses import all_to_all_attention
-
-if TYPE_CHECKING:
-    from .layer_stack import LayerStack
 
 
 def sequence_attention(
@@ -222,7 +219,7 @@ def _check_not_along_tokens(func: Any, x: torch.Tensor, dim: int = 0, *args: Any
         )
 
 
-def intercept_submodules(layer: nn.Module, stack: LayerStack) -> None:
+def intercept_submodules(layer: nn.Module, stack: ShardedStack) -> None:
     """Record the arguments of a layer's submodules, and dispatch attention if they are recomputed separately.
 
     Only submodules with children, such as an attention with projections. Their classes are replaced by subclasses of

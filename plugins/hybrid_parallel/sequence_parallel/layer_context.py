@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -15,13 +15,22 @@ from torch import nn
 from booster.errors import ConfigError
 from booster.plugins.sharding.compiling import not_compiled
 
-if TYPE_CHECKING:
-    from .group import SequenceParallelGroup
-    from .layer_stack import LayerStack
+from .group import SequenceParallelGroup
+from .splitters import SequenceSplitter
 
 SEQUENCE_INFO = "sequence_span"
 """Name of the argument with which a stack's hooks pass a `SequenceInfo` to a layer's forward."""
 _STACK, _INTERCEPTION = "_sequence_stack", "_sequence_interception"
+
+
+class ShardedStack(Protocol):
+    """Layers that run on a shard of a sequence; implemented by `LayerStack`."""
+
+    splitter: SequenceSplitter
+
+    def full_length(self, local_length: int) -> int:
+        """Return the full length of a sequence from this rank's number of tokens."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +60,7 @@ class LayerContext:
 
     def __init__(
         self,
-        stack: LayerStack,
+        stack: ShardedStack,
         length: int | None,
         unsharded: tuple[torch.Tensor, ...],
         local_sizes: tuple[int, ...] | None = None,
@@ -152,7 +161,7 @@ def enter_layer(layer: LayerContext) -> Iterator[None]:
 
 
 def install_layer_context(
-    layer: nn.Module, stack: LayerStack, interception: Callable[[], AbstractContextManager[Any]] | None = None
+    layer: nn.Module, stack: ShardedStack, interception: Callable[[], AbstractContextManager[Any]] | None = None
 ) -> None:
     """Replace a layer's class by a subclass of the same name whose forward takes a `SequenceInfo` and sets the context.
 
@@ -219,7 +228,7 @@ def no_attention_error(layer: str) -> ConfigError:
 
 
 def _layer_context(
-    stack: LayerStack, info: SequenceInfo | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+    stack: ShardedStack, info: SequenceInfo | None, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> LayerContext:
     if info is None:
         return LayerContext(stack, None, ())

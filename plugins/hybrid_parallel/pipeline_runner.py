@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,21 +16,19 @@ from booster.core.optimizer_wrapper import check_scalar_loss
 from booster.errors import ConfigError, RankFailedError
 from booster.fault_tolerance.progress import Phase, in_phase, observers
 from booster.mixed_precision.fp16 import log_on_master
-from booster.plugins.hybrid_parallel.mesh import AXES, HybridMesh
 from booster.pytree import map_tensors
 from booster.rng_state import fork_rng_state, get_rng_state, set_rng_state
 
-from .config import PipelineArguments
-from .deferred_wgrad import DeferredWeightGrads
-from .microbatch import BatchConsistency, Microbatch, fetch, join_outputs, split_batch
-from .p2p import LinkPeer, ReceivedActivation, SentActivation, StageP2P
-from .schedules import ActionKind, StageAction
-from .stage_forward import StageActivation, StagePartition
-from .stage_module import StageModel
-
-if TYPE_CHECKING:
-    from booster.plugins.hybrid_parallel.model import HybridModel
-    from booster.plugins.hybrid_parallel.optimizer import HybridOptimizer
+from .mesh import AXES, HybridMesh
+from .model import HybridModel
+from .optimizer import HybridOptimizer
+from .pipeline_parallel.config import PipelineArguments
+from .pipeline_parallel.deferred_wgrad import DeferredWeightGrads
+from .pipeline_parallel.microbatch import BatchConsistency, Microbatch, PipelineRun, fetch, join_outputs, split_batch
+from .pipeline_parallel.p2p import LinkPeer, ReceivedActivation, SentActivation, StageP2P
+from .pipeline_parallel.schedules import ActionKind, StageAction
+from .pipeline_parallel.stage_forward import StageActivation, StagePartition
+from .pipeline_parallel.stage_module import StageModel
 
 _KINDS = {
     ActionKind.FORWARD: "forward",
@@ -46,23 +44,6 @@ class _InFlightMicrobatch:
     received: ReceivedActivation | None
     sent: SentActivation | None
     loss: torch.Tensor | None
-
-
-class PipelineRun:
-    """Results of a stage for the last batch.
-
-    Attributes:
-        num_micro_batches: Number of microbatches.
-        peak_live: Largest number of chunk forwards whose activations were kept at a time.
-        losses: Contributions of the microbatches to the batch's loss, on the stage with the last chunk.
-        outputs: Outputs of the microbatches by index, if requested, on the stage with the last chunk.
-    """
-
-    def __init__(self, microbatches: Sequence[Microbatch]) -> None:
-        self.num_microbatches = len(microbatches)
-        self.peak_live = 0
-        self.losses: list[torch.Tensor] = []
-        self.outputs: dict[int, Any] = {}
 
 
 class PipelineRuntime:
