@@ -9,8 +9,6 @@ _checkout = Path(__file__).resolve().parent.parent
 if (_checkout / "checkpoint_io" / "__init__.py").is_file() and (_checkout / "pyproject.toml").is_file():
     __path__.append(str(_checkout))  # source checkout: plugins/, kernels/, checkpoint_io/ lie beside this folder
 
-__version__ = "0.1.0"
-
 from .booster import Booster
 from .checkpoint_io import CheckpointIO, GeneralCheckpointIO
 from .errors import BoosterError, CheckpointError, ConfigError, DesyncError, NonfiniteError, RankFailedError
@@ -37,6 +35,7 @@ from .mixed_precision import (
 )
 from .monitor import Monitor
 from .rng_state import set_seed
+from .version import __version__ as __version__
 
 __all__ = [
     "BF16MixedPrecision",

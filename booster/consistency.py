@@ -19,6 +19,7 @@ from .comm import check_same_across_ranks, group_size, is_fake_world
 from .data import check_can_shard
 from .data.prepare import loader_facts
 from .interface import MixedPrecision, OptimizerWrapper, Plugin
+from .version import __version__
 
 # Note [Fingerprint contents]
 # Everything that decides which collectives ranks call, and on which tensors, is compared: versions, strategy, dtypes,
@@ -87,7 +88,7 @@ def installed_versions(with_transformers: bool = False) -> dict[str, str]:
     """Return the versions of torch and other relevant packages, and of Python without its patch level."""
     packages = ["numpy", "safetensors", *(["transformers"] if with_transformers else [])]
     own = {"Python": ".".join(platform.python_version_tuple()[:2]), "torch": torch.__version__}
-    return own | {"torch-booster": _version("torch-booster")} | {package: _version(package) for package in packages}
+    return own | {"torch-booster": __version__} | {package: _version(package) for package in packages}
 
 
 def _version(package: str) -> str:

@@ -23,6 +23,7 @@ from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined] 
 
 from booster.device import device_type, num_devices
 from booster.errors import ConfigError
+from booster.version import __version__
 
 from .check_report import Finding, Section
 
@@ -264,14 +265,14 @@ def _python() -> Finding:
 
 def _project() -> Finding:
     installed, path = _version("torch-booster"), str(Path(__file__).parents[1])
-    data = {"have": booster.__version__, "installed": installed, "path": path}
-    text = f"{booster.__version__} ({path})"
+    data = {"have": __version__, "installed": installed, "path": path}
+    text = f"{__version__} ({path})"
     problem = None
     if installed is None:
         text += ", not installed as a package"
-    elif installed != booster.__version__:
+    elif installed != __version__:
         problem = (
-            f"this is booster {booster.__version__} from {path}, but torch-booster {installed} is installed "
+            f"this is booster {__version__} from {path}, but torch-booster {installed} is installed "
             "(install again: pip install .)"
         )
     return Finding(name="booster", text=text, data=data, problem=problem)

@@ -77,9 +77,7 @@ def add_parser(commands: Any) -> None:
         action="store_true",
         help="recompute the layers of a transformers model in backward",
     )
-    parser.add_argument(
-        "--optimizer", default="AdamW", metavar="NAME", help="class of torch.optim or booster.optim (AdamW)"
-    )
+    parser.add_argument("--optimizer", default="AdamW", metavar="NAME", help="class of torch.optim or optim (AdamW)")
     parser.add_argument(
         "--optimizer-settings",
         "--optimizer_settings",
@@ -189,12 +187,12 @@ def _settings(given: list[str], option: str) -> dict[str, Any]:
 def _optimizer(name: str, given: list[str]) -> Any:
     import torch
 
-    import booster.optim
+    from booster import optim
 
     known = {
         one.lower(): getattr(module, one)
-        for module in (torch.optim, booster.optim)  # ours, if both have the name
-        for one in (booster.optim.__all__ if module is booster.optim else dir(torch.optim))
+        for module in (torch.optim, optim)  # ours, if both have the name
+        for one in (optim.__all__ if module is optim else dir(torch.optim))
         if isinstance(getattr(module, one), type) and issubclass(getattr(module, one), torch.optim.Optimizer)
     }
     known.pop("optimizer", None)
@@ -202,7 +200,7 @@ def _optimizer(name: str, given: list[str]) -> Any:
         near = difflib.get_close_matches(name.lower(), known, n=1)
         hint = f" Did you mean {known[near[0]].__name__}?" if near else ""
         raise ConfigError(
-            f"--optimizer {name} is not in torch.optim or booster.optim.{hint} Known:"
+            f"--optimizer {name} is not in torch.optim or optim.{hint} Known:"
             f" {', '.join(one.__name__ for one in known.values())}"
         )
     cls = known[name.lower()]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -110,6 +111,11 @@ class OptimizerParameters(OptimizerPassThrough):
     def model_parameter(self, parameter: nn.Parameter) -> nn.Parameter:
         """Return the model's parameter for one of `param_groups`, which may be its fp32 copy."""
         return parameter if self.master_weights is None else self.master_weights.model_parameter(parameter)
+
+    def working_parameter(self, parameter: nn.Parameter) -> nn.Parameter:
+        """Deprecated: use `model_parameter`. It is removed in version 0.2."""
+        warnings.warn("working_parameter() is deprecated: call model_parameter()", DeprecationWarning, stacklevel=2)
+        return self.model_parameter(parameter)
 
     def _model_params_by_master(self) -> dict[nn.Parameter, torch.Tensor]:
         """Return the low-precision weights by their master weights."""

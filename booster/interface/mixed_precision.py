@@ -10,11 +10,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from booster.core.config_fingerprint import ConfigFingerprint
 from booster.core.model_wrapper import ModelWrapper
 from booster.core.optimizer_wrapper import OptimizerWrapper
 
 
-class MixedPrecision(ABC):
+class MixedPrecision(ConfigFingerprint, ABC):
     """Dtypes that a model computes, stores and reduces in.
 
     `Booster.boost` calls `prepare` on the user's objects before the plugin wraps them, and `configure` on the wrappers
@@ -31,7 +32,7 @@ class MixedPrecision(ABC):
         """Whether the optimizer updates fp32 master weights of low-precision weights."""
         return False
 
-    def prepare(self, model: nn.Module) -> None:  # noqa: B027
+    def prepare(self, model: nn.Module) -> None:
         """Cast parameters or replace modules in place, before the plugin wraps the model. Does nothing by default.
 
         Args:

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset
 
+from booster.core.config_fingerprint import ConfigFingerprint
 from booster.core.model_wrapper import ModelWrapper, call_with_batch
 from booster.core.optimizer_wrapper import OptimizerWrapper
 from booster.errors import ConfigError
@@ -31,7 +32,7 @@ Boosted: TypeAlias = tuple[
 """Result of `Plugin.configure`: model, optimizer, criterion, dataloader, scheduler."""
 
 
-class Plugin(ABC):
+class Plugin(ConfigFingerprint, ABC):
     """Parallel strategy.
 
     `Booster.boost` calls, on every rank and in this order: `check` and `config_fingerprint`, compared over ranks;
@@ -99,7 +100,7 @@ class Plugin(ABC):
         """
         return []
 
-    def check(self, model: nn.Module, optimizer: Optimizer | None) -> None:  # noqa: B027
+    def check(self, model: nn.Module, optimizer: Optimizer | None) -> None:
         """Raise for a model or optimizer that cannot be boosted; changes nothing. Does nothing by default.
 
         No communication: boost() raises an error of one rank on all.
@@ -178,7 +179,7 @@ class Plugin(ABC):
     def get_checkpoint_io(self) -> CheckpointIO:
         """Return the CheckpointIO of objects that this plugin boosted."""
 
-    def close(self) -> None:  # noqa: B027
+    def close(self) -> None:
         """Release the plugin's process groups and other resources; see `Booster.close`. Does nothing by default.
 
         Collective; objects that the plugin boosted are no longer used.

@@ -275,9 +275,9 @@ class GeminiPlugin(DistributedPlugin):
         """Returns a context that changes nothing: every backward reduces, as no rank has room for whole gradients."""
         return nullcontext()
 
-    def estimate_memory(self, request: MemoryRequest) -> RankMemory:
+    def estimate_memory(self, question: MemoryRequest) -> RankMemory:
         return gemini_memory(
-            request,
+            question,
             self._settings(),
             self._placement,
             num_replicas=self._mesh.size(0),

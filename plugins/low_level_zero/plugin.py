@@ -229,9 +229,9 @@ class LowLevelZeroPlugin(DistributedPlugin):
             )
         return optimizer.no_sync()
 
-    def estimate_memory(self, request: MemoryRequest) -> RankMemory:
+    def estimate_memory(self, question: MemoryRequest) -> RankMemory:
         return zero_memory(
-            request,
+            question,
             self._arguments,
             num_shards=self._mesh.size(1),
             num_replicas=self._mesh.size(0),

@@ -22,7 +22,7 @@ from pipeline_cases import (
 from zoo import TRANSFORMERS_MODULES, WholeBatches, get_model
 
 from booster import Booster
-from booster.plugins.hybrid_parallel.pipeline_parallel import runner
+from booster.plugins.hybrid_parallel import pipeline_runner as runner
 from booster.plugins.hybrid_parallel.plugin import HybridParallelPlugin
 
 preload(*TRANSFORMERS_MODULES)

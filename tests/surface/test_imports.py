@@ -6,7 +6,6 @@ import ast
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from pathlib import Path
 
 from import_graph import MODULES, PACKAGES, ROOT, import_graph
 

@@ -25,8 +25,8 @@ class LineBuffer:
     The "\r" of a progress bar ends a line as well, so that each state gets a prefix and still overwrites the last.
 
     Example:
-        >>> splitter = LineSplitter()
-        >>> splitter.add(b"one\ntw"), splitter.add(b"o\r"), splitter.rest()
+        >>> buffer = LineBuffer()
+        >>> buffer.add(b"one\ntw"), buffer.add(b"o\r"), buffer.flush()
         ([b'one\n'], [b'two\r'], [])
     """
 

@@ -1,30 +1,26 @@
-"""One room communicates: elsewhere torch.distributed is asked for facts, and its groups are made and destroyed."""
+"""One package communicates: others use torch.distributed for queries and to create and destroy groups."""
 
 from __future__ import annotations
 
 import ast
 import inspect
-from pathlib import Path
 from types import FunctionType
 
 import pytest
 import torch.distributed as dist
+from import_graph import MODULES, ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
-ROOM = ROOT / "booster" / "comm"
-FILES = [
-    path
-    for room in ("booster", "plugins", "kernels", "checkpoint_io")
-    for path in sorted((ROOT / room).rglob("*.py"))
-    if ROOM not in path.parents
-]
+COMM = ROOT / "booster" / "comm"
+# A receive that times out at once closes a connection of gloo, and receives nothing.
+ALLOWED = {ROOT / "booster" / "fault_tolerance" / "collective_errors.py": ["irecv"]}
+FILES = [path for path in MODULES.values() if COMM not in path.parents]
 
 # Functions of torch.distributed that move something between ranks, by their beginnings: new ones are caught, too.
 COMMUNICATING = (
     *("all_gather", "all_reduce", "all_to_all", "allgather", "barrier", "batch_isend", "broadcast", "gather", "irecv"),
     *("isend", "monitored_barrier", "recv", "reduce", "scatter", "send"),
 )
-MODULES = ("torch.distributed", "torch.distributed.distributed_c10d", "torch.distributed.nn")
+TORCH_MODULES = ("torch.distributed", "torch.distributed.distributed_c10d", "torch.distributed.nn")
 
 
 def _is_communicating(name):
@@ -38,10 +34,10 @@ def _violations(source):
     aliases, found = {"torch.distributed"}, []
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            aliases |= {alias.asname or alias.name for alias in node.names if alias.name.startswith(MODULES)}
+            aliases |= {alias.asname or alias.name for alias in node.names if alias.name.startswith(TORCH_MODULES)}
         elif isinstance(node, ast.ImportFrom) and node.module == "torch":
             aliases |= {alias.asname or alias.name for alias in node.names if alias.name == "distributed"}
-        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith(MODULES):
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith(TORCH_MODULES):
             found += [alias.name for alias in node.names if _is_communicating(alias.name)]
             found += [alias.name for alias in node.names if alias.name.startswith("_functional_collectives")]
     for node in ast.walk(tree):
@@ -50,10 +46,12 @@ def _violations(source):
     return found
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_only_the_room_communicates(path):
-    found = _violations(path.read_text())
-    assert not found, f"{path} calls {found} itself: booster.comm counts, names who is missing and injects faults"
+def test_only_comm_communicates():
+    for path in FILES:
+        found = _violations(path.read_text())
+        assert found == ALLOWED.get(path, []), (
+            f"{path} calls {found} itself: booster.comm counts, names missing ranks and injects faults"
+        )
 
 
 @pytest.mark.parametrize(
