@@ -1,4 +1,4 @@
-"""Where records go: a file of JSON lines, TensorBoard, and a progress bar."""
+"""Loggers of step records: JSON lines, TensorBoard and a progress bar."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _HEAD = (
     *("last_step", "num_steps", "num_skipped", "loss_sum", "loss_weight", "num_tokens", "memory", "sent_bytes"),
     "seconds",
 )
-# What a user's own number can't be called.
+# Names that `Monitor.log` rejects.
 RESERVED = frozenset(
     (
         *("step", "time", "ranks", "loss", "lr", "seconds", "seconds_in", "tokens_per_second", "samples_per_second"),
@@ -36,13 +36,13 @@ RESERVED = frozenset(
 
 
 def numbers_of(window: Window, *, step: int, memory: int, sent_bytes: int) -> list[float]:
-    """Returns what one rank tells the others of its window.
+    """Flatten this rank's statistics into the vector that the ranks all-gather.
 
     Args:
-        window: This rank's.
-        step: Number of its last step.
-        memory: Peak bytes in use.
-        sent_bytes: Bytes sent in the window.
+        window: Statistics of this rank since the last record.
+        step: Number of the last finished step.
+        memory: Peak memory in bytes.
+        sent_bytes: Bytes sent since the last record.
     """
     parts = window.split()
     head = (step, window.num_steps, window.num_skipped, float(window.loss_sum), window.loss_weight)
@@ -51,18 +51,18 @@ def numbers_of(window: Window, *, step: int, memory: int, sent_bytes: int) -> li
 
 
 def joined_record(mine: Sequence[float], *, lr: Sequence[float], unit: str, across_ranks: bool) -> dict[str, Any]:
-    """Returns the record of a step, equal on all ranks but for `lr` and `unit`.
+    """Aggregate the statistics of all ranks into one record, equal on all ranks except for `lr` and `unit`.
 
     Args:
-        mine: This rank's `numbers_of`.
-        lr: The learning rate of each group.
-        unit: What is counted, "tokens" or "samples".
-        across_ranks: False: of this rank alone, without communication.
-
-    Collective where `across_ranks`: every rank must call it after the same step.
+        mine: Result of `numbers_of` on this rank.
+        lr: Learning rate of each parameter group.
+        unit: Throughput unit, "tokens" or "samples".
+        across_ranks: If False, the record describes this rank only and no communication takes place.
 
     Raises:
         DesyncError: The ranks are at different steps.
+
+    Collective: yes if `across_ranks`, after the same step on every rank.
     """
     vector = torch.tensor(mine, dtype=torch.float64)
     if across_ranks:
@@ -90,7 +90,7 @@ def joined_record(mine: Sequence[float], *, lr: Sequence[float], unit: str, acro
 
 
 def to_line(record: Mapping[str, Any]) -> str:
-    """Returns a record as one line of JSON, in which numbers that JSON does not know are "nan", "inf" and "-inf"."""
+    """Encode a record as one line of JSON; non-finite numbers become "nan", "inf" and "-inf"."""
     return json.dumps(_finite(record), allow_nan=False, separators=(",", ":")) + "\n"
 
 
@@ -109,9 +109,9 @@ def _require_same_step(rows: Sequence[Mapping[str, float]]) -> None:
     for rank, (step, num_steps) in enumerate(steps):
         if (step, num_steps) != steps[0]:
             raise DesyncError(
-                f"rank {group_rank()} logs with others that are elsewhere: rank 0 has ended step {steps[0][0]}, and"
-                f" rank {rank} step {step}: call optimizer.step() equally often on all ranks, and make the Monitor at"
-                " the same place, or give Monitor(across_ranks=False)"
+                f"rank {group_rank()} logs at different steps than other ranks: rank 0 finished step {steps[0][0]},"
+                f" rank {rank} step {step}. Call optimizer.step() equally often on all ranks and create the Monitor at"
+                " the same point, or pass Monitor(across_ranks=False)"
             )
 
 
@@ -127,24 +127,24 @@ _TAIL_BYTES = 2**20  # more than any record
 
 
 class Log(Protocol):
-    """Takes the records, on one rank alone."""
+    """Destination of records, on one rank only."""
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Takes the record of a step, or what the user adds to one."""
+        """Write the record of a step, or user values that extend one."""
 
     def close(self) -> None:
-        """Ends it; nothing is written afterwards."""
+        """Close the log; no record follows."""
 
 
 class JsonLines:
-    """A file to which each record is added as a whole line, so that whoever reads meanwhile sees no part of one.
+    """JSON lines file. Each record is appended in one write, so a concurrent reader never sees a partial line.
 
     Args:
-        path: Folders that are missing are made.
-        first_step: Of the run that goes on; None: a run begins, and the file must not hold another one.
+        path: Path of the file. Missing directories are created.
+        first_step: First step of a resumed run, or None for a new run, whose file must not hold another run.
 
     Raises:
-        ConfigError: It holds another run, or can't be written.
+        ConfigError: The file holds another run or is not writable.
     """
 
     def __init__(self, path: Path, first_step: int | None) -> None:
@@ -154,17 +154,16 @@ class JsonLines:
             last = last_step_in(path)
             if last is not None and first_step is None:
                 raise ConfigError(
-                    f"log={str(path)!r} holds steps up to {last} of a run already, and the lines of two would be mixed:"
-                    f" give another path, remove the file, or go on with that run by first_step={last + 1}"
+                    f"log={str(path)!r} already holds steps up to {last} of a run, and lines would be mixed:"
+                    f" pass another path, remove the file, or resume that run with first_step={last + 1}"
                 )
             size = path.stat().st_size if path.is_file() else 0
             self._file = io.FileIO(path, "a+" if size else "a")
             if size and os.pread(self._file.fileno(), 1, size - 1) != b"\n":
-                self._file.write(b"\n")  # the run before ended in the middle of a line
+                self._file.write(b"\n")  # the previous run was killed in the middle of a line
         except OSError as error:
             raise ConfigError(
-                f"log={str(path)!r} can't be written ({error}): give the path of a file, in a directory that may be"
-                " written to"
+                f"log={str(path)!r} is not writable ({error}): pass the path of a file in a writable directory"
             ) from error
         self._has_failed = False
 
@@ -174,9 +173,9 @@ class JsonLines:
             written = self._file.write(line)
             if written != len(line):
                 raise OSError(f"{written} of {len(line)} bytes")
-        except OSError as error:  # a full disk is no reason to end a training
+        except OSError as error:  # a full disk must not abort the training
             if not self._has_failed:
-                get_dist_logger().warning(f"a line of {self._path} could not be written, the training goes on: {error}")
+                get_dist_logger().warning(f"cannot write to {self._path}, training continues: {error}")
             self._has_failed = True
 
     def close(self) -> None:
@@ -184,9 +183,9 @@ class JsonLines:
 
 
 def last_step_in(path: Path) -> int | None:
-    """Returns the step of the last whole record of a file of JSON lines; None where there is none."""
+    """Return the step of the last complete record of a JSON lines file, or None if there is none."""
 
-    if not path.is_file():  # also a device such as /dev/null, which may be read for ever
+    if not path.is_file():  # also a device, whose reads may never end
         return None
     with path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
@@ -196,10 +195,10 @@ def last_step_in(path: Path) -> int | None:
 
 
 class TensorBoard:
-    """Event files that TensorBoard shows.
+    """TensorBoard event files.
 
     Args:
-        directory: Where they are put.
+        directory: Directory of the event files.
 
     Raises:
         ConfigError: TensorBoard is not installed.
@@ -217,7 +216,7 @@ class TensorBoard:
             self._writer = SummaryWriter(str(directory))
         except OSError as error:
             raise ConfigError(
-                f"tensorboard={str(directory)!r} can't be written ({error}): give a directory that may be written to"
+                f"tensorboard={str(directory)!r} is not writable ({error}): pass a writable directory"
             ) from error
 
     def write(self, record: Mapping[str, Any]) -> None:
@@ -240,11 +239,11 @@ def _scalars(name: str, value: Any) -> list[tuple[str, float]]:
 
 
 class ProgressBar:
-    """A line at the bottom of a terminal.
+    """tqdm progress bar on stderr.
 
     Args:
-        total_steps: None: it is not known how many there will be.
-        first_step: The number of the first step that comes.
+        total_steps: Number of steps, or None if unknown.
+        first_step: Number of the first step.
     """
 
     def __init__(self, total_steps: int | None, first_step: int) -> None:
@@ -281,13 +280,13 @@ def _progress_text(record: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """The steps of one log.
+    """Records of one log file.
 
     Attributes:
-        name: For a legend.
-        records: By step, in their order. Of a step that was logged twice, by a run that went back to a checkpoint, the
-            later record counts, with what the user added to it.
-        num_broken: Lines that are no records, such as the last one of a run that was killed.
+        name: Legend entry.
+        records: Records by step, in order. If a run that resumed from a checkpoint logged a step twice, the later
+            record is kept, with the user values added to it.
+        num_broken: Number of lines that are not records, such as the last line of a killed run.
     """
 
     name: str
@@ -295,7 +294,7 @@ class Run:
     num_broken: int = 0
 
     def series(self, name: str) -> tuple[list[int], list[float]]:
-        """Returns the steps that have a number of this name, and the numbers; of a list the largest."""
+        """Return the steps that have a value of this name, and the values. A list counts as its maximum."""
         steps, numbers = [], []
         for step, record in self.records.items():
             value = record.get(name)
@@ -307,21 +306,21 @@ class Run:
 
 
 def read_run(path: str | os.PathLike[str], name: str | None = None) -> Run:
-    """Returns the run that a file of JSON lines holds.
+    """Read the run of a JSON lines file.
 
     Args:
-        path: What `Monitor(log=)` was given.
-        name: None: the file's, without its ending.
+        path: Path that was passed as `Monitor(log=)`.
+        name: Name of the run; optional, defaults to the file name without its suffix.
 
     Raises:
-        ConfigError: There is no such file, or nothing in it is a record of a step.
+        ConfigError: The file does not exist or holds no record of a step.
     """
     path = Path(path)
     try:
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError as error:
         raise ConfigError(
-            f"{str(path)!r} can't be read ({error}): give a file that Monitor(log=...) has written"
+            f"{str(path)!r} is not readable ({error}): pass a file written by Monitor(log=...)"
         ) from error
     found = [(line, record_of(line)) for line in lines if line.strip()]
     records: dict[int, dict[str, Any]] = {}
@@ -330,16 +329,16 @@ def read_run(path: str | os.PathLike[str], name: str | None = None) -> Run:
             _add(records, record)
     if not records:
         what = "is empty" if not found else f"has no record of a step in its {len(found)} lines"
-        raise ConfigError(f"{str(path)!r} {what}: give a file that Monitor(log=...) has written")
+        raise ConfigError(f"{str(path)!r} {what}: pass a file written by Monitor(log=...)")
     num_broken = sum(record is None for _, record in found)
     return Run(name=name or path.stem, records=dict(sorted(records.items())), num_broken=num_broken)
 
 
 def record_of(line: str) -> dict[str, Any] | None:
-    """Returns the record that a line holds; None where it is none."""
+    """Parse a line; return None if it is not a record."""
     try:
         record = json.loads(line)
-    except ValueError:  # a line that broke off, or another kind of file
+    except ValueError:  # a truncated line, or another kind of file
         return None
     is_record = isinstance(record, dict) and type(record.get("step")) is int and _has_numbers(record)
     return record if is_record else None
@@ -359,7 +358,7 @@ def _has_numbers(record: dict[str, Any]) -> bool:
 
 def _add(records: dict[int, dict[str, Any]], record: dict[str, Any]) -> None:
     step, is_of_step = record["step"], "seconds" in record
-    # What was logged of this step or later ones before is of a part of the run that was done again.
+    # Earlier records of this step or of later steps belong to steps that were repeated after a resume.
     while records and next(reversed(records)) >= step + (not is_of_step):
         records.popitem()
     records.setdefault(step, {}).update(record)

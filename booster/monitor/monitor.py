@@ -1,4 +1,4 @@
-"""`Monitor`: one line around a training loop shows what it does."""
+"""`Monitor`: metrics, logs and hang detection of a training loop."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ from .watchdog import Watchdog
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MonitorSettings:
-    """See `Monitor`.
+    """Arguments of `Monitor`.
 
     Raises:
-        ConfigError: A value that can't be.
+        ConfigError: A value is invalid.
     """
 
     log: str | PathLike[str] | None
@@ -50,11 +50,10 @@ class MonitorSettings:
         _require_path("log", self.log, "the path of a file, such as 'runs/a.jsonl'")
         _require_path("tensorboard", self.tensorboard, "the path of a directory, such as 'runs/a'")
         if self.log is not None and os.path.isdir(self.log):
-            raise ConfigError(f"log={self.log!r} is a directory: give the path of a file in it, such as 'a.jsonl'")
+            raise ConfigError(f"log={self.log!r} is a directory: pass the path of a file in it, such as 'a.jsonl'")
         if self.progress not in (True, False, "always"):
             raise ConfigError(
-                f"progress={self.progress!r} is unknown: give True for a bar where stderr is a terminal, 'always', or"
-                " False"
+                f"progress={self.progress!r} is unknown: pass True (a bar if stderr is a terminal), 'always' or False"
             )
         check_flag("across_ranks", self.across_ranks)
         _require_count("every", self.every)
@@ -65,17 +64,17 @@ class MonitorSettings:
         is_number = isinstance(seconds, (int, float)) and not isinstance(seconds, bool)
         if seconds is not None and not (is_number and 0 < seconds < math.inf):
             raise ConfigError(
-                f"hang_seconds={seconds!r} is no time to wait: give seconds above 0, more than a slow step takes with"
+                f"hang_seconds={seconds!r} is not a positive number of seconds: pass more than a slow step takes with"
                 " evaluation and saving, or leave it out"
             )
 
     @property
     def shows_progress(self) -> bool:
-        """Whether the main process shows a bar."""
+        """Whether rank 0 shows a progress bar."""
         return self.progress == "always" or (self.progress is True and sys.stderr.isatty())
 
     def facts(self) -> dict[str, Any]:
-        """Returns what has to be the same on all ranks."""
+        """Return the settings that must be the same on all ranks."""
         return {
             "every": self.every,
             "across_ranks": bool(self.across_ranks),
@@ -86,50 +85,51 @@ class MonitorSettings:
 
 def _require_path(name: str, value: Any, wanted: str) -> None:
     if value is not None and (not isinstance(value, (str, PathLike)) or not str(value)):
-        raise ConfigError(f"{name}={value!r} is no path: give {wanted}, or leave it out")
+        raise ConfigError(f"{name}={value!r} is not a path: pass {wanted}, or leave it out")
 
 
 def _require_count(name: str, value: Any) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ConfigError(f"{name}={value!r} counts steps, from 1: give a whole number above 0")
+        raise ConfigError(f"{name}={value!r} is not a number of steps: pass a positive int")
 
 
-_MEETING_SECONDS = 120.0  # that ranks may be apart at the beginning
-_PATIENCE_SECONDS = 10.0  # until a rank that waits there says so
+_MEETING_SECONDS = 120.0  # timeout of the barrier on entry
+_PATIENCE_SECONDS = 10.0  # wait there after which a rank prints a hint
 
 
 class Monitor:
-    """Shows and logs what a training loop does, and says who is missing when it hangs. Changes nothing in the loop.
+    """Metrics of a training loop on screen and in logs, with hang detection. Does not change the loop.
 
-    A step ends with `optimizer.step()`; of several micro-steps the last one's. Its record has the loss that `backward`
-    was given (the mean over calls and ranks), the learning rate of each param group, tokens or samples per second over
-    all ranks, the seconds of a step and what they were spent with, peak memory by rank, and bytes sent. Times are those
-    of the host: an accelerator's work counts where the host waits for it. A batch counts as tokens where the model is
-    given `input_ids`, or a first tensor of whole numbers with two dimensions; else as samples. `torch.compile` comes
-    before `boost`: the forward of a boosted model that is compiled as a whole is neither counted nor timed apart.
+    A step ends with `optimizer.step()`; with gradient accumulation, with the call that updates. Its record has the loss
+    passed to `backward` (mean over calls and ranks), the learning rate of each parameter group, tokens or samples per
+    second over all ranks, the seconds per step and their breakdown, peak memory by rank, and bytes sent. Times are
+    measured on the host: work of an accelerator counts where the host waits for it. The unit is tokens if the model
+    receives `input_ids` or if its first tensor is a 2-d integer tensor, else samples. Call `torch.compile` before
+    `boost`: if a boosted model is compiled itself, its forward is neither counted nor timed separately.
 
     Args:
-        model: The boosted model.
-        optimizer: Its boosted optimizer.
-        log: A file that gets a line of JSON for each record, for `booster plot`; written by the main process.
-        tensorboard: A directory for TensorBoard; needs `pip install torch-booster[tensorboard]`.
-        progress: A progress bar on the main process: True where stderr is a terminal, False, or "always".
-        total_steps: How many the bar shows.
-        tokens: Called with a forward's positional arguments (a tuple) and keyword arguments (a dict); returns how many
-            tokens this rank's batch has.
-        every: Log every so many steps; a record then is of all of them.
-        first_step: Number of the first step, for a run that goes on in its log; None: 1.
-        across_ranks: Bring the numbers of all ranks together, by one small all-gather a record; False: records are of
-            the main process alone.
-        hang_seconds: When no step has ended for so long, every rank prints to stderr its threads' stacks, the phase and
-            the communication that it is in, and who is missing there. Nothing is ended. None: no watch.
-
-    Entering the block is collective: every rank must do it, with the same settings.
+        model: Boosted model.
+        optimizer: Boosted optimizer of the model.
+        log: JSON lines file with one line per record, for `booster plot`; written by rank 0.
+        tensorboard: Directory for TensorBoard; needs `pip install torch-booster[tensorboard]`.
+        progress: Progress bar on rank 0: True (if stderr is a terminal), False or "always".
+        total_steps: Number of steps for the bar.
+        tokens: Callable with the positional arguments (a tuple) and keyword arguments (a dict) of a forward; returns
+            the number of tokens in this rank's batch.
+        every: Number of steps per record.
+        first_step: Number of the first step, for a run that resumes its log; optional, defaults to 1.
+        across_ranks: If True, aggregate over all ranks with one small all-gather per record. If False, records
+            describe rank 0 only.
+        hang_seconds: Timeout without a finished step, after which every rank prints to stderr its thread stacks, its
+            phase and collective, and the missing ranks. The run is not aborted. Optional, defaults to no hang
+            detection.
 
     Raises:
-        ConfigError: Arguments that can't be, a log of another run, or something that is not installed.
+        ConfigError: Arguments are invalid, the log holds another run, or a dependency is not installed.
         DesyncError: The ranks' settings differ.
-        RankFailedError: Only some ranks have entered the block.
+        RankFailedError: Only some ranks entered the block.
+
+    Collective: entering the block, with the same settings on every rank.
 
     Example:
         >>> import torch
@@ -164,11 +164,11 @@ class Monitor:
         self._optimizer = check_boosted_optimizer(optimizer, "Monitor")
         if self._optimizer.model is not self._model:
             raise ConfigError(
-                "Monitor() was given an optimizer of another model: give the two that one call of boost() returned"
+                "Monitor() got an optimizer of another model: pass the model and optimizer returned by one boost() call"
             )
         if tokens is not None and not callable(tokens):
             raise ConfigError(
-                f"tokens={tokens!r} can't be called: give a function of (arguments, keywords) that returns a number,"
+                f"tokens={tokens!r} is not callable: pass a function of (arguments, keywords) that returns a number,"
                 " such as lambda arguments, keywords: arguments[0].numel()"
             )
         self._settings = MonitorSettings(
@@ -190,32 +190,30 @@ class Monitor:
 
     @property
     def record(self) -> dict[str, Any] | None:
-        """The last record, the same on all ranks but for `lr`; None before the first."""
+        """Last record, equal on all ranks except for `lr`; None before the first."""
         return self._record
 
     def log(self, **numbers: Any) -> None:
-        """Adds numbers to the logs, for the last step that has ended. Written by the main process, others' are ignored.
+        """Log values for the last finished step. Rank 0 writes its values, those of other ranks are ignored.
 
         Args:
-            **numbers: By name; `booster.gather_for_metrics` makes numbers of all ranks out of each one's.
+            **numbers: Values by name; use `booster.gather_for_metrics` to aggregate over ranks first.
 
         Raises:
-            ConfigError: Something that is no number, a name that the records have already, or outside of the block.
+            ConfigError: A value is not a number, a name is reserved, or the call is outside of the block.
         """
         values = {name: _number(name, value) for name, value in numbers.items()}
         if self._open is None:
             raise ConfigError(
-                f"log({', '.join(numbers)}) was called outside of the Monitor's block, and its logs are closed: write"
-                " `with Monitor(model, optimizer) as monitor:` around it"
+                f"log({', '.join(numbers)}) was called outside of the Monitor's block, where its logs are closed: call"
+                " it inside `with Monitor(model, optimizer) as monitor:`"
             )
         if values:
             self._write({"step": self._step, "time": round(time.time(), 3), **values})
 
-    # The block.
-
     def __enter__(self) -> Monitor:
         if self._open is not None:
-            raise ConfigError("this Monitor's block was entered already: make another Monitor for another block")
+            raise ConfigError("this Monitor's block is already entered: create another Monitor for another block")
         with ExitStack() as opened:
             self._meet(opened)
             self._count = opened.enter_context(count_communication())
@@ -238,7 +236,7 @@ class Monitor:
         self._logs = []
 
     def _meet(self, opened: ExitStack) -> None:
-        """Opens the logs, and agrees with the other ranks; what fails on one fails on all."""
+        """Open the logs and verify the settings across ranks. A failure on one rank is raised on all."""
         barrier = ErrorBarrier(name="monitor", timeout_seconds=_MEETING_SECONDS)
         error: Exception | None = None
         try:
@@ -255,8 +253,8 @@ class Monitor:
             rank, theirs = differing
             name = next(one for one in facts if facts[one] != theirs[one])
             error = DesyncError(
-                f"Monitor({name}={facts[name]!r}) on rank 0 and {name}={theirs[name]!r} on rank {rank}: some ranks"
-                " would wait in vain for the others' numbers; give the same on all ranks"
+                f"Monitor({name}={facts[name]!r}) on rank 0 and {name}={theirs[name]!r} on rank {rank}: the all-gather"
+                " of the records would hang; pass the same value on all ranks"
             )
         barrier.share("comparing Monitor's settings", error=error)
 
@@ -276,8 +274,6 @@ class Monitor:
             opened.callback(log.close)
             self._logs.append(log)
 
-    # Steps.
-
     def _end_step(self) -> None:
         self._step += 1
         if self._watchdog is not None:
@@ -296,7 +292,7 @@ class Monitor:
                 unit=self._window.unit,
                 across_ranks=self._settings.across_ranks and group_size() > 1,
             )
-            self._sent_bytes = sum(self._count.sent.values())  # without those of the record itself
+            self._sent_bytes = sum(self._count.sent.values())  # excludes the all-gather of the record
             self._write(self._record)
 
     def _write(self, record: dict[str, Any]) -> None:
@@ -306,22 +302,22 @@ class Monitor:
 
 def _number(name: str, value: Any) -> float:
     if name in RESERVED:
-        raise ConfigError(f"log({name}=...) would hide what each record says of itself: choose another name")
+        raise ConfigError(f"log({name}=...) would hide a field of the records: choose another name")
     try:
         return float(value)
     except (TypeError, ValueError, RuntimeError) as error:
         raise ConfigError(
-            f"log({name}=...) was given a {type(value).__name__} that is no number ({error}): give a number, or a"
-            " tensor with one element"
+            f"log({name}=...) got a {type(value).__name__} that is not a number ({error}): pass a number or a"
+            " one-element tensor"
         ) from error
 
 
 @contextmanager
 def _reported_if_long() -> Iterator[None]:
-    """Says on this rank what it waits for, if that takes long: elsewhere the cause may look like another one."""
+    """Print a hint on this rank if the block takes long: other ranks may fail with an unrelated error first."""
     text = (
-        f"rank {group_rank()} has waited {_PATIENCE_SECONDS:g} s at the beginning of Monitor's block for other ranks:"
-        " every rank has to enter it, not the main process alone"
+        f"rank {group_rank()} has waited {_PATIENCE_SECONDS:g} s on entry of Monitor's block for other ranks:"
+        " every rank must enter it, not rank 0 alone"
     )
     timer = threading.Timer(_PATIENCE_SECONDS, print, (text,), {"file": sys.stderr, "flush": True})
     timer.daemon = True

@@ -1,4 +1,4 @@
-"""Draws runs: loss, throughput and memory over steps."""
+"""Plots of runs: loss, throughput and memory over steps."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from booster.errors import ConfigError
 
 from .loggers import Run
 
-_MANY_STEPS = 200  # beyond, single points would hide the line
-_INCHES = (7.0, 3.0)  # of one panel
+_MANY_STEPS = 200  # above, markers would hide the line
+_INCHES = (7.0, 3.0)  # width and height of a panel
 
 
 def draw_runs(runs: Sequence[Run], path: Path) -> None:
-    """Writes a figure with a panel for each of loss, throughput and memory, in which each run is a line.
+    """Write a figure with panels for loss, throughput and memory, and one line per run.
 
     Args:
-        runs: At least one.
-        path: Of a picture; its ending says of which kind.
+        runs: Runs, at least one.
+        path: Path of the image; its suffix selects the format.
 
     Raises:
-        ConfigError: matplotlib is not installed, does not know the ending, or can't write there.
+        ConfigError: matplotlib is not installed or does not support the suffix, or the path is not writable.
     """
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -35,7 +35,7 @@ def draw_runs(runs: Sequence[Run], path: Path) -> None:
     kinds = FigureCanvasAgg(figure).get_supported_filetypes()
     if path.suffix.lstrip(".").lower() not in kinds:
         raise ConfigError(
-            f"{str(path)!r} has no ending that says what to write: choose one of {', '.join(sorted(kinds))}, such as"
+            f"{str(path)!r} has no supported image suffix: choose one of {', '.join(sorted(kinds))}, such as"
             f" {path.with_suffix('.png').name}"
         )
     loss, throughput, memory = figure.subplots(3, sharex=True)
@@ -57,7 +57,7 @@ def draw_runs(runs: Sequence[Run], path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, dpi=120)
     except OSError as error:
-        raise ConfigError(f"{str(path)!r} can't be written ({error}): give a file that may be written to") from error
+        raise ConfigError(f"{str(path)!r} is not writable ({error}): pass the path of a writable file") from error
 
 
 def _throughput_name(run: Run) -> str:

@@ -1,4 +1,4 @@
-"""What one rank saw of the steps since the last that was logged."""
+"""Statistics of the steps since the last record, on one rank."""
 
 from __future__ import annotations
 
@@ -10,30 +10,31 @@ import torch
 
 from booster.fault_tolerance.progress import SAVE_PHASES, StepCallback
 
-# Into what the time of a step is split: the phases of these names, and what is left of the wall clock.
+# Breakdown of the time of a step: phases by name, and the remaining wall-clock time.
 OTHER = "other"
 PARTS = ("forward", "backward", "clip", "step", "data", "communication", "evaluate", "save", "load", OTHER)
-UNTRAINED_PARTS = ("evaluate", "save", "load")  # no part of what throughput is divided by
+UNTRAINED_PARTS = ("evaluate", "save", "load")  # excluded from the time that throughput refers to
 
 _TOKEN_NAMES = ("input_ids", "decoder_input_ids", "tokens")
 _TOKEN_DTYPES = (torch.int32, torch.int64)
 
 
 class Window(StepCallback):
-    """Collects numbers while the training goes on, in one thread.
+    """Statistics of one training thread since the last record.
 
     Args:
-        model: The boosted model whose batches count.
-        optimizer: Its optimizer, whose steps end the window's steps.
-        tokens: Returns how many tokens a forward's arguments hold; None: see `count_tokens`.
-        on_step: Called when a step has ended.
+        model: Boosted model whose batches are counted.
+        optimizer: Optimizer of the model, whose steps are counted.
+        tokens: Callable that returns the number of tokens in a forward's arguments; optional, defaults to
+            `count_tokens`.
+        on_step: Callable that runs after each step.
 
     Attributes:
-        num_steps: Steps that ended in the window.
-        num_skipped: Those of them that changed nothing, because gradients overflowed.
-        loss_sum: Losses since the window began.
-        loss_weight: What divides their sum: calls of backward, or the items that they sum over.
-        num_tokens: This rank's, of batches that several ranks compute together its share.
+        num_steps: Number of finished steps.
+        num_skipped: Number of steps that were skipped because gradients overflowed.
+        loss_sum: Sum of the losses.
+        loss_weight: Divisor of the sum: number of backward calls, or of the items that the losses sum over.
+        num_tokens: Tokens or samples of this rank. A batch that several ranks compute together is divided among them.
         unit: "tokens" or "samples".
     """
 
@@ -51,7 +52,7 @@ class Window(StepCallback):
         self.clear()
 
     def clear(self) -> None:
-        """Begins the next window."""
+        """Reset the statistics after a record."""
         self.num_steps = self.num_skipped = 0
         self.loss_sum: Any = 0.0
         self.loss_weight = 0.0
@@ -59,12 +60,10 @@ class Window(StepCallback):
         self._seconds: defaultdict[str | None, float] = defaultdict(float)
 
     def split(self) -> dict[str, float]:
-        """Returns the seconds of each of `PARTS`, which add up to those of all phases."""
+        """Return the seconds of each of `PARTS`; their sum is the time of all phases."""
         seconds = {name: self._seconds[name] for name in PARTS if name != OTHER}
         seconds["save"] += sum(self._seconds[name] for name in SAVE_PHASES)
         return {**seconds, OTHER: sum(self._seconds.values()) - sum(seconds.values())}
-
-    # As an observer.
 
     def on_time(self, name: str | None, seconds: float) -> None:
         self._seconds[name] += seconds
@@ -83,7 +82,7 @@ class Window(StepCallback):
         if optimizer is not self._optimizer:
             return
         detached = loss.detach()
-        # On an accelerator a number would have to be waited for.
+        # On an accelerator float() would synchronize the device.
         self.loss_sum = self.loss_sum + (float(detached) if detached.device.type == "cpu" else detached.float())
         self.loss_weight += 1.0 if num_items is None else float(num_items)
 
@@ -95,15 +94,15 @@ class Window(StepCallback):
 
 
 def count_tokens(arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> tuple[int, str]:
-    """Returns how much a model is given, and the unit.
+    """Count the tokens or samples in the arguments of a forward.
 
     Args:
-        arguments: Of its forward; the first may be a mapping of named tensors.
-        keywords: Of its forward.
+        arguments: Positional arguments; one may be a mapping of named tensors.
+        keywords: Keyword arguments.
 
     Returns:
-        The elements of `input_ids`, or of a first tensor of whole numbers with two dimensions, and "tokens"; else the
-        first tensor's length, and "samples".
+        Number of elements of `input_ids`, or of the first tensor if it is a 2-d integer tensor, and "tokens"; else the
+        length of the first tensor and "samples".
     """
     named = {**keywords}
     for argument in arguments:

@@ -1,4 +1,4 @@
-"""Notices that no step ends, and says where every rank is."""
+"""Hang detection: reports the status of every rank when no step finishes."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ _MAX_RANKS = 16  # in a report
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Whereabouts:
-    """What a rank says of itself when nothing moves.
+    """Status of a rank during a hang.
 
     Attributes:
-        step: The last step that it ended.
-        idle_seconds: How long ago.
-        place: Where it is.
-        line: The line of the user's code that it runs.
-        num_collectives: How many torch's backend has begun in the world on this rank, some not by this library; None:
-            the backend doesn't count.
-        has_left: It has come out of the Monitor's block.
+        step: Last finished step.
+        idle_seconds: Seconds since that step finished.
+        place: Current phase and collective.
+        line: Innermost line of user code of the training thread.
+        num_collectives: Number of collectives that torch's backend has started in the world group on this rank, by
+            this library or not. None if the backend does not count.
+        has_left: Whether the rank has left the Monitor's block.
     """
 
     step: int
@@ -49,39 +49,39 @@ class Whereabouts:
 
     def __str__(self) -> str:
         if self.has_left:
-            return f"has left the Monitor's block after step {self.step}"
+            return f"left the Monitor's block after step {self.step}"
         at = f"; at {self.line}" if self.line else ""
-        return f"has ended step {self.step}, and is {self.place.describe()}{at}"
+        return f"finished step {self.step} and is {self.place.describe()}{at}"
 
 
 def to_note(whereabouts: Whereabouts) -> str:
-    """Returns it as a text that `from_note` reads."""
+    """Serialize a status for `from_note`."""
     return json.dumps({**asdict(whereabouts), "place": progress_to_json(whereabouts.place)})
 
 
 def from_note(note: str) -> Whereabouts:
-    """Returns what `to_note` was given."""
+    """Inverse of `to_note`."""
     fields = json.loads(note)
     return Whereabouts(**{**fields, "place": progress_from_json(fields["place"])})
 
 
 def report(everyone: Mapping[int, Whereabouts], num_ranks: int) -> str:
-    """Returns who is missing from what others wait for, and where every rank is.
+    """Format the ranks missing from each pending collective, and the status of every rank.
 
     Args:
-        everyone: By world rank; ranks that did not report are missing.
-        num_ranks: Of the world.
+        everyone: Status by world rank, without ranks that did not respond.
+        num_ranks: World size.
     """
     waiting: dict[tuple[object, ...], list[int]] = {}
     for rank, one in sorted(everyone.items()):
         operation = one.place.operation
-        if operation is not None:  # the ends of a message are for themselves
+        if operation is not None:  # both ends of a point-to-point message are listed separately
             waiting.setdefault((operation, None if operation.peer is None else rank), []).append(rank)
     lines = [_missing_in(ranks, everyone) for ranks in list(waiting.values())[:_MAX_RANKS]]
     if not lines and _is_behind(everyone):
         lines.append(_behind(everyone))
     elif not lines:
-        lines.append("no rank is in a communication that this library knows of")
+        lines.append("no rank is in a collective of this library")
     for other in sorted(range(num_ranks), key=lambda one: (one in everyone, one))[:_MAX_RANKS]:
         lines.append(f"rank {other} " + (str(everyone[other]) if other in everyone else "did not report: see its log"))
     if num_ranks > _MAX_RANKS:
@@ -90,13 +90,13 @@ def report(everyone: Mapping[int, Whereabouts], num_ranks: int) -> str:
 
 
 def _missing_in(waiting: Sequence[int], everyone: Mapping[int, Whereabouts]) -> str:
-    """Returns who has not come to the operation that these ranks are in."""
+    """Format the ranks that have not entered the collective in which `waiting` wait."""
     rank, operation = waiting[0], everyone[waiting[0]].place.operation
     assert operation is not None
     ranks = operation.ranks if operation.peer is None else (operation.peer,)
     missing = [other for other in ranks if other != rank and not _has_come(operation, rank, everyone.get(other))]
     head = f"{_listed(waiting)} {'wait' if len(waiting) > 1 else 'waits'} in {operation}"
-    return f"{head}; missing there: {_listed(missing)}" if missing else f"{head}; all ranks of it are there"
+    return f"{head}; missing: {_listed(missing)}" if missing else f"{head}; all its ranks have entered it"
 
 
 def _listed(ranks: Sequence[int]) -> str:
@@ -105,7 +105,7 @@ def _listed(ranks: Sequence[int]) -> str:
 
 
 def _has_come(operation: CollectiveInfo, rank: int, other: Whereabouts | None) -> bool:
-    """Returns whether another rank is in the same operation, or was."""
+    """Return whether another rank is in the same collective or has finished it."""
     if other is None:
         return False
     name = {"send": "receive", "receive": "send"}.get(operation.name, operation.name)
@@ -115,10 +115,9 @@ def _has_come(operation: CollectiveInfo, rank: int, other: Whereabouts | None) -
     return any(one.number >= operation.number for one in same)
 
 
-# Note [Collectives of torch]
-# Some are not started by booster.comm: those of FSDP2, and what a user calls. A rank may hang in one
-# without having entered any operation of ours. But the backend counts on each rank those that it began, in the same
-# order on all of them: who has begun fewer is who the others wait for.
+# Collectives of FSDP2 and of user code bypass booster.comm, so a rank may hang in one without a CollectiveInfo. The
+# backend counts the collectives that it has started, in the same order on every rank: the ranks with a lower count are
+# the ones that the others wait for.
 
 
 def _is_behind(everyone: Mapping[int, Whereabouts]) -> bool:
@@ -130,7 +129,7 @@ def _behind(everyone: Mapping[int, Whereabouts]) -> str:
     most = max(counts.values())
     behind = [rank for rank, count in counts.items() if count < most]
     listed = ", ".join(f"rank {rank} ({counts[rank]})" for rank in behind[:_MAX_RANKS])
-    return f"torch's backend has begun {most} collectives of the world on some ranks; missing there: {listed}"
+    return f"torch's backend has started {most} collectives of the world group on some ranks; missing: {listed}"
 
 
 def _counts(everyone: Mapping[int, Whereabouts]) -> dict[int, int]:
@@ -138,14 +137,15 @@ def _counts(everyone: Mapping[int, Whereabouts]) -> dict[int, int]:
 
 
 # Note [Watchdog]
-# A thread of its own looks at the clock. When no step has ended for too long it prints what this process knows by
-# itself: its threads' stacks and where it is. That needs nobody. Then it puts the same up for the others, waits a
-# little for theirs, and prints who is missing. The ranks come to this at about the same time, as they step together.
-# A rank whose main thread holds Python's lock for ever (in C code) stops this thread too. For that case the thread puts
-# off, as long as it runs, an alarm of faulthandler's, which prints the stacks without the lock. The process has one
-# such alarm: who uses faulthandler.dump_traceback_later besides finds it moved.
+# A dedicated thread checks the time since the last step. After the timeout it first prints the local state (thread
+# stacks and status), which needs no communication. Then it publishes the status in the store, polls briefly for the
+# status of the other ranks, and prints the missing ranks. All ranks time out at about the same time, as they step
+# together.
+# A main thread that holds the GIL forever (in C code) also stops this thread. For that case the thread keeps postponing
+# a faulthandler timer, which dumps the stacks without the GIL. A process has only one such timer, so user code that
+# calls faulthandler.dump_traceback_later loses its own.
 
-_POLLS = 8  # in the time that a hang takes
+_POLLS = 8  # per timeout
 _MAX_POLL_SECONDS = 1.0
 _MAX_GATHER_SECONDS = 5.0
 _GATHER_POLL_SECONDS = 0.05
@@ -153,13 +153,11 @@ _LIBRARIES = ("/site-packages/", "/dist-packages/", "<", os.path.dirname(os.__fi
 
 
 class Watchdog:
-    """Watches the thread that starts it.
+    """Hang detector of the thread that creates it. Every rank creates one at the same point.
 
     Args:
-        seconds: Without a step, after which it speaks.
-        step: Returns the number of the last step that ended.
-
-    Every rank makes one, at the same place.
+        seconds: Timeout without a finished step.
+        step: Callable that returns the number of the last finished step.
     """
 
     def __init__(self, seconds: float, step: Callable[[], int]) -> None:
@@ -173,21 +171,21 @@ class Watchdog:
         self._thread = threading.Thread(target=self._run, name="booster-watchdog", daemon=True)
 
     def start(self) -> None:
-        """Begins to watch."""
+        """Start the thread."""
         self._last_beat = time.perf_counter()
         join_at_exit(self._thread, self._stopping.set)
         self._thread.start()
 
     def step_ended(self) -> None:
-        """Says that a step has ended."""
+        """Record that a step finished."""
         self._last_beat = time.perf_counter()
 
     def stop(self) -> None:
-        """Ends the watch, and tells others that wait that this rank has gone on."""
+        """Stop the thread, and publish that this rank has left the block."""
         self._stopping.set()
-        self._thread.join(timeout=2 * _MAX_POLL_SECONDS)  # longer only where the store does not answer
+        self._thread.join(timeout=2 * _MAX_POLL_SECONDS)  # takes longer only if the store does not respond
         if not self._thread.is_alive():
-            with suppress(RuntimeError):  # the process that serves the store has ended before this one
+            with suppress(RuntimeError):  # the process that hosts the store has exited
                 self._board.set(to_note(self._whereabouts(has_left=True)))
 
     def _run(self) -> None:
@@ -200,7 +198,7 @@ class Watchdog:
             faulthandler.cancel_dump_traceback_later()
 
     def _put_off_alarm(self) -> None:
-        # Longer than this thread may be busy itself.
+        # Longer than one iteration of this thread can take.
         seconds = self._seconds + _MAX_GATHER_SECONDS + 2 * _MAX_POLL_SECONDS
         faulthandler.dump_traceback_later(seconds, file=_stderr_number())
 
@@ -215,23 +213,23 @@ class Watchdog:
             return
         self._reported_beat = beat
         mine = self._whereabouts()
-        # The stacks first: for all the rest the store has to answer.
+        # Stacks first: everything else needs the store.
         _print(f"{self._head(mine)}.\n  It {mine}.\n{_stacks(self._watched)}")
         everyone = self._everyone(mine)
         if everyone is None:
-            _print(f"rank {group_rank()}: the store of torch.distributed does not answer: rank 0 or the launcher ended")
+            _print(f"rank {group_rank()}: the torch.distributed store does not respond: rank 0 or the launcher exited")
         elif group_size() > 1:
-            _print(f"{self._head(mine)}. Who is where:\n{report(everyone, group_size())}")
+            _print(f"{self._head(mine)}. Status of the ranks:\n{report(everyone, group_size())}")
 
     def _head(self, mine: Whereabouts) -> str:
-        return f"rank {group_rank()} of {group_size()}: no step has ended for {mine.idle_seconds:.1f} s"
+        return f"rank {group_rank()} of {group_size()}: no step finished for {mine.idle_seconds:.1f} s"
 
     def _go_on(self) -> None:
-        with suppress(RuntimeError):  # what ends the store will be seen by who needs it
+        with suppress(RuntimeError):  # a lost store raises where it is needed
             self._board.delete()
 
     def _everyone(self, mine: Whereabouts) -> dict[int, Whereabouts] | None:
-        """Returns what the ranks say that are not much later with it than this one; None: the store is gone."""
+        """Collect the statuses published within the gather timeout; None if the store is lost."""
         deadline = time.perf_counter() + min(max(self._seconds, 1.0), _MAX_GATHER_SECONDS)
         try:
             self._board.set(to_note(mine))
@@ -257,17 +255,16 @@ class Watchdog:
 
 
 def _num_collectives() -> int | None:
-    """See Note [Collectives of torch]."""
     if not is_initialized() or group_size() == 1:
         return None
-    with suppress(RuntimeError, AttributeError):  # a backend that has no such count
-        group: Any = _get_default_group()  # torch's stubs leave the count out
+    with suppress(RuntimeError, AttributeError):  # a backend without sequence numbers
+        group: Any = _get_default_group()  # the method is missing in torch's stubs
         return int(group._get_sequence_number_for_group())
     return None
 
 
 def _users_line(frame: FrameType | None) -> str:
-    """Returns the innermost line that is neither this library's nor one of those that it is built on."""
+    """Return the innermost line outside this library and installed packages."""
     while frame is not None:
         path, module = frame.f_code.co_filename, str(frame.f_globals.get("__name__"))
         if module.partition(".")[0] != "booster" and not any(part in path for part in _LIBRARIES):
@@ -284,17 +281,17 @@ def _stacks(first: int) -> str:
     for thread_id in sorted(frames, key=lambda one: one != first):
         stack = "".join(traceback.format_stack(frames[thread_id])).rstrip()
         parts.append(f"thread {names.get(thread_id, thread_id)}:\n{stack}")
-    return "Its threads' stacks, innermost call last:\n" + "\n".join(parts)
+    return "Thread stacks, most recent call last:\n" + "\n".join(parts)
 
 
 def _print(text: str) -> None:
-    """Writes at once, so that lines of several ranks are not mixed."""
-    with suppress(OSError, ValueError):  # nobody reads any more
+    # One write, so that lines of several ranks do not interleave.
+    with suppress(OSError, ValueError):  # stderr is closed
         sys.stderr.write(f"\n{text}\n")
         sys.stderr.flush()
 
 
 def _stderr_number() -> int:
-    with suppress(OSError, ValueError, AttributeError):  # replaced by something without a file
+    with suppress(OSError, ValueError, AttributeError):  # stderr is replaced by an object without a file descriptor
         return sys.stderr.fileno()
     return 2

@@ -112,7 +112,7 @@ def test_a_log_that_cannot_be_written_is_an_error_on_all_ranks(tmp_path):
     if dist.get_rank() == 0:
         (tmp_path / "file").write_text("")
     _, model, optimizer = make("ddp")
-    with pytest.raises(ValueError, match="can't be written"), Monitor(model, optimizer, log=tmp_path / "file" / "a"):
+    with pytest.raises(ValueError, match="is not writable"), Monitor(model, optimizer, log=tmp_path / "file" / "a"):
         pass
 
 
@@ -123,7 +123,7 @@ def test_ranks_at_different_steps_are_an_error_on_all_ranks():
         if dist.get_rank() == 1:
             monitor._step = 2
         step("ddp", booster, model, optimizer, 1.0)
-        with pytest.raises(DesyncError, match="rank 0 has ended step 2, and rank 1 step 4"):
+        with pytest.raises(DesyncError, match="rank 0 finished step 2, rank 1 step 4"):
             step("ddp", booster, model, optimizer, 1.0)
 
 
@@ -140,7 +140,7 @@ class Watched(io.StringIO):
 
     def write(self, text):
         written = super().write(text)
-        if "Who is where" in text:
+        if "Status of the ranks" in text:
             self.has_reported.set()
             (self._directory / f"rank{dist.get_rank()}").touch()
         return written
@@ -169,17 +169,17 @@ def test_a_hang_names_who_is_missing(kind, in_memory, tmp_path):
     finally:
         use_shared_memory(None)
     text = stderr.getvalue()
-    assert "no step has ended for" in text
-    assert "rank 1 has ended step 1, and is outside of all phases" in text
-    assert "rank 0 has ended step 1, and is in " in text
-    assert "missing there: rank 1" in text
-    assert "rank 0 has ended step 1, and is in communication in " in text
+    assert "no step finished for" in text
+    assert "rank 1 finished step 1 and is outside of all phases" in text
+    assert "rank 0 finished step 1 and is in " in text
+    assert "missing: rank 1" in text
+    assert "rank 0 finished step 1 and is in communication in " in text
     assert "test_monitor_ranks.py" in text
     assert "thread MainThread" in text
     assert "rank 0 waits in " in text
     if dist.get_rank() == 0:
         assert "in step" in text  # the stack
-    assert text.count("Who is where") == 1  # once a hang
+    assert text.count("Status of the ranks") == 1  # once a hang
 
 
 @distributed(2)
@@ -191,7 +191,7 @@ def test_a_rank_that_left_says_so(tmp_path):
         if dist.get_rank() == 0:
             assert stderr.has_reported.wait(20)
     if dist.get_rank() == 0:
-        assert "rank 1 has left the Monitor's block after step 1" in stderr.getvalue()
+        assert "rank 1 left the Monitor's block after step 1" in stderr.getvalue()
 
 
 @distributed(2)
@@ -204,8 +204,8 @@ def test_a_hang_that_is_over_is_not_reported_again(tmp_path):
             assert stderr.has_reported.wait(20)
             stderr.has_reported.clear()
             all_reduce_sum(torch.ones(1))
-    assert stderr.getvalue().count("Who is where") == 2
-    assert "has ended step 2" in stderr.getvalue()
+    assert stderr.getvalue().count("Status of the ranks") == 2
+    assert "finished step 2" in stderr.getvalue()
     assert not [one for one in threading.enumerate() if one.name == "booster-watchdog"]
 
 

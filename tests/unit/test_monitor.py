@@ -322,7 +322,7 @@ def test_only_what_was_boosted_together():
 def test_a_log_that_cannot_be_written(tmp_path):
     (tmp_path / "file").write_text("")
     _, model, optimizer = make()
-    with pytest.raises(ConfigError, match="can't be written"), Monitor(model, optimizer, log=tmp_path / "file" / "a"):
+    with pytest.raises(ConfigError, match="is not writable"), Monitor(model, optimizer, log=tmp_path / "file" / "a"):
         pass
 
 
@@ -331,9 +331,9 @@ def test_own_numbers_that_are_none():
     with Monitor(model, optimizer) as monitor:
         for numbers, message in (
             ({"loss": 1.0}, "choose another name"),
-            ({"accuracy": "high"}, "no number"),
-            ({"accuracy": torch.ones(2)}, "no number"),
-            ({"accuracy": None}, "no number"),
+            ({"accuracy": "high"}, "not a number"),
+            ({"accuracy": torch.ones(2)}, "not a number"),
+            ({"accuracy": None}, "not a number"),
         ):
             with pytest.raises(ConfigError, match=message):
                 monitor.log(**numbers)
@@ -343,7 +343,7 @@ def test_own_numbers_that_are_none():
 
 def test_a_block_is_entered_once_at_a_time():
     _, model, optimizer = make()
-    with Monitor(model, optimizer) as monitor, pytest.raises(ConfigError, match="entered already"):
+    with Monitor(model, optimizer) as monitor, pytest.raises(ConfigError, match="already entered"):
         monitor.__enter__()
 
 

@@ -86,17 +86,21 @@ def test_what_is_no_log_is_an_error(tmp_path, capsys, content):
 def test_a_log_that_is_not_there(tmp_path, capsys):
     assert main(["plot", str(tmp_path / "a.jsonl"), "-o", str(tmp_path / "x.png")]) == 2
     assert main(["plot", str(tmp_path), "-o", str(tmp_path / "x.png")]) == 2
-    assert capsys.readouterr().err.count("can't be read") == 2
+    assert capsys.readouterr().err.count("is not readable") == 2
 
 
 def test_outputs_that_cannot_be(tmp_path, capsys):
     path = write(tmp_path / "a.jsonl", [record(1)])
     (tmp_path / "file").write_text("")
-    for output, message in ((path, "would overwrite it"), ("loss", "no ending"), ("loss.docx", "no ending")):
+    for output, message in (
+        (path, "would overwrite it"),
+        ("loss", "no supported image suffix"),
+        ("loss.docx", "no supported image suffix"),
+    ):
         assert main(["plot", path, "-o", str(tmp_path / output)]) == 2
         assert message in capsys.readouterr().err
     assert main(["plot", path, "-o", str(tmp_path / "file" / "x.png")]) == 2
-    assert "can't be written" in capsys.readouterr().err
+    assert "is not writable" in capsys.readouterr().err
     assert read_run(path).records
 
 
