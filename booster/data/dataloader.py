@@ -1,9 +1,8 @@
-"""The loader that every rank iterates: each `iter()` is the next epoch, and it can go on from the middle of one.
+"""Distributed data loader with resumable epochs, and the registry of active iterations.
 
-Which loaders are being iterated right now, so that the facade knows when a batch is the last of its pass.
-
-An iteration is known from its first batch until it ends, is closed or is garbage collected (what `break` does to a
-`for` loop's iterator). The list holds weak references only, so that knowing an iteration does not keep it alive.
+The registry tells the facade whether a batch is the last of its epoch. An iteration is registered from its first batch
+until it ends, is closed or is garbage collected (as after `break` in a `for` loop). The registry holds weak references,
+so it does not keep iterations alive.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from .worker_seeding import SeededDataset, WorkerStart
 
 
 def encode_state(plain: dict[str, Any], generator: torch.Generator | None) -> dict[str, Any]:
-    """The plain entries, and the generator's state as text if there is one."""
+    """Add the generator's state, base64-encoded, to the entries of a loader state."""
     if generator is None:
         return plain
     return plain | {"generator": base64.b64encode(bytes(generator.get_state().tolist())).decode("ascii")}
@@ -35,27 +34,28 @@ def encode_state(plain: dict[str, Any], generator: torch.Generator | None) -> di
 def decode_state(
     state: Mapping[str, Any], expected: set[str], *, has_generator: bool
 ) -> tuple[Mapping[str, Any], torch.Tensor | None]:
-    """The state, checked, and the generator's state in it.
+    """Validate a loader state; return it and the generator's state in it.
 
     Raises:
-        ConfigError: entries are missing, the position is no number of at least 0, or only one of state and loader
-            has a generator.
+        ConfigError: Entries are missing, a position is not a non-negative int, or only one of state and loader has a
+            generator.
     """
     missing = sorted(expected - set(state))
     if missing:
         raise ConfigError(
-            f"a loader state without {', '.join(missing)} (it has {', '.join(sorted(map(str, state))) or 'nothing'}): "
-            "it is not of this kind of loader; pass what state_dict() of a loader made with the same "
-            "distributed_sampler_cls (or without one) returned"
+            f"a loader state without {', '.join(missing)} (it has {', '.join(sorted(map(str, state))) or 'nothing'}) is"
+            " of another kind of loader: pass the state_dict() of a loader with the same distributed_sampler_cls"
         )
     for key in sorted(expected & {"epoch", "samples_consumed", "batches_consumed"}):
         if not isinstance(state[key], int) or state[key] < 0:
-            raise ConfigError(f"a loader state with {key}={state[key]!r}: it counts from 0; pass an unchanged state")
+            raise ConfigError(
+                f"a loader state with {key}={state[key]!r}, which is not a non-negative int: pass an unchanged state"
+            )
     if has_generator != ("generator" in state):
         raise ConfigError(
             f"a loader state with{'out' if has_generator else ''} a generator for a loader "
-            f"with{'' if has_generator else 'out'} one: the run would draw other numbers; make the loader with the "
-            "same `generator` argument as when the state was saved"
+            f"with{'' if has_generator else 'out'} one: the random numbers would differ; create the loader with the"
+            " same `generator` argument as when the state was saved"
         )
     return state, _decode_generator(state["generator"]) if has_generator else None
 
@@ -65,7 +65,7 @@ def _decode_generator(text: str) -> torch.Tensor:
 
 
 class Iteration(Protocol):
-    """One pass over a loader, or over other batches (None), and the place of the batch that was handed out last."""
+    """One pass over a loader, or over other batches (`loader` is None), and the position of the current batch."""
 
     @property
     def loader(self) -> DistributedDataLoader[Any] | None: ...
@@ -80,7 +80,7 @@ _live: list[weakref.ref[Iteration]] = []
 
 
 def enter_iteration(iteration: Iteration) -> None:
-    """Makes an iteration the innermost one."""
+    """Register an iteration as the innermost one."""
     if _live and _live[-1]() is iteration:
         return
     leave_iteration(iteration)
@@ -88,7 +88,7 @@ def enter_iteration(iteration: Iteration) -> None:
 
 
 def leave_iteration(iteration: Iteration) -> None:
-    """Takes an iteration out; harmless if it is not in."""
+    """Remove an iteration, if registered."""
     _live[:] = [ref for ref in _live if ref() is not iteration]
 
 
@@ -97,7 +97,7 @@ def _forget(dead: weakref.ref[Iteration]) -> None:
 
 
 def active_iteration(loader: DistributedDataLoader[Any] | None = None) -> Iteration | None:
-    """The innermost iteration that is going on, of anything or of this loader; None outside."""
+    """Return the innermost active iteration, optionally of the given loader, or None."""
     for iteration in _innermost_first():
         if loader is None or iteration.loader is loader:
             return iteration
@@ -105,18 +105,18 @@ def active_iteration(loader: DistributedDataLoader[Any] | None = None) -> Iterat
 
 
 def active_place() -> BatchPlace | None:
-    """The place of the batch that was handed out last by the innermost iteration; None outside of any.
+    """Return the position of the current batch of the innermost iteration, or None.
 
-    Collective: no. Every rank sees its own iterations only.
+    Collective: no. Each rank has its own registry.
     """
     iteration = active_iteration()
     return None if iteration is None else iteration.place
 
 
 def active_loader() -> DistributedDataLoader[Any] | None:
-    """The loader whose batch was handed out last and whose iteration still goes on; None outside of any.
+    """Return the loader of the innermost iteration that has one, or None.
 
-    Collective: no. Every rank sees its own loaders only.
+    Collective: no. Each rank has its own registry.
     """
     loaders = (iteration.loader for iteration in _innermost_first())
     return next((loader for loader in loaders if loader is not None), None)
@@ -127,9 +127,9 @@ def _innermost_first() -> list[Iteration]:
 
 
 def announce(text: str | None) -> None:
-    """Logs the text on rank 0; nothing where there is none. No communication."""
+    """Log the text on rank 0, unless it is None. No communication."""
     if text is not None:
-        from booster.logger import get_dist_logger  # the logger asks where it runs
+        from booster.logger import get_dist_logger  # deferred: the logger initializes with the rank's environment
 
         get_dist_logger("booster.data").info(text, ranks=[0])
 
@@ -139,14 +139,14 @@ T_co = TypeVar("T_co", covariant=True)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Cursor:
-    """A place in the run over the data: `position` counts as the sampler does, 0 at the start of the epoch."""
+    """Position in the data; `position` is in the sampler's unit, 0 at the start of the epoch."""
 
     epoch: int
     position: int = 0
 
 
 class EpochIterator(Iterator[T_co]):
-    """One pass over a loader; counts what it hands out. `close()` or dropping it ends the pass."""
+    """Iterator over one epoch, which tracks the position. `close()` or garbage collection ends the epoch."""
 
     def __init__(
         self, loader: DistributedDataLoader[T_co], source: Iterator[T_co], sampler: EpochSampler, cursor: _Cursor
@@ -159,7 +159,7 @@ class EpochIterator(Iterator[T_co]):
 
     @property
     def place(self) -> BatchPlace:
-        """The place of the batch that was handed out last; only asked for once there is one."""
+        """Position of the current batch. Requires that one was returned."""
         assert self._place is not None
         return self._place
 
@@ -174,7 +174,7 @@ class EpochIterator(Iterator[T_co]):
             raise StopIteration
         place = self._sampler.place(self._cursor.position)
         if not place.is_last:
-            # Also if the dataset raises now: torch goes on behind a failed batch when it is asked for another.
+            # Also if the dataset raises now: after a failed batch torch continues with the next one.
             self._cursor = _Cursor(epoch=self._cursor.epoch, position=place.stop)
         try:
             batch = next(self._source)
@@ -187,35 +187,35 @@ class EpochIterator(Iterator[T_co]):
         return batch
 
     def end_after_this(self) -> None:
-        """Makes the batch that was handed out last the epoch's last one, also where there are more."""
+        """Mark the current batch as the last one of the epoch, even if more follow."""
         if self._place is not None:
             self._place = replace(self._place, is_last=True)
         self.loader._handed_out(None)
 
     def close(self) -> None:
-        """Ends the pass and lets go of its workers."""
+        """End the pass and release its workers."""
         self._source = None
         leave_iteration(self)
 
 
 class DistributedDataLoader(DataLoader[T_co]):
-    """A DataLoader over one rank's part of the data. Use `prepare_dataloader` to make one.
+    """Stateful DataLoader over one rank's shard of the data. Created by `prepare_dataloader`.
 
-    Every `iter()` is the next epoch, in a new order if the sampler shuffles. `state_dict()` says where the run over
-    the data stands, by the batches that were handed out (not by those that workers have read ahead): inside the loop
-    body the current batch counts as consumed. After `load_state_dict` the next `iter()` goes on with the following
-    batch. Leaving an epoch with `break` leaves the state inside it, while the next `iter()` of the same loader starts
-    the next epoch; `set_epoch(n)` says so for the state, too.
+    Every `iter()` is the next epoch, in a new order if the sampler shuffles. `state_dict()` returns the position in the
+    data after the batches that were yielded, regardless of prefetching: inside the loop body the current batch counts
+    as consumed. After `load_state_dict` the next `iter()` resumes with the following batch. After `break` the state
+    stays inside the epoch, but the next `iter()` of the same loader starts the next epoch; `set_epoch(n)` moves the
+    state, too.
 
-    Nothing is drawn from the global random state: workers start from a generator of the loader's own, or from the
-    user's `generator`, which advances by one draw with each epoch and is part of the state.
+    The global RNG is not used: workers are seeded from the loader's own generator or from the user's `generator`, which
+    advances by one draw per epoch and is part of the state.
 
     Args:
-        dataset: A map-style dataset.
-        sampler: Which batches this rank reads.
-        batch_size: Per rank; for those who ask the loader.
-        drop_last: For those who ask the loader.
-        **loader_options: What torch's DataLoader takes beside the dataset, samplers, batch size and shuffle.
+        dataset: Map-style dataset.
+        sampler: Batch sampler of this rank.
+        batch_size: Batch size per rank, kept as an attribute only.
+        drop_last: Kept as an attribute only.
+        **loader_options: Other arguments of torch's DataLoader, without samplers and shuffle.
     """
 
     def __init__(
@@ -230,11 +230,11 @@ class DistributedDataLoader(DataLoader[T_co]):
         self._user_generator: torch.Generator | None = loader_options.pop("generator", None)
         generator = torch.Generator() if self._user_generator is None else self._user_generator
         super().__init__(dataset, batch_sampler=sampler, generator=generator, **loader_options)
-        # torch leaves None and False here for every loader with a batch sampler, and refuses assignment.
+        # torch sets these to None and False for every loader with a batch sampler, and forbids assignment.
         vars(self).update(batch_size=batch_size, drop_last=drop_last)
         self.epoch_sampler = sampler
-        self._here = _Cursor(epoch=0)  # where the batches that were handed out end
-        self._next = _Cursor(epoch=0)  # where the next iter() begins
+        self._here = _Cursor(epoch=0)  # after the last yielded batch
+        self._next = _Cursor(epoch=0)  # start of the next iter()
         self._newest: weakref.ref[EpochIterator[T_co]] | None = None
 
     @in_phase("data")
@@ -248,28 +248,28 @@ class DistributedDataLoader(DataLoader[T_co]):
         return iterator
 
     def _start_source(self, cursor: _Cursor) -> Iterator[T_co]:
-        """torch's iterator. It draws one number to seed workers, but persistent workers only in their first epoch."""
+        # torch's iterator draws one number to seed workers; persistent workers draw only in their first epoch.
         if self._user_generator is None:
             self.generator.manual_seed(self.epoch_sampler.stream_seed(cursor.epoch))
             return self._open_source()
         before = self._user_generator.get_state()
         source = self._open_source()
         self._user_generator.set_state(before)
-        if cursor.position == 0:  # one draw per epoch: when an epoch goes on, the restored state has it already
+        if cursor.position == 0:  # one draw per epoch: the restored state of a resumed epoch already includes it
             torch.empty((), dtype=torch.int64).random_(generator=self._user_generator)
         return source
 
     def _open_source(self) -> Iterator[T_co]:
         newest = None if self._newest is None else self._newest()
         if self.persistent_workers and newest is not None and newest.is_open:
-            # Persistent workers serve one pass at a time, and torch would end the outer one without a word.
+            # Persistent workers serve one pass at a time, and torch would silently end the outer one.
             return iter(self._get_iterator())
         return super().__iter__()
 
     def _get_iterator(self) -> Any:
         if self.num_workers == 0:
             return super()._get_iterator()
-        # torch's iterator reads what its workers need from the loader; `self.dataset` stays the user's own object.
+        # torch's iterator passes the loader's dataset to its workers; `self.dataset` must stay the user's object.
         workers_view = copy.copy(self)
         vars(workers_view).update(dataset=SeededDataset(self.dataset), worker_init_fn=WorkerStart(self.worker_init_fn))
         return super(DistributedDataLoader, workers_view)._get_iterator()
@@ -278,43 +278,43 @@ class DistributedDataLoader(DataLoader[T_co]):
         return self.epoch_sampler.num_batches()
 
     def _handed_out(self, after: _Cursor | None) -> None:
-        # None: the epoch's last batch. What follows is the next iter(), not the empty rest of this epoch.
+        # None after the last batch of the epoch: the next iter() follows, not the empty rest of this epoch.
         self._here = self._next if after is None else after
 
     @property
     def epoch(self) -> int:
-        """The epoch that the next batch comes from: in the loop body of an epoch's last batch, the next one."""
+        """Epoch of the next batch; in the loop body of an epoch's last batch this is the next epoch."""
         return self._here.epoch
 
     def set_epoch(self, epoch: int) -> None:
-        """The next `iter()` starts this epoch; one whose middle was just loaded goes on there.
+        """Set the epoch of the next `iter()`. If a state inside this epoch was just loaded, `iter()` resumes there.
 
-        Not needed: every `iter()` starts the next epoch by itself.
+        Optional: every `iter()` starts the next epoch.
         """
         if self._next.epoch != epoch:
             self._next = _Cursor(epoch=epoch)
         self._here = self._next
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the run over the data stands, as plain numbers, strings and booleans that go into JSON.
+        """Return the position in the data as a JSON-serializable dict.
 
-        Collective: no. The state is the same on every rank, but for the user's `generator`.
+        Collective: no. The state is the same on every rank, except for the user's `generator`.
         """
         sampler = self.epoch_sampler
         cursor = {"epoch": self._here.epoch, sampler.position_key: self._here.position}
         return encode_state(sampler.describe() | cursor | {"in_epoch": self._here.position > 0}, self._user_generator)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The next `iter()` goes on where the state was taken.
-
-        Collective: no, but all ranks have to load the same state.
+        """Restore a position; the next `iter()` resumes there.
 
         Args:
-            state: What `state_dict` returned, of a loader over the same dataset. The number of ranks and the batch
-                size may differ, if no `distributed_sampler_cls` is used. The seed becomes that of the state.
+            state: Result of `state_dict` of a loader over the same dataset. The number of ranks and the batch size may
+                differ unless a `distributed_sampler_cls` is used. The seed is taken from the state.
 
         Raises:
-            ConfigError: not such a state, another length of the dataset, or another kind of order.
+            ConfigError: The state is invalid, or the dataset's length or the kind of order differs.
+
+        Collective: no, but all ranks must load the same state.
         """
         sampler = self.epoch_sampler
         expected = {*sampler.describe(), "epoch", sampler.position_key}
@@ -323,7 +323,7 @@ class DistributedDataLoader(DataLoader[T_co]):
         sampler.adopt(plain, position)
         if self._user_generator is not None and generator_state is not None:
             self._user_generator.set_state(generator_state)
-        # With drop_last and a larger global batch now, what is left of the epoch may be no batch any more.
+        # With drop_last and a larger global batch, the rest of the epoch may hold no batch.
         is_over = position > 0 and sampler.num_batches(position) == 0
         self._here = self._next = _Cursor(epoch=plain["epoch"] + is_over, position=0 if is_over else position)
         if self._next.position:
@@ -331,22 +331,22 @@ class DistributedDataLoader(DataLoader[T_co]):
 
     @property
     def is_last_batch(self) -> bool:
-        """Whether the batch that was handed out last is the last of its epoch. False outside of an iteration."""
+        """Whether the current batch is the last of its epoch. False outside of an iteration."""
         iteration = self._iteration()
         return iteration is not None and iteration.place.is_last
 
     @property
     def current_batch_samples(self) -> int:
-        """How many samples this rank got in the batch that was handed out last, repeats included; 0 outside."""
+        """Number of samples in this rank's current batch, repeats included; 0 outside of an iteration."""
         iteration = self._iteration()
         return 0 if iteration is None else iteration.place.num_samples
 
     @property
     def num_repeated_in_batch(self) -> int:
-        """How many samples of the current global batch (all ranks in rank order, at its very end) are repeats.
+        """Number of repeated samples at the end of the current global batch (all ranks in rank order).
 
-        Only in the last batch of an epoch other than 0. Always 0 with a `distributed_sampler_cls`, whose repeats are
-        not known, and outside of an iteration.
+        Nonzero only in the last batch of an epoch. Always 0 outside of an iteration and with a
+        `distributed_sampler_cls`, whose repeats are unknown.
         """
         iteration = self._iteration()
         return 0 if iteration is None else iteration.place.num_repeated
