@@ -1,4 +1,4 @@
-"""From a dataset, or from a plain torch loader, to the loader that gives this rank its part."""
+"""Sharded loaders for a dataset or for a torch DataLoader."""
 
 from __future__ import annotations
 
@@ -50,36 +50,35 @@ def prepare_dataloader(
     distributed_sampler_cls: Any = None,
     **kwargs: Any,
 ) -> DataLoader[Any]:
-    """A loader over this rank's part of a dataset, reshuffled in every epoch if it shuffles.
+    """Create a loader over this rank's shard of a dataset.
 
-    A map-style dataset gives a `DistributedDataLoader`: every rank gets equally many batches of equal length. Without
-    `drop_last` the last ones are shorter, and what is missing to equal lengths is repeated from the start of the
-    epoch's order; how many samples an epoch repeats or drops is logged once.
+    A map-style dataset yields a `DistributedDataLoader`: equal numbers of batches of equal length on all ranks. Without
+    `drop_last` the last batches are shorter, and samples from the start of the epoch's order are repeated to make their
+    lengths equal. The numbers of repeated or dropped samples are logged once.
 
-    An `IterableDataset` can't be split from outside. For more than one rank it has to give each rank its own part by
-    itself and to say so by an attribute `is_sharded = True`; it then gets a plain torch DataLoader, whose state and
-    number of batches are the dataset's own affair. Where ranks may get different numbers of them, which is logged once
-    as nobody can know it before, read it with `booster.join_uneven(loader)`.
+    An `IterableDataset` cannot be sharded from outside. For more than one rank it must yield only this rank's shard and
+    set the attribute `is_sharded = True`. It yields a plain torch DataLoader without a resumable position. If the
+    numbers of batches may differ between ranks, read it with `booster.join_uneven(loader)`; this is logged once.
 
     Args:
-        dataset: With `__len__` and `__getitem__`, or an IterableDataset.
+        dataset: Dataset with `__len__` and `__getitem__`, or an IterableDataset.
         batch_size: Samples per rank and batch.
-        dp_rank: Which part this rank reads.
-        dp_size: How many parts there are.
-        shuffle: A new order in every epoch.
-        seed: Of the orders and of the workers' random states; the same on all ranks.
-        drop_last: Leaves out the last global batch if it is not full.
-        pin_memory: As torch's DataLoader has it.
-        num_workers: As torch's DataLoader has it. Random augmentation in workers depends on seed, epoch and the
-            sample's place in the epoch's order only, not on the number of workers.
-        distributed_sampler_cls: The user's own sampler, called as
+        dp_rank: Data-parallel rank.
+        dp_size: Number of data-parallel ranks.
+        shuffle: If True, a new order in every epoch.
+        seed: Seed of the orders and of the workers' RNGs, the same on all ranks.
+        drop_last: If True, drop an incomplete last global batch.
+        pin_memory: As in torch's DataLoader.
+        num_workers: As in torch's DataLoader. Random augmentation in workers depends on the seed, the epoch and the
+            sample's position in the epoch's order, but not on the number of workers.
+        distributed_sampler_cls: User's sampler class, called as
             `cls(dataset, num_replicas=dp_size, rank=dp_rank, shuffle=shuffle)`, with `seed` and `drop_last` if it
             takes them.
         **kwargs: collate_fn, timeout, worker_init_fn, multiprocessing_context, generator, prefetch_factor,
-            persistent_workers, pin_memory_device: as torch's DataLoader has them.
+            persistent_workers, pin_memory_device, as in torch's DataLoader.
 
     Raises:
-        ConfigError: an empty dataset, no batch left, ranks or sizes out of range, arguments that contradict.
+        ConfigError: The dataset is empty, no batch is left, a rank or size is out of range, or arguments contradict.
     """
     _check_dataset(dataset)
     _check_options(kwargs)
@@ -89,12 +88,12 @@ def prepare_dataloader(
     if isinstance(dataset, IterableDataset):
         _check_iterable(dataset, dp_size, shuffle, distributed_sampler_cls)
         check_data_world(dp_rank, dp_size, 1 if batch_size is None else batch_size)
-        if kwargs.get("generator") is None:  # else every rank's workers draw the same numbers
+        if kwargs.get("generator") is None:  # otherwise the workers of all ranks would draw the same numbers
             options["generator"] = torch.Generator().manual_seed(derive_seed("workers", seed, dp_rank))
         if dp_size > 1:
             announce(
-                f"{type(dataset).__name__} splits itself over {dp_size} ranks: whether all get as many batches is"
-                " its own affair; if some may get fewer, read them with booster.join_uneven(loader)"
+                f"{type(dataset).__name__} shards itself over {dp_size} ranks, possibly unevenly: if some ranks may get"
+                " fewer batches, read them with booster.join_uneven(loader)"
             )
         return _made(DataLoader, dataset, batch_size=batch_size, drop_last=drop_last, **options)
     length = _length(dataset)
@@ -118,17 +117,17 @@ def prepare_dataloader(
 
 
 def check_can_shard(loader: DataLoader[Any], dp_rank: int, dp_size: int) -> None:
-    """Returns if a torch loader is split for this rank, or can be. No communication.
+    """Verify that a torch loader is sharded for this rank, or can be. No communication.
 
     Raises:
-        ConfigError: It is split for other ranks, can't be split (each rank would read the same), or has no batch.
+        ConfigError: The loader is sharded for other ranks, cannot be sharded, or has no batch.
     """
     split_for = _split_of(loader)
     if split_for is not None:
         if split_for != (dp_rank, dp_size):
             raise ConfigError(
-                f"a dataloader split for rank {split_for[0]} of {split_for[1]}, boosted on rank {dp_rank} of "
-                f"{dp_size}: samples would be read twice or never; make it with num_replicas={dp_size}, "
+                f"a dataloader sharded for rank {split_for[0]} of {split_for[1]}, boosted on rank {dp_rank} of "
+                f"{dp_size}: samples would be read twice or never. Create it with num_replicas={dp_size}, "
                 f"rank={dp_rank}, or with plugin.prepare_dataloader"
             )
         return
@@ -139,25 +138,24 @@ def check_can_shard(loader: DataLoader[Any], dp_rank: int, dp_size: int) -> None
         )  # checks its numbers
     elif obstacle is not None and dp_size > 1:
         raise ConfigError(
-            f"a dataloader with {obstacle}: it can't be split over {dp_size} ranks, and each would read the same data; "
-            "use plugin.prepare_dataloader(dataset, batch_size, ...), or a sampler of the kind of "
-            "torch.utils.data.DistributedSampler"
+            f"a dataloader with {obstacle} cannot be sharded over {dp_size} ranks, and each would read the same data:"
+            " use plugin.prepare_dataloader(dataset, batch_size, ...) or a torch.utils.data.DistributedSampler"
         )
 
 
 def loader_facts(loader: DataLoader[Any]) -> list[str]:
-    """Returns what of a loader that `check_can_shard` accepts must be the same on all ranks, as lines of text.
+    """Return the settings of a loader that must be the same on all ranks, as lines of text.
 
-    That is all by which its samples are split. Of the user's own sampler it is the class alone: it may give each rank
-    as many samples, in batches of such a size, as it likes. Only torch's own counts on a dataset and a seed that are
-    the same everywhere. What is left as it is, as the data has one part only, is read by all ranks alike.
+    These are the settings that determine the sharding. A user's sampler contributes its class only, as its numbers of
+    samples and batch sizes may differ between ranks; torch's DistributedSampler relies on equal datasets and seeds.
+    `loader` must have passed `check_can_shard`.
     """
     kind, facts = _rule(loader)
     return [f"a dataloader {kind}", *(f"a dataloader with {name}={value!r}" for name, value in facts.items())]
 
 
 def _rule(loader: DataLoader[Any]) -> tuple[str, dict[str, Any]]:
-    """By what a loader is split, in words, and on which values that depends."""
+    """Return a description of how a loader is sharded, and the settings that this depends on."""
     batches = {"batch_size": loader.batch_size, "drop_last": bool(loader.drop_last)}
     sampler = _splitting_sampler(loader)
     if sampler is None and _obstacle(loader) is not None:
@@ -178,17 +176,17 @@ def _rule(loader: DataLoader[Any]) -> tuple[str, dict[str, Any]]:
 
 
 def shard_dataloader(loader: DataLoader[Any], dp_rank: int, dp_size: int) -> DataLoader[Any]:
-    """A loader for this rank's part of what a torch loader reads; loaders that are split already come back unchanged.
+    """Return a loader for this rank's shard of a torch loader; a loader that is already sharded is returned unchanged.
 
-    The batch size stays that of one rank. Orders follow from the seed of the loader's (or its sampler's) `generator`,
-    or from that of the launch, and from the epoch alone, not from what the generator has drawn: one rank reads the
-    same global batches as several. With `dp_size` 1 a loader of a kind that can't be split comes back unchanged.
+    The batch size stays per rank. Orders depend on the epoch and on the initial seed of the loader's (or its sampler's)
+    `generator`, or else of the launch, but not on the generator's state. With `dp_size` 1 a loader that cannot be
+    sharded is returned unchanged.
 
     Raises:
-        ConfigError: a loader that is split for other ranks, or that can't be split (each rank would read the same).
+        ConfigError: The loader is sharded for other ranks, or cannot be sharded.
     """
     check_can_shard(loader, dp_rank, dp_size)
-    # With an obstacle the one rank reads everything, in whatever order the user's own sampler gives.
+    # With an obstacle dp_size is 1: the rank reads all samples in the order of the user's sampler.
     if loader.batch_size is None or _split_of(loader) is not None or _obstacle(loader) is not None:
         return loader
     options = {name: getattr(loader, name) for name in _LOADER_OPTIONS}
@@ -207,19 +205,17 @@ def shard_dataloader(loader: DataLoader[Any], dp_rank: int, dp_size: int) -> Dat
 
 
 def _seed_of(loader: DataLoader[Any]) -> int:
-    """Returns what the orders and the workers' random states of a loader that is split follow from."""
     generator = getattr(loader.sampler, "generator", None) or loader.generator
     return default_seed() if generator is None else generator.initial_seed() % 2**32
 
 
 def _made(kind: Callable[..., DataLoader[Any]], *args: Any, **options: Any) -> DataLoader[Any]:
-    """Returns a loader of torch's, or a `ConfigError` with what torch says of the options that it does not take."""
     try:
         return kind(*args, **options)
     except (TypeError, ValueError) as error:
         raise ConfigError(
-            f"torch's DataLoader does not take these options ({error}): give num_workers= a whole number from 0, and"
-            " prefetch_factor, persistent_workers and timeout together with workers only"
+            f"torch's DataLoader rejects these options ({error}): pass a non-negative int as num_workers, and"
+            " prefetch_factor, persistent_workers and timeout only with workers"
         ) from error
 
 
@@ -231,24 +227,23 @@ def _check_plain_arguments(**flags: Any) -> None:
 def _check_options(options: dict[str, Any]) -> None:
     for name in ("collate_fn", "worker_init_fn"):
         if options.get(name) is not None and not callable(options[name]):
-            raise ConfigError(f"prepare_dataloader({name}={options[name]!r}) can't be called: give a function")
+            raise ConfigError(f"prepare_dataloader({name}={options[name]!r}) is not callable: pass a function")
     samplers = sorted({"sampler", "batch_sampler"} & set(options))
     if samplers:
         raise ConfigError(
-            f"prepare_dataloader({samplers[0]}=...): the batches of each rank, shuffled or not, are made here, and a "
-            "second sampler would contradict; pass distributed_sampler_cls=YourSampler, or make a torch DataLoader "
-            "with a DistributedSampler yourself"
+            f"prepare_dataloader({samplers[0]}=...) conflicts with the sampler that it creates: pass"
+            " distributed_sampler_cls=YourSampler, or create a torch DataLoader with a DistributedSampler"
         )
     unknown = sorted(set(options).difference(_LOADER_OPTIONS))
     if unknown:
         raise ConfigError(
-            f"prepare_dataloader got {', '.join(unknown)}, which torch's DataLoader does not take here: "
-            f"correct or leave out what is not one of {', '.join(_LOADER_OPTIONS)}"
+            f"prepare_dataloader got unknown options {', '.join(unknown)}: correct them or leave them out; "
+            f"supported are {', '.join(_LOADER_OPTIONS)}"
         )
     if not options.get("in_order", True):
         raise ConfigError(
-            "prepare_dataloader(in_order=False): batches would come in the order in which workers happen to finish, "
-            "so the ranks' batches would not belong together and no position could be saved; leave in_order out"
+            "prepare_dataloader(in_order=False): the order of batches would depend on the timing of workers, so ranks"
+            " would not read the same global batch and no position could be saved. Leave in_order out"
         )
 
 
@@ -257,35 +252,35 @@ def _check_iterable(dataset: Any, dp_size: int, shuffle: bool, distributed_sampl
     if shuffle or distributed_sampler_cls is not None:
         argument = "shuffle=True" if shuffle else "distributed_sampler_cls"
         raise ConfigError(
-            f"prepare_dataloader({name}, {argument}): an IterableDataset decides its order by itself; shuffle inside "
-            "of the dataset and leave the argument out"
+            f"prepare_dataloader({name}, {argument}): an IterableDataset determines its own order. Shuffle inside the"
+            " dataset and leave the argument out"
         )
     if dp_size > 1 and not getattr(dataset, "is_sharded", False):
         raise ConfigError(
-            f"prepare_dataloader({name}) for {dp_size} ranks: an IterableDataset can't be split from outside, so each "
-            "rank would read the same data; let it yield this rank's part only and set dataset.is_sharded = True"
+            f"prepare_dataloader({name}) for {dp_size} ranks: an IterableDataset cannot be sharded from outside, so each"
+            " rank would read the same data. Yield only this rank's shard and set dataset.is_sharded = True"
         )
 
 
 def _check_dataset(dataset: Any) -> None:
     if isinstance(dataset, DataLoader):
         raise ConfigError(
-            f"prepare_dataloader({type(dataset).__name__}) makes a loader out of a dataset, and was given a loader:"
-            " give loader.dataset here, or the loader to boost()"
+            f"prepare_dataloader({type(dataset).__name__}) takes a dataset, got a loader: pass loader.dataset, or pass"
+            " the loader to boost()"
         )
 
 
 def _length(dataset: Any) -> int:
     if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
         raise ConfigError(
-            f"prepare_dataloader({type(dataset).__name__}): its samples are counted and read by number; give the "
-            "dataset __len__ and __getitem__, or derive it from torch.utils.data.IterableDataset"
+            f"prepare_dataloader({type(dataset).__name__}): the dataset is not indexable; define __len__ and"
+            " __getitem__, or derive it from torch.utils.data.IterableDataset"
         )
     return len(dataset)
 
 
 def _split_of(loader: DataLoader[Any]) -> tuple[int, int] | None:
-    """(rank, ranks) that a loader's sampler is made for; None if it knows nothing of ranks."""
+    """Return the (rank, num_ranks) of a loader's sampler, or None if it is not distributed."""
     sampler = _splitting_sampler(loader)
     if isinstance(sampler, (DistributedBatchSampler, CustomBatchSampler)):
         return sampler.dp_rank, sampler.dp_size
@@ -293,7 +288,6 @@ def _split_of(loader: DataLoader[Any]) -> tuple[int, int] | None:
 
 
 def _splitting_sampler(loader: DataLoader[Any]) -> Any | None:
-    """The one of a loader's samplers that knows of ranks."""
     if isinstance(loader.batch_sampler, (DistributedBatchSampler, CustomBatchSampler)):
         return loader.batch_sampler
     sampler: Any
@@ -304,7 +298,7 @@ def _splitting_sampler(loader: DataLoader[Any]) -> Any | None:
 
 
 def _obstacle(loader: DataLoader[Any]) -> str | None:
-    """What keeps a loader from being made anew with another sampler, in words."""
+    """Describe why a loader cannot be recreated with another sampler, or return None."""
     sampler: Any = loader.sampler
     if type(loader).__iter__ is not DataLoader.__iter__ or type(loader)._get_iterator is not DataLoader._get_iterator:
         return f"its own way of iterating ({type(loader).__name__})"

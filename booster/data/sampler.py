@@ -1,11 +1,11 @@
-"""Which samples each rank reads in which batch: equal counts on all ranks, from any position of any epoch.
+"""Distributed batch samplers: equal numbers of samples on all ranks, resumable at any position of any epoch.
 
-# Note [Global order]: an epoch has one order of the dataset, known from (seed, epoch) alone. The next batch of the
-# whole job is the next `batch_size * dp_size` samples of it, and rank r takes the r-th contiguous part. So the ranks'
-# batches one after another are the batch that one process with the large batch size reads, and a position is a
-# number of samples: it keeps its meaning when the number of ranks or the batch size changes. When less than a global
-# batch is left, either it is dropped, or every rank takes ceil(rest / dp_size) samples, and what the last ranks lack
-# is repeated from the start of the order. Repeats are therefore the very end of the last global batch.
+# Note [Global order]: an epoch has one order of the dataset, determined by (seed, epoch). The next global batch is the
+# next `batch_size * dp_size` samples of it, of which rank r reads the r-th contiguous shard. So the concatenated
+# batches of the ranks equal the batch of one process with the global batch size. A position is a number of samples,
+# which stays valid when the number of ranks or the batch size changes. If less than a global batch is left, it is
+# either dropped, or every rank reads ceil(rest / dp_size) samples and the last ranks repeat samples from the start of
+# the order. Repeats are therefore at the end of the last global batch.
 """
 
 from __future__ import annotations
@@ -26,40 +26,40 @@ from .worker_seeding import SampleBatch, derive_seed
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchPlace:
-    """What one rank gets of one global batch, and where the epoch stands after it."""
+    """This rank's share of one global batch, and the position after it."""
 
     num_samples: int  # in this rank's batch, repeats included
-    num_repeated: int  # in the global batch; they are its very end
-    num_repeated_here: int  # of these, in this rank's batch; they are the end of that
+    num_repeated: int  # at the end of the global batch
+    num_repeated_here: int  # at the end of this rank's batch
     stop: int  # position after the batch
     is_last: bool
 
 
 class EpochSampler(Protocol):
-    """What the loader asks of a batch sampler: any epoch, from any position. A position of 0 is the epoch's start."""
+    """Batch sampler that can start at any position of any epoch. Position 0 is the start of an epoch."""
 
-    position_key: str  # what a position counts, under the name that the loader's state has for it
+    position_key: str  # key of the position in the loader's state, which names its unit
 
     def start_at(self, epoch: int, position: int) -> None:
-        """The next `iter()` yields the batches of this epoch that follow this position."""
+        """Start the next `iter()` at this position of this epoch."""
 
     def num_batches(self, position: int = 0) -> int:
-        """How many batches this rank gets after this position of an epoch."""
+        """Return the number of this rank's batches after this position of an epoch."""
 
     def place(self, position: int) -> BatchPlace:
-        """The batch that begins at this position."""
+        """Return the batch that starts at this position."""
 
     def stream_seed(self, epoch: int) -> int:
-        """A seed for this epoch and rank, for what workers draw before their first sample."""
+        """Return a seed for this epoch and rank, for random numbers that workers draw before their first sample."""
 
     def describe(self) -> dict[str, Any]:
-        """What, beside epoch and position, says which samples follow: plain numbers, strings and booleans."""
+        """Return the settings that, with epoch and position, determine the remaining samples (JSON-serializable)."""
 
     def adopt(self, described: Mapping[str, Any], position: int) -> None:
-        """Goes on as the described sampler does; ConfigError where the samples to follow would not be its own."""
+        """Continue as the described sampler; raise ConfigError if the remaining samples would differ."""
 
     def announcement(self, position: int = 0) -> str | None:
-        """What the user should know about the uneven end of an epoch that goes on here; None where it is even."""
+        """Return a log line about the uneven end of an epoch resumed at this position, or None if it is even."""
 
     def __iter__(self) -> Iterator[list[int]]: ...
 
@@ -67,34 +67,37 @@ class EpochSampler(Protocol):
 
 
 def check_data_world(dp_rank: int, dp_size: int, batch_size: int) -> None:
-    """ConfigError unless these can be a rank's place in the data-parallel world and its batch size."""
+    """Validate a data-parallel rank, group size and batch size.
+
+    Raises:
+        ConfigError: A value is out of range.
+    """
     if dp_size < 1 or not 0 <= dp_rank < dp_size:
         raise ConfigError(
-            f"dp_rank={dp_rank} of dp_size={dp_size}: there are dp_size parts of the data, numbered from 0; "
-            "pass the plugin's own dp_rank and dp_size"
+            f"dp_rank={dp_rank} of dp_size={dp_size} is not in 0..dp_size-1: pass dp_rank and dp_size of the plugin"
         )
     if not isinstance(batch_size, int) or isinstance(batch_size, bool) or batch_size < 1:
         raise ConfigError(
-            f"batch_size={batch_size!r}: every rank reads this many samples at a time; pass an integer of at least 1"
+            f"batch_size={batch_size!r} is not a number of samples per rank and batch: pass a positive int"
         )
 
 
 class DistributedBatchSampler(Sampler[list[int]]):
-    """One rank's batches of an epoch: lists of indices, equally many and equally long on all ranks.
+    """Batch sampler of one rank: equal numbers of batches and equal batch lengths on all ranks.
 
-    See Note [Global order]. The batches are `SampleBatch`: lists that also know their random stream.
+    See Note [Global order]. The batches are `SampleBatch`: lists of indices with their random stream.
 
     Args:
         num_samples: Length of the dataset, at least 1.
         batch_size: Samples per rank and batch.
-        dp_rank: Which part of each global batch this rank reads.
-        dp_size: How many parts there are.
-        shuffle: A new order in every epoch; else the dataset's own.
-        seed: Of the orders; the same on all ranks.
-        drop_last: Leaves out the last global batch if it is not full, instead of repeating samples.
+        dp_rank: Data-parallel rank.
+        dp_size: Number of data-parallel ranks.
+        shuffle: If True, a new order in every epoch, else the dataset's order.
+        seed: Seed of the orders, the same on all ranks.
+        drop_last: If True, drop an incomplete last global batch instead of repeating samples.
 
     Raises:
-        ConfigError: an empty dataset, a rank outside of its world, or `drop_last` that leaves no batch at all.
+        ConfigError: The dataset is empty, a rank or size is out of range, or `drop_last` leaves no batch.
 
     Example:
         >>> [list(DistributedBatchSampler(5, 2, rank, 2)) for rank in range(2)]
@@ -127,27 +130,29 @@ class DistributedBatchSampler(Sampler[list[int]]):
 
     def _check_not_empty(self) -> None:
         if self.num_samples < 1:
-            raise ConfigError("an empty dataset (length 0) has no batches: give every rank the same non-empty dataset")
+            raise ConfigError(
+                "an empty dataset (length 0) has no batches: pass the same non-empty dataset on all ranks"
+            )
         if self.drop_last and self.num_samples < self.global_batch_size:
             raise ConfigError(
-                f"drop_last=True leaves no batch: {self.num_samples} samples are less than one global batch of "
-                f"{self.global_batch_size} (batch_size={self.batch_size} on {self.dp_size} ranks); use "
-                "drop_last=False, which repeats samples, or a smaller batch_size"
+                f"drop_last=True leaves no batch: {self.num_samples} samples are less than a global batch of"
+                f" {self.global_batch_size} (batch_size={self.batch_size} on {self.dp_size} ranks). Pass"
+                " drop_last=False, which repeats samples, or a smaller batch_size"
             )
 
     @property
     def global_batch_size(self) -> int:
-        """Samples in a full batch of all ranks together."""
+        """Number of samples in a complete batch of all ranks."""
         return self.batch_size * self.dp_size
 
     @property
     def num_repeated(self) -> int:
-        """How many samples a full epoch reads twice, over all ranks."""
+        """Number of samples that an epoch repeats, over all ranks."""
         return self._num_repeated_from(0)
 
     @property
     def num_dropped(self) -> int:
-        """How many samples a full epoch leaves out, over all ranks."""
+        """Number of samples that an epoch drops, over all ranks."""
         return self._num_dropped_from(0)
 
     def _num_repeated_from(self, position: int) -> int:
@@ -158,21 +163,21 @@ class DistributedBatchSampler(Sampler[list[int]]):
         return (self.num_samples - position) % self.global_batch_size if self.drop_last else 0
 
     def set_epoch(self, epoch: int) -> None:
-        """The next `iter()` yields this epoch from its start."""
+        """Start the next `iter()` at the start of this epoch."""
         self.start_at(epoch, 0)
 
     def start_at(self, epoch: int, position: int) -> None:
-        """The next `iter()` yields the batches of this epoch after its first `position` samples (of all ranks)."""
+        """Start the next `iter()` after the first `position` samples (of all ranks) of this epoch."""
         self._epoch = epoch
         self._position = position
 
     def num_batches(self, position: int = 0) -> int:
-        """How many batches every rank gets after this position."""
+        """Return the number of batches of every rank after this position."""
         rest = max(self.num_samples - position, 0)
         return rest // self.global_batch_size if self.drop_last else -(-rest // self.global_batch_size)
 
     def place(self, position: int) -> BatchPlace:
-        """The batch that begins at this position (in samples)."""
+        """Return the batch that starts at this position (in samples)."""
         num_real = min(self.global_batch_size, self.num_samples - position)
         num_samples = -(-num_real // self.dp_size)
         num_real_here = min(max(num_real - self.dp_rank * num_samples, 0), num_samples)
@@ -189,7 +194,7 @@ class DistributedBatchSampler(Sampler[list[int]]):
         return self.num_batches()
 
     def __iter__(self) -> Iterator[list[int]]:
-        # Not itself a generator: epoch and position are those of this call, not those of the first `next`.
+        # Not a generator itself, so that epoch and position are read now and not at the first `next`.
         return self._walk(self._epoch, self._position)
 
     def _walk(self, epoch: int, position: int) -> Iterator[SampleBatch]:
@@ -202,7 +207,7 @@ class DistributedBatchSampler(Sampler[list[int]]):
             position = place.stop
 
     def _order(self, epoch: int) -> torch.Tensor | None:
-        """The epoch's order; None for the dataset's own, which needs no memory."""
+        """Return the order of the epoch; None for the dataset's own order, which needs no memory."""
         if not self.shuffle:
             return None
         generator = torch.Generator().manual_seed(derive_seed("order", self.seed, epoch))
@@ -219,47 +224,47 @@ class DistributedBatchSampler(Sampler[list[int]]):
         return derive_seed("workers", self.seed, epoch, self.dp_rank)
 
     def describe(self) -> dict[str, Any]:
-        """What, beside epoch and position, fixes the samples to follow. Neither the ranks nor the batch size do."""
+        """Return the settings that determine the remaining samples; independent of dp_size and batch size."""
         return {"seed": self.seed, "num_samples": self.num_samples, "shuffle": self.shuffle}
 
     def adopt(self, described: Mapping[str, Any], position: int) -> None:
-        """Takes the described seed.
+        """Use the described seed.
 
         Raises:
-            ConfigError: another length of the dataset, or shuffled and not shuffled.
+            ConfigError: The dataset's length or `shuffle` differs.
         """
         for key in ("num_samples", "shuffle"):
             if described[key] != getattr(self, key):
                 raise ConfigError(
-                    f"a loader state with {key}={described[key]!r} for a loader with {key}={getattr(self, key)!r}: "
-                    "its position means other samples here; load it into a loader over the same dataset with the "
-                    "same shuffle, or start the data anew by not loading it"
+                    f"a loader state with {key}={described[key]!r} for a loader with {key}={getattr(self, key)!r}: its"
+                    " position refers to other samples. Load it into a loader with the same dataset and shuffle, or"
+                    " start the data from the beginning by not loading it"
                 )
         self.seed = described["seed"]
 
     def announcement(self, position: int = 0) -> str | None:
-        """How many samples every epoch repeats or drops, or the one that goes on here if that differs; None: none."""
+        """Format the numbers of repeated or dropped samples, or None if the epoch is even or they are already logged."""
         given = f"{self.num_samples} samples, batch_size={self.batch_size} on {self.dp_size} ranks"
-        epoch = f"the epoch that goes on after {position} samples" if position else "every epoch"
+        epoch = f"the epoch resumed after {position} samples" if position else "every epoch"
         repeated, dropped = self._num_repeated_from(position), self._num_dropped_from(position)
         if position and (repeated, dropped) == (self.num_repeated, self.num_dropped):
-            return None  # was said
+            return None  # logged before
         if repeated:
-            return f"{given}: {epoch} repeats {repeated} at its end to give all ranks equally many"
+            return f"{given}: {epoch} repeats {repeated} at its end to give all ranks the same number"
         if dropped:
             return f"{given}, drop_last=True: {epoch} drops the last {dropped} of its order"
         return None
 
 
 class CustomBatchSampler(BatchSampler):
-    """Batches of `sampler_cls(dataset, num_replicas=dp_size, rank=dp_rank, shuffle=shuffle, ...)`.
+    """Batches of a user's `sampler_cls(dataset, num_replicas=dp_size, rank=dp_rank, shuffle=shuffle, ...)`.
 
-    `seed` and `drop_last` are given to the class if its constructor has them; its `set_epoch`, if there is one, is
-    called at the start of every epoch. Its order belongs to one number of ranks, so a position counts batches and is
-    good for the same batch size and number of ranks only. Which samples it repeats is not known: `num_repeated` is 0.
+    `seed` and `drop_last` are passed if the constructor takes them. `set_epoch`, if defined, is called at the start of
+    every epoch. The order depends on the number of ranks, so a position counts batches and is valid for the same batch
+    size and number of ranks only. Repeated samples are unknown: `num_repeated` is 0.
 
     Raises:
-        ConfigError: a class that can't be called like this, or whose objects have no length or nothing to read.
+        ConfigError: The class does not take these arguments, or its sampler has no length or no samples.
     """
 
     position_key = "batches_consumed"
@@ -292,20 +297,20 @@ class CustomBatchSampler(BatchSampler):
         if len(self) == 0:
             raise ConfigError(
                 f"{type(sampler).__name__} leaves no batch: {self.num_samples} samples for rank {dp_rank}, "
-                f"batch_size={batch_size}, drop_last={drop_last}; use drop_last=False or a smaller batch_size"
+                f"batch_size={batch_size}, drop_last={drop_last}; pass drop_last=False or a smaller batch_size"
             )
 
     def start_at(self, epoch: int, position: int) -> None:
-        """The next `iter()` yields the batches of this epoch after the first `position`."""
+        """Start the next `iter()` after the first `position` batches of this epoch."""
         self._epoch = epoch
         self._position = position
 
     def num_batches(self, position: int = 0) -> int:
-        """How many batches this rank gets after this position."""
+        """Return the number of this rank's batches after this position."""
         return max(len(self) - position, 0)
 
     def place(self, position: int) -> BatchPlace:
-        """The batch that begins at this position (in batches)."""
+        """Return the batch that starts at this position (in batches)."""
         num_samples = min(self.batch_size, self.num_samples - position * self.batch_size)
         is_last = self.num_batches(position + 1) == 0
         return BatchPlace(
@@ -316,8 +321,8 @@ class CustomBatchSampler(BatchSampler):
         return self._walk(super().__iter__(), self._epoch, self._position)
 
     def _walk(self, batches: Iterator[list[int]], epoch: int, position: int) -> Iterator[SampleBatch]:
-        # The sampler is touched at the first `next` only: torch makes two iterators for workers and uses one, and a
-        # sampler that counts its epochs by itself must not count both.
+        # The sampler is first used at the first `next`: torch creates two iterators for workers and uses one, and a
+        # sampler that counts its own epochs must not count both.
         set_epoch = getattr(self.sampler, "set_epoch", None)
         if set_epoch is not None:
             set_epoch(epoch)
@@ -330,7 +335,7 @@ class CustomBatchSampler(BatchSampler):
         return derive_seed("workers", self.seed, epoch, self.dp_rank)
 
     def describe(self) -> dict[str, Any]:
-        """All that the order of such a sampler can depend on."""
+        """Return all settings that the order of a custom sampler may depend on."""
         return {
             "sampler": type(self.sampler).__name__,
             "seed": self.seed,
@@ -342,10 +347,10 @@ class CustomBatchSampler(BatchSampler):
         }
 
     def adopt(self, described: Mapping[str, Any], position: int) -> None:
-        """Compares. Inside an epoch everything must be equal; between two, only what lasts for the whole run.
+        """Verify the settings. Inside an epoch all must be equal, at its start only those that are fixed for a run.
 
         Raises:
-            ConfigError: the described sampler would go on with other samples.
+            ConfigError: The remaining samples would differ.
         """
         own = self.describe()
         lasting = ("sampler", "seed", "num_samples", "shuffle")
@@ -354,12 +359,12 @@ class CustomBatchSampler(BatchSampler):
             raise ConfigError(
                 "a loader state with "
                 + ", ".join(f"{key}={described[key]!r} (here {own[key]!r})" for key in differing)
-                + f": the position of a {own['sampler']} can't be carried over to that; make the loader as it was "
-                "saved, or leave out distributed_sampler_cls, whose positions hold for any ranks and batch size"
+                + f": the position of a {own['sampler']} is not valid here. Create the loader as it was saved, or leave"
+                " out distributed_sampler_cls, so that positions are valid for any number of ranks and batch size"
             )
 
     def announcement(self, position: int = 0) -> str | None:
-        """What this rank reads of the dataset, where that is not an equal part of it; said of every epoch at once."""
+        """Format the number of this rank's samples if it is not an even share; once for all epochs."""
         dropped = self.num_samples % self.batch_size if self.drop_last else 0
         if position or (not dropped and self.num_samples * self.dp_size == self.dataset_length):
             return None
@@ -367,7 +372,7 @@ class CustomBatchSampler(BatchSampler):
         less = f", of which drop_last=True drops the last {dropped}" if dropped else ""
         return (
             f"{name} gives rank {self.dp_rank} of {self.dp_size} {self.num_samples} samples of {self.dataset_length} in"
-            f" an epoch{less}: what it repeats, leaves out or gives other ranks is its own affair; if some have fewer"
+            f" an epoch{less}: samples may be repeated, dropped or unevenly distributed; if some ranks have fewer"
             " batches, read them with booster.join_uneven(loader)"
         )
 
@@ -375,10 +380,10 @@ class CustomBatchSampler(BatchSampler):
 def _accepted(
     sampler_cls: Callable[..., Sampler[int]], given: Mapping[str, Any], offered: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The offered arguments that the class takes; ConfigError if it does not take the given ones."""
+    """Return the optional arguments that the class takes; raise ConfigError if it lacks a required one."""
     if not callable(sampler_cls):
         raise ConfigError(
-            f"distributed_sampler_cls={sampler_cls!r} can't be called: pass a class that is made as cls(dataset,"
+            f"distributed_sampler_cls={sampler_cls!r} is not callable: pass a class with a constructor (dataset,"
             " num_replicas=, rank=, shuffle=), or leave it out"
         )
     parameters = inspect.signature(sampler_cls).parameters
@@ -397,6 +402,6 @@ def _length(sampler: Sampler[int]) -> int:
         return len(sampler)  # type: ignore[arg-type]
     except TypeError as error:
         raise ConfigError(
-            f"{type(sampler).__name__} has no length: whether all ranks have equally many batches can't be known; "
-            "give the sampler class a __len__ (samples per rank)"
+            f"{type(sampler).__name__} has no length, so the number of batches per rank is unknown: define __len__"
+            " (samples per rank) on the sampler class"
         ) from error

@@ -3,9 +3,9 @@
 # Note [Sample seeds]: torch seeds a worker once, so random augmentation depends on the number of workers and on the
 # samples that a worker has read before, and repeats on all ranks that share a seed. Here every batch carries the name
 # of its stream (seed and epoch) and the position of its first sample in the epoch's order. A worker seeds python, numpy
-# and torch from (stream, position) before each sample, or once per batch if the dataset has `__getitems__`. Augmentation
-# of a sample in an epoch is then independent of the number of workers and ranks and of restarts inside the epoch. In
-# the main process (num_workers=0) nothing is seeded: its RNG state belongs to the training loop, which checkpoints it.
+# and torch from (stream, position) before each sample, or once per batch if the dataset has `__getitems__`. So the
+# augmentation of a sample in an epoch is independent of the number of workers and ranks and of restarts inside the
+# epoch. In the main process (num_workers=0) nothing is seeded: the training loop checkpoints its RNG state.
 """
 
 from __future__ import annotations
