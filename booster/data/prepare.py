@@ -257,8 +257,8 @@ def _check_iterable(dataset: Any, dp_size: int, shuffle: bool, distributed_sampl
         )
     if dp_size > 1 and not getattr(dataset, "is_sharded", False):
         raise ConfigError(
-            f"prepare_dataloader({name}) for {dp_size} ranks: an IterableDataset cannot be sharded from outside, so each"
-            " rank would read the same data. Yield only this rank's shard and set dataset.is_sharded = True"
+            f"prepare_dataloader({name}) for {dp_size} ranks: an IterableDataset cannot be sharded from outside, and"
+            " each rank would read the same data. Yield only this rank's shard and set dataset.is_sharded = True"
         )
 
 

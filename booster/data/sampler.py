@@ -243,7 +243,7 @@ class DistributedBatchSampler(Sampler[list[int]]):
         self.seed = described["seed"]
 
     def announcement(self, position: int = 0) -> str | None:
-        """Format the numbers of repeated or dropped samples, or None if the epoch is even or they are already logged."""
+        """Format the numbers of repeated or dropped samples; None if the epoch is even or already logged."""
         given = f"{self.num_samples} samples, batch_size={self.batch_size} on {self.dp_size} ranks"
         epoch = f"the epoch resumed after {position} samples" if position else "every epoch"
         repeated, dropped = self._num_repeated_from(position), self._num_dropped_from(position)

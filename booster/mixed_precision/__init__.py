@@ -1,4 +1,4 @@
-"""The number formats that `Booster(mixed_precision=...)` knows."""
+"""Mixed precision strategies of `Booster(mixed_precision=...)`."""
 
 from __future__ import annotations
 
@@ -34,24 +34,23 @@ _BY_NAME: dict[str, Callable[[], MixedPrecision]] = {
 
 
 def mixed_precision_names() -> list[str]:
-    """Returns every name that `mixed_precision_from_name` takes."""
+    """Return the names accepted by `mixed_precision_from_name`."""
     return list(_BY_NAME)
 
 
 def mixed_precision_from_name(name: str) -> MixedPrecision:
-    """Returns a new precision of that name with its default arguments.
+    """Create a mixed precision strategy with default arguments.
 
     Args:
         name: 'fp16', 'bf16', 'fp16_naive', 'fp16_apex' or 'fp8'.
 
     Raises:
-        ConfigError: No precision of that name.
+        ConfigError: The name is unknown.
     """
     if isinstance(name, str) and name in _BY_NAME:
         return _BY_NAME[name]()
     near = difflib.get_close_matches(str(name).lower(), _BY_NAME, n=1)
     hint = f" Did you mean {near[0]!r}?" if near else ""
     raise ConfigError(
-        f"mixed_precision={name!r} is not known.{hint} Known names: {', '.join(_BY_NAME)}; None keeps the model's own"
-        " format"
+        f"mixed_precision={name!r} is not known.{hint} Known names: {', '.join(_BY_NAME)}; None keeps the model's dtype"
     )

@@ -1,4 +1,4 @@
-"""NVIDIA Apex's optimization levels O0 to O3, done natively."""
+"""Native implementation of NVIDIA Apex's optimization levels O0 to O3."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from .loss_scaler import ConstantLossScaler, DynamicLossScaler
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ApexOptions:
-    """A level with its overrides applied; see `FP16ApexMixedPrecision` for the fields.
+    """Options of a level after overrides; see `FP16ApexMixedPrecision` for the fields.
 
     Attributes:
-        cast_model_type: The format that weights and inputs are cast to; None: not cast.
-        loss_scale: A number, or "dynamic".
+        cast_model_type: Dtype that weights and inputs are cast to, or None for no cast.
+        loss_scale: Number or "dynamic".
     """
 
     cast_model_type: torch.dtype | None
@@ -76,15 +76,15 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 def resolve_apex_options(opt_level: str, *, num_losses: int = 1, **overrides: Any) -> ApexOptions:
-    """Returns the options of a level with the overrides that are not None.
+    """Apply the overrides that are not None to the options of a level.
 
     Args:
         opt_level: 'O0' to 'O3'.
         num_losses: Only 1.
-        **overrides: Fields of `ApexOptions` as the user gave them.
+        **overrides: Fields of `ApexOptions` as passed by the user.
 
     Raises:
-        ConfigError: An unknown level, or an override that makes no sense with it.
+        ConfigError: The level is unknown, or an override conflicts with it.
     """
     if opt_level not in _LEVELS:
         raise ConfigError(
@@ -92,8 +92,8 @@ def resolve_apex_options(opt_level: str, *, num_losses: int = 1, **overrides: An
         )
     if num_losses != 1:
         raise ConfigError(
-            f"num_losses={num_losses!r}: one precision object keeps no scalers per loss, because every boosted"
-            " optimizer has its own. Leave it out, and boost one optimizer per loss that needs a scale of its own"
+            f"num_losses={num_losses!r}: loss scalers belong to boosted optimizers, not to losses. Leave it out, and"
+            " boost one optimizer per loss that needs a separate scale"
         )
     given = {name: value for name, value in overrides.items() if value is not None}
     _check_level(opt_level, given)
@@ -114,8 +114,8 @@ def _check_level(opt_level: str, given: dict[str, Any]) -> None:
     if opt_level != "O1":
         if given.get("patch_torch_functions"):
             raise ConfigError(
-                f"patch_torch_functions=True with opt_level={opt_level!r}: autocast is what O1 does, on fp32 weights."
-                " Leave it out, or use opt_level='O1'"
+                f"patch_torch_functions=True with opt_level={opt_level!r}: autocast needs the fp32 weights of O1. Leave"
+                " it out, or use opt_level='O1'"
             )
         return
     for name in ("keep_batchnorm_fp32", "master_weights"):
@@ -133,7 +133,7 @@ def _check_level(opt_level: str, given: dict[str, Any]) -> None:
 
 def _flag(name: str, value: Any) -> bool:
     if not isinstance(value, (bool, str)) or value not in _FLAGS:
-        raise ConfigError(f"{name}={value!r} is no truth value: pass True or False, or leave it out")
+        raise ConfigError(f"{name} must be a bool, got {value!r}: pass True or False, or leave it out")
     return _FLAGS[value]
 
 
@@ -142,7 +142,7 @@ def _dtype(name: str, value: Any) -> torch.dtype | None:
         return None
     if value not in _DTYPES:
         raise ConfigError(
-            f"{name}={value!r} is no format to train in here: pass torch.float16, torch.bfloat16 or torch.float32"
+            f"{name}={value!r} is not a supported dtype: pass torch.float16, torch.bfloat16 or torch.float32"
         )
     return value  # type: ignore[no-any-return]
 
@@ -155,7 +155,7 @@ def _loss_scale(value: Any) -> float | str:
     except (TypeError, ValueError):
         scale = math.nan
     if not (math.isfinite(scale) and scale > 0):
-        raise ConfigError(f'loss_scale={value!r} is no factor for losses: pass a positive number or "dynamic"')
+        raise ConfigError(f'loss_scale={value!r} is not a loss scale: pass a positive number or "dynamic"')
     return scale
 
 
@@ -163,16 +163,16 @@ def _check_limits(options: ApexOptions) -> None:
     low, high = options.min_loss_scale, options.max_loss_scale
     if options.loss_scale != "dynamic" and low is not None:
         raise ConfigError(
-            f"min_loss_scale={low!r} limits a dynamic loss scale, and this one is constant"
-            f" ({options.loss_scale!r}): leave it out, or pass loss_scale='dynamic'"
+            f"min_loss_scale={low!r} limits a dynamic loss scale, but the scale is constant ({options.loss_scale!r}):"
+            " leave it out, or pass loss_scale='dynamic'"
         )
     for name, value in (("min_loss_scale", low), ("max_loss_scale", high)):
         if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0):
-            raise ConfigError(f"{name}={value!r} is no loss scale: pass a positive number, for example 2**24")
+            raise ConfigError(f"{name}={value!r} is not a loss scale: pass a positive number, for example 2**24")
 
 
 class FP16ApexMixedPrecision(MixedPrecision):
-    """The semantics of `apex.amp.initialize`, without Apex.
+    """Mixed precision with the semantics of `apex.amp.initialize`, without Apex.
 
     | level | weights | matrix multiplications | batch norms | masters | loss scale |
     | --- | --- | --- | --- | --- | --- |
@@ -181,24 +181,24 @@ class FP16ApexMixedPrecision(MixedPrecision):
     | O2 | float16 | float16 | fp32 | fp32 | dynamic |
     | O3 | float16 | float16 | float16 | - | 1 |
 
-    Two differences: a step whose gradients overflowed is skipped under a constant loss scale too (Apex applied it), and
-    fp32 is what every level returns unless `cast_model_outputs` says otherwise (Apex's O1 returned float16).
+    Two differences from Apex: a step with overflowed gradients is skipped under a constant loss scale, too (Apex
+    applies it), and every level returns fp32 unless `cast_model_outputs` is set (Apex's O1 returns float16).
 
     Args:
-        opt_level: 'O0', 'O1', 'O2' or 'O3'; the arguments below override what it stands for, None keeps it.
-        loss_scale: A number, or "dynamic": begins at 2**16, doubles after 2000 clean steps, halves on overflow.
-        keep_batchnorm_fp32: Leave batch norms in fp32 when weights are cast; also the strings "True" and "False".
-        master_weights: Update fp32 masters of low-precision weights.
-        min_loss_scale: The dynamic scale never falls below.
-        max_loss_scale: The dynamic scale never grows above.
-        cast_model_type: The format of the weights; False as in Apex: not cast.
-        patch_torch_functions: Autocast; with O1 only.
-        cast_model_outputs: The format of floating outputs.
-        num_losses: Only 1: every boosted optimizer has a loss scaler of its own.
-        verbosity: 0 logs nothing; 1 logs skipped steps and changes of the scale on rank 0.
+        opt_level: 'O0', 'O1', 'O2' or 'O3'. The arguments below override its options unless they are None.
+        loss_scale: Number, or "dynamic": starts at 2**16, doubles after 2000 clean steps, halves on overflow.
+        keep_batchnorm_fp32: If True, batch norms stay in fp32 when weights are cast. Also "True" and "False".
+        master_weights: If True, the optimizer updates fp32 master weights.
+        min_loss_scale: Lower limit of the dynamic scale.
+        max_loss_scale: Upper limit of the dynamic scale.
+        cast_model_type: Dtype of the weights, or False for no cast, as in Apex.
+        patch_torch_functions: If True, use autocast; O1 only.
+        cast_model_outputs: Dtype of floating-point outputs.
+        num_losses: Only 1, as every boosted optimizer has its own loss scaler.
+        verbosity: 0 for no logs; 1 to log skipped steps and changes of the scale on rank 0.
 
     Raises:
-        ConfigError: An unknown level, or an override that makes no sense with it.
+        ConfigError: The level is unknown, or an override conflicts with it.
     """
 
     def __init__(
@@ -229,7 +229,7 @@ class FP16ApexMixedPrecision(MixedPrecision):
             num_losses=num_losses,
         )
         self._report = log_on_master if verbosity > 0 else None
-        self._new_scaler()  # checks the numbers now
+        self._new_scaler()  # validates the numbers
         self._autocast = AutocastMixedPrecision(torch.float16) if self.options.patch_torch_functions else None
         self._weights = HalfWeights(
             self.options.cast_model_type,
@@ -239,7 +239,7 @@ class FP16ApexMixedPrecision(MixedPrecision):
 
     @property
     def compute_dtype(self) -> torch.dtype | None:
-        """The format of the matrix multiplications; None where it is the parameters' own."""
+        """Dtype of matrix multiplications, or None if it is the parameters' dtype."""
         return torch.float16 if self._autocast is not None else self.options.cast_model_type
 
     @property
@@ -250,13 +250,13 @@ class FP16ApexMixedPrecision(MixedPrecision):
         return [*super().config_fingerprint(), repr(self.options)]
 
     def prepare(self, model: nn.Module) -> None:
-        """Casts the model's weights in place, as the level says.
+        """Cast the model's weights in place according to the level.
 
         Args:
-            model: The user's model; its Parameter objects stay the same ones.
+            model: User's model; its Parameter objects are kept.
 
         Raises:
-            ConfigError: O1, whose weights stay as they are, on float16 weights.
+            ConfigError: The weights are float16 and the level is O1, which does not cast them.
         """
         self._weights.cast(model)
         if self._autocast is not None:
@@ -265,7 +265,7 @@ class FP16ApexMixedPrecision(MixedPrecision):
     def configure(
         self, model: ModelWrapper, optimizer: OptimizerWrapper | None, criterion: Callable[..., Any] | None
     ) -> tuple[ModelWrapper, OptimizerWrapper | None, Callable[..., Any] | None]:
-        """Gives the model its casts, the optimizer its masters and loss scaler; returns the three."""
+        """Install casts, master weights and the loss scaler; return model, optimizer and criterion."""
         if self._autocast is not None:
             criterion = self._autocast.configure(model, None, criterion)[2]
         super().configure(model, optimizer, criterion)
@@ -277,16 +277,16 @@ class FP16ApexMixedPrecision(MixedPrecision):
         return model, optimizer, criterion
 
     def forward_context(self, device_type: str) -> AbstractContextManager[Any]:
-        """Returns autocast for O1, an empty context for the other levels."""
+        """Return an autocast context for O1, a null context for other levels."""
         return nullcontext() if self._autocast is None else self._autocast.forward_context(device_type)
 
     def convert_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Returns the forward's arguments with floating tensors in the weights' format, where that is a choice."""
+        """Cast floating-point arguments of the forward to `cast_model_type`, if set."""
         dtype = self.options.cast_model_type
         return (args, kwargs) if dtype is None else (cast_floats(dtype, args), cast_floats(dtype, kwargs))
 
     def convert_outputs(self, outputs: Any) -> Any:
-        """Returns floating outputs in `cast_model_outputs`, or low-precision ones in fp32."""
+        """Cast floating-point outputs to `cast_model_outputs`, or low-precision outputs to fp32."""
         dtype = self.options.cast_model_outputs
         return low_precision_to_fp32(outputs) if dtype is None else cast_floats(dtype, outputs)
 

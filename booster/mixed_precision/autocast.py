@@ -1,4 +1,4 @@
-"""fp32 weights, low-precision matrix multiplications: torch's autocast around the forward and the criterion."""
+"""Mixed precision with `torch.autocast` and fp32 weights."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from .loss_scaler import LossScaleArguments
 
 
 class AutocastMixedPrecision(MixedPrecision):
-    """Runs forward and criterion under `torch.autocast`, and returns their float16 and bfloat16 tensors in fp32.
+    """Autocast around forward and criterion; their float16 and bfloat16 outputs are cast to fp32.
 
     Args:
-        dtype: The format of what autocast casts.
+        dtype: Dtype of autocast.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
@@ -31,19 +31,19 @@ class AutocastMixedPrecision(MixedPrecision):
 
     @property
     def compute_dtype(self) -> torch.dtype | None:
-        """The format of the matrix multiplications."""
+        """Dtype of matrix multiplications."""
         return self._dtype
 
     def new_loss_scaler(self) -> LossScaler | None:
-        """Returns a loss scaler for one optimizer. Default: None, losses are not scaled."""
+        """Create a loss scaler for one optimizer, or return None (the default) for no loss scaling."""
         return None
 
     def configure(
         self, model: ModelWrapper, optimizer: OptimizerWrapper | None, criterion: Callable[..., Any] | None
     ) -> tuple[ModelWrapper, OptimizerWrapper | None, Callable[..., Any] | None]:
-        """Gives the model its context, the optimizer its own loss scaler, and wraps the criterion; returns the three.
+        """Install autocast and the loss scaler and wrap the criterion; return model, optimizer and criterion.
 
-        An `nn.Module` criterion stays one.
+        An `nn.Module` criterion is wrapped by an `nn.Module`.
         """
         super().configure(model, optimizer, criterion)
         if optimizer is not None:
@@ -53,25 +53,25 @@ class AutocastMixedPrecision(MixedPrecision):
         return model, optimizer, criterion
 
     def forward_context(self, device_type: str) -> AbstractContextManager[Any]:
-        """Returns the context that forward and criterion run in."""
+        """Return the autocast context of forward and criterion."""
         return torch.autocast(device_type, self._dtype)
 
     def convert_outputs(self, outputs: Any) -> Any:
-        """Returns the outputs with float16 and bfloat16 tensors in fp32."""
+        """Cast float16 and bfloat16 outputs to fp32."""
         return low_precision_to_fp32(outputs)
 
 
 class FP16TorchMixedPrecision(AutocastMixedPrecision):
-    """float16 autocast with dynamic loss scaling: the numbers of `torch.autocast` with `torch.amp.GradScaler`.
+    """float16 autocast with dynamic loss scaling, bit-equal to `torch.autocast` with `torch.amp.GradScaler`.
 
     Args:
-        init_scale: The loss scale to begin with.
-        growth_factor: Multiplies the scale after `growth_interval` steps without overflow.
-        backoff_factor: Multiplies the scale after an overflow.
-        growth_interval: Steps without overflow before the scale grows.
+        init_scale: Initial loss scale.
+        growth_factor: Factor of the scale after `growth_interval` steps without overflow.
+        backoff_factor: Factor of the scale after an overflow.
+        growth_interval: Number of consecutive steps without overflow before the scale grows.
 
     Raises:
-        ConfigError: A number out of its range.
+        ConfigError: A number is out of range.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class FP16TorchMixedPrecision(AutocastMixedPrecision):
         self._loss_scale.check()
 
     def prepare(self, model: nn.Module) -> None:
-        """Refuses weights that are float16 already.
+        """Reject float16 weights.
 
         Raises:
             ConfigError: A trainable parameter is float16.
@@ -99,7 +99,7 @@ class FP16TorchMixedPrecision(AutocastMixedPrecision):
         refuse_float16_weights(model, "fp16")
 
     def new_loss_scaler(self) -> LossScaler | None:
-        """Returns a loss scaler for one optimizer."""
+        """Create a loss scaler for one optimizer."""
         return self._loss_scale.new_scaler()
 
     def config_fingerprint(self) -> list[str]:
@@ -107,7 +107,7 @@ class FP16TorchMixedPrecision(AutocastMixedPrecision):
 
 
 class BF16MixedPrecision(AutocastMixedPrecision):
-    """bfloat16 autocast; bfloat16 has fp32's range, so losses are not scaled."""
+    """bfloat16 autocast without loss scaling, as bfloat16 has the range of fp32."""
 
     def __init__(self) -> None:
         super().__init__(torch.bfloat16)
@@ -129,7 +129,7 @@ def _with_autocast(
 
 
 class _CriterionModule(nn.Module):
-    """An `nn.Module` criterion that runs under autocast; its attributes are read through."""
+    """Autocast wrapper of an `nn.Module` criterion that forwards attribute access."""
 
     def __init__(self, criterion: nn.Module, precision: AutocastMixedPrecision, device_type: str) -> None:
         super().__init__()
@@ -147,23 +147,23 @@ class _CriterionModule(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            if name == "criterion":  # not there yet: __init__ did not run
+            if name == "criterion":  # __init__ has not set it yet
                 raise
             return getattr(self.criterion, name)
 
 
 def device_type_of(model: ModelWrapper) -> str:
-    """Returns the kind of device that the model's parameters are on; "cpu" where it has none."""
+    """Return the device type of the model's parameters; "cpu" if it has none."""
     first = next(model.parameters(), None)
     return "cpu" if first is None else first.device.type
 
 
 def refuse_float16_weights(model: nn.Module, name: str) -> None:
-    """Raises where float16 weights would be updated directly, without fp32 masters.
+    """Reject trainable float16 weights, which would be updated without fp32 master weights.
 
     Args:
-        model: The user's model.
-        name: The precision that was asked for.
+        model: User's model.
+        name: Name of the requested precision, for the message.
 
     Raises:
         ConfigError: A trainable parameter is float16.
@@ -171,7 +171,7 @@ def refuse_float16_weights(model: nn.Module, name: str) -> None:
     found = [key for key, value in model.named_parameters() if value.requires_grad and value.dtype == torch.float16]
     if found:
         raise ConfigError(
-            f"mixed_precision={name!r} keeps fp32 weights, and {len(found)} trainable parameter(s) are float16 (the"
-            f" first: {found[0]!r}), whose small updates would round away: pass the model in fp32 (model.float()), or"
-            " use 'fp16_naive', which keeps fp32 masters of float16 weights"
+            f"mixed_precision={name!r} needs fp32 weights, but {len(found)} trainable parameter(s) are float16 (first:"
+            f" {found[0]!r}), which rounds small updates away: pass the model in fp32 (model.float()), or use"
+            " 'fp16_naive', which keeps fp32 master weights"
         )

@@ -1,4 +1,4 @@
-"""float16 weights with fp32 masters and dynamic loss scaling."""
+"""float16 weights with fp32 master weights and dynamic loss scaling."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ class _Pair:
 
 
 class Fp32MasterWeights:
-    """The fp32 copies of an optimizer's float16 and bfloat16 parameters.
+    """fp32 master weights of an optimizer's float16 and bfloat16 parameters.
 
-    Creating it re-points the optimizer's `param_groups`, and the states that it has already, to the copies. Parameters
-    in other formats stay as they are. Costs 8 bytes a parameter: the copy and its gradient.
+    The constructor replaces the parameters by their masters in the optimizer's `param_groups` and existing state.
+    Parameters of other dtypes are kept. Memory: 8 bytes per parameter (master and its gradient).
 
     Args:
-        optim: The optimizer.
-        originals: The fp32 values that parameters had before they were rounded, by `id(parameter)`; a parameter that
-            is missing here begins at its rounded value. The tensors become the copies' memory.
+        optim: Optimizer.
+        originals: fp32 values of parameters before the cast, by `id(parameter)`; optional, defaults to the cast
+            values. The tensors become the storage of the masters.
     """
 
     def __init__(self, optim: Optimizer, originals: Mapping[int, torch.Tensor] | None = None) -> None:
@@ -58,33 +58,33 @@ class Fp32MasterWeights:
         return len(self._pairs)
 
     def model_parameter(self, parameter: nn.Parameter) -> nn.Parameter:
-        """Returns the model's parameter for one of the optimizer's (itself where there is no copy)."""
+        """Return the model parameter of an optimizer parameter (itself if it has no master)."""
         return self._working_of.get(id(parameter), parameter)
 
     def copy_gradients(self) -> None:
-        """Gives every master the gradient of its working parameter, in fp32; None where there is none."""
+        """Copy the gradients of model parameters to their masters, in fp32."""
         for pair in self._pairs:
             pair.master.grad = _fp32_gradient(pair)
 
     @torch.no_grad()
     def copy_to_model(self) -> None:
-        """Rounds the masters into the working parameters, after a step."""
+        """Copy the masters to the model parameters after a step."""
         if self._pairs:
             torch._foreach_copy_([pair.working for pair in self._pairs], [pair.master for pair in self._pairs])
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Takes over working parameters that were changed from outside.
+        """Update the masters from model parameters that were changed, for example by loading a checkpoint.
 
-        An element that still rounds to its working value keeps its extra digits, so the order of loading weights and
-        masters does not matter.
+        A master element that still rounds to the model's value keeps its precision, so weights and masters may be
+        loaded in either order.
         """
         for pair in self._pairs:
             is_same = pair.master.to(pair.working.dtype) == pair.working
             pair.master.copy_(torch.where(is_same, pair.master, pair.working.float()))
 
     def slices(self, model: ModelWrapper) -> list[TensorSlice]:
-        """Returns the masters by the names of their parameters in the model."""
+        """Return the masters as slices with the names of their model parameters."""
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         return [TensorSlice.whole(names[id(pair.working)], pair.master.detach(), primary=False) for pair in self._pairs]
 
@@ -94,7 +94,7 @@ class Fp32MasterWeights:
         values = originals.get(id(parameter), parameter.detach())
         values = values.to(device=parameter.device, dtype=torch.float32)
         master = nn.Parameter(values, requires_grad=parameter.requires_grad)
-        master.__dict__ = parameter.__dict__  # the optimizer may ask for what the user has marked parameters with
+        master.__dict__ = parameter.__dict__  # optimizers may read attributes that the user set on parameters
         self._pairs.append(_Pair(working=parameter, master=master))
         self._working_of[id(master)] = parameter
         return master
@@ -104,7 +104,7 @@ def _fp32_gradient(pair: _Pair) -> torch.Tensor | None:
     source = pair.working.grad
     if source is None:
         return None
-    if source.is_sparse:  # its number of rows changes from step to step: nothing to keep
+    if source.is_sparse:  # its number of rows varies, so there is no buffer to reuse
         return source.float()
     if pair.grad is None:
         pair.grad = torch.empty_like(pair.master)
@@ -121,36 +121,36 @@ def _fp32_state(value: Any) -> Any:
     return value.float() if isinstance(value, torch.Tensor) and value.dtype in LOW_PRECISION else value
 
 
-BATCH_NORMS = _BatchNorm  # also what plugins put in its place to normalise over ranks
+BATCH_NORMS = _BatchNorm  # includes the synchronized batch norms of plugins
 
 
 class HalfWeights:
-    """Casts models, and makes fp32 masters from the exact values that they had before.
+    """Cast of models to low precision, with fp32 master weights from the values before the cast.
 
     Args:
-        dtype: The format that floating parameters and buffers are cast to; None: they stay.
-        keep_batchnorm_fp32: Leave batch norms' parameters and statistics as they are.
-        remember: Keep the values from before the cast, for `attach_masters`.
+        dtype: Dtype of floating-point parameters and buffers after the cast, or None for no cast.
+        keep_batchnorm_fp32: If True, parameters and statistics of batch norms are not cast.
+        remember: If True, keep the values before the cast for `attach_masters`.
     """
 
     def __init__(self, dtype: torch.dtype | None, *, keep_batchnorm_fp32: bool = False, remember: bool = True) -> None:
         self.dtype = dtype
         self._keep_batchnorm_fp32 = keep_batchnorm_fp32
         self._remember = remember
-        # The parameter goes along so that its id stays taken as long as it is a key.
+        # The value holds the parameter, so that its id is not reused while it is a key.
         self._originals: WeakKeyDictionary[nn.Module, dict[int, tuple[nn.Parameter, torch.Tensor]]] = (
             WeakKeyDictionary()
         )
 
     def cast(self, model: nn.Module) -> None:
-        """Casts every floating parameter and buffer of the model in place; the Parameter objects stay the same ones.
+        """Cast all floating-point parameters and buffers of the model in place; Parameter objects are kept.
 
         Args:
-            model: The model.
+            model: User's model.
         """
         if self.dtype is None:
             return
-        materialize(model)  # what was built lazily has no values to round yet
+        materialize(model)  # lazily initialized tensors have no values to cast
         originals: dict[int, tuple[nn.Parameter, torch.Tensor]] = {}
         for module in model.modules():
             if self._keep_batchnorm_fp32 and isinstance(module, BATCH_NORMS):
@@ -162,20 +162,20 @@ class HalfWeights:
             for buffer in module.buffers(recurse=False):
                 _cast_in_place(buffer, self.dtype)
             if isinstance(module, nn.RNNBase):
-                module.flatten_parameters()  # cuDNN wants its weights in one block, which the cast took apart
+                module.flatten_parameters()  # cuDNN needs contiguous weights, which the cast has separated
         if originals:
             self._originals[model] = originals
 
     def forget(self, model: ModelWrapper) -> None:
-        """Frees the values from before the cast."""
+        """Free the values kept from before the cast."""
         self._originals.pop(model.unwrap(), None)
 
     def attach_masters(self, model: ModelWrapper, optimizer: OptimizerWrapper) -> None:
-        """Has the optimizer update fp32 masters, which begin at the values from before the cast.
+        """Make the optimizer update fp32 master weights, initialized with the values before the cast.
 
         Args:
-            model: The boosted model.
-            optimizer: The boosted optimizer.
+            model: Boosted model.
+            optimizer: Boosted optimizer.
         """
         originals = {key: value for key, (_, value) in self._originals.pop(model.unwrap(), {}).items()}
         if optimizer.adopt_masters(originals):
@@ -198,12 +198,12 @@ def _cast_in_place(tensor: torch.Tensor, dtype: torch.dtype) -> None:
 
 
 def cast_floats(dtype: torch.dtype, tree: Any) -> Any:
-    """Returns the tree with every floating tensor in `dtype`."""
+    """Cast all floating-point tensors of a pytree to `dtype`."""
     return map_tensors(_caster(lambda tensor: tensor.is_floating_point(), dtype), tree)
 
 
 def low_precision_to_fp32(tree: Any) -> Any:
-    """Returns the tree with every float16 and bfloat16 tensor in fp32."""
+    """Cast all float16 and bfloat16 tensors of a pytree to fp32."""
     return map_tensors(_caster(lambda tensor: tensor.dtype in LOW_PRECISION, torch.float32), tree)
 
 
@@ -212,27 +212,27 @@ def _caster(is_cast: Callable[[torch.Tensor], bool], dtype: torch.dtype) -> Call
 
 
 class FP16NaiveMixedPrecision(MixedPrecision):
-    """The whole model in float16; the optimizer updates fp32 masters, which begin at the exact values before the cast.
+    """float16 model with fp32 master weights, which are initialized with the values before the cast.
 
-    A parameter costs 2 bytes and 2 of gradient in float16, and 8 bytes for its master and the master's gradient.
+    Memory per parameter: 2 bytes for the weight, 2 for its gradient, 8 for the master and its gradient.
 
     Args:
-        initial_scale: The loss scale to begin with.
-        min_scale: The scale never falls below.
-        growth_factor: Multiplies the scale after `growth_interval` steps without overflow.
-        backoff_factor: Multiplies the scale when overflows lower it.
-        growth_interval: Steps without overflow before the scale grows.
-        hysteresis: How many overflows it takes before the scale is lowered.
-        max_scale: The scale never grows above.
-        log_num_zeros_in_grad: Count the zeros of every step's gradients, before clipping: logged on rank 0, and in
-            `num_zeros_in_grad`.
-        verbose: Log skipped steps and changes of the scale on rank 0.
+        initial_scale: Initial loss scale.
+        min_scale: Lower limit of the scale.
+        growth_factor: Factor of the scale after `growth_interval` steps without overflow.
+        backoff_factor: Factor of the scale when overflows reduce it.
+        growth_interval: Number of consecutive steps without overflow before the scale grows.
+        hysteresis: Number of overflows before the scale is reduced.
+        max_scale: Upper limit of the scale.
+        log_num_zeros_in_grad: If True, count the zeros of each step's gradients before clipping, log them on rank 0,
+            and set `num_zeros_in_grad`.
+        verbose: If True, log skipped steps and changes of the scale on rank 0.
 
     Attributes:
-        num_zeros_in_grad: Zeros in the last step's gradients that this rank holds; None where they are not counted.
+        num_zeros_in_grad: Number of zeros in this rank's gradients of the last step; None if not counted.
 
     Raises:
-        ConfigError: A number out of its range.
+        ConfigError: A number is out of range.
     """
 
     def __init__(
@@ -266,7 +266,7 @@ class FP16NaiveMixedPrecision(MixedPrecision):
 
     @property
     def compute_dtype(self) -> torch.dtype | None:
-        """The format of the matrix multiplications."""
+        """Dtype of matrix multiplications."""
         return torch.float16
 
     def config_fingerprint(self) -> list[str]:
@@ -281,17 +281,17 @@ class FP16NaiveMixedPrecision(MixedPrecision):
         return True
 
     def prepare(self, model: nn.Module) -> None:
-        """Casts the model to float16 in place, and remembers its values until `configure`.
+        """Cast the model to float16 in place, and keep its fp32 values until `configure`.
 
         Args:
-            model: The user's model; its Parameter objects stay the same ones.
+            model: User's model; its Parameter objects are kept.
         """
         self._weights.cast(model)
 
     def configure(
         self, model: ModelWrapper, optimizer: OptimizerWrapper | None, criterion: Callable[..., Any] | None
     ) -> tuple[ModelWrapper, OptimizerWrapper | None, Callable[..., Any] | None]:
-        """Gives the model its casts, the optimizer its masters and loss scaler; returns the three."""
+        """Install casts, master weights and the loss scaler; return model, optimizer and criterion."""
         super().configure(model, optimizer, criterion)
         if optimizer is None:
             self._weights.forget(model)
@@ -303,11 +303,11 @@ class FP16NaiveMixedPrecision(MixedPrecision):
         return model, optimizer, criterion
 
     def convert_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Returns the forward's arguments with floating tensors in float16."""
+        """Cast floating-point arguments of the forward to float16."""
         return cast_floats(torch.float16, args), cast_floats(torch.float16, kwargs)
 
     def convert_outputs(self, outputs: Any) -> Any:
-        """Returns the outputs with float16 and bfloat16 tensors in fp32."""
+        """Cast float16 and bfloat16 outputs to fp32."""
         return low_precision_to_fp32(outputs)
 
     def _count_zeros(self, gradients: Sequence[torch.Tensor]) -> None:
@@ -317,8 +317,8 @@ class FP16NaiveMixedPrecision(MixedPrecision):
 
 
 def log_on_master(message: str) -> None:
-    """Logs one line on rank 0."""
-    from booster.logger import get_dist_logger  # not at the top: only who logs pays for the logger
+    """Log one line on rank 0."""
+    from booster.logger import get_dist_logger  # deferred: the import is only needed for logging
 
     get_dist_logger("booster").info(message, ranks=[0])
 
@@ -330,4 +330,4 @@ def _num_nonzero(gradient: torch.Tensor) -> int:
 
 def _check_flag(name: str, value: Any) -> None:
     if not isinstance(value, bool):
-        raise ConfigError(f"{name}={value!r} is no truth value: pass True or False")
+        raise ConfigError(f"{name} must be a bool, got {value!r}: pass True or False")

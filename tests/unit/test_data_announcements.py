@@ -66,7 +66,7 @@ def test_what_an_epoch_repeats_or_drops_is_said_once(said, length, options, word
 def test_a_dataset_that_splits_itself_is_said_to_count_for_itself(said):
     assert _said_by(said, Stream(), dp_size=1) == []
     (text,) = _said_by(said, Stream(), dp_size=2)
-    assert text.startswith("Stream splits itself over 2 ranks: whether all get as many batches")
+    assert text.startswith("Stream shards itself over 2 ranks, possibly unevenly: if some ranks may get fewer batches")
 
 
 def test_an_epoch_that_goes_on_otherwise_says_so(said):
@@ -76,7 +76,7 @@ def test_an_epoch_that_goes_on_otherwise_says_so(said):
     for _ in range(3):
         next(batches)
     state = one.state_dict()
-    expected = {2: None, 3: None, 4: "the epoch that goes on after 6 samples repeats 3 at its end"}
+    expected = {2: None, 3: None, 4: "the epoch resumed after 6 samples repeats 3 at its end"}
     for dp_size, words in expected.items():
         several = prepare_dataloader(torch.arange(11), 2, dp_rank=0, dp_size=dp_size)
         said.clear()

@@ -110,13 +110,13 @@ def test_seed_and_drop_last_reach_the_order():
         ({"sampler": [0], "shuffle": True}, "sampler=...*distributed_sampler_cls"),
         ({"batch_sampler": [[0]]}, "batch_sampler=..."),
         ({"in_order": False}, "in_order=False"),
-        ({"num_worker": 2}, "num_worker, which"),
+        ({"num_worker": 2}, "unknown options num_worker:"),
         ({"batch_size": None}, "batch_size=None"),
         ({"dp_rank": 2}, "dp_rank=2 of dp_size=2"),
         ({"dataset": []}, "empty dataset"),
         ({"dataset": iter(range(3))}, "__len__ and __getitem__"),
         ({"dataset": range(3), "drop_last": True}, "leaves no batch"),
-        ({"dataset": DataLoader(range(3))}, "give loader.dataset here"),
+        ({"dataset": DataLoader(range(3))}, "pass loader.dataset"),
     ],
 )
 def test_wrong_arguments(options, words):
@@ -314,7 +314,7 @@ def test_split_loaders_come_back_unchanged():
     by_hand = DataLoader(range(8), batch_sampler=DistributedBatchSampler(8, 2, 1, 2))
     for one in (ours, own, torchs, batched, by_hand):
         assert shard_dataloader(one, 1, 2) is one
-        with pytest.raises(ConfigError, match="split for rank 1 of 2, boosted on rank 0 of 4"):
+        with pytest.raises(ConfigError, match="sharded for rank 1 of 2, boosted on rank 0 of 4"):
             shard_dataloader(one, 0, 4)
         with pytest.raises(ConfigError, match="split for rank 1 of 2, boosted on rank 0 of 1"):
             shard_dataloader(one, 0, 1)
@@ -359,7 +359,7 @@ def test_what_must_be_alike_on_all_ranks_is_what_a_loader_is_split_by(loader, fa
 def test_what_cannot_be_split(plain, words):
     with pytest.raises(ConfigError, match=words) as caught:
         shard_dataloader(plain, 0, 2)
-    assert "each would read the same data; use plugin.prepare_dataloader" in str(caught.value)
+    assert "each would read the same data: use plugin.prepare_dataloader" in str(caught.value)
 
 
 def test_random_sampler_over_the_dataset_itself_is_split_unless_it_draws_otherwise():
