@@ -1,4 +1,4 @@
-"""float8 linear layers inside of a bfloat16 autocast."""
+"""float8 linear layers under bfloat16 autocast."""
 
 from __future__ import annotations
 
@@ -18,11 +18,10 @@ from .autocast import AutocastMixedPrecision, device_type_of, refuse_float16_wei
 
 
 class Float8Linear(nn.Linear):
-    """`nn.Linear` with input and weight in e4m3 and the output's gradient in e5m2, one dynamic scale per tensor.
+    """`nn.Linear` with input and weight in e4m3 and the output gradient in e5m2, with dynamic per-tensor scaling.
 
-    The weight stays in its own format and is quantised anew in every forward. Output and input gradient have the format
-    that `nn.Linear` would give them: autocast's where it is on, else the input's. The bias and its gradient are not
-    quantised.
+    The weight keeps its dtype and is quantized in every forward. Output and input gradient have the dtype that
+    `nn.Linear` returns: autocast's if enabled, else the input's. The bias and its gradient are not quantized.
 
     Attributes:
         emulate: As in `booster.kernels.float8.scaled_matmul`.
@@ -32,22 +31,22 @@ class Float8Linear(nn.Linear):
 
     @classmethod
     def convert_(cls, linear: nn.Linear, emulate: bool | None) -> None:
-        """Makes a plain linear layer one of these, in place: aliases, hooks and parameters stay.
+        """Convert a linear layer in place; aliases, hooks and parameters are kept.
 
         Args:
-            linear: A layer whose type is exactly `nn.Linear`, or one of these.
+            linear: Layer whose type is exactly `nn.Linear` or `Float8Linear`.
             emulate: As in `booster.kernels.float8.scaled_matmul`.
         """
-        # No new module: it would have to be put into every parent that shares the old one, and a model that is itself
-        # a linear layer has no parent.
+        # A new module would have to be set in every parent that shares the layer, and a model that is itself a linear
+        # layer has no parent.
         linear.__class__ = cls
         linear.emulate = emulate  # type: ignore[assignment]
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Returns `input @ weight.T + bias`.
+        """Return `input @ weight.T + bias`.
 
         Args:
-            input: (..., in_features), floating.
+            input: Floating-point tensor of shape (..., in_features).
         """
         kind = input.device.type
         out_dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else input.dtype
@@ -55,7 +54,7 @@ class Float8Linear(nn.Linear):
         return result
 
 
-# Shapes: M rows of the input (all leading dimensions together), K in_features, N out_features; _q is quantised.
+# Shapes: M rows of the input (leading dimensions flattened), K in_features, N out_features; _q is quantized.
 class _Float8Matmul(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -102,20 +101,20 @@ ModuleFilter = Callable[[str, nn.Module], bool]
 
 
 class FP8MixedPrecision(AutocastMixedPrecision):
-    """Linear layers multiply in float8; everything else runs under bfloat16 autocast on fp32 weights.
+    """float8 matrix multiplications in linear layers, bfloat16 autocast on fp32 weights elsewhere.
 
-    Forward e4m3, gradients e5m2, each tensor with a scale from its own largest value at that moment; no loss scaling.
-    Output layers are often kept out: `module_filter=lambda name, module: name != "lm_head"`.
+    e4m3 in forward, e5m2 for gradients, with dynamic per-tensor scaling and no loss scaling. Output layers are often
+    excluded: `module_filter=lambda name, module: name != "lm_head"`.
 
     Args:
-        recipe: Only "dynamic": scales come from the tensor itself, with no history.
-        module_filter: Called with the name and the module of every `nn.Linear`; True takes it. None takes all. Modules
-            of subclasses of `nn.Linear` are never taken: their forward may differ.
-        emulate: True multiplies the quantised values in fp32; False demands the device's float8 instructions; None
-            takes them where an accelerator has them. See `booster.kernels.float8.scaled_matmul`.
+        recipe: Scaling recipe, only "dynamic": scales are computed from the current tensor, without amax history.
+        module_filter: Callable with the name and module of every `nn.Linear` that returns whether to convert it;
+            optional, defaults to all. Subclasses of `nn.Linear` are never converted, as their forward may differ.
+        emulate: If True, multiply the quantized values in fp32. If False, require float8 instructions. Optional,
+            defaults to float8 instructions if available. See `booster.kernels.float8.scaled_matmul`.
 
     Raises:
-        ConfigError: An argument of the wrong kind.
+        ConfigError: An argument is invalid.
     """
 
     def __init__(
@@ -123,38 +122,38 @@ class FP8MixedPrecision(AutocastMixedPrecision):
     ) -> None:
         super().__init__(torch.bfloat16)
         if recipe != "dynamic":
-            raise ConfigError(f"recipe={recipe!r} is not known: pass 'dynamic', which takes each scale from the tensor")
+            raise ConfigError(f"recipe={recipe!r} is not known: pass 'dynamic' (scale computed from the tensor)")
         if module_filter is not None and not callable(module_filter):
             raise ConfigError(
-                f"module_filter={module_filter!r} can't be called: pass a function of (name, module) that returns"
-                " whether the layer multiplies in float8"
+                f"module_filter={module_filter!r} is not callable: pass a function of (name, module) that returns"
+                " whether to convert the layer"
             )
         if emulate is not None and not isinstance(emulate, bool):
-            raise ConfigError(f"emulate={emulate!r} is no choice: pass True, False, or None for what the device has")
+            raise ConfigError(f"emulate={emulate!r} is not a bool or None: pass True, False, or None to detect support")
         self._module_filter = module_filter
         self._emulate = emulate
 
     @property
     def compute_dtype(self) -> torch.dtype | None:
-        """The format of the linear layers' matrix multiplications."""
+        """Dtype of the linear layers' matrix multiplications."""
         return FORWARD_DTYPE
 
     def prepare(self, model: nn.Module) -> None:
-        """Turns the chosen linear layers into `Float8Linear`, in place; parameters, hooks and aliases stay.
+        """Convert the selected linear layers to `Float8Linear` in place; parameters, hooks and aliases are kept.
 
         Args:
-            model: The user's model.
+            model: User's model.
 
         Raises:
-            ConfigError: No layer was chosen, or a trainable parameter is float16.
+            ConfigError: No layer is selected, or a trainable parameter is float16.
         """
         refuse_float16_weights(model, "fp8")
         chosen = [module for name, module in model.named_modules() if self._is_chosen(name, module)]
         if not chosen:
-            cause = "it has no nn.Linear" if self._module_filter is None else "module_filter took no nn.Linear"
+            cause = "it has no nn.Linear" if self._module_filter is None else "module_filter selected no nn.Linear"
             raise ConfigError(
-                f"mixed_precision='fp8' would change nothing in this {type(model).__name__}: {cause}. Choose layers"
-                " with FP8MixedPrecision(module_filter=...), or use 'bf16'"
+                f"mixed_precision='fp8' has no effect on this {type(model).__name__}: {cause}. Select layers with"
+                " FP8MixedPrecision(module_filter=...), or use 'bf16'"
             )
         for linear in chosen:
             Float8Linear.convert_(linear, self._emulate)
@@ -162,7 +161,7 @@ class FP8MixedPrecision(AutocastMixedPrecision):
     def configure(
         self, model: ModelWrapper, optimizer: OptimizerWrapper | None, criterion: Callable[..., Any] | None
     ) -> tuple[ModelWrapper, OptimizerWrapper | None, Callable[..., Any] | None]:
-        """Gives the model its context and wraps the criterion; returns the three.
+        """Install autocast and wrap the criterion; return model, optimizer and criterion.
 
         Raises:
             ConfigError: `emulate=False` on a device without float8 instructions.
@@ -182,6 +181,6 @@ def _demand_native(device_type: str) -> None:
     problems = [problem for pair in pairs if (problem := native_problem(device_type, *pair)) is not None]
     if problems:
         raise ConfigError(
-            f"emulate=False, but {device_type!r} can't multiply float8 ({problems[0]}): pass emulate=None or True,"
-            " which gives the same quantised values at the cost of fp32 multiplications"
+            f"emulate=False, but {device_type!r} has no float8 matrix multiplication ({problems[0]}): pass emulate=None"
+            " or True, which multiplies the same quantized values in fp32"
         )

@@ -1,4 +1,4 @@
-"""The loss scale: a constant, or a factor that falls when gradients overflow and grows while they do not."""
+"""Constant and dynamic loss scalers."""
 
 from __future__ import annotations
 
@@ -13,30 +13,27 @@ from booster.errors import CheckpointError, ConfigError
 # The smallest scale whose reciprocal is finite in fp32.
 _SMALLEST_SCALE = 2.0**-126
 
-# Note [Hysteresis]
-# The first `hysteresis - 1` overflows are forgiven: their steps are skipped, the scale stays. From then on every
-# overflow lowers the scale. Forgiveness is renewed by a whole growth interval of clean steps and by nothing less (so a
-# single clean step between overflows does not keep a scale alive that is too high). With hysteresis 1 this is torch's
-# GradScaler, bit for bit: the scale is rounded to fp32 after each change, as there.
-
 
 class DynamicLossScaler:
-    """A loss scale that is lowered after overflows and raised after `growth_interval` clean steps in a row.
+    """Loss scale that is reduced after overflows and raised after `growth_interval` consecutive clean steps.
 
-    See Note [Hysteresis]. All numbers live on the host.
+    Hysteresis: the first `hysteresis - 1` overflows only skip their steps, and every further overflow reduces the
+    scale. Only a complete growth interval of clean steps resets the count, so a single clean step between overflows
+    does not preserve a scale that is too high. With hysteresis 1 the scaler is bit-equal to torch's GradScaler: the
+    scale is rounded to fp32 after each change. The state is on the host.
 
     Args:
-        initial_scale: The factor to begin with.
-        growth_factor: Multiplies the scale after `growth_interval` clean steps; above 1.
-        backoff_factor: Multiplies the scale after an overflow; between 0 and 1.
-        growth_interval: Clean steps in a row before the scale grows.
-        hysteresis: How many overflows it takes before the scale is lowered; 1: the first one does.
-        min_scale: The scale never falls below; None: the smallest fp32 with a finite reciprocal.
-        max_scale: The scale never grows above; None: no limit but fp32's own.
-        report: Called with one line whenever a step is skipped or the scale grows.
+        initial_scale: Initial scale.
+        growth_factor: Factor of the scale after `growth_interval` clean steps; above 1.
+        backoff_factor: Factor of the scale after an overflow; between 0 and 1.
+        growth_interval: Number of consecutive clean steps before the scale grows.
+        hysteresis: Number of overflows before the scale is reduced.
+        min_scale: Lower limit; optional, defaults to the smallest fp32 number with a finite reciprocal.
+        max_scale: Upper limit; optional, defaults to the range of fp32.
+        report: Callable that receives one line when a step is skipped or the scale grows.
 
     Raises:
-        ConfigError: A number out of its range.
+        ConfigError: A number is out of range.
     """
 
     def __init__(
@@ -69,11 +66,15 @@ class DynamicLossScaler:
 
     @property
     def scale(self) -> float:
-        """The factor for losses of the current window."""
+        """Scale of the losses in the current accumulation."""
         return self._scale
 
     def update(self, found_nonfinite: bool) -> None:
-        """Adapts the factor after a step was taken (False) or skipped (True)."""
+        """Update the scale after a step.
+
+        Args:
+            found_nonfinite: Whether the step was skipped because of nonfinite gradients.
+        """
         before = self._scale
         if found_nonfinite:
             self._count_overflow()
@@ -88,7 +89,7 @@ class DynamicLossScaler:
             self._report(f"the loss scale stays at {before:g}: {event}; {self._why_it_stays()}")
 
     def state_dict(self) -> dict[str, float | int]:
-        """Returns what `load_state_dict` needs to go on exactly."""
+        """Return the state for `load_state_dict`."""
         return {
             "scale": self._scale,
             "num_clean_steps": self._num_clean_steps,
@@ -96,12 +97,12 @@ class DynamicLossScaler:
         }
 
     def load_state_dict(self, state: Mapping[str, float | int]) -> None:
-        """Takes over what `state_dict` returned, within this scaler's own limits.
+        """Restore a state, clamped to this scaler's limits.
 
-        A `ConstantLossScaler`'s state is no experience with this model's gradients, and is left aside.
+        The state of a `ConstantLossScaler` is ignored, as its scale was not adapted to the gradients.
 
         Raises:
-            CheckpointError: The state is no loss scaler's.
+            CheckpointError: The state is not that of a loss scaler.
         """
         _check_state(state)
         if "num_clean_steps" not in state:
@@ -117,7 +118,7 @@ class DynamicLossScaler:
             self._scale = self._limited(self._scale * self.backoff_factor)
 
     def _why_it_stays(self) -> str:
-        """Returns in words why the overflow just counted left the scale as it is."""
+        """Explain why the last overflow did not reduce the scale."""
         if self._scale <= self.min_scale:
             return "it is the smallest allowed (min_scale)"
         missing = self.hysteresis - self._num_overflows
@@ -141,13 +142,13 @@ class DynamicLossScaler:
 
 
 class ConstantLossScaler:
-    """A loss scale that stays. A step whose gradients overflowed is skipped all the same.
+    """Constant loss scale. Steps with overflowed gradients are skipped, too.
 
     Args:
-        scale: The factor.
+        scale: Factor of the losses.
 
     Raises:
-        ConfigError: The scale is no finite positive number.
+        ConfigError: The scale is not a finite positive number.
     """
 
     def __init__(self, scale: float) -> None:
@@ -156,21 +157,21 @@ class ConstantLossScaler:
 
     @property
     def scale(self) -> float:
-        """The factor for losses."""
+        """Scale of the losses."""
         return self._scale
 
     def update(self, found_nonfinite: bool) -> None:
-        """Does nothing: the scale is a setting."""
+        """Do nothing: the scale is constant."""
 
     def state_dict(self) -> dict[str, float | int]:
-        """Returns the scale, for the reader of a checkpoint."""
+        """Return the scale."""
         return {"scale": self._scale}
 
     def load_state_dict(self, state: Mapping[str, float | int]) -> None:
-        """Checks the state and keeps the scale that this scaler was made with: it is a setting.
+        """Validate the state. The scale of the constructor is kept.
 
         Raises:
-            CheckpointError: The state is no loss scaler's.
+            CheckpointError: The state is not that of a loss scaler.
         """
         _check_state(state)
 
@@ -181,27 +182,24 @@ def _is_number(value: Any) -> bool:
 
 def _check_scale(name: str, value: Any) -> None:
     if not _is_number(value) or not _SMALLEST_SCALE <= value < 2.0**128:
-        raise ConfigError(
-            f"{name}={value!r} is no finite positive fp32 number, and losses are multiplied with it: pass for example"
-            " 2**16"
-        )
+        raise ConfigError(f"{name}={value!r} is not a finite positive fp32 number: pass a scale such as 2**16")
 
 
 def _check_factors(growth_factor: Any, backoff_factor: Any) -> None:
     if not _is_number(growth_factor) or growth_factor <= 1:
         raise ConfigError(
-            f"growth_factor={growth_factor!r} does not raise the loss scale: pass a number above 1, for example 2.0"
+            f"growth_factor={growth_factor!r} does not raise the loss scale: pass a number above 1, such as 2.0"
         )
     if not _is_number(backoff_factor) or not 0 < backoff_factor < 1:
         raise ConfigError(
-            f"backoff_factor={backoff_factor!r} does not lower the loss scale: pass a number between 0 and 1, for"
-            " example 0.5"
+            f"backoff_factor={backoff_factor!r} does not lower the loss scale: pass a number between 0 and 1, such as"
+            " 0.5"
         )
 
 
 def _check_count(name: str, value: Any) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ConfigError(f"{name}={value!r} counts steps: pass an integer of at least 1")
+        raise ConfigError(f"{name}={value!r} is not a number of steps: pass a positive int")
 
 
 def _check_limits(initial: float, low: Any, high: Any) -> None:
@@ -210,8 +208,8 @@ def _check_limits(initial: float, low: Any, high: Any) -> None:
             _check_scale(name, limit)
     if (low is not None and initial < low) or (high is not None and initial > high):
         raise ConfigError(
-            f"the initial loss scale {initial:g} is not between min_scale={low} and max_scale={high}: move the limits,"
-            " or begin between them"
+            f"the initial loss scale {initial:g} is not between min_scale={low} and max_scale={high}: change the limits"
+            " or the initial scale"
         )
 
 
@@ -220,14 +218,14 @@ def _check_state(state: Mapping[str, Any]) -> None:
     if all(_is_number(state.get(key)) and state[key] >= 0 for key in keys) and state["scale"] > 0:
         return
     raise CheckpointError(
-        f"{dict(state)!r} is no loss scaler's state, which has a positive scale and two counts: load what"
-        " optimizer.state_dict()['loss_scaler'] held"
+        f"{dict(state)!r} is not a loss scaler's state, which has a positive scale and two counts: load"
+        " optimizer.state_dict()['loss_scaler']"
     )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossScaleArguments:
-    """See `DynamicLossScaler`."""
+    """Arguments of `DynamicLossScaler`."""
 
     initial_scale: float
     growth_factor: float
@@ -239,21 +237,21 @@ class LossScaleArguments:
 
     @property
     def facts(self) -> list[str]:
-        """Returns what must be the same on all ranks, which skip the same steps."""
+        """Settings that must be the same on all ranks, so that they skip the same steps."""
         return [f"{name}={getattr(self, name)!r}" for name in self.__slots__]
 
     def check(self) -> None:
-        """Raises for what can't be.
+        """Validate the arguments.
 
         Raises:
-            ConfigError: A number out of its range.
+            ConfigError: A number is out of range.
         """
         self.new_scaler()
 
     def new_scaler(self, report: Callable[[str], None] | None = None) -> DynamicLossScaler:
-        """Returns a scaler for one optimizer.
+        """Create a scaler for one optimizer.
 
         Args:
-            report: Called with one line whenever a step is skipped or the scale grows.
+            report: Callable that receives one line when a step is skipped or the scale grows.
         """
         return DynamicLossScaler(**asdict(self), report=report)

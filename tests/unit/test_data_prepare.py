@@ -316,7 +316,7 @@ def test_split_loaders_come_back_unchanged():
         assert shard_dataloader(one, 1, 2) is one
         with pytest.raises(ConfigError, match="sharded for rank 1 of 2, boosted on rank 0 of 4"):
             shard_dataloader(one, 0, 4)
-        with pytest.raises(ConfigError, match="split for rank 1 of 2, boosted on rank 0 of 1"):
+        with pytest.raises(ConfigError, match="sharded for rank 1 of 2, boosted on rank 0 of 1"):
             shard_dataloader(one, 0, 1)
     own_order = DataLoader(range(8), sampler=[3, 1, 2])
     assert shard_dataloader(own_order, 0, 1) is own_order
