@@ -1,4 +1,4 @@
-"""The context that models are built in without memory."""
+"""Context manager for deferred initialization of models."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .recorder import Recorder, tensors_in, whole_initialisers
 
 _EAGER_BELOW_BYTES = 64 * 1024
 
-# Ways to a tensor's memory that pass by the dispatcher.
+# Accesses to a tensor's memory that bypass the dispatcher.
 _RAW_READS = frozenset(
     getattr(torch.Tensor, name)
     for name in (
@@ -31,21 +31,20 @@ _RAW_READS = frozenset(
 
 
 class LazyInitContext:
-    """Builds models whose large tensors get no memory, for `booster.lazy_init.materialize` or a plugin to fill later.
+    """Deferred initialization: large tensors get memory only from `booster.lazy_init.materialize` or a plugin.
 
-    The code of the model runs unchanged, and so does its initialisation. What fills a tensor is recorded; filled later,
-    in whatever order, it holds bit for bit what an ordinary build from the same seed gives, and torch's generators are
-    after the context where that build leaves them. Every random initialisation really runs once, on a scratch tensor
-    that is freed at once: memory during the build is that of the largest tensor. Values that the model's code looks at
-    are made for it.
+    Model code and its initialization run unchanged. The operations on each tensor are recorded. Materialized in any
+    order, a tensor is bit-equal to that of an eager build from the same seed, and after the context torch's generators
+    have the same state as after that build. Every random initialization runs once on a scratch buffer, so peak memory
+    of the build is that of the largest tensor. Values that model code reads are computed for it.
 
-    After the context a lazy tensor tells its shape, dtype and device and can be given to an optimizer; any use of its
-    values raises `ConfigError`. Tensors on other devices than the CPU, and those that come from numpy or lists, are
-    made as always. Contexts do not nest, and see the thread alone that enters them.
+    After the context a lazy tensor has a shape, dtype and device and can be passed to an optimizer; any use of its
+    values raises `ConfigError`. Tensors on other devices than the CPU and tensors from numpy or lists are created
+    eagerly. Contexts do not nest and affect only the thread that enters them.
 
     Args:
-        default_device: Where `materialize` fills the tensors when it is not told; the CPU without it.
-        eager_below_bytes: Tensors of fewer bytes are made at once.
+        default_device: Default device of `materialize`; optional, defaults to the CPU.
+        eager_below_bytes: Tensors below this size are created eagerly.
 
     Example:
         >>> import torch
@@ -66,27 +65,27 @@ class LazyInitContext:
     ) -> None:
         if not is_int(eager_below_bytes) or eager_below_bytes < 0:
             raise ConfigError(
-                f"eager_below_bytes={eager_below_bytes!r} is negative or no number of bytes: give a whole number, such"
-                " as 65536, or 0 to make every tensor lazy"
+                f"eager_below_bytes={eager_below_bytes!r} is not a non-negative int: pass a number of bytes such as"
+                " 65536, or 0 to make every tensor lazy"
             )
         try:
             device = torch.device("cpu" if default_device is None else default_device)
         except (RuntimeError, TypeError) as error:
             raise ConfigError(
-                f"default_device={default_device!r} is no device that torch knows: write 'cpu', the name of an"
-                " accelerator, or leave it out"
+                f"default_device={default_device!r} is not a torch device: pass 'cpu', the name of an accelerator, or"
+                " leave it out"
             ) from error
         if device.type == "meta":
-            raise ConfigError("default_device='meta' has no memory to fill: give the device that the model trains on")
+            raise ConfigError("default_device='meta' has no memory to fill: pass the device that the model trains on")
         self._device = device
         self._eager_below_bytes = eager_below_bytes
         self._modes = ExitStack()
 
     def __enter__(self) -> LazyInitContext:
-        """Starts to record.
+        """Start recording.
 
         Raises:
-            ConfigError: a LazyInitContext is active.
+            ConfigError: A LazyInitContext is active.
         """
         if LazyInitContext._active is not None:
             raise ConfigError("LazyInitContext inside of another one: build the whole model in the outer one")
@@ -109,7 +108,7 @@ class LazyInitContext:
 
 
 class _RawReads(TorchFunctionMode):
-    """Gives lazy tensors their values before something reads their memory directly."""
+    """Function mode that materializes lazy tensors before their memory is accessed directly."""
 
     def __torch_function__(
         self,
@@ -131,7 +130,7 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 
 def _deep_copy(tensor: torch.Tensor, memo: dict[Any, Any]) -> torch.Tensor:
-    """Returns a lazy copy; like torch's, tensors that share a storage share one again in the same deep copy."""
+    """Return a lazy copy. As in torch, tensors that share a storage share the copied one."""
     found: torch.Tensor | None = memo.get(id(tensor))
     if found is not None:
         return found

@@ -1,4 +1,4 @@
-"""Gives lazy tensors their values, one storage at a time."""
+"""Materialization of lazy tensors, one storage at a time."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .op_log import Geometry, Record, record_of, replay, settle, view_of
 
 
 def is_lazy(tensor: torch.Tensor) -> bool:
-    """Returns whether a tensor was made in a `LazyInitContext` and has no values yet.
+    """Return whether a tensor was created in a `LazyInitContext` and is not materialized.
 
     Example:
         >>> import torch
@@ -26,7 +26,7 @@ def is_lazy(tensor: torch.Tensor) -> bool:
 
 
 def _functions(*names: str) -> frozenset[Callable[..., Any]]:
-    """Returns methods of tensors and getters of their properties, of those that this torch has."""
+    """Return tensor methods and property getters by name, without names that this torch version lacks."""
     found = [getattr(torch.Tensor, name) for name in names if hasattr(torch.Tensor, name)]
     return frozenset(item if callable(item) else item.__get__ for item in found)
 
@@ -71,7 +71,7 @@ _WITHOUT_VALUES = _functions(
 
 
 class LazyTensor(torch.Tensor):
-    """A tensor without values. Assigning to `.data` gives it some and makes it an ordinary tensor again."""
+    """Tensor without values. Assigning to `.data` turns it into an ordinary tensor."""
 
     @classmethod
     def __torch_function__(
@@ -85,7 +85,7 @@ class LazyTensor(torch.Tensor):
 
 
 class LazyParameter(nn.Parameter):
-    """A parameter without values. Assigning to `.data` gives it some and makes it an ordinary parameter again."""
+    """Parameter without values. Assigning to `.data` turns it into an ordinary parameter."""
 
     @classmethod
     def __torch_function__(
@@ -103,14 +103,14 @@ _PLAIN = {guard: plain for plain, guard in _GUARDS.items()}
 
 
 def refresh_class(tensor: torch.Tensor) -> None:
-    """Guards a tensor that is lazy, and takes the guard from one that is not."""
+    """Set the guard class on a lazy tensor, and the plain class on any other."""
     wanted = (_GUARDS if is_lazy(tensor) else _PLAIN).get(type(tensor))
     if wanted is not None:
         tensor.__class__ = wanted  # type: ignore[assignment]
 
 
 def guard_all() -> None:
-    """Guards every lazy tensor of the process; those of classes that can't be guarded get their values."""
+    """Guard all lazy tensors of the process; subclasses without a guard class are materialized."""
     for thing in gc.get_objects():
         if not issubclass(type(thing), torch.Tensor) or not is_lazy(thing):
             continue
@@ -128,8 +128,8 @@ def _use(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
         if name in ("__get__", "__set__"):
             name = str(getattr(function, "__self__", name))
         raise ConfigError(
-            f"{name} on a tensor that was made in a LazyInitContext and has no values yet: boost the model with a "
-            f"plugin that fills it, or call booster.lazy_init.materialize(model) first"
+            f"{name} on a tensor of a LazyInitContext that is not materialized: boost the model with a plugin, or call"
+            f" booster.lazy_init.materialize(model) first"
         )
     with torch._C.DisableTorchFunction():
         result = function(*args, **kwargs)
@@ -146,16 +146,16 @@ def _description(tensor: torch.Tensor) -> str:
 
 
 def materialize_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the values of a tensor in fresh CPU memory; a lazy one stays lazy.
+    """Return the values of a tensor in new CPU memory; a lazy tensor stays lazy.
 
-    May be called in any order and any number of times: the values are always those that an ordinary build of the model
-    gives, and torch's generators are left as they are. Needs memory for the whole storage that the tensor is a view of.
+    May be called in any order and repeatedly: the values are always those of an eager build of the model, and torch's
+    generators are not changed. Needs memory for the full storage of the tensor.
 
     Args:
-        tensor: Lazy or not.
+        tensor: Tensor, lazy or not.
 
     Raises:
-        ConfigError: an operator of the model's code can't be run again with the same result; the message names it.
+        ConfigError: An operator of the model's code is not replayable.
     """
     record = record_of(tensor)
     with torch.no_grad(), torch._C.DisableTorchFunction():
@@ -169,34 +169,34 @@ def materialize_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def materialize(module: nn.Module, device: torch.device | str | None = None) -> nn.Module:
-    """Returns the module with all of its lazy parameters, buffers and other tensors filled, in place.
+    """Materialize all lazy parameters, buffers and other tensors of a module in place, and return the module.
 
-    Every parameter and buffer stays the same object, so optimizers over them and ties go on working; tensors that share
-    memory share it afterwards too. Peak memory is that of the filled model and twice its largest tensor.
+    Parameter and buffer objects are kept, so optimizers and tied weights stay valid; shared memory stays shared. Peak
+    memory is that of the materialized model plus twice its largest tensor.
 
     Args:
-        module: Built in a `LazyInitContext`, wholly or in part; what is not lazy is left alone.
-        device: Where the values go; without it the context's `default_device`.
+        module: Module with tensors from a `LazyInitContext`; other tensors are not changed.
+        device: Device of the values; optional, defaults to the context's `default_device`.
 
     Raises:
-        ConfigError: an operator of the model's code can't be run again with the same result; the message names it.
+        ConfigError: An operator of the model's code is not replayable.
     """
     materialize_own(module.modules(), device)
     return module
 
 
 def materialize_own(modules: Iterable[nn.Module], device: torch.device | str | None = None) -> None:
-    """Fills the lazy tensors that the given modules hold themselves; those of their children stay lazy.
+    """Materialize the direct lazy tensors of the given modules; those of their children stay lazy.
 
-    Like `materialize` for a part of a model: tensors of the given modules that share memory share it afterwards too,
-    and one that shares memory with a tensor elsewhere in the model gets memory of its own, with the same values.
+    Memory that is shared among the given modules stays shared. A tensor that shares memory with another module gets
+    separate memory with the same values.
 
     Args:
-        modules: Whose tensors are filled.
-        device: Where the values go; without it the context's `default_device`.
+        modules: Modules whose tensors are materialized.
+        device: Device of the values; optional, defaults to the context's `default_device`.
 
     Raises:
-        ConfigError: an operator of the model's code can't be run again with the same result; the message names it.
+        ConfigError: An operator of the model's code is not replayable.
     """
     sharing: dict[int, tuple[Record, dict[int, torch.Tensor]]] = {}
     for tensor in _tensors(modules):
@@ -219,7 +219,7 @@ def _fill(record: Record, tensors: list[torch.Tensor], device: torch.device) -> 
 
 
 def _tensors(modules: Iterable[nn.Module]) -> Iterator[torch.Tensor]:
-    """Yields the tensors that modules hold themselves: registered, as attributes, or in a list or dict of those."""
+    """Yield the direct tensors of modules: registered, as attributes, or in containers among the attributes."""
     seen: set[int] = set()
     for module in modules:
         for value in vars(module).values():

@@ -1,4 +1,4 @@
-"""What a lazy storage will hold: the call that made it and the calls that wrote to it, ready to be run again."""
+"""Op log of a lazy storage: the calls that created it and wrote to it, for replay."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from booster.errors import ConfigError
 
-# Note [Replay]: a storage is a program. Its value is what its first call returned, changed by every call that wrote to
-# it since, in order. Calls are those of the dispatcher (aten), so a replay runs the very kernels, on tensors of the
-# same geometry, that an ordinary build runs: bit-equal without a word about what an operator means. Other lazy tensors
-# that a call reads are kept as (record, number of its calls at that time): records only grow, so that prefix stays
-# what it was. A random call keeps the state of its generator, so records replay in any order and any number of times.
+# Note [Replay]: a lazy storage is represented by its op log: the call that created it and all calls that wrote to it,
+# in order. These are dispatcher (aten) calls, so a replay runs the same kernels on tensors of the same geometry as an
+# eager build and is bit-equal, without operator-specific code. A lazy tensor that a call reads is kept as (log, number
+# of its calls at that time), which stays valid as logs are append-only. A random call keeps the state of its generator,
+# so logs can be replayed in any order and repeatedly.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Geometry:
-    """Where a tensor lies in its storage."""
+    """Dtype, size, stride and storage offset of a tensor."""
 
     dtype: torch.dtype
     size: torch.Size
@@ -37,7 +37,7 @@ class Geometry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reference:
-    """A lazy tensor among a call's arguments, as it was at the time of the call."""
+    """Lazy tensor argument of a call, with its state at the time of the call."""
 
     record: Record
     num_writes: int
@@ -50,20 +50,20 @@ class Reference:
 
 @dataclass(frozen=True, slots=True)
 class GeneratorState:
-    """Stands for a generator that the caller passed, as it was before the call."""
+    """Placeholder of a generator argument, with its state before the call."""
 
     state: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """One call of the dispatcher.
+    """Dispatcher call.
 
     Attributes:
-        arguments: positional ones and a dict of keywords; lazy tensors are a `Reference`, generators a
-            `GeneratorState`, other tensors copies.
-        random_state: of the default generator before the call, for a call that draws from it.
-        default_dtype: as it was set at the time, for factories that are given no dtype.
+        arguments: Positional and keyword arguments; lazy tensors as `Reference`, generators as `GeneratorState`, other
+            tensors as copies.
+        random_state: State of the default generator before the call, if the call draws from it.
+        default_dtype: Default dtype at the time of the call, for factories without a dtype argument.
     """
 
     function: Callable[..., Any]
@@ -79,15 +79,15 @@ class Call:
 
 @dataclass(slots=True, eq=False)
 class Record:
-    """The program of one lazy storage.
+    """Op log of one lazy storage.
 
     Attributes:
-        origin: makes the storage, as output number `output` of its results.
-        made: geometry of that output.
-        writes: calls that changed it since. Only ever appended to.
-        device: where `materialize` fills it onto when it is not told.
-        needs: prefixes of records that a replay of this one runs too, those that they need included.
-        num_reads: how often its value was needed while the model was built.
+        origin: Call that creates the storage, as its output number `output`.
+        made: Geometry of that output.
+        writes: Calls that wrote to the storage; append-only.
+        device: Default device of `materialize`.
+        needs: Transitive dependencies: prefixes of other logs that a replay runs.
+        num_reads: Number of times that the value was read while the model was built.
     """
 
     origin: Call
@@ -99,11 +99,11 @@ class Record:
     num_reads: int = 0
 
 
-Prefix = tuple[Record, int]  # with the first so many of its writes
+Prefix = tuple[Record, int]  # log and number of its writes
 
 
 def map_arguments(function: Callable[[Any], Any], tree: Any) -> Any:
-    """Returns nested tuples, lists and dicts with every leaf replaced by `function(leaf)`."""
+    """Apply a function to every leaf of nested tuples, lists and dicts."""
     if type(tree) in (tuple, list):
         return type(tree)(map_arguments(function, value) for value in tree)
     if type(tree) is dict:
@@ -112,27 +112,27 @@ def map_arguments(function: Callable[[Any], Any], tree: Any) -> Any:
 
 
 def view_of(storage: torch.UntypedStorage, geometry: Geometry) -> torch.Tensor:
-    """Returns a tensor over a storage."""
+    """Return a view of a storage."""
     tensor = torch.empty(0, dtype=geometry.dtype, device=storage.device)
     return tensor.set_(storage, geometry.offset, geometry.size, geometry.stride)
 
 
 def replay(record: Record, num_writes: int | None = None) -> torch.UntypedStorage:
-    """Returns a fresh storage with the values of a lazy one; generators are left as they are.
+    """Return a new storage with the values of a lazy one. Generators are not changed.
 
     Args:
-        record: the lazy storage's program.
-        num_writes: how many of its writes to run; all without it.
+        record: Op log of the lazy storage.
+        num_writes: Number of writes to run; optional, defaults to all.
 
     Raises:
-        ConfigError: a call draws random numbers without saying so, or returns another shape than before.
+        ConfigError: A call draws random numbers without the random tag, or returns another shape than before.
     """
     with torch.no_grad(), torch._C.DisableTorchFunction(), _disable_current_modes():
         return _Replay().run((record, len(record.writes) if num_writes is None else num_writes))
 
 
 class _Replay:
-    """Runs programs; a value that several calls read is made once, and freed after the last of them."""
+    """Replay of op logs. A value that several calls read is computed once, and freed after the last read."""
 
     def __init__(self) -> None:
         self._values: dict[Prefix, torch.UntypedStorage] = {}
@@ -159,7 +159,7 @@ class _Replay:
         return storage
 
     def _call(self, call: Call, own: Prefix | None, own_storage: torch.UntypedStorage | None) -> Any:
-        """Runs a call; what it reads of the storage that it writes to is that storage itself."""
+        """Run a call. Reads of the storage that it writes to (`own`) use that storage itself."""
 
         def value_of(argument: Any) -> Any:
             if isinstance(argument, GeneratorState):
@@ -186,7 +186,7 @@ class _Replay:
 
 
 def _reads(prefix: Prefix) -> Iterator[Prefix]:
-    """Yields what the calls of a program read, besides the storage that they write to; again for every time."""
+    """Yield the prefixes that the calls of a log read, except the storage that they write to, with duplicates."""
     record, num_writes = prefix
     yield from (reference.prefix for reference in record.origin.references())
     for index, call in enumerate(record.writes[:num_writes]):
@@ -195,21 +195,21 @@ def _reads(prefix: Prefix) -> Iterator[Prefix]:
 
 
 def _as_recorded(made: torch.Tensor, record: Record) -> torch.Tensor:
-    """Returns a result as the model's views of it expect it."""
+    """Return a result with the recorded strides, which the model's views rely on."""
     if (made.dtype, made.shape) != (record.made.dtype, record.made.size):
         raise ConfigError(
-            f"{record.origin.function} gave {Geometry.of(made)} now and {record.made} when the model was built: build "
-            f"the part that uses it outside of LazyInitContext"
+            f"{record.origin.function} returned {Geometry.of(made)} in replay and {record.made} when the model was"
+            f" built: build the module that uses it outside of LazyInitContext"
         )
     if Geometry.of(made) == record.made:
         return made
-    # A meta kernel told other strides than the real one has.
+    # The meta kernel returned other strides than the real kernel.
     return torch.empty_strided(record.made.size, record.made.stride, dtype=made.dtype).copy_(made)
 
 
 @contextmanager
 def _settings_of(call: Call) -> Iterator[None]:
-    """The default generator and dtype as they were at the call; afterwards as they are now."""
+    """Use the default generator state and dtype of the call inside the block."""
     state, dtype = torch.get_rng_state(), torch.get_default_dtype()
     with ExitStack() as after:
         if dtype != call.default_dtype:
@@ -222,21 +222,20 @@ def _settings_of(call: Call) -> Iterator[None]:
     if call.random_state is None and not torch.equal(torch.get_rng_state(), state):
         torch.set_rng_state(state)
         raise ConfigError(
-            f"{call.function} draws random numbers but is not tagged as random, so its values can't be made again: "
-            f"build the part that uses it outside of LazyInitContext"
+            f"{call.function} draws random numbers but is not tagged as random, so it cannot be replayed: build the"
+            f" module that uses it outside of LazyInitContext"
         )
 
 
 _ATTRIBUTE = "_booster_lazy_record"  # on the storage object, which torch keeps as long as the storage lives
 
-# Note [Reserved addresses]: a lazy tensor is a plain CPU tensor with its true sizes and strides over shared anonymous
-# pages that nothing has touched: they cost no memory, and nothing of a limit on it (RLIMIT_DATA counts private ones).
-# So every view, `.data =`, tie and check of device or strides in a model's code does what it always does. (malloc would
-# not do: it hands out pages again that were touched before.)
+# A lazy tensor is a plain CPU tensor with its real sizes and strides over untouched shared anonymous pages, which use
+# no memory and do not count toward RLIMIT_DATA (private pages do). So views, `.data =`, tied weights and checks of
+# device or strides behave as usual in model code. malloc is not suitable, as it may return touched pages.
 
 
 def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
-    """Returns the storage of a dense CPU tensor, None for any other."""
+    """Return the storage of a dense CPU tensor, or None."""
     with torch._C.DisableTorchFunction():
         if tensor.layout is not torch.strided or tensor.device.type != "cpu":
             return None
@@ -247,26 +246,26 @@ def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
 
 
 def record_of(tensor: torch.Tensor) -> Record | None:
-    """Returns what a lazy tensor's storage will hold, None for a tensor that has its values."""
+    """Return the op log of a lazy tensor's storage, or None for an ordinary tensor."""
     storage = storage_of(tensor)
     return None if storage is None else getattr(storage, _ATTRIBUTE, None)
 
 
 def reserve(num_bytes: int) -> torch.UntypedStorage:
-    """Returns a storage whose pages have no memory until they are written to, and which go when it goes."""
+    """Return a storage whose pages are allocated at the first write, and freed with the storage."""
     flags = mmap.MAP_SHARED | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
     return torch.frombuffer(mmap.mmap(-1, num_bytes, flags=flags), dtype=torch.uint8).untyped_storage()
 
 
 def make_lazy(record: Record, num_bytes: int) -> torch.Tensor:
-    """Returns the tensor that a record's first call made, without its memory."""
+    """Return a lazy tensor for the output of a log's first call."""
     storage = reserve(num_bytes)
     setattr(storage, _ATTRIBUTE, record)
     return view_of(storage, record.made)
 
 
 def settle(tensor: torch.Tensor) -> None:
-    """Writes a lazy tensor's values where it lies, with memory for all of its storage: it is an ordinary one then."""
+    """Materialize the full storage of a lazy tensor in place, which turns it into an ordinary tensor."""
     storage, record = storage_of(tensor), record_of(tensor)
     if storage is None or record is None:
         return

@@ -44,7 +44,7 @@ def test_fp8_filter_and_subclasses():
     assert [type(module) for module in model] == [Float8Linear, Own, nn.Linear]
     with pytest.raises(ConfigError, match=r"no nn\.Linear"):
         FP8MixedPrecision().prepare(nn.Conv1d(2, 2, 1))
-    with pytest.raises(ConfigError, match="module_filter took no"):
+    with pytest.raises(ConfigError, match="module_filter selected no"):
         FP8MixedPrecision(module_filter=lambda name, module: False).prepare(nn.Linear(2, 2))
 
 

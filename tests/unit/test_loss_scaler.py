@@ -155,7 +155,7 @@ def test_dynamic_and_constant_states_load_into_each_other():
 )
 def test_foreign_states_are_refused(state):
     for scaler in (DynamicLossScaler(4, 2, 0.5, 1), ConstantLossScaler(4)):
-        with pytest.raises(CheckpointError, match="no loss scaler's state"):
+        with pytest.raises(CheckpointError, match="not a loss scaler's state"):
             scaler.load_state_dict(state)
         assert scaler.scale == 4
 
