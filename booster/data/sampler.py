@@ -130,9 +130,7 @@ class DistributedBatchSampler(Sampler[list[int]]):
 
     def _check_not_empty(self) -> None:
         if self.num_samples < 1:
-            raise ConfigError(
-                "an empty dataset (length 0) has no batches: pass the same non-empty dataset on all ranks"
-            )
+            raise ConfigError("an empty dataset (length 0) has no batches: pass a non-empty dataset on all ranks")
         if self.drop_last and self.num_samples < self.global_batch_size:
             raise ConfigError(
                 f"drop_last=True leaves no batch: {self.num_samples} samples are less than a global batch of"

@@ -1,4 +1,4 @@
-"""Runs the dispatcher's calls of a model's constructor: large results become lazy, writes to lazy ones are recorded."""
+"""Dispatch mode that makes large results of a model's constructor lazy and records writes to them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from .op_log import (
 
 _aten = torch.ops.aten
 
-# Results whose sizes and strides the meta kernels tell without running the operator.
+# Operators whose meta kernels return the sizes and strides of the result without running the operator.
 _PREDICTABLE = frozenset(
     {
         *(_aten.empty, _aten.empty_strided, _aten.empty_like, _aten.new_empty, _aten.new_empty_strided),
@@ -41,29 +41,29 @@ _PREDICTABLE = frozenset(
         *(_aten.tril, _aten.triu, _aten.cat, _aten.stack),
     }
 )
-# Random factories, and the writer that draws the same numbers. (Results of those themselves would come from malloc, and
-# what is freed there is lost between the small tensors of the model that lie around it.)
+# Random factories, and the in-place operator that draws the same numbers. (Results of the factories would come from
+# malloc, and freeing them would fragment the heap between the small tensors of the model.)
 _DRAW_LIKE = {
     _aten.randn: _aten.normal_.default,
     _aten.randn_like: _aten.normal_.default,
     _aten.rand: _aten.uniform_.default,
     _aten.rand_like: _aten.uniform_.default,
 }
-# Writers whose draws depend on the shape alone: what the tensor held before is not needed to advance the generator.
+# In-place operators that advance the generator by the shape alone: the previous values of the tensor are not needed.
 _DRAWS_ALIKE = frozenset(
     {
         *(_aten.normal_, _aten.uniform_, _aten.exponential_, _aten.geometric_, _aten.cauchy_, _aten.log_normal_),
         *(_aten.random_, _aten.bernoulli_),
     }
 )
-# They change which storage a tensor has, not what is in one.
+# Operators that change a tensor's storage or geometry, but no values.
 _REWIRE = frozenset(
     {
         *(_aten.set_, _aten.detach_, _aten.squeeze_, _aten.unsqueeze_, _aten.transpose_, _aten.t_),
         *(_aten.as_strided_, _aten.swapaxes_, _aten.swapdims_),
     }
 )
-# Views with a bit that says how to read the values, which sizes and strides do not tell.
+# Views with a conjugate or negative bit, which sizes and strides do not represent.
 _MARKS = frozenset({_aten._conj, _aten._neg_view})
 
 
@@ -72,58 +72,58 @@ def is_random(operator: Any) -> bool:
 
 
 def draws_alike(operator: Any) -> bool:
-    """Returns whether a random writer draws the same numbers whatever its tensors hold."""
+    """Return whether the draws of a random in-place operator are independent of tensor values."""
     return operator.overloadpacket in _DRAWS_ALIKE
 
 
 def is_predictable(operator: Any) -> bool:
-    """Returns whether meta tensors tell the geometry of the result."""
+    """Return whether meta tensors determine the geometry of the result."""
     if is_random(operator):
         return operator.overloadpacket in _DRAW_LIKE
     return operator.overloadpacket in _PREDICTABLE or torch.Tag.pointwise in operator.tags
 
 
 def draw_like(operator: Any) -> Any:
-    """Returns the operator that, on a tensor of its result's shape, draws what a predictable random factory draws."""
+    """Return the in-place operator that draws the same numbers as a random factory."""
     return _DRAW_LIKE[operator.overloadpacket]
 
 
 def is_view(operator: Any) -> bool:
-    """Returns whether all that an operator does is to return other views of its argument's storage."""
+    """Return whether an operator only returns views of its arguments."""
     results = operator._schema.returns
     return not written_arguments(operator) and any(result.alias_info is not None for result in results)
 
 
 def keeps_values_unread(operator: Any) -> bool:
-    """Returns whether an operator neither reads nor writes what is in a storage."""
+    """Return whether an operator neither reads nor writes values."""
     return is_view(operator) or operator.overloadpacket in _REWIRE
 
 
 def leaves_a_mark(operator: Any) -> bool:
-    """Returns whether the result is a view whose values are read in another way."""
+    """Return whether the result is a view with a conjugate or negative bit."""
     return operator.overloadpacket in _MARKS
 
 
 def written_arguments(operator: Any) -> list[str]:
-    """Returns the names of the arguments that an operator writes to."""
+    """Return the names of the arguments that an operator writes to."""
     arguments = operator._schema.arguments
     return [argument.name for argument in arguments if argument.alias_info is not None and argument.alias_info.is_write]
 
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
-_MOST_READS = 16  # of one lazy value while the model is built: after that it is kept, as every read is a replay
+_MOST_READS = 16  # reads of a lazy value (each one a replay) after which it is materialized
 
 
 def tensors_in(tree: Any) -> list[torch.Tensor]:
-    """Returns the tensors of nested tuples, lists and dicts."""
+    """Return the tensors of nested tuples, lists and dicts."""
     found: list[torch.Tensor] = []
     map_arguments(lambda value: found.append(value) if isinstance(value, torch.Tensor) else None, tree)
     return found
 
 
 def written_tensors(operator: Any, arguments: Arguments) -> Iterator[torch.Tensor]:
-    """Yields the tensors that a call writes to."""
+    """Yield the tensors that a call writes to."""
     names = set(written_arguments(operator))
     for position, argument in enumerate(operator._schema.arguments):
         if argument.name in names:
@@ -132,12 +132,12 @@ def written_tensors(operator: Any, arguments: Arguments) -> Iterator[torch.Tenso
 
 
 def num_real_bytes(arguments: Arguments) -> int:
-    """Returns the bytes of the tensors that are not lazy: a record keeps copies of them."""
+    """Return the bytes of the tensors that are not lazy, of which an op log keeps copies."""
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors_in(arguments) if record_of(tensor) is None)
 
 
 def are_ordinary(arguments: Arguments) -> bool:
-    """Returns whether a call is about dense unpinned CPU tensors alone."""
+    """Return whether a call involves only dense unpinned CPU tensors."""
     kwargs = arguments[1]
     device, layout = kwargs.get("device"), kwargs.get("layout")
     if (device is not None and torch.device(device).type != "cpu") or kwargs.get("pin_memory"):
@@ -152,7 +152,7 @@ def are_ordinary(arguments: Arguments) -> bool:
 
 
 def freeze_generators(arguments: Arguments) -> Arguments:
-    """Returns the arguments with the states of generators, as they are now, in their place."""
+    """Replace generators in the arguments by their current states."""
 
     def freeze(leaf: Any) -> Any:
         return GeneratorState(leaf.get_state()) if isinstance(leaf, torch.Generator) else leaf
@@ -162,7 +162,7 @@ def freeze_generators(arguments: Arguments) -> Arguments:
 
 
 def make_call(operator: Any, arguments: Arguments, random_state: torch.Tensor | None) -> Call:
-    """Returns a call as it can be run again, whatever is done to its arguments afterwards."""
+    """Return a replayable call that is independent of later changes to its arguments."""
 
     def keep(leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):
@@ -181,7 +181,7 @@ def make_call(operator: Any, arguments: Arguments, random_state: torch.Tensor | 
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a copy with the same strides where its storage is not much larger: kernels are chosen by those."""
+    """Return a copy, with the same strides if the storage is not much larger, as strides select the kernel."""
     storage = tensor.untyped_storage()
     if tensor.is_conj() or tensor.is_neg() or storage.nbytes() > 4096 + 2 * tensor.numel() * tensor.element_size():
         return tensor.detach().clone()
@@ -189,7 +189,7 @@ def _copy(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def meta_twins(arguments: Arguments) -> Arguments:
-    """Returns the arguments with tensors that have the same geometry and no values."""
+    """Replace tensors in the arguments by meta tensors of the same geometry."""
 
     def twin(leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):
@@ -201,7 +201,7 @@ def meta_twins(arguments: Arguments) -> Arguments:
 
 
 def with_values(arguments: Arguments) -> Arguments:
-    """Returns the arguments with the values of lazy tensors, for a call that runs now."""
+    """Replace lazy tensors in the arguments by their values, for a call that runs now."""
     storages: dict[int, torch.UntypedStorage] = {}
 
     def value_of(leaf: Any) -> Any:
@@ -219,26 +219,26 @@ def with_values(arguments: Arguments) -> Arguments:
 
 
 def _count_read(tensor: torch.Tensor, record: Record) -> bool:
-    """Returns whether the tensor is still lazy: after many reads it is not."""
+    """Count a read, and return whether the tensor is still lazy."""
     record.num_reads += 1
     if record.num_reads > _MOST_READS:
         settle(tensor)
     return record_of(tensor) is not None
 
 
-_DEAREST = 64  # prefixes of records that one record may need to be replayed; past that its value is kept
+_DEAREST = 64  # dependencies of an op log; above, the value is materialized
 
-# Note [Never other values]: what is recorded is an economy alone. Whatever call is not known to be recordable (several
-# tensors written, a large real argument, an operator without a meta kernel) gets real arguments and runs; what it
-# writes to is settled first. So code that this file does not foresee costs memory, and is right.
+# Recording only saves memory. A call that is not known to be recordable (several written tensors, a large real
+# argument, an operator without a meta kernel) runs with real arguments after the tensors that it writes to are
+# materialized. So unforeseen code uses more memory, but its values are correct.
 
 
 class Recorder(TorchDispatchMode):
-    """Sees every call of the dispatcher on this thread.
+    """Dispatch mode of this thread.
 
     Args:
-        eager_below_bytes: results of fewer bytes are made at once.
-        device: where lazy tensors go when they are filled.
+        eager_below_bytes: Results below this size are created eagerly.
+        device: Default device of materialized tensors.
     """
 
     def __init__(self, *, eager_below_bytes: int, device: torch.device) -> None:
@@ -249,7 +249,7 @@ class Recorder(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Keeps torch from importing its compiler at the first call, which takes longer than most builds."""
+        # Keeps torch from importing its compiler at the first call, which takes longer than most builds.
         return False
 
     def __torch_dispatch__(
@@ -260,7 +260,7 @@ class Recorder(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         if not all(kind in (torch.Tensor, nn.Parameter) for kind in types):
-            return NotImplemented  # a class that runs its operators by others: those come here
+            return NotImplemented  # the subclass decomposes the call into others, which are dispatched here
         arguments: Arguments = (args, kwargs or {})
         with torch._C.DisableTorchFunction():
             if leaves_a_mark(func):
@@ -273,12 +273,12 @@ class Recorder(TorchDispatchMode):
             return self._make(func, arguments)
 
     def record_fill(self, function: Callable[..., Any], arguments: Arguments, again: Callable[..., Any]) -> None:
-        """Records a function that draws its first argument, a lazy tensor, as one call, whatever it reads meanwhile.
+        """Record a random initializer of a lazy tensor as one call, regardless of its reads in between.
 
         Args:
-            function: draws from one generator, by its arguments and the first one's geometry alone.
-            arguments: of the call.
-            again: what to run instead of the function when the tensor is filled.
+            function: Initializer whose draws depend only on its arguments and the geometry of the first one.
+            arguments: Arguments of the call; the first one is the lazy tensor.
+            again: Function that replaces the initializer in a replay.
         """
         (target, *rest), kwargs = arguments
         record = record_of(target)
@@ -294,15 +294,15 @@ class Recorder(TorchDispatchMode):
         for tensor in written_tensors(operator, arguments):
             if operator.overloadpacket is torch.ops.aten.resize_ and record_of(tensor) is not None:
                 raise ConfigError(
-                    f"{operator} of a tensor that was made in this LazyInitContext: build the part of the model that "
-                    f"calls it outside of the context"
+                    f"{operator} of a tensor of this LazyInitContext is not supported: build the module that calls it"
+                    f" outside of the context"
                 )
             settle(tensor)
         args, kwargs = with_values(arguments)
         return operator(*args, **kwargs)
 
     def _is_recordable_write(self, operator: Any, arguments: Arguments) -> bool:
-        """Returns whether a call writes to its first argument alone, in a way that a replay repeats."""
+        """Return whether a call writes only to its first argument, reproducibly."""
         target = arguments[0][0] if arguments[0] else None
         if not isinstance(target, torch.Tensor) or record_of(target) is None:
             return False
@@ -316,11 +316,11 @@ class Recorder(TorchDispatchMode):
             args, kwargs = meta_twins(arguments)
             operator(*args, **kwargs)
         except (RuntimeError, NotImplementedError, IndexError, ValueError, TypeError):
-            return False  # a mistake of the caller, or no meta kernel: the real call shows which
+            return False  # no meta kernel, or invalid arguments, for which the real call raises
         return bool(args[0].shape == target.shape and args[0].stride() == target.stride())
 
     def _record_write(self, operator: Any, arguments: Arguments) -> bool:
-        """Records a call that writes to its first argument; returns False where replays would get too dear."""
+        """Record a call that writes to its first argument; return False if replays would be too expensive."""
         args, kwargs = arguments
         target = args[0]
         record = record_of(target)
@@ -329,7 +329,7 @@ class Recorder(TorchDispatchMode):
         needs = record.needs | _needs(call, own=record)
         if len(needs) > _DEAREST:
             return False
-        if is_random(operator):  # the draws that come after need the generator as it is after this one
+        if is_random(operator):  # advances the generator for later draws
             rest, kwargs = with_values((args[1:], kwargs))
             operator(self._scratch_like(target), *rest, **kwargs)
         record.writes.append(call)
@@ -349,12 +349,12 @@ class Recorder(TorchDispatchMode):
         results = operator(*args, **kwargs)
         if not self._are_worth_replaying(results, (args, kwargs), num_real_bytes(arguments)):
             return results
-        draws = is_random(operator) or not torch.equal(state, torch.get_rng_state())  # users' operators have no tags
+        draws = is_random(operator) or not torch.equal(state, torch.get_rng_state())  # custom operators lack tags
         call = make_call(operator, frozen, state if draws else None)
         return results if len(_needs(call)) > _DEAREST else self._lazy_results(call, results)
 
     def _predicted(self, operator: Any, arguments: Arguments) -> torch.Tensor | None:
-        """Returns the lazy result of a call whose geometry is known without running it; None where it is to be run."""
+        """Return the lazy result of a call without running it, or None if it must run."""
         twin = _meta_result(operator, arguments)
         if twin is None:
             return None
@@ -369,7 +369,7 @@ class Recorder(TorchDispatchMode):
         return self._lazy(call, 0, twin)
 
     def _scratch_like(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Returns memory of a tensor's geometry for draws that nobody reads; the next call returns the same memory."""
+        """Return a scratch tensor of the same geometry for discarded draws. Calls share one buffer."""
         twin = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta")
         num_bytes = twin.untyped_storage().nbytes()
         if self._scratch is None or self._scratch.nbytes() < num_bytes:
@@ -378,7 +378,7 @@ class Recorder(TorchDispatchMode):
         return view_of(self._scratch, Geometry.of(twin))
 
     def _are_worth_replaying(self, results: Any, arguments: Arguments, kept_bytes: int) -> bool:
-        """Returns whether results are large, new, and made from little that a record would have to keep."""
+        """Return whether results are large and new, and an op log would keep few bytes of arguments."""
         storages = [storage_of(tensor) for tensor in tensors_in(results)]
         addresses = [storage.data_ptr() for storage in storages if storage is not None]
         known = {storage_of(tensor).data_ptr() for tensor in tensors_in(arguments)}  # type: ignore[union-attr]
@@ -405,7 +405,7 @@ class Recorder(TorchDispatchMode):
 
 
 def _needs(call: Call, own: Record | None = None) -> set[Prefix]:
-    """Returns what a replay of a call runs besides it."""
+    """Return the transitive dependencies of a call."""
     needs: set[Prefix] = set()
     for reference in call.references():
         if reference.record is not own:
@@ -414,7 +414,7 @@ def _needs(call: Call, own: Record | None = None) -> set[Prefix]:
 
 
 def _meta_result(operator: Any, arguments: Arguments) -> torch.Tensor | None:
-    """Returns the result without values; None where meta kernels can't tell, as the real call then must."""
+    """Return the result on meta, or None if there is no meta kernel."""
     args, kwargs = meta_twins(freeze_generators(arguments))
     kwargs = {name: value for name, value in kwargs.items() if name != "generator"}
     if any(argument.name == "device" for argument in operator._schema.arguments):
@@ -426,15 +426,15 @@ def _meta_result(operator: Any, arguments: Arguments) -> torch.Tensor | None:
     return result if isinstance(result, torch.Tensor) and result.device.type == "meta" else None
 
 
-# Note [Rejection loops]: trunc_normal_ draws until no value is out of bounds (torch 2.13; older ones drew once). Call
-# by call, every look at the values would be a replay of all rounds before. What it leaves depends on its arguments,
-# the generator and the tensor's geometry alone, so the whole function is one call of the record.
-_NAME = "_no_grad_trunc_normal_"  # what every way to nn.init.trunc_normal_ ends in, also names imported before
+# trunc_normal_ redraws until no value is out of bounds (torch 2.13; older versions draw once). Recorded call by call,
+# every read of the values would replay all previous rounds. The result depends only on the arguments, the generator and
+# the tensor's geometry, so the initializer is recorded as one call.
+_NAME = "_no_grad_trunc_normal_"  # called by nn.init.trunc_normal_, also if that name was imported before
 
 
 @contextmanager
 def whole_initialisers(recorder: Recorder) -> Iterator[None]:
-    """Makes torch's initialisers that look at values tell the recorder about lazy tensors, and run on others."""
+    """Record torch's initializers that read values as one call for lazy tensors; others run unchanged."""
     original = getattr(nn.init, _NAME, None)
     if original is None:
         yield
@@ -449,7 +449,7 @@ def whole_initialisers(recorder: Recorder) -> Iterator[None]:
 def _recorded(original: Callable[..., Any], recorder: Recorder) -> Callable[..., Any]:
     def quiet(*args: Any, **kwargs: Any) -> None:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the build has shown them
+            warnings.simplefilter("ignore")  # already shown during the build
             original(*args, **kwargs)
 
     def fill(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
