@@ -338,7 +338,7 @@ def _on_all_ranks(caller: str, check: Callable[[], T], fingerprint: Callable[[T]
 def _check_path(path: Any, caller: str) -> None:
     if not isinstance(path, (str, PathLike)):
         raise ConfigError(
-            f"{caller}() was given a {type(path).__name__} as its path: the directory is the first argument, as in"
+            f"{caller}() was given a {type(path).__name__} as its path: give the directory first, as in"
             f" {caller}('runs/a', model, optimizer)"
         )
 

@@ -38,7 +38,7 @@ def plugin_from_name(name: str, **arguments: Any) -> Plugin:
         inspect.signature(cls).bind(**arguments)
     except TypeError as error:
         raise ConfigError(
-            f"{cls.__name__} does not accept {', '.join(arguments)}: {error}; its arguments are"
+            f"{cls.__name__} does not accept {', '.join(arguments)}: {error}; use those that it has:"
             f" {', '.join(inspect.signature(cls).parameters)}"
         ) from error
     return cls(**arguments)

@@ -1,4 +1,4 @@
-"""The built-in strategies, each imported when it is asked for."""
+"""Built-in strategies, each imported on first use."""
 
 from __future__ import annotations
 

@@ -97,7 +97,7 @@ def of_name(precision):
 def check(estimate, measured, *, within=0.1):
     """Fails where what was estimated is not what was measured, but for a part of it."""
     memory = estimate.memory
-    said = {"kept": memory.kept.total, "backward": memory.backward.total, "step": memory.step.total}
+    said = {"kept": memory.steady_state.total, "backward": memory.backward.total, "step": memory.step.total}
     assert estimate.total == max(said.values())
     said["sent"] = estimate.sent
     ratios = {name: said[name] / measured[name] for name in said if measured[name]}

@@ -1,1 +1,1 @@
-"""core."""
+"""Shared engine of the wrappers: models, optimizers, accumulation and shards."""

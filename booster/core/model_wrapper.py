@@ -385,7 +385,7 @@ def _arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         return (batch,), {}
     if not batch:
         raise ConfigError(
-            "the data iterator yielded an empty batch, and the model needs arguments: yield a tensor, or a dict or a"
+            "the data iterator yielded an empty batch, and the model needs arguments: give a tensor, or a dict or a"
             " tuple of the model's arguments"
         )
     return tuple(batch), {}

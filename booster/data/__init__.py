@@ -1,4 +1,4 @@
-"""Data loading: equal parts for all ranks, a new order in every epoch, exact positions to save and restore."""
+"""Data loading: equal shares for all ranks, a new order in every epoch, exact positions to save and restore."""
 
 from .dataloader import DistributedDataLoader, active_loader
 from .prepare import check_can_shard, prepare_dataloader, shard_dataloader

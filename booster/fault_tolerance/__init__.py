@@ -1,1 +1,1 @@
-"""fault_tolerance."""
+"""Fault tolerance: heartbeats, failure diagnosis, timeouts, shutdown and fault injection."""

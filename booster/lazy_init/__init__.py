@@ -1,4 +1,4 @@
-"""Models that are built without memory and filled later, piece by piece, with the numbers of an ordinary build."""
+"""Lazy initialization: models built without memory and materialized later, with the values of an ordinary build."""
 
 from __future__ import annotations
 

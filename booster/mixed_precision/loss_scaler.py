@@ -208,8 +208,8 @@ def _check_limits(initial: float, low: Any, high: Any) -> None:
             _check_scale(name, limit)
     if (low is not None and initial < low) or (high is not None and initial > high):
         raise ConfigError(
-            f"the initial loss scale {initial:g} is not between min_scale={low} and max_scale={high}: change the limits"
-            " or the initial scale"
+            f"the initial loss scale {initial:g} is not between min_scale={low} and max_scale={high}: choose"
+            " other limits or another initial scale"
         )
 
 

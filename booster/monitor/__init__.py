@@ -1,4 +1,4 @@
-"""Seeing what a training loop does: progress, logs, and who is missing when it hangs."""
+"""Monitoring: progress, logs, and diagnosis of hangs."""
 
 from .monitor import Monitor
 

@@ -1,4 +1,4 @@
-"""Optimizers: Adam in one pass over memory, and those that look at whole layers, matrices or the whole gradient."""
+"""Optimizers: fused Adam, and optimizers with statistics of layers, matrices or the global gradient."""
 
 from .adam import CPUAdam, FusedAdam, HybridAdam
 from .factored import CAME, Adafactor

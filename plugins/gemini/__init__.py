@@ -1,4 +1,4 @@
-"""ZeRO stage 3: parameters, gradients and optimizer states in chunks, divided among ranks, over tiers of memory."""
+"""ZeRO stage 3: parameters, gradients and optimizer states in chunks, sharded over ranks and memory tiers."""
 
 from .plugin import GeminiPlugin
 

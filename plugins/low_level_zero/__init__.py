@@ -1,4 +1,4 @@
-"""ZeRO stages 1 and 2: optimizer states, and gradients, divided among the data-parallel ranks."""
+"""ZeRO stages 1 and 2: optimizer states and gradients sharded over the data-parallel ranks."""
 
 from .plugin import LowLevelZeroPlugin
 

@@ -1,1 +1,1 @@
-"""What all strategies share that give each rank parts of parameters to update."""
+"""Shared parts of the strategies that shard parameters or optimizer states."""

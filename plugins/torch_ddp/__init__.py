@@ -1,1 +1,1 @@
-"""torch_ddp."""
+"""Data parallelism with torch's DistributedDataParallel."""

@@ -1,4 +1,4 @@
-"""The strategy: torch's own fully sharded data parallelism (FSDP2)."""
+"""Fully sharded data parallelism with torch's FSDP2."""
 
 from .plugin import TorchFSDPPlugin
 

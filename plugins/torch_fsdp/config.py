@@ -538,8 +538,8 @@ def _check_policy(given: Any) -> None:
         signature.bind(module=None, recurse=True, nonwrapped_numel=0)
     except TypeError as error:
         raise ConfigError(
-            f"auto_wrap_policy={_describe(given)} can't be called as {_POLICY_CALL}: {error}. Bind further arguments"
-            " with functools.partial"
+            f"auto_wrap_policy={_describe(given)} is not callable as {_POLICY_CALL}: {error}. Pass a callable of"
+            " these arguments, made with functools.partial if it has further ones"
         ) from error
 
 

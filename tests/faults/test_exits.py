@@ -37,6 +37,7 @@ def counted(ends, num_programs):
     return json.loads(run.stdout)
 
 
+@pytest.mark.slow
 def test_programs_end_well():
     ends = ("late_answer", "async_save", "user_destroys", "sys_exit", "error")
     assert counted(ends, 1) == {end: {"well": 2} for end in ends}

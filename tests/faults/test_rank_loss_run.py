@@ -46,6 +46,7 @@ slow = pytest.mark.slow
         pytest.param(Fault.leave(rank=1, at="clip", call=2), "rank 1's program ended", id="leave", marks=slow),
     ],
 )
+@pytest.mark.slow
 def test_the_launcher_ends_and_says_why(tmp_path, fault, words):
     (tmp_path / "script.py").write_text(SCRIPT)
     case = Case(plugin="torch_ddp", world_size=2, fault=fault)

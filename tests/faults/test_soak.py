@@ -29,6 +29,7 @@ def run_soak(seeds: Path, *arguments: object, seconds: int) -> str:
     return ended.stdout
 
 
+@pytest.mark.slow
 def test_a_short_chain_over_changing_layouts_loses_nothing(tmp_path):
     printed = run_soak(tmp_path, "--cycles", 4, "--steps", 20, "--seed", 5, seconds=240)
     assert "4 cycles" in printed

@@ -135,6 +135,7 @@ def _all_cases():
 
 
 @pytest.mark.parametrize("case", _all_cases(), ids=str)
+@pytest.mark.slow
 def test_short_ranks_are_named_on_all_ranks(case, tmp_path):
     ends, seconds = _run(case, tmp_path)
     report = _report(ends, seconds)

@@ -88,6 +88,7 @@ def read_until(stream, text):
     raise AssertionError(f"the command ended before it wrote {text!r}")
 
 
+@pytest.mark.slow
 def test_every_configuration_of_four_ranks(tmp_path):
     done = benchmark("-g", "4", *TINY, "--json", str(tmp_path / "out.json"), "--plot", str(tmp_path / "out.png"))
     assert done.returncode == 0, done.stdout + done.stderr

@@ -42,7 +42,7 @@ class Buffered(nn.Module):
             self.count += 1
         for block in self.blocks:
             x = block(x[:, self.order] * self.mask) + block.shift.float()
-        return x * self.scale + self.transient + self.count + self.empty.sum()
+        return x * self.scale + self.passing + self.count + self.empty.sum()
 
 
 class BufferTwins(Twins):

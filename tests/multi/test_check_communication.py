@@ -50,7 +50,7 @@ DONE = {"step": "done", "is_right": True, "bytes": 8, "seconds": 0.5, "backend":
 def test_the_slower_rank_counts(found):
     one = found("note(**DONE | {'seconds': 0.5 + int(rank)})")
     assert one.problem is None
-    assert (one.facts["seconds"], one.facts["bytes_per_second"]) == (1.5, 8 / 1.5)
+    assert (one.data["seconds"], one.data["bytes_per_second"]) == (1.5, 8 / 1.5)
     assert "0 MiB on cpu over 2 processes by b and t" in one.text
 
 
@@ -62,7 +62,7 @@ def test_wrong_sums_are_found(found):
 def test_a_rank_that_raises_is_named(found):
     one = found("note(step='summing', error='ValueError: mine')\nsys.exit(rank == '1')")
     assert "rank 1 failed while summing: ValueError: mine" in one.problem
-    assert one.facts["error"] == one.problem
+    assert one.data["error"] == one.problem
 
 
 def test_a_killed_rank_is_the_cause_and_not_the_one_that_lost_it(found):

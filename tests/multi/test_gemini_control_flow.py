@@ -422,7 +422,7 @@ def test_a_backward_through_a_graph_from_before_the_step_is_an_error(way, policy
         twins.backward_of_boosted(loss, retain_graph=True)
         twins.optimizer.step()
         twins.optimizer.zero_grad()
-        with pytest.raises(RuntimeError, match=r"have been changed since, by optimizer\.step\(\)"):
+        with pytest.raises(RuntimeError, match=r"were changed since, by optimizer\.step\(\)"):
             twins.backward_of_boosted(loss)
         twins.optimizer.zero_grad()
 

@@ -81,6 +81,7 @@ def told_by(tmp_path, num_ranks):
 
 
 @pytest.mark.parametrize("num_ranks", [pytest.param(2, marks=pytest.mark.slow), 4])
+@pytest.mark.slow
 def test_ranks_train_as_one_process_does(mpirun, tmp_path, num_ranks):
     ended = mpirun(["-n", str(num_ranks)], TRAIN, "launch_from_openmpi")
     assert ended.returncode == 0, ended.stderr

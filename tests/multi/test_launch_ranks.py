@@ -67,6 +67,7 @@ def without_gloo(stdout: str) -> list[str]:
     return [line for line in stdout.splitlines() if line and "[Gloo]" not in line and "peer ranks" not in line]
 
 
+@pytest.mark.slow
 def test_ranks_join_and_coordinate(start, tmp_path):
     (tmp_path / "settings.py").write_text("model = {'dim': 8}\n")
     process = start(JOINED, "3")
@@ -97,6 +98,7 @@ dist.recv(torch.ones(2), src=1)
 """
 
 
+@pytest.mark.slow
 def test_the_failing_ranks_traceback_is_last_and_nothing_waits(start):
     process = start(PENDING)
     _, stderr = process.communicate(timeout=120)  # the timeout of the collective is 600 s

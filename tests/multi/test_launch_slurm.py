@@ -59,6 +59,7 @@ def srun(tmp_path):
         process.communicate()
 
 
+@pytest.mark.slow
 def test_tasks_on_two_nodes_train_as_one_process_does(srun, tmp_path):
     codes, said = srun("launch_from_slurm", [task_variables(rank) for rank in range(4)])
     assert codes == [0] * 4, said

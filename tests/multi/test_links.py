@@ -86,9 +86,9 @@ def test_messages_arrive_in_any_order_of_taking(unknown, order, posted):
         return
     link = RecvChannel(0, None, read_number)
     link.expect(known_as(lambda number: number not in unknown))
-    link.post(posted)
+    link.post_recvs(posted)
     for number in order:
-        header, tensors = link.take(number)
+        header, tensors = link.recv(number)
         assert header == (str(number).encode() if number in unknown else None)
         assert_message(tensors, number)
 
@@ -113,7 +113,7 @@ def test_what_a_header_says_is_known_of_later_messages():
     for run in range(2):
         link.expect([lambda: known or None] * 3)
         for index in (2, 0, 1):
-            header, tensors = link.take(index)
+            header, tensors = link.recv(index)
             assert header == (b"2" if run == index == 0 else None)
             assert_message(tensors, 2)
 
@@ -169,8 +169,8 @@ def test_messages_are_counted():
         else:
             link = RecvChannel(0, None, lambda header: [spec_of(tensor)])
             link.expect([lambda: [spec_of(tensor), spec_of(torch.empty(0))], lambda: None])
-            link.take(1)
-            link.take(0)
+            link.recv(1)
+            link.recv(0)
     name, number_of_bytes = ("send", count.sent) if dist.get_rank() == 0 else ("receive", count.received)
     assert dict(count.calls) == {name: 3}
     assert number_of_bytes[name] == 40 + 3 + 40
@@ -192,11 +192,11 @@ def test_mistakes_are_told():
         return
     link = RecvChannel(0, None, no_header)
     link.expect([lambda: [spec_of(torch.ones(2))]])
-    with pytest.raises(AssertionError, match="has taken 0 of 1 messages"):
+    with pytest.raises(AssertionError, match="has taken 0 of 1 earlier ones"):
         link.expect([])
-    assert link.take(0)[1][0].tolist() == [1.0, 1.0]
+    assert link.recv(0)[1][0].tolist() == [1.0, 1.0]
     with pytest.raises(AssertionError, match="for the second time"):
-        link.take(0)
+        link.recv(0)
 
 
 def _hit_by_a_fault():
@@ -258,7 +258,7 @@ def _one_hangs_up(way):
         outgoing = SendChannel(1, group)
         outgoing.send([torch.ones(100)])
         return _error_of(outgoing.wait)
-    return _error_of(lambda: _expecting(1, group, is_known=way != "header").take(0))
+    return _error_of(lambda: _expecting(1, group, is_known=way != "header").recv(0))
 
 
 @pytest.mark.parametrize("way", ["posted", "take", "header", "send"])
@@ -279,8 +279,8 @@ def _failure_is_passed_on():
     if rank == 2:
         return _fail("the disk is full", pairs)
     if rank == 0:
-        return _error_of(lambda: _expecting(1, pairs[0]).take(0))
-    result = _error_of(lambda: _expecting(1, pairs[1]).take(0))
+        return _error_of(lambda: _expecting(1, pairs[0]).recv(0))
+    result = _error_of(lambda: _expecting(1, pairs[1]).recv(0))
     abort_groups(pairs)
     return result
 

@@ -13,6 +13,7 @@ from booster.plugins import HybridParallelPlugin, TorchDDPPlugin
 
 @distributed(world_size=1)
 @pytest.mark.parametrize("precision", [None, "bf16", "fp16_naive"])
+@pytest.mark.slow
 def test_one_device(precision):
     check(*trained(None, precision=of_name(precision)))
 

@@ -84,6 +84,6 @@ def test_a_copy_of_divided_weights_is_an_error(plugin):
 def test_a_container_without_forward_is_refused_by_fsdp_at_boost(root):
     parts = [nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4))]
     model = root({"generator": parts[0], "judge": parts[1]} if root is nn.ModuleDict else parts)
-    with pytest.raises(ConfigError, match=rf"is a {root.__name__}, which has no forward.*boost each part"):
+    with pytest.raises(ConfigError, match=rf"is a {root.__name__}, which has no forward.*boost each child"):
         Booster(plugin=TorchFSDPPlugin()).boost(model, sgd(model))
     assert all(type(one) is nn.Parameter for one in model.parameters())

@@ -322,7 +322,7 @@ def test_no_stage_keeps_more_activations_than_the_schedule_says(schedule, micro_
     num_chunks = SCHEDULES[schedule].get("num_model_chunks", 1)
     theory = simulate(schedule_from_name(schedule), world_size, micro_batches, num_chunks)
     run = twins.model.last_pipeline_run
-    assert run.num_micro_batches == micro_batches
+    assert run.num_microbatches == micro_batches
     assert run.peak_live == theory.peak_live[dist.get_rank()]
     twins.model.eval()
     twins.execute(twins.batch(1, micro_batches)[0], trains=False)

@@ -64,6 +64,7 @@ CASES = [
         for number, case in enumerate(CASES)
     ],
 )
+@pytest.mark.slow
 def test_ranks_that_are_killed_and_started_anew_lose_nothing(tmp_path, plugin, kills, starts):
     (tmp_path / "broken").mkdir()
     (tmp_path / "whole").mkdir()

@@ -18,7 +18,7 @@ import os, signal, sys
 import torch
 import booster
 from booster.comm import all_reduce_sum
-from booster.fault_tolerance.heartbeat import read_signs
+from booster.fault_tolerance.heartbeat import read_heartbeats
 from booster.fault_tolerance.progress import Phase
 
 booster.launch_from_torch(verbose=False, timeout_seconds=3)
@@ -26,7 +26,7 @@ ones = torch.ones(3)
 all_reduce_sum(ones)
 if os.environ["RANK"] == "1":
     with Phase("backward"):
-        while 1 not in (signs := read_signs([1])) or signs[1].place.phases != ("backward",):
+        while 1 not in (heartbeats := read_heartbeats([1])) or heartbeats[1].progress.phases != ("backward",):
             pass
         if sys.argv[1] == "leave":
             sys.exit(0)
@@ -74,6 +74,7 @@ def run(tmp_path):
     return start
 
 
+@pytest.mark.slow
 def test_a_stopped_rank_goes_on_to_be_ended_at_once_and_is_not_the_cause(run):
     ended = run(WAITING, "SIGSTOP")
     assert ended.code == 1
@@ -97,6 +98,7 @@ def test_a_killed_rank_is_the_cause_and_all_places_are_told(run):
     assert re.fullmatch(r"rank 1 of 2 \(local rank 1, pid \d+\) was killed by SIGKILL, as the .* memory.*\n", cause)
 
 
+@pytest.mark.slow
 def test_a_rank_that_left_early_is_named_by_the_one_that_said_so(run):
     ended = run(WAITING, "leave")
     assert ended.code == 1

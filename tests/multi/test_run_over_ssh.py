@@ -81,6 +81,7 @@ print(json.dumps({
 """
 
 
+@pytest.mark.slow
 def test_a_job_over_two_hosts(start, tmp_path):
     arguments = ["script.py", "a b", "$HOME", "it's"]
     process = start(TRAINING, "--nproc-per-node", "2", "--export", "CHOSEN=x y", arguments=arguments)
@@ -185,6 +186,7 @@ ELSEWHERE = [sys.executable, "-c", MAIN, "run"]
     ],
     ids=["unreachable", "unknown name", "wrong key", "unknown host key", "no script", "no Python"],
 )
+@pytest.mark.slow
 def test_hosts_that_cannot_start(start, network, settings, reason):
     files = {name: settings[name] for name in ("key", "known_hosts") if name in settings}
     others = {name: settings[name] for name in settings.keys() - files.keys()}
@@ -199,6 +201,7 @@ WAITING = "import signal\nprint('ready', flush=True)\nsignal.pause()\n"
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGKILL, marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_what_ends_the_launcher_ends_all_hosts(start, network, number):
     process = start(WAITING, "--nproc-per-node", "2")
     labels = {process.stdout.readline() for _ in range(4)}

@@ -54,12 +54,12 @@ def _check(ranks, tensors, grad, mask, *, tolerance=1e-6, needs_mask=False, **ho
     expected, dense_mask = _dense(tensors, grad, mask, needs_mask=needs_mask, **how)
     length = grad.shape[2]
     order = ranks.sharding_of(length)
-    local = [order.take(tensor, 2, ranks.rank).clone().requires_grad_() for tensor in tensors]
+    local = [order.shard(tensor, 2, ranks.rank).clone().requires_grad_() for tensor in tensors]
     own_mask = mask.clone().requires_grad_() if needs_mask else mask
     output = sequence_attention(*local, ranks, attn_mask=own_mask, enable_gqa=True, length=length, **how)
-    output.backward(order.take(grad, 2, ranks.rank))
+    output.backward(order.shard(grad, 2, ranks.rank))
     for name, ours, whole in zip("oqkv", [output.detach(), *(leaf.grad for leaf in local)], expected, strict=True):
-        error = (ours - order.take(whole, 2, ranks.rank)).abs().max() if ours.numel() else torch.zeros(())
+        error = (ours - order.shard(whole, 2, ranks.rank)).abs().max() if ours.numel() else torch.zeros(())
         assert error <= tolerance * whole.abs().max(), (name, error, whole.abs().max())
     if needs_mask:
         total = own_mask.grad.clone()

@@ -271,7 +271,7 @@ def test_many_ranks():
 def _sums(started, numels):
     outputs = [torch.empty(numel) for numel in numels]
     for index in range(len(started))[:: -1 if dist.get_rank() % 2 else 1]:  # each rank in its own order
-        started[index].finish(outputs[index], accumulate=False)
+        started[index].wait(outputs[index], accumulate=False)
     return outputs
 
 

@@ -45,15 +45,15 @@ def assert_close(actual, expected, tolerance=1e-6):
     assert error <= tolerance * expected.detach().double().abs().max().clamp_min(1), error
 
 
-def columns(num_entries, multiple=1):
+def columns(vocab_size, multiple=1):
     rank, size = dist.get_rank(), dist.get_world_size()
-    start, stop, _ = vocabulary_rows(num_entries, multiple, size, rank)
+    start, stop, _ = vocabulary_rows(vocab_size, multiple, size, rank)
     return start, stop
 
 
-def sizes(num_entries, multiple=1):
+def sizes(vocab_size, multiple=1):
     size = dist.get_world_size()
-    rows = [vocabulary_rows(num_entries, multiple, size, rank) for rank in range(size)]
+    rows = [vocabulary_rows(vocab_size, multiple, size, rank) for rank in range(size)]
     return [stop - start for start, stop, _ in rows]
 
 
@@ -63,10 +63,10 @@ def sizes(num_entries, multiple=1):
 )
 def test_cross_entropy_equals_that_of_whole_logits(world_size, dtype, tolerance):
     ranks = TensorParallelGroup()
-    for num_entries, multiple in ((13, 1), (2, 64), (70, 8)):
-        start, stop = columns(num_entries, multiple)
-        logits = (5 * torch.randn(9, num_entries)).to(dtype) + 30
-        target = torch.randint(num_entries, (9,))
+    for vocab_size, multiple in ((13, 1), (2, 64), (70, 8)):
+        start, stop = columns(vocab_size, multiple)
+        logits = (5 * torch.randn(9, vocab_size)).to(dtype) + 30
+        target = torch.randint(vocab_size, (9,))
         for ignored in ([], [0, 4], list(range(9))):
             target[ignored] = -100
             for reduction in ("mean", "sum", "none"):
@@ -80,7 +80,7 @@ def test_cross_entropy_equals_that_of_whole_logits(world_size, dtype, tolerance)
                             target,
                             ranks,
                             start,
-                            vocab_size=num_entries,
+                            vocab_size=vocab_size,
                             reduction=reduction,
                             label_smoothing=smoothing,
                         )
@@ -109,32 +109,32 @@ def test_targets_that_are_no_class_are_refused(world_size):
 class Head(nn.Module):
     """A tied embedding and head with a bias, as language models have them."""
 
-    def __init__(self, num_entries=ENTRIES):
+    def __init__(self, vocab_size=ENTRIES):
         super().__init__()
-        self.embedding = nn.Embedding(num_entries, HIDDEN)
-        self.head = nn.Linear(HIDDEN, num_entries)
+        self.embedding = nn.Embedding(vocab_size, HIDDEN)
+        self.head = nn.Linear(HIDDEN, vocab_size)
         self.head.weight = self.embedding.weight
 
     def forward(self, entries):
         return self.head(torch.tanh(self.embedding(entries)))
 
 
-def split_head(num_entries=ENTRIES, multiple=1):
+def split_head(vocab_size=ENTRIES, multiple=1):
     """Returns a head over split logits, its serial twin, and what a serial gradient has to be cut by."""
-    model, ranks = Head(num_entries), TensorParallelGroup()
+    model, ranks = Head(vocab_size), TensorParallelGroup()
     twin = copy.deepcopy(model)
     layouts = [vocabulary_spec(parameter.shape, multiple, ranks.size, ranks.rank) for parameter in model.parameters()]
     for parameter, layout in zip(model.parameters(), layouts, strict=True):
         parameter.data = layout.shard(parameter.data)
-    options = {"num_entries": num_entries, "multiple": multiple}
+    options = {"vocab_size": vocab_size, "multiple": multiple}
     make_vocab_parallel_embedding(model.embedding, ranks, **options)
     make_vocab_parallel_head(model.head, ranks, gathers_output=False, **options)
     return model, twin, layouts
 
 
-def assert_same_loss(loss_of, num_entries=ENTRIES, multiple=1, tolerance=1e-6, calls=None):
-    model, twin, layouts = split_head(num_entries, multiple)
-    entries = torch.randint(num_entries, (BATCH, SEQUENCE))
+def assert_same_loss(loss_of, vocab_size=ENTRIES, multiple=1, tolerance=1e-6, calls=None):
+    model, twin, layouts = split_head(vocab_size, multiple)
+    entries = torch.randint(vocab_size, (BATCH, SEQUENCE))
     logits = model(entries)
     assert isinstance(logits, VocabParallelLogits)
     with count_communication() as count:
@@ -146,7 +146,7 @@ def assert_same_loss(loss_of, num_entries=ENTRIES, multiple=1, tolerance=1e-6, c
     loss.backward()
     expected.backward()
     for parameter, serial, layout in zip(model.parameters(), twin.parameters(), layouts, strict=True):
-        assert_close(parameter.grad, layout.cut(serial.grad), tolerance)
+        assert_close(parameter.grad, layout.shard(serial.grad), tolerance)
 
 
 def shifted(logits, labels):
@@ -195,8 +195,8 @@ def test_losses_of_language_models_gather_nothing(world_size, loss_of):
 
 @distributed(WORLDS)
 def test_a_padded_vocabulary_does_not_show(world_size):
-    for num_entries, multiple in ((13, 8), (3, 64)):
-        assert_same_loss(lambda x, y: ForCausalLMLoss(x, y, x.shape[-1]), num_entries, multiple)
+    for vocab_size, multiple in ((13, 8), (3, 64)):
+        assert_same_loss(lambda x, y: ForCausalLMLoss(x, y, x.shape[-1]), vocab_size, multiple)
 
 
 class Doubled(torch.autograd.Function):
@@ -277,8 +277,8 @@ def test_shapes_and_formats_are_those_of_whole_logits(world_size):
     assert_close(logits.argmax(-1).double(), expected.argmax(-1).double())
     with torch.no_grad():
         assert_close(logits.detach() + 0, expected.detach())
-        assert logits.whole() is logits.whole()
-    assert logits.whole().requires_grad
+        assert logits.full_tensor() is logits.full_tensor()
+    assert logits.full_tensor().requires_grad
     assert_close(copy.deepcopy(logits.detach()), expected.detach())
 
 

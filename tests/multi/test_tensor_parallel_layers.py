@@ -36,7 +36,7 @@ class Cut:
         self.ranks = TensorParallelGroup()
         self.layouts = {}
 
-    def cut(self, parameter, dim, blocks):
+    def shard(self, parameter, dim, blocks):
         layout = sharded_spec(parameter.shape, dim, blocks, self.ranks.size, self.ranks.rank)
         return self._cut_by(parameter, layout)
 
@@ -44,26 +44,26 @@ class Cut:
         return self._cut_by(parameter, vocabulary_spec(parameter.shape, multiple, self.ranks.size, self.ranks.rank))
 
     def _cut_by(self, parameter, layout):
-        parameter.data = layout.cut(parameter.data)
+        parameter.data = layout.shard(parameter.data)
         self.layouts[parameter] = layout
         return parameter
 
     def expected_gradient(self, parameter, serial):
         layout = self.layouts.get(parameter)
-        return serial.grad if layout is None else layout.cut(serial.grad)
+        return serial.grad if layout is None else layout.shard(serial.grad)
 
     def column(self, module, blocks, **options):
         if isinstance(blocks, int):
             blocks = [Block(num_units=blocks)]
-        self.cut(module.weight, int(isinstance(module, Conv1D)), blocks)
+        self.shard(module.weight, int(isinstance(module, Conv1D)), blocks)
         if module.bias is not None:
-            self.cut(module.bias, 0, blocks)
+            self.shard(module.bias, 0, blocks)
         make_column_parallel(module, self.ranks, sizes=local_sizes(blocks, self.ranks.size), **options)
 
     def row(self, module, blocks, **options):
         if isinstance(blocks, int):
             blocks = [Block(num_units=blocks)]
-        self.cut(module.weight, int(not isinstance(module, Conv1D)), blocks)
+        self.shard(module.weight, int(not isinstance(module, Conv1D)), blocks)
         make_row_parallel(module, self.ranks, sizes=local_sizes(blocks, self.ranks.size), **options)
 
 
@@ -198,11 +198,11 @@ def sum_shared_heads(cut, model):
     """Sums the gradients of heads that several ranks hold, as hooks of the plugin do."""
     for parameter, layout in cut.layouts.items():
         whole = torch.zeros(layout.logical_shape)
-        for piece in layout.pieces:
+        for piece in layout.regions:
             target = tuple(slice(start, start + size) for start, size in piece.logical)
             whole[target] = parameter.grad[tuple(slice(start, start + size) for start, size in piece.local)]
         dist.all_reduce(whole)
-        parameter.grad = layout.cut(whole)
+        parameter.grad = layout.shard(whole)
 
 
 @distributed(WORLDS)
@@ -342,7 +342,7 @@ def test_embeddings_are_like_their_twins(world_size, num_entries, multiple):
     for gathers in (True, False):
         model, cut = nn.Embedding(num_entries, 7), Cut()
         twin, blocks = copy.deepcopy(model), [Block(num_units=7)]
-        cut.cut(model.weight, 1, blocks)
+        cut.shard(model.weight, 1, blocks)
         sizes = local_sizes(blocks, world_size)
         make_feature_parallel_embedding(model, cut.ranks, sizes=sizes, gathers_output=gathers)
         start = sum(sizes[: cut.ranks.rank])

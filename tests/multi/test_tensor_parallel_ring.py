@@ -94,7 +94,7 @@ def assert_like_twin(twin, mode, length, *, flat=False, keyword=False, run=None,
             y = run(model, ours)
         else:
             y = model(hidden_states=ours) if keyword else model(ours)
-    assert not ranks.products._waiting
+    assert not ranks.precomputed._entries
     twin.zero_grad()
     expected = twin(theirs)
     weights = torch.randn(expected.shape, generator=torch.Generator().manual_seed(0)).to(dtype)
@@ -111,7 +111,7 @@ def assert_like_twin(twin, mode, length, *, flat=False, keyword=False, run=None,
     for name, parameter in model.named_parameters():
         serial = twin.get_parameter(name).grad
         if name in layouts:
-            found, serial = parameter.grad, layouts[name].cut(serial)
+            found, serial = parameter.grad, layouts[name].shard(serial)
         else:  # of this rank's tokens
             found = all_reduce_sum(parameter.grad.float(), None).to(dtype)
         assert_close(found, serial, tolerance, name)
@@ -303,7 +303,7 @@ def test_without_gradients_and_with_some(mode, world_size):
     for name, parameter in model.named_parameters():
         assert (parameter.grad is None) == (twin.get_parameter(name).grad is None)
         if name in layouts and parameter.grad is not None:
-            assert_close(parameter.grad, layouts[name].cut(twin.get_parameter(name).grad), 1e-6, name)
+            assert_close(parameter.grad, layouts[name].shard(twin.get_parameter(name).grad), 1e-6, name)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -383,9 +383,9 @@ def test_what_waits_is_forgotten(world_size):
     ranks.sequence_length = 4
     with pytest.raises(ArithmeticError):
         model(torch.randn(BATCH, 2, HIDDEN))
-    assert ranks.products._waiting
+    assert ranks.precomputed._entries
     ranks.reset()
-    assert not ranks.products._waiting
+    assert not ranks.precomputed._entries
 
 
 # Tables of ours and shipped plans, Conv1D, flattened tokens, not causal, odd lengths; weights that arrive late.

@@ -175,7 +175,7 @@ def test_a_group_that_a_rank_does_not_come_to_is_given_up_at_the_limit_of_setup(
     text = run_ranks(make_a_group_alone, 2, in_block)[0]
     # The ranks may have stepped before, for other tests.
     where = r"\((in set-up, outside of all phases|outside of all phases, after [0-9]+ steps)\)"
-    assert re.match(rf"rank 0 could not make a group of ranks 0, 1 within 0\.8 s {where}: rank 1 did not report", text)
+    assert re.match(rf"rank 0 could not make a group of ranks 0, 1 within 0\.8 s {where}: rank 1 did not arrive", text)
     assert "setup_timeout_seconds" in text
 
 
@@ -210,6 +210,7 @@ with inject_faults(*LATE, Fault.delay(rank=1, at="backward", call=2, seconds=60)
 
 
 @pytest.mark.parametrize("way", ["on", pytest.param("off", marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_a_users_run_waits_for_a_late_rank_in_boost_save_and_load_but_not_in_training(tmp_path, way):
     (tmp_path / "script.py").write_text(TRAINING)
     command = "import sys; from booster.cli import main; sys.exit(main())"

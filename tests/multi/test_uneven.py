@@ -313,9 +313,9 @@ def _gather_different(case):
 
 
 DESYNC_WORDS = {
-    "rows": "ranks 0, 2 brought float32 with rows of shape (3,), rank 1 brought float32 with rows of shape (4,)",
-    "dtype": "ranks 0, 2 brought float32 with rows of shape (), rank 1 brought float16",
-    "structure": "ranks 0, 2 brought 1 tensors, rank 1 brought 2 tensors",
+    "rows": "ranks 0, 2 passed float32 with rows of shape (3,), rank 1 passed float32 with rows of shape (4,)",
+    "dtype": "ranks 0, 2 passed float32 with rows of shape (), rank 1 passed float16",
+    "structure": "ranks 0, 2 passed 1 tensors, rank 1 passed 2 tensors",
 }
 
 

@@ -103,7 +103,7 @@ def _expect_named(results, call, way):
     for rank, (text, seconds) in results.items():
         assert text.startswith(f"RankFailedError: rank {rank} could not finish {operation} number 2: rank 2 is missing")
         assert text.count(" reports: ") == 1
-        assert re.search(rf" \({WITNESSES[way]} says: [^()]*\)$", text)
+        assert re.search(rf" \({WITNESSES[way]} reports: [^()]*\)$", text)
         assert ".;" not in text
         assert "GLHF" not in text
         assert seconds < SOON_SECONDS

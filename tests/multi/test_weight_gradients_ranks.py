@@ -90,7 +90,7 @@ def assert_waits(ranks, twin, inputs, loss, waiting):
         torch.testing.assert_close(x.grad, theirs.grad, rtol=1e-6, atol=1e-6)
         assert ours.calls == ordinary.calls
     assert gradients.num_pending == len(inputs)
-    for waits in gradients._waiting.values():
+    for waits in gradients._pending.values():
         names = {name for name, parameter in model.named_parameters() if id(parameter) in waits}
         assert names == waiting
     for key in reversed(range(len(inputs))):

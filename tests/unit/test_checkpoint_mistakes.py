@@ -82,7 +82,7 @@ def test_what_strict_false_leaves_out_is_said(tmp_path, warnings_of_booster):
 def test_arguments_in_another_place_are_refused(tmp_path):
     booster, model, optimizer, _, loader = _job()
     for call in (booster.save, booster.load):
-        with pytest.raises(ConfigError, match="the directory is the first argument"):
+        with pytest.raises(ConfigError, match="give the directory first"):
             call(model, optimizer)
         with pytest.raises(ConfigError, match="is not an LR scheduler"):
             call(tmp_path / "c", model, optimizer, loader)

@@ -27,7 +27,7 @@ def test_an_override_of_the_old_name_is_compared():
     precision = Mine()
     with pytest.warns(DeprecationWarning, match="call config_fingerprint"):
         lines = precision.config_fingerprint()
-    assert lines == [*BF16MixedPrecision().config_fingerprint(), "mine"]
+    assert lines == ["the mixed precision Mine in torch.bfloat16, keeps_masters=False", "mine"]
 
 
 def test_an_override_of_the_new_name_warns_of_nothing():

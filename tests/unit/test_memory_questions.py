@@ -176,7 +176,7 @@ def test_the_course_tells_when_gradients_come():
     ("arguments", "words"),
     [
         ({"plugin": "zero"}, "not known"),
-        ({"plugin": "low_level_zero", "settings": {"stages": 2}}, "its arguments are stage, precision"),
+        ({"plugin": "low_level_zero", "settings": {"stages": 2}}, "use those that it has: stage, precision"),
         ({"plugin": "low_level_zero", "settings": {"stage": 7}}, "stage"),
         ({"plugin": "hybrid_parallel", "num_ranks": 4, "settings": {"tp_size": 3}}, "which do not divide world_size=4"),
         ({"num_ranks": 2}, "needs a plugin"),

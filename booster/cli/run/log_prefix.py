@@ -129,7 +129,7 @@ class PrefixedOutput:
             for key, _ in self._selector.select():
                 if key.fd == self._wake_read_fd:
                     os.read(self._wake_read_fd, 64)
-                elif not key.data.pass_on():
+                elif not key.data.forward():
                     self._selector.unregister(key.fd)
                     key.data.close()
                     streams.remove(key.data)

@@ -1,1 +1,1 @@
-"""Optimizer states in files: read ahead of the step, written behind it."""
+"""Optimizer states in files on NVMe: read ahead of the step, written behind it."""

@@ -1,1 +1,1 @@
-"""Stages of a model that work on microbatches one after the other."""
+"""Pipeline parallelism: stages of a model that work on microbatches in turn."""

@@ -113,7 +113,7 @@ class _GatherTokens(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return ctx.order.take(grad, ctx.dim, ctx.ranks.rank) * ctx.ranks.size, None, None, None
+        return ctx.order.shard(grad, ctx.dim, ctx.ranks.rank) * ctx.ranks.size, None, None, None
 
 
 class _CopyReplicated(Function):

@@ -156,7 +156,7 @@ class _Wait(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        finish, ctx.pending.finish = ctx.pending.finish, None
+        finish, ctx.pending.wait = ctx.pending.wait, None
         if finish is not None:
             finish()
         return grad, None
@@ -174,7 +174,7 @@ class _StartAllReduce(torch.autograd.Function):
             return reduce_from_tp_region(grad, ctx.ranks), None, None
         # Only matmuls read the input, and nothing else references their gradients, so that they can be overwritten.
         grad = grad.contiguous()
-        ctx.pending.finish = start_all_reduce(grad, ctx.ranks.group).wait
+        ctx.pending.wait = start_all_reduce(grad, ctx.ranks.group).wait
         return grad, None, None
 
 

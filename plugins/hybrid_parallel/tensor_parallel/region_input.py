@@ -174,7 +174,7 @@ class _AllGatherMatmul(torch.autograd.Function):
         if torch.is_anomaly_enabled():
             wait()  # anomaly detection reads the gradient immediately
         else:
-            ctx.pending.finish = wait
+            ctx.pending.wait = wait
         return grad_x, None, None, None
 
 

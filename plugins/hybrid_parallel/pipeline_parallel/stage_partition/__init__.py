@@ -1,1 +1,1 @@
-"""Which part of a model a stage holds, and how the model's own forward runs it."""
+"""Stage partition: the layers of each stage, and the forward that runs them."""
