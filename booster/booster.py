@@ -24,7 +24,7 @@ from .booster_checkpoint import CheckpointMethods
 from .checkpoint_io import CheckpointIO
 from .comm import barrier, group_rank, group_size, timeout_scope
 from .consistency import verify_same_across_ranks
-from .data.dataloader import active_place
+from .data.dataloader import active_position
 from .data.join import JoinIterator
 from .data.metrics import gather_for_metrics
 from .errors import ConfigError
@@ -242,7 +242,7 @@ class Booster(CheckpointMethods):
             raise ConfigError(f"accumulate(steps={steps!r}) is not a number of microbatches: give an int of 1 or more")
         model = check_boosted_model(model, "accumulate")
         optimizer = check_boosted_optimizer(optimizer, "accumulate")
-        batch = active_place()
+        batch = active_position()
         is_last = optimizer.num_micro_steps + 1 >= steps or (batch is not None and batch.is_last)
         with nullcontext() if is_last else self.no_sync(model, optimizer), optimizer.micro_step(is_last):
             yield is_last

@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from .boost_checks import check_can_boost
 from .comm import check_same_across_ranks, group_size, is_fake_world
 from .data import check_can_shard
-from .data.prepare import loader_facts
+from .data.prepare import loader_fingerprint
 from .interface import MixedPrecision, OptimizerWrapper, Plugin
 from .version import __version__
 
@@ -57,7 +57,7 @@ def verify_same_across_ranks(
             fingerprint = boost_fingerprint(plugin, mixed_precision, model, optimizer)
             fingerprint += ["no lr_scheduler"] if lr_scheduler is None else _scheduler_fingerprint(lr_scheduler)
             fingerprint += ["no criterion" if criterion is None else "a criterion"]
-            fingerprint += ["no dataloader"] if dataloader is None else loader_facts(dataloader)
+            fingerprint += ["no dataloader"] if dataloader is None else loader_fingerprint(dataloader)
     except Exception as raised:  # raised again on all ranks
         error = raised
     check_same_across_ranks("boost()", fingerprint, error=error)

@@ -41,8 +41,8 @@ def plot(arguments: argparse.Namespace) -> int:
             raise ConfigError(f"-o {arguments.output} is one of the logs and would overwrite it: give another name")
     runs = [read_run(log, name) for log, name in zip(arguments.logs, _names(arguments.logs), strict=True)]
     for log, run in zip(arguments.logs, runs, strict=True):
-        if run.num_broken:
-            lines = "1 line" if run.num_broken == 1 else f"{run.num_broken} lines"
+        if run.num_invalid_lines:
+            lines = "1 line" if run.num_invalid_lines == 1 else f"{run.num_invalid_lines} lines"
             print(f"{log}: skipped {lines} without a valid record, as a killed run leaves", file=sys.stderr)
     draw_runs(runs, output)
     print(f"{output}: {', '.join(f'{run.name} ({len(run.records)} steps)' for run in runs)}")

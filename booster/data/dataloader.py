@@ -20,15 +20,15 @@ from torch.utils.data import DataLoader
 from booster.errors import ConfigError
 from booster.fault_tolerance.progress import in_phase
 
-from .sampler import BatchPlace, EpochSampler
-from .worker_seeding import SeededDataset, WorkerStart
+from .sampler import BatchPosition, EpochSampler
+from .worker_seeding import SeededDataset, WorkerInit
 
 
-def encode_state(plain: dict[str, Any], generator: torch.Generator | None) -> dict[str, Any]:
+def encode_state(entries: dict[str, Any], generator: torch.Generator | None) -> dict[str, Any]:
     """Add the generator's state, base64-encoded, to the entries of a loader state."""
     if generator is None:
-        return plain
-    return plain | {"generator": base64.b64encode(bytes(generator.get_state().tolist())).decode("ascii")}
+        return entries
+    return entries | {"generator": base64.b64encode(bytes(generator.get_state().tolist())).decode("ascii")}
 
 
 def decode_state(
@@ -71,29 +71,29 @@ class Iteration(Protocol):
     def loader(self) -> DistributedDataLoader[Any] | None: ...
 
     @property
-    def place(self) -> BatchPlace: ...
+    def position(self) -> BatchPosition: ...
 
 
 # Innermost last. An iteration moves to the end with each batch, so that a second loader whose iterator is only held
 # (`val_iter = iter(val_loader)`) does not hide the one that is really being read.
-_live: list[weakref.ref[Iteration]] = []
+_active_iterations: list[weakref.ref[Iteration]] = []
 
 
-def enter_iteration(iteration: Iteration) -> None:
+def register_iteration(iteration: Iteration) -> None:
     """Register an iteration as the innermost one."""
-    if _live and _live[-1]() is iteration:
+    if _active_iterations and _active_iterations[-1]() is iteration:
         return
-    leave_iteration(iteration)
-    _live.append(weakref.ref(iteration, _forget))
+    unregister_iteration(iteration)
+    _active_iterations.append(weakref.ref(iteration, _forget))
 
 
-def leave_iteration(iteration: Iteration) -> None:
+def unregister_iteration(iteration: Iteration) -> None:
     """Remove an iteration, if registered."""
-    _live[:] = [ref for ref in _live if ref() is not iteration]
+    _active_iterations[:] = [ref for ref in _active_iterations if ref() is not iteration]
 
 
 def _forget(dead: weakref.ref[Iteration]) -> None:
-    _live[:] = [ref for ref in _live if ref is not dead]
+    _active_iterations[:] = [ref for ref in _active_iterations if ref is not dead]
 
 
 def active_iteration(loader: DistributedDataLoader[Any] | None = None) -> Iteration | None:
@@ -104,13 +104,13 @@ def active_iteration(loader: DistributedDataLoader[Any] | None = None) -> Iterat
     return None
 
 
-def active_place() -> BatchPlace | None:
+def active_position() -> BatchPosition | None:
     """Return the position of the current batch of the innermost iteration, or None.
 
     Collective: no. Each rank has its own registry.
     """
     iteration = active_iteration()
-    return None if iteration is None else iteration.place
+    return None if iteration is None else iteration.position
 
 
 def active_loader() -> DistributedDataLoader[Any] | None:
@@ -123,10 +123,10 @@ def active_loader() -> DistributedDataLoader[Any] | None:
 
 
 def _innermost_first() -> list[Iteration]:
-    return [iteration for ref in reversed(_live) if (iteration := ref()) is not None]
+    return [iteration for ref in reversed(_active_iterations) if (iteration := ref()) is not None]
 
 
-def announce(text: str | None) -> None:
+def log_once(text: str | None) -> None:
     """Log the text on rank 0, unless it is None. No communication."""
     if text is not None:
         from booster.logger import get_dist_logger  # deferred: the logger initializes with the rank's environment
@@ -155,13 +155,13 @@ class EpochIterator(Iterator[T_co]):
         self._source: Iterator[T_co] | None = source
         self._sampler = sampler
         self._cursor = cursor
-        self._place: BatchPlace | None = None
+        self._position: BatchPosition | None = None
 
     @property
-    def place(self) -> BatchPlace:
+    def position(self) -> BatchPosition:
         """Position of the current batch. Requires that one was returned."""
-        assert self._place is not None
-        return self._place
+        assert self._position is not None
+        return self._position
 
     @property
     def is_open(self) -> bool:
@@ -172,7 +172,7 @@ class EpochIterator(Iterator[T_co]):
     def __next__(self) -> T_co:
         if self._source is None:
             raise StopIteration
-        place = self._sampler.place(self._cursor.position)
+        place = self._sampler.batch_at(self._cursor.position)
         if not place.is_last:
             # Also if the dataset raises now: after a failed batch torch continues with the next one.
             self._cursor = _Cursor(epoch=self._cursor.epoch, position=place.stop)
@@ -181,21 +181,21 @@ class EpochIterator(Iterator[T_co]):
         except StopIteration:
             self.close()
             raise
-        self._place = place
-        self.loader._handed_out(None if place.is_last else self._cursor)
-        enter_iteration(self)
+        self._position = place
+        self.loader._on_batch(None if place.is_last else self._cursor)
+        register_iteration(self)
         return batch
 
-    def end_after_this(self) -> None:
+    def truncate(self) -> None:
         """Mark the current batch as the last one of the epoch, even if more follow."""
-        if self._place is not None:
-            self._place = replace(self._place, is_last=True)
-        self.loader._handed_out(None)
+        if self._position is not None:
+            self._position = replace(self._position, is_last=True)
+        self.loader._on_batch(None)
 
     def close(self) -> None:
         """End the pass and release its workers."""
         self._source = None
-        leave_iteration(self)
+        unregister_iteration(self)
 
 
 class DistributedDataLoader(DataLoader[T_co]):
@@ -233,35 +233,35 @@ class DistributedDataLoader(DataLoader[T_co]):
         # torch sets these to None and False for every loader with a batch sampler, and forbids assignment.
         vars(self).update(batch_size=batch_size, drop_last=drop_last)
         self.epoch_sampler = sampler
-        self._here = _Cursor(epoch=0)  # after the last yielded batch
+        self._cursor = _Cursor(epoch=0)  # after the last yielded batch
         self._next = _Cursor(epoch=0)  # start of the next iter()
-        self._newest: weakref.ref[EpochIterator[T_co]] | None = None
+        self._last_iterator: weakref.ref[EpochIterator[T_co]] | None = None
 
     @in_phase("data")
     def __iter__(self) -> EpochIterator[T_co]:  # type: ignore[override]
         cursor = self._next
         self.epoch_sampler.start_at(cursor.epoch, cursor.position)
         source = self._start_source(cursor)
-        self._here, self._next = cursor, _Cursor(epoch=cursor.epoch + 1)
+        self._cursor, self._next = cursor, _Cursor(epoch=cursor.epoch + 1)
         iterator = EpochIterator(self, source, self.epoch_sampler, cursor)
-        self._newest = weakref.ref(iterator)
+        self._last_iterator = weakref.ref(iterator)
         return iterator
 
     def _start_source(self, cursor: _Cursor) -> Iterator[T_co]:
         # torch's iterator draws one number to seed workers; persistent workers draw only in their first epoch.
         if self._user_generator is None:
             self.generator.manual_seed(self.epoch_sampler.stream_seed(cursor.epoch))
-            return self._open_source()
+            return self._base_iterator()
         before = self._user_generator.get_state()
-        source = self._open_source()
+        source = self._base_iterator()
         self._user_generator.set_state(before)
         if cursor.position == 0:  # one draw per epoch: the restored state of a resumed epoch already includes it
             torch.empty((), dtype=torch.int64).random_(generator=self._user_generator)
         return source
 
-    def _open_source(self) -> Iterator[T_co]:
-        newest = None if self._newest is None else self._newest()
-        if self.persistent_workers and newest is not None and newest.is_open:
+    def _base_iterator(self) -> Iterator[T_co]:
+        last_iterator = None if self._last_iterator is None else self._last_iterator()
+        if self.persistent_workers and last_iterator is not None and last_iterator.is_open:
             # Persistent workers serve one pass at a time, and torch would silently end the outer one.
             return iter(self._get_iterator())
         return super().__iter__()
@@ -271,20 +271,20 @@ class DistributedDataLoader(DataLoader[T_co]):
             return super()._get_iterator()
         # torch's iterator passes the loader's dataset to its workers; `self.dataset` must stay the user's object.
         workers_view = copy.copy(self)
-        vars(workers_view).update(dataset=SeededDataset(self.dataset), worker_init_fn=WorkerStart(self.worker_init_fn))
+        vars(workers_view).update(dataset=SeededDataset(self.dataset), worker_init_fn=WorkerInit(self.worker_init_fn))
         return super(DistributedDataLoader, workers_view)._get_iterator()
 
     def __len__(self) -> int:
         return self.epoch_sampler.num_batches()
 
-    def _handed_out(self, after: _Cursor | None) -> None:
+    def _on_batch(self, after: _Cursor | None) -> None:
         # None after the last batch of the epoch: the next iter() follows, not the empty rest of this epoch.
-        self._here = self._next if after is None else after
+        self._cursor = self._next if after is None else after
 
     @property
     def epoch(self) -> int:
         """Epoch of the next batch; in the loop body of an epoch's last batch this is the next epoch."""
-        return self._here.epoch
+        return self._cursor.epoch
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the next `iter()`. If a state inside this epoch was just loaded, `iter()` resumes there.
@@ -293,7 +293,7 @@ class DistributedDataLoader(DataLoader[T_co]):
         """
         if self._next.epoch != epoch:
             self._next = _Cursor(epoch=epoch)
-        self._here = self._next
+        self._cursor = self._next
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position in the data as a JSON-serializable dict.
@@ -301,8 +301,8 @@ class DistributedDataLoader(DataLoader[T_co]):
         Collective: no. The state is the same on every rank, except for the user's `generator`.
         """
         sampler = self.epoch_sampler
-        cursor = {"epoch": self._here.epoch, sampler.position_key: self._here.position}
-        return encode_state(sampler.describe() | cursor | {"in_epoch": self._here.position > 0}, self._user_generator)
+        cursor = {"epoch": self._cursor.epoch, sampler.position_key: self._cursor.position}
+        return encode_state(sampler.settings() | cursor | {"in_epoch": self._cursor.position > 0}, self._user_generator)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a position; the next `iter()` resumes there.
@@ -317,29 +317,29 @@ class DistributedDataLoader(DataLoader[T_co]):
         Collective: no, but all ranks must load the same state.
         """
         sampler = self.epoch_sampler
-        expected = {*sampler.describe(), "epoch", sampler.position_key}
-        plain, generator_state = decode_state(state, expected, has_generator=self._user_generator is not None)
-        position = plain[sampler.position_key]
-        sampler.adopt(plain, position)
+        expected = {*sampler.settings(), "epoch", sampler.position_key}
+        entries, generator_state = decode_state(state, expected, has_generator=self._user_generator is not None)
+        position = entries[sampler.position_key]
+        sampler.resume_from(entries, position)
         if self._user_generator is not None and generator_state is not None:
             self._user_generator.set_state(generator_state)
         # With drop_last and a larger global batch, the rest of the epoch may hold no batch.
         is_over = position > 0 and sampler.num_batches(position) == 0
-        self._here = self._next = _Cursor(epoch=plain["epoch"] + is_over, position=0 if is_over else position)
+        self._cursor = self._next = _Cursor(epoch=entries["epoch"] + is_over, position=0 if is_over else position)
         if self._next.position:
-            announce(sampler.announcement(self._next.position))
+            log_once(sampler.uneven_end_message(self._next.position))
 
     @property
     def is_last_batch(self) -> bool:
         """Whether the current batch is the last of its epoch. False outside of an iteration."""
         iteration = self._iteration()
-        return iteration is not None and iteration.place.is_last
+        return iteration is not None and iteration.position.is_last
 
     @property
     def current_batch_samples(self) -> int:
         """Number of samples in this rank's current batch, repeats included; 0 outside of an iteration."""
         iteration = self._iteration()
-        return 0 if iteration is None else iteration.place.num_samples
+        return 0 if iteration is None else iteration.position.num_samples
 
     @property
     def num_repeated_in_batch(self) -> int:
@@ -349,7 +349,7 @@ class DistributedDataLoader(DataLoader[T_co]):
         `distributed_sampler_cls`, whose repeats are unknown.
         """
         iteration = self._iteration()
-        return 0 if iteration is None else iteration.place.num_repeated
+        return 0 if iteration is None else iteration.position.num_repeated
 
     def _iteration(self) -> Iteration | None:
         return active_iteration(self)

@@ -13,8 +13,8 @@ from booster.errors import ConfigError, RankFailedError
 from booster.fault_tolerance.progress import in_phase
 from booster.logger import get_dist_logger
 
-from .dataloader import EpochIterator, active_place, enter_iteration, leave_iteration
-from .sampler import BatchPlace
+from .dataloader import EpochIterator, active_position, register_iteration, unregister_iteration
+from .sampler import BatchPosition
 
 # Note [Uneven inputs]
 # Before each batch the ranks sum three numbers: how many ranks have no batch left, how many have their last one, and
@@ -25,7 +25,7 @@ from .sampler import BatchPlace
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
-_UNKNOWN_PLACE = BatchPlace(num_samples=0, num_repeated=0, num_repeated_here=0, stop=0, is_last=False)
+_UNKNOWN_POSITION = BatchPosition(num_samples=0, num_repeated=0, num_repeated_local=0, stop=0, is_last=False)
 _MAX_LISTED = 10  # ranks in a message
 
 
@@ -39,7 +39,7 @@ class JoinIterator(Iterator[T_co]):
         self._reader: _Reader[T_co] | None = None
         self._num_batches = 0
         self._has_ended = False
-        self.place = _UNKNOWN_PLACE
+        self.position = _UNKNOWN_POSITION
 
     @in_phase("data")
     def __next__(self) -> T_co:
@@ -51,16 +51,16 @@ class JoinIterator(Iterator[T_co]):
             self.close()
             raise StopIteration
         self._num_batches += 1
-        if read.place is not None:
-            self.place = replace(read.place, is_last=self._has_ended)
-            enter_iteration(self)
+        if read.position is not None:
+            self.position = replace(read.position, is_last=self._has_ended)
+            register_iteration(self)
         return read.batch
 
     def close(self) -> None:
         """End the epoch on this rank and close its source. No communication."""
         self._has_ended = True
         reader, self._reader, self._batches = self._reader, None, ()
-        leave_iteration(self)
+        unregister_iteration(self)
         if reader is not None:
             reader.close()
 
@@ -123,7 +123,7 @@ class _ReadBatch(Generic[T]):
 
     batch: T
     is_followed: bool
-    place: BatchPlace | None
+    position: BatchPosition | None
 
 
 class _Reader(Protocol[T]):
@@ -160,10 +160,10 @@ class _LoaderReader(Generic[T]):
             batch = next(self._source)
         except StopIteration:
             return None
-        return _ReadBatch(batch=batch, is_followed=not self._source.place.is_last, place=None)
+        return _ReadBatch(batch=batch, is_followed=not self._source.position.is_last, position=None)
 
     def truncate(self) -> None:
-        self._source.end_after_this()
+        self._source.truncate()
 
     def close(self) -> None:
         self._source.close()
@@ -193,7 +193,7 @@ class _PrefetchReader(Generic[T]):
     def _fetch(self) -> _ReadBatch[T] | _Failed | None:
         if self._source is None:
             return None
-        before = active_place()
+        before = active_position()
         try:
             batch = next(self._source)
         except StopIteration:
@@ -201,9 +201,9 @@ class _PrefetchReader(Generic[T]):
         except Exception as error:  # raised in place of this batch
             return _Failed(error=error)
         # If one of our loaders inside of a generator has just advanced, the batch has its samples.
-        place = active_place()
-        is_its_own = place is not None and place is not before
-        return _ReadBatch(batch=batch, is_followed=True, place=place if is_its_own else _UNKNOWN_PLACE)
+        position = active_position()
+        is_its_own = position is not None and position is not before
+        return _ReadBatch(batch=batch, is_followed=True, position=position if is_its_own else _UNKNOWN_POSITION)
 
     def truncate(self) -> None:
         pass

@@ -15,7 +15,7 @@ from booster.comm import all_gather_equal, all_gather_text, global_rank_of, grou
 from booster.errors import ConfigError, DesyncError
 from booster.pytree import map_tensors
 
-from .dataloader import active_place
+from .dataloader import active_position
 
 # The ranks first exchange dtypes and shapes, and the numbers of samples and of repeated samples of the current batch.
 # In most batches these are equal, which a digest shows. Then each tensor is gathered once, as bytes, padded to the
@@ -49,7 +49,7 @@ class _TensorRows:
 class _RankRows:
     """Shapes of one rank's tensors, and the numbers of samples and repeats of its batch."""
 
-    blocks: tuple[_TensorRows, ...]
+    tensors: tuple[_TensorRows, ...]
     num_samples: int
     num_repeated: int
 
@@ -62,11 +62,11 @@ class _RankRows:
         blocks = tuple(
             _TensorRows(**(block | {"row_shape": tuple(block["row_shape"])})) for block in fields.pop("blocks")
         )
-        return cls(blocks=blocks, **fields)
+        return cls(tensors=blocks, **fields)
 
     def has_row_per_sample(self, index: int) -> bool:
         """Whether a tensor may have one row for each sample of the batch."""
-        return not self.blocks[index].is_scalar and self.blocks[index].num_rows == self.num_samples
+        return not self.tensors[index].is_scalar and self.tensors[index].num_rows == self.num_samples
 
 
 def gather_for_metrics(data: Any, group: dist.ProcessGroup | None = None) -> Any:
@@ -108,22 +108,22 @@ def _unsupported(tensors: Sequence[torch.Tensor], data: Any) -> ConfigError | No
 
 
 def _local_rows(tensors: Sequence[torch.Tensor]) -> _RankRows:
-    place = active_place()
+    position = active_position()
     return _RankRows(
-        blocks=tuple(_block(tensor) for tensor in tensors),
-        num_samples=0 if place is None else place.num_samples,
-        num_repeated=0 if place is None else place.num_repeated_here,
+        tensors=tuple(_tensor_rows(tensor) for tensor in tensors),
+        num_samples=0 if position is None else position.num_samples,
+        num_repeated=0 if position is None else position.num_repeated_local,
     )
 
 
-def _block(tensor: torch.Tensor) -> _TensorRows:
+def _tensor_rows(tensor: torch.Tensor) -> _TensorRows:
     num_rows, *row_shape = tensor.shape or (1,)
     dtype = str(tensor.dtype).removeprefix("torch.")
     return _TensorRows(dtype=dtype, row_shape=tuple(row_shape), num_rows=num_rows, is_scalar=tensor.dim() == 0)
 
 
 def _check_matching(ranks: Sequence[_RankRows], group: dist.ProcessGroup | None) -> None:
-    counts = [len(one.blocks) for one in ranks]
+    counts = [len(one.tensors) for one in ranks]
     if len(set(counts)) > 1:
         raise DesyncError(
             "gather_for_metrics() got different numbers of tensors: "
@@ -131,7 +131,7 @@ def _check_matching(ranks: Sequence[_RankRows], group: dist.ProcessGroup | None)
             + ". Pass the same structure on every rank, with torch.empty(0) where one has no rows"
         )
     for index in range(counts[0]):
-        blocks = [one.blocks[index] for one in ranks]
+        blocks = [one.tensors[index] for one in ranks]
         reference = _reference(blocks)
         if not all(block.fits(reference) for block in blocks):
             raise DesyncError(
@@ -160,9 +160,9 @@ def _concatenated(
     tensor: torch.Tensor, index: int, ranks: Sequence[_RankRows], group: dist.ProcessGroup | None
 ) -> torch.Tensor:
     """Return the rows of all ranks, without repeats."""
-    blocks = [one.blocks[index] for one in ranks]
+    blocks = [one.tensors[index] for one in ranks]
     is_per_sample = all(one.has_row_per_sample(index) for one in ranks)
-    counts = [one.blocks[index].num_rows - is_per_sample * one.num_repeated for one in ranks]
+    counts = [one.tensors[index].num_rows - is_per_sample * one.num_repeated for one in ranks]
     own = tensor.detach().reshape(tensor.shape or (1,))[: counts[group_rank(group)]]
     if len(counts) == 1:
         return own

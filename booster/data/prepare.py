@@ -19,8 +19,8 @@ from booster.errors import ConfigError
 from booster.rng_state import check_seed, default_seed
 from booster.validation import check_flag
 
-from .dataloader import DistributedDataLoader, announce
-from .sampler import CustomBatchSampler, DistributedBatchSampler, EpochSampler, check_data_world
+from .dataloader import DistributedDataLoader, log_once
+from .sampler import CustomBatchSampler, DistributedBatchSampler, EpochSampler, check_data_parallel
 from .worker_seeding import derive_seed
 
 _LOADER_OPTIONS = (
@@ -87,15 +87,15 @@ def prepare_dataloader(
     options = {"num_workers": num_workers, "pin_memory": pin_memory, **kwargs}
     if isinstance(dataset, IterableDataset):
         _check_iterable(dataset, dp_size, shuffle, distributed_sampler_cls)
-        check_data_world(dp_rank, dp_size, 1 if batch_size is None else batch_size)
+        check_data_parallel(dp_rank, dp_size, 1 if batch_size is None else batch_size)
         if kwargs.get("generator") is None:  # otherwise the workers of all ranks would draw the same numbers
             options["generator"] = torch.Generator().manual_seed(derive_seed("workers", seed, dp_rank))
         if dp_size > 1:
-            announce(
+            log_once(
                 f"{type(dataset).__name__} shards itself over {dp_size} ranks, possibly unevenly: if some ranks may get"
                 " fewer batches, read them with booster.join_uneven(loader)"
             )
-        return _made(DataLoader, dataset, batch_size=batch_size, drop_last=drop_last, **options)
+        return _create_loader(DataLoader, dataset, batch_size=batch_size, drop_last=drop_last, **options)
     length = _length(dataset)
     sampler: EpochSampler
     if distributed_sampler_cls is None:
@@ -111,8 +111,10 @@ def prepare_dataloader(
             seed=seed,
             drop_last=drop_last,
         )
-    loader = _made(DistributedDataLoader, dataset, sampler, batch_size=batch_size, drop_last=drop_last, **options)
-    announce(sampler.announcement())
+    loader = _create_loader(
+        DistributedDataLoader, dataset, sampler, batch_size=batch_size, drop_last=drop_last, **options
+    )
+    log_once(sampler.uneven_end_message())
     return loader
 
 
@@ -122,16 +124,16 @@ def check_can_shard(loader: DataLoader[Any], dp_rank: int, dp_size: int) -> None
     Raises:
         ConfigError: The loader is sharded for other ranks, cannot be sharded, or has no batch.
     """
-    split_for = _split_of(loader)
-    if split_for is not None:
-        if split_for != (dp_rank, dp_size):
+    sharded_for = _sharded_for(loader)
+    if sharded_for is not None:
+        if sharded_for != (dp_rank, dp_size):
             raise ConfigError(
-                f"a dataloader sharded for rank {split_for[0]} of {split_for[1]}, boosted on rank {dp_rank} of "
+                f"a dataloader sharded for rank {sharded_for[0]} of {sharded_for[1]}, boosted on rank {dp_rank} of "
                 f"{dp_size}: samples would be read twice or never. Create it with num_replicas={dp_size}, "
                 f"rank={dp_rank}, or with plugin.prepare_dataloader"
             )
         return
-    obstacle = _obstacle(loader)
+    obstacle = _why_not_shardable(loader)
     if obstacle is None and loader.batch_size is not None:
         DistributedBatchSampler(
             _length(loader.dataset), loader.batch_size, dp_rank, dp_size, drop_last=loader.drop_last
@@ -143,22 +145,22 @@ def check_can_shard(loader: DataLoader[Any], dp_rank: int, dp_size: int) -> None
         )
 
 
-def loader_facts(loader: DataLoader[Any]) -> list[str]:
+def loader_fingerprint(loader: DataLoader[Any]) -> list[str]:
     """Return the settings of a loader that must be the same on all ranks, as lines of text.
 
     These are the settings that determine the sharding. A user's sampler contributes its class only, as its numbers of
     samples and batch sizes may differ between ranks; torch's DistributedSampler relies on equal datasets and seeds.
     `loader` must have passed `check_can_shard`.
     """
-    kind, facts = _rule(loader)
-    return [f"a dataloader {kind}", *(f"a dataloader with {name}={value!r}" for name, value in facts.items())]
+    kind, settings = _sharding_settings(loader)
+    return [f"a dataloader {kind}", *(f"a dataloader with {name}={value!r}" for name, value in settings.items())]
 
 
-def _rule(loader: DataLoader[Any]) -> tuple[str, dict[str, Any]]:
+def _sharding_settings(loader: DataLoader[Any]) -> tuple[str, dict[str, Any]]:
     """Return a description of how a loader is sharded, and the settings that this depends on."""
     batches = {"batch_size": loader.batch_size, "drop_last": bool(loader.drop_last)}
-    sampler = _splitting_sampler(loader)
-    if sampler is None and _obstacle(loader) is not None:
+    sampler = _distributed_sampler(loader)
+    if sampler is None and _why_not_shardable(loader) is not None:
         return "left as it is", batches
     if sampler is None:
         order = {"num_samples": _length(loader.dataset), "shuffle": isinstance(loader.sampler, RandomSampler)}
@@ -167,7 +169,7 @@ def _rule(loader: DataLoader[Any]) -> tuple[str, dict[str, Any]]:
         return "to be split", order | batches
     kind = f"split by its {type(sampler).__name__}"
     if isinstance(sampler, (DistributedBatchSampler, CustomBatchSampler)):
-        return kind, sampler.describe() | {"batch_size": sampler.batch_size, "drop_last": bool(sampler.drop_last)}
+        return kind, sampler.settings() | {"batch_size": sampler.batch_size, "drop_last": bool(sampler.drop_last)}
     if type(sampler) is not DistributedSampler:
         return kind, {}
     dataset: Any = sampler.dataset
@@ -187,7 +189,7 @@ def shard_dataloader(loader: DataLoader[Any], dp_rank: int, dp_size: int) -> Dat
     """
     check_can_shard(loader, dp_rank, dp_size)
     # With an obstacle dp_size is 1: the rank reads all samples in the order of the user's sampler.
-    if loader.batch_size is None or _split_of(loader) is not None or _obstacle(loader) is not None:
+    if loader.batch_size is None or _sharded_for(loader) is not None or _why_not_shardable(loader) is not None:
         return loader
     options = {name: getattr(loader, name) for name in _LOADER_OPTIONS}
     return prepare_dataloader(
@@ -209,7 +211,7 @@ def _seed_of(loader: DataLoader[Any]) -> int:
     return default_seed() if generator is None else generator.initial_seed() % 2**32
 
 
-def _made(kind: Callable[..., DataLoader[Any]], *args: Any, **options: Any) -> DataLoader[Any]:
+def _create_loader(kind: Callable[..., DataLoader[Any]], *args: Any, **options: Any) -> DataLoader[Any]:
     try:
         return kind(*args, **options)
     except (TypeError, ValueError) as error:
@@ -279,15 +281,15 @@ def _length(dataset: Any) -> int:
     return len(dataset)
 
 
-def _split_of(loader: DataLoader[Any]) -> tuple[int, int] | None:
+def _sharded_for(loader: DataLoader[Any]) -> tuple[int, int] | None:
     """Return the (rank, num_ranks) of a loader's sampler, or None if it is not distributed."""
-    sampler = _splitting_sampler(loader)
+    sampler = _distributed_sampler(loader)
     if isinstance(sampler, (DistributedBatchSampler, CustomBatchSampler)):
         return sampler.dp_rank, sampler.dp_size
     return None if sampler is None else (sampler.rank, sampler.num_replicas)
 
 
-def _splitting_sampler(loader: DataLoader[Any]) -> Any | None:
+def _distributed_sampler(loader: DataLoader[Any]) -> Any | None:
     if isinstance(loader.batch_sampler, (DistributedBatchSampler, CustomBatchSampler)):
         return loader.batch_sampler
     sampler: Any
@@ -297,7 +299,7 @@ def _splitting_sampler(loader: DataLoader[Any]) -> Any | None:
     return None
 
 
-def _obstacle(loader: DataLoader[Any]) -> str | None:
+def _why_not_shardable(loader: DataLoader[Any]) -> str | None:
     """Describe why a loader cannot be recreated with another sampler, or return None."""
     sampler: Any = loader.sampler
     if type(loader).__iter__ is not DataLoader.__iter__ or type(loader)._get_iterator is not DataLoader._get_iterator:

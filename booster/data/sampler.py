@@ -25,12 +25,12 @@ from .worker_seeding import SampleBatch, derive_seed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BatchPlace:
+class BatchPosition:
     """This rank's share of one global batch, and the position after it."""
 
     num_samples: int  # in this rank's batch, repeats included
     num_repeated: int  # at the end of the global batch
-    num_repeated_here: int  # at the end of this rank's batch
+    num_repeated_local: int  # at the end of this rank's batch
     stop: int  # position after the batch
     is_last: bool
 
@@ -46,19 +46,19 @@ class EpochSampler(Protocol):
     def num_batches(self, position: int = 0) -> int:
         """Return the number of this rank's batches after this position of an epoch."""
 
-    def place(self, position: int) -> BatchPlace:
+    def batch_at(self, position: int) -> BatchPosition:
         """Return the batch that starts at this position."""
 
     def stream_seed(self, epoch: int) -> int:
         """Return a seed for this epoch and rank, for random numbers that workers draw before their first sample."""
 
-    def describe(self) -> dict[str, Any]:
+    def settings(self) -> dict[str, Any]:
         """Return the settings that, with epoch and position, determine the remaining samples (JSON-serializable)."""
 
-    def adopt(self, described: Mapping[str, Any], position: int) -> None:
+    def resume_from(self, settings: Mapping[str, Any], position: int) -> None:
         """Continue as the described sampler; raise ConfigError if the remaining samples would differ."""
 
-    def announcement(self, position: int = 0) -> str | None:
+    def uneven_end_message(self, position: int = 0) -> str | None:
         """Return a log line about the uneven end of an epoch resumed at this position, or None if it is even."""
 
     def __iter__(self) -> Iterator[list[int]]: ...
@@ -66,7 +66,7 @@ class EpochSampler(Protocol):
     def __len__(self) -> int: ...
 
 
-def check_data_world(dp_rank: int, dp_size: int, batch_size: int) -> None:
+def check_data_parallel(dp_rank: int, dp_size: int, batch_size: int) -> None:
     """Validate a data-parallel rank, group size and batch size.
 
     Raises:
@@ -116,7 +116,7 @@ class DistributedBatchSampler(Sampler[list[int]]):
         seed: int = 1024,
         drop_last: bool = False,
     ) -> None:
-        check_data_world(dp_rank, dp_size, batch_size)
+        check_data_parallel(dp_rank, dp_size, batch_size)
         self.num_samples = num_samples
         self.batch_size = batch_size
         self.dp_rank = dp_rank
@@ -174,16 +174,16 @@ class DistributedBatchSampler(Sampler[list[int]]):
         rest = max(self.num_samples - position, 0)
         return rest // self.global_batch_size if self.drop_last else -(-rest // self.global_batch_size)
 
-    def place(self, position: int) -> BatchPlace:
+    def batch_at(self, position: int) -> BatchPosition:
         """Return the batch that starts at this position (in samples)."""
         num_real = min(self.global_batch_size, self.num_samples - position)
         num_samples = -(-num_real // self.dp_size)
-        num_real_here = min(max(num_real - self.dp_rank * num_samples, 0), num_samples)
+        num_real_local = min(max(num_real - self.dp_rank * num_samples, 0), num_samples)
         stop = position + num_real
-        return BatchPlace(
+        return BatchPosition(
             num_samples=num_samples,
             num_repeated=num_samples * self.dp_size - num_real,
-            num_repeated_here=num_samples - num_real_here,
+            num_repeated_local=num_samples - num_real_local,
             stop=stop,
             is_last=self.num_batches(stop) == 0,
         )
@@ -193,16 +193,16 @@ class DistributedBatchSampler(Sampler[list[int]]):
 
     def __iter__(self) -> Iterator[list[int]]:
         # Not a generator itself, so that epoch and position are read now and not at the first `next`.
-        return self._walk(self._epoch, self._position)
+        return self._batches_from(self._epoch, self._position)
 
-    def _walk(self, epoch: int, position: int) -> Iterator[SampleBatch]:
+    def _batches_from(self, epoch: int, position: int) -> Iterator[SampleBatch]:
         order = self._order(epoch)
         for _ in range(self.num_batches(position)):
-            place = self.place(position)
-            first = position + self.dp_rank * place.num_samples
-            wanted = range(first, first + place.num_samples)
-            yield SampleBatch(self._read(order, wanted), stream=f"{self.seed}/{epoch}", start=first)
-            position = place.stop
+            batch_position = self.batch_at(position)
+            first = position + self.dp_rank * batch_position.num_samples
+            positions = range(first, first + batch_position.num_samples)
+            yield SampleBatch(self._indices_at(order, positions), stream=f"{self.seed}/{epoch}", start=first)
+            position = batch_position.stop
 
     def _order(self, epoch: int) -> torch.Tensor | None:
         """Return the order of the epoch; None for the dataset's own order, which needs no memory."""
@@ -211,8 +211,8 @@ class DistributedBatchSampler(Sampler[list[int]]):
         generator = torch.Generator().manual_seed(derive_seed("order", self.seed, epoch))
         return torch.randperm(self.num_samples, generator=generator)
 
-    def _read(self, order: torch.Tensor | None, wanted: range) -> Sequence[int]:
-        places = wanted if wanted.stop <= self.num_samples else [i % self.num_samples for i in wanted]
+    def _indices_at(self, order: torch.Tensor | None, positions: range) -> Sequence[int]:
+        places = positions if positions.stop <= self.num_samples else [i % self.num_samples for i in positions]
         if order is None:
             return places
         return order[places.start : places.stop].tolist() if isinstance(places, range) else order[places].tolist()
@@ -221,26 +221,26 @@ class DistributedBatchSampler(Sampler[list[int]]):
         """A seed for this epoch and rank, for what workers draw before their first sample."""
         return derive_seed("workers", self.seed, epoch, self.dp_rank)
 
-    def describe(self) -> dict[str, Any]:
+    def settings(self) -> dict[str, Any]:
         """Return the settings that determine the remaining samples; independent of dp_size and batch size."""
         return {"seed": self.seed, "num_samples": self.num_samples, "shuffle": self.shuffle}
 
-    def adopt(self, described: Mapping[str, Any], position: int) -> None:
+    def resume_from(self, settings: Mapping[str, Any], position: int) -> None:
         """Use the described seed.
 
         Raises:
             ConfigError: The dataset's length or `shuffle` differs.
         """
         for key in ("num_samples", "shuffle"):
-            if described[key] != getattr(self, key):
+            if settings[key] != getattr(self, key):
                 raise ConfigError(
-                    f"a loader state with {key}={described[key]!r} for a loader with {key}={getattr(self, key)!r}: its"
+                    f"a loader state with {key}={settings[key]!r} for a loader with {key}={getattr(self, key)!r}: its"
                     " position refers to other samples. Load it into a loader with the same dataset and shuffle, or"
                     " start the data from the beginning by not loading it"
                 )
-        self.seed = described["seed"]
+        self.seed = settings["seed"]
 
-    def announcement(self, position: int = 0) -> str | None:
+    def uneven_end_message(self, position: int = 0) -> str | None:
         """Format the numbers of repeated or dropped samples; None if the epoch is even or already logged."""
         given = f"{self.num_samples} samples, batch_size={self.batch_size} on {self.dp_size} ranks"
         epoch = f"the epoch resumed after {position} samples" if position else "every epoch"
@@ -279,10 +279,10 @@ class CustomBatchSampler(BatchSampler):
         seed: int,
         drop_last: bool,
     ) -> None:
-        check_data_world(dp_rank, dp_size, batch_size)
+        check_data_parallel(dp_rank, dp_size, batch_size)
         given = {"num_replicas": dp_size, "rank": dp_rank, "shuffle": shuffle}
-        offered = {"seed": seed, "drop_last": drop_last}
-        sampler = sampler_cls(dataset, **given, **_accepted(sampler_cls, given, offered))
+        optional = {"seed": seed, "drop_last": drop_last}
+        sampler = sampler_cls(dataset, **given, **_supported_arguments(sampler_cls, given, optional))
         super().__init__(sampler, batch_size, drop_last)
         self.num_samples = _length(sampler)
         self.dataset_length = len(dataset)
@@ -307,18 +307,18 @@ class CustomBatchSampler(BatchSampler):
         """Return the number of this rank's batches after this position."""
         return max(len(self) - position, 0)
 
-    def place(self, position: int) -> BatchPlace:
+    def batch_at(self, position: int) -> BatchPosition:
         """Return the batch that starts at this position (in batches)."""
         num_samples = min(self.batch_size, self.num_samples - position * self.batch_size)
         is_last = self.num_batches(position + 1) == 0
-        return BatchPlace(
-            num_samples=num_samples, num_repeated=0, num_repeated_here=0, stop=position + 1, is_last=is_last
+        return BatchPosition(
+            num_samples=num_samples, num_repeated=0, num_repeated_local=0, stop=position + 1, is_last=is_last
         )
 
     def __iter__(self) -> Iterator[list[int]]:
-        return self._walk(super().__iter__(), self._epoch, self._position)
+        return self._batches_from(super().__iter__(), self._epoch, self._position)
 
-    def _walk(self, batches: Iterator[list[int]], epoch: int, position: int) -> Iterator[SampleBatch]:
+    def _batches_from(self, batches: Iterator[list[int]], epoch: int, position: int) -> Iterator[SampleBatch]:
         # The sampler is first used at the first `next`: torch creates two iterators for workers and uses one, and a
         # sampler that counts its own epochs must not count both.
         set_epoch = getattr(self.sampler, "set_epoch", None)
@@ -332,7 +332,7 @@ class CustomBatchSampler(BatchSampler):
         """A seed for this epoch and rank, for what workers draw before their first sample."""
         return derive_seed("workers", self.seed, epoch, self.dp_rank)
 
-    def describe(self) -> dict[str, Any]:
+    def settings(self) -> dict[str, Any]:
         """Return all settings that the order of a custom sampler may depend on."""
         return {
             "sampler": type(self.sampler).__name__,
@@ -344,24 +344,24 @@ class CustomBatchSampler(BatchSampler):
             "drop_last": bool(self.drop_last),
         }
 
-    def adopt(self, described: Mapping[str, Any], position: int) -> None:
+    def resume_from(self, settings: Mapping[str, Any], position: int) -> None:
         """Verify the settings. Inside an epoch all must be equal, at its start only those that are fixed for a run.
 
         Raises:
             ConfigError: The remaining samples would differ.
         """
-        own = self.describe()
+        own = self.settings()
         lasting = ("sampler", "seed", "num_samples", "shuffle")
-        differing = [key for key in (own if position else lasting) if described[key] != own[key]]
+        differing = [key for key in (own if position else lasting) if settings[key] != own[key]]
         if differing:
             raise ConfigError(
                 "a loader state with "
-                + ", ".join(f"{key}={described[key]!r} (here {own[key]!r})" for key in differing)
+                + ", ".join(f"{key}={settings[key]!r} (here {own[key]!r})" for key in differing)
                 + f": the position of a {own['sampler']} is not valid here. Create the loader as it was saved, or leave"
                 " out distributed_sampler_cls, so that positions are valid for any number of ranks and batch size"
             )
 
-    def announcement(self, position: int = 0) -> str | None:
+    def uneven_end_message(self, position: int = 0) -> str | None:
         """Format the number of this rank's samples if it is not an even share; once for all epochs."""
         dropped = self.num_samples % self.batch_size if self.drop_last else 0
         if position or (not dropped and self.num_samples * self.dp_size == self.dataset_length):
@@ -375,8 +375,8 @@ class CustomBatchSampler(BatchSampler):
         )
 
 
-def _accepted(
-    sampler_cls: Callable[..., Sampler[int]], given: Mapping[str, Any], offered: Mapping[str, Any]
+def _supported_arguments(
+    sampler_cls: Callable[..., Sampler[int]], given: Mapping[str, Any], optional: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Return the optional arguments that the class takes; raise ConfigError if it lacks a required one."""
     if not callable(sampler_cls):
@@ -392,7 +392,7 @@ def _accepted(
             f"distributed_sampler_cls={getattr(sampler_cls, '__name__', sampler_cls)!s} takes no {', '.join(missing)}: "
             "it is called as cls(dataset, num_replicas=, rank=, shuffle=); pass such a class, or leave it out"
         )
-    return {name: value for name, value in offered.items() if takes_any or name in parameters}
+    return {name: value for name, value in optional.items() if takes_any or name in parameters}
 
 
 def _length(sampler: Sampler[int]) -> int:

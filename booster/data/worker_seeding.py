@@ -26,7 +26,7 @@ def derive_seed(*parts: int | str) -> int:
     return int.from_bytes(digest, "little") >> 1
 
 
-def seed_everything(seed: int) -> None:
+def seed_worker(seed: int) -> None:
     """Seed the python, numpy and torch (CPU) RNGs of this process."""
     random.seed(seed)
     np.random.seed(seed & 0xFFFFFFFF)  # a list would keep all bits, at five times the cost
@@ -61,16 +61,16 @@ class SeededDataset:
 
     def __getitems__(self, batch: SampleBatch) -> Any:
         if getattr(self.dataset, "__getitems__", None):
-            seed_everything(batch.seed_of(0))
+            seed_worker(batch.seed_of(0))
             return self.dataset.__getitems__(list(batch))
         return [self._read(index, batch.seed_of(offset)) for offset, index in enumerate(batch)]
 
     def _read(self, index: int, seed: int) -> Any:
-        seed_everything(seed)
+        seed_worker(seed)
         return self.dataset[index]
 
 
-class WorkerStart:
+class WorkerInit:
     """worker_init_fn that unwraps the dataset in `get_worker_info()` before it calls the user's worker_init_fn."""
 
     def __init__(self, user_init_fn: Callable[[int], None] | None) -> None:

@@ -14,9 +14,9 @@ from torch.overrides import TorchFunctionMode
 from booster.errors import ConfigError
 from booster.validation import is_int
 
-from .materialize import guard_all
-from .op_log import record_of, settle, storage_of
-from .recorder import Recorder, tensors_in, whole_initialisers
+from .materialize import guard_lazy_tensors
+from .op_log import materialize_in_place, op_log_of, storage_of
+from .recorder import Recorder, record_initializers, tensors_in
 
 _EAGER_BELOW_BYTES = 64 * 1024
 
@@ -91,7 +91,7 @@ class LazyInitContext:
             raise ConfigError("LazyInitContext inside of another one: build the whole model in the outer one")
         LazyInitContext._active = self
         recorder = Recorder(eager_below_bytes=self._eager_below_bytes, device=self._device)
-        self._modes.enter_context(whole_initialisers(recorder))
+        self._modes.enter_context(record_initializers(recorder))
         self._modes.enter_context(recorder)
         self._modes.enter_context(_RawReads())
         return self
@@ -104,7 +104,7 @@ class LazyInitContext:
     ) -> None:
         LazyInitContext._active = None
         self._modes.close()
-        guard_all()
+        guard_lazy_tensors()
 
 
 class _RawReads(TorchFunctionMode):
@@ -117,11 +117,11 @@ class _RawReads(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        if func is torch.Tensor.__deepcopy__ and _is_plain(args[0]) and record_of(args[0]) is not None:
+        if func is torch.Tensor.__deepcopy__ and _is_plain(args[0]) and op_log_of(args[0]) is not None:
             return _deep_copy(args[0], args[1])
         if func in _RAW_READS:
             for tensor in tensors_in((args, kwargs or {})):
-                settle(tensor)
+                materialize_in_place(tensor)
         return func(*args, **(kwargs or {}))
 
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from booster.errors import ConfigError
 
-from .op_log import Geometry, Record, record_of, replay, settle, view_of
+from .op_log import Geometry, OpLog, materialize_in_place, op_log_of, replay, view_of
 
 
 def is_lazy(tensor: torch.Tensor) -> bool:
@@ -22,7 +22,7 @@ def is_lazy(tensor: torch.Tensor) -> bool:
         >>> is_lazy(torch.ones(2))
         False
     """
-    return record_of(tensor) is not None
+    return op_log_of(tensor) is not None
 
 
 def _functions(*names: str) -> frozenset[Callable[..., Any]]:
@@ -33,7 +33,7 @@ def _functions(*names: str) -> frozenset[Callable[..., Any]]:
 
 _GET_DATA, _SET_DATA = torch.Tensor.data.__get__, torch.Tensor.data.__set__  # type: ignore[attr-defined]
 _ALIASES = frozenset({_GET_DATA, torch.Tensor.detach})
-_WITHOUT_VALUES = _functions(
+_METADATA_FUNCTIONS = _functions(
     *("shape", "size", "dim", "ndim", "ndimension", "numel", "nelement", "stride", "storage_offset", "__len__"),
     *("dtype", "device", "layout", "itemsize", "nbytes", "element_size", "type", "names", "has_names", "get_device"),
     *(
@@ -81,7 +81,7 @@ class LazyTensor(torch.Tensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        return _use(func, args, kwargs or {})
+        return _call_guarded(func, args, kwargs or {})
 
 
 class LazyParameter(nn.Parameter):
@@ -95,7 +95,7 @@ class LazyParameter(nn.Parameter):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        return _use(func, args, kwargs or {})
+        return _call_guarded(func, args, kwargs or {})
 
 
 _GUARDS: dict[type, type] = {torch.Tensor: LazyTensor, nn.Parameter: LazyParameter}
@@ -109,7 +109,7 @@ def refresh_class(tensor: torch.Tensor) -> None:
         tensor.__class__ = wanted  # type: ignore[assignment]
 
 
-def guard_all() -> None:
+def guard_lazy_tensors() -> None:
     """Guard all lazy tensors of the process; subclasses without a guard class are materialized."""
     for thing in gc.get_objects():
         if not issubclass(type(thing), torch.Tensor) or not is_lazy(thing):
@@ -117,13 +117,13 @@ def guard_all() -> None:
         if type(thing) in _GUARDS:
             refresh_class(thing)
         elif type(thing) not in _PLAIN:
-            settle(thing)
+            materialize_in_place(thing)
 
 
-def _use(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _call_guarded(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if function is torch.Tensor.__repr__:
         return _description(args[0])
-    if function not in _WITHOUT_VALUES and function not in _ALIASES and function != _SET_DATA:
+    if function not in _METADATA_FUNCTIONS and function not in _ALIASES and function != _SET_DATA:
         name = getattr(function, "__name__", str(function))
         if name in ("__get__", "__set__"):
             name = str(getattr(function, "__self__", name))
@@ -157,7 +157,7 @@ def materialize_tensor(tensor: torch.Tensor) -> torch.Tensor:
     Raises:
         ConfigError: An operator of the model's code is not replayable.
     """
-    record = record_of(tensor)
+    record = op_log_of(tensor)
     with torch.no_grad(), torch._C.DisableTorchFunction():
         if record is None:
             return tensor.detach().to("cpu", copy=True)
@@ -198,16 +198,16 @@ def materialize_own(modules: Iterable[nn.Module], device: torch.device | str | N
     Raises:
         ConfigError: An operator of the model's code is not replayable.
     """
-    sharing: dict[int, tuple[Record, dict[int, torch.Tensor]]] = {}
+    sharing: dict[int, tuple[OpLog, dict[int, torch.Tensor]]] = {}
     for tensor in _tensors(modules):
-        record = record_of(tensor)
+        record = op_log_of(tensor)
         if record is not None:
             sharing.setdefault(id(record), (record, {}))[1][id(tensor)] = tensor
     for record, tensors in sharing.values():
         _fill(record, list(tensors.values()), torch.device(device) if device is not None else record.device)
 
 
-def _fill(record: Record, tensors: list[torch.Tensor], device: torch.device) -> None:
+def _fill(record: OpLog, tensors: list[torch.Tensor], device: torch.device) -> None:
     storage = replay(record)
     if device.type != "cpu":
         whole = Geometry(dtype=torch.uint8, size=torch.Size([storage.nbytes()]), stride=(1,), offset=0)
@@ -223,13 +223,13 @@ def _tensors(modules: Iterable[nn.Module]) -> Iterator[torch.Tensor]:
     seen: set[int] = set()
     for module in modules:
         for value in vars(module).values():
-            yield from _in_containers(value, seen)
+            yield from _nested_tensors(value, seen)
 
 
-def _in_containers(value: Any, seen: set[int]) -> Iterator[torch.Tensor]:
+def _nested_tensors(value: Any, seen: set[int]) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, (dict, list, tuple)) and id(value) not in seen:
         seen.add(id(value))
         for item in value.values() if isinstance(value, dict) else value:
-            yield from _in_containers(item, seen)
+            yield from _nested_tensors(item, seen)

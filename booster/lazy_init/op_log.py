@@ -36,16 +36,16 @@ class Geometry:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reference:
+class LazyReference:
     """Lazy tensor argument of a call, with its state at the time of the call."""
 
-    record: Record
+    op_log: OpLog
     num_writes: int
     geometry: Geometry
 
     @property
-    def prefix(self) -> Prefix:
-        return self.record, self.num_writes
+    def prefix(self) -> LogPrefix:
+        return self.op_log, self.num_writes
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,29 +56,29 @@ class GeneratorState:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Call:
+class RecordedCall:
     """Dispatcher call.
 
     Attributes:
-        arguments: Positional and keyword arguments; lazy tensors as `Reference`, generators as `GeneratorState`, other
-            tensors as copies.
+        arguments: Positional and keyword arguments; lazy tensors as `LazyReference`, generators as `GeneratorState`,
+            other tensors as copies.
         random_state: State of the default generator before the call, if the call draws from it.
         default_dtype: Default dtype at the time of the call, for factories without a dtype argument.
     """
 
     function: Callable[..., Any]
     arguments: tuple[tuple[Any, ...], dict[str, Any]]
-    random_state: torch.Tensor | None
+    rng_state: torch.Tensor | None
     default_dtype: torch.dtype
 
-    def references(self) -> Iterator[Reference]:
-        found: list[Reference] = []
-        map_arguments(lambda value: found.append(value) if isinstance(value, Reference) else None, self.arguments)
+    def references(self) -> Iterator[LazyReference]:
+        found: list[LazyReference] = []
+        map_arguments(lambda value: found.append(value) if isinstance(value, LazyReference) else None, self.arguments)
         return iter(found)
 
 
 @dataclass(slots=True, eq=False)
-class Record:
+class OpLog:
     """Op log of one lazy storage.
 
     Attributes:
@@ -90,16 +90,16 @@ class Record:
         num_reads: Number of times that the value was read while the model was built.
     """
 
-    origin: Call
+    origin: RecordedCall
     output: int
-    made: Geometry
+    geometry: Geometry
     device: torch.device
-    writes: list[Call] = field(default_factory=list)
-    needs: set[Prefix] = field(default_factory=set)
+    writes: list[RecordedCall] = field(default_factory=list)
+    dependencies: set[LogPrefix] = field(default_factory=set)
     num_reads: int = 0
 
 
-Prefix = tuple[Record, int]  # log and number of its writes
+LogPrefix = tuple[OpLog, int]  # log and number of its writes
 
 
 def map_arguments(function: Callable[[Any], Any], tree: Any) -> Any:
@@ -117,7 +117,7 @@ def view_of(storage: torch.UntypedStorage, geometry: Geometry) -> torch.Tensor:
     return tensor.set_(storage, geometry.offset, geometry.size, geometry.stride)
 
 
-def replay(record: Record, num_writes: int | None = None) -> torch.UntypedStorage:
+def replay(record: OpLog, num_writes: int | None = None) -> torch.UntypedStorage:
     """Return a new storage with the values of a lazy one. Generators are not changed.
 
     Args:
@@ -135,10 +135,10 @@ class _Replay:
     """Replay of op logs. A value that several calls read is computed once, and freed after the last read."""
 
     def __init__(self) -> None:
-        self._values: dict[Prefix, torch.UntypedStorage] = {}
-        self._num_uses: Counter[Prefix] = Counter()
+        self._values: dict[LogPrefix, torch.UntypedStorage] = {}
+        self._num_uses: Counter[LogPrefix] = Counter()
 
-    def run(self, prefix: Prefix) -> torch.UntypedStorage:
+    def run(self, prefix: LogPrefix) -> torch.UntypedStorage:
         waiting, seen = [prefix], {prefix}
         while waiting:
             for needed in _reads(waiting.pop()):
@@ -146,9 +146,9 @@ class _Replay:
                 if needed not in seen:
                     seen.add(needed)
                     waiting.append(needed)
-        return self._make(prefix)
+        return self._build(prefix)
 
-    def _make(self, prefix: Prefix) -> torch.UntypedStorage:
+    def _build(self, prefix: LogPrefix) -> torch.UntypedStorage:
         record, num_writes = prefix
         results = self._call(record.origin, None, None)
         made = results[record.output] if isinstance(results, (tuple, list)) else results
@@ -158,13 +158,13 @@ class _Replay:
             self._call(call, (record, index), storage)
         return storage
 
-    def _call(self, call: Call, own: Prefix | None, own_storage: torch.UntypedStorage | None) -> Any:
+    def _call(self, call: RecordedCall, own: LogPrefix | None, own_storage: torch.UntypedStorage | None) -> Any:
         """Run a call. Reads of the storage that it writes to (`own`) use that storage itself."""
 
         def value_of(argument: Any) -> Any:
             if isinstance(argument, GeneratorState):
                 return torch.Generator().set_state(argument.state)
-            if not isinstance(argument, Reference):
+            if not isinstance(argument, LazyReference):
                 return argument
             if argument.prefix == own:
                 assert own_storage is not None
@@ -172,20 +172,20 @@ class _Replay:
             return view_of(self._value(argument.prefix), argument.geometry)
 
         args, kwargs = map_arguments(value_of, call.arguments)
-        with _settings_of(call):
+        with _call_settings(call):
             return call.function(*args, **kwargs)
 
-    def _value(self, prefix: Prefix) -> torch.UntypedStorage:
+    def _value(self, prefix: LogPrefix) -> torch.UntypedStorage:
         storage = self._values.pop(prefix, None)
         if storage is None:
-            storage = self._make(prefix)
+            storage = self._build(prefix)
         self._num_uses[prefix] -= 1
         if self._num_uses[prefix] > 0:
             self._values[prefix] = storage
         return storage
 
 
-def _reads(prefix: Prefix) -> Iterator[Prefix]:
+def _reads(prefix: LogPrefix) -> Iterator[LogPrefix]:
     """Yield the prefixes that the calls of a log read, except the storage that they write to, with duplicates."""
     record, num_writes = prefix
     yield from (reference.prefix for reference in record.origin.references())
@@ -194,32 +194,32 @@ def _reads(prefix: Prefix) -> Iterator[Prefix]:
         yield from (reference.prefix for reference in call.references() if reference.prefix != own)
 
 
-def _as_recorded(made: torch.Tensor, record: Record) -> torch.Tensor:
+def _as_recorded(made: torch.Tensor, record: OpLog) -> torch.Tensor:
     """Return a result with the recorded strides, which the model's views rely on."""
-    if (made.dtype, made.shape) != (record.made.dtype, record.made.size):
+    if (made.dtype, made.shape) != (record.geometry.dtype, record.geometry.size):
         raise ConfigError(
-            f"{record.origin.function} returned {Geometry.of(made)} in replay and {record.made} when the model was"
+            f"{record.origin.function} returned {Geometry.of(made)} in replay and {record.geometry} when the model was"
             f" built: build the module that uses it outside of LazyInitContext"
         )
-    if Geometry.of(made) == record.made:
+    if Geometry.of(made) == record.geometry:
         return made
     # The meta kernel returned other strides than the real kernel.
-    return torch.empty_strided(record.made.size, record.made.stride, dtype=made.dtype).copy_(made)
+    return torch.empty_strided(record.geometry.size, record.geometry.stride, dtype=made.dtype).copy_(made)
 
 
 @contextmanager
-def _settings_of(call: Call) -> Iterator[None]:
+def _call_settings(call: RecordedCall) -> Iterator[None]:
     """Use the default generator state and dtype of the call inside the block."""
     state, dtype = torch.get_rng_state(), torch.get_default_dtype()
     with ExitStack() as after:
         if dtype != call.default_dtype:
             torch.set_default_dtype(call.default_dtype)
             after.callback(torch.set_default_dtype, dtype)
-        if call.random_state is not None:
+        if call.rng_state is not None:
             after.callback(torch.set_rng_state, state)
-            torch.set_rng_state(call.random_state)
+            torch.set_rng_state(call.rng_state)
         yield
-    if call.random_state is None and not torch.equal(torch.get_rng_state(), state):
+    if call.rng_state is None and not torch.equal(torch.get_rng_state(), state):
         torch.set_rng_state(state)
         raise ConfigError(
             f"{call.function} draws random numbers but is not tagged as random, so it cannot be replayed: build the"
@@ -245,7 +245,7 @@ def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
             return None
 
 
-def record_of(tensor: torch.Tensor) -> Record | None:
+def op_log_of(tensor: torch.Tensor) -> OpLog | None:
     """Return the op log of a lazy tensor's storage, or None for an ordinary tensor."""
     storage = storage_of(tensor)
     return None if storage is None else getattr(storage, _ATTRIBUTE, None)
@@ -257,16 +257,16 @@ def reserve(num_bytes: int) -> torch.UntypedStorage:
     return torch.frombuffer(mmap.mmap(-1, num_bytes, flags=flags), dtype=torch.uint8).untyped_storage()
 
 
-def make_lazy(record: Record, num_bytes: int) -> torch.Tensor:
+def make_lazy(record: OpLog, num_bytes: int) -> torch.Tensor:
     """Return a lazy tensor for the output of a log's first call."""
     storage = reserve(num_bytes)
     setattr(storage, _ATTRIBUTE, record)
-    return view_of(storage, record.made)
+    return view_of(storage, record.geometry)
 
 
-def settle(tensor: torch.Tensor) -> None:
+def materialize_in_place(tensor: torch.Tensor) -> None:
     """Materialize the full storage of a lazy tensor in place, which turns it into an ordinary tensor."""
-    storage, record = storage_of(tensor), record_of(tensor)
+    storage, record = storage_of(tensor), op_log_of(tensor)
     if storage is None or record is None:
         return
     values = replay(record)

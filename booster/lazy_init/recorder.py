@@ -14,18 +14,18 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from booster.errors import ConfigError
 
 from .op_log import (
-    Call,
     GeneratorState,
     Geometry,
-    Prefix,
-    Record,
-    Reference,
+    LazyReference,
+    LogPrefix,
+    OpLog,
+    RecordedCall,
     make_lazy,
     map_arguments,
-    record_of,
+    materialize_in_place,
+    op_log_of,
     replay,
     reserve,
-    settle,
     storage_of,
     view_of,
 )
@@ -43,49 +43,49 @@ _PREDICTABLE = frozenset(
 )
 # Random factories, and the in-place operator that draws the same numbers. (Results of the factories would come from
 # malloc, and freeing them would fragment the heap between the small tensors of the model.)
-_DRAW_LIKE = {
+_IN_PLACE_RANDOM_OPS = {
     _aten.randn: _aten.normal_.default,
     _aten.randn_like: _aten.normal_.default,
     _aten.rand: _aten.uniform_.default,
     _aten.rand_like: _aten.uniform_.default,
 }
 # In-place operators that advance the generator by the shape alone: the previous values of the tensor are not needed.
-_DRAWS_ALIKE = frozenset(
+_RNG_DETERMINISTIC = frozenset(
     {
         *(_aten.normal_, _aten.uniform_, _aten.exponential_, _aten.geometric_, _aten.cauchy_, _aten.log_normal_),
         *(_aten.random_, _aten.bernoulli_),
     }
 )
 # Operators that change a tensor's storage or geometry, but no values.
-_REWIRE = frozenset(
+_METADATA_MUTATIONS = frozenset(
     {
         *(_aten.set_, _aten.detach_, _aten.squeeze_, _aten.unsqueeze_, _aten.transpose_, _aten.t_),
         *(_aten.as_strided_, _aten.swapaxes_, _aten.swapdims_),
     }
 )
 # Views with a conjugate or negative bit, which sizes and strides do not represent.
-_MARKS = frozenset({_aten._conj, _aten._neg_view})
+_METADATA_VIEWS = frozenset({_aten._conj, _aten._neg_view})
 
 
 def is_random(operator: Any) -> bool:
     return torch.Tag.nondeterministic_seeded in operator.tags
 
 
-def draws_alike(operator: Any) -> bool:
+def is_rng_deterministic(operator: Any) -> bool:
     """Return whether the draws of a random in-place operator are independent of tensor values."""
-    return operator.overloadpacket in _DRAWS_ALIKE
+    return operator.overloadpacket in _RNG_DETERMINISTIC
 
 
 def is_predictable(operator: Any) -> bool:
     """Return whether meta tensors determine the geometry of the result."""
     if is_random(operator):
-        return operator.overloadpacket in _DRAW_LIKE
+        return operator.overloadpacket in _IN_PLACE_RANDOM_OPS
     return operator.overloadpacket in _PREDICTABLE or torch.Tag.pointwise in operator.tags
 
 
-def draw_like(operator: Any) -> Any:
+def in_place_random_op(operator: Any) -> Any:
     """Return the in-place operator that draws the same numbers as a random factory."""
-    return _DRAW_LIKE[operator.overloadpacket]
+    return _IN_PLACE_RANDOM_OPS[operator.overloadpacket]
 
 
 def is_view(operator: Any) -> bool:
@@ -94,14 +94,14 @@ def is_view(operator: Any) -> bool:
     return not written_arguments(operator) and any(result.alias_info is not None for result in results)
 
 
-def keeps_values_unread(operator: Any) -> bool:
+def is_metadata_only(operator: Any) -> bool:
     """Return whether an operator neither reads nor writes values."""
-    return is_view(operator) or operator.overloadpacket in _REWIRE
+    return is_view(operator) or operator.overloadpacket in _METADATA_MUTATIONS
 
 
-def leaves_a_mark(operator: Any) -> bool:
+def mutates_metadata(operator: Any) -> bool:
     """Return whether the result is a view with a conjugate or negative bit."""
-    return operator.overloadpacket in _MARKS
+    return operator.overloadpacket in _METADATA_VIEWS
 
 
 def written_arguments(operator: Any) -> list[str]:
@@ -112,7 +112,7 @@ def written_arguments(operator: Any) -> list[str]:
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
-_MOST_READS = 16  # reads of a lazy value (each one a replay) after which it is materialized
+_MAX_READS = 16  # reads of a lazy value (each one a replay) after which it is materialized
 
 
 def tensors_in(tree: Any) -> list[torch.Tensor]:
@@ -133,10 +133,10 @@ def written_tensors(operator: Any, arguments: Arguments) -> Iterator[torch.Tenso
 
 def num_real_bytes(arguments: Arguments) -> int:
     """Return the bytes of the tensors that are not lazy, of which an op log keeps copies."""
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors_in(arguments) if record_of(tensor) is None)
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors_in(arguments) if op_log_of(tensor) is None)
 
 
-def are_ordinary(arguments: Arguments) -> bool:
+def are_dense_cpu(arguments: Arguments) -> bool:
     """Return whether a call involves only dense unpinned CPU tensors."""
     kwargs = arguments[1]
     device, layout = kwargs.get("device"), kwargs.get("layout")
@@ -161,21 +161,21 @@ def freeze_generators(arguments: Arguments) -> Arguments:
     return frozen
 
 
-def make_call(operator: Any, arguments: Arguments, random_state: torch.Tensor | None) -> Call:
+def record_call(operator: Any, arguments: Arguments, random_state: torch.Tensor | None) -> RecordedCall:
     """Return a replayable call that is independent of later changes to its arguments."""
 
     def keep(leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):
             return leaf
-        record = record_of(leaf)
+        record = op_log_of(leaf)
         if record is None:
             return _copy(leaf)
-        return Reference(record=record, num_writes=len(record.writes), geometry=Geometry.of(leaf))
+        return LazyReference(op_log=record, num_writes=len(record.writes), geometry=Geometry.of(leaf))
 
-    return Call(
+    return RecordedCall(
         function=operator,
         arguments=map_arguments(keep, freeze_generators(arguments)),
-        random_state=random_state,
+        rng_state=random_state,
         default_dtype=torch.get_default_dtype(),
     )
 
@@ -188,7 +188,7 @@ def _copy(tensor: torch.Tensor) -> torch.Tensor:
     return view_of(storage.clone(), Geometry.of(tensor))
 
 
-def meta_twins(arguments: Arguments) -> Arguments:
+def to_meta(arguments: Arguments) -> Arguments:
     """Replace tensors in the arguments by meta tensors of the same geometry."""
 
     def twin(leaf: Any) -> Any:
@@ -200,12 +200,12 @@ def meta_twins(arguments: Arguments) -> Arguments:
     return twins
 
 
-def with_values(arguments: Arguments) -> Arguments:
+def materialize_arguments(arguments: Arguments) -> Arguments:
     """Replace lazy tensors in the arguments by their values, for a call that runs now."""
     storages: dict[int, torch.UntypedStorage] = {}
 
     def value_of(leaf: Any) -> Any:
-        record = record_of(leaf) if isinstance(leaf, torch.Tensor) else None
+        record = op_log_of(leaf) if isinstance(leaf, torch.Tensor) else None
         if record is None:
             return leaf
         if id(record) not in storages:
@@ -218,15 +218,15 @@ def with_values(arguments: Arguments) -> Arguments:
     return real
 
 
-def _count_read(tensor: torch.Tensor, record: Record) -> bool:
+def _count_read(tensor: torch.Tensor, record: OpLog) -> bool:
     """Count a read, and return whether the tensor is still lazy."""
     record.num_reads += 1
-    if record.num_reads > _MOST_READS:
-        settle(tensor)
-    return record_of(tensor) is not None
+    if record.num_reads > _MAX_READS:
+        materialize_in_place(tensor)
+    return op_log_of(tensor) is not None
 
 
-_DEAREST = 64  # dependencies of an op log; above, the value is materialized
+_MAX_REPLAY = 64  # dependencies of an op log; above, the value is materialized
 
 # Recording only saves memory. A call that is not known to be recordable (several written tensors, a large real
 # argument, an operator without a meta kernel) runs with real arguments after the tensors that it writes to are
@@ -243,7 +243,7 @@ class Recorder(TorchDispatchMode):
 
     def __init__(self, *, eager_below_bytes: int, device: torch.device) -> None:
         super().__init__()
-        self._smallest_bytes = max(eager_below_bytes, 1)
+        self._min_lazy_bytes = max(eager_below_bytes, 1)
         self._device = device
         self._scratch: torch.UntypedStorage | None = None
 
@@ -263,10 +263,10 @@ class Recorder(TorchDispatchMode):
             return NotImplemented  # the subclass decomposes the call into others, which are dispatched here
         arguments: Arguments = (args, kwargs or {})
         with torch._C.DisableTorchFunction():
-            if leaves_a_mark(func):
+            if mutates_metadata(func):
                 for tensor in tensors_in(arguments):
-                    settle(tensor)
-            if keeps_values_unread(func):
+                    materialize_in_place(tensor)
+            if is_metadata_only(func):
                 return func(*arguments[0], **arguments[1])
             if written_arguments(func):
                 return self._write(func, arguments)
@@ -281,10 +281,10 @@ class Recorder(TorchDispatchMode):
             again: Function that replaces the initializer in a replay.
         """
         (target, *rest), kwargs = arguments
-        record = record_of(target)
+        record = op_log_of(target)
         assert record is not None
         with torch._C.DisableTorchFunction(), _disable_current_modes():
-            call = make_call(again, arguments, torch.get_rng_state())
+            call = record_call(again, arguments, torch.get_rng_state())
             function(self._scratch_like(target), *rest, **kwargs)
         record.writes.append(call)
 
@@ -292,28 +292,28 @@ class Recorder(TorchDispatchMode):
         if self._is_recordable_write(operator, arguments) and self._record_write(operator, arguments):
             return arguments[0][0]
         for tensor in written_tensors(operator, arguments):
-            if operator.overloadpacket is torch.ops.aten.resize_ and record_of(tensor) is not None:
+            if operator.overloadpacket is torch.ops.aten.resize_ and op_log_of(tensor) is not None:
                 raise ConfigError(
                     f"{operator} of a tensor of this LazyInitContext is not supported: build the module that calls it"
                     f" outside of the context"
                 )
-            settle(tensor)
-        args, kwargs = with_values(arguments)
+            materialize_in_place(tensor)
+        args, kwargs = materialize_arguments(arguments)
         return operator(*args, **kwargs)
 
     def _is_recordable_write(self, operator: Any, arguments: Arguments) -> bool:
         """Return whether a call writes only to its first argument, reproducibly."""
         target = arguments[0][0] if arguments[0] else None
-        if not isinstance(target, torch.Tensor) or record_of(target) is None:
+        if not isinstance(target, torch.Tensor) or op_log_of(target) is None:
             return False
         if written_arguments(operator) != [operator._schema.arguments[0].name] or len(operator._schema.returns) != 1:
             return False
-        if not are_ordinary(arguments) or num_real_bytes(arguments) > self._smallest_bytes:
+        if not are_dense_cpu(arguments) or num_real_bytes(arguments) > self._min_lazy_bytes:
             return False
         if is_random(operator):
-            return draws_alike(operator)
+            return is_rng_deterministic(operator)
         try:
-            args, kwargs = meta_twins(arguments)
+            args, kwargs = to_meta(arguments)
             operator(*args, **kwargs)
         except (RuntimeError, NotImplementedError, IndexError, ValueError, TypeError):
             return False  # no meta kernel, or invalid arguments, for which the real call raises
@@ -323,49 +323,49 @@ class Recorder(TorchDispatchMode):
         """Record a call that writes to its first argument; return False if replays would be too expensive."""
         args, kwargs = arguments
         target = args[0]
-        record = record_of(target)
+        record = op_log_of(target)
         assert record is not None
-        call = make_call(operator, arguments, torch.get_rng_state() if is_random(operator) else None)
-        needs = record.needs | _needs(call, own=record)
-        if len(needs) > _DEAREST:
+        call = record_call(operator, arguments, torch.get_rng_state() if is_random(operator) else None)
+        needs = record.dependencies | _dependencies(call, own=record)
+        if len(needs) > _MAX_REPLAY:
             return False
         if is_random(operator):  # advances the generator for later draws
-            rest, kwargs = with_values((args[1:], kwargs))
+            rest, kwargs = materialize_arguments((args[1:], kwargs))
             operator(self._scratch_like(target), *rest, **kwargs)
         record.writes.append(call)
-        record.needs = needs
+        record.dependencies = needs
         return True
 
     def _make(self, operator: Any, arguments: Arguments) -> Any:
-        if not are_ordinary(arguments):
-            args, kwargs = with_values(arguments)
+        if not are_dense_cpu(arguments):
+            args, kwargs = materialize_arguments(arguments)
             return operator(*args, **kwargs)
         if is_predictable(operator):
-            lazy = self._predicted(operator, arguments)
+            lazy = self._lazy_from_meta(operator, arguments)
             if lazy is not None:
                 return lazy
         state, frozen = torch.get_rng_state(), freeze_generators(arguments)
-        args, kwargs = with_values(arguments)
+        args, kwargs = materialize_arguments(arguments)
         results = operator(*args, **kwargs)
-        if not self._are_worth_replaying(results, (args, kwargs), num_real_bytes(arguments)):
+        if not self._should_replay(results, (args, kwargs), num_real_bytes(arguments)):
             return results
         draws = is_random(operator) or not torch.equal(state, torch.get_rng_state())  # custom operators lack tags
-        call = make_call(operator, frozen, state if draws else None)
-        return results if len(_needs(call)) > _DEAREST else self._lazy_results(call, results)
+        call = record_call(operator, frozen, state if draws else None)
+        return results if len(_dependencies(call)) > _MAX_REPLAY else self._lazy_results(call, results)
 
-    def _predicted(self, operator: Any, arguments: Arguments) -> torch.Tensor | None:
+    def _lazy_from_meta(self, operator: Any, arguments: Arguments) -> torch.Tensor | None:
         """Return the lazy result of a call without running it, or None if it must run."""
         twin = _meta_result(operator, arguments)
         if twin is None:
             return None
         num_bytes = twin.untyped_storage().nbytes()
-        if num_bytes < self._smallest_bytes or num_real_bytes(arguments) * 2 > num_bytes:
+        if num_bytes < self._min_lazy_bytes or num_real_bytes(arguments) * 2 > num_bytes:
             return None
-        call = make_call(operator, arguments, torch.get_rng_state() if is_random(operator) else None)
-        if len(_needs(call)) > _DEAREST:
+        call = record_call(operator, arguments, torch.get_rng_state() if is_random(operator) else None)
+        if len(_dependencies(call)) > _MAX_REPLAY:
             return None
         if is_random(operator):
-            draw_like(operator)(self._scratch_like(twin), generator=arguments[1].get("generator"))
+            in_place_random_op(operator)(self._scratch_like(twin), generator=arguments[1].get("generator"))
         return self._lazy(call, 0, twin)
 
     def _scratch_like(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -377,7 +377,7 @@ class Recorder(TorchDispatchMode):
             self._scratch = reserve(num_bytes)
         return view_of(self._scratch, Geometry.of(twin))
 
-    def _are_worth_replaying(self, results: Any, arguments: Arguments, kept_bytes: int) -> bool:
+    def _should_replay(self, results: Any, arguments: Arguments, kept_bytes: int) -> bool:
         """Return whether results are large and new, and an op log would keep few bytes of arguments."""
         storages = [storage_of(tensor) for tensor in tensors_in(results)]
         addresses = [storage.data_ptr() for storage in storages if storage is not None]
@@ -388,9 +388,9 @@ class Recorder(TorchDispatchMode):
         return self._is_large(results) and kept_bytes * 2 <= num_bytes
 
     def _is_large(self, results: Any) -> bool:
-        return any(tensor.untyped_storage().nbytes() >= self._smallest_bytes for tensor in tensors_in(results))
+        return any(tensor.untyped_storage().nbytes() >= self._min_lazy_bytes for tensor in tensors_in(results))
 
-    def _lazy_results(self, call: Call, results: Any) -> Any:
+    def _lazy_results(self, call: RecordedCall, results: Any) -> Any:
         if isinstance(results, torch.Tensor):
             return self._lazy(call, 0, results)
         kept = [
@@ -399,23 +399,29 @@ class Recorder(TorchDispatchMode):
         ]
         return type(results)(kept)
 
-    def _lazy(self, call: Call, output: int, made: torch.Tensor) -> torch.Tensor:
-        record = Record(origin=call, output=output, made=Geometry.of(made), device=self._device, needs=_needs(call))
+    def _lazy(self, call: RecordedCall, output: int, made: torch.Tensor) -> torch.Tensor:
+        record = OpLog(
+            origin=call,
+            output=output,
+            geometry=Geometry.of(made),
+            device=self._device,
+            dependencies=_dependencies(call),
+        )
         return make_lazy(record, made.untyped_storage().nbytes())
 
 
-def _needs(call: Call, own: Record | None = None) -> set[Prefix]:
+def _dependencies(call: RecordedCall, own: OpLog | None = None) -> set[LogPrefix]:
     """Return the transitive dependencies of a call."""
-    needs: set[Prefix] = set()
+    needs: set[LogPrefix] = set()
     for reference in call.references():
-        if reference.record is not own:
-            needs |= {reference.prefix, *reference.record.needs}
+        if reference.op_log is not own:
+            needs |= {reference.prefix, *reference.op_log.dependencies}
     return needs
 
 
 def _meta_result(operator: Any, arguments: Arguments) -> torch.Tensor | None:
     """Return the result on meta, or None if there is no meta kernel."""
-    args, kwargs = meta_twins(freeze_generators(arguments))
+    args, kwargs = to_meta(freeze_generators(arguments))
     kwargs = {name: value for name, value in kwargs.items() if name != "generator"}
     if any(argument.name == "device" for argument in operator._schema.arguments):
         kwargs["device"] = torch.device("meta")
@@ -433,7 +439,7 @@ _NAME = "_no_grad_trunc_normal_"  # called by nn.init.trunc_normal_, also if tha
 
 
 @contextmanager
-def whole_initialisers(recorder: Recorder) -> Iterator[None]:
+def record_initializers(recorder: Recorder) -> Iterator[None]:
     """Record torch's initializers that read values as one call for lazy tensors; others run unchanged."""
     original = getattr(nn.init, _NAME, None)
     if original is None:
@@ -454,7 +460,11 @@ def _recorded(original: Callable[..., Any], recorder: Recorder) -> Callable[...,
 
     def fill(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         arguments = ((tensor, *args), kwargs)
-        if type(tensor) not in (torch.Tensor, nn.Parameter) or record_of(tensor) is None or not are_ordinary(arguments):
+        if (
+            type(tensor) not in (torch.Tensor, nn.Parameter)
+            or op_log_of(tensor) is None
+            or not are_dense_cpu(arguments)
+        ):
             return original(tensor, *args, **kwargs)
         recorder.record_fill(original, arguments, quiet)
         return tensor

@@ -17,8 +17,8 @@ from booster.core.optimizer_wrapper import OptimizerWrapper
 from booster.errors import ConfigError
 from booster.interface import LossScaler, MixedPrecision
 
-from .autocast import AutocastMixedPrecision, refuse_float16_weights
-from .fp16 import HalfWeights, cast_floats, log_on_master, low_precision_to_fp32
+from .autocast import AutocastMixedPrecision, check_no_float16_weights
+from .fp16 import Fp16Weights, cast_floats, log_rank_zero, low_precision_to_fp32
 from .loss_scaler import ConstantLossScaler, DynamicLossScaler
 
 
@@ -228,13 +228,13 @@ class FP16ApexMixedPrecision(MixedPrecision):
             max_loss_scale=max_loss_scale,
             num_losses=num_losses,
         )
-        self._report = log_on_master if verbosity > 0 else None
+        self._report = log_rank_zero if verbosity > 0 else None
         self._new_scaler()  # validates the numbers
         self._autocast = AutocastMixedPrecision(torch.float16) if self.options.patch_torch_functions else None
-        self._weights = HalfWeights(
+        self._weights = Fp16Weights(
             self.options.cast_model_type,
             keep_batchnorm_fp32=self.options.keep_batchnorm_fp32,
-            remember=self.options.master_weights,
+            keep_originals=self.options.master_weights,
         )
 
     @property
@@ -260,7 +260,7 @@ class FP16ApexMixedPrecision(MixedPrecision):
         """
         self._weights.cast(model)
         if self._autocast is not None:
-            refuse_float16_weights(model, "fp16_apex")
+            check_no_float16_weights(model, "fp16_apex")
 
     def configure(
         self, model: ModelWrapper, optimizer: OptimizerWrapper | None, criterion: Callable[..., Any] | None
@@ -273,7 +273,7 @@ class FP16ApexMixedPrecision(MixedPrecision):
             optimizer.loss_scaler = self._new_scaler()
             if self.options.master_weights:
                 self._weights.attach_masters(model, optimizer)
-        self._weights.forget(model)
+        self._weights.free_originals(model)
         return model, optimizer, criterion
 
     def forward_context(self, device_type: str) -> AbstractContextManager[Any]:

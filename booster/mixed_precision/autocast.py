@@ -16,7 +16,7 @@ from booster.errors import ConfigError
 from booster.interface import LossScaler, MixedPrecision
 
 from .fp16 import low_precision_to_fp32
-from .loss_scaler import LossScaleArguments
+from .loss_scaler import LossScalerConfig
 
 
 class AutocastMixedPrecision(MixedPrecision):
@@ -82,7 +82,7 @@ class FP16TorchMixedPrecision(AutocastMixedPrecision):
         growth_interval: int = 2000,
     ) -> None:
         super().__init__(torch.float16)
-        self._loss_scale = LossScaleArguments(
+        self._loss_scale = LossScalerConfig(
             initial_scale=init_scale,
             growth_factor=growth_factor,
             backoff_factor=backoff_factor,
@@ -96,14 +96,14 @@ class FP16TorchMixedPrecision(AutocastMixedPrecision):
         Raises:
             ConfigError: A trainable parameter is float16.
         """
-        refuse_float16_weights(model, "fp16")
+        check_no_float16_weights(model, "fp16")
 
     def new_loss_scaler(self) -> LossScaler | None:
         """Create a loss scaler for one optimizer."""
         return self._loss_scale.new_scaler()
 
     def config_fingerprint(self) -> list[str]:
-        return [*super().config_fingerprint(), *self._loss_scale.facts]
+        return [*super().config_fingerprint(), *self._loss_scale.fingerprint]
 
 
 class BF16MixedPrecision(AutocastMixedPrecision):
@@ -158,7 +158,7 @@ def device_type_of(model: ModelWrapper) -> str:
     return "cpu" if first is None else first.device.type
 
 
-def refuse_float16_weights(model: nn.Module, name: str) -> None:
+def check_no_float16_weights(model: nn.Module, name: str) -> None:
     """Reject trainable float16 weights, which would be updated without fp32 master weights.
 
     Args:

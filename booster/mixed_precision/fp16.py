@@ -20,14 +20,14 @@ from booster.interface.mixed_precision import MixedPrecision
 from booster.lazy_init import materialize
 from booster.pytree import map_tensors
 
-from .loss_scaler import LossScaleArguments
+from .loss_scaler import LossScalerConfig
 
 LOW_PRECISION = (torch.float16, torch.bfloat16)
 
 
 @dataclass(slots=True)
-class _Pair:
-    working: nn.Parameter
+class _MasterPair:
+    model_param: nn.Parameter
     master: nn.Parameter
     grad: torch.Tensor | None = None  # the master's gradient buffer, kept over the steps
 
@@ -45,12 +45,12 @@ class Fp32MasterWeights:
     """
 
     def __init__(self, optim: Optimizer, originals: Mapping[int, torch.Tensor] | None = None) -> None:
-        self._pairs: list[_Pair] = []
-        self._working_of: dict[int, nn.Parameter] = {}
+        self._pairs: list[_MasterPair] = []
+        self._model_params: dict[int, nn.Parameter] = {}
         originals = originals or {}
         for group in optim.param_groups:
             # In place: optimizers such as LBFGS keep the list itself.
-            group["params"][:] = [self._adopt(parameter, originals) for parameter in group["params"]]
+            group["params"][:] = [self._create_master(parameter, originals) for parameter in group["params"]]
         for pair in self._pairs:
             _move_state(optim, pair)
 
@@ -59,7 +59,7 @@ class Fp32MasterWeights:
 
     def model_parameter(self, parameter: nn.Parameter) -> nn.Parameter:
         """Return the model parameter of an optimizer parameter (itself if it has no master)."""
-        return self._working_of.get(id(parameter), parameter)
+        return self._model_params.get(id(parameter), parameter)
 
     def copy_gradients(self) -> None:
         """Copy the gradients of model parameters to their masters, in fp32."""
@@ -70,7 +70,7 @@ class Fp32MasterWeights:
     def copy_to_model(self) -> None:
         """Copy the masters to the model parameters after a step."""
         if self._pairs:
-            torch._foreach_copy_([pair.working for pair in self._pairs], [pair.master for pair in self._pairs])
+            torch._foreach_copy_([pair.model_param for pair in self._pairs], [pair.master for pair in self._pairs])
 
     @torch.no_grad()
     def refresh(self) -> None:
@@ -80,28 +80,30 @@ class Fp32MasterWeights:
         loaded in either order.
         """
         for pair in self._pairs:
-            is_same = pair.master.to(pair.working.dtype) == pair.working
-            pair.master.copy_(torch.where(is_same, pair.master, pair.working.float()))
+            is_same = pair.master.to(pair.model_param.dtype) == pair.model_param
+            pair.master.copy_(torch.where(is_same, pair.master, pair.model_param.float()))
 
     def slices(self, model: ModelWrapper) -> list[TensorSlice]:
         """Return the masters as slices with the names of their model parameters."""
         names = {id(parameter): name for name, parameter in model.named_parameters()}
-        return [TensorSlice.whole(names[id(pair.working)], pair.master.detach(), primary=False) for pair in self._pairs]
+        return [
+            TensorSlice.whole(names[id(pair.model_param)], pair.master.detach(), primary=False) for pair in self._pairs
+        ]
 
-    def _adopt(self, parameter: nn.Parameter, originals: Mapping[int, torch.Tensor]) -> nn.Parameter:
+    def _create_master(self, parameter: nn.Parameter, originals: Mapping[int, torch.Tensor]) -> nn.Parameter:
         if parameter.dtype not in LOW_PRECISION:
             return parameter
         values = originals.get(id(parameter), parameter.detach())
         values = values.to(device=parameter.device, dtype=torch.float32)
         master = nn.Parameter(values, requires_grad=parameter.requires_grad)
         master.__dict__ = parameter.__dict__  # optimizers may read attributes that the user set on parameters
-        self._pairs.append(_Pair(working=parameter, master=master))
-        self._working_of[id(master)] = parameter
+        self._pairs.append(_MasterPair(model_param=parameter, master=master))
+        self._model_params[id(master)] = parameter
         return master
 
 
-def _fp32_gradient(pair: _Pair) -> torch.Tensor | None:
-    source = pair.working.grad
+def _fp32_gradient(pair: _MasterPair) -> torch.Tensor | None:
+    source = pair.model_param.grad
     if source is None:
         return None
     if source.is_sparse:  # its number of rows varies, so there is no buffer to reuse
@@ -111,9 +113,9 @@ def _fp32_gradient(pair: _Pair) -> torch.Tensor | None:
     return pair.grad.copy_(source)
 
 
-def _move_state(optim: Optimizer, pair: _Pair) -> None:
-    if pair.working in optim.state:
-        state = optim.state.pop(pair.working)
+def _move_state(optim: Optimizer, pair: _MasterPair) -> None:
+    if pair.model_param in optim.state:
+        state = optim.state.pop(pair.model_param)
         optim.state[pair.master] = {key: _fp32_state(value) for key, value in state.items()}
 
 
@@ -124,7 +126,7 @@ def _fp32_state(value: Any) -> Any:
 BATCH_NORMS = _BatchNorm  # includes the synchronized batch norms of plugins
 
 
-class HalfWeights:
+class Fp16Weights:
     """Cast of models to low precision, with fp32 master weights from the values before the cast.
 
     Args:
@@ -133,10 +135,12 @@ class HalfWeights:
         remember: If True, keep the values before the cast for `attach_masters`.
     """
 
-    def __init__(self, dtype: torch.dtype | None, *, keep_batchnorm_fp32: bool = False, remember: bool = True) -> None:
+    def __init__(
+        self, dtype: torch.dtype | None, *, keep_batchnorm_fp32: bool = False, keep_originals: bool = True
+    ) -> None:
         self.dtype = dtype
         self._keep_batchnorm_fp32 = keep_batchnorm_fp32
-        self._remember = remember
+        self._keep_originals = keep_originals
         # The value holds the parameter, so that its id is not reused while it is a key.
         self._originals: WeakKeyDictionary[nn.Module, dict[int, tuple[nn.Parameter, torch.Tensor]]] = (
             WeakKeyDictionary()
@@ -156,7 +160,7 @@ class HalfWeights:
             if self._keep_batchnorm_fp32 and isinstance(module, BATCH_NORMS):
                 continue
             for parameter in module.parameters(recurse=False):
-                if self._remember and self._is_rounded(parameter):
+                if self._keep_originals and self._is_rounded(parameter):
                     originals[id(parameter)] = (parameter, parameter.detach().to(torch.float32))
                 _cast_in_place(parameter, self.dtype)
             for buffer in module.buffers(recurse=False):
@@ -166,7 +170,7 @@ class HalfWeights:
         if originals:
             self._originals[model] = originals
 
-    def forget(self, model: ModelWrapper) -> None:
+    def free_originals(self, model: ModelWrapper) -> None:
         """Free the values kept from before the cast."""
         self._originals.pop(model.unwrap(), None)
 
@@ -199,15 +203,15 @@ def _cast_in_place(tensor: torch.Tensor, dtype: torch.dtype) -> None:
 
 def cast_floats(dtype: torch.dtype, tree: Any) -> Any:
     """Cast all floating-point tensors of a pytree to `dtype`."""
-    return map_tensors(_caster(lambda tensor: tensor.is_floating_point(), dtype), tree)
+    return map_tensors(_cast_if(lambda tensor: tensor.is_floating_point(), dtype), tree)
 
 
 def low_precision_to_fp32(tree: Any) -> Any:
     """Cast all float16 and bfloat16 tensors of a pytree to fp32."""
-    return map_tensors(_caster(lambda tensor: tensor.dtype in LOW_PRECISION, torch.float32), tree)
+    return map_tensors(_cast_if(lambda tensor: tensor.dtype in LOW_PRECISION, torch.float32), tree)
 
 
-def _caster(is_cast: Callable[[torch.Tensor], bool], dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
+def _cast_if(is_cast: Callable[[torch.Tensor], bool], dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
     return lambda tensor: tensor.to(dtype) if is_cast(tensor) else tensor
 
 
@@ -249,7 +253,7 @@ class FP16NaiveMixedPrecision(MixedPrecision):
     ) -> None:
         _check_flag("log_num_zeros_in_grad", log_num_zeros_in_grad)
         _check_flag("verbose", verbose)
-        self._loss_scale = LossScaleArguments(
+        self._loss_scale = LossScalerConfig(
             initial_scale=initial_scale,
             growth_factor=growth_factor,
             backoff_factor=backoff_factor,
@@ -259,8 +263,8 @@ class FP16NaiveMixedPrecision(MixedPrecision):
             max_scale=max_scale,
         )
         self._loss_scale.check()
-        self._report = log_on_master if verbose else None
-        self._weights = HalfWeights(torch.float16)
+        self._report = log_rank_zero if verbose else None
+        self._weights = Fp16Weights(torch.float16)
         self._counts_zeros = log_num_zeros_in_grad
         self.num_zeros_in_grad: int | None = None
 
@@ -272,7 +276,7 @@ class FP16NaiveMixedPrecision(MixedPrecision):
     def config_fingerprint(self) -> list[str]:
         return [
             *super().config_fingerprint(),
-            *self._loss_scale.facts,
+            *self._loss_scale.fingerprint,
             f"log_num_zeros_in_grad={self._counts_zeros}",
         ]
 
@@ -294,7 +298,7 @@ class FP16NaiveMixedPrecision(MixedPrecision):
         """Install casts, master weights and the loss scaler; return model, optimizer and criterion."""
         super().configure(model, optimizer, criterion)
         if optimizer is None:
-            self._weights.forget(model)
+            self._weights.free_originals(model)
             return model, optimizer, criterion
         self._weights.attach_masters(model, optimizer)
         optimizer.loss_scaler = self._loss_scale.new_scaler(self._report)
@@ -313,10 +317,10 @@ class FP16NaiveMixedPrecision(MixedPrecision):
     def _count_zeros(self, gradients: Sequence[torch.Tensor]) -> None:
         counts = [gradient.numel() - _num_nonzero(gradient) for gradient in gradients]
         self.num_zeros_in_grad = sum(counts)
-        log_on_master(f"zeros in the gradients: {self.num_zeros_in_grad}")
+        log_rank_zero(f"zeros in the gradients: {self.num_zeros_in_grad}")
 
 
-def log_on_master(message: str) -> None:
+def log_rank_zero(message: str) -> None:
     """Log one line on rank 0."""
     from booster.logger import get_dist_logger  # deferred: the import is only needed for logging
 

@@ -14,7 +14,7 @@ from booster.core.optimizer_wrapper import OptimizerWrapper
 from booster.errors import ConfigError
 from booster.kernels.float8 import FORWARD_DTYPE, GRADIENT_DTYPE, native_problem, quantize, scaled_matmul
 
-from .autocast import AutocastMixedPrecision, device_type_of, refuse_float16_weights
+from .autocast import AutocastMixedPrecision, check_no_float16_weights, device_type_of
 
 
 class Float8Linear(nn.Linear):
@@ -147,15 +147,15 @@ class FP8MixedPrecision(AutocastMixedPrecision):
         Raises:
             ConfigError: No layer is selected, or a trainable parameter is float16.
         """
-        refuse_float16_weights(model, "fp8")
-        chosen = [module for name, module in model.named_modules() if self._is_chosen(name, module)]
-        if not chosen:
+        check_no_float16_weights(model, "fp8")
+        selected = [module for name, module in model.named_modules() if self._is_selected(name, module)]
+        if not selected:
             cause = "it has no nn.Linear" if self._module_filter is None else "module_filter selected no nn.Linear"
             raise ConfigError(
                 f"mixed_precision='fp8' has no effect on this {type(model).__name__}: {cause}. Select layers with"
                 " FP8MixedPrecision(module_filter=...), or use 'bf16'"
             )
-        for linear in chosen:
+        for linear in selected:
             Float8Linear.convert_(linear, self._emulate)
 
     def configure(
@@ -167,16 +167,16 @@ class FP8MixedPrecision(AutocastMixedPrecision):
             ConfigError: `emulate=False` on a device without float8 instructions.
         """
         if self._emulate is False:
-            _demand_native(device_type_of(model))
+            _check_native(device_type_of(model))
         return super().configure(model, optimizer, criterion)
 
-    def _is_chosen(self, name: str, module: nn.Module) -> bool:
+    def _is_selected(self, name: str, module: nn.Module) -> bool:
         if type(module) is not nn.Linear and type(module) is not Float8Linear:
             return False
         return self._module_filter is None or bool(self._module_filter(name, module))
 
 
-def _demand_native(device_type: str) -> None:
+def _check_native(device_type: str) -> None:
     pairs = ((FORWARD_DTYPE, FORWARD_DTYPE), (GRADIENT_DTYPE, FORWARD_DTYPE))
     problems = [problem for pair in pairs if (problem := native_problem(device_type, *pair)) is not None]
     if problems:

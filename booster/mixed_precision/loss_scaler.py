@@ -60,7 +60,7 @@ class DynamicLossScaler:
         self.min_scale = max(_SMALLEST_SCALE, _SMALLEST_SCALE if min_scale is None else float(min_scale))
         self.max_scale = math.inf if max_scale is None else float(max_scale)
         self._report = report
-        self._scale = self._limited(float(initial_scale))
+        self._scale = self._clamp(float(initial_scale))
         self._num_clean_steps = 0
         self._num_overflows = 0
 
@@ -86,7 +86,7 @@ class DynamicLossScaler:
         if self._scale != before:
             self._report(f"loss scale {before:g} -> {self._scale:g}: {event}")
         else:
-            self._report(f"the loss scale stays at {before:g}: {event}; {self._why_it_stays()}")
+            self._report(f"the loss scale stays at {before:g}: {event}; {self._why_unchanged()}")
 
     def state_dict(self) -> dict[str, float | int]:
         """Return the state for `load_state_dict`."""
@@ -107,7 +107,7 @@ class DynamicLossScaler:
         _check_state(state)
         if "num_clean_steps" not in state:
             return
-        self._scale = self._limited(float(state["scale"]))
+        self._scale = self._clamp(float(state["scale"]))
         self._num_clean_steps = int(state["num_clean_steps"])
         self._num_overflows = int(state["num_overflows"])
 
@@ -115,9 +115,9 @@ class DynamicLossScaler:
         self._num_clean_steps = 0
         self._num_overflows = min(self._num_overflows + 1, self.hysteresis)
         if self._num_overflows >= self.hysteresis:
-            self._scale = self._limited(self._scale * self.backoff_factor)
+            self._scale = self._clamp(self._scale * self.backoff_factor)
 
-    def _why_it_stays(self) -> str:
+    def _why_unchanged(self) -> str:
         """Explain why the last overflow did not reduce the scale."""
         if self._scale <= self.min_scale:
             return "it is the smallest allowed (min_scale)"
@@ -133,11 +133,11 @@ class DynamicLossScaler:
             return
         self._num_clean_steps = 0
         self._num_overflows = 0
-        grown = self._limited(self._scale * self.growth_factor)
+        grown = self._clamp(self._scale * self.growth_factor)
         if math.isfinite(grown):
             self._scale = grown
 
-    def _limited(self, scale: float) -> float:
+    def _clamp(self, scale: float) -> float:
         return min(max(ctypes.c_float(scale).value, self.min_scale), self.max_scale)
 
 
@@ -224,7 +224,7 @@ def _check_state(state: Mapping[str, Any]) -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LossScaleArguments:
+class LossScalerConfig:
     """Arguments of `DynamicLossScaler`."""
 
     initial_scale: float
@@ -236,7 +236,7 @@ class LossScaleArguments:
     max_scale: float | None = None
 
     @property
-    def facts(self) -> list[str]:
+    def fingerprint(self) -> list[str]:
         """Settings that must be the same on all ranks, so that they skip the same steps."""
         return [f"{name}={getattr(self, name)!r}" for name in self.__slots__]
 

@@ -20,14 +20,14 @@ from booster.comm import all_gather_equal, collective_device, group_rank
 from booster.errors import ConfigError, DesyncError
 from booster.logger import get_dist_logger
 
-from .step_stats import PARTS, UNTRAINED_PARTS, Window
+from .step_stats import NON_TRAINING_PHASES, PHASES, StepStats
 
-_HEAD = (
+_FIELDS = (
     *("last_step", "num_steps", "num_skipped", "loss_sum", "loss_weight", "num_tokens", "memory", "sent_bytes"),
     "seconds",
 )
 # Names that `Monitor.log` rejects.
-RESERVED = frozenset(
+RESERVED_NAMES = frozenset(
     (
         *("step", "time", "ranks", "loss", "lr", "seconds", "seconds_in", "tokens_per_second", "samples_per_second"),
         *("memory", "communication_bytes", "steps", "skipped"),
@@ -35,26 +35,26 @@ RESERVED = frozenset(
 )
 
 
-def numbers_of(window: Window, *, step: int, memory: int, sent_bytes: int) -> list[float]:
+def stats_to_vector(stats: StepStats, *, step: int, memory: int, sent_bytes: int) -> list[float]:
     """Flatten this rank's statistics into the vector that the ranks all-gather.
 
     Args:
-        window: Statistics of this rank since the last record.
+        stats: Statistics of this rank since the last record.
         step: Number of the last finished step.
         memory: Peak memory in bytes.
         sent_bytes: Bytes sent since the last record.
     """
-    parts = window.split()
-    head = (step, window.num_steps, window.num_skipped, float(window.loss_sum), window.loss_weight)
-    tail = (window.num_tokens, memory, sent_bytes, sum(parts.values()))
-    return [float(number) for number in (*head, *tail, *(parts[name] for name in PARTS))]
+    seconds = stats.seconds_by_phase()
+    counts = (step, stats.num_steps, stats.num_skipped, float(stats.loss_sum), stats.loss_weight)
+    totals = (stats.num_tokens, memory, sent_bytes, sum(seconds.values()))
+    return [float(number) for number in (*counts, *totals, *(seconds[name] for name in PHASES))]
 
 
-def joined_record(mine: Sequence[float], *, lr: Sequence[float], unit: str, across_ranks: bool) -> dict[str, Any]:
+def aggregate_record(local: Sequence[float], *, lr: Sequence[float], unit: str, across_ranks: bool) -> dict[str, Any]:
     """Aggregate the statistics of all ranks into one record, equal on all ranks except for `lr` and `unit`.
 
     Args:
-        mine: Result of `numbers_of` on this rank.
+        local: Result of `stats_to_vector` on this rank.
         lr: Learning rate of each parameter group.
         unit: Throughput unit, "tokens" or "samples".
         across_ranks: If False, the record describes this rank only and no communication takes place.
@@ -64,14 +64,14 @@ def joined_record(mine: Sequence[float], *, lr: Sequence[float], unit: str, acro
 
     Collective: yes if `across_ranks`, after the same step on every rank.
     """
-    vector = torch.tensor(mine, dtype=torch.float64)
+    vector = torch.tensor(local, dtype=torch.float64)
     if across_ranks:
         vector = all_gather_equal(vector.to(collective_device())).cpu()
-    rows = [dict(zip((*_HEAD, *PARTS), row, strict=True)) for row in vector.view(-1, len(mine)).tolist()]
-    _require_same_step(rows)
+    rows = [dict(zip((*_FIELDS, *PHASES), row, strict=True)) for row in vector.view(-1, len(local)).tolist()]
+    _check_same_step(rows)
     num_steps = rows[0]["num_steps"]
     weight = _sum(rows, "loss_weight")
-    in_training = [row["seconds"] - sum(row[name] for name in UNTRAINED_PARTS) for row in rows]
+    in_training = [row["seconds"] - sum(row[name] for name in NON_TRAINING_PHASES) for row in rows]
     throughput = _sum(rows, "num_tokens") / max(sum(in_training) / len(rows), 1e-9)
     return {
         "step": int(rows[0]["last_step"]),
@@ -81,7 +81,7 @@ def joined_record(mine: Sequence[float], *, lr: Sequence[float], unit: str, acro
         "lr": list(lr),
         f"{unit}_per_second": throughput,
         "seconds": _mean(rows, "seconds") / num_steps,
-        "seconds_in": {name: _mean(rows, name) / num_steps for name in PARTS},
+        "seconds_in": {name: _mean(rows, name) / num_steps for name in PHASES},
         "memory": [int(row["memory"]) for row in rows],
         "communication_bytes": round(_mean(rows, "sent_bytes") / num_steps),
         "steps": int(num_steps),
@@ -91,20 +91,20 @@ def joined_record(mine: Sequence[float], *, lr: Sequence[float], unit: str, acro
 
 def to_line(record: Mapping[str, Any]) -> str:
     """Encode a record as one line of JSON; non-finite numbers become "nan", "inf" and "-inf"."""
-    return json.dumps(_finite(record), allow_nan=False, separators=(",", ":")) + "\n"
+    return json.dumps(_json_safe(record), allow_nan=False, separators=(",", ":")) + "\n"
 
 
-def _finite(value: Any) -> Any:
+def _json_safe(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return {key: _finite(one) for key, one in value.items()}
+        return {key: _json_safe(one) for key, one in value.items()}
     if isinstance(value, list):
-        return [_finite(one) for one in value]
+        return [_json_safe(one) for one in value]
     if isinstance(value, float):
         return float(f"{value:.13g}") if math.isfinite(value) else str(value)
     return value
 
 
-def _require_same_step(rows: Sequence[Mapping[str, float]]) -> None:
+def _check_same_step(rows: Sequence[Mapping[str, float]]) -> None:
     steps = [(int(row["last_step"]), int(row["num_steps"])) for row in rows]
     for rank, (step, num_steps) in enumerate(steps):
         if (step, num_steps) != steps[0]:
@@ -126,7 +126,7 @@ def _mean(rows: Sequence[Mapping[str, float]], name: str) -> float:
 _TAIL_BYTES = 2**20  # more than any record
 
 
-class Log(Protocol):
+class RecordLogger(Protocol):
     """Destination of records, on one rank only."""
 
     def write(self, record: Mapping[str, Any]) -> None:
@@ -136,7 +136,7 @@ class Log(Protocol):
         """Close the log; no record follows."""
 
 
-class JsonLines:
+class JsonLinesLogger:
     """JSON lines file. Each record is appended in one write, so a concurrent reader never sees a partial line.
 
     Args:
@@ -190,11 +190,11 @@ def last_step_in(path: Path) -> int | None:
     with path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
         lines = file.read(_TAIL_BYTES).decode(errors="replace").splitlines()
-    records = (record_of(line) for line in reversed(lines))
+    records = (parse_record(line) for line in reversed(lines))
     return next((int(record["step"]) for record in records if record is not None), None)
 
 
-class TensorBoard:
+class TensorBoardLogger:
     """TensorBoard event files.
 
     Args:
@@ -250,7 +250,7 @@ class ProgressBar:
         self._bar = tqdm(
             total=total_steps, initial=first_step - 1, unit="step", file=sys.stderr, dynamic_ncols=True, leave=True
         )
-        self._added = ""
+        self._user_text = ""
         self._text = ""
 
     def write(self, record: Mapping[str, Any]) -> None:
@@ -258,10 +258,10 @@ class ProgressBar:
             self._text = _progress_text(record)
             self._bar.update(record["step"] - self._bar.n)
         else:
-            self._added = "".join(
+            self._user_text = "".join(
                 f" {name} {value:.4g}" for name, value in record.items() if name not in ("step", "time")
             )
-        self._bar.set_postfix_str(self._text + self._added, refresh="seconds" not in record)
+        self._bar.set_postfix_str(self._text + self._user_text, refresh="seconds" not in record)
 
     def close(self) -> None:
         self._bar.close()
@@ -279,7 +279,7 @@ def _progress_text(record: Mapping[str, Any]) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
+class LoggedRun:
     """Records of one log file.
 
     Attributes:
@@ -291,7 +291,7 @@ class Run:
 
     name: str
     records: dict[int, dict[str, Any]] = field(default_factory=dict)
-    num_broken: int = 0
+    num_invalid_lines: int = 0
 
     def series(self, name: str) -> tuple[list[int], list[float]]:
         """Return the steps that have a value of this name, and the values. A list counts as its maximum."""
@@ -305,7 +305,7 @@ class Run:
         return steps, numbers
 
 
-def read_run(path: str | os.PathLike[str], name: str | None = None) -> Run:
+def read_run(path: str | os.PathLike[str], name: str | None = None) -> LoggedRun:
     """Read the run of a JSON lines file.
 
     Args:
@@ -322,19 +322,19 @@ def read_run(path: str | os.PathLike[str], name: str | None = None) -> Run:
         raise ConfigError(
             f"{str(path)!r} is not readable ({error}): pass a file written by Monitor(log=...)"
         ) from error
-    found = [(line, record_of(line)) for line in lines if line.strip()]
+    found = [(line, parse_record(line)) for line in lines if line.strip()]
     records: dict[int, dict[str, Any]] = {}
     for _, record in found:
         if record is not None:
-            _add(records, record)
+            _merge_record(records, record)
     if not records:
         what = "is empty" if not found else f"has no record of a step in its {len(found)} lines"
         raise ConfigError(f"{str(path)!r} {what}: pass a file written by Monitor(log=...)")
-    num_broken = sum(record is None for _, record in found)
-    return Run(name=name or path.stem, records=dict(sorted(records.items())), num_broken=num_broken)
+    num_invalid_lines = sum(record is None for _, record in found)
+    return LoggedRun(name=name or path.stem, records=dict(sorted(records.items())), num_invalid_lines=num_invalid_lines)
 
 
-def record_of(line: str) -> dict[str, Any] | None:
+def parse_record(line: str) -> dict[str, Any] | None:
     """Parse a line; return None if it is not a record."""
     try:
         record = json.loads(line)
@@ -356,7 +356,7 @@ def _has_numbers(record: dict[str, Any]) -> bool:
     return all(fits(value) for value in record.values())
 
 
-def _add(records: dict[int, dict[str, Any]], record: dict[str, Any]) -> None:
+def _merge_record(records: dict[int, dict[str, Any]], record: dict[str, Any]) -> None:
     step, is_of_step = record["step"], "seconds" in record
     # Earlier records of this step or of later steps belong to steps that were repeated after a resume.
     while records and next(reversed(records)) >= step + (not is_of_step):

@@ -24,13 +24,21 @@ from booster.fault_tolerance.progress import Phase, observe_phases
 from booster.interface import ModelWrapper, OptimizerWrapper
 from booster.validation import check_flag
 
-from .loggers import RESERVED, JsonLines, Log, ProgressBar, TensorBoard, joined_record, numbers_of
-from .step_stats import Window
+from .loggers import (
+    RESERVED_NAMES,
+    JsonLinesLogger,
+    ProgressBar,
+    RecordLogger,
+    TensorBoardLogger,
+    aggregate_record,
+    stats_to_vector,
+)
+from .step_stats import StepStats
 from .watchdog import Watchdog
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MonitorSettings:
+class MonitorConfig:
     """Arguments of `Monitor`.
 
     Raises:
@@ -47,8 +55,8 @@ class MonitorSettings:
     hang_seconds: float | None
 
     def __post_init__(self) -> None:
-        _require_path("log", self.log, "the path of a file, such as 'runs/a.jsonl'")
-        _require_path("tensorboard", self.tensorboard, "the path of a directory, such as 'runs/a'")
+        _check_path("log", self.log, "the path of a file, such as 'runs/a.jsonl'")
+        _check_path("tensorboard", self.tensorboard, "the path of a directory, such as 'runs/a'")
         if self.log is not None and os.path.isdir(self.log):
             raise ConfigError(f"log={self.log!r} is a directory: pass the path of a file in it, such as 'a.jsonl'")
         if self.progress not in (True, False, "always"):
@@ -56,10 +64,10 @@ class MonitorSettings:
                 f"progress={self.progress!r} is unknown: pass True (a bar if stderr is a terminal), 'always' or False"
             )
         check_flag("across_ranks", self.across_ranks)
-        _require_count("every", self.every)
+        _check_count("every", self.every)
         for name in ("total_steps", "first_step"):
             if getattr(self, name) is not None:
-                _require_count(name, getattr(self, name))
+                _check_count(name, getattr(self, name))
         seconds: Any = self.hang_seconds
         is_number = isinstance(seconds, (int, float)) and not isinstance(seconds, bool)
         if seconds is not None and not (is_number and 0 < seconds < math.inf):
@@ -73,7 +81,7 @@ class MonitorSettings:
         """Whether rank 0 shows a progress bar."""
         return self.progress == "always" or (self.progress is True and sys.stderr.isatty())
 
-    def facts(self) -> dict[str, Any]:
+    def fingerprint(self) -> dict[str, Any]:
         """Return the settings that must be the same on all ranks."""
         return {
             "every": self.every,
@@ -83,18 +91,18 @@ class MonitorSettings:
         }
 
 
-def _require_path(name: str, value: Any, wanted: str) -> None:
+def _check_path(name: str, value: Any, expected: str) -> None:
     if value is not None and (not isinstance(value, (str, PathLike)) or not str(value)):
-        raise ConfigError(f"{name}={value!r} is not a path: pass {wanted}, or leave it out")
+        raise ConfigError(f"{name}={value!r} is not a path: pass {expected}, or leave it out")
 
 
-def _require_count(name: str, value: Any) -> None:
+def _check_count(name: str, value: Any) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ConfigError(f"{name}={value!r} is not a number of steps: pass a positive int")
 
 
-_MEETING_SECONDS = 120.0  # timeout of the barrier on entry
-_PATIENCE_SECONDS = 10.0  # wait there after which a rank prints a hint
+_ENTRY_TIMEOUT_SECONDS = 120.0  # timeout of the barrier on entry
+_HINT_SECONDS = 10.0  # wait there after which a rank prints a hint
 
 
 class Monitor:
@@ -171,7 +179,7 @@ class Monitor:
                 f"tokens={tokens!r} is not callable: pass a function of (arguments, keywords) that returns a number,"
                 " such as lambda arguments, keywords: arguments[0].numel()"
             )
-        self._settings = MonitorSettings(
+        self._settings = MonitorConfig(
             log=log,
             tensorboard=tensorboard,
             progress=progress,
@@ -181,11 +189,11 @@ class Monitor:
             across_ranks=across_ranks,
             hang_seconds=hang_seconds,
         )
-        self._window = Window(self._model, self._optimizer, tokens, self._end_step)
+        self._stats = StepStats(self._model, self._optimizer, tokens, self._end_step)
         self._step = (first_step or 1) - 1
         self._record: dict[str, Any] | None = None
-        self._open: ExitStack | None = None
-        self._logs: list[Log] = []
+        self._resources: ExitStack | None = None
+        self._logs: list[RecordLogger] = []
         self._watchdog: Watchdog | None = None
 
     @property
@@ -203,7 +211,7 @@ class Monitor:
             ConfigError: A value is not a number, a name is reserved, or the call is outside of the block.
         """
         values = {name: _number(name, value) for name, value in numbers.items()}
-        if self._open is None:
+        if self._resources is None:
             raise ConfigError(
                 f"log({', '.join(numbers)}) was called outside of the Monitor's block, where its logs are closed: call"
                 " it inside `with Monitor(model, optimizer) as monitor:`"
@@ -212,61 +220,61 @@ class Monitor:
             self._write({"step": self._step, "time": round(time.time(), 3), **values})
 
     def __enter__(self) -> Monitor:
-        if self._open is not None:
+        if self._resources is not None:
             raise ConfigError("this Monitor's block is already entered: create another Monitor for another block")
         with ExitStack() as opened:
-            self._meet(opened)
+            self._open_synchronized(opened)
             self._count = opened.enter_context(count_communication())
             self._sent_bytes = 0
             if self._settings.hang_seconds is not None:
                 self._watchdog = Watchdog(self._settings.hang_seconds, lambda: self._step)
                 self._watchdog.start()
                 opened.callback(self._watchdog.stop)
-            self._window.clear()
-            opened.enter_context(observe_phases(self._window))
-            self._open = opened.pop_all()
+            self._stats.clear()
+            opened.enter_context(observe_phases(self._stats))
+            self._resources = opened.pop_all()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        opened, self._open, self._watchdog = self._open, None, None
+        opened, self._resources, self._watchdog = self._resources, None, None
         if opened is not None:
             opened.close()
         self._logs = []
 
-    def _meet(self, opened: ExitStack) -> None:
+    def _open_synchronized(self, opened: ExitStack) -> None:
         """Open the logs and verify the settings across ranks. A failure on one rank is raised on all."""
-        barrier = ErrorBarrier(name="monitor", timeout_seconds=_MEETING_SECONDS)
+        barrier = ErrorBarrier(name="monitor", timeout_seconds=_ENTRY_TIMEOUT_SECONDS)
         error: Exception | None = None
         try:
             if group_rank() == 0:
                 self._open_logs(opened)
         except BoosterError as failure:  # raised on all ranks by the barrier
             error = failure
-        facts = self._settings.facts()
-        with _reported_if_long():
-            everyone = barrier.gather("entering Monitor's block", json.dumps(facts).encode(), error)
-        others = [(rank, json.loads(theirs)) for rank, theirs in enumerate(everyone)]
-        differing = next(((rank, theirs) for rank, theirs in others if theirs != facts), None)
+        fingerprint = self._settings.fingerprint()
+        with _hint_if_slow():
+            fingerprints = barrier.gather("entering Monitor's block", json.dumps(fingerprint).encode(), error)
+        others = [(rank, json.loads(other)) for rank, other in enumerate(fingerprints)]
+        differing = next(((rank, other) for rank, other in others if other != fingerprint), None)
         if differing is not None:
-            rank, theirs = differing
-            name = next(one for one in facts if facts[one] != theirs[one])
+            rank, other = differing
+            name = next(one for one in fingerprint if fingerprint[one] != other[one])
             error = DesyncError(
-                f"Monitor({name}={facts[name]!r}) on rank 0 and {name}={theirs[name]!r} on rank {rank}: the all-gather"
-                " of the records would hang; pass the same value on all ranks"
+                f"Monitor({name}={fingerprint[name]!r}) on rank 0 and {name}={other[name]!r} on rank {rank}: the"
+                " all-gather of the records would hang; pass the same value on all ranks"
             )
         barrier.share("comparing Monitor's settings", error=error)
 
     def _open_logs(self, opened: ExitStack) -> None:
         settings, first_step = self._settings, self._settings.first_step
-        made: list[Callable[[], Log]] = []
+        made: list[Callable[[], RecordLogger]] = []
         if settings.log is not None:
             path = Path(settings.log)
-            made.append(lambda: JsonLines(path, first_step))
+            made.append(lambda: JsonLinesLogger(path, first_step))
         if settings.tensorboard is not None:
             directory = Path(settings.tensorboard)
-            made.append(lambda: TensorBoard(directory))
+            made.append(lambda: TensorBoardLogger(directory))
         if settings.shows_progress:
             made.append(lambda: ProgressBar(settings.total_steps, first_step or 1))
         for make in made:
@@ -277,19 +285,19 @@ class Monitor:
     def _end_step(self) -> None:
         self._step += 1
         if self._watchdog is not None:
-            self._watchdog.step_ended()
+            self._watchdog.on_step_end()
         if self._step % self._settings.every:
             return
         with Phase("monitor"):
             sent_bytes = sum(self._count.sent.values())
-            mine = numbers_of(
-                self._window, step=self._step, memory=max_memory_allocated(), sent_bytes=sent_bytes - self._sent_bytes
+            mine = stats_to_vector(
+                self._stats, step=self._step, memory=max_memory_allocated(), sent_bytes=sent_bytes - self._sent_bytes
             )
-            self._window.clear()
-            self._record = joined_record(
+            self._stats.clear()
+            self._record = aggregate_record(
                 mine,
                 lr=[float(group["lr"]) for group in self._optimizer.param_groups if "lr" in group],
-                unit=self._window.unit,
+                unit=self._stats.unit,
                 across_ranks=self._settings.across_ranks and group_size() > 1,
             )
             self._sent_bytes = sum(self._count.sent.values())  # excludes the all-gather of the record
@@ -301,7 +309,7 @@ class Monitor:
 
 
 def _number(name: str, value: Any) -> float:
-    if name in RESERVED:
+    if name in RESERVED_NAMES:
         raise ConfigError(f"log({name}=...) would hide a field of the records: choose another name")
     try:
         return float(value)
@@ -313,13 +321,13 @@ def _number(name: str, value: Any) -> float:
 
 
 @contextmanager
-def _reported_if_long() -> Iterator[None]:
+def _hint_if_slow() -> Iterator[None]:
     """Print a hint on this rank if the block takes long: other ranks may fail with an unrelated error first."""
     text = (
-        f"rank {group_rank()} has waited {_PATIENCE_SECONDS:g} s on entry of Monitor's block for other ranks:"
+        f"rank {group_rank()} has waited {_HINT_SECONDS:g} s on entry of Monitor's block for other ranks:"
         " every rank must enter it, not rank 0 alone"
     )
-    timer = threading.Timer(_PATIENCE_SECONDS, print, (text,), {"file": sys.stderr, "flush": True})
+    timer = threading.Timer(_HINT_SECONDS, print, (text,), {"file": sys.stderr, "flush": True})
     timer.daemon = True
     timer.start()
     try:

@@ -200,10 +200,10 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
 
 @torch.no_grad()
 def _has_nonfinite(tree: Any) -> bool:
-    return any(_is_nonfinite(tensor.detach()) for tensor in map(_held, _tensors(tree)))
+    return any(_is_nonfinite(tensor.detach()) for tensor in map(_local_values, _tensors(tree)))
 
 
-def _held(tensor: torch.Tensor) -> torch.Tensor:
+def _local_values(tensor: torch.Tensor) -> torch.Tensor:
     """Return the local values of a tensor that represents those of several ranks. No communication."""
     for name in ("local", "_local_tensor"):  # vocab-parallel logits; DTensor
         held = getattr(tensor, name, None) if type(tensor) is not torch.Tensor else None

@@ -8,13 +8,13 @@ from typing import Any
 
 from booster.errors import ConfigError
 
-from .loggers import Run
+from .loggers import LoggedRun
 
 _MANY_STEPS = 200  # above, markers would hide the line
 _INCHES = (7.0, 3.0)  # width and height of a panel
 
 
-def draw_runs(runs: Sequence[Run], path: Path) -> None:
+def draw_runs(runs: Sequence[LoggedRun], path: Path) -> None:
     """Write a figure with panels for loss, throughput and memory, and one line per run.
 
     Args:
@@ -60,12 +60,12 @@ def draw_runs(runs: Sequence[Run], path: Path) -> None:
         raise ConfigError(f"{str(path)!r} is not writable ({error}): pass the path of a writable file") from error
 
 
-def _throughput_name(run: Run) -> str:
+def _throughput_name(run: LoggedRun) -> str:
     has_tokens = any("tokens_per_second" in record for record in run.records.values())
     return "tokens_per_second" if has_tokens else "samples_per_second"
 
 
-def _draw(panel: Any, run: Run, name: str, scale: float = 1.0) -> None:
+def _draw(panel: Any, run: LoggedRun, name: str, scale: float = 1.0) -> None:
     steps, numbers = run.series(name)
     marker = "" if len(steps) > _MANY_STEPS else "."
     panel.plot(steps, [number * scale for number in numbers], label=run.name, marker=marker)

@@ -12,14 +12,14 @@ from booster.fault_tolerance.progress import SAVE_PHASES, StepCallback
 
 # Breakdown of the time of a step: phases by name, and the remaining wall-clock time.
 OTHER = "other"
-PARTS = ("forward", "backward", "clip", "step", "data", "communication", "evaluate", "save", "load", OTHER)
-UNTRAINED_PARTS = ("evaluate", "save", "load")  # excluded from the time that throughput refers to
+PHASES = ("forward", "backward", "clip", "step", "data", "communication", "evaluate", "save", "load", OTHER)
+NON_TRAINING_PHASES = ("evaluate", "save", "load")  # excluded from the time that throughput refers to
 
 _TOKEN_NAMES = ("input_ids", "decoder_input_ids", "tokens")
 _TOKEN_DTYPES = (torch.int32, torch.int64)
 
 
-class Window(StepCallback):
+class StepStats(StepCallback):
     """Statistics of one training thread since the last record.
 
     Args:
@@ -59,9 +59,9 @@ class Window(StepCallback):
         self.num_tokens = 0.0
         self._seconds: defaultdict[str | None, float] = defaultdict(float)
 
-    def split(self) -> dict[str, float]:
-        """Return the seconds of each of `PARTS`; their sum is the time of all phases."""
-        seconds = {name: self._seconds[name] for name in PARTS if name != OTHER}
+    def seconds_by_phase(self) -> dict[str, float]:
+        """Return the seconds of each of `PHASES`; their sum is the time of all phases."""
+        seconds = {name: self._seconds[name] for name in PHASES if name != OTHER}
         seconds["save"] += sum(self._seconds[name] for name in SAVE_PHASES)
         return {**seconds, OTHER: sum(self._seconds.values()) - sum(seconds.values())}
 

@@ -34,16 +34,16 @@ def _count(model: ModelWrapper) -> str:
 
 def _rows(plugin: Plugin, model: ModelWrapper, optimizer: OptimizerWrapper) -> Iterable[tuple[str, ...]]:
     for index, group in enumerate(optimizer.param_groups):
-        kept = group["params"]
-        working = optimizer.group_parameters(index)
+        optimizer_params = group["params"]
+        model_params = optimizer.group_parameters(index)
         compute = None if model.precision is None else model.precision.compute_dtype
-        states = [value for parameter in kept for value in optimizer.state.get(parameter, {}).values()]
+        states = [value for parameter in optimizer_params for value in optimizer.state.get(parameter, {}).values()]
         yield (
             str(index),
-            f"{_num_logical(working):,}",
-            _dtypes(parameter.dtype for parameter in working),
-            _dtypes([compute] if compute is not None else [parameter.dtype for parameter in working]),
-            _dtypes(plugin.reduction_dtype(parameter.dtype) for parameter in working),
+            f"{_num_logical(model_params):,}",
+            _dtypes(parameter.dtype for parameter in model_params),
+            _dtypes([compute] if compute is not None else [parameter.dtype for parameter in model_params]),
+            _dtypes(plugin.reduction_dtype(parameter.dtype) for parameter in model_params),
             _dtypes(master.dtype for master in optimizer.group_masters(index)) or "none",
             _dtypes(value.dtype for value in states if isinstance(value, torch.Tensor)) or "none yet",
         )

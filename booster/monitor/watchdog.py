@@ -27,7 +27,7 @@ _MAX_RANKS = 16  # in a report
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Whereabouts:
+class RankStatus:
     """Status of a rank during a hang.
 
     Attributes:
@@ -42,7 +42,7 @@ class Whereabouts:
 
     step: int
     idle_seconds: float
-    place: Progress
+    progress: Progress
     line: str = ""
     num_collectives: int | None = None
     has_left: bool = False
@@ -51,51 +51,51 @@ class Whereabouts:
         if self.has_left:
             return f"left the Monitor's block after step {self.step}"
         at = f"; at {self.line}" if self.line else ""
-        return f"finished step {self.step} and is {self.place.describe()}{at}"
+        return f"finished step {self.step} and is {self.progress.describe()}{at}"
 
 
-def to_note(whereabouts: Whereabouts) -> str:
-    """Serialize a status for `from_note`."""
-    return json.dumps({**asdict(whereabouts), "place": progress_to_json(whereabouts.place)})
+def status_to_json(status: RankStatus) -> str:
+    """Serialize a status for `status_from_json`."""
+    return json.dumps({**asdict(status), "place": progress_to_json(status.progress)})
 
 
-def from_note(note: str) -> Whereabouts:
-    """Inverse of `to_note`."""
-    fields = json.loads(note)
-    return Whereabouts(**{**fields, "place": progress_from_json(fields["place"])})
+def status_from_json(text: str) -> RankStatus:
+    """Inverse of `status_to_json`."""
+    fields = json.loads(text)
+    return RankStatus(**{**fields, "place": progress_from_json(fields["place"])})
 
 
-def report(everyone: Mapping[int, Whereabouts], num_ranks: int) -> str:
+def format_report(statuses: Mapping[int, RankStatus], num_ranks: int) -> str:
     """Format the ranks missing from each pending collective, and the status of every rank.
 
     Args:
-        everyone: Status by world rank, without ranks that did not respond.
+        statuses: Status by world rank, without ranks that did not respond.
         num_ranks: World size.
     """
     waiting: dict[tuple[object, ...], list[int]] = {}
-    for rank, one in sorted(everyone.items()):
-        operation = one.place.operation
+    for rank, status in sorted(statuses.items()):
+        operation = status.progress.operation
         if operation is not None:  # both ends of a point-to-point message are listed separately
             waiting.setdefault((operation, None if operation.peer is None else rank), []).append(rank)
-    lines = [_missing_in(ranks, everyone) for ranks in list(waiting.values())[:_MAX_RANKS]]
-    if not lines and _is_behind(everyone):
-        lines.append(_behind(everyone))
+    lines = [_format_missing(ranks, statuses) for ranks in list(waiting.values())[:_MAX_RANKS]]
+    if not lines and _is_behind(statuses):
+        lines.append(_format_behind(statuses))
     elif not lines:
         lines.append("no rank is in a collective of this library")
-    for other in sorted(range(num_ranks), key=lambda one: (one in everyone, one))[:_MAX_RANKS]:
-        lines.append(f"rank {other} " + (str(everyone[other]) if other in everyone else "did not report: see its log"))
+    for other in sorted(range(num_ranks), key=lambda one: (one in statuses, one))[:_MAX_RANKS]:
+        lines.append(f"rank {other} " + (str(statuses[other]) if other in statuses else "did not report: see its log"))
     if num_ranks > _MAX_RANKS:
         lines.append(f"and {num_ranks - _MAX_RANKS} more ranks")
     return "\n".join(f"  {line}" for line in lines)
 
 
-def _missing_in(waiting: Sequence[int], everyone: Mapping[int, Whereabouts]) -> str:
+def _format_missing(waiting: Sequence[int], statuses: Mapping[int, RankStatus]) -> str:
     """Format the ranks that have not entered the collective in which `waiting` wait."""
-    rank, operation = waiting[0], everyone[waiting[0]].place.operation
-    assert operation is not None
-    ranks = operation.ranks if operation.peer is None else (operation.peer,)
-    missing = [other for other in ranks if other != rank and not _has_come(operation, rank, everyone.get(other))]
-    head = f"{_listed(waiting)} {'wait' if len(waiting) > 1 else 'waits'} in {operation}"
+    rank, collective = waiting[0], statuses[waiting[0]].progress.operation
+    assert collective is not None
+    ranks = collective.ranks if collective.peer is None else (collective.peer,)
+    missing = [other for other in ranks if other != rank and not _has_entered(collective, rank, statuses.get(other))]
+    head = f"{_listed(waiting)} {'wait' if len(waiting) > 1 else 'waits'} in {collective}"
     return f"{head}; missing: {_listed(missing)}" if missing else f"{head}; all its ranks have entered it"
 
 
@@ -104,15 +104,15 @@ def _listed(ranks: Sequence[int]) -> str:
     return f"{'ranks' if len(ranks) > 1 else 'rank'} {shown}"
 
 
-def _has_come(operation: CollectiveInfo, rank: int, other: Whereabouts | None) -> bool:
+def _has_entered(collective: CollectiveInfo, rank: int, other: RankStatus | None) -> bool:
     """Return whether another rank is in the same collective or has finished it."""
     if other is None:
         return False
-    name = {"send": "receive", "receive": "send"}.get(operation.name, operation.name)
-    peer = None if operation.peer is None else rank
-    there = [one for one in (other.place.operation, other.place.last_operation) if one is not None]
-    same = [one for one in there if (one.name, one.ranks, one.peer) == (name, operation.ranks, peer)]
-    return any(one.number >= operation.number for one in same)
+    name = {"send": "receive", "receive": "send"}.get(collective.name, collective.name)
+    peer = None if collective.peer is None else rank
+    entered = [one for one in (other.progress.operation, other.progress.last_operation) if one is not None]
+    same = [one for one in entered if (one.name, one.ranks, one.peer) == (name, collective.ranks, peer)]
+    return any(one.number >= collective.number for one in same)
 
 
 # Collectives of FSDP2 and of user code bypass booster.comm, so a rank may hang in one without a CollectiveInfo. The
@@ -120,20 +120,20 @@ def _has_come(operation: CollectiveInfo, rank: int, other: Whereabouts | None) -
 # the ones that the others wait for.
 
 
-def _is_behind(everyone: Mapping[int, Whereabouts]) -> bool:
-    return len(set(_counts(everyone).values())) > 1
+def _is_behind(statuses: Mapping[int, RankStatus]) -> bool:
+    return len(set(_collective_counts(statuses).values())) > 1
 
 
-def _behind(everyone: Mapping[int, Whereabouts]) -> str:
-    counts = _counts(everyone)
+def _format_behind(statuses: Mapping[int, RankStatus]) -> str:
+    counts = _collective_counts(statuses)
     most = max(counts.values())
     behind = [rank for rank, count in counts.items() if count < most]
     listed = ", ".join(f"rank {rank} ({counts[rank]})" for rank in behind[:_MAX_RANKS])
     return f"torch's backend has started {most} collectives of the world group on some ranks; missing: {listed}"
 
 
-def _counts(everyone: Mapping[int, Whereabouts]) -> dict[int, int]:
-    return {rank: one.num_collectives for rank, one in everyone.items() if one.num_collectives is not None}
+def _collective_counts(statuses: Mapping[int, RankStatus]) -> dict[int, int]:
+    return {rank: one.num_collectives for rank, one in statuses.items() if one.num_collectives is not None}
 
 
 # Note [Watchdog]
@@ -149,7 +149,7 @@ _POLLS = 8  # per timeout
 _MAX_POLL_SECONDS = 1.0
 _MAX_GATHER_SECONDS = 5.0
 _GATHER_POLL_SECONDS = 0.05
-_LIBRARIES = ("/site-packages/", "/dist-packages/", "<", os.path.dirname(os.__file__) + os.sep)
+_LIBRARY_PATHS = ("/site-packages/", "/dist-packages/", "<", os.path.dirname(os.__file__) + os.sep)
 
 
 class Watchdog:
@@ -163,22 +163,22 @@ class Watchdog:
     def __init__(self, seconds: float, step: Callable[[], int]) -> None:
         self._seconds = seconds
         self._step = step
-        self._board = RankStore("whereabouts")
-        self._watched = threading.get_ident()
+        self._store = RankStore("whereabouts")
+        self._watched_thread = threading.get_ident()
         self._stopping = threading.Event()
-        self._last_beat = time.perf_counter()
-        self._reported_beat: float | None = None
+        self._last_step_time = time.perf_counter()
+        self._reported_step_time: float | None = None
         self._thread = threading.Thread(target=self._run, name="booster-watchdog", daemon=True)
 
     def start(self) -> None:
         """Start the thread."""
-        self._last_beat = time.perf_counter()
+        self._last_step_time = time.perf_counter()
         join_at_exit(self._thread, self._stopping.set)
         self._thread.start()
 
-    def step_ended(self) -> None:
+    def on_step_end(self) -> None:
         """Record that a step finished."""
-        self._last_beat = time.perf_counter()
+        self._last_step_time = time.perf_counter()
 
     def stop(self) -> None:
         """Stop the thread, and publish that this rank has left the block."""
@@ -186,69 +186,69 @@ class Watchdog:
         self._thread.join(timeout=2 * _MAX_POLL_SECONDS)  # takes longer only if the store does not respond
         if not self._thread.is_alive():
             with suppress(RuntimeError):  # the process that hosts the store has exited
-                self._board.set(to_note(self._whereabouts(has_left=True)))
+                self._store.set(status_to_json(self._status(has_left=True)))
 
     def _run(self) -> None:
         poll = min(self._seconds / _POLLS, _MAX_POLL_SECONDS)
         try:
             while not self._stopping.wait(poll):
-                self._put_off_alarm()
-                self._look()
+                self._postpone_stack_dump()
+                self._check()
         finally:
             faulthandler.cancel_dump_traceback_later()
 
-    def _put_off_alarm(self) -> None:
+    def _postpone_stack_dump(self) -> None:
         # Longer than one iteration of this thread can take.
         seconds = self._seconds + _MAX_GATHER_SECONDS + 2 * _MAX_POLL_SECONDS
-        faulthandler.dump_traceback_later(seconds, file=_stderr_number())
+        faulthandler.dump_traceback_later(seconds, file=_stderr_fd())
 
-    def _look(self) -> None:
-        beat = self._last_beat
-        if beat == self._reported_beat:
+    def _check(self) -> None:
+        last_step_time = self._last_step_time
+        if last_step_time == self._reported_step_time:
             return
-        if self._reported_beat is not None:
-            self._reported_beat = None
-            self._go_on()
-        if time.perf_counter() - beat < self._seconds:
+        if self._reported_step_time is not None:
+            self._reported_step_time = None
+            self._withdraw_status()
+        if time.perf_counter() - last_step_time < self._seconds:
             return
-        self._reported_beat = beat
-        mine = self._whereabouts()
+        self._reported_step_time = last_step_time
+        own = self._status()
         # Stacks first: everything else needs the store.
-        _print(f"{self._head(mine)}.\n  It {mine}.\n{_stacks(self._watched)}")
-        everyone = self._everyone(mine)
-        if everyone is None:
+        _print(f"{self._head(own)}.\n  It {own}.\n{_stacks(self._watched_thread)}")
+        statuses = self._gather_statuses(own)
+        if statuses is None:
             _print(f"rank {group_rank()}: the torch.distributed store does not respond: rank 0 or the launcher exited")
         elif group_size() > 1:
-            _print(f"{self._head(mine)}. Status of the ranks:\n{report(everyone, group_size())}")
+            _print(f"{self._head(own)}. Status of the ranks:\n{format_report(statuses, group_size())}")
 
-    def _head(self, mine: Whereabouts) -> str:
+    def _head(self, mine: RankStatus) -> str:
         return f"rank {group_rank()} of {group_size()}: no step finished for {mine.idle_seconds:.1f} s"
 
-    def _go_on(self) -> None:
+    def _withdraw_status(self) -> None:
         with suppress(RuntimeError):  # a lost store raises where it is needed
-            self._board.delete()
+            self._store.delete()
 
-    def _everyone(self, mine: Whereabouts) -> dict[int, Whereabouts] | None:
+    def _gather_statuses(self, own: RankStatus) -> dict[int, RankStatus] | None:
         """Collect the statuses published within the gather timeout; None if the store is lost."""
         deadline = time.perf_counter() + min(max(self._seconds, 1.0), _MAX_GATHER_SECONDS)
         try:
-            self._board.set(to_note(mine))
-            notes = self._board.get_all()
-            while len(notes) < group_size() and time.perf_counter() < deadline:
+            self._store.set(status_to_json(own))
+            texts = self._store.get_all()
+            while len(texts) < group_size() and time.perf_counter() < deadline:
                 if self._stopping.wait(_GATHER_POLL_SECONDS):
                     break
-                notes = self._board.get_all()
+                texts = self._store.get_all()
         except RuntimeError:
             return None
-        return {**{rank: from_note(note) for rank, note in notes.items()}, group_rank(): mine}
+        return {**{rank: status_from_json(note) for rank, note in texts.items()}, group_rank(): own}
 
-    def _whereabouts(self, has_left: bool = False) -> Whereabouts:
-        frame = sys._current_frames().get(self._watched)
-        return Whereabouts(
+    def _status(self, has_left: bool = False) -> RankStatus:
+        frame = sys._current_frames().get(self._watched_thread)
+        return RankStatus(
             step=self._step(),
-            idle_seconds=time.perf_counter() - self._last_beat,
-            place=Progress() if has_left else current_progress(self._watched),
-            line="" if has_left else _users_line(frame),
+            idle_seconds=time.perf_counter() - self._last_step_time,
+            progress=Progress() if has_left else current_progress(self._watched_thread),
+            line="" if has_left else _user_line(frame),
             num_collectives=_num_collectives(),
             has_left=has_left,
         )
@@ -263,11 +263,11 @@ def _num_collectives() -> int | None:
     return None
 
 
-def _users_line(frame: FrameType | None) -> str:
+def _user_line(frame: FrameType | None) -> str:
     """Return the innermost line outside this library and installed packages."""
     while frame is not None:
         path, module = frame.f_code.co_filename, str(frame.f_globals.get("__name__"))
-        if module.partition(".")[0] != "booster" and not any(part in path for part in _LIBRARIES):
+        if module.partition(".")[0] != "booster" and not any(part in path for part in _LIBRARY_PATHS):
             return f"{path}:{frame.f_lineno} in {frame.f_code.co_name}"
         frame = frame.f_back
     return ""
@@ -291,7 +291,7 @@ def _print(text: str) -> None:
         sys.stderr.flush()
 
 
-def _stderr_number() -> int:
+def _stderr_fd() -> int:
     with suppress(OSError, ValueError, AttributeError):  # stderr is replaced by an object without a file descriptor
         return sys.stderr.fileno()
     return 2

@@ -18,7 +18,7 @@ from booster.errors import CheckpointError, ConfigError
 from booster.interface import ModelWrapper, TensorSlice
 from booster.kernels.checksum import crc32
 from booster.lazy_init import is_lazy, materialize_tensor
-from booster.mixed_precision.fp16 import log_on_master
+from booster.mixed_precision.fp16 import log_rank_zero
 from booster.plugins.sharding.buffer_pool import broadcast_joined
 
 from .chunk import Chunk, ChunkParam, any_modified_while_sharded
@@ -495,7 +495,7 @@ class GeminiModelBuilder:
         named, facts, module_of = describe_params(model, trained, settings.dtype)
         plan = plan_model(facts, module_of, settings, settings.num_shards)
         if verbose:
-            log_on_master(f"GeminiPlugin: {plan.waste.describe()}")
+            log_rank_zero(f"GeminiPlugin: {plan.waste.describe()}")
         chunks = [make_chunk(index, layout, named, settings) for index, layout in enumerate(plan.chunks)]
         manager = ChunkManager(
             chunks,

@@ -20,7 +20,7 @@ from booster.core.module_sync import check_materialized
 from booster.core.plain_torch import refuse_plain_training
 from booster.data import shard_dataloader
 from booster.interface import Boosted, MemoryRequest, ModelWrapper, OptimizerWrapper, RankMemory
-from booster.mixed_precision.loss_scaler import LossScaleArguments
+from booster.mixed_precision.loss_scaler import LossScalerConfig
 from booster.plugins.base import DistributedPlugin, arguments_of
 from booster.plugins.sharding.elementwise import require_elementwise
 from booster.plugins.sharding.optimizer import new_loss_scaler
@@ -156,7 +156,7 @@ class GeminiPlugin(DistributedPlugin):
         super().__init__()
         self._arguments = arguments_of(GeminiArguments, given)
         self._placement_arguments = arguments_of(PlacementArguments, given)
-        self._loss_scale = arguments_of(LossScaleArguments, given)
+        self._loss_scale = arguments_of(LossScalerConfig, given)
         self._new_loss_scaler = functools.partial(new_loss_scaler, self._loss_scale, verbose=verbose)
         self._agree(self._check_arguments)
         self._placement = self._make_placement()
@@ -168,7 +168,7 @@ class GeminiPlugin(DistributedPlugin):
         self._loss_scale.check()
 
     def config_fingerprint(self) -> list[str]:
-        return [*self._arguments.fingerprint, *self._placement_arguments.fingerprint, *self._loss_scale.facts]
+        return [*self._arguments.fingerprint, *self._placement_arguments.fingerprint, *self._loss_scale.fingerprint]
 
     def _make_placement(self) -> Placement:
         return self._placement_arguments.make(

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from booster.comm import check_same_across_ranks
 from booster.errors import ConfigError
 from booster.interface import ShardSpec
-from booster.mixed_precision.fp16 import log_on_master
+from booster.mixed_precision.fp16 import log_rank_zero
 from booster.plugins.sharding.deferred_init import Materializer
 
 from .activation_checkpointing import GradientCheckpointConfig, check_stacks, checkpoint_layers
@@ -239,7 +239,7 @@ class ModelPartitioner:
         plan = self._plans.pop(model)
         check_same_across_ranks("the plan", [repr(entry) for entry in plan.entries])
         if plan.is_derived or self._verbose:
-            log_on_master(f"HybridParallelPlugin plan of {type(model).__name__}:\n{self._table(model, plan)}")
+            log_rank_zero(f"HybridParallelPlugin plan of {type(model).__name__}:\n{self._table(model, plan)}")
         shard_specs = self.shard_specs(model, plan)
         tensor_rank = 0 if self.tp_group is None else self.tp_group.rank
         local_specs = {name: rank_specs[tensor_rank] for name, rank_specs in shard_specs.items()}

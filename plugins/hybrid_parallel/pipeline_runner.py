@@ -15,7 +15,7 @@ from booster.comm import abort_groups, all_reduce_numbers, all_reduce_sum, group
 from booster.core.optimizer_wrapper import check_scalar_loss
 from booster.errors import ConfigError, RankFailedError
 from booster.fault_tolerance.progress import Phase, in_phase, observers
-from booster.mixed_precision.fp16 import log_on_master
+from booster.mixed_precision.fp16 import log_rank_zero
 from booster.pytree import map_tensors
 from booster.rng_state import fork_rng_state, get_rng_state, set_rng_state
 
@@ -281,7 +281,7 @@ class PipelineRuntime:
         """Log a warning if the first batch has fewer samples than `num_microbatches`."""
         wanted = self._arguments.num_microbatches
         if not self._has_reported and wanted is not None and 0 < number < wanted:
-            log_on_master(
+            log_rank_zero(
                 f"a batch of {number} sample(s) makes {number} microbatch(es), not num_microbatches={wanted}, which"
                 " enlarges the pipeline bubble: give larger batches, or fewer microbatches"
             )

@@ -20,8 +20,8 @@ from booster.core.plain_torch import refuse_plain_training
 from booster.data import shard_dataloader
 from booster.errors import ConfigError
 from booster.interface import Boosted, MemoryRequest, ModelWrapper, OptimizerWrapper, RankMemory
-from booster.mixed_precision.fp16 import log_on_master
-from booster.mixed_precision.loss_scaler import LossScaleArguments
+from booster.mixed_precision.fp16 import log_rank_zero
+from booster.mixed_precision.loss_scaler import LossScalerConfig
 from booster.plugins.base import DistributedPlugin, arguments_of
 from booster.plugins.low_level_zero.config import ZeroSettings
 from booster.plugins.low_level_zero.flat_params import Sharding
@@ -185,7 +185,7 @@ class HybridParallelPlugin(DistributedPlugin):
         given = dict(locals())
         super().__init__()
         self._arguments = arguments_of(HybridArguments, given)
-        self._loss_scale = arguments_of(LossScaleArguments, given)
+        self._loss_scale = arguments_of(LossScalerConfig, given)
         self._new_loss_scaler = functools.partial(new_loss_scaler, self._loss_scale, verbose=verbose)
         self._agree(lambda: self._check_arguments(verbose))
         sizes = self._arguments.axis_sizes(group_size())
@@ -194,9 +194,9 @@ class HybridParallelPlugin(DistributedPlugin):
         self._partitioner = ModelPartitioner(self._arguments, self._mesh, self._device, verbose=verbose)
         self._runtimes: WeakKeyDictionary[ModelWrapper, PipelineRuntime] = WeakKeyDictionary()
         for line in self._arguments.remarks():
-            log_on_master(line)
+            log_rank_zero(line)
         if cpu_offload and self._device.type == "cpu":
-            log_on_master("cpu_offload=True has no effect: weights and states are already in host memory")
+            log_rank_zero("cpu_offload=True has no effect: weights and states are already in host memory")
 
     def _check_arguments(self, verbose: bool) -> None:
         self._arguments.check(group_size())
@@ -208,7 +208,7 @@ class HybridParallelPlugin(DistributedPlugin):
 
     def config_fingerprint(self) -> list[str]:
         fingerprint = [f"{name}={getattr(self._arguments, name)!r}" for name in HybridArguments.__slots__]
-        return [*fingerprint, *self._loss_scale.facts]
+        return [*fingerprint, *self._loss_scale.fingerprint]
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], **arguments: Any) -> HybridParallelPlugin:

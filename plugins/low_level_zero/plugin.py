@@ -20,8 +20,8 @@ from booster.core.plain_torch import refuse_plain_training
 from booster.data import shard_dataloader
 from booster.errors import ConfigError
 from booster.interface import Boosted, MemoryRequest, ModelWrapper, OptimizerWrapper, RankMemory
-from booster.mixed_precision.fp16 import log_on_master
-from booster.mixed_precision.loss_scaler import LossScaleArguments
+from booster.mixed_precision.fp16 import log_rank_zero
+from booster.mixed_precision.loss_scaler import LossScalerConfig
 from booster.plugins.base import DistributedPlugin, arguments_of
 from booster.plugins.sharding.elementwise import require_elementwise
 from booster.plugins.sharding.optimizer import new_loss_scaler
@@ -113,14 +113,14 @@ class LowLevelZeroPlugin(DistributedPlugin):
         given = dict(locals())
         super().__init__()
         self._arguments = arguments_of(ZeroArguments, given)
-        self._loss_scale = arguments_of(LossScaleArguments, given)
+        self._loss_scale = arguments_of(LossScalerConfig, given)
         self._new_loss_scaler = functools.partial(new_loss_scaler, self._loss_scale, verbose=verbose)
         self._agree(lambda: self._check_arguments(verbose))
         # Ranks next to each other share the shards: they are likelier to be on one machine.
         self._mesh = new_mesh(self._device.type, (extra_dp_size, group_size() // extra_dp_size), ("replica", "shard"))
         self._agreement_group = None if self._device.type == "cpu" else new_cpu_group()
         if cpu_offload and self._device.type == "cpu":
-            log_on_master("cpu_offload=True changes nothing: weights and states are in host memory already")
+            log_rank_zero("cpu_offload=True changes nothing: weights and states are in host memory already")
 
     def _groups(self) -> list[dist.ProcessGroup | None]:
         return [*self._mesh.get_all_groups(), self._agreement_group]
@@ -167,7 +167,7 @@ class LowLevelZeroPlugin(DistributedPlugin):
 
     def config_fingerprint(self) -> list[str]:
         facts = [f"{name}={getattr(self._arguments, name)!r}" for name in ZeroArguments.__slots__]
-        return [*facts, *self._loss_scale.facts]
+        return [*facts, *self._loss_scale.fingerprint]
 
     def configure(
         self,

@@ -47,8 +47,8 @@ from booster.interface import (
     TensorSpec,
 )
 from booster.kernels.flat_buffers import sum_of_squares, takes_sum_of_squares
-from booster.mixed_precision.fp16 import log_on_master
-from booster.mixed_precision.loss_scaler import DynamicLossScaler, LossScaleArguments
+from booster.mixed_precision.fp16 import log_rank_zero
+from booster.mixed_precision.loss_scaler import DynamicLossScaler, LossScalerConfig
 
 from .elementwise import takes_empty_groups
 from .masters import follow_weights
@@ -638,14 +638,14 @@ def _refuse_step_of_its_own(wrapper: weakref.ref[ShardedOptimizer], *_: Any) -> 
         )
 
 
-def new_loss_scaler(arguments: LossScaleArguments, *, verbose: bool) -> DynamicLossScaler:
+def new_loss_scaler(arguments: LossScalerConfig, *, verbose: bool) -> DynamicLossScaler:
     """Returns a scaler for one optimizer, which logs on rank 0.
 
     Args:
         arguments: Its numbers.
         verbose: Log every skipped step and change; False: the first skipped step alone.
     """
-    return arguments.new_scaler(log_on_master if verbose else _report_first_skip())
+    return arguments.new_scaler(log_rank_zero if verbose else _report_first_skip())
 
 
 def _report_first_skip() -> Callable[[str], None]:
@@ -655,7 +655,7 @@ def _report_first_skip() -> Callable[[str], None]:
     def report(text: str) -> None:
         if "skipped" in text and not reported:
             reported.append(text)
-            log_on_master(
+            log_rank_zero(
                 f"{text}. More may follow while the scale falls to where gradients fit: start lower with"
                 " a smaller initial_scale, see them all with verbose=True, ask optimizer.step_was_skipped"
             )

@@ -23,8 +23,8 @@ from booster.data import shard_dataloader
 from booster.errors import ConfigError
 from booster.interface import Boosted, MemoryRequest, ModelWrapper, OptimizerWrapper, RankMemory
 from booster.mixed_precision import mixed_precision_names
-from booster.mixed_precision.fp16 import log_on_master
-from booster.mixed_precision.loss_scaler import LossScaleArguments
+from booster.mixed_precision.fp16 import log_rank_zero
+from booster.mixed_precision.loss_scaler import LossScalerConfig
 from booster.plugins.base import DistributedPlugin, arguments_of
 from booster.plugins.sharding.deferred_init import Materializer
 from booster.plugins.sharding.optimizer import new_loss_scaler
@@ -124,7 +124,7 @@ class TorchFSDPPlugin(DistributedPlugin):
         given = dict(locals())
         super().__init__()
         self._arguments = arguments_of(FSDPArguments, given)
-        self._loss_scale = arguments_of(LossScaleArguments, given)
+        self._loss_scale = arguments_of(LossScalerConfig, given)
         self._new_loss_scaler = functools.partial(new_loss_scaler, self._loss_scale, verbose=verbose)
         self._agree(self._check_arguments)
         self._make_groups()
@@ -134,7 +134,7 @@ class TorchFSDPPlugin(DistributedPlugin):
         self._loss_scale.check()
 
     def config_fingerprint(self) -> list[str]:
-        return [*self._arguments.fingerprint, *self._loss_scale.facts]
+        return [*self._arguments.fingerprint, *self._loss_scale.fingerprint]
 
     def _make_groups(self) -> None:
         self._strategy = self._arguments.strategy(group_size(), _num_hosts())
@@ -144,7 +144,7 @@ class TorchFSDPPlugin(DistributedPlugin):
         self._control_group = None if is_cpu else new_cpu_group()
         self._order_group = shard_group if is_cpu else new_cpu_group(shard_group)
         if is_cpu and self._arguments.offloads:
-            log_on_master("cpu_offload changes nothing: weights and states are in host memory already")
+            log_rank_zero("cpu_offload changes nothing: weights and states are in host memory already")
 
     def _groups(self) -> list[dist.ProcessGroup | None]:
         given = groups_of(self._arguments.process_group)
@@ -220,7 +220,7 @@ class TorchFSDPPlugin(DistributedPlugin):
         if policy is not None:
             boosted.precision = FSDPPrecision(policy)
         if self._arguments.verbose:
-            log_on_master(f"TorchFSDPPlugin: {boosted.describe_groups()}")
+            log_rank_zero(f"TorchFSDPPlugin: {boosted.describe_groups()}")
         if dataloader is not None:
             dataloader = shard_dataloader(dataloader, dp_rank=self.dp_rank, dp_size=self.dp_size)
         return boosted, wrapped, criterion, dataloader, lr_scheduler

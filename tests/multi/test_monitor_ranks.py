@@ -213,7 +213,7 @@ def _only_on_rank_0():
     from booster.monitor import monitor as module
 
     _, model, optimizer = make("ddp")
-    module._MEETING_SECONDS = 0.5
+    module._ENTRY_TIMEOUT_SECONDS = 0.5
     if dist.get_rank() == 0:
         with Monitor(model, optimizer):
             pass

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from booster import Booster
 from booster.comm import count_communication
 from booster.data import active_loader, prepare_dataloader
-from booster.data.dataloader import active_place
+from booster.data.dataloader import active_position
 from booster.errors import ConfigError, DesyncError, RankFailedError
 from booster.logger import get_dist_logger
 from booster.plugins import HybridParallelPlugin, TorchDDPPlugin
@@ -82,8 +82,8 @@ def _walk(source, lengths):
             batches, lasts = [], []
             for batch in booster.join_uneven(mine):
                 batches.append(int(batch))
-                lasts.append(active_place().is_last)
-            assert active_place() is None
+                lasts.append(active_position().is_last)
+            assert active_position() is None
             epochs.append((batches, lasts, list(said)))
     assert epochs[0] == epochs[1]
     return epochs[0]
@@ -109,7 +109,7 @@ def test_all_ranks_stop_after_the_last_batch_that_each_has(lengths):
 def test_a_loop_in_one_process_is_left_as_it_is():
     booster = Booster(device="cpu")
     assert list(booster.join_uneven(iter("abc"))) == ["a", "b", "c"]
-    assert [active_place().is_last for _ in booster.join_uneven(range(3))] == [False, False, True]
+    assert [active_position().is_last for _ in booster.join_uneven(range(3))] == [False, False, True]
 
 
 def _cost_of_a_batch():
@@ -206,7 +206,7 @@ def test_what_was_read_from_is_let_go():
     for _ in booster.join_uneven(batches(7)):
         break
     assert ended[1:] == [7]
-    assert active_place() is None
+    assert active_position() is None
     lines = iter(["a", "b", "c"])
     weak = weakref.ref(booster.join_uneven(lines))
     assert weak() is None
@@ -231,8 +231,8 @@ def test_loops_within_loops():
     seen = []
     for _ in range(2):
         for batch in booster.join_uneven(range(2 + rank)):
-            inner = [(i, active_place().is_last) for i in booster.join_uneven(iter(range(3 - rank)))]
-            seen.append((batch, active_place().is_last, len(inner), inner[-1][1]))
+            inner = [(i, active_position().is_last) for i in booster.join_uneven(iter(range(3 - rank)))]
+            seen.append((batch, active_position().is_last, len(inner), inner[-1][1]))
     assert seen == [(0, False, 2, True), (1, True, 2, True)] * 2
     assert [a + b for a, b in booster.join_uneven(zip(range(3), booster.join_uneven([5] * (3 - rank)), strict=False))]
 

@@ -92,10 +92,10 @@ def test_repeats_of_the_ranks_are_those_of_the_whole_batch(length, dp_size):
     ranks = [DistributedBatchSampler(length, 2, rank, dp_size) for rank in range(dp_size)]
     position = 0
     while ranks[0].num_batches(position):
-        places = [rank.place(position) for rank in ranks]
-        repeated = [place.num_repeated_here for place in places]
+        places = [rank.batch_at(position) for rank in ranks]
+        repeated = [place.num_repeated_local for place in places]
         assert sum(repeated) == places[0].num_repeated
         # Real samples first, in rank order: a rank that lacks one has only repeats behind it.
-        flat = [i < place.num_samples - place.num_repeated_here for place in places for i in range(place.num_samples)]
+        flat = [i < place.num_samples - place.num_repeated_local for place in places for i in range(place.num_samples)]
         assert flat == sorted(flat, reverse=True)
         position = places[0].stop

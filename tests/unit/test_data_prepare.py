@@ -25,7 +25,7 @@ from booster.data import (
     prepare_dataloader,
     shard_dataloader,
 )
-from booster.data.prepare import loader_facts
+from booster.data.prepare import loader_fingerprint
 from booster.errors import ConfigError
 from booster.rng_state import default_seed, set_default_seed
 
@@ -341,7 +341,10 @@ def test_split_loaders_come_back_unchanged():
 )
 def test_what_must_be_alike_on_all_ranks_is_what_a_loader_is_split_by(loader, facts):
     kind, values = facts
-    assert loader_facts(loader) == [f"a dataloader {kind}", *(f"a dataloader with {one}" for one in values.split())]
+    assert loader_fingerprint(loader) == [
+        f"a dataloader {kind}",
+        *(f"a dataloader with {one}" for one in values.split()),
+    ]
 
 
 @pytest.mark.parametrize(

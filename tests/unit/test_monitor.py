@@ -206,7 +206,7 @@ def test_a_run_goes_on_in_its_log(tmp_path):
         losses = train(booster, model, optimizer, 3)
     run = read_run(path)
     assert list(run.records) == [1, 2, 3, 4, 5, 6]
-    assert run.num_broken == 1
+    assert run.num_invalid_lines == 1
     assert run.records[4]["loss"] == pytest.approx(losses[0])
 
 
