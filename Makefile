@@ -9,7 +9,10 @@ SECONDS ?= 600
 CYCLES ?= 100
 SEED ?=
 
-.PHONY: install demo test test-ranks test-unit test-all test-optimized test-wheel soak lint format bench clean
+# Long runs: all cases of a subject, each of at most 20 minutes; `make test-all` is all of them.
+SUBJECTS := gemini fsdp zero pipeline tensor checkpoints launch faults optim core
+
+.PHONY: install demo test test-ranks test-unit test-all test-optimized test-wheel soak lint format bench clean $(SUBJECTS:%=test-%)
 
 install: $(STAMP)
 
@@ -25,9 +28,9 @@ demo: $(STAMP)
 	$(BIN)/booster run --nproc-per-node 2 examples/demo/train.py --output $(DEMO) --steps $(STEPS) --resume
 	$(BIN)/python examples/demo/sample.py $(DEMO)/checkpoint
 
-# The tests of ranks wait for each other a lot, so those of one process run beside them.
+# The default run: at most six minutes on two cores. Ranks wait for each other, so tests of one process run beside them.
 test: $(STAMP)
-	@echo 'two runs side by side: what each one wrote follows when it has ended, the first in some five minutes'
+	@echo 'two runs side by side: what each one wrote follows when it has ended, the first in some three minutes'
 	@$(MAKE) --no-print-directory --keep-going --jobs 2 --output-sync=target test-ranks test-unit
 
 test-ranks test-unit: export TORCH_DISTRIBUTED_DEBUG = OFF
@@ -40,6 +43,9 @@ test-unit: $(STAMP)
 test-all: $(STAMP)
 	$(BIN)/pytest -m "not gpu" --durations=20
 
+$(SUBJECTS:%=test-%): test-%: $(STAMP)
+	TORCH_DISTRIBUTED_DEBUG=OFF $(BIN)/pytest -m "not gpu" --durations=20 $$($(BIN)/python tests/subjects.py $*)
+
 # A chain of kills and starts on other numbers of ranks with other plugins, for at most so many seconds, compared with a run
 # of one process. Without a SEED a new one is drawn, and printed.
 soak: $(STAMP)
@@ -50,6 +56,8 @@ test-optimized: $(STAMP)
 	TORCH_DISTRIBUTED_DEBUG=OFF $(BIN)/python -O -m pytest -W "ignore:assertions not in test modules:pytest.PytestConfigWarning" -m "not slow and not gpu" tests/faults tests/multi tests/unit
 
 # The wheel, not the checkout: a subpackage that pyproject.toml forgets works in one and is missing from the other.
+# test_doctests.py imports every module; the others train, save, load and run commands.
+WHEEL_TESTS := surface/test_doctests.py unit/test_facade.py unit/test_cli.py unit/test_adam_kernel.py unit/test_lr_scheduler_curves.py
 test-wheel: $(STAMP)
 	rm -rf build dist .wheel-venv
 	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .
@@ -57,7 +65,7 @@ test-wheel: $(STAMP)
 	$(BIN)/python tests/wheel_environment.py .wheel-venv
 	$(BIN)/python -m pip --python .wheel-venv/bin/python install --quiet --no-deps dist/*.whl
 	mkdir .wheel-venv/elsewhere
-	cd .wheel-venv/elsewhere && $(CURDIR)/.wheel-venv/bin/python -m pytest -q -p no:cacheprovider -m "not slow and not gpu" $(CURDIR)/tests/unit
+	cd .wheel-venv/elsewhere && $(CURDIR)/.wheel-venv/bin/python -m pytest -q -p no:cacheprovider -m "not slow and not gpu" $(WHEEL_TESTS:%=$(CURDIR)/tests/%)
 	rm -rf build dist .wheel-venv
 
 # mypy follows one folder per package, so it reads links that show the four folders as the package they install as.

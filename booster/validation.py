@@ -64,7 +64,7 @@ def check_memory_is_apart(model: nn.Module, trained: list[nn.Parameter]) -> None
     for parameter in trained:
         if parameter.numel() == 0 or parameter.is_meta:
             continue
-        with torch._C.DisableTorchFunction():  # one that was built lazily has an address, and says so to nobody else
+        with torch._C.DisableTorchFunction():  # a lazy tensor reports an address to no other caller
             address = parameter.data_ptr()
         other = seen.setdefault(address, names[id(parameter)])
         if other != names[id(parameter)]:
@@ -87,11 +87,10 @@ def check_clipping(max_norm: Any, norm_type: Any) -> None:
     """
     if not is_non_nan_number(max_norm) or max_norm < 0:
         raise ConfigError(
-            f"max_norm={max_norm!r} is no norm that gradients could be clipped to: give a positive number, or 0 for no"
-            " clipping"
+            f"max_norm={max_norm!r} is not a maximum gradient norm: give a positive number, or 0 for no clipping"
         )
     if not is_non_nan_number(norm_type) or norm_type <= 0:
-        raise ConfigError(f"norm_type={norm_type!r} is no order of a norm: give a positive number, or float('inf')")
+        raise ConfigError(f"norm_type={norm_type!r} is not a norm order: give a positive number, or float('inf')")
 
 
 def check_replicas(extra_dp_size: Any, world_size: int) -> None:

@@ -350,7 +350,7 @@ def _allowed_directories(directory: Path) -> list[Path]:
     return [real, Path(*real.parts[:last]) / "blobs"]
 
 
-# System calls that Python does not wrap. `os.posix_fallocate` is no substitute: if the file system cannot allocate, the
+# System calls that Python does not wrap. `os.posix_fallocate` is none: if the file system cannot allocate, the
 # C library writes into every block instead, over the network if need be.
 
 

@@ -17,7 +17,7 @@ class Finding:
     Attributes:
         name: Name of the checked item.
         text: Result as text.
-        facts: Result as JSON-serializable values.
+        data: Result as JSON-serializable values.
         problem: Problem and its remedy, or None if the project works with this.
     """
 

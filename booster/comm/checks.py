@@ -35,7 +35,7 @@ def check_same_across_ranks(
 
     Args:
         call: Current call of this rank, for the message, such as "boost()".
-        facts: Lines of text that must be equal on all ranks, in the same order; ignored on a rank with an error.
+        fingerprint: Lines of text that must be equal on all ranks, in the same order; ignored on a rank with an error.
         group: Process group, optional; defaults to the world.
         error: Error of this rank, optional.
 

@@ -30,7 +30,7 @@ class UnscaleFactors:
     """Factors of one accumulation.
 
     Attributes:
-        multiplier: Factor that unscales and averages.
+        grad_scale: Factor that unscales and averages.
         coefficient: Clip coefficient as a 0-dim tensor (no device sync), or None.
     """
 
@@ -77,13 +77,13 @@ class AccumulationState:
         num_averaged: Number of microbatches of `Booster.accumulate` that the gradient is the mean of; 0 without
             averaging.
         num_items: This rank's sum of `num_items`, or None if backward() was called without.
-        is_final: Whether the gradients are unscaled.
-        was_multiplied: Whether unscaling changed the gradients, so that a further backward() cannot be added.
+        is_unscaled: Whether the gradients are unscaled.
+        was_unscaled: Whether unscaling changed the gradients, so that a further backward() cannot be added.
         has_stepped: Whether step() was called, also if it was skipped.
         found_nonfinite: Whether a loss-scaled gradient overflowed on some rank.
         norm: Norm before clipping, once computed.
-        was_updated_here: Whether this rank's optimizer has stepped, and another rank's has not yet.
-        shown_factor: Factor that `p.grad` is multiplied by already; 1.0 for none.
+        was_updated_locally: Whether this rank's optimizer has stepped, and another rank's has not yet.
+        grad_factor: Factor that `p.grad` is multiplied by already; 1.0 for none.
         factors: Factors that the step multiplies the gradients by, or None.
     """
 

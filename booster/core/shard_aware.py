@@ -30,7 +30,7 @@ class ShardBlock:
     Attributes:
         view: View of the elements in the block's shape, with the parameter's number of dims.
         box: Offset and length per dim of the parameter.
-        is_counted: True on exactly one of the ranks that hold the same elements.
+        is_owned: True on exactly one of the ranks that hold the same elements.
     """
 
     view: torch.Tensor
@@ -48,7 +48,7 @@ class Shard:
         span: First element and one past the last, in the row-major flattening of `model_param`; that is the full
             parameter, unless the model itself is sharded, see `shard_spec`.
         parameter: 1-D entry of the optimizer's `param_groups`, with `span[1] - span[0]` elements.
-        working: The model's parameter, in the model's dtype. It changes after the step.
+        model_param: The model's parameter, in the model's dtype. It changes after the step.
         group_index: Index of its param group.
         has_master: Whether `parameter` is an fp32 master weight, separate from the model's weights.
         is_primary: True on exactly one of the ranks that hold this span, if shards are replicated.

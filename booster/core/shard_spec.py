@@ -47,7 +47,7 @@ class ShardSpec:
     Attributes:
         logical_shape: Shape of the user's parameter.
         local_shape: Shape of this rank's tensor, with padding.
-        pieces: Blocks, disjoint in the local tensor.
+        regions: Blocks, disjoint in the local tensor.
     """
 
     logical_shape: tuple[int, ...]

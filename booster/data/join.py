@@ -118,7 +118,7 @@ class _ReadBatch(Generic[T]):
     Attributes:
         batch: Batch for the user.
         is_followed: Whether this rank has another one, or an error in its place.
-        place: Position of the batch, or None if its loader reports that itself.
+        position: Position of the batch, or None if its loader reports that itself.
     """
 
     batch: T

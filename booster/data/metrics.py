@@ -60,7 +60,7 @@ class _RankRows:
     def from_text(cls, text: str) -> _RankRows:
         fields = json.loads(text)
         blocks = tuple(
-            _TensorRows(**(block | {"row_shape": tuple(block["row_shape"])})) for block in fields.pop("blocks")
+            _TensorRows(**(block | {"row_shape": tuple(block["row_shape"])})) for block in fields.pop("tensors")
         )
         return cls(tensors=blocks, **fields)
 

@@ -55,7 +55,7 @@ class CandidateResult:
         estimate: Memory estimate; None if the candidate can't be used, see `reason`.
         dp_size: Data parallel size.
         reason: Error message if there is no estimate.
-        is_fault: If True, the error is not a `BoosterError`: a bug rather than unusable settings.
+        is_internal_error: If True, the error is not a `BoosterError`: a bug rather than unusable settings.
         seconds: Time of the estimate.
     """
 

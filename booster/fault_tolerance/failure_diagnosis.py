@@ -51,7 +51,7 @@ class PeerStatus:
     """State of another rank.
 
     Attributes:
-        place: Progress of the rank.
+        progress: Progress of the rank.
         state: "waits" (for others, too), "busy" (alive, and has not reported a wait), or "ended" (the program
             finished).
     """
@@ -140,7 +140,7 @@ class FailureDiagnosis:
     """Diagnosis of one failed collective; see Note [Missing ranks].
 
     Args:
-        place: Failed operation.
+        collective: Failed operation.
         group: Process group of the operation.
     """
 

@@ -57,14 +57,14 @@ class Heartbeat:
     """Last heartbeat of a rank.
 
     Attributes:
-        beat: Sequence number, from 1. If it increases, the process is alive.
-        at: Time of the heartbeat in seconds since 1970, by the clock of its host.
-        place: Progress of the rank's main thread.
+        sequence: Sequence number, from 1. If it increases, the process is alive.
+        time: Time of the heartbeat in seconds since 1970, by the clock of its host.
+        progress: Progress of the rank's main thread.
         state: "running", "ended" (the program finished) or "failed" (it raised an error).
         host: Host name.
         process_id: Process id on that host.
-        machine: Identifier that processes share only if they see each other's process ids.
-        born: Start time of the process, by the clock of its host.
+        host_id: Identifier that processes share only if they see each other's process ids.
+        started_at: Start time of the process, by the clock of its host.
     """
 
     sequence: int
@@ -189,7 +189,7 @@ class _HeartbeatThread:
         self._backend = str(dist.get_backend())
         self._lock = threading.Lock()  # one thread writes at a time, and the last heartbeat is written last
         self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="booster-signs", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="booster-heartbeat", daemon=True)
 
     def start(self) -> None:
         join_at_exit(self._thread, self._stopping.set)
@@ -303,7 +303,7 @@ def _new_client(default: Any) -> Any:
 
 
 def _heartbeat_store(client: Any) -> TimeoutStore:
-    return TimeoutStore(client, "booster.signs", ANSWER_SECONDS)
+    return TimeoutStore(client, "booster.heartbeats", ANSWER_SECONDS)
 
 
 def _heartbeat_from(text: bytes) -> Heartbeat:

@@ -43,9 +43,9 @@ class RankMemory:
     Attributes:
         backward: Peak of forward and backward.
         step: Peak of the optimizer's step.
-        kept: Steady state between steps.
+        steady_state: Steady state between steps.
         sent: Bytes that the rank sends in a step.
-        elsewhere: Bytes offloaded to another tier: host memory beside an accelerator, or files.
+        offloaded: Bytes offloaded to another tier: host memory beside an accelerator, or files.
     """
 
     backward: MemoryParts
@@ -86,11 +86,11 @@ class ActivationProfile:
     """Memory of a forward and backward of one batch beside the model's tensors, in bytes.
 
     Attributes:
-        moments: Pareto-maximal pairs of (activations, parameters' gradients) over time.
+        peaks: Pareto-maximal pairs of (activations, parameters' gradients) over time.
         kept: Activations at the end of the forward.
         gradients: Parameters' gradients at the end of the backward.
         sent: Bytes that this rank sent meanwhile, if the model communicates.
-        course: All intervals, in order of time.
+        intervals: All intervals, in order of time.
     """
 
     peaks: tuple[tuple[int, int], ...]

@@ -62,7 +62,7 @@ class RecordedCall:
     Attributes:
         arguments: Positional and keyword arguments; lazy tensors as `LazyReference`, generators as `GeneratorState`,
             other tensors as copies.
-        random_state: State of the default generator before the call, if the call draws from it.
+        rng_state: State of the default generator before the call, if the call draws from it.
         default_dtype: Default dtype at the time of the call, for factories without a dtype argument.
     """
 
@@ -83,10 +83,10 @@ class OpLog:
 
     Attributes:
         origin: Call that creates the storage, as its output number `output`.
-        made: Geometry of that output.
+        geometry: Geometry of that output.
         writes: Calls that wrote to the storage; append-only.
         device: Default device of `materialize`.
-        needs: Transitive dependencies: prefixes of other logs that a replay runs.
+        dependencies: Transitive dependencies: prefixes of other logs that a replay runs.
         num_reads: Number of times that the value was read while the model was built.
     """
 

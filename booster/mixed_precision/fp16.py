@@ -132,7 +132,7 @@ class Fp16Weights:
     Args:
         dtype: Dtype of floating-point parameters and buffers after the cast, or None for no cast.
         keep_batchnorm_fp32: If True, parameters and statistics of batch norms are not cast.
-        remember: If True, keep the values before the cast for `attach_masters`.
+        keep_originals: If True, keep the values before the cast for `attach_masters`.
     """
 
     def __init__(

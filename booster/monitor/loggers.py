@@ -286,7 +286,7 @@ class LoggedRun:
         name: Legend entry.
         records: Records by step, in order. If a run that resumed from a checkpoint logged a step twice, the later
             record is kept, with the user values added to it.
-        num_broken: Number of lines that are not records, such as the last line of a killed run.
+        num_invalid_lines: Number of lines that are not records, such as the last line of a killed run.
     """
 
     name: str

@@ -33,7 +33,7 @@ class RankStatus:
     Attributes:
         step: Last finished step.
         idle_seconds: Seconds since that step finished.
-        place: Current phase and collective.
+        progress: Current phase and collective.
         line: Innermost line of user code of the training thread.
         num_collectives: Number of collectives that torch's backend has started in the world group on this rank, by
             this library or not. None if the backend does not count.
@@ -56,13 +56,13 @@ class RankStatus:
 
 def status_to_json(status: RankStatus) -> str:
     """Serialize a status for `status_from_json`."""
-    return json.dumps({**asdict(status), "place": progress_to_json(status.progress)})
+    return json.dumps({**asdict(status), "progress": progress_to_json(status.progress)})
 
 
 def status_from_json(text: str) -> RankStatus:
     """Inverse of `status_to_json`."""
     fields = json.loads(text)
-    return RankStatus(**{**fields, "place": progress_from_json(fields["place"])})
+    return RankStatus(**{**fields, "progress": progress_from_json(fields["progress"])})
 
 
 def format_report(statuses: Mapping[int, RankStatus], num_ranks: int) -> str:
@@ -163,7 +163,7 @@ class Watchdog:
     def __init__(self, seconds: float, step: Callable[[], int]) -> None:
         self._seconds = seconds
         self._step = step
-        self._store = RankStore("whereabouts")
+        self._store = RankStore("progress_reports")
         self._watched_thread = threading.get_ident()
         self._stopping = threading.Event()
         self._last_step_time = time.perf_counter()

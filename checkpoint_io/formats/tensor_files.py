@@ -129,7 +129,7 @@ class TensorFile(Protocol):
         num_bytes: Size of the file.
         specs: Shape and dtype of every tensor, known without reading the data.
         metadata: Metadata strings.
-        own_record: Embedded sizes and checksums, or None if there are none.
+        embedded_record: Embedded sizes and checksums, or None if there are none.
     """
 
     path: Path

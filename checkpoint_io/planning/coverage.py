@@ -49,7 +49,7 @@ class CoverageViolation:
     Attributes:
         tensor: Tensor index.
         index: Index of the element, one per dimension.
-        times: Number of shards that cover it.
+        num_covers: Number of shards that cover it.
     """
 
     tensor: int

@@ -31,9 +31,9 @@ class DedupedShards:
         boxes: Distinct boxes.
         tiles: Tensor, box and span of each shard.
         primary: Primary rank of each shard.
-        holders: Index into `replica_sets` for each shard.
-        holder_sets: Ranks that hold replicas of a shard, ascending.
-        slices: Mapping of shard and rank to the rank's slice.
+        replicas: Index into `replica_sets` for each shard.
+        replica_sets: Ranks that hold replicas of a shard, ascending.
+        slice_indices: Mapping of shard and rank to the rank's slice.
     """
 
     specs: dict[str, TensorSpec]

@@ -23,7 +23,7 @@ class TensorOffsets:
 
     Attributes:
         file: File index.
-        start: Offset in bytes within the file's data section.
+        offset: Offset in bytes within the file's data section.
         itemsize: Bytes per element.
         shapes: Shape of each tensor.
         num_files: Number of files.
@@ -41,7 +41,7 @@ class FilePlacement:
     """Shards in file order, as columns.
 
     Attributes:
-        number: Index in HeldParts.
+        index: Index in HeldParts.
         tensor: Tensor index.
         box: Box index.
         start: First element of the span.
@@ -49,9 +49,9 @@ class FilePlacement:
         itemsize: Bytes per element.
         num_bytes: Size in bytes.
         is_strided: Whether the shard is more than one run in the file.
-        position: Offset of the first byte in the file's data section.
+        offset: Offset of the first byte in the file's data section.
         primary: Primary rank.
-        holders: Index into the sets of replicas.
+        replicas: Index into the sets of replicas.
     """
 
     index: np.ndarray
@@ -235,12 +235,12 @@ class _SplitPoints:
     """Split points of regions. Regions are concatenated, so that offsets ascend over all of them.
 
     Attributes:
-        part: Shards of the regions, by region and offset.
-        place: Offset of each of `shard`.
+        shard: Shards of the regions, by region and offset.
+        offset: Offset of each of `shard`.
         region: Region of each of `shard`, from 0.
-        holders: Index of the set of replicas, per region.
-        cut: Split points; one less per region than it has replicas.
-        region_of_cut: Region of each of `split`.
+        replicas: Index of the set of replicas, per region.
+        split: Split points; one less per region than it has replicas.
+        region_of_split: Region of each of `split`.
     """
 
     shard: np.ndarray

@@ -60,7 +60,7 @@ class PlannedPart:
     """Checkpoint part with its save plan.
 
     Args:
-        component: Part to save.
+        part: Part to save.
         plan: Save plan.
         single_name: File name if the part is not sharded.
         images: Cache of file images (everything but the data) for this plan; extended here.

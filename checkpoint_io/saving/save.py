@@ -36,15 +36,15 @@ class SaveRequest:
     Attributes:
         target: Final directory or file.
         is_directory: Whether the target is a directory.
-        components: Parts of the checkpoint.
+        parts: Parts of the checkpoint.
         documents: Further small files, written by rank 0, by name.
         manifest_name: Name of a manifest over the documents and the parts' manifests. Optional, defaults to no
             such manifest.
-        facts: JSON metadata of the save for the manifest.
+        metadata: JSON metadata of the save for the manifest.
         is_stale: Predicate: a file of this name, relative to the target, is a leftover of the replaced save.
         is_related: Predicate: a save to this sibling name belongs to the same run; see `Transaction`.
         after_commit: Called on rank 0 after the commit.
-        doing: Description of the operation for messages.
+        action: Description of the operation for messages.
     """
 
     target: Path
@@ -80,7 +80,7 @@ class SaveSession:
 
     Attributes:
         name: Unique name of the save, equal on all ranks.
-        components: Planned parts of the checkpoint.
+        parts: Planned parts of the checkpoint.
         host_of_rank: Host index of each rank; equal for ranks on the same machine.
     """
 

@@ -245,7 +245,7 @@ class _GatheredState:
     Attributes:
         per_rank: Plain values of each rank.
         optimizer_values: Plain values of each optimizer as JSON.
-        waiting: Accumulated gradients of the optimizers for which any rank has some.
+        accumulated: Accumulated gradients of the optimizers for which any rank has some.
         reduced: Names of those optimizers of which some gradients are already reduced over ranks.
     """
 

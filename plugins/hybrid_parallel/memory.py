@@ -114,7 +114,7 @@ class _LocalMemoryRequest(MemoryRequest):
     """Memory request for a rank's part of the model, with known activations.
 
     Args:
-        whole: Request for the full model.
+        full: Request for the full model.
         local: The model with the rank's shards.
         held: Names of the parameters that the rank holds, or None for all.
         profile: Profile of the rank's activations.
@@ -181,7 +181,7 @@ class _ModuleMemory:
 
     Attributes:
         kept: Bytes of activations that its forward saves for backward.
-        passing: Additional bytes at the peak of its forward and backward, relative to the end of its forward.
+        transient: Additional bytes at the peak of its forward and backward, relative to the end of its forward.
         returned: Bytes of its output.
     """
 
@@ -199,9 +199,9 @@ class _StageActivations:
 
     Args:
         stage: Index of the stage.
-        division: Partition of the model into stages.
+        stage_partition: Partition of the model into stages.
         profile: Profile of one microbatch in the full model.
-        num_micro_batches: Number of microbatches of a step.
+        num_microbatches: Number of microbatches of a step.
     """
 
     def __init__(

@@ -38,13 +38,13 @@ class HybridModel(ZeroModel):
 
     Args:
         module: The user's model, sharded and parallelized.
-        tensor_ranks: The tensor-parallel group, or None if layers are unsharded.
-        sequence_ranks: The group of the sp axis, or None without one.
+        tp_group: The tensor-parallel group, or None if layers are unsharded.
+        sp_group: The group of the sp axis, or None without one.
         data_group: Group of the ranks that get different data and hold the same shards.
         replica_group: Group of the ranks that get the same batch.
         is_primary: If True, this rank is primary among those with the same shards.
         broadcasts_buffers: If True, broadcast the group's first rank's buffers before each forward in training.
-        carved: The pipeline stage's part of the model; optional, defaults to no pipeline.
+        stage_model: The pipeline stage's part of the model; optional, defaults to no pipeline.
         stage: Pipeline stage of this rank.
 
     Attributes:

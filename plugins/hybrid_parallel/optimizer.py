@@ -36,7 +36,7 @@ class HybridOptimizer(ZeroOptimizer):
         optim: The user's optimizer, with only the stage's parameters in its param groups.
         model: The boosted model.
         settings: ZeRO settings.
-        carved: The stage's part of the model; optional, defaults to no pipeline.
+        stage_model: The stage's part of the model; optional, defaults to no pipeline.
         sharing_groups: Process groups by the stages that share parameters, for all sets with this stage.
         stage: Pipeline stage of this rank.
         stage_group: Group of the ranks of the pipeline.

@@ -115,8 +115,8 @@ class ModelPartitioner:
         verbose: If True, log the plan of every model, otherwise only derived plans.
 
     Attributes:
-        tensor_ranks: The tensor-parallel group, or None if layers are unsharded.
-        sequence_ranks: The group of the sp axis, or None without one.
+        tp_group: The tensor-parallel group, or None if layers are unsharded.
+        sp_group: The group of the sp axis, or None without one.
         weight_gradients: Queue of deferred weight gradients, or None if the schedule defers none.
     """
 

@@ -52,8 +52,8 @@ class PipelineRuntime:
     Args:
         model: The boosted model.
         arguments: Pipeline arguments of the plugin.
-        transport: Point-to-point communication with the other stages.
-        agreement: Consistency check of batches over all ranks.
+        p2p: Point-to-point communication with the other stages.
+        consistency: Consistency check of batches over all ranks.
         weight_gradients: Deferred weight gradients, or None if the schedule has none.
         stage: Index of this stage.
         stage_group: Group of the pipeline's ranks.

@@ -24,7 +24,7 @@ class InputGradHook:
 
     Args:
         module: Module that `fully_shard` was applied to.
-        arrived: Callback in backward when the inputs' gradients are ready.
+        callback: Callback in backward when the inputs' gradients are ready.
     """
 
     def __init__(self, module: nn.Module, callback: Callable[..., None]) -> None:

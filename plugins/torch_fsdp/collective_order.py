@@ -49,7 +49,7 @@ class CollectiveRequest:
 
     Attributes:
         kind: Kind of collective.
-        unit: Index of the parameter group in the model.
+        param_group: Index of the parameter group in the model.
     """
 
     kind: CollectiveKind

@@ -45,8 +45,8 @@ class PrecisionDtypes:
         buffer_dtype: Dtype that floating-point buffers are cast to once; optional, by default they are not cast.
         output_dtype: Dtype of the root's floating-point outputs; optional, by default they are not cast.
         casts_root_inputs: If True, floating-point inputs of the model are cast to `param_dtype`.
-        casts_unit_inputs: If True, floating-point inputs of wrapped modules are cast to `param_dtype`.
-        keeps_own_format: Classes of modules that compute in the dtype of their weights.
+        casts_module_inputs: If True, floating-point inputs of wrapped modules are cast to `param_dtype`.
+        own_dtype_classes: Classes of modules that compute in the dtype of their weights.
     """
 
     param_dtype: torch.dtype | None = None
@@ -582,7 +582,7 @@ class FSDPPrecision(BoosterPrecision):
     """Shards keep their dtype; weights are gathered, and inputs cast, in the dtype of FSDP2's policy.
 
     Args:
-        formats: Dtypes of the policy.
+        policy: Dtypes of the policy.
     """
 
     def __init__(self, policy: PrecisionDtypes) -> None:

@@ -27,7 +27,7 @@ class SimulatedParamGroup:
     Attributes:
         num_ranks: Size of the shard group.
         shapes: Unsharded shapes of the parameters, by name.
-        trained: Names of trainable parameters.
+        trainable: Names of trainable parameters.
         dtype: Dtype of the shards.
         compute_dtype: Dtype of gathered weights and of their gradients.
         casts: Whether FSDP2 casts the weights when it gathers them.
@@ -35,8 +35,8 @@ class SimulatedParamGroup:
         reshards: Argument `reshard_after_forward` of `fully_shard`, with its default resolved.
         is_root: Whether this is the root's group.
         shard_numel: Elements of every rank's shards, with padding.
-        trained_numel: Elements of trainable parameters among them.
-        whole_bytes: Bytes of the gathered weights.
+        trainable_numel: Elements of trainable parameters among them.
+        gathered_bytes: Bytes of the gathered weights.
     """
 
     num_ranks: int
@@ -135,7 +135,7 @@ class BufferSimulation:
     the pool and are kept.
 
     Args:
-        units: Parameter groups by the name of their module.
+        groups: Parameter groups by the name of their module.
         pools: If True, buffers are allocated from a pool.
     """
 

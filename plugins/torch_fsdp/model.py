@@ -163,9 +163,9 @@ class FSDPModel(ModelWrapper):
 
     Args:
         module: The user's model, to which `fully_shard` was applied.
-        units: Parameter groups of the model.
-        whole: Replicated parameters, which belong to no parameter group.
-        coordinator: Coordinator of the parameter groups.
+        groups: Parameter groups of the model.
+        replicated_params: Replicated parameters, which belong to no parameter group.
+        collective_order: Coordinator of the parameter groups.
         is_primary: If True, this rank writes data that all ranks hold.
         writes_shards: If True, this rank writes its shards; False on the other replicas.
         broadcasts_buffers: If True, buffers are broadcast from rank 0 before each forward in training.

@@ -97,7 +97,7 @@ class OptimizerSettings:
 
     Attributes:
         kind: Unit of data that an update depends on.
-        agreement_group: CPU group of all data-parallel ranks; None if the world group is one.
+        control_group: CPU group of all data-parallel ranks; None if the world group is one.
         shard_group: Group that the parameters are sharded over.
         replica_group: Group of the ranks with the same shards, or None.
         is_primary: If True, this rank writes its shards; False on the other replicas.

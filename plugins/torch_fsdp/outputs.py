@@ -30,7 +30,7 @@ class ViewSafeOutputs:
 
     Args:
         module: Module that `fully_shard` is about to be applied to.
-        copies_views: If True, views are cloned; needed where the weights are freed after forward.
+        clones_views: If True, views are cloned; needed where the weights are freed after forward.
     """
 
     def __init__(self, module: nn.Module, *, clones_views: bool) -> None:
@@ -80,7 +80,7 @@ class DtypeBoundary:
 
     Args:
         module: Module with weights, not sharded yet.
-        outside: Compute dtype of the rest of the model.
+        model_dtype: Compute dtype of the rest of the model.
     """
 
     def __init__(self, module: nn.Module, model_dtype: torch.dtype) -> None:

@@ -74,7 +74,7 @@ class ShardedParam:
         state: FSDP2's `FSDPParam`.
         rank: This rank's index in the group that the parameter is sharded over.
         is_used: Whether a backward of this accumulation produced a gradient.
-        address: Data pointer of this rank's shard when the model was boosted.
+        data_ptr: Data pointer of this rank's shard when the model was boosted.
     """
 
     name: str
@@ -197,7 +197,7 @@ class ParamGroupAllGather(AllGather):
     """All-gather of a parameter group's weights.
 
     Args:
-        unit: Parameter group.
+        param_group: Parameter group.
     """
 
     def __init__(self, param_group: ParamGroup) -> None:
@@ -229,7 +229,7 @@ class ParamGroupReduceScatter(ReduceScatter):
     FSDP2 calls `allocate` for the input (unsharded), then for the output (this rank's shard).
 
     Args:
-        unit: Parameter group.
+        param_group: Parameter group.
     """
 
     def __init__(self, param_group: ParamGroup) -> None:

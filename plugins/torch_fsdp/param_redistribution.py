@@ -73,10 +73,10 @@ class _AllToAllPlan:
     """All-to-all plan for a subset of the parameters; all sizes are bytes.
 
     Attributes:
-        members: Indices of the parameters, sorted by owner.
+        params: Indices of the parameters, sorted by owner.
         to_owners: Bytes that this rank sends to each owner, 0 to itself.
         from_ranks: Bytes that this rank receives from each rank as the owner, 0 from itself.
-        largest: Largest size between any two ranks.
+        max_bytes: Largest size between any two ranks.
     """
 
     params: tuple[int, ...]
@@ -93,7 +93,7 @@ class ParamRedistribution:
     rank: the bytes that it sends, and twice those that it receives.
 
     Args:
-        members: Parameters, equal on all ranks; other arguments refer to them by index.
+        params: Parameters, equal on all ranks; other arguments refer to them by index.
         owners: Owner rank of each parameter, as returned by `assign_owners`.
         group: Group that the rows are sharded over; None for the world group.
         device: Device of the unsharded tensors.

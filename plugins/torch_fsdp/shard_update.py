@@ -29,7 +29,7 @@ class ReplicatedParam:
         parameter: Parameter of the model.
         owner: Rank in the shard group that updates the parameter.
         is_used: Whether a backward of this accumulation produced a gradient.
-        sums: Reduced gradient, on the owner only.
+        reduced_grad: Reduced gradient, on the owner only.
     """
 
     name: str
@@ -343,7 +343,7 @@ class OwnedUpdates:
 
     Args:
         updates: Updates of the parameters, equal on all ranks.
-        exchange: Redistribution over the shard group; its indices are those of `updates`.
+        redistribution: Redistribution over the shard group; its indices are those of `updates`.
     """
 
     def __init__(self, updates: Sequence[OwnedUpdate], redistribution: ParamRedistribution) -> None:
@@ -385,7 +385,7 @@ class OwnedUpdates:
         """Write the owners' updated parameters back to all ranks' shards. Collective.
 
         Args:
-            everything: If True, unused parameters are written as well.
+            include_unused: If True, unused parameters are written as well.
         """
         chosen = dict(enumerate(self.updates)) if include_unused else self._used()
         full_params = {

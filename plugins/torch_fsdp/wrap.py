@@ -90,7 +90,7 @@ class _ModuleGraph:
 
     Args:
         root: Root module. Other modules may have several parents.
-        whole: Parameters to leave out.
+        replicated: Parameters to leave out.
     """
 
     def __init__(self, root: nn.Module, replicated: Collection[nn.Parameter]) -> None:
@@ -292,11 +292,11 @@ class FSDPModelBuilder:
     Attributes:
         mesh: Device mesh with the axes "replica" and "shard".
         strategy: Sharding and replication of weights.
-        formats: Dtypes of FSDP's mixed precision, or None.
+        precision_dtypes: Dtypes of FSDP's mixed precision, or None.
         offload_policy: FSDP2's offload policy.
         auto_wrap_policy: Policy that selects the modules to wrap; optional, defaults to repeated blocks.
         ignored_modules: Modules whose parameters are replicated.
-        coordination_group: CPU group of the shard axis.
+        order_group: CPU group of the shard axis.
         is_primary: If True, this rank writes data that all ranks hold.
         broadcasts_buffers: If True, buffers are broadcast from rank 0 before each forward in training.
     """

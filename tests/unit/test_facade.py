@@ -285,7 +285,7 @@ class TestMistakes:
             booster.boost(model, "adam")
         with pytest.raises(ConfigError, match="is not callable"):
             booster.boost(model, criterion=3)
-        with pytest.raises(ConfigError, match="device='cudaa' is no device"):
+        with pytest.raises(ConfigError, match="device='cudaa' is not a torch device"):
             Booster(device="cudaa")
         with pytest.raises(ConfigError, match="not a torch DataLoader"):
             booster.boost(model, dataloader=[1, 2])

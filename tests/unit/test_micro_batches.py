@@ -138,7 +138,7 @@ def test_an_empty_batch_is_refused():
 
 @pytest.mark.parametrize(("number", "size"), [(None, None), (2, 2), (0, None), (None, -1)])
 def test_numbers_that_do_not_say_how_to_split_are_refused(number, size):
-    with pytest.raises(ConfigError, match="don't say how to split a batch of 4 samples"):
+    with pytest.raises(ConfigError, match="do not define a split of a batch of 4 samples"):
         split_batch(torch.zeros(4), num_microbatches=number, microbatch_size=size)
 
 

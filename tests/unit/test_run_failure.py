@@ -137,7 +137,7 @@ class TestLastSigns:
         place = Progress(num_steps=10 * attempt + launch, phases=("backward",), seconds=2.0)
         note = {"time": 99.5, "state": state, "progress": progress_to_json(place)}
         if sign:
-            PrefixStore("booster.signs", PrefixStore("0/", store)).set(str(rank), json.dumps(note))
+            PrefixStore("booster.heartbeats", PrefixStore("0/", store)).set(str(rank), json.dumps(note))
 
     def test_each_rank_of_the_last_launch_has_its_place(self, server):
         for launch in (1, 2):
@@ -167,7 +167,7 @@ class TestLastSigns:
 
     def test_what_is_no_sign_is_not_told_of(self, server):
         self.tell(server, 0)
-        key = "booster/attempt_0/launch_1/0//booster.signs/0"
+        key = "booster/attempt_0/launch_1/0//booster.heartbeats/0"
         assert server.check([key])
         server.set(key, "[]")
         assert self.asked(server, 1) == ""
@@ -182,7 +182,7 @@ class TestLastSigns:
         with listening() as listener:
             assert describe_last_heartbeats("127.0.0.1", listener.getsockname()[1], 2, 0, reference_time=0.0) == ""
         for thread in threading.enumerate():
-            if thread.name == "booster-last-signs":  # it gives up as well, now that nobody is there
+            if thread.name == "booster-last-heartbeats":  # it gives up as well, now that nobody is there
                 thread.join(60)
                 assert not thread.is_alive()
 

@@ -92,7 +92,7 @@ def test_places_say_what_the_batches_are():
         ranks = samplers(n, batch_size, dp_size, shuffle=True)
         position, real = 0, 0
         for parts in zip(*ranks, strict=True):
-            place = ranks[0].place(position)
+            place = ranks[0].batch_at(position)
             assert {len(part) for part in parts} == {place.num_samples}
             real += place.num_samples * dp_size - place.num_repeated
             assert place.stop == real
@@ -187,7 +187,7 @@ def test_batch_survives_the_way_to_a_worker():
         ({"dp_size": 0, "dp_rank": 0}, "dp_size=0"),
         ({"batch_size": 0}, "batch_size=0"),
         ({"batch_size": 1.5}, "batch_size=1.5"),
-        ({"num_samples": 7, "drop_last": True}, "7 samples are less than one global batch of 8"),
+        ({"num_samples": 7, "drop_last": True}, "7 samples are less than a global batch of 8"),
     ],
 )
 def test_wrong_arguments(arguments, words):

@@ -476,9 +476,9 @@ def test_split_at_children_of_a_parent() -> None:
         (["transformer.h.0"], "the first module that can be divided"),
         (["transformer.h.1", "transformer.h.1"], "more than once"),
         (["transformer.h.1.mlp"], "which is inside of 'transformer.h.1', one layer"),
-        ("transformer.h.1", "is no list of names"),
-        ([], "is no list of names"),
-        ([3], "is no list of names"),
+        ("transformer.h.1", "is not a list of names"),
+        ([], "is not a list of names"),
+        ([3], "is not a list of names"),
     ],
 )
 def test_mistakes_in_a_split(split: Any, words: str) -> None:
@@ -522,8 +522,8 @@ def test_execution_sequence() -> None:
         (["stem", "lefft"], "no such module: did you mean 'left'"),
         ([torch.tanh], "has no names of modules"),
         ([], "has no names of modules"),
-        ("stem", "is no list"),
-        (["stem", 3], "is no list"),
+        ("stem", "is not a list"),
+        (["stem", 3], "is not a list"),
         ([nn.Linear(6, 12)], "not in the model: put it in"),
     ],
 )

@@ -167,7 +167,7 @@ class Workload:
         forward: Computes the loss.
         backward: Computes and reduces the gradients.
         step: Updates the weights and zeroes the gradients.
-        loss_share: Returns this rank's contribution to the loss of the global batch, a sum over ranks.
+        loss_contribution: Returns this rank's contribution to the loss of the global batch, a sum over ranks.
         close: Frees resources such as process groups.
     """
 

@@ -25,7 +25,7 @@ class BenchmarkResult:
 
     Attributes:
         configuration: The measured configuration.
-        figures: Metrics, each the maximum over ranks; None if the measurement failed.
+        metrics: Metrics, each the maximum over ranks; None if the measurement failed.
         loss_difference: Largest relative difference from the losses of one process; None if not compared.
         error: Error of the measurement or of the losses; None on success.
     """

@@ -59,7 +59,7 @@ def describe_last_heartbeats(
                 _read_heartbeats(_connect(host, port), min(world_size, _MAX_LISTED), restart_count, reference_time)
             )
 
-    thread = threading.Thread(target=ask, name="booster-last-signs", daemon=True)
+    thread = threading.Thread(target=ask, name="booster-last-heartbeats", daemon=True)
     join_at_exit(thread)
     thread.start()
     thread.join(_READ_TIMEOUT_SECONDS)
@@ -86,7 +86,7 @@ def _read_heartbeats(store_client: Any, num_ranks: int, restart_count: int, refe
         store: Any = PrefixStore(f"booster/attempt_{restart_count}/launch_{launch}", store_client)
         if not any(store.check([f"card/{rank}"]) for rank in range(num_ranks)):
             break
-        launch, heartbeat_store = launch + 1, PrefixStore("booster.signs", PrefixStore(_WORLD_PREFIX, store))
+        launch, heartbeat_store = launch + 1, PrefixStore("booster.heartbeats", PrefixStore(_WORLD_PREFIX, store))
     if heartbeat_store is None:
         return []
     heartbeats = {
@@ -117,11 +117,11 @@ class ExitRecords:
 
     Attributes:
         host: Name of the node; "" for a single node.
-        attempt: Restart count of the job, where torch's own may differ between nodes.
-        gone: Processes that had exited before the launcher terminated the others; None if it terminated none.
+        restart_count: Restart count of the job, where torch's own may differ between nodes.
+        exited: Processes that had exited before the launcher terminated the others; None if it terminated none.
         stopped: Processes that were stopped at that time.
-        seen_ns: Time of that check, by this machine's clock.
-        signs: Description of the ranks' last heartbeats, if they were read.
+        checked_ns: Time of that check, by this machine's clock.
+        last_heartbeats: Description of the ranks' last heartbeats, if they were read.
     """
 
     host: str = ""

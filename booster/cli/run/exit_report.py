@@ -203,11 +203,11 @@ class HostExit:
         host: Name of the host.
         code: Exit code of ssh: that of the host's launcher, or 255 if ssh itself failed.
         has_started: Whether the host's launcher started.
-        was_told_to_end: Whether it was terminated after a failure elsewhere or a signal.
+        was_terminated: Whether it was terminated after a failure elsewhere or a signal.
         failures: Failed ranks of this host.
         world_size: Number of ranks of all hosts; 0 if no rank failed.
-        refusal: Error message of its launcher, if it could not start or continue.
-        last_words: Last lines of stderr and stdout that no rank wrote: of ssh, the shell or the launcher.
+        error: Error message of its launcher, if it could not start or continue.
+        output_tail: Last lines of stderr and stdout that no rank wrote: of ssh, the shell or the launcher.
     """
 
     host: str
@@ -303,7 +303,7 @@ def _lost_text(host_exit: HostExit) -> str:
             " with it: check that the host is up, and whether the system killed the launcher there for lack of memory"
         )
     output = "\n".join(host_exit.output_tail)
-    matches = (rest for texts, *rest in _SSH_REASONS if any(sign in output for sign in texts))
+    matches = (rest for texts, *rest in _SSH_REASONS if any(text in output for text in texts))
     reason, advice = next(matches, ["ssh failed", "try `ssh {host} true`"])
     return f"booster run: can't start on {host_exit.host}: {reason} ({tail}): {advice.format(host=host_exit.host)}"
 

@@ -62,7 +62,7 @@ class RankLogs(DefaultLogsSpecs):
     Args:
         log_dir: Directory for the ranks' error reports and the pipes.
         output: Adds prefixes to lines; optional, defaults to inherited stdout and stderr.
-        attempt: Returns the restart count of the job, where torch's own may differ between nodes; None to keep torch's.
+        restart_count: Returns the restart count of the job, as torch's may differ between nodes; None keeps torch's.
     """
 
     def __init__(

@@ -64,7 +64,7 @@ class _RendezvousHandler(RendezvousHandler):
     def _exchange(self, round_info: RendezvousInfo) -> int:
         # `round_info.store` belongs to this round alone.
         if round_info.rank == 0:
-            round_info.store.set("booster/attempt", str(self._job_store.add("meetings", 1) - 1))
+            round_info.store.set("booster/attempt", str(self._job_store.add("rounds", 1) - 1))
         requested = round_info.world_size if self._requested_rank is None else self._requested_rank
         round_info.store.set(f"booster/wanted/{round_info.rank}", str(requested))
         all_requested = [int(round_info.store.get(f"booster/wanted/{rank}")) for rank in range(round_info.world_size)]

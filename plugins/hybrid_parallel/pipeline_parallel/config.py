@@ -110,10 +110,12 @@ class PipelineArguments:
     def _check_numbers(self) -> None:
         for name in ("num_microbatches", "microbatch_size"):
             if getattr(self, name) is not None and not _is_count(getattr(self, name)):
-                raise ConfigError(f"{name}={getattr(self, name)!r} is no number: give a whole number from 1, or None")
+                raise ConfigError(
+                    f"{name}={getattr(self, name)!r} is not a number: give a whole number from 1, or None"
+                )
         if not _is_count(self.num_chunks):
             raise ConfigError(
-                f"num_model_chunks={self.num_chunks!r} is no number of pieces that a stage could hold: give a whole"
+                f"num_model_chunks={self.num_chunks!r} is not a number of model chunks per stage: give a whole"
                 " number from 1"
             )
         layers = self.num_layers_per_stage

@@ -120,7 +120,7 @@ def _sizes(size: int, num_microbatches: int | None, microbatch_size: int | None)
     number = num_microbatches if microbatch_size is None else microbatch_size
     if number is None or number < 1 or (num_microbatches is not None and microbatch_size is not None):
         raise ConfigError(
-            f"num_micro_batches={num_microbatches} and micro_batch_size={microbatch_size} don't say how to split a"
+            f"num_microbatches={num_microbatches} and microbatch_size={microbatch_size} do not define a split of a"
             f" batch of {size} samples: give one of them, at least 1"
         )
     if microbatch_size is not None:

@@ -331,7 +331,7 @@ class SentActivation:
     """A sent activation.
 
     Attributes:
-        form: Tree spec of the activation.
+        spec: Tree spec of the activation.
         edges: Gradient edges of its tensors that require gradients, in order.
     """
 
@@ -364,7 +364,7 @@ class StageP2P:
         stage: Index of this stage.
         ends: Returns group and peer of a link.
         device: Compute device of the stage.
-        caches_forms: If True, headers are cached, see Note [Cached shapes]; otherwise each activation has one.
+        caches_specs: If True, headers are cached, see Note [Cached shapes]; otherwise each activation has one.
     """
 
     def __init__(

@@ -96,7 +96,7 @@ class PlaceholderModules:
             if base not in _classes:
                 _classes[base] = type(base.__name__, (_Placeholder, base), {"__module__": base.__module__})
             inner.__class__ = _classes[base]
-            inner.__dict__["_pipeline_stand_in"] = (full, self)
+            inner.__dict__["_pipeline_placeholder"] = (full, self)
 
     def values(self, name: str, like: torch.Tensor) -> torch.Tensor:
         """Return a tensor of the same shape and dtype that takes no memory."""
@@ -153,10 +153,10 @@ class _Placeholder(nn.Module):
     """Mixin of placeholders."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        name, stand_ins = self.__dict__["_pipeline_stand_in"]
-        if stand_ins.is_on_meta:
+        name, placeholders = self.__dict__["_pipeline_placeholder"]
+        if placeholders.is_on_meta:
             return super().__call__(*args, **kwargs)
-        return stand_ins.run(name, super().__call__, self, args, kwargs)
+        return placeholders.run(name, super().__call__, self, args, kwargs)
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -168,8 +168,8 @@ class _Placeholder(nn.Module):
             if name in absent.buffers:
                 return absent.buffers[name]
             parameter = absent.parameters[name]
-            own_name, stand_ins = self.__dict__["_pipeline_stand_in"]
-            return None if parameter is None else stand_ins.values(own_name, parameter)
+            own_name, placeholders = self.__dict__["_pipeline_placeholder"]
+            return None if parameter is None else placeholders.values(own_name, parameter)
 
 
 _classes: dict[type[nn.Module], type[nn.Module]] = {}

@@ -292,7 +292,7 @@ class StageActivation:
 
     Attributes:
         output: Output of the last layer.
-        carried: Outputs of complete modules that later chunks need, by module name.
+        skip_outputs: Outputs of complete modules that later chunks need, by module name.
     """
 
     def __init__(self, output: Any, carried: Mapping[str, Any]) -> None:
@@ -321,13 +321,13 @@ class ChunkForward:
     """State of one chunk forward.
 
     Args:
-        piece: Model chunk.
+        chunk: Model chunk.
         received: Activation from the previous chunk; None for the first one.
 
     Attributes:
-        is_live: Whether values computed now are used; see Note [Chunk forward].
-        next_unit: Index of the first layer that may run next; conditional layers may be skipped.
-        carried: Outputs of complete modules, by name.
+        is_computing: Whether values computed now are used; see Note [Chunk forward].
+        next_layer: Index of the first layer that may run next; conditional layers may be skipped.
+        skip_outputs: Outputs of complete modules, by name.
     """
 
     def __init__(self, chunk: ModelChunk, received: StageActivation | None) -> None:

@@ -46,8 +46,8 @@ class StageModel:
     """Model of one stage.
 
     Attributes:
-        division: Assignment of the model's layers to stages.
-        pieces: Model chunks of this stage.
+        partition: Assignment of the model's layers to stages.
+        chunks: Model chunks of this stage.
         parameters: Parameters of the full model by logical name, the first name in the user's model. Those of other
             stages are on the meta device.
         held: Logical names of this stage's parameters.
@@ -56,7 +56,7 @@ class StageModel:
         holders: Stages of each parameter that is on several of them, by logical name, in an order equal on all ranks.
         layouts: Shard spec of each parameter.
         context: State of the chunk forward that is running.
-        stand_ins: Placeholders of the modules of other stages.
+        placeholders: Placeholders of the modules of other stages.
         buffers: Persistent buffers of the full model, by each of their names.
         tied: Further names of each tied parameter or persistent buffer, by its first name.
     """

@@ -21,7 +21,7 @@ class SequenceParallelGroup:
             "ring_attn" passes keys and values in a ring (Ring Attention, Liu et al. 2023).
         size: Number of ranks.
         rank: This rank in the group.
-        streams: RNG state of this rank's tokens.
+        rng: RNG state of this rank's tokens.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, mode: Literal["all_to_all", "ring_attn"]) -> None:

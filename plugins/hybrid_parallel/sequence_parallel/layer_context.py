@@ -40,7 +40,7 @@ class SequenceInfo:
     Attributes:
         length: Tokens of the full sequence.
         hidden: Position or name of the hidden states' argument.
-        wholes: Positions or names of arguments that are other, unsharded sequences, such as encoder states.
+        unsharded: Positions or names of arguments that are other, unsharded sequences, such as encoder states.
     """
 
     length: int
@@ -54,7 +54,7 @@ class LayerContext:
     Attributes:
         stack: The layer's stack.
         num_attentions: Number of attention calls so far.
-        is_attending: Whether attention is running, whose inner calls are not dispatched again.
+        is_in_attention: Whether attention is running, whose inner calls are not dispatched again.
         local_sizes: Number of sequences and of this rank's tokens, or None if unknown.
     """
 

@@ -28,8 +28,8 @@ class _StackForward:
 
     Attributes:
         length: Tokens of the full sequence.
-        notes: Layer outputs that transformers captures.
-        shared: Unsharded arguments and their copies, by the argument's id.
+        captured: Layer outputs that transformers captures.
+        replicated: Unsharded arguments and their copies, by the argument's id.
     """
 
     length: int
@@ -48,7 +48,7 @@ class LayerStack:
 
     Attributes:
         splitter: Sharding of the sequence.
-        splits_attention: Whether attention sees this rank's tokens only.
+        shards_attention: Whether attention sees this rank's tokens only.
     """
 
     def __init__(self, splitter: SequenceSplitter) -> None:

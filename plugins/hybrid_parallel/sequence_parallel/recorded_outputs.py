@@ -53,7 +53,7 @@ class CapturedOutputs:
 
         Args:
             local_shape: Shape of this rank's hidden states.
-            join: Function that gathers a tensor along a dimension of tokens.
+            gather_tokens: Function that gathers a tensor along a dimension of tokens.
 
         Collective: yes.
         """

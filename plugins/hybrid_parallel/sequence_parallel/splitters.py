@@ -166,7 +166,7 @@ class SequenceAxisSplitter:
     """Sharding over ranks with the same weights; attention in the stack communicates.
 
     Args:
-        ranks: The sequence-parallel group.
+        sp_group: The sequence-parallel group.
     """
 
     def __init__(self, sp_group: SequenceParallelGroup) -> None:
@@ -213,7 +213,7 @@ class TensorAxisSplitter:
     """Sharding over the tensor-parallel ranks, whose regions gather the tokens again (arXiv:2205.05198).
 
     Args:
-        ranks: The tensor-parallel group.
+        tp_group: The tensor-parallel group.
     """
 
     def __init__(self, tp_group: TensorParallelGroup) -> None:

@@ -45,7 +45,7 @@ class AsyncGradInput:
     Args:
         x: The input, equal on all ranks.
         layers: Layers known to read it.
-        ranks: The tensor-parallel group.
+        tp_group: The tensor-parallel group.
     """
 
     def __init__(self, x: torch.Tensor, layers: Sequence[nn.Module], tp_group: TensorParallelGroup) -> None:
@@ -71,7 +71,7 @@ class PendingAllReduce:
     """All-reduce in flight between a Communicate and a Wait node.
 
     Attributes:
-        finish: Function that waits for it, or None if none is in flight.
+        wait: Function that waits for it, or None if none is in flight.
     """
 
     def __init__(self) -> None:
@@ -88,7 +88,7 @@ class WGradOperands:
     """Operands of a weight's gradient: pairs of matrices that matmul nodes leave to the weight's node.
 
     Args:
-        later: The weight's deferrable gradient; optional, defaults to computing it in backward.
+        deferred: The weight's deferrable gradient; optional, defaults to computing it in backward.
     """
 
     def __init__(self, deferred: DeferredWGrad | None = None) -> None:
@@ -131,10 +131,10 @@ class OverlappedWeight:
 
     Args:
         weight: The weight, which needs a gradient.
-        later: Its deferrable gradient, or None.
+        deferred: Its deferrable gradient, or None.
 
     Attributes:
-        stash: Operands of the gradient.
+        operands: Operands of the gradient.
         view: View of the weight for matmuls.
     """
 

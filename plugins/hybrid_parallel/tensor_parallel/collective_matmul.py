@@ -50,7 +50,7 @@ class TokenChunks:
     """Chunks of the tokens in the second to last dimension; the dimensions before it are sequences.
 
     Args:
-        ranks: The tensor-parallel group.
+        tp_group: The tensor-parallel group.
         sizes: Number of tokens of each rank, not all 0.
     """
 

@@ -35,7 +35,7 @@ class DeferredWGrad:
 
     Attributes:
         weight: The weight, a leaf.
-        keeper: Queue that decides whether the gradient is deferred, and receives its operands.
+        queue: Queue that decides whether the gradient is deferred, and receives its operands.
     """
 
     weight: torch.Tensor

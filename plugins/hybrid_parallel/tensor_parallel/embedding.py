@@ -28,10 +28,10 @@ class VocabShard:
     """Vocabulary shard of a rank.
 
     Attributes:
-        ranks: The tensor-parallel group.
+        tp_group: The tensor-parallel group.
         start: First entry of this rank.
         stop: End of this rank's entries, exclusive.
-        num_entries: Size of the vocabulary.
+        vocab_size: Size of the vocabulary.
         multiple: Multiple to which the vocabulary is padded.
         gathers_output: If True, a head returns the logits of all entries as a plain tensor.
     """

@@ -40,7 +40,7 @@ class ColumnParallelConfig:
     """Settings of a column-parallel layer.
 
     Attributes:
-        ranks: The tensor-parallel group.
+        tp_group: The tensor-parallel group.
         sizes: Number of output features of each rank.
         gathers_output: If True, the layer returns the features of all ranks.
         is_input_gathered: If True, the input comes from `all_gather_sequence` or `copy_to_tp_region` already.
@@ -86,7 +86,7 @@ class RowParallelConfig:
     """Settings of a row-parallel layer.
 
     Attributes:
-        ranks: The tensor-parallel group.
+        tp_group: The tensor-parallel group.
         sizes: Number of input features of each rank.
         splits_input: If True, the input has the features of all ranks.
         reduces: If True, the output is reduced over the ranks.

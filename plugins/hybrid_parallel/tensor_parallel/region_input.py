@@ -35,7 +35,7 @@ class GatheredRegionInput:
     """Hook that all-gathers the tokens of all ranks at the input of a parallel region.
 
     Args:
-        ranks: The tensor-parallel group.
+        tp_group: The tensor-parallel group.
         layers: The column-parallel layers that read the region's input.
     """
 
@@ -77,7 +77,7 @@ class _GatherGeometry:
     """Geometry of an all-gather.
 
     Attributes:
-        ranks: The tensor-parallel group.
+        tp_group: The tensor-parallel group.
         dim: Dimension of the tokens.
         sizes: Number of tokens of each rank.
     """

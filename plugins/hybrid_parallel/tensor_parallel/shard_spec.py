@@ -48,7 +48,7 @@ class UnitRange:
     Attributes:
         start: First unit.
         stop: End of the range, exclusive.
-        num_foreign: Number of leading units whose primary copy is on another rank.
+        num_non_primary: Number of leading units whose primary copy is on another rank.
     """
 
     start: int

@@ -42,7 +42,7 @@ class Linear3D(nn.Module):
 
     Args:
         linear: Unsharded layer; its values are copied.
-        grid: Result of `linear_3d_mesh`.
+        mesh: Result of `linear_3d_mesh`.
         is_second: If True, the input is the output of another such layer: the axes input and output swap roles.
 
     Raises:

@@ -38,7 +38,7 @@ class SummaLinear(nn.Module):
 
     Args:
         linear: Unsharded layer; its values are copied.
-        grid: Result of `summa_mesh`.
+        mesh: Result of `summa_mesh`.
 
     Raises:
         ConfigError: The layer's features are not divisible by the mesh sizes.

@@ -73,11 +73,11 @@ class EquivalenceCheck:
     Attributes:
         module: Copy of the module in double precision with random weights.
         inputs: Its input.
-        call: Its other arguments, by name.
+        arguments: Its other arguments, by name.
         output: Its output tensors.
         calls: Input and output of each linear layer that was called exactly once, in call order.
         num_heads: Numbers of heads in calls of attention functions.
-        has_raised_for_sizes: Whether a split failed because the module's code reshapes with unsharded sizes.
+        had_size_error: Whether a split failed because the module's code reshapes with unsharded sizes.
     """
 
     def __init__(self, module: nn.Module, inputs: torch.Tensor, arguments: Mapping[str, object], tp_size: int) -> None:

@@ -203,7 +203,7 @@ class PartialPlan:
     Attributes:
         styles: Styles of modules and bare parameters by name, in the model's order.
         source: Description of the source.
-        is_users: Whether a user wrote it.
+        is_user_plan: Whether a user wrote it.
         is_derived: Whether it was derived from the module graph.
         attributes: Size attributes to change that do not follow from the styles.
         arguments: Arguments to shard that do not follow from the styles.

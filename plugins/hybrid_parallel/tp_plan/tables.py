@@ -60,7 +60,7 @@ class PlanTable:
         plan: Styles by pattern of module names, relative to the base model.
         heads: Names of the layers that compute logits, relative to the full model.
         arguments: Arguments with a value per head by pattern of modules: name, and dimension of the heads.
-        change: Function of the configuration that returns styles to add or replace, optional.
+        customize: Function of the configuration that returns styles to add or replace, optional.
     """
 
     plan: Mapping[str, str]

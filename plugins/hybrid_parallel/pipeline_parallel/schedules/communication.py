@@ -13,7 +13,7 @@ class Message:
     """An activation sent to the next model chunk, or a gradient sent to the previous one.
 
     Attributes:
-        micro_batch: Index of the microbatch.
+        microbatch: Index of the microbatch.
         position: Position of the receiving chunk.
         is_gradient: Whether it is a gradient.
         sender: Sending stage.
@@ -32,7 +32,7 @@ class StageAction:
     """One action of a stage with the message that it needs and the one that it sends.
 
     Attributes:
-        work: Action.
+        action: Action.
         position: Position of its chunk.
         receives: Message received before; None for the first forward, the last backward, and weight gradients.
         sends: Message sent after; None for the last forward, the first backward, and weight gradients.

@@ -28,7 +28,7 @@ class Action:
 
     Attributes:
         kind: Kind of computation.
-        micro_batch: Index of the microbatch, from 0.
+        microbatch: Index of the microbatch, from 0.
         chunk: Index of the stage's chunk, from 0.
     """
 

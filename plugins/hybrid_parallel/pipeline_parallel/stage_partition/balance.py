@@ -122,7 +122,7 @@ def _given_bounds(plan: StagePlan, num_positions: int, numbers: Sequence[int]) -
     if plan.bounds is not None:
         raise ConfigError(f"{given} and split= both say where stages begin: give one of them")
     if isinstance(numbers, str) or not all(type(one) is int and one >= 1 for one in numbers):
-        raise ConfigError(f"{given} is no list of numbers of layers, each at least 1: give {num_positions} of them")
+        raise ConfigError(f"{given} is not a list of numbers of layers, each at least 1: give {num_positions} of them")
     if len(numbers) != num_positions:
         raise ConfigError(
             f"{given} has {len(numbers)} numbers, but the pipeline has {num_positions} places (pp_size x"

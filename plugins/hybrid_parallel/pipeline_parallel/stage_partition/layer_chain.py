@@ -67,11 +67,11 @@ class LayerChain:
     """Layer chain, with what is known of other modules.
 
     Attributes:
-        units: Layers, as in `StagePlan`.
+        layers: Layers, as in `StagePlan`.
         source: Description of the source, as in `StagePlan`.
-        known: Known gaps, as in `find_gaps`.
-        carried: Containers of layers whose output is sent to later stages, and the gap at which it is complete.
-        towers: Layers of side branches, which run beside the chain or before it.
+        known_gaps: Known gaps, as in `find_gaps`.
+        skip_outputs: Containers of layers whose output is sent to later stages, and the gap at which it is complete.
+        side_branches: Layers of side branches, which run beside the chain or before it.
     """
 
     layers: tuple[str, ...]

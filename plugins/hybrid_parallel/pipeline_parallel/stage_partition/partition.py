@@ -31,7 +31,7 @@ def plan_of_sequence(model: nn.Module, sequence: Sequence[str | Callable[..., An
     """
     if isinstance(sequence, str) or not all(isinstance(step, str) or callable(step) for step in sequence):
         raise ConfigError(
-            f"execution_sequence={sequence!r} is no list of names of modules and functions: give such as"
+            f"execution_sequence={sequence!r} is not a list of names of modules and functions: give such as"
             " ['embedding', 'layers.0', 'layers.1', torch.tanh, 'head']"
         )
     _check_steps(model, sequence)
@@ -227,7 +227,7 @@ def _common_parent(names: tuple[str, ...]) -> str:
 def _checked_names(model: nn.Module, split: Sequence[str]) -> tuple[str, ...]:
     if isinstance(split, str) or not split or not all(isinstance(name, str) for name in split):
         raise ConfigError(
-            f"split={split!r} is no list of names: give the names of the modules at which the second and later stages"
+            f"split={split!r} is not a list of names: give the names of the modules at which later stages"
             " begin, such as split=['model.layers.4']"
         )
     known = [name for name, _ in model.named_modules(remove_duplicate=False) if name]

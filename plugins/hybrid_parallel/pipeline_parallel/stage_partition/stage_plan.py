@@ -22,9 +22,9 @@ class StagePlan:
     """Possible splits of a model into chunks; see Note [Layers and gaps].
 
     Attributes:
-        units: Names of the layers, in order of execution.
+        layers: Names of the layers, in order of execution.
         gaps: Gaps of the outermost modules with parameters and without units; a module with two names has two entries.
-        carried: Modules whose output is sent to later chunks, and the gap at which it is complete.
+        skip_outputs: Modules whose output is sent to later chunks, and the gap at which it is complete.
         source: Description of the plan's source.
         sequence: Names of modules, and functions, that replace the model's forward, each applied to the output of the
             previous one; optional, by default the forward runs.
