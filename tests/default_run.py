@@ -1,8 +1,8 @@
 """Cases of large grids that the default run takes; `make test-all` takes all of them.
 
-The default run has to end in six minutes on two cores. Of each test function with more parameters it takes
-`CASES_PER_FUNCTION` cases, chosen by a checksum of their names: the same ones in every run, spread over all parameters
-of all functions. The others are marked as slow.
+The default run has to end in six minutes on two cores. Of each test function with parameters it takes one case on
+several ranks, or `CASES_OF_ONE_PROCESS`, chosen by a checksum of their names: the same ones in every run, spread over
+all parameters of all functions. The others are marked as slow.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Iterable
 
 import pytest
 
-CASES_PER_FUNCTION = 2
+CASES_OF_ONE_PROCESS = 2
 
 
 def leave_cases_to_the_long_run(items: Iterable[pytest.Item]) -> None:
@@ -21,7 +21,8 @@ def leave_cases_to_the_long_run(items: Iterable[pytest.Item]) -> None:
     for item in items:
         if hasattr(item, "callspec") and item.get_closest_marker("slow") is None:
             grids.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    for cases in grids.values():
+    for name, cases in grids.items():
+        is_of_ranks = "multi/" in name or "faults/" in name
         cases.sort(key=lambda case: zlib.crc32(case.name.encode()))
-        for case in cases[CASES_PER_FUNCTION:]:
+        for case in cases[1 if is_of_ranks else CASES_OF_ONE_PROCESS :]:
             case.add_marker(pytest.mark.slow)

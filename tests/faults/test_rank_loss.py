@@ -175,6 +175,7 @@ def check(case: Case, runner: Runner) -> bool:
 
 
 @pytest.mark.parametrize("case", list(as_parameters(ALL_CELLS)))
+@pytest.mark.slow
 def test_the_others_end_and_say_why(case, runner):
     assert check(case, runner), "the fault did not strike"
 
@@ -199,6 +200,7 @@ def test_a_fault_anywhere(case, runner):
 
 
 @pytest.mark.parametrize("path", SEEDS, ids=lambda path: path.stem)
+@pytest.mark.slow
 def test_what_failed_once(path, tmp_path):
     case = Case.from_json(json.loads(path.read_text())["case"])
     check(case, Runner(tmp_path, [case]))

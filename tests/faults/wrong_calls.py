@@ -14,7 +14,7 @@ import tempfile
 from pathlib import Path
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parents[1]))
+    sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "cases")]
 
 from faults.mistakes.running import Outcome, defects, outcomes
 

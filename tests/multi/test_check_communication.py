@@ -83,6 +83,7 @@ def test_a_rank_that_cannot_start_tells_why(found):
     assert "failed while starting: exited with code 1 (ModuleNotFoundError" in one.problem
 
 
+@pytest.mark.slow
 def test_what_is_too_late_is_named_and_ended(found, tmp_path):
     one = found(
         f"""
@@ -132,6 +133,7 @@ def test_an_interrupt_ends_both(tmp_path):
             os.kill(pid, 0)
 
 
+@pytest.mark.slow
 def test_a_rank_ends_with_the_check_however_that_ends(tmp_path):
     store = dist.TCPStore("localhost", 0, None, True, wait_for_workers=False)  # to which no rank 1 ever comes
     place = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost"}

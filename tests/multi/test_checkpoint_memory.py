@@ -209,6 +209,7 @@ def test_memory_that_is_freed_at_once_is_seen(kind):
         assert 95 * MIB < extra < 110 * MIB
 
 
+@pytest.mark.slow
 def test_naive_saves_and_loads_are_seen(folder):
     for saving, loading in run_ranks(_save_clones, 2, folder, fresh=True):
         assert saving > BOUND_BYTES

@@ -180,6 +180,7 @@ def test_the_failing_rank_is_named_first_with_its_traceback(fresh):
     assert run_ranks(rank_and_size, 4)[3] == (3, 4)
 
 
+@pytest.mark.slow
 def test_a_hang_says_where_and_the_next_job_works():
     with pytest.raises(RanksFailed) as failed:
         run_ranks(wait_for_nobody, 2, (1,), timeout=3)

@@ -206,6 +206,7 @@ def one_stage(name: str, given, step: int, path: str):
 
 
 @pytest.mark.parametrize("model", [pytest.param("llama", marks=pytest.mark.slow), "gpt2"])
+@pytest.mark.slow
 def test_a_run_that_changes_its_layout_at_every_step_is_that_of_one_process(tmp_path, model):
     found = None
     for step, (world_size, given) in enumerate(JOURNEY):

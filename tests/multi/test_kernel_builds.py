@@ -50,6 +50,7 @@ def start(folder):
     return subprocess.Popen(command, start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
+@pytest.mark.slow
 def test_a_killed_build_leaves_nothing_broken(tmp_path):
     write_sources(tmp_path / "csrc")
     write_compiler(tmp_path, slow="sleep 600")

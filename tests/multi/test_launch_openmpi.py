@@ -139,6 +139,7 @@ torch.distributed.recv(torch.ones(2), src=1)
 """
 
 
+@pytest.mark.slow
 def test_a_failing_rank_ends_all(mpirun):
     ended = mpirun(["-n", "2"], FAILING)  # rank 0 would wait for 600 s
     assert ended.returncode != 0

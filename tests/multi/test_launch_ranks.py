@@ -130,6 +130,7 @@ coordinator.print_on_master(f"finished in attempt {attempt}")
 """
 
 
+@pytest.mark.slow
 def test_a_restart_joins_again(start):
     process = start(RESTARTED, options=["--max_restarts", "1"])
     stdout, stderr = process.communicate(timeout=120)

@@ -238,6 +238,7 @@ def test_layers_computed_again(plugin_class, settings, make_model):
 
 @distributed(world_size=3)
 @pytest.mark.parametrize(("plugin_class", "settings"), OTHER_MODELS)
+@pytest.mark.slow
 def test_three_ranks(plugin_class, settings):
     check_ranks(plugin_class, settings, make_model=Uneven, optimizer=HybridAdam, within=0.05)
 

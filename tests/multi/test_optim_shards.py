@@ -421,6 +421,7 @@ def load_and_train(layout: Layout, model: str, path: str):
     ],
     ids=lambda one: " x".join(map(str, one)),
 )
+@pytest.mark.slow
 def test_any_layout_goes_on_from_what_another_saved(source, target, tmp_path):
     model = "tied_lm"
     saved = run_layout(layout_named(*source), train_and_save, model, str(tmp_path))[0]

@@ -108,6 +108,7 @@ def test_a_rank_that_left_early_is_named_by_the_one_that_said_so(run):
     assert re.search(r"RankFailedError: rank 0 could not .*rank 1's program ended", cause)
 
 
+@pytest.mark.slow
 def test_a_signal_that_is_not_the_launchers_is_told_from_its_own(run):
     ended = run(DYING, "1", "SIGTERM")
     assert ended.code == 143
@@ -117,6 +118,7 @@ def test_a_signal_that_is_not_the_launchers_is_told_from_its_own(run):
 
 
 @pytest.mark.parametrize(("attempts", "code"), [(2, 0), pytest.param(3, 137, marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_each_new_start_is_said_with_its_reason(run, attempts, code):
     ended = run(DYING, str(attempts), "SIGKILL", options=["--max-restarts", "2"])
     assert ended.code == code

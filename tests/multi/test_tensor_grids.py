@@ -83,6 +83,7 @@ def test_squares_give_what_one_process_gives(has_bias):
 
 
 @distributed(9)
+@pytest.mark.slow
 def test_squares_of_side_three_give_what_one_process_gives():
     assert_like_serial("2d", 9, 6, 3, 9)
 

@@ -138,6 +138,7 @@ def exchange_late_messages():
     return _end(seconds)
 
 
+@pytest.mark.slow
 def test_messages_have_the_limits_too():
     assert run_ranks(exchange_late_messages, 2)[0] >= SHORT_SECONDS
 

@@ -217,6 +217,7 @@ def _wait_for_a_message(uses_header):
 
 
 @pytest.mark.parametrize("uses_header", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_a_message_that_never_comes_names_its_sender(uses_header):
     text = run_ranks(_wait_for_a_message, 3, uses_header, fresh=True)[0]
     assert text.startswith("rank 0 could not finish receive number 1 from rank 1: rank 1 is missing")

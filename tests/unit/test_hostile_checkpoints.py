@@ -22,7 +22,7 @@ def results(tmp_path_factory):
     done = subprocess.run(
         [sys.executable, "-m", "oracles.hostile", str(root)],
         cwd=TESTS,
-        env=os.environ | {"PYTHONPATH": str(TESTS), "PYTHONWARNINGS": "ignore"},
+        env=os.environ | {"PYTHONPATH": str(TESTS / "cases"), "PYTHONWARNINGS": "ignore"},
         timeout=TIMEOUT_SECONDS,
         capture_output=True,
         text=True,

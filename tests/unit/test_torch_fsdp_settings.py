@@ -340,7 +340,7 @@ for policy in policies:
 def test_facts_are_the_same_in_every_process():
     """Sets have another order and functions other addresses in each."""
     tests = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-    path = os.pathsep.join([tests, *filter(None, [os.environ.get("PYTHONPATH")])])
+    path = os.pathsep.join([tests, os.path.join(tests, "cases"), *filter(None, [os.environ.get("PYTHONPATH")])])
     said = [
         subprocess.run(
             [sys.executable, "-c", PRINTS_FACTS],

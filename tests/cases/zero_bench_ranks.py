@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from booster import Booster
 from booster.comm import count_communication
 
-BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 MODULES = (
     "engine",
     "gpt",

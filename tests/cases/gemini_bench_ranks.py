@@ -8,7 +8,7 @@ import tempfile
 import warnings
 from pathlib import Path
 
-BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 MODULES = ("engines", "goals", "largest", "limit", "memory", "search", "contestants")
 PARTS = ("engine", "gpt", "pair", "samples")
 

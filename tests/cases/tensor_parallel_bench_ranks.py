@@ -7,7 +7,7 @@ import sys
 import warnings
 from pathlib import Path
 
-BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 MODULES = ("engine", "llama", "pair", "samples", "tensor_parallel_engines")
 
 
