@@ -72,7 +72,7 @@ def test_ranks_that_are_killed_and_started_anew_lose_nothing(tmp_path, plugin, k
     faults = [*([one] for one in kills), []]
     ended = subprocess.run(
         [*command, str(tmp_path / "broken" / "run"), plugin, json.dumps(faults)],
-        env=plain_environment(PYTHONPATH=str(Path(restart_cases.__file__).parent)),
+        env=plain_environment(PYTHONPATH=os.pathsep.join(map(str, Path(restart_cases.__file__).parents[:2]))),
         text=True,
         capture_output=True,
         timeout=300,

@@ -21,7 +21,7 @@ RETIRED = (
     r"number formats?",
     r"nobody",
     r"whoever",
-    r"(?<!there )(?<!There )is no (?!longer)",
+    r"(?<!there )(?<!There )is no(?! longer)",
     r"under way",
     r"on its way",
     r"for good",

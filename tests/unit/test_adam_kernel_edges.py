@@ -315,7 +315,7 @@ def test_a_forked_child_steps_and_the_process_ends(native):
     # Whatever waits for the pool's threads, in the child or at the end, would wait for ever.
     run = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", FORKING],
-        cwd=Path(__file__).parent.parent,
+        cwd=Path(__file__).parent.parent / "cases",
         capture_output=True,
         text=True,
         timeout=60,
