@@ -45,7 +45,7 @@ UNEVEN_CALLS = (
 
 
 def error_of(check: Callable[[], object]) -> Exception | None:
-    """Returns what a check raises, for all ranks to hear of; None: nothing."""
+    """Return what a check raises, for all ranks to hear of; None: nothing."""
     try:
         check()
     except Exception as error:
@@ -54,7 +54,7 @@ def error_of(check: Callable[[], object]) -> Exception | None:
 
 
 def check_memory_is_apart(model: nn.Module, trained: list[nn.Parameter]) -> None:
-    """Returns if no two of the parameters share memory.
+    """Return if no two of the parameters share memory.
 
     Raises:
         ConfigError: Two of them do.
@@ -75,12 +75,12 @@ def check_memory_is_apart(model: nn.Module, trained: list[nn.Parameter]) -> None
 
 
 def is_non_nan_number(value: Any) -> bool:
-    """Returns whether an argument is a number, and not nan."""
+    """Return whether an argument is a number, and not nan."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and value == value
 
 
 def check_clipping(max_norm: Any, norm_type: Any) -> None:
-    """Returns if gradients can be clipped so.
+    """Return if gradients can be clipped so.
 
     Raises:
         ConfigError: They can't.
@@ -94,7 +94,7 @@ def check_clipping(max_norm: Any, norm_type: Any) -> None:
 
 
 def check_replicas(extra_dp_size: Any, world_size: int) -> None:
-    """Returns if the ranks can be divided into so many groups that each hold all shards.
+    """Return if the ranks can be divided into so many groups that each hold all shards.
 
     Raises:
         ConfigError: They can't.

@@ -39,7 +39,7 @@ def adam_step(
     zero_grads: bool = False,
     stochastic_rounding_seed: int | None = None,
 ) -> None:
-    """Updates parameters and states in place, by the formula of torch's fused Adam.
+    """Update parameters and states in place, by the formula of torch's fused Adam.
 
     The compiled kernel takes fp32, bf16 and fp16 parameters, gradients and working copies with fp32 states. Every other
     floating dtype, and a machine where the kernel can't be built, gets plain torch: the same results up to rounding.
@@ -94,7 +94,7 @@ def adam_step(
 def native_adam(
     native: ModuleType, rows: Sequence[_Row], steps: Sequence[float], settings: AdamSettings, instruction_set: str = ""
 ) -> None:
-    """Calls the compiled kernel.
+    """Call the compiled kernel.
 
     Args:
         native: Its module.
@@ -133,7 +133,7 @@ def _row(
     exp_avg_sq: torch.Tensor,
     copy: torch.Tensor | None,
 ) -> _Row | None:
-    """Returns a parameter's row of the table; None if the kernel can't take them."""
+    """Return a parameter's row of the table; None if the kernel can't take them."""
     numel = param.numel()
     is_plain = True
     for tensor in (param, grad, exp_avg, exp_avg_sq) if copy is None else (param, grad, exp_avg, exp_avg_sq, copy):
@@ -164,4 +164,6 @@ def _described(tensor: torch.Tensor) -> str:
 def _check_multiplier(tensor: torch.Tensor | None) -> None:
     if tensor is not None:
         is_one_number = tensor.numel() == 1 and tensor.dtype is torch.float32 and tensor.is_cpu
-        assert is_one_number, f"the multiplier is no fp32 number on the CPU but {_described(tensor)}, {tensor.dtype}"
+        assert is_one_number, (
+            f"the multiplier must be an fp32 number on the CPU, not {_described(tensor)}, {tensor.dtype}"
+        )

@@ -29,7 +29,7 @@ _QUIET_NAN = 0x400000
 
 
 def round_stochastically(values: torch.Tensor, seed: int, tensor_number: int = 0, begin: int = 0) -> torch.Tensor:
-    """Returns bf16 numbers: one of the two neighbours of each value, with probabilities that keep the mean.
+    """Return bf16 numbers: one of the two neighbours of each value, with probabilities that keep the mean.
 
     Numbers that bf16 has stay as they are, inf and nan among them. Values above the largest finite number become inf
     with a probability too.
@@ -47,7 +47,7 @@ def round_stochastically(values: torch.Tensor, seed: int, tensor_number: int = 0
 
 
 def _random_numbers(count: int, seed: int, tensor_number: int, begin: int) -> torch.Tensor:
-    """Returns 32 random bits for each index, as int64."""
+    """Return 32 random bits for each index, as int64."""
     key = _mixed(_mixed(seed + tensor_number * 0xD1342543DE82EF95) + (begin >> 32))
     first = begin & _MASK_32
     x = torch.arange(first, first + count, dtype=torch.int64) ^ (key & _MASK_32)
@@ -58,7 +58,7 @@ def _random_numbers(count: int, seed: int, tensor_number: int, begin: int) -> to
 
 
 def _product(x: torch.Tensor, factor: int) -> torch.Tensor:
-    """Returns the lower 32 bits; that the upper ones overflow does not change them."""
+    """Return the lower 32 bits; that the upper ones overflow does not change them."""
     return (x * factor) & _MASK_32
 
 
@@ -112,7 +112,7 @@ def adam_reference(
     steps: Sequence[float],
     settings: AdamSettings,
 ) -> None:
-    """Does what `booster.kernels.adam.adam_step` does, for any floating dtypes; computes in fp64 where one is fp64."""
+    """Do what `booster.kernels.adam.adam_step` does, for any floating dtypes; computes in fp64 where one is fp64."""
     multiplier = settings.multiplier
     if settings.multiplier_tensor is not None:
         multiplier *= float(settings.multiplier_tensor)
@@ -135,7 +135,7 @@ def _pieces(
     copies: Sequence[torch.Tensor | None],
     counts: Sequence[float],
 ) -> Iterator[_Piece]:
-    """Cuts the tensors into ranges of at most a block."""
+    """Cut the tensors into ranges of at most a block."""
     lists = zip(params, grads, exp_avgs, exp_avg_sqs, copies, counts, strict=True)
     for number, (*tensors, copy, count) in enumerate(lists):
         parts = zip(*(_cut(tensor) for tensor in tensors), strict=True)
@@ -153,7 +153,7 @@ def _cut(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def _blocks(pieces: Iterator[_Piece]) -> Iterator[tuple[torch.dtype, list[_Piece]]]:
-    """Joins small pieces that are computed in the same dtype, up to a block."""
+    """Join small pieces that are computed in the same dtype, up to a block."""
     block: list[_Piece] = []
     dtype, size = torch.float32, 0
     for piece in pieces:
@@ -226,7 +226,7 @@ def _fused_update(
 
 
 def _in_dtype(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Returns the tensor itself where it has this dtype."""
+    """Return the tensor itself where it has this dtype."""
     return tensor if tensor.dtype is dtype else tensor.to(dtype)
 
 

@@ -81,7 +81,7 @@ class KernelSource:
         return f"{self.module_name}{sysconfig.get_config_var('EXT_SUFFIX')}"
 
     def source_hash(self) -> str:
-        """Returns a hash of everything that is compiled, and of how."""
+        """Return a hash of everything that is compiled, and of how."""
         digest = hashlib.sha256()
         files = [SOURCE_FOLDER / name for name in (*self.sources, *self.vector_sources)]
         for path in [*files, *sorted(SOURCE_FOLDER.glob("*.h"))]:
@@ -136,7 +136,7 @@ KERNELS = {
 
 
 def instruction_sets() -> tuple[InstructionSet, ...]:
-    """Returns what vector sources are compiled for on this kind of machine, the plainest first."""
+    """Return what vector sources are compiled for on this kind of machine, the plainest first."""
     machine = platform.machine().lower()
     if machine in ("x86_64", "amd64"):
         return _X86
@@ -177,7 +177,7 @@ class Toolchain:
 
 
 def obstacle(source: KernelSource) -> str | None:
-    """Returns why a kernel can't be compiled on this machine; None if it can be tried."""
+    """Return why a kernel can't be compiled on this machine; None if it can be tried."""
     try:
         find_toolchain()
     except BuildError as error:
@@ -189,7 +189,7 @@ def obstacle(source: KernelSource) -> str | None:
 
 @cache
 def find_toolchain() -> Toolchain:
-    """Returns what kernels are compiled with.
+    """Return what kernels are compiled with.
 
     Raises:
         BuildError: Something is missing.
@@ -206,7 +206,7 @@ def find_toolchain() -> Toolchain:
 
 
 def build(source: KernelSource, folder: Path) -> Path:
-    """Compiles a kernel in a folder that exists, and returns the module's path there.
+    """Compile a kernel in a folder that exists, and return the module's path there.
 
     Raises:
         BuildError: With the end of the compiler's output, or what is missing.
@@ -256,7 +256,7 @@ def _add_object(lines: list[str], source: str, stem: str, flags: tuple[str, ...]
 
 
 def _dispatch_flags() -> tuple[str, ...]:
-    """Tells a kernel's plain sources which instruction sets its vector sources were compiled for."""
+    """Return a kernel's plain sources which instruction sets its vector sources were compiled for."""
     return tuple(f"-DBOOSTER_HAS_{one.name.upper()}" for one in instruction_sets())
 
 
@@ -269,7 +269,7 @@ def _escaped(path: str) -> str:
 
 
 def _quoted(path: str) -> str:
-    """Returns a path as the shell that ninja starts takes it as one word."""
+    """Return a path as the shell that ninja starts takes it as one word."""
     return "'" + path.replace("'", "'\\''").replace("$", "$$") + "'"
 
 
@@ -320,7 +320,7 @@ def _python_headers() -> str:
 
 
 def _find_pybind11() -> tuple[str, str]:
-    """Returns the folder of its headers, and its version."""
+    """Return the folder of its headers, and its version."""
     if importlib.util.find_spec("pybind11") is None:
         raise BuildError("pybind11 was not found: pip install pybind11")
     import pybind11
@@ -329,7 +329,7 @@ def _find_pybind11() -> tuple[str, str]:
 
 
 def _end_of(output: str) -> str:
-    """Returns the lines that say what is wrong, or the last ones."""
+    """Return the lines that say what is wrong, or the last ones."""
     lines = [line[:_MAX_LINE] for line in output.strip().splitlines()]
     errors = [index for index, line in enumerate(lines) if "error" in line.lower()]
     start = errors[0] if errors else max(0, len(lines) - _SHOWN_LINES)
@@ -350,7 +350,7 @@ _SECONDS_UNTIL_WORD = 3.0
 
 
 def default_folder() -> Path:
-    """Returns where compiled kernels go: $BOOSTER_KERNEL_CACHE, else a folder in the user's cache."""
+    """Return where compiled kernels go: $BOOSTER_KERNEL_CACHE, else a folder in the user's cache."""
     chosen = os.environ.get(FOLDER_VARIABLE)
     if chosen:
         return Path(chosen).absolute()
@@ -374,11 +374,11 @@ class BuildCache:
         self.folder = _private_folder(folder)
 
     def path_of(self, source: KernelSource, toolchain: Toolchain) -> Path:
-        """Returns where the compiled kernel is or will be."""
+        """Return where the compiled kernel is or will be."""
         return self.folder / f"{source.name}-{_key(source, toolchain)}" / source.file_name
 
     def get(self, source: KernelSource, toolchain: Toolchain, announce: Callable[[str], None]) -> Path:
-        """Returns the path of a compiled kernel, which is built first if it is not there.
+        """Return the path of a compiled kernel, which is built first if it is not there.
 
         Args:
             source: The kernel.
@@ -438,7 +438,7 @@ class BuildCache:
 
 
 def _acquire(descriptor: int, source: KernelSource, announce: Callable[[str], None]) -> None:
-    """Waits for the lock, and says so if it takes long; not in one blocking call, which nothing could interrupt."""
+    """Wait for the lock, and says so if it takes long; not in one blocking call, which nothing could interrupt."""
     started, has_said = time.monotonic(), False
     while True:
         try:
@@ -458,7 +458,7 @@ def _acquire(descriptor: int, source: KernelSource, announce: Callable[[str], No
 
 
 def _key(source: KernelSource, toolchain: Toolchain) -> str:
-    """Returns what two builds have in common exactly if one can stand for the other."""
+    """Return what two builds have in common exactly if one can stand for the other."""
     machine = (platform.machine(), _cpu_features())
     facts = (source.source_hash(), toolchain.identity, torch.__version__, source.file_name, machine)
     return hashlib.sha256(repr(facts).encode()).hexdigest()[:20]
@@ -497,7 +497,7 @@ def _private_folder(folder: Path) -> Path:
 
 
 def _sync(path: Path) -> None:
-    """Has the file on the disk before it gets its name: after a power cut it would be there, and empty."""
+    """Have the file on the disk before it gets its name: after a power cut it would be there, and empty."""
     with path.open("rb") as file:
         os.fsync(file.fileno())
 
@@ -522,7 +522,7 @@ _lock = threading.Lock()
 
 
 def kernel_mode() -> str:
-    """Returns what `BOOSTER_KERNELS` asks for: "auto", "native" or "reference".
+    """Return what `BOOSTER_KERNELS` asks for: "auto", "native" or "reference".
 
     Raises:
         ConfigError: It is something else.
@@ -534,7 +534,7 @@ def kernel_mode() -> str:
 
 
 def load_kernel(name: str) -> ModuleType | None:
-    """Returns a compiled kernel's module, or None where its reference in plain torch is to be used.
+    """Return a compiled kernel's module, or None where its reference in plain torch is to be used.
 
     The first call in a machine's life builds it, which takes some seconds and is announced; the first call of a process
     loads it; later ones cost a look into a dictionary. A kernel that can't be had is warned about once.
@@ -562,7 +562,7 @@ def load_kernel(name: str) -> ModuleType | None:
 
 
 def find_built(source: KernelSource) -> Path | None:
-    """Returns the path of a kernel that is compiled already; None: the first use would build it."""
+    """Return the path of a kernel that is compiled already; None: the first use would build it."""
     ahead = _prebuilt(source)
     if ahead is not None:
         return ahead
@@ -594,7 +594,7 @@ def _build(source: KernelSource) -> Path:
 
 
 def _prebuilt(source: KernelSource) -> Path | None:
-    """Returns the module that was built at installation; one of other sources, as in an edited checkout, is not it."""
+    """Return the module that was built at installation; one of other sources, as in an edited checkout, is not it."""
     path, record = PREBUILT_FOLDER / source.file_name, PREBUILT_FOLDER / PREBUILT_RECORD
     if not path.is_file() or not record.is_file():
         return None
@@ -605,7 +605,7 @@ def _imported(source: KernelSource, path: Path) -> ModuleType:
     loader = ExtensionFileLoader(source.module_name, str(path))
     spec = importlib.util.spec_from_file_location(source.module_name, path, loader=loader)
     if spec is None:
-        raise ImportError(f"{path} is no extension module of this Python")
+        raise ImportError(f"{path} is not an extension module of this Python")
     module = importlib.util.module_from_spec(spec)
     loader.exec_module(module)
     return module

@@ -11,14 +11,14 @@ from .build import load_kernel
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-# Below it the way to the kernel takes as long as zlib, and nobody should wait for one to be built.
+# Below it the call of the kernel takes as long as zlib, and building one would not pay.
 _FEWEST_BYTES = 16384
 
 
 def crc32(data: Buffer, value: int = 0) -> int:
-    """Returns the same number as `zlib.crc32(data, value)`.
+    """Return the same number as `zlib.crc32(data, value)`.
 
-    Whoever reads a checksum may have no such kernel: the number doesn't tell how it came about. Other threads run
+    A reader may lack this kernel: the checksum does not depend on how it was computed. Other threads run
     meanwhile, unless the data is short.
 
     Args:
@@ -32,6 +32,6 @@ def crc32(data: Buffer, value: int = 0) -> int:
 
 
 def _native() -> ModuleType | None:
-    """Returns the kernel, if this CPU has instructions that make it faster than zlib."""
+    """Return the kernel, if this CPU has instructions that make it faster than zlib."""
     native = load_kernel("checksum")
     return native if native is not None and native.instruction_sets() else None

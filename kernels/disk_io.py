@@ -1,6 +1,6 @@
 """Asynchronous reads and writes of tensors at offsets of files, past the page cache where the file system allows it.
 
-`DiskQueue` takes requests and gives tickets; a few threads or the system's io_uring do the work while Python goes on.
+`DiskQueue` takes requests and gives tickets; a few threads or the system's io_uring do the work while Python continues.
 """
 
 from __future__ import annotations
@@ -47,23 +47,23 @@ class _Request(Protocol):
     """What a backend returns for a request."""
 
     def wait(self, seconds: float) -> bool:
-        """Returns True once the request is done, False after the time."""
+        """Return True once the request is done, False after the time."""
 
     def done(self) -> bool:
-        """Returns True if it is done."""
+        """Return True if it is done."""
 
     def result(self) -> tuple[int, int]:
-        """Returns, once done: 0, an errno or END_OF_FILE; and how many bytes were moved."""
+        """Return, once done: 0, an errno or END_OF_FILE; and how many bytes were moved."""
 
 
 class _Backend(Protocol):
     """What moves the bytes. The memory must stay where it is until the request is done."""
 
     def submit(self, is_write: bool, descriptor: int, address: int, num_bytes: int, offset: int) -> _Request:
-        """Takes a request and returns at once."""
+        """Take a request and return at once."""
 
     def close(self) -> None:
-        """Waits for all requests and ends the threads; a second call does nothing."""
+        """Wait for all requests and end the threads; a second call does nothing."""
 
 
 class Ticket:
@@ -76,7 +76,7 @@ class Ticket:
         self._process = os.getpid()
 
     def wait(self) -> None:
-        """Returns once the request is done; any number of times, in any order.
+        """Return once the request is done; any number of times, in any order.
 
         Raises:
             OSError: It failed: with the errno of the system's call, or `EIO` for a read past the end of the file.
@@ -91,16 +91,16 @@ class Ticket:
             raise self._describe(code, num_bytes)
 
     def done(self) -> bool:
-        """Returns True if `wait` would return or raise at once."""
+        """Return True if `wait` would return or raise at once."""
         _check_process(self._process)
         return self._request.done()
 
 
 class DiskQueue:
-    """Reads and writes under way, of any number of files.
+    """Reads and write in flight, of any number of files.
 
     Requests may run in any order and at the same time: wait for one before another that depends on it. A queue that is
-    dropped finishes its requests first. An error of a request whose ticket nobody waits for is not reported.
+    dropped finishes its requests first. The error of a request that is not waited for is not reported.
 
     Args:
         num_threads: How many requests run at once with the backends `threads` and `python`.
@@ -118,7 +118,7 @@ class DiskQueue:
 
     def __init__(self, num_threads: int = 2, *, backend: str | None = None) -> None:
         if num_threads < 1:
-            raise ConfigError(f"num_threads={num_threads} leaves nobody to read and write: give 1 or more")
+            raise ConfigError(f"num_threads={num_threads} leaves no thread to read and write: give 1 or more")
         self.backend, self._backend = _open_backend(backend, num_threads)
         self._process = os.getpid()
         self._lock = threading.Lock()
@@ -127,7 +127,7 @@ class DiskQueue:
         self._finalizer = weakref.finalize(self, _finish, self._backend, self._under_way, self._process)
 
     def read(self, descriptor: int, tensor: torch.Tensor, offset: int) -> Ticket:
-        """Starts to fill a contiguous CPU tensor with the file's bytes from `offset` on.
+        """Start to fill a contiguous CPU tensor with the file's bytes from `offset` on.
 
         The tensor's content is undefined until the ticket is waited for, and after an error.
 
@@ -137,7 +137,7 @@ class DiskQueue:
         return self._submit(False, descriptor, tensor, offset)
 
     def write(self, descriptor: int, tensor: torch.Tensor, offset: int) -> Ticket:
-        """Starts to write a contiguous CPU tensor's bytes to the file at `offset`; don't change it until that is done.
+        """Start to write a contiguous CPU tensor's bytes to the file at `offset`; don't change it until that is done.
 
         Raises:
             ConfigError: The queue is closed, or belongs to a process that this one was forked from.
@@ -145,7 +145,7 @@ class DiskQueue:
         return self._submit(True, descriptor, tensor, offset)
 
     def close(self) -> None:
-        """Waits for everything under way and ends the threads; a second call does nothing."""
+        """Wait for everything in flight and end the threads; a second call does nothing."""
         with self._lock:
             self._finalizer()
 
@@ -173,7 +173,7 @@ class DiskQueue:
 
 
 def open_data_file(path: str | os.PathLike[str], num_bytes: int) -> tuple[int, bool]:
-    """Creates a file that only its owner may read, with its space reserved, so that a full disk is noticed here.
+    """Create a file that only its owner may read, with its space reserved, so that a full disk is noticed here.
 
     The file has at least `num_bytes`, rounded up to a multiple of `ALIGNMENT`.
 
@@ -195,7 +195,7 @@ def open_data_file(path: str | os.PathLike[str], num_bytes: int) -> tuple[int, b
 
 
 def aligned_buffer(num_bytes: int) -> torch.Tensor:
-    """Returns a uint8 tensor for O_DIRECT, aligned to `ALIGNMENT` at least, and filled with zeros.
+    """Return a uint8 tensor for O_DIRECT, aligned to `ALIGNMENT` at least, and filled with zeros.
 
     See Note [Buffers]. A process that is forked sees zeros in it.
     """
@@ -218,7 +218,7 @@ def _advise(memory: mmap.mmap, advice: int | None, start: int, num_bytes: int) -
 
 def _open_backend(wanted: str | None, num_threads: int) -> tuple[str, _Backend]:
     if wanted not in (None, *_BACKENDS):
-        raise ConfigError(f"backend={wanted!r} is no way to reach a disk: choose {', '.join(_BACKENDS)}, or None")
+        raise ConfigError(f"backend={wanted!r} is not a backend: choose {', '.join(_BACKENDS)}, or None")
     native = None if wanted == "python" else load_kernel("disk_io")
     if native is None:
         if wanted in ("io_uring", "threads"):
@@ -236,7 +236,7 @@ def _open_backend(wanted: str | None, num_threads: int) -> tuple[str, _Backend]:
 
 
 def _finish(backend: _Backend, under_way: deque[Ticket], process: int) -> None:
-    """Closes a queue's backend; a function of its own, so that it also runs when the queue is dropped."""
+    """Close a queue's backend; a function of its own, so that it also runs when the queue is dropped."""
     if os.getpid() == process:  # a forked process has none of the threads to wait for
         backend.close()
         under_way.clear()
@@ -267,7 +267,7 @@ def _is_direct(descriptor: int) -> bool:
 
 
 def _describer(is_write: bool, descriptor: int, num_bytes: int, offset: int) -> Callable[[int, int], OSError]:
-    """Returns what makes a request's error; it asks for the file's name now, while the descriptor is open."""
+    """Return what makes a request's error; it asks for the file's name now, while the descriptor is open."""
     try:
         name = os.readlink(f"/proc/self/fd/{descriptor}")
     except OSError:  # closed already, or a system without /proc
@@ -306,7 +306,7 @@ def _reserve(descriptor: int, num_bytes: int) -> None:
 
 
 def _make_direct(descriptor: int) -> bool:
-    """Lets the descriptor go past the page cache if its file system can; returns whether it does."""
+    """Let the descriptor go past the page cache if its file system can; returns whether it does."""
     if _O_DIRECT == 0:
         return False
     flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)

@@ -29,19 +29,19 @@ class _Request:
         self._finished = threading.Event()
 
     def wait(self, seconds: float) -> bool:
-        """Returns True once the request is done, False after the time."""
+        """Return True once the request is done, False after the time."""
         return self._finished.wait(seconds)
 
     def done(self) -> bool:
-        """Returns True if it is done."""
+        """Return True if it is done."""
         return self._finished.is_set()
 
     def result(self) -> tuple[int, int]:
-        """Returns, once done: 0, an errno or END_OF_FILE; and how many bytes were moved."""
+        """Return, once done: 0, an errno or END_OF_FILE; and how many bytes were moved."""
         return self._code, self._num_done
 
     def run(self) -> None:
-        """Moves the bytes; an `OSError` is not raised, but kept for `result`."""
+        """Move the bytes; an `OSError` is not raised, but kept for `result`."""
         code = errno.EIO
         try:
             code = self._move_all()
@@ -94,13 +94,13 @@ class ThreadedQueue:
             thread.start()
 
     def submit(self, is_write: bool, descriptor: int, address: int, num_bytes: int, offset: int) -> _Request:
-        """Takes a request and returns at once. The memory must stay where it is until the request is done."""
+        """Take a request and return at once. The memory must stay where it is until the request is done."""
         request = _Request(is_write, descriptor, address, num_bytes, offset)
         self._requests.put(request)
         return request
 
     def close(self) -> None:
-        """Waits for all requests and ends the threads; a second call does nothing."""
+        """Wait for all requests and end the threads; a second call does nothing."""
         for _ in self._threads:
             self._requests.put(None)
         interrupt = None
@@ -108,7 +108,7 @@ class ThreadedQueue:
             try:
                 _join(self._threads[-1])
                 self._threads.pop()
-            except KeyboardInterrupt as error:  # the wait goes on: who called may free the memory of requests next
+            except KeyboardInterrupt as error:  # the wait continues: the caller may free the memory of requests next
                 interrupt = error
         if interrupt is not None:
             raise interrupt

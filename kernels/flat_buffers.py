@@ -21,13 +21,13 @@ _FEWEST_NUMEL, _FEWEST_PER_TENSOR = 2**22, 2**15  # elements that are worth a co
 
 
 def takes_sum_of_squares(tensors: Sequence[torch.Tensor]) -> bool:
-    """Returns whether `sum_of_squares` is fast: all are dense fp32, bf16 or fp16 on the CPU, with a kernel."""
+    """Return whether `sum_of_squares` is fast: all are dense fp32, bf16 or fp16 on the CPU, with a kernel."""
     return all(map(_is_plain, tensors)) and load_kernel("flat_buffers") is not None
 
 
 @torch.no_grad()
 def sum_of_squares(tensors: Sequence[torch.Tensor]) -> float:
-    """Returns the sum of the squares of all elements; up to fp32 it is finite exactly if all of them are.
+    """Return the sum of the squares of all elements; up to fp32 it is finite exactly if all of them are.
 
     It is summed in fp64, so no square leaves the range. The compiled sum has the same bits for any number of threads
     and on any CPU; it adds squares of elements of 16 bits in groups of four in fp32, a relative error below 2**-22.
@@ -44,7 +44,7 @@ def sum_of_squares(tensors: Sequence[torch.Tensor]) -> float:
 
 @torch.no_grad()
 def pack(tensors: Sequence[torch.Tensor], flat: torch.Tensor, scale: float = 1.0) -> None:
-    """Writes `scale * tensor` of each tensor, one after the other, into a flat buffer.
+    """Write `scale * tensor` of each tensor, one after the other, into a flat buffer.
 
     Products are rounded to fp32 and then to the buffer's dtype.
 
@@ -65,7 +65,7 @@ def pack(tensors: Sequence[torch.Tensor], flat: torch.Tensor, scale: float = 1.0
 
 @torch.no_grad()
 def unpack(flat: torch.Tensor, tensors: Sequence[torch.Tensor], scale: float = 1.0) -> None:
-    """Writes `scale` times the parts of a flat buffer into tensors; the inverse of `pack`.
+    """Write `scale` times the parts of a flat buffer into tensors; the inverse of `pack`.
 
     Args:
         flat: As many elements as the tensors have together, of any floating dtype.
@@ -83,7 +83,7 @@ def unpack(flat: torch.Tensor, tensors: Sequence[torch.Tensor], scale: float = 1
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    """Returns whether the tensor's elements lie one after the other at its address, as they are."""
+    """Return whether the tensor's elements lie one after the other at its address, as they are."""
     return (
         type(tensor) in _TENSOR_TYPES
         and tensor.is_cpu
@@ -95,7 +95,7 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 
 def _table(tensors: Sequence[torch.Tensor]) -> list[int] | None:
-    """Returns address, number of elements and dtype of each tensor; None if the kernel can't take one of them."""
+    """Return address, number of elements and dtype of each tensor; None if the kernel can't take one of them."""
     table: list[int] = []
     for tensor in tensors:
         if not _is_plain(tensor):
@@ -108,7 +108,7 @@ def _table(tensors: Sequence[torch.Tensor]) -> list[int] | None:
 
 
 def _copy_table(tensors: Sequence[torch.Tensor], flat: torch.Tensor, scale: float) -> list[int] | None:
-    """Returns the table if the kernel can copy these and is faster; see Note [What is compiled]."""
+    """Return the table if the kernel can copy these and is faster; see Note [What is compiled]."""
     fewest = max(_FEWEST_NUMEL, _FEWEST_PER_TENSOR * len(tensors))
     if scale == 1.0 or flat.numel() < fewest or not _is_plain(flat):
         return None

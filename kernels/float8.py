@@ -15,7 +15,7 @@ _NATIVE_MULTIPLE = 16  # the hardware takes inner dimensions that are multiples 
 
 
 def quantize(tensor: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the tensor in float8 and the scale to multiply it with to get the values back.
+    """Return the tensor in float8 and the scale to multiply it with to get the values back.
 
     The scale is a 0-dim fp32 tensor on the same device, such that the largest magnitude becomes the format's largest
     number; 1 for zeros and empty tensors. An inf or nan anywhere makes every value of the product nan, so an overflow
@@ -44,7 +44,7 @@ def scaled_matmul(
     *,
     emulate: bool | None = None,
 ) -> torch.Tensor:
-    """Returns `(a * scale_a) @ (b * scale_b)` in `out_dtype`, of float8 matrices.
+    """Return `(a * scale_a) @ (b * scale_b)` in `out_dtype`, of float8 matrices.
 
     Args:
         a: (M, K), as `quantize` gave it.
@@ -66,7 +66,7 @@ def scaled_matmul(
 def scaled_matmul_reference(
     a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor, out_dtype: torch.dtype
 ) -> torch.Tensor:
-    """Returns what `scaled_matmul` does, by multiplying in fp32 and rounding once; see there.
+    """Return what `scaled_matmul` does, by multiplying in fp32 and rounding once; see there.
 
     Products of float8 numbers are exact in fp32, so only the order of the sum can differ from the hardware's.
     """
@@ -79,7 +79,7 @@ def scaled_matmul_reference(
 def native_problem(
     device_type: str, dtype_a: torch.dtype = FORWARD_DTYPE, dtype_b: torch.dtype = FORWARD_DTYPE
 ) -> str | None:
-    """Returns why this kind of device can't multiply these float8 formats itself; None if it can.
+    """Return why this kind of device can't multiply these float8 formats itself; None if it can.
 
     Found out by one tiny product, once a process.
 

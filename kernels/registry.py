@@ -30,12 +30,12 @@ _Probe = Callable[[str], KernelStatus]
 
 
 def register_probe(probe: _Probe) -> None:
-    """Adds a kernel to the list: `probe(device_type)` looks at it without building anything."""
+    """Add a kernel to the list: `probe(device_type)` looks at it without building anything."""
     _probes.append(probe)
 
 
 def kernel_status(device_type: str = "cpu") -> list[KernelStatus]:
-    """Returns the state of every kernel, those with sources of their own first. Builds nothing.
+    """Return the state of every kernel, those with sources of their own first. Builds nothing.
 
     Args:
         device_type: The kind of device that they would run on: "cpu", "cuda", ...

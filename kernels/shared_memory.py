@@ -69,12 +69,12 @@ class Ticket:
 
 
 def is_available() -> bool:
-    """Returns whether the kernel can be had; builds it at its first use in a machine's life, which takes seconds."""
+    """Return whether the kernel can be had; builds it at its first use in a machine's life, which takes seconds."""
     return load_kernel("shm_collectives") is not None
 
 
 def can_reduce(dtype: torch.dtype) -> bool:
-    """Returns whether elements of this format can be summed and compared; those of all formats can be moved."""
+    """Return whether elements of this format can be summed and compared; those of all formats can be moved."""
     return dtype in _ELEMENT_TYPES
 
 
@@ -98,7 +98,7 @@ class SharedMemory:
     def create(
         cls, num_ranks: int, timeout_seconds: float, *, instruction_set: str = ""
     ) -> tuple[SharedMemory, Ticket]:
-        """Returns rank 0's end, and what the others need to attach theirs.
+        """Return rank 0's end, and what the others need to attach theirs.
 
         Raises:
             RuntimeError: The host has no memory for it, or does not allow it; the message says what failed.
@@ -112,7 +112,7 @@ class SharedMemory:
     def attach(
         cls, ticket: Ticket, num_ranks: int, rank: int, timeout_seconds: float, *, instruction_set: str = ""
     ) -> SharedMemory:
-        """Returns another rank's end.
+        """Return another rank's end.
 
         Raises:
             RuntimeError: The memory can't be reached; the message says what failed.
@@ -130,16 +130,16 @@ class SharedMemory:
         return cls(native, num_ranks, rank, timeout_seconds)
 
     def begin(self) -> None:
-        """Makes this end ready; called when all ranks have theirs. No communication."""
+        """Make this end ready; called when all ranks have theirs. No communication."""
         self._native.begin()
 
     def set_timeout(self, seconds: float) -> None:
-        """Changes how long this rank waits in what begins from now on. Any thread may call it. No communication."""
+        """Change how long this rank waits in what begins from now on. Any thread may call it. No communication."""
         self._timeout_seconds = seconds
         self._native.set_timeout(seconds)
 
     def all_reduce(self, tensor: torch.Tensor, operator: Literal["sum", "max"], number: int) -> None:
-        """Reduces a tensor in place, from rank 0 on, to the same bits on every rank; 16-bit formats sum in fp32."""
+        """Reduce a tensor in place, from rank 0 on, to the same bits on every rank; 16-bit formats sum in fp32."""
         _require_flat(tensor)
         arguments = tensor.data_ptr(), tensor.numel(), _ELEMENT_TYPES[tensor.dtype], _OPERATORS[operator]
         self._require_done(self._native.all_reduce(number, *arguments))
@@ -147,13 +147,13 @@ class SharedMemory:
     def reduce_scatter(
         self, payload: torch.Tensor, output: torch.Tensor, number: int, *, accumulate: bool = False
     ) -> None:
-        """Sets `output` to the sum over the ranks of this rank's piece, or adds that sum to it.
+        """Set `output` to the sum over the ranks of this rank's piece, or adds that sum to it.
 
         Args:
             payload: One equal piece for each rank.
             output: As many elements as a piece, of the payload's dtype or fp32 for the 16-bit ones. It may be this
                 rank's own piece.
-            number: The how manieth reduce_scatter of the group it is.
+            number: Sequence number of the reduce_scatter in the group.
             accumulate: Whether to add to what `output` holds.
 
         Sums in fp32 where the payload is lower: this rank's piece first, then those of the next ranks.
@@ -167,13 +167,13 @@ class SharedMemory:
         self._require_done(self._native.reduce_scatter(number, *addresses, output.numel(), *types, accumulate))
 
     def all_gather(self, buffer: torch.Tensor, own: torch.Tensor, number: int) -> None:
-        """Fills a buffer with the ranks' pieces. `own` may be this rank's place in it."""
+        """Fill a buffer with the ranks' pieces. `own` may be this rank's place in it."""
         _require_flat(buffer, own)
         self._require_pieces(buffer, own)
         self._require_done(self._native.all_gather(number, buffer.data_ptr(), own.data_ptr(), own.nbytes))
 
     def all_to_all(self, output: torch.Tensor, payload: torch.Tensor, number: int) -> None:
-        """Sends piece r of the payload to rank r, whose piece of the output it becomes. The two don't overlap."""
+        """Send piece r of the payload to rank r, whose piece of the output it becomes. The two don't overlap."""
         _require_flat(output, payload)
         if (output.numel(), output.dtype) != (payload.numel(), payload.dtype) or payload.numel() % self._num_ranks:
             raise AssertionError(
@@ -183,14 +183,14 @@ class SharedMemory:
         self._require_done(self._native.all_to_all(number, output.data_ptr(), payload.data_ptr(), piece_bytes))
 
     def broadcast(self, tensor: torch.Tensor, source: int, number: int) -> None:
-        """Overwrites a tensor with that of rank `source` of the group."""
+        """Overwrite a tensor with that of rank `source` of the group."""
         _require_flat(tensor)
         if not 0 <= source < self._num_ranks:
             raise AssertionError(f"rank {source} of {self._num_ranks}")
         self._require_done(self._native.broadcast(number, tensor.data_ptr(), tensor.nbytes, source))
 
     def abort(self) -> None:
-        """Lets this and every later call of all ranks fail. Any thread may call it at any time."""
+        """Let this and every later call of all ranks fail. Any thread may call it at any time."""
         self._native.abort()
 
     def _require_pieces(self, buffer: torch.Tensor, own: torch.Tensor) -> None:
@@ -217,7 +217,7 @@ class SharedMemory:
         return SharedMemoryError(f"aborted, as rank {rank} of the group gave up")
 
     def _calls(self) -> str:
-        """Returns what the ranks are doing, those that do the same together."""
+        """Return what the ranks are doing, those that do the same together."""
         ranks: dict[str, list[int]] = {}
         for rank, facts in enumerate(self._native.facts_of_ranks()):
             ranks.setdefault(_call_text(*facts), []).append(rank)

@@ -29,7 +29,7 @@ Arguments = TypeVar("Arguments")
 
 
 def arguments_of(cls: type[Arguments], given: Mapping[str, Any]) -> Arguments:
-    """Returns an object of a dataclass whose fields are some of a constructor's arguments, under the same names."""
+    """Return an object of a dataclass whose fields are some of a constructor's arguments, under the same names."""
     return cls(**{field.name: given[field.name] for field in fields(cls)})  # type: ignore[arg-type]  # a dataclass
 
 
@@ -53,7 +53,7 @@ class DistributedPlugin(Plugin):
         self._device = current_device()
 
     def _agree(self, check: Callable[[], object]) -> None:
-        """Returns if a check of the arguments raises on no rank, and they are the same on all. Collective."""
+        """Return if a check of the arguments raises on no rank, and they are the same on all. Collective."""
         error = error_of(check)
         check_same_across_ranks(
             f"making a {type(self).__name__}", [] if error else self.config_fingerprint(), error=error
@@ -81,7 +81,7 @@ class DistributedPlugin(Plugin):
         release_groups(self._groups())
 
     def _groups(self) -> Iterable[dist.ProcessGroup | None]:
-        """Returns the groups that it has made, in the same order on all ranks; maybe others, and None."""
+        """Return the groups that it has made, in the same order on all ranks; maybe others, and None."""
         return ()
 
     def control_checkpoint_io(self) -> bool:

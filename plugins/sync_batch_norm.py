@@ -47,7 +47,7 @@ class _Normalize(torch.autograd.Function):
 def _global_moments(
     x_NC: torch.Tensor, group: dist.ProcessGroup | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Returns mean, biased variance and number of rows over all ranks.
+    """Return mean, biased variance and number of rows over all ranks.
 
     Ranks' moments are joined as in Chan, Golub, LeVeque 1979: no difference of large sums as in E[x^2] - E[x]^2.
     """
@@ -88,7 +88,7 @@ class SynchronizedBatchNorm(_BatchNorm):
             raise ValueError(f"expected an input of at least 2 dimensions (batch, channels, ...), got {input.dim()}")
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Returns the normalised input, in its dtype; statistics are fp32."""
+        """Return the normalised input, in its dtype; statistics are fp32."""
         self._check_input_dim(input)
         if not self.training:
             return self._forward_local(input)
@@ -126,7 +126,7 @@ class SynchronizedBatchNorm(_BatchNorm):
 
 
 def convert_batch_norm(model: nn.Module, device: torch.device, group: dist.ProcessGroup | None = None) -> None:
-    """Replaces the model's BatchNorm modules, in place, by ones that normalise over all ranks.
+    """Replace the model's BatchNorm modules, in place, by ones that normalise over all ranks.
 
     Torch's `SyncBatchNorm` is used on devices that have it, elsewhere `SynchronizedBatchNorm`.
     Parameters stay the same objects, and modules that appear under several names stay shared.

@@ -105,7 +105,7 @@ class AccumulationState:
         return self.num_backwards > 0 and not self.has_stepped
 
     def count_backward(self, num_items: float | None) -> None:
-        """Records one backward() call.
+        """Record one backward() call.
 
         Raises:
             ConfigError: `num_items` is given for some backward() calls of the accumulation only, or is negative.

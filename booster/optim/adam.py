@@ -23,7 +23,7 @@ _AMOUNTS = ("lr", "eps", "weight_decay")
 
 
 def require_bool(name: str, value: object) -> None:
-    """Returns if an argument is True or False.
+    """Return if an argument is True or False.
 
     Raises:
         ConfigError: It is not: in torch's order of arguments another one stands in its place.
@@ -36,7 +36,7 @@ def require_bool(name: str, value: object) -> None:
 
 
 def check_hyperparameters(group: Mapping[str, Any]) -> None:
-    """Returns if a param group, defaults included, can be computed with.
+    """Return if a param group, defaults included, can be computed with.
 
     Raises:
         ConfigError: A value can't work, or it asks for a variant that there is not.
@@ -48,7 +48,7 @@ def check_hyperparameters(group: Mapping[str, Any]) -> None:
     for name in _AMOUNTS:
         value = group[name]
         if not _is_number(value) or not (float(value) >= 0 and math.isfinite(float(value))):
-            raise ConfigError(f"{name}={value!r} is no amount to compute with: give a finite number from 0 on")
+            raise ConfigError(f"{name}={value!r} is not a hyperparameter value: give a finite number from 0 on")
     _check_betas(group["betas"])
 
 
@@ -66,7 +66,7 @@ def _is_number(value: object) -> bool:
 
 
 def check_stored_state(stored: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> None:
-    """Returns if a `state_dict` is of an Adam over parameters of these shapes; torch checks the numbers of both.
+    """Return if a `state_dict` is of an Adam over parameters of these shapes; torch checks the numbers of both.
 
     Args:
         stored: What `state_dict` of some optimizer returned.
@@ -163,7 +163,7 @@ class AdamBase(Optimizer):
     # Groups.
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a group, as torch's.
+        """Add a group, as torch's.
 
         Raises:
             ConfigError: A hyperparameter or a parameter that can't work.
@@ -188,7 +188,7 @@ class AdamBase(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """Updates every parameter that has a gradient.
+        """Update every parameter that has a gradient.
 
         Args:
             closure: Computes the loss and calls backward; called once, before the step.
@@ -197,7 +197,7 @@ class AdamBase(Optimizer):
             What the closure returned.
 
         Raises:
-            ConfigError: A gradient or a group that can't work, no room on the disk for states, or gradients of another
+            ConfigError: An invalid gradient or group, not enough disk space for states, or gradients of another
                 step than the last, which failed.
             OSError: The disk with states failed; the message says how far the step came.
         """
@@ -223,7 +223,7 @@ class AdamBase(Optimizer):
         gradients: Mapping[nn.Parameter, Tensor] | None = None,
         zero_grads: bool = False,
     ) -> None:
-        """Updates as `step` would with gradients that were multiplied before; see `FusedUpdate`.
+        """Update as `step` would with gradients that were multiplied before; see `FusedUpdate`.
 
         Raises:
             ConfigError: As `step`.
@@ -275,7 +275,7 @@ class AdamBase(Optimizer):
             raise
 
     def _gradients_of(self, group: dict[str, Any], gradients: Mapping[Any, Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yields the parameters that are to be updated, each with its gradient, checked."""
+        """Yield the parameters that are to be updated, each with its gradient, checked."""
         for parameter in group["params"]:
             gradient = gradients.get(parameter) if gradients else None
             if gradient is not None:
@@ -298,7 +298,7 @@ class AdamBase(Optimizer):
     # States.
 
     def _update_of(self, parameter: Tensor, gradient: Tensor, working_copy: Tensor | None) -> ParameterUpdate:
-        """Returns an update with the parameter's state: new where there is none, and in the form of the kernels."""
+        """Return an update with the parameter's state: new where there is none, and in the form of the kernels."""
         state: dict[str, Any] = self.state[parameter]
         step = complete_step(state)
         if self._disk.holds(parameter):
@@ -308,18 +308,18 @@ class AdamBase(Optimizer):
         return ParameterUpdate(parameter, gradient, working_copy, state, step, state["exp_avg"], state["exp_avg_sq"])
 
     def prepare_states(self) -> None:
-        """Makes room for the states of all parameters; see `StateAllocator`.
+        """Allocate the states of all parameters; see `StateAllocator`.
 
         Raises:
-            ConfigError: There is no room on the disk.
+            ConfigError: There is not enough space on the disk.
         """
         self._disk.prepare(self._parameters())
 
     def allocate_state(self, parameter: Tensor, key: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor | None:
-        """Returns the memory for a state that is about to be filled; see `StateAllocator`.
+        """Return the memory for a state that is about to be filled; see `StateAllocator`.
 
         Raises:
-            ConfigError: There is no room on the disk.
+            ConfigError: There is not enough space on the disk.
         """
         if key == "step":
             return torch.zeros(shape, dtype=torch.float32)
@@ -335,7 +335,7 @@ class AdamBase(Optimizer):
         return self._offload.fraction > 0
 
     def check_states(self) -> None:
-        """Returns if the states are whole and can be read now.
+        """Return if the states are whole and can be read now.
 
         Raises:
             CheckpointError: A file with states was cut, or a step failed and left a parameter divided.
@@ -349,7 +349,7 @@ class AdamBase(Optimizer):
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the state as torch.optim.AdamW's; tensors of states on the disk read it when they are looked at.
+        """Return the state as torch.optim.AdamW's; tensors of states on the disk read it when they are looked at.
 
         Raises:
             CheckpointError: The states can't be read, see `check_states`.
@@ -358,11 +358,11 @@ class AdamBase(Optimizer):
         return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes over a `state_dict` of this class or of torch.optim.Adam or AdamW; fp32 states stay fp32.
+        """Take over a `state_dict` of this class or of torch.optim.Adam or AdamW; fp32 states stay fp32.
 
         Raises:
-            ConfigError: There is no room on the disk, or the state is another optimizer's, of a variant that there is
-                not, or of parameters of other shapes.
+            ConfigError: The disk is full, or the state is of another optimizer, of an unknown variant, or of parameters
+                of other shapes.
         """
         check_stored_state(state_dict, self.param_groups)
         for group in state_dict["param_groups"]:

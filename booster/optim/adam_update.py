@@ -30,7 +30,7 @@ class Hyperparameters:
 
     @classmethod
     def of(cls, group: Mapping[str, Any]) -> Hyperparameters:
-        """Returns what a param group says.
+        """Return what a param group says.
 
         Raises:
             ConfigError: It asks for a variant that there is not.
@@ -57,7 +57,7 @@ class StepArguments:
     zero_grads: bool = False
 
     def multiplier_on(self, device: torch.device) -> Tensor | None:
-        """Returns the factor that the host does not know as an fp32 number on a device."""
+        """Return the factor that the host does not know as an fp32 number on a device."""
         if self.multiplier_tensor is None:
             return None
         return self.multiplier_tensor.detach().to(device, torch.float32).reshape(())
@@ -99,12 +99,12 @@ class GroupUpdate:
     updates: list[ParameterUpdate]
 
     def part(self, updates: list[ParameterUpdate]) -> GroupUpdate:
-        """Returns some of the updates, with the same hyperparameters."""
+        """Return some of the updates, with the same hyperparameters."""
         return GroupUpdate(self.hyperparameters, updates)
 
 
 def refuse_variants(group: Mapping[str, Any]) -> None:
-    """Returns if a param group asks for plain Adam or AdamW.
+    """Return if a param group asks for plain Adam or AdamW.
 
     Raises:
         ConfigError: It does not.
@@ -124,7 +124,7 @@ def refuse_variants(group: Mapping[str, Any]) -> None:
 
 
 def is_dense(tensor: Tensor) -> bool:
-    """Returns whether the tensor's elements fill a stretch of memory, in any order, each of them once."""
+    """Return whether the tensor's elements fill a stretch of memory, in any order, each of them once."""
     if tensor.is_contiguous():
         return True
     strides = tensor.stride()
@@ -133,19 +133,19 @@ def is_dense(tensor: Tensor) -> bool:
 
 
 def flat(tensor: Tensor) -> Tensor:
-    """Returns a dense tensor's memory as one dimension."""
+    """Return a dense tensor's memory as one dimension."""
     if tensor.is_contiguous():
         return tensor.view(-1)
     return tensor.as_strided((tensor.numel(),), (1,))
 
 
 def shaped_like(memory: Tensor, model: Tensor) -> Tensor:
-    """Returns one-dimensional memory in the shape and the memory order of a dense tensor."""
+    """Return one-dimensional memory in the shape and the memory order of a dense tensor."""
     return memory.view(model.shape) if model.is_contiguous() else memory.as_strided(model.shape, model.stride())
 
 
 def laid_out_like(tensor: Tensor, model: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Returns a tensor itself, or a copy of it in the memory order of `model` (row by row where that has gaps).
+    """Return a tensor itself, or a copy of it in the memory order of `model` (row by row where that has gaps).
 
     Args:
         tensor: What to look at; of the shape of `model`.
@@ -172,7 +172,7 @@ class Operands:
 
 
 def update_on_host(group: GroupUpdate, arguments: StepArguments) -> None:
-    """Updates parameters and states in place, and counts the step.
+    """Update parameters and states in place, and count the step.
 
     Args:
         group: Parameters on the CPU, with complete states.
@@ -189,7 +189,7 @@ def update_on_host(group: GroupUpdate, arguments: StepArguments) -> None:
 def run_kernel(
     rows: Sequence[Operands | ParameterUpdate], hyperparameters: Hyperparameters, arguments: StepArguments
 ) -> None:
-    """Calls the kernel once for all rows."""
+    """Call the kernel once for all rows."""
     copies = [row.working_copy for row in rows]
     adam_step(
         [row.parameter for row in rows],
@@ -211,14 +211,14 @@ def run_kernel(
 
 
 def count_steps(updates: Sequence[ParameterUpdate]) -> None:
-    """Adds one to the step numbers."""
+    """Add one to the step numbers."""
     if updates:
         # The number as a tensor: torch would make one of it for every parameter.
         torch._foreach_add_([update.step for update in updates], torch.ones(()), alpha=1.0)
 
 
 def _is_plain(update: ParameterUpdate) -> bool:
-    """Returns whether all tensors are row by row, as is usual."""
+    """Return whether all tensors are row by row, as is usual."""
     copy = update.working_copy
     # The moments are as the parameter.
     is_plain = update.parameter.is_contiguous() and update.gradient.is_contiguous()
@@ -239,7 +239,7 @@ def _operands(update: ParameterUpdate) -> Operands:
 
 
 def _write_back(row: Operands, update: ParameterUpdate, arguments: StepArguments) -> None:
-    """Copies what the kernel wrote into memory in another order to where it belongs."""
+    """Copy what the kernel wrote into memory in another order to where it belongs."""
     model = update.parameter if is_dense(update.parameter) else update.parameter.contiguous()
     pairs = [
         (update.parameter, row.parameter),
@@ -256,7 +256,7 @@ def _write_back(row: Operands, update: ParameterUpdate, arguments: StepArguments
 
 
 def update_on_device(group: GroupUpdate, arguments: StepArguments) -> None:
-    """Starts the updates and counts the step; the host does not wait for the devices.
+    """Start the updates and count the step; the host does not wait for the devices.
 
     Args:
         group: Parameters on accelerators, with complete states of the parameters' dtypes.
@@ -310,7 +310,7 @@ def _update_alike(
 
 
 def _step_numbers(updates: Sequence[ParameterUpdate], device: torch.device, *, corrects: bool) -> list[Tensor]:
-    """Returns the number of each parameter's step on the device: made there, as a copy would wait for the device."""
+    """Return the number of each parameter's step on the device: made there, as a copy would wait for the device."""
     # After infinitely many steps there is nothing to correct: 1 - beta ** inf = 1.
     counts = [update.next_step if corrects else math.inf for update in updates]
     made = {count: torch.full((), count, dtype=torch.float32, device=device) for count in set(counts)}
@@ -318,7 +318,7 @@ def _step_numbers(updates: Sequence[ParameterUpdate], device: torch.device, *, c
 
 
 def _divisor(arguments: StepArguments, device: torch.device) -> Tensor | None:
-    """Returns what gradients are to be divided by; None: nothing."""
+    """Return what gradients are to be divided by; None: nothing."""
     factor = arguments.multiplier_on(device)
     if factor is None:
         if arguments.multiplier == 1.0:

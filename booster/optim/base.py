@@ -31,7 +31,7 @@ class Untouched:
 
 
 def hold_untouched(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Returns a state_dict whose states are wrapped; a pre-hook of `load_state_dict`."""
+    """Return a state_dict whose states are wrapped; a pre-hook of `load_state_dict`."""
     wrapped = {
         number: {key: Untouched(value) if isinstance(value, Tensor) else value for key, value in values.items()}
         for number, values in state_dict["state"].items()
@@ -68,7 +68,7 @@ class OptimizerBase(Optimizer):
 
     @abstractmethod
     def _check_group(self, group: Mapping[str, Any]) -> None:
-        """Returns if a param group, defaults included, can be computed with.
+        """Return if a param group, defaults included, can be computed with.
 
         Raises:
             ConfigError: It can't.
@@ -76,16 +76,16 @@ class OptimizerBase(Optimizer):
 
     @abstractmethod
     def _update(self, steps: list[ParameterStep]) -> None:
-        """Updates the weights of parameters. Collective if there are shards."""
+        """Update the weights of parameters. Collective if there are shards."""
 
     def _state_shape(self, parameter: Tensor, key: str) -> tuple[int, ...] | None:
-        """Returns the shape of a state of one of `param_groups`; None: it is not among the tensors that it keeps."""
+        """Return the shape of a state of one of `param_groups`; None: it is not among the tensors that it keeps."""
         return tuple(parameter.shape) if key in self._moments else None
 
     # Groups.
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a group, as torch's.
+        """Add a group, as torch's.
 
         Raises:
             ConfigError: A hyperparameter or a parameter that can't work.
@@ -101,7 +101,7 @@ class OptimizerBase(Optimizer):
                 )
 
     def use_shards(self, shards: Shards) -> None:
-        """Takes over which parts of which parameters the groups hold from now on; see `booster.interface.ShardAware`.
+        """Take over which parts of which parameters the groups hold from now on; see `booster.interface.ShardAware`.
 
         Args:
             shards: This rank's parts.
@@ -112,7 +112,7 @@ class OptimizerBase(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """Updates every parameter that has a gradient.
+        """Update every parameter that has a gradient.
 
         Args:
             closure: Computes the loss and calls backward; called once, before the step.
@@ -164,7 +164,7 @@ class OptimizerBase(Optimizer):
     # States.
 
     def _state_tensor(self, step: ParameterStep, key: str) -> Tensor:
-        """Returns a parameter's state, zeros where there is none, in the format in which it is computed with."""
+        """Return a parameter's state, zeros where there is none, in the format in which it is computed with."""
         value: Tensor | None = step.state.get(key)
         dtype, device = step.weights.dtype, step.weights.device
         is_moment = key in self._moments
@@ -183,10 +183,10 @@ class OptimizerBase(Optimizer):
         return value
 
     def prepare_states(self) -> None:
-        """Does nothing: memory needs no room to be made; see `booster.interface.StateAllocator`."""
+        """Do nothing: memory is allocated on first use; see `booster.interface.StateAllocator`."""
 
     def allocate_state(self, parameter: Tensor, key: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor | None:
-        """Returns the memory for a state that is about to be filled; see `booster.interface.StateAllocator`."""
+        """Return the memory for a state that is about to be filled; see `booster.interface.StateAllocator`."""
         if self._state_shape(parameter, key) is None:
             return None
         return torch.empty(shape, dtype=_state_dtype(parameter), device=parameter.device)
@@ -197,10 +197,10 @@ class OptimizerBase(Optimizer):
         return False
 
     def check_states(self) -> None:
-        """Returns: states in memory can always be read."""
+        """Return: states in memory can always be read."""
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes over a `state_dict` of this class; fp32 states stay fp32.
+        """Take over a `state_dict` of this class; fp32 states stay fp32.
 
         Raises:
             ConfigError: It is another optimizer's, or of parameters of other shapes.
@@ -259,14 +259,14 @@ def _state_dtype(parameter: Tensor) -> torch.dtype:
 
 
 def moment_dtype(parameter: Tensor) -> torch.dtype:
-    """Returns the format of a parameter's moments."""
+    """Return the format of a parameter's moments."""
     dtype = parameter.dtype
     # torch's kernels for accelerators ask for one dtype of parameter and states.
     return torch.float32 if dtype in _LOW_PRECISION and parameter.is_cpu else dtype
 
 
 def complete_step(state: dict[str, Any]) -> Tensor:
-    """Makes "step" an fp32 tensor on the CPU, zero where there is none, and returns it."""
+    """Make "step" an fp32 tensor on the CPU, zero where there is none, and return it."""
     step = state.get("step")
     if not (isinstance(step, Tensor) and step.is_cpu and step.dtype is torch.float32):
         step = state["step"] = torch.tensor(0.0 if step is None else float(step), dtype=torch.float32)
@@ -274,7 +274,7 @@ def complete_step(state: dict[str, Any]) -> Tensor:
 
 
 def complete_moments(state: dict[str, Any], parameter: Tensor) -> None:
-    """Makes the moments tensors beside the parameter, in its memory order; zeros where there are none."""
+    """Make the moments tensors beside the parameter, in its memory order; zeros where there are none."""
     dtype = moment_dtype(parameter)
     for key in MOMENTS:
         value = state.get(key)
@@ -294,14 +294,14 @@ def _is_in_form(value: Tensor, parameter: Tensor, dtype: torch.dtype) -> bool:
 
 
 def require_learning_rate(group: Mapping[str, Any]) -> None:
-    """Returns if a group's lr can be multiplied with.
+    """Return if a group's lr can be multiplied with.
 
     Raises:
         ConfigError: It can't.
     """
     lr = group["lr"]
     if lr is None:
-        raise ConfigError("lr=None is no length of a step, and this optimizer finds none by itself: give lr=2e-4 or so")
+        raise ConfigError("lr=None is not a learning rate, and this optimizer does not compute one: give lr=2e-4 or so")
     if isinstance(lr, Tensor) and lr.numel() != 1:
         raise ConfigError(f"lr is a tensor of shape {tuple(lr.shape)}: give one with one element, or a number")
     require_amount(group, "lr")
@@ -310,7 +310,7 @@ def require_learning_rate(group: Mapping[str, Any]) -> None:
 def require_amount(
     group: Mapping[str, Any], name: str, *, is_positive: bool = False, below: float = math.inf, why: str = ""
 ) -> None:
-    """Returns if a hyperparameter is a finite number from 0 on.
+    """Return if a hyperparameter is a finite number from 0 on.
 
     Args:
         group: A param group, defaults included.
@@ -333,7 +333,7 @@ def require_amount(
 
 
 def require_fractions(group: Mapping[str, Any], name: str, count: int, *, example: tuple[float, ...]) -> None:
-    """Returns if a hyperparameter is so many numbers from 0 on, each less than 1.
+    """Return if a hyperparameter is so many numbers from 0 on, each less than 1.
 
     Raises:
         ConfigError: It is not.
@@ -348,14 +348,14 @@ def require_fractions(group: Mapping[str, Any], name: str, count: int, *, exampl
 
 
 def require_flag(group: Mapping[str, Any], name: str) -> None:
-    """Returns if a hyperparameter is True or False.
+    """Return if a hyperparameter is True or False.
 
     Raises:
-        ConfigError: It is not: an argument may stand in another one's place.
+        ConfigError: It is not a bool: an argument may be in the place of another.
     """
     if not isinstance(group[name], bool):
         raise ConfigError(
-            f"{name}={group[name]!r} is no truth value, so an argument may stand in another one's place: give True or"
+            f"{name}={group[name]!r} is not a bool, so an argument may be in the place of another: give True or"
             " False, and arguments after lr by keyword"
         )
 

@@ -22,19 +22,19 @@ from .param_update import ParameterStep, StepBatch
 
 
 def is_factored(shape: Sequence[int]) -> bool:
-    """Returns whether squares of a parameter of this shape are kept as rows and columns."""
+    """Return whether squares of a parameter of this shape are kept as rows and columns."""
     return len(shape) >= 2 and shape[-1] > 1 and shape[-2] > 1
 
 
 def num_sums(shape: Sequence[int]) -> int:
-    """Returns the number of rows and columns of a parameter together; 0: it is not factored."""
+    """Return the number of rows and columns of a parameter together; 0: it is not factored."""
     if not is_factored(shape):
         return 0
     return sum(torch.Size(part).numel() for part in row_and_column_shapes(shape))
 
 
 def row_and_column_shapes(shape: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Returns the shapes of the two states of a parameter that is factored."""
+    """Return the shapes of the two states of a parameter that is factored."""
     return (*shape[:-1], 1), (*shape[:-2], 1, shape[-1])
 
 
@@ -50,7 +50,7 @@ class RowsAndColumns:
         self._row_shape, self._column_shape = row_and_column_shapes(step.shape)
 
     def sums_of_squares(self, tensor: Tensor) -> Tensor:
-        """Returns this rank's part of the sums of squares over rows, and over columns, as one vector.
+        """Return this rank's part of the sums of squares over rows, and over columns, as one vector.
 
         Args:
             tensor: Of the parameter's shape, in this rank's part.
@@ -65,13 +65,13 @@ class RowsAndColumns:
         return torch.cat([rows.flatten(), columns.flatten()])
 
     def means(self, sums: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns means over rows and columns of what `sums_of_squares` of all ranks make together."""
+        """Return means over rows and columns of what `sums_of_squares` of all ranks make together."""
         rows, columns = sums.split([torch.Size(self._row_shape).numel(), torch.Size(self._column_shape).numel()])
         *_, num_rows, num_columns = self._step.shape
         return rows.view(self._row_shape) / num_columns, columns.view(self._column_shape) / num_rows
 
     def divided_by_root(self, tensor: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
-        """Returns a tensor over the root of the estimate; see Note [Factored squares]. Padding becomes zero.
+        """Return a tensor over the root of the estimate; see Note [Factored squares]. Padding becomes zero.
 
         Args:
             tensor: Of the parameter's shape, in this rank's part.
@@ -124,13 +124,13 @@ class FactoredBase(OptimizerBase):
         return row_and_column_shapes(shape)[0 if side == "row" else 1]
 
     def _sums_of_squares(self, step: ParameterStep, tensor: Tensor) -> Tensor:
-        """Returns this rank's part of what `_take_squares` needs: nothing where the parameter is not factored."""
+        """Return this rank's part of what `_take_squares` needs: nothing where the parameter is not factored."""
         return RowsAndColumns(step).sums_of_squares(tensor) if is_factored(step.shape) else tensor.new_zeros(0)
 
     def _take_squares(
         self, step: ParameterStep, average: str, sums: Tensor, tensor: Tensor, *, decay: float, eps: float
     ) -> None:
-        """Takes the squares of a tensor, and `eps` in each of them, into an average.
+        """Take the squares of a tensor, and `eps` in each of them, into an average.
 
         Args:
             step: Of the parameter.
@@ -148,14 +148,14 @@ class FactoredBase(OptimizerBase):
             self._state_tensor(step, f"{average}_{key}").mul_(decay).add_(means + eps, alpha=1.0 - decay)
 
     def _divided(self, step: ParameterStep, average: str, tensor: Tensor) -> Tensor:
-        """Returns a new tensor: one of the parameter's shape over the root of an average."""
+        """Return a new tensor: one of the parameter's shape over the root of an average."""
         if not is_factored(step.shape):
             return tensor * self._state_tensor(step, average).rsqrt()
         rows, columns = (self._state_tensor(step, f"{average}_{key}") for key in ("row", "col"))
         return RowsAndColumns(step).divided_by_root(tensor, rows, columns)
 
     def _clip(self, batch: StepBatch, updates: Sequence[Tensor]) -> None:
-        """Divides updates whose root mean square is over the threshold by how much. Collective, one all-reduce."""
+        """Divide updates whose root mean square is over the threshold by how much. Collective, one all-reduce."""
         own = [step.sum_of_squares(one).reshape(1) for step, one in zip(batch.steps, updates, strict=True)]
         for step, update, total in zip(batch.steps, updates, batch.sums(own, lambda shape: 1), strict=True):
             root = (total.reshape(()) / step.numel).sqrt()
@@ -244,7 +244,7 @@ class Adafactor(FactoredBase):
                 self._apply(step, update, scale)
 
     def _take_gradients(self, batch: StepBatch) -> list[Tensor]:
-        """Takes the gradients into their averages; returns the weights' root mean squares. Collective."""
+        """Take the gradients into their averages; returns the weights' root mean squares. Collective."""
         own = [
             torch.cat([self._sums_of_squares(step, step.gradient), step.sum_of_squares(step.weights).reshape(1)])
             for step in batch.steps
@@ -364,7 +364,7 @@ class CAME(FactoredBase):
         self._take_squares(step, average, sums, tensor, decay=decay, eps=eps)
 
     def _take_update(self, step: ParameterStep, update: Tensor) -> Tensor:
-        """Takes an update into the first moment; returns by how much they differ, in its place."""
+        """Take an update into the first moment; returns by how much they differ, in its place."""
         beta1 = step.group["betas"][0]
         first = self._state_tensor(step, "exp_avg").mul_(beta1).add_(update, alpha=1 - beta1)
         return update.sub_(first)

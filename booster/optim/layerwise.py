@@ -16,7 +16,7 @@ from .param_update import ParameterStep, StepBatch
 
 
 def norms_of_pairs(batch: StepBatch, others: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
-    """Returns for every step the norm of the whole parameter's weights, and of another tensor of its shape.
+    """Return for every step the norm of the whole parameter's weights, and of another tensor of its shape.
 
     Args:
         batch: Of steps.
@@ -32,7 +32,7 @@ def norms_of_pairs(batch: StepBatch, others: Sequence[Tensor]) -> list[tuple[Ten
 
 
 def ratio_of_norms(numerator: Tensor, denominator: Tensor) -> Tensor:
-    """Returns one norm over another; 1 where either is zero, as of weights that begin at zero."""
+    """Return one norm over another; 1 where either is zero, as of weights that begin at zero."""
     is_usual = (numerator > 0) & (denominator > 0)
     return torch.where(is_usual, numerator / denominator, torch.ones_like(numerator))
 
@@ -183,7 +183,7 @@ class FusedLAMB(OptimizerBase):
             require_flag(group, name)
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
-        """Clears the gradients.
+        """Clear the gradients.
 
         Args:
             set_to_none: Drop them; None: as `set_grad_none` says.
@@ -192,7 +192,7 @@ class FusedLAMB(OptimizerBase):
 
     @contextmanager
     def whole_step(self) -> Iterator[None]:
-        """Returns a context in which all calls of `step()` are one step; see `booster.core.shard_aware.NeedsWholeStep`.
+        """Return a context in which all calls of `step()` are one step; see `booster.core.shard_aware.NeedsWholeStep`.
 
         Not collective.
         """
@@ -219,7 +219,7 @@ class FusedLAMB(OptimizerBase):
                 step.weights.sub_(update, alpha=float(step.group["lr"]))
 
     def _gradient_norm(self, steps: list[ParameterStep]) -> Tensor | None:
-        """Returns the norm of the gradients of a step; None: no group clips. See Note [Norm of a step]. Collective."""
+        """Return the norm of the gradients of a step; None: no group clips. See Note [Norm of a step]. Collective."""
         if not any(group["max_grad_norm"] for group in self.param_groups):
             return None
         shown = {step.parameter for step in steps}
@@ -238,7 +238,7 @@ class FusedLAMB(OptimizerBase):
         return torch.stack([one.reshape(()).to(squares[0]) for one in squares]).sum().sqrt()
 
     def _adam_updates(self, steps: Sequence[ParameterStep], norm: Tensor | None) -> list[Tensor]:
-        """Returns new tensors with the updates of parameters of one group, format and device."""
+        """Return new tensors with the updates of parameters of one group, format and device."""
         group = steps[0].group
         beta1, beta2 = group["betas"]
         weights, gradients = [step.weights for step in steps], [step.gradient for step in steps]
@@ -268,7 +268,7 @@ class FusedLAMB(OptimizerBase):
 
 
 def _per_group(steps: Sequence[ParameterStep], update: Any) -> list[Tensor]:
-    """Returns what `update` makes of steps that have group, format and device in common, in the order of `steps`."""
+    """Return what `update` makes of steps that have group, format and device in common, in the order of `steps`."""
     alike: dict[tuple[Any, ...], list[int]] = {}
     for number, step in enumerate(steps):
         alike.setdefault((id(step.group), step.weights.dtype, step.weights.device), []).append(number)

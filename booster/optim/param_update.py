@@ -50,22 +50,22 @@ class ParameterStep:
         return math.prod(self.shape)
 
     def counted(self, tensor: Tensor) -> list[Tensor]:
-        """Returns the elements of a tensor of the parameter's shape that this rank counts in a sum over the whole."""
+        """Return the elements of a tensor of the parameter's shape that this rank counts in a sum over the whole."""
         return [tensor] if self.shard is None else self.shard.owned(tensor)
 
     def blocks(self, tensor: Tensor) -> list[ShardBlock]:
-        """Returns where the elements of a tensor of the parameter's shape lie in the whole one."""
+        """Return where the elements of a tensor of the parameter's shape lie in the whole one."""
         return [whole_block(tensor)] if self.shard is None else self.shard.blocks(tensor)
 
     def sum_of_squares(self, tensor: Tensor) -> Tensor:
-        """Returns this rank's part of the sum over the whole parameter, without dimensions."""
+        """Return this rank's part of the sum over the whole parameter, without dimensions."""
         views = [view for view in self.counted(tensor) if view.numel() > 0]
         if not views:
             return torch.zeros((), dtype=tensor.dtype, device=tensor.device)
         return torch.stack(torch._foreach_norm(views)).square().sum()
 
     def write_back(self) -> None:
-        """Rounds a copy of the weights into the parameter."""
+        """Round a copy of the weights into the parameter."""
         if self.weights is not self.parameter:
             self.parameter.copy_(self.weights)
 
@@ -84,7 +84,7 @@ class StepBatch:
 
     @classmethod
     def divide(cls, steps: Iterable[ParameterStep], shards: Shards | None) -> Iterator[StepBatch]:
-        """Yields the batches of a step: the shards', also if there are none of them, and one for each whole parameter.
+        """Yield the batches of a step: the shards', also if there are none of them, and one for each whole parameter.
 
         Args:
             steps: All of the step.
@@ -101,7 +101,7 @@ class StepBatch:
 
     @classmethod
     def join(cls, steps: Iterable[ParameterStep], shards: Shards | None) -> Iterator[StepBatch]:
-        """Yields the batches of a step, with all whole parameters in one; see `divide`."""
+        """Yield the batches of a step, with all whole parameters in one; see `divide`."""
         batches = list(cls.divide(steps, shards))
         yield from (batch for batch in batches if batch.shards is not None)
         whole = [step for batch in batches if batch.shards is None for step in batch.steps]
@@ -109,7 +109,7 @@ class StepBatch:
             yield cls(whole, None)
 
     def sums(self, values: Sequence[Tensor], length_of: Callable[[tuple[int, ...]], int]) -> list[Tensor]:
-        """Returns for every step the sum over its whole parameter, where `values` are this rank's parts of it.
+        """Return for every step the sum over its whole parameter, where `values` are this rank's parts of it.
 
         Args:
             values: A vector for each of `steps`.
@@ -124,7 +124,7 @@ class StepBatch:
         return [totals[name].to(value) for name, value in zip(names, values, strict=True)]
 
     def all_sums(self, values: Sequence[Tensor], length_of: Callable[[tuple[int, ...]], int]) -> list[Tensor]:
-        """Returns each parameter's sum once, those of parameters that other ranks alone hold as well; see `sums`."""
+        """Return each parameter's sum once, those of parameters that other ranks alone hold as well; see `sums`."""
         return list(values) if self.shards is None else [*self._totals(self.shards, values, length_of).values()]
 
     def _totals(
@@ -139,5 +139,5 @@ class StepBatch:
 
 
 def whole_block(tensor: Tensor) -> ShardBlock:
-    """Returns the block that a parameter is which this rank has whole."""
+    """Return the block that a parameter is which this rank has whole."""
     return ShardBlock(view=tensor, box=tuple((0, size) for size in tensor.shape), is_owned=True)

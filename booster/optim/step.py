@@ -44,7 +44,7 @@ class Step:
         self._checksums: dict[int, int] = {}
 
     def run(self) -> None:
-        """Does what is not done yet.
+        """Do what is not done yet.
 
         Raises:
             OSError: The disk failed; see Note [Failed steps].
@@ -68,7 +68,7 @@ class Step:
     @property
     def is_begun(self) -> bool:
         """Whether something was done, so that to begin anew would do it twice."""
-        if self._on_disk is None:  # as with torch's optimizers, a failure in memory is nobody's to repair
+        if self._on_disk is None:  # as with torch's optimizers, a failure in memory is not repaired
             return False
         return len(self._left()) < self._num_updates or self.divides_a_parameter
 
@@ -78,16 +78,16 @@ class Step:
         return not self._left()
 
     def is_of(self, states: Mapping[Any, Any]) -> bool:
-        """Returns whether its states are still the optimizer's."""
+        """Return whether its states are still the optimizer's."""
         return all(states.get(update.parameter) is update.state for group in self._groups for update in group.updates)
 
     def note_gradients(self) -> None:
-        """Remembers what `is_same` compares with."""
+        """Store what `is_same` compares with."""
         compared = self._left() or [update for group in self._groups for update in group.updates]
         self._checksums = {id(update.parameter): _checksum(update.gradient) for update in compared}
 
     def is_same(self, gradients: Mapping[int, Tensor], arguments: StepArguments) -> bool:
-        """Returns whether a call brings what this step, which failed, was begun with.
+        """Return whether a call brings what this step, which failed, was begun with.
 
         Args:
             gradients: By the `id` of parameters.
@@ -105,7 +105,7 @@ class Step:
         )
 
     def _update_in_memory(self) -> bool:
-        """Updates some more of the parameters whose states are in memory; returns False if there are none left."""
+        """Update some more of the parameters whose states are in memory; returns False if there are none left."""
         if not self._in_memory:
             return False
         with interrupts_later():
@@ -122,7 +122,7 @@ class Step:
         return in_memory + ([] if self._on_disk is None else [update for update, _ in self._on_disk.unfinished()])
 
     def _account(self, error: OSError) -> str:
-        """Returns a message that says how far the step came."""
+        """Return a message that says how far the step came."""
         left, total = self._left(), self._num_updates
         divided = "".join(
             f"; of one of these, of shape {tuple(update.parameter.shape)}, all but the last {num_left} elements are"
@@ -150,7 +150,7 @@ def _select(groups: Sequence[GroupUpdate], is_wanted: Callable[[Tensor], bool]) 
 
 
 def _batches(groups: Sequence[GroupUpdate]) -> Iterator[GroupUpdate]:
-    """Yields the groups in parts of a few milliseconds, to be done while the disk is awaited."""
+    """Yield the groups in parts of a few milliseconds, to be done while the disk is awaited."""
     for group in groups:
         batch: list[ParameterUpdate] = []
         for update in group.updates:

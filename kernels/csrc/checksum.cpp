@@ -15,7 +15,7 @@
 // the message, where it is added to (xor) what lies there. Its first 64 bits are H * x^64 and its last ones L, and
 //   (H * x^64 + L) * x^D  =  H * x * x^(D+63)  +  L * x * x^(D-1),
 // so that two products with the remainders of x^(D+63) and x^(D-1), of 32 bits each, do it. What is left in the end is
-// simply a short message with the same remainder: the next smaller method goes on with it.
+// simply a short message with the same remainder: the next smaller method continues with it.
 
 #include <pybind11/pybind11.h>
 

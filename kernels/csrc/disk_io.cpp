@@ -33,7 +33,7 @@ using booster::RingQueue;
 #endif
 
 // A queue and the process that it belongs to. In a forked process there are no threads to end, and locks may be held by
-// nobody: the queue's memory is left alone there.
+// no reader: the queue's memory is left alone there.
 template <typename Queue>
 class Owned {
   public:

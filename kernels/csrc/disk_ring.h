@@ -1,7 +1,7 @@
 // The disk queue on io_uring: one thread hands requests to the kernel, which works on many of them at once.
 //
 // Only that thread touches the ring: no lock around it, and no request ends with the thread that asked for it, as the
-// kernel cancels what an ending thread has under way. Others leave requests in a list and write to an event descriptor,
+// kernel cancels what an ending thread has in flight. Others leave requests in a list and write to an event descriptor,
 // which the ring watches beside the requests.
 #pragma once
 

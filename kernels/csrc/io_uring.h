@@ -80,7 +80,7 @@ class RingMemory {
 
 class Ring {
   public:
-    // At most `num_entries` requests may be under way, a power of two.
+    // At most `num_entries` requests may be in flight, a power of two.
     explicit Ring(unsigned num_entries)
         : descriptor_(syscall(__NR_io_uring_setup, num_entries, &parameters_), "io_uring_setup"),
           rings_(descriptor_.get(), size_of_rings(), IORING_OFF_SQ_RING),
@@ -92,7 +92,7 @@ class Ring {
         }
     }
 
-    // Adds a request, which `submit_and_wait` hands over. The caller keeps count, so that there is room.
+    // Adds a request, which `submit_and_wait` hands over. The caller keeps count, so that the ring never overflows.
     void add(const io_uring_sqe& request) {
         const unsigned tail = *submitted_tail();
         *entries_.at<io_uring_sqe>((tail & mask(parameters_.sq_off.ring_mask)) * sizeof(io_uring_sqe)) = request;

@@ -30,7 +30,7 @@ namespace {
 
 constexpr uint64_t ELEMENT_BYTES[NUM_ELEMENT_TYPES] = {4, 2, 2, 8, 1, 4, 8};
 
-// Up to here a second meeting would cost more than that every rank reduces all terms; two have little to repeat.
+// Up to here a second barrier would cost more than that every rank reduces all terms; two have little to repeat.
 constexpr uint64_t short_all_reduce_bytes(int num_ranks) {
     return num_ranks == 2 ? 512u << 10 : (256u << 10) / static_cast<uint64_t>(num_ranks);
 }
@@ -147,7 +147,7 @@ class Collectives {
     }
 
   private:
-    // A forked child has the memory, too, but is no rank.
+    // A forked child has the memory, too, but is not a rank.
     bool is_usable() const { return getpid() == process_id_; }
 
     int64_t total(uint64_t of_piece) const {

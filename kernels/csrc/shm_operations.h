@@ -214,7 +214,7 @@ class ReduceScatter {
     char* const output_;
 };
 
-// Every rank reduces everything: one meeting of the ranks, for what is short.
+// Every rank reduces everything: one barrier of the ranks, for short tensors.
 class ShortAllReduce {
   public:
     ShortAllReduce(const Surroundings& around, const Reduction& reduction, uint64_t element_bytes, char* data,
@@ -244,7 +244,7 @@ class ShortAllReduce {
 // Each rank reduces one block of a chunk (a step of the first kind), which all then copy (a step of the second kind).
 //
 // Note [Interleaving]: with chunks A, B, C the steps are A1 B1 A2 C1 B2 C2, so that with a lag of 1 a rank fills a slot
-// with reduced numbers (A2) when it has reduced them (drained A1), and nobody waits for what was only just begun. One
+// with reduced numbers (A2) when it has reduced them (drained A1), and no rank waits for what was only just begun. One
 // chunk alone has no other to put between, and goes without lag.
 class LongAllReduce {
   public:

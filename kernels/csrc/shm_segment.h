@@ -3,7 +3,7 @@
 // Note [Nameless memory]: the memory is an anonymous file (memfd) of the rank that makes it. The others open it as
 // /proc/<process>/fd/<number>, so it has no name that could be left behind in /dev/shm, however the processes end, and
 // the size of /dev/shm, 64 MiB in many containers, does not bound it. All of it is allocated when it is made: a host
-// without memory shows as an error there and not as a SIGBUS later. Sealed, nobody can make it shorter.
+// without memory shows as an error there and not as a SIGBUS later. Sealed, it cannot be truncated.
 //
 // Layout: the Header, a Card for each rank, and two slots for each rank, each of a whole number of pages.
 #pragma once
@@ -32,7 +32,7 @@ constexpr uint64_t PAGE_BYTES = 4096;
 // What a rank is doing, written at every step for the others to compare and for messages.
 struct Facts {
     int64_t operation;
-    int64_t number;     // how manieth of its kind
+    int64_t number;     // sequence number of its kind
     int64_t length;     // elements or bytes
     int64_t type;       // element type; 0 where bytes are moved
     int64_t detail;     // operator of a reduction, source of a broadcast

@@ -8,7 +8,7 @@ namespace booster {
 namespace BOOSTER_ISA {
 namespace {
 
-constexpr int UNROLL = 4;      // vectors under way at a time: an addition takes some cycles
+constexpr int UNROLL = 4;      // vectors in flight at a time: an addition takes some cycles
 constexpr int BLOCK = 256;     // elements of the plain loops, which the compiler turns into vectors
 
 template <class T>
@@ -150,7 +150,7 @@ void reduce(const Reduction& what, const void* const* terms, int num_terms, void
         case ELEMENT_FLOAT16: return reduce_halves<Float16>(what, terms, num_terms, output, count);
         case ELEMENT_FLOAT64: return reduce_plainly<double>(what, terms, num_terms, output, count);
         case ELEMENT_UINT8: return reduce_plainly<uint8_t>(what, terms, num_terms, output, count);
-        // Unsigned, so that a sum that overflows wraps around instead of being undefined; maxima need the sign.
+        // Unsigned, so that a sum that overflows wraps around instead of being undefined; maxima are of signed numbers.
         case ELEMENT_INT32:
             if (what.reduction_operator == SUM) return reduce_plainly<uint32_t>(what, terms, num_terms, output, count);
             return reduce_plainly<int32_t>(what, terms, num_terms, output, count);

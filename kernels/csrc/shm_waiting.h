@@ -5,7 +5,7 @@
 // (a futex that processes share). A sleeper gets up every SLICE at the latest, and looks whether somebody gave up, the
 // processes that it waits for have ended, its own time is up, or the user has interrupted it. So nothing that is
 // missed, be it a wake or an end, costs more than a slice.
-// Note [Abortion]: whoever finds that it can't go on writes why into the header, once for all, and wakes everyone. From
+// Note [Abortion]: a rank that cannot continue writes the reason into the header, once, and wakes all ranks. From
 // then on no rank trusts the memory: every call fails with that same reason.
 #pragma once
 
@@ -145,7 +145,7 @@ class Waiter {
         return !reaches(number_of(phase, rank).load(std::memory_order_relaxed), static_cast<uint32_t>(step + 1));
     }
 
-    // Between looks the processor goes to whoever else wants it: it may be the very rank that is waited for.
+    // Between looks the processor goes to other threads: one may be the rank that is waited for.
     bool spin(Phase phase, uint64_t step) const {
         for (int turn = 0; turn < num_pauses_; ++turn) {
             relax();
@@ -175,7 +175,7 @@ class Waiter {
         }
     }
 
-    // Returns false where nobody woke it.
+    // Returns false if it was not woken.
     static bool sleep_on(std::atomic<uint32_t>& word, uint32_t value, int64_t nanoseconds) {
         const timespec duration = {static_cast<time_t>(nanoseconds / 1'000'000'000),
                                    static_cast<long>(nanoseconds % 1'000'000'000)};

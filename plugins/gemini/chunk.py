@@ -79,7 +79,7 @@ class ChunkParam:
     Attributes:
         name: Name in the user's model.
         parameter: The model's parameter.
-        place: Region of the parameter in the chunk.
+        region: Region of the parameter in the chunk.
         chunk: The chunk.
         state: Current state.
         num_pins: Number of running modules that use the parameter.
@@ -87,7 +87,7 @@ class ChunkParam:
         is_expected: True if the chunk is incomplete without this gradient, as it arrived in an earlier backward.
         is_used: True if a gradient arrived in this accumulation.
         has_gradient: True if the gradient is in the chunk's gradient buffer.
-        is_watched: True if a hook takes the gradients as they arrive.
+        has_grad_hook: True if a hook takes the gradients as they arrive.
         is_overwritten: True if the gradient has overwritten the weights in the gathered buffer.
     """
 

@@ -23,7 +23,7 @@ LOW_PRECISION = (torch.float16, torch.bfloat16)
 def describe_params(
     model: nn.Module, trained: Collection[int], dtype: torch.dtype | None
 ) -> tuple[list[tuple[str, nn.Parameter]], list[ParamInfo], list[int]]:
-    """Returns a model's parameters with their names, what the layout has to know of them, and of which module each is.
+    """Return a model's parameters with their names, what the layout has to know of them, and of which module each is.
 
     Args:
         model: The user's model.
@@ -51,7 +51,7 @@ def describe_params(
 def plan_model(
     facts: Sequence[ParamInfo], module_of: Sequence[int], settings: GeminiSettings, num_shards: int
 ) -> ChunkPlan:
-    """Returns where every parameter lies; no communication, the same on all ranks."""
+    """Return where every parameter lies; no communication, the same on all ranks."""
     chunks = settings.chunks
     if chunks.numel is not None:
         return plan_chunks(facts, num_shards=num_shards, chunk_numel=chunks.numel, module_of=module_of)
@@ -75,7 +75,7 @@ def plan_model(
 def make_chunk(
     index: int, layout: ChunkLayout, named: Sequence[tuple[str, nn.Parameter]], settings: GeminiSettings
 ) -> Chunk:
-    """Returns a chunk without memory.
+    """Return a chunk without memory.
 
     Args:
         index: Of the chunk.
@@ -106,7 +106,7 @@ def fill_chunk(
     source: dist.ProcessGroup | None = None,
     values: Mapping[int, torch.Tensor] | None = None,
 ) -> None:
-    """Moves the parameters' values into a chunk, as the first rank has them. Collective over the data-parallel ranks.
+    """Move the parameters' values into a chunk, as the first rank has them. Collective over the data-parallel ranks.
 
     Args:
         chunk: Without memory.
@@ -141,7 +141,7 @@ def fill_chunk(
 
 
 def _exact_dtype(chunk: Chunk) -> torch.dtype:
-    """Returns the format that holds every parameter's value exactly, before it is rounded to the chunk's."""
+    """Return the format that holds every parameter's value exactly, before it is rounded to the chunk's."""
     dtype = chunk.layout.dtype
     for param in chunk.params:
         dtype = torch.promote_types(dtype, param.parameter.dtype)

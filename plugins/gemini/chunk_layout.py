@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 # Note [Chunk layout]
-# A chunk is a flat buffer of whole parameters of one kind: of one number format, and all of them trained or all frozen.
+# A chunk is a flat buffer of whole parameters of one kind: of one dtype, and all of them trained or all frozen.
 # They lie one after another without gaps; what remains at the end is waste. Over P ranks a chunk is P equal pieces,
 # and rank r owns piece r. So one all-gather brings the weights and one reduce-scatter takes the gradients, with the
 # same number of bytes on every link. A parameter may reach over several pieces, but never over two chunks: a module's
@@ -22,10 +22,10 @@ _HALF_FORMAT_BYTES = 2
 
 
 def unit_numel(dtype: torch.dtype, num_shards: int) -> int:
-    """Returns the number of elements that the size of every chunk is a multiple of. See Note [Chunk layout].
+    """Return the number of elements that the size of every chunk is a multiple of. See Note [Chunk layout].
 
     Args:
-        dtype: Number format of the chunk.
+        dtype: Dtype of the chunk.
         num_shards: Ranks that share the chunk.
     """
     return num_shards * (_ALIGNMENT_BYTES // min(dtype.itemsize, _HALF_FORMAT_BYTES))
@@ -38,7 +38,7 @@ class ParamInfo:
     Attributes:
         name: In the model, of the first occurrence where the parameter is tied.
         shape: Of the whole parameter.
-        dtype: Its number format.
+        dtype: Its dtype.
         trains: False for a frozen one.
     """
 
@@ -75,10 +75,10 @@ class ShardRegionInChunk:
     """What a rank owns of a parameter.
 
     Attributes:
-        place_index: Of the parameter's place, in the places of the chunk.
+        region_index: Of the parameter's place, in the places of the chunk.
         span: Within the row-major flattening of the parameter: first element and one past the last.
         in_chunk: Within the gathered chunk.
-        in_piece: Within the rank's piece.
+        in_shard: Within the rank's piece.
     """
 
     region_index: int
@@ -92,11 +92,11 @@ class ChunkLayout:
     """One chunk. See Note [Chunk layout].
 
     Attributes:
-        dtype: Number format of all its parameters.
+        dtype: Dtype of all its parameters.
         trains: Whether they train; a chunk of frozen parameters has neither gradients nor states.
         numel: Elements, the waste at the end included.
         num_shards: Into how many pieces it is cut.
-        places: Of the parameters, in the order in which they lie.
+        regions: Of the parameters, in the order in which they lie.
     """
 
     dtype: torch.dtype
@@ -108,7 +108,7 @@ class ChunkLayout:
     def __post_init__(self) -> None:
         """A wrong size would show only as wrong numbers on some ranks."""
         unit = unit_numel(self.dtype, self.num_shards)
-        assert self.numel % unit == 0, f"a chunk of {self.numel} elements is no multiple of {unit}"
+        assert self.numel % unit == 0, f"a chunk of {self.numel} elements is not a multiple of {unit}"
         assert self.used_numel <= self.numel, f"{self.used_numel} elements in a chunk of {self.numel}"
 
     @property
@@ -132,7 +132,7 @@ class ChunkLayout:
         return self.numel * self.dtype.itemsize
 
     def shard_range(self, rank: int) -> slice:
-        """Returns the part of the chunk that a rank owns.
+        """Return the part of the chunk that a rank owns.
 
         Args:
             rank: Within the shard group.
@@ -141,7 +141,7 @@ class ChunkLayout:
         return slice(rank * self.shard_numel, (rank + 1) * self.shard_numel)
 
     def parts(self, rank: int) -> list[ShardRegionInChunk]:
-        """Returns what a rank owns of each parameter, in order; of those it owns nothing of there is no part.
+        """Return what a rank owns of each parameter, in order; of those it owns nothing of there is no part.
 
         Args:
             rank: Within the shard group.
@@ -182,7 +182,7 @@ class WasteReport:
         return self.wasted / max(1, self.used + self.wasted)
 
     def describe(self) -> str:
-        """Returns one line for a log."""
+        """Return one line for a log."""
         chunks = "1 chunk" if self.num_chunks == 1 else f"{self.num_chunks} chunks"
         return f"{chunks} for {self.used:,} elements of parameters, and {self.wasted:,} unused ({self.ratio:.2%})"
 

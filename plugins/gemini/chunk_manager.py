@@ -218,7 +218,7 @@ class ChunkManager:
 
     Args:
         chunks: All chunks, by index.
-        meeting: Negotiation between the ranks of the shard group.
+        negotiation: Negotiation between the ranks of the shard group.
         device: Device of the compute tier.
         placement: Placement policy, which sets the memory budget.
         agreement_group: All data-parallel ranks, with a CPU backend. None is the world group.
@@ -235,7 +235,7 @@ class ChunkManager:
         self,
         chunks: Sequence[Chunk],
         *,
-        meeting: OrderNegotiation,
+        negotiation: OrderNegotiation,
         device: torch.device,
         placement: Placement,
         agreement_group: dist.ProcessGroup | None,
@@ -245,7 +245,7 @@ class ChunkManager:
         other_bytes: Callable[[], int],
     ) -> None:
         self.chunks = list(chunks)
-        self.negotiation = meeting
+        self.negotiation = negotiation
         self.tier: Tier | None = None
         self._make_tier = make_tier
         self._control_group = agreement_group
@@ -504,11 +504,11 @@ class ChunkManager:
 
     def take_buffer(self, num_bytes: int) -> Buffer:
         """Return a buffer from the pool, after evictions in the order of Note [Eviction order]."""
-        room = self._gather_budget()
-        self._evict(num_bytes, room, only_unneeded=True)
-        while self.pool.bytes_in_use + num_bytes > room and self.reduction.finish_oldest():
+        budget = self._gather_budget()
+        self._evict(num_bytes, budget, only_unneeded=True)
+        while self.pool.bytes_in_use + num_bytes > budget and self.reduction.finish_oldest():
             pass
-        self._evict(num_bytes, room, only_unneeded=False)
+        self._evict(num_bytes, budget, only_unneeded=False)
         return self.pool.take(num_bytes)
 
     def _gather_budget(self) -> int:
@@ -517,14 +517,14 @@ class ChunkManager:
             self._gather_budget_at[now] = self._placement.gather_budget(self.sizes(), self.locations, self.trace, now)
         return self._gather_budget_at[now]
 
-    def _evict(self, num_bytes: int, room: int, *, only_unneeded: bool) -> None:
-        surplus = self.pool.bytes_in_use + num_bytes - room
+    def _evict(self, num_bytes: int, budget: int, *, only_unneeded: bool) -> None:
+        surplus = self.pool.bytes_in_use + num_bytes - budget
         if surplus <= 0:
             return
         candidates = self._unneeded() if only_unneeded else self._releasable()
         sizes = {chunk.index: chunk.layout.num_bytes for chunk in candidates}
         for index in evictions(sizes, self._next_use, surplus):
-            if self.pool.bytes_in_use + num_bytes <= room:
+            if self.pool.bytes_in_use + num_bytes <= budget:
                 break
             self.release(self.chunks[index])
 

@@ -1,4 +1,4 @@
-"""Which parameters share a chunk, and which size of chunks leaves the least room unused: pure functions."""
+"""Chunk search: parameters of each chunk, and the chunk size with the least waste; pure functions."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from .chunk_layout import ChunkLayout, ChunkPlan, ParamInfo, ParamRegion, WasteR
 
 # Note [Filling chunks]
 # Parameters come in the order of their first use, so that a chunk holds what is used at about the same time. Each kind
-# (number format, trained or frozen) has at most one open chunk. What doesn't fit into it closes it and opens the next;
-# the room left in the closed one is waste. Closed chunks keep the common size, for their payloads take turns in the
-# same buffers. The last one of a kind is cut to what it holds.
+# (dtype, trained or frozen) has at most one open chunk. What doesn't fit into it closes it and opens the next;
+# the free elements of the closed one are waste. Closed chunks keep the common size, as their gathered copies share
+# buffers. The last one of a kind is cut to what it holds.
 # - What has a chunk of its own: a parameter larger than a chunk, and an outlier. It leaves the open chunk open: small
 #   parameters before and after an embedding table share a chunk.
 # - Neighbours of one module stay together where one chunk can hold them: else a layer's bias could be the only reason
 #   to gather a second chunk.
-# - Parameters without elements need no room: they lie behind the parameter of their kind that comes before them.
+# - Parameters without elements need no memory: they lie behind the parameter of their kind that comes before them.
 # Every decision depends on sizes and order alone, so all ranks come to the same chunks without a word.
 
 # Note [Chunk search]
@@ -78,7 +78,7 @@ class _ParamGroup:
 
 @dataclass(slots=True)
 class _ChunkDraft:
-    """A chunk on its way: indices of its parameters, and its size once it is closed."""
+    """Draft of a chunk: indices of its parameters, and its size once it is closed."""
 
     indices: list[int]
     numel: int
@@ -92,7 +92,7 @@ def plan_chunks(
     module_of: Sequence[int] | None = None,
     outlier_numel: int | None = None,
 ) -> ChunkPlan:
-    """Returns the chunks of a model. See Note [Filling chunks].
+    """Return the chunks of a model. See Note [Filling chunks].
 
     *Collective: no.* The same arguments give the same chunks on every rank.
 
@@ -132,7 +132,7 @@ def search_chunk_numel(
     module_of: Sequence[int] | None = None,
     num_outlier_deviations: float = 3.0,
 ) -> SearchResult:
-    """Returns the size of chunks that leaves the least elements unused, the smallest of several.
+    """Return the size of chunks that leaves the least elements unused, the smallest of several.
 
     See Note [Chunk search].
 
@@ -175,7 +175,7 @@ def search_chunk_numel(
 
 
 def default_step(parameters: Iterable[ParamInfo]) -> int:
-    """Returns the step of the search for a user who names none: the most frequent last dimension of the matrices.
+    """Return the step of the search for a user who names none: the most frequent last dimension of the matrices.
 
     In a transformer that is the hidden dimension, which divides the sizes of nearly all parameters. The smallest of
     several; 1024 for a model without matrices. Kernels of convolutions don't count: their last dimension is tiny.
@@ -199,7 +199,7 @@ def _check_search(search_range: int, smallest: int, step: int, deviations: float
 
 
 def _outlier_numel(numels: Sequence[int], min_chunk_numel: int, deviations: float) -> int | None:
-    """Returns the size above which parameters are outliers. Sums of integers: no rank may differ in the last digit."""
+    """Return the size above which parameters are outliers. Sums of integers: no rank may differ in the last digit."""
     if len(numels) < _MIN_PARAMETERS_FOR_OUTLIERS or math.isinf(deviations):
         return None
     total, squares = sum(numels), sum(numel * numel for numel in numels)
@@ -215,7 +215,7 @@ def _kinds(
     module_of: Sequence[int] | None,
     outlier_numel: int | None,
 ) -> list[_ParamGroup]:
-    """Sorts parameters into kinds, in the order of the first of each kind."""
+    """Sort parameters into kinds, in the order of the first of each kind."""
     assert module_of is None or len(module_of) == len(parameters), "module_of has one number for each parameter"
     kinds: dict[tuple[torch.dtype, bool], _ParamGroup] = {}
     for index, (facts, numel) in enumerate(zip(parameters, numels, strict=True)):
@@ -233,7 +233,7 @@ def _kinds(
 
 
 def _fill(kind: _ParamGroup, numels: Sequence[int], chunk_numel: int) -> list[_ChunkDraft]:
-    """Returns the chunks of a kind. See Note [Filling chunks]; `_held` is the same for many sizes at once."""
+    """Return the chunks of a kind. See Note [Filling chunks]; `_held` is the same for many sizes at once."""
     drafts = [_ChunkDraft([index], _round_up(numels[index], kind.unit)) for index in kind.outliers]
     last, used = (
         _ChunkDraft([], chunk_numel),
@@ -258,7 +258,7 @@ def _fill(kind: _ParamGroup, numels: Sequence[int], chunk_numel: int) -> list[_C
 
 
 def _groups(kind: _ParamGroup, numels: Sequence[int], chunk_numel: int) -> Iterator[list[int]]:
-    """Yields what goes into a chunk together: a module's parameters, or one where all are too large for a chunk."""
+    """Yield what goes into a chunk together: a module's parameters, or one where all are too large for a chunk."""
     for run in kind.runs:
         if _total(numels, run) <= chunk_numel:
             yield list(run)
@@ -267,7 +267,7 @@ def _groups(kind: _ParamGroup, numels: Sequence[int], chunk_numel: int) -> Itera
 
 
 def _add_empty(kind: _ParamGroup, drafts: list[_ChunkDraft]) -> None:
-    """Puts each parameter without elements behind the one that comes before it, or to the first one of the kind."""
+    """Put each parameter without elements behind the one that comes before it, or to the first one of the kind."""
     full = sorted((index, number) for number, draft in enumerate(drafts) for index in draft.indices)
     position = 0
     for empty in kind.empty:
@@ -288,7 +288,7 @@ def _places(parameters: Sequence[ParamInfo], indices: Sequence[int]) -> tuple[Pa
 
 
 def _candidates(smallest: int, search_range: int, step: int, unit: int, largest: int) -> _Numels:
-    """Returns sizes to try, ascending, each once."""
+    """Return sizes to try, ascending, each once."""
     step = max(step, unit)
     step *= -(-(search_range // step + 1) // _MAX_CANDIDATES)
     sizes = np.arange(smallest, smallest + search_range + 1, step, dtype=np.int64)
@@ -296,7 +296,7 @@ def _candidates(smallest: int, search_range: int, step: int, unit: int, largest:
 
 
 def _held(kind: _ParamGroup, numels: Sequence[int], candidates: _Numels) -> _Numels:
-    """Returns the elements of all chunks of a kind, waste included, for each candidate. See `_fill`.
+    """Return the elements of all chunks of a kind, waste included, for each candidate. See `_fill`.
 
     Candidates ascend. So those that can hold a parameter, or a run of them, are a slice at the end.
     """
@@ -316,16 +316,16 @@ def _held(kind: _ParamGroup, numels: Sequence[int], candidates: _Numels) -> _Num
 
 
 def _put(numel: int, where: slice, candidates: _Numels, held: _Numels, left: _Numels) -> None:
-    """Adds a parameter to the open chunk, or to a new one where it doesn't fit; `left` is the open chunk's room."""
-    sizes, room = candidates[where], left[where]
-    opens = room < numel
+    """Add a parameter to the open chunk, or to a new one if it does not fit; `left`: free elements of the open one."""
+    sizes, free = candidates[where], left[where]
+    opens = free < numel
     np.add(held[where], sizes, out=held[where], where=opens)
-    np.copyto(room, sizes, where=opens)
-    room -= numel
+    np.copyto(free, sizes, where=opens)
+    free -= numel
 
 
 def _common_unit(kinds: Sequence[_ParamGroup], num_shards: int) -> int:
-    """Returns what chunks of every kind can be a multiple of: the units are powers of two times the shards."""
+    """Return what chunks of every kind can be a multiple of: the units are powers of two times the shards."""
     return max((kind.unit for kind in kinds), default=unit_numel(torch.float32, num_shards))
 
 

@@ -36,10 +36,10 @@ class RankRequest:
 
     Attributes:
         phase: The pass that the rank is running.
-        wants: Indices of the chunks to gather, the most urgent first.
+        gather_requests: Indices of the chunks to gather, the most urgent first.
         num_ready: Number of chunks, in the order of reductions, that are ready to be reduced.
-        is_closing: True at the end of the pass.
-        has_leftovers: True if gradients arrived after the reduction of their chunk, or their chunk is incomplete.
+        is_done: True at the end of the pass.
+        has_late_grads: True if gradients arrived after the reduction of their chunk, or their chunk is incomplete.
     """
 
     phase: PassKind
@@ -54,7 +54,7 @@ class OrderNegotiation:
 
     Args:
         group: Process group with a CPU backend, which avoids device syncs. None is the world group.
-        max_wants: Maximum number of chunks in one request.
+        max_gather_requests: Maximum number of chunks in one request.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, max_gather_requests: int) -> None:

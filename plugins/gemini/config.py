@@ -83,7 +83,7 @@ class GeminiArguments:
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """Number format of the weights; None: their own."""
+        """Dtype of the weights; None: their own."""
         return DTYPES[self.precision]
 
     @property
@@ -103,7 +103,7 @@ class GeminiArguments:
         return [f"{name}={getattr(self, name)!r}" for name in self.__slots__ if name not in _OF_ONE_RANK]
 
     def check(self, world_size: int) -> None:
-        """Raises for what can't be.
+        """Raise for what can't be.
 
         Raises:
             ConfigError: Such an argument.
@@ -132,12 +132,12 @@ class GeminiArguments:
             return
         if not isinstance(directory, (str, os.PathLike)) or not isinstance(os.fspath(directory), str):
             raise ConfigError(
-                f"offload_dir={directory!r} is no path: give the path of a directory, or leave it out for the system's"
-                " directory for temporary files"
+                f"offload_dir={directory!r} is not a path: give the path of a directory, or leave it out for the"
+                " system's directory for temporary files"
             )
         if not os.path.isdir(directory):
             raise ConfigError(
-                f"offload_dir={os.fspath(directory)!r} is no directory: make it first, or leave it out for the"
+                f"offload_dir={os.fspath(directory)!r} is not a directory: make it first, or leave it out for the"
                 " system's directory for temporary files"
             )
 
@@ -149,12 +149,13 @@ class GeminiArguments:
             )
         if not is_non_nan_number(self.search_range_m) or not 0 <= self.search_range_m < float("inf"):
             raise ConfigError(
-                f"search_range_m={self.search_range_m!r} is no range of chunk sizes: give a number of 2**20 elements,"
-                " such as 32, or 0 for chunks of min_chunk_size_m"
+                f"search_range_m={self.search_range_m!r} is not a range of chunk sizes: give a number of 2**20"
+                " elements, such as 32, or 0 for chunks of min_chunk_size_m"
             )
         if self.hidden_dim is not None and not _is_count(self.hidden_dim, 1):
             raise ConfigError(
-                f"hidden_dim={self.hidden_dim!r} is no step between chunk sizes: give the model's hidden size, or None"
+                f"hidden_dim={self.hidden_dim!r} is not a step between chunk sizes: give the model's hidden size,"
+                " or None"
             )
         config = self.chunk_config_dict
         if config is not None and not _is_chunk_config(config):
@@ -165,7 +166,7 @@ class GeminiArguments:
 
     def _check_ranks(self, world_size: int) -> None:
         if not _is_count(self.tp_size, 1):
-            raise ConfigError(f"tp_size={self.tp_size!r} is no number of ranks: give a whole number from 1")
+            raise ConfigError(f"tp_size={self.tp_size!r} is not a number of ranks: give a whole number from 1")
         if self.tp_size > 1:
             raise ConfigError(
                 f"tp_size={self.tp_size} asks for tensor parallel layers, which this version does not have yet: leave"
@@ -193,7 +194,7 @@ class PlacementArguments:
         return [f"{name}={getattr(self, name)!r}" for name in self.__slots__]
 
     def make(self, *, max_prefetch: int, device_memory_budget: int | None, device: torch.device) -> Placement:
-        """Returns the policy.
+        """Return the policy.
 
         Args:
             max_prefetch: How many chunks are gathered ahead.
@@ -227,13 +228,13 @@ class PlacementArguments:
         return placement
 
     def _check_strict(self) -> None:
-        """Raises where weights could not stay whole."""
+        """Raise where weights could not stay whole."""
         if self.placement_policy != "static":
             raise ConfigError(
                 f"strict_ddp_mode=True keeps all weights whole on every rank, and placement_policy="
                 f"{self.placement_policy!r} decides that itself: choose 'static', or leave strict_ddp_mode out"
             )
-        if self.shard_param_frac not in (0, 1):  # 1 is the default, which nobody gave
+        if self.shard_param_frac not in (0, 1):  # 1 is the default
             raise ConfigError(
                 f"shard_param_frac={self.shard_param_frac!r} divides weights, and strict_ddp_mode=True keeps all of"
                 " them whole on every rank: give one of the two"
@@ -256,12 +257,12 @@ class GeminiSettings:
         is_first: This is the first of all ranks, whose weights all take over.
         is_primary: Other ranks hold copies of this rank's shards, and this one writes them.
         device: The compute tier's.
-        dtype: Number format that weights are cast to; None: they stay.
-        keeps_masters: Low-precision weights have fp32 masters.
+        dtype: Dtype that weights are cast to; None: they stay.
+        keeps_master_weights: Low-precision weights have fp32 masters.
         data_parallel_group: All ranks among which data are divided; None: the world.
-        agreement_group: The same ranks, on the CPU; None: `data_parallel_group` is.
+        control_group: The same ranks, on the CPU; None: `data_parallel_group` is.
         shard_group: The ranks among them that share the shards; None: the world.
-        meeting_group: The same ranks as `shard_group`, on the CPU.
+        order_group: The same ranks as `shard_group`, on the CPU.
         replica_group: The ranks that hold copies of this rank's shards; None: there are none.
         max_prefetch: How many chunks are gathered ahead.
         reduces_asynchronously: Reductions go on while backward does.
@@ -288,12 +289,12 @@ class GeminiSettings:
     norm_type: float = 2.0
 
     def master_dtype(self, layout: ChunkLayout) -> torch.dtype:
-        """Returns the format in which an optimizer updates a chunk, or of the weights where none does."""
+        """Return the format in which an optimizer updates a chunk, or of the weights where none does."""
         is_low = layout.dtype in _LOW_PRECISION
         return torch.float32 if is_low and self.keeps_master_weights and layout.trains else layout.dtype
 
     def master_device(self, states_tier: Tier | None) -> torch.device:
-        """Returns where an optimizer updates a chunk whose states are in a tier (None: in memory)."""
+        """Return where an optimizer updates a chunk whose states are in a tier (None: in memory)."""
         return self.device if states_tier is None else torch.device("cpu")  # a disk's states are host memory too
 
 

@@ -28,7 +28,7 @@ from .tiers import TierBlock, Transfer
 # Which chunks are gathered when depends on the placement, on a record of the first step, and on what fits beside what.
 # None of that is computed a second time here: the plugin's own manager and chunks do it, on the meta device, whose
 # tensors have sizes and no memory. They are told what a model's hooks would tell them, as the course of a forward and
-# backward on fake tensors has it: first a step that is recorded, then the one that counts. The other ranks are imagined
+# backward on fake tensors has it: first a step that is recorded, then the one that counts. The other ranks are fake
 # and do what this one does; the offload tier only counts.
 
 _META = torch.device("meta")
@@ -55,18 +55,18 @@ class _CountedBlock:
         self._tier: _CountingTier | None = tier
 
     def read_into(self, tensor: torch.Tensor) -> Transfer:
-        """Does nothing."""
+        """Do nothing."""
         return self
 
     def write_from(self, tensor: torch.Tensor) -> Transfer:
-        """Does nothing."""
+        """Do nothing."""
         return self
 
     def wait(self) -> None:
-        """Does nothing."""
+        """Do nothing."""
 
     def as_tensor(self, dtype: torch.dtype) -> torch.Tensor:
-        """Returns a tensor without memory."""
+        """Return a tensor without memory."""
         return torch.empty(self.num_bytes // dtype.itemsize, dtype=dtype, device=_META)
 
     def free(self) -> None:
@@ -85,12 +85,12 @@ class _CountingTier:
         self.bytes_held = 0
 
     def new_block(self, num_bytes: int) -> TierBlock:
-        """Returns a block."""
+        """Return a block."""
         self.bytes_held += num_bytes
         return _CountedBlock(self, num_bytes)
 
     def close(self) -> None:
-        """Does nothing."""
+        """Do nothing."""
 
 
 @dataclass(slots=True)
@@ -119,12 +119,12 @@ class _Chunks:
         return self.manager.chunks
 
     def held_of_states(self) -> int:
-        """Returns the bytes of masters and states in the compute tier."""
+        """Return the bytes of masters and states in the compute tier."""
         away = self.manager.locations.states
         return sum(self.masters[one] + self.states[one] for one in self.states if one not in away)
 
     def elsewhere(self) -> int:
-        """Returns the bytes in the offload tier."""
+        """Return the bytes in the offload tier."""
         away = self.manager.locations.states
         tier = self.manager.tier
         return (0 if tier is None else tier.bytes_held) + sum(
@@ -140,7 +140,7 @@ def gemini_memory(
     num_replicas: int,
     outputs_fp32: bool,
 ) -> RankMemory:
-    """Returns what a rank holds and sends.
+    """Return what a rank holds and sends.
 
     Args:
         question: The model and its optimizer.
@@ -173,7 +173,7 @@ def _make(question: MemoryRequest, settings: GeminiSettings, placement: Placemen
     tier = _CountingTier()
     manager = ChunkManager(
         chunks,
-        meeting=_FakeNegotiation(settings.order_group, 2 + settings.max_prefetch),  # type: ignore[arg-type]
+        negotiation=_FakeNegotiation(settings.order_group, 2 + settings.max_prefetch),  # type: ignore[arg-type]
         device=_META,
         placement=placement,
         agreement_group=settings.control_group or settings.data_parallel_group,
@@ -202,7 +202,7 @@ def _on_meta(settings: GeminiSettings) -> GeminiSettings:
 
 
 def _note_updated(found: _Chunks, chunk: Chunk, question: MemoryRequest) -> None:
-    """Takes note of what is kept of a chunk for the optimizer on the first rank, which has no waste."""
+    """Record what is kept of a chunk for the optimizer on the first rank, which has no waste."""
     layout = chunk.layout
     dtype = found.settings.master_dtype(layout)
     found.masters[chunk.index] = layout.shard_numel * dtype.itemsize if dtype != layout.dtype else 0
@@ -214,7 +214,7 @@ def _note_updated(found: _Chunks, chunk: Chunk, question: MemoryRequest) -> None
 
 
 def _fill(chunk: Chunk, manager: ChunkManager, settings: GeminiSettings) -> None:
-    """Gives a chunk its piece as `fill_chunk` does."""
+    """Give a chunk its piece as `fill_chunk` does."""
     is_offloaded = chunk.index in manager.locations.weights
     for slot in chunk.params:
         slot.unbind()
@@ -225,7 +225,7 @@ def _fill(chunk: Chunk, manager: ChunkManager, settings: GeminiSettings) -> None
 
 
 def _migrate(manager: ChunkManager) -> None:
-    """Moves the pieces to where the placement wants them after the recorded step."""
+    """Move the pieces to where the placement wants them after the recorded step."""
     homes = manager.choose_locations()
     if homes == manager.locations:
         return
@@ -254,7 +254,7 @@ class _ModuleWalk:
         }
 
     def run(self, found: _Chunks, *, is_cpu: bool) -> Moment:
-        """Returns the worst moment of it; `held` counts pieces, gathered weights and gradients.
+        """Return the worst moment of it; `held` counts pieces, gathered weights and gradients.
 
         Args:
             found: The chunks.
@@ -303,7 +303,7 @@ class _ModuleWalk:
 
 
 def _ask_in_backward(manager: ChunkManager, slot: ChunkParam) -> None:
-    """Does what an operator's backward that saved the weights has done."""
+    """Do what an operator's backward that saved the weights has done."""
     if not slot.chunk.is_gathered or slot.is_overwritten:
         manager.need((slot,))
         return
@@ -339,7 +339,7 @@ def _memory(question: MemoryRequest, found: _Chunks, worst: Moment, *, sent: int
 
 
 def _sent_of_kept(found: _Chunks) -> int:
-    """Returns the bytes of weights that are spread after a step."""
+    """Return the bytes of weights that are spread after a step."""
     settings = found.settings
     pieces = sum(chunk.weights.num_bytes for chunk in found.chunks if chunk.is_kept_gathered)
     return (settings.num_shards - 1) * pieces

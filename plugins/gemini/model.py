@@ -72,11 +72,11 @@ class GeminiModel(ModelWrapper):
         return {id(slot.parameter): slot for chunk in self.manager.chunks for slot in chunk.params}
 
     def connect(self, clear_gradients: Callable[[bool], None]) -> None:
-        """Tells what clears the gradients."""
+        """Return what clears the gradients."""
         self._clear_gradients = clear_gradients
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the user's forward; arguments and result are those of the user's model.
+        """Run the user's forward; arguments and result are those of the user's model.
 
         Collective: weights are gathered.
         """
@@ -89,7 +89,7 @@ class GeminiModel(ModelWrapper):
             broadcast_joined(list(self.module.buffers()), self._settings.data_parallel_group)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clears the gradients of the model and of its optimizer."""
+        """Clear the gradients of the model and of its optimizer."""
         super().zero_grad(set_to_none)
         if self._clear_gradients is not None:
             self._clear_gradients(set_to_none)
@@ -97,7 +97,7 @@ class GeminiModel(ModelWrapper):
     # Weights.
 
     def weights_changed(self) -> None:
-        """Spreads this rank's pieces of kept chunks; graphs from before know that they are too old. Collective."""
+        """Distribute this rank's pieces of kept chunks; graphs from before know that they are too old. Collective."""
         kept = [chunk for chunk in self.manager.chunks if chunk.is_kept_gathered]
         flights = [
             start_all_gather(one.gathered, self._settings.shard_group) for one in kept if one.gathered is not None
@@ -114,7 +114,7 @@ class GeminiModel(ModelWrapper):
 
     @contextmanager
     def gathered(self) -> Iterator[nn.Module]:
-        """Shows all weights in the parameters of the user's model, which it gives; changes made inside are kept.
+        """Show all weights in the parameters of the user's model, which it gives; changes made inside are kept.
 
         Inside, a forward needs nothing of the other ranks, so one of them alone may run the model, to generate say.
         Needs memory for the whole model. Collective at its begin and at its end.
@@ -134,7 +134,7 @@ class GeminiModel(ModelWrapper):
                 self.notify_loaded()
 
     def _require_same(self, chunks: list[Chunk]) -> None:
-        """Raises if the ranks show different weights."""
+        """Raise if the ranks show different weights."""
         digest = 0
         for chunk in chunks:
             if chunk.gathered is not None:
@@ -155,7 +155,7 @@ class GeminiModel(ModelWrapper):
 
     @contextmanager
     def _summoned(self) -> Iterator[list[Chunk]]:
-        """Shows all weights; changes of chunks that are not kept are lost. Collective at its begin alone."""
+        """Show all weights; changes of chunks that are not kept are lost. Collective at its begin alone."""
         chunks = [chunk for chunk in self.manager.chunks if chunk.params]
         with self.manager.aside():
             for chunk in chunks:
@@ -170,7 +170,7 @@ class GeminiModel(ModelWrapper):
 
     @torch.no_grad()
     def _finish_reads(self, chunks: list[Chunk]) -> None:
-        """Brings what `.data =` has put in the place of weights into the chunks."""
+        """Move what `.data =` has put in the place of weights into the chunks."""
         for chunk in chunks:
             for slot in chunk.params if chunk.gathered is not None else ():
                 assert chunk.gathered is not None
@@ -193,7 +193,7 @@ class GeminiModel(ModelWrapper):
         self._outdate_graphs()
 
     def check_weights(self) -> None:
-        """Raises if somebody changed weights where that has no effect.
+        """Raise if somebody changed weights where that has no effect.
 
         Raises:
             ConfigError: The memory of a parameter was replaced, or it was written to while its weights were elsewhere.
@@ -221,7 +221,7 @@ class GeminiModel(ModelWrapper):
             )
 
     def moved_parameter(self) -> str | None:
-        """Returns the name of a parameter that shows other memory than its chunk's; None: there is none."""
+        """Return the name of a parameter that shows other memory than its chunk's, or None."""
         for chunk in self.manager.chunks:
             for slot in chunk.params:
                 parameter, kept = slot.parameter, chunk.gathered if chunk.is_kept_gathered else None
@@ -233,7 +233,7 @@ class GeminiModel(ModelWrapper):
         return None
 
     def regroup(self, parameters: list[nn.Parameter]) -> list[Chunk]:
-        """Moves parameters, which train from now on, into new chunks; returns these. Collective."""
+        """Move parameters, which train from now on, into new chunks; returns these. Collective."""
         slots = self._slots()
         moved = [slots[id(parameter)] for parameter in parameters]
         values: dict[int, torch.Tensor] = {}
@@ -254,7 +254,7 @@ class GeminiModel(ModelWrapper):
 
     @torch.no_grad()
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Returns the user's model's `state_dict`, whole, in memory of its own on every rank. Collective."""
+        """Return the user's model's `state_dict`, whole, in memory of its own on every rank. Collective."""
         kwargs["keep_vars"] = True
         state = self.module.state_dict(*args, **kwargs)
         if any(True for _ in self._derived(state)):
@@ -268,14 +268,14 @@ class GeminiModel(ModelWrapper):
         return state
 
     def _derived(self, state: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yields what hooks or get_extra_state() computed, which may be of weights that are not here."""
+        """Yield what hooks or get_extra_state() computed, which may be of weights that are not here."""
         own = self._slots().keys() | {id(buffer) for buffer in self.module.buffers()}
         for name, value in state.items():
             if isinstance(value, torch.Tensor) and id(value) not in own:
                 yield name, value
 
     def _copies(self, state: Mapping[str, Any]) -> dict[int, torch.Tensor]:
-        """Returns copies of a state's tensors by the tensors' `id`, gathered chunk by chunk. Collective."""
+        """Return copies of a state's tensors by the tensors' `id`, gathered chunk by chunk. Collective."""
         slots = self._slots()
         copies: dict[int, torch.Tensor] = {}
         by_chunk: dict[int, list[ChunkParam]] = {}
@@ -294,7 +294,7 @@ class GeminiModel(ModelWrapper):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Loads into the user's model; fp32 master weights follow.
+        """Load into the user's model; fp32 master weights follow.
 
         Needs memory for the whole model. If anything is wrong on any rank, nothing is loaded on all of them.
 
@@ -337,7 +337,7 @@ class GeminiModel(ModelWrapper):
         self.weights_changed()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ModelWrapper:
-        """Returns a copy of the model alone, whole, as averages of weights want it: it has no optimizer. Collective."""
+        """Return a copy of the model alone, whole, as averages of weights want it: it has no optimizer. Collective."""
         with self.gathered():
             copied = ModelWrapper(copy.deepcopy(self.module, memo), is_primary=self._is_primary)
         for module in copied.module.modules():
@@ -389,7 +389,7 @@ class GeminiModel(ModelWrapper):
         return {names[0]: tuple(names[1:]) for names, _ in self._named_state() if len(names) > 1}
 
     def _named_state(self) -> list[tuple[list[str], torch.Tensor]]:
-        """Returns the tensors of the model's state, each with all of its names."""
+        """Return the tensors of the model's state, each with all of its names."""
         state, slots = self.module.state_dict(keep_vars=True), self._slots()
         for name, value in self._derived(state):
             if value.is_floating_point() and value.numel() > 0 and bool(value.isnan().all()):
@@ -427,7 +427,7 @@ class _RefuseHidden:
 
 
 def _forget_hooks(module: nn.Module) -> None:
-    """Takes hooks of this package, which do nothing in a copy, off a module."""
+    """Take hooks of this package, which do nothing in a copy, off a module."""
     for key, hook in list(module._state_dict_pre_hooks.items()):
         if isinstance(hook, _RefuseHidden):
             del module._state_dict_pre_hooks[key]
@@ -439,11 +439,11 @@ def _forget_hooks(module: nn.Module) -> None:
 
 
 def place_buffers(model: nn.Module, device: torch.device) -> None:
-    """Moves buffers to a device and gives all ranks the first rank's; parameters stay where they are.
+    """Move buffers to a device and give all ranks the first rank's; parameters stay where they are.
 
     Collective: the ranks' models have the same buffers.
     """
-    placed: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # holds the old ones, whose ids are nobody else's then
+    placed: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # holds the old ones, so that their ids stay unique
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None:
@@ -482,7 +482,7 @@ class GeminiModelBuilder:
     def build(
         self, model: nn.Module, trained: Collection[int], *, is_primary: bool, broadcasts_buffers: bool, verbose: bool
     ) -> GeminiModel:
-        """Returns the boosted model, whose parameters' values have gone into chunks. Collective.
+        """Return the boosted model, whose parameters' values have gone into chunks. Collective.
 
         Args:
             model: The user's model.
@@ -499,7 +499,7 @@ class GeminiModelBuilder:
         chunks = [make_chunk(index, layout, named, settings) for index, layout in enumerate(plan.chunks)]
         manager = ChunkManager(
             chunks,
-            meeting=OrderNegotiation(settings.order_group, 2 + settings.max_prefetch),
+            negotiation=OrderNegotiation(settings.order_group, 2 + settings.max_prefetch),
             device=settings.device,
             placement=self._placement,
             agreement_group=settings.control_group or settings.data_parallel_group,
@@ -531,7 +531,7 @@ class GeminiModelBuilder:
         return DiskTier(self._offload_dir)
 
     def _other_bytes(self, boosted: GeminiModel) -> int:
-        """Returns what is in the compute tier beside chunks: on the CPU, where nobody counts, what autograd keeps."""
+        """Return what is in the compute tier beside chunks: on the CPU, without a counter, what autograd keeps."""
         if self._settings.device.type == "cpu":
             return boosted.hooks.saved_bytes
         return max(0, memory_allocated() - boosted.manager.bytes_in_memory)
@@ -551,7 +551,7 @@ class GeminiModelBuilder:
     def _add_chunks(
         self, named: Mapping[str, nn.Parameter], values: Mapping[int, torch.Tensor], first_index: int
     ) -> list[Chunk]:
-        """Returns chunks, in memory, of parameters that train from now on."""
+        """Return chunks, in memory, of parameters that train from now on."""
         members = list(named.items())
         facts = [ParamInfo(name=name, shape=tuple(one.shape), dtype=one.dtype, trains=True) for name, one in members]
         largest = max(fact.numel for fact in facts)

@@ -32,7 +32,7 @@ _Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 # parameter, and the view's shape; `unpack` has the chunk gathered when the operator's backward asks for it, exactly
 # then. That needs no hook of any module, so it makes no difference which module used the weights, through what view,
 # and how its outputs look. Every other tensor is kept as it is. torch compares versions of saved tensors only where
-# nobody packs them, so that is done here as well: a tensor that was written over before backward is an error.
+# these are not packed, so that is done here as well: a tensor that was written over before backward is an error.
 # Others pack, too: activation checkpointing, which saves nothing in forward and fills a list in backward, or a user who
 # moves what is saved elsewhere. They are handed all other tensors, and never weights: what they keep of those would
 # stay gathered. As checkpointing counts tensors in forward and again in backward, both must hide the same ones; so
@@ -43,19 +43,19 @@ class WeightSource(Protocol):
     """Who knows the chunks."""
 
     def chunk_at(self, address: int) -> Chunk | None:
-        """Returns the chunk whose payload begins at an address in memory."""
+        """Return the chunk whose payload begins at an address in memory."""
         ...
 
     def gather_for_backward(self, slot: ChunkParam) -> torch.Tensor:
-        """Returns the payload with the weights of a parameter."""
+        """Return the payload with the weights of a parameter."""
         ...
 
     def note_saved(self, address: int, num_bytes: int) -> None:
-        """Takes note of memory that autograd keeps."""
+        """Record memory that autograd keeps."""
         ...
 
     def note_released(self, address: int, num_bytes: int) -> None:
-        """Takes note that autograd lets go of it once."""
+        """Record that autograd releases it once."""
         ...
 
 
@@ -75,7 +75,7 @@ class _SavedWeight:
         self._param.num_saved -= 1
 
     def unpack(self) -> torch.Tensor:
-        """Returns the weights, gathered if they are not here."""
+        """Return the weights, gathered if they are not here."""
         if self._param.chunk.version != self._version:
             raise RuntimeError(
                 f"backward needs {self._param.name!r} as it was in the forward, but the weights were changed since,"
@@ -95,7 +95,7 @@ class _SavedOther:
         self._version = tensor._version
 
     def unpack(self) -> torch.Tensor:
-        """Returns it."""
+        """Return it."""
         if self._tensor._version != self._version:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: a"
@@ -136,7 +136,7 @@ class SavedTensors:
         self.counts = False
 
     def begin(self) -> bool:
-        """Begins to pack, before all other hooks, where a graph is made; returns whether `end` has to be called.
+        """Begin to pack, before all other hooks, where a graph is made; returns whether `end` has to be called.
 
         Nothing has to be begun where these hooks come first already, and nothing can be where torch forbids hooks.
         """
@@ -150,7 +150,7 @@ class SavedTensors:
         return True
 
     def end(self) -> None:
-        """Ends what `begin` began last."""
+        """End what `begin` began last."""
         torch._C._autograd._pop_saved_tensors_default_hooks()
         self._outer.pop()
 
@@ -185,7 +185,7 @@ def _may_pack() -> bool:
 
 
 def _param_at(chunk: Chunk, element: int) -> ChunkParam | None:
-    """Returns the parameter in whose place an element lies."""
+    """Return the parameter in whose place an element lies."""
     index = bisect_right(chunk.starts, element) - 1
     while index >= 0:  # parameters without elements begin where another one does
         slot = chunk.params[index]
@@ -203,7 +203,7 @@ def _param_at(chunk: Chunk, element: int) -> ChunkParam | None:
 # embedding. Python reads a parameter out of its module's `_parameters`; that dictionary is replaced by one that notes
 # who reads, and while some module runs a parameter that is read is gathered, for as long as that module runs. A
 # parameter that a module returns stays for as long as the one that called it runs. In backward, activation
-# checkpointing may run a function that is no module: what is read there stays until a gradient is computed again.
+# checkpointing may run a function that is not a module: what is read there stays until a gradient is computed again.
 
 
 @dataclass(slots=True, eq=False)
@@ -225,7 +225,7 @@ class _RunningModule:
     version: int = 0
 
     def unpin(self) -> None:
-        """Says that it uses nothing more."""
+        """Return that it uses nothing more."""
         for chunk, slots in self.pinned:
             chunk.unpin(slots)
         self.pinned.clear()
@@ -258,7 +258,7 @@ class HookedParameters(dict[str, Any]):
         return {name: copy.deepcopy(value, memo) for name, value in self.items()}
 
     def _require_shown(self) -> None:
-        """Raises if what is to be copied or pickled is nan."""
+        """Raise if what is to be copied or pickled is nan."""
         if self._hooks is not None and self._hooks.hides(self.values()):
             raise error_of_divided_copy(self._module_class)
 
@@ -299,12 +299,12 @@ class ModuleHooks:
             self._watched.append(module)
 
     def hides(self, parameters: Iterable[nn.Parameter | None]) -> bool:
-        """Returns whether the weights of some of these parameters are not here now."""
+        """Return whether the weights of some of these parameters are not here now."""
         slots = [self._params.get(id(one)) for one in parameters]
         return any(slot is not None and slot.chunk.gathered is None for slot in slots)
 
     def watch_gradients(self) -> None:
-        """Has the chunks take gradients of parameters that train and were not watched yet."""
+        """Have the chunks take gradients of parameters that train and were not watched yet."""
         for slot in self._params.values():
             if slot.parameter.requires_grad and slot.chunk.layout.trains and not slot.has_grad_hook:
                 self._gradient_handles[id(slot.parameter)] = slot.parameter.register_post_accumulate_grad_hook(
@@ -313,13 +313,13 @@ class ModuleHooks:
                 slot.has_grad_hook = True
 
     def gradient_arrived_at(self, parameter: torch.Tensor) -> None:
-        """Takes the gradient of a parameter that is watched."""
+        """Take the gradient of a parameter that is watched."""
         slot = self._params.get(id(parameter))
         if slot is not None and slot.has_grad_hook:
             self.gradient_arrived(slot)
 
     def remove(self) -> None:
-        """Leaves the model as it was."""
+        """Leave the model as it was."""
         for handle in [*self._handles, *self._gradient_handles.values()]:
             handle.remove()
         self._gradient_handles.clear()  # graphs from before still come here
@@ -371,7 +371,7 @@ class ModuleHooks:
                 self._end_outermost(has_failed=has_failed)
 
     def _returned(self, output: Any) -> list[ChunkParam]:
-        """Returns the model's own parameters in a module's output."""
+        """Return the model's own parameters in a module's output."""
         slots = (self._params.get(id(one)) for one in _parameters_in(output))
         return [slot for slot in slots if slot is not None]
 
@@ -416,7 +416,7 @@ class ModuleHooks:
 
     @contextmanager
     def backward(self) -> Iterator[None]:
-        """Surrounds autograd. Collective."""
+        """Surround autograd. Collective."""
         if self._is_in_backward:
             self._abort_backward()
         self._begin_backward()
@@ -446,7 +446,7 @@ class ModuleHooks:
         self._manager.abort_backward()
 
     def _note_backward(self) -> None:
-        """Begins a backward that was called past `backward`, by a plain loss.backward()."""
+        """Begin a backward that was called past `backward`, by a plain loss.backward()."""
         if not self._is_in_backward:
             self._begin_backward()
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
@@ -460,11 +460,11 @@ class ModuleHooks:
     # What `SavedTensors` asks.
 
     def chunk_at(self, address: int) -> Chunk | None:
-        """Returns the chunk whose payload begins at an address."""
+        """Return the chunk whose payload begins at an address."""
         return self._manager.chunk_at(address)
 
     def gather_for_backward(self, slot: ChunkParam) -> torch.Tensor:
-        """Returns the payload with the weights of a parameter."""
+        """Return the payload with the weights of a parameter."""
         chunk = slot.chunk
         with _unseen():
             if not self._running:  # else it is for an autograd.grad() inside of a forward
@@ -473,21 +473,21 @@ class ModuleHooks:
             if not chunk.is_gathered or slot.is_overwritten:
                 self._manager.need((slot,))
             else:
-                chunk.pin(())  # or it might have to make room for what is gathered ahead
+                chunk.pin(())  # or it might have to be evicted for prefetched chunks
                 self._manager.note_use(chunk)
                 chunk.unpin(())
         assert chunk.gathered is not None
         return chunk.gathered
 
     def note_saved(self, address: int, num_bytes: int) -> None:
-        """Counts what autograd keeps, memory that is saved several times once."""
+        """Count what autograd keeps, memory that is saved several times once."""
         self._times_saved[address] += 1
         if self._times_saved[address] == 1:
             self._saved_bytes += num_bytes
             self._manager.note_other_bytes()
 
     def note_released(self, address: int, num_bytes: int) -> None:
-        """Counts what autograd lets go."""
+        """Count what autograd lets go."""
         self._times_saved[address] -= 1
         if self._times_saved[address] == 0:
             del self._times_saved[address]
@@ -565,7 +565,7 @@ def _is_autograd_running() -> bool:
 
 
 def _unseen() -> AbstractContextManager[Any]:
-    """Surrounds work of our own, which is nothing to those who watch or store the model's operators as they are run."""
+    """Surround work of our own, which is nothing to those who watch or store the model's operators as they are run."""
     return _disable_current_modes() if torch._C._len_torch_dispatch_stack() > 0 else nullcontext()
 
 

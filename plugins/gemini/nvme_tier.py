@@ -224,7 +224,7 @@ class FreeList:
     """Free list of extents of full pages.
 
     Attributes:
-        given_back: Freed extents (offset, bytes) that are not merged yet. Appending needs no lock, which the thread
+        freed: Freed extents (offset, bytes) that are not merged yet. Appending needs no lock, which the thread
             that runs a garbage collection may already hold.
     """
 
@@ -303,7 +303,7 @@ class DiskTier:
         self._finalizer = weakref.finalize(self, _close, queue, self._file, own, os.getpid())
 
     def new_block(self, num_bytes: int) -> TierBlock:
-        """Returns an empty block, whose room on the disk is reserved.
+        """Return an empty block, whose disk space is reserved.
 
         Raises:
             ConfigError: The disk is full, or the tier is closed or another process's.
@@ -314,12 +314,12 @@ class DiskTier:
         return _DiskBlock(self, self._file, num_bytes, offset, is_zero)
 
     def close(self) -> None:
-        """Waits for everything under way and removes the file; a second call does nothing."""
+        """Wait for everything in flight and remove the file; a second call does nothing."""
         self._finalizer()
 
 
 def _close(queue: DiskQueue, file: BlockFile, directory: OwnDirectory, process: int) -> None:
-    """Closes a tier; a function of its own, so that it also runs when the tier is dropped."""
+    """Close a tier; a function of its own, so that it also runs when the tier is dropped."""
     if os.getpid() == process:
         queue.close()
         file.close()
@@ -402,5 +402,5 @@ class _DiskBlock:
             self._last.settle()
 
     def _lost(self) -> OSError | None:
-        """Returns the error of the last write, if it failed and the content is undefined."""
+        """Return the error of the last write, if it failed and the content is undefined."""
         return None if self._last_write is None else self._last_write.error

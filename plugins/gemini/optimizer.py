@@ -109,7 +109,7 @@ class GeminiOptimizer(ShardedOptimizer):
     # Sharding.
 
     def _shard_chunks(self, chunks: Sequence[Chunk]) -> None:
-        """Puts this rank's shards of these chunks in the place of the parameters."""
+        """Put this rank's shards of these chunks in the place of the parameters."""
         group_of = {id(one): index for index, members in enumerate(self.logical_groups) for _, one in members}
         for chunk in chunks:
             if not chunk.layout.trains:
@@ -140,7 +140,7 @@ class GeminiOptimizer(ShardedOptimizer):
                 shards = [shard for one in found for shard in owned.get(id(one), ())]
                 members[:] = [one for one in members if id(one) not in whole] + shards
         self._working_of |= {id(one.shard.parameter): one.shard.model_param for one in update.owned}
-        # A rank may own nothing of a parameter, which all the same is no new one.
+        # A rank may own nothing of a parameter, which all the same is not a new one.
         self._working_of |= {key: slot.parameter for slot in update.chunk.params for key in [id(slot.parameter)]}
 
     def _move_states(self, update: ChunkUpdate) -> None:
@@ -149,7 +149,7 @@ class GeminiOptimizer(ShardedOptimizer):
             update.offload_states(self.optim, tier)
 
     def _migrate_chunks(self) -> None:
-        """Moves everything to where the placement wants it now. Collective over the shard group."""
+        """Move everything to where the placement wants it now. Collective over the shard group."""
         manager, settings = self._manager, self._settings
         homes = manager.choose_locations()
         if homes == manager.locations:
@@ -174,7 +174,7 @@ class GeminiOptimizer(ShardedOptimizer):
         self._note_shards()
 
     def _replace_shards(self, old: ChunkUpdate) -> None:
-        """Gives a chunk that is updated on another device new shards there, with the states of the old ones."""
+        """Give a chunk that is updated on another device new shards there, with the states of the old ones."""
         group_of = {id(one): index for index, members in enumerate(self.logical_groups) for _, one in members}
         new = ChunkUpdate(old.chunk, group_of, is_primary=self._settings.is_primary)
         replaced = {
@@ -226,7 +226,7 @@ class GeminiOptimizer(ShardedOptimizer):
         return self.model.hooks.backward()
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Returns a context that changes nothing: every backward reduces, as no rank keeps whole gradients."""
+        """Return a context that changes nothing: every backward reduces, as no rank keeps whole gradients."""
         return nullcontext()
 
     # Gradients.
@@ -241,7 +241,7 @@ class GeminiOptimizer(ShardedOptimizer):
         return 1.0 / group_size(self.data_parallel_group)
 
     def _agree_on_use(self) -> list[ChunkUpdate]:
-        """Marks what was used on any rank as used; returns the chunks of which any rank has sums.
+        """Mark what was used on any rank as used; returns the chunks of which any rank has sums.
 
         Reduces gradients that came by another way than a backward. Collective over the data-parallel ranks.
         """
@@ -336,7 +336,7 @@ class GeminiOptimizer(ShardedOptimizer):
         self.model.check_weights()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clears the gradients and ends the window; held back while `Booster.accumulate` collects micro-steps."""
+        """Clear the gradients and end the window; held back while `Booster.accumulate` collects micro-steps."""
         if self._is_accumulating:
             return
         super().zero_grad()
@@ -348,7 +348,7 @@ class GeminiOptimizer(ShardedOptimizer):
         return GeminiOptimizerState(self)
 
     def new_state(self, parameter: nn.Parameter, key: str, dtype: torch.dtype) -> torch.Tensor | None:
-        """Returns room on the disk for a shard's state that is about to be filled; None: it belongs into memory."""
+        """Return disk space for a shard's state that is about to be filled, or None if it belongs into memory."""
         tier, update = self._manager.tier, self._update_of.get(id(parameter))
         if (
             tier is None
@@ -400,7 +400,7 @@ def _used(update: ChunkUpdate) -> Iterator[OwnedShard]:
 def _show_gradients(
     updates: Collection[ChunkUpdate], shown: Sequence[ChunkUpdate], kept: dict[int, dict[int, torch.Tensor]]
 ) -> None:
-    """Lets only the shards of some chunks have their gradients."""
+    """Let only the shards of some chunks have their gradients."""
     visible = {update.chunk.index for update in shown}
     for update in updates:
         for number, one in enumerate(update.owned):
@@ -410,7 +410,7 @@ def _show_gradients(
 
 @contextmanager
 def _hooks_once(optimizer: Optimizer, *, is_first: bool, is_last: bool) -> Iterator[None]:
-    """Keeps the user's step hooks from being called for every part of a step."""
+    """Keep the user's step hooks from being called for every part of a step."""
     names = [] if is_first else ["_optimizer_step_pre_hooks"]
     names += [] if is_last else ["_optimizer_step_post_hooks"]
     before: dict[str, Any] = {name: getattr(optimizer, name) for name in names}

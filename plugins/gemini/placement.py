@@ -19,7 +19,7 @@ from .tracer import Trace, TraceEvent
 # complete first and have the rest of backward for their way out. For the same reason the chunks that stay gathered are
 # the first ones. Before the first iteration chunks are taken to be used in the order of their numbers.
 
-# Note [Least room]
+# Note [Minimum budget]
 # To compute at all a rank needs the weights of a module's chunks and a buffer for the gradients of each of them that
 # trains. No policy gives less than that, and never less than the weights of one chunk and one gradient buffer, of the
 # largest: an iteration that deviates from its record may need any chunk at any moment. Where a budget is too small for
@@ -31,7 +31,7 @@ class ChunkBytes:
     """Bytes of a chunk on this rank.
 
     Attributes:
-        payload: All of its weights, gathered; a gradient buffer takes as much.
+        gathered: All of its weights, gathered; a gradient buffer takes as much.
         weights: This rank's piece of them.
         gradients: This rank's piece of the gradient sums; 0: the chunk does not train.
         states: This rank's piece of the optimizer states, masters included; an estimate before the first step.
@@ -55,7 +55,7 @@ class ChunkLocations:
     Attributes:
         weights: Chunks whose pieces of weights and gradients live in the offload tier.
         states: Chunks whose optimizer states live there; none that don't train.
-        kept: Chunks that stay gathered all the time; none of `weights`.
+        kept_gathered: Chunks that stay gathered all the time; none of `weights`.
     """
 
     weights: frozenset[int] = frozenset()
@@ -64,28 +64,28 @@ class ChunkLocations:
 
 
 def resident_shard_bytes(sizes: Sequence[ChunkBytes], locations: ChunkLocations) -> int:
-    """Returns how many bytes of pieces live in the compute tier."""
+    """Return how many bytes of pieces live in the compute tier."""
     weights = sum(size.weights + size.gradients for chunk, size in enumerate(sizes) if chunk not in locations.weights)
     return weights + sum(size.states for chunk, size in enumerate(sizes) if chunk not in locations.states)
 
 
 def resident_bytes(sizes: Sequence[ChunkBytes], locations: ChunkLocations) -> int:
-    """Returns the bytes of model data that are in the compute tier at every moment: pieces and kept chunks."""
+    """Return the bytes of model data that are in the compute tier at every moment: pieces and kept chunks."""
     return resident_shard_bytes(sizes, locations) + sum(sizes[chunk].gathered for chunk in locations.kept_gathered)
 
 
 def all_gathered_bytes(sizes: Sequence[ChunkBytes]) -> int:
-    """Returns the bytes of all weights and all gradient buffers."""
+    """Return the bytes of all weights and all gradient buffers."""
     return sum(size.gathered * (2 if size.trains else 1) for size in sizes)
 
 
 def largest_gathered(sizes: Sequence[ChunkBytes], kept: Set[int]) -> int:
-    """Returns the bytes of the largest payload among the chunks that don't stay gathered, 0 if there are none."""
+    """Return the bytes of the largest payload among the chunks that don't stay gathered, 0 if there are none."""
     return max((size.gathered for chunk, size in enumerate(sizes) if chunk not in kept), default=0)
 
 
 def min_gather_bytes(sizes: Sequence[ChunkBytes], kept: Set[int], event: TraceEvent | None) -> int:
-    """Returns the bytes of payloads without which a rank can't compute: see Note [Least room].
+    """Return the bytes of payloads without which a rank can't compute: see Note [Minimum budget].
 
     Args:
         sizes: Of each chunk, by number.
@@ -104,7 +104,7 @@ def min_gather_bytes(sizes: Sequence[ChunkBytes], kept: Set[int], event: TraceEv
 def min_budget_bytes(
     sizes: Sequence[ChunkBytes], kept: Set[int], trace: Trace | None, *, counts_others: bool = True
 ) -> int:
-    """Returns the most that the least payloads take at any moment, with everything else that is no model data.
+    """Return the most that the least payloads take at any moment, with everything else that is not model data.
 
     Args:
         sizes: Of each chunk, by number.
@@ -120,17 +120,17 @@ def min_budget_bytes(
 
 
 def event_at(trace: Trace | None, now: int) -> TraceEvent | None:
-    """Returns a moment, or None where the record has none."""
+    """Return a moment, or None where the record has none."""
     return trace.events[now] if trace is not None and now < len(trace.events) else None
 
 
 def other_bytes_at(trace: Trace | None, now: int) -> int:
-    """Returns what activations and temporaries take at a moment and the next: room must not be taken back between."""
+    """Return what activations and temporaries take at a moment and the next: memory must not be reclaimed between."""
     return 0 if trace is None else trace.peak_other_bytes(now, now + 2)
 
 
 def last_of(chunks: Iterable[int], sizes: Sequence[ChunkBytes], fraction: float) -> frozenset[int]:
-    """Returns the last chunks whose payloads are together at least a fraction of those of all the given ones.
+    """Return the last chunks whose payloads are together at least a fraction of those of all the given ones.
 
     Args:
         chunks: Their numbers, in the order of their use.
@@ -154,13 +154,13 @@ def fit_to_budget(
     max_prefetch: int,
     state_ratio: float = 1.0,
 ) -> ChunkLocations:
-    """Returns homes whose pieces fit: room is left for prefetched payloads, then come weights, gradients and states.
+    """Return locations that fit: memory is left for prefetched chunks, then come weights, gradients and states.
 
     Args:
         num_bytes: What is free of the compute tier beside the least payloads and everything else.
         sizes: Of each chunk, by number.
         trace: Of an iteration, for the order of use; None: the order of the numbers.
-        max_prefetch: For how many more payloads room is left, as far as they fit at all.
+        max_prefetch: Number of further gathered chunks that memory is left for, as far as they fit.
         state_ratio: Fraction of what weights leave that states may take.
     """
     largest = largest_gathered(sizes, frozenset())
@@ -176,12 +176,12 @@ def fit_to_budget(
 
 
 def share_of(num_bytes: int, ratio: float) -> int:
-    """Returns a fraction of bytes, rounded down; the ratio is taken as it is written, 0.9 as nine tenths."""
+    """Return a fraction of bytes, rounded down; the ratio is taken as it is written, 0.9 as nine tenths."""
     return int(num_bytes * _exactly(ratio))
 
 
 def check_fit(budget: int, needed: int, *, resident: int = 0, ratio: float = 1.0) -> None:
-    """Refuses a budget that is too small.
+    """Refuse a budget that is too small.
 
     Args:
         budget: Bytes of the compute tier.
@@ -211,7 +211,7 @@ def _exactly(ratio: float) -> Fraction:
 
 
 def _order_of_use(sizes: Sequence[ChunkBytes], trace: Trace | None) -> list[int]:
-    """Returns the numbers of all chunks, those that are never used at the end."""
+    """Return the numbers of all chunks, those that are never used at the end."""
     if trace is None:
         return list(range(len(sizes)))
 
@@ -223,7 +223,7 @@ def _order_of_use(sizes: Sequence[ChunkBytes], trace: Trace | None) -> list[int]
 
 
 def _beyond(num_bytes: int, chunks: Sequence[int], bytes_of: Sequence[int]) -> frozenset[int]:
-    """Returns the chunks from the first one on that does not fit any more."""
+    """Return the chunks from the first one on that does not fit any more."""
     for index, shard_bytes in enumerate(bytes_of):
         num_bytes -= shard_bytes
         if num_bytes < 0:
@@ -244,7 +244,7 @@ class Placement(Protocol):
         """What users call it."""
 
     def locations(self, sizes: Sequence[ChunkBytes], trace: Trace | None) -> ChunkLocations:
-        """Returns where chunks live.
+        """Return where chunks live.
 
         Args:
             sizes: Of each chunk, by number.
@@ -257,7 +257,7 @@ class Placement(Protocol):
     def gather_budget(
         self, sizes: Sequence[ChunkBytes], locations: ChunkLocations, trace: Trace | None, now: int
     ) -> int:
-        """Returns how many bytes of payloads may be in the compute tier at a moment, in O(chunks).
+        """Return how many bytes of payloads may be in the compute tier at a moment, in O(chunks).
 
         Gathered weights and gradient buffers count, the weights of chunks that stay gathered don't.
 
@@ -393,7 +393,7 @@ class AutoPlacement:
     During that iteration they take `1 - warmup_ratio` of the budget, but at least `2 + max_prefetch` payloads, and are
     divided as `ConstPlacement` does. From then on everything together takes `steady_ratio` of the budget: pieces live
     in the compute tier as far as they fit beside the largest sum of activations, temporaries and least payloads, and
-    what the moment leaves free is room for payloads.
+    what the event leaves free is for gathered chunks.
 
     Attributes:
         budget: Bytes of the compute tier for everything; None: enough for all model data.
@@ -458,7 +458,7 @@ class AutoPlacement:
         return share_of(self.budget, self.steady_ratio) - resident - other
 
     def _warmup_bytes(self, sizes: Sequence[ChunkBytes]) -> int:
-        """Returns what model data may take while nothing is known of the rest."""
+        """Return what model data may take while nothing is known of the rest."""
         assert self.budget is not None
         least = min_gather_bytes(sizes, frozenset(), None)
         check_fit(self.budget, least)
@@ -478,7 +478,7 @@ def make_placement(
     max_prefetch: int = 0,
     budget: int | None = None,
 ) -> Placement:
-    """Returns the policy that a plugin's arguments ask for.
+    """Return the policy that a plugin's arguments ask for.
 
     Args:
         policy_name: "static" (fixed fractions), "cuda" and "cpu" (its ends: nothing or everything is offloaded),
@@ -527,7 +527,7 @@ def make_placement(
 
 
 def evictions(candidates: Mapping[int, int], next_use: Callable[[int], int | None], bytes_needed: int) -> list[int]:
-    """Returns which gathered chunks should go so that room is made, in the order in which they should.
+    """Return the gathered chunks to evict, in order.
 
     The one whose next use is farthest goes first (L. A. Belady, A study of replacement algorithms for a virtual-storage
     computer, 1966), before all others one that is never used again. With chunks of one size nothing gathers fewer.
@@ -557,23 +557,23 @@ def evictions(candidates: Mapping[int, int], next_use: Callable[[int], int | Non
 
 def _check_fraction(name: str, value: Any) -> None:
     if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 <= value <= 1:
-        raise ConfigError(f"{name}={value!r} is no fraction: give a number from 0 to 1")
+        raise ConfigError(f"{name}={value!r} is not a fraction: give a number from 0 to 1")
 
 
 def _check_counts(max_prefetch: Any, budget: Any) -> None:
     if not isinstance(max_prefetch, int) or isinstance(max_prefetch, bool) or max_prefetch < 0:
         raise ConfigError(
-            f"max_prefetch={max_prefetch!r} is no number of chunks: give a whole number, such as 1, or 0 for none"
+            f"max_prefetch={max_prefetch!r} is not a number of chunks: give a whole number, such as 1, or 0 for none"
         )
     if budget is not None and (not isinstance(budget, int) or isinstance(budget, bool) or budget <= 0):
         raise ConfigError(
-            f"device_memory_budget={budget!r} is no number of bytes: give a whole number above 0, such as 8 * 2**30, or"
-            " None"
+            f"device_memory_budget={budget!r} is not a number of bytes: give a whole number above 0, such as"
+            " 8 * 2**30, or None"
         )
 
 
 def _refuse_unused(owner: str, policy_name: str, defaults: Mapping[str, float], given: Sequence[Any]) -> None:
-    """Refuses values other than the default of what only another policy looks at."""
+    """Refuse values other than the default of what only another policy looks at."""
     for (name, default), value in zip(defaults.items(), given, strict=True):
         if value != default:
             raise ConfigError(

@@ -39,12 +39,12 @@ class GeminiPlugin(DistributedPlugin):
     """ZeRO stage 3: weights, gradients and optimizer states are divided among the ranks, over tiers of memory.
 
     Parameters lie in *chunks* of one size. A rank keeps its piece of each; a chunk's weights are gathered when a module
-    that uses them runs, forward or backward, and go when room is needed. Gradients are reduce-scattered chunk by chunk
-    during backward. Memory per rank of P, N parameters with Adam: fp32 4N/P weights + 4N/P gradients + 8N/P states;
-    fp16 and bf16 with fp32 masters 2N/P + 4N/P + 12N/P; and 2 + `max_prefetch` chunks. Sent and received per step:
-    3(P-1)/P of the weights' bytes. Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter
-    Models", SC 2020; Fang et al., "Parallel Training of Pre-Trained Models via Chunk-Based Dynamic Memory Management"
-    (PatrickStar), TPDS 2023.
+    that uses them runs, forward or backward, and are evicted when memory is needed. Gradients are reduce-scattered
+    chunk by chunk during backward. Memory per rank of P, N parameters with Adam: fp32 4N/P weights + 4N/P gradients +
+    8N/P states; fp16 and bf16 with fp32 masters 2N/P + 4N/P + 12N/P; and 2 + `max_prefetch` chunks. Sent and received
+    per step: 3(P-1)/P of the weights' bytes. Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion
+    Parameter Models", SC 2020; Fang et al., "Parallel Training of Pre-Trained Models via Chunk-Based Dynamic Memory
+    Management" (PatrickStar), TPDS 2023.
 
     The *compute tier* is the accelerator, or the host's memory where there is none. What is offloaded goes to host
     memory beside an accelerator, and to files where there is none or `offload_dir` is given.
@@ -73,7 +73,7 @@ class GeminiPlugin(DistributedPlugin):
         offload_param_frac: "static": the part of weights and gradients that is offloaded; at most `shard_param_frac`.
         warmup_non_model_data_ratio: "auto": the part of the budget that is left for activations in the first step.
         steady_cuda_cap_ratio: "auto": the part of the budget that is used afterwards.
-        precision: "fp16" (with loss scaling), "bf16" or "fp32": number format of weights, gradients and computation;
+        precision: "fp16" (with loss scaling), "bf16" or "fp32": dtype of weights, gradients and computation;
             fp32 leaves the weights as they are.
         master_weights: Keep fp32 masters of fp16 and bf16 weights; False: the optimizer updates the rounded weights.
         pin_memory: Page-lock offloaded memory beside an accelerator, so that copies run beside computation.
@@ -96,7 +96,7 @@ class GeminiPlugin(DistributedPlugin):
         norm_type: Order of that norm.
         tp_size: Ranks of tensor parallel layers; has to be 1.
         extra_dp_size: Shard within groups of world size / extra_dp_size ranks, and replicate over the groups.
-        enable_async_reduce: Reduce gradients while backward goes on.
+        enable_async_reduce: Reduce gradients while backward continues.
         verbose: Log how the chunks are filled, skipped steps, and changes of the loss scale on rank 0.
         device_memory_budget: Bytes that this rank may hold in the compute tier; None: "auto" takes what is free when
             the plugin is made, and the other policies know no limit.
@@ -184,10 +184,10 @@ class GeminiPlugin(DistributedPlugin):
         is_cpu = self._device.type == "cpu"
         shard_group = self._mesh.get_group("shard") if num_replicas > 1 else None
         self._agreement_group = None if is_cpu else new_cpu_group()
-        self._meeting_group = shard_group if is_cpu else new_cpu_group(shard_group)
+        self._order_group = shard_group if is_cpu else new_cpu_group(shard_group)
 
     def _groups(self) -> list[dist.ProcessGroup | None]:
-        return [*self._mesh.get_all_groups(), self._agreement_group, self._meeting_group]
+        return [*self._mesh.get_all_groups(), self._agreement_group, self._order_group]
 
     def supported_precisions(self) -> list[str]:
         return list(DTYPES)
@@ -261,7 +261,7 @@ class GeminiPlugin(DistributedPlugin):
             keeps_master_weights=arguments.master_weights,
             control_group=self._agreement_group,
             shard_group=self._mesh.get_group("shard") if has_replicas else None,
-            order_group=self._meeting_group,
+            order_group=self._order_group,
             replica_group=self._mesh.get_group("replica") if has_replicas else None,
             max_prefetch=arguments.max_prefetch,
             reduces_asynchronously=arguments.enable_async_reduce,
@@ -272,7 +272,7 @@ class GeminiPlugin(DistributedPlugin):
     def no_sync(
         self, model: ModelWrapper | None = None, optimizer: OptimizerWrapper | None = None
     ) -> AbstractContextManager[None]:
-        """Returns a context that changes nothing: every backward reduces, as no rank has room for whole gradients."""
+        """Return a context that changes nothing: every backward reduces, as no rank has memory for full gradients."""
         return nullcontext()
 
     def estimate_memory(self, question: MemoryRequest) -> RankMemory:

@@ -76,13 +76,13 @@ class ChunkUpdate:
         return self.has_copy and self.chunk.master.device == self.chunk.weights.device
 
     def point(self) -> None:
-        """Lets the shards look at where the piece is now; a piece may have moved to another tier."""
+        """Let the shards look at where the piece is now; a piece may have moved to another tier."""
         main = self.chunk.master.as_tensor()
         for one in self.owned:
             one.shard.parameter.data = main[one.part.in_shard]
 
     def point_gradients(self) -> None:
-        """Gives every shard that was used its sums as gradient, and the others none."""
+        """Give every shard that was used its sums as gradient, and the others none."""
         sums = self.chunk.grad_shard.as_tensor() if self.chunk.has_grad_shard else None
         for one in self.owned:
             parameter = one.shard.parameter
@@ -94,28 +94,28 @@ class ChunkUpdate:
                 parameter.grad = sums[one.part.in_shard].to(device=parameter.device, dtype=parameter.dtype)
 
     def gradients(self) -> dict[int, torch.Tensor]:
-        """Returns the shards' gradients by the number of the shard."""
+        """Return the shards' gradients by the number of the shard."""
         grads = ((number, one.shard.parameter.grad) for number, one in enumerate(self.owned))
         return {number: grad for number, grad in grads if grad is not None}
 
     def working_copies(self) -> dict[nn.Parameter, torch.Tensor]:
-        """Returns this rank's weights by the shard that they follow."""
+        """Return this rank's weights by the shard that they follow."""
         weights = self.chunk.weights.as_tensor()
         return {one.shard.parameter: weights[one.part.in_shard] for one in self.owned}
 
     @torch.no_grad()
     def write_weights(self) -> None:
-        """Rounds what was updated into this rank's piece of the weights."""
+        """Round what was updated into this rank's piece of the weights."""
         if self.has_copy:
             self.chunk.weights.as_tensor().copy_(self.chunk.master.as_tensor())
 
     def follow(self) -> None:
-        """Takes over weights that were changed from outside."""
+        """Take over weights that were changed from outside."""
         if self.has_copy:
             take_over(self.chunk.master.as_tensor(), self.chunk.weights.as_tensor())
 
     def follow_shard(self, shard: Shard) -> None:
-        """Does so for one shard."""
+        """Do so for one shard."""
         part = next(one.part for one in self.owned if one.shard is shard)
         if self.has_copy:
             weights = self.chunk.weights.as_tensor()[part.in_shard]
@@ -125,7 +125,7 @@ class ChunkUpdate:
 
     @torch.no_grad()
     def offload_states(self, optimizer: Optimizer, tier: Tier) -> None:
-        """Moves states with one value per element, that are not there yet, to a tier."""
+        """Move states with one value per element, that are not there yet, to a tier."""
         for key in self._new_states(optimizer):
             states = [optimizer.state[one.shard.parameter].get(key) for one in self.owned]
             dtype = next(state.dtype for state in states if state is not None)
@@ -163,7 +163,7 @@ class ChunkUpdate:
 
     @torch.no_grad()
     def fetch_states(self, optimizer: Optimizer) -> None:
-        """Moves the states back to memory."""
+        """Move the states back to memory."""
         for key, piece in self.states.items():
             for one in self.owned:
                 state = optimizer.state.get(one.shard.parameter, {})
@@ -173,7 +173,7 @@ class ChunkUpdate:
         self.states.clear()
 
     def new_state(self, parameter: torch.Tensor, key: str, dtype: torch.dtype, tier: Tier) -> torch.Tensor:
-        """Returns room in a tier for a state of a shard that is about to be filled."""
+        """Return memory in a tier for a state of a shard that is about to be filled."""
         piece = self.states.get(key)
         if piece is None or piece.dtype != dtype:
             piece = self._new_state_shard(key, dtype, tier)
@@ -181,7 +181,7 @@ class ChunkUpdate:
         return piece.as_tensor()[part.in_shard]
 
     def state_bytes(self, optimizer: Optimizer | None) -> int:
-        """Returns the bytes of masters and per-element states, wherever they are; an estimate before the first step.
+        """Return the bytes of masters and per-element states, wherever they are; an estimate before the first step.
 
         The same on all ranks, which decide by it what they gather together: so of the whole piece, waste included.
         """
@@ -191,7 +191,7 @@ class ChunkUpdate:
         return masters + self.chunk.layout.shard_numel * _bytes_per_element(optimizer)
 
     def state_bytes_in_memory(self, optimizer: Optimizer) -> int:
-        """Returns those that are in the compute tier."""
+        """Return those that are in the compute tier."""
         masters = self.chunk.master.bytes_in_memory if self.has_copy else 0
         return masters + sum(
             int(value.nbytes)
@@ -202,7 +202,7 @@ class ChunkUpdate:
 
 
 def _bytes_per_element(optimizer: Optimizer) -> int:
-    """Returns what an optimizer keeps for each element of a parameter that it has stepped."""
+    """Return what an optimizer keeps for each element of a parameter that it has stepped."""
     sizes = (
         sum(value.element_size() for value in state.values() if is_elementwise_state(value, parameter))
         for parameter, state in optimizer.state.items()
@@ -216,12 +216,12 @@ def is_elementwise_state(value: Any, parameter: torch.Tensor) -> TypeGuard[torch
 
 
 def all_shards(updates: Sequence[ChunkUpdate]) -> list[Shard]:
-    """Returns the shards of all chunks."""
+    """Return the shards of all chunks."""
     return [one.shard for update in updates for one in update.owned]
 
 
 def moved_state(value: Any, before: torch.Tensor, after: torch.Tensor) -> Any:
-    """Returns a state for a shard that has moved to another device."""
+    """Return a state for a shard that has moved to another device."""
     if not isinstance(value, torch.Tensor):
         return value
     is_beside = is_elementwise_state(value, before) or value.device == before.device

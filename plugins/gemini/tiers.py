@@ -1,4 +1,4 @@
-"""Tiers of memory that hold pieces of chunks while the compute tier has no room for them: what they do; host memory."""
+"""Memory tiers: hold chunk shards outside of the compute tier. Interface, and host memory."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from booster.device import device_type
 
 
 class Transfer(Protocol):
-    """A copy between a block and a tensor that is under way."""
+    """A copy between a block and a tensor that is in flight."""
 
     def wait(self) -> None:
-        """Returns once the copy is done; any number of times.
+        """Return once the copy is done; any number of times.
 
         Raises:
             OSError: The disk failed; a tensor that was read into is undefined. Said by every call.
@@ -22,7 +22,7 @@ class Transfer(Protocol):
 
 
 class TierBlock(Protocol):
-    """Room in a tier for one piece of a chunk.
+    """Memory in a tier for one shard of a chunk.
 
     What is asked of one block happens in the order in which it is asked: a read sees every write before it, whether
     somebody waited for that or not. A call may wait for the copy before it. Copies of different blocks overlap.
@@ -30,14 +30,14 @@ class TierBlock(Protocol):
 
     @property
     def num_bytes(self) -> int:
-        """How many bytes it has room for."""
+        """Capacity in bytes."""
 
     @property
     def is_empty(self) -> bool:
         """Whether nothing was ever written, so that reads give zeros."""
 
     def read_into(self, tensor: Tensor) -> Transfer:
-        """Starts to fill a tensor with the block's bytes; it must not be touched until that is waited for.
+        """Start to fill a tensor with the block's bytes; it must not be touched until that is waited for.
 
         Args:
             tensor: 1-D, contiguous, of any format, with exactly `num_bytes` bytes. For a disk it is in host memory; its
@@ -45,17 +45,17 @@ class TierBlock(Protocol):
         """
 
     def write_from(self, tensor: Tensor) -> Transfer:
-        """Starts to write a tensor's bytes; it must not change until that is waited for.
+        """Start to write a tensor's bytes; it must not change until that is waited for.
 
         Args:
             tensor: As of `read_into`.
         """
 
     def as_tensor(self, dtype: torch.dtype) -> Tensor:
-        """Returns the block's content as a 1-D tensor that takes no memory of the compute tier.
+        """Return the block's content as a 1-D tensor that takes no memory of the compute tier.
 
         The tensor is the block: what is written through it, others read from the block, and the other way round. Don't
-        touch it while a copy of the block is under way. It may outlive the block and the tier, but shows nothing of use
+        touch it while a copy of the block is in flight. It may outlive the block and the tier, but shows nothing of use
         then. While it lives, a disk tier goes through the system's page cache, which is slower: drop it soon.
 
         Raises:
@@ -63,9 +63,9 @@ class TierBlock(Protocol):
         """
 
     def free(self) -> None:
-        """Gives the room back once nothing is under way; nothing but another `free` may follow.
+        """Free the memory once nothing is in flight; nothing but another `free` may follow.
 
-        A block of a disk tier that is dropped without it holds its room until the tier is closed.
+        A block of a disk tier that is dropped without it holds its memory until the tier is closed.
         """
 
 
@@ -81,18 +81,18 @@ class Tier(Protocol):
         """The bytes of all blocks that are not freed."""
 
     def new_block(self, num_bytes: int) -> TierBlock:
-        """Returns an empty block.
+        """Return an empty block.
 
         Raises:
-            ConfigError: There is no room for it.
+            ConfigError: There is not enough space for it.
         """
 
     def close(self) -> None:
-        """Waits for everything under way and gives everything back; a second call does nothing."""
+        """Wait for everything in flight and give everything back; a second call does nothing."""
 
 
 def bytes_of(tensor: Tensor, num_bytes: int) -> Tensor:
-    """Returns the uint8 view of a tensor that is copied to or from a block of `num_bytes`."""
+    """Return the uint8 view of a tensor that is copied to or from a block of `num_bytes`."""
     assert tensor.dim() == 1, f"a tensor of shape {tuple(tensor.shape)} for a block"
     assert tensor.is_contiguous(), f"a tensor with strides {tensor.stride()} for a block"
     assert tensor.nbytes == num_bytes, f"a tensor of {tensor.nbytes} bytes for a block of {num_bytes}"
@@ -114,13 +114,13 @@ class HostTier:
         self._is_pinned = pin_memory and device_type() != "cpu"
 
     def new_block(self, num_bytes: int) -> TierBlock:
-        """Returns an empty block."""
+        """Return an empty block."""
         block = _HostBlock(self, torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=self._is_pinned))
         self.bytes_held += num_bytes
         return block
 
     def close(self) -> None:
-        """Does nothing: the memory goes with the blocks."""
+        """Do nothing: the memory goes with the blocks."""
 
 
 class _HostTransfer:
@@ -137,7 +137,7 @@ class _HostTransfer:
         self._event = self._tensor = None
 
     def make_stream_wait(self) -> None:
-        """Lets what the accelerator's current stream is given from now on run after the copy."""
+        """Let what the accelerator's current stream is given from now on run after the copy."""
         if self._event is not None:
             self._event.wait()
 
@@ -190,7 +190,7 @@ class _HostBlock:
             return
         if other_side.device.type == "cpu":
             self._last.wait()
-        else:  # the stream waits, and Python goes on
+        else:  # the stream waits, and Python continues
             self._last.make_stream_wait()
 
     def _begun(self, other_side: Tensor) -> Transfer:

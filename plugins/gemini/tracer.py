@@ -32,7 +32,7 @@ class Trace:
     """Trace of one iteration. Events are numbered from 0.
 
     Attributes:
-        moments: Events in order.
+        events: Events in order.
         completed: Indices of the chunks, in the order in which their gradients were complete.
     """
 
@@ -174,7 +174,7 @@ class Cursor:
     never runs far ahead of one that repeats some.
 
     Args:
-        record: Trace to follow.
+        trace: Trace to follow.
         lookahead: Search distance in events.
     """
 

@@ -38,16 +38,16 @@ class ZeroArguments:
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """Number format of the weights; None: their own."""
+        """Dtype of the weights; None: their own."""
         return DTYPES[self.precision]
 
     @property
     def max_bucket_numel(self) -> int:
-        """Elements of a bucket, so that all buckets under way fit into `reduce_bucket_size_in_m`."""
+        """Elements of a bucket, so that all buckets in flight fit into `reduce_bucket_size_in_m`."""
         return max(1, int(self.reduce_bucket_size_in_m * _MEBI) // _BUCKET_BUFFERS)
 
     def check(self, world_size: int) -> None:
-        """Raises for what can't be.
+        """Raise for what can't be.
 
         Raises:
             ConfigError: Such an argument.
@@ -79,7 +79,7 @@ class ZeroArguments:
         allowed = (None, torch.float32, torch.bfloat16, torch.float16)
         if self.communication_dtype not in allowed:
             raise ConfigError(
-                f"communication_dtype={self.communication_dtype!r} is no format that gradients travel in: give"
+                f"communication_dtype={self.communication_dtype!r} is not a dtype of gradient reduction: give"
                 " torch.float32, torch.bfloat16, torch.float16, or None for the gradients' own"
             )
 
@@ -91,15 +91,15 @@ class ZeroSettings:
     Attributes:
         stage: 1: optimizer states are sharded; 2: gradients too.
         sharding: How the weights are cut.
-        dtype: Number format that weights are cast to; None: they stay.
+        dtype: Dtype that weights are cast to; None: they stay.
         data_parallel_group: All ranks among which data are divided; None: the world.
         agreement_group: The same ranks, on the CPU; None: `data_parallel_group` is.
         shard_group: The ranks among them that share the shards; None: the world.
         replica_group: The ranks that hold copies of this rank's shards; None: there are none.
         counting_group: The ranks that hold the whole gradient between them; None: those that share the shards.
         communication_dtype: Format in which gradients travel; None: their own.
-        overlaps: Gradients are reduced while backward goes on.
-        overlaps_gathering: Weights travel while the next forward goes on.
+        overlaps: Gradients are reduced while backward continues.
+        overlaps_gathering: Weights travel while the next forward continues.
         max_norm: Gradients are clipped to this norm at every step; 0: they are not.
         norm_type: Order of that norm.
     """

@@ -69,7 +69,7 @@ class Bucket:
         return self.start // self.num_shards
 
     def piece(self, rank: int) -> slice:
-        """Returns the part of the buffer that a rank owns."""
+        """Return the part of the buffer that a rank owns."""
         start = self.start + rank * self.piece_numel
         return slice(start, start + self.piece_numel)
 
@@ -120,7 +120,7 @@ class FlatLayout:
         return self.numel // self.num_shards
 
     def places_in(self, bucket: Bucket) -> list[int]:
-        """Returns the indices of the parameters that have elements in a bucket."""
+        """Return the indices of the parameters that have elements in a bucket."""
         return [
             index
             for index, place in enumerate(self.places)
@@ -128,7 +128,7 @@ class FlatLayout:
         ]
 
     def parts(self, rank: int) -> list[Part]:
-        """Returns what a rank owns, bucket by bucket."""
+        """Return what a rank owns, bucket by bucket."""
         return [
             part
             for number, bucket in enumerate(self.buckets)
@@ -189,14 +189,14 @@ class OwnedPart:
 
 
 class FlatGroup:
-    """Parameters of one param group and one number format, as views of one flat buffer.
+    """Parameters of one param group and one dtype, as views of one flat buffer.
 
     Making it re-points the parameters' memory; the `nn.Parameter` objects stay the same ones.
 
     Args:
         group_index: Of the param group.
         named: Parameters with their names, in the order in which the model registers them.
-        dtype: Number format of the weights from now on.
+        dtype: Dtype of the weights from now on.
         sharding: How they are cut.
 
     Attributes:
@@ -231,11 +231,11 @@ class FlatGroup:
         return self.masters is not None and self.masters.device == self.device
 
     def weights_of(self, owned: OwnedPart) -> torch.Tensor:
-        """Returns the weights that a shard is the master of."""
+        """Return the weights that a shard is the master of."""
         return self.weights[owned.part.in_buffer]
 
     def memory_of(self, part: Part) -> torch.Tensor:
-        """Returns the memory of a shard of this rank: of its master, or of the weights themselves."""
+        """Return the memory of a shard of this rank: of its master, or of the weights themselves."""
         if self.masters is None:
             return self.weights[part.in_buffer]
         start = self.layout.buckets[part.bucket].shard_start
@@ -243,7 +243,7 @@ class FlatGroup:
 
     @torch.no_grad()
     def write_weights(self) -> None:
-        """Rounds the masters into this rank's pieces of the weights, after a step."""
+        """Round the masters into this rank's pieces of the weights, after a step."""
         if self.masters is None:
             return
         for bucket in self.layout.buckets:
@@ -252,21 +252,21 @@ class FlatGroup:
 
     @torch.no_grad()
     def refresh_masters(self) -> None:
-        """Takes over weights that were changed from outside; see `follow_weights`."""
+        """Take over weights that were changed from outside; see `follow_weights`."""
         if self.masters is not None:
             for owned in self.owned:
                 follow_weights(owned.shard)
 
     def note_versions(self) -> None:
-        """Remembers the weights as they are now; see `changed_outside`."""
+        """Store the weights as they are now; see `changed_outside`."""
         self._versions = [parameter._version for parameter in self.parameters]
 
     def changed_outside(self) -> bool:
-        """Returns whether a weight was written in place since `note_versions`, other than through `.data`."""
+        """Return whether a weight was written in place since `note_versions`, other than through `.data`."""
         return self._versions != [parameter._version for parameter in self.parameters]
 
     def moved_parameter(self) -> str | None:
-        """Returns the name of a parameter whose memory is no longer in the flat buffer; None: all are."""
+        """Return the name of a parameter whose memory is no longer in the flat buffer; None: all are."""
         start, size = self.weights.data_ptr(), self.weights.element_size()
         for name, parameter, place in zip(self.names, self.parameters, self.layout.places, strict=True):
             if parameter.data_ptr() != start + place.start * size and parameter.numel() > 0:
@@ -284,7 +284,7 @@ class FlatGroup:
 
     @torch.no_grad()
     def _own(self, parts: Sequence[Part]) -> list[OwnedPart]:
-        """Moves every parameter into the buffer, its exact values into the masters, and makes the shards."""
+        """Move every parameter into the buffer, its exact values into the masters, and make the shards."""
         of_place: dict[int, list[Part]] = {}
         for part in parts:
             of_place.setdefault(part.place, []).append(part)

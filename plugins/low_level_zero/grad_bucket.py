@@ -47,7 +47,7 @@ class Slot:
     source: torch.Tensor | None = None
 
     def overlap(self, bucket: Bucket) -> tuple[slice, slice]:
-        """Returns the elements that lie in a bucket: within the flattened parameter, and within the bucket."""
+        """Return the elements that lie in a bucket: within the flattened parameter, and within the bucket."""
         start, stop = max(self.place.start, bucket.start), min(self.place.stop, bucket.stop)
         return (
             slice(start - self.place.start, stop - self.place.start),
@@ -86,7 +86,7 @@ class GradientBucket:
 def make_slots(
     groups: Iterable[FlatGroup], model_order: Sequence[nn.Parameter]
 ) -> tuple[list[Slot], list[GradientBucket]]:
-    """Returns a slot for every parameter, and all buckets in the order in which backward fills them.
+    """Return a slot for every parameter, and all buckets in the order in which backward fills them.
 
     A bucket is complete when the first of its parameters in the model's order has its gradient, as backward goes from
     the last layer to the first.
@@ -113,7 +113,7 @@ class Scratch:
     """Buffers that are kept from step to step: memory that is touched for the first time is many times slower.
 
     Args:
-        num_buckets: How many buckets may be under way.
+        num_buckets: How many buckets may be in flight.
     """
 
     def __init__(self, num_buckets: int) -> None:
@@ -122,13 +122,13 @@ class Scratch:
         self._turn = 0
 
     def next_bucket(self) -> None:
-        """Turns to the buffers of the bucket that was under way longest; it must have ended."""
+        """Turn to the buffers of the bucket that was in flight longest; it must have ended."""
         self._turn = (self._turn + 1) % self._num_buckets
 
     def take(
         self, what: str, numel: int, dtype: torch.dtype, device: torch.device, *, per_bucket: bool = True
     ) -> torch.Tensor:
-        """Returns a buffer with any content, of the current bucket or (`per_bucket=False`) one for all."""
+        """Return a buffer with any content, of the current bucket or (`per_bucket=False`) one for all."""
         key = (what, self._turn if per_bucket else 0, dtype, device)
         if key not in self._buffers or self._buffers[key].numel() < numel:
             self._buffers[key] = torch.empty(numel, dtype=dtype, device=device)
@@ -139,31 +139,31 @@ class GradientStore(Protocol):
     """The gradients of one flat group; see Note [Life of a gradient]."""
 
     def receive(self, slot: Slot) -> None:
-        """Takes a gradient that has arrived in `.grad`."""
+        """Take a gradient that has arrived in `.grad`."""
         ...
 
     def payload(self, bucket: GradientBucket, dtype: torch.dtype) -> torch.Tensor:
-        """Returns the bucket's local gradients to be sent, and lets go of those that no other bucket needs."""
+        """Return the bucket's local gradients to be sent, and release those that no other bucket needs."""
         ...
 
     def collect(self, bucket: GradientBucket, flight: ReduceScatter) -> None:
-        """Waits for the reduce-scatter and adds its result to the bucket's sums."""
+        """Wait for the reduce-scatter and add its result to the bucket's sums."""
         ...
 
-    def make_room(self, bucket: GradientBucket) -> None:
-        """Brings the sums to where further local gradients do not overwrite them."""
+    def evict_for(self, bucket: GradientBucket) -> None:
+        """Move the sums to where further local gradients do not overwrite them."""
         ...
 
     def zero_sums(self, bucket: GradientBucket) -> None:
-        """Makes the bucket's sums zeros, whatever they were."""
+        """Make the bucket's sums zeros, whatever they were."""
         ...
 
     def local(self, slot: Slot) -> torch.Tensor | None:
-        """Returns the gradient that was not reduced yet, in the parameter's shape; None if there is none."""
+        """Return the gradient that was not reduced yet, in the parameter's shape; None if there is none."""
         ...
 
     def forget(self, slots: Sequence[Slot]) -> None:
-        """Lets go of the local gradients of these parameters."""
+        """Release the local gradients of these parameters."""
         ...
 
 
@@ -174,7 +174,7 @@ class PackedGradients:
 
     Args:
         group: Whose gradients.
-        scratch: Buffers for buckets under way.
+        scratch: Buffers for buckets in flight.
     """
 
     def __init__(self, group: FlatGroup, scratch: Scratch) -> None:
@@ -182,7 +182,7 @@ class PackedGradients:
         self._scratch = scratch
 
     def receive(self, slot: Slot) -> None:
-        """Leaves the gradient in `.grad`."""
+        """Leave the gradient in `.grad`."""
 
     def payload(self, bucket: GradientBucket, dtype: torch.dtype) -> torch.Tensor:
         where = bucket.bucket
@@ -214,8 +214,8 @@ class PackedGradients:
             bucket.sums = torch.empty(bucket.bucket.piece_numel, dtype=bucket.sum_dtype, device=self._device)
         flight.wait(bucket.sums, accumulate=accumulates)
 
-    def make_room(self, bucket: GradientBucket) -> None:
-        """Does nothing: sums and local gradients never share memory."""
+    def evict_for(self, bucket: GradientBucket) -> None:
+        """Do nothing: sums and local gradients never share memory."""
 
     def zero_sums(self, bucket: GradientBucket) -> None:
         bucket.sums = torch.zeros(bucket.bucket.piece_numel, dtype=bucket.sum_dtype, device=self._device)
@@ -237,7 +237,7 @@ class FullGradients:
 
     Args:
         group: Whose gradients.
-        scratch: Buffers for buckets under way.
+        scratch: Buffers for buckets in flight.
     """
 
     def __init__(self, group: FlatGroup, scratch: Scratch) -> None:
@@ -286,7 +286,7 @@ class FullGradients:
         flight.wait(sums, accumulate=False)  # not straight into place: it would overwrite what is being summed
         bucket.sums.copy_(sums)
 
-    def make_room(self, bucket: GradientBucket) -> None:
+    def evict_for(self, bucket: GradientBucket) -> None:
         if bucket.sums is not None and bucket.sums.data_ptr() == self._in_place(bucket).data_ptr():
             bucket.sums = bucket.sums.clone()
 
@@ -302,7 +302,7 @@ class FullGradients:
             slot.num_issued = 0
 
     def _take(self, slot: Slot) -> torch.Tensor | None:
-        """Returns the slot's gradient if it has one, taken out of `.grad`: what arrives later must not be added."""
+        """Return the slot's gradient if it has one, taken out of `.grad`: what arrives later must not be added."""
         if slot.parameter.grad is None:
             return None
         self.receive(slot)  # one that arrived outside of booster.backward, or late

@@ -50,7 +50,7 @@ class _FlatBucket:
 
 
 class _Group:
-    """Parameters of one number format in one flat buffer, as `FlatGroup` has them; see Note [Flat layout].
+    """Parameters of one dtype in one flat buffer, as `FlatGroup` has them; see Note [Flat layout].
 
     Args:
         named: Their names and shapes, in the order of the model.
@@ -80,7 +80,7 @@ class _Group:
         self.sent_dtype = arguments.communication_dtype or dtype
 
     def buckets(self) -> list[_FlatBucket]:
-        """Returns the buckets with their gradients, in the order in which they lie."""
+        """Return the buckets with their gradients, in the order in which they lie."""
         slots = {
             name: _Slot((place.stop - place.start) * self.dtype.itemsize)
             for (name, _), place in zip(self.named, self.layout.places, strict=True)
@@ -94,7 +94,7 @@ class _Group:
         return found
 
     def shard_shapes(self) -> list[tuple[int, ...]]:
-        """Returns the sizes of what the first rank updates: it has no padding, so no rank has more."""
+        """Return the sizes of what the first rank updates: it has no padding, so no rank has more."""
         return [
             (numel,)
             for index, number in _overlaps(self.layout)
@@ -113,7 +113,7 @@ class _Group:
 
 
 def _overlaps(layout: FlatLayout) -> Iterator[tuple[int, int]]:
-    """Yields which parameter has elements in which bucket; both lie in order."""
+    """Yield which parameter has elements in which bucket; both lie in order."""
     index = 0
     for number, bucket in enumerate(layout.buckets):
         while index < len(layout.places) and layout.places[index].stop <= bucket.start:
@@ -126,13 +126,13 @@ def _overlaps(layout: FlatLayout) -> Iterator[tuple[int, int]]:
 
 
 def _owned_numel(layout: FlatLayout, index: int, number: int) -> int:
-    """Returns what the first rank owns of a parameter in a bucket; nothing where that is negative."""
+    """Return what the first rank owns of a parameter in a bucket; nothing where that is negative."""
     place, piece = layout.places[index], layout.buckets[number].piece(0)
     return int(min(place.stop, piece.stop) - max(place.start, piece.start))
 
 
 class _Backward:
-    """Which gradients are here as a backward goes on, and what was summed of them; as `GradientReducer` does it.
+    """Which gradients are here as a backward continues, and what was summed of them; as `GradientReducer` does it.
 
     Args:
         groups: All.
@@ -154,7 +154,7 @@ class _Backward:
         self.num_bytes = 0
 
     def receive(self, name: str) -> int:
-        """Takes a gradient that has arrived; returns the most bytes until all is done that follows from it."""
+        """Take a gradient that has arrived; returns the most bytes until all is done that follows from it."""
         buckets = self._buckets_of.get(name, [])
         if not buckets or buckets[0].slots[name].is_here:
             return self.num_bytes
@@ -169,7 +169,7 @@ class _Backward:
         return most
 
     def finish(self) -> int:
-        """Issues what is left when backward has ended; returns as `receive` does."""
+        """Issue what is left when backward has ended; returns as `receive` does."""
         most = self.num_bytes
         while self._to_issue:
             most = max(most, self._issue(self._to_issue.popleft()))
@@ -202,7 +202,7 @@ def zero_memory(
     offloads: bool,
     max_bucket_numel: int | None = None,
 ) -> RankMemory:
-    """Returns what a rank holds and sends.
+    """Return what a rank holds and sends.
 
     Args:
         question: The model and its optimizer.
@@ -257,7 +257,7 @@ def _groups(
 
 
 def _updated_bytes(question: MemoryRequest, groups: Sequence[_Group]) -> tuple[int, int]:
-    """Returns the bytes of this rank's masters and states."""
+    """Return the bytes of this rank's masters and states."""
     masters = states = 0
     for group in groups:
         shapes = [shape for _, shape in group.named]
@@ -269,7 +269,7 @@ def _updated_bytes(question: MemoryRequest, groups: Sequence[_Group]) -> tuple[i
 
 
 def _scratch_bytes(groups: Sequence[_Group]) -> int:
-    """Returns the bytes of buffers for buckets under way, which stay; see `Scratch`."""
+    """Return the bytes of buffers for buckets in flight, which stay; see `Scratch`."""
     found: dict[tuple[str, int, torch.dtype], int] = {}
     for group in groups:
         numel = group.largest_bucket

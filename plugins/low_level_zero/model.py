@@ -1,4 +1,4 @@
-"""The model side: buffers equal on all ranks, and nobody reads a weight that is still on its way."""
+"""Boosted model: buffers equal on all ranks, and weights that are read only after their all-gather."""
 
 from __future__ import annotations
 
@@ -44,17 +44,17 @@ class ZeroModel(ModelWrapper):
         self._clear_gradients: Callable[[bool], None] | None = None
 
     def connect(self, gathering: WeightGathering, clear_gradients: Callable[[bool], None]) -> None:
-        """Tells what brings the weights after a step, and what clears the gradients."""
+        """Return what brings the weights after a step, and what clears the gradients."""
         self._gathering = gathering
         self._clear_gradients = clear_gradients
 
     def wait_for_weights(self) -> None:
-        """Waits until all weights of the last step are here."""
+        """Wait until all weights of the last step are here."""
         if self._gathering is not None:
             self._gathering.wait()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the user's forward; arguments and result are those of the user's model.
+        """Run the user's forward; arguments and result are those of the user's model.
 
         Collective in training, if the model has buffers.
         """
@@ -81,13 +81,13 @@ class ZeroModel(ModelWrapper):
         return WaitingForWeights(self._gathering)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clears the gradients of the model and of its optimizer."""
+        """Clear the gradients of the model and of its optimizer."""
         super().zero_grad(set_to_none)
         if self._clear_gradients is not None:
             self._clear_gradients(set_to_none)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ModelWrapper:
-        """Returns a copy of the model alone, as averages of weights want it: it has no optimizer."""
+        """Return a copy of the model alone, as averages of weights want it: it has no optimizer."""
         self.wait_for_weights()
         copied = ModelWrapper(copy.deepcopy(self.module, memo), is_primary=self._is_primary)
         copied.precision = self.precision

@@ -92,7 +92,7 @@ class ZeroOptimizer(ShardedOptimizer):
         group["params"][:] = [one for one in group["params"] if id(one) not in sharded] + shards
 
     def _connect(self) -> None:
-        """Makes what knows all flat groups: reducer, gathering, and the shards that an optimizer may ask about."""
+        """Make what knows all flat groups: reducer, gathering, and the shards that an optimizer may ask about."""
         settings = self._settings
         self._reducer = GradientReducer(
             self._flat_groups,
@@ -111,7 +111,7 @@ class ZeroOptimizer(ShardedOptimizer):
         self._use_shards(Shards(parts, list(shapes), self._counting_group, shapes=shapes))
 
     def _sharded_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yields what the ranks of the counting group have shards of between them, the same on all of them."""
+        """Yield what the ranks of the counting group have shards of between them, the same on all of them."""
         for flat in self._flat_groups:
             yield from zip(flat.names, flat.parameters, strict=True)
 
@@ -140,7 +140,7 @@ class ZeroOptimizer(ShardedOptimizer):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Adds up gradients on this rank alone (stage 1); stage 2 reduces all the same, as it keeps no others."""
+        """Add up gradients on this rank alone (stage 1); stage 2 reduces all the same, as it keeps no others."""
         before, self._synchronizes = self._synchronizes, False
         try:
             yield
@@ -188,7 +188,7 @@ class ZeroOptimizer(ShardedOptimizer):
         self._publish(are_rounded=False)
 
     def _publish(self, *, are_rounded: bool) -> None:
-        """Spreads the weights, of which the optimizer may have rounded those beside their masters itself."""
+        """Distribute the weights, of which the optimizer may have rounded those beside their masters itself."""
         for flat in self._flat_groups:
             if not (are_rounded and flat.rounds_in_place):
                 flat.write_weights()
@@ -216,7 +216,7 @@ class ZeroOptimizer(ShardedOptimizer):
                 )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clears the gradients and ends the window; held back while `Booster.accumulate` collects micro-steps."""
+        """Clear the gradients and end the window; held back while `Booster.accumulate` collects micro-steps."""
         if self._is_accumulating:
             return
         super().zero_grad()
@@ -227,12 +227,12 @@ class ZeroOptimizer(ShardedOptimizer):
     # What a checkpoint reads and fills.
 
     def local_gradients(self) -> dict[str, torch.Tensor]:
-        """Returns this rank's raw gradients that were not reduced yet, by name, in the parameters' shapes."""
+        """Return this rank's raw gradients that were not reduced yet, by name, in the parameters' shapes."""
         found = {slot.name: self._reducer.local(slot) for slot in self._reducer.slots}
         return {name: gradient for name, gradient in found.items() if gradient is not None}
 
     def reduced_gradients(self, allocate: Collection[str] | None = None) -> list[tuple[Shard, torch.Tensor]]:
-        """Returns the raw gradients that were summed over the ranks already, shard by shard, as live memory.
+        """Return the raw gradients that were summed over the ranks already, shard by shard, as live memory.
 
         Args:
             allocate: Forget all gradients, and make zeros of these parameters, to be filled; None: as it is.
@@ -253,7 +253,7 @@ class ZeroOptimizer(ShardedOptimizer):
         ]
 
     def set_local_gradient(self, name: str, gradient: torch.Tensor) -> None:
-        """Makes a raw gradient in the parameter's shape this rank's own, to be reduced with the others'."""
+        """Make a raw gradient in the parameter's shape this rank's own, to be reduced with the others'."""
         slot = next(slot for slot in self._reducer.slots if slot.name == name)
         self._reducer.set_local(slot, gradient)
 

@@ -37,7 +37,7 @@ class WeightGathering:
 
     @torch.no_grad()
     def start(self) -> None:
-        """Begins to send and receive. Collective over the group."""
+        """Begin to send and receive. Collective over the group."""
         for index, one in enumerate(self._buckets):
             buffer = one.group.weights[one.bucket.start : one.bucket.stop]
             self._flights[index] = start_all_gather(buffer, self._group)
@@ -46,13 +46,13 @@ class WeightGathering:
 
     @not_compiled
     def wait(self) -> None:
-        """Waits until all weights are here."""
+        """Wait until all weights are here."""
         for index in list(self._flights):
             self._flights.pop(index).wait()
         self._needed.clear()
 
     def wait_for(self, parameter: nn.Parameter) -> None:
-        """Waits until one parameter is here."""
+        """Wait until one parameter is here."""
         for index in self._needed.pop(id(parameter), ()):
             if index in self._flights:
                 self._flights.pop(index).wait()
@@ -65,7 +65,7 @@ class WaitingForWeights(TorchFunctionMode):
     `nn.MultiheadAttention` does with those of its `out_proj`.
 
     Args:
-        gathering: What is on its way.
+        gathering: All-gathers in flight.
     """
 
     def __init__(self, gathering: WeightGathering) -> None:

@@ -40,7 +40,7 @@ class LowLevelZeroPlugin(DistributedPlugin):
     """ZeRO stages 1 and 2: every rank holds all weights, and updates its share of them.
 
     Memory per rank of P, N parameters with Adam: fp32 4N weights + 4N (stage 1) or 4N/P (stage 2) gradients + 8N/P
-    states; fp16 and bf16 with fp32 masters 2N + 2N or 4N/P + 12N/P; and the buckets under way. Sent and received per
+    states; fp16 and bf16 with fp32 masters 2N + 2N or 4N/P + 12N/P; and the buckets in flight. Sent and received per
     step: 2(P-1)/P of the weights' bytes, as by DistributedDataParallel. Rajbhandari et al., "ZeRO: Memory Optimizations
     Toward Training Trillion Parameter Models", SC 2020.
 
@@ -52,7 +52,7 @@ class LowLevelZeroPlugin(DistributedPlugin):
     Args:
         stage: 1: optimizer states (and masters) are divided among the ranks; local gradients are kept whole, so that
             `no_sync` saves communication. 2: gradients too; every backward reduces them.
-        precision: "fp16" (with loss scaling), "bf16" or "fp32": number format of weights, gradients and computation;
+        precision: "fp16" (with loss scaling), "bf16" or "fp32": dtype of weights, gradients and computation;
             fp32 leaves the weights as they are.
         initial_scale: fp16's loss scale to begin with.
         min_scale: The scale never falls below.
@@ -63,11 +63,11 @@ class LowLevelZeroPlugin(DistributedPlugin):
         max_scale: The scale never grows above.
         max_norm: Clip gradients to this norm at every step; 0: don't.
         norm_type: Order of that norm.
-        reduce_bucket_size_in_m: 2**20 elements of buffers for buckets under way; a bucket has at most a quarter of it.
-        communication_dtype: Number format in which gradients travel; None: their own. On the CPU they are summed in
+        reduce_bucket_size_in_m: 2**20 elements of buffers for buckets in flight; a bucket has at most a quarter of it.
+        communication_dtype: Dtype in which gradients travel; None: their own. On the CPU they are summed in
             fp32 in any case.
-        overlap_communication: Reduce gradients while backward goes on; False: stage 1 reduces once before the step.
-        overlap_allgather: Let the weights travel while the next forward goes on, each operator waiting for those that
+        overlap_communication: Reduce gradients while backward continues; False: stage 1 reduces once before the step.
+        overlap_allgather: Let the weights travel while the next forward continues, each operator waiting for those that
             it reads; read weights through the boosted model then, which waits for them.
         cpu_offload: Keep masters and optimizer states in host memory. On the CPU there is nothing to move.
         master_weights: Keep fp32 masters of fp16 and bf16 weights; False: the optimizer updates the rounded weights.

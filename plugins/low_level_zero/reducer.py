@@ -37,9 +37,9 @@ class GradientReducer:
         groups: The flat groups.
         model_order: The model's parameters in the order in which it registers them.
         stage: 1: local gradients are kept until they are reduced. 2: they are reduced in every backward.
-        overlaps: Buckets are reduced while backward goes on.
+        overlaps: Buckets are reduced while backward continues.
         agreement_group: All ranks among which data are divided, to agree on what there is to reduce; on an accelerator
-            a group of the CPU's, so that nobody waits for the device to finish.
+            a group of the CPU's, so that no rank waits for its device.
         shard_group: The ranks among them that share the shards.
         replica_group: The ranks that hold copies of this rank's shards; None: there are none.
         communication_dtype: Format in which gradients travel; None: their own.
@@ -86,7 +86,7 @@ class GradientReducer:
             self._hooks.append(slot.parameter.register_post_accumulate_grad_hook(hook))
 
     def close(self) -> None:
-        """Takes the hooks off the parameters."""
+        """Take the hooks off the parameters."""
         for hook in self._hooks:
             hook.remove()
 
@@ -94,7 +94,7 @@ class GradientReducer:
 
     @contextmanager
     def collecting(self, *, synchronizes: bool) -> Iterator[None]:
-        """Takes the gradients of the backward that runs inside.
+        """Take the gradients of the backward that runs inside.
 
         Args:
             synchronizes: This backward needs the other ranks' part; False: `no_sync`.
@@ -116,7 +116,7 @@ class GradientReducer:
             hooks[hook.id] = hooks.pop(hook.id)  # behind the user's of later: it takes the gradient
         for bucket in self._buckets:
             bucket.num_missing, bucket.is_issued = len(bucket.slots), False
-            self._store_of(bucket).make_room(bucket)
+            self._store_of(bucket).evict_for(bucket)
         self._next = 0
         self._is_collecting, self._reduces_now = True, reduces
 
@@ -174,13 +174,13 @@ class GradientReducer:
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Reduces whatever was not reduced yet on any rank; then every bucket that was used has its sums.
+        """Reduce whatever was not reduced yet on any rank; then every bucket that was used has its sums.
 
         Marks a parameter as used if any rank had a gradient of it. Collective over all ranks.
         """
         self._drain()
         for bucket in self._agree():
-            self._store_of(bucket).make_room(bucket)
+            self._store_of(bucket).evict_for(bucket)
             self._issue(bucket)
         self._drain()
         for slot in self.slots:  # one without a gradient here may lie in some buckets that were reduced only
@@ -191,7 +191,7 @@ class GradientReducer:
                     all_reduce_sum(bucket.sums, self._replica_group)
 
     def _agree(self) -> list[GradientBucket]:
-        """Returns the buckets in which some rank has something to reduce, and spreads which parameters were used."""
+        """Return the buckets in which some rank has something to reduce, and spreads which parameters were used."""
         if not self.slots:
             return []
         local = [any(slot.is_local for slot in bucket.slots) for bucket in self._buckets]
@@ -210,12 +210,12 @@ class GradientReducer:
         return [one for one, is_local in zip(self._buckets, agreed[len(self.slots) :], strict=True) if is_local]
 
     def agree_on_use(self) -> None:
-        """Marks a parameter as used if any rank had a gradient of it in this window. Collective over all ranks."""
+        """Mark a parameter as used if any rank had a gradient of it in this window. Collective over all ranks."""
         self._drain()
         self._agree()
 
     def reset(self, *, keeps_use: bool = False) -> None:
-        """Forgets the window's gradients.
+        """Drop the window's gradients.
 
         Args:
             keeps_use: Parameters that had a gradient go on with a gradient of zero.
@@ -241,18 +241,18 @@ class GradientReducer:
         return self._buckets
 
     def local(self, slot: Slot) -> torch.Tensor | None:
-        """Returns what this rank has of a gradient that was not reduced yet, in the parameter's shape."""
+        """Return what this rank has of a gradient that was not reduced yet, in the parameter's shape."""
         return self._store_of(slot.buckets[0]).local(slot) if slot.buckets else slot.parameter.grad
 
     def set_local(self, slot: Slot, gradient: torch.Tensor) -> None:
-        """Makes a tensor this rank's part of a gradient that is to be reduced."""
+        """Make a tensor this rank's part of a gradient that is to be reduced."""
         slot.parameter.grad = torch.empty_like(slot.parameter, requires_grad=False).copy_(gradient)
         slot.is_used = slot.is_local = True
         if slot.buckets:
             self._store_of(slot.buckets[0]).receive(slot)
 
     def zero_sums(self, bucket: GradientBucket) -> None:
-        """Makes the sums of a bucket zeros, to be filled."""
+        """Make the sums of a bucket zeros, to be filled."""
         self._store_of(bucket).zero_sums(bucket)
 
 

@@ -1,4 +1,4 @@
-"""Buffers for gathered weights and for gradients, used again as soon as nobody can see what is in them."""
+"""Buffers for gathered weights and for gradients, reused as soon as no tensor views them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .compiling import not_compiled
 # touched for the first time is many times slower than memory that is used again. But somebody may still hold a view of
 # them: activation checkpointing keeps the weights that a recomputed forward saved, a module may return its weight, a
 # user may keep `module.weight.detach()`. So a buffer is used again only when its storage has no reference left but the
-# pool's own; until then it is *lent*: nobody writes into it, it counts as held, and it comes back when the last view is
+# pool's own; until then it is *lent*: it is not written, it counts as held, and it comes back when the last view is
 # gone. No flag has to be right for that, so no gradient is ever computed from the wrong weights.
 
 _use_count: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
@@ -30,7 +30,7 @@ class Buffer:
 
     Attributes:
         memory: The bytes.
-        own_references: How many references its storage has while nobody holds a view.
+        own_references: How many references its storage has while there is no view.
     """
 
     memory: torch.Tensor
@@ -42,7 +42,7 @@ class Buffer:
         return self.memory.numel()
 
     def view(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Returns its first elements as a flat tensor."""
+        """Return its first elements as a flat tensor."""
         return self.memory[: numel * dtype.itemsize].view(dtype)
 
     @property
@@ -76,7 +76,7 @@ class BufferPool:
         return self.bytes_in_use + sum(buffer.num_bytes for buffer in self._free)
 
     def take(self, num_bytes: int) -> Buffer:
-        """Returns a buffer of at least so many bytes, with any content."""
+        """Return a buffer of at least so many bytes, with any content."""
         self._collect()
         fitting = [buffer for buffer in self._free if buffer.num_bytes >= num_bytes]
         if fitting:
@@ -91,13 +91,13 @@ class BufferPool:
         return buffer
 
     def give_back(self, buffer: Buffer) -> None:
-        """Takes a buffer back of which the caller has dropped all views."""
+        """Take a buffer back of which the caller has dropped all views."""
         self._num_bytes_out -= buffer.num_bytes
         self._lent.append(buffer)
         self._collect()
 
     def trim(self) -> None:
-        """Frees what nobody uses."""
+        """Free unused buffers."""
         self._collect()
         self._free.clear()
 
@@ -122,7 +122,7 @@ def _references(memory: torch.Tensor) -> int:
 @not_compiled
 @torch.no_grad()
 def broadcast_joined(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup | None) -> None:
-    """Gives all ranks the first rank's tensors, with one message per number format. Collective."""
+    """Give all ranks the first rank's tensors, with one message per dtype. Collective."""
     for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
         members = [tensor for tensor in tensors if tensor.dtype == dtype]
         joined = torch.cat([tensor.reshape(-1) for tensor in members])

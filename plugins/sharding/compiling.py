@@ -11,7 +11,7 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def not_compiled(function: _Function) -> _Function:
-    """Has torch.compile break its graph at a function, and not look into it.
+    """Have torch.compile break its graph at a function, and not look into it.
 
     For what communicates, or keeps what it is given from call to call: a graph would be replayed without either.
     """
@@ -19,5 +19,5 @@ def not_compiled(function: _Function) -> _Function:
 
 
 def calls_compiled(function: _Function) -> _Function:
-    """Has torch.compile not look into a function itself, but into what it calls."""
+    """Have torch.compile not look into a function itself, but into what it calls."""
     return cast(_Function, torch.compiler.disable(function, recursive=False))

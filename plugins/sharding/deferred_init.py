@@ -25,7 +25,7 @@ from booster.rng_state import get_rng_state, set_rng_state, set_seed
 # Note [Values of a module]
 # What the parameters and buffers that a module holds itself start with is a function of the seed and of the module's
 # name. All of them are made at full size, with the generators seeded by the two, while every other tensor of the model
-# shows a stand-in on the meta device. Then what the module's ancestors do to their descendants (GPT2Attention scales
+# shows a placeholder on the meta device. Then what the module's ancestors do to their descendants (GPT2Attention scales
 # its child's weight, nn.MultiheadAttention clears its child's bias) reaches this module's tensors and no others: on the
 # meta device a write does nothing and draws nothing. So the number of ranks, the units, their order, and what has
 # values already have no influence; and there is never memory for more than the given modules.
@@ -48,7 +48,7 @@ class _Place(NamedTuple):
 
 
 def has_no_values(tensor: torch.Tensor) -> bool:
-    """Returns whether a tensor is on the meta device, or was made in a `LazyInitContext` and not filled since."""
+    """Return whether a tensor is on the meta device, or was made in a `LazyInitContext` and not filled since."""
     return tensor.is_meta or is_lazy(tensor)
 
 
@@ -82,7 +82,7 @@ class Materializer:
         group: dist.ProcessGroup | None = None,
     ) -> None:
         self.replaced: weakref.WeakValueDictionary[int, nn.Parameter] = weakref.WeakValueDictionary()
-        self._old: list[torch.Tensor] = []  # an id is nobody else's as long as its object lives
+        self._old: list[torch.Tensor] = []  # an id is unique as long as its object lives
         self._model = model
         self._device = device
         self._param_init_fn = param_init_fn
@@ -92,7 +92,7 @@ class Materializer:
         self._group = group
 
     def check(self) -> None:
-        """Raises if this rank alone can tell that the model can't be filled. No communication.
+        """Raise if this rank alone can tell that the model can't be filled. No communication.
 
         Raises:
             ConfigError: Parameters are sharded already, have no shape yet, or nothing can give them values.
@@ -111,7 +111,7 @@ class Materializer:
 
     @torch.no_grad()
     def place_real(self) -> None:
-        """Moves parameters and buffers to the device that have values on all ranks, and broadcasts or compares them.
+        """Move parameters and buffers to the device that have values on all ranks, and broadcasts or compares them.
 
         Collective.
 
@@ -132,7 +132,7 @@ class Materializer:
 
     @torch.no_grad()
     def fill(self, modules: Sequence[nn.Module]) -> None:
-        """Gives the parameters and buffers that modules hold themselves, not their children, values on the device.
+        """Give the parameters and buffers that modules hold themselves, not their children, values on the device.
 
         Tensors that have values on all ranks, and those that are sharded, are left alone. Collective.
 
@@ -199,7 +199,7 @@ class Materializer:
             self._seed = int(all_gather_equal(torch.tensor([mine % 2**63]), self._group)[0])
 
     def _on_all_ranks(self, action: Callable[[], None]) -> None:
-        """Runs what may fail on one rank alone, which fails all of them then."""
+        """Run what may fail on one rank alone, which fails all of them then."""
         error: Exception | None = None
         try:
             action()
@@ -208,7 +208,7 @@ class Materializer:
         raise_on_all_ranks(error, self._group)
 
     def _stages(self, named: Sequence[tuple[str, torch.Tensor]]) -> list[list[int]]:
-        """Returns by tensor and rank what there is of it; raises on all ranks if that doesn't go together."""
+        """Return by tensor and rank what there is of it; raises on all ranks if that doesn't go together."""
         if not named:
             return []
         mine = [_WITHOUT if t.is_meta else _LAZY if is_lazy(t) else _REAL for _, t in named]
@@ -256,7 +256,7 @@ class Materializer:
         return [*self._model.named_parameters(), *self._model.named_buffers()]
 
     def _places(self) -> dict[int, list[_Place]]:
-        """Returns by a tensor's id where it stands, in the model's order."""
+        """Return by a tensor's id where it stands, in the model's order."""
         places: dict[int, list[_Place]] = {}
         for name, module in self._model.named_modules():
             for own_name, tensor in _own(module).items():
@@ -264,7 +264,7 @@ class Materializer:
         return places
 
     def _require_initialisation(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Raises if nothing is known that gives the tensors values, each by the module where it stands first."""
+        """Raise if nothing is known that gives the tensors values, each by the module where it stands first."""
         if self._param_init_fn is not None:
             return
         modules = dict(self._model.named_modules())
@@ -273,14 +273,14 @@ class Materializer:
             if not _initialisers(_lineage(name, modules)):
                 raise ConfigError(
                     f"{_listed(list(own_names))} of module {name!r} ({kind}) on the meta device can't be given values:"
-                    f" {kind} has no reset_parameters() and is no part of a transformers model. Give param_init_fn,"
+                    f" {kind} has no reset_parameters() and is not part of a transformers model. Give param_init_fn,"
                     " write a reset_parameters(), or build the model in a LazyInitContext"
                 )
 
     def _by_home(
         self, tensors: Sequence[torch.Tensor], places: dict[int, list[_Place]]
     ) -> dict[str, dict[str, torch.Tensor]]:
-        """Returns tensors by the module where each stands first and by its name there."""
+        """Return tensors by the module where each stands first and by its name there."""
         homes: dict[str, dict[str, torch.Tensor]] = {}
         for tensor in tensors:
             home = places[id(tensor)][0]
@@ -290,12 +290,12 @@ class Materializer:
     def _initial_values(
         self, tensors: Sequence[torch.Tensor], places: dict[int, list[_Place]]
     ) -> dict[int, torch.Tensor]:
-        """Returns by a tensor's id its first values, as in Note [Values of a module]."""
+        """Return by a tensor's id its first values, as in Note [Values of a module]."""
         made: dict[int, torch.Tensor] = {}
         if not tensors:
             return made
         modules = dict(self._model.named_modules())
-        with _generators_kept(self._device), _stand_ins(self._model):
+        with _generators_kept(self._device), _placeholders(self._model):
             for name, wanted in self._by_home(tensors, places).items():
                 values = self._values_of_module(name, modules)
                 made |= {id(tensor): values[own_name] for own_name, tensor in wanted.items()}
@@ -376,7 +376,7 @@ def _require_plain(name: str, tensor: torch.Tensor) -> None:
 
 
 def _own(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Returns the parameters and buffers that a module holds itself, by its names for them."""
+    """Return the parameters and buffers that a module holds itself, by its names for them."""
     tables: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
     return {name: tensor for table in tables for name, tensor in table.items() if tensor is not None}
 
@@ -392,18 +392,18 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _checksum(tensor: torch.Tensor) -> int:
-    """Returns a number of a tensor's bytes, so that a nan is equal to itself."""
+    """Return a number of a tensor's bytes, so that a nan is equal to itself."""
     return crc32(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
 
 
 def _lineage(name: str, modules: dict[str, nn.Module]) -> list[nn.Module]:
-    """Returns the module of a name, its parent, and so on up to the model."""
+    """Return the module of a name, its parent, and so on up to the model."""
     parts = name.split(".") if name else []
     return [modules[".".join(parts[:length])] for length in range(len(parts), -1, -1)]
 
 
 def _initialisers(lineage: Sequence[nn.Module]) -> list[Callable[[], Any]]:
-    """Returns what a build of a model calls, in its order, that may write to the tensors of a module.
+    """Return what a build of a model calls, in its order, that may write to the tensors of a module.
 
     Constructors reset what they have made, from the inside out; then transformers goes over the whole model once more.
     """
@@ -417,7 +417,7 @@ def _initialisers(lineage: Sequence[nn.Module]) -> list[Callable[[], Any]]:
 
 
 def _is_pretrained_model(module: nn.Module) -> bool:
-    """Returns whether a module is a transformers model, without an import of transformers."""
+    """Return whether a module is a transformers model, without an import of transformers."""
     bases = type(module).__mro__
     return any(base.__name__ == "PreTrainedModel" and base.__module__.startswith("transformers.") for base in bases)
 
@@ -435,7 +435,7 @@ def _unwritten_like(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def _is_unwritten(found: torch.Tensor, fresh: torch.Tensor, version: int) -> bool:
-    """Returns whether nobody wrote to fresh memory; a write by way of `.data` leaves no other trace than the bytes."""
+    """Return whether fresh memory was not written; a write by way of `.data` leaves no other trace than the bytes."""
     if found is not fresh or fresh._version != version or fresh.numel() == 0:
         return False
     if fresh.dtype is torch.bool:
@@ -453,8 +453,8 @@ def _generators_kept(device: torch.device) -> Iterator[None]:
 
 
 @contextmanager
-def _stand_ins(model: nn.Module) -> Iterator[None]:
-    """Shows tensors on the meta device in the place of all parameters and buffers; tied ones stay tied."""
+def _placeholders(model: nn.Module) -> Iterator[None]:
+    """Show tensors on the meta device in the place of all parameters and buffers; tied ones stay tied."""
     tables: list[dict[str, Any]] = [t for module in model.modules() for t in (module._parameters, module._buffers)]
     saved = [dict(table) for table in tables]
     shown: dict[int, torch.Tensor] = {}
@@ -463,7 +463,7 @@ def _stand_ins(model: nn.Module) -> Iterator[None]:
             for name, tensor in table.items():
                 if tensor is not None:
                     if id(tensor) not in shown:
-                        shown[id(tensor)] = _stand_in(tensor)
+                        shown[id(tensor)] = _placeholder(tensor)
                     table[name] = shown[id(tensor)]
         yield
     finally:
@@ -471,7 +471,7 @@ def _stand_ins(model: nn.Module) -> Iterator[None]:
             _set_table(table, before)
 
 
-def _stand_in(tensor: torch.Tensor) -> torch.Tensor:
+def _placeholder(tensor: torch.Tensor) -> torch.Tensor:
     shown = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta")
     if isinstance(tensor, nn.Parameter):
         shown = nn.Parameter(shown, tensor.requires_grad)
@@ -483,7 +483,7 @@ def _stand_in(tensor: torch.Tensor) -> torch.Tensor:
 def copy_with_tensors(
     function: Callable[[torch.Tensor], torch.Tensor], value: Any, memo: dict[int, Any] | None = None
 ) -> Any:
-    """Returns a deep copy of a value with `function(tensor)` in the place of every tensor.
+    """Return a deep copy of a value with `function(tensor)` in the place of every tensor.
 
     Args:
         function: Called once for every tensor, and with the data of every parameter. Its answer shares no memory with
@@ -509,7 +509,7 @@ class _TensorCopies(TorchFunctionMode):
 
 
 def error_of_divided_copy(module_class: type[nn.Module]) -> ConfigError:
-    """Returns what to tell who copies a module while its weights are divided among the ranks."""
+    """Return what to tell who copies a module while its weights are divided among the ranks."""
     return ConfigError(
         f"the weights of the {module_class.__name__} that was to be copied are divided among the ranks: copy the model"
         " that boost() returned, or copy inside of `with model.gathered():`. An average of weights, as AveragedModel"

@@ -36,7 +36,7 @@ _REFUSED = {
 
 
 def require_elementwise(optimizer: optim.Optimizer) -> None:
-    """Returns if the optimizer may update parts of parameters in place of whole ones; see `obstacle_to_parts`.
+    """Return if the optimizer may update parts of parameters in place of whole ones; see `obstacle_to_parts`.
 
     Args:
         optimizer: The user's optimizer, before its parameters are cut.
@@ -54,7 +54,7 @@ def require_elementwise(optimizer: optim.Optimizer) -> None:
 
 
 def obstacle_to_parts(optimizer: optim.Optimizer) -> str | None:
-    """Returns what keeps an optimizer from updating parts of parameters in place of whole ones; None: it may.
+    """Return what keeps an optimizer from updating parts of parameters in place of whole ones; None: it may.
 
     It may if it is one of torch's or our elementwise classes, if it is `ShardAware`, or if it did the same on parts as
     on wholes when copies of it were tried out on small tensors. The optimizer itself and the process's state stay as
@@ -80,5 +80,5 @@ def obstacle_to_parts(optimizer: optim.Optimizer) -> str | None:
 
 
 def takes_empty_groups(optimizer: optim.Optimizer) -> bool:
-    """Returns whether an optimizer is known to step where a rank holds nothing of a group."""
+    """Return whether an optimizer is known to step where a rank holds nothing of a group."""
     return isinstance(optimizer, ShardAware) or type(optimizer) in _ELEMENTWISE | _OUR_OWN

@@ -57,7 +57,7 @@ def nothing_changed(optimizer: Optimizer) -> Iterator[None]:
 
 @contextmanager
 def _without_global_hooks() -> Iterator[None]:
-    """Sets aside what `register_optimizer_step_pre_hook` and its like have put on all optimizers of the process."""
+    """Set aside what `register_optimizer_step_pre_hook` and its like have put on all optimizers of the process."""
     tables: list[dict[int, Any]] = [
         torch_optimizer._global_optimizer_pre_hooks,
         torch_optimizer._global_optimizer_post_hooks,
@@ -74,7 +74,7 @@ def _without_global_hooks() -> Iterator[None]:
 
 @contextmanager
 def _class_attributes_kept(cls: type) -> Iterator[None]:
-    """Puts back numbers, texts and containers that are attributes of the user's classes, such as a count of calls."""
+    """Put back numbers, texts and containers that are attributes of the user's classes, such as a count of calls."""
     kinds = (bool, int, float, str, list, dict, set)
     before: list[tuple[type, str, Any, Any]] = [
         (owner, name, value, copy.copy(value))
@@ -131,7 +131,7 @@ class SmallSteps:
         spans: Mapping[Place, Span] | None = None,
         seed: int = 0,
     ) -> Outcome:
-        """Returns what a copy did.
+        """Return what a copy did.
 
         Args:
             exchange: Called before the first step; None: it holds the whole parameters.
@@ -183,7 +183,7 @@ class SmallSteps:
 
 
 def hold_only(copied: Optimizer, held: Mapping[Place, nn.Parameter]) -> None:
-    """Puts parameters into a copy's param groups in the place of all others, in the same lists."""
+    """Put parameters into a copy's param groups in the place of all others, in the same lists."""
     for index, group in enumerate(copied.param_groups):
         numbers = [number for (of_group, number) in held if of_group == index]
         if "param_names" in group:
@@ -197,7 +197,7 @@ def _of_group(parameters: Mapping[Place, nn.Parameter], index: int) -> Sequence[
 
 
 def _call_own(copied: Optimizer, name: str, what: str) -> bool:
-    """Calls the `train` or `eval` of an optimizer that swaps its weights; returns whether there is one."""
+    """Call the `train` or `eval` of an optimizer that swaps its weights; returns whether there is one."""
     if not callable(getattr(type(copied), name, None)):
         return False
     _call(copied, name, what)
@@ -245,7 +245,7 @@ _RANDOM = (
 
 
 def find_obstacle(optimizer: Optimizer) -> str | None:
-    """Returns what keeps an optimizer from running on parts of parameters; None: it updates every element by itself.
+    """Return what keeps an optimizer from running on parts of parameters; None: it updates every element by itself.
 
     Neither the optimizer and its parameters, nor hooks, random numbers or class attributes are changed.
 
@@ -279,14 +279,14 @@ class _Trial:
         self._steps = SmallSteps(optimizer, self._shapes)
 
     def compare(self) -> None:
-        """Raises ObstacleFound if parts of parameters come out different from whole ones."""
+        """Raise ObstacleFound if parts of parameters come out different from whole ones."""
         whole = self._steps.run()
         check_tells_something(whole)
         check_state_shapes(whole, self._shapes)
         compare(whole, [self._run_on_parts(rank) for rank in (0, 1)], self._shapes)
 
     def is_random(self) -> bool:
-        """Returns whether the same steps end elsewhere with other random numbers."""
+        """Return whether the same steps end elsewhere with other random numbers."""
         try:
             first, second = (self._steps.run(seed=seed).weights for seed in (1, 2))
         except ObstacleFound:
@@ -294,7 +294,7 @@ class _Trial:
         return any(not torch.allclose(first[place], second[place], rtol=0, atol=0, equal_nan=True) for place in first)
 
     def _run_on_parts(self, rank: int) -> Outcome:
-        """Steps what one of two ranks would have."""
+        """Step what one of two ranks would have."""
         repoint = partial(_repoint, spans=self._spans[rank])
         return self._steps.run(repoint, what="one-dimensional parts of parameters", spans=self._spans[rank])
 
@@ -302,7 +302,7 @@ class _Trial:
 def _repoint(
     copied: Optimizer, wholes: Mapping[Place, nn.Parameter], spans: Mapping[Place, tuple[int, int]]
 ) -> Mapping[Place, nn.Parameter]:
-    """Puts a rank's parts into the param groups, as the plugin does, and returns them."""
+    """Put a rank's parts into the param groups, as the plugin does, and return them."""
     held: dict[Place, nn.Parameter] = {}
     for place, whole in wholes.items():
         shard = _shard(whole, spans[place], place[0])
@@ -315,7 +315,7 @@ def _repoint(
 
 
 def large_groups(groups: Sequence[Mapping[str, Any]]) -> list[bool]:
-    """Returns for every group whether it is among the first with hyperparameters of its kind, rates apart."""
+    """Return for every group whether it is among the first with hyperparameters of its kind, rates apart."""
     kinds: set[frozenset[tuple[str, str]]] = set()
     is_large = []
     for group in groups:
@@ -356,7 +356,7 @@ _OF_EACH_DIM = 2
 
 
 def find_tie(optimizer: Optimizer) -> str | None:
-    """Returns what ties an optimizer's parameters to each other; None: it updates every one of them by itself.
+    """Return what ties an optimizer's parameters to each other; None: it updates every one of them by itself.
 
     What can't be tried out counts as tied, as all parameters together are always right. Neither the optimizer and its
     parameters, nor hooks, random numbers or class attributes are changed.
@@ -414,14 +414,14 @@ class _IsolatedTrial:
         return self._shapes.keys()
 
     def parts(self) -> list[Collection[Place]]:
-        """Returns which parameters the copies have that don't have all."""
+        """Return which parameters the copies have that don't have all."""
         middle = len(self._donors) // 2
         alternating = [[place for place in self._shapes if place[1] % 2 == rest] for rest in (0, 1)]
         by_groups = [[place for place in self._shapes if (place[0] < middle) == is_first] for is_first in (True, False)]
         return [*alternating, *(by_groups if middle > 0 else ()), ()]
 
     def run_as_they_are(self) -> Outcome:
-        """Returns what happens to all parameters, none of which was exchanged after the optimizer was made."""
+        """Return what happens to all parameters, none of which was exchanged after the optimizer was made."""
 
         def keep(copied: Optimizer, wholes: Mapping[Place, nn.Parameter]) -> Mapping[Place, nn.Parameter]:
             self._rename(copied)
@@ -432,7 +432,7 @@ class _IsolatedTrial:
         return whole
 
     def compare(self, whole: Outcome, parts: Iterable[Collection[Place]]) -> None:
-        """Raises ObstacleFound if parameters come out different when others of them, or none, are not there."""
+        """Raise ObstacleFound if parameters come out different when others of them, or none, are not there."""
         for part in parts:
             compare_exactly(whole, self._run(set(part)), self._shapes)
 
@@ -452,14 +452,14 @@ class _IsolatedTrial:
         return self._steps.run(exchange, what=f"{len(part)} of {len(self._shapes)} whole parameters")
 
     def _rename(self, copied: Optimizer) -> None:
-        """Gives every parameter the name of the one whose shape it has."""
+        """Give every parameter the name of the one whose shape it has."""
         for group, donors, names in zip(copied.param_groups, self._donors, self._names, strict=True):
             if names is not None:
                 group["param_names"] = [names[donor] for donor in donors]
 
 
 def _donors(dims: Sequence[int]) -> Sequence[int]:
-    """Returns which of a group's parameters are tried, by their numbers of dimensions: two at least, so one twice."""
+    """Return which of a group's parameters are tried, by their numbers of dimensions: two at least, so one twice."""
     if len(dims) == 1:
         return (0, 0)
     if len(dims) <= _MOST_PARAMETERS:

@@ -22,7 +22,7 @@ class HoldsGradients(Protocol):
         ...
 
     def receive(self, name: str) -> int:
-        """Takes the gradient of a parameter; returns the most bytes until all is done that follows from it."""
+        """Take the gradient of a parameter; returns the most bytes until all is done that follows from it."""
         ...
 
     def finish(self) -> int:
@@ -49,7 +49,7 @@ class Moment:
 
 
 def largest_moment(course: Sequence[MemoryInterval], holder: HoldsGradients) -> Moment:
-    """Returns the moment at which activations and what a plugin holds take the most together.
+    """Return the moment at which activations and what a plugin holds take the most together.
 
     Args:
         course: Of a forward and backward.
@@ -64,7 +64,7 @@ def largest_moment(course: Sequence[MemoryInterval], holder: HoldsGradients) -> 
 
 
 def cast_bytes(tensors: Iterable[torch.Tensor], dtype: torch.dtype | None) -> int:
-    """Returns the bytes of tensors when floating ones are in a format (None: in their own), shared memory once."""
+    """Return the bytes of tensors when floating ones are in a format (None: in their own), shared memory once."""
     found: dict[int, int] = {}
     for one in tensors:
         itemsize = dtype.itemsize if dtype is not None and one.is_floating_point() else one.itemsize

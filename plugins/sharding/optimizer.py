@@ -58,7 +58,7 @@ from .masters import follow_weights
 def norm_over_ranks(
     gradients: Sequence[torch.Tensor], norm_type: float, group: dist.ProcessGroup | None
 ) -> torch.Tensor:
-    """Returns the norm of all elements that the ranks of the group hold, as a 0-dim fp32 tensor, equal on all.
+    """Return the norm of all elements that the ranks of the group hold, as a 0-dim fp32 tensor, equal on all.
 
     Args:
         gradients: This rank's parts.
@@ -155,7 +155,7 @@ class ShardedOptimizerState(OptimizerState):
         return {name: numbers for name, one in held if (numbers := self._numbers(name, one))}
 
     def _own_spec(self, parameter: nn.Parameter, key: str, spec: TensorSpec) -> TensorSpec:
-        """Returns what one of `param_groups` has of a stored state; see Note [States of shards]."""
+        """Return what one of `param_groups` has of a stored state; see Note [States of shards]."""
         shard = self.optimizer.shards.shard_of(parameter)
         if shard is None:
             return super()._own_spec(parameter, key, spec)
@@ -230,7 +230,7 @@ class ShardedPendingGradients(AccumulatedGradients):
 
 
 def _shards_by_name(optimizer: ShardedOptimizer) -> dict[str, list[Shard]]:
-    """Returns this rank's shards of every sharded parameter, of some parameters none."""
+    """Return this rank's shards of every sharded parameter, of some parameters none."""
     found: dict[str, list[Shard]] = {name: [] for name in optimizer.shards.names}
     for shard in optimizer.shards.parts:
         found[shard.name].append(shard)
@@ -238,12 +238,12 @@ def _shards_by_name(optimizer: ShardedOptimizer) -> dict[str, list[Shard]]:
 
 
 def _replica_slices(shard: Shard, sums: torch.Tensor) -> list[TensorSlice]:
-    """Returns sums over the ranks of one replica as slices, of which every replica has its own."""
+    """Return sums over the ranks of one replica as slices, of which every replica has its own."""
     return shard.shard_spec.slices(shard.name, sums, span=shard.span)
 
 
 def _number_states(specs: Mapping[str, TensorSpec], shapes: Mapping[str, Collection[int]]) -> frozenset[str]:
-    """Returns the keys of stored states that are one number per parameter; see Note [States of shards]."""
+    """Return the keys of stored states that are one number per parameter; see Note [States of shards]."""
     numbers: set[str] = set()
     others: set[str] = set()
     for full_name, spec in specs.items():
@@ -310,19 +310,19 @@ class ShardedOptimizer(OptimizerWrapper):
 
     @abstractmethod
     def _refresh_masters(self) -> None:
-        """Takes over weights that were changed from outside."""
+        """Take over weights that were changed from outside."""
 
     def follow_weights(self, shard: Shard) -> None:
-        """Takes the model's weights over into a shard that is a copy of them."""
+        """Take the model's weights over into a shard that is a copy of them."""
         follow_weights(shard)
 
     @abstractmethod
     def _shard_memory(self) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
-        """Yields shards with the memory that they must be views of, so that the model follows them."""
+        """Yield shards with the memory that they must be views of, so that the model follows them."""
 
     @abstractmethod
     def _publish_weights(self) -> None:
-        """Brings this rank's shards into the model, on all ranks. Collective."""
+        """Move this rank's shards into the model, on all ranks. Collective."""
 
     @abstractmethod
     def _reshard(self, indices: Sequence[int]) -> None:
@@ -330,7 +330,7 @@ class ShardedOptimizer(OptimizerWrapper):
 
     @abstractmethod
     def _check_weights(self) -> None:
-        """Raises if updates would not reach the model any more.
+        """Raise if updates would not reach the model any more.
 
         Raises:
             ConfigError: They would not.
@@ -338,11 +338,11 @@ class ShardedOptimizer(OptimizerWrapper):
 
     @abstractmethod
     def local_gradients(self) -> dict[str, torch.Tensor]:
-        """Returns this rank's raw gradients that were not reduced yet, by name, in the parameters' shapes."""
+        """Return this rank's raw gradients that were not reduced yet, by name, in the parameters' shapes."""
 
     @abstractmethod
     def reduced_gradients(self, allocate: Collection[str] | None = None) -> list[tuple[Shard, torch.Tensor]]:
-        """Returns the raw gradients that were summed over the ranks already, shard by shard, as live memory.
+        """Return the raw gradients that were summed over the ranks already, shard by shard, as live memory.
 
         Args:
             allocate: Forget all gradients, and make zeros of these parameters, to be filled; None: as it is.
@@ -353,7 +353,7 @@ class ShardedOptimizer(OptimizerWrapper):
 
     @abstractmethod
     def set_local_gradient(self, name: str, gradient: torch.Tensor) -> None:
-        """Makes a raw gradient in the parameter's shape this rank's own, to be reduced with the others'."""
+        """Make a raw gradient in the parameter's shape this rank's own, to be reduced with the others'."""
 
     @property
     def gradient_shards(self) -> Sequence[Shard]:
@@ -376,7 +376,7 @@ class ShardedOptimizer(OptimizerWrapper):
         return [part for shard in masters for part in shard.slices(shard.name, shard.parameter.detach())]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a group to the user's optimizer and shards it.
+        """Add a group to the user's optimizer and shards it.
 
         Collective: every rank must add the same group.
 
@@ -397,7 +397,7 @@ class ShardedOptimizer(OptimizerWrapper):
         self._reshard([len(self.param_groups) - 1])
 
     def _shard_unfrozen(self) -> None:
-        """Notices parameters that were frozen when they came here and train now."""
+        """Notice parameters that were frozen when they came here and train now."""
         found = [
             index
             for index, group in enumerate(self.param_groups)
@@ -454,7 +454,7 @@ class ShardedOptimizer(OptimizerWrapper):
         return [parameter.grad for parameter in self._optimized_parameters() if parameter.grad is not None]
 
     def _counted_gradients(self) -> list[torch.Tensor]:
-        """Returns the elements of the gradients that no other rank of the counting group counts."""
+        """Return the elements of the gradients that no other rank of the counting group counts."""
         found = []
         for parameter in self._optimized_parameters():
             if parameter.grad is not None:
@@ -463,7 +463,7 @@ class ShardedOptimizer(OptimizerWrapper):
         return found
 
     def _uncounted_gradients(self) -> list[torch.Tensor]:
-        """Returns gradients of which another rank of the counting group counts elements, as of copies over tp ranks."""
+        """Return gradients of which another rank of the counting group counts elements, as of copies over tp ranks."""
         cut = (part.parameter for part in self.shards.parts if is_sharded(part.model_param))
         return [parameter.grad for parameter in cut if parameter.grad is not None]
 
@@ -506,7 +506,7 @@ class ShardedOptimizer(OptimizerWrapper):
 
     @in_phase("step")
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """Updates this rank's shards, or skips if a loss-scaled gradient overflowed on any rank; spreads the weights.
+        """Update this rank's shards, or skips if a loss-scaled gradient overflowed on any rank; spreads the weights.
 
         Args:
             closure: Computes the loss and calls backward; called once, before the step.
@@ -527,7 +527,7 @@ class ShardedOptimizer(OptimizerWrapper):
         return result
 
     def _step_parts(self) -> None:
-        """Calls the user's step, which updates every element by itself.
+        """Call the user's step, which updates every element by itself.
 
         In one process no group that trains is without parameters, so a foreign class need not be ready for that: where
         this rank holds nothing of a group, a placeholder of one element takes part. What the class counts in its groups
@@ -602,7 +602,7 @@ class ShardedOptimizer(OptimizerWrapper):
             window.norm = self._last_norm = norm_of_user
 
     def model_parameter(self, parameter: nn.Parameter) -> nn.Parameter:
-        """Returns the model's parameter for one of `param_groups`, which may hold a shard of it."""
+        """Return the model's parameter for one of `param_groups`, which may hold a shard of it."""
         return self._working_of.get(id(parameter), parameter)
 
     def group_parameters(self, index: int) -> list[nn.Parameter]:
@@ -639,7 +639,7 @@ def _refuse_step_of_its_own(wrapper: weakref.ref[ShardedOptimizer], *_: Any) -> 
 
 
 def new_loss_scaler(arguments: LossScalerConfig, *, verbose: bool) -> DynamicLossScaler:
-    """Returns a scaler for one optimizer, which logs on rank 0.
+    """Return a scaler for one optimizer, which logs on rank 0.
 
     Args:
         arguments: Its numbers.
@@ -649,7 +649,7 @@ def new_loss_scaler(arguments: LossScalerConfig, *, verbose: bool) -> DynamicLos
 
 
 def _report_first_skip() -> Callable[[str], None]:
-    """Returns a report that logs the first skipped step: the first ones of a run are usually skipped."""
+    """Return a report that logs the first skipped step: the first ones of a run are usually skipped."""
     reported: list[str] = []
 
     def report(text: str) -> None:

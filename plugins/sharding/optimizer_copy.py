@@ -1,6 +1,6 @@
 """A copy of a user's optimizer that updates other, small parameters: to try it out without touching the user's own.
 
-The constructor is not called: what arguments it takes, nobody knows. The copy has the attributes of the original, with
+The constructor is not called: its arguments are unknown. The copy has the attributes of the original, with
 every parameter exchanged for a small one, and without hooks.
 """
 
@@ -32,7 +32,7 @@ class CopyError(Exception):
 
 
 def copy_optimizer(optimizer: Optimizer, parameters: Sequence[Sequence[nn.Parameter]]) -> Optimizer:
-    """Returns a copy of an optimizer for other parameters.
+    """Return a copy of an optimizer for other parameters.
 
     State that one of a group's parameters has is given to all of the new ones, in their shape: some optimizers make all
     states in their constructor and fail without. The copy shares nothing with the original that a step could change.
@@ -64,7 +64,7 @@ def copy_optimizer(optimizer: Optimizer, parameters: Sequence[Sequence[nn.Parame
 
 
 def _optimizers_in(value: Any, seen: set[int]) -> Iterator[Optimizer]:
-    """Yields the optimizer and those that it holds, in attributes and containers."""
+    """Yield the optimizer and those that it holds, in attributes and containers."""
     if id(value) in seen:
         return
     seen.add(id(value))
@@ -152,7 +152,7 @@ def _fits_other_shapes(state: Any, parameter: torch.Tensor) -> bool:
 
 
 def _state_for(replacement: nn.Parameter, state: Any, parameter: torch.Tensor) -> Any:
-    """Returns a parameter's state for one of another shape: tensors of its shape filled with their first number."""
+    """Return a parameter's state for one of another shape: tensors of its shape filled with their first number."""
 
     def reshaped(tensor: torch.Tensor) -> torch.Tensor:
         tensor = tensor.detach()
@@ -201,7 +201,7 @@ class Outcome:
     numbers: list[dict[str, Any]] = field(default_factory=list)
 
     def note_states(self, optimizer: Optimizer, parameters: Mapping[Place, torch.Tensor]) -> None:
-        """Keeps the states and numbers that the optimizer has now."""
+        """Keep the states and numbers that the optimizer has now."""
         for place, parameter in parameters.items():
             self.states[place] = dict(_leaves(optimizer.state.get(parameter, {})))
         self.numbers = [_numbers_of(group) for group in optimizer.param_groups]
@@ -227,7 +227,7 @@ def _numbers_of(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_tells_something(whole: Outcome) -> None:
-    """Raises ObstacleFound if comparing would say nothing."""
+    """Raise ObstacleFound if comparing would say nothing."""
     for place, weights in whole.weights.items():
         if not bool(torch.isfinite(weights).all()):
             raise ObstacleFound(
@@ -239,7 +239,7 @@ def check_tells_something(whole: Outcome) -> None:
 
 
 def check_state_shapes(whole: Outcome, shapes: Mapping[Place, tuple[int, ...]]) -> None:
-    """Raises ObstacleFound if a state can't be divided, or if trying parts could take for ever."""
+    """Raise ObstacleFound if a state can't be divided, or if trying parts could take for ever."""
     for place, states in whole.states.items():
         for key, value in states.items():
             _check_state_shape(key, value, shapes[place])
@@ -255,7 +255,7 @@ def _check_state_shape(key: str, value: Any, shape: tuple[int, ...]) -> None:
 
 
 def compare(whole: Outcome, ranks: Sequence[Outcome], shapes: Mapping[Place, tuple[int, ...]]) -> None:
-    """Raises ObstacleFound if the ranks' parts, put together, are not what happened to the whole parameters."""
+    """Raise ObstacleFound if the ranks' parts, put together, are not what happened to the whole parameters."""
     for place, expected in whole.weights.items():
         joined = torch.cat([outcome.weights[place] for outcome in ranks if place in outcome.weights], dim=1)
         if not _are_same_weights(joined, expected):
@@ -275,7 +275,7 @@ def compare(whole: Outcome, ranks: Sequence[Outcome], shapes: Mapping[Place, tup
 
 
 def compare_exactly(whole: Outcome, part: Outcome, shapes: Mapping[Place, tuple[int, ...]]) -> None:
-    """Raises ObstacleFound if what happened to some parameters is not, bit for bit, what happened to them among all.
+    """Raise ObstacleFound if what happened to some parameters is not, bit for bit, what happened to them among all.
 
     Args:
         whole: What happened to all parameters together.

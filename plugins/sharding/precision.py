@@ -1,4 +1,4 @@
-"""The whole model in one number format, inputs cast on the way in and outputs on the way out."""
+"""The whole model in one dtype, inputs cast on the way in and outputs on the way out."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class WeightPrecision(MixedPrecision):
     """Computes in the weights' format.
 
     Args:
-        dtype: Number format of weights, buffers and computation.
+        dtype: Dtype of weights, buffers and computation.
         cast_inputs: Give the model floating inputs in that format.
         outputs_fp32: Give the user low-precision outputs in fp32.
     """
@@ -36,7 +36,7 @@ class WeightPrecision(MixedPrecision):
         return f"{str(self._dtype).removeprefix('torch.')} weights"
 
     def cast(self, model: nn.Module) -> None:
-        """Casts every floating parameter and buffer that is not in the format yet; Parameter objects stay the same."""
+        """Cast every floating parameter and buffer that is not in the format yet; Parameter objects stay the same."""
         for tensor in [*model.parameters(), *model.buffers()]:
             if tensor.is_floating_point() and tensor.dtype != self._dtype:
                 tensor.data = tensor.data.to(self._dtype)

@@ -20,7 +20,7 @@ _OF_WHOLES = frozenset({"exp_avg_sq_row", "exp_avg_sq_col", "exp_avg_res_row", "
 
 
 def shard_state(optimizer: Optimizer, parameter: nn.Parameter, shards: Sequence[Shard]) -> None:
-    """Moves the state of a whole parameter, from steps or a constructor before boost(), to this rank's shards of it.
+    """Move the state of a whole parameter, from steps or a constructor before boost(), to this rank's shards of it.
 
     Tensors of the parameter's shape are cut; like in torch's `load_state_dict`, floating-point ones take the dtype of
     the shard (fp32 where it is a master). Everything else is copied for each shard. Nothing of the whole state is kept.

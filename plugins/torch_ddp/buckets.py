@@ -77,32 +77,32 @@ class GradBucket:
         self._is_last = is_last
 
     def index(self) -> int:
-        """Returns the bucket's place in the order of reduction."""
+        """Return the bucket's place in the order of reduction."""
         return self._bucket.index
 
     def buffer(self) -> torch.Tensor:
-        """Returns this rank's gradients as one flat tensor, not divided by the number of ranks."""
+        """Return this rank's gradients as one flat tensor, not divided by the number of ranks."""
         return self._buffer
 
     def set_buffer(self, buffer: torch.Tensor) -> None:
-        """Replaces the flat tensor."""
+        """Replace the flat tensor."""
         self._buffer = buffer
 
     def gradients(self) -> list[torch.Tensor]:
-        """Returns the gradients, as views of the flat tensor."""
+        """Return the gradients, as views of the flat tensor."""
         return views_of(self._buffer, [grad.parameter for grad in self._bucket.grads])
 
     def parameters(self) -> list[torch.Tensor]:
-        """Returns the parameters, in the order of `gradients`."""
+        """Return the parameters, in the order of `gradients`."""
         return [grad.parameter for grad in self._bucket.grads]
 
     def is_last(self) -> bool:
-        """Returns whether it is the last bucket of a backward."""
+        """Return whether it is the last bucket of a backward."""
         return self._is_last
 
 
 def form_buckets(grads: Sequence[ParamGrad], bucket_bytes: int, *, uses_views: bool) -> list[Bucket]:
-    """Assigns gradients to buckets with buffers.
+    """Assign gradients to buckets with buffers.
 
     Args:
         grads: Of parameters that train.
@@ -124,7 +124,7 @@ def form_buckets(grads: Sequence[ParamGrad], bucket_bytes: int, *, uses_views: b
 
 
 def bucket_buffer_bytes(parameters: Sequence[torch.Tensor], bucket_bytes: int, *, uses_views: bool) -> int:
-    """Returns the bytes of a reducer's buffers for parameters that train."""
+    """Return the bytes of a reducer's buffers for parameters that train."""
     buckets = [[parameters[index] for index in indices] for indices in _assign_buckets(parameters, bucket_bytes)]
     with torch.device("meta"):
         buffers = _allocate_buffers(buckets, uses_views, device=torch.device("meta"))
@@ -133,7 +133,7 @@ def bucket_buffer_bytes(parameters: Sequence[torch.Tensor], bucket_bytes: int, *
 
 
 def _assign_buckets(parameters: Sequence[torch.Tensor], bucket_bytes: int) -> list[list[int]]:
-    """Returns the indices of the parameters of every bucket, the last parameter first.
+    """Return the indices of the parameters of every bucket, the last parameter first.
 
     That is the order in which backward reaches the layers of most models. It is not measured in a first step, as by
     torch's DistributedDataParallel: the place of an element in its bucket decides in which order three or more ranks
@@ -156,7 +156,7 @@ def _assign_buckets(parameters: Sequence[torch.Tensor], bucket_bytes: int) -> li
 def _allocate_buffers(
     buckets: Sequence[Sequence[torch.Tensor]], uses_views: bool, device: torch.device | None = None
 ) -> list[torch.Tensor]:
-    """Returns a flat buffer for every bucket. Without views, buckets that are not in flight together share one."""
+    """Return a flat buffer for every bucket. Without views, buckets that are not in flight together share one."""
     sizes = [sum(parameter.numel() for parameter in bucket) for bucket in buckets]
     homes = [(bucket[0].dtype, device or bucket[0].device) for bucket in buckets]
     if uses_views:
@@ -170,7 +170,7 @@ def _allocate_buffers(
 
 
 def views_of(flat: torch.Tensor, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Returns parts of a flat tensor with the shapes, and where they are dense the strides, of the parameters."""
+    """Return parts of a flat tensor with the shapes, and where they are dense the strides, of the parameters."""
     starts = itertools.accumulate((parameter.numel() for parameter in parameters), initial=0)
     parts = [flat[start : start + one.numel()] for start, one in zip(starts, parameters, strict=False)]
     return [
@@ -180,7 +180,7 @@ def views_of(flat: torch.Tensor, parameters: Sequence[torch.Tensor]) -> list[tor
 
 
 def _is_dense(parameter: torch.Tensor) -> bool:
-    """Returns whether the elements fill their memory without gaps or overlaps, in any order of dimensions."""
+    """Return whether the elements fill their memory without gaps or overlaps, in any order of dimensions."""
     expected = 1
     for stride, size in sorted(zip(parameter.stride(), parameter.shape, strict=True)):
         if size != 1 and stride != expected:

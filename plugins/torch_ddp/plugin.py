@@ -186,14 +186,14 @@ class DDPModel(ModelWrapper):
         return _reducers.get(self.module)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the user's forward, with tensors of the arguments on the model's accelerator. No communication."""
+        """Run the user's forward, with tensors of the arguments on the model's accelerator. No communication."""
         if self._device_type != "cpu":
             device = next(self.module.parameters()).device
             args, kwargs = map_tensors(lambda tensor: tensor.to(device, non_blocking=True), (args, kwargs))
         return super().forward(*args, **kwargs)
 
     def register_comm_hook(self, state: object, hook: CommHook) -> None:
-        """Replaces the averaging of gradients, as `DistributedDataParallel.register_comm_hook` does.
+        """Replace the averaging of gradients, as `DistributedDataParallel.register_comm_hook` does.
 
         Args:
             state: Passed to the hook.

@@ -106,7 +106,7 @@ class Reducer:
             grad.handle = _hook(grad.parameter, partial(_grad_ready, weakref.ref(self), index))
 
     def register_comm_hook(self, state: object, hook: CommHook) -> None:
-        """Replaces the averaging of buckets; see `DDPModel.register_comm_hook`."""
+        """Replace the averaging of buckets; see `DDPModel.register_comm_hook`."""
         if self._comm_hook is not None:
             raise ConfigError("register_comm_hook() was called twice for one model, which takes one hook: call it once")
         self._comm_hook = partial(hook, state)
@@ -115,7 +115,7 @@ class Reducer:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Leaves the gradients of the backwards inside to this rank; the next backward outside reduces them, too."""
+        """Leave the gradients of the backwards inside to this rank; the next backward outside reduces them, too."""
         before, self._synchronizes = self._synchronizes, False
         try:
             yield
@@ -124,7 +124,7 @@ class Reducer:
 
     @contextmanager
     def collecting(self) -> Iterator[None]:
-        """Surrounds a backward of the model's own optimizer, which all ranks run. Collective outside of `no_sync`.
+        """Surround a backward of the model's own optimizer, which all ranks run. Collective outside of `no_sync`.
 
         Raises:
             RankFailedError: A rank is lost or too late.
@@ -148,7 +148,7 @@ class Reducer:
         _reduce_due()
 
     def reduce_rest(self) -> None:
-        """Reduces what no backward has reduced: of `no_sync`, or of another optimizer's backward.
+        """Reduce what no backward has reduced: of `no_sync`, or of another optimizer's backward.
 
         Collective, if such a backward ran since the last reduction.
         """
@@ -159,12 +159,12 @@ class Reducer:
         self._note_reduced()
 
     def reduce(self) -> None:
-        """Averages all gradients over the ranks, whether or not that was done before. Collective."""
+        """Average all gradients over the ranks, whether or not that was done before. Collective."""
         self._begin(overlaps=False)
         self._finish()
 
     def mark_local(self) -> None:
-        """Has the next `reduce_rest` reduce the gradients that are there, as those of a loaded checkpoint."""
+        """Have the next `reduce_rest` reduce the gradients that are there, as those of a loaded checkpoint."""
         self._may_be_local = True
         for grad in self._grads:
             grad.is_local = grad.parameter.grad is not None
@@ -185,7 +185,7 @@ class Reducer:
             self._reduce_after_backward()
 
     def _reduce_after_backward(self) -> None:
-        """Has a backward that is not the optimizer's, such as `loss.backward()`, end with a reduction."""
+        """Have a backward that is not the optimizer's, such as `loss.backward()`, end with a reduction."""
         backward = torch._C._current_graph_task_id()
         if not self._synchronizes:
             self._may_be_local = True
@@ -253,7 +253,7 @@ class Reducer:
 
     @torch.no_grad()
     def _collect_oldest(self) -> None:
-        """Puts the means of the bucket that was issued first into `.grad`."""
+        """Put the means of the bucket that was issued first into `.grad`."""
         bucket = self._in_flight.popleft()
         assert bucket.in_flight is not None
         means, bucket.in_flight = bucket.in_flight(), None
@@ -272,7 +272,7 @@ class Reducer:
             grad.source = None
 
     def _result(self, grad: ParamGrad, view: torch.Tensor) -> torch.Tensor:
-        """Returns the memory that a mean goes into."""
+        """Return the memory that a mean goes into."""
         if self._uses_views:
             return view
         # The buffer is used again before it is known whether any rank has a gradient that this one lacks.
@@ -281,7 +281,7 @@ class Reducer:
         return grad.source.detach() if grad.source.requires_grad else grad.source
 
     def _discard(self) -> None:
-        """Gives gradients in flight back as they are: backward has failed, and other ranks may never reduce them."""
+        """Give gradients in flight back as they are: backward has failed, and other ranks may never reduce them."""
         for bucket in self._in_flight:
             bucket.is_discarded = True
             for grad in bucket.grads:
@@ -323,7 +323,7 @@ class Reducer:
             bucket.is_issued = False
 
     def _agree_on_use(self) -> tuple[list[bool], list[bool]]:
-        """Returns which parameters have a gradient on any rank, and which buckets were issued too early on any."""
+        """Return which parameters have a gradient on any rank, and which buckets were issued too early on any."""
         mine = [grad.parameter.grad is not None or grad.source is not None for grad in self._grads]
         if self._static_use is not None:
             if any(is_mine and not is_used for is_mine, is_used in zip(mine, self._static_use, strict=True)):
@@ -340,14 +340,14 @@ class Reducer:
         return used, facts[len(mine) :]
 
     def _agree(self, facts: list[bool]) -> list[bool]:
-        """Returns of every fact whether it is true on any rank. Collective."""
+        """Return of every fact whether it is true on any rank. Collective."""
         if not facts:
             return []
         mask = torch.tensor(facts, dtype=torch.uint8, device=collective_device(self._control_group))
         return [bool(one) for one in all_reduce_max(mask, self._control_group).tolist()]
 
     def _form_buckets(self) -> None:
-        """Assigns the parameters that train to buckets; again whenever some were frozen or unfrozen since."""
+        """Assign the parameters that train to buckets; again whenever some were frozen or unfrozen since."""
         trained = [grad.parameter.requires_grad for grad in self._grads]
         if trained == self._trained:
             return
@@ -369,7 +369,7 @@ def _sparse_parameters(module: nn.Module) -> set[int]:
 
 
 def _sparse_mean(parameter: nn.Parameter, group: dist.ProcessGroup | None) -> torch.Tensor:
-    """Returns the mean of a gradient that is sparse along the rows, or absent, on each rank. Collective."""
+    """Return the mean of a gradient that is sparse along the rows, or absent, on each rank. Collective."""
     given = parameter.grad
     if given is None:
         rows = torch.empty((1, 0), dtype=torch.long, device=parameter.device)
@@ -381,7 +381,7 @@ def _sparse_mean(parameter: nn.Parameter, group: dist.ProcessGroup | None) -> to
 
 
 def _hook(parameter: nn.Parameter, hook: Callable[[torch.Tensor], None]) -> RemovableHandle | None:
-    """Registers a hook that stays while the parameter is frozen; torch accepts one for a parameter that trains."""
+    """Register a hook that stays while the parameter is frozen; torch accepts one for a parameter that trains."""
     is_trained = parameter.requires_grad
     if not (is_trained or parameter.is_floating_point() or parameter.is_complex()):
         return None
@@ -392,7 +392,7 @@ def _hook(parameter: nn.Parameter, hook: Callable[[torch.Tensor], None]) -> Remo
 
 
 def _move_hook_last(grad: ParamGrad) -> None:
-    """Has hooks that the user registered later called first: the reducer takes the gradient as they leave it."""
+    """Have hooks that the user registered later called first: the reducer takes the gradient as they leave it."""
     hooks = grad.parameter._post_accumulate_grad_hooks
     if grad.handle is not None and hooks is not None and len(hooks) > 1:
         hooks[grad.handle.id] = hooks.pop(grad.handle.id)
@@ -406,7 +406,7 @@ def _grad_ready(reducer: weakref.ref[Reducer], index: int, _: torch.Tensor) -> N
 
 
 def _reduce_due() -> None:
-    """Reduces what backwards that were not the optimizer's have reached, in one order on all ranks."""
+    """Reduce what backwards that were not the optimizer's have reached, in one order on all ranks."""
     if _active is not None:
         return  # whose collectives come first, and which calls this when they are done
     while _due:

@@ -33,7 +33,8 @@ RETIRED = (
 )
 # A heartbeat was called a sign: what is one in mathematics stays.
 SIGN = re.compile(
-    r"sign (bit|of)|signs (of|differ|alternate|agree)|opposite sign|torch\.sign|\.sign\(|signs only|any sign", re.I
+    r"sign (bit|of|[|?=])|signs (of|differ|alternate|agree|only)|(opposite|any) sign|torch\.sign|\.sign\(",
+    re.IGNORECASE,
 )
 WORDS = re.compile(rf"(?<![A-Za-z])(?:{'|'.join(RETIRED)})(?![A-Za-z])", re.IGNORECASE)
 

@@ -375,7 +375,7 @@ def test_reports_in_words():
 
 
 def test_a_layout_refuses_sizes_that_do_not_divide():
-    with pytest.raises(AssertionError, match="no multiple of 64"):
+    with pytest.raises(AssertionError, match="not a multiple of 64"):
         ChunkLayout(torch.float32, True, 96, 2, ())
     with pytest.raises(AssertionError, match="65 elements in a chunk of 64"):
         ChunkLayout(torch.float32, True, 64, 2, (ParamRegion(0, (65,), 0, 65),))

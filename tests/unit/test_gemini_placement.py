@@ -377,24 +377,24 @@ def test_homes_of_another_record_are_refused_where_they_do_not_fit():
 @pytest.mark.parametrize("name", ["shard_param_frac", "offload_optim_frac", "offload_param_frac"])
 @pytest.mark.parametrize("value", [-0.1, 1.1, float("nan"), "half", None, True])
 def test_fractions_that_can_not_be(name, value):
-    with pytest.raises(ConfigError, match=f"{name}={value!r} is no fraction"):
+    with pytest.raises(ConfigError, match=f"{name}={value!r} is not a fraction"):
         make_placement("static", **{name: value})
 
 
 @pytest.mark.parametrize("name", ["warmup_non_model_data_ratio", "steady_cuda_cap_ratio", "gpu_margin_mem_ratio"])
 @pytest.mark.parametrize("value", [-0.1, 1.1, float("nan"), "half", None])
 def test_ratios_that_can_not_be(name, value):
-    with pytest.raises(ConfigError, match=f"{name}={value!r} is no fraction"):
+    with pytest.raises(ConfigError, match=f"{name}={value!r} is not a fraction"):
         make_placement("auto", **{name: value})
 
 
 @pytest.mark.parametrize("policy_name", ["static", "cpu", "cuda", "const", "auto"])
 def test_counts_that_can_not_be(policy_name):
     for value in (-1, 1.0, True, None):
-        with pytest.raises(ConfigError, match=f"max_prefetch={value!r} is no number"):
+        with pytest.raises(ConfigError, match=f"max_prefetch={value!r} is not a number"):
             make_placement(policy_name, max_prefetch=value)
     for value in (0, -5, 1e9, True, "8GiB"):
-        with pytest.raises(ConfigError, match=f"device_memory_budget={value!r} is no number"):
+        with pytest.raises(ConfigError, match=f"device_memory_budget={value!r} is not a number"):
             make_placement(policy_name, budget=value)
 
 

@@ -183,7 +183,7 @@ def test_a_directory_that_is_there_is_taken(tmp_path):
     GeminiPlugin(offload_dir=tmp_path)
     GeminiPlugin(offload_dir=str(tmp_path))
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match="is no directory"):
+    with pytest.raises(ConfigError, match="is not a directory"):
         GeminiPlugin(offload_dir=tmp_path / "file")
 
 
@@ -270,7 +270,7 @@ def test_a_mistake_on_one_rank_is_an_error_on_all():
     """A directory may be missing on one machine; the others must not wait for a rank that has stopped."""
     errors = run_ranks(_error_of, 3, [{}, {"offload_dir": "/nowhere/at/all"}, {}])
     assert [name for name, _ in errors] == ["ConfigError"] * 3
-    assert all("offload_dir='/nowhere/at/all' is no directory" in text for _, text in errors)
+    assert all("offload_dir='/nowhere/at/all' is not a directory" in text for _, text in errors)
     assert errors[0][1].startswith("rank 1 failed, so rank 0 stops too")
 
 

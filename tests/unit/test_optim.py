@@ -563,8 +563,8 @@ def test_gradients_of_another_shape():
         ({"betas": 0.9}, "two numbers"),
         ({"betas": (0.9, 0.99, 0.999)}, "two numbers"),
         ({"betas": "ab"}, "two numbers"),
-        ({"nvme_offload_fraction": 0.5, "nvme_offload_dir": 3}, "is no path"),
-        ({"nvme_offload_fraction": 0.5, "nvme_offload_dir": ""}, "is no path"),
+        ({"nvme_offload_fraction": 0.5, "nvme_offload_dir": 3}, "is not a path"),
+        ({"nvme_offload_fraction": 0.5, "nvme_offload_dir": ""}, "is not a path"),
         ({"nvme_offload_dir": "somewhere"}, "would hold nothing"),
     ],
 )

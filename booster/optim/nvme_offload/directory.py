@@ -61,17 +61,17 @@ class OwnDirectory:
             )
 
     def remove(self) -> None:
-        """Removes the directory; a second call does nothing."""
+        """Remove the directory; a second call does nothing."""
         self._finalizer()
 
 
 def _remove(path: Path, process: int) -> None:
     if os.getpid() == process:  # a forked process drops its copy of this object too
-        shutil.rmtree(path, ignore_errors=True)  # a file that is gone already is no problem at the end
+        shutil.rmtree(path, ignore_errors=True)  # files may be gone already
 
 
 def _file_system(path: Path) -> str:
-    """Returns the kind of file system that a directory is in; "" if that can't be found out."""
+    """Return the kind of file system that a directory is in; "" if that can't be found out."""
     real = Path(os.path.realpath(path))
     mounts = [mount for mount in psutil.disk_partitions(all=True) if real.is_relative_to(mount.mountpoint)]
     return str(max(mounts, key=lambda mount: len(mount.mountpoint)).fstype) if mounts else ""

@@ -17,7 +17,7 @@ from .state_file import Planes, StateFile
 
 @contextmanager
 def interrupts_later() -> Iterator[None]:
-    """Has a SIGINT that comes inside take effect at the end; for a few milliseconds at most.
+    """Have a SIGINT that comes inside take effect at the end; for a few milliseconds at most.
 
     Python only ever handles signals in the main thread, so that nothing is to be done in others.
     """
@@ -44,7 +44,7 @@ _NUM_THREADS = 4  # where the queue has threads: two planes being read and two b
 
 
 def new_buffers(num_bytes: int) -> list[Planes]:
-    """Returns memory for the chunks on their way.
+    """Return memory for the chunks on their way.
 
     Args:
         num_bytes: Of the largest chunk.
@@ -71,7 +71,7 @@ class _Transfer:
         return all(ticket.done() for ticket in self.tickets)
 
     def wait(self) -> OSError | None:
-        """Waits for both planes, also if the first fails: nothing may use the buffer while one is under way.
+        """Wait for both planes, also if the first fails: nothing may use the buffer while one is in flight.
 
         Returns:
             The first failure.
@@ -104,7 +104,7 @@ class Pipeline:
         self._writing: deque[_Transfer] = deque()
 
     def run(self, todo: deque[ChunkPlace]) -> None:
-        """Computes the chunks and takes them out of `todo` one by one, as each is computed.
+        """Compute the chunks and take them out of `todo` one by one, as each is computed.
 
         Raises:
             OSError: A chunk could not be read, and stays in `todo` with those after it; or one could not be written,
@@ -167,7 +167,7 @@ class Pipeline:
             raise failure
 
     def _drain(self) -> None:
-        """Ends what is under way after a failure, which is the one that is raised. What is being read is given up."""
+        """End what is in flight after a failure, which is the one that is raised. What is being read is given up."""
         with interrupts_later():
             while self._reading:
                 transfer = self._reading.popleft()

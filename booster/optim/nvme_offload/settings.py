@@ -22,7 +22,7 @@ class OffloadSettings:
 
     @classmethod
     def checked(cls, fraction: float, directory: str | os.PathLike[str] | None) -> OffloadSettings:
-        """Returns the settings; the directory is made if it is not there.
+        """Return the settings; the directory is made if it is not there.
 
         Raises:
             ConfigError: The fraction is none, or nothing can be written to the directory.
@@ -30,12 +30,12 @@ class OffloadSettings:
         is_number = isinstance(fraction, (int, float)) and not isinstance(fraction, bool)
         if not is_number or not 0.0 <= fraction <= 1.0:
             raise ConfigError(
-                f"nvme_offload_fraction={fraction!r} is no fraction: give a number from 0 (all optimizer states in"
+                f"nvme_offload_fraction={fraction!r} is not a fraction: give a number from 0 (all optimizer states in"
                 " memory) to 1 (all on the disk)"
             )
         if directory is not None and (not isinstance(directory, (str, os.PathLike)) or not os.fspath(directory)):
             raise ConfigError(
-                f"nvme_offload_dir={directory!r} is no path: give a directory, or None for a temporary one"
+                f"nvme_offload_dir={directory!r} is not a path: give a directory, or None for a temporary one"
             )
         if directory is not None and fraction == 0:
             raise ConfigError(

@@ -80,7 +80,7 @@ class PlaneLayout:
         self.chunks = self._cut(sizes)
 
     def chunks_of(self, index: int, num_bytes: int) -> range:
-        """Returns the numbers of the chunks in which a parameter's `num_bytes` lie."""
+        """Return the numbers of the chunks in which a parameter's `num_bytes` lie."""
         start = self.starts[index]
         return range(start // CHUNK_BYTES, (start + num_bytes - 1) // CHUNK_BYTES + 1)
 
@@ -153,15 +153,15 @@ class PlaneMapping:
         self._address = torch.frombuffer(self._memory, dtype=torch.uint8, count=1).data_ptr()
 
     def tensor(self, start: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Returns `numel` elements from byte `start` on, with a storage of their own: saving it saves nothing else."""
+        """Return `numel` elements from byte `start` on, with a storage of their own: saving it saves nothing else."""
         return torch.frombuffer(self._memory, dtype=dtype, count=numel, offset=start)
 
     def show_file(self, start: int, num_bytes: int, descriptor: int, offset: int) -> None:
-        """Lets the bytes from `start` on be those of the file at `offset`; all are whole pages."""
+        """Let the bytes from `start` on be those of the file at `offset`; all are whole pages."""
         self._map(start, num_bytes, mmap.MAP_SHARED, descriptor, offset)
 
     def show_memory(self, start: int, num_bytes: int) -> None:
-        """Lets the bytes from `start` on be zeros in memory."""
+        """Let the bytes from `start` on be zeros in memory."""
         self._map(start, num_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
 
     def _map(self, start: int, num_bytes: int, flags: int, descriptor: int, offset: int) -> None:
@@ -196,7 +196,7 @@ class StateFile:
         dtypes: For each of them the states' format.
 
     Raises:
-        ConfigError: The disk has no room.
+        ConfigError: The disk is full.
     """
 
     def __init__(self, path: Path, parameters: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> None:
@@ -209,12 +209,12 @@ class StateFile:
         weakref.finalize(self, os.close, self._descriptor)
         self._mapping = PlaneMapping(self._descriptor, 2 * self.layout.num_bytes)
         self._places = [_Place.FIRST_SLOT] * len(self.layout.chunks)
-        self._blank = set(range(len(self.layout.chunks)))  # never written, by nobody
+        self._blank = set(range(len(self.layout.chunks)))  # never written
         self._used: set[int] = set()
         self._moments = [self._moments_of(index) for index in range(len(self.parameters))]
 
     def moments(self, index: int) -> tuple[Tensor, Tensor]:
-        """Returns the states of a parameter, shaped like it; always the same tensors."""
+        """Return the states of a parameter, shaped like it; always the same tensors."""
         return self._moments[index]
 
     @property
@@ -223,13 +223,13 @@ class StateFile:
         return set(self._dtypes)
 
     def dtype(self, index: int) -> torch.dtype:
-        """Returns the format of a parameter's states."""
+        """Return the format of a parameter's states."""
         return self._dtypes[index]
 
     # For a step.
 
     def read(self, queue: DiskQueue, number: int, planes: Planes) -> list[Ticket]:
-        """Starts to read the valid states of a chunk; they are there when all tickets were waited for."""
+        """Start to read the valid states of a chunk; they are there when all tickets were waited for."""
         if number in self._blank:
             for plane in planes:
                 plane.zero_()
@@ -245,12 +245,12 @@ class StateFile:
         ]
 
     def write(self, queue: DiskQueue, number: int, planes: Planes) -> list[Ticket]:
-        """Starts to write a chunk's new states beside the valid ones; `commit` or `keep` follows."""
+        """Start to write a chunk's new states beside the valid ones; `commit` or `keep` follows."""
         offsets = self._offsets(number, self._next_place(number))
         return [queue.write(self._descriptor, plane, offset) for plane, offset in zip(planes, offsets, strict=True)]
 
     def commit(self, number: int) -> None:
-        """Makes the chunk's new states, which have been written, the valid ones."""
+        """Make the chunk's new states, which have been written, the valid ones."""
         place = self._next_place(number)
         chunk = self.layout.chunks[number]
         for start, offset in zip(self._starts(number), self._offsets(number, place), strict=True):
@@ -259,7 +259,7 @@ class StateFile:
         self._blank.discard(number)
 
     def keep(self, number: int, planes: Planes) -> None:
-        """Makes the chunk's new states, which could not be written, the valid ones: a copy in memory."""
+        """Make the chunk's new states, which could not be written, the valid ones: a copy in memory."""
         for start, plane in zip(self._starts(number), planes, strict=True):
             self._mapping.show_memory(start, plane.numel())
         self._places[number] = _Place.MEMORY
@@ -270,7 +270,7 @@ class StateFile:
     # For what goes through the mapping.
 
     def begin(self, index: int) -> None:
-        """Makes the states of a parameter zero."""
+        """Make the states of a parameter zero."""
         if index in self._used:
             self.touch(index)
             for moment in self._moments[index]:
@@ -278,7 +278,7 @@ class StateFile:
         self._used.add(index)
 
     def touch(self, index: int) -> None:
-        """Says that a parameter's states are about to be written through the tensors of `moments`.
+        """Return that a parameter's states are about to be written through the tensors of `moments`.
 
         Raises:
             CheckpointError: The file is not whole, and touching the tensors would end the process.
@@ -289,11 +289,11 @@ class StateFile:
         self._blank.difference_update(self.layout.chunks_of(index, num_bytes))
 
     def remove(self) -> None:
-        """Deletes the file; its room is free once nobody holds its tensors any more."""
+        """Delete the file; its space is free once no tensor views it."""
         self.path.unlink(missing_ok=True)
 
     def forget_blanks(self) -> None:
-        """Has every chunk be read from now on, as somebody may have written to what was zero."""
+        """Have every chunk be read from now on, as somebody may have written to what was zero."""
         self._blank.clear()
 
     @property
@@ -305,7 +305,7 @@ class StateFile:
             return False
 
     def check(self) -> None:
-        """Returns if the states can be read.
+        """Return if the states can be read.
 
         Raises:
             CheckpointError: The file was cut, so that some states are lost.
@@ -325,12 +325,12 @@ class StateFile:
         return _Place.SECOND_SLOT if is_first else _Place.FIRST_SLOT
 
     def _starts(self, number: int) -> tuple[int, int]:
-        """Returns where the chunk of each plane begins in the mapping."""
+        """Return where the chunk of each plane begins in the mapping."""
         start = self.layout.chunks[number].start
         return start, self.layout.num_bytes + start
 
     def _offsets(self, number: int, place: _Place) -> tuple[int, int]:
-        """Returns where the chunk of each plane begins in the file."""
+        """Return where the chunk of each plane begins in the file."""
         first, second = self._starts(number)
         slot = place * 2 * self.layout.num_bytes
         return slot + first, slot + second
@@ -349,17 +349,17 @@ class StateFile:
 def _create(path: Path, num_bytes: int) -> int:
     free = shutil.disk_usage(path.parent).free
     if free < num_bytes:
-        raise ConfigError(_no_room(path, num_bytes, free))
+        raise ConfigError(_disk_full_message(path, num_bytes, free))
     try:
         descriptor, _ = open_data_file(path, num_bytes)
     except OSError as error:
         if error.errno in _FULL:
-            raise ConfigError(_no_room(path, num_bytes, shutil.disk_usage(path.parent).free)) from error
+            raise ConfigError(_disk_full_message(path, num_bytes, shutil.disk_usage(path.parent).free)) from error
         raise
     return descriptor
 
 
-def _no_room(path: Path, num_bytes: int, free: int) -> str:
+def _disk_full_message(path: Path, num_bytes: int, free: int) -> str:
     return (
         f"the optimizer states that go to {path.parent} need {num_bytes} bytes (two copies of 8 bytes a parameter), and"
         f" {free} bytes are free there or allowed to you: free some space, give an nvme_offload_dir on a larger disk,"

@@ -73,7 +73,7 @@ class DiskWork:
         )
 
     def run(self, buffers: list[Planes], idle: Callable[[], bool]) -> None:
-        """Updates everything that is not updated yet.
+        """Update everything that is not updated yet.
 
         Raises:
             OSError: A chunk could not be read or written; see `Pipeline.run`.
@@ -91,7 +91,7 @@ class DiskWork:
         return not self._todo
 
     def unfinished(self) -> Iterator[tuple[ParameterUpdate, int]]:
-        """Yields the updates that are not complete, and how many elements each has left."""
+        """Yield the updates that are not complete, and how many elements each has left."""
         for entry in self._entries.values():
             if entry.num_left > 0:
                 yield entry.update, entry.num_left
@@ -133,7 +133,7 @@ def _entry(group: GroupUpdate, update: ParameterUpdate) -> _Entry:
 
 
 def _contiguous(tensor: Tensor) -> Tensor:
-    """Returns a dense tensor's memory as a contiguous tensor."""
+    """Return a dense tensor's memory as a contiguous tensor."""
     return tensor if tensor.is_contiguous() else flat(tensor)
 
 
@@ -157,7 +157,7 @@ def _operands(
 
 
 def _write_back(entry: _Entry, arguments: StepArguments) -> None:
-    """Copies what was written into memory in another order than the caller's to where it belongs."""
+    """Copy what was written into memory in another order than the caller's to where it belongs."""
     update, model = entry.update, entry.update.parameter
     if update.working_copy is not None and entry.working_copy is not None:
         _copy_back(update.working_copy, entry.working_copy, model)
@@ -192,13 +192,13 @@ class DiskStates:
         self._buffers: list[Planes] = []
 
     def prepare(self, parameters: Iterable[Tensor]) -> None:
-        """Chooses and makes room for those parameters that are new, and gives up the room of those that are gone.
+        """Select and allocate the states of new parameters, and free those of removed ones.
 
         Args:
             parameters: All that the optimizer has, in order.
 
         Raises:
-            ConfigError: There is no room; nothing was changed.
+            ConfigError: There is not enough space; nothing was changed.
         """
         if self._settings.fraction == 0:
             return
@@ -219,14 +219,14 @@ class DiskStates:
             )
 
     def holds(self, parameter: Tensor) -> bool:
-        """Returns whether a parameter's states are on the disk."""
+        """Return whether a parameter's states are on the disk."""
         return bool(self._places) and self._places.get(parameter) is not None
 
     def moment(self, parameter: Tensor, key: str) -> Tensor:
-        """Returns the tensor of a state that is about to be filled.
+        """Return the tensor of a state that is about to be filled.
 
         Raises:
-            ConfigError: Its file was cut, and there is no room for another.
+            ConfigError: Its file was cut, and there is not enough space for another.
         """
         file, index = self._place(parameter)
         if not file.is_whole:
@@ -236,7 +236,7 @@ class DiskStates:
         return file.moments(index)[MOMENTS.index(key)]
 
     def take_over(self, parameter: Tensor, state: dict[str, Any]) -> None:
-        """Makes a parameter's states those on the disk: zeros where it has none, a copy of what others put there.
+        """Make a parameter's states those on the disk: zeros where it has none, a copy of what others put there.
 
         Raises:
             CheckpointError: The file was cut.
@@ -256,7 +256,7 @@ class DiskStates:
             state[key] = moment
 
     def check(self) -> None:
-        """Returns if all states can be read.
+        """Return if all states can be read.
 
         Raises:
             CheckpointError: A file was cut.
@@ -265,7 +265,7 @@ class DiskStates:
             file.check()
 
     def work(self, groups: Sequence[GroupUpdate], arguments: StepArguments) -> DiskWork:
-        """Returns the updates of parameters that are on the disk as a piece of work.
+        """Return the updates of parameters that are on the disk as a piece of work.
 
         Args:
             groups: All of their parameters are on the disk, their states taken over.
@@ -288,15 +288,15 @@ class DiskStates:
         return place
 
     def _choose(self, parameters: Sequence[Tensor]) -> list[Tensor]:
-        """Returns those of the new parameters whose states go to the disk; see Note [Choice of parameters]."""
+        """Return those of the new parameters whose states go to the disk; see Note [Choice of parameters]."""
         on_host = [one for one in parameters if one.device.type == "cpu"]
-        room = self._settings.fraction * sum(self._num_bytes(one) for one in on_host)
+        budget = self._settings.fraction * sum(self._num_bytes(one) for one in on_host)
         chosen = []
         for parameter in on_host:
             num_bytes = self._num_bytes(parameter)
-            if 0 < num_bytes <= room and is_dense(parameter):
+            if 0 < num_bytes <= budget and is_dense(parameter):
                 chosen.append(parameter)
-                room -= num_bytes
+                budget -= num_bytes
         return chosen
 
     def _num_bytes(self, parameter: Tensor) -> int:
@@ -325,7 +325,7 @@ class DiskStates:
         self._add(fresh)
 
     def _drop_others(self, parameters: Sequence[Tensor]) -> None:
-        """Forgets parameters that the optimizer no longer has, and files of none but such."""
+        """Drop parameters that the optimizer no longer has, and files of none but such."""
         alive = set(parameters)
         self._places = {parameter: place for parameter, place in self._places.items() if parameter in alive}
         for file in [one for one in self._files if alive.isdisjoint(one.parameters)]:
