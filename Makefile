@@ -82,8 +82,8 @@ format: $(STAMP)
 	$(BIN)/ruff format .
 
 bench: $(STAMP)
-	$(BIN)/python benchmarks/facade.py
-	$(BIN)/python benchmarks/zero.py --size 10m
+	$(BIN)/python benchmarks/facade/run.py
+	$(BIN)/python benchmarks/zero/run.py --size 10m
 
 clean:
 	rm -rf $(VENV) .types build dist .wheel-venv runs *.egg-info

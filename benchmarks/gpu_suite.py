@@ -27,13 +27,13 @@ if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))  # booster from the checkout, not installed
 
 import torch  # noqa: E402
-from _environment import describe_run  # noqa: E402
-from _gpt import SIZES  # noqa: E402
-from _gpu_cases import CASES, Case  # noqa: E402
-from _gpu_large import PARTS, PRELOAD, format_large, large_has_failed, measure_large  # noqa: E402
-from _gpu_measure import Device, measure_case, probe_device  # noqa: E402
-from _pair import RESULTS, RankError, World, on_ranks, write_json  # noqa: E402
-from _table import align  # noqa: E402
+from _harness.environment import describe_run  # noqa: E402
+from _harness.gpt import SIZES  # noqa: E402
+from _harness.pair import RESULTS, RankError, World, on_ranks, write_json  # noqa: E402
+from _harness.table import align  # noqa: E402
+from gpu.cases import CASES, Case  # noqa: E402
+from gpu.large import PARTS, PRELOAD, format_large, large_has_failed, measure_large  # noqa: E402
+from gpu.measure import Device, measure_case, probe_device  # noqa: E402
 
 _CASES = "cases"
 _TESTS_SHARE = 0.35  # of the time: a suite of tests that takes longer fails

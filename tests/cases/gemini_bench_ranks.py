@@ -9,18 +9,29 @@ import warnings
 from pathlib import Path
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
-MODULES = ("engines", "goals", "largest", "limit", "memory", "search", "contestants")
-PARTS = ("engine", "gpt", "pair", "samples")
+MODULES = (
+    "_harness.engine",
+    "_harness.gpt",
+    "_harness.pair",
+    "_harness.samples",
+    "gemini.engines",
+    "gemini.targets",
+    "gemini.largest",
+    "gemini.limit",
+    "gemini.memory",
+    "gemini.search",
+    "gemini.systems",
+    "gemini.run",
+)
 
 
 def import_benchmark():
-    """Returns the modules of benchmarks/gemini.py by name; sys.path is as before."""
+    """Returns the modules of benchmarks/gemini by name; sys.path is as before."""
     before = list(sys.path)
     sys.path.insert(0, str(BENCHMARKS))
     try:
-        modules = {name: importlib.import_module(f"_gemini_{name}") for name in MODULES}
-        modules |= {name: importlib.import_module(f"_{name}") for name in PARTS}
-        return modules | {"script": importlib.import_module("gemini")}
+        modules = {name.rpartition(".")[2]: importlib.import_module(name) for name in MODULES}
+        return modules | {"script": modules["run"]}
     finally:
         sys.path[:] = before
 
@@ -38,15 +49,15 @@ def train(precision, names, steps):
     return losses
 
 
-def train_contestants(names, layers):
-    """Trains the contestants for the largest model, with no limit; returns what came of them by name."""
-    contestants = import_benchmark()["contestants"]
-    shape = contestants.shape_of(64, layers)
+def train_systems(names, layers):
+    """Trains the systems for the largest model, with no limit; returns what came of them by name."""
+    systems = import_benchmark()["systems"]
+    shape = systems.shape_of(64, layers)
     with warnings.catch_warnings(), tempfile.TemporaryDirectory() as directory:
         warnings.simplefilter("ignore", FutureWarning)
         return {
-            one.name: contestants.train_confined(one.build, shape, Path(directory), None, [None, None], 2).loss
-            for one in contestants.CONTESTANTS
+            one.name: systems.train_confined(one.build, shape, Path(directory), None, [None, None], 2).loss
+            for one in systems.SYSTEMS
             if one.name in names
         }
 

@@ -9,24 +9,25 @@ from pathlib import Path
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 MODULES = (
-    "engine",
-    "live_activations",
-    "pair",
-    "pipeline_engines",
-    "pipeline_model",
-    "pipeline_report",
-    "pipeline_simulated",
-    "samples",
+    "_harness.engine",
+    "_harness.live_activations",
+    "_harness.pair",
+    "_harness.samples",
+    "pipeline.engines",
+    "pipeline.model",
+    "pipeline.report",
+    "pipeline.simulated",
+    "pipeline.run",
 )
 
 
 def import_benchmark():
-    """Returns the modules of benchmarks/pipeline.py by name; sys.path is as before."""
+    """Returns the modules of benchmarks/pipeline by name; sys.path is as before."""
     before = list(sys.path)
     sys.path.insert(0, str(BENCHMARKS))
     try:
-        parts = {name.removeprefix("pipeline_"): importlib.import_module(f"_{name}") for name in MODULES}
-        return parts | {"script": importlib.import_module("pipeline")}
+        modules = {name.rpartition(".")[2]: importlib.import_module(name) for name in MODULES}
+        return modules | {"script": modules["run"]}
     finally:
         sys.path[:] = before
 

@@ -8,16 +8,23 @@ import warnings
 from pathlib import Path
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
-MODULES = ("engine", "llama", "pair", "samples", "tensor_parallel_engines")
+MODULES = (
+    "_harness.engine",
+    "_harness.llama",
+    "_harness.pair",
+    "_harness.samples",
+    "tensor_parallel.engines",
+    "tensor_parallel.run",
+)
 
 
 def import_benchmark():
-    """Returns the modules of benchmarks/tensor_parallel.py by name; sys.path is as before."""
+    """Returns the modules of benchmarks/tensor_parallel by name; sys.path is as before."""
     before = list(sys.path)
     sys.path.insert(0, str(BENCHMARKS))
     try:
-        parts = {name.removeprefix("tensor_parallel_"): importlib.import_module(f"_{name}") for name in MODULES}
-        return parts | {"script": importlib.import_module("tensor_parallel")}
+        modules = {name.rpartition(".")[2]: importlib.import_module(name) for name in MODULES}
+        return modules | {"script": modules["run"]}
     finally:
         sys.path[:] = before
 

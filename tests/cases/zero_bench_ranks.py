@@ -14,26 +14,27 @@ from booster.comm import count_communication
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 MODULES = (
-    "engine",
-    "gpt",
-    "pair",
-    "samples",
-    "zero_by_hand",
-    "zero_deepspeed",
-    "zero_engines",
-    "zero_fsdp",
-    "zero_goals",
-    "zero_memory",
+    "_harness.engine",
+    "_harness.gpt",
+    "_harness.pair",
+    "_harness.samples",
+    "zero.manual",
+    "zero.deepspeed",
+    "zero.engines",
+    "zero.fsdp",
+    "zero.targets",
+    "zero.memory",
+    "zero.run",
 )
 
 
 def import_benchmark():
-    """Returns the modules of benchmarks/zero.py by name; sys.path is as before."""
+    """Returns the modules of benchmarks/zero by name; sys.path is as before."""
     before = list(sys.path)
     sys.path.insert(0, str(BENCHMARKS))
     try:
-        parts = {name.removeprefix("zero_"): importlib.import_module(f"_{name}") for name in MODULES}
-        return parts | {"script": importlib.import_module("zero")}
+        modules = {name.rpartition(".")[2]: importlib.import_module(name) for name in MODULES}
+        return modules | {"script": modules["run"]}
     finally:
         sys.path[:] = before
 
@@ -80,8 +81,8 @@ def gathered_after_forward(strategy, is_plugin):
         model, *_ = booster.boost(model)
         shown = booster.unwrap_model(model)
     else:
-        by_hand = modules["by_hand"]
-        by_hand.shard_by_hand(model, by_hand.policy_of("fp32"), reshard_after_forward=by_hand.STRATEGIES[strategy])
+        manual = modules["manual"]
+        manual.shard_manual(model, manual.policy_of("fp32"), reshard_after_forward=manual.STRATEGIES[strategy])
     tokens, _ = modules["gpt"].batches(size)(0)
     logits = model(tokens)
     assert logits.requires_grad

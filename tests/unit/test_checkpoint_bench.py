@@ -1,4 +1,4 @@
-"""The measuring code of benchmarks/checkpoint.py: disk and cache, figures and goals, and a run on a tiny model."""
+"""The code of benchmarks/checkpoint: disk and cache, figures and targets, and a run on a tiny model."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import sys
 from dataclasses import asdict
 from types import SimpleNamespace
 
-import checkpoint_ways
+import checkpoint_bench_ranks
 import pytest
 import torch
 from harness import RanksFailed, run_ranks
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the disk's figu
 @pytest.fixture(scope="module")
 def bench():
     """The benchmark's modules under their names."""
-    return SimpleNamespace(**checkpoint_ways.import_benchmark())
+    return SimpleNamespace(**checkpoint_bench_ranks.import_benchmark())
 
 
 @pytest.fixture
@@ -93,35 +93,35 @@ def _measured(bench, saves, loads=(), settles=(), num_bytes=1000):
 
 def _ranks(bench):
     """Two ranks whose every second counts: in each round another one is the slowest."""
-    ways = bench.ways
+    variants = bench.variants
     first = {
-        ways.BASELINE: _measured(bench, [1.0, 2.0, 1.0], [1.0, 1.0, 1.0]),
-        ways.CONTROL: _measured(bench, [1.0, 1.0, 1.0], [1.0, 1.0, 1.0]),
-        ways.OURS: _measured(bench, [1.0, 1.0, 1.0], [0.5, 0.5, 0.5]),
-        ways.SAFETENSORS: _measured(bench, [3.0, 3.0, 3.0], [1.0, 1.0, 1.0], num_bytes=500),
-        ways.ASYNC_BASELINE: _measured(bench, [0.1, 0.1, 0.1]),
-        ways.OURS_ASYNC: _measured(bench, [0.11, 0.11, 0.11], settles=[1.0, 1.0, 1.0]),
+        variants.BASELINE: _measured(bench, [1.0, 2.0, 1.0], [1.0, 1.0, 1.0]),
+        variants.CONTROL: _measured(bench, [1.0, 1.0, 1.0], [1.0, 1.0, 1.0]),
+        variants.OURS: _measured(bench, [1.0, 1.0, 1.0], [0.5, 0.5, 0.5]),
+        variants.SAFETENSORS: _measured(bench, [3.0, 3.0, 3.0], [1.0, 1.0, 1.0], num_bytes=500),
+        variants.ASYNC_BASELINE: _measured(bench, [0.1, 0.1, 0.1]),
+        variants.OURS_ASYNC: _measured(bench, [0.11, 0.11, 0.11], settles=[1.0, 1.0, 1.0]),
     }
-    second = {name: one for name, one in first.items() if name != ways.OURS}
-    second[ways.OURS] = _measured(bench, [0.5, 4.0, 0.5], [0.5, 0.5, 0.25])
+    second = {name: one for name, one in first.items() if name != variants.OURS}
+    second[variants.OURS] = _measured(bench, [0.5, 4.0, 0.5], [0.5, 0.5, 0.25])
     return [first, second]
 
 
 def test_rows_pair_every_round_with_the_baseline_on_the_slowest_rank(bench):
     ranks = _ranks(bench)
     peaks = [{name: bench.measure.Peaks(save=rank * 100, load=None) for name in ranks[0]} for rank in range(2)]
-    rows = {row.name: row for row in bench.report.rows_of(bench.ways.WAYS, ranks, peaks)}
-    ours = rows[bench.ways.OURS]
+    rows = {row.name: row for row in bench.report.rows_of(bench.variants.WAYS, ranks, peaks)}
+    ours = rows[bench.variants.OURS]
     assert ours.save.seconds.median == 1.0
     assert (ours.save.share.low, ours.save.share.median, ours.save.share.high) == (0.5, 1.0, 1.0)
     assert ours.save.bytes_per_second == 1000
     assert (ours.save.peak_bytes, ours.load.peak_bytes) == (100, None)
     assert ours.load.share.median == 2.0
     # Half as many bytes in three times the time.
-    assert rows[bench.ways.SAFETENSORS].save.share.low == pytest.approx(1 / 6)
-    assert rows[bench.ways.OURS_ASYNC].durable.median == pytest.approx(1.11)
-    assert rows[bench.ways.OURS_ASYNC].save.share.median == pytest.approx(0.1 / 0.11)
-    assert rows[bench.ways.DCP].save is None
+    assert rows[bench.variants.SAFETENSORS].save.share.low == pytest.approx(1 / 6)
+    assert rows[bench.variants.OURS_ASYNC].durable.median == pytest.approx(1.11)
+    assert rows[bench.variants.OURS_ASYNC].save.share.median == pytest.approx(0.1 / 0.11)
+    assert rows[bench.variants.DCP].save is None
     text = "\n\n".join(bench.report.format_rows(list(rows.values())))
     assert "not installed" in text
     assert "NOT COLD" not in text
@@ -129,16 +129,16 @@ def test_rows_pair_every_round_with_the_baseline_on_the_slowest_rank(bench):
 
 def test_a_load_from_memory_is_told(bench):
     ranks = _ranks(bench)
-    ranks[1][bench.ways.OURS].cached = 0.5
-    rows = bench.report.rows_of(bench.ways.WAYS, ranks, [])
+    ranks[1][bench.variants.OURS].cached = 0.5
+    rows = bench.report.rows_of(bench.variants.WAYS, ranks, [])
     assert "booster.save: 50% of the files were in memory" in "\n".join(bench.report.format_rows(rows))
 
 
-def test_goals_compare_with_what_was_measured(bench):
+def test_targets_compare_with_what_was_measured(bench):
     ranks = _ranks(bench)
     peaks = [{name: bench.measure.Peaks(save=81 * MIB, load=80 * MIB) for name in ranks[0]}]
-    goals = bench.report.goals_of(ranks, bench.report.rows_of(bench.ways.WAYS, ranks, peaks))
-    verdicts = {goal.what: (round(goal.value, 3), goal.verdict) for goal in goals}
+    targets = bench.report.targets_of(ranks, bench.report.rows_of(bench.variants.WAYS, ranks, peaks))
+    verdicts = {target.what: (round(target.value, 3), target.verdict) for target in targets}
     assert verdicts == {
         "durable save: share of raw O_DIRECT": (1.0, "PASS"),
         "durable save: times as fast as save_file and fsync": (3.0, "PASS"),
@@ -154,38 +154,38 @@ def test_goals_compare_with_what_was_measured(bench):
 
 def test_the_limits_and_the_peers_save_and_load(bench, disk):
     names = [
-        bench.ways.BASELINE,
-        bench.ways.SAFETENSORS,
+        bench.variants.BASELINE,
+        bench.variants.SAFETENSORS,
         "torch.save, fsync",
-        bench.ways.DCP,
-        bench.ways.ASYNC_BASELINE,
+        bench.variants.DCP,
+        bench.variants.ASYNC_BASELINE,
     ]
-    for times, peaks in run_ranks(checkpoint_ways.measure, 2, str(disk), MIB, names, fresh=True):
+    for times, peaks in run_ranks(checkpoint_bench_ranks.measure, 2, str(disk), MIB, names, fresh=True):
         assert list(times) == names
         assert list(peaks) == names
         assert all(len(one["saves"]) == 2 for one in times.values())
         assert [len(one["loads"]) for one in times.values()] == [2, 2, 2, 2, 0]
         assert all(one["cached"] <= bench.disk.COLD_SHARE for one in times.values())
-        assert peaks[bench.ways.SAFETENSORS]["load"] > 0
+        assert peaks[bench.variants.SAFETENSORS]["load"] > 0
     assert not os.listdir(disk)
 
 
 def test_ours_saves_and_loads(bench, disk):
-    names = [bench.ways.OURS, bench.ways.OURS_ASYNC]
-    ((times, _), _) = run_ranks(checkpoint_ways.measure, 2, str(disk), MIB, names, fresh=True)
+    names = [bench.variants.OURS, bench.variants.OURS_ASYNC]
+    ((times, _), _) = run_ranks(checkpoint_bench_ranks.measure, 2, str(disk), MIB, names, fresh=True)
     assert list(times) == names
-    assert len(times[bench.ways.OURS]["loads"]) == len(times[bench.ways.OURS_ASYNC]["settles"]) == 2
+    assert len(times[bench.variants.OURS]["loads"]) == len(times[bench.variants.OURS_ASYNC]["settles"]) == 2
     assert not os.listdir(disk)
 
 
 def test_a_load_that_brings_back_less_fails_the_run(tmp_path):
     with pytest.raises(RanksFailed, match="'forgetful' failed: the load did not bring back what was saved"):
-        run_ranks(checkpoint_ways.measure_forgetful, 2, str(tmp_path), MIB, fresh=True)
+        run_ranks(checkpoint_bench_ranks.measure_forgetful, 2, str(tmp_path), MIB, fresh=True)
 
 
 @pytest.mark.slow
 def test_the_whole_script(disk):
-    script = checkpoint_ways.BENCHMARKS / "checkpoint.py"
+    script = checkpoint_bench_ranks.BENCHMARKS / "checkpoint" / "run.py"
     arguments = ["--size-mib", "1", "--repeats", "1", "--directory", str(disk)]
     command = [sys.executable, str(script), *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
@@ -203,5 +203,5 @@ def test_a_directory_in_memory_is_refused(bench, capsys):
 
 
 def test_rows_are_ready_for_json(bench):
-    rows = bench.report.rows_of(bench.ways.WAYS, _ranks(bench), [])
-    assert json.loads(json.dumps([asdict(row) for row in rows]))[0]["name"] == bench.ways.BASELINE
+    rows = bench.report.rows_of(bench.variants.WAYS, _ranks(bench), [])
+    assert json.loads(json.dumps([asdict(row) for row in rows]))[0]["name"] == bench.variants.BASELINE

@@ -1,4 +1,4 @@
-"""The measuring code of benchmarks/disk.py: figures and goals, what its ways move, and a short run."""
+"""The measuring code of benchmarks/disk/run.py: figures and targets, what its variants move, and a short run."""
 
 import importlib
 import os
@@ -18,9 +18,10 @@ def bench():
     before = list(sys.path)
     sys.path.insert(0, str(zero_bench_ranks.BENCHMARKS))
     try:
-        parts = {name: importlib.import_module(f"_disk_{name}") for name in ("raw", "report", "ways")}
-        others = {name: importlib.import_module(f"_{name}") for name in ("samples", "checkpoint_disk")}
-        return SimpleNamespace(**parts, **others, script=importlib.import_module("disk"))
+        parts = {name: importlib.import_module(f"disk.{name}") for name in ("raw", "report", "variants")}
+        others = {"samples": importlib.import_module("_harness.samples")}
+        others["checkpoint_disk"] = importlib.import_module("checkpoint.disk")
+        return SimpleNamespace(**parts, **others, script=importlib.import_module("disk.run"))
     finally:
         sys.path[:] = before
 
@@ -33,58 +34,63 @@ def disk(bench, tmp_path):
 
 
 def _samples(bench, loop, queue, step, memory):
-    seconds = {"raw: plain loop": loop, "raw: queue": queue, bench.ways.ON_DISK: step, bench.ways.IN_MEMORY: memory}
+    seconds = {
+        "raw: plain loop": loop,
+        "raw: queue": queue,
+        bench.variants.ON_DISK: step,
+        bench.variants.IN_MEMORY: memory,
+    }
     return {name: bench.samples.Samples(seconds=one, losses=[]) for name, one in seconds.items()}
 
 
-def test_shares_are_of_the_fastest_raw_way_of_the_round(bench):
+def test_shares_are_of_the_fastest_raw_variant_of_the_round(bench):
     samples = _samples(bench, [2.0, 4.0, 2.0], [4.0, 2.0, 2.0], [4.0, 4.0, 4.0], [1.0, 1.0, 1.0])
     counts = {name: bench.report.ByteCounts(read=100, written=60) for name in samples}
     rows = bench.report.rows_of(samples, counts)
     assert [row.share.median for row in rows] == [1.0, 1.0, 0.5, 2.0]
     assert rows[2].bytes_per_second == 40.0
     assert "0.500" in bench.report.format_rows(rows)
-    share, times = bench.report.goals_of(samples)
+    share, times = bench.report.targets_of(samples)
     assert (share.value, share.verdict) == (0.5, "FAIL")
     assert (times.value, times.verdict) == (2.0, "FAIL")
 
 
 def test_the_limit_is_the_larger_of_disk_and_arithmetic(bench):
     samples = _samples(bench, [2.0] * 3, [3.0] * 3, [4.0] * 3, [4.0] * 3)
-    share, times = bench.report.goals_of(samples)
+    share, times = bench.report.targets_of(samples)
     assert share.value == 0.5
     assert (times.value, times.verdict) == (1.0, "PASS")
 
 
-def test_ways_move_the_same_bytes_and_leave_the_states_valid(bench, disk):
-    ways = bench.ways.Ways(disk, 1, ["python"])
-    steps = ways.steps()
-    assert ways.num_bytes == 16 * MIB == 8 * ways.num_parameters
-    assert list(steps) == ["raw: plain loop", "raw: queue, python", bench.ways.ON_DISK, bench.ways.IN_MEMORY]
+def test_variants_move_the_same_bytes_and_leave_the_states_valid(bench, disk):
+    variants = bench.variants.Variants(disk, 1, ["python"])
+    steps = variants.steps()
+    assert variants.num_bytes == 16 * MIB == 8 * variants.num_parameters
+    assert list(steps) == ["raw: plain loop", "raw: queue, python", bench.variants.ON_DISK, bench.variants.IN_MEMORY]
     for index in range(3):
         for name in [*steps][index:] + [*steps][:index]:
             counts = bench.report.ByteCounts()
             bench.report.counting(steps[name], counts)(index)
-            expected = ways.num_bytes if ways.is_direct and name != bench.ways.IN_MEMORY else 0
-            if ways.is_direct:
+            expected = variants.num_bytes if variants.is_direct and name != bench.variants.IN_MEMORY else 0
+            if variants.is_direct:
                 assert expected <= counts.read <= expected + MIB
                 assert expected <= counts.written <= expected + MIB
-    assert ways.has_same_weights()
-    ways.close()
+    assert variants.has_same_weights()
+    variants.close()
 
 
 def test_wrong_states_are_noticed(bench, disk):
-    ways = bench.ways.Ways(disk, 1, ["python"])
-    ways.steps()[bench.ways.ON_DISK](0)
-    assert not ways.has_same_weights()
-    ways.close()
+    variants = bench.variants.Variants(disk, 1, ["python"])
+    variants.steps()[bench.variants.ON_DISK](0)
+    assert not variants.has_same_weights()
+    variants.close()
 
 
 def test_a_short_run(bench, disk, capsys):
     assert bench.script.main(["--directory", str(disk), "--parameters", "1", "--rounds", "3"]) == 0
     printed = capsys.readouterr().out
     assert "2.1M parameters, 3 paired rounds" in printed
-    assert bench.ways.ON_DISK in printed
+    assert bench.variants.ON_DISK in printed
     assert "share of the raw read and write bandwidth" in printed
     assert os.listdir(disk) == []
 

@@ -1,4 +1,4 @@
-"""The measuring code of benchmarks/gemini.py: engines, formulas, goals, limits of memory, and the search under them."""
+"""The measuring code of benchmarks/gemini: engines, formulas, targets, limits of memory, and the search under them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from harness import run_ranks
 
 MIB = 2**20
 STEPS = 4
-SCRIPT = gemini_bench_ranks.BENCHMARKS / "gemini.py"
+SCRIPT = gemini_bench_ranks.BENCHMARKS / "gemini" / "run.py"
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +91,7 @@ def test_a_payload_holds_the_largest_parameter(bench):
     assert bench.memory.payload_elements("50m", 8) == 8 * MIB
 
 
-# Goals.
+# Targets.
 
 
 def _comparison(bench, seconds, peaks=None, missing=()):
@@ -114,21 +114,21 @@ SECONDS = {
 }
 
 
-def test_goals_over_the_peers_that_were_measured(bench):
-    goals = bench.goals.speed_goals(_comparison(bench, SECONDS), "fp32")
-    assert {goal.what: (goal.high, goal.verdict) for goal in goals} == {
+def test_targets_over_the_peers_that_were_measured(bench):
+    targets = bench.targets.speed_targets(_comparison(bench, SECONDS), "fp32")
+    assert {target.what: (target.high, target.verdict) for target in targets} == {
         "Gemini static over torch DDP, t": (1.15, "PASS"),
         "Gemini static over FSDP2, t": (0.85, "NOISY"),
         "Gemini kept gathered over torch DDP, t": (1.02, "FAIL"),
     }
-    assert bench.goals.speed_goals(_comparison(bench, SECONDS), "bf16") == []
+    assert bench.targets.speed_targets(_comparison(bench, SECONDS), "bf16") == []
 
 
-def test_a_placement_that_could_not_be_built_misses_its_goals(bench):
+def test_a_placement_that_could_not_be_built_misses_its_targets(bench):
     comparison = _comparison(bench, SECONDS, missing=[bench.engines.STATES_ON_DISK, "DeepSpeed 3"])
-    goals = {goal.what: goal.verdict for goal in bench.goals.speed_goals(comparison, "fp32")}
-    assert goals[f"{bench.engines.STATES_ON_DISK} over torch DDP, t"] == "FAIL"
-    assert not any("DeepSpeed" in what for what in goals)
+    targets = {target.what: target.verdict for target in bench.targets.speed_targets(comparison, "fp32")}
+    assert targets[f"{bench.engines.STATES_ON_DISK} over torch DDP, t"] == "FAIL"
+    assert not any("DeepSpeed" in what for what in targets)
 
 
 def test_memory_is_compared_with_formula_and_fsdp(bench):
@@ -137,18 +137,21 @@ def test_memory_is_compared_with_formula_and_fsdp(bench):
     comparison = _comparison(bench, SECONDS, peaks={"Gemini static": 2 * expected, "FSDP2": 4 * expected})
     rows = bench.memory.memory_rows(comparison, "tiny", "fp32", 5 * MIB, 2)
     assert [row.name for row in rows] == ["Gemini static"]
-    over_formula, over_fsdp = bench.goals.memory_goals(comparison, rows)
+    over_formula, over_fsdp = bench.targets.memory_targets(comparison, rows)
     assert (over_formula.value, over_formula.verdict) == (pytest.approx(2.0, rel=0.01), "FAIL")
     assert (over_fsdp.value, over_fsdp.verdict) == (0.5, "PASS")
-    assert [goal.verdict for goal in bench.goals.memory_goals(_comparison(bench, SECONDS), [])] == ["FAIL", "FAIL"]
+    assert [target.verdict for target in bench.targets.memory_targets(_comparison(bench, SECONDS), [])] == [
+        "FAIL",
+        "FAIL",
+    ]
 
 
-def test_the_goal_of_the_largest_model(bench):
-    goal = partial(bench.goals.largest_goal, limit_bytes=700 * MIB)
-    assert goal(800, 100).verdict == "PASS"
-    assert goal(799, 100).verdict == "FAIL"
-    assert goal(None, 100).verdict == "FAIL"
-    assert "700 MiB a process" in goal(800, 100).what
+def test_the_target_of_the_largest_model(bench):
+    target = partial(bench.targets.largest_target, limit_bytes=700 * MIB)
+    assert target(800, 100).verdict == "PASS"
+    assert target(799, 100).verdict == "FAIL"
+    assert target(None, 100).verdict == "FAIL"
+    assert "700 MiB a process" in target(800, 100).what
 
 
 # The search.
@@ -248,19 +251,19 @@ def test_groups_are_removed(bench, tmp_path, monkeypatch):
 
 
 def test_weights_are_counted_by_layer(bench):
-    shape = bench.contestants.shape_of(64, 5)
+    shape = bench.systems.shape_of(64, 5)
     assert shape.heads == 1
     weights = sum(parameter.numel() for parameter in bench.gpt.make_gpt(shape).parameters())
-    assert bench.contestants.num_parameters(shape) == weights
+    assert bench.systems.num_parameters(shape) == weights
     assert bench.largest._layers_of(weights, 64) == 5
     assert bench.largest._layers_of(weights - 1, 64) == 4
     assert bench.largest._layers_of(0, 64) == 1
 
 
-def test_contestants_train(bench):
-    names = [contestant.name for contestant in bench.contestants.CONTESTANTS]
-    assert names == ["torch DDP", "FSDP2", bench.contestants.OURS]
-    for losses in run_ranks(gemini_bench_ranks.train_contestants, 2, names, 2, timeout=120):
+def test_systems_train(bench):
+    names = [system.name for system in bench.systems.SYSTEMS]
+    assert names == ["torch DDP", "FSDP2", bench.systems.OURS]
+    for losses in run_ranks(gemini_bench_ranks.train_systems, 2, names, 2, timeout=120):
         assert list(losses) == names
         for loss in losses.values():  # about that of a guess among all tokens, ln 8192
             assert loss == pytest.approx(9.01, abs=0.5)
@@ -272,23 +275,23 @@ def _conditions(bench, tmp_path, seconds=1000.0):
 
 
 def _pretend(bench, monkeypatch, capacities, message="out of memory"):
-    """Lets contestants train as many layers as their capacity says; returns the layers that were tried with a limit."""
+    """Lets systems train as many layers as their capacity says; returns the layers that were tried with a limit."""
     tried = []
 
-    def train(contestant, conditions, layers, limit_bytes, seconds):
+    def train(system, conditions, layers, limit_bytes, seconds):
         if limit_bytes is not None:
-            tried.append((contestant.name, layers))
-            if layers > capacities[contestant.name]:
+            tried.append((system.name, layers))
+            if layers > capacities[system.name]:
                 raise bench.pair.RankError(message)
         peak = layers * MIB
-        return [bench.contestants.Trained(peak_bytes=peak, build_seconds=1.0, step_seconds=2.0, loss=9.0)] * 2
+        return [bench.systems.Trained(peak_bytes=peak, build_seconds=1.0, step_seconds=2.0, loss=9.0)] * 2
 
     monkeypatch.setattr(bench.largest, "_train", train)
     return tried
 
 
 def test_the_largest_models_are_found(bench, tmp_path, monkeypatch):
-    capacities = {"torch DDP": 100, "FSDP2": 1, bench.contestants.OURS: 1500}
+    capacities = {"torch DDP": 100, "FSDP2": 1, bench.systems.OURS: 1500}
     tried = _pretend(bench, monkeypatch, capacities)
     conditions = _conditions(bench, tmp_path)
     records = list(bench.largest.measure_largest(conditions))
@@ -298,9 +301,9 @@ def test_the_largest_models_are_found(bench, tmp_path, monkeypatch):
         assert capacity / 1.08 - 1 <= record.found.largest <= capacity
         assert record.largest.layers == record.found.largest
     largest = dict(zip(capacities, map(bench.largest.weights_of, records), strict=True))
-    first = next(layers for name, layers in tried if name == bench.contestants.OURS)
-    reached = bench.contestants.num_parameters(bench.contestants.shape_of(64, first))
-    assert 8 * largest["torch DDP"] < reached < 8.1 * largest["torch DDP"]  # ours begins at the goal
+    first = next(layers for name, layers in tried if name == bench.systems.OURS)
+    reached = bench.systems.num_parameters(bench.systems.shape_of(64, first))
+    assert 8 * largest["torch DDP"] < reached < 8.1 * largest["torch DDP"]  # ours begins at the target
     table = bench.largest.format_records(records, conditions)
     assert "by RLIMIT_DATA, and private and shared memory" in table
     assert "does not fit" in table
@@ -308,7 +311,7 @@ def test_the_largest_models_are_found(bench, tmp_path, monkeypatch):
 
 
 def test_an_error_that_memory_does_not_explain_is_reported(bench, tmp_path, monkeypatch):
-    _pretend(bench, monkeypatch, {"torch DDP": 0, "FSDP2": 0, bench.contestants.OURS: 0}, "the loss of step 0 is nan")
+    _pretend(bench, monkeypatch, {"torch DDP": 0, "FSDP2": 0, bench.systems.OURS: 0}, "the loss of step 0 is nan")
     conditions = _conditions(bench, tmp_path)
     records = list(bench.largest.measure_largest(conditions))
     assert [record.error for record in records] == ["the loss of step 0 is nan"] * 3
@@ -318,7 +321,7 @@ def test_an_error_that_memory_does_not_explain_is_reported(bench, tmp_path, monk
 
 def test_a_model_that_is_too_slow_is_told_from_one_that_is_too_large(bench, tmp_path, monkeypatch):
     message = "ranks [0] of 2 gave no result within 100 s"
-    _pretend(bench, monkeypatch, {"torch DDP": 50, "FSDP2": 50, bench.contestants.OURS: 50}, message)
+    _pretend(bench, monkeypatch, {"torch DDP": 50, "FSDP2": 50, bench.systems.OURS: 50}, message)
     conditions = _conditions(bench, tmp_path)
     records = list(bench.largest.measure_largest(conditions))
     assert {one.outcome for record in records for one in record.tries} == {"fits", "not done in time"}
@@ -326,7 +329,7 @@ def test_a_model_that_is_too_slow_is_told_from_one_that_is_too_large(bench, tmp_
 
 
 def test_a_search_without_time_says_so(bench, tmp_path, monkeypatch):
-    _pretend(bench, monkeypatch, {"torch DDP": 50, "FSDP2": 50, bench.contestants.OURS: 50})
+    _pretend(bench, monkeypatch, {"torch DDP": 50, "FSDP2": 50, bench.systems.OURS: 50})
     conditions = _conditions(bench, tmp_path, seconds=0.0)
     records = list(bench.largest.measure_largest(conditions))
     assert all(record.largest is None and not record.tries for record in records)

@@ -24,8 +24,9 @@ def suite():
     """The benchmark modules under their names; both folders are on the path while a test of this file runs."""
     before = list(sys.path)
     sys.path.insert(0, str(SCRIPT.parent))
-    names = ("gpu_suite", "_gpt", "_gpu_cases", "_gpu_large", "_gpu_large_engines", "_gpu_measure", "_pair", "_samples")
-    yield SimpleNamespace(**{name.lstrip("_"): importlib.import_module(name) for name in names})
+    harness = ("_harness.gpt", "_harness.pair", "_harness.samples")
+    names = ("gpu_suite", "gpu.cases", "gpu.large", "gpu.large_engines", "gpu.measure", *harness)
+    yield SimpleNamespace(**{name.rpartition(".")[2]: importlib.import_module(name) for name in names})
     sys.path[:] = before
 
 
@@ -52,14 +53,14 @@ def test_the_model_fits_the_memory(suite):
 
 
 def test_every_required_case_is_there_once(suite):
-    names = [case.name for case in suite.gpu_cases.CASES]
+    names = [case.name for case in suite.cases.CASES]
     assert len(names) == len(set(names))
     required = {"fp32", "bf16", "fp16", "fp16_naive", "fp16_apex O1", "fp16_apex O2", "fp8", "torch_ddp bf16"}
     required |= {"low_level_zero 1 fp32", "low_level_zero 1 bf16", "low_level_zero 2 bf16", "low_level_zero 2 fp16"}
     required |= {"torch_fsdp FULL_SHARD fp32", "torch_fsdp FULL_SHARD bf16", "torch_fsdp SHARD_GRAD_OP bf16"}
     required |= {"gemini static fp32", "gemini static bf16", "gemini auto bf16", "gemini cpu bf16"}
     assert required <= set(names)
-    assert suite.gpu_cases.case_named("fp8").name == "fp8"
+    assert suite.cases.case_named("fp8").name == "fp8"
 
 
 def test_figures_of_an_engine(suite):
@@ -67,7 +68,7 @@ def test_figures_of_an_engine(suite):
     samples = suite.samples.Samples(seconds=[1.0, 1.0, 1.0], losses=[2.0, 2.0, 2.0])
     engine = suite.pair.Engine(name="plain", build=int)
     (report,) = suite.pair.report_engines([engine], [({"plain": "measured"}, {"plain": samples})], {})
-    figures = suite.gpu_measure.engine_figures(report, size, ceiling_tflops=1e-3)
+    figures = suite.measure.engine_figures(report, size, ceiling_tflops=1e-3)
     tflops = suite.gpt.step_flops(size) / 1e12
     assert figures["tflops"] == pytest.approx(tflops)
     assert figures["mfu"] == pytest.approx(tflops / 1e-3)
@@ -89,7 +90,7 @@ def test_failures_reach_table_and_exit_code(suite):
 
 
 def test_every_way_to_train_a_large_model_is_there_once(suite):
-    names = [engine.name for engine in suite.gpu_large_engines.LARGE]
+    names = [engine.name for engine in suite.large_engines.LARGE]
     assert names[:3] == ["plain torch", "FSDP2", "FSDP2, CPU offload"]
     assert {
         "LowLevelZero 2",
@@ -100,25 +101,25 @@ def test_every_way_to_train_a_large_model_is_there_once(suite):
         "Gemini cpu",
     } <= set(names)
     assert len(set(names)) == len(names)
-    assert suite.gpu_large_engines.large_engine("Gemini cpu").name == "Gemini cpu"
+    assert suite.large_engines.large_engine("Gemini cpu").name == "Gemini cpu"
     fractions = [
         engine.build.keywords["arguments"].get("offload_optim_frac", 0.0)
-        for engine in suite.gpu_large_engines.LARGE
+        for engine in suite.large_engines.LARGE
         if engine.name.startswith("Gemini static")
     ]
     assert set(fractions) == {0.0, 0.5, 1.0}
 
 
 def test_the_ladder_climbs(suite):
-    weights = [suite.gpu_large.num_parameters(size) for size in suite.gpu_large_engines.LADDER]
+    weights = [suite.large.num_parameters(size) for size in suite.large_engines.LADDER]
     assert weights == sorted(weights)
     assert weights[0] == pytest.approx(1.3e9, rel=0.1)
     assert weights[-1] > 20e9
-    assert all(size.width % size.heads == 0 for size in suite.gpu_large_engines.LADDER)
+    assert all(size.width % size.heads == 0 for size in suite.large_engines.LADDER)
 
 
 def test_the_physical_limit_of_the_memory(suite):
-    engines = {engine.name: engine for engine in suite.gpu_large_engines.LARGE}
+    engines = {engine.name: engine for engine in suite.large_engines.LARGE}
     assert engines["FSDP2"].limit(160.0, 1.0) == 10.0
     assert engines["FSDP2, CPU offload"].limit(1.0, 160.0) == 10.0
     assert engines["Gemini static, all states"].limit(40.0, 60.0) == 5.0
@@ -137,22 +138,22 @@ def _large_models(suite, monkeypatch, capacity, part, message="out of memory", s
         if size.layers > capacity:
             raise suite.pair.RankError(message)
         memory = {"build_device_bytes": 2**20, "peak_device_bytes": 2**20, "peak_host_bytes": None}
-        return [suite.gpu_large.Run(seconds=[1.0, 2.0], loss=9.0, **memory)]
+        return [suite.large.Run(seconds=[1.0, 2.0], loss=9.0, **memory)]
 
-    monkeypatch.setattr(suite.gpu_large, "on_ranks", on_ranks)
-    device = suite.gpu_measure.Device(name="d", free_bytes=2**40, ceiling_tflops=1.0, ceiling_side=8)
+    monkeypatch.setattr(suite.large, "on_ranks", on_ranks)
+    device = suite.measure.Device(name="d", free_bytes=2**40, ceiling_tflops=1.0, ceiling_side=8)
     deadline = time.time() + seconds
-    return suite.gpu_large.measure_large(part, "cpu", deadline, device, is_tiny=True, names=names), tried
+    return suite.large.measure_large(part, "cpu", deadline, device, is_tiny=True, names=names), tried
 
 
 def test_large_models_are_measured_in_two_interleaved_rounds(suite, monkeypatch):
     engines, tried = _large_models(suite, monkeypatch, 4, "large")
-    names = [engine.name for engine in suite.gpu_large_engines.LARGE]
+    names = [engine.name for engine in suite.large_engines.LARGE]
     assert [name for name, _ in tried] == [*names, *names[::-1]]
     assert [engine["name"] for engine in engines] == names
     assert all(len(engine["runs"]) == 2 and engine["seconds"]["median"] == 1.5 for engine in engines)
     assert json.loads(json.dumps(engines)) == engines
-    assert not any(map(suite.gpu_large.large_has_failed, engines))
+    assert not any(map(suite.large.large_has_failed, engines))
 
 
 def test_large_models_can_be_chosen_by_parts_of_their_names(suite, monkeypatch):
@@ -162,27 +163,27 @@ def test_large_models_can_be_chosen_by_parts_of_their_names(suite, monkeypatch):
 
 def test_the_largest_model_of_the_ladder_is_found(suite, monkeypatch):
     engines, tried = _large_models(suite, monkeypatch, 3, "largest")
-    climbers = [engine.name for engine in suite.gpu_large_engines.LARGE if engine.climbs]
+    climbers = [engine.name for engine in suite.large_engines.LARGE if engine.climbs]
     assert [engine["name"] for engine in engines] == climbers
     assert [layers for name, layers in tried if name == climbers[0]] == [4, 2]  # the limit says that both would fit
     for engine in engines:
         assert engine["size"]["layers"] == 2
         assert [one["outcome"] for one in engine["tried"]] == ["does not fit", "fits"]
-    lines = suite.gpu_large.format_large(engines)
+    lines = suite.large.format_large(engines)
     assert any(line.startswith(climbers[0]) and line.endswith("does not fit") for line in lines)
 
 
 def test_errors_of_large_models_fail_the_suite(suite, monkeypatch):
-    for part in suite.gpu_large.PARTS:
+    for part in suite.large.PARTS:
         engines, _ = _large_models(suite, monkeypatch, 0, part, "it broke")
-        assert all(map(suite.gpu_large.large_has_failed, engines))
+        assert all(map(suite.large.large_has_failed, engines))
         assert suite.gpu_suite.exit_code({"tests": None, "cases": [], "large": engines}) == 1
         too_large, _ = _large_models(suite, monkeypatch, 0, part)
         assert suite.gpu_suite.exit_code({"tests": None, "cases": [], "large": too_large}) == 0
 
 
 def test_large_models_without_time_are_told_so(suite, monkeypatch):
-    for part in suite.gpu_large.PARTS:
+    for part in suite.large.PARTS:
         engines, tried = _large_models(suite, monkeypatch, 4, part, seconds=-1.0)
         assert not tried
         assert all(engine["outcome"] == "no time was left" for engine in engines)
@@ -190,7 +191,7 @@ def test_large_models_without_time_are_told_so(suite, monkeypatch):
 
 @pytest.mark.parametrize("name", ["fp32", "fp16_naive"])
 def test_plain_torch_and_the_booster_train_alike(suite, name):
-    engines = suite.gpu_cases.case_named(name).engines(suite.gpt.SIZES["tiny"], torch.device("cpu"))
+    engines = suite.cases.case_named(name).engines(suite.gpt.SIZES["tiny"], torch.device("cpu"))
     plain, boosted = ([float(step(index)) for index in range(3)] for step in (engine.build() for engine in engines))
     assert plain[0] > plain[2] > 0
     # The same arithmetic in the same formats; fp16 rounds at 1e-3.
@@ -220,7 +221,7 @@ def test_dry_run_on_the_cpu(suite, tmp_path):
     assert document["is_dry_run"]
     assert document["tests"]["exit_code"] == 0
     assert document["versions"]["torch"] == torch.__version__
-    assert [case["name"] for case in document["cases"]] == [case.name for case in suite.gpu_cases.CASES]
+    assert [case["name"] for case in document["cases"]] == [case.name for case in suite.cases.CASES]
     for case in document["cases"]:
         names = [engine["name"] for engine in case["engines"]]
         assert names == ["plain torch", "plain torch (control)", "booster"]

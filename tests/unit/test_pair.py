@@ -32,8 +32,8 @@ BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 def tool():
     """The benchmark modules under their names; the folder is on the path while a test of this file runs."""
     sys.path.insert(0, str(BENCHMARKS))
-    names = ("_engine", "_goals", "_gpt", "_memory", "_pair", "_ranks", "_samples", "_table", "_timing")
-    modules: dict[str, ModuleType] = {name[1:]: importlib.import_module(name) for name in names}
+    names = ("engine", "targets", "gpt", "memory", "pair", "ranks", "samples", "table", "timing")
+    modules: dict[str, ModuleType] = {name: importlib.import_module(f"_harness.{name}") for name in names}
     yield SimpleNamespace(**modules)
     sys.path.remove(str(BENCHMARKS))
 
@@ -86,14 +86,14 @@ def test_loss_differences_see_nan(tool):
     assert difference([], []) == 0.0
 
 
-def test_goals(tool):
-    goal = partial(tool.goals.Goal, what="ratio", low=0.97, high=1.01)
-    assert goal(value=1.01).verdict == "PASS"
-    assert goal(value=1.02).verdict == "FAIL"
-    assert goal(value=1.02, interval=(1.0, 1.04)).verdict == "NOISY"
-    assert goal(value=1.02, interval=(1.015, 1.04)).verdict == "FAIL"
-    assert not goal(value=None).is_met
-    assert "goal 0.97 to 1.01, control 1" in str(goal(value=1.0, control=1.0))
+def test_targets(tool):
+    target = partial(tool.targets.Target, what="ratio", low=0.97, high=1.01)
+    assert target(value=1.01).verdict == "PASS"
+    assert target(value=1.02).verdict == "FAIL"
+    assert target(value=1.02, interval=(1.0, 1.04)).verdict == "NOISY"
+    assert target(value=1.02, interval=(1.015, 1.04)).verdict == "FAIL"
+    assert not target(value=None).is_met
+    assert "target 0.97 to 1.01, control 1" in str(target(value=1.0, control=1.0))
 
 
 # Processes.
@@ -207,13 +207,15 @@ def test_json_has_no_nan(tool, tmp_path):
 
 def test_json_has_no_absolute_path(tool, tmp_path):
     repository = tool.pair.RESULTS.parent.parent
-    text = f'1/2 of GB/s\n  File "{repository}/benchmarks/zero.py", line 3\n  File "/opt/python3.11/lib/x.py", line 4'
+    text = (
+        f'1/2 of GB/s\n  File "{repository}/benchmarks/zero/run.py", line 3\n  File "/opt/python3.11/lib/x.py", line 4'
+    )
     document = {"arguments": {"directory": str(repository / "runs"), "output": Path("/tmp/b")}, "detail": [text]}
     written = json.loads(tool.pair.write_json("figures", document, tmp_path).read_text())
     elsewhere = os.path.relpath("/", repository)
     assert written["arguments"] == {"directory": "runs", "output": f"{elsewhere}/tmp/b"}
     assert written["detail"] == [
-        f'1/2 of GB/s\n  File "benchmarks/zero.py", line 3\n  File "{elsewhere}/opt/python3.11/lib/x.py", line 4'
+        f'1/2 of GB/s\n  File "benchmarks/zero/run.py", line 3\n  File "{elsewhere}/opt/python3.11/lib/x.py", line 4'
     ]
 
 

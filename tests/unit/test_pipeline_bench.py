@@ -1,4 +1,4 @@
-"""The measuring code of benchmarks/pipeline.py: its engines on a tiny model, formulas, goals, a run of the script."""
+"""The measuring code of benchmarks/pipeline: its engines on a tiny model, formulas, targets, a run of the script."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_pieces_of_the_last_stage(bench, style, positions):
     assert bench.engines.STYLES[style].positions(1) == positions
 
 
-# Goals.
+# Targets.
 
 
 def _comparison(bench, seconds):
@@ -90,9 +90,9 @@ def _comparison(bench, seconds):
     return bench.pair.Comparison(title="t", world=world, schedule=schedule, engines=reports)
 
 
-def test_goals_are_over_what_the_schedule_allows(bench):
+def test_targets_are_over_what_the_schedule_allows(bench):
     comparison = _comparison(bench, {"ours, 1f1b": [9.18] * 3, "ours, zbv": [8.8] * 3})
-    pipelined, without_bubble = bench.report.pipeline_goals(comparison, ["1f1b", "zbv"], 8)
+    pipelined, without_bubble = bench.report.pipeline_targets(comparison, ["1f1b", "zbv"], 8)
     assert pipelined.value == pytest.approx(1.02)
     assert (pipelined.high, pipelined.verdict) == (1.03, "PASS")
     assert without_bubble.value == pytest.approx(1.1)
@@ -101,8 +101,8 @@ def test_goals_are_over_what_the_schedule_allows(bench):
 
 def test_what_was_not_measured_is_not_met(bench):
     comparison = _comparison(bench, {"torch, gpipe": [9.0] * 3})
-    (goal,) = bench.report.pipeline_goals(comparison, ["gpipe"], 8)
-    assert (goal.value, goal.verdict) == (None, "FAIL")
+    (target,) = bench.report.pipeline_targets(comparison, ["gpipe"], 8)
+    assert (target.value, target.verdict) == (None, "FAIL")
     lines = bench.report.theory_table(comparison, ["gpipe"], 8).splitlines()
     assert "1.000" in lines[-1]
     assert lines[-1].split()[-1] == "-"
@@ -115,7 +115,7 @@ def test_steps(bench, arguments, steps):
 
 @pytest.mark.slow
 def test_the_whole_script():
-    script = str(pipeline_bench_ranks.BENCHMARKS / "pipeline.py")
+    script = str(pipeline_bench_ranks.BENCHMARKS / "pipeline" / "run.py")
     command = [sys.executable, script, "--size", "tiny", "--steps", "3", "--memory"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

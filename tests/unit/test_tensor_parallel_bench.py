@@ -1,4 +1,4 @@
-"""The measuring code of benchmarks/tensor_parallel.py: its engines on a tiny model, goals, and a run of the script."""
+"""The measuring code of benchmarks/tensor_parallel: its engines on a tiny model, targets, and a run of the script."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_a_share_that_is_not_equal_is_refused(bench):
         bench.llama.LLAMA_SIZES["tiny"].share(3)
 
 
-# Goals.
+# Targets.
 
 
 def _comparison(bench, seconds):
@@ -69,20 +69,20 @@ def _comparison(bench, seconds):
     return bench.pair.Comparison(title="t", world=world, schedule=schedule, engines=reports)
 
 
-def test_goals_are_over_the_floor_and_over_dtensor(bench):
+def test_targets_are_over_the_floor_and_over_dtensor(bench):
     engines = bench.engines
     comparison = _comparison(bench, {engines.DTENSOR: [1.4] * 3, engines.OURS: [1.12] * 3})
-    over_half, over_dtensor = bench.script.speed_goals(comparison)
+    over_half, over_dtensor = bench.script.speed_targets(comparison)
     assert (over_half.value, over_half.high, over_half.verdict) == (1.12, 1.15, "PASS")
     assert over_dtensor.value == pytest.approx(0.8)
     assert (over_dtensor.high, over_dtensor.verdict) == (0.85, "PASS")
     comparison = _comparison(bench, {engines.DTENSOR: [1.4] * 3, engines.OURS: [1.3] * 3})
-    assert [goal.verdict for goal in bench.script.speed_goals(comparison)] == ["FAIL", "FAIL"]
+    assert [target.verdict for target in bench.script.speed_targets(comparison)] == ["FAIL", "FAIL"]
 
 
 def test_what_was_not_measured_is_not_met(bench):
     comparison = _comparison(bench, {bench.engines.DTENSOR: [1.4] * 3})
-    assert [goal.verdict for goal in bench.script.speed_goals(comparison)] == ["FAIL", "FAIL"]
+    assert [target.verdict for target in bench.script.speed_targets(comparison)] == ["FAIL", "FAIL"]
 
 
 @pytest.mark.parametrize(("arguments", "steps"), [([], 40), (["--quick"], 4), (["--steps", "70", "--quick"], 7)])
@@ -93,7 +93,7 @@ def test_steps(bench, arguments, steps):
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [["--memory", "--sequence-modes"], ["--no-shared-memory"]])
 def test_the_whole_script(options):
-    script = str(tensor_parallel_bench_ranks.BENCHMARKS / "tensor_parallel.py")
+    script = str(tensor_parallel_bench_ranks.BENCHMARKS / "tensor_parallel" / "run.py")
     command = [sys.executable, script, "--size", "tiny", "--steps", "3", *options]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -1,4 +1,4 @@
-"""The measuring code of benchmarks/zero.py: its engines on a tiny model, formulas, goals, and a run of the script."""
+"""The measuring code of benchmarks/zero: its engines on a tiny model, formulas, targets, and a run of the script."""
 
 from __future__ import annotations
 
@@ -69,20 +69,20 @@ def test_ours_train_as_the_baseline_does(bench, precision, tolerance):
 
 
 @PRECISIONS
-def test_the_plugin_trains_as_fsdp_by_hand(bench, precision, tolerance):
+def test_the_plugin_trains_as_fsdp_manual(bench, precision, tolerance):
     names = [engine.name for engine in bench.fsdp.engines_of("tiny", precision)]
     assert len(set(names)) == len(names) == 6
     for losses in run_ranks(zero_bench_ranks.train, 2, precision, names, STEPS, "fsdp"):
         assert list(losses) == names
-        baseline = losses[bench.fsdp.by_hand_name("FULL_SHARD")]
+        baseline = losses[bench.fsdp.manual_name("FULL_SHARD")]
         for others in losses.values():
             assert others == pytest.approx(baseline, abs=tolerance)
 
 
 def test_only_the_wrapper_tells_the_plugin_from_its_twin(bench):
     """Both gather and reduce the same units as often through the same collectives; FSDP2 alone uses its own."""
-    by_hand = [bench.fsdp.by_hand_name("FULL_SHARD", has_our_collectives=has_ours) for has_ours in (False, True)]
-    names = [*by_hand, bench.fsdp.plugin_name("FULL_SHARD")]
+    manual = [bench.fsdp.manual_name("FULL_SHARD", has_our_collectives=has_ours) for has_ours in (False, True)]
+    names = [*manual, bench.fsdp.plugin_name("FULL_SHARD")]
     for calls in run_ranks(zero_bench_ranks.count_calls, 2, names, 2):
         own, twin, plugin = (calls[name] for name in names)
         assert not own
@@ -91,10 +91,10 @@ def test_only_the_wrapper_tells_the_plugin_from_its_twin(bench):
 
 
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
-def test_the_plugin_keeps_what_fsdp_by_hand_keeps(strategy):
-    by_hand = run_ranks(zero_bench_ranks.gathered_after_forward, 2, strategy, False)
-    assert by_hand == run_ranks(zero_bench_ranks.gathered_after_forward, 2, strategy, True)
-    for names in by_hand:
+def test_the_plugin_keeps_what_fsdp_manual_keeps(strategy):
+    manual = run_ranks(zero_bench_ranks.gathered_after_forward, 2, strategy, False)
+    assert manual == run_ranks(zero_bench_ranks.gathered_after_forward, 2, strategy, True)
+    for names in manual:
         assert "head.weight" in names
         assert any(name.startswith("blocks.") for name in names) == (strategy == "SHARD_GRAD_OP")
 
@@ -160,7 +160,7 @@ def test_the_sizes_are_what_they_are_called(bench, size, num_parameters):
     assert bench.memory.num_parameters(size) == pytest.approx(num_parameters, rel=0.01)
 
 
-# Ratios and goals.
+# Ratios and targets.
 
 
 def _comparison(bench, seconds, peak=None, missing=()):
@@ -210,15 +210,20 @@ def test_tokens_per_second_are_in_the_table(bench):
     assert cells["LowLevelZero 2"] == "-"
 
 
-def test_goals_over_the_peers_that_were_measured(bench):
+def test_targets_over_the_peers_that_were_measured(bench):
     comparison = _comparison(bench, SECONDS)
-    goals = {goal.what: (goal.value, goal.high, goal.verdict) for goal in bench.goals.speed_goals(comparison, "fp32")}
-    assert goals == {
+    targets = {
+        target.what: (target.value, target.high, target.verdict)
+        for target in bench.targets.speed_targets(comparison, "fp32")
+    }
+    assert targets == {
         "LowLevelZero 1 over torch DDP, t": (0.5, 1.0, "PASS"),
         "LowLevelZero 1 over DeepSpeed 1, t": (0.25, 0.8, "PASS"),
         "LowLevelZero 1 over ZeroRedundancyOptimizer, t": (1.0, 0.95, "NOISY"),
     }
-    assert [goal.what for goal in bench.goals.speed_goals(comparison, "bf16")] == ["LowLevelZero 1 over torch DDP, t"]
+    assert [target.what for target in bench.targets.speed_targets(comparison, "bf16")] == [
+        "LowLevelZero 1 over torch DDP, t"
+    ]
 
 
 FSDP_SECONDS = {
@@ -232,32 +237,32 @@ FSDP_SECONDS = {
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_goals_of_the_plugin_over_its_twins(bench, precision):
+def test_targets_of_the_plugin_over_its_twins(bench, precision):
     comparison = _comparison(bench, FSDP_SECONDS)
-    goals = bench.goals.wrapper_goals(comparison, precision)
-    assert {goal.what: (goal.value, goal.verdict, goal.interval) for goal in goals} == {
+    targets = bench.targets.wrapper_targets(comparison, precision)
+    assert {target.what: (target.value, target.verdict, target.interval) for target in targets} == {
         "TorchFSDPPlugin FULL_SHARD over FSDP2 FULL_SHARD, t": (0.51, "PASS", (0.51, 0.52)),
         "TorchFSDPPlugin FULL_SHARD over FSDP2 FULL_SHARD, our collectives, t": (1.02, "PASS", (1.02, 1.04)),
         "TorchFSDPPlugin SHARD_GRAD_OP over FSDP2 SHARD_GRAD_OP, t": (1.03, "NOISY", (1.0, 1.1)),
     }
-    assert {goal.high for goal in goals} == {1.02}
+    assert {target.high for target in targets} == {1.02}
 
 
-def test_a_plugin_that_could_not_be_built_misses_its_goals(bench):
+def test_a_plugin_that_could_not_be_built_misses_its_targets(bench):
     seconds = {name: values for name, values in FSDP_SECONDS.items() if not name.startswith("Torch")}
     comparison = _comparison(bench, seconds, missing=["TorchFSDPPlugin FULL_SHARD"])
-    assert [goal.verdict for goal in bench.goals.wrapper_goals(comparison, "fp32")] == ["FAIL", "FAIL"]
+    assert [target.verdict for target in bench.targets.wrapper_targets(comparison, "fp32")] == ["FAIL", "FAIL"]
 
 
-def test_a_stage_that_could_not_be_built_misses_its_goals(bench):
+def test_a_stage_that_could_not_be_built_misses_its_targets(bench):
     comparison = _comparison(bench, SECONDS, missing=["LowLevelZero 2", "DeepSpeed 2"])
-    goals = [goal for goal in bench.goals.speed_goals(comparison, "fp32") if "LowLevelZero 2" in goal.what]
-    assert [(goal.what, goal.verdict) for goal in goals] == [
+    targets = [target for target in bench.targets.speed_targets(comparison, "fp32") if "LowLevelZero 2" in target.what]
+    assert [(target.what, target.verdict) for target in targets] == [
         ("LowLevelZero 2 over torch DDP, t", "FAIL"),
         ("LowLevelZero 2 over ZeroRedundancyOptimizer, t", "FAIL"),
     ]
-    (goal, _) = bench.goals.memory_goals(comparison, [])
-    assert goal.verdict == "FAIL"
+    (target, _) = bench.targets.memory_targets(comparison, [])
+    assert target.verdict == "FAIL"
 
 
 def test_memory_is_compared_with_the_formula(bench):
@@ -266,8 +271,8 @@ def test_memory_is_compared_with_the_formula(bench):
     comparison = _comparison(bench, SECONDS, peak=2 * (formula.total + activations))
     rows = bench.memory.memory_rows(comparison, "tiny", "fp32", activations)
     assert [row.name for row in rows] == [name for name in SECONDS if name != "torch DDP (control)"]
-    (goal,) = bench.goals.memory_goals(comparison, rows)
-    assert (goal.value, goal.verdict) == (2.0, "FAIL")
+    (target,) = bench.targets.memory_targets(comparison, rows)
+    assert (target.value, target.verdict) == (2.0, "FAIL")
     assert "with 5.0 of activations" in bench.memory.format_memory(rows)
     assert "2.000" in bench.memory.format_memory(rows)
     assert json.loads(json.dumps([asdict(row) for row in rows]))[0]["name"] == "torch DDP"
@@ -310,7 +315,7 @@ def test_steps(bench, arguments, steps):
 
 
 def _run_script(*arguments):
-    command = [sys.executable, str(zero_bench_ranks.BENCHMARKS / "zero.py"), "--size", "tiny", "--steps", "3"]
+    command = [sys.executable, str(zero_bench_ranks.BENCHMARKS / "zero" / "run.py"), "--size", "tiny", "--steps", "3"]
     done = subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=900, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

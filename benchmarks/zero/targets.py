@@ -1,0 +1,82 @@
+"""Targets of benchmarks/zero: at most so much of a peer's step, at most so much of the formula's memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from _harness.pair import Comparison
+from _harness.targets import Target
+from zero.engines import BASELINE, REDUNDANCY, STAGES, deepspeed_name, our_name
+from zero.fsdp import manual_name, plugin_name
+from zero.manual import STRATEGIES
+from zero.memory import MemoryRow
+
+__all__ = ["memory_targets", "speed_targets", "wrapper_targets"]
+
+_OVER_BASELINE = 1.00
+_OVER_DEEPSPEED = 0.80
+_OVER_REDUNDANCY = 0.95
+_OVER_FORMULA = 1.10
+_OVER_BY_HAND = 1.02
+
+
+def speed_targets(comparison: Comparison, precision: str) -> list[Target]:
+    """Returns the targets of the stages that were asked for; those over a peer only where it was measured."""
+    targets = []
+    for stage in _asked_stages(comparison):
+        targets.append(_at_most(comparison, our_name(stage), BASELINE, _OVER_BASELINE))
+        if precision == "fp32":
+            peers = {deepspeed_name(stage): _OVER_DEEPSPEED, REDUNDANCY: _OVER_REDUNDANCY}
+            targets += [
+                _at_most(comparison, our_name(stage), peer, high)
+                for peer, high in peers.items()
+                if _is_measured(comparison, peer)
+            ]
+    return targets
+
+
+def memory_targets(comparison: Comparison, rows: Sequence[MemoryRow]) -> list[Target]:
+    """Returns a target for every stage that was asked for; one without figures is not met."""
+    shares = {row.name: row.share for row in rows}
+    return [
+        Target(
+            what=f"peak memory of {our_name(stage)} over its formula, {comparison.title}",
+            value=shares.get(our_name(stage)),
+            high=_OVER_FORMULA,
+        )
+        for stage in _asked_stages(comparison)
+    ]
+
+
+def wrapper_targets(comparison: Comparison, precision: str) -> list[Target]:
+    """Returns how much of FSDP2's step by hand the plugin may take: in the same run, with the same precision.
+
+    The second one of a strategy leaves our collectives out of it: there the other has them too.
+    """
+    asked = {engine.name for engine in comparison.engines}
+    pairs = [
+        (plugin_name(strategy), manual_name(strategy, has_our_collectives=has_ours))
+        for strategy in STRATEGIES
+        for has_ours in (False, True)
+    ]
+    return [_at_most(comparison, ours, twin, _OVER_BY_HAND) for ours, twin in pairs if {ours, twin} <= asked]
+
+
+def _asked_stages(comparison: Comparison) -> list[int]:
+    asked = {engine.name for engine in comparison.engines}
+    return [stage for stage in STAGES if our_name(stage) in asked]
+
+
+def _is_measured(comparison: Comparison, name: str) -> bool:
+    return any(engine.name == name and engine.figures is not None for engine in comparison.engines)
+
+
+def _at_most(comparison: Comparison, name: str, over: str, high: float) -> Target:
+    ratio, control = comparison.ratio(name, over), comparison.control.figures
+    return Target(
+        what=f"{name} over {over}, {comparison.title}",
+        value=None if ratio is None else ratio.median,
+        high=high,
+        interval=None if ratio is None else (ratio.low, ratio.high),
+        control=None if control is None else control.ratio.median,
+    )
