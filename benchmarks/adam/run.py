@@ -38,7 +38,7 @@ _WARMUP = 2
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark; return the exit code: 1 if a variant is wrong, or with --strict a target was missed."""
     options = _parser().parse_args(arguments)
-    precisions = _PRECISIONS if options.only_part is None else (options.only_part,)
+    precisions = _PRECISIONS if options.only is None else (options.only,)
     wrong = {precision: wrong_variants(precision, with_peers=options.peers) for precision in precisions}
     if any(wrong.values()):
         print(f"other results than the baseline's: {wrong}", file=sys.stderr)

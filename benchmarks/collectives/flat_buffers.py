@@ -101,7 +101,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _cases(options: argparse.Namespace) -> Iterator[Case]:
-    operations = [options.only_part] if options.only_part else list(_BUILDS)
+    operations = [options.only] if options.only else list(_BUILDS)
     if "crc32" in operations:  # of one thread
         yield from (Case(operation="crc32", numels=(num_bytes,), dtype="bytes") for num_bytes in _CRC_BYTES)
     for num_threads in options.threads:

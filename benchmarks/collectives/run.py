@@ -103,7 +103,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _runs(options: argparse.Namespace) -> Iterator[tuple[Case, Comparison]]:
-    operations = [options.only_part] if options.only_part else OPERATIONS
+    operations = [options.only] if options.only else OPERATIONS
     for num_ranks in [options.world] if options.world else sorted(_SIZES):
         world = World(size=num_ranks)
         cases = [

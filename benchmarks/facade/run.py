@@ -54,10 +54,10 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _runs(options: argparse.Namespace):
-    if options.only_part != "ddp":
+    if options.only != "ddp":
         for clips in (False, True):
             yield _compare_loops(clips, options)
-    if options.only_part != "loop":
+    if options.only != "loop":
         yield _compare_ddp("tiny", _schedule(1500, 50, options), options)
         yield _compare_ddp("10m", _schedule(150, 5, options), options)
 

@@ -117,7 +117,7 @@ def _run_comparisons(options: argparse.Namespace) -> tuple[bool, list[Target]]:
 
 
 def _compare(options: argparse.Namespace, directory: Path) -> tuple[Comparison, list[MemoryRow], list[Target]]:
-    size, precision = options.size, options.only_part
+    size, precision = options.size, options.only
     world = World(size=_NUM_RANKS, timeout_seconds=_TIMEOUT_SECONDS, environment=ENVIRONMENT)
     comparison = compare(
         f"{size} GPT in {precision}",

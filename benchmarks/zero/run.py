@@ -104,7 +104,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _runs(options: argparse.Namespace) -> Iterator[tuple[Comparison, list[MemoryRow], list[Target]]]:
     for part in _parts(options):
-        for precision in _PRECISIONS if options.only_part is None else (options.only_part,):
+        for precision in _PRECISIONS if options.only is None else (options.only,):
             for size in _DEFAULT_SIZES if options.size is None else (options.size,):
                 yield _compare(part, size, precision, options)
 
