@@ -1,4 +1,4 @@
-"""What the optimizers of whole parameters share: groups, states in fp32, and how a step goes."""
+"""Base class of optimizers with per-parameter statistics: param groups, fp32 states, and the step."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from booster.errors import ConfigError
 from .adam_update import MOMENTS, is_dense, laid_out_like
 from .param_update import ParameterStep
 
-# Note [Loaded states]
-# torch converts every floating-point state to its parameter's dtype, so that fp32 moments of bf16 parameters would be
-# rounded. What it does not know it leaves alone: tensors pass through in a wrapping, and come out in __setstate__.
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Untouched:
-    """A tensor that torch does not see."""
+    """Wrapper that hides a state tensor from `Optimizer.load_state_dict`.
+
+    torch casts every floating-point state to its parameter's dtype, which would round fp32 moments of bf16 parameters.
+    It leaves other objects alone, so states are wrapped by a pre-hook and unwrapped in `__setstate__`.
+    """
 
     tensor: Tensor
 
 
 def hold_untouched(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Return a state_dict whose states are wrapped; a pre-hook of `load_state_dict`."""
+    """Pre-hook of `load_state_dict`: returns a state_dict with its state tensors wrapped in `Untouched`."""
     wrapped = {
         number: {key: Untouched(value) if isinstance(value, Tensor) else value for key, value in values.items()}
         for number, values in state_dict["state"].items()
@@ -43,20 +43,20 @@ _LOW_PRECISION = (torch.float16, torch.bfloat16)
 
 
 class OptimizerBase(Optimizer):
-    """An optimizer that computes, and keeps its states, in fp32 for bf16 and fp16 parameters.
+    """Optimizer with fp32 arithmetic and fp32 states for bf16 and fp16 parameters.
 
-    It is `booster.interface.ShardAware`: what it needs of a whole parameter it sums over the ranks that hold parts.
+    It is `booster.interface.ShardAware`: statistics of a full parameter are summed over the ranks that hold its shards.
 
     Args:
         params: Tensors, or param groups.
-        defaults: Of the groups.
+        defaults: Default values of the param groups.
 
     Raises:
-        ConfigError: A hyperparameter or a parameter that can't work.
+        ConfigError: A hyperparameter or a parameter is invalid.
     """
 
     _moments: ClassVar[tuple[str, ...]] = ()
-    """The states with one value per element."""
+    """Keys of the states with one value per element."""
 
     _shards: Shards | None = None
 
@@ -64,31 +64,27 @@ class OptimizerBase(Optimizer):
         self._check_group(defaults)
         super().__init__(params, defaults)
 
-    # What an optimizer has to say.
+    # Implemented by each optimizer.
 
     @abstractmethod
     def _check_group(self, group: Mapping[str, Any]) -> None:
-        """Return if a param group, defaults included, can be computed with.
-
-        Raises:
-            ConfigError: It can't.
-        """
+        """Raise ConfigError if a param group, defaults included, is invalid."""
 
     @abstractmethod
     def _update(self, steps: list[ParameterStep]) -> None:
-        """Update the weights of parameters. Collective if there are shards."""
+        """Update the weights. Collective if there are shards."""
 
     def _state_shape(self, parameter: Tensor, key: str) -> tuple[int, ...] | None:
-        """Return the shape of a state of one of `param_groups`; None: it is not among the tensors that it keeps."""
+        """Return the shape of a state tensor, or None if `key` is not a state tensor of the parameter."""
         return tuple(parameter.shape) if key in self._moments else None
 
-    # Groups.
+    # Param groups.
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group, as torch's.
+        """Add a param group, as `torch.optim.Optimizer.add_param_group` does.
 
         Raises:
-            ConfigError: A hyperparameter or a parameter that can't work.
+            ConfigError: A hyperparameter or a parameter is invalid.
         """
         self._check_group({**self.defaults, **param_group})
         super().add_param_group(param_group)
@@ -96,15 +92,15 @@ class OptimizerBase(Optimizer):
             if parameter.is_complex():
                 self.param_groups.pop()
                 raise ConfigError(
-                    f"a parameter of shape {tuple(parameter.shape)} is {parameter.dtype}, and {type(self).__name__} has"
-                    " no norms of complex numbers: give it torch.view_as_real of them, or use torch.optim.AdamW"
+                    f"a parameter of shape {tuple(parameter.shape)} is {parameter.dtype}, and {type(self).__name__}"
+                    " does not support complex parameters: pass torch.view_as_real of them, or use torch.optim.AdamW"
                 )
 
     def use_shards(self, shards: Shards) -> None:
-        """Take over which parts of which parameters the groups hold from now on; see `booster.interface.ShardAware`.
+        """Set the shards that the param groups hold from now on; see `booster.interface.ShardAware`.
 
         Args:
-            shards: This rank's parts.
+            shards: Shards of this rank.
         """
         self._shards = shards
 
@@ -115,15 +111,15 @@ class OptimizerBase(Optimizer):
         """Update every parameter that has a gradient.
 
         Args:
-            closure: Computes the loss and calls backward; called once, before the step.
+            closure: Function that computes the loss and calls backward; called once, before the step.
 
         Returns:
-            What the closure returned.
+            Result of the closure.
 
         Collective over the ranks that hold shards, if there are any.
 
         Raises:
-            ConfigError: A gradient that is sparse.
+            ConfigError: A gradient is sparse.
         """
         result = None
         if closure is not None:
@@ -145,11 +141,11 @@ class OptimizerBase(Optimizer):
         if gradient.layout is not torch.strided:
             raise ConfigError(
                 f"the gradient of a parameter of shape {tuple(parameter.shape)} is sparse, and {type(self).__name__}"
-                " looks at all of its elements: use an embedding with sparse=False, or torch.optim.SparseAdam for it"
+                " needs dense gradients: use an embedding with sparse=False, or torch.optim.SparseAdam for it"
             )
         dtype = _state_dtype(parameter)
         shard = None if self._shards is None else self._shards.shard_of(parameter)
-        # One with gaps in its memory is copied, too: see Note [Memory order].
+        # A parameter with gaps in its memory is copied as well; see Note [Memory order].
         is_itself = parameter.dtype == dtype and is_dense(parameter)
         weights = parameter if is_itself else laid_out_like(parameter.contiguous(), parameter.contiguous(), dtype)
         return ParameterStep(
@@ -164,7 +160,7 @@ class OptimizerBase(Optimizer):
     # States.
 
     def _state_tensor(self, step: ParameterStep, key: str) -> Tensor:
-        """Return a parameter's state, zeros where there is none, in the format in which it is computed with."""
+        """Return a parameter's state in the dtype of the arithmetic; a missing state is created as zeros."""
         value: Tensor | None = step.state.get(key)
         dtype, device = step.weights.dtype, step.weights.device
         is_moment = key in self._moments
@@ -175,7 +171,7 @@ class OptimizerBase(Optimizer):
                 shape = self._state_shape(step.parameter, key)
                 assert shape is not None
                 value = torch.zeros(shape, dtype=dtype, device=device)
-        elif is_moment:  # in the weights' order of memory, too
+        elif is_moment:  # with the strides of the weights
             value = laid_out_like(value, step.weights, dtype)
         else:
             value = value.to(device, dtype)
@@ -183,30 +179,30 @@ class OptimizerBase(Optimizer):
         return value
 
     def prepare_states(self) -> None:
-        """Do nothing: memory is allocated on first use; see `booster.interface.StateAllocator`."""
+        """Do nothing, as states in memory need no preparation; see `booster.interface.StateAllocator`."""
 
     def allocate_state(self, parameter: Tensor, key: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor | None:
-        """Return the memory for a state that is about to be filled; see `booster.interface.StateAllocator`."""
+        """Allocate a state that is about to be filled; see `booster.interface.StateAllocator`."""
         if self._state_shape(parameter, key) is None:
             return None
         return torch.empty(shape, dtype=_state_dtype(parameter), device=parameter.device)
 
     @property
     def can_fail_alone(self) -> bool:
-        """False: a step fails on all ranks, or on none."""
+        """False, as a step fails on all ranks or on none."""
         return False
 
     def check_states(self) -> None:
-        """Return: states in memory can always be read."""
+        """Do nothing, as states in memory can always be read."""
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over a `state_dict` of this class; fp32 states stay fp32.
+        """Load a `state_dict` of this class; fp32 states stay fp32.
 
         Raises:
-            ConfigError: It is another optimizer's, or of parameters of other shapes.
+            ConfigError: The state belongs to another optimizer class, or to parameters of other shapes.
         """
         self._check_stored(state_dict)
-        handle = self.register_load_state_dict_pre_hook(hold_untouched)  # after the user's own hooks
+        handle = self.register_load_state_dict_pre_hook(hold_untouched)  # after the user's hooks
         try:
             super().load_state_dict(state_dict)
         finally:
@@ -218,8 +214,8 @@ class OptimizerBase(Optimizer):
             missing = [key for key in self.defaults if key not in saved]
             if missing:
                 raise ConfigError(
-                    f"the state_dict has no {missing[0]!r} in a param group, so it is of an optimizer other than"
-                    f" {name}, which would go on with other moments: load the state of a {name}"
+                    f"the state_dict has no {missing[0]!r} in a param group, so it belongs to an optimizer other than"
+                    f" {name}, and its moments have another meaning: load the state of a {name}"
                 )
             self._check_group(saved)
             for number, parameter in zip(saved["params"], group["params"], strict=False):
@@ -231,11 +227,11 @@ class OptimizerBase(Optimizer):
         if not isinstance(value, Tensor) or (value.dim() == 0 and shape is None):
             return  # a number, such as "step"
         if shape is None or tuple(value.shape) != shape:
-            expected = "no such state" if shape is None else f"it in shape {shape}"
+            expected = "no such state" if shape is None else f"it with shape {shape}"
             raise ConfigError(
                 f"the state_dict has {key!r} of shape {tuple(value.shape)} for a parameter of shape"
-                f" {tuple(parameter.shape)}, of which {type(self).__name__} keeps {expected}: load it into an optimizer"
-                " of the same class over the model that it was saved from, with its parameters in the same order"
+                f" {tuple(parameter.shape)}, for which {type(self).__name__} keeps {expected}: load it into an"
+                " optimizer of the same class, for the same model, with the parameters in the same order"
             )
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -259,14 +255,14 @@ def _state_dtype(parameter: Tensor) -> torch.dtype:
 
 
 def moment_dtype(parameter: Tensor) -> torch.dtype:
-    """Return the format of a parameter's moments."""
+    """Return the dtype of a parameter's moments."""
     dtype = parameter.dtype
-    # torch's kernels for accelerators ask for one dtype of parameter and states.
+    # torch's fused kernels on accelerators require the same dtype for parameter and states.
     return torch.float32 if dtype in _LOW_PRECISION and parameter.is_cpu else dtype
 
 
 def complete_step(state: dict[str, Any]) -> Tensor:
-    """Make "step" an fp32 tensor on the CPU, zero where there is none, and return it."""
+    """Convert "step" to an fp32 CPU tensor, zero if it is missing, and return it."""
     step = state.get("step")
     if not (isinstance(step, Tensor) and step.is_cpu and step.dtype is torch.float32):
         step = state["step"] = torch.tensor(0.0 if step is None else float(step), dtype=torch.float32)
@@ -274,7 +270,7 @@ def complete_step(state: dict[str, Any]) -> Tensor:
 
 
 def complete_moments(state: dict[str, Any], parameter: Tensor) -> None:
-    """Make the moments tensors beside the parameter, in its memory order; zeros where there are none."""
+    """Convert the moments to the parameter's device, strides and moment dtype; missing ones are created as zeros."""
     dtype = moment_dtype(parameter)
     for key in MOMENTS:
         value = state.get(key)
@@ -294,46 +290,46 @@ def _is_in_form(value: Tensor, parameter: Tensor, dtype: torch.dtype) -> bool:
 
 
 def require_learning_rate(group: Mapping[str, Any]) -> None:
-    """Return if a group's lr can be multiplied with.
+    """Check the `lr` of a param group.
 
     Raises:
-        ConfigError: It can't.
+        ConfigError: It is missing, or is not a single finite non-negative number.
     """
     lr = group["lr"]
     if lr is None:
-        raise ConfigError("lr=None is not a learning rate, and this optimizer does not compute one: give lr=2e-4 or so")
+        raise ConfigError("lr=None, and this optimizer computes no learning rate itself: pass lr=2e-4 or similar")
     if isinstance(lr, Tensor) and lr.numel() != 1:
-        raise ConfigError(f"lr is a tensor of shape {tuple(lr.shape)}: give one with one element, or a number")
+        raise ConfigError(f"lr is a tensor of shape {tuple(lr.shape)}: pass one with one element, or a number")
     require_amount(group, "lr")
 
 
 def require_amount(
     group: Mapping[str, Any], name: str, *, is_positive: bool = False, below: float = math.inf, why: str = ""
 ) -> None:
-    """Return if a hyperparameter is a finite number from 0 on.
+    """Check that a hyperparameter is a finite non-negative number.
 
     Args:
-        group: A param group, defaults included.
-        name: Of the hyperparameter.
-        is_positive: 0 does not do either.
-        below: What it must be less than.
-        why: What would go wrong, to be put into the message.
+        group: Param group, defaults included.
+        name: Name of the hyperparameter.
+        is_positive: If True, 0 is refused as well.
+        below: Exclusive upper limit.
+        why: Consequence of a wrong value, for the message.
 
     Raises:
-        ConfigError: It is not.
+        ConfigError: The value is out of range or is not a number.
     """
     value = group[name]
     if _is_number(value):
         number = float(value)
         if math.isfinite(number) and (number > 0 if is_positive else number >= 0) and number < below:
             return
-    kind = "a positive finite number" if is_positive else "a finite number from 0 on"
+    kind = "a positive finite number" if is_positive else "a finite non-negative number"
     limit = "" if math.isinf(below) else f", less than {below:g}"
-    raise ConfigError(f"{name}={value!r}{' ' + why if why else ' can not be computed with'}: give {kind}{limit}")
+    raise ConfigError(f"{name}={value!r}{' ' + why if why else ' is out of range'}: give {kind}{limit}")
 
 
 def require_fractions(group: Mapping[str, Any], name: str, count: int, *, example: tuple[float, ...]) -> None:
-    """Return if a hyperparameter is so many numbers from 0 on, each less than 1.
+    """Check that a hyperparameter is a sequence of `count` numbers in [0, 1).
 
     Raises:
         ConfigError: It is not.
@@ -342,21 +338,20 @@ def require_fractions(group: Mapping[str, Any], name: str, count: int, *, exampl
     is_row = isinstance(values, Sequence) and not isinstance(values, str) and len(values) == count
     if not is_row or not all(_is_number(value) and 0.0 <= float(value) < 1.0 for value in values):
         raise ConfigError(
-            f"{name}={values!r} are no decay rates, which keep a part of what was: give {count} numbers from 0 on and"
-            f" less than 1, such as {example}"
+            f"{name}={values!r} is not a sequence of decay rates: give {count} numbers in [0, 1), such as {example}"
         )
 
 
 def require_flag(group: Mapping[str, Any], name: str) -> None:
-    """Return if a hyperparameter is True or False.
+    """Check that a hyperparameter is a bool.
 
     Raises:
-        ConfigError: It is not a bool: an argument may be in the place of another.
+        ConfigError: It is not, which often means that positional arguments are in the wrong order.
     """
     if not isinstance(group[name], bool):
         raise ConfigError(
-            f"{name}={group[name]!r} is not a bool, so an argument may be in the place of another: give True or"
-            " False, and arguments after lr by keyword"
+            f"{name} must be a bool, got {group[name]!r}, so positional arguments may be in the wrong order: pass True"
+            " or False, and arguments after lr by keyword"
         )
 
 

@@ -1,4 +1,4 @@
-"""Steps of optimizers that look at whole parameters, of which this rank may have parts only."""
+"""Parameter updates that need statistics of full parameters, of which this rank may hold shards only."""
 
 from __future__ import annotations
 
@@ -12,24 +12,18 @@ from torch import Tensor
 
 from booster.core.shard_aware import Shard, ShardBlock, Shards
 
-# Note [Batches of a step]
-# Sums over a whole parameter cost one message, whatever number of parameters it is about. So all shards are updated
-# together, each kind of sum by one all-reduce, and what is computed in between is kept for all of them: as much as the
-# gradients of this rank's shards. Parameters that this rank has whole need no message, and are updated one by one, so
-# that nothing is kept of one when the next one comes.
-
 
 @dataclass(slots=True, eq=False)
 class ParameterStep:
-    """One of `param_groups`' parameters, with a gradient, and what its update needs.
+    """Update of one parameter that has a gradient.
 
     Attributes:
-        parameter: As it is in the group: whole, or a shard.
-        weights: Itself, or an fp32 copy of it that is rounded into it after the step.
-        gradient: In the format of `weights`.
-        state: The optimizer's.
-        group: The param group.
-        shard: What `parameter` is a part of; None: it is whole.
+        parameter: Tensor of the param group, full or a shard.
+        weights: The parameter itself, or an fp32 copy that is rounded into it after the step.
+        gradient: Gradient, in the dtype of `weights`.
+        state: Optimizer state of the parameter.
+        group: Param group.
+        shard: Shard that `parameter` holds, or None if it is full.
     """
 
     parameter: Tensor
@@ -41,42 +35,46 @@ class ParameterStep:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the whole parameter."""
+        """Shape of the full parameter."""
         return tuple(self.parameter.shape) if self.shard is None else self.shard.global_shape
 
     @property
     def numel(self) -> int:
-        """Elements of the whole parameter."""
+        """Number of elements of the full parameter."""
         return math.prod(self.shape)
 
     def counted(self, tensor: Tensor) -> list[Tensor]:
-        """Return the elements of a tensor of the parameter's shape that this rank counts in a sum over the whole."""
+        """Return the elements of a tensor of the parameter's shape that this rank adds to sums over the full one."""
         return [tensor] if self.shard is None else self.shard.owned(tensor)
 
     def blocks(self, tensor: Tensor) -> list[ShardBlock]:
-        """Return where the elements of a tensor of the parameter's shape lie in the whole one."""
+        """Return the blocks of the full parameter that a tensor of the parameter's shape covers."""
         return [whole_block(tensor)] if self.shard is None else self.shard.blocks(tensor)
 
     def sum_of_squares(self, tensor: Tensor) -> Tensor:
-        """Return this rank's part of the sum over the whole parameter, without dimensions."""
+        """Return this rank's addend to the full parameter's sum of squares, a 0-dim tensor."""
         views = [view for view in self.counted(tensor) if view.numel() > 0]
         if not views:
             return torch.zeros((), dtype=tensor.dtype, device=tensor.device)
         return torch.stack(torch._foreach_norm(views)).square().sum()
 
     def write_back(self) -> None:
-        """Round a copy of the weights into the parameter."""
+        """Round the fp32 copy of the weights, if there is one, into the parameter."""
         if self.weights is not self.parameter:
             self.parameter.copy_(self.weights)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepBatch:
-    """Parameters that are updated together; see Note [Batches of a step].
+    """Updates of parameters that are computed together.
+
+    All shards form one batch: one all-reduce per kind of sum serves any number of parameters. Intermediate tensors of a
+    batch are as large as the gradients of this rank's shards. Full parameters need no communication, so each is a
+    separate batch, and its intermediate tensors are freed before the next.
 
     Attributes:
-        steps: Of each of them.
-        shards: Over whose ranks to sum; None: all of the parameters are whole.
+        steps: Updates of the batch.
+        shards: Shards over whose ranks sums are reduced, or None if all parameters are full.
     """
 
     steps: list[ParameterStep]
@@ -84,11 +82,13 @@ class StepBatch:
 
     @classmethod
     def divide(cls, steps: Iterable[ParameterStep], shards: Shards | None) -> Iterator[StepBatch]:
-        """Yield the batches of a step: the shards', also if there are none of them, and one for each whole parameter.
+        """Yield the batches of a step: one for all shards, and one for each full parameter.
+
+        With `shards`, the first batch is yielded even if it is empty, as other ranks need its collectives.
 
         Args:
-            steps: All of the step.
-            shards: Of the optimizer; None: it has none.
+            steps: All updates of the step.
+            shards: Shards of the optimizer, or None if it has none.
         """
         cut: list[ParameterStep] = []
         whole: list[ParameterStep] = []
@@ -101,7 +101,7 @@ class StepBatch:
 
     @classmethod
     def join(cls, steps: Iterable[ParameterStep], shards: Shards | None) -> Iterator[StepBatch]:
-        """Yield the batches of a step, with all whole parameters in one; see `divide`."""
+        """Yield the batches of a step, with all full parameters in one batch; see `divide`."""
         batches = list(cls.divide(steps, shards))
         yield from (batch for batch in batches if batch.shards is not None)
         whole = [step for batch in batches if batch.shards is None for step in batch.steps]
@@ -109,11 +109,11 @@ class StepBatch:
             yield cls(whole, None)
 
     def sums(self, values: Sequence[Tensor], length_of: Callable[[tuple[int, ...]], int]) -> list[Tensor]:
-        """Return for every step the sum over its whole parameter, where `values` are this rank's parts of it.
+        """Return, for every update, its vector summed over the shards of the full parameter.
 
         Args:
-            values: A vector for each of `steps`.
-            length_of: How many numbers there are for a parameter of a shape.
+            values: This rank's addends, one vector for each of `steps`.
+            length_of: Function that returns the length of the vector for a full parameter's shape.
 
         Collective over the ranks of `shards`, if there are any. One all-reduce.
         """
@@ -124,7 +124,7 @@ class StepBatch:
         return [totals[name].to(value) for name, value in zip(names, values, strict=True)]
 
     def all_sums(self, values: Sequence[Tensor], length_of: Callable[[tuple[int, ...]], int]) -> list[Tensor]:
-        """Return each parameter's sum once, those of parameters that other ranks alone hold as well; see `sums`."""
+        """Return the sum of every parameter once, including parameters held by other ranks only; see `sums`."""
         return list(values) if self.shards is None else [*self._totals(self.shards, values, length_of).values()]
 
     def _totals(
@@ -139,5 +139,5 @@ class StepBatch:
 
 
 def whole_block(tensor: Tensor) -> ShardBlock:
-    """Return the block that a parameter is which this rank has whole."""
+    """Return the block that covers a full parameter."""
     return ShardBlock(view=tensor, box=tuple((0, size) for size in tensor.shape), is_owned=True)

@@ -1,4 +1,4 @@
-"""One step over all parameters, wherever they and their states lie; it can be finished after a disk failed."""
+"""One step over all parameters, on devices, in memory and on disk; it can be resumed after a disk failure."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from .nvme_offload.pipeline import interrupts_later
 from .nvme_offload.states import DiskStates, DiskWork
 
 # Note [Failed steps]
-# Chunks of states are updated one after the other, in the order of the parameters. If the disk fails, those before are
-# updated and those behind are not, and of one parameter there may be both. The step is then kept, and the next call
-# finishes it if it brings the same gradients; with others it is refused, as are saves while one parameter is divided.
-# Where only writes failed all may be updated: then the next call with the same gradients has nothing to do, so that
-# who is told of a failure need not know of which kind it was, and one with others is the next step.
+# Chunks of states are updated one after the other, in parameter order. After a disk failure the chunks before it are
+# updated and those behind it are not, which may leave one parameter partially updated. The step is then kept. The next
+# call with the same gradients finishes it; one with other gradients is refused, and so are saves while a parameter is
+# partially updated. If only writes failed, all parameters may be updated already. A call with the same gradients is
+# then a no-op, so that a caller may retry after any failure, and a call with other gradients is the next step.
 _BATCH_NUMEL = 2**21
 
 
 class Step:
-    """The work of one step.
+    """Updates of one step.
 
     Args:
-        groups: What is updated, with complete states.
-        arguments: Shared by all.
-        disk: The states on the disk.
+        groups: Updates by param group, with complete states.
+        arguments: Arguments shared by all parameters.
+        disk: States on disk.
     """
 
     def __init__(self, groups: Sequence[GroupUpdate], arguments: StepArguments, disk: DiskStates) -> None:
@@ -44,12 +44,12 @@ class Step:
         self._checksums: dict[int, int] = {}
 
     def run(self) -> None:
-        """Do what is not done yet.
+        """Run all updates that are not done yet.
 
         Raises:
             OSError: The disk failed; see Note [Failed steps].
         """
-        while self._on_device:  # first, as the host does not wait for it
+        while self._on_device:  # first, as these are asynchronous
             update_on_device(self._on_device[0], self._arguments)
             self._on_device.popleft()
         if self._on_disk is not None:
@@ -61,37 +61,37 @@ class Step:
         try:
             work.run(self._disk.buffers, self._update_in_memory)
         except OSError as error:
-            while work.is_done and self._update_in_memory():  # a write failed, and all the rest can be done
+            while work.is_done and self._update_in_memory():  # only a write failed: complete the rest
                 pass
             raise OSError(error.errno, self._account(error)) from error
 
     @property
     def is_begun(self) -> bool:
-        """Whether something was done, so that to begin anew would do it twice."""
-        if self._on_disk is None:  # as with torch's optimizers, a failure in memory is not repaired
+        """Whether some update was applied, so that a new step would apply it twice."""
+        if self._on_disk is None:  # as with torch's optimizers, a failure in memory can't be resumed
             return False
         return len(self._left()) < self._num_updates or self.divides_a_parameter
 
     @property
     def is_complete(self) -> bool:
-        """Whether there is nothing left to do."""
+        """Whether all updates are done."""
         return not self._left()
 
     def is_of(self, states: Mapping[Any, Any]) -> bool:
-        """Return whether its states are still the optimizer's."""
+        """Return whether `states` still holds the state dicts of this step."""
         return all(states.get(update.parameter) is update.state for group in self._groups for update in group.updates)
 
     def note_gradients(self) -> None:
-        """Store what `is_same` compares with."""
+        """Store the gradients' checksums for `is_same`."""
         compared = self._left() or [update for group in self._groups for update in group.updates]
         self._checksums = {id(update.parameter): _checksum(update.gradient) for update in compared}
 
     def is_same(self, gradients: Mapping[int, Tensor], arguments: StepArguments) -> bool:
-        """Return whether a call brings what this step, which failed, was begun with.
+        """Return whether a call has the gradients and arguments of this failed step.
 
         Args:
-            gradients: By the `id` of parameters.
-            arguments: Of the call.
+            gradients: Gradients by `id` of their parameter.
+            arguments: Arguments of the call.
         """
         return _factor(arguments) == _factor(self._arguments) and all(
             key in gradients and _checksum(gradients[key]) == checksum for key, checksum in self._checksums.items()
@@ -99,13 +99,13 @@ class Step:
 
     @property
     def divides_a_parameter(self) -> bool:
-        """Whether some elements of a parameter are updated and others are not."""
+        """Whether a parameter is partially updated."""
         return self._on_disk is not None and any(
             0 < num_left < update.parameter.numel() for update, num_left in self._on_disk.unfinished()
         )
 
     def _update_in_memory(self) -> bool:
-        """Update some more of the parameters whose states are in memory; returns False if there are none left."""
+        """Update the next batch of parameters with states in memory; return False if none is left."""
         if not self._in_memory:
             return False
         with interrupts_later():
@@ -122,25 +122,21 @@ class Step:
         return in_memory + ([] if self._on_disk is None else [update for update, _ in self._on_disk.unfinished()])
 
     def _account(self, error: OSError) -> str:
-        """Return a message that says how far the step came."""
         left, total = self._left(), self._num_updates
         divided = "".join(
-            f"; of one of these, of shape {tuple(update.parameter.shape)}, all but the last {num_left} elements are"
-            " updated"
+            f"; one of these, of shape {tuple(update.parameter.shape)}, is updated but for its last {num_left} elements"
             for update, num_left in ([] if self._on_disk is None else self._on_disk.unfinished())
             if num_left < update.parameter.numel()
         )
         done = (
-            f"All {total} parameters were updated with their states, of which some stay in memory now. Go on with the"
-            " next step (one with the same gradients is taken for this one, and does nothing), or load a checkpoint"
+            f"All {total} parameters were updated with their states; some states stay in memory. Continue with the"
+            " next step (a call with the same gradients is a retry of this one, and a no-op), or load a checkpoint"
             if not left
-            else f"{total - len(left)} of {total} parameters were updated with their states, and {len(left)} are as"
-            f" they were before the step{divided}. Call step() again with the same gradients to finish the step, or"
-            " load a checkpoint"
+            else f"{total - len(left)} of {total} parameters were updated with their states, and {len(left)}"
+            f" were not{divided}. Call step() again with the same gradients to finish the step, or load a checkpoint"
         )
         return (
-            f"{error.strerror or error}: {error.filename}, which holds optimizer states, failed in the middle of a"
-            f" step. {done}"
+            f"{error.strerror or error}: {error.filename}, which holds optimizer states, failed during a step. {done}"
         )
 
 
@@ -150,7 +146,7 @@ def _select(groups: Sequence[GroupUpdate], is_wanted: Callable[[Tensor], bool]) 
 
 
 def _batches(groups: Sequence[GroupUpdate]) -> Iterator[GroupUpdate]:
-    """Yield the groups in parts of a few milliseconds, to be done while the disk is awaited."""
+    """Yield the updates in batches of a few milliseconds each, to run while disk I/O is in flight."""
     for group in groups:
         batch: list[ParameterUpdate] = []
         for update in group.updates:
