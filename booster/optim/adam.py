@@ -1,4 +1,4 @@
-"""What the Adam optimizers of this package share: groups as torch's, and one pass over memory per step."""
+"""Adam and AdamW with torch's param groups and states, in one pass over memory per step."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ _AMOUNTS = ("lr", "eps", "weight_decay")
 
 
 def require_bool(name: str, value: object) -> None:
-    """Return if an argument is True or False.
+    """Check that an argument is a bool.
 
     Raises:
-        ConfigError: It is not: in torch's order of arguments another one stands in its place.
+        ConfigError: It is not, which often means that arguments were passed in torch's order.
     """
     if not isinstance(value, bool):
         raise ConfigError(
-            f"{name}={value!r} is neither True nor False: give arguments after lr by keyword, as their order is not"
-            " that of torch.optim.AdamW"
+            f"{name} must be a bool, got {value!r}: give arguments after lr by keyword, as their order is not that of"
+            " torch.optim.AdamW"
         )
 
 
 def check_hyperparameters(group: Mapping[str, Any]) -> None:
-    """Return if a param group, defaults included, can be computed with.
+    """Check the hyperparameters of a param group, defaults included.
 
     Raises:
-        ConfigError: A value can't work, or it asks for a variant that there is not.
+        ConfigError: A value is out of range, or the group enables an unsupported variant.
     """
     refuse_variants(group)
     lr = group["lr"]
@@ -48,7 +48,7 @@ def check_hyperparameters(group: Mapping[str, Any]) -> None:
     for name in _AMOUNTS:
         value = group[name]
         if not _is_number(value) or not (float(value) >= 0 and math.isfinite(float(value))):
-            raise ConfigError(f"{name}={value!r} is not a hyperparameter value: give a finite number from 0 on")
+            raise ConfigError(f"{name}={value!r} is out of range: give a finite non-negative number")
     _check_betas(group["betas"])
 
 
@@ -56,8 +56,7 @@ def _check_betas(betas: object) -> None:
     is_pair = isinstance(betas, Sequence) and not isinstance(betas, str) and len(betas) == 2
     if not is_pair or not all(_is_number(beta) and 0.0 <= float(beta) < 1.0 for beta in betas):  # type: ignore[attr-defined]
         raise ConfigError(
-            f"betas={betas!r} are no decay rates, which keep a part of what was: give two numbers from 0 on and less"
-            " than 1, such as (0.9, 0.999)"
+            f"betas={betas!r} is not a pair of decay rates: give two numbers in [0, 1), such as (0.9, 0.999)"
         )
 
 
@@ -66,21 +65,23 @@ def _is_number(value: object) -> bool:
 
 
 def check_stored_state(stored: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> None:
-    """Return if a `state_dict` is of an Adam over parameters of these shapes; torch checks the numbers of both.
+    """Check that a `state_dict` belongs to an Adam optimizer for parameters of these shapes.
+
+    torch checks that the numbers of groups and parameters match.
 
     Args:
-        stored: What `state_dict` of some optimizer returned.
-        groups: The param groups that it is for.
+        stored: Result of some optimizer's `state_dict`.
+        groups: Param groups to load it into.
 
     Raises:
-        ConfigError: It is another optimizer's, or another model's.
+        ConfigError: The state belongs to another kind of optimizer, or to another model.
     """
     for saved, group in zip(stored["param_groups"], groups, strict=False):
         missing = [key for key in ("lr", "betas", "eps", "weight_decay") if key not in saved]
         if missing:
             raise ConfigError(
-                f"the state_dict has no {missing[0]!r} in a param group, so it is of an optimizer other than Adam: load"
-                " the state of torch.optim.Adam, AdamW or one of this package"
+                f"the state_dict has no {missing[0]!r} in a param group, so it belongs to an optimizer other than Adam:"
+                " load the state of torch.optim.Adam, AdamW or an Adam of this package"
             )
         for number, parameter in zip(saved["params"], group["params"], strict=False):
             _check_moments(stored["state"].get(number, {}), parameter)
@@ -92,37 +93,37 @@ def _check_moments(state: Mapping[str, Any], parameter: Tensor) -> None:
         if not isinstance(moment, Tensor):
             raise ConfigError(
                 f"the state_dict has {', '.join(map(repr, state))} for a parameter of shape {tuple(parameter.shape)},"
-                f" and no {key!r}: load the state of torch.optim.Adam, AdamW or one of this package"
+                f" and no {key!r}: load the state of torch.optim.Adam, AdamW or an Adam of this package"
             )
         if moment.shape != parameter.shape:
             raise ConfigError(
                 f"the state_dict has {key!r} of shape {tuple(moment.shape)} for a parameter of shape"
-                f" {tuple(parameter.shape)}: load it into an optimizer over the model that it was saved from, with its"
-                " parameters in the same order"
+                f" {tuple(parameter.shape)}: load it into an optimizer for the same model, with the parameters in the"
+                " same order"
             )
 
 
 class AdamBase(Optimizer):
     """Adam and AdamW (Loshchilov and Hutter, "Decoupled Weight Decay Regularization", ICLR 2019).
 
-    Hyperparameters, states and `state_dict` have torch.optim.AdamW's names and meanings, and either loads the other's.
-    States of parameters on the CPU are fp32 also for bf16 and fp16 parameters. See `FusedUpdate` for `fused_step`.
+    Hyperparameters, states and `state_dict` have torch.optim.AdamW's names and meanings, and each loads the other's.
+    States of CPU parameters are fp32 for bf16 and fp16 parameters as well. For `fused_step` see `FusedUpdate`.
 
     Args:
         params: Tensors, or param groups.
         lr: Learning rate.
-        bias_correction: Whether the moments' start at zero is corrected for.
+        bias_correction: If True, the moments are corrected for their initialization to zero.
         betas: Decay rates of the moments.
-        eps: Added to the denominator.
+        eps: Term added to the denominator.
         weight_decay: Weight decay.
-        adamw_mode: True: AdamW's decoupled weight decay; False: Adam's, which is part of the gradient.
-        offload: Which states go to a disk.
+        adamw_mode: If True, AdamW's decoupled weight decay; if False, Adam's L2 term in the gradient.
+        offload: Fraction and directory of states on disk.
 
     Raises:
-        ConfigError: A hyperparameter or a parameter that can't work.
+        ConfigError: A hyperparameter or a parameter is invalid.
     """
 
-    # torch.amp.GradScaler then hands over its scale and whether anything overflowed, in place of unscaling.
+    # torch.amp.GradScaler then passes grad_scale and found_inf to `step` instead of unscaling the gradients.
     _step_supports_amp_scaling = True
 
     def __init__(
@@ -148,7 +149,7 @@ class AdamBase(Optimizer):
             "maximize": False,
             "decoupled_weight_decay": adamw_mode,
         }
-        if not bias_correction:  # not among torch's: only there where its AdamW would compute something else
+        if not bias_correction:  # torch has no such key: set only where torch's AdamW would compute something else
             defaults["bias_correction"] = False
         check_hyperparameters(defaults)
         defaults["betas"] = tuple(betas)
@@ -160,13 +161,13 @@ class AdamBase(Optimizer):
         self._disk = DiskStates(self._offload)
         self._unfinished: Step | None = None
 
-    # Groups.
+    # Param groups.
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group, as torch's.
+        """Add a param group, as `torch.optim.Optimizer.add_param_group` does.
 
         Raises:
-            ConfigError: A hyperparameter or a parameter that can't work.
+            ConfigError: A hyperparameter or a parameter is invalid.
         """
         check_hyperparameters({**self.defaults, **param_group})
         super().add_param_group(param_group)
@@ -180,8 +181,8 @@ class AdamBase(Optimizer):
     def _check_parameter(self, parameter: Tensor) -> None:
         if parameter.is_complex():
             raise ConfigError(
-                f"a parameter of shape {tuple(parameter.shape)} is {parameter.dtype}, and complex numbers are not"
-                " offered: use torch.optim.AdamW, or torch.view_as_real"
+                f"a parameter of shape {tuple(parameter.shape)} is {parameter.dtype}, and complex parameters are not"
+                " supported: use torch.optim.AdamW, or torch.view_as_real"
             )
 
     # Step.
@@ -191,15 +192,15 @@ class AdamBase(Optimizer):
         """Update every parameter that has a gradient.
 
         Args:
-            closure: Computes the loss and calls backward; called once, before the step.
+            closure: Function that computes the loss and calls backward; called once, before the step.
 
         Returns:
-            What the closure returned.
+            Result of the closure.
 
         Raises:
-            ConfigError: An invalid gradient or group, not enough disk space for states, or gradients of another
-                step than the last, which failed.
-            OSError: The disk with states failed; the message says how far the step came.
+            ConfigError: A gradient or a param group is invalid, the disk has too little space for the states, or the
+                last step failed and the gradients are not those of that step.
+            OSError: The disk with the states failed; the message reports which parameters were updated.
         """
         result = None
         if closure is not None:
@@ -223,11 +224,11 @@ class AdamBase(Optimizer):
         gradients: Mapping[nn.Parameter, Tensor] | None = None,
         zero_grads: bool = False,
     ) -> None:
-        """Update as `step` would with gradients that were multiplied before; see `FusedUpdate`.
+        """Update as `step` does with gradients multiplied by the given factors; see `FusedUpdate`.
 
         Raises:
-            ConfigError: As `step`.
-            OSError: As `step`.
+            ConfigError: See `step`.
+            OSError: See `step`.
         """
         arguments = StepArguments(float(multiplier), multiplier_tensor, zero_grads)
         self._update(arguments, gradients or {}, working_copies or {})
@@ -235,7 +236,7 @@ class AdamBase(Optimizer):
     def _update(
         self, arguments: StepArguments, gradients: Mapping[Any, Tensor], working_copies: Mapping[Any, Tensor]
     ) -> None:
-        self._opt_called = True  # an LR scheduler asks whether there was a step before its own
+        self._opt_called = True  # torch's LR schedulers warn if no optimizer step preceded theirs
         hyperparameters = [Hyperparameters.of(group) for group in self.param_groups]
         found = [list(self._gradients_of(group, gradients)) for group in self.param_groups]
         unfinished = self._unfinished_step
@@ -246,9 +247,8 @@ class AdamBase(Optimizer):
                 return
             if not unfinished.is_complete:
                 raise ConfigError(
-                    "the last step did not finish, and this one has other gradients, which would mix two steps: call"
-                    " step() with the gradients of the failed step to finish it, or load a checkpoint of model and"
-                    " optimizer"
+                    "the last step did not finish, and this call has other gradients, which would mix two steps: call"
+                    " step() with the gradients of the failed step, or load a checkpoint of model and optimizer"
                 )
         self._disk.prepare(self._parameters())
         groups = [
@@ -259,7 +259,7 @@ class AdamBase(Optimizer):
 
     @property
     def _unfinished_step(self) -> Step | None:
-        """The step that failed half way, unless other states were loaded since."""
+        """The last step if it failed and no other states were loaded since."""
         if self._unfinished is not None and not self._unfinished.is_of(self.state):
             self._unfinished = None
         return self._unfinished
@@ -275,7 +275,7 @@ class AdamBase(Optimizer):
             raise
 
     def _gradients_of(self, group: dict[str, Any], gradients: Mapping[Any, Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the parameters that are to be updated, each with its gradient, checked."""
+        """Yield each parameter to update with its gradient, checked."""
         for parameter in group["params"]:
             gradient = gradients.get(parameter) if gradients else None
             if gradient is not None:
@@ -298,7 +298,7 @@ class AdamBase(Optimizer):
     # States.
 
     def _update_of(self, parameter: Tensor, gradient: Tensor, working_copy: Tensor | None) -> ParameterUpdate:
-        """Return an update with the parameter's state: new where there is none, and in the form of the kernels."""
+        """Return the update of a parameter; its state is created if it is missing, and has the kernels' layout."""
         state: dict[str, Any] = self.state[parameter]
         step = complete_step(state)
         if self._disk.holds(parameter):
@@ -308,18 +308,18 @@ class AdamBase(Optimizer):
         return ParameterUpdate(parameter, gradient, working_copy, state, step, state["exp_avg"], state["exp_avg_sq"])
 
     def prepare_states(self) -> None:
-        """Allocate the states of all parameters; see `StateAllocator`.
+        """Allocate disk space for the states of all parameters; see `StateAllocator`.
 
         Raises:
-            ConfigError: There is not enough space on the disk.
+            ConfigError: The disk has too little free space.
         """
         self._disk.prepare(self._parameters())
 
     def allocate_state(self, parameter: Tensor, key: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor | None:
-        """Return the memory for a state that is about to be filled; see `StateAllocator`.
+        """Allocate a state that is about to be filled; see `StateAllocator`.
 
         Raises:
-            ConfigError: There is not enough space on the disk.
+            ConfigError: The disk has too little free space.
         """
         if key == "step":
             return torch.zeros(shape, dtype=torch.float32)
@@ -331,44 +331,44 @@ class AdamBase(Optimizer):
 
     @property
     def can_fail_alone(self) -> bool:
-        """True where states are on a disk; see `StateAllocator`."""
+        """True if states are on disk; see `StateAllocator`."""
         return self._offload.fraction > 0
 
     def check_states(self) -> None:
-        """Return if the states are whole and can be read now.
+        """Check that the states are complete and readable.
 
         Raises:
-            CheckpointError: A file with states was cut, or a step failed and left a parameter divided.
+            CheckpointError: A state file is truncated, or a failed step left a parameter partially updated.
         """
         self._disk.check()
         step = self._unfinished_step
         if step is not None and step.divides_a_parameter:
             raise CheckpointError(
-                "the last step failed when a parameter was updated in parts, which has no number of steps that could be"
-                " saved: call step() again with the same gradients to finish the step first"
+                "the last step failed and left a parameter partially updated, so its step count is undefined: call"
+                " step() again with the same gradients to finish the step before saving"
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state as torch.optim.AdamW's; tensors of states on the disk read it when they are looked at.
+        """Return the state, as torch.optim.AdamW's; tensors of states on disk are read lazily through a file mapping.
 
         Raises:
-            CheckpointError: The states can't be read, see `check_states`.
+            CheckpointError: The states can't be read; see `check_states`.
         """
         self.check_states()
         return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over a `state_dict` of this class or of torch.optim.Adam or AdamW; fp32 states stay fp32.
+        """Load a `state_dict` of this class or of torch.optim.Adam or AdamW; fp32 states stay fp32.
 
         Raises:
-            ConfigError: The disk is full, or the state is of another optimizer, of an unknown variant, or of parameters
-                of other shapes.
+            ConfigError: The disk has too little free space, or the state belongs to another kind of optimizer, an
+                unsupported variant, or parameters of other shapes.
         """
         check_stored_state(state_dict, self.param_groups)
         for group in state_dict["param_groups"]:
             check_hyperparameters({**self.defaults, **group})
         self.prepare_states()
-        handle = self.register_load_state_dict_pre_hook(hold_untouched)  # after the user's own hooks
+        handle = self.register_load_state_dict_pre_hook(hold_untouched)  # after the user's hooks
         try:
             super().load_state_dict(state_dict)
         finally:
@@ -379,7 +379,7 @@ class AdamBase(Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        if "_disk" not in self.__dict__:  # a copy: states that were on the disk are in memory until its first step
+        if "_disk" not in self.__dict__:  # a copy: states from the disk are in memory until its first step
             self._open()
         for group in self.param_groups:
             for key, value in self.defaults.items():
@@ -394,7 +394,7 @@ class AdamBase(Optimizer):
         if memory is None:
             return value.to(parameter.device)
         if memory.device == value.device and memory.dtype == value.dtype and not self._disk.holds(parameter):
-            return value  # as torch's optimizers, which take the tensors themselves
+            return value  # torch's optimizers use the loaded tensors without a copy as well
         return memory if memory.data_ptr() == value.data_ptr() else memory.copy_(value)
 
 
@@ -402,24 +402,24 @@ def _check_alike(gradient: Tensor, parameter: Tensor) -> None:
     if gradient.shape != parameter.shape or gradient.device != parameter.device:
         raise ConfigError(
             f"a parameter of shape {tuple(parameter.shape)} on {parameter.device} was given a gradient of shape"
-            f" {tuple(gradient.shape)} on {gradient.device}: they must be alike"
+            f" {tuple(gradient.shape)} on {gradient.device}: shape and device must match"
         )
 
 
 class FusedAdam(AdamBase):
-    """Adam and AdamW with one kernel call for many parameters, and all states with their parameters.
+    """Adam and AdamW with one kernel call for many parameters; states are on the parameters' devices.
 
     Args:
         params: Tensors, or param groups.
         lr: Learning rate.
-        bias_correction: Whether the moments' start at zero is corrected for.
+        bias_correction: If True, the moments are corrected for their initialization to zero.
         betas: Decay rates of the moments.
-        eps: Added to the denominator.
-        adamw_mode: True: AdamW's decoupled weight decay; False: Adam's, which is part of the gradient.
+        eps: Term added to the denominator.
+        adamw_mode: If True, AdamW's decoupled weight decay; if False, Adam's L2 term in the gradient.
         weight_decay: Weight decay.
 
     Raises:
-        ConfigError: An argument that can't work.
+        ConfigError: An argument is invalid.
     """
 
     def __init__(
@@ -445,23 +445,23 @@ class FusedAdam(AdamBase):
 
 
 class HybridAdam(AdamBase):
-    """Adam and AdamW that update each parameter where it is: on the CPU by `CPUAdam`'s kernel, elsewhere by torch's.
+    """Adam and AdamW on each parameter's device: `CPUAdam`'s kernel on the CPU, torch's fused kernel elsewhere.
 
-    The accelerators compute at the same time as the CPU. On them, states have their parameter's format.
+    Accelerators run concurrently with the CPU. Their states have their parameter's dtype.
 
     Args:
         params: Tensors, or param groups.
         lr: Learning rate.
-        bias_correction: Whether the moments' start at zero is corrected for.
+        bias_correction: If True, the moments are corrected for their initialization to zero.
         betas: Decay rates of the moments.
-        eps: Added to the denominator.
+        eps: Term added to the denominator.
         weight_decay: Weight decay.
-        adamw_mode: True: AdamW's decoupled weight decay; False: Adam's, which is part of the gradient.
-        nvme_offload_fraction: As `CPUAdam`'s, of the states of parameters on the CPU.
-        nvme_offload_dir: As `CPUAdam`'s.
+        adamw_mode: If True, AdamW's decoupled weight decay; if False, Adam's L2 term in the gradient.
+        nvme_offload_fraction: Fraction of the CPU parameters' states on disk; see `CPUAdam`.
+        nvme_offload_dir: Directory of the state files; see `CPUAdam`.
 
     Raises:
-        ConfigError: An argument that can't work.
+        ConfigError: An argument is invalid.
     """
 
     def __init__(
@@ -489,23 +489,23 @@ class HybridAdam(AdamBase):
 
 
 class CPUAdam(HybridAdam):
-    """Adam and AdamW for parameters on the CPU, in one pass over memory; states may live on a disk.
+    """Adam and AdamW for CPU parameters, in one pass over memory, with optional offload of states to disk.
 
     Args:
-        params: Tensors on the CPU, or param groups of such.
+        params: CPU tensors, or param groups of CPU tensors.
         lr: Learning rate.
-        bias_correction: Whether the moments' start at zero is corrected for.
+        bias_correction: If True, the moments are corrected for their initialization to zero.
         betas: Decay rates of the moments.
-        eps: Added to the denominator.
+        eps: Term added to the denominator.
         weight_decay: Weight decay.
-        adamw_mode: True: AdamW's decoupled weight decay; False: Adam's, which is part of the gradient.
-        nvme_offload_fraction: How much of the states, in bytes, is in a file on a disk, from 0 to 1. It is read and
-            written in every step while others are computed; results are the same. Memory: 48 MiB.
-        nvme_offload_dir: Where the file is, twice the states' size, until the optimizer or the process ends; None: the
-            system's directory for temporary files.
+        adamw_mode: If True, AdamW's decoupled weight decay; if False, Adam's L2 term in the gradient.
+        nvme_offload_fraction: Fraction of the states' bytes on disk, from 0 to 1. Disk I/O of a step overlaps with its
+            computation; results do not change. Memory: 48 MiB.
+        nvme_offload_dir: Directory of the state file, which is twice as large as the states and is removed with the
+            optimizer or at exit; optional, defaults to the system's directory for temporary files.
 
     Raises:
-        ConfigError: An argument that can't work, or a parameter that is not on the CPU.
+        ConfigError: An argument is invalid, or a parameter is not on the CPU.
     """
 
     def _check_parameter(self, parameter: Tensor) -> None:
@@ -513,5 +513,5 @@ class CPUAdam(HybridAdam):
         if not parameter.is_cpu:
             raise ConfigError(
                 f"CPUAdam got a parameter of shape {tuple(parameter.shape)} on {parameter.device}: use HybridAdam,"
-                " which updates each parameter where it is, or move the model to the CPU"
+                " which updates each parameter on its device, or move the model to the CPU"
             )

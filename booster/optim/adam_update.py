@@ -1,4 +1,4 @@
-"""What one step has to do, parameter by parameter."""
+"""Adam updates of parameters on the CPU and on accelerators."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 @dataclass(frozen=True, slots=True)
 class Hyperparameters:
-    """How a group's parameters are updated; names as in torch's groups."""
+    """Hyperparameters of a param group, named as in torch's param groups."""
 
     lr: float | Tensor
     betas: tuple[float, float]
@@ -30,10 +30,10 @@ class Hyperparameters:
 
     @classmethod
     def of(cls, group: Mapping[str, Any]) -> Hyperparameters:
-        """Return what a param group says.
+        """Return the hyperparameters of a param group.
 
         Raises:
-            ConfigError: It asks for a variant that there is not.
+            ConfigError: The group enables an unsupported variant.
         """
         refuse_variants(group)
         beta1, beta2 = group["betas"]
@@ -50,14 +50,14 @@ class Hyperparameters:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepArguments:
-    """What of a step all parameters share; see `FusedUpdate.fused_step`."""
+    """Arguments of a step that all parameters share; see `FusedUpdate.fused_step`."""
 
     multiplier: float = 1.0
     multiplier_tensor: Tensor | None = None
     zero_grads: bool = False
 
     def multiplier_on(self, device: torch.device) -> Tensor | None:
-        """Return the factor that the host does not know as an fp32 number on a device."""
+        """Return `multiplier_tensor` as an fp32 scalar tensor on a device, or None if it is not set."""
         if self.multiplier_tensor is None:
             return None
         return self.multiplier_tensor.detach().to(device, torch.float32).reshape(())
@@ -65,16 +65,16 @@ class StepArguments:
 
 @dataclass(slots=True, eq=False)
 class ParameterUpdate:
-    """A parameter and all that its update needs.
+    """Update of one parameter.
 
     Attributes:
-        parameter: What is updated.
-        gradient: Its gradient.
-        working_copy: What the updated parameter is rounded into; None: nothing.
-        state: The optimizer's state of it, complete; the three that follow are in it.
-        step: The number of steps so far.
-        exp_avg: The first moment.
-        exp_avg_sq: The second moment.
+        parameter: Parameter to update.
+        gradient: Gradient of the parameter.
+        working_copy: Low-precision copy that the updated parameter is rounded into, or None.
+        state: Optimizer state of the parameter, complete; it contains the three tensors below.
+        step: Number of steps so far.
+        exp_avg: First moment.
+        exp_avg_sq: Second moment.
     """
 
     parameter: Tensor
@@ -87,44 +87,43 @@ class ParameterUpdate:
 
     @property
     def next_step(self) -> float:
-        """The number of steps, this one included."""
+        """Number of steps, this one included."""
         return self.step.item() + 1
 
 
 @dataclass(frozen=True, slots=True)
 class GroupUpdate:
-    """Parameters that share their hyperparameters."""
+    """Updates that share their hyperparameters."""
 
     hyperparameters: Hyperparameters
     updates: list[ParameterUpdate]
 
     def part(self, updates: list[ParameterUpdate]) -> GroupUpdate:
-        """Return some of the updates, with the same hyperparameters."""
+        """Return a group of some of the updates, with the same hyperparameters."""
         return GroupUpdate(self.hyperparameters, updates)
 
 
 def refuse_variants(group: Mapping[str, Any]) -> None:
-    """Return if a param group asks for plain Adam or AdamW.
+    """Check that a param group enables neither AMSGrad nor differentiable updates.
 
     Raises:
-        ConfigError: It does not.
+        ConfigError: It does.
     """
     for variant in ("amsgrad", "differentiable"):
         if group.get(variant):
             raise ConfigError(
-                f"{variant}=True in a param group is not offered by this optimizer: use torch.optim.AdamW, or set it to"
-                " False"
+                f"{variant}=True in a param group is not supported by this optimizer: use torch.optim.AdamW, or set it"
+                " to False"
             )
 
 
 # Note [Memory order]
-# A kernel sees a tensor as one stretch of memory. Parameter, gradient and states must have their elements in the same
-# order there, be it row by row or, as in channels_last, another one. Whatever comes in another order than its parameter
-# is copied into the parameter's.
+# Kernels treat tensors as flat memory, so parameter, gradient and states must have the same strides and no gaps: either
+# contiguous or, as with channels_last, another dense order. A tensor with other strides is copied into its parameter's.
 
 
 def is_dense(tensor: Tensor) -> bool:
-    """Return whether the tensor's elements fill a stretch of memory, in any order, each of them once."""
+    """Return whether the elements fill a contiguous memory range without gaps or overlap, in any order."""
     if tensor.is_contiguous():
         return True
     strides = tensor.stride()
@@ -133,24 +132,24 @@ def is_dense(tensor: Tensor) -> bool:
 
 
 def flat(tensor: Tensor) -> Tensor:
-    """Return a dense tensor's memory as one dimension."""
+    """Return a 1-dim view of a dense tensor's memory."""
     if tensor.is_contiguous():
         return tensor.view(-1)
     return tensor.as_strided((tensor.numel(),), (1,))
 
 
 def shaped_like(memory: Tensor, model: Tensor) -> Tensor:
-    """Return one-dimensional memory in the shape and the memory order of a dense tensor."""
+    """Return a view of 1-dim memory with the shape and strides of a dense tensor."""
     return memory.view(model.shape) if model.is_contiguous() else memory.as_strided(model.shape, model.stride())
 
 
 def laid_out_like(tensor: Tensor, model: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Return a tensor itself, or a copy of it in the memory order of `model` (row by row where that has gaps).
+    """Return the tensor itself, or a copy with the strides of `model` (contiguous if `model` has gaps).
 
     Args:
-        tensor: What to look at; of the shape of `model`.
-        model: Whose order counts.
-        dtype: Convert to this one; None: leave it.
+        tensor: Tensor of the shape of `model`.
+        model: Tensor with the strides and device to match.
+        dtype: dtype of the result; optional, defaults to the tensor's.
     """
     dtype = tensor.dtype if dtype is None else dtype
     is_same_order = tensor.is_contiguous() if model.is_contiguous() else tensor.stride() == model.stride()
@@ -161,7 +160,7 @@ def laid_out_like(tensor: Tensor, model: Tensor, dtype: torch.dtype | None = Non
 
 @dataclass(slots=True, eq=False)
 class Operands:
-    """One row of the kernel's arguments: stretches of memory in the same order."""
+    """Kernel arguments for one parameter: flat tensors in the same memory order."""
 
     parameter: Tensor
     gradient: Tensor
@@ -172,11 +171,11 @@ class Operands:
 
 
 def update_on_host(group: GroupUpdate, arguments: StepArguments) -> None:
-    """Update parameters and states in place, and count the step.
+    """Update parameters and states in place, and increment the step counters.
 
     Args:
-        group: Parameters on the CPU, with complete states.
-        arguments: Of the step.
+        group: Updates of CPU parameters, with complete states.
+        arguments: Arguments of the step.
     """
     rows = [update if _is_plain(update) else _operands(update) for update in group.updates]
     run_kernel(rows, group.hyperparameters, arguments)
@@ -189,7 +188,7 @@ def update_on_host(group: GroupUpdate, arguments: StepArguments) -> None:
 def run_kernel(
     rows: Sequence[Operands | ParameterUpdate], hyperparameters: Hyperparameters, arguments: StepArguments
 ) -> None:
-    """Call the kernel once for all rows."""
+    """Call the CPU kernel once for all rows."""
     copies = [row.working_copy for row in rows]
     adam_step(
         [row.parameter for row in rows],
@@ -211,16 +210,15 @@ def run_kernel(
 
 
 def count_steps(updates: Sequence[ParameterUpdate]) -> None:
-    """Add one to the step numbers."""
+    """Increment the step counters."""
     if updates:
-        # The number as a tensor: torch would make one of it for every parameter.
+        # 1 as a tensor: from a number, torch would create one tensor per parameter.
         torch._foreach_add_([update.step for update in updates], torch.ones(()), alpha=1.0)
 
 
 def _is_plain(update: ParameterUpdate) -> bool:
-    """Return whether all tensors are row by row, as is usual."""
     copy = update.working_copy
-    # The moments are as the parameter.
+    # The moments have the parameter's strides.
     is_plain = update.parameter.is_contiguous() and update.gradient.is_contiguous()
     return is_plain and (copy is None or copy.is_contiguous())
 
@@ -239,7 +237,7 @@ def _operands(update: ParameterUpdate) -> Operands:
 
 
 def _write_back(row: Operands, update: ParameterUpdate, arguments: StepArguments) -> None:
-    """Copy what the kernel wrote into memory in another order to where it belongs."""
+    """Copy the kernel's results from reordered temporaries back into the original tensors."""
     model = update.parameter if is_dense(update.parameter) else update.parameter.contiguous()
     pairs = [
         (update.parameter, row.parameter),
@@ -256,11 +254,11 @@ def _write_back(row: Operands, update: ParameterUpdate, arguments: StepArguments
 
 
 def update_on_device(group: GroupUpdate, arguments: StepArguments) -> None:
-    """Start the updates and count the step; the host does not wait for the devices.
+    """Launch the updates and increment the step counters, without synchronizing with the devices.
 
     Args:
-        group: Parameters on accelerators, with complete states of the parameters' dtypes.
-        arguments: Of the step.
+        group: Updates of accelerator parameters, with complete states of the parameters' dtypes.
+        arguments: Arguments of the step.
     """
     alike: dict[tuple[torch.device, torch.dtype], list[ParameterUpdate]] = {}
     for update in group.updates:
@@ -279,7 +277,7 @@ def _update_alike(
 ) -> None:
     parameters = [update.parameter for update in updates]
     divisor = _divisor(arguments, device)
-    # The kernel asks for one dtype of all, and where it divides the gradients it leaves them divided.
+    # The kernel requires a single dtype, and unscales the gradients in place.
     copies_all = divisor is not None and not arguments.zero_grads
     gradients = [update.gradient.to(update.parameter.dtype, copy=copies_all) for update in updates]
     step = torch._fused_adamw_ if hyperparameters.decoupled_weight_decay else torch._fused_adam_
@@ -301,7 +299,7 @@ def _update_alike(
         grad_scale=divisor,
         found_inf=None,
     )
-    torch.autograd.graph.increment_version(parameters)  # so that graphs with their older values notice
+    torch.autograd.graph.increment_version(parameters)  # so that backward through the old values raises
     copies = [(update.working_copy, update.parameter) for update in updates if update.working_copy is not None]
     if copies:
         torch._foreach_copy_([copy for copy, _ in copies], [parameter for _, parameter in copies])
@@ -310,15 +308,15 @@ def _update_alike(
 
 
 def _step_numbers(updates: Sequence[ParameterUpdate], device: torch.device, *, corrects: bool) -> list[Tensor]:
-    """Return the number of each parameter's step on the device: made there, as a copy would wait for the device."""
-    # After infinitely many steps there is nothing to correct: 1 - beta ** inf = 1.
+    """Return the step numbers as device tensors, filled on the device, as copies would synchronize."""
+    # An infinite step number disables bias correction: 1 - beta ** inf = 1.
     counts = [update.next_step if corrects else math.inf for update in updates]
     made = {count: torch.full((), count, dtype=torch.float32, device=device) for count in set(counts)}
     return [made[count] for count in counts]
 
 
 def _divisor(arguments: StepArguments, device: torch.device) -> Tensor | None:
-    """Return what gradients are to be divided by; None: nothing."""
+    """Return the divisor of the gradients (grad_scale of torch's fused kernels), or None."""
     factor = arguments.multiplier_on(device)
     if factor is None:
         if arguments.multiplier == 1.0:

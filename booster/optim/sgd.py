@@ -1,4 +1,4 @@
-"""SGD with momentum in one pass over memory, or over lists of tensors at once where they are shards."""
+"""SGD with momentum: torch's fused kernels, and its foreach kernels for shards."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from .param_update import ParameterStep
 
 
 class FusedSGD(OptimizerBase):
-    """SGD with momentum (Sutskever et al., ICML 2013) as torch.optim.SGD computes it, by torch's fused
-    kernels, and on shards by its foreach kernels.
+    """SGD with momentum (Sutskever et al., ICML 2013), with the arithmetic of torch.optim.SGD.
 
-    As in torch, and unlike in the paper, the velocity does not contain `lr`, and begins as the first gradient, which is
-    not dampened. `wd_after_momentum` is apex's: weights decay by `lr * weight_decay` apart from the momentum.
+    It runs torch's fused kernels, and the foreach kernels for shards. As in torch, and unlike in the paper, the
+    velocity does not contain `lr`, and starts as the first gradient, which is not dampened. `wd_after_momentum` is
+    apex's: the weights decay by `lr * weight_decay`, decoupled from the momentum.
 
-    Bytes per element: 4 with momentum. Every element is updated by itself, so shards need no communication.
+    Bytes per element: 4 with momentum. Updates are elementwise, so shards need no communication.
 
     Args:
         params: Tensors, or param groups.
         lr: Learning rate.
-        momentum: What remains of the velocity.
-        dampening: What is left out of each gradient that the velocity takes up.
-        weight_decay: Added to the gradient, times the weights.
-        nesterov: Look ahead along the velocity; with momentum, without dampening.
-        wd_after_momentum: Decay the weights, not the velocity.
+        momentum: Momentum factor.
+        dampening: Dampening of the gradient in the velocity.
+        weight_decay: Weight decay (L2 term in the gradient unless `wd_after_momentum`).
+        nesterov: If True, Nesterov momentum; requires momentum and no dampening.
+        wd_after_momentum: If True, decoupled weight decay.
 
     Raises:
-        ConfigError: A hyperparameter or a parameter that can't work.
+        ConfigError: A hyperparameter or a parameter is invalid.
     """
 
     _moments = ("momentum_buffer",)
@@ -70,14 +70,14 @@ class FusedSGD(OptimizerBase):
             require_flag(group, name)
         if group["nesterov"] and (not group["momentum"] or group["dampening"]):
             raise ConfigError(
-                f"nesterov=True looks ahead along a velocity that momentum={group['momentum']!r} and"
-                f" dampening={group['dampening']!r} do not keep whole: give momentum=0.9 or so, and dampening=0"
+                f"nesterov=True needs momentum and no dampening, got momentum={group['momentum']!r} and"
+                f" dampening={group['dampening']!r}: give momentum=0.9 or similar, and dampening=0"
             )
 
     def _update(self, steps: list[ParameterStep]) -> None:
         for group in self.param_groups:
             members = [step for step in steps if step.group is group]
-            # The kernels take a velocity from all of the parameters that they update together, or from none.
+            # In one kernel call either all parameters have a velocity, or none has.
             has_begun = [step.state.get("momentum_buffer") is not None for step in members]
             for is_first in (True, False):
                 chosen = [step for step, begun in zip(members, has_begun, strict=True) if begun is not is_first]
@@ -94,8 +94,8 @@ class FusedSGD(OptimizerBase):
             self._state_tensor(step, "momentum_buffer") if keeps and not is_first else None for step in steps
         ]
         kernels = set(_get_fused_kernels_supported_devices())
-        # The fused kernel rounds the last few elements of a tensor otherwise than the others. Ranks that hold the same
-        # elements in shards that are cut differently must come to the same: they take the foreach kernels.
+        # The fused kernel rounds a tensor's last few elements differently. Results must not depend on how parameters
+        # are sharded, so shards use the foreach kernels.
         is_fused = all(step.shard is None and step.weights.device.type in kernels for step in steps)
         sgd(
             weights,

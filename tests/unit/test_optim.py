@@ -555,7 +555,7 @@ def test_gradients_of_another_shape():
     ("arguments", "message"),
     [
         ({"bias_correction": (0.9, 0.95)}, "by keyword"),  # betas, in torch's order of arguments
-        ({"adamw_mode": "false"}, "neither True nor False"),
+        ({"adamw_mode": "false"}, "adamw_mode must be a bool, got 'false'"),
         ({"lr": "1e-3"}, "lr='1e-3'"),
         ({"lr": True}, "lr=True"),
         ({"eps": "1e-8"}, "eps='1e-8'"),

@@ -425,7 +425,7 @@ WRONG = [
     (FusedLAMB, {"set_grad_none": 0}, "set_grad_none must be a bool, got 0"),
     (FusedLAMB, {"max_grad_norm": -1}, "max_grad_norm=-1"),
     (FusedLAMB, {"max_grad_norm": None}, "max_grad_norm=None"),
-    (FusedSGD, {"nesterov": True}, "nesterov=True looks ahead .* give momentum=0.9"),
+    (FusedSGD, {"nesterov": True}, "nesterov=True needs momentum and no dampening, .* give momentum=0.9"),
     (FusedSGD, {"nesterov": True, "momentum": 0.9, "dampening": 0.1}, "dampening=0.1"),
     (FusedSGD, {"momentum": -0.9}, "momentum=-0.9"),
     (Adafactor, {"lr": 1e-3}, "lr=0.001 would not be used, .* pass relative_step=False"),
