@@ -1,4 +1,4 @@
-"""Adafactor: Adam without the memory that its second moments take."""
+"""Adafactor and CAME: adaptive optimizers with factored second moments."""
 
 from __future__ import annotations
 
@@ -16,33 +16,33 @@ from .param_update import ParameterStep, StepBatch
 
 # Note [Factored squares]
 # Shazeer and Stern (2018, section 3): with means of squares R over the rows and C over the columns of a matrix, the
-# estimate of an element's mean square is R_i * C_j / mean(R). Of more than two dimensions the last two make matrices.
-# A matrix of a single row or column is what one of them says already, so it is kept as it is: the same estimate.
-# States are as torch.mean(keepdim=True) makes them, so that none can be taken for one with a value per element.
+# estimate of an element's mean square is R_i * C_j / mean(R). With more than two dimensions the last two form matrices.
+# A matrix of a single row or column is not factored, as its factors would hold the same values. Factored states have
+# the shapes of torch.mean(keepdim=True), so that none can be mistaken for a state with a value per element.
 
 
 def is_factored(shape: Sequence[int]) -> bool:
-    """Return whether squares of a parameter of this shape are kept as rows and columns."""
+    """Return whether second moments of a parameter of this shape are factored."""
     return len(shape) >= 2 and shape[-1] > 1 and shape[-2] > 1
 
 
 def num_sums(shape: Sequence[int]) -> int:
-    """Return the number of rows and columns of a parameter together; 0: it is not factored."""
+    """Return the number of row and column sums of a parameter, 0 if it is not factored."""
     if not is_factored(shape):
         return 0
     return sum(torch.Size(part).numel() for part in row_and_column_shapes(shape))
 
 
 def row_and_column_shapes(shape: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the shapes of the two states of a parameter that is factored."""
+    """Return the shapes of the row and column states of a factored parameter."""
     return (*shape[:-1], 1), (*shape[:-2], 1, shape[-1])
 
 
 class RowsAndColumns:
-    """Where the rows and columns of a parameter lie, of which this rank may have a part.
+    """Row and column statistics of a factored parameter, of which this rank may hold a shard.
 
     Args:
-        step: With the parameter, which is factored.
+        step: Update of the parameter.
     """
 
     def __init__(self, step: ParameterStep) -> None:
@@ -50,10 +50,10 @@ class RowsAndColumns:
         self._row_shape, self._column_shape = row_and_column_shapes(step.shape)
 
     def sums_of_squares(self, tensor: Tensor) -> Tensor:
-        """Return this rank's part of the sums of squares over rows, and over columns, as one vector.
+        """Return this rank's addends to the sums of squares over rows and over columns, as one vector.
 
         Args:
-            tensor: Of the parameter's shape, in this rank's part.
+            tensor: Tensor of the shape of this rank's shard.
         """
         rows = tensor.new_zeros(self._row_shape)
         columns = tensor.new_zeros(self._column_shape)
@@ -65,18 +65,18 @@ class RowsAndColumns:
         return torch.cat([rows.flatten(), columns.flatten()])
 
     def means(self, sums: Tensor) -> tuple[Tensor, Tensor]:
-        """Return means over rows and columns of what `sums_of_squares` of all ranks make together."""
+        """Return the means over rows and columns, given `sums_of_squares` reduced over all ranks."""
         rows, columns = sums.split([torch.Size(self._row_shape).numel(), torch.Size(self._column_shape).numel()])
         *_, num_rows, num_columns = self._step.shape
         return rows.view(self._row_shape) / num_columns, columns.view(self._column_shape) / num_rows
 
     def divided_by_root(self, tensor: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
-        """Return a tensor over the root of the estimate; see Note [Factored squares]. Padding becomes zero.
+        """Return a tensor divided by the root of the estimate; see Note [Factored squares]. Padding becomes zero.
 
         Args:
-            tensor: Of the parameter's shape, in this rank's part.
-            rows: Means of squares.
-            columns: Means of squares.
+            tensor: Tensor of the shape of this rank's shard.
+            rows: Means of squares over rows.
+            columns: Means of squares over columns.
         """
         row_factors = (rows / rows.mean(dim=-2, keepdim=True)).rsqrt()
         column_factors = columns.rsqrt()
@@ -97,10 +97,10 @@ def _columns_of(box: Sequence[tuple[int, int]]) -> tuple[slice, ...]:
 
 
 class FactoredBase(OptimizerBase):
-    """An optimizer that keeps averages of squares by rows and columns; see Note [Factored squares]."""
+    """Optimizer with factored second moments; see Note [Factored squares]."""
 
     _averages: ClassVar[tuple[str, ...]] = ()
-    """The averages; one that is factored is two states, whose names end in _row and _col."""
+    """Keys of the second moments; a factored one has two states, with the suffixes _row and _col."""
 
     _usual_eps: ClassVar[tuple[float, float]]
 
@@ -109,7 +109,7 @@ class FactoredBase(OptimizerBase):
         is_pair = isinstance(pair, Sequence) and not isinstance(pair, str) and len(pair) == 2
         if not is_pair or not all(isinstance(one, float) and 0 < one < float("inf") for one in pair):
             raise ConfigError(
-                f"eps={pair!r} is not the pair of small numbers that keep divisors and rates from zero: give two"
+                f"eps={pair!r} is not the pair of small numbers that keep divisors and rates above zero: give two"
                 f" positive floats, such as {self._usual_eps}"
             )
 
@@ -124,21 +124,21 @@ class FactoredBase(OptimizerBase):
         return row_and_column_shapes(shape)[0 if side == "row" else 1]
 
     def _sums_of_squares(self, step: ParameterStep, tensor: Tensor) -> Tensor:
-        """Return this rank's part of what `_take_squares` needs: nothing where the parameter is not factored."""
+        """Return this rank's addends to the sums that `_take_squares` needs; empty if the parameter is not factored."""
         return RowsAndColumns(step).sums_of_squares(tensor) if is_factored(step.shape) else tensor.new_zeros(0)
 
     def _take_squares(
         self, step: ParameterStep, average: str, sums: Tensor, tensor: Tensor, *, decay: float, eps: float
     ) -> None:
-        """Take the squares of a tensor, and `eps` in each of them, into an average.
+        """Update a second moment with the squares of a tensor.
 
         Args:
-            step: Of the parameter.
-            average: One of `_averages`.
-            sums: Of the whole parameter's `_sums_of_squares`.
-            tensor: This rank's part.
-            decay: How much of the average remains.
-            eps: Added to every square.
+            step: Update of the parameter.
+            average: Key of the second moment, one of `_averages`.
+            sums: `_sums_of_squares` reduced over the full parameter.
+            tensor: Tensor of this rank's shard.
+            decay: Decay rate of the moment.
+            eps: Term added to every square.
         """
         if not is_factored(step.shape):
             squares = self._state_tensor(step, average)
@@ -148,14 +148,14 @@ class FactoredBase(OptimizerBase):
             self._state_tensor(step, f"{average}_{key}").mul_(decay).add_(means + eps, alpha=1.0 - decay)
 
     def _divided(self, step: ParameterStep, average: str, tensor: Tensor) -> Tensor:
-        """Return a new tensor: one of the parameter's shape over the root of an average."""
+        """Return a new tensor: `tensor` divided by the root of a second moment."""
         if not is_factored(step.shape):
             return tensor * self._state_tensor(step, average).rsqrt()
         rows, columns = (self._state_tensor(step, f"{average}_{key}") for key in ("row", "col"))
         return RowsAndColumns(step).divided_by_root(tensor, rows, columns)
 
     def _clip(self, batch: StepBatch, updates: Sequence[Tensor]) -> None:
-        """Divide updates whose root mean square is over the threshold by how much. Collective, one all-reduce."""
+        """Scale updates in place so that their root mean squares meet the threshold. Collective, one all-reduce."""
         own = [step.sum_of_squares(one).reshape(1) for step, one in zip(batch.steps, updates, strict=True)]
         for step, update, total in zip(batch.steps, updates, batch.sums(own, lambda shape: 1), strict=True):
             root = (total.reshape(()) / step.numel).sqrt()
@@ -165,28 +165,28 @@ class FactoredBase(OptimizerBase):
 class Adafactor(FactoredBase):
     """Adafactor (Shazeer and Stern, "Adaptive Learning Rates with Sublinear Memory Cost", ICML 2018, Algorithms 4, 5).
 
-    As in fairseq, transformers and ColossalAI, whose arguments these are: rows and columns have means where the paper
-    has sums, which estimate the same; with `beta1` the first moment is one of clipped updates, each already times its
-    rate; weights decay by `weight_decay` times the rate. torch.optim.Adafactor takes `lr` for the paper's upper limit
-    of the relative step, and has no momentum.
+    Arguments and arithmetic are those of fairseq, transformers and ColossalAI: rows and columns have means where the
+    paper has sums, with the same estimate; with `beta1` the first moment averages clipped updates that are already
+    multiplied by their rate; weights decay by `weight_decay` times the rate. torch.optim.Adafactor differs: its `lr` is
+    the paper's upper limit of the relative step, and it has no momentum.
 
-    Bytes per element: none but of vectors, 4 with `beta1`; 4 per row and column. Over shards two all-reduces: of a
-    number per row, column and parameter, and of one per parameter.
+    Bytes per element: 0 (4 for vectors), 4 more with `beta1`; 4 per row and column. Over shards two all-reduces: one
+    number per row, column and parameter, and one number per parameter.
 
     Args:
         params: Tensors, or param groups.
-        lr: Learning rate, with `relative_step=False`; None: the relative step.
-        eps: Added to squared gradients; and the least that a parameter's root mean square counts. Positive.
-        clip_threshold: What the root mean square of an update is clipped to.
-        decay_rate: The squares of step t keep `1 - t ** decay_rate` of what they were.
-        beta1: Decay rate of the first moment; None: there is none.
+        lr: Learning rate, with `relative_step=False`; None with the relative step.
+        eps: Term added to squared gradients, and lower limit of a parameter's root mean square. Both positive.
+        clip_threshold: Upper limit of the root mean square of an update.
+        decay_rate: Exponent of the second moments' decay: step t uses `1 - t ** decay_rate`.
+        beta1: Decay rate of the first moment; optional, defaults to no first moment.
         weight_decay: Weight decay.
-        scale_parameter: Multiply the rate by the root mean square of the parameter.
-        relative_step: Have a rate of `min(0.01, 1 / sqrt(t))`.
-        warmup_init: Have one of `min(1e-6 * t, 1 / sqrt(t))`.
+        scale_parameter: If True, the rate is multiplied by the root mean square of the parameter.
+        relative_step: If True, the rate is `min(0.01, 1 / sqrt(t))`.
+        warmup_init: If True, the relative step is `min(1e-6 * t, 1 / sqrt(t))`.
 
     Raises:
-        ConfigError: A hyperparameter or a parameter that can't work.
+        ConfigError: A hyperparameter or a parameter is invalid.
     """
 
     _moments = ("exp_avg", "exp_avg_sq")
@@ -228,8 +228,8 @@ class Adafactor(FactoredBase):
         rate = group["decay_rate"]
         if isinstance(rate, bool) or not isinstance(rate, (int, float)) or not -1.0 <= rate < 0.0:
             raise ConfigError(
-                f"decay_rate={rate!r} makes no decay of 1 - t ** decay_rate that begins at 0 and grows to 1: give a"
-                " number from -1 up to 0, such as -0.8"
+                f"decay_rate={rate!r} is out of range, as the decay 1 - t ** decay_rate must grow from 0 to 1: give a"
+                " number in [-1, 0), such as -0.8"
             )
         if group["beta1"] is not None:
             require_fractions({"beta1": (group["beta1"],)}, "beta1", 1, example=(0.9,))
@@ -244,7 +244,7 @@ class Adafactor(FactoredBase):
                 self._apply(step, update, scale)
 
     def _take_gradients(self, batch: StepBatch) -> list[Tensor]:
-        """Take the gradients into their averages; returns the weights' root mean squares. Collective."""
+        """Update the second moments; return the weights' root mean squares. Collective."""
         own = [
             torch.cat([self._sums_of_squares(step, step.gradient), step.sum_of_squares(step.weights).reshape(1)])
             for step in batch.steps
@@ -279,39 +279,38 @@ def _rate(group: Mapping[str, Any], number: int) -> float:
 def _check_rate(group: Mapping[str, Any]) -> None:
     if group["relative_step"] and group["lr"] is not None:
         raise ConfigError(
-            f"lr={group['lr']!r} would not be used, as relative_step=True finds the rate from the number of steps: pass"
-            " relative_step=False as well (and scale_parameter=False for a rate that does not depend on the weights),"
-            " or leave lr out"
+            f"lr={group['lr']!r} would not be used, as relative_step=True computes the rate from the step number: pass"
+            " relative_step=False (and scale_parameter=False for a rate independent of the weights), or omit lr"
         )
     if not group["relative_step"]:
         require_learning_rate(group)
     if group["warmup_init"] and not group["relative_step"]:
         raise ConfigError(
-            "warmup_init=True warms a relative step up, and relative_step=False has none: leave warmup_init out, and"
-            " warm lr up by booster.lr_scheduler.LinearWarmupLR"
+            "warmup_init=True is the warmup of the relative step, which relative_step=False disables: omit warmup_init,"
+            " and warm lr up with booster.lr_scheduler.LinearWarmupLR"
         )
 
 
 class CAME(FactoredBase):
     """CAME (Luo et al., "CAME: Confidence-guided Adaptive Memory Efficient Optimization", ACL 2023, Algorithm 2).
 
-    As in the authors' code and ColossalAI's, rows and columns have means where the paper has sums; weights decay by
-    `lr * weight_decay` before the update; and parameters of fewer than two dimensions, for which the paper has no
+    As in the authors' and ColossalAI's code, rows and columns have means where the paper has sums; weights decay by
+    `lr * weight_decay` before the update; and parameters of fewer than two dimensions, for which the paper defines no
     confidence, are updated by their first moment.
 
-    Bytes per element: 4 for the first moment; 8 per row and column. Over shards three all-reduces: two of a number per
-    row and column, and one of a number per parameter.
+    Bytes per element: 4 for the first moment; 8 per row and column. Over shards three all-reduces: two with one number
+    per row and column, and one with one number per parameter.
 
     Args:
         params: Tensors, or param groups.
-        lr: Learning rate; has to be given, here or in every group.
-        eps: Added to squared gradients, and to squared differences of update and first moment. Positive.
-        clip_threshold: What the root mean square of an update is clipped to.
-        betas: Decay rates of the first moment, of squared gradients and of squared differences.
+        lr: Learning rate; required, here or in every group.
+        eps: Terms added to squared gradients, and to squared differences of update and first moment. Both positive.
+        clip_threshold: Upper limit of the root mean square of an update.
+        betas: Decay rates of the first moment, the squared gradients and the squared differences.
         weight_decay: Weight decay.
 
     Raises:
-        ConfigError: A hyperparameter or a parameter that can't work.
+        ConfigError: A hyperparameter or a parameter is invalid.
     """
 
     _moments = ("exp_avg", "exp_avg_sq", "exp_avg_res")
@@ -337,7 +336,7 @@ class CAME(FactoredBase):
         super().__init__(params, defaults)
 
     def _check_group(self, group: Mapping[str, Any]) -> None:
-        if "params" in group or group["lr"] is not None:  # every group may have its own
+        if "params" in group or group["lr"] is not None:  # defaults may omit lr if every group has one
             require_learning_rate(group)
         self._check_small_pair(group)
         require_amount(group, "clip_threshold", is_positive=True, why="would clip every update to nothing")
@@ -364,7 +363,7 @@ class CAME(FactoredBase):
         self._take_squares(step, average, sums, tensor, decay=decay, eps=eps)
 
     def _take_update(self, step: ParameterStep, update: Tensor) -> Tensor:
-        """Take an update into the first moment; returns by how much they differ, in its place."""
+        """Update the first moment; return the difference of update and moment, in the update's memory."""
         beta1 = step.group["betas"][0]
         first = self._state_tensor(step, "exp_avg").mul_(beta1).add_(update, alpha=1 - beta1)
         return update.sub_(first)

@@ -1,4 +1,4 @@
-"""LAMB: Adam whose update of every layer is as long as the layer's weights are."""
+"""LAMB and LARS: optimizers with layer-wise trust ratios."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from .param_update import ParameterStep, StepBatch
 
 
 def norms_of_pairs(batch: StepBatch, others: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
-    """Return for every step the norm of the whole parameter's weights, and of another tensor of its shape.
+    """Return, for every update, the norms of the full parameter's weights and of a second tensor of its shape.
 
     Args:
-        batch: Of steps.
-        others: A tensor for each of them: the update, or the gradient.
+        batch: Updates.
+        others: Second tensor of each of them, such as the gradient.
 
     Collective over the ranks of the batch's shards, if there are any. One all-reduce.
     """
@@ -32,7 +32,7 @@ def norms_of_pairs(batch: StepBatch, others: Sequence[Tensor]) -> list[tuple[Ten
 
 
 def ratio_of_norms(numerator: Tensor, denominator: Tensor) -> Tensor:
-    """Return one norm over another; 1 where either is zero, as of weights that begin at zero."""
+    """Return the trust ratio `numerator / denominator`, or 1 if either is zero (such as zero-initialized weights)."""
     is_usual = (numerator > 0) & (denominator > 0)
     return torch.where(is_usual, numerator / denominator, torch.ones_like(numerator))
 
@@ -40,9 +40,9 @@ def ratio_of_norms(numerator: Tensor, denominator: Tensor) -> Tensor:
 class Lamb(OptimizerBase):
     """LAMB (You et al., "Large Batch Optimization for Deep Learning", ICLR 2020, Algorithm 2), phi(z) = z.
 
-    Moments are corrected for their start at zero, as in the paper; cybertronai's and ColossalAI's `Lamb` leave that
-    out: `FusedLAMB(bias_correction=False, max_grad_norm=0)` computes theirs. A layer whose weights or whose update are
-    all zero has a ratio of 1.
+    Moments have bias correction, as in the paper; cybertronai's and ColossalAI's `Lamb` have none, and
+    `FusedLAMB(bias_correction=False, max_grad_norm=0)` computes theirs. A layer with all-zero weights or an all-zero
+    update has a trust ratio of 1.
 
     Bytes per element: 8 for the moments. Over shards one all-reduce of two numbers per parameter.
 
@@ -50,12 +50,12 @@ class Lamb(OptimizerBase):
         params: Tensors, or param groups.
         lr: Learning rate.
         betas: Decay rates of the moments.
-        eps: Added to the denominator; positive.
-        weight_decay: Part of the update, and of its norm.
-        adam: Have a ratio of 1 everywhere, which is AdamW.
+        eps: Term added to the denominator; positive.
+        weight_decay: Weight decay, included in the update and its norm.
+        adam: If True, all trust ratios are 1, which is AdamW.
 
     Raises:
-        ConfigError: A hyperparameter or a parameter that can't work.
+        ConfigError: A hyperparameter or a parameter is invalid.
     """
 
     _moments = ("exp_avg", "exp_avg_sq")
@@ -98,39 +98,33 @@ class Lamb(OptimizerBase):
         return update.add_(step.weights, alpha=step.group["weight_decay"])
 
 
-# Note [Norm of a step]
-# Gradients are clipped by the norm of all of them. A plugin may update some parameters after others, by several calls
-# of step() that make one step, each of which shows some of the gradients: then the norm is taken at the first of these
-# calls, of the gradients that were there when the step began. Hooks that ran since may have replaced those shown.
-
-
 class FusedLAMB(OptimizerBase):
     """LAMB (You et al., "Large Batch Optimization for Deep Learning", ICLR 2020, Algorithm 2) with apex's options.
 
-    Unlike the paper, and like apex's FusedLAMB, it clips all gradients together by `max_grad_norm` first, and takes the
-    plain `lr` for parameters without weight decay unless `use_nvlamb`. Unlike apex, every parameter counts its own
-    steps, so that one which is not used in every step is corrected rightly. The paper's own update is
+    Unlike the paper, and like apex's FusedLAMB, it first clips the global gradient norm to `max_grad_norm`, and uses a
+    trust ratio of 1 for parameters without weight decay unless `use_nvlamb`. Unlike apex, every parameter has its own
+    step count, so that bias correction is right for parameters without a gradient in every step. The paper's update is
     `max_grad_norm=0, use_nvlamb=True`.
 
-    Bytes per element: 8 for the moments, and 4 while it steps. Over shards two all-reduces, of one number and of two
+    Bytes per element: 8 for the moments, and 4 during a step. Over shards two all-reduces, of one number and of two
     numbers per parameter. Computed by torch's foreach kernels.
 
     Args:
         params: Tensors, or param groups.
         lr: Learning rate.
-        bias_correction: Whether the moments' start at zero is corrected for.
+        bias_correction: If True, the moments are corrected for their initialization to zero.
         betas: Decay rates of the moments.
-        eps: Added to the denominator; positive.
+        eps: Term added to the denominator; positive.
         weight_decay: Weight decay.
-        amsgrad: Not offered; here as apex has it in this place.
-        adam_w_mode: True: decay is part of the update and of its norm; False: of the gradient.
-        grad_averaging: Whether the first moment takes up `1 - beta1` of a gradient; False: all of it.
-        set_grad_none: Whether `zero_grad()` drops gradients; False: it fills them with zeros.
-        max_grad_norm: What the norm of all gradients is clipped to; 0: they are not.
-        use_nvlamb: Have a ratio of norms also for parameters without weight decay.
+        amsgrad: Not supported; accepted for apex's argument order.
+        adam_w_mode: If True, weight decay is part of the update and its norm; if False, of the gradient.
+        grad_averaging: If True, the first moment adds `1 - beta1` times the gradient; if False, the gradient.
+        set_grad_none: If True, `zero_grad()` sets gradients to None; if False, it fills them with zeros.
+        max_grad_norm: Upper limit of the global gradient norm; 0 disables clipping.
+        use_nvlamb: If True, parameters without weight decay have a trust ratio as well.
 
     Raises:
-        ConfigError: A hyperparameter or a parameter that can't work.
+        ConfigError: A hyperparameter or a parameter is invalid.
     """
 
     _moments = ("exp_avg", "exp_avg_sq")
@@ -154,7 +148,7 @@ class FusedLAMB(OptimizerBase):
         use_nvlamb: bool = False,
     ) -> None:
         if amsgrad:
-            raise ConfigError("amsgrad=True has no meaning in LAMB, and apex refuses it as well: leave it out")
+            raise ConfigError("amsgrad=True has no meaning in LAMB, and apex refuses it as well: omit it")
         require_flag({"set_grad_none": set_grad_none}, "set_grad_none")
         defaults = {
             "lr": lr,
@@ -183,10 +177,10 @@ class FusedLAMB(OptimizerBase):
             require_flag(group, name)
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
-        """Clear the gradients.
+        """Reset the gradients.
 
         Args:
-            set_to_none: Drop them; None: as `set_grad_none` says.
+            set_to_none: If True, gradients are set to None; optional, defaults to `set_grad_none`.
         """
         super().zero_grad(self._set_grad_none if set_to_none is None else set_to_none)
 
@@ -219,9 +213,12 @@ class FusedLAMB(OptimizerBase):
                 step.weights.sub_(update, alpha=float(step.group["lr"]))
 
     def _gradient_norm(self, steps: list[ParameterStep]) -> Tensor | None:
-        """Return the norm of the gradients of a step; None: no group clips. See Note [Norm of a step]. Collective."""
+        """Return the global gradient norm, or None if no group clips. Collective."""
         if not any(group["max_grad_norm"] for group in self.param_groups):
             return None
+        # Within `whole_step` several calls of step() make one step, and each call has some of the gradients. The norm
+        # is computed in the first call, from the gradients present when the step began: hooks may have replaced others
+        # since.
         shown = {step.parameter for step in steps}
         hidden = [
             self._step_of(parameter, self._begun[parameter], group)
@@ -238,7 +235,7 @@ class FusedLAMB(OptimizerBase):
         return torch.stack([one.reshape(()).to(squares[0]) for one in squares]).sum().sqrt()
 
     def _adam_updates(self, steps: Sequence[ParameterStep], norm: Tensor | None) -> list[Tensor]:
-        """Return new tensors with the updates of parameters of one group, format and device."""
+        """Return new tensors with the updates of parameters of one param group, dtype and device."""
         group = steps[0].group
         beta1, beta2 = group["betas"]
         weights, gradients = [step.weights for step in steps], [step.gradient for step in steps]
@@ -268,7 +265,7 @@ class FusedLAMB(OptimizerBase):
 
 
 def _per_group(steps: Sequence[ParameterStep], update: Any) -> list[Tensor]:
-    """Return what `update` makes of steps that have group, format and device in common, in the order of `steps`."""
+    """Call `update` once per combination of param group, dtype and device; return results in the order of `steps`."""
     alike: dict[tuple[Any, ...], list[int]] = {}
     for number, step in enumerate(steps):
         alike.setdefault((id(step.group), step.weights.dtype, step.weights.device), []).append(number)
@@ -281,22 +278,22 @@ def _per_group(steps: Sequence[ParameterStep], update: Any) -> list[Tensor]:
 class Lars(OptimizerBase):
     """LARS (You, Gitman and Ginsburg, "Large Batch Training of Convolutional Networks", 2017, Algorithm 1).
 
-    A layer's rate is `lr * eeta * |w| / (|g| + weight_decay * |w| + eps)`, and is part of what momentum remembers, as
-    in the paper. A layer whose weights or gradients are all zero has the plain `lr`. ColossalAI's `Lars` does not let
-    the ratio grow over 50; torchlars and apex's LARC decay the weights as here, but apex applies momentum before `lr`.
+    A layer's rate is `lr * eeta * |w| / (|g| + weight_decay * |w| + eps)`, and is included in the momentum buffer, as
+    in the paper. A layer with all-zero weights or gradients has the rate `lr`. ColossalAI's `Lars` limits the ratio to
+    50; torchlars and apex's LARC decay the weights as here, but apex applies momentum before `lr`.
 
     Bytes per element: 4 with momentum. Over shards one all-reduce of two numbers per parameter.
 
     Args:
         params: Tensors, or param groups.
-        lr: Learning rate of all layers together.
-        momentum: What remains of the last update; less than 1.
-        eeta: How much of a layer's weights an update may be; the paper's eta.
-        weight_decay: Added to the gradient, times the weights.
-        eps: Added to the denominator of the ratio.
+        lr: Global learning rate.
+        momentum: Momentum factor, less than 1.
+        eeta: Trust coefficient, the paper's eta.
+        weight_decay: Weight decay, an L2 term in the gradient.
+        eps: Term added to the denominator of the ratio.
 
     Raises:
-        ConfigError: A hyperparameter or a parameter that can't work.
+        ConfigError: A hyperparameter or a parameter is invalid.
     """
 
     _moments = ("momentum_buffer",)
@@ -317,7 +314,7 @@ class Lars(OptimizerBase):
     def _check_group(self, group: Mapping[str, Any]) -> None:
         require_learning_rate(group)
         require_amount(group, "momentum", below=1.0)
-        require_amount(group, "eeta", is_positive=True, why="would leave no step of any length")
+        require_amount(group, "eeta", is_positive=True, why="would make every step zero")
         require_amount(group, "weight_decay")
         require_amount(group, "eps")
 

@@ -418,7 +418,7 @@ WRONG = [
     (Lamb, {"weight_decay": "0.1"}, "weight_decay='0.1'"),
     (Lamb, {"adam": 1}, "adam must be a bool, got 1"),
     (Lars, {"momentum": 1.0}, "momentum=1.0 .* less than 1"),
-    (Lars, {"eeta": 0.0}, "eeta=0.0 would leave no step"),
+    (Lars, {"eeta": 0.0}, "eeta=0.0 would make every step zero"),
     (Lars, {"eps": -1.0}, "eps=-1.0"),
     (FusedLAMB, {"amsgrad": True}, "amsgrad=True has no meaning in LAMB"),
     (FusedLAMB, {"bias_correction": (0.9, 0.99)}, "positional arguments may be in the wrong order"),
