@@ -565,7 +565,7 @@ def test_gradients_of_another_shape():
         ({"betas": "ab"}, "two numbers"),
         ({"nvme_offload_fraction": 0.5, "nvme_offload_dir": 3}, "is not a path"),
         ({"nvme_offload_fraction": 0.5, "nvme_offload_dir": ""}, "is not a path"),
-        ({"nvme_offload_dir": "somewhere"}, "would hold nothing"),
+        ({"nvme_offload_dir": "somewhere"}, "would stay empty"),
     ],
 )
 def test_arguments_of_another_kind(arguments, message):

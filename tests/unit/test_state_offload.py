@@ -344,10 +344,10 @@ def test_a_directory_in_memory_is_said(tmp_path, capsys):
         train(offloaded)
         train(plain)
         assert_alike(offloaded, plain)
-        assert "itself kept in memory" in capsys.readouterr().err
+        assert "on an in-memory file system" in capsys.readouterr().err
     offloaded, _ = twins(tmp_path)
     train(offloaded, [0])
-    assert "kept in memory" not in capsys.readouterr().err or directory._file_system(tmp_path) == "tmpfs"
+    assert "in-memory file system" not in capsys.readouterr().err or directory._file_system(tmp_path) == "tmpfs"
 
 
 # Memory.

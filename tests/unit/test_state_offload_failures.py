@@ -238,11 +238,11 @@ def test_no_room(tmp_path, monkeypatch, way):
 
 def test_directories_that_can_not_be_used(tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match="can't be made"):
+    with pytest.raises(ConfigError, match="can't be created"):
         CPUAdam(parameters(), nvme_offload_fraction=1.0, nvme_offload_dir=tmp_path / "file" / "below")
     offloaded, _ = twins(tmp_path / "disk")
     (tmp_path / "disk").rmdir()
-    with pytest.raises(ConfigError, match="can't be made"):
+    with pytest.raises(ConfigError, match="can't be created"):
         train(offloaded, [0])
     assert not offloaded.state
 

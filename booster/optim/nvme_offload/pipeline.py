@@ -1,4 +1,4 @@
-"""Chunks pass from the disk through a few buffers and back, while the next are read and the last are written."""
+"""Pipelined read, update and write of state chunks through a few buffers."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from .state_file import Planes, StateFile
 
 @contextmanager
 def interrupts_later() -> Iterator[None]:
-    """Have a SIGINT that comes inside take effect at the end; for a few milliseconds at most.
+    """Defer a SIGINT that arrives in the block to its end, which should be a few milliseconds away.
 
-    Python only ever handles signals in the main thread, so that nothing is to be done in others.
+    Python handles signals in the main thread only, so this is a no-op in other threads.
     """
     handler = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(handler):
@@ -35,26 +35,26 @@ def interrupts_later() -> Iterator[None]:
             handler(*received[0])
 
 
-ChunkPlace = tuple[StateFile, int]  # a chunk by its number
+ChunkPlace = tuple[StateFile, int]  # file and chunk index
 
-# One chunk is computed while others are read and written. More would hide more jitter of the disk, and cost
-# 2 * CHUNK_BYTES of memory each.
+# One chunk is computed while others are read and written. More buffers would hide more latency jitter of the disk, and
+# cost 2 * CHUNK_BYTES of memory each.
 NUM_BUFFERS = 3
-_NUM_THREADS = 4  # where the queue has threads: two planes being read and two being written
+_NUM_THREADS = 4  # for queues that use threads: two planes being read and two being written
 
 
 def new_buffers(num_bytes: int) -> list[Planes]:
-    """Return memory for the chunks on their way.
+    """Allocate the buffers of a pipeline.
 
     Args:
-        num_bytes: Of the largest chunk.
+        num_bytes: Size of the largest chunk.
     """
     return [(aligned_buffer(num_bytes), aligned_buffer(num_bytes)) for _ in range(NUM_BUFFERS)]
 
 
 @dataclass(slots=True, eq=False)
 class _Transfer:
-    """A chunk in a buffer."""
+    """Read or write of a chunk that is in a buffer."""
 
     place: ChunkPlace
     buffer: Planes
@@ -62,7 +62,7 @@ class _Transfer:
 
     @property
     def planes(self) -> Planes:
-        """The part of the buffer that the chunk fills."""
+        """Views of the buffer with the size of the chunk."""
         file, number = self.place
         num_bytes = file.layout.chunks[number].num_bytes
         return self.buffer[0][:num_bytes], self.buffer[1][:num_bytes]
@@ -71,10 +71,10 @@ class _Transfer:
         return all(ticket.done() for ticket in self.tickets)
 
     def wait(self) -> OSError | None:
-        """Wait for both planes, also if the first fails: nothing may use the buffer while one is in flight.
+        """Wait for both planes, even if the first fails, as the buffer can't be reused while I/O is in flight.
 
         Returns:
-            The first failure.
+            First failure, or None.
         """
         failure = None
         for ticket in self.tickets:
@@ -86,12 +86,12 @@ class _Transfer:
 
 
 class Pipeline:
-    """Brings chunks through memory, in order.
+    """Processes chunks in order, overlapping computation with disk I/O.
 
     Args:
-        buffers: Where they are while they are in memory.
-        compute: Turns the valid states of a chunk, in a buffer, into the new ones.
-        idle: Does some other work, and returns False when there is none left; called while a read is awaited.
+        buffers: Buffers for the chunks in memory.
+        compute: Function that updates the states of a chunk in its buffer.
+        idle: Function that does other work while a read is in flight; it returns False when none is left.
     """
 
     def __init__(
@@ -104,11 +104,11 @@ class Pipeline:
         self._writing: deque[_Transfer] = deque()
 
     def run(self, todo: deque[ChunkPlace]) -> None:
-        """Compute the chunks and take them out of `todo` one by one, as each is computed.
+        """Process the chunks, and remove each from `todo` when it is computed.
 
         Raises:
-            OSError: A chunk could not be read, and stays in `todo` with those after it; or one could not be written,
-                and its new states are in memory.
+            OSError: A chunk could not be read, and stays in `todo` with the following ones; or one could not be
+                written, and its new states stay in memory.
         """
         with DiskQueue(_NUM_THREADS) as queue:
             try:
@@ -132,7 +132,7 @@ class Pipeline:
         failure = transfer.wait()
         if failure is not None:
             raise failure
-        with interrupts_later():  # between the new parameters and their states
+        with interrupts_later():  # so that parameters and their states stay consistent
             self._compute(transfer.place, transfer.planes)
             todo.popleft()
             self._start_write(queue, self._reading.popleft())
@@ -167,12 +167,12 @@ class Pipeline:
             raise failure
 
     def _drain(self) -> None:
-        """End what is in flight after a failure, which is the one that is raised. What is being read is given up."""
+        """Wait for all I/O in flight; discard reads, and keep states that could not be written in memory."""
         with interrupts_later():
             while self._reading:
                 transfer = self._reading.popleft()
                 transfer.wait()
                 self._free.append(transfer.buffer)
             while self._writing:
-                with suppress(OSError):  # its states were kept
+                with suppress(OSError):  # `_finish_write` kept the states in memory
                     self._finish_write()

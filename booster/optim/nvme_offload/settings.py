@@ -1,4 +1,4 @@
-"""How much of the optimizer states goes to a disk, and where."""
+"""Settings of the offload of optimizer states to disk."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ class OffloadSettings:
     """The arguments `nvme_offload_fraction` and `nvme_offload_dir`, checked.
 
     Attributes:
-        fraction: Of the states' bytes, from 0 to 1.
-        directory: Under which the files go; None: the system's directory for temporary files.
+        fraction: Fraction of the states' bytes on disk, from 0 to 1.
+        directory: Parent directory of the state files; optional, defaults to the system's temporary directory.
     """
 
     fraction: float = 0.0
@@ -22,16 +22,16 @@ class OffloadSettings:
 
     @classmethod
     def checked(cls, fraction: float, directory: str | os.PathLike[str] | None) -> OffloadSettings:
-        """Return the settings; the directory is made if it is not there.
+        """Return the settings; a missing directory is created.
 
         Raises:
-            ConfigError: The fraction is none, or nothing can be written to the directory.
+            ConfigError: The fraction is not a number in [0, 1], or the directory is not writable.
         """
         is_number = isinstance(fraction, (int, float)) and not isinstance(fraction, bool)
         if not is_number or not 0.0 <= fraction <= 1.0:
             raise ConfigError(
                 f"nvme_offload_fraction={fraction!r} is not a fraction: give a number from 0 (all optimizer states in"
-                " memory) to 1 (all on the disk)"
+                " memory) to 1 (all on disk)"
             )
         if directory is not None and (not isinstance(directory, (str, os.PathLike)) or not os.fspath(directory)):
             raise ConfigError(
@@ -39,8 +39,8 @@ class OffloadSettings:
             )
         if directory is not None and fraction == 0:
             raise ConfigError(
-                f"nvme_offload_dir={str(directory)!r} with nvme_offload_fraction=0 would hold nothing: give the"
-                " fraction of the optimizer states that is to be there, up to 1, or leave the directory out"
+                f"nvme_offload_dir={str(directory)!r} with nvme_offload_fraction=0 would stay empty: give the fraction"
+                " of the optimizer states to offload, up to 1, or omit the directory"
             )
         path = None if directory is None else os.path.abspath(os.fspath(directory))
         if fraction > 0 and path is not None:
@@ -53,8 +53,8 @@ def _make_writable(path: str) -> None:
         os.makedirs(path, exist_ok=True)
     except OSError as error:
         raise ConfigError(
-            f"nvme_offload_dir={path!r} can't be made: {error}. Give a directory on a local disk, or one in which it"
-            " can be made"
+            f"nvme_offload_dir={path!r} can't be created: {error}. Give an existing directory on a local disk, or a"
+            " path that can be created"
         ) from error
     if not os.access(path, os.W_OK | os.X_OK):
-        raise ConfigError(f"nvme_offload_dir={path!r} can't be written to: give a directory that belongs to you")
+        raise ConfigError(f"nvme_offload_dir={path!r} is not writable: give a directory with write permission")

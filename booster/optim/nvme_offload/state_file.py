@@ -1,4 +1,4 @@
-"""One file with the states of some parameters, each chunk of it in two places: what is valid, and what is written."""
+"""File of optimizer states with double-buffered chunks: one copy is valid while the other is written."""
 
 from __future__ import annotations
 
@@ -22,25 +22,28 @@ from booster.kernels.disk_io import DiskQueue, Ticket, open_data_file
 from booster.optim.adam_update import shaped_like
 
 # Note [Planes]
-# exp_avg and exp_avg_sq of all parameters of a file form a *plane* each: one parameter after the other, so that a
-# parameter's exp_avg is one stretch, whatever its size. Both planes have the same layout and are cut into *chunks* of
-# `CHUNK_BYTES`; the part of a parameter in a chunk is a *piece*. A step moves a chunk of both planes at a time.
-# Pieces begin at multiples of `_PIECE_ALIGNMENT`, so that every element has the same place in a vector register
-# wherever its parameter is cut.
+# exp_avg and exp_avg_sq of all parameters of a file form one *plane* each, parameter after parameter, so that a
+# parameter's exp_avg is contiguous. Both planes have the same layout and are split into *chunks* of `CHUNK_BYTES`; the
+# range of a parameter in a chunk is a *piece*. A step reads, updates and writes one chunk of both planes at a time.
+# Pieces start at multiples of `_PIECE_ALIGNMENT`, so that an element's lane in a vector register does not depend on
+# where its parameter is split.
+# The file holds two *slots*, each with both planes. A chunk is valid in one slot; a step reads it there, writes the new
+# states to the other slot, and then makes that one the valid one. So a write that fails half way destroys nothing.
+# After such a failure the new states stay in memory, as the parameters have been updated already.
 CHUNK_BYTES = 8 * 2**20
 _PIECE_ALIGNMENT = 256
-_PAGE_BYTES = 4096  # what direct reads and writes, and mappings, come in
+_PAGE_BYTES = 4096  # granularity of direct I/O and of mappings
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Some elements of a parameter's states.
+    """Range of a parameter's states within a chunk.
 
     Attributes:
-        index: The parameter's, in the file.
+        index: Index of the parameter in the file.
         start: First element of the parameter.
-        stop: One past the last.
-        offset: Where they begin, in bytes from the beginning of the chunk.
+        stop: One past the last element.
+        offset: Start of the range in the chunk, in bytes.
     """
 
     index: int
@@ -51,7 +54,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A stretch of a plane: `num_bytes` from `start` on, whole pages."""
+    """Byte range of a plane: `num_bytes` from `start`, both multiples of the page size."""
 
     start: int
     num_bytes: int
@@ -59,15 +62,15 @@ class Chunk:
 
 
 class PlaneLayout:
-    """The places of parameters in a plane, see Note [Planes].
+    """Layout of parameters in a plane; see Note [Planes].
 
     Args:
-        sizes: For each parameter how many elements it has, at least one, and the bytes of one of them.
+        sizes: Number of elements (at least one) and bytes per element of each parameter.
 
     Attributes:
-        starts: For each parameter where it begins, in bytes.
-        num_bytes: Size of a plane: whole pages.
-        chunks: What the plane is cut into.
+        starts: Start of each parameter in the plane, in bytes.
+        num_bytes: Size of a plane, a multiple of the page size.
+        chunks: Chunks of the plane.
     """
 
     def __init__(self, sizes: Sequence[tuple[int, int]]) -> None:
@@ -80,7 +83,7 @@ class PlaneLayout:
         self.chunks = self._cut(sizes)
 
     def chunks_of(self, index: int, num_bytes: int) -> range:
-        """Return the numbers of the chunks in which a parameter's `num_bytes` lie."""
+        """Return the indices of the chunks that a parameter of `num_bytes` overlaps."""
         start = self.starts[index]
         return range(start // CHUNK_BYTES, (start + num_bytes - 1) // CHUNK_BYTES + 1)
 
@@ -111,13 +114,13 @@ def _round_up(number: int, multiple: int) -> int:
 
 
 # Note [Views of the file]
-# `optimizer.state` holds tensors over a mapping of the file: who reads them (state_dict, a checkpoint) gets pages from
-# the disk as they are touched, and memory is the page cache's, which the system takes back. A step writes a chunk's new
-# states to another place of the file. So that the tensors need not be made anew, and a parameter that spans several
-# chunks is one stretch of addresses, the addresses of the chunk are then mapped to the new place (MAP_FIXED), or to
-# memory where it can't be written. Reads and writes past the page cache and the mapping may be mixed: the system
-# writes a changed page to the disk before a direct read of it, and forgets cached pages when they are directly written.
-_MAP_FIXED = 0x10  # the same on every system; Python has no name for it
+# `optimizer.state` holds tensors over a mapping of the file: reads of them (state_dict, a checkpoint) fault pages in
+# from the disk, and use page cache, which the kernel can reclaim. A step writes a chunk's new states to its other slot.
+# The chunk's addresses are then remapped to that slot (MAP_FIXED), or to anonymous memory if the write failed. So
+# tensors stay valid, and a parameter that spans several chunks stays contiguous. Direct I/O and access through the
+# mapping may be mixed: the kernel writes dirty pages back before a direct read, and drops cached pages at a direct
+# write.
+_MAP_FIXED = 0x10  # the same on every system, but missing in Python's mmap module
 _READ_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
 
 
@@ -139,13 +142,13 @@ _mmap = _system_mmap()
 
 
 class PlaneMapping:
-    """Addresses that show the first bytes of a file at first, and then what they are told to.
+    """Address range mapped to the start of a file, whose pages can be remapped.
 
-    They are given back when the object and all its tensors are gone.
+    It is unmapped when the object and all its tensors are freed.
 
     Args:
-        descriptor: The file, open for reading and writing.
-        num_bytes: How many, whole pages.
+        descriptor: File descriptor, open for reading and writing.
+        num_bytes: Size, a multiple of the page size.
     """
 
     def __init__(self, descriptor: int, num_bytes: int) -> None:
@@ -153,15 +156,15 @@ class PlaneMapping:
         self._address = torch.frombuffer(self._memory, dtype=torch.uint8, count=1).data_ptr()
 
     def tensor(self, start: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return `numel` elements from byte `start` on, with a storage of their own: saving it saves nothing else."""
+        """Return `numel` elements from byte `start`, with a separate storage, so that saving it saves nothing else."""
         return torch.frombuffer(self._memory, dtype=dtype, count=numel, offset=start)
 
     def show_file(self, start: int, num_bytes: int, descriptor: int, offset: int) -> None:
-        """Let the bytes from `start` on be those of the file at `offset`; all are whole pages."""
+        """Map the bytes from `start` to the file at `offset`; all arguments are multiples of the page size."""
         self._map(start, num_bytes, mmap.MAP_SHARED, descriptor, offset)
 
     def show_memory(self, start: int, num_bytes: int) -> None:
-        """Let the bytes from `start` on be zeros in memory."""
+        """Map the bytes from `start` to zeroed anonymous memory."""
         self._map(start, num_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
 
     def _map(self, start: int, num_bytes: int, flags: int, descriptor: int, offset: int) -> None:
@@ -175,11 +178,6 @@ Planes = tuple[Tensor, Tensor]  # bytes of exp_avg and of exp_avg_sq
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
-# Note [Slots]
-# The file holds two *slots*, each with both planes. A chunk is valid in one of them; a step reads it there, writes the
-# new states to the other, and then takes the other for the valid one. So a write that fails half way destroys nothing.
-# If it fails, the new states stay in memory, as the parameters have been updated already.
-
 
 class _Place(IntEnum):
     FIRST_SLOT = 0
@@ -188,15 +186,15 @@ class _Place(IntEnum):
 
 
 class StateFile:
-    """A file with two moments of each parameter; see Note [Slots] and Note [Planes].
+    """File with two moments of each parameter; see Note [Planes].
 
     Args:
-        path: The file to make; it goes with its directory.
-        parameters: Whose states these are; CPU tensors with at least one element that fill their memory without gaps.
-        dtypes: For each of them the states' format.
+        path: Path of the file to create; it is removed with its directory.
+        parameters: Parameters of the states: dense CPU tensors with at least one element.
+        dtypes: dtype of each parameter's states.
 
     Raises:
-        ConfigError: The disk is full.
+        ConfigError: The disk has too little free space.
     """
 
     def __init__(self, path: Path, parameters: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> None:
@@ -209,7 +207,7 @@ class StateFile:
         weakref.finalize(self, os.close, self._descriptor)
         self._mapping = PlaneMapping(self._descriptor, 2 * self.layout.num_bytes)
         self._places = [_Place.FIRST_SLOT] * len(self.layout.chunks)
-        self._blank = set(range(len(self.layout.chunks)))  # never written
+        self._blank = set(range(len(self.layout.chunks)))  # never written, neither by a step nor through the mapping
         self._used: set[int] = set()
         self._moments = [self._moments_of(index) for index in range(len(self.parameters))]
 
@@ -219,17 +217,17 @@ class StateFile:
 
     @property
     def dtypes(self) -> set[torch.dtype]:
-        """The formats that there are."""
+        """Distinct dtypes of the states."""
         return set(self._dtypes)
 
     def dtype(self, index: int) -> torch.dtype:
-        """Return the format of a parameter's states."""
+        """Return the dtype of a parameter's states."""
         return self._dtypes[index]
 
-    # For a step.
+    # I/O of a step.
 
     def read(self, queue: DiskQueue, number: int, planes: Planes) -> list[Ticket]:
-        """Start to read the valid states of a chunk; they are there when all tickets were waited for."""
+        """Start reading the valid states of a chunk; they are complete after all tickets were waited for."""
         if number in self._blank:
             for plane in planes:
                 plane.zero_()
@@ -245,7 +243,7 @@ class StateFile:
         ]
 
     def write(self, queue: DiskQueue, number: int, planes: Planes) -> list[Ticket]:
-        """Start to write a chunk's new states beside the valid ones; `commit` or `keep` follows."""
+        """Start writing a chunk's new states to its other slot; call `commit` or `keep` afterwards."""
         offsets = self._offsets(number, self._next_place(number))
         return [queue.write(self._descriptor, plane, offset) for plane, offset in zip(planes, offsets, strict=True)]
 
@@ -259,7 +257,7 @@ class StateFile:
         self._blank.discard(number)
 
     def keep(self, number: int, planes: Planes) -> None:
-        """Make the chunk's new states, which could not be written, the valid ones: a copy in memory."""
+        """Make a copy in memory of the chunk's new states, which could not be written, the valid one."""
         for start, plane in zip(self._starts(number), planes, strict=True):
             self._mapping.show_memory(start, plane.numel())
         self._places[number] = _Place.MEMORY
@@ -267,10 +265,10 @@ class StateFile:
         for plane, held in zip(planes, self._shown(number), strict=True):
             held.copy_(plane)
 
-    # For what goes through the mapping.
+    # Access through the mapping.
 
     def begin(self, index: int) -> None:
-        """Make the states of a parameter zero."""
+        """Set the states of a parameter to zero."""
         if index in self._used:
             self.touch(index)
             for moment in self._moments[index]:
@@ -278,10 +276,10 @@ class StateFile:
         self._used.add(index)
 
     def touch(self, index: int) -> None:
-        """Return that a parameter's states are about to be written through the tensors of `moments`.
+        """Mark a parameter's states as modified; call it before a write to the tensors of `moments`.
 
         Raises:
-            CheckpointError: The file is not whole, and touching the tensors would end the process.
+            CheckpointError: The file is truncated, and access to the tensors would raise SIGBUS.
         """
         self.check()
         self._used.add(index)
@@ -289,31 +287,31 @@ class StateFile:
         self._blank.difference_update(self.layout.chunks_of(index, num_bytes))
 
     def remove(self) -> None:
-        """Delete the file; its space is free once no tensor views it."""
+        """Delete the file; its disk space is released when all of its tensors are freed."""
         self.path.unlink(missing_ok=True)
 
     def forget_blanks(self) -> None:
-        """Have every chunk be read from now on, as somebody may have written to what was zero."""
+        """Read every chunk from now on, as zero states may have been modified through the mapping."""
         self._blank.clear()
 
     @property
     def is_whole(self) -> bool:
-        """Whether the file has all of its bytes."""
+        """Whether the file has its full size."""
         try:
             return os.fstat(self._descriptor).st_size >= self._num_bytes
         except OSError:  # its disk is gone
             return False
 
     def check(self) -> None:
-        """Return if the states can be read.
+        """Check that the states can be read.
 
         Raises:
-            CheckpointError: The file was cut, so that some states are lost.
+            CheckpointError: The file is truncated, so some states are lost.
         """
         if not self.is_whole:
             raise CheckpointError(
-                f"{self.path} holds optimizer states and is shorter than the {self._num_bytes} bytes that were written"
-                " to it, so some states are lost: load them from a checkpoint"
+                f"{self.path} holds optimizer states and is shorter than the {self._num_bytes} bytes written to it, so"
+                " some states are lost: load them from a checkpoint"
             )
 
     @property
@@ -325,12 +323,12 @@ class StateFile:
         return _Place.SECOND_SLOT if is_first else _Place.FIRST_SLOT
 
     def _starts(self, number: int) -> tuple[int, int]:
-        """Return where the chunk of each plane begins in the mapping."""
+        """Return the start of the chunk in the mapping, for each plane."""
         start = self.layout.chunks[number].start
         return start, self.layout.num_bytes + start
 
     def _offsets(self, number: int, place: _Place) -> tuple[int, int]:
-        """Return where the chunk of each plane begins in the file."""
+        """Return the start of the chunk in the file, for each plane."""
         first, second = self._starts(number)
         slot = place * 2 * self.layout.num_bytes
         return slot + first, slot + second
@@ -361,7 +359,7 @@ def _create(path: Path, num_bytes: int) -> int:
 
 def _disk_full_message(path: Path, num_bytes: int, free: int) -> str:
     return (
-        f"the optimizer states that go to {path.parent} need {num_bytes} bytes (two copies of 8 bytes a parameter), and"
-        f" {free} bytes are free there or allowed to you: free some space, give an nvme_offload_dir on a larger disk,"
-        " or a smaller nvme_offload_fraction"
+        f"the optimizer states in {path.parent} need {num_bytes} bytes (two copies of 8 bytes per parameter), and"
+        f" {free} bytes are free there or left in the quota: free some space, give an nvme_offload_dir on a larger disk, or a"
+        " smaller nvme_offload_fraction"
     )

@@ -1,4 +1,4 @@
-"""Which parameters have their states on the disk, and the files that hold them."""
+"""Optimizer states on disk: choice of parameters, state files, and updates."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ from .state_file import Piece, Planes, StateFile
 
 @dataclass(slots=True, eq=False)
 class _Entry:
-    """A parameter that is updated, in contiguous tensors.
+    """Update of a parameter as contiguous tensors.
 
     Attributes:
-        numel: How many elements it has.
-        num_left: How many of them are not updated yet.
+        numel: Number of elements.
+        num_left: Number of elements that are not updated yet.
     """
 
     group: GroupUpdate
@@ -54,12 +54,12 @@ class _Entry:
 
 
 class DiskWork:
-    """The updates of parameters whose states are in files.
+    """Updates of parameters with states on disk.
 
     Args:
-        files: The files.
-        groups: The parameters, all of them in one of the files.
-        arguments: Of the step.
+        files: State files.
+        groups: Updates of parameters with states in these files.
+        arguments: Arguments of the step.
     """
 
     def __init__(self, files: Sequence[StateFile], groups: Sequence[GroupUpdate], arguments: StepArguments) -> None:
@@ -73,7 +73,7 @@ class DiskWork:
         )
 
     def run(self, buffers: list[Planes], idle: Callable[[], bool]) -> None:
-        """Update everything that is not updated yet.
+        """Run all updates that are not done yet.
 
         Raises:
             OSError: A chunk could not be read or written; see `Pipeline.run`.
@@ -91,7 +91,7 @@ class DiskWork:
         return not self._todo
 
     def unfinished(self) -> Iterator[tuple[ParameterUpdate, int]]:
-        """Yield the updates that are not complete, and how many elements each has left."""
+        """Yield each incomplete update with the number of elements that are not updated."""
         for entry in self._entries.values():
             if entry.num_left > 0:
                 yield entry.update, entry.num_left
@@ -133,7 +133,7 @@ def _entry(group: GroupUpdate, update: ParameterUpdate) -> _Entry:
 
 
 def _contiguous(tensor: Tensor) -> Tensor:
-    """Return a dense tensor's memory as a contiguous tensor."""
+    """Return a contiguous view of a dense tensor's memory."""
     return tensor if tensor.is_contiguous() else flat(tensor)
 
 
@@ -157,7 +157,7 @@ def _operands(
 
 
 def _write_back(entry: _Entry, arguments: StepArguments) -> None:
-    """Copy what was written into memory in another order than the caller's to where it belongs."""
+    """Copy results from reordered temporaries back into the caller's tensors."""
     update, model = entry.update, entry.update.parameter
     if update.working_copy is not None and entry.working_copy is not None:
         _copy_back(update.working_copy, entry.working_copy, model)
@@ -170,17 +170,15 @@ def _copy_back(tensor: Tensor, memory: Tensor, model: Tensor) -> None:
         tensor.copy_(shaped_like(memory, model))
 
 
-# Note [Choice of parameters]
-# Of the parameters that are seen together (those of the first step or load, later those of a group that was added),
-# each in turn has its states on the disk if these and those before are no more than the fraction of all of them. States
-# of one parameter are never divided. Parameters on an accelerator have their states there.
-
-
 class DiskStates:
-    """The states that are not in memory.
+    """Optimizer states on disk.
+
+    Parameters are chosen greedily among those that are new together (at the first step or load, later those of an added
+    param group): each in turn if its states fit into the rest of the fraction's bytes. The states of a parameter are
+    never split between disk and memory. States of accelerator parameters stay on the accelerator.
 
     Args:
-        settings: How many, and where.
+        settings: Fraction of the states on disk, and directory.
     """
 
     def __init__(self, settings: OffloadSettings) -> None:
@@ -192,13 +190,13 @@ class DiskStates:
         self._buffers: list[Planes] = []
 
     def prepare(self, parameters: Iterable[Tensor]) -> None:
-        """Select and allocate the states of new parameters, and free those of removed ones.
+        """Allocate disk space for new parameters, and release that of removed ones.
 
         Args:
-            parameters: All that the optimizer has, in order.
+            parameters: All parameters of the optimizer, in order.
 
         Raises:
-            ConfigError: There is not enough space; nothing was changed.
+            ConfigError: The disk has too little free space; nothing was changed.
         """
         if self._settings.fraction == 0:
             return
@@ -214,19 +212,19 @@ class DiskStates:
             self._add(file)
         elif not self._files:
             get_dist_logger().warning(
-                f"nvme_offload_fraction={self._settings.fraction} moves no optimizer states to the disk: no parameter"
-                " on the CPU has states that small. Give a larger fraction"
+                f"nvme_offload_fraction={self._settings.fraction} moves no optimizer states to disk, as every CPU"
+                " parameter's states are larger than that fraction: give a larger one"
             )
 
     def holds(self, parameter: Tensor) -> bool:
-        """Return whether a parameter's states are on the disk."""
+        """Return whether a parameter's states are on disk."""
         return bool(self._places) and self._places.get(parameter) is not None
 
     def moment(self, parameter: Tensor, key: str) -> Tensor:
         """Return the tensor of a state that is about to be filled.
 
         Raises:
-            ConfigError: Its file was cut, and there is not enough space for another.
+            ConfigError: The file is truncated, and the disk has too little free space for a new one.
         """
         file, index = self._place(parameter)
         if not file.is_whole:
@@ -236,10 +234,10 @@ class DiskStates:
         return file.moments(index)[MOMENTS.index(key)]
 
     def take_over(self, parameter: Tensor, state: dict[str, Any]) -> None:
-        """Make a parameter's states those on the disk: zeros where it has none, a copy of what others put there.
+        """Replace a parameter's state tensors by those on disk, with the same values (zeros if there are none).
 
         Raises:
-            CheckpointError: The file was cut.
+            CheckpointError: The file is truncated.
         """
         file, index = self._place(parameter)
         own = file.moments(index)
@@ -256,26 +254,26 @@ class DiskStates:
             state[key] = moment
 
     def check(self) -> None:
-        """Return if all states can be read.
+        """Check that all states can be read.
 
         Raises:
-            CheckpointError: A file was cut.
+            CheckpointError: A file is truncated.
         """
         for file in self._files:
             file.check()
 
     def work(self, groups: Sequence[GroupUpdate], arguments: StepArguments) -> DiskWork:
-        """Return the updates of parameters that are on the disk as a piece of work.
+        """Return the updates of parameters with states on disk.
 
         Args:
-            groups: All of their parameters are on the disk, their states taken over.
-            arguments: Of the step.
+            groups: Updates of such parameters, with states from `take_over`.
+            arguments: Arguments of the step.
         """
         return DiskWork(self._files, groups, arguments)
 
     @property
     def buffers(self) -> list[Planes]:
-        """The memory through which chunks pass."""
+        """Buffers of the pipeline, large enough for the largest chunk."""
         largest = max((file.layout.chunks[0].num_bytes for file in self._files), default=0)
         if not self._buffers or self._buffers[0][0].numel() < largest:
             self._buffers = []
@@ -288,7 +286,6 @@ class DiskStates:
         return place
 
     def _choose(self, parameters: Sequence[Tensor]) -> list[Tensor]:
-        """Return those of the new parameters whose states go to the disk; see Note [Choice of parameters]."""
         on_host = [one for one in parameters if one.device.type == "cpu"]
         budget = self._settings.fraction * sum(self._num_bytes(one) for one in on_host)
         chosen = []
@@ -311,7 +308,7 @@ class DiskStates:
             return StateFile(path, parameters, [moment_dtype(one) for one in parameters])
         except OSError as error:
             raise ConfigError(
-                f"the file for optimizer states can't be made: {error}. Give an nvme_offload_dir that can be written to"
+                f"the file for optimizer states can't be created: {error}. Give an nvme_offload_dir that is writable"
             ) from error
 
     def _add(self, file: StateFile) -> None:
@@ -325,7 +322,7 @@ class DiskStates:
         self._add(fresh)
 
     def _drop_others(self, parameters: Sequence[Tensor]) -> None:
-        """Drop parameters that the optimizer no longer has, and files of none but such."""
+        """Drop parameters that the optimizer no longer has, and files that contain only such parameters."""
         alive = set(parameters)
         self._places = {parameter: place for parameter, place in self._places.items() if parameter in alive}
         for file in [one for one in self._files if alive.isdisjoint(one.parameters)]:
