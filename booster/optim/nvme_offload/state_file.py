@@ -360,6 +360,6 @@ def _create(path: Path, num_bytes: int) -> int:
 def _disk_full_message(path: Path, num_bytes: int, free: int) -> str:
     return (
         f"the optimizer states in {path.parent} need {num_bytes} bytes (two copies of 8 bytes per parameter), and"
-        f" {free} bytes are free there or left in the quota: free some space, give an nvme_offload_dir on a larger disk, or a"
-        " smaller nvme_offload_fraction"
+        f" {free} bytes are free there or left in the quota: free some space, give an nvme_offload_dir on a larger"
+        " disk, or a smaller nvme_offload_fraction"
     )
