@@ -1,4 +1,4 @@
-"""One step of Adam or AdamW over many tensors on the CPU, with all that surrounds it in the same pass over memory."""
+"""Fused CPU kernel of Adam and AdamW for many tensors: unscale, update, cast and zero gradients in one pass."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .build import load_kernel
 _DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # `enum DType` in csrc/simd.h
 _NO_WORKING_COPY = 15  # in csrc/adam.h
 _STATE_DTYPE = torch.float32
-_TENSOR_TYPES = (torch.Tensor, torch.nn.Parameter)  # others, as DTensor, may not be what lies at their address
+_TENSOR_TYPES = (torch.Tensor, torch.nn.Parameter)  # data_ptr() of others, such as DTensor, may not be their data
 _SEED_MASK = 2**64 - 1
 
 _Row = tuple[int, int, int, int, int, int, int]  # Note [Table] in csrc/adam.cpp
@@ -39,32 +39,32 @@ def adam_step(
     zero_grads: bool = False,
     stochastic_rounding_seed: int | None = None,
 ) -> None:
-    """Update parameters and states in place, by the formula of torch's fused Adam.
+    """Update parameters and states in place, with the formula of torch's fused Adam.
 
-    The compiled kernel takes fp32, bf16 and fp16 parameters, gradients and working copies with fp32 states. Every other
-    floating dtype, and a machine where the kernel can't be built, gets plain torch: the same results up to rounding.
+    The compiled kernel supports fp32, bf16 and fp16 parameters, gradients and working copies with fp32 states. Other
+    floating dtypes, and machines where the kernel can't be built, use plain torch: the same results up to rounding.
     All tensors are contiguous and on the CPU. Not collective.
 
     Args:
-        params: What to update; computed in fp32 and rounded to their dtype.
-        grads: Their gradients, each of a dtype of its own.
+        params: Parameters; computed in fp32 and rounded to their dtype.
+        grads: Gradients; dtypes may differ from the parameters' and from each other.
         exp_avgs: First moments.
         exp_avg_sqs: Second moments.
-        steps: For each parameter the number of its steps, this one included.
+        steps: Step number of each parameter, this step included.
         lr: Learning rate.
         betas: Decay rates of the moments.
-        eps: Added to the denominator.
-        weight_decay: AdamW's; with `decoupled_weight_decay=False` Adam's, which is part of the gradient.
-        decoupled_weight_decay: Whether it is AdamW.
-        bias_correction: Whether the moments' start at zero is corrected for.
-        working_copies: For each parameter a tensor of as many elements that gets the new value in its own dtype, or
-            None. None: there are none.
-        multiplier: The true gradient is `grad * multiplier * multiplier_tensor`.
-        multiplier_tensor: One fp32 number, read while the step runs; None: 1.
-        zero_grads: Whether the gradients become zero.
-        stochastic_rounding_seed: bf16 parameters and working copies are rounded up or down by chance, so that they are
-            right on average, with numbers that depend on this seed, the parameter's place in the list and the
-            element's in the tensor. None: to the nearest.
+        eps: Term added to the denominator.
+        weight_decay: Weight decay.
+        decoupled_weight_decay: If True, AdamW's weight decay; if False, Adam's L2 term in the gradient.
+        bias_correction: If True, the moments are corrected for their initialization to zero.
+        working_copies: Tensor per parameter that receives the new value in its own dtype, or None for a parameter
+            without one; optional, defaults to no copies.
+        multiplier: Factor of the gradient: the unscaled one is `grad * multiplier * multiplier_tensor`.
+        multiplier_tensor: fp32 tensor with one element, read during the step; optional, defaults to 1.
+        zero_grads: If True, the gradients are set to zero.
+        stochastic_rounding_seed: Seed of stochastic rounding of bf16 parameters and working copies. The random numbers
+            depend on the seed, the parameter's index in the list and the element's index in the tensor. Optional,
+            defaults to rounding to nearest.
     """
     copies = [None] * len(params) if working_copies is None else working_copies
     rows = [_row(*tensors) for tensors in zip(params, grads, exp_avgs, exp_avg_sqs, copies, strict=True)]
@@ -87,7 +87,7 @@ def adam_step(
         adam_reference(params, grads, exp_avgs, exp_avg_sqs, copies, steps, settings)
     else:
         native_adam(native, [row for row in rows if row is not None], steps, settings)
-    # Kernels, torch's own too, write behind autograd's back; so graphs that hold older values of these tensors notice.
+    # Kernels bypass autograd's version counters; with new versions, backward through the old values raises an error.
     increment_version([*params, *(copy for copy in copies if copy is not None), *(grads if zero_grads else ())])
 
 
@@ -97,11 +97,11 @@ def native_adam(
     """Call the compiled kernel.
 
     Args:
-        native: Its module.
-        rows: For each parameter its row of the kernel's table.
-        steps: For each parameter the number of its steps.
-        settings: What all of them share.
-        instruction_set: One of `native.instruction_sets()`; "": the best.
+        native: Module of the kernel.
+        rows: Row of the kernel's table for each parameter.
+        steps: Step number of each parameter.
+        settings: Settings shared by all parameters.
+        instruction_set: One of `native.instruction_sets()`, or "" for the best.
     """
     beta1, beta2 = settings.betas
     multiplier_tensor = settings.multiplier_tensor
@@ -133,7 +133,7 @@ def _row(
     exp_avg_sq: torch.Tensor,
     copy: torch.Tensor | None,
 ) -> _Row | None:
-    """Return a parameter's row of the table; None if the kernel can't take them."""
+    """Return a parameter's row of the kernel's table, or None if the kernel does not support its tensors."""
     numel = param.numel()
     is_plain = True
     for tensor in (param, grad, exp_avg, exp_avg_sq) if copy is None else (param, grad, exp_avg, exp_avg_sq, copy):
@@ -164,6 +164,4 @@ def _described(tensor: torch.Tensor) -> str:
 def _check_multiplier(tensor: torch.Tensor | None) -> None:
     if tensor is not None:
         is_one_number = tensor.numel() == 1 and tensor.dtype is torch.float32 and tensor.is_cpu
-        assert is_one_number, (
-            f"the multiplier must be an fp32 number on the CPU, not {_described(tensor)}, {tensor.dtype}"
-        )
+        assert is_one_number, f"the multiplier must be an fp32 CPU scalar, got {_described(tensor)}, {tensor.dtype}"

@@ -1,4 +1,4 @@
-"""The CRC-32 of zlib, several times as fast where the CPU has instructions for it."""
+"""CRC-32 with zlib's results, several times as fast on CPUs with instructions for it."""
 
 from __future__ import annotations
 
@@ -11,19 +11,18 @@ from .build import load_kernel
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-# Below it the call of the kernel takes as long as zlib, and building one would not pay.
+# Below it the call overhead of the kernel exceeds its gain, and a build of the kernel is not worth its time.
 _FEWEST_BYTES = 16384
 
 
 def crc32(data: Buffer, value: int = 0) -> int:
-    """Return the same number as `zlib.crc32(data, value)`.
+    """Return `zlib.crc32(data, value)`, bit for bit, so that checksums can be verified without the kernel.
 
-    A reader may lack this kernel: the checksum does not depend on how it was computed. Other threads run
-    meanwhile, unless the data is short.
+    The GIL is released unless the data is short.
 
     Args:
-        data: Any contiguous bytes-like object.
-        value: The checksum of what comes before the data.
+        data: Contiguous bytes-like object.
+        value: Checksum of the preceding data.
     """
     native = _native() if memoryview(data).nbytes >= _FEWEST_BYTES else None
     if native is None:
@@ -32,6 +31,6 @@ def crc32(data: Buffer, value: int = 0) -> int:
 
 
 def _native() -> ModuleType | None:
-    """Return the kernel, if this CPU has instructions that make it faster than zlib."""
+    """Return the kernel if this CPU has instructions that make it faster than zlib."""
     native = load_kernel("checksum")
     return native if native is not None and native.instruction_sets() else None

@@ -1,8 +1,9 @@
 """Norms, packing and unpacking of many tensors in one pass over their memory.
 
-Note [What is compiled]: only what was seen to be 1.3 times as fast as torch. Sums of squares are, and find inf and nan
-in the same pass. Copies are where they multiply, convert and leave the caches, because torch takes two passes; what it
-does in one runs at the speed of the memory there too, and tiny tensors are copied before their addresses are collected.
+Operations are compiled only where that measured at least 1.3 times as fast as torch. This holds for sums of squares,
+which detect inf and nan in the same pass. It holds for copies that scale and convert more data than the caches hold, as
+torch takes two passes for these. Single-pass copies are limited by memory bandwidth in torch as well, and for tiny
+tensors collecting the addresses costs more than the copy.
 """
 
 from __future__ import annotations
@@ -15,25 +16,28 @@ from torch.autograd.graph import increment_version
 from .build import load_kernel
 
 _DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # `enum DType` in csrc/simd.h
-_TENSOR_TYPES = (torch.Tensor, torch.nn.Parameter)  # others, as DTensor, may not be what lies at their address
-_BLOCK_NUMEL = 2**16  # of the reference's sums; as fp64 it stays in the cache
-_FEWEST_NUMEL, _FEWEST_PER_TENSOR = 2**22, 2**15  # elements that are worth a compiled copy, in all and on average
+_TENSOR_TYPES = (torch.Tensor, torch.nn.Parameter)  # data_ptr() of others, such as DTensor, may not be their data
+_BLOCK_NUMEL = 2**16  # block of the reference's sums; in fp64 it fits into the cache
+_FEWEST_NUMEL, _FEWEST_PER_TENSOR = 2**22, 2**15  # minimum of elements for a compiled copy: in total, and on average
 
 
 def takes_sum_of_squares(tensors: Sequence[torch.Tensor]) -> bool:
-    """Return whether `sum_of_squares` is fast: all are dense fp32, bf16 or fp16 on the CPU, with a kernel."""
+    """Return whether `sum_of_squares` uses the kernel: it is available, and all tensors are plain CPU ones.
+
+    These are contiguous fp32, bf16 or fp16 tensors.
+    """
     return all(map(_is_plain, tensors)) and load_kernel("flat_buffers") is not None
 
 
 @torch.no_grad()
 def sum_of_squares(tensors: Sequence[torch.Tensor]) -> float:
-    """Return the sum of the squares of all elements; up to fp32 it is finite exactly if all of them are.
+    """Return the sum of the squares of all elements; for dtypes up to fp32 it is finite exactly if all elements are.
 
-    It is summed in fp64, so no square leaves the range. The compiled sum has the same bits for any number of threads
-    and on any CPU; it adds squares of elements of 16 bits in groups of four in fp32, a relative error below 2**-22.
+    The sum is in fp64, so that squares do not overflow. The compiled sum is bitwise equal for any number of threads and
+    on any CPU. It adds squares of 16-bit elements in groups of four in fp32, with a relative error below 2**-22.
 
     Args:
-        tensors: Of any floating dtype; see `takes_sum_of_squares` for those that are fast.
+        tensors: Floating-point tensors; `takes_sum_of_squares` returns whether the kernel supports them.
     """
     table = _table(tensors)
     native = None if table is None else load_kernel("flat_buffers")
@@ -49,9 +53,9 @@ def pack(tensors: Sequence[torch.Tensor], flat: torch.Tensor, scale: float = 1.0
     Products are rounded to fp32 and then to the buffer's dtype.
 
     Args:
-        tensors: On the buffer's device.
-        flat: As many elements as the tensors have together, of any floating dtype.
-        scale: The factor.
+        tensors: Tensors on the buffer's device.
+        flat: Floating-point buffer with as many elements as all tensors together.
+        scale: Factor.
     """
     parts = _parts(flat, tensors)
     table = _copy_table(tensors, flat, scale)
@@ -60,17 +64,17 @@ def pack(tensors: Sequence[torch.Tensor], flat: torch.Tensor, scale: float = 1.0
         _reference_copies(tensors, [part.view(one.shape) for part, one in zip(parts, tensors, strict=True)], scale)
     else:
         native.pack(table, *_arguments(flat, scale))
-        increment_version(flat)  # the kernel writes behind autograd's back
+        increment_version(flat)  # the kernel bypasses autograd's version counters
 
 
 @torch.no_grad()
 def unpack(flat: torch.Tensor, tensors: Sequence[torch.Tensor], scale: float = 1.0) -> None:
-    """Write `scale` times the parts of a flat buffer into tensors; the inverse of `pack`.
+    """Write `scale` times the ranges of a flat buffer into tensors; the inverse of `pack`.
 
     Args:
-        flat: As many elements as the tensors have together, of any floating dtype.
-        tensors: On the buffer's device.
-        scale: The factor.
+        flat: Floating-point buffer with as many elements as all tensors together.
+        tensors: Tensors on the buffer's device.
+        scale: Factor.
     """
     parts = _parts(flat, tensors)
     table = _copy_table(tensors, flat, scale)
@@ -83,7 +87,7 @@ def unpack(flat: torch.Tensor, tensors: Sequence[torch.Tensor], scale: float = 1
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    """Return whether the tensor's elements lie one after the other at its address, as they are."""
+    """Return whether the kernel can access the elements: contiguous at `data_ptr()`, without lazy negation."""
     return (
         type(tensor) in _TENSOR_TYPES
         and tensor.is_cpu
@@ -95,20 +99,20 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 
 def _table(tensors: Sequence[torch.Tensor]) -> list[int] | None:
-    """Return address, number of elements and dtype of each tensor; None if the kernel can't take one of them."""
+    """Return address, number of elements and dtype code of each tensor, or None if one of them is not supported."""
     table: list[int] = []
     for tensor in tensors:
         if not _is_plain(tensor):
             return None
         address, numel = tensor.data_ptr(), tensor.numel()
         if address == 0 and numel > 0:
-            return None  # its memory was given back, or it never had any
+            return None  # its storage was freed or never allocated
         table += (address, numel, _DTYPE_CODES[tensor.dtype])
     return table
 
 
 def _copy_table(tensors: Sequence[torch.Tensor], flat: torch.Tensor, scale: float) -> list[int] | None:
-    """Return the table if the kernel can copy these and is faster; see Note [What is compiled]."""
+    """Return the table if the kernel supports this copy and is faster than torch; see the module's docstring."""
     fewest = max(_FEWEST_NUMEL, _FEWEST_PER_TENSOR * len(tensors))
     if scale == 1.0 or flat.numel() < fewest or not _is_plain(flat):
         return None

@@ -1,4 +1,4 @@
-"""The list of kernels, and whether each runs compiled or as its reference in plain torch."""
+"""Status of the kernels: compiled, or reference implementation in plain torch."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from .float8 import GRADIENT_DTYPE, native_problem
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelStatus:
-    """How one kernel would run in this process.
+    """Status of one kernel in this process.
 
     Attributes:
-        name: The kernel's name.
-        status: "native" where the compiled kernel is there, "buildable" where its first use will compile it, and
-            "reference" where plain torch stands in for it.
-        reason: Why: where it is, what it would be built with, or what is missing.
+        name: Name of the kernel.
+        status: "native" if a compiled kernel exists, "buildable" if the first use will compile it, and "reference" if
+            plain torch is used instead.
+        reason: Path of the compiled kernel, compiler that would build it, or what is missing.
     """
 
     name: str
@@ -30,25 +30,25 @@ _Probe = Callable[[str], KernelStatus]
 
 
 def register_probe(probe: _Probe) -> None:
-    """Add a kernel to the list: `probe(device_type)` looks at it without building anything."""
+    """Register a kernel; `probe(device_type)` returns its status without building anything."""
     _probes.append(probe)
 
 
 def kernel_status(device_type: str = "cpu") -> list[KernelStatus]:
-    """Return the state of every kernel, those with sources of their own first. Builds nothing.
+    """Return the status of every kernel, compiled ones first. Builds nothing.
 
     Args:
-        device_type: The kind of device that they would run on: "cpu", "cuda", ...
+        device_type: Device type that the kernels would run on: "cpu", "cuda", ...
 
     Raises:
-        ConfigError: `BOOSTER_KERNELS` has no known value.
+        ConfigError: `BOOSTER_KERNELS` has an unknown value.
     """
     return [_compiled(source) for source in KERNELS.values()] + [probe(device_type) for probe in _probes]
 
 
 def _compiled(source: KernelSource) -> KernelStatus:
     if kernel_mode() == "reference":
-        return KernelStatus(name=source.name, status="reference", reason=f"{MODE_VARIABLE}=reference asks for it")
+        return KernelStatus(name=source.name, status="reference", reason=f"{MODE_VARIABLE}=reference is set")
     path = find_built(source)
     if path is not None:
         return KernelStatus(name=source.name, status="native", reason=str(path))

@@ -148,7 +148,7 @@ def test_the_reference_is_asked_for(folder, log):
     with tiny_kernel(folder, BOOSTER_KERNELS="reference"):
         assert load_kernel("tiny") is None
         assert status().status == "reference"
-        assert status().reason == "BOOSTER_KERNELS=reference asks for it"
+        assert status().reason == "BOOSTER_KERNELS=reference is set"
         assert not (folder / "cache").exists()
     assert not log
 
