@@ -1,16 +1,14 @@
-"""Adam in plain torch, in blocks that stay in the caches between one operation and the next.
+"""Reference implementation of the Adam kernel in plain torch, in cache-sized blocks, and stochastic rounding.
 
-What the compiled kernel does in one pass is here a row of torch's own operations: cast and scale the gradient, the
-fused update, write the working copy, zero the gradient. Over a whole model each of them would fetch everything from
-memory anew. Also what tests compare the kernel with.
+The compiled kernel's single pass is a sequence of torch operations here: cast and scale the gradient, fused update,
+write the working copy, zero the gradient. Running them block by block keeps the data in the caches between operations.
+Tests compare the kernel with this implementation.
 
-Rounds fp32 to bf16 up or down by chance, so that it is right on average, with numbers that can be told again.
+Stochastic rounding from fp32 to bf16 is unbiased: bf16 has 8 significant bits, so rounding to nearest would lose every
+update below 1/256 of a weight. Rounding up with a probability equal to the discarded fraction keeps the mean.
 
-A weight in bf16 has 8 bits: steps below a 256th of it would all be lost by rounding to the nearest. Rounded up with the
-probability of what is cut off, the weight moves as far as it should in the mean.
-
-The numbers are a hash of a seed, the tensor's number and the element's index, so they depend neither on the number of
-threads nor on the order of evaluation; csrc/adam_vector.cpp has the same one, Note [Random numbers].
+The random numbers are a hash of seed, tensor index and element index, so they are reproducible for any number of
+threads and any order of evaluation; csrc/adam_vector.cpp has the same hash, Note [Random numbers].
 """
 
 from __future__ import annotations
@@ -24,20 +22,20 @@ import torch
 
 _MASK_32 = 2**32 - 1
 _MASK_64 = 2**64 - 1
-_CUT_BITS = 16  # of fp32, which bf16 has not
+_CUT_BITS = 16  # low bits of fp32 that bf16 discards
 _QUIET_NAN = 0x400000
 
 
 def round_stochastically(values: torch.Tensor, seed: int, tensor_number: int = 0, begin: int = 0) -> torch.Tensor:
-    """Return bf16 numbers: one of the two neighbours of each value, with probabilities that keep the mean.
+    """Round fp32 values to bf16 stochastically: to one of the two neighbors, with probabilities that keep the mean.
 
-    Numbers that bf16 has stay as they are, inf and nan among them. Values above the largest finite number become inf
-    with a probability too.
+    Values that bf16 can represent, inf and nan included, do not change. Values above the largest finite number become
+    inf with the corresponding probability.
 
     Args:
-        values: fp32, contiguous, one dimension; its range of indices crosses no multiple of 2**32.
+        values: Contiguous 1-dim fp32 tensor; its range of element indices crosses no multiple of 2**32.
         seed: Any integer.
-        tensor_number: Which of several tensors with one seed this is.
+        tensor_number: Index of the tensor among those with the same seed.
         begin: Index of the first value within its tensor.
     """
     bits = values.view(torch.int32).to(torch.int64) & _MASK_32
@@ -47,7 +45,7 @@ def round_stochastically(values: torch.Tensor, seed: int, tensor_number: int = 0
 
 
 def _random_numbers(count: int, seed: int, tensor_number: int, begin: int) -> torch.Tensor:
-    """Return 32 random bits for each index, as int64."""
+    """Return 32 random bits per element, as int64."""
     key = _mixed(_mixed(seed + tensor_number * 0xD1342543DE82EF95) + (begin >> 32))
     first = begin & _MASK_32
     x = torch.arange(first, first + count, dtype=torch.int64) ^ (key & _MASK_32)
@@ -58,7 +56,7 @@ def _random_numbers(count: int, seed: int, tensor_number: int, begin: int) -> to
 
 
 def _product(x: torch.Tensor, factor: int) -> torch.Tensor:
-    """Return the lower 32 bits; that the upper ones overflow does not change them."""
+    """Return the lower 32 bits of the product, which an overflow of the upper ones does not change."""
     return (x * factor) & _MASK_32
 
 
@@ -70,12 +68,12 @@ def _mixed(x: int) -> int:
     return x ^ (x >> 31)
 
 
-_BLOCK_ELEMENTS = 512 * 1024  # with smaller ones, starting the operations takes longer than the caches save
+_BLOCK_ELEMENTS = 512 * 1024  # with smaller blocks the overhead of the operations exceeds the gain of the caches
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdamSettings:
-    """What the tensors of one step share; `booster.kernels.adam.adam_step` says what each means."""
+    """Arguments of `booster.kernels.adam.adam_step` that all tensors share."""
 
     lr: float
     betas: tuple[float, float]
@@ -90,7 +88,7 @@ class AdamSettings:
 
 
 class _Piece(NamedTuple):
-    """A range of one parameter with what belongs to it."""
+    """Element range of one parameter and its related tensors."""
 
     param: torch.Tensor
     grad: torch.Tensor
@@ -112,15 +110,15 @@ def adam_reference(
     steps: Sequence[float],
     settings: AdamSettings,
 ) -> None:
-    """Do what `booster.kernels.adam.adam_step` does, for any floating dtypes; computes in fp64 where one is fp64."""
+    """Run `booster.kernels.adam.adam_step` for any floating-point dtypes, in fp64 if one of them is fp64."""
     multiplier = settings.multiplier
     if settings.multiplier_tensor is not None:
         multiplier *= float(settings.multiplier_tensor)
-    # After infinitely many steps there is nothing left to correct.
+    # An infinite step number disables bias correction.
     counts = steps if settings.bias_correction else [torch.inf] * len(steps)
     scratch = torch.empty(0)
     for dtype, block in _blocks(_pieces(params, grads, exp_avgs, exp_avg_sqs, copies, counts)):
-        # Kept from block to block: memory that is new to the process takes longer to get than to compute with.
+        # Reused for all blocks, as page faults of new memory take longer than the computation.
         numel = sum(piece.param.numel() for piece in block)
         if scratch.dtype is not dtype or scratch.numel() < numel:
             scratch = torch.empty(numel, dtype=dtype)
@@ -135,7 +133,7 @@ def _pieces(
     copies: Sequence[torch.Tensor | None],
     counts: Sequence[float],
 ) -> Iterator[_Piece]:
-    """Cut the tensors into ranges of at most a block."""
+    """Split the tensors into ranges of at most one block."""
     lists = zip(params, grads, exp_avgs, exp_avg_sqs, copies, counts, strict=True)
     for number, (*tensors, copy, count) in enumerate(lists):
         parts = zip(*(_cut(tensor) for tensor in tensors), strict=True)
@@ -153,7 +151,7 @@ def _cut(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def _blocks(pieces: Iterator[_Piece]) -> Iterator[tuple[torch.dtype, list[_Piece]]]:
-    """Join small pieces that are computed in the same dtype, up to a block."""
+    """Group small ranges with the same compute dtype, up to one block."""
     block: list[_Piece] = []
     dtype, size = torch.float32, 0
     for piece in pieces:
@@ -193,7 +191,7 @@ def _true_gradients(block: Sequence[_Piece], scratch: torch.Tensor, multiplier: 
         return [piece.grad for piece in block]
     sizes = [piece.grad.numel() for piece in block]
     grads = list(scratch[: sum(sizes)].split(sizes))
-    # Cast first: a product of bf16 numbers would be rounded to bf16.
+    # Cast first, as a product of bf16 numbers would be rounded to bf16.
     for grad, piece in zip(grads, block, strict=True):
         grad.copy_(piece.grad).mul_(multiplier)
     return grads
@@ -226,7 +224,6 @@ def _fused_update(
 
 
 def _in_dtype(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return the tensor itself where it has this dtype."""
     return tensor if tensor.dtype is dtype else tensor.to(dtype)
 
 

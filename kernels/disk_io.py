@@ -1,6 +1,6 @@
-"""Asynchronous reads and writes of tensors at offsets of files, past the page cache where the file system allows it.
+"""Asynchronous reads and writes of tensors at file offsets, with direct I/O where the file system supports it.
 
-`DiskQueue` takes requests and gives tickets; a few threads or the system's io_uring do the work while Python continues.
+`DiskQueue` accepts requests and returns tickets; a thread pool or io_uring runs the requests in the background.
 """
 
 from __future__ import annotations
@@ -25,49 +25,44 @@ from booster.errors import ConfigError
 from .build import load_kernel
 from .disk_io_reference import END_OF_FILE, ThreadedQueue
 
-ALIGNMENT = 4096  # what O_DIRECT asks of addresses, offsets and lengths on any common disk
+ALIGNMENT = 4096  # alignment that O_DIRECT requires of addresses, offsets and lengths on any common disk
 
-# Note [Buffers]
-# A disk takes a limited number of stretches of memory at once, often 128 or 254. The pages of a buffer lie anywhere, so
-# that a request for 8 MiB is cut into ten or more, unless they are huge ones: on a virtual disk that made 4.8 GB/s out
-# of 1.6 to 1.9. And where a process is forked while the disk writes into its memory, as by a data loader, older kernels
-# may put the bytes into the child's copy of a page; so a child gets pages of its own instead of copies.
 _HUGE_PAGE_BYTES = 2 << 20
 _MADV_HUGEPAGE: int | None = getattr(mmap, "MADV_HUGEPAGE", None)
-_MADV_WIPEONFORK: int | None = 18 if sys.platform == "linux" else None  # Python has no name for it
+_MADV_WIPEONFORK: int | None = 18 if sys.platform == "linux" else None  # missing in Python's mmap module
 
 _BACKENDS = ("io_uring", "threads", "python")
 _O_DIRECT: int = getattr(os, "O_DIRECT", 0)
 _UNSUPPORTED = (errno.EOPNOTSUPP, errno.ENOTSUP, errno.EINVAL, errno.ENOSYS)
-# A wait inside of a backend does not see Ctrl-C, so it comes back to Python now and then.
+# Ctrl-C is not handled during a wait in a backend, so waits return to Python at this interval.
 _WAIT_SECONDS = 0.2
 
 
 class _Request(Protocol):
-    """What a backend returns for a request."""
+    """Request in flight in a backend."""
 
     def wait(self, seconds: float) -> bool:
-        """Return True once the request is done, False after the time."""
+        """Wait; return False if the request is not done after this time."""
 
     def done(self) -> bool:
-        """Return True if it is done."""
+        """Return whether the request is done."""
 
     def result(self) -> tuple[int, int]:
-        """Return, once done: 0, an errno or END_OF_FILE; and how many bytes were moved."""
+        """Return the status of a done request (0, an errno or END_OF_FILE) and the number of bytes transferred."""
 
 
 class _Backend(Protocol):
-    """What moves the bytes. The memory must stay where it is until the request is done."""
+    """Backend of a queue. The memory of a request must stay valid until the request is done."""
 
     def submit(self, is_write: bool, descriptor: int, address: int, num_bytes: int, offset: int) -> _Request:
-        """Take a request and return at once."""
+        """Submit a request without blocking."""
 
     def close(self) -> None:
-        """Wait for all requests and end the threads; a second call does nothing."""
+        """Wait for all requests and stop the threads. Idempotent."""
 
 
 class Ticket:
-    """One request of a `DiskQueue`; keeps its tensor alive until the request is done."""
+    """Handle of one request of a `DiskQueue`; keeps its tensor alive until the request is done."""
 
     def __init__(self, request: _Request, tensor: torch.Tensor, describe: Callable[[int, int], OSError]) -> None:
         self._request = request
@@ -76,11 +71,11 @@ class Ticket:
         self._process = os.getpid()
 
     def wait(self) -> None:
-        """Return once the request is done; any number of times, in any order.
+        """Wait until the request is done. May be called repeatedly, and in any order of tickets.
 
         Raises:
-            OSError: It failed: with the errno of the system's call, or `EIO` for a read past the end of the file.
-            ConfigError: In a forked process, which has none of the queue's threads.
+            OSError: The request failed, with the errno of the system call, or `EIO` for a read past the end of file.
+            ConfigError: This is a forked process, which has none of the queue's threads.
         """
         _check_process(self._process)
         while not self._request.wait(_WAIT_SECONDS):
@@ -91,27 +86,28 @@ class Ticket:
             raise self._describe(code, num_bytes)
 
     def done(self) -> bool:
-        """Return True if `wait` would return or raise at once."""
+        """Return whether the request is done, so that `wait` would not block."""
         _check_process(self._process)
         return self._request.done()
 
 
 class DiskQueue:
-    """Reads and write in flight, of any number of files.
+    """Queue of asynchronous reads and writes, for any number of files.
 
-    Requests may run in any order and at the same time: wait for one before another that depends on it. A queue that is
-    dropped finishes its requests first. The error of a request that is not waited for is not reported.
+    Requests may run concurrently and in any order: wait for one before submitting another that depends on it. A queue
+    that is garbage-collected completes its requests first. Errors of requests that are never waited for are not
+    reported.
 
     Args:
-        num_threads: How many requests run at once with the backends `threads` and `python`.
+        num_threads: Number of concurrent requests of the backends `threads` and `python`.
         backend: `io_uring`, `threads` (a pool in C++) or `python` (a pool in Python, for machines without a compiler);
-            None: the first of them that works here.
+            optional, defaults to the first of them that works on this machine.
 
     Attributes:
-        backend: Which of them it is.
+        backend: Name of the backend in use.
 
     Raises:
-        ConfigError: The backend is unknown or doesn't work here, or there are no threads.
+        ConfigError: The backend is unknown or not available, or `num_threads` is less than 1.
     """
 
     backend: str
@@ -122,30 +118,30 @@ class DiskQueue:
         self.backend, self._backend = _open_backend(backend, num_threads)
         self._process = os.getpid()
         self._lock = threading.Lock()
-        # Oldest first. Without it a tensor would be freed while the system writes to it, if its ticket is dropped.
+        # Oldest first. Keeps tensors of dropped tickets alive while the system writes to them.
         self._under_way: deque[Ticket] = deque()
         self._finalizer = weakref.finalize(self, _finish, self._backend, self._under_way, self._process)
 
     def read(self, descriptor: int, tensor: torch.Tensor, offset: int) -> Ticket:
-        """Start to fill a contiguous CPU tensor with the file's bytes from `offset` on.
+        """Start reading the file's bytes from `offset` into a contiguous CPU tensor.
 
         The tensor's content is undefined until the ticket is waited for, and after an error.
 
         Raises:
-            ConfigError: The queue is closed, or belongs to a process that this one was forked from.
+            ConfigError: The queue is closed, or was opened in a parent process.
         """
         return self._submit(False, descriptor, tensor, offset)
 
     def write(self, descriptor: int, tensor: torch.Tensor, offset: int) -> Ticket:
-        """Start to write a contiguous CPU tensor's bytes to the file at `offset`; don't change it until that is done.
+        """Start writing a contiguous CPU tensor to the file at `offset`; the tensor must not change until it is done.
 
         Raises:
-            ConfigError: The queue is closed, or belongs to a process that this one was forked from.
+            ConfigError: The queue is closed, or was opened in a parent process.
         """
         return self._submit(True, descriptor, tensor, offset)
 
     def close(self) -> None:
-        """Wait for everything in flight and end the threads; a second call does nothing."""
+        """Wait for all requests in flight and stop the threads. Idempotent."""
         with self._lock:
             self._finalizer()
 
@@ -173,15 +169,15 @@ class DiskQueue:
 
 
 def open_data_file(path: str | os.PathLike[str], num_bytes: int) -> tuple[int, bool]:
-    """Create a file that only its owner may read, with its space reserved, so that a full disk is noticed here.
+    """Create a file with mode 0600 and preallocated space, so that a full disk is detected here.
 
-    The file has at least `num_bytes`, rounded up to a multiple of `ALIGNMENT`.
+    The size is `num_bytes` rounded up to a multiple of `ALIGNMENT`.
 
     Returns:
-        The descriptor, open for reading and writing, and whether it goes past the page cache (O_DIRECT).
+        Descriptor, open for reading and writing, and whether it uses O_DIRECT.
 
     Raises:
-        OSError: It is there already, or can't be created, or the disk is full; then no file is left.
+        OSError: The file exists or can't be created, or the disk is full; no new file is left behind.
     """
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     descriptor = os.open(path, flags, 0o600)
@@ -195,10 +191,14 @@ def open_data_file(path: str | os.PathLike[str], num_bytes: int) -> tuple[int, b
 
 
 def aligned_buffer(num_bytes: int) -> torch.Tensor:
-    """Return a uint8 tensor for O_DIRECT, aligned to `ALIGNMENT` at least, and filled with zeros.
+    """Return a uint8 tensor for O_DIRECT, filled with zeros and aligned to at least `ALIGNMENT`.
 
-    See Note [Buffers]. A process that is forked sees zeros in it.
+    Forked processes see zeros in it.
     """
+    # A disk request has a limited number of memory segments, often 128 or 254. With scattered 4 KiB pages a request of
+    # 8 MiB is split into ten or more; huge pages gave 4.8 GB/s instead of 1.6 to 1.9 on a virtual disk. And if a
+    # process forks while a disk writes into its memory, older kernels may put the bytes into the child's copy-on-write
+    # page; with MADV_WIPEONFORK the child gets separate pages.
     if num_bytes == 0:
         return torch.empty(0, dtype=torch.uint8)
     memory = mmap.mmap(-1, num_bytes + _HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -212,32 +212,32 @@ def aligned_buffer(num_bytes: int) -> torch.Tensor:
 def _advise(memory: mmap.mmap, advice: int | None, start: int, num_bytes: int) -> None:
     if advice is None or num_bytes == 0:
         return
-    with suppress(OSError):  # a kernel that doesn't know the advice works as well, slower or with the risk of the note
+    with suppress(OSError):  # unsupported by this kernel: slower, or with the risk described in `aligned_buffer`
         memory.madvise(advice, start, num_bytes)
 
 
 def _open_backend(wanted: str | None, num_threads: int) -> tuple[str, _Backend]:
     if wanted not in (None, *_BACKENDS):
-        raise ConfigError(f"backend={wanted!r} is not a backend: choose {', '.join(_BACKENDS)}, or None")
+        raise ConfigError(f"backend={wanted!r} is unknown: choose {', '.join(_BACKENDS)}, or None")
     native = None if wanted == "python" else load_kernel("disk_io")
     if native is None:
         if wanted in ("io_uring", "threads"):
             raise ConfigError(
-                f"backend={wanted!r} needs the compiled kernel, which can't be had: take 'python' or None"
+                f"backend={wanted!r} needs the compiled kernel, which is not available: choose 'python' or None"
             )
         return "python", ThreadedQueue(num_threads)
     if wanted != "threads":
         try:
             return "io_uring", native.RingQueue()
-        except OSError as error:  # old kernels have none, containers often forbid it
+        except OSError as error:  # missing in old kernels, and often forbidden in containers
             if wanted == "io_uring":
-                raise ConfigError(f"backend='io_uring' doesn't work here: {error}. Take 'threads' or None") from error
+                raise ConfigError(f"backend='io_uring' is not available: {error}. Choose 'threads' or None") from error
     return "threads", native.ThreadedQueue(num_threads)
 
 
 def _finish(backend: _Backend, under_way: deque[Ticket], process: int) -> None:
-    """Close a queue's backend; a function of its own, so that it also runs when the queue is dropped."""
-    if os.getpid() == process:  # a forked process has none of the threads to wait for
+    """Close a queue's backend; a module-level function, as a finalizer must not reference the queue."""
+    if os.getpid() == process:  # a forked process has none of the threads
         backend.close()
         under_way.clear()
 
@@ -245,8 +245,8 @@ def _finish(backend: _Backend, under_way: deque[Ticket], process: int) -> None:
 def _check_process(process: int) -> None:
     if os.getpid() != process:
         raise ConfigError(
-            f"this disk queue belongs to process {process}, and process {os.getpid()} was forked from it and has none"
-            " of its threads: open a queue in each process"
+            f"this disk queue belongs to process {process}, and process {os.getpid()} was forked from it without its threads:"
+            " open a queue in each process"
         )
 
 
@@ -262,12 +262,12 @@ def _check_memory(tensor: torch.Tensor, descriptor: int, bits: int) -> None:
 def _is_direct(descriptor: int) -> bool:
     try:
         return bool(fcntl.fcntl(descriptor, fcntl.F_GETFL) & _O_DIRECT)
-    except OSError:  # closed: the request itself will say so
+    except OSError:  # closed: the request itself will fail
         return False
 
 
 def _describer(is_write: bool, descriptor: int, num_bytes: int, offset: int) -> Callable[[int, int], OSError]:
-    """Return what makes a request's error; it asks for the file's name now, while the descriptor is open."""
+    """Return a factory of a request's error; the file name is looked up now, while the descriptor is open."""
     try:
         name = os.readlink(f"/proc/self/fd/{descriptor}")
     except OSError:  # closed already, or a system without /proc
@@ -282,7 +282,7 @@ def _describer(is_write: bool, descriptor: int, num_bytes: int, offset: int) -> 
     return describe
 
 
-# Not `os.posix_fallocate`: where the file system can't reserve, the C library writes into every block instead.
+# Not `os.posix_fallocate`: on file systems without fallocate, the C library emulates it by writing to every block.
 def _find_fallocate() -> Callable[..., int] | None:
     library: Any = ctypes.CDLL(None, use_errno=True)
     function = getattr(library, "fallocate64", None)
@@ -306,13 +306,13 @@ def _reserve(descriptor: int, num_bytes: int) -> None:
 
 
 def _make_direct(descriptor: int) -> bool:
-    """Let the descriptor go past the page cache if its file system can; returns whether it does."""
+    """Enable O_DIRECT if the file system supports it; return whether it does."""
     if _O_DIRECT == 0:
         return False
     flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
     try:
         fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | _O_DIRECT)
-        # Some file systems take the flag and then refuse to read, or ask for larger blocks.
+        # Some file systems accept the flag, but then reject reads, or require larger blocks.
         os.preadv(descriptor, [mmap.mmap(-1, ALIGNMENT)], 0)
     except OSError as error:
         if error.errno not in _UNSUPPORTED:

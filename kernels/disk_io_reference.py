@@ -1,4 +1,4 @@
-"""The queue of `disk_io` in Python alone: threads that call `os.preadv` and `os.pwrite`."""
+"""Pure-Python backend of `disk_io`: a thread pool that calls `os.preadv` and `os.pwrite`."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from queue import SimpleQueue
 
 END_OF_FILE = -1  # in place of an errno
 
-_MAX_CALL_BYTES = 1 << 30  # one call moves 2 GiB less a page at most
+_MAX_CALL_BYTES = 1 << 30  # the system's limit per call is 2 GiB less a page
 
 
 class _Request:
-    """One read or write, and how it went."""
+    """One read or write and its result."""
 
     def __init__(self, is_write: bool, descriptor: int, address: int, num_bytes: int, offset: int) -> None:
         self._is_write = is_write
@@ -29,19 +29,19 @@ class _Request:
         self._finished = threading.Event()
 
     def wait(self, seconds: float) -> bool:
-        """Return True once the request is done, False after the time."""
+        """Wait; return False if the request is not done after this time."""
         return self._finished.wait(seconds)
 
     def done(self) -> bool:
-        """Return True if it is done."""
+        """Return whether the request is done."""
         return self._finished.is_set()
 
     def result(self) -> tuple[int, int]:
-        """Return, once done: 0, an errno or END_OF_FILE; and how many bytes were moved."""
+        """Return the status of a done request (0, an errno or END_OF_FILE) and the number of bytes transferred."""
         return self._code, self._num_done
 
     def run(self) -> None:
-        """Move the bytes; an `OSError` is not raised, but kept for `result`."""
+        """Run the request; an `OSError` is stored for `result` instead of raised."""
         code = errno.EIO
         try:
             code = self._move_all()
@@ -71,21 +71,21 @@ class _Request:
         if count == length:
             return 0
         if self._is_write:
-            return 0 if count > 0 else errno.EIO  # a file system that takes nothing and says nothing
+            return 0 if count > 0 else errno.EIO  # the file system wrote nothing without an error
         return END_OF_FILE if count == 0 or self._is_at_end() else 0
 
     def _is_at_end(self) -> bool:
-        # Asked, rather than read on: the rest of a direct read would start inside of a block, which is an error.
+        # The size is checked because continuing a direct read within a block would be an error.
         status = os.fstat(self._descriptor)
         return stat.S_ISREG(status.st_mode) and self._offset + self._num_done >= status.st_size
 
 
 class ThreadedQueue:
-    """A pool of threads, each of which does one request at a time."""
+    """Thread pool; each thread runs one request at a time."""
 
     def __init__(self, num_threads: int) -> None:
         self._requests: SimpleQueue[_Request | None] = SimpleQueue()
-        # Daemons: at exit Python waits for other threads before it closes what is open.
+        # Daemons, as Python joins other threads at exit before finalizers run.
         self._threads = [
             threading.Thread(target=_work, args=(self._requests,), name=f"disk-{index}", daemon=True)
             for index in range(num_threads)
@@ -94,13 +94,13 @@ class ThreadedQueue:
             thread.start()
 
     def submit(self, is_write: bool, descriptor: int, address: int, num_bytes: int, offset: int) -> _Request:
-        """Take a request and return at once. The memory must stay where it is until the request is done."""
+        """Submit a request without blocking. The memory must stay valid until the request is done."""
         request = _Request(is_write, descriptor, address, num_bytes, offset)
         self._requests.put(request)
         return request
 
     def close(self) -> None:
-        """Wait for all requests and end the threads; a second call does nothing."""
+        """Wait for all requests and stop the threads. Idempotent."""
         for _ in self._threads:
             self._requests.put(None)
         interrupt = None
@@ -108,14 +108,14 @@ class ThreadedQueue:
             try:
                 _join(self._threads[-1])
                 self._threads.pop()
-            except KeyboardInterrupt as error:  # the wait continues: the caller may free the memory of requests next
+            except KeyboardInterrupt as error:  # keep waiting, as the caller may free the requests' memory next
                 interrupt = error
         if interrupt is not None:
             raise interrupt
 
 
 def _join(thread: threading.Thread) -> None:
-    if thread is not threading.current_thread():  # it is where the queue was garbage, collected in this thread
+    if thread is not threading.current_thread():  # true if the garbage collector closes the queue in this thread
         thread.join()
 
 
