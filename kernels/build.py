@@ -1,9 +1,10 @@
-"""Compiles a kernel with ninja and the machine's C++ compiler. Needs no torch: setup.py builds ahead with it.
+"""JIT build and loading of the C++ kernels, with ninja and the machine's C++ compiler.
 
-Loads a compiled kernel, building it on first use; says once why, where plain torch has to take its place.
+A kernel is built on first use, or by setup.py at installation. Where it can't be built, plain torch is used, with one
+warning.
 
-`BOOSTER_KERNELS` chooses: `auto` (not set: compiled where that works), `native` (compiled, or an error that says why
-not), `reference` (plain torch, nothing is built). `BOOSTER_KERNEL_CACHE` names the folder for compiled kernels.
+`BOOSTER_KERNELS` selects the mode: `auto` (default: compiled where possible), `native` (compiled, or an error with the
+reason) or `reference` (plain torch, nothing is built). `BOOSTER_KERNEL_CACHE` is the directory of compiled kernels.
 """
 
 from __future__ import annotations
@@ -38,15 +39,15 @@ from booster.logger import get_dist_logger
 SOURCE_FOLDER = Path(__file__).parent / "csrc"
 
 # Note [Instruction sets]
-# A vector source is compiled once for each instruction set, into a namespace of its name, and the kernel chooses at run
-# time by what the processor has: so a cache that several machines share, or a wheel, runs on all of them. Such a file
-# uses nothing inline from shared headers outside of its namespace: the linker keeps one copy of each inline function,
-# and if that were the one for the newest processors, older ones would end with an illegal instruction.
+# A vector source is compiled once per instruction set, into a namespace of that name, and the kernel dispatches at run
+# time by CPU features. So a wheel, or a cache shared by several machines, runs on all of them. Such a file must not use
+# inline functions of shared headers outside of its namespace: the linker keeps one copy of each inline function, and a
+# copy compiled for newer processors would raise an illegal instruction on older ones.
 
 
 @dataclass(frozen=True, slots=True)
 class InstructionSet:
-    """What a vector source is compiled for: the namespace, and the compiler's flags."""
+    """Target of vector sources: namespace and compiler flags."""
 
     name: str
     flags: tuple[str, ...]
@@ -54,14 +55,14 @@ class InstructionSet:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelSource:
-    """A kernel, which becomes one Python extension module.
+    """Sources of a kernel, which are compiled to one Python extension module.
 
     Attributes:
-        name: The kernel's name; its module is `<name>_native`.
-        purpose: What it does, for lists.
-        sources: Files in `csrc/` that are compiled once, for any processor of the machine's kind.
-        vector_sources: Files there that are compiled for every instruction set; see Note [Instruction sets].
-        needs_linux: It uses system calls that no other system has.
+        name: Name of the kernel; its module is `<name>_native`.
+        purpose: Description for listings.
+        sources: Files in `csrc/` that are compiled once, for the baseline instruction set.
+        vector_sources: Files in `csrc/` that are compiled for every instruction set; see Note [Instruction sets].
+        needs_linux: If True, the kernel uses Linux system calls.
     """
 
     name: str
@@ -77,11 +78,11 @@ class KernelSource:
 
     @property
     def file_name(self) -> str:
-        """Name of the compiled module's file, which tells the Python that can import it."""
+        """File name of the compiled module, with the Python ABI tag."""
         return f"{self.module_name}{sysconfig.get_config_var('EXT_SUFFIX')}"
 
     def source_hash(self) -> str:
-        """Return a hash of everything that is compiled, and of how."""
+        """Return a hash of all sources and compiler flags."""
         digest = hashlib.sha256()
         files = [SOURCE_FOLDER / name for name in (*self.sources, *self.vector_sources)]
         for path in [*files, *sorted(SOURCE_FOLDER.glob("*.h"))]:
@@ -93,7 +94,7 @@ class KernelSource:
 
 COMPILE_FLAGS = (
     *("-O3", "-std=c++17", "-fPIC", "-fvisibility=hidden", "-pthread", "-Wall", "-Wextra"),
-    # A product and a sum are one operation only where the source says so: else instruction sets would differ in bits.
+    # No implicit fused multiply-add, so that results are bitwise equal on all instruction sets.
     *("-ffp-contract=off", "-fno-math-errno"),
 )
 
@@ -136,7 +137,7 @@ KERNELS = {
 
 
 def instruction_sets() -> tuple[InstructionSet, ...]:
-    """Return what vector sources are compiled for on this kind of machine, the plainest first."""
+    """Return the instruction sets that vector sources are compiled for on this architecture, baseline first."""
     machine = platform.machine().lower()
     if machine in ("x86_64", "amd64"):
         return _X86
@@ -144,24 +145,24 @@ def instruction_sets() -> tuple[InstructionSet, ...]:
 
 
 TIMEOUT_SECONDS = 600
-_SHOWN_LINES = 12  # of a compiler's output
+_SHOWN_LINES = 12  # of the compiler's output, in messages
 _MAX_LINE = 300
 
 
 class BuildError(Exception):
-    """A kernel can't be compiled here; the message says why and what to do."""
+    """A kernel can't be compiled on this machine; the message has the reason and the remedy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Toolchain:
-    """The programs that compile.
+    """Programs and headers of a build.
 
     Attributes:
         compiler: Path of the C++ compiler.
-        version: Its own words about itself.
-        pybind11_version: Version of the headers that a module is made with.
+        version: First line of the compiler's `--version`.
+        pybind11_version: Version of the pybind11 headers.
         ninja: Path of ninja.
-        include_folders: Where Python's and pybind11's headers are.
+        include_folders: Directories of Python's and pybind11's headers.
     """
 
     compiler: str
@@ -172,27 +173,27 @@ class Toolchain:
 
     @property
     def identity(self) -> tuple[str, ...]:
-        """What a module's machine code depends on; where the programs' helpers lie it does not."""
+        """Properties that a module's machine code depends on; paths of ninja and of headers are not among them."""
         return self.compiler, self.version, self.pybind11_version
 
 
 def obstacle(source: KernelSource) -> str | None:
-    """Return why a kernel can't be compiled on this machine; None if it can be tried."""
+    """Return why a kernel can't be compiled on this machine, or None if nothing is known to be missing."""
     try:
         find_toolchain()
     except BuildError as error:
         return str(error)
     if source.needs_linux and sys.platform != "linux":
-        return f"it uses system calls of Linux, and this is {platform.system()}"
+        return f"it needs Linux system calls, and this is {platform.system()}"
     return None
 
 
 @cache
 def find_toolchain() -> Toolchain:
-    """Return what kernels are compiled with.
+    """Return the toolchain of kernels.
 
     Raises:
-        BuildError: Something is missing.
+        BuildError: A program or header is missing.
     """
     compiler = _find_compiler()
     pybind11_headers, pybind11_version = _find_pybind11()
@@ -206,10 +207,10 @@ def find_toolchain() -> Toolchain:
 
 
 def build(source: KernelSource, folder: Path) -> Path:
-    """Compile a kernel in a folder that exists, and return the module's path there.
+    """Compile a kernel in an existing directory, and return the module's path.
 
     Raises:
-        BuildError: With the end of the compiler's output, or what is missing.
+        BuildError: The compiler failed (the message has the end of its output), or a program or header is missing.
     """
     reason = obstacle(source)
     if reason is not None:
@@ -256,7 +257,7 @@ def _add_object(lines: list[str], source: str, stem: str, flags: tuple[str, ...]
 
 
 def _dispatch_flags() -> tuple[str, ...]:
-    """Return a kernel's plain sources which instruction sets its vector sources were compiled for."""
+    """Return the defines by which plain sources dispatch to the compiled instruction sets."""
     return tuple(f"-DBOOSTER_HAS_{one.name.upper()}" for one in instruction_sets())
 
 
@@ -269,7 +270,7 @@ def _escaped(path: str) -> str:
 
 
 def _quoted(path: str) -> str:
-    """Return a path as the shell that ninja starts takes it as one word."""
+    """Quote a path for ninja and the shell."""
     return "'" + path.replace("'", "'\\''").replace("$", "$$") + "'"
 
 
@@ -280,7 +281,7 @@ def _find_compiler() -> str:
         if path is not None:
             return path
     if wanted:
-        raise BuildError(f"CXX={wanted!r} names no program: set it to a C++ compiler, or unset it")
+        raise BuildError(f"CXX={wanted!r} was not found: set it to a C++ compiler, or unset it")
     raise BuildError("no C++ compiler was found: install g++ (Debian, Ubuntu: apt install g++), or set CXX")
 
 
@@ -291,7 +292,7 @@ def _version_of(compiler: str) -> str:
         raise BuildError(f"{compiler} can't be run: {error}") from error
     if done.returncode != 0:
         first = (done.stdout + done.stderr).strip().partition("\n")[0][:_MAX_LINE]
-        raise BuildError(f"{compiler} --version ends with {done.returncode}: {first or 'it says nothing'}")
+        raise BuildError(f"{compiler} --version exited with code {done.returncode}: {first or 'no output'}")
     return done.stdout.partition("\n")[0].strip()
 
 
@@ -320,7 +321,7 @@ def _python_headers() -> str:
 
 
 def _find_pybind11() -> tuple[str, str]:
-    """Return the folder of its headers, and its version."""
+    """Return the directory of the headers, and the version."""
     if importlib.util.find_spec("pybind11") is None:
         raise BuildError("pybind11 was not found: pip install pybind11")
     import pybind11
@@ -329,7 +330,7 @@ def _find_pybind11() -> tuple[str, str]:
 
 
 def _end_of(output: str) -> str:
-    """Return the lines that say what is wrong, or the last ones."""
+    """Return the lines from the first error on, or the last lines."""
     lines = [line[:_MAX_LINE] for line in output.strip().splitlines()]
     errors = [index for index, line in enumerate(lines) if "error" in line.lower()]
     start = errors[0] if errors else max(0, len(lines) - _SHOWN_LINES)
@@ -341,16 +342,9 @@ WAIT_SECONDS = 900.0
 _PAUSE_SECONDS = 0.05
 _SECONDS_UNTIL_WORD = 3.0
 
-# Note [One build]
-# Who finds no compiled kernel takes the lock of its key (flock: the system takes it back from a process that dies),
-# looks again, compiles in a folder of its own, and moves the finished file to its name in one step. So any number of
-# ranks that start at once make one build, a build that is killed leaves nothing that another would load, and what it
-# left behind is removed by the next one, which has the lock. A failed build is noted, so that those who waited for it
-# do not each fail at the same thing in turn; a process that comes later tries again.
-
 
 def default_folder() -> Path:
-    """Return where compiled kernels go: $BOOSTER_KERNEL_CACHE, else a folder in the user's cache."""
+    """Return the directory of compiled kernels: $BOOSTER_KERNEL_CACHE, or one in the user's cache."""
     chosen = os.environ.get(FOLDER_VARIABLE)
     if chosen:
         return Path(chosen).absolute()
@@ -360,33 +354,39 @@ def default_folder() -> Path:
 
 
 class BuildCache:
-    """Compiled kernels in one folder.
+    """Cache of compiled kernels in one directory, safe for concurrent processes.
+
+    A process that finds no compiled kernel takes the flock of its key (the system releases it if the process dies),
+    checks again, compiles in a temporary directory, and renames the result. So any number of ranks that start at once
+    make one build. A killed build leaves nothing loadable; the next build removes its files. A failed build is
+    recorded, so that processes that waited for it fail at once instead of repeating it; later processes try again.
 
     Args:
-        folder: Made if it is not there, for this user alone. Where it can't be made, a folder of this user's among the
-            temporary files takes its place.
+        folder: Directory, created with mode 0700 if it is missing. If it can't be created, a directory of this user
+            in the system's temporary directory is used.
 
     Raises:
-        BuildError: The folder belongs to, or can be written by, someone else, who could have this process run anything.
+        BuildError: The directory belongs to another user or is writable by others, who could make this process run
+            arbitrary code.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = _private_folder(folder)
 
     def path_of(self, source: KernelSource, toolchain: Toolchain) -> Path:
-        """Return where the compiled kernel is or will be."""
+        """Return the path of the compiled kernel, which may not exist yet."""
         return self.folder / f"{source.name}-{_key(source, toolchain)}" / source.file_name
 
     def get(self, source: KernelSource, toolchain: Toolchain, announce: Callable[[str], None]) -> Path:
-        """Return the path of a compiled kernel, which is built first if it is not there.
+        """Return the path of a compiled kernel, and build it if it is missing.
 
         Args:
-            source: The kernel.
-            toolchain: What to build it with.
-            announce: Takes a line about what takes so long.
+            source: Sources of the kernel.
+            toolchain: Toolchain of the build.
+            announce: Function that logs a progress line.
 
         Raises:
-            BuildError: It can't be compiled, or another process does not end with it.
+            BuildError: The kernel can't be compiled, or another process did not finish building it in time.
         """
         path = self.path_of(source, toolchain)
         if path.is_file():
@@ -438,7 +438,7 @@ class BuildCache:
 
 
 def _acquire(descriptor: int, source: KernelSource, announce: Callable[[str], None]) -> None:
-    """Wait for the lock, and says so if it takes long; not in one blocking call, which nothing could interrupt."""
+    """Take the lock; polls, as a blocking flock could not be interrupted."""
     started, has_said = time.monotonic(), False
     while True:
         try:
@@ -458,7 +458,7 @@ def _acquire(descriptor: int, source: KernelSource, announce: Callable[[str], No
 
 
 def _key(source: KernelSource, toolchain: Toolchain) -> str:
-    """Return what two builds have in common exactly if one can stand for the other."""
+    """Return a key that is equal exactly for interchangeable builds."""
     machine = (platform.machine(), _cpu_features())
     facts = (source.source_hash(), toolchain.identity, torch.__version__, source.file_name, machine)
     return hashlib.sha256(repr(facts).encode()).hexdigest()[:20]
@@ -480,24 +480,26 @@ def _private_folder(folder: Path) -> Path:
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         is_usable = os.access(folder, os.W_OK | os.X_OK)
-    except OSError:  # no home, or one that can't be written
+    except OSError:  # no home directory, or a read-only one
         is_usable = False
     if not is_usable and os.environ.get(FOLDER_VARIABLE):
-        raise BuildError(f"{FOLDER_VARIABLE}={folder} can't be made or written to: set it to a folder of your own")
+        raise BuildError(
+            f"{FOLDER_VARIABLE}={folder} can't be created or is not writable: set it to a private directory"
+        )
     if not is_usable:
         folder = Path(tempfile.gettempdir()).absolute() / f"torch-booster-kernels-{os.getuid()}"
         folder.mkdir(mode=0o700, exist_ok=True)
     facts = folder.stat(follow_symlinks=False)
     if stat.S_ISLNK(facts.st_mode) or facts.st_uid != os.getuid() or facts.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise BuildError(
-            f"{folder} is a link, or others than this user may write to it, and code is loaded from there: make it"
-            f" private (chmod 700), or set {FOLDER_VARIABLE} to a folder of your own"
+            f"{folder} is a link or is writable by other users, and code is loaded from it: make it private (chmod"
+            f" 700), or set {FOLDER_VARIABLE} to a private directory"
         )
     return folder
 
 
 def _sync(path: Path) -> None:
-    """Have the file on the disk before it gets its name: after a power cut it would be there, and empty."""
+    """Flush the file before it is renamed; after a power loss it might exist under its final name, but empty."""
     with path.open("rb") as file:
         os.fsync(file.fileno())
 
@@ -511,7 +513,7 @@ PREBUILT_RECORD = "source_hashes.json"
 
 @dataclass(frozen=True, slots=True)
 class _Outcome:
-    """How loading went: the module, or why there is none."""
+    """Result of loading: the module, or the reason why it is missing."""
 
     module: ModuleType | None
     reason: str | None
@@ -522,10 +524,10 @@ _lock = threading.Lock()
 
 
 def kernel_mode() -> str:
-    """Return what `BOOSTER_KERNELS` asks for: "auto", "native" or "reference".
+    """Return the mode in `BOOSTER_KERNELS`: "auto", "native" or "reference".
 
     Raises:
-        ConfigError: It is something else.
+        ConfigError: The value is unknown.
     """
     mode = os.environ.get(MODE_VARIABLE) or "auto"
     if mode not in _MODES:
@@ -534,16 +536,16 @@ def kernel_mode() -> str:
 
 
 def load_kernel(name: str) -> ModuleType | None:
-    """Return a compiled kernel's module, or None where its reference in plain torch is to be used.
+    """Return a compiled kernel's module, or None if its reference in plain torch is to be used.
 
-    The first call in a machine's life builds it, which takes some seconds and is announced; the first call of a process
-    loads it; later ones cost a look into a dictionary. A kernel that can't be had is warned about once.
+    The first call on a machine builds it, which takes some seconds and is logged. The first call of a process loads it,
+    later calls are a dictionary lookup. A kernel that is not available is warned about once.
 
     Args:
-        name: A key of `booster.kernels.build.KERNELS`.
+        name: Key of `booster.kernels.build.KERNELS`.
 
     Raises:
-        ConfigError: `BOOSTER_KERNELS` is `native` and the kernel can't be built, or has no known value.
+        ConfigError: `BOOSTER_KERNELS` is `native` and the kernel can't be built, or its value is unknown.
     """
     mode = kernel_mode()
     if mode == "reference":
@@ -555,14 +557,14 @@ def load_kernel(name: str) -> ModuleType | None:
             _outcomes[name] = outcome
     if outcome.module is None and mode == "native":
         raise ConfigError(
-            f"{MODE_VARIABLE}=native asks for the compiled kernel {name!r}, which can't be had: {outcome.reason}. Mend"
-            f" that, or unset {MODE_VARIABLE} to use plain torch in its place"
+            f"{MODE_VARIABLE}=native requires the compiled kernel {name!r}, which is not available: {outcome.reason}."
+            f" Fix that, or unset {MODE_VARIABLE} to use plain torch"
         )
     return outcome.module
 
 
 def find_built(source: KernelSource) -> Path | None:
-    """Return the path of a kernel that is compiled already; None: the first use would build it."""
+    """Return the path of an already compiled kernel, or None if the first use would build it."""
     ahead = _prebuilt(source)
     if ahead is not None:
         return ahead
@@ -594,7 +596,7 @@ def _build(source: KernelSource) -> Path:
 
 
 def _prebuilt(source: KernelSource) -> Path | None:
-    """Return the module that was built at installation; one of other sources, as in an edited checkout, is not it."""
+    """Return the module built at installation, or None if it is missing or its sources have changed since."""
     path, record = PREBUILT_FOLDER / source.file_name, PREBUILT_FOLDER / PREBUILT_RECORD
     if not path.is_file() or not record.is_file():
         return None

@@ -245,8 +245,8 @@ def _finish(backend: _Backend, under_way: deque[Ticket], process: int) -> None:
 def _check_process(process: int) -> None:
     if os.getpid() != process:
         raise ConfigError(
-            f"this disk queue belongs to process {process}, and process {os.getpid()} was forked from it without its threads:"
-            " open a queue in each process"
+            f"this disk queue belongs to process {process}, and process {os.getpid()} was forked from it without"
+            " its threads: open a queue in each process"
         )
 
 

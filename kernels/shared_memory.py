@@ -1,6 +1,6 @@
-"""Collectives of CPU tensors between processes of one host, through memory that they share. Linux only.
+"""Collectives of CPU tensors between processes of one host, through shared memory. Linux only.
 
-There is no reference: where the kernel can't be had, gloo does the same (see `booster.comm.shared_memory`).
+There is no reference implementation: gloo is used if the kernel is not available (see `booster.comm.shared_memory`).
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import torch
 from .build import load_kernel
 
 MAX_RANKS = 64
-# A slot: large enough that waiting for each other costs little, small enough that those of a few ranks stay in a cache.
+# Size of a slot: large enough to amortize synchronization, small enough that the slots of a few ranks fit into a cache.
 _SLOT_BYTES = 256 * 2**10
-_MOST_BYTES = 16 * 2**20  # of all slots, two a rank
+_MOST_BYTES = 16 * 2**20  # limit for all slots, two per rank
 _PAGE_BYTES = 4096
 
 _ELEMENT_TYPES = {
@@ -38,11 +38,11 @@ _TIMED_OUT, _PEER_ENDED, _DIFFERS, _INTERRUPTED = 1, 2, 3, 4
 
 
 class SharedMemoryError(RuntimeError):
-    """A collective that could not be finished; none will be any more in this memory, on any rank.
+    """A collective failed; all later ones of the group fail as well, on every rank.
 
     Attributes:
-        ended_rank: The rank of the group whose process has ended; None where that is not the cause.
-        is_own_abort: Whether this rank itself called `abort`.
+        ended_rank: Group rank whose process has exited, or None if that is not the cause.
+        is_own_abort: Whether this rank called `abort`.
     """
 
     def __init__(self, message: str, ended_rank: int | None = None, *, is_own_abort: bool = False) -> None:
@@ -53,12 +53,12 @@ class SharedMemoryError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
-    """Where a process finds the memory that another one has made.
+    """Handle by which a process attaches to memory created by another one.
 
     Attributes:
-        process_id: Who has made it.
-        file_number: The number of its file there.
-        key: A random number within it.
+        process_id: Process that created the memory.
+        file_number: File descriptor of the memory in that process.
+        key: Random number stored in the memory, to verify the attachment.
         slot_bytes: Size of a slot.
     """
 
@@ -69,24 +69,23 @@ class Ticket:
 
 
 def is_available() -> bool:
-    """Return whether the kernel can be had; builds it at its first use in a machine's life, which takes seconds."""
+    """Return whether the kernel is available; the first call on a machine builds it, which takes some seconds."""
     return load_kernel("shm_collectives") is not None
 
 
 def can_reduce(dtype: torch.dtype) -> bool:
-    """Return whether elements of this format can be summed and compared; those of all formats can be moved."""
+    """Return whether reductions support this dtype; the other collectives support every dtype."""
     return dtype in _ELEMENT_TYPES
 
 
 class SharedMemory:
-    """One rank's end of the memory of a group of ranks; made by `create` on rank 0 and by `attach` on the others.
+    """Endpoint of one rank in the shared memory of a group; made by `create` on rank 0 and by `attach` on the others.
 
-    Every method but `abort` and `set_timeout` is collective: all ranks call the same ones in the same order, one thread
-    at a time, with the same lengths and dtypes, and no two give an operation another number. Tensors lie on the CPU and
-    are contiguous.
+    Every method but `abort` and `set_timeout` is collective: all ranks call the same methods in the same order, from
+    one thread at a time, with equal lengths, dtypes and sequence numbers. Tensors are contiguous and on the CPU.
 
     Raises:
-        SharedMemoryError: By all of them: a rank has ended, is too late, or calls something else.
+        SharedMemoryError: Raised by all collectives: a rank has exited, timed out, or called another collective.
     """
 
     def __init__(self, native: Any, num_ranks: int, rank: int, timeout_seconds: float) -> None:
@@ -98,10 +97,10 @@ class SharedMemory:
     def create(
         cls, num_ranks: int, timeout_seconds: float, *, instruction_set: str = ""
     ) -> tuple[SharedMemory, Ticket]:
-        """Return rank 0's end, and what the others need to attach theirs.
+        """Create the shared memory; return rank 0's endpoint, and the handle by which the other ranks attach.
 
         Raises:
-            RuntimeError: The host has no memory for it, or does not allow it; the message says what failed.
+            RuntimeError: The memory could not be allocated; the message names the system call that failed.
         """
         slot_bytes, key = _slot_bytes(num_ranks), secrets.randbits(63)
         native = _module().create(num_ranks, slot_bytes, key, timeout_seconds, instruction_set)
@@ -112,10 +111,10 @@ class SharedMemory:
     def attach(
         cls, ticket: Ticket, num_ranks: int, rank: int, timeout_seconds: float, *, instruction_set: str = ""
     ) -> SharedMemory:
-        """Return another rank's end.
+        """Attach to the shared memory; return this rank's endpoint.
 
         Raises:
-            RuntimeError: The memory can't be reached; the message says what failed.
+            RuntimeError: The memory can't be attached; the message names the system call that failed.
         """
         native = _module().attach(
             ticket.process_id,
@@ -130,16 +129,16 @@ class SharedMemory:
         return cls(native, num_ranks, rank, timeout_seconds)
 
     def begin(self) -> None:
-        """Make this end ready; called when all ranks have theirs. No communication."""
+        """Enable this endpoint; call it after all ranks have attached. No communication."""
         self._native.begin()
 
     def set_timeout(self, seconds: float) -> None:
-        """Change how long this rank waits in what begins from now on. Any thread may call it. No communication."""
+        """Set the timeout of this rank's later collectives. Any thread may call it. No communication."""
         self._timeout_seconds = seconds
         self._native.set_timeout(seconds)
 
     def all_reduce(self, tensor: torch.Tensor, operator: Literal["sum", "max"], number: int) -> None:
-        """Reduce a tensor in place, from rank 0 on, to the same bits on every rank; 16-bit formats sum in fp32."""
+        """Reduce a tensor in place, in rank order, bitwise equal on all ranks; 16-bit dtypes are summed in fp32."""
         _require_flat(tensor)
         arguments = tensor.data_ptr(), tensor.numel(), _ELEMENT_TYPES[tensor.dtype], _OPERATORS[operator]
         self._require_done(self._native.all_reduce(number, *arguments))
@@ -147,16 +146,16 @@ class SharedMemory:
     def reduce_scatter(
         self, payload: torch.Tensor, output: torch.Tensor, number: int, *, accumulate: bool = False
     ) -> None:
-        """Set `output` to the sum over the ranks of this rank's piece, or adds that sum to it.
+        """Sum this rank's shard over the ranks, and store the sum in `output` or add it to it.
+
+        16-bit dtypes are summed in fp32: this rank's shard first, then those of the next ranks.
 
         Args:
-            payload: One equal piece for each rank.
-            output: As many elements as a piece, of the payload's dtype or fp32 for the 16-bit ones. It may be this
-                rank's own piece.
-            number: Sequence number of the reduce_scatter in the group.
-            accumulate: Whether to add to what `output` holds.
-
-        Sums in fp32 where the payload is lower: this rank's piece first, then those of the next ranks.
+            payload: Equal shards, one per rank.
+            output: Tensor of the size of a shard, of the payload's dtype, or fp32 if that has 16 bits. It may alias
+                this rank's shard of the payload.
+            number: Sequence number among the group's reduce_scatter calls.
+            accumulate: If True, the sum is added to `output`.
         """
         _require_flat(payload, output)
         is_widened = output.dtype == torch.float32 and payload.dtype in (torch.bfloat16, torch.float16)
@@ -167,13 +166,13 @@ class SharedMemory:
         self._require_done(self._native.reduce_scatter(number, *addresses, output.numel(), *types, accumulate))
 
     def all_gather(self, buffer: torch.Tensor, own: torch.Tensor, number: int) -> None:
-        """Fill a buffer with the ranks' pieces. `own` may be this rank's place in it."""
+        """Gather the ranks' shards into a buffer. `own` may alias this rank's shard in it."""
         _require_flat(buffer, own)
         self._require_pieces(buffer, own)
         self._require_done(self._native.all_gather(number, buffer.data_ptr(), own.data_ptr(), own.nbytes))
 
     def all_to_all(self, output: torch.Tensor, payload: torch.Tensor, number: int) -> None:
-        """Send piece r of the payload to rank r, whose piece of the output it becomes. The two don't overlap."""
+        """Send shard r of the payload to rank r, which stores it at this rank's index. The tensors must not overlap."""
         _require_flat(output, payload)
         if (output.numel(), output.dtype) != (payload.numel(), payload.dtype) or payload.numel() % self._num_ranks:
             raise AssertionError(
@@ -183,20 +182,20 @@ class SharedMemory:
         self._require_done(self._native.all_to_all(number, output.data_ptr(), payload.data_ptr(), piece_bytes))
 
     def broadcast(self, tensor: torch.Tensor, source: int, number: int) -> None:
-        """Overwrite a tensor with that of rank `source` of the group."""
+        """Broadcast the tensor of group rank `source`, in place."""
         _require_flat(tensor)
         if not 0 <= source < self._num_ranks:
             raise AssertionError(f"rank {source} of {self._num_ranks}")
         self._require_done(self._native.broadcast(number, tensor.data_ptr(), tensor.nbytes, source))
 
     def abort(self) -> None:
-        """Let this and every later call of all ranks fail. Any thread may call it at any time."""
+        """Make current and later collectives fail on all ranks. Any thread may call it at any time."""
         self._native.abort()
 
     def _require_pieces(self, buffer: torch.Tensor, own: torch.Tensor) -> None:
         if (buffer.numel(), buffer.dtype) != (self._num_ranks * own.numel(), own.dtype):
             raise AssertionError(
-                f"{buffer.numel()} {buffer.dtype} are not {self._num_ranks} pieces of {own.numel()} {own.dtype}"
+                f"{buffer.numel()} {buffer.dtype} are not {self._num_ranks} shards of {own.numel()} {own.dtype}"
             )
 
     def _require_done(self, failure: tuple[int, int] | None) -> None:
@@ -213,11 +212,11 @@ class SharedMemory:
         if reason == _INTERRUPTED:
             return SharedMemoryError(f"aborted, as rank {rank} of the group was interrupted")
         if rank == self._rank:
-            return SharedMemoryError("aborted by this rank itself, which gave up", is_own_abort=True)
-        return SharedMemoryError(f"aborted, as rank {rank} of the group gave up")
+            return SharedMemoryError("aborted by this rank", is_own_abort=True)
+        return SharedMemoryError(f"aborted by rank {rank} of the group")
 
     def _calls(self) -> str:
-        """Return what the ranks are doing, those that do the same together."""
+        """Return a description of the ranks' current calls; ranks in equal calls are listed together."""
         ranks: dict[str, list[int]] = {}
         for rank, facts in enumerate(self._native.facts_of_ranks()):
             ranks.setdefault(_call_text(*facts), []).append(rank)
@@ -227,7 +226,7 @@ class SharedMemory:
 def _module() -> ModuleType:
     module = load_kernel("shm_collectives")
     if module is None:
-        raise RuntimeError("the kernel 'shm_collectives' can't be had")
+        raise RuntimeError("the kernel 'shm_collectives' is not available")
     return module
 
 

@@ -126,7 +126,7 @@ def test_check_without_a_compiler(capsys):
     assert main(["check", "-i"]) == 0
     lines = capsys.readouterr().out.splitlines()
     [compiler] = [line for line in lines if line.startswith("  c++ ")]
-    assert "no usable compiler: CXX='no-such-compiler' names no program" in compiler
+    assert "no usable compiler: CXX='no-such-compiler' was not found" in compiler
 
 
 def test_check_with_a_setting_that_is_unknown(capsys, monkeypatch):

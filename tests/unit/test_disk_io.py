@@ -309,7 +309,7 @@ def test_forked_process(backend, plain_file):
 
     def child():
         for use in (ticket.wait, ticket.done, lambda: holder[0].read(plain_file, torch.ones(1), 0)):
-            with pytest.raises(ConfigError, match=r"was forked from it without its threads: open a queue in each process"):
+            with pytest.raises(ConfigError, match="was forked from it without its threads: open a queue in each"):
                 use()
         holder.clear()
         gc.collect()

@@ -116,8 +116,8 @@ def test_no_compiler(folder, log):
     with tiny_kernel(folder, CXX="no-such-compiler"):
         assert load_kernel("tiny") is None
         assert status().status == "reference"
-        assert "CXX='no-such-compiler' names no program" in status().reason
-    assert "names no program" in log[0][1]
+        assert "CXX='no-such-compiler' was not found" in status().reason
+    assert "was not found: set it to a C++ compiler" in log[0][1]
 
 
 def which_without_ninja(command, path=None, find=shutil.which):
@@ -180,7 +180,7 @@ def test_a_chosen_cache_that_can_not_be_made(folder, log):
     with tiny_kernel(folder):
         assert load_kernel("tiny") is None
     assert "BOOSTER_KERNEL_CACHE=" in log[-1][1]
-    assert "can't be made or written to" in log[-1][1]
+    assert "can't be created or is not writable" in log[-1][1]
 
 
 def test_where_there_is_no_home(folder, log, monkeypatch):
