@@ -48,7 +48,7 @@ AdamRange range_function(const std::string& wanted) {
 #endif
 }
 
-// The settings as they come from Python; adam.py says what each means.
+// The settings from Python; documented in adam.py.
 struct Options {
     double lr, beta1, beta2, eps, weight_decay;
     bool decoupled_weight_decay, bias_correction;
@@ -76,7 +76,7 @@ AdamSettings settings_of(const Options& options) {
     return settings;
 }
 
-// What a count of steps makes of lr and eps.
+// lr and eps with the bias correction of a step number.
 void set_step(AdamTensor& tensor, double step, const Options& options) {
     double correction1 = 1.0, correction2_root = 1.0;
     if (options.bias_correction) {
@@ -87,8 +87,8 @@ void set_step(AdamTensor& tensor, double step, const Options& options) {
     tensor.eps = static_cast<float>(options.eps * correction2_root);
 }
 
-// Note [Table]: seven numbers a tensor: the addresses of param, grad, exp_avg, exp_avg_sq and working copy, the number
-// of elements, and the dtypes of param, grad and working copy, four bits each.
+// Note [Table]: seven integers per tensor: the addresses of param, grad, exp_avg, exp_avg_sq and working copy, the
+// number of elements, and the dtypes of param, grad and working copy, four bits each.
 constexpr size_t NUM_COLUMNS = 7;
 
 template <class Element>
@@ -118,7 +118,7 @@ std::vector<AdamTensor> tensors_of(const std::vector<int64_t>& table, const std:
     for (size_t i = 0; i < steps.size(); ++i) {
         tensors.push_back(tensor_of(table.data() + i * NUM_COLUMNS));
         tensors[i].rounding_key = options.seed + static_cast<uint64_t>(i) * 0xd1342543de82ef95ull;
-        if (i > 0 && steps[i] == steps[i - 1]) {  // spares the powers
+        if (i > 0 && steps[i] == steps[i - 1]) {  // reuses the powers
             tensors[i].step_size = tensors[i - 1].step_size;
             tensors[i].eps = tensors[i - 1].eps;
         } else {
@@ -128,9 +128,9 @@ std::vector<AdamTensor> tensors_of(const std::vector<int64_t>& table, const std:
     return tensors;
 }
 
-constexpr int64_t OVERHEAD = 64;  // a tensor's own cost, in elements
-constexpr int64_t GRANULE = 64;  // ranges begin at multiples of it: threads don't write to the same cache line
-constexpr int64_t FEWEST = 32768;  // elements that a thread works on for longer than waking it takes
+constexpr int64_t OVERHEAD = 64;  // fixed cost of a tensor, in elements
+constexpr int64_t GRANULE = 64;  // ranges start at multiples of it, to avoid false sharing of cache lines
+constexpr int64_t FEWEST = 32768;  // elements per thread whose work takes longer than waking the thread
 constexpr int64_t FEWEST_STREAMED = int64_t{1} << 20;  // elements; see Note [Memory] in adam_vector.cpp
 constexpr int64_t RANDOM_RANGE = int64_t{1} << 32;  // see Note [Random numbers] in adam_vector.cpp
 
@@ -142,7 +142,7 @@ void run_range(AdamRange function, const AdamTensor& tensor, const AdamSettings&
     }
 }
 
-// Where in a tensor that begins at `start` a thread's share that begins or ends at `position` does so.
+// Maps a boundary between threads at `position` to an element of the tensor that starts at `start`.
 int64_t cut(int64_t position, int64_t start, int64_t numel) {
     const int64_t offset = position - start;
     if (offset <= 0) return 0;
@@ -155,7 +155,7 @@ int64_t length_of(const std::vector<AdamTensor>& tensors) {
     return total;
 }
 
-// Splits the tensors, laid end to end, into one share a thread: many small ones and a large one are shared out alike.
+// Splits the concatenated tensors into one range per thread, which balances many small tensors and large ones alike.
 void run_all(AdamRange function, const std::vector<AdamTensor>& tensors, const AdamSettings& settings,
              int num_threads) {
     const int64_t total = length_of(tensors);

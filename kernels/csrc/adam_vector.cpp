@@ -14,7 +14,7 @@
 namespace booster {
 namespace BOOSTER_ISA {
 
-// How much of a vector is there: all lanes, or the first ones.
+// Valid lanes of a vector: all of them, or the first ones.
 struct Whole {};
 struct First {
     int count;
@@ -41,17 +41,17 @@ inline void write_stochastic(BFloat16* to, Vec v, UVec random, First lanes) {
     store_bf16_stochastic_partial(&to->bits, v, random, lanes.count);
 }
 
-// The settings in all lanes.
+// The settings, broadcast to all lanes.
 struct Constants {
     Vec multiplier, beta2, exp_avg_weight, exp_avg_sq_weight, l2_penalty, kept_share, minus_step_size, eps;
     UVec low_key, high_key;
     bool has_l2_penalty, is_near_exp_avg, zeroes_grads, rounds_stochastically, streams_copies;
 };
 
-// Note [Random numbers]: a hash of the element's index (its lower 32 bits) and of two keys, which come from the seed,
-// the tensor's number and the index's upper bits. So they depend on no order of evaluation. Constants and shifts are
-// those of "lowbias32" (Chris Wellons, hash-prospector), with the second key mixed in half way, and of "splitmix64"
-// (Sebastiano Vigna); stochastic_rounding.py does the same.
+// Note [Random numbers]: a hash of the lower 32 bits of the element's index and of two keys, which are derived from the
+// seed, the tensor's index and the upper bits of the element's index. So they are independent of the order of
+// evaluation. Constants and shifts are those of "lowbias32" (Chris Wellons, hash-prospector), with the second key mixed
+// in half way, and of "splitmix64" (Sebastiano Vigna); adam_reference.py has the same hash.
 inline UVec random_lanes(int64_t index, const Constants& c) {
     UVec x = exclusive_or(add(set1_u32(static_cast<uint32_t>(index)), lane_numbers()), c.low_key);
     x = mul_low(exclusive_or(x, shift_right<16>(x)), set1_u32(0x7feb352du));
@@ -72,7 +72,7 @@ inline Constants constants_of(const AdamTensor& tensor, const AdamSettings& sett
     Constants c;
     c.multiplier = set1(settings.multiplier);
     c.beta2 = set1(settings.beta2);
-    // torch's lerp counts from the nearer end.
+    // torch's lerp interpolates from the nearer end.
     c.is_near_exp_avg = settings.exp_avg_weight < 0.5f;
     c.exp_avg_weight = set1(c.is_near_exp_avg ? settings.exp_avg_weight : settings.exp_avg_weight - 1.0f);
     c.exp_avg_sq_weight = set1(settings.exp_avg_sq_weight);
@@ -89,7 +89,7 @@ inline Constants constants_of(const AdamTensor& tensor, const AdamSettings& sett
     return c;
 }
 
-// Elements of one dtype get the same bits as parameter and as working copy.
+// Parameter and working copy of the same dtype get the same bits.
 template <class Element, class Lanes>
 inline void write_result(Element* to, Vec v, int64_t, Lanes lanes, const Constants&) {
     write(to, v, lanes);
@@ -107,9 +107,10 @@ template <class Element, class Lanes>
 inline void write_copy(Element* copy, Vec v, int64_t index, Lanes lanes, const Constants& c) {
     write_result(copy + index, v, index, lanes, c);
 }
-// Note [Memory]: the loop is bound by memory. Nothing is gained by fetching ahead: the CPU sees the streams itself, and
-// with two threads it was 10% slower. The copy alone is only written: past the caches, its old content is not read,
-// which saves 6%. Where all tensors may fit into the caches, it stays there for the next forward pass.
+// Note [Memory]: the loop is memory-bound. Software prefetch gains nothing: the hardware detects the streams, and with
+// two threads prefetching was 10% slower. The working copy is the only tensor that is written without being
+// read; non-temporal stores avoid fetching its old content, which saves 6%. If all tensors may fit into the caches,
+// normal stores keep the copy there for the next forward pass.
 template <class Element>
 inline void write_copy(Element* copy, Vec v, int64_t index, Whole lanes, const Constants& c) {
     const bool is_aligned = reinterpret_cast<uintptr_t>(copy + index) % (WIDTH * sizeof(Element)) == 0;

@@ -1,21 +1,21 @@
-// The CRC-32 of zlib, gzip and PNG, by whichever instructions the CPU has.
+// CRC-32 of zlib, gzip and PNG, with the best instructions that the CPU has.
 //
 // Everything below is the same polynomial division over GF(2), with the same result:
 //   vpclmulqdq   256 bytes at a time in 4 registers of 512 bits, folded by carry-less multiplication
 //   pclmulqdq    64 bytes in 4 registers of 128 bits, likewise
 //   crc32        8 bytes by one instruction of ARM
-// A CPU without any of them is served best by zlib itself: 8 tables ("slicing by 8") took almost three times as long.
+// CPUs without any of them should use zlib: 8 tables ("slicing by 8") took almost three times as long.
 // Folding: V. Gopal et al., "Fast CRC Computation for Generic Polynomials Using PCLMULQDQ Instruction", Intel, 2009.
 //
-// Note [Reflected registers]: this CRC takes the lowest bit of a byte first, so a register loaded from memory holds its
-// polynomial backwards: bit i of w bits stands for x^(w-1-i), and a shift to the right multiplies by x. The carry-less
-// product of two such 64-bit registers A and B is one of 127 bits; read as a register of 128 bits it is A * B * x.
+// Note [Reflected registers]: this CRC processes the lowest bit of a byte first, so a register loaded from memory holds
+// its polynomial reversed: bit i of w bits is the coefficient of x^(w-1-i), and a right shift multiplies by x. The
+// carry-less product of two such 64-bit registers A and B has 127 bits; read as a 128-bit register it is A * B * x.
 //
-// Note [Folding]: a register is replaced by another one with the same remainder, some distance of D bits further on in
-// the message, where it is added to (xor) what lies there. Its first 64 bits are H * x^64 and its last ones L, and
+// Note [Folding]: a register is replaced by one with the same remainder, D bits further in the message, where it is
+// added (xor). Its first 64 bits are H * x^64 and its last ones L, and
 //   (H * x^64 + L) * x^D  =  H * x * x^(D+63)  +  L * x * x^(D-1),
-// so that two products with the remainders of x^(D+63) and x^(D-1), of 32 bits each, do it. What is left in the end is
-// simply a short message with the same remainder: the next smaller method continues with it.
+// so two products with the 32-bit remainders of x^(D+63) and x^(D-1) suffice. The result is a short message with the
+// same remainder, which the next smaller method continues with.
 
 #include <pybind11/pybind11.h>
 
@@ -43,7 +43,7 @@ namespace {
 
 constexpr std::uint32_t POLYNOMIAL = 0xEDB88320u;  // without x^32, backwards
 
-// Every method maps the state after some bytes to the state after more of them. The state of no bytes is all ones.
+// Every method maps the state after some bytes to the state after more bytes. The initial state is all ones.
 using Update = std::uint32_t (*)(std::uint32_t state, const std::uint8_t* data, std::size_t length);
 
 constexpr std::uint32_t times_x(std::uint32_t remainder) {
@@ -84,7 +84,7 @@ constexpr std::uint64_t power_of_x(int exponent) {
     return static_cast<std::uint64_t>(remainder) << 32;
 }
 
-// What moves a 128-bit register on by DISTANCE bits; see Note [Folding].
+// Constants that move a 128-bit register by DISTANCE bits; see Note [Folding].
 template <int DISTANCE>
 struct Fold {
     static constexpr long long FIRST_HALF = static_cast<long long>(power_of_x(DISTANCE + 63));
@@ -220,7 +220,7 @@ Update update_of(const std::string& instruction_set) {
     throw std::invalid_argument("this CPU has no instruction set \"" + instruction_set + "\" for checksums");
 }
 
-// Holds the memory of a contiguous bytes-like object; Python's own rules and errors, as with zlib.
+// Buffer of a contiguous bytes-like object; rules and errors are Python's, as with zlib.
 class Bytes {
   public:
     explicit Bytes(const py::object& object) {
@@ -237,7 +237,7 @@ class Bytes {
     Py_buffer view_;
 };
 
-// Below it, giving the interpreter to other threads and waiting for it again may cost far more than the sum.
+// Below it, releasing and reacquiring the GIL may cost far more than the checksum.
 constexpr std::size_t FEWEST_BYTES_WITHOUT_GIL = 65536;
 
 std::uint32_t crc32(const py::object& object, std::uint32_t value, const std::string& instruction_set) {

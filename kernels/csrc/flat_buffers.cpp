@@ -1,4 +1,4 @@
-// Many tensors as one flat row of elements: splits it over the threads and picks the instruction set.
+// Many tensors as one flat sequence of elements: splits it over the threads and selects the instruction set.
 
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -66,16 +66,16 @@ struct Tensor {
     char* data;
     int64_t numel;
     int dtype;
-    int64_t start;  // in the flat row
+    int64_t start;  // in the flat sequence
 };
 
 constexpr size_t NUM_COLUMNS = 3;  // of a tensor in the table from Python: address, number of elements, dtype
 
-// Threads split the row at multiples of it, and each stretch between two of them has its own sum: so the total is the
-// same for any number of threads.
+// Threads split the sequence at multiples of it, and each block has a separate sum, so the total is the same for any
+// number of threads.
 constexpr int64_t GRANULE = 32768;
-constexpr int64_t FEWEST_PER_THREAD = 131072;  // elements that are worth waking a thread for
-// A result that the caches can't keep goes past them, so that what lay there before need not be read.
+constexpr int64_t FEWEST_PER_THREAD = 131072;  // minimum of elements worth waking a thread for
+// Results larger than the caches use non-temporal stores, which avoid fetching the old content.
 constexpr int64_t STREAMED_BYTES = 16 << 20;
 
 constexpr int FLOAT32 = 0;  // as in `enum DType` of simd.h, which only vector sources can include
@@ -96,7 +96,7 @@ class FlatRow {
 
     int64_t numel() const { return numel_; }
 
-    // Calls function(address, dtype, position in the row, count) for every piece of a tensor in begin..end.
+    // Calls function(address, dtype, position in the sequence, count) for every tensor range within begin..end.
     template <class Function>
     void for_pieces(int64_t begin, int64_t end, Function&& function) const {
         const auto is_before = [](int64_t position, const Tensor& tensor) { return position < tensor.start; };
@@ -138,7 +138,7 @@ double sum_of_squares(const std::vector<int64_t>& table, int num_threads, const 
     return total;
 }
 
-// A buffer that holds, or will hold, the tensors of a row one after the other.
+// A buffer for the concatenated tensors.
 struct Buffer {
     char* data;
     int dtype;

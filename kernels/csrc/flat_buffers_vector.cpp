@@ -1,4 +1,4 @@
-// Sums of squares, and copies that scale and convert, of elements that lie one after the other.
+// Sums of squares, and copies that scale and convert, of contiguous elements.
 
 #include <stddef.h>
 
@@ -9,16 +9,16 @@ namespace booster {
 namespace BOOSTER_ISA {
 namespace {
 
-// Note [Lanes of a sum]: an element's number decides to which lane it is added, and the lanes are added in a fixed
-// order, however many of them a register holds. So the sum has the same bits on every instruction set and at every
-// address. There are enough lanes that no addition waits for the one before.
+// Note [Lanes of a sum]: an element's index determines the lane that it is added to, and the lanes are added in a fixed
+// order, independent of the register width. So the sum is bitwise equal on every instruction set and at every address.
+// There are enough lanes to hide the latency of additions.
 //
-// fp32 is widened to fp64, which holds its squares exactly: finite numbers have a finite sum, and memory is the limit.
-// Numbers of 16 bits come twice as fast from there. Four of their squares, exact in fp32 too unless they leave its
-// range, are added in fp32 before they are widened. Where that may have mattered, at inf, nan and sums of nearly zero,
-// fp64 decides.
+// fp32 is widened to fp64, in which its squares are exact: finite numbers have a finite sum, and the loop is
+// memory-bound. 16-bit elements need half the bandwidth, so four of their squares, which are exact in fp32 unless they
+// leave its range, are added in fp32 before they are widened. Results that this may have changed (inf, nan and sums
+// close to zero) are recomputed in fp64.
 constexpr int MOST_LANES = 32;
-constexpr double LEAST_FP32_SUM = 0x1p-80;  // what lies below fp32's range, 2^-126 a square, is nothing beside it
+constexpr double LEAST_FP32_SUM = 0x1p-80;  // squares below fp32's range (2^-126) are negligible beside it
 
 double sum_of_lanes(const Wide* sums, int num_lanes) {
     double lanes[MOST_LANES];
@@ -98,7 +98,7 @@ void copy_vectors(const From* from, To* to, int64_t length, Vec scale) {
     if (rest > 0) store_partial(to + done, mul(load_partial(from + done, rest), scale), rest);
 }
 
-// How many elements come before the next address that a stream may begin at.
+// Number of elements before the next address that is aligned for non-temporal stores.
 template <class To>
 int64_t unaligned_count(const To* to) {
     constexpr uintptr_t ALIGNMENT = WIDTH * sizeof(To);

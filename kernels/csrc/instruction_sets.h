@@ -1,6 +1,6 @@
-// Which instruction sets the vector sources were built for and this CPU has.
+// Instruction sets that the vector sources were built for and this CPU supports.
 //
-// For dispatchers, which are compiled for the baseline CPU with BOOSTER_HAS_<NAME> for what was built beside it.
+// For dispatchers, which are compiled for the baseline CPU with BOOSTER_HAS_<NAME> for each built instruction set.
 #pragma once
 
 #include <stdexcept>
@@ -14,7 +14,7 @@
 namespace booster {
 
 #if defined(BOOSTER_HAS_AVX2) || defined(BOOSTER_HAS_AVX512)
-// By hand, because gcc 9 does not know the name "f16c".
+// With cpuid, as gcc 9 does not support the name "f16c".
 inline bool has_f16c() {
     unsigned int eax, ebx, ecx, edx;
     return __get_cpuid(1, &eax, &ebx, &ecx, &edx) && (ecx & (1u << 29));
@@ -26,7 +26,7 @@ inline bool has_avx512() {
 }
 #endif
 
-// Returns the names that can be used here, the best one first.
+// Returns the names of the usable instruction sets, best first.
 inline std::vector<std::string> instruction_sets() {
     std::vector<std::string> names;
 #if defined(BOOSTER_HAS_AVX512)
@@ -43,7 +43,7 @@ inline std::vector<std::string> instruction_sets() {
     return names;
 }
 
-// Returns the name itself if it can be used here; the best one for "". Throws std::invalid_argument otherwise.
+// Returns the name itself if it is usable, or the best one for "". Throws std::invalid_argument otherwise.
 inline std::string chosen_instruction_set(const std::string& wanted) {
     static const std::vector<std::string> names = instruction_sets();
     if (wanted.empty()) return names.front();

@@ -1,10 +1,10 @@
-// The threads of the OpenMP runtime that torch has loaded, for jobs in parts.
+// Thread team of the OpenMP runtime that torch has loaded.
 //
-// Note [Torch's threads]: torch's threads spin for a moment after each of its operations, ready for the next one.
-// Threads of our own that wake meanwhile find the processors taken, and lose a tenth of a short step. So a job runs on
-// torch's threads, through the entry point that every OpenMP runtime has (gcc's own, and Intel's and LLVM's for compatibility);
-// it is looked up, not linked, as a second runtime would bring a second set of spinning threads.
-// A forked child has none of its parent's threads, and gcc's runtime does not notice: there this finds no team.
+// Note [Torch's threads]: torch's threads spin for a moment after each of its operations. Other threads that wake
+// meanwhile compete with them for the processors, which costs a tenth of a short step. So a job runs on torch's
+// threads, through the GOMP entry point (gcc's runtime, and Intel's and LLVM's for compatibility). It is looked up, not linked,
+// as a second runtime would bring a second set of spinning threads.
+// A forked child has none of its parent's threads, and gcc's runtime does not detect that, so no team is used there.
 #pragma once
 
 #include <dlfcn.h>
@@ -18,13 +18,13 @@ class OpenMpTeam {
   public:
     using Job = void (*)(void* context, int part, int num_parts);
 
-    // Returns torch's threads; nullptr where there are none, or where this process can't use them.
+    // Returns the team of torch's threads, or nullptr if there is none or this process can't use it.
     static const OpenMpTeam* of_torch() {
         static const OpenMpTeam team;
         return team.is_usable() ? &team : nullptr;
     }
 
-    // Runs all parts, part t on thread t where there are as many threads.
+    // Runs all parts, part t on thread t if there are that many threads.
     void run(int num_parts, Job job, void* context) const {
         Work work{this, job, context, num_parts, {}};
         std::fegetenv(&work.floating_point);
@@ -54,7 +54,7 @@ class OpenMpTeam {
         const Work& work = *static_cast<const Work*>(data);
         std::fenv_t own;
         std::fegetenv(&own);
-        std::fesetenv(&work.floating_point);  // whether denormals are flushed to zero is the calling thread's decision
+        std::fesetenv(&work.floating_point);  // flush-to-zero mode of the calling thread
         const int num_threads = work.team->num_threads_();
         for (int part = work.team->thread_number_(); part < work.num_parts; part += num_threads) {
             work.job(work.context, part, work.num_parts);

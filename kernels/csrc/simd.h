@@ -1,7 +1,7 @@
 // One vector of fp32 lanes, with the same operations and the same bits on every instruction set.
 //
-// A vector source includes this file and is compiled once per instruction set, each time with BOOSTER_ISA set to a
-// namespace's name and one of BOOSTER_ISA_AVX512, _AVX2, _NEON or _BASELINE defined. Each simd_<name>.h defines, in
+// A vector source includes this file and is compiled once per instruction set, each time with BOOSTER_ISA set to the
+// name of a namespace and one of BOOSTER_ISA_AVX512, _AVX2, _NEON or _BASELINE defined. Each simd_<name>.h defines, in
 // namespace booster::BOOSTER_ISA,
 //
 //     WIDTH, VECTOR_BYTES                      lanes of a Vec, and the bytes of that many fp32
@@ -10,30 +10,30 @@
 //     load_bf16, load_f16 (+ _partial)         from uint16_t*, widened to fp32, which is exact
 //     store(p, v), store_partial(p, v, count)  to float*; only the first `count` lanes
 //     store_bf16, store_f16 (+ _partial)       to uint16_t*, rounded to nearest even; denormals stay, nan stays nan
-//     store_bf16_stochastic (+ _partial)       to uint16_t*, rounded up with the probability of what is cut off
-//     stream(p, v), stream_bf16, stream_f16    past the caches; p aligned to what is written; then stream_fence()
+//     store_bf16_stochastic (+ _partial)       to uint16_t*, rounded up with the probability of the discarded fraction
+//     stream(p, v), stream_bf16, stream_f16    non-temporal stores; p aligned to the stored size; then stream_fence()
 //     add, sub, mul, div, sqrt, fma(a, b, c) = a * b + c, rounded once
 //     UVec, set1_u32(x), lane_numbers(), add, exclusive_or, mul_low, shift_right<count>(v)   uint32 lanes, wrapping
 //
 // and this file adds overloads of load, store and stream for BFloat16* and Float16*, for templates.
 //
-// An element's result must depend neither on its place (body or tail, which thread) nor on the instruction set. So
-// every operation above is the correctly rounded IEEE one under the thread's control word (which decides on denormals),
-// and kernels are written in terms of them alone. Compile with -ffp-contract=off: the compiler must not fuse more.
+// An element's result must depend neither on its position (body or tail, thread) nor on the instruction set. So every
+// operation above is the correctly rounded IEEE one under the thread's control word (which selects denormal handling),
+// and kernels use only these operations. Compile with -ffp-contract=off, so that the compiler fuses no others.
 //
-// The linker merges functions of one name, so a copy with AVX-512 instructions could replace the one that older CPUs
-// need. Hence all code of a vector source lives in its instruction set's namespace and calls no inline functions or
-// templates from elsewhere, the standard library included.
+// The linker merges inline functions of the same name, so a copy with AVX-512 instructions could replace the one that
+// older CPUs need. Hence all code of a vector source is in its instruction set's namespace, and calls no inline
+// functions or templates from elsewhere, the standard library included.
 #pragma once
 
 #include <stdint.h>
 
 namespace booster {
 
-// How element types cross the border from Python.
+// Element type codes in the interface to Python.
 enum DType : int { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2, FLOAT64 = 3 };
 
-// Elements of 16 bits, so that overloads can tell the two formats apart.
+// 16-bit elements; distinct types, for overloads.
 struct BFloat16 {
     uint16_t bits;
 };
@@ -70,7 +70,7 @@ inline void store_partial(Float16* to, Vec v, int count) { store_f16_partial(&to
 inline void stream(BFloat16* to, Vec v) { stream_bf16(&to->bits, v); }
 inline void stream(Float16* to, Vec v) { stream_f16(&to->bits, v); }
 
-// Asks for the cache line of an address, which may lie outside of any mapping.
+// Prefetches the cache line of an address, which may be unmapped.
 inline void prefetch(const void* address) { __builtin_prefetch(address, 0, 3); }
 
 }  // namespace BOOSTER_ISA

@@ -1,4 +1,4 @@
-// 8 lanes by AVX2, FMA and F16C; simd.h says what each function does.
+// 8 lanes with AVX2, FMA and F16C; the functions are documented in simd.h.
 #pragma once
 
 #include <immintrin.h>
@@ -38,7 +38,7 @@ inline Vec widen_bf16(__m128i bits) {
     return {_mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16))};
 }
 
-// The rounding term is added below the 16 bits that stay; inf and nan skip it, and a nan keeps a bit to be one.
+// The rounding term is added below the 16 bits that are kept; inf and nan skip it, and a nan keeps a mantissa bit.
 inline __m128i narrow_bf16(Vec v, __m256i rounding) {
     const __m256i bits = _mm256_castps_si256(v.lanes);
     const __m256i is_nan = _mm256_castps_si256(_mm256_cmp_ps(v.lanes, v.lanes, _CMP_UNORD_Q));

@@ -1,7 +1,7 @@
-// 16 lanes by AVX-512 (F, BW, DQ, VL) with F16C; simd.h says what each function does.
+// 16 lanes with AVX-512 (F, BW, DQ, VL) and F16C; the functions are documented in simd.h.
 #pragma once
 
-// gcc 12 takes the undefined lanes inside of its own intrinsics for mistakes (its bug 105593).
+// gcc 12 warns about undefined lanes inside of its intrinsics (gcc bug 105593).
 #if defined(__GNUC__) && !defined(__clang__)
 #pragma GCC diagnostic ignored "-Wuninitialized"
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
@@ -46,7 +46,7 @@ inline Vec widen_bf16(__m256i bits) {
     return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16))};
 }
 
-// The rounding term is added below the 16 bits that stay; inf and nan skip it, and a nan keeps a bit to be one.
+// The rounding term is added below the 16 bits that are kept; inf and nan skip it, and a nan keeps a mantissa bit.
 inline __m256i narrow_bf16(Vec v, __m512i rounding) {
     const __m512i bits = _mm512_castps_si512(v.lanes);
     const __m512i rounded = _mm512_add_epi32(bits, rounding);

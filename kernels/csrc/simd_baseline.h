@@ -1,4 +1,4 @@
-// One lane in plain C++, for CPUs without a vector unit that we know; simd.h says what each function does.
+// One lane in plain C++, for CPUs without a supported vector unit; the functions are documented in simd.h.
 #pragma once
 
 namespace booster {
@@ -44,7 +44,7 @@ inline float float_of(uint32_t bits) {
 }
 inline bool is_nan(uint32_t bits) { return (bits & 0x7fffffffu) > 0x7f800000u; }
 
-// The rounding term is added below the 16 bits that stay; inf and nan skip it, and a nan keeps a bit to be one.
+// The rounding term is added below the 16 bits that are kept; inf and nan skip it, and a nan keeps a mantissa bit.
 inline uint16_t narrow_bf16(Vec v, uint32_t rounding) {
     const uint32_t bits = bits_of(v.lane);
     return static_cast<uint16_t>((is_nan(bits) ? bits | 0x400000u : bits + rounding) >> 16);
@@ -60,7 +60,7 @@ inline uint32_t shift_to_nearest(uint32_t value, uint32_t count) {
     const uint32_t half = 1u << (count - 1u);
     return kept + ((cut > half || (cut == half && (kept & 1u))) ? 1u : 0u);
 }
-// In integers alone, because the conversion by hardware keeps fp16's denormals whatever the control word says.
+// In integers only, as the hardware conversion keeps fp16 denormals regardless of the control word.
 inline uint16_t nearest_f16(Vec v) {
     const uint32_t bits = bits_of(v.lane);
     const uint32_t magnitude = bits & 0x7fffffffu;
@@ -84,7 +84,7 @@ inline Vec widen_f16(uint16_t bits) {
     if (magnitude > 0x7c00u) return {float_of(sign | 0x7fc00000u | magnitude << 13)};
     if (magnitude == 0x7c00u) return {float_of(sign | 0x7f800000u)};
     if (magnitude >= 0x400u) return {float_of(sign | ((magnitude << 13) + 0x38000000u))};
-    // A denormal: units of 2^-24.
+    // Denormal, in units of 2^-24.
     const float value = static_cast<float>(magnitude) * 0x1p-24f;
     return {sign ? -value : value};
 }

@@ -1,10 +1,10 @@
-// Vectors of fp64 lanes that are made from narrower numbers, which is exact. For vector sources; see simd.h.
+// Vectors of fp64 lanes, widened from narrower types, which is exact. For vector sources; see simd.h.
 //
 //     WIDE_WIDTH                 lanes of a Wide
 //     widen(p)                   WIDE_WIDTH elements from p on, of float*, BFloat16* or Float16*; no alignment needed
 //     first_half(v), last_half(v)    the lanes of a Vec; the last half of one lane is zero
 //     zero(), add(a, b)
-//     add_square(s, v)           s + v * v; the square of what was widened is exact, fused or not
+//     add_square(s, v)           s + v * v; the square of a widened value is exact, fused or not
 //     store(p, v)                to double*
 #pragma once
 

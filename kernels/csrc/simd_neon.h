@@ -1,4 +1,4 @@
-// 4 lanes by NEON on 64-bit ARM; simd.h says what each function does.
+// 4 lanes with NEON on 64-bit ARM; the functions are documented in simd.h.
 #pragma once
 
 #include <arm_neon.h>
@@ -39,7 +39,7 @@ inline UVec shift_right(UVec a) {
 
 inline Vec widen_bf16(uint16x4_t bits) { return {vreinterpretq_f32_u32(vshll_n_u16(bits, 16))}; }
 
-// The rounding term is added below the 16 bits that stay; inf and nan skip it, and a nan keeps a bit to be one.
+// The rounding term is added below the 16 bits that are kept; inf and nan skip it, and a nan keeps a mantissa bit.
 inline uint16x4_t narrow_bf16(Vec v, uint32x4_t rounding) {
     const uint32x4_t bits = vreinterpretq_u32_f32(v.lanes);
     const uint32x4_t rounded = vaddq_u32(bits, rounding);
@@ -92,7 +92,7 @@ inline void store_bf16_stochastic_partial(uint16_t* to, Vec v, UVec random, int 
     store_16bit_partial(to, stochastic_bf16(v, random), count);
 }
 
-// There is no intrinsic for stores past the caches, and these CPUs notice streams of full lines themselves.
+// There is no intrinsic for non-temporal stores, and these CPUs detect streams of full lines.
 inline void stream(float* to, Vec v) { store(to, v); }
 inline void stream_bf16(uint16_t* to, Vec v) { store_bf16(to, v); }
 inline void stream_f16(uint16_t* to, Vec v) { store_f16(to, v); }

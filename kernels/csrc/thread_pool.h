@@ -3,13 +3,13 @@
 //     booster::run_parts(num_threads, [&](int part, int num_parts) { ... });
 //     booster::parallel_for(num_threads, length, granule, [&](int64_t begin, int64_t end) { ... });
 //
-// On torch's threads where it has any, see openmp_team.h, else on a pool of our own. Part t always runs on thread t
-// (part 0 on the caller), so the same memory meets the same core from call to call. The function must not throw. Only
-// for sources that are compiled for the baseline CPU; see simd.h.
+// Uses torch's threads if it has any (see openmp_team.h), else a separate pool. Part t always runs on thread t (part 0
+// on the caller), so that the same memory is processed by the same core in every call. The function must not throw.
+// Only for sources that are compiled for the baseline CPU; see simd.h.
 //
-// Note [Fork and exit]: workers are detached and never joined, so nothing waits for them at exit. A forked child has
-// none of its parent's threads, and perhaps a mutex that one of them held. So it leaves the parent's pool alone and
-// makes one of its own: a pool belongs to one process id.
+// Note [Fork and exit]: workers are detached and never joined, so exit does not block on them. A forked child has none
+// of its parent's threads, and possibly a mutex that one of them held. So a pool belongs to one process id, and a child
+// ignores its parent's pool and creates a new one.
 #pragma once
 
 #include <pthread.h>
@@ -33,20 +33,20 @@ class ThreadPool {
   public:
     using Job = void (*)(void* context, int part, int num_parts);
 
-    // Returns the pool of this process, made at first use and never destroyed; see Note [Fork and exit].
+    // Returns the pool of this process, created at first use and never destroyed; see Note [Fork and exit].
     static ThreadPool& of_this_process() {
         static std::atomic<ThreadPool*> current{nullptr};
         ThreadPool* pool = current.load(std::memory_order_acquire);
         while (pool == nullptr || pool->process_id_ != getpid()) {
             ThreadPool* fresh = new ThreadPool();
             if (current.compare_exchange_strong(pool, fresh, std::memory_order_acq_rel)) return *fresh;
-            delete fresh;  // another thread was first, and `pool` is its pool now
+            delete fresh;  // another thread was first: `pool` is now its pool
         }
         return *pool;
     }
 
-    // Runs all parts and returns when the last one is done. While another thread's job runs, the caller does its own
-    // parts by itself, one after the other.
+    // Runs all parts and returns when the last one is done. While another thread's job runs, the caller runs its parts
+    // serially.
     void run(int num_parts, Job job, void* context) {
         std::unique_lock<std::mutex> one_job(one_job_, std::try_to_lock);
         if (num_parts <= 1 || !one_job.owns_lock()) {
@@ -67,10 +67,10 @@ class ThreadPool {
         for (int part = first; part < num_parts; ++part) job(context, part, num_parts);
     }
 
-    // Starts workers until there are `wanted`; returns how many of them there are, fewer where the system refuses.
+    // Starts workers until there are `wanted`; returns their number, which is lower if the system refuses threads.
     int grow(int wanted) {
         if (num_workers_ < wanted) {
-            // Signals are for the threads that expect them: a worker that took one would not wake a sleeping caller.
+            // Workers block signals, as a signal delivered to a worker would not wake a sleeping caller.
             sigset_t all, previous;
             sigfillset(&all);
             pthread_sigmask(SIG_SETMASK, &all, &previous);
@@ -80,7 +80,7 @@ class ThreadPool {
                     ++num_workers_;
                 }
             } catch (const std::system_error&) {
-                // No more threads: the caller runs the remaining parts, which only takes longer.
+                // No more threads: the caller runs the remaining parts.
             }
             pthread_sigmask(SIG_SETMASK, &previous, nullptr);
         }
@@ -115,7 +115,7 @@ class ThreadPool {
             const Job job = job_;
             void* const context = context_;
             const int num_parts = num_parts_;
-            // Whether denormals are flushed to zero is the calling thread's decision.
+            // Flush-to-zero mode of the calling thread.
             std::fesetenv(&floating_point_);
             lock.unlock();
             job(context, worker, num_parts);
@@ -134,7 +134,7 @@ class ThreadPool {
     Job job_ = nullptr;
     void* context_ = nullptr;
     int num_parts_ = 0;
-    int num_helped_ = 0;  // parts that the caller's first part and the workers take
+    int num_helped_ = 0;  // parts of the first round: the caller's and the workers'
     int num_running_ = 0;
     std::fenv_t floating_point_;
 };
@@ -158,7 +158,7 @@ void run_parts(int num_parts, Function&& function) {
     }
 }
 
-// Calls `function(begin, end)` for consecutive ranges of 0..length, one a thread, that begin at multiples of `granule`.
+// Calls `function(begin, end)` for consecutive ranges of 0..length, one per thread, starting at multiples of `granule`.
 template <class Function>
 void parallel_for(int num_threads, int64_t length, int64_t granule, Function&& function) {
     const int64_t num_granules = (length + granule - 1) / granule;
