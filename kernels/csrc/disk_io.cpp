@@ -1,7 +1,7 @@
-// The Python module of the disk queue: a queue on io_uring, one on threads, and the requests that they take.
+// Python module of the disk queue: io_uring and thread backends, and their requests.
 //
-// Memory arrives as addresses and lengths; disk_io.py keeps tensors alive until their requests are done, and checks
-// that a process uses its own queues only.
+// Memory is passed as addresses and lengths; disk_io.py keeps tensors alive until their requests are done, and checks
+// that a process uses only queues that it opened itself.
 
 #include <pybind11/pybind11.h>
 #include <unistd.h>
@@ -21,7 +21,7 @@ namespace py = pybind11;
 namespace {
 
 #ifndef BOOSTER_HAS_IO_URING
-// Stands in where the module was compiled without io_uring.
+// Placeholder if the module was compiled without io_uring.
 class RingQueue {
   public:
     RingQueue() { throw std::system_error(ENOSYS, std::generic_category(), "compiled without io_uring"); }
@@ -32,8 +32,8 @@ class RingQueue {
 using booster::RingQueue;
 #endif
 
-// A queue and the process that it belongs to. In a forked process there are no threads to end, and locks may be held by
-// no reader: the queue's memory is left alone there.
+// A queue and the process that it belongs to. In a forked process its threads do not exist and locks may be held
+// forever, so the queue is leaked there.
 template <typename Queue>
 class Owned {
   public:

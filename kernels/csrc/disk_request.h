@@ -1,7 +1,7 @@
-// One read or write of the disk queue: which bytes are left to move, and how it went.
+// One read or write of the disk queue: remaining bytes, and result.
 //
-// A queue calls `advance` with what each system call returned until it says that nothing is left. Tickets in Python
-// share the request and wait for it.
+// A queue calls `advance` with the result of each system call until it returns that the request is done. Tickets in
+// Python share the request and wait for it.
 #pragma once
 
 #include <linux/futex.h>
@@ -20,10 +20,10 @@
 namespace booster {
 
 constexpr int END_OF_FILE = -1;  // in place of an errno; as in disk_io_reference.py
-constexpr std::size_t MAX_CALL_BYTES = std::size_t{1} << 30;  // one call moves 2 GiB less a page at most
+constexpr std::size_t MAX_CALL_BYTES = std::size_t{1} << 30;  // the system's limit per call is 2 GiB less a page
 
-// A flag to wait for. A futex, because a condition variable can't be destroyed in a forked process where another thread
-// of the parent waited for it.
+// A waitable flag. It is a futex, as a condition variable can't be destroyed in a forked process if another thread of
+// the parent waited for it.
 class DoneFlag {
   public:
     bool is_set() const { return value_.load(std::memory_order_acquire) != 0; }
@@ -33,7 +33,7 @@ class DoneFlag {
         syscall(SYS_futex, address(), FUTEX_WAKE_PRIVATE, INT_MAX, nullptr, nullptr, 0);
     }
 
-    // Returns whether it is set: after the time, or after a signal, for which the caller has to look.
+    // Returns whether the flag is set. Returns early after a signal, which the caller has to check for.
     bool wait(double seconds) const {
         const auto whole = static_cast<std::time_t>(seconds);
         const timespec limit{whole, static_cast<long>((seconds - static_cast<double>(whole)) * 1e9)};
@@ -58,14 +58,14 @@ class Request {
     const bool is_write;
     const int descriptor;
 
-    // What the next system call is to move.
+    // Range of the next system call.
     void* next_address() const { return reinterpret_cast<void*>(address_ + num_done_); }
     std::size_t next_length() const { return std::min(num_bytes_ - num_done_, MAX_CALL_BYTES); }
     std::int64_t next_offset() const { return offset_ + static_cast<std::int64_t>(num_done_); }
 
     bool has_work() const { return num_done_ < num_bytes_ && code_ == 0; }
 
-    // Takes what a system call returned, a count or a negative errno, and returns whether another one is needed.
+    // Records the result of a system call (a count or a negative errno); returns whether another call is needed.
     bool advance(std::int64_t result) {
         if (result < 0) {
             code_ = result == -EINTR ? 0 : static_cast<int>(-result);
@@ -79,10 +79,10 @@ class Request {
         return has_work();
     }
 
-    // Ends it early with an errno.
+    // Completes the request early with an errno.
     void fail(int code) { code_ = code; }
 
-    // Tells those who wait; the queue doesn't touch the memory from now on.
+    // Wakes the waiters; the queue does not access the memory any more.
     void finish() { is_done_.set(); }
 
     bool done() const { return is_done_.is_set(); }
@@ -93,12 +93,12 @@ class Request {
   private:
     int code_of_short(std::int64_t count) const {
         if (is_write) {
-            return count > 0 ? 0 : EIO;  // a file system that takes nothing and says nothing
+            return count > 0 ? 0 : EIO;  // the file system wrote nothing without an error
         }
         return count == 0 || is_at_end() ? END_OF_FILE : 0;
     }
 
-    // Asked, rather than read on: the rest of a direct read would start inside of a block, which is an error.
+    // The size is checked because continuing a direct read within a block would be an error.
     bool is_at_end() const {
         struct stat status {};
         return fstat(descriptor, &status) == 0 && S_ISREG(status.st_mode) && next_offset() >= status.st_size;

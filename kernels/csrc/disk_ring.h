@@ -1,8 +1,8 @@
-// The disk queue on io_uring: one thread hands requests to the kernel, which works on many of them at once.
+// The disk queue on io_uring: one thread submits requests to the kernel, which runs many of them at once.
 //
-// Only that thread touches the ring: no lock around it, and no request ends with the thread that asked for it, as the
-// kernel cancels what an ending thread has in flight. Others leave requests in a list and write to an event descriptor,
-// which the ring watches beside the requests.
+// Only that thread uses the ring, so the ring needs no lock. And requests survive the thread that issued them, while
+// the kernel would cancel the in-flight requests of an exiting thread. Other threads append requests to a list and
+// write to an eventfd, which the ring polls along with the requests.
 #pragma once
 
 #include "io_uring.h"
@@ -58,7 +58,7 @@ class RingQueue {
         wake();
     }
 
-    // Waits for all requests, and ends the thread.
+    // Waits for all requests, and stops the thread.
     void close() {
         if (!thread_.joinable()) {
             return;
@@ -73,12 +73,12 @@ class RingQueue {
 
   private:
     static constexpr unsigned NUM_ENTRIES = 64;
-    static constexpr std::size_t MAX_UNDER_WAY = NUM_ENTRIES - 1;  // one entry watches for news
-    static constexpr std::uint64_t NEWS = MAX_UNDER_WAY;           // in place of a slot
+    static constexpr std::size_t MAX_UNDER_WAY = NUM_ENTRIES - 1;  // one entry polls the eventfd
+    static constexpr std::uint64_t NEWS = MAX_UNDER_WAY;           // user_data of that entry, in place of a slot
 
     void wake() {
         const std::uint64_t one = 1;
-        // It can only fail with a full counter, and then the thread has news already.
+        // This fails only if the counter is full, and then the eventfd is readable already.
         [[maybe_unused]] const ssize_t ignored = write(news_.get(), &one, sizeof(one));
     }
 
@@ -116,9 +116,9 @@ class RingQueue {
         entry.len = static_cast<std::uint32_t>(request.next_length());
         entry.off = static_cast<std::uint64_t>(request.next_offset());
         entry.user_data = slot;
-        // By one of the kernel's workers. Otherwise what goes through the page cache is copied in this thread, one
-        // after another; and a large direct request, which the disk takes in parts only, is begun here, given up and
-        // begun again by a worker.
+        // Run by a worker thread of the kernel. Otherwise requests through the page cache would be copied serially in
+        // this thread; and a large direct request, which the disk splits, would be started here, abandoned and
+        // restarted by a worker.
         entry.flags = IOSQE_ASYNC;
         ring_.add(entry);
     }
@@ -139,7 +139,7 @@ class RingQueue {
         free_slots_.push_back(slot);
     }
 
-    // The kernel tells once only, so this is asked for again after each time.
+    // The poll is one-shot, so it is rearmed after each event.
     void watch_for_news() {
         io_uring_sqe entry{};
         entry.opcode = IORING_OP_POLL_ADD;
@@ -149,7 +149,7 @@ class RingQueue {
         ring_.add(entry);
     }
 
-    // The ring itself doesn't work any more, as when somebody else closed its descriptor.
+    // The ring itself has failed, for example because its descriptor was closed.
     void fail_everything(int code) {
         const std::lock_guard<std::mutex> lock(mutex_);
         broken_code_ = code;
@@ -167,10 +167,10 @@ class RingQueue {
     Ring ring_;
     Descriptor news_;
     std::mutex mutex_;
-    std::deque<std::shared_ptr<Request>> waiting_;  // guarded by the mutex, as is what follows
+    std::deque<std::shared_ptr<Request>> waiting_;  // guarded by the mutex, like the next members
     bool is_closing_ = false;
     int broken_code_ = 0;
-    std::deque<std::shared_ptr<Request>> under_way_;  // by slot; the thread's own, as is what follows
+    std::deque<std::shared_ptr<Request>> under_way_;  // by slot; used by the thread only, like the next members
     std::vector<std::size_t> free_slots_;
     std::thread thread_;
 };

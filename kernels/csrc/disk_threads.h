@@ -1,4 +1,4 @@
-// The disk queue as a pool of threads, each of which does one request at a time with pread and pwrite.
+// The disk queue as a thread pool; each thread runs one request at a time with pread and pwrite.
 #pragma once
 
 #include <pthread.h>
@@ -19,7 +19,7 @@
 
 namespace booster {
 
-// Signals are for Python's threads: one that arrives in another thread doesn't interrupt what Python waits for.
+// Blocks signals in new threads: a signal that is delivered to one would not interrupt a wait of Python's main thread.
 class SignalsBlocked {
   public:
     SignalsBlocked() {
@@ -43,7 +43,7 @@ class ThreadedQueue {
             for (int index = 0; index < num_threads; ++index) {
                 threads_.emplace_back([this] { work(); });
             }
-        } catch (const std::system_error&) {  // the system has no more threads
+        } catch (const std::system_error&) {  // the thread limit is reached
             close();
             throw;
         }
@@ -61,7 +61,7 @@ class ThreadedQueue {
         has_news_.notify_one();
     }
 
-    // Waits for all requests, and ends the threads.
+    // Waits for all requests, and stops the threads.
     void close() {
         {
             const std::lock_guard<std::mutex> lock(mutex_);
@@ -84,7 +84,7 @@ class ThreadedQueue {
         }
     }
 
-    // Returns nothing once the queue is closing and has no more requests.
+    // Returns null once the queue is closing and has no more requests.
     std::shared_ptr<Request> next() {
         std::unique_lock<std::mutex> lock(mutex_);
         has_news_.wait(lock, [this] { return is_closing_ || !waiting_.empty(); });

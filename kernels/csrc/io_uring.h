@@ -1,6 +1,6 @@
-// Linux's io_uring by plain system calls: a ring of requests and a ring of completions, shared with the kernel.
+// Linux io_uring by plain system calls: a submission ring and a completion ring, shared with the kernel.
 //
-// One thread uses a `Ring`; see io_uring(7) for who writes what. Where the headers are older than Linux 5.6, or the
+// A `Ring` is used by one thread; see io_uring(7) for the protocol. If the headers are older than Linux 5.6, or the
 // system has no io_uring, `BOOSTER_HAS_IO_URING` is not defined and there is no `Ring`.
 #pragma once
 
@@ -10,7 +10,7 @@
 #endif
 #endif
 
-#ifdef IORING_FEAT_RW_CUR_POS  // came with reads and writes of plain buffers
+#ifdef IORING_FEAT_RW_CUR_POS  // introduced together with IORING_OP_READ and IORING_OP_WRITE
 #define BOOSTER_HAS_IO_URING
 
 #include <sys/mman.h>
@@ -34,10 +34,10 @@
 
 namespace booster {
 
-// A descriptor that is closed with its owner.
+// Owner of a descriptor, which closes it.
 class Descriptor {
   public:
-    // Takes what a system call returned, and throws if that is an error.
+    // Takes the result of a system call; throws if it is an error.
     explicit Descriptor(long value, const char* what) : value_(static_cast<int>(value)) {
         if (value < 0) {
             throw std::system_error(errno, std::generic_category(), what);
@@ -62,7 +62,7 @@ class RingMemory {
         if (start_ == MAP_FAILED) {
             throw std::system_error(errno, std::generic_category(), "mmap of an io_uring");
         }
-        madvise(start_, num_bytes, MADV_DONTFORK);  // a forked process has no business here
+        madvise(start_, num_bytes, MADV_DONTFORK);  // forked processes must not use the ring
     }
     ~RingMemory() { munmap(start_, num_bytes_); }
     RingMemory(const RingMemory&) = delete;
@@ -80,7 +80,7 @@ class RingMemory {
 
 class Ring {
   public:
-    // At most `num_entries` requests may be in flight, a power of two.
+    // At most `num_entries` requests, a power of two, may be in flight.
     explicit Ring(unsigned num_entries)
         : descriptor_(syscall(__NR_io_uring_setup, num_entries, &parameters_), "io_uring_setup"),
           rings_(descriptor_.get(), size_of_rings(), IORING_OFF_SQ_RING),
@@ -92,14 +92,14 @@ class Ring {
         }
     }
 
-    // Adds a request, which `submit_and_wait` hands over. The caller keeps count, so that the ring never overflows.
+    // Adds a request, which `submit_and_wait` submits. The caller must not exceed the number of entries.
     void add(const io_uring_sqe& request) {
         const unsigned tail = *submitted_tail();
         *entries_.at<io_uring_sqe>((tail & mask(parameters_.sq_off.ring_mask)) * sizeof(io_uring_sqe)) = request;
         __atomic_store_n(submitted_tail(), tail + 1, __ATOMIC_RELEASE);
     }
 
-    // Hands over what was added and sleeps until something is complete; may return earlier.
+    // Submits the added requests and sleeps until one is complete; may return earlier.
     void submit_and_wait() {
         const unsigned num_added =
             *submitted_tail() - __atomic_load_n(rings_.at<unsigned>(parameters_.sq_off.head), __ATOMIC_ACQUIRE);
@@ -113,7 +113,7 @@ class Ring {
         std::this_thread::sleep_for(std::chrono::milliseconds(1));  // the kernel is short of memory
     }
 
-    // Calls `take(user_data, result)` for everything that is complete.
+    // Calls `take(user_data, result)` for every complete request.
     template <typename Take>
     void take_completions(Take take) {
         unsigned* head_place = rings_.at<unsigned>(parameters_.cq_off.head);
@@ -129,7 +129,7 @@ class Ring {
 
   private:
     std::size_t size_of_rings() const {
-        // One mapping for both rings came earlier than what is required here.
+        // Every kernel with the features required here supports one mapping for both rings.
         const std::size_t requests = parameters_.sq_off.array + parameters_.sq_entries * sizeof(unsigned);
         const std::size_t completions = parameters_.cq_off.cqes + parameters_.cq_entries * sizeof(io_uring_cqe);
         return std::max(requests, completions);
@@ -138,7 +138,7 @@ class Ring {
     unsigned* submitted_tail() const { return rings_.at<unsigned>(parameters_.sq_off.tail); }
     unsigned mask(unsigned offset) const { return *rings_.at<unsigned>(offset); }
 
-    // Asks, because sandboxes may bring an io_uring of their own with less in it.
+    // Probes the operations, as sandboxes may emulate io_uring with fewer of them.
     void require_operations() const {
         constexpr unsigned NUM_OPERATIONS = 256;
         alignas(io_uring_probe) char memory[sizeof(io_uring_probe) + NUM_OPERATIONS * sizeof(io_uring_probe_op)];

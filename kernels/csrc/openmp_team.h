@@ -2,9 +2,9 @@
 //
 // Note [Torch's threads]: torch's threads spin for a moment after each of its operations. Other threads that wake
 // meanwhile compete with them for the processors, which costs a tenth of a short step. So a job runs on torch's
-// threads, through the GOMP entry point (gcc's runtime, and Intel's and LLVM's for compatibility). It is looked up, not linked,
-// as a second runtime would bring a second set of spinning threads.
-// A forked child has none of its parent's threads, and gcc's runtime does not detect that, so no team is used there.
+// threads, through the GOMP entry point (gcc's runtime, and Intel's and LLVM's for compatibility). It is looked up, not
+// linked, as a second runtime would bring a second set of spinning threads. A forked child has none of its parent's
+// threads, and gcc's runtime does not detect that, so no team is used there.
 #pragma once
 
 #include <dlfcn.h>

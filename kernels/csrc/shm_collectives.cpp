@@ -1,8 +1,7 @@
-// Collectives of processes on one host through memory that they share: the module that Python sees.
+// Python module of the collectives of processes on one host through shared memory.
 //
-// One Collectives object is one rank's end of a group's memory. Every call releases the GIL while it works and waits,
-// and returns None, or (reason, rank) where it could not be finished; see Failure. Addresses, lengths and types are
-// checked in kernels/shared_memory.py.
+// A Collectives object is the endpoint of one rank. Every call releases the GIL, and returns None, or (reason, rank) if
+// it failed; see Failure. Addresses, lengths and types are checked in kernels/shared_memory.py.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -30,7 +29,8 @@ namespace {
 
 constexpr uint64_t ELEMENT_BYTES[NUM_ELEMENT_TYPES] = {4, 2, 2, 8, 1, 4, 8};
 
-// Up to here a second barrier would cost more than that every rank reduces all terms; two have little to repeat.
+// Up to this size a second synchronization costs more than reducing everything on every rank; with two ranks that
+// repeats little work.
 constexpr uint64_t short_all_reduce_bytes(int num_ranks) {
     return num_ranks == 2 ? 512u << 10 : (256u << 10) / static_cast<uint64_t>(num_ranks);
 }
@@ -57,7 +57,7 @@ Functions functions_of(const std::string& instruction_set) {
 #endif
 }
 
-// Runs what Python's signal handlers have to do; true if one of them raised.
+// Runs Python's pending signal handlers; returns true if one of them raised.
 bool has_interrupt() {
     py::gil_scoped_acquire holds_gil;
     return PyErr_CheckSignals() != 0;
@@ -80,14 +80,14 @@ class Collectives {
         sched_getaffinity(0, sizeof card.processors, &card.processors);
     }
 
-    // Called when every rank has made its end.
+    // Called after every rank has created its endpoint.
     void begin() {
         segment_.close_file();
         waiter_.meet_peers();
         has_begun_ = true;
     }
 
-    // Of waits that begin from now on.
+    // For later waits.
     void set_timeout(double seconds) { waiter_.set_timeout(nanoseconds(seconds)); }
 
     int file_number() const { return segment_.file(); }
@@ -108,7 +108,7 @@ class Collectives {
         const bool is_in_place = output == payload + rank_offset;
         const bool is_large = piece_count * ELEMENT_BYTES[output_type] >= PAST_CACHES_BYTES;
         const Reduction reduction = {type, output_type, SUM, accumulates, is_large && !is_in_place};
-        // Where each rank's sum goes is its own affair.
+        // The output's dtype, address and mode may differ between ranks, so they are not compared.
         const Facts facts = {REDUCE_SCATTER, number, total(piece_count), type, 0};
         return run(ReduceScatter(around_, reduction, ELEMENT_BYTES[type], ELEMENT_BYTES[output_type], address(payload),
                                  address(output), piece_count),
@@ -130,12 +130,12 @@ class Collectives {
         return run(Broadcast(around_, address(data), bytes, source), facts);
     }
 
-    // Makes all calls fail, here and on the other ranks. Needs no lock: another thread may be within a call.
+    // Makes all calls fail on all ranks. Takes no lock, as another thread may be within a call.
     void abort() const {
         if (is_usable()) waiter_.abort(HUNG_UP, rank_);
     }
 
-    // What each rank had written at the step where they were found to differ: operation, number, length, type, detail.
+    // The calls of the ranks at the step where they differed: operation, number, length, type, detail.
     std::vector<std::vector<int64_t>> facts_of_ranks() const {
         std::vector<std::vector<int64_t>> all;
         const uint64_t step = segment_.header().abortion_step.load();
@@ -147,7 +147,7 @@ class Collectives {
     }
 
   private:
-    // A forked child has the memory, too, but is not a rank.
+    // A forked child has the memory as well, but is not a rank.
     bool is_usable() const { return getpid() == process_id_; }
 
     int64_t total(uint64_t of_piece) const {

@@ -1,15 +1,15 @@
-// The collectives, each as steps for the pipeline: what a rank puts into its slot, and what it takes from the others'.
+// The collectives as pipeline steps: what a rank writes to its slot, and what it reads from the slots of the others.
 //
-// Bytes that a rank copies, of a buffer of N on P ranks (read and written; the caches take most of what slots cost):
+// Bytes that a rank copies, for a buffer of N bytes on P ranks (read and written; slots mostly stay in the caches):
 //   broadcast        N at the source, N elsewhere
 //   all_gather       N/P into the slot, N (P-1)/P out of the slots
 //   all_to_all       N (P-1)/P into the slot, N out
 //   reduce_scatter   N (P-1)/P into the slot, then one pass over N that writes N/P
-//   all_reduce       short: N into the slot, then one pass over N P that writes N; every rank sums everything.
+//   all_reduce       short: N into the slot, then one pass over N P that writes N; every rank reduces everything.
 //                    long: a reduce_scatter and an all_gather, block by block.
-// Results of many bytes that are only copied are written past the caches: they won't fit, and needn't be read first.
-// Sums are in an order that depends on nothing but the ranks' numbers: a reduce_scatter takes its own piece first and
-// then those of the next ranks, as Note [Pieces] in flat_collectives.py has it; an all_reduce goes from rank 0 on.
+// Large results that are only copied use non-temporal stores: they exceed the caches, and need no fetch.
+// The order of summation depends only on the ranks: a reduce_scatter starts with the rank's own shard and continues
+// with those of the next ranks, see Note [Shards] in bucket_collectives.py; an all_reduce starts with rank 0.
 #pragma once
 
 #include <cstdint>
@@ -25,7 +25,7 @@ using CopyFunction = void (*)(void*, const void*, int64_t);
 
 constexpr uint64_t PAST_CACHES_BYTES = 8u << 20;
 
-// Where an operation runs, and with which functions.
+// Ranks, buffers and vector functions of an operation.
 struct Surroundings {
     const Segment& segment;
     int rank;
@@ -33,7 +33,7 @@ struct Surroundings {
     ReduceFunction reduce;
     CopyFunction copy_past_caches;
 
-    // Copies a part of a result that has `of_bytes` in all.
+    // Copies a range of a result of `of_bytes` in total.
     void copy_result(char* to, const char* from, uint64_t bytes, uint64_t of_bytes) const {
         if (of_bytes >= PAST_CACHES_BYTES) {
             copy_past_caches(to, from, static_cast<int64_t>(bytes));
@@ -49,7 +49,7 @@ struct Surroundings {
 
 inline uint64_t smaller(uint64_t a, uint64_t b) { return a < b ? a : b; }
 
-// A range that is worked through in chunks; an empty one takes a step, too, so that the ranks meet.
+// A range that is processed in chunks; an empty one takes one step as well, to synchronize the ranks.
 struct Chunks {
     uint64_t total;
     uint64_t chunk;
@@ -84,7 +84,7 @@ class Broadcast {
     const int source_;
 };
 
-// `own` may be this rank's place in the buffer already.
+// `own` may alias this rank's shard of the buffer.
 class AllGather {
   public:
     AllGather(const Surroundings& around, char* buffer, const char* own, uint64_t piece_bytes)
@@ -139,7 +139,7 @@ class Blocks {
         }
     }
 
-    // What another rank has for this one.
+    // Data of another rank for this one.
     const char* from(int rank, uint64_t global_step) const {
         return around_.slot(rank, global_step) + around_.rank * chunks_.chunk;
     }
@@ -214,7 +214,7 @@ class ReduceScatter {
     char* const output_;
 };
 
-// Every rank reduces everything: one barrier of the ranks, for short tensors.
+// Every rank reduces everything, with one synchronization; for short tensors.
 class ShortAllReduce {
   public:
     ShortAllReduce(const Surroundings& around, const Reduction& reduction, uint64_t element_bytes, char* data,
@@ -241,11 +241,11 @@ class ShortAllReduce {
     const Chunks chunks_;
 };
 
-// Each rank reduces one block of a chunk (a step of the first kind), which all then copy (a step of the second kind).
+// Each rank reduces one block of a chunk (step 1 of the chunk), which all ranks then copy (step 2).
 //
-// Note [Interleaving]: with chunks A, B, C the steps are A1 B1 A2 C1 B2 C2, so that with a lag of 1 a rank fills a slot
-// with reduced numbers (A2) when it has reduced them (drained A1), and no rank waits for what was only just begun. One
-// chunk alone has no other to put between, and goes without lag.
+// Note [Interleaving]: with chunks A, B, C the steps are A1 B1 A2 C1 B2 C2. So with a lag of 1 a rank has reduced a
+// block (drained A1) before it fills a slot with it (A2), and no rank waits for a step that has just started. A single
+// chunk can't be interleaved, and runs without lag.
 class LongAllReduce {
   public:
     LongAllReduce(const Surroundings& around, const Reduction& reduction, uint64_t element_bytes, char* data,

@@ -1,13 +1,12 @@
-// Runs a collective as a pipeline of steps: while the others still write, a rank already fills its next slot.
+// Runs a collective as a pipeline of steps: a rank fills its next slot while other ranks still write.
 //
-// Note [Steps]: an operation is a number of steps, as many on every rank. In a step each rank fills one of its two
-// slots, says that it has WRITTEN, waits until all have, takes what it needs from the slots of the others, and says
-// that it has CONSUMED. Steps are numbered through all operations, and a rank fills the slot of step s once all have
-// consumed step s - 2, which was in the same slot. With a lag of 1 it fills the slot of step s + 1 before it waits for
-// step s.
-// No rank is more than two steps ahead of another, so four counters by turns tell the steps apart.
-// At its first step each rank writes what it is about to do beside the slot, and compares what the others have written:
-// ranks in different calls stop there, before anything is taken for what it is not.
+// Note [Steps]: an operation has the same number of steps on every rank. In a step each rank fills one of its two
+// slots, signals WRITTEN, waits for WRITTEN of all ranks, reads from the slots of the others, and signals CONSUMED.
+// Steps are numbered across operations, and a rank fills the slot of step s once all ranks have consumed step s - 2,
+// which used the same slot. With a lag of 1 it fills the slot of step s + 1 before it waits for step s. No rank is more
+// than two steps ahead of another, so four rotating counters suffice. At its first step each rank writes a description
+// of its call next to the slot, and compares it with those of the others: ranks in different calls fail there, before
+// any data is misinterpreted.
 #pragma once
 
 #include <cstdint>

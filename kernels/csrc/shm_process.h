@@ -1,8 +1,8 @@
-// Whether the process of a rank still runs.
+// Liveness of the process of a rank.
 //
-// By /proc and not by pidfd: it needs no file that stays open for every peer of every group, and what it costs is paid
-// only by ranks that have waited for a tenth of a second already. A process that has ended but was not yet waited for
-// by its parent (a zombie) has ended. A number that was given to another process shows by the time at which that began.
+// It reads /proc instead of using pidfds, which would need an open file for every peer of every group; the cost is paid
+// only by ranks that have waited for a tenth of a second already. A zombie counts as ended. A reused process id is
+// detected by the start time.
 #pragma once
 
 #include <fcntl.h>
@@ -29,10 +29,10 @@ class PeerProcess {
   private:
     struct Status {
         bool runs;
-        uint64_t start_time;  // since the host was started, in ticks of the kernel
+        uint64_t start_time;  // since boot, in clock ticks
     };
 
-    // What can't be read for lack of files or rights runs as far as we know: then the timeout has to do.
+    // A process whose entry can't be read for lack of descriptors or permissions counts as running, up to the timeout.
     static Status look(int64_t id) {
         char path[64], text[1024];
         std::snprintf(path, sizeof path, "/proc/%lld/stat", static_cast<long long>(id));

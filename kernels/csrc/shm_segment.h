@@ -1,9 +1,9 @@
-// A piece of memory that the processes of one host share: who takes part, where each of them is, and slots for data.
+// Shared memory segment of the processes of one host: members, progress counters, and slots for data.
 //
-// Note [Nameless memory]: the memory is an anonymous file (memfd) of the rank that makes it. The others open it as
-// /proc/<process>/fd/<number>, so it has no name that could be left behind in /dev/shm, however the processes end, and
-// the size of /dev/shm, 64 MiB in many containers, does not bound it. All of it is allocated when it is made: a host
-// without memory shows as an error there and not as a SIGBUS later. Sealed, it cannot be truncated.
+// Note [Nameless memory]: the memory is an anonymous file (memfd) of the rank that creates it. The others open it as
+// /proc/<process>/fd/<number>. So no name can be left behind in /dev/shm, however the processes end, and the size of
+// /dev/shm, 64 MiB in many containers, does not limit it. It is allocated completely at creation, so that a host
+// without memory fails there and not with a SIGBUS later. It is sealed against truncation.
 //
 // Layout: the Header, a Card for each rank, and two slots for each rank, each of a whole number of pages.
 #pragma once
@@ -25,28 +25,28 @@
 namespace booster {
 
 constexpr int MAX_RANKS = 64;
-constexpr int NUM_PARITIES = 2;  // slots of a rank, used by turns
+constexpr int NUM_PARITIES = 2;  // slots of a rank, used alternately
 constexpr int NUM_COUNTERS = 4;  // see Note [Steps] in shm_pipeline.h
 constexpr uint64_t PAGE_BYTES = 4096;
 
-// What a rank is doing, written at every step for the others to compare and for messages.
+// Current call of a rank, published for comparison by the others and for messages.
 struct Facts {
     int64_t operation;
-    int64_t number;     // sequence number of its kind
+    int64_t number;     // sequence number per kind of operation
     int64_t length;     // elements or bytes
-    int64_t type;       // element type; 0 where bytes are moved
+    int64_t type;       // element type; 0 for operations on bytes
     int64_t detail;     // operator of a reduction, source of a broadcast
 
     bool operator==(const Facts& other) const { return std::memcmp(this, &other, sizeof(Facts)) == 0; }
 };
 
-// Alone on its cache line: else ranks that write neighbours would take it from each other.
+// On a separate cache line, to avoid false sharing.
 struct alignas(64) Counter {
     std::atomic<uint32_t> value;
 };
 
 struct alignas(64) Card {
-    std::atomic<uint32_t> num_written;   // steps, for finding out who is behind; only the rank itself writes them
+    std::atomic<uint32_t> num_written;   // steps, for finding ranks that are behind; written by the rank itself only
     std::atomic<uint32_t> num_consumed;
     int64_t process_id;
     cpu_set_t processors;
@@ -56,10 +56,10 @@ struct alignas(64) Card {
 };
 
 struct Header {
-    uint64_t key;  // a random number: this is the memory that was meant
+    uint64_t key;  // random number that identifies the memory
     uint64_t num_ranks;
     uint64_t slot_bytes;
-    alignas(64) std::atomic<uint64_t> abortion;  // 0, or why nothing works any more; see Failure
+    alignas(64) std::atomic<uint64_t> abortion;  // 0, or the reason of the abort; see Failure
     std::atomic<uint64_t> abortion_step;
     alignas(64) std::atomic<uint32_t> num_sleepers;
     Counter written[NUM_COUNTERS];
@@ -71,7 +71,7 @@ static_assert(std::atomic<uint32_t>::is_always_lock_free && std::atomic<uint64_t
 
 class Segment {
   public:
-    // Makes new memory; others may attach as long as `close_file` was not called.
+    // Creates new memory; others may attach until `close_file` is called.
     static Segment create(int num_ranks, uint64_t slot_bytes, uint64_t key) {
         const uint64_t bytes = size_of(num_ranks, slot_bytes);
         const int file = memfd_create("booster-collectives", MFD_CLOEXEC | MFD_ALLOW_SEALING);
@@ -89,7 +89,7 @@ class Segment {
         return segment;
     }
 
-    // Maps the memory that another process made.
+    // Maps memory that another process created.
     static Segment attach(int process_id, int file_number, int num_ranks, uint64_t slot_bytes, uint64_t key) {
         const std::string path = "/proc/" + std::to_string(process_id) + "/fd/" + std::to_string(file_number);
         const int file = open(path.c_str(), O_RDWR | O_CLOEXEC);

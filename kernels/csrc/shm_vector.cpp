@@ -1,4 +1,4 @@
-// Sums and maxima of what the ranks have written, element by element, and copies that leave the caches alone.
+// Elementwise sums and maxima of the ranks' slots, and copies with non-temporal stores.
 #include <string.h>
 
 #include "shm_vector.h"
@@ -8,8 +8,8 @@ namespace booster {
 namespace BOOSTER_ISA {
 namespace {
 
-constexpr int UNROLL = 4;      // vectors in flight at a time: an addition takes some cycles
-constexpr int BLOCK = 256;     // elements of the plain loops, which the compiler turns into vectors
+constexpr int UNROLL = 4;      // vectors in flight, to hide the latency of additions
+constexpr int BLOCK = 256;     // elements of the plain loops, which the compiler vectorizes
 
 template <class T>
 const T* term_at(const void* const* terms, int term, int64_t element) {

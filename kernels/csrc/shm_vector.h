@@ -1,11 +1,11 @@
-// What shm_vector.cpp is compiled to for every instruction set.
+// Interface of shm_vector.cpp, which is compiled for every instruction set.
 #pragma once
 
 #include <stdint.h>
 
 namespace booster {
 
-// Formats that are reduced: those of simd.h, and three of integers.
+// dtypes with reductions: those of simd.h, fp64 and three integer types.
 enum ElementType : int {
     ELEMENT_FLOAT32 = 0,
     ELEMENT_BFLOAT16 = 1,
@@ -19,14 +19,14 @@ enum ElementType : int {
 
 enum Operator : int { SUM = 0, MAX = 1 };
 
-// One reduction of `num_terms` arrays, element by element, in the order of the terms and then what the output holds.
-// 16-bit formats are summed in fp32 and rounded once. The output may be one of the terms. A nan makes a maximum nan.
+// Elementwise reduction of `num_terms` arrays, in the order of the terms, then the output's old values. 16-bit dtypes
+// are summed in fp32 and rounded once. The output may alias one of the terms. A nan makes a maximum nan.
 struct Reduction {
     int element_type;
-    int output_type;  // the same, or fp32 for sums of the 16-bit formats
+    int output_type;  // the same, or fp32 for sums of 16-bit dtypes
     int reduction_operator;
-    bool accumulates;  // the output's own values are the last term
-    bool goes_past_caches;  // the output is neither a term nor read soon
+    bool accumulates;  // the output's old values are the last term
+    bool goes_past_caches;  // non-temporal stores: the output is neither a term nor read soon
 };
 
 #define BOOSTER_SHM_VECTOR(isa) \

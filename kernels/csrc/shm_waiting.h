@@ -1,12 +1,10 @@
-// How a rank waits for the others: it looks and yields for a moment, then sleeps, and now and then looks whether they
-// still live.
+// Synchronization of ranks: spin with yields for a moment, then sleep on a futex, with periodic liveness checks.
 //
-// Note [Waiting]: a rank that arrives counts up a word that all can see; the last one wakes those that sleep on it
-// (a futex that processes share). A sleeper gets up every SLICE at the latest, and looks whether somebody gave up, the
-// processes that it waits for have ended, its own time is up, or the user has interrupted it. So nothing that is
-// missed, be it a wake or an end, costs more than a slice.
-// Note [Abortion]: a rank that cannot continue writes the reason into the header, once, and wakes all ranks. From
-// then on no rank trusts the memory: every call fails with that same reason.
+// Note [Waiting]: a rank that arrives increments a shared word; the last one wakes the ranks that sleep on it (a
+// process-shared futex). A sleeping rank wakes at least every SLICE, and checks for an abort, ended processes, its
+// timeout and a user interrupt. So a missed wake or exit costs at most one slice.
+// Note [Abortion]: a rank that can't continue writes the reason into the header, where the first one stays, and wakes
+// all ranks. From then on every call on every rank fails with that reason.
 #pragma once
 
 #include <linux/futex.h>
@@ -28,18 +26,18 @@ namespace booster {
 
 enum Reason : uint32_t {
     NO_REASON = 0,
-    TIMED_OUT = 1,    // the rank waited in vain
+    TIMED_OUT = 1,    // the rank's wait timed out
     PEER_ENDED = 2,   // the rank's process has ended
-    DIFFERS = 3,      // the ranks are in different calls; found by the rank
-    INTERRUPTED = 4,  // the rank was interrupted by a signal of Python
-    HUNG_UP = 5,      // the rank gave up for reasons outside of this memory
+    DIFFERS = 3,      // the ranks are in different calls; detected by the rank
+    INTERRUPTED = 4,  // the rank was interrupted by a Python signal
+    HUNG_UP = 5,      // the rank called abort()
 };
 
-// Thrown where a rank can't go on. The same for all ranks: what the first wrote.
+// Thrown when a collective fails; the same on all ranks, as the first reason stays.
 struct Failure {
     Reason reason;
-    int rank;           // whom it is about
-    bool is_python_error;  // this rank's interpreter holds the exception
+    int rank;           // the rank that the reason refers to
+    bool is_python_error;  // a Python exception is set on this rank
 
     static Failure unpack(uint64_t word) {
         return {static_cast<Reason>(word & 0xff), static_cast<int>(word >> 8), false};
@@ -55,14 +53,14 @@ class Waiter {
     static constexpr int NUM_PAUSES = 100;
     static constexpr int64_t YIELD_NANOSECONDS = 100'000;
 
-    // `has_interrupt` says whether the interpreter has got a signal to raise.
+    // `has_interrupt` returns whether the interpreter has a pending signal that raises.
     Waiter(const Segment& segment, int rank, int64_t timeout_nanoseconds, bool (*has_interrupt)())
         : segment_(segment), rank_(rank), timeout_(timeout_nanoseconds), has_interrupt_(has_interrupt) {}
 
-    // For waits that begin from now on. Any thread may call it.
+    // For later waits. Any thread may call it.
     void set_timeout(int64_t nanoseconds) { timeout_.store(nanoseconds, std::memory_order_relaxed); }
 
-    // Once all ranks have written their cards.
+    // Called after all ranks have written their cards.
     void meet_peers() {
         const int num_ranks = segment_.num_ranks();
         cpu_set_t all;
@@ -71,7 +69,7 @@ class Waiter {
             peers_.emplace_back(segment_.card(rank).process_id);
             CPU_OR(&all, &all, &segment_.card(rank).processors);
         }
-        // Where ranks share processors, one that spins keeps the very one from running that it waits for.
+        // If ranks share processors, a spinning rank may block the one that it waits for.
         num_pauses_ = CPU_COUNT(&all) >= num_ranks ? NUM_PAUSES : 0;
     }
 
@@ -80,7 +78,7 @@ class Waiter {
         if (word != 0) throw Failure::unpack(word);
     }
 
-    // Says that this rank has come through a phase of a step.
+    // Signals that this rank has completed a phase of a step.
     void arrive(Phase phase, uint64_t step) const {
         number_of(phase, rank_).store(static_cast<uint32_t>(step + 1), std::memory_order_relaxed);
         std::atomic<uint32_t>& word = word_of(phase, step);
@@ -89,7 +87,7 @@ class Waiter {
         if (is_last && segment_.header().num_sleepers.load(std::memory_order_seq_cst) != 0) wake(word);
     }
 
-    // Returns when all ranks have come through a phase of a step. Throws Failure.
+    // Waits until all ranks have completed a phase of a step. Throws Failure.
     void await(Phase phase, uint64_t step) const {
         if (has_come(phase, step) || spin(phase, step)) return;
         std::atomic<uint32_t>& num_sleepers = segment_.header().num_sleepers;
@@ -103,7 +101,7 @@ class Waiter {
         num_sleepers.fetch_sub(1, std::memory_order_relaxed);
     }
 
-    // Ends the use of the memory for all ranks; see Note [Abortion]. The first reason stays.
+    // Aborts the memory for all ranks; see Note [Abortion]. The first reason stays.
     void abort(Reason reason, int about, uint64_t step = 0) const {
         Header& header = segment_.header();
         uint64_t expected = 0;
@@ -129,12 +127,12 @@ class Waiter {
         return phase == WRITTEN ? card.num_written : card.num_consumed;
     }
 
-    // What the word of a step is when all ranks have arrived: it was used for every NUM_COUNTERS-th step before.
+    // Value of a step's word when all ranks have arrived; the word was used for every NUM_COUNTERS-th step before.
     uint32_t target_of(uint64_t step) const {
         return static_cast<uint32_t>(static_cast<uint64_t>(segment_.num_ranks()) * (step / NUM_COUNTERS + 1));
     }
 
-    // The words wrap around, so the difference counts.
+    // Words wrap around, so the comparison uses the difference.
     static bool reaches(uint32_t value, uint32_t target) { return static_cast<int32_t>(value - target) >= 0; }
 
     bool has_come(Phase phase, uint64_t step) const {
@@ -145,7 +143,7 @@ class Waiter {
         return !reaches(number_of(phase, rank).load(std::memory_order_relaxed), static_cast<uint32_t>(step + 1));
     }
 
-    // Between looks the processor goes to other threads: one may be the rank that is waited for.
+    // Yields the processor between checks, as the awaited rank may need it.
     bool spin(Phase phase, uint64_t step) const {
         for (int turn = 0; turn < num_pauses_; ++turn) {
             relax();
@@ -175,7 +173,7 @@ class Waiter {
         }
     }
 
-    // Returns false if it was not woken.
+    // Returns false if the sleep timed out.
     static bool sleep_on(std::atomic<uint32_t>& word, uint32_t value, int64_t nanoseconds) {
         const timespec duration = {static_cast<time_t>(nanoseconds / 1'000'000'000),
                                    static_cast<long>(nanoseconds % 1'000'000'000)};
@@ -190,7 +188,7 @@ class Waiter {
     void look_after_peers(Phase phase, uint64_t step) const {
         for (int rank = 0; rank < segment_.num_ranks(); ++rank) {
             if (rank == rank_ || !is_behind(phase, step, rank) || !peers_[rank].has_ended()) continue;
-            // It may have come this far before it ended.
+            // It may have completed the phase before its process ended.
             if (is_behind(phase, step, rank)) give_up(PEER_ENDED, rank);
         }
     }

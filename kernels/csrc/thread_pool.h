@@ -134,7 +134,7 @@ class ThreadPool {
     Job job_ = nullptr;
     void* context_ = nullptr;
     int num_parts_ = 0;
-    int num_helped_ = 0;  // parts of the first round: the caller's and the workers'
+    int num_helped_ = 0;  // threads of this job: the caller and the first workers
     int num_running_ = 0;
     std::fenv_t floating_point_;
 };
