@@ -164,7 +164,7 @@ def test_a_cache_that_others_may_write_to(folder, log, mode):
     (folder / "cache").chmod(mode)
     with tiny_kernel(folder):
         assert load_kernel("tiny") is None
-    assert "code is loaded from there: make it private" in log[-1][1]
+    assert "code is loaded from it: make it private" in log[-1][1]
 
 
 def test_a_cache_behind_a_link(folder, log):

@@ -24,8 +24,8 @@ from booster.optim.adam_update import shaped_like
 # Note [Planes]
 # exp_avg and exp_avg_sq of all parameters of a file form one *plane* each, parameter after parameter, so that a
 # parameter's exp_avg is contiguous. Both planes have the same layout and are split into *chunks* of `CHUNK_BYTES`; the
-# range of a parameter in a chunk is a *piece*. A step reads, updates and writes one chunk of both planes at a time.
-# Pieces start at multiples of `_PIECE_ALIGNMENT`, so that an element's lane in a vector register does not depend on
+# range of a parameter in a chunk is a `Piece`. A step reads, updates and writes one chunk of both planes at a time.
+# Ranges start at multiples of `_PIECE_ALIGNMENT`, so that an element's lane in a vector register does not depend on
 # where its parameter is split.
 # The file holds two *slots*, each with both planes. A chunk is valid in one slot; a step reads it there, writes the new
 # states to the other slot, and then makes that one the valid one. So a write that fails half way destroys nothing.
