@@ -134,7 +134,7 @@ def test_other_gradients_after_a_failure_are_refused(tmp_path, failing):
     offloaded, _ = twins(tmp_path)
     train(offloaded, range(2))
     failing(reads=[6])
-    with pytest.raises(OSError, match="one of these, of shape .* is updated but for its last"):
+    with pytest.raises(OSError, match=r"one of these, of shape .* is updated but for its last"):
         train(offloaded, [2])
     values = [parameter.detach().clone() for parameter in params_of(offloaded)]
     with pytest.raises(ConfigError, match="did not finish"):
