@@ -12,12 +12,12 @@ from .adam_reference import AdamSettings, adam_reference
 from .build import load_kernel
 
 _DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # `enum DType` in csrc/simd.h
-_NO_WORKING_COPY = 15  # in csrc/adam.h
+_NO_MODEL_PARAM = 15  # in csrc/adam.h
 _STATE_DTYPE = torch.float32
 _TENSOR_TYPES = (torch.Tensor, torch.nn.Parameter)  # data_ptr() of others, such as DTensor, may not be their data
 _SEED_MASK = 2**64 - 1
 
-_Row = tuple[int, int, int, int, int, int, int]  # Note [Table] in csrc/adam.cpp
+_TableRow = tuple[int, int, int, int, int, int, int]  # Note [Table] in csrc/adam.cpp
 
 
 def adam_step(
@@ -33,9 +33,9 @@ def adam_step(
     weight_decay: float,
     decoupled_weight_decay: bool = True,
     bias_correction: bool = True,
-    working_copies: Sequence[torch.Tensor | None] | None = None,
-    multiplier: float = 1.0,
-    multiplier_tensor: torch.Tensor | None = None,
+    model_params: Sequence[torch.Tensor | None] | None = None,
+    grad_scale: float = 1.0,
+    clip_coef: torch.Tensor | None = None,
     zero_grads: bool = False,
     stochastic_rounding_seed: int | None = None,
 ) -> None:
@@ -57,19 +57,19 @@ def adam_step(
         weight_decay: Weight decay.
         decoupled_weight_decay: If True, AdamW's weight decay; if False, Adam's L2 term in the gradient.
         bias_correction: If True, the moments are corrected for their initialization to zero.
-        working_copies: Tensor per parameter that receives the new value in its own dtype, or None for a parameter
+        model_params: Tensor per parameter that receives the new value in its own dtype, or None for a parameter
             without one; optional, defaults to no copies.
-        multiplier: Factor of the gradient: the unscaled one is `grad * multiplier * multiplier_tensor`.
-        multiplier_tensor: fp32 tensor with one element, read during the step; optional, defaults to 1.
+        grad_scale: Factor of the gradient: the unscaled one is `grad * grad_scale * clip_coef`.
+        clip_coef: fp32 tensor with one element, read during the step; optional, defaults to 1.
         zero_grads: If True, the gradients are set to zero.
         stochastic_rounding_seed: Seed of stochastic rounding of bf16 parameters and working copies. The random numbers
             depend on the seed, the parameter's index in the list and the element's index in the tensor. Optional,
             defaults to rounding to nearest.
     """
-    copies = [None] * len(params) if working_copies is None else working_copies
+    copies = [None] * len(params) if model_params is None else model_params
     rows = [_row(*tensors) for tensors in zip(params, grads, exp_avgs, exp_avg_sqs, copies, strict=True)]
     assert len(steps) == len(params), f"{len(steps)} step counts for {len(params)} parameters"
-    _check_multiplier(multiplier_tensor)
+    _check_clip_coef(clip_coef)
     settings = AdamSettings(
         lr=lr,
         betas=betas,
@@ -77,8 +77,8 @@ def adam_step(
         weight_decay=weight_decay,
         decoupled_weight_decay=decoupled_weight_decay,
         bias_correction=bias_correction,
-        multiplier=multiplier,
-        multiplier_tensor=multiplier_tensor,
+        grad_scale=grad_scale,
+        clip_coef=clip_coef,
         zero_grads=zero_grads,
         stochastic_rounding_seed=stochastic_rounding_seed,
     )
@@ -92,7 +92,11 @@ def adam_step(
 
 
 def native_adam(
-    native: ModuleType, rows: Sequence[_Row], steps: Sequence[float], settings: AdamSettings, instruction_set: str = ""
+    native: ModuleType,
+    rows: Sequence[_TableRow],
+    steps: Sequence[float],
+    settings: AdamSettings,
+    instruction_set: str = "",
 ) -> None:
     """Call the compiled kernel.
 
@@ -104,7 +108,7 @@ def native_adam(
         instruction_set: One of `native.instruction_sets()`, or "" for the best.
     """
     beta1, beta2 = settings.betas
-    multiplier_tensor = settings.multiplier_tensor
+    clip_coef = settings.clip_coef
     seed = settings.stochastic_rounding_seed
     native.adam_step(
         [number for row in rows for number in row],
@@ -116,8 +120,8 @@ def native_adam(
         weight_decay=float(settings.weight_decay),
         decoupled_weight_decay=settings.decoupled_weight_decay,
         bias_correction=settings.bias_correction,
-        multiplier=float(settings.multiplier),
-        multiplier_address=0 if multiplier_tensor is None else multiplier_tensor.data_ptr(),
+        multiplier=float(settings.grad_scale),
+        multiplier_address=0 if clip_coef is None else clip_coef.data_ptr(),
         zero_grads=settings.zero_grads,
         rounds_stochastically=seed is not None,
         seed=(seed or 0) & _SEED_MASK,
@@ -132,17 +136,17 @@ def _row(
     exp_avg: torch.Tensor,
     exp_avg_sq: torch.Tensor,
     copy: torch.Tensor | None,
-) -> _Row | None:
+) -> _TableRow | None:
     """Return a parameter's row of the kernel's table, or None if the kernel does not support its tensors."""
     numel = param.numel()
-    is_plain = True
+    is_supported = True
     for tensor in (param, grad, exp_avg, exp_avg_sq) if copy is None else (param, grad, exp_avg, exp_avg_sq, copy):
         if not (tensor.is_cpu and tensor.is_contiguous() and tensor.numel() == numel):
             raise AssertionError(f"{_described(tensor)} with a parameter of {numel} elements")
-        is_plain &= type(tensor) in _TENSOR_TYPES
+        is_supported &= type(tensor) in _TENSOR_TYPES
     code, grad_code = _DTYPE_CODES.get(param.dtype), _DTYPE_CODES.get(grad.dtype)
-    copy_code = _NO_WORKING_COPY if copy is None else _DTYPE_CODES.get(copy.dtype)
-    if not is_plain or code is None or grad_code is None or copy_code is None:
+    copy_code = _NO_MODEL_PARAM if copy is None else _DTYPE_CODES.get(copy.dtype)
+    if not is_supported or code is None or grad_code is None or copy_code is None:
         return None
     if exp_avg.dtype is not _STATE_DTYPE or exp_avg_sq.dtype is not _STATE_DTYPE:
         return None
@@ -161,7 +165,7 @@ def _described(tensor: torch.Tensor) -> str:
     return f"a tensor of {tensor.numel()} elements on {tensor.device} with strides {tensor.stride()}"
 
 
-def _check_multiplier(tensor: torch.Tensor | None) -> None:
+def _check_clip_coef(tensor: torch.Tensor | None) -> None:
     if tensor is not None:
-        is_one_number = tensor.numel() == 1 and tensor.dtype is torch.float32 and tensor.is_cpu
-        assert is_one_number, f"the multiplier must be an fp32 CPU scalar, got {_described(tensor)}, {tensor.dtype}"
+        is_scalar = tensor.numel() == 1 and tensor.dtype is torch.float32 and tensor.is_cpu
+        assert is_scalar, f"the multiplier must be an fp32 CPU scalar, got {_described(tensor)}, {tensor.dtype}"

@@ -22,11 +22,11 @@ import torch
 
 _MASK_32 = 2**32 - 1
 _MASK_64 = 2**64 - 1
-_CUT_BITS = 16  # low bits of fp32 that bf16 discards
+_DISCARDED_BITS = 16  # low bits of fp32 that bf16 discards
 _QUIET_NAN = 0x400000
 
 
-def round_stochastically(values: torch.Tensor, seed: int, tensor_number: int = 0, begin: int = 0) -> torch.Tensor:
+def round_stochastically(values: torch.Tensor, seed: int, tensor_index: int = 0, begin: int = 0) -> torch.Tensor:
     """Round fp32 values to bf16 stochastically: to one of the two neighbors, with probabilities that keep the mean.
 
     Values that bf16 can represent, inf and nan included, do not change. Values above the largest finite number become
@@ -35,18 +35,18 @@ def round_stochastically(values: torch.Tensor, seed: int, tensor_number: int = 0
     Args:
         values: Contiguous 1-dim fp32 tensor; its range of element indices crosses no multiple of 2**32.
         seed: Any integer.
-        tensor_number: Index of the tensor among those with the same seed.
+        tensor_index: Index of the tensor among those with the same seed.
         begin: Index of the first value within its tensor.
     """
     bits = values.view(torch.int32).to(torch.int64) & _MASK_32
-    random = _random_numbers(values.numel(), seed, tensor_number, begin)
-    rounded = torch.where(values.isnan(), bits | _QUIET_NAN, bits + (random >> _CUT_BITS))
-    return (rounded >> _CUT_BITS).to(torch.int16).view(torch.bfloat16)
+    random = _random_numbers(values.numel(), seed, tensor_index, begin)
+    rounded = torch.where(values.isnan(), bits | _QUIET_NAN, bits + (random >> _DISCARDED_BITS))
+    return (rounded >> _DISCARDED_BITS).to(torch.int16).view(torch.bfloat16)
 
 
-def _random_numbers(count: int, seed: int, tensor_number: int, begin: int) -> torch.Tensor:
+def _random_numbers(count: int, seed: int, tensor_index: int, begin: int) -> torch.Tensor:
     """Return 32 random bits per element, as int64."""
-    key = _mixed(_mixed(seed + tensor_number * 0xD1342543DE82EF95) + (begin >> 32))
+    key = _mixed(_mixed(seed + tensor_index * 0xD1342543DE82EF95) + (begin >> 32))
     first = begin & _MASK_32
     x = torch.arange(first, first + count, dtype=torch.int64) ^ (key & _MASK_32)
     x = _product(x ^ (x >> 16), 0x7FEB352D)
@@ -81,13 +81,13 @@ class AdamSettings:
     weight_decay: float
     decoupled_weight_decay: bool = True
     bias_correction: bool = True
-    multiplier: float = 1.0
-    multiplier_tensor: torch.Tensor | None = None
+    grad_scale: float = 1.0
+    clip_coef: torch.Tensor | None = None
     zero_grads: bool = False
     stochastic_rounding_seed: int | None = None
 
 
-class _Piece(NamedTuple):
+class _ParamRange(NamedTuple):
     """Element range of one parameter and its related tensors."""
 
     param: torch.Tensor
@@ -96,7 +96,7 @@ class _Piece(NamedTuple):
     exp_avg_sq: torch.Tensor
     copy: torch.Tensor | None
     step: torch.Tensor
-    tensor_number: int
+    tensor_index: int
     begin: int
 
 
@@ -111,89 +111,89 @@ def adam_reference(
     settings: AdamSettings,
 ) -> None:
     """Run `booster.kernels.adam.adam_step` for any floating-point dtypes, in fp64 if one of them is fp64."""
-    multiplier = settings.multiplier
-    if settings.multiplier_tensor is not None:
-        multiplier *= float(settings.multiplier_tensor)
+    grad_scale = settings.grad_scale
+    if settings.clip_coef is not None:
+        grad_scale *= float(settings.clip_coef)
     # An infinite step number disables bias correction.
     counts = steps if settings.bias_correction else [torch.inf] * len(steps)
     scratch = torch.empty(0)
-    for dtype, block in _blocks(_pieces(params, grads, exp_avgs, exp_avg_sqs, copies, counts)):
+    for dtype, block in _blocks(_param_ranges(params, grads, exp_avgs, exp_avg_sqs, copies, counts)):
         # Reused for all blocks, as page faults of new memory take longer than the computation.
-        numel = sum(piece.param.numel() for piece in block)
+        numel = sum(param_range.param.numel() for param_range in block)
         if scratch.dtype is not dtype or scratch.numel() < numel:
             scratch = torch.empty(numel, dtype=dtype)
-        _update(block, scratch, multiplier, settings)
+        _update(block, scratch, grad_scale, settings)
 
 
-def _pieces(
+def _param_ranges(
     params: Sequence[torch.Tensor],
     grads: Sequence[torch.Tensor],
     exp_avgs: Sequence[torch.Tensor],
     exp_avg_sqs: Sequence[torch.Tensor],
     copies: Sequence[torch.Tensor | None],
     counts: Sequence[float],
-) -> Iterator[_Piece]:
+) -> Iterator[_ParamRange]:
     """Split the tensors into ranges of at most one block."""
     lists = zip(params, grads, exp_avgs, exp_avg_sqs, copies, counts, strict=True)
-    for number, (*tensors, copy, count) in enumerate(lists):
-        parts = zip(*(_cut(tensor) for tensor in tensors), strict=True)
-        copy_parts = itertools.repeat(None) if copy is None else _cut(copy)
+    for tensor_index, (*tensors, copy, count) in enumerate(lists):
+        ranges = zip(*(_split(tensor) for tensor in tensors), strict=True)
+        copy_ranges = itertools.repeat(None) if copy is None else _split(copy)
         step = torch.tensor(float(count))
-        for index, (part, copy_part) in enumerate(zip(parts, copy_parts, strict=False)):
-            param, grad, exp_avg, exp_avg_sq = part
+        for index, (tensor_range, copy_range) in enumerate(zip(ranges, copy_ranges, strict=False)):
+            param, grad, exp_avg, exp_avg_sq = tensor_range
             if param.numel() > 0:
                 begin = index * _BLOCK_ELEMENTS
-                yield _Piece(param, grad, exp_avg, exp_avg_sq, copy_part, step, number, begin)
+                yield _ParamRange(param, grad, exp_avg, exp_avg_sq, copy_range, step, tensor_index, begin)
 
 
-def _cut(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def _split(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return torch.split(tensor.detach().view(-1), _BLOCK_ELEMENTS)
 
 
-def _blocks(pieces: Iterator[_Piece]) -> Iterator[tuple[torch.dtype, list[_Piece]]]:
+def _blocks(ranges: Iterator[_ParamRange]) -> Iterator[tuple[torch.dtype, list[_ParamRange]]]:
     """Group small ranges with the same compute dtype, up to one block."""
-    block: list[_Piece] = []
+    block: list[_ParamRange] = []
     dtype, size = torch.float32, 0
-    for piece in pieces:
-        its_dtype = _compute_dtype(piece)
-        if block and (its_dtype is not dtype or size + piece.param.numel() > _BLOCK_ELEMENTS):
+    for param_range in ranges:
+        range_dtype = _compute_dtype(param_range)
+        if block and (range_dtype is not dtype or size + param_range.param.numel() > _BLOCK_ELEMENTS):
             yield dtype, block
             block, size = [], 0
-        block.append(piece)
-        dtype, size = its_dtype, size + piece.param.numel()
+        block.append(param_range)
+        dtype, size = range_dtype, size + param_range.param.numel()
     if block:
         yield dtype, block
 
 
-def _compute_dtype(piece: _Piece) -> torch.dtype:
-    dtypes = (piece.param.dtype, piece.exp_avg.dtype, piece.exp_avg_sq.dtype)
+def _compute_dtype(param_range: _ParamRange) -> torch.dtype:
+    dtypes = (param_range.param.dtype, param_range.exp_avg.dtype, param_range.exp_avg_sq.dtype)
     return torch.float64 if torch.float64 in dtypes else torch.float32
 
 
-def _update(block: list[_Piece], scratch: torch.Tensor, multiplier: float, settings: AdamSettings) -> None:
+def _update(block: list[_ParamRange], scratch: torch.Tensor, grad_scale: float, settings: AdamSettings) -> None:
     dtype = scratch.dtype
-    params = [_in_dtype(piece.param, dtype) for piece in block]
-    exp_avgs = [_in_dtype(piece.exp_avg, dtype) for piece in block]
-    exp_avg_sqs = [_in_dtype(piece.exp_avg_sq, dtype) for piece in block]
-    _fused_update(params, _true_gradients(block, scratch, multiplier), exp_avgs, exp_avg_sqs, block, settings)
-    for piece, param, exp_avg, exp_avg_sq in zip(block, params, exp_avgs, exp_avg_sqs, strict=True):
-        _write_back(piece.exp_avg, exp_avg)
-        _write_back(piece.exp_avg_sq, exp_avg_sq)
-        for result in (piece.param, piece.copy):
+    params = [_in_dtype(param_range.param, dtype) for param_range in block]
+    exp_avgs = [_in_dtype(param_range.exp_avg, dtype) for param_range in block]
+    exp_avg_sqs = [_in_dtype(param_range.exp_avg_sq, dtype) for param_range in block]
+    _fused_update(params, _unscaled_gradients(block, scratch, grad_scale), exp_avgs, exp_avg_sqs, block, settings)
+    for param_range, param, exp_avg, exp_avg_sq in zip(block, params, exp_avgs, exp_avg_sqs, strict=True):
+        _write_back(param_range.exp_avg, exp_avg)
+        _write_back(param_range.exp_avg_sq, exp_avg_sq)
+        for result in (param_range.param, param_range.copy):
             if result is not None:
-                _write_result(result, param, piece, settings.stochastic_rounding_seed)
+                _write_result(result, param, param_range, settings.stochastic_rounding_seed)
         if settings.zero_grads:
-            piece.grad.zero_()
+            param_range.grad.zero_()
 
 
-def _true_gradients(block: Sequence[_Piece], scratch: torch.Tensor, multiplier: float) -> list[torch.Tensor]:
-    if multiplier == 1.0 and all(piece.grad.dtype is scratch.dtype for piece in block):
-        return [piece.grad for piece in block]
-    sizes = [piece.grad.numel() for piece in block]
+def _unscaled_gradients(block: Sequence[_ParamRange], scratch: torch.Tensor, grad_scale: float) -> list[torch.Tensor]:
+    if grad_scale == 1.0 and all(param_range.grad.dtype is scratch.dtype for param_range in block):
+        return [param_range.grad for param_range in block]
+    sizes = [param_range.grad.numel() for param_range in block]
     grads = list(scratch[: sum(sizes)].split(sizes))
     # Cast first, as a product of bf16 numbers would be rounded to bf16.
-    for grad, piece in zip(grads, block, strict=True):
-        grad.copy_(piece.grad).mul_(multiplier)
+    for grad, param_range in zip(grads, block, strict=True):
+        grad.copy_(param_range.grad).mul_(grad_scale)
     return grads
 
 
@@ -202,7 +202,7 @@ def _fused_update(
     grads: list[torch.Tensor],
     exp_avgs: list[torch.Tensor],
     exp_avg_sqs: list[torch.Tensor],
-    block: Sequence[_Piece],
+    block: Sequence[_ParamRange],
     settings: AdamSettings,
 ) -> None:
     update = torch._fused_adamw_ if settings.decoupled_weight_decay else torch._fused_adam_
@@ -212,7 +212,7 @@ def _fused_update(
         exp_avgs,
         exp_avg_sqs,
         [],
-        [piece.step for piece in block],
+        [param_range.step for param_range in block],
         lr=settings.lr,
         beta1=settings.betas[0],
         beta2=settings.betas[1],
@@ -232,8 +232,8 @@ def _write_back(to: torch.Tensor, values: torch.Tensor) -> None:
         to.copy_(values)
 
 
-def _write_result(to: torch.Tensor, values: torch.Tensor, piece: _Piece, seed: int | None) -> None:
+def _write_result(to: torch.Tensor, values: torch.Tensor, param_range: _ParamRange, seed: int | None) -> None:
     if seed is None or to.dtype is not torch.bfloat16:
         _write_back(to, values)
     else:
-        to.copy_(round_stochastically(values.float(), seed, piece.tensor_number, piece.begin))
+        to.copy_(round_stochastically(values.float(), seed, param_range.tensor_index, param_range.begin))

@@ -177,7 +177,7 @@ class Toolchain:
         return self.compiler, self.version, self.pybind11_version
 
 
-def obstacle(source: KernelSource) -> str | None:
+def missing_requirement(source: KernelSource) -> str | None:
     """Return why a kernel can't be compiled on this machine, or None if nothing is known to be missing."""
     try:
         find_toolchain()
@@ -212,7 +212,7 @@ def build(source: KernelSource, folder: Path) -> Path:
     Raises:
         BuildError: The compiler failed (the message has the end of its output), or a program or header is missing.
     """
-    reason = obstacle(source)
+    reason = missing_requirement(source)
     if reason is not None:
         raise BuildError(reason)
     toolchain = find_toolchain()
@@ -223,7 +223,7 @@ def build(source: KernelSource, folder: Path) -> Path:
     except subprocess.TimeoutExpired as error:
         raise BuildError(f"the compiler did not finish in {TIMEOUT_SECONDS} s: {toolchain.compiler}") from error
     if done.returncode != 0:
-        raise BuildError(f"{toolchain.compiler} failed:\n{_end_of(done.stdout + done.stderr)}")
+        raise BuildError(f"{toolchain.compiler} failed:\n{_error_lines(done.stdout + done.stderr)}")
     return folder / source.file_name
 
 
@@ -275,13 +275,13 @@ def _quoted(path: str) -> str:
 
 
 def _find_compiler() -> str:
-    wanted = os.environ.get("CXX")
-    for command in (wanted,) if wanted else ("c++", "g++", "clang++"):
+    requested = os.environ.get("CXX")
+    for command in (requested,) if requested else ("c++", "g++", "clang++"):
         path = shutil.which(command)
         if path is not None:
             return path
-    if wanted:
-        raise BuildError(f"CXX={wanted!r} was not found: set it to a C++ compiler, or unset it")
+    if requested:
+        raise BuildError(f"CXX={requested!r} was not found: set it to a C++ compiler, or unset it")
     raise BuildError("no C++ compiler was found: install g++ (Debian, Ubuntu: apt install g++), or set CXX")
 
 
@@ -329,7 +329,7 @@ def _find_pybind11() -> tuple[str, str]:
     return str(pybind11.get_include()), str(pybind11.__version__)
 
 
-def _end_of(output: str) -> str:
+def _error_lines(output: str) -> str:
     """Return the lines from the first error on, or the last lines."""
     lines = [line[:_MAX_LINE] for line in output.strip().splitlines()]
     errors = [index for index, line in enumerate(lines) if "error" in line.lower()]
@@ -337,15 +337,15 @@ def _end_of(output: str) -> str:
     return "\n".join(lines[start : start + _SHOWN_LINES])
 
 
-FOLDER_VARIABLE = "BOOSTER_KERNEL_CACHE"
+CACHE_VARIABLE = "BOOSTER_KERNEL_CACHE"
 WAIT_SECONDS = 900.0
-_PAUSE_SECONDS = 0.05
-_SECONDS_UNTIL_WORD = 3.0
+_POLL_SECONDS = 0.05
+_SECONDS_UNTIL_LOG = 3.0
 
 
 def default_folder() -> Path:
     """Return the directory of compiled kernels: $BOOSTER_KERNEL_CACHE, or one in the user's cache."""
-    chosen = os.environ.get(FOLDER_VARIABLE)
+    chosen = os.environ.get(CACHE_VARIABLE)
     if chosen:
         return Path(chosen).absolute()
     base = os.environ.get("XDG_CACHE_HOME")
@@ -377,13 +377,13 @@ class BuildCache:
         """Return the path of the compiled kernel, which may not exist yet."""
         return self.folder / f"{source.name}-{_key(source, toolchain)}" / source.file_name
 
-    def get(self, source: KernelSource, toolchain: Toolchain, announce: Callable[[str], None]) -> Path:
+    def get(self, source: KernelSource, toolchain: Toolchain, log: Callable[[str], None]) -> Path:
         """Return the path of a compiled kernel, and build it if it is missing.
 
         Args:
             source: Sources of the kernel.
             toolchain: Toolchain of the build.
-            announce: Function that logs a progress line.
+            log: Function that logs a progress line.
 
         Raises:
             BuildError: The kernel can't be compiled, or another process did not finish building it in time.
@@ -392,21 +392,21 @@ class BuildCache:
         if path.is_file():
             return path
         started = time.time()
-        with self._lock(path.parent.name, source, announce):
+        with self._lock(path.parent.name, source, log):
             if path.is_file():
                 return path
             failure = path.parent.with_suffix(".failed")
             if failure.is_file() and failure.stat().st_mtime >= started:
                 raise BuildError(failure.read_text())
-            return self._build(source, toolchain, path, failure, announce)
+            return self._build(source, toolchain, path, failure, log)
 
     def _build(
-        self, source: KernelSource, toolchain: Toolchain, path: Path, failure: Path, announce: Callable[[str], None]
+        self, source: KernelSource, toolchain: Toolchain, path: Path, failure: Path, log: Callable[[str], None]
     ) -> Path:
         name = path.parent.name
         for stale in self.folder.glob(f"{name}.building-*"):
             shutil.rmtree(stale)
-        announce(
+        log(
             f"building the kernel {source.name!r} with {toolchain.version}, once for this machine: about"
             f" {_expected_seconds(source)} s (kept in {self.folder})"
         )
@@ -422,14 +422,14 @@ class BuildCache:
             raise
         finally:
             shutil.rmtree(work, ignore_errors=True)
-        announce(f"built the kernel {source.name!r} in {time.monotonic() - started:.1f} s")
+        log(f"built the kernel {source.name!r} in {time.monotonic() - started:.1f} s")
         return path
 
     @contextmanager
-    def _lock(self, name: str, source: KernelSource, announce: Callable[[str], None]) -> Iterator[None]:
+    def _lock(self, name: str, source: KernelSource, log: Callable[[str], None]) -> Iterator[None]:
         descriptor = os.open(self.folder / f"{name}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
-            _acquire(descriptor, source, announce)
+            _acquire(descriptor, source, log)
             os.ftruncate(descriptor, 0)
             os.pwrite(descriptor, f"{os.getpid()} on {platform.node()}".encode(), 0)
             yield
@@ -437,9 +437,9 @@ class BuildCache:
             os.close(descriptor)
 
 
-def _acquire(descriptor: int, source: KernelSource, announce: Callable[[str], None]) -> None:
+def _acquire(descriptor: int, source: KernelSource, log: Callable[[str], None]) -> None:
     """Take the lock; polls, as a blocking flock could not be interrupted."""
-    started, has_said = time.monotonic(), False
+    started, has_logged = time.monotonic(), False
     while True:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -451,17 +451,17 @@ def _acquire(descriptor: int, source: KernelSource, announce: Callable[[str], No
             raise BuildError(
                 f"process {owner} has been building the kernel {source.name!r} for {waited:.0f} s: end it if it hangs"
             )
-        if waited > _SECONDS_UNTIL_WORD and not has_said:
-            announce(f"waiting for process {owner}, which builds the kernel {source.name!r}")
-            has_said = True
-        time.sleep(_PAUSE_SECONDS)
+        if waited > _SECONDS_UNTIL_LOG and not has_logged:
+            log(f"waiting for process {owner}, which builds the kernel {source.name!r}")
+            has_logged = True
+        time.sleep(_POLL_SECONDS)
 
 
 def _key(source: KernelSource, toolchain: Toolchain) -> str:
     """Return a key that is equal exactly for interchangeable builds."""
     machine = (platform.machine(), _cpu_features())
-    facts = (source.source_hash(), toolchain.identity, torch.__version__, source.file_name, machine)
-    return hashlib.sha256(repr(facts).encode()).hexdigest()[:20]
+    build_inputs = (source.source_hash(), toolchain.identity, torch.__version__, source.file_name, machine)
+    return hashlib.sha256(repr(build_inputs).encode()).hexdigest()[:20]
 
 
 def _cpu_features() -> str:
@@ -482,18 +482,18 @@ def _private_folder(folder: Path) -> Path:
         is_usable = os.access(folder, os.W_OK | os.X_OK)
     except OSError:  # no home directory, or a read-only one
         is_usable = False
-    if not is_usable and os.environ.get(FOLDER_VARIABLE):
+    if not is_usable and os.environ.get(CACHE_VARIABLE):
         raise BuildError(
-            f"{FOLDER_VARIABLE}={folder} can't be created or is not writable: set it to a private directory"
+            f"{CACHE_VARIABLE}={folder} can't be created or is not writable: set it to a private directory"
         )
     if not is_usable:
         folder = Path(tempfile.gettempdir()).absolute() / f"torch-booster-kernels-{os.getuid()}"
         folder.mkdir(mode=0o700, exist_ok=True)
-    facts = folder.stat(follow_symlinks=False)
-    if stat.S_ISLNK(facts.st_mode) or facts.st_uid != os.getuid() or facts.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+    status = folder.stat(follow_symlinks=False)
+    if stat.S_ISLNK(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise BuildError(
             f"{folder} is a link or is writable by other users, and code is loaded from it: make it private (chmod"
-            f" 700), or set {FOLDER_VARIABLE} to a private directory"
+            f" 700), or set {CACHE_VARIABLE} to a private directory"
         )
     return folder
 
@@ -512,14 +512,14 @@ PREBUILT_RECORD = "source_hashes.json"
 
 
 @dataclass(frozen=True, slots=True)
-class _Outcome:
+class _LoadResult:
     """Result of loading: the module, or the reason why it is missing."""
 
     module: ModuleType | None
     reason: str | None
 
 
-_outcomes: dict[str, _Outcome] = {}
+_load_results: dict[str, _LoadResult] = {}
 _lock = threading.Lock()
 
 
@@ -550,24 +550,24 @@ def load_kernel(name: str) -> ModuleType | None:
     mode = kernel_mode()
     if mode == "reference":
         return None
-    outcome = _outcomes.get(name)
-    if outcome is None:
+    result = _load_results.get(name)
+    if result is None:
         with _lock:
-            outcome = _outcomes.get(name) or _load(KERNELS[name], warns=mode == "auto")
-            _outcomes[name] = outcome
-    if outcome.module is None and mode == "native":
+            result = _load_results.get(name) or _load(KERNELS[name], warns=mode == "auto")
+            _load_results[name] = result
+    if result.module is None and mode == "native":
         raise ConfigError(
-            f"{MODE_VARIABLE}=native requires the compiled kernel {name!r}, which is not available: {outcome.reason}."
+            f"{MODE_VARIABLE}=native requires the compiled kernel {name!r}, which is not available: {result.reason}."
             f" Fix that, or unset {MODE_VARIABLE} to use plain torch"
         )
-    return outcome.module
+    return result.module
 
 
 def find_built(source: KernelSource) -> Path | None:
     """Return the path of an already compiled kernel, or None if the first use would build it."""
-    ahead = _prebuilt(source)
-    if ahead is not None:
-        return ahead
+    prebuilt = _prebuilt(source)
+    if prebuilt is not None:
+        return prebuilt
     try:
         path = BuildCache(default_folder()).path_of(source, find_toolchain())
     except (BuildError, OSError):
@@ -575,9 +575,9 @@ def find_built(source: KernelSource) -> Path | None:
     return path if path.is_file() else None
 
 
-def _load(source: KernelSource, *, warns: bool) -> _Outcome:
+def _load(source: KernelSource, *, warns: bool) -> _LoadResult:
     try:
-        return _Outcome(_imported(source, _prebuilt(source) or _build(source)), None)
+        return _LoadResult(_import_module(source, _prebuilt(source) or _build(source)), None)
     except (BuildError, ImportError, OSError) as error:
         reason = str(error)
     if warns:
@@ -585,11 +585,11 @@ def _load(source: KernelSource, *, warns: bool) -> _Outcome:
             f"the kernel {source.name!r} ({source.purpose}) runs in plain torch, with the same results but slower:"
             f" {reason}"
         )
-    return _Outcome(None, reason)
+    return _LoadResult(None, reason)
 
 
 def _build(source: KernelSource) -> Path:
-    reason = obstacle(source)
+    reason = missing_requirement(source)
     if reason is not None:
         raise BuildError(reason)
     return BuildCache(default_folder()).get(source, find_toolchain(), get_dist_logger().info)
@@ -603,7 +603,7 @@ def _prebuilt(source: KernelSource) -> Path | None:
     return path if json.loads(record.read_text()).get(source.name) == source.source_hash() else None
 
 
-def _imported(source: KernelSource, path: Path) -> ModuleType:
+def _import_module(source: KernelSource, path: Path) -> ModuleType:
     loader = ExtensionFileLoader(source.module_name, str(path))
     spec = importlib.util.spec_from_file_location(source.module_name, path, loader=loader)
     if spec is None:

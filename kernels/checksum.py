@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 # Below it the call overhead of the kernel exceeds its gain, and a build of the kernel is not worth its time.
-_FEWEST_BYTES = 16384
+_MIN_BYTES = 16384
 
 
 def crc32(data: Buffer, value: int = 0) -> int:
@@ -24,7 +24,7 @@ def crc32(data: Buffer, value: int = 0) -> int:
         data: Contiguous bytes-like object.
         value: Checksum of the preceding data.
     """
-    native = _native() if memoryview(data).nbytes >= _FEWEST_BYTES else None
+    native = _native() if memoryview(data).nbytes >= _MIN_BYTES else None
     if native is None:
         return zlib.crc32(data, value)
     return int(native.crc32(data, value & 0xFFFFFFFF))

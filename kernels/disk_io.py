@@ -61,7 +61,7 @@ class _Backend(Protocol):
         """Wait for all requests and stop the threads. Idempotent."""
 
 
-class Ticket:
+class IOTicket:
     """Handle of one request of a `DiskQueue`; keeps its tensor alive until the request is done."""
 
     def __init__(self, request: _Request, tensor: torch.Tensor, describe: Callable[[int, int], OSError]) -> None:
@@ -119,10 +119,10 @@ class DiskQueue:
         self._process = os.getpid()
         self._lock = threading.Lock()
         # Oldest first. Keeps tensors of dropped tickets alive while the system writes to them.
-        self._under_way: deque[Ticket] = deque()
-        self._finalizer = weakref.finalize(self, _finish, self._backend, self._under_way, self._process)
+        self._in_flight: deque[IOTicket] = deque()
+        self._finalizer = weakref.finalize(self, _finish, self._backend, self._in_flight, self._process)
 
-    def read(self, descriptor: int, tensor: torch.Tensor, offset: int) -> Ticket:
+    def read(self, descriptor: int, tensor: torch.Tensor, offset: int) -> IOTicket:
         """Start reading the file's bytes from `offset` into a contiguous CPU tensor.
 
         The tensor's content is undefined until the ticket is waited for, and after an error.
@@ -132,7 +132,7 @@ class DiskQueue:
         """
         return self._submit(False, descriptor, tensor, offset)
 
-    def write(self, descriptor: int, tensor: torch.Tensor, offset: int) -> Ticket:
+    def write(self, descriptor: int, tensor: torch.Tensor, offset: int) -> IOTicket:
         """Start writing a contiguous CPU tensor to the file at `offset`; the tensor must not change until it is done.
 
         Raises:
@@ -151,20 +151,20 @@ class DiskQueue:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _submit(self, is_write: bool, descriptor: int, tensor: torch.Tensor, offset: int) -> Ticket:
+    def _submit(self, is_write: bool, descriptor: int, tensor: torch.Tensor, offset: int) -> IOTicket:
         _check_process(self._process)
         address, num_bytes = tensor.data_ptr(), tensor.nbytes
         _check_memory(tensor, descriptor, address | num_bytes | offset)
         assert offset >= 0, f"offset {offset}"
-        describe = _describer(is_write, descriptor, num_bytes, offset)
+        describe = _error_factory(is_write, descriptor, num_bytes, offset)
         with self._lock:
             if not self._finalizer.alive:
                 raise ConfigError("the disk queue is closed: open another one")
-            while self._under_way and self._under_way[0].done():
-                self._under_way.popleft()
+            while self._in_flight and self._in_flight[0].done():
+                self._in_flight.popleft()
             request = self._backend.submit(is_write, descriptor, address, num_bytes, offset)
-            ticket = Ticket(request, tensor, describe)
-            self._under_way.append(ticket)
+            ticket = IOTicket(request, tensor, describe)
+            self._in_flight.append(ticket)
         return ticket
 
 
@@ -202,11 +202,11 @@ def aligned_buffer(num_bytes: int) -> torch.Tensor:
     if num_bytes == 0:
         return torch.empty(0, dtype=torch.uint8)
     memory = mmap.mmap(-1, num_bytes + _HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    whole = torch.frombuffer(memory, dtype=torch.uint8)
-    start = -whole.data_ptr() % _HUGE_PAGE_BYTES
+    mapping = torch.frombuffer(memory, dtype=torch.uint8)
+    start = -mapping.data_ptr() % _HUGE_PAGE_BYTES
     _advise(memory, _MADV_WIPEONFORK, 0, len(memory))
     _advise(memory, _MADV_HUGEPAGE, start, num_bytes // _HUGE_PAGE_BYTES * _HUGE_PAGE_BYTES)
-    return whole[start : start + num_bytes]
+    return mapping[start : start + num_bytes]
 
 
 def _advise(memory: mmap.mmap, advice: int | None, start: int, num_bytes: int) -> None:
@@ -216,30 +216,30 @@ def _advise(memory: mmap.mmap, advice: int | None, start: int, num_bytes: int) -
         memory.madvise(advice, start, num_bytes)
 
 
-def _open_backend(wanted: str | None, num_threads: int) -> tuple[str, _Backend]:
-    if wanted not in (None, *_BACKENDS):
-        raise ConfigError(f"backend={wanted!r} is unknown: choose {', '.join(_BACKENDS)}, or None")
-    native = None if wanted == "python" else load_kernel("disk_io")
+def _open_backend(requested: str | None, num_threads: int) -> tuple[str, _Backend]:
+    if requested not in (None, *_BACKENDS):
+        raise ConfigError(f"backend={requested!r} is unknown: choose {', '.join(_BACKENDS)}, or None")
+    native = None if requested == "python" else load_kernel("disk_io")
     if native is None:
-        if wanted in ("io_uring", "threads"):
+        if requested in ("io_uring", "threads"):
             raise ConfigError(
-                f"backend={wanted!r} needs the compiled kernel, which is not available: choose 'python' or None"
+                f"backend={requested!r} needs the compiled kernel, which is not available: choose 'python' or None"
             )
         return "python", ThreadedQueue(num_threads)
-    if wanted != "threads":
+    if requested != "threads":
         try:
             return "io_uring", native.RingQueue()
         except OSError as error:  # missing in old kernels, and often forbidden in containers
-            if wanted == "io_uring":
+            if requested == "io_uring":
                 raise ConfigError(f"backend='io_uring' is not available: {error}. Choose 'threads' or None") from error
     return "threads", native.ThreadedQueue(num_threads)
 
 
-def _finish(backend: _Backend, under_way: deque[Ticket], process: int) -> None:
+def _finish(backend: _Backend, in_flight: deque[IOTicket], process: int) -> None:
     """Close a queue's backend; a module-level function, as a finalizer must not reference the queue."""
     if os.getpid() == process:  # a forked process has none of the threads
         backend.close()
-        under_way.clear()
+        in_flight.clear()
 
 
 def _check_process(process: int) -> None:
@@ -266,7 +266,7 @@ def _is_direct(descriptor: int) -> bool:
         return False
 
 
-def _describer(is_write: bool, descriptor: int, num_bytes: int, offset: int) -> Callable[[int, int], OSError]:
+def _error_factory(is_write: bool, descriptor: int, num_bytes: int, offset: int) -> Callable[[int, int], OSError]:
     """Return a factory of a request's error; the file name is looked up now, while the descriptor is open."""
     try:
         name = os.readlink(f"/proc/self/fd/{descriptor}")

@@ -44,20 +44,20 @@ class _Request:
         """Run the request; an `OSError` is stored for `result` instead of raised."""
         code = errno.EIO
         try:
-            code = self._move_all()
+            code = self._transfer_all()
         except OSError as error:
             code = error.errno or errno.EIO
         finally:
             self._code = code
             self._finished.set()
 
-    def _move_all(self) -> int:
+    def _transfer_all(self) -> int:
         code = 0
         while self._num_done < self._num_bytes and code == 0:
-            code = self._move_on()
+            code = self._transfer_next()
         return code
 
-    def _move_on(self) -> int:
+    def _transfer_next(self) -> int:
         length = min(self._num_bytes - self._num_done, _MAX_CALL_BYTES)
         memory = (ctypes.c_char * length).from_address(self._address + self._num_done)
         offset = self._offset + self._num_done
@@ -87,7 +87,7 @@ class ThreadedQueue:
         self._requests: SimpleQueue[_Request | None] = SimpleQueue()
         # Daemons, as Python joins other threads at exit before finalizers run.
         self._threads = [
-            threading.Thread(target=_work, args=(self._requests,), name=f"disk-{index}", daemon=True)
+            threading.Thread(target=_run_requests, args=(self._requests,), name=f"disk-{index}", daemon=True)
             for index in range(num_threads)
         ]
         for thread in self._threads:
@@ -119,6 +119,6 @@ def _join(thread: threading.Thread) -> None:
         thread.join()
 
 
-def _work(requests: SimpleQueue[_Request | None]) -> None:
+def _run_requests(requests: SimpleQueue[_Request | None]) -> None:
     while (request := requests.get()) is not None:
         request.run()

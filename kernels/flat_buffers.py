@@ -18,15 +18,15 @@ from .build import load_kernel
 _DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # `enum DType` in csrc/simd.h
 _TENSOR_TYPES = (torch.Tensor, torch.nn.Parameter)  # data_ptr() of others, such as DTensor, may not be their data
 _BLOCK_NUMEL = 2**16  # block of the reference's sums; in fp64 it fits into the cache
-_FEWEST_NUMEL, _FEWEST_PER_TENSOR = 2**22, 2**15  # minimum of elements for a compiled copy: in total, and on average
+_MIN_NUMEL, _MIN_NUMEL_PER_TENSOR = 2**22, 2**15  # minimum of elements for a compiled copy: in total, and on average
 
 
-def takes_sum_of_squares(tensors: Sequence[torch.Tensor]) -> bool:
+def supports_sum_of_squares(tensors: Sequence[torch.Tensor]) -> bool:
     """Return whether `sum_of_squares` uses the kernel: it is available, and all tensors are plain CPU ones.
 
     These are contiguous fp32, bf16 or fp16 tensors.
     """
-    return all(map(_is_plain, tensors)) and load_kernel("flat_buffers") is not None
+    return all(map(_is_supported, tensors)) and load_kernel("flat_buffers") is not None
 
 
 @torch.no_grad()
@@ -37,7 +37,7 @@ def sum_of_squares(tensors: Sequence[torch.Tensor]) -> float:
     on any CPU. It adds squares of 16-bit elements in groups of four in fp32, with a relative error below 2**-22.
 
     Args:
-        tensors: Floating-point tensors; `takes_sum_of_squares` returns whether the kernel supports them.
+        tensors: Floating-point tensors; `supports_sum_of_squares` returns whether the kernel supports them.
     """
     table = _table(tensors)
     native = None if table is None else load_kernel("flat_buffers")
@@ -57,11 +57,11 @@ def pack(tensors: Sequence[torch.Tensor], flat: torch.Tensor, scale: float = 1.0
         flat: Floating-point buffer with as many elements as all tensors together.
         scale: Factor.
     """
-    parts = _parts(flat, tensors)
+    views = _split(flat, tensors)
     table = _copy_table(tensors, flat, scale)
     native = None if table is None else load_kernel("flat_buffers")
     if native is None:
-        _reference_copies(tensors, [part.view(one.shape) for part, one in zip(parts, tensors, strict=True)], scale)
+        _reference_copies(tensors, [part.view(one.shape) for part, one in zip(views, tensors, strict=True)], scale)
     else:
         native.pack(table, *_arguments(flat, scale))
         increment_version(flat)  # the kernel bypasses autograd's version counters
@@ -76,17 +76,17 @@ def unpack(flat: torch.Tensor, tensors: Sequence[torch.Tensor], scale: float = 1
         tensors: Tensors on the buffer's device.
         scale: Factor.
     """
-    parts = _parts(flat, tensors)
+    views = _split(flat, tensors)
     table = _copy_table(tensors, flat, scale)
     native = None if table is None else load_kernel("flat_buffers")
     if native is None:
-        _reference_copies([part.view(one.shape) for part, one in zip(parts, tensors, strict=True)], tensors, scale)
+        _reference_copies([part.view(one.shape) for part, one in zip(views, tensors, strict=True)], tensors, scale)
     else:
         native.unpack(table, *_arguments(flat, scale))
         increment_version(tensors)
 
 
-def _is_plain(tensor: torch.Tensor) -> bool:
+def _is_supported(tensor: torch.Tensor) -> bool:
     """Return whether the kernel can access the elements: contiguous at `data_ptr()`, without lazy negation."""
     return (
         type(tensor) in _TENSOR_TYPES
@@ -102,7 +102,7 @@ def _table(tensors: Sequence[torch.Tensor]) -> list[int] | None:
     """Return address, number of elements and dtype code of each tensor, or None if one of them is not supported."""
     table: list[int] = []
     for tensor in tensors:
-        if not _is_plain(tensor):
+        if not _is_supported(tensor):
             return None
         address, numel = tensor.data_ptr(), tensor.numel()
         if address == 0 and numel > 0:
@@ -113,8 +113,8 @@ def _table(tensors: Sequence[torch.Tensor]) -> list[int] | None:
 
 def _copy_table(tensors: Sequence[torch.Tensor], flat: torch.Tensor, scale: float) -> list[int] | None:
     """Return the table if the kernel supports this copy and is faster than torch; see the module's docstring."""
-    fewest = max(_FEWEST_NUMEL, _FEWEST_PER_TENSOR * len(tensors))
-    if scale == 1.0 or flat.numel() < fewest or not _is_plain(flat):
+    min_numel = max(_MIN_NUMEL, _MIN_NUMEL_PER_TENSOR * len(tensors))
+    if scale == 1.0 or flat.numel() < min_numel or not _is_supported(flat):
         return None
     return None if any(tensor.dtype is flat.dtype for tensor in tensors) else _table(tensors)
 
@@ -123,7 +123,7 @@ def _arguments(flat: torch.Tensor, scale: float) -> tuple[int, int, float, int, 
     return flat.data_ptr(), _DTYPE_CODES[flat.dtype], scale, torch.get_num_threads(), ""
 
 
-def _parts(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def _split(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     numels = [tensor.numel() for tensor in tensors]
     if flat.dim() != 1 or sum(numels) != flat.numel():
         raise AssertionError(f"a buffer of shape {tuple(flat.shape)} for tensors of {sum(numels)} elements")
@@ -133,8 +133,8 @@ def _parts(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> list[torch.Te
 def _reference_sum(tensor: torch.Tensor) -> float:
     total = 0.0
     for block in tensor.reshape(-1).split(_BLOCK_NUMEL):
-        wide = block.double()
-        total += float(wide.dot(wide))
+        block_fp64 = block.double()
+        total += float(block_fp64.dot(block_fp64))
     return total
 
 

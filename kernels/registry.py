@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from .build import KERNELS, MODE_VARIABLE, KernelSource, find_built, find_toolchain, kernel_mode, obstacle
+from .build import KERNELS, MODE_VARIABLE, KernelSource, find_built, find_toolchain, kernel_mode, missing_requirement
 from .float8 import GRADIENT_DTYPE, native_problem
 
 
@@ -43,16 +43,16 @@ def kernel_status(device_type: str = "cpu") -> list[KernelStatus]:
     Raises:
         ConfigError: `BOOSTER_KERNELS` has an unknown value.
     """
-    return [_compiled(source) for source in KERNELS.values()] + [probe(device_type) for probe in _probes]
+    return [_status_of(source) for source in KERNELS.values()] + [probe(device_type) for probe in _probes]
 
 
-def _compiled(source: KernelSource) -> KernelStatus:
+def _status_of(source: KernelSource) -> KernelStatus:
     if kernel_mode() == "reference":
         return KernelStatus(name=source.name, status="reference", reason=f"{MODE_VARIABLE}=reference is set")
     path = find_built(source)
     if path is not None:
         return KernelStatus(name=source.name, status="native", reason=str(path))
-    reason = obstacle(source)
+    reason = missing_requirement(source)
     if reason is not None:
         return KernelStatus(name=source.name, status="reference", reason=reason)
     return KernelStatus(name=source.name, status="buildable", reason=f"at its first use, by {find_toolchain().version}")

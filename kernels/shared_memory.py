@@ -18,7 +18,7 @@ from .build import load_kernel
 MAX_RANKS = 64
 # Size of a slot: large enough to amortize synchronization, small enough that the slots of a few ranks fit into a cache.
 _SLOT_BYTES = 256 * 2**10
-_MOST_BYTES = 16 * 2**20  # limit for all slots, two per rank
+_MAX_BYTES = 16 * 2**20  # limit for all slots, two per rank
 _PAGE_BYTES = 4096
 
 _ELEMENT_TYPES = {
@@ -34,7 +34,7 @@ _DTYPES = {code: dtype for dtype, code in _ELEMENT_TYPES.items()}
 _OPERATORS = {"sum": 0, "max": 1}
 _OPERATIONS = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast")
 _REDUCTIONS = _OPERATIONS[:2]
-_TIMED_OUT, _PEER_ENDED, _DIFFERS, _INTERRUPTED = 1, 2, 3, 4
+_TIMED_OUT, _PEER_ENDED, _MISMATCH, _INTERRUPTED = 1, 2, 3, 4
 
 
 class SharedMemoryError(RuntimeError):
@@ -52,7 +52,7 @@ class SharedMemoryError(RuntimeError):
 
 
 @dataclass(frozen=True, slots=True)
-class Ticket:
+class SharedMemoryHandle:
     """Handle by which a process attaches to memory created by another one.
 
     Attributes:
@@ -96,7 +96,7 @@ class SharedMemory:
     @classmethod
     def create(
         cls, num_ranks: int, timeout_seconds: float, *, instruction_set: str = ""
-    ) -> tuple[SharedMemory, Ticket]:
+    ) -> tuple[SharedMemory, SharedMemoryHandle]:
         """Create the shared memory; return rank 0's endpoint, and the handle by which the other ranks attach.
 
         Raises:
@@ -104,12 +104,12 @@ class SharedMemory:
         """
         slot_bytes, key = _slot_bytes(num_ranks), secrets.randbits(63)
         native = _module().create(num_ranks, slot_bytes, key, timeout_seconds, instruction_set)
-        ticket = Ticket(os.getpid(), native.file_number(), key, slot_bytes)
-        return cls(native, num_ranks, 0, timeout_seconds), ticket
+        handle = SharedMemoryHandle(os.getpid(), native.file_number(), key, slot_bytes)
+        return cls(native, num_ranks, 0, timeout_seconds), handle
 
     @classmethod
     def attach(
-        cls, ticket: Ticket, num_ranks: int, rank: int, timeout_seconds: float, *, instruction_set: str = ""
+        cls, handle: SharedMemoryHandle, num_ranks: int, rank: int, timeout_seconds: float, *, instruction_set: str = ""
     ) -> SharedMemory:
         """Attach to the shared memory; return this rank's endpoint.
 
@@ -117,18 +117,18 @@ class SharedMemory:
             RuntimeError: The memory can't be attached; the message names the system call that failed.
         """
         native = _module().attach(
-            ticket.process_id,
-            ticket.file_number,
+            handle.process_id,
+            handle.file_number,
             num_ranks,
             rank,
-            ticket.slot_bytes,
-            ticket.key,
+            handle.slot_bytes,
+            handle.key,
             timeout_seconds,
             instruction_set,
         )
         return cls(native, num_ranks, rank, timeout_seconds)
 
-    def begin(self) -> None:
+    def enable(self) -> None:
         """Enable this endpoint; call it after all ranks have attached. No communication."""
         self._native.begin()
 
@@ -137,68 +137,79 @@ class SharedMemory:
         self._timeout_seconds = seconds
         self._native.set_timeout(seconds)
 
-    def all_reduce(self, tensor: torch.Tensor, operator: Literal["sum", "max"], number: int) -> None:
+    def all_reduce(self, tensor: torch.Tensor, operator: Literal["sum", "max"], sequence_number: int) -> None:
         """Reduce a tensor in place, in rank order, bitwise equal on all ranks; 16-bit dtypes are summed in fp32."""
-        _require_flat(tensor)
+        _check_contiguous(tensor)
         arguments = tensor.data_ptr(), tensor.numel(), _ELEMENT_TYPES[tensor.dtype], _OPERATORS[operator]
-        self._require_done(self._native.all_reduce(number, *arguments))
+        self._check_result(self._native.all_reduce(sequence_number, *arguments))
 
     def reduce_scatter(
-        self, payload: torch.Tensor, output: torch.Tensor, number: int, *, accumulate: bool = False
+        self, send_buffer: torch.Tensor, output: torch.Tensor, sequence_number: int, *, accumulate: bool = False
     ) -> None:
         """Sum this rank's shard over the ranks, and store the sum in `output` or add it to it.
 
         16-bit dtypes are summed in fp32: this rank's shard first, then those of the next ranks.
 
         Args:
-            payload: Equal shards, one per rank.
+            send_buffer: Equal shards, one per rank.
             output: Tensor of the size of a shard, of the payload's dtype, or fp32 if that has 16 bits. It may alias
                 this rank's shard of the payload.
-            number: Sequence number among the group's reduce_scatter calls.
+            sequence_number: Sequence number among the group's reduce_scatter calls.
             accumulate: If True, the sum is added to `output`.
         """
-        _require_flat(payload, output)
-        is_widened = output.dtype == torch.float32 and payload.dtype in (torch.bfloat16, torch.float16)
-        if payload.numel() != self._num_ranks * output.numel() or not (is_widened or payload.dtype == output.dtype):
-            raise AssertionError(f"{payload.numel()} {payload.dtype} into {output.numel()} {output.dtype}")
-        types = _ELEMENT_TYPES[payload.dtype], _ELEMENT_TYPES[output.dtype]
-        addresses = payload.data_ptr(), output.data_ptr()
-        self._require_done(self._native.reduce_scatter(number, *addresses, output.numel(), *types, accumulate))
+        _check_contiguous(send_buffer, output)
+        is_widened = output.dtype == torch.float32 and send_buffer.dtype in (torch.bfloat16, torch.float16)
+        if send_buffer.numel() != self._num_ranks * output.numel() or not (
+            is_widened or send_buffer.dtype == output.dtype
+        ):
+            raise AssertionError(f"{send_buffer.numel()} {send_buffer.dtype} into {output.numel()} {output.dtype}")
+        types = _ELEMENT_TYPES[send_buffer.dtype], _ELEMENT_TYPES[output.dtype]
+        addresses = send_buffer.data_ptr(), output.data_ptr()
+        self._check_result(self._native.reduce_scatter(sequence_number, *addresses, output.numel(), *types, accumulate))
 
-    def all_gather(self, buffer: torch.Tensor, own: torch.Tensor, number: int) -> None:
-        """Gather the ranks' shards into a buffer. `own` may alias this rank's shard in it."""
-        _require_flat(buffer, own)
-        self._require_pieces(buffer, own)
-        self._require_done(self._native.all_gather(number, buffer.data_ptr(), own.data_ptr(), own.nbytes))
+    def all_gather(self, buffer: torch.Tensor, local_shard: torch.Tensor, sequence_number: int) -> None:
+        """Gather the ranks' shards into a buffer. `local_shard` may alias this rank's shard in it."""
+        _check_contiguous(buffer, local_shard)
+        self._check_shards(buffer, local_shard)
+        self._check_result(
+            self._native.all_gather(sequence_number, buffer.data_ptr(), local_shard.data_ptr(), local_shard.nbytes)
+        )
 
-    def all_to_all(self, output: torch.Tensor, payload: torch.Tensor, number: int) -> None:
+    def all_to_all(self, output: torch.Tensor, send_buffer: torch.Tensor, sequence_number: int) -> None:
         """Send shard r of the payload to rank r, which stores it at this rank's index. The tensors must not overlap."""
-        _require_flat(output, payload)
-        if (output.numel(), output.dtype) != (payload.numel(), payload.dtype) or payload.numel() % self._num_ranks:
+        _check_contiguous(output, send_buffer)
+        if (output.numel(), output.dtype) != (
+            send_buffer.numel(),
+            send_buffer.dtype,
+        ) or send_buffer.numel() % self._num_ranks:
             raise AssertionError(
-                f"{payload.numel()} {payload.dtype} into {output.numel()} {output.dtype} of {self._num_ranks} ranks"
+                f"{send_buffer.numel()} {send_buffer.dtype} into {output.numel()} {output.dtype} of"
+                f" {self._num_ranks} ranks"
             )
-        piece_bytes = payload.nbytes // self._num_ranks
-        self._require_done(self._native.all_to_all(number, output.data_ptr(), payload.data_ptr(), piece_bytes))
+        shard_bytes = send_buffer.nbytes // self._num_ranks
+        self._check_result(
+            self._native.all_to_all(sequence_number, output.data_ptr(), send_buffer.data_ptr(), shard_bytes)
+        )
 
-    def broadcast(self, tensor: torch.Tensor, source: int, number: int) -> None:
+    def broadcast(self, tensor: torch.Tensor, source: int, sequence_number: int) -> None:
         """Broadcast the tensor of group rank `source`, in place."""
-        _require_flat(tensor)
+        _check_contiguous(tensor)
         if not 0 <= source < self._num_ranks:
             raise AssertionError(f"rank {source} of {self._num_ranks}")
-        self._require_done(self._native.broadcast(number, tensor.data_ptr(), tensor.nbytes, source))
+        self._check_result(self._native.broadcast(sequence_number, tensor.data_ptr(), tensor.nbytes, source))
 
     def abort(self) -> None:
         """Make current and later collectives fail on all ranks. Any thread may call it at any time."""
         self._native.abort()
 
-    def _require_pieces(self, buffer: torch.Tensor, own: torch.Tensor) -> None:
-        if (buffer.numel(), buffer.dtype) != (self._num_ranks * own.numel(), own.dtype):
+    def _check_shards(self, buffer: torch.Tensor, local_shard: torch.Tensor) -> None:
+        if (buffer.numel(), buffer.dtype) != (self._num_ranks * local_shard.numel(), local_shard.dtype):
             raise AssertionError(
-                f"{buffer.numel()} {buffer.dtype} are not {self._num_ranks} shards of {own.numel()} {own.dtype}"
+                f"{buffer.numel()} {buffer.dtype} are not {self._num_ranks} shards of"
+                f" {local_shard.numel()} {local_shard.dtype}"
             )
 
-    def _require_done(self, failure: tuple[int, int] | None) -> None:
+    def _check_result(self, failure: tuple[int, int] | None) -> None:
         if failure is not None:
             raise self._error(*failure)
 
@@ -207,20 +218,20 @@ class SharedMemory:
             return SharedMemoryError(f"rank {rank} of the group timed out after {self._timeout_seconds:g} s")
         if reason == _PEER_ENDED:
             return SharedMemoryError(f"the connection is lost: the process of rank {rank} of the group has ended", rank)
-        if reason == _DIFFERS:
-            return SharedMemoryError(f"aborted, as the ranks are in different calls: {self._calls()}")
+        if reason == _MISMATCH:
+            return SharedMemoryError(f"aborted, as the ranks are in different calls: {self._describe_calls()}")
         if reason == _INTERRUPTED:
             return SharedMemoryError(f"aborted, as rank {rank} of the group was interrupted")
         if rank == self._rank:
             return SharedMemoryError("aborted by this rank", is_own_abort=True)
         return SharedMemoryError(f"aborted by rank {rank} of the group")
 
-    def _calls(self) -> str:
+    def _describe_calls(self) -> str:
         """Return a description of the ranks' current calls; ranks in equal calls are listed together."""
         ranks: dict[str, list[int]] = {}
         for rank, facts in enumerate(self._native.facts_of_ranks()):
             ranks.setdefault(_call_text(*facts), []).append(rank)
-        return ", ".join(f"{text} on {_listed(those)} of the group" for text, those in ranks.items())
+        return ", ".join(f"{text} on {_format_ranks(those)} of the group" for text, those in ranks.items())
 
 
 def _module() -> ModuleType:
@@ -231,24 +242,24 @@ def _module() -> ModuleType:
 
 
 def _slot_bytes(num_ranks: int) -> int:
-    return min(_SLOT_BYTES, _MOST_BYTES // (2 * num_ranks)) // _PAGE_BYTES * _PAGE_BYTES
+    return min(_SLOT_BYTES, _MAX_BYTES // (2 * num_ranks)) // _PAGE_BYTES * _PAGE_BYTES
 
 
-def _require_flat(*tensors: torch.Tensor) -> None:
+def _check_contiguous(*tensors: torch.Tensor) -> None:
     for tensor in tensors:
         if tensor.device.type != "cpu" or not tensor.is_contiguous():
             raise AssertionError(f"a tensor on {tensor.device} with stride {tensor.stride()}")
 
 
-def _call_text(operation: int, number: int, length: int, element_type: int, detail: int) -> str:
+def _call_text(operation: int, sequence_number: int, length: int, element_type: int, detail: int) -> str:
     name = _OPERATIONS[operation]
-    text = f"{name} number {number} of {length} "
+    text = f"{name} number {sequence_number} of {length} "
     if name not in _REDUCTIONS:
         return text + "bytes" + (f" from rank {detail}" if name == "broadcast" else "")
     dtype = str(_DTYPES[element_type]).removeprefix("torch.")
     return text + dtype + (" (max)" if detail == _OPERATORS["max"] else "")
 
 
-def _listed(ranks: list[int]) -> str:
+def _format_ranks(ranks: list[int]) -> str:
     shown = ", ".join(map(str, ranks[:10])) + (f" and {len(ranks) - 10} more" if len(ranks) > 10 else "")
     return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"

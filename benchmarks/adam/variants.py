@@ -186,9 +186,9 @@ def _our_single_pass(data: Data, coefficient: Callable[[], Tensor | None] = lamb
             exp_avgs,
             exp_avg_sqs,
             [index + 2] * len(params),
-            working_copies=data.copies,
-            multiplier=1 / LOSS_SCALE,
-            multiplier_tensor=coefficient(),
+            model_params=data.copies,
+            grad_scale=1 / LOSS_SCALE,
+            clip_coef=coefficient(),
             zero_grads=True,
             **_SETTINGS,
         )
@@ -205,8 +205,8 @@ def _our_mixed_step(data: Data) -> Callable[[int], float]:
 def _our_reference(data: Data, *, with_norm: bool) -> Callable[[int], float]:
     def step(index: int) -> float:
         settings = AdamSettings(
-            multiplier=1 / LOSS_SCALE,
-            multiplier_tensor=_clip_coefficient(_blocked_norm(data.half_grads)) if with_norm else None,
+            grad_scale=1 / LOSS_SCALE,
+            clip_coef=_clip_coefficient(_blocked_norm(data.half_grads)) if with_norm else None,
             zero_grads=True,
             **_SETTINGS,
         )

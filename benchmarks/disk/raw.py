@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from booster.kernels.disk_io import DiskQueue, Ticket, aligned_buffer
+from booster.kernels.disk_io import DiskQueue, IOTicket, aligned_buffer
 
 __all__ = ["BLOCK_BYTES", "RawFile"]
 
@@ -60,8 +60,8 @@ class RawFile:
         """Copies half number `source` to the other, with reads and writes in flight at the same time."""
         source, target = self._starts(source)
         free, todo = list(self._buffers), deque(range(0, self.num_bytes, _REQUEST_BYTES))
-        reading: deque[tuple[int, torch.Tensor, Ticket]] = deque()
-        writing: deque[tuple[torch.Tensor, Ticket]] = deque()
+        reading: deque[tuple[int, torch.Tensor, IOTicket]] = deque()
+        writing: deque[tuple[torch.Tensor, IOTicket]] = deque()
         while todo or reading or writing:
             while todo and free:
                 offset, buffer = todo.popleft(), free.pop()

@@ -22,7 +22,7 @@ from torch.distributed.distributed_c10d import _get_default_group
 
 from booster.errors import ConfigError
 from booster.fault_tolerance.collective_errors import add_abort_callback
-from booster.kernels.shared_memory import MAX_RANKS, SharedMemory, Ticket, is_available
+from booster.kernels.shared_memory import MAX_RANKS, SharedMemory, SharedMemoryHandle, is_available
 from booster.logger import get_dist_logger
 
 from .fake import FakeSharedMemory, is_fake_world
@@ -155,7 +155,7 @@ def _choose(group: dist.ProcessGroup) -> GroupMemory | None:
         memory = _attach(records[0], group, size)
     if not all(any(answer) for answer in _all_gather_bytes(bytes([memory is not None]), group)) or memory is None:
         return None
-    memory.begin()
+    memory.enable()
     return GroupMemory(memory)
 
 
@@ -163,7 +163,7 @@ def _create(group: dist.ProcessGroup, size: int) -> tuple[SharedMemory | None, b
     """Return the memory (on rank 0, if it could be created) and this rank's record for the other ranks."""
     if not _is_enabled_for(group):
         return None, bytes(_RECORD.size)
-    memory, ticket = None, Ticket(os.getpid(), _NO_FILE, 0, 0)
+    memory, ticket = None, SharedMemoryHandle(os.getpid(), _NO_FILE, 0, 0)
     if dist.get_rank(group) == 0:
         try:
             memory, ticket = SharedMemory.create(size, _timeout_seconds(group))
@@ -197,7 +197,7 @@ def _all_match(records: Sequence[bytes]) -> bool:
 
 
 def _attach(first_record: bytes, group: dist.ProcessGroup, size: int) -> SharedMemory | None:
-    ticket = Ticket(*_RECORD.unpack(first_record)[5:])
+    ticket = SharedMemoryHandle(*_RECORD.unpack(first_record)[5:])
     try:
         return SharedMemory.attach(ticket, size, dist.get_rank(group), _timeout_seconds(group))
     except RuntimeError as error:

@@ -12,7 +12,7 @@ from torch import nn
 
 from booster.comm import all_reduce_numbers, group_size
 from booster.errors import ConfigError
-from booster.kernels.flat_buffers import sum_of_squares, takes_sum_of_squares
+from booster.kernels.flat_buffers import sum_of_squares, supports_sum_of_squares
 from booster.validation import is_number
 
 # Note [Fused unscaling]
@@ -165,7 +165,7 @@ def gradient_norm(gradients: Sequence[torch.Tensor], norm_type: float) -> torch.
         gradients: Gradients; low-precision ones are summed in fp32.
         norm_type: Order of the norm; may be `float("inf")`.
     """
-    if norm_type == 2.0 and takes_sum_of_squares(gradients):
+    if norm_type == 2.0 and supports_sum_of_squares(gradients):
         return torch.tensor(math.sqrt(sum_of_squares(gradients)), dtype=torch.float32)
     wide = [one.float() if one.dtype in (torch.float16, torch.bfloat16) else one for one in gradients]
     return nn.utils.get_total_norm(wide, norm_type)
@@ -182,7 +182,7 @@ def any_nonfinite(gradients: Sequence[torch.Tensor]) -> bool:
     dense = [gradient for gradient in dense if gradient.numel() > 0]
     if not dense:
         return False
-    if takes_sum_of_squares(dense):
+    if supports_sum_of_squares(dense):
         return not math.isfinite(sum_of_squares(dense))
     maxima = torch.stack([norm.float() for norm in torch._foreach_norm(dense, float("inf"))])
     return not bool(torch.isfinite(maxima).all())

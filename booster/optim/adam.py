@@ -13,16 +13,16 @@ from torch.optim import Optimizer
 
 from booster.errors import CheckpointError, ConfigError
 
-from .adam_update import MOMENTS, GroupUpdate, Hyperparameters, ParameterUpdate, StepArguments, refuse_variants
-from .base import Untouched, complete_moments, complete_step, hold_untouched, moment_dtype
+from .adam_update import MOMENTS, AdamGroupUpdate, AdamParamUpdate, Hyperparameters, StepArguments, check_no_variants
+from .base import _NoCast, init_moments, init_step_counter, moment_dtype, wrap_states
 from .nvme_offload.settings import OffloadSettings
 from .nvme_offload.states import DiskStates
-from .step import Step
+from .step import AdamStep
 
-_AMOUNTS = ("lr", "eps", "weight_decay")
+_NON_NEGATIVE = ("lr", "eps", "weight_decay")
 
 
-def require_bool(name: str, value: object) -> None:
+def check_bool(name: str, value: object) -> None:
     """Check that an argument is a bool.
 
     Raises:
@@ -41,11 +41,11 @@ def check_hyperparameters(group: Mapping[str, Any]) -> None:
     Raises:
         ConfigError: A value is out of range, or the group enables an unsupported variant.
     """
-    refuse_variants(group)
+    check_no_variants(group)
     lr = group["lr"]
     if isinstance(lr, Tensor) and lr.numel() != 1:
         raise ConfigError(f"lr is a tensor of shape {tuple(lr.shape)}: give one with one element, or a number")
-    for name in _AMOUNTS:
+    for name in _NON_NEGATIVE:
         value = group[name]
         if not _is_number(value) or not (float(value) >= 0 and math.isfinite(float(value))):
             raise ConfigError(f"{name}={value!r} is out of range: give a finite non-negative number")
@@ -64,27 +64,27 @@ def _is_number(value: object) -> bool:
     return isinstance(value, Tensor) or (isinstance(value, (int, float)) and not isinstance(value, bool))
 
 
-def check_stored_state(stored: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> None:
+def check_state_dict(state_dict: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> None:
     """Check that a `state_dict` belongs to an Adam optimizer for parameters of these shapes.
 
     torch checks that the numbers of groups and parameters match.
 
     Args:
-        stored: Result of some optimizer's `state_dict`.
+        state_dict: Result of some optimizer's `state_dict`.
         groups: Param groups to load it into.
 
     Raises:
         ConfigError: The state belongs to another kind of optimizer, or to another model.
     """
-    for saved, group in zip(stored["param_groups"], groups, strict=False):
+    for saved, group in zip(state_dict["param_groups"], groups, strict=False):
         missing = [key for key in ("lr", "betas", "eps", "weight_decay") if key not in saved]
         if missing:
             raise ConfigError(
                 f"the state_dict has no {missing[0]!r} in a param group, so it belongs to an optimizer other than Adam:"
                 " load the state of torch.optim.Adam, AdamW or an Adam of this package"
             )
-        for number, parameter in zip(saved["params"], group["params"], strict=False):
-            _check_moments(stored["state"].get(number, {}), parameter)
+        for index, parameter in zip(saved["params"], group["params"], strict=False):
+            _check_moments(state_dict["state"].get(index, {}), parameter)
 
 
 def _check_moments(state: Mapping[str, Any], parameter: Tensor) -> None:
@@ -138,8 +138,8 @@ class AdamBase(Optimizer):
         adamw_mode: bool,
         offload: OffloadSettings,
     ) -> None:
-        require_bool("bias_correction", bias_correction)
-        require_bool("adamw_mode", adamw_mode)
+        check_bool("bias_correction", bias_correction)
+        check_bool("adamw_mode", adamw_mode)
         defaults: dict[str, Any] = {
             "lr": lr,
             "betas": betas,
@@ -154,12 +154,12 @@ class AdamBase(Optimizer):
         check_hyperparameters(defaults)
         defaults["betas"] = tuple(betas)
         self._offload = offload
-        self._open()
+        self._init_disk_states()
         super().__init__(params, defaults)
 
-    def _open(self) -> None:
+    def _init_disk_states(self) -> None:
         self._disk = DiskStates(self._offload)
-        self._unfinished: Step | None = None
+        self._failed_step: AdamStep | None = None
 
     # Param groups.
 
@@ -210,7 +210,7 @@ class AdamBase(Optimizer):
         if found_inf is not None and bool(found_inf):
             return result
         scale: Tensor | None = getattr(self, "grad_scale", None)
-        self._update(StepArguments(multiplier_tensor=None if scale is None else scale.reciprocal()), {}, {})
+        self._update(StepArguments(clip_coef=None if scale is None else scale.reciprocal()), {}, {})
         return result
 
     @Optimizer.profile_hook_step
@@ -234,44 +234,46 @@ class AdamBase(Optimizer):
         self._update(arguments, gradients or {}, working_copies or {})
 
     def _update(
-        self, arguments: StepArguments, gradients: Mapping[Any, Tensor], working_copies: Mapping[Any, Tensor]
+        self, arguments: StepArguments, gradients: Mapping[Any, Tensor], model_params: Mapping[Any, Tensor]
     ) -> None:
         self._opt_called = True  # torch's LR schedulers warn if no optimizer step preceded theirs
-        hyperparameters = [Hyperparameters.of(group) for group in self.param_groups]
-        found = [list(self._gradients_of(group, gradients)) for group in self.param_groups]
-        unfinished = self._unfinished_step
-        if unfinished is not None:
-            given = {id(parameter): gradient for pairs in found for parameter, gradient in pairs}
-            if unfinished.is_same(given, arguments):
-                self._run(unfinished)
+        hyperparameters = [Hyperparameters.from_group(group) for group in self.param_groups]
+        grads_by_group = [list(self._gradients_of(group, gradients)) for group in self.param_groups]
+        failed_step = self._resumable_step
+        if failed_step is not None:
+            grads_by_id = {id(parameter): gradient for pairs in grads_by_group for parameter, gradient in pairs}
+            if failed_step.matches_call(grads_by_id, arguments):
+                self._run(failed_step)
                 return
-            if not unfinished.is_complete:
+            if not failed_step.is_complete:
                 raise ConfigError(
                     "the last step did not finish, and this call has other gradients, which would mix two steps: call"
                     " step() with the gradients of the failed step, or load a checkpoint of model and optimizer"
                 )
         self._disk.prepare(self._parameters())
         groups = [
-            GroupUpdate(own, [self._update_of(*pair, working_copies.get(pair[0])) for pair in pairs])
-            for own, pairs in zip(hyperparameters, found, strict=True)
+            AdamGroupUpdate(
+                hyperparameters_of_group, [self._param_update(*pair, model_params.get(pair[0])) for pair in pairs]
+            )
+            for hyperparameters_of_group, pairs in zip(hyperparameters, grads_by_group, strict=True)
         ]
-        self._run(Step(groups, arguments, self._disk))
+        self._run(AdamStep(groups, arguments, self._disk))
 
     @property
-    def _unfinished_step(self) -> Step | None:
+    def _resumable_step(self) -> AdamStep | None:
         """The last step if it failed and no other states were loaded since."""
-        if self._unfinished is not None and not self._unfinished.is_of(self.state):
-            self._unfinished = None
-        return self._unfinished
+        if self._failed_step is not None and not self._failed_step.has_same_states(self.state):
+            self._failed_step = None
+        return self._failed_step
 
-    def _run(self, step: Step) -> None:
-        self._unfinished = None
+    def _run(self, step: AdamStep) -> None:
+        self._failed_step = None
         try:
             step.run()
         except BaseException:
-            if step.is_begun:
-                step.note_gradients()
-                self._unfinished = step
+            if step.is_started:
+                step.record_checksums()
+                self._failed_step = step
             raise
 
     def _gradients_of(self, group: dict[str, Any], gradients: Mapping[Any, Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
@@ -279,7 +281,7 @@ class AdamBase(Optimizer):
         for parameter in group["params"]:
             gradient = gradients.get(parameter) if gradients else None
             if gradient is not None:
-                _check_alike(gradient, parameter)
+                _check_same_shape_and_device(gradient, parameter)
             else:
                 gradient = parameter.grad
             if gradient is None:
@@ -297,15 +299,15 @@ class AdamBase(Optimizer):
 
     # States.
 
-    def _update_of(self, parameter: Tensor, gradient: Tensor, working_copy: Tensor | None) -> ParameterUpdate:
+    def _param_update(self, parameter: Tensor, gradient: Tensor, model_param: Tensor | None) -> AdamParamUpdate:
         """Return the update of a parameter; its state is created if it is missing, and has the kernels' layout."""
         state: dict[str, Any] = self.state[parameter]
-        step = complete_step(state)
+        step = init_step_counter(state)
         if self._disk.holds(parameter):
-            self._disk.take_over(parameter, state)
+            self._disk.adopt(parameter, state)
         else:
-            complete_moments(state, parameter)
-        return ParameterUpdate(parameter, gradient, working_copy, state, step, state["exp_avg"], state["exp_avg_sq"])
+            init_moments(state, parameter)
+        return AdamParamUpdate(parameter, gradient, model_param, state, step, state["exp_avg"], state["exp_avg_sq"])
 
     def prepare_states(self) -> None:
         """Allocate disk space for the states of all parameters; see `StateAllocator`.
@@ -341,8 +343,8 @@ class AdamBase(Optimizer):
             CheckpointError: A state file is truncated, or a failed step left a parameter partially updated.
         """
         self._disk.check()
-        step = self._unfinished_step
-        if step is not None and step.divides_a_parameter:
+        step = self._resumable_step
+        if step is not None and step.has_partial_update:
             raise CheckpointError(
                 "the last step failed and left a parameter partially updated, so its step count is undefined: call"
                 " step() again with the same gradients to finish the step before saving"
@@ -364,11 +366,11 @@ class AdamBase(Optimizer):
             ConfigError: The disk has too little free space, or the state belongs to another kind of optimizer, an
                 unsupported variant, or parameters of other shapes.
         """
-        check_stored_state(state_dict, self.param_groups)
+        check_state_dict(state_dict, self.param_groups)
         for group in state_dict["param_groups"]:
             check_hyperparameters({**self.defaults, **group})
         self.prepare_states()
-        handle = self.register_load_state_dict_pre_hook(hold_untouched)  # after the user's hooks
+        handle = self.register_load_state_dict_pre_hook(wrap_states)  # after the user's hooks
         try:
             super().load_state_dict(state_dict)
         finally:
@@ -380,16 +382,16 @@ class AdamBase(Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         if "_disk" not in self.__dict__:  # a copy: states from the disk are in memory until its first step
-            self._open()
+            self._init_disk_states()
         for group in self.param_groups:
             for key, value in self.defaults.items():
                 group.setdefault(key, value)
         for parameter, values in self.state.items():
             for key, value in values.items():
-                if isinstance(value, Untouched):
-                    values[key] = self._loaded(parameter, key, value.tensor)
+                if isinstance(value, _NoCast):
+                    values[key] = self._load_state_tensor(parameter, key, value.tensor)
 
-    def _loaded(self, parameter: Tensor, key: str, value: Tensor) -> Tensor:
+    def _load_state_tensor(self, parameter: Tensor, key: str, value: Tensor) -> Tensor:
         memory = self.allocate_state(parameter, key, tuple(value.shape), value.dtype)
         if memory is None:
             return value.to(parameter.device)
@@ -398,7 +400,7 @@ class AdamBase(Optimizer):
         return memory if memory.data_ptr() == value.data_ptr() else memory.copy_(value)
 
 
-def _check_alike(gradient: Tensor, parameter: Tensor) -> None:
+def _check_same_shape_and_device(gradient: Tensor, parameter: Tensor) -> None:
     if gradient.shape != parameter.shape or gradient.device != parameter.device:
         raise ConfigError(
             f"a parameter of shape {tuple(parameter.shape)} on {parameter.device} was given a gradient of shape"
@@ -484,7 +486,7 @@ class HybridAdam(AdamBase):
             eps=eps,
             weight_decay=weight_decay,
             adamw_mode=adamw_mode,
-            offload=OffloadSettings.checked(nvme_offload_fraction, nvme_offload_dir),
+            offload=OffloadSettings.from_arguments(nvme_offload_fraction, nvme_offload_dir),
         )
 
 

@@ -29,13 +29,13 @@ class Hyperparameters:
     maximize: bool
 
     @classmethod
-    def of(cls, group: Mapping[str, Any]) -> Hyperparameters:
+    def from_group(cls, group: Mapping[str, Any]) -> Hyperparameters:
         """Return the hyperparameters of a param group.
 
         Raises:
             ConfigError: The group enables an unsupported variant.
         """
-        refuse_variants(group)
+        check_no_variants(group)
         beta1, beta2 = group["betas"]
         return cls(
             lr=group["lr"],
@@ -52,25 +52,25 @@ class Hyperparameters:
 class StepArguments:
     """Arguments of a step that all parameters share; see `FusedUpdate.fused_step`."""
 
-    multiplier: float = 1.0
-    multiplier_tensor: Tensor | None = None
+    grad_scale: float = 1.0
+    clip_coef: Tensor | None = None
     zero_grads: bool = False
 
-    def multiplier_on(self, device: torch.device) -> Tensor | None:
-        """Return `multiplier_tensor` as an fp32 scalar tensor on a device, or None if it is not set."""
-        if self.multiplier_tensor is None:
+    def clip_coef_on(self, device: torch.device) -> Tensor | None:
+        """Return `clip_coef` as an fp32 scalar tensor on a device, or None if it is not set."""
+        if self.clip_coef is None:
             return None
-        return self.multiplier_tensor.detach().to(device, torch.float32).reshape(())
+        return self.clip_coef.detach().to(device, torch.float32).reshape(())
 
 
 @dataclass(slots=True, eq=False)
-class ParameterUpdate:
+class AdamParamUpdate:
     """Update of one parameter.
 
     Attributes:
         parameter: Parameter to update.
         gradient: Gradient of the parameter.
-        working_copy: Low-precision copy that the updated parameter is rounded into, or None.
+        model_param: Low-precision copy that the updated parameter is rounded into, or None.
         state: Optimizer state of the parameter, complete; it contains the three tensors below.
         step: Number of steps so far.
         exp_avg: First moment.
@@ -79,7 +79,7 @@ class ParameterUpdate:
 
     parameter: Tensor
     gradient: Tensor
-    working_copy: Tensor | None
+    model_param: Tensor | None
     state: dict[str, Any]
     step: Tensor
     exp_avg: Tensor
@@ -92,18 +92,18 @@ class ParameterUpdate:
 
 
 @dataclass(frozen=True, slots=True)
-class GroupUpdate:
+class AdamGroupUpdate:
     """Updates that share their hyperparameters."""
 
     hyperparameters: Hyperparameters
-    updates: list[ParameterUpdate]
+    updates: list[AdamParamUpdate]
 
-    def part(self, updates: list[ParameterUpdate]) -> GroupUpdate:
+    def subset(self, updates: list[AdamParamUpdate]) -> AdamGroupUpdate:
         """Return a group of some of the updates, with the same hyperparameters."""
-        return GroupUpdate(self.hyperparameters, updates)
+        return AdamGroupUpdate(self.hyperparameters, updates)
 
 
-def refuse_variants(group: Mapping[str, Any]) -> None:
+def check_no_variants(group: Mapping[str, Any]) -> None:
     """Check that a param group enables neither AMSGrad nor differentiable updates.
 
     Raises:
@@ -117,7 +117,7 @@ def refuse_variants(group: Mapping[str, Any]) -> None:
             )
 
 
-# Note [Memory order]
+# Note [Memory layout of kernel arguments]
 # Kernels treat tensors as flat memory, so parameter, gradient and states must have the same strides and no gaps: either
 # contiguous or, as with channels_last, another dense order. A tensor with other strides is copied into its parameter's.
 
@@ -131,65 +131,65 @@ def is_dense(tensor: Tensor) -> bool:
     return tensor.permute(order).is_contiguous()
 
 
-def flat(tensor: Tensor) -> Tensor:
+def flat_view(tensor: Tensor) -> Tensor:
     """Return a 1-dim view of a dense tensor's memory."""
     if tensor.is_contiguous():
         return tensor.view(-1)
     return tensor.as_strided((tensor.numel(),), (1,))
 
 
-def shaped_like(memory: Tensor, model: Tensor) -> Tensor:
+def view_like(memory: Tensor, like: Tensor) -> Tensor:
     """Return a view of 1-dim memory with the shape and strides of a dense tensor."""
-    return memory.view(model.shape) if model.is_contiguous() else memory.as_strided(model.shape, model.stride())
+    return memory.view(like.shape) if like.is_contiguous() else memory.as_strided(like.shape, like.stride())
 
 
-def laid_out_like(tensor: Tensor, model: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Return the tensor itself, or a copy with the strides of `model` (contiguous if `model` has gaps).
+def match_strides(tensor: Tensor, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Return the tensor itself, or a copy with the strides of `like` (contiguous if `like` has gaps).
 
     Args:
-        tensor: Tensor of the shape of `model`.
-        model: Tensor with the strides and device to match.
+        tensor: Tensor of the shape of `like`.
+        like: Tensor with the strides and device to match.
         dtype: dtype of the result; optional, defaults to the tensor's.
     """
     dtype = tensor.dtype if dtype is None else dtype
-    is_same_order = tensor.is_contiguous() if model.is_contiguous() else tensor.stride() == model.stride()
-    if is_same_order and tensor.dtype == dtype and tensor.device == model.device:
+    is_same_order = tensor.is_contiguous() if like.is_contiguous() else tensor.stride() == like.stride()
+    if is_same_order and tensor.dtype == dtype and tensor.device == like.device:
         return tensor
-    return torch.empty_like(model, dtype=dtype, requires_grad=False).copy_(tensor)
+    return torch.empty_like(like, dtype=dtype, requires_grad=False).copy_(tensor)
 
 
 @dataclass(slots=True, eq=False)
-class Operands:
+class KernelArguments:
     """Kernel arguments for one parameter: flat tensors in the same memory order."""
 
     parameter: Tensor
     gradient: Tensor
     exp_avg: Tensor
     exp_avg_sq: Tensor
-    working_copy: Tensor | None
+    model_param: Tensor | None
     next_step: float
 
 
-def update_on_host(group: GroupUpdate, arguments: StepArguments) -> None:
+def update_on_host(group: AdamGroupUpdate, arguments: StepArguments) -> None:
     """Update parameters and states in place, and increment the step counters.
 
     Args:
         group: Updates of CPU parameters, with complete states.
         arguments: Arguments of the step.
     """
-    rows = [update if _is_plain(update) else _operands(update) for update in group.updates]
+    rows = [update if _is_all_contiguous(update) else _kernel_arguments(update) for update in group.updates]
     run_kernel(rows, group.hyperparameters, arguments)
     for row, update in zip(rows, group.updates, strict=True):
-        if isinstance(row, Operands):
+        if isinstance(row, KernelArguments):
             _write_back(row, update, arguments)
-    count_steps(group.updates)
+    increment_steps(group.updates)
 
 
 def run_kernel(
-    rows: Sequence[Operands | ParameterUpdate], hyperparameters: Hyperparameters, arguments: StepArguments
+    rows: Sequence[KernelArguments | AdamParamUpdate], hyperparameters: Hyperparameters, arguments: StepArguments
 ) -> None:
     """Call the CPU kernel once for all rows."""
-    copies = [row.working_copy for row in rows]
+    copies = [row.model_param for row in rows]
     adam_step(
         [row.parameter for row in rows],
         [row.gradient for row in rows],
@@ -202,84 +202,84 @@ def run_kernel(
         weight_decay=hyperparameters.weight_decay,
         decoupled_weight_decay=hyperparameters.decoupled_weight_decay,
         bias_correction=hyperparameters.bias_correction,
-        working_copies=None if all(copy is None for copy in copies) else copies,
-        multiplier=-arguments.multiplier if hyperparameters.maximize else arguments.multiplier,
-        multiplier_tensor=arguments.multiplier_on(torch.device("cpu")),
+        model_params=None if all(copy is None for copy in copies) else copies,
+        grad_scale=-arguments.grad_scale if hyperparameters.maximize else arguments.grad_scale,
+        clip_coef=arguments.clip_coef_on(torch.device("cpu")),
         zero_grads=arguments.zero_grads,
     )
 
 
-def count_steps(updates: Sequence[ParameterUpdate]) -> None:
+def increment_steps(updates: Sequence[AdamParamUpdate]) -> None:
     """Increment the step counters."""
     if updates:
         # 1 as a tensor: from a number, torch would create one tensor per parameter.
         torch._foreach_add_([update.step for update in updates], torch.ones(()), alpha=1.0)
 
 
-def _is_plain(update: ParameterUpdate) -> bool:
-    copy = update.working_copy
+def _is_all_contiguous(update: AdamParamUpdate) -> bool:
+    copy = update.model_param
     # The moments have the parameter's strides.
-    is_plain = update.parameter.is_contiguous() and update.gradient.is_contiguous()
-    return is_plain and (copy is None or copy.is_contiguous())
+    is_contiguous = update.parameter.is_contiguous() and update.gradient.is_contiguous()
+    return is_contiguous and (copy is None or copy.is_contiguous())
 
 
-def _operands(update: ParameterUpdate) -> Operands:
-    parameter, copy = update.parameter, update.working_copy
-    model = parameter if is_dense(parameter) else parameter.contiguous()
-    return Operands(
-        flat(model),
-        flat(laid_out_like(update.gradient, model)),
-        flat(laid_out_like(update.exp_avg, model)),
-        flat(laid_out_like(update.exp_avg_sq, model)),
-        None if copy is None else flat(laid_out_like(copy, model)),
+def _kernel_arguments(update: AdamParamUpdate) -> KernelArguments:
+    parameter, copy = update.parameter, update.model_param
+    like = parameter if is_dense(parameter) else parameter.contiguous()
+    return KernelArguments(
+        flat_view(like),
+        flat_view(match_strides(update.gradient, like)),
+        flat_view(match_strides(update.exp_avg, like)),
+        flat_view(match_strides(update.exp_avg_sq, like)),
+        None if copy is None else flat_view(match_strides(copy, like)),
         update.next_step,
     )
 
 
-def _write_back(row: Operands, update: ParameterUpdate, arguments: StepArguments) -> None:
+def _write_back(row: KernelArguments, update: AdamParamUpdate, arguments: StepArguments) -> None:
     """Copy the kernel's results from reordered temporaries back into the original tensors."""
-    model = update.parameter if is_dense(update.parameter) else update.parameter.contiguous()
+    like = update.parameter if is_dense(update.parameter) else update.parameter.contiguous()
     pairs = [
         (update.parameter, row.parameter),
         (update.exp_avg, row.exp_avg),
         (update.exp_avg_sq, row.exp_avg_sq),
     ]
-    if update.working_copy is not None and row.working_copy is not None:
-        pairs.append((update.working_copy, row.working_copy))
+    if update.model_param is not None and row.model_param is not None:
+        pairs.append((update.model_param, row.model_param))
     if arguments.zero_grads:
         pairs.append((update.gradient, row.gradient))
     for tensor, memory in pairs:
         if tensor.data_ptr() != memory.data_ptr():
-            tensor.copy_(shaped_like(memory, model))
+            tensor.copy_(view_like(memory, like))
 
 
-def update_on_device(group: GroupUpdate, arguments: StepArguments) -> None:
+def update_on_device(group: AdamGroupUpdate, arguments: StepArguments) -> None:
     """Launch the updates and increment the step counters, without synchronizing with the devices.
 
     Args:
         group: Updates of accelerator parameters, with complete states of the parameters' dtypes.
         arguments: Arguments of the step.
     """
-    alike: dict[tuple[torch.device, torch.dtype], list[ParameterUpdate]] = {}
+    by_device_and_dtype: dict[tuple[torch.device, torch.dtype], list[AdamParamUpdate]] = {}
     for update in group.updates:
         if update.parameter.numel() > 0:
-            alike.setdefault((update.parameter.device, update.parameter.dtype), []).append(update)
-    for (device, _), updates in alike.items():
-        _update_alike(updates, group.hyperparameters, arguments, device)
-    count_steps(group.updates)
+            by_device_and_dtype.setdefault((update.parameter.device, update.parameter.dtype), []).append(update)
+    for (device, _), updates in by_device_and_dtype.items():
+        _update_same_dtype(updates, group.hyperparameters, arguments, device)
+    increment_steps(group.updates)
 
 
-def _update_alike(
-    updates: Sequence[ParameterUpdate],
+def _update_same_dtype(
+    updates: Sequence[AdamParamUpdate],
     hyperparameters: Hyperparameters,
     arguments: StepArguments,
     device: torch.device,
 ) -> None:
     parameters = [update.parameter for update in updates]
-    divisor = _divisor(arguments, device)
+    divisor = _inv_grad_scale(arguments, device)
     # The kernel requires a single dtype, and unscales the gradients in place.
-    copies_all = divisor is not None and not arguments.zero_grads
-    gradients = [update.gradient.to(update.parameter.dtype, copy=copies_all) for update in updates]
+    must_copy = divisor is not None and not arguments.zero_grads
+    gradients = [update.gradient.to(update.parameter.dtype, copy=must_copy) for update in updates]
     step = torch._fused_adamw_ if hyperparameters.decoupled_weight_decay else torch._fused_adam_
     lr = hyperparameters.lr
     step(
@@ -288,7 +288,7 @@ def _update_alike(
         [update.exp_avg for update in updates],
         [update.exp_avg_sq for update in updates],
         [],
-        _step_numbers(updates, device, corrects=hyperparameters.bias_correction),
+        _step_numbers(updates, device, bias_correction=hyperparameters.bias_correction),
         lr=lr.to(device) if isinstance(lr, Tensor) and not lr.is_cpu else float(lr),
         beta1=hyperparameters.betas[0],
         beta2=hyperparameters.betas[1],
@@ -300,26 +300,26 @@ def _update_alike(
         found_inf=None,
     )
     torch.autograd.graph.increment_version(parameters)  # so that backward through the old values raises
-    copies = [(update.working_copy, update.parameter) for update in updates if update.working_copy is not None]
+    copies = [(update.model_param, update.parameter) for update in updates if update.model_param is not None]
     if copies:
         torch._foreach_copy_([copy for copy, _ in copies], [parameter for _, parameter in copies])
     if arguments.zero_grads:
         torch._foreach_zero_([update.gradient for update in updates])
 
 
-def _step_numbers(updates: Sequence[ParameterUpdate], device: torch.device, *, corrects: bool) -> list[Tensor]:
+def _step_numbers(updates: Sequence[AdamParamUpdate], device: torch.device, *, bias_correction: bool) -> list[Tensor]:
     """Return the step numbers as device tensors, filled on the device, as copies would synchronize."""
     # An infinite step number disables bias correction: 1 - beta ** inf = 1.
-    counts = [update.next_step if corrects else math.inf for update in updates]
-    made = {count: torch.full((), count, dtype=torch.float32, device=device) for count in set(counts)}
-    return [made[count] for count in counts]
+    counts = [update.next_step if bias_correction else math.inf for update in updates]
+    tensors = {count: torch.full((), count, dtype=torch.float32, device=device) for count in set(counts)}
+    return [tensors[count] for count in counts]
 
 
-def _divisor(arguments: StepArguments, device: torch.device) -> Tensor | None:
+def _inv_grad_scale(arguments: StepArguments, device: torch.device) -> Tensor | None:
     """Return the divisor of the gradients (grad_scale of torch's fused kernels), or None."""
-    factor = arguments.multiplier_on(device)
-    if factor is None:
-        if arguments.multiplier == 1.0:
+    clip_coef = arguments.clip_coef_on(device)
+    if clip_coef is None:
+        if arguments.grad_scale == 1.0:
             return None
-        return torch.full((), 1.0 / arguments.multiplier, dtype=torch.float32, device=device)
-    return (factor * arguments.multiplier).reciprocal()
+        return torch.full((), 1.0 / arguments.grad_scale, dtype=torch.float32, device=device)
+    return (clip_coef * arguments.grad_scale).reciprocal()

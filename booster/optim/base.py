@@ -15,12 +15,12 @@ from torch.optim import Optimizer
 from booster.core.shard_aware import Shards
 from booster.errors import ConfigError
 
-from .adam_update import MOMENTS, is_dense, laid_out_like
-from .param_update import ParameterStep
+from .adam_update import MOMENTS, is_dense, match_strides
+from .param_update import ParamUpdate
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Untouched:
+class _NoCast:
     """Wrapper that hides a state tensor from `Optimizer.load_state_dict`.
 
     torch casts every floating-point state to its parameter's dtype, which would round fp32 moments of bf16 parameters.
@@ -30,11 +30,11 @@ class Untouched:
     tensor: Tensor
 
 
-def hold_untouched(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Pre-hook of `load_state_dict`: returns a state_dict with its state tensors wrapped in `Untouched`."""
+def wrap_states(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Pre-hook of `load_state_dict`: returns a state_dict with its state tensors wrapped in `_NoCast`."""
     wrapped = {
-        number: {key: Untouched(value) if isinstance(value, Tensor) else value for key, value in values.items()}
-        for number, values in state_dict["state"].items()
+        index: {key: _NoCast(value) if isinstance(value, Tensor) else value for key, value in values.items()}
+        for index, values in state_dict["state"].items()
     }
     return {**state_dict, "state": wrapped}
 
@@ -71,7 +71,7 @@ class OptimizerBase(Optimizer):
         """Raise ConfigError if a param group, defaults included, is invalid."""
 
     @abstractmethod
-    def _update(self, steps: list[ParameterStep]) -> None:
+    def _update(self, steps: list[ParamUpdate]) -> None:
         """Update the weights. Collective if there are shards."""
 
     def _state_shape(self, parameter: Tensor, key: str) -> tuple[int, ...] | None:
@@ -125,19 +125,19 @@ class OptimizerBase(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 result = closure()
-        steps = list(self._steps())
+        steps = list(self._param_updates())
         self._update(steps)
         for step in steps:
             step.write_back()
         return result
 
-    def _steps(self) -> Iterator[ParameterStep]:
+    def _param_updates(self) -> Iterator[ParamUpdate]:
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None and parameter.numel() > 0:
-                    yield self._step_of(parameter, parameter.grad, group)
+                    yield self._param_update(parameter, parameter.grad, group)
 
-    def _step_of(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> ParameterStep:
+    def _param_update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> ParamUpdate:
         if gradient.layout is not torch.strided:
             raise ConfigError(
                 f"the gradient of a parameter of shape {tuple(parameter.shape)} is sparse, and {type(self).__name__}"
@@ -145,13 +145,13 @@ class OptimizerBase(Optimizer):
             )
         dtype = _state_dtype(parameter)
         shard = None if self._shards is None else self._shards.shard_of(parameter)
-        # A parameter with gaps in its memory is copied as well; see Note [Memory order].
-        is_itself = parameter.dtype == dtype and is_dense(parameter)
-        weights = parameter if is_itself else laid_out_like(parameter.contiguous(), parameter.contiguous(), dtype)
-        return ParameterStep(
+        # A parameter with gaps in its memory is copied as well; see Note [Memory layout of kernel arguments].
+        is_in_place = parameter.dtype == dtype and is_dense(parameter)
+        weights = parameter if is_in_place else match_strides(parameter.contiguous(), parameter.contiguous(), dtype)
+        return ParamUpdate(
             parameter=parameter,
             weights=weights,
-            gradient=laid_out_like(gradient, weights, dtype),
+            gradient=match_strides(gradient, weights, dtype),
             state=self.state[parameter],
             group=group,
             shard=shard,
@@ -159,7 +159,7 @@ class OptimizerBase(Optimizer):
 
     # States.
 
-    def _state_tensor(self, step: ParameterStep, key: str) -> Tensor:
+    def _state_tensor(self, step: ParamUpdate, key: str) -> Tensor:
         """Return a parameter's state in the dtype of the arithmetic; a missing state is created as zeros."""
         value: Tensor | None = step.state.get(key)
         dtype, device = step.weights.dtype, step.weights.device
@@ -172,7 +172,7 @@ class OptimizerBase(Optimizer):
                 assert shape is not None
                 value = torch.zeros(shape, dtype=dtype, device=device)
         elif is_moment:  # with the strides of the weights
-            value = laid_out_like(value, step.weights, dtype)
+            value = match_strides(value, step.weights, dtype)
         else:
             value = value.to(device, dtype)
         step.state[key] = value
@@ -201,16 +201,16 @@ class OptimizerBase(Optimizer):
         Raises:
             ConfigError: The state belongs to another optimizer class, or to parameters of other shapes.
         """
-        self._check_stored(state_dict)
-        handle = self.register_load_state_dict_pre_hook(hold_untouched)  # after the user's hooks
+        self._check_state_dict(state_dict)
+        handle = self.register_load_state_dict_pre_hook(wrap_states)  # after the user's hooks
         try:
             super().load_state_dict(state_dict)
         finally:
             handle.remove()
 
-    def _check_stored(self, stored: Mapping[str, Any]) -> None:
+    def _check_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         name = type(self).__name__
-        for saved, group in zip(stored["param_groups"], self.param_groups, strict=False):
+        for saved, group in zip(state_dict["param_groups"], self.param_groups, strict=False):
             missing = [key for key in self.defaults if key not in saved]
             if missing:
                 raise ConfigError(
@@ -218,8 +218,8 @@ class OptimizerBase(Optimizer):
                     f" {name}, and its moments have another meaning: load the state of a {name}"
                 )
             self._check_group(saved)
-            for number, parameter in zip(saved["params"], group["params"], strict=False):
-                for key, value in stored["state"].get(number, {}).items():
+            for index, parameter in zip(saved["params"], group["params"], strict=False):
+                for key, value in state_dict["state"].get(index, {}).items():
                     self._check_state(parameter, key, value)
 
     def _check_state(self, parameter: Tensor, key: str, value: Any) -> None:
@@ -241,10 +241,10 @@ class OptimizerBase(Optimizer):
                 group.setdefault(key, value)
         for parameter, values in self.state.items():
             for key, value in values.items():
-                if isinstance(value, Untouched):
-                    values[key] = self._loaded(parameter, key, value.tensor)
+                if isinstance(value, _NoCast):
+                    values[key] = self._load_state_tensor(parameter, key, value.tensor)
 
-    def _loaded(self, parameter: Tensor, key: str, value: Tensor) -> Any:
+    def _load_state_tensor(self, parameter: Tensor, key: str, value: Tensor) -> Any:
         if self._state_shape(parameter, key) is None:
             return int(value) if key == "step" else value
         return value.to(parameter.device, _state_dtype(parameter))
@@ -261,7 +261,7 @@ def moment_dtype(parameter: Tensor) -> torch.dtype:
     return torch.float32 if dtype in _LOW_PRECISION and parameter.is_cpu else dtype
 
 
-def complete_step(state: dict[str, Any]) -> Tensor:
+def init_step_counter(state: dict[str, Any]) -> Tensor:
     """Convert "step" to an fp32 CPU tensor, zero if it is missing, and return it."""
     step = state.get("step")
     if not (isinstance(step, Tensor) and step.is_cpu and step.dtype is torch.float32):
@@ -269,19 +269,19 @@ def complete_step(state: dict[str, Any]) -> Tensor:
     return step
 
 
-def complete_moments(state: dict[str, Any], parameter: Tensor) -> None:
+def init_moments(state: dict[str, Any], parameter: Tensor) -> None:
     """Convert the moments to the parameter's device, strides and moment dtype; missing ones are created as zeros."""
     dtype = moment_dtype(parameter)
     for key in MOMENTS:
         value = state.get(key)
         if value is None:
             state[key] = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
-        elif not _is_in_form(value, parameter, dtype):
-            model = parameter if is_dense(parameter) else parameter.contiguous()
-            state[key] = laid_out_like(value, model, dtype)
+        elif not _is_kernel_ready(value, parameter, dtype):
+            like = parameter if is_dense(parameter) else parameter.contiguous()
+            state[key] = match_strides(value, like, dtype)
 
 
-def _is_in_form(value: Tensor, parameter: Tensor, dtype: torch.dtype) -> bool:
+def _is_kernel_ready(value: Tensor, parameter: Tensor, dtype: torch.dtype) -> bool:
     if value.dtype is not dtype:
         return False
     if parameter.is_cpu and value.is_cpu and parameter.is_contiguous():
@@ -289,7 +289,7 @@ def _is_in_form(value: Tensor, parameter: Tensor, dtype: torch.dtype) -> bool:
     return value.device == parameter.device and value.stride() == parameter.stride()
 
 
-def require_learning_rate(group: Mapping[str, Any]) -> None:
+def check_learning_rate(group: Mapping[str, Any]) -> None:
     """Check the `lr` of a param group.
 
     Raises:
@@ -300,10 +300,10 @@ def require_learning_rate(group: Mapping[str, Any]) -> None:
         raise ConfigError("lr=None, and this optimizer computes no learning rate itself: pass lr=2e-4 or similar")
     if isinstance(lr, Tensor) and lr.numel() != 1:
         raise ConfigError(f"lr is a tensor of shape {tuple(lr.shape)}: pass one with one element, or a number")
-    require_amount(group, "lr")
+    check_non_negative(group, "lr")
 
 
-def require_amount(
+def check_non_negative(
     group: Mapping[str, Any], name: str, *, is_positive: bool = False, below: float = math.inf, why: str = ""
 ) -> None:
     """Check that a hyperparameter is a finite non-negative number.
@@ -328,21 +328,21 @@ def require_amount(
     raise ConfigError(f"{name}={value!r}{' ' + why if why else ' is out of range'}: give {kind}{limit}")
 
 
-def require_fractions(group: Mapping[str, Any], name: str, count: int, *, example: tuple[float, ...]) -> None:
+def check_decay_rates(group: Mapping[str, Any], name: str, count: int, *, example: tuple[float, ...]) -> None:
     """Check that a hyperparameter is a sequence of `count` numbers in [0, 1).
 
     Raises:
         ConfigError: It is not.
     """
     values = group[name]
-    is_row = isinstance(values, Sequence) and not isinstance(values, str) and len(values) == count
-    if not is_row or not all(_is_number(value) and 0.0 <= float(value) < 1.0 for value in values):
+    is_sequence = isinstance(values, Sequence) and not isinstance(values, str) and len(values) == count
+    if not is_sequence or not all(_is_number(value) and 0.0 <= float(value) < 1.0 for value in values):
         raise ConfigError(
             f"{name}={values!r} is not a sequence of decay rates: give {count} numbers in [0, 1), such as {example}"
         )
 
 
-def require_flag(group: Mapping[str, Any], name: str) -> None:
+def check_bool(group: Mapping[str, Any], name: str) -> None:
     """Check that a hyperparameter is a bool.
 
     Raises:

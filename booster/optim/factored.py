@@ -11,10 +11,10 @@ from torch import Tensor
 
 from booster.errors import ConfigError
 
-from .base import OptimizerBase, require_amount, require_flag, require_fractions, require_learning_rate
-from .param_update import ParameterStep, StepBatch
+from .base import OptimizerBase, check_bool, check_decay_rates, check_learning_rate, check_non_negative
+from .param_update import ParamUpdate, UpdateBatch
 
-# Note [Factored squares]
+# Note [Factored second moments]
 # Shazeer and Stern (2018, section 3): with means of squares R over the rows and C over the columns of a matrix, the
 # estimate of an element's mean square is R_i * C_j / mean(R). With more than two dimensions the last two form matrices.
 # A matrix of a single row or column is not factored, as its factors would hold the same values. Factored states have
@@ -26,7 +26,7 @@ def is_factored(shape: Sequence[int]) -> bool:
     return len(shape) >= 2 and shape[-1] > 1 and shape[-2] > 1
 
 
-def num_sums(shape: Sequence[int]) -> int:
+def num_row_and_column_sums(shape: Sequence[int]) -> int:
     """Return the number of row and column sums of a parameter, 0 if it is not factored."""
     if not is_factored(shape):
         return 0
@@ -38,14 +38,14 @@ def row_and_column_shapes(shape: Sequence[int]) -> tuple[tuple[int, ...], tuple[
     return (*shape[:-1], 1), (*shape[:-2], 1, shape[-1])
 
 
-class RowsAndColumns:
+class FactoredStatistics:
     """Row and column statistics of a factored parameter, of which this rank may hold a shard.
 
     Args:
         step: Update of the parameter.
     """
 
-    def __init__(self, step: ParameterStep) -> None:
+    def __init__(self, step: ParamUpdate) -> None:
         self._step = step
         self._row_shape, self._column_shape = row_and_column_shapes(step.shape)
 
@@ -70,8 +70,8 @@ class RowsAndColumns:
         *_, num_rows, num_columns = self._step.shape
         return rows.view(self._row_shape) / num_columns, columns.view(self._column_shape) / num_rows
 
-    def divided_by_root(self, tensor: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
-        """Return a tensor divided by the root of the estimate; see Note [Factored squares]. Padding becomes zero.
+    def precondition(self, tensor: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
+        """Return a tensor divided by the root of the estimate; see Note [Factored second moments]. Padding is zero.
 
         Args:
             tensor: Tensor of the shape of this rank's shard.
@@ -97,25 +97,25 @@ def _columns_of(box: Sequence[tuple[int, int]]) -> tuple[slice, ...]:
 
 
 class FactoredBase(OptimizerBase):
-    """Optimizer with factored second moments; see Note [Factored squares]."""
+    """Optimizer with factored second moments; see Note [Factored second moments]."""
 
-    _averages: ClassVar[tuple[str, ...]] = ()
+    _second_moments: ClassVar[tuple[str, ...]] = ()
     """Keys of the second moments; a factored one has two states, with the suffixes _row and _col."""
 
-    _usual_eps: ClassVar[tuple[float, float]]
+    _default_eps: ClassVar[tuple[float, float]]
 
-    def _check_small_pair(self, group: Mapping[str, Any]) -> None:
+    def _check_eps(self, group: Mapping[str, Any]) -> None:
         pair = group["eps"]
         is_pair = isinstance(pair, Sequence) and not isinstance(pair, str) and len(pair) == 2
         if not is_pair or not all(isinstance(one, float) and 0 < one < float("inf") for one in pair):
             raise ConfigError(
                 f"eps={pair!r} is not the pair of small numbers that keep divisors and rates above zero: give two"
-                f" positive floats, such as {self._usual_eps}"
+                f" positive floats, such as {self._default_eps}"
             )
 
     def _state_shape(self, parameter: Tensor, key: str) -> tuple[int, ...] | None:
         average, _, side = key.rpartition("_")
-        if average not in self._averages or side not in ("row", "col"):
+        if average not in self._second_moments or side not in ("row", "col"):
             return super()._state_shape(parameter, key)
         shard = None if self._shards is None else self._shards.shard_of(parameter)
         shape = tuple(parameter.shape) if shard is None else shard.global_shape
@@ -123,41 +123,43 @@ class FactoredBase(OptimizerBase):
             return None
         return row_and_column_shapes(shape)[0 if side == "row" else 1]
 
-    def _sums_of_squares(self, step: ParameterStep, tensor: Tensor) -> Tensor:
-        """Return this rank's addends to the sums that `_take_squares` needs; empty if the parameter is not factored."""
-        return RowsAndColumns(step).sums_of_squares(tensor) if is_factored(step.shape) else tensor.new_zeros(0)
+    def _sums_of_squares(self, step: ParamUpdate, tensor: Tensor) -> Tensor:
+        """Return this rank's addends to the sums of `_update_factored_second_moment`; empty if not factored."""
+        return FactoredStatistics(step).sums_of_squares(tensor) if is_factored(step.shape) else tensor.new_zeros(0)
 
-    def _take_squares(
-        self, step: ParameterStep, average: str, sums: Tensor, tensor: Tensor, *, decay: float, eps: float
+    def _update_factored_second_moment(
+        self, step: ParamUpdate, moment: str, sums: Tensor, tensor: Tensor, *, decay: float, eps: float
     ) -> None:
         """Update a second moment with the squares of a tensor.
 
         Args:
             step: Update of the parameter.
-            average: Key of the second moment, one of `_averages`.
+            moment: Key of the second moment, one of `_second_moments`.
             sums: `_sums_of_squares` reduced over the full parameter.
             tensor: Tensor of this rank's shard.
             decay: Decay rate of the moment.
             eps: Term added to every square.
         """
         if not is_factored(step.shape):
-            squares = self._state_tensor(step, average)
+            squares = self._state_tensor(step, moment)
             squares.mul_(decay).addcmul_(tensor, tensor, value=1.0 - decay).add_(eps * (1.0 - decay))
             return
-        for key, means in zip(("row", "col"), RowsAndColumns(step).means(sums), strict=True):
-            self._state_tensor(step, f"{average}_{key}").mul_(decay).add_(means + eps, alpha=1.0 - decay)
+        for key, means in zip(("row", "col"), FactoredStatistics(step).means(sums), strict=True):
+            self._state_tensor(step, f"{moment}_{key}").mul_(decay).add_(means + eps, alpha=1.0 - decay)
 
-    def _divided(self, step: ParameterStep, average: str, tensor: Tensor) -> Tensor:
+    def _preconditioned(self, step: ParamUpdate, moment: str, tensor: Tensor) -> Tensor:
         """Return a new tensor: `tensor` divided by the root of a second moment."""
         if not is_factored(step.shape):
-            return tensor * self._state_tensor(step, average).rsqrt()
-        rows, columns = (self._state_tensor(step, f"{average}_{key}") for key in ("row", "col"))
-        return RowsAndColumns(step).divided_by_root(tensor, rows, columns)
+            return tensor * self._state_tensor(step, moment).rsqrt()
+        rows, columns = (self._state_tensor(step, f"{moment}_{key}") for key in ("row", "col"))
+        return FactoredStatistics(step).precondition(tensor, rows, columns)
 
-    def _clip(self, batch: StepBatch, updates: Sequence[Tensor]) -> None:
+    def _clip(self, batch: UpdateBatch, updates: Sequence[Tensor]) -> None:
         """Scale updates in place so that their root mean squares meet the threshold. Collective, one all-reduce."""
-        own = [step.sum_of_squares(one).reshape(1) for step, one in zip(batch.steps, updates, strict=True)]
-        for step, update, total in zip(batch.steps, updates, batch.sums(own, lambda shape: 1), strict=True):
+        squares = [step.sum_of_squares(one).reshape(1) for step, one in zip(batch.updates, updates, strict=True)]
+        for step, update, total in zip(
+            batch.updates, updates, batch.reduced_sums(squares, lambda shape: 1), strict=True
+        ):
             root = (total.reshape(()) / step.numel).sqrt()
             update.div_((root / step.group["clip_threshold"]).clamp(min=1.0))
 
@@ -190,8 +192,8 @@ class Adafactor(FactoredBase):
     """
 
     _moments = ("exp_avg", "exp_avg_sq")
-    _averages = ("exp_avg_sq",)
-    _usual_eps = (1e-30, 1e-3)
+    _second_moments = ("exp_avg_sq",)
+    _default_eps = (1e-30, 1e-3)
 
     def __init__(
         self,
@@ -221,10 +223,10 @@ class Adafactor(FactoredBase):
 
     def _check_group(self, group: Mapping[str, Any]) -> None:
         for name in ("scale_parameter", "relative_step", "warmup_init"):
-            require_flag(group, name)
+            check_bool(group, name)
         _check_rate(group)
-        self._check_small_pair(group)
-        require_amount(group, "clip_threshold", is_positive=True, why="would clip every update to nothing")
+        self._check_eps(group)
+        check_non_negative(group, "clip_threshold", is_positive=True, why="would clip every update to nothing")
         rate = group["decay_rate"]
         if isinstance(rate, bool) or not isinstance(rate, (int, float)) or not -1.0 <= rate < 0.0:
             raise ConfigError(
@@ -232,32 +234,32 @@ class Adafactor(FactoredBase):
                 " number in [-1, 0), such as -0.8"
             )
         if group["beta1"] is not None:
-            require_fractions({"beta1": (group["beta1"],)}, "beta1", 1, example=(0.9,))
-        require_amount(group, "weight_decay")
+            check_decay_rates({"beta1": (group["beta1"],)}, "beta1", 1, example=(0.9,))
+        check_non_negative(group, "weight_decay")
 
-    def _update(self, steps: list[ParameterStep]) -> None:
-        for batch in StepBatch.divide(steps, self._shards):
-            scales = self._take_gradients(batch)
-            updates = [self._divided(step, "exp_avg_sq", step.gradient) for step in batch.steps]
+    def _update(self, steps: list[ParamUpdate]) -> None:
+        for batch in UpdateBatch.split(steps, self._shards):
+            scales = self._update_second_moments(batch)
+            updates = [self._preconditioned(step, "exp_avg_sq", step.gradient) for step in batch.updates]
             self._clip(batch, updates)
-            for step, update, scale in zip(batch.steps, updates, scales, strict=True):
+            for step, update, scale in zip(batch.updates, updates, scales, strict=True):
                 self._apply(step, update, scale)
 
-    def _take_gradients(self, batch: StepBatch) -> list[Tensor]:
+    def _update_second_moments(self, batch: UpdateBatch) -> list[Tensor]:
         """Update the second moments; return the weights' root mean squares. Collective."""
-        own = [
+        local_sums = [
             torch.cat([self._sums_of_squares(step, step.gradient), step.sum_of_squares(step.weights).reshape(1)])
-            for step in batch.steps
+            for step in batch.updates
         ]
-        totals = batch.sums(own, lambda shape: num_sums(shape) + 1)
-        for step, total in zip(batch.steps, totals, strict=True):
+        totals = batch.reduced_sums(local_sums, lambda shape: num_row_and_column_sums(shape) + 1)
+        for step, total in zip(batch.updates, totals, strict=True):
             number = step.state["step"] = step.state.get("step", 0) + 1
             decay = 1.0 - number ** step.group["decay_rate"]
             eps = step.group["eps"][0]
-            self._take_squares(step, "exp_avg_sq", total[:-1], step.gradient, decay=decay, eps=eps)
-        return [(total[-1] / step.numel).sqrt() for step, total in zip(batch.steps, totals, strict=True)]
+            self._update_factored_second_moment(step, "exp_avg_sq", total[:-1], step.gradient, decay=decay, eps=eps)
+        return [(total[-1] / step.numel).sqrt() for step, total in zip(batch.updates, totals, strict=True)]
 
-    def _apply(self, step: ParameterStep, update: Tensor, scale: Tensor) -> None:
+    def _apply(self, step: ParamUpdate, update: Tensor, scale: Tensor) -> None:
         group = step.group
         rate: Tensor | float = _rate(group, step.state["step"])
         if group["scale_parameter"]:
@@ -283,7 +285,7 @@ def _check_rate(group: Mapping[str, Any]) -> None:
             " relative_step=False (and scale_parameter=False for a rate independent of the weights), or omit lr"
         )
     if not group["relative_step"]:
-        require_learning_rate(group)
+        check_learning_rate(group)
     if group["warmup_init"] and not group["relative_step"]:
         raise ConfigError(
             "warmup_init=True is the warmup of the relative step, which relative_step=False disables: omit warmup_init,"
@@ -314,8 +316,8 @@ class CAME(FactoredBase):
     """
 
     _moments = ("exp_avg", "exp_avg_sq", "exp_avg_res")
-    _averages = ("exp_avg_sq", "exp_avg_res")
-    _usual_eps = (1e-30, 1e-16)
+    _second_moments = ("exp_avg_sq", "exp_avg_res")
+    _default_eps = (1e-30, 1e-16)
 
     def __init__(
         self,
@@ -337,41 +339,49 @@ class CAME(FactoredBase):
 
     def _check_group(self, group: Mapping[str, Any]) -> None:
         if "params" in group or group["lr"] is not None:  # defaults may omit lr if every group has one
-            require_learning_rate(group)
-        self._check_small_pair(group)
-        require_amount(group, "clip_threshold", is_positive=True, why="would clip every update to nothing")
-        require_fractions(group, "betas", 3, example=(0.9, 0.999, 0.9999))
-        require_amount(group, "weight_decay")
+            check_learning_rate(group)
+        self._check_eps(group)
+        check_non_negative(group, "clip_threshold", is_positive=True, why="would clip every update to nothing")
+        check_decay_rates(group, "betas", 3, example=(0.9, 0.999, 0.9999))
+        check_non_negative(group, "weight_decay")
 
-    def _update(self, steps: list[ParameterStep]) -> None:
-        for batch in StepBatch.divide(steps, self._shards):
-            sums = batch.sums([self._sums_of_squares(step, step.gradient) for step in batch.steps], num_sums)
-            for step, total in zip(batch.steps, sums, strict=True):
+    def _update(self, steps: list[ParamUpdate]) -> None:
+        for batch in UpdateBatch.split(steps, self._shards):
+            sums = batch.reduced_sums(
+                [self._sums_of_squares(step, step.gradient) for step in batch.updates], num_row_and_column_sums
+            )
+            for step, total in zip(batch.updates, sums, strict=True):
                 step.state["step"] = step.state.get("step", 0) + 1
-                self._take(step, "exp_avg_sq", total, step.gradient, number=0)
-            updates = [self._divided(step, "exp_avg_sq", step.gradient) for step in batch.steps]
+                self._update_second_moment(step, "exp_avg_sq", total, step.gradient, index=0)
+            updates = [self._preconditioned(step, "exp_avg_sq", step.gradient) for step in batch.updates]
             self._clip(batch, updates)
-            differences = [self._take_update(step, update) for step, update in zip(batch.steps, updates, strict=True)]
+            differences = [
+                self._update_first_moment(step, update) for step, update in zip(batch.updates, updates, strict=True)
+            ]
             del updates
-            pairs = list(zip(batch.steps, differences, strict=True))
-            sums = batch.sums([self._sums_of_squares(step, difference) for step, difference in pairs], num_sums)
+            pairs = list(zip(batch.updates, differences, strict=True))
+            sums = batch.reduced_sums(
+                [self._sums_of_squares(step, difference) for step, difference in pairs], num_row_and_column_sums
+            )
             for (step, difference), total in zip(pairs, sums, strict=True):
                 self._apply(step, difference, total)
 
-    def _take(self, step: ParameterStep, average: str, sums: Tensor, tensor: Tensor, *, number: int) -> None:
-        decay, eps = step.group["betas"][number + 1], step.group["eps"][number]
-        self._take_squares(step, average, sums, tensor, decay=decay, eps=eps)
+    def _update_second_moment(
+        self, step: ParamUpdate, moment: str, sums: Tensor, tensor: Tensor, *, index: int
+    ) -> None:
+        decay, eps = step.group["betas"][index + 1], step.group["eps"][index]
+        self._update_factored_second_moment(step, moment, sums, tensor, decay=decay, eps=eps)
 
-    def _take_update(self, step: ParameterStep, update: Tensor) -> Tensor:
+    def _update_first_moment(self, step: ParamUpdate, update: Tensor) -> Tensor:
         """Update the first moment; return the difference of update and moment, in the update's memory."""
         beta1 = step.group["betas"][0]
         first = self._state_tensor(step, "exp_avg").mul_(beta1).add_(update, alpha=1 - beta1)
         return update.sub_(first)
 
-    def _apply(self, step: ParameterStep, difference: Tensor, sums: Tensor) -> None:
+    def _apply(self, step: ParamUpdate, difference: Tensor, sums: Tensor) -> None:
         lr, update = float(step.group["lr"]), self._state_tensor(step, "exp_avg")
         if len(step.shape) >= 2:
-            self._take(step, "exp_avg_res", sums, difference, number=1)
-            update = self._divided(step, "exp_avg_res", update)
+            self._update_second_moment(step, "exp_avg_res", sums, difference, index=1)
+            update = self._preconditioned(step, "exp_avg_res", update)
         step.weights.mul_(1 - lr * step.group["weight_decay"])
         step.weights.sub_(update, alpha=lr)

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from booster.errors import ConfigError
 
-from .base import OptimizerBase, require_amount, require_flag, require_fractions, require_learning_rate
-from .param_update import ParameterStep, StepBatch
+from .base import OptimizerBase, check_bool, check_decay_rates, check_learning_rate, check_non_negative
+from .param_update import ParamUpdate, UpdateBatch
 
 
-def norms_of_pairs(batch: StepBatch, others: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
+def weight_and_update_norms(batch: UpdateBatch, others: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
     """Return, for every update, the norms of the full parameter's weights and of a second tensor of its shape.
 
     Args:
@@ -26,15 +26,15 @@ def norms_of_pairs(batch: StepBatch, others: Sequence[Tensor]) -> list[tuple[Ten
     """
     squares = [
         torch.stack([step.sum_of_squares(step.weights), step.sum_of_squares(other)])
-        for step, other in zip(batch.steps, others, strict=True)
+        for step, other in zip(batch.updates, others, strict=True)
     ]
-    return [(total[0].sqrt(), total[1].sqrt()) for total in batch.sums(squares, lambda shape: 2)]
+    return [(total[0].sqrt(), total[1].sqrt()) for total in batch.reduced_sums(squares, lambda shape: 2)]
 
 
-def ratio_of_norms(numerator: Tensor, denominator: Tensor) -> Tensor:
+def trust_ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
     """Return the trust ratio `numerator / denominator`, or 1 if either is zero (such as zero-initialized weights)."""
-    is_usual = (numerator > 0) & (denominator > 0)
-    return torch.where(is_usual, numerator / denominator, torch.ones_like(numerator))
+    is_nonzero = (numerator > 0) & (denominator > 0)
+    return torch.where(is_nonzero, numerator / denominator, torch.ones_like(numerator))
 
 
 class Lamb(OptimizerBase):
@@ -72,22 +72,22 @@ class Lamb(OptimizerBase):
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "adam": adam})
 
     def _check_group(self, group: Mapping[str, Any]) -> None:
-        require_learning_rate(group)
-        require_fractions(group, "betas", 2, example=(0.9, 0.999))
-        require_amount(group, "eps", is_positive=True, why="divides 0 by 0 where an element never had a gradient")
-        require_amount(group, "weight_decay")
-        require_flag(group, "adam")
+        check_learning_rate(group)
+        check_decay_rates(group, "betas", 2, example=(0.9, 0.999))
+        check_non_negative(group, "eps", is_positive=True, why="divides 0 by 0 where an element never had a gradient")
+        check_non_negative(group, "weight_decay")
+        check_bool(group, "adam")
 
-    def _update(self, steps: list[ParameterStep]) -> None:
-        for batch in StepBatch.divide(steps, self._shards):
-            updates = [self._adam_update(step) for step in batch.steps]
-            norms = norms_of_pairs(batch, updates)
-            for step, update, pair in zip(batch.steps, updates, norms, strict=True):
+    def _update(self, steps: list[ParamUpdate]) -> None:
+        for batch in UpdateBatch.split(steps, self._shards):
+            updates = [self._adam_update(step) for step in batch.updates]
+            norms = weight_and_update_norms(batch, updates)
+            for step, update, pair in zip(batch.updates, updates, norms, strict=True):
                 if not step.group["adam"]:
-                    update.mul_(ratio_of_norms(*pair))
+                    update.mul_(trust_ratio(*pair))
                 step.weights.sub_(update, alpha=float(step.group["lr"]))
 
-    def _adam_update(self, step: ParameterStep) -> Tensor:
+    def _adam_update(self, step: ParamUpdate) -> Tensor:
         (beta1, beta2), state = step.group["betas"], step.state
         first, second = self._state_tensor(step, "exp_avg"), self._state_tensor(step, "exp_avg_sq")
         number = state["step"] = state.get("step", 0) + 1
@@ -129,8 +129,8 @@ class FusedLAMB(OptimizerBase):
 
     _moments = ("exp_avg", "exp_avg_sq")
     _set_grad_none = True
-    _begun: dict[Tensor, Tensor] | None = None
-    _norm_of_step: Tensor | None = None
+    _initial_grads: dict[Tensor, Tensor] | None = None
+    _step_grad_norm: Tensor | None = None
 
     def __init__(
         self,
@@ -148,8 +148,8 @@ class FusedLAMB(OptimizerBase):
         use_nvlamb: bool = False,
     ) -> None:
         if amsgrad:
-            raise ConfigError("amsgrad=True has no meaning in LAMB, and apex refuses it as well: omit it")
-        require_flag({"set_grad_none": set_grad_none}, "set_grad_none")
+            raise ConfigError("amsgrad=True has no meaning in LAMB, and apex refuses it as well: leave it out")
+        check_bool({"set_grad_none": set_grad_none}, "set_grad_none")
         defaults = {
             "lr": lr,
             "bias_correction": bias_correction,
@@ -168,13 +168,13 @@ class FusedLAMB(OptimizerBase):
         return {**super().__getstate__(), "_set_grad_none": self._set_grad_none}
 
     def _check_group(self, group: Mapping[str, Any]) -> None:
-        require_learning_rate(group)
-        require_fractions(group, "betas", 2, example=(0.9, 0.999))
-        require_amount(group, "eps", is_positive=True, why="divides 0 by 0 where an element never had a gradient")
-        require_amount(group, "weight_decay")
-        require_amount(group, "max_grad_norm")
+        check_learning_rate(group)
+        check_decay_rates(group, "betas", 2, example=(0.9, 0.999))
+        check_non_negative(group, "eps", is_positive=True, why="divides 0 by 0 where an element never had a gradient")
+        check_non_negative(group, "weight_decay")
+        check_non_negative(group, "max_grad_norm")
         for name in ("bias_correction", "adam_w_mode", "grad_averaging", "use_nvlamb"):
-            require_flag(group, name)
+            check_bool(group, name)
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Reset the gradients.
@@ -191,50 +191,53 @@ class FusedLAMB(OptimizerBase):
         Not collective.
         """
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
-        self._begun = {one: one.grad for one in parameters if one.grad is not None}
+        self._initial_grads = {one: one.grad for one in parameters if one.grad is not None}
         try:
             yield
         finally:
-            self._begun = self._norm_of_step = None
+            self._initial_grads = self._step_grad_norm = None
 
-    def _update(self, steps: list[ParameterStep]) -> None:
-        if self._norm_of_step is None:
+    def _update(self, steps: list[ParamUpdate]) -> None:
+        if self._step_grad_norm is None:
             norm = self._gradient_norm(steps)
-            if self._begun is not None:
-                self._norm_of_step = norm
+            if self._initial_grads is not None:
+                self._step_grad_norm = norm
         else:
-            norm = self._norm_of_step
-        for batch in StepBatch.join(steps, self._shards):
-            updates = _per_group(batch.steps, lambda some: self._adam_updates(some, norm))
-            norms = norms_of_pairs(batch, updates)
-            for step, update, pair in zip(batch.steps, updates, norms, strict=True):
+            norm = self._step_grad_norm
+        for batch in UpdateBatch.join(steps, self._shards):
+            updates = _per_group(batch.updates, lambda some: self._adam_updates(some, norm))
+            norms = weight_and_update_norms(batch, updates)
+            for step, update, pair in zip(batch.updates, updates, norms, strict=True):
                 if step.group["weight_decay"] or step.group["use_nvlamb"]:
-                    update.mul_(ratio_of_norms(*pair))
+                    update.mul_(trust_ratio(*pair))
                 step.weights.sub_(update, alpha=float(step.group["lr"]))
 
-    def _gradient_norm(self, steps: list[ParameterStep]) -> Tensor | None:
+    def _gradient_norm(self, steps: list[ParamUpdate]) -> Tensor | None:
         """Return the global gradient norm, or None if no group clips. Collective."""
         if not any(group["max_grad_norm"] for group in self.param_groups):
             return None
         # Within `whole_step` several calls of step() make one step, and each call has some of the gradients. The norm
         # is computed in the first call, from the gradients present when the step began: hooks may have replaced others
         # since.
-        shown = {step.parameter for step in steps}
-        hidden = [
-            self._step_of(parameter, self._begun[parameter], group)
-            for group in (self.param_groups if self._begun is not None else ())
+        updated = {step.parameter for step in steps}
+        remaining = [
+            self._param_update(parameter, self._initial_grads[parameter], group)
+            for group in (self.param_groups if self._initial_grads is not None else ())
             for parameter in group["params"]
-            if self._begun is not None and parameter in self._begun and parameter not in shown and parameter.numel() > 0
+            if self._initial_grads is not None
+            and parameter in self._initial_grads
+            and parameter not in updated
+            and parameter.numel() > 0
         ]
         squares: list[Tensor] = []
-        for batch in StepBatch.join([*steps, *hidden], self._shards):
-            own = [step.sum_of_squares(step.gradient).reshape(1) for step in batch.steps]
-            squares += batch.all_sums(own, lambda shape: 1)
+        for batch in UpdateBatch.join([*steps, *remaining], self._shards):
+            local_squares = [step.sum_of_squares(step.gradient).reshape(1) for step in batch.updates]
+            squares += batch.reduced_sums_of_all(local_squares, lambda shape: 1)
         if not squares:
             return None
         return torch.stack([one.reshape(()).to(squares[0]) for one in squares]).sum().sqrt()
 
-    def _adam_updates(self, steps: Sequence[ParameterStep], norm: Tensor | None) -> list[Tensor]:
+    def _adam_updates(self, steps: Sequence[ParamUpdate], norm: Tensor | None) -> list[Tensor]:
         """Return new tensors with the updates of parameters of one param group, dtype and device."""
         group = steps[0].group
         beta1, beta2 = group["betas"]
@@ -264,15 +267,15 @@ class FusedLAMB(OptimizerBase):
         return list(updates)
 
 
-def _per_group(steps: Sequence[ParameterStep], update: Any) -> list[Tensor]:
+def _per_group(steps: Sequence[ParamUpdate], update: Any) -> list[Tensor]:
     """Call `update` once per combination of param group, dtype and device; return results in the order of `steps`."""
-    alike: dict[tuple[Any, ...], list[int]] = {}
+    indices_by_key: dict[tuple[Any, ...], list[int]] = {}
     for number, step in enumerate(steps):
-        alike.setdefault((id(step.group), step.weights.dtype, step.weights.device), []).append(number)
-    found: dict[int, Tensor] = {}
-    for numbers in alike.values():
-        found |= dict(zip(numbers, update([steps[number] for number in numbers]), strict=True))
-    return [found[number] for number in range(len(steps))]
+        indices_by_key.setdefault((id(step.group), step.weights.dtype, step.weights.device), []).append(number)
+    results: dict[int, Tensor] = {}
+    for numbers in indices_by_key.values():
+        results |= dict(zip(numbers, update([steps[number] for number in numbers]), strict=True))
+    return [results[number] for number in range(len(steps))]
 
 
 class Lars(OptimizerBase):
@@ -312,19 +315,19 @@ class Lars(OptimizerBase):
         )
 
     def _check_group(self, group: Mapping[str, Any]) -> None:
-        require_learning_rate(group)
-        require_amount(group, "momentum", below=1.0)
-        require_amount(group, "eeta", is_positive=True, why="would make every step zero")
-        require_amount(group, "weight_decay")
-        require_amount(group, "eps")
+        check_learning_rate(group)
+        check_non_negative(group, "momentum", below=1.0)
+        check_non_negative(group, "eeta", is_positive=True, why="would make every step zero")
+        check_non_negative(group, "weight_decay")
+        check_non_negative(group, "eps")
 
-    def _update(self, steps: list[ParameterStep]) -> None:
-        for batch in StepBatch.divide(steps, self._shards):
-            norms = norms_of_pairs(batch, [step.gradient for step in batch.steps])
-            for step, (weight_norm, gradient_norm) in zip(batch.steps, norms, strict=True):
-                self._update_one(step, _ratio(step.group, weight_norm, gradient_norm))
+    def _update(self, steps: list[ParamUpdate]) -> None:
+        for batch in UpdateBatch.split(steps, self._shards):
+            norms = weight_and_update_norms(batch, [step.gradient for step in batch.updates])
+            for step, (weight_norm, gradient_norm) in zip(batch.updates, norms, strict=True):
+                self._update_one(step, _lars_ratio(step.group, weight_norm, gradient_norm))
 
-    def _update_one(self, step: ParameterStep, ratio: Tensor) -> None:
+    def _update_one(self, step: ParamUpdate, ratio: Tensor) -> None:
         group = step.group
         update = step.gradient.add(step.weights, alpha=group["weight_decay"]).mul_(ratio * float(group["lr"]))
         if group["momentum"]:
@@ -332,7 +335,7 @@ class Lars(OptimizerBase):
         step.weights.sub_(update)
 
 
-def _ratio(group: Mapping[str, Any], weight_norm: Tensor, gradient_norm: Tensor) -> Tensor:
+def _lars_ratio(group: Mapping[str, Any], weight_norm: Tensor, gradient_norm: Tensor) -> Tensor:
     denominator = gradient_norm + group["weight_decay"] * weight_norm + group["eps"]
-    is_usual = (weight_norm > 0) & (gradient_norm > 0)
-    return torch.where(is_usual, group["eeta"] * weight_norm / denominator, torch.ones_like(weight_norm))
+    is_nonzero = (weight_norm > 0) & (gradient_norm > 0)
+    return torch.where(is_nonzero, group["eeta"] * weight_norm / denominator, torch.ones_like(weight_norm))

@@ -14,7 +14,7 @@ from booster.core.shard_aware import Shard, ShardBlock, Shards
 
 
 @dataclass(slots=True, eq=False)
-class ParameterStep:
+class ParamUpdate:
     """Update of one parameter that has a gradient.
 
     Attributes:
@@ -43,17 +43,17 @@ class ParameterStep:
         """Number of elements of the full parameter."""
         return math.prod(self.shape)
 
-    def counted(self, tensor: Tensor) -> list[Tensor]:
+    def owned(self, tensor: Tensor) -> list[Tensor]:
         """Return the elements of a tensor of the parameter's shape that this rank adds to sums over the full one."""
         return [tensor] if self.shard is None else self.shard.owned(tensor)
 
     def blocks(self, tensor: Tensor) -> list[ShardBlock]:
         """Return the blocks of the full parameter that a tensor of the parameter's shape covers."""
-        return [whole_block(tensor)] if self.shard is None else self.shard.blocks(tensor)
+        return [full_block(tensor)] if self.shard is None else self.shard.blocks(tensor)
 
     def sum_of_squares(self, tensor: Tensor) -> Tensor:
         """Return this rank's addend to the full parameter's sum of squares, a 0-dim tensor."""
-        views = [view for view in self.counted(tensor) if view.numel() > 0]
+        views = [view for view in self.owned(tensor) if view.numel() > 0]
         if not views:
             return torch.zeros((), dtype=tensor.dtype, device=tensor.device)
         return torch.stack(torch._foreach_norm(views)).square().sum()
@@ -65,7 +65,7 @@ class ParameterStep:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class StepBatch:
+class UpdateBatch:
     """Updates of parameters that are computed together.
 
     All shards form one batch: one all-reduce per kind of sum serves any number of parameters. Intermediate tensors of a
@@ -73,15 +73,15 @@ class StepBatch:
     separate batch, and its intermediate tensors are freed before the next.
 
     Attributes:
-        steps: Updates of the batch.
+        updates: Updates of the batch.
         shards: Shards over whose ranks sums are reduced, or None if all parameters are full.
     """
 
-    steps: list[ParameterStep]
+    updates: list[ParamUpdate]
     shards: Shards | None
 
     @classmethod
-    def divide(cls, steps: Iterable[ParameterStep], shards: Shards | None) -> Iterator[StepBatch]:
+    def split(cls, steps: Iterable[ParamUpdate], shards: Shards | None) -> Iterator[UpdateBatch]:
         """Yield the batches of a step: one for all shards, and one for each full parameter.
 
         With `shards`, the first batch is yielded even if it is empty, as other ranks need its collectives.
@@ -90,54 +90,56 @@ class StepBatch:
             steps: All updates of the step.
             shards: Shards of the optimizer, or None if it has none.
         """
-        cut: list[ParameterStep] = []
-        whole: list[ParameterStep] = []
+        sharded: list[ParamUpdate] = []
+        full: list[ParamUpdate] = []
         for step in steps:
-            (whole if step.shard is None else cut).append(step)
+            (full if step.shard is None else sharded).append(step)
         if shards is not None:
-            yield cls(cut, shards)
-        for step in whole:
+            yield cls(sharded, shards)
+        for step in full:
             yield cls([step], None)
 
     @classmethod
-    def join(cls, steps: Iterable[ParameterStep], shards: Shards | None) -> Iterator[StepBatch]:
-        """Yield the batches of a step, with all full parameters in one batch; see `divide`."""
-        batches = list(cls.divide(steps, shards))
+    def join(cls, steps: Iterable[ParamUpdate], shards: Shards | None) -> Iterator[UpdateBatch]:
+        """Yield the batches of a step, with all full parameters in one batch; see `split`."""
+        batches = list(cls.split(steps, shards))
         yield from (batch for batch in batches if batch.shards is not None)
-        whole = [step for batch in batches if batch.shards is None for step in batch.steps]
-        if whole:
-            yield cls(whole, None)
+        full = [step for batch in batches if batch.shards is None for step in batch.updates]
+        if full:
+            yield cls(full, None)
 
-    def sums(self, values: Sequence[Tensor], length_of: Callable[[tuple[int, ...]], int]) -> list[Tensor]:
+    def reduced_sums(self, values: Sequence[Tensor], length_of: Callable[[tuple[int, ...]], int]) -> list[Tensor]:
         """Return, for every update, its vector summed over the shards of the full parameter.
 
         Args:
-            values: This rank's addends, one vector for each of `steps`.
+            values: This rank's addends, one vector for each of `updates`.
             length_of: Function that returns the length of the vector for a full parameter's shape.
 
         Collective over the ranks of `shards`, if there are any. One all-reduce.
         """
         if self.shards is None:
             return list(values)
-        totals = self._totals(self.shards, values, length_of)
-        names = [step.shard.name for step in self.steps if step.shard is not None]
+        totals = self._all_reduce(self.shards, values, length_of)
+        names = [step.shard.name for step in self.updates if step.shard is not None]
         return [totals[name].to(value) for name, value in zip(names, values, strict=True)]
 
-    def all_sums(self, values: Sequence[Tensor], length_of: Callable[[tuple[int, ...]], int]) -> list[Tensor]:
-        """Return the sum of every parameter once, including parameters held by other ranks only; see `sums`."""
-        return list(values) if self.shards is None else [*self._totals(self.shards, values, length_of).values()]
+    def reduced_sums_of_all(
+        self, values: Sequence[Tensor], length_of: Callable[[tuple[int, ...]], int]
+    ) -> list[Tensor]:
+        """Return the sum of every parameter once, including parameters held by other ranks only; see `reduced_sums`."""
+        return list(values) if self.shards is None else [*self._all_reduce(self.shards, values, length_of).values()]
 
-    def _totals(
+    def _all_reduce(
         self, shards: Shards, values: Sequence[Tensor], length_of: Callable[[tuple[int, ...]], int]
     ) -> dict[str, Tensor]:
         by_name: dict[str, Tensor] = {}
-        names = [step.shard.name for step in self.steps if step.shard is not None]
+        names = [step.shard.name for step in self.updates if step.shard is not None]
         for name, value in zip(names, values, strict=True):
             other = by_name.get(name)
             by_name[name] = value if other is None else other.to(value.device) + value
         return shards.sum_over_ranks(by_name, {name: length_of(shards.shapes[name]) for name in shards.names})
 
 
-def whole_block(tensor: Tensor) -> ShardBlock:
+def full_block(tensor: Tensor) -> ShardBlock:
     """Return the block that covers a full parameter."""
     return ShardBlock(view=tensor, box=tuple((0, size) for size in tensor.shape), is_owned=True)

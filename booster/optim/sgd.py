@@ -12,8 +12,8 @@ from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
 
 from booster.errors import ConfigError
 
-from .base import OptimizerBase, require_amount, require_flag, require_learning_rate
-from .param_update import ParameterStep
+from .base import OptimizerBase, check_bool, check_learning_rate, check_non_negative
+from .param_update import ParamUpdate
 
 
 class FusedSGD(OptimizerBase):
@@ -63,35 +63,37 @@ class FusedSGD(OptimizerBase):
         )
 
     def _check_group(self, group: Mapping[str, Any]) -> None:
-        require_learning_rate(group)
+        check_learning_rate(group)
         for name in ("momentum", "dampening", "weight_decay"):
-            require_amount(group, name)
+            check_non_negative(group, name)
         for name in ("nesterov", "wd_after_momentum"):
-            require_flag(group, name)
+            check_bool(group, name)
         if group["nesterov"] and (not group["momentum"] or group["dampening"]):
             raise ConfigError(
                 f"nesterov=True needs momentum and no dampening, got momentum={group['momentum']!r} and"
                 f" dampening={group['dampening']!r}: give momentum=0.9 or similar, and dampening=0"
             )
 
-    def _update(self, steps: list[ParameterStep]) -> None:
+    def _update(self, steps: list[ParamUpdate]) -> None:
         for group in self.param_groups:
-            members = [step for step in steps if step.group is group]
+            group_updates = [step for step in steps if step.group is group]
             # In one kernel call either all parameters have a velocity, or none has.
-            has_begun = [step.state.get("momentum_buffer") is not None for step in members]
+            has_velocity = [step.state.get("momentum_buffer") is not None for step in group_updates]
             for is_first in (True, False):
-                chosen = [step for step, begun in zip(members, has_begun, strict=True) if begun is not is_first]
+                chosen = [
+                    step for step, has_one in zip(group_updates, has_velocity, strict=True) if has_one is not is_first
+                ]
                 if chosen:
-                    self._update_alike(chosen, group, is_first=is_first)
+                    self._update_together(chosen, group, is_first=is_first)
 
-    def _update_alike(self, steps: Sequence[ParameterStep], group: Mapping[str, Any], *, is_first: bool) -> None:
+    def _update_together(self, steps: Sequence[ParamUpdate], group: Mapping[str, Any], *, is_first: bool) -> None:
         weights, lr = [step.weights for step in steps], float(group["lr"])
-        is_apart = group["wd_after_momentum"]
-        if is_apart and group["weight_decay"]:
+        is_decoupled = group["wd_after_momentum"]
+        if is_decoupled and group["weight_decay"]:
             torch._foreach_mul_(weights, 1 - lr * group["weight_decay"])
-        keeps = bool(group["momentum"])
+        has_momentum = bool(group["momentum"])
         velocities: list[Tensor | None] = [
-            self._state_tensor(step, "momentum_buffer") if keeps and not is_first else None for step in steps
+            self._state_tensor(step, "momentum_buffer") if has_momentum and not is_first else None for step in steps
         ]
         kernels = set(_get_fused_kernels_supported_devices())
         # The fused kernel rounds a tensor's last few elements differently. Results must not depend on how parameters
@@ -103,12 +105,12 @@ class FusedSGD(OptimizerBase):
             velocities,
             fused=is_fused,
             foreach=not is_fused,
-            weight_decay=0.0 if is_apart else group["weight_decay"],
+            weight_decay=0.0 if is_decoupled else group["weight_decay"],
             momentum=group["momentum"],
             lr=lr,
             dampening=group["dampening"],
             nesterov=group["nesterov"],
             maximize=False,
         )
-        for step, velocity in zip(steps, velocities, strict=True) if keeps else ():
+        for step, velocity in zip(steps, velocities, strict=True) if has_momentum else ():
             step.state["momentum_buffer"] = velocity

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from booster.errors import ConfigError
-from booster.kernels.disk_io import ALIGNMENT, DiskQueue, Ticket, aligned_buffer, open_data_file
-from booster.optim.nvme_offload.directory import OwnDirectory
+from booster.kernels.disk_io import ALIGNMENT, DiskQueue, IOTicket, aligned_buffer, open_data_file
+from booster.optim.nvme_offload.directory import ScratchDirectory
 
 from .tiers import TierBlock, Transfer, bytes_of
 
@@ -44,7 +44,7 @@ class DiskTransfer:
     """
 
     def __init__(
-        self, tickets: Sequence[Ticket], *, end: tuple[Tensor, Tensor] | None = None, error: OSError | None = None
+        self, tickets: Sequence[IOTicket], *, end: tuple[Tensor, Tensor] | None = None, error: OSError | None = None
     ) -> None:
         self.error = error
         self._tickets = tickets
@@ -191,7 +191,7 @@ class BlockFile:
             self._in_flight.popleft()
         self._is_cached_way = is_cached
 
-    def _started(self, tickets: Sequence[Ticket], end: tuple[Tensor, Tensor] | None = None) -> DiskTransfer:
+    def _started(self, tickets: Sequence[IOTicket], end: tuple[Tensor, Tensor] | None = None) -> DiskTransfer:
         transfer = DiskTransfer(tickets, end=end)
         self._in_flight.append(transfer)
         return transfer
@@ -293,7 +293,7 @@ class DiskTier:
         try:
             if directory is not None:
                 os.makedirs(directory, exist_ok=True)
-            own = OwnDirectory(directory, contents="model data", setting="offload_dir")
+            own = ScratchDirectory(directory, contents="model data", setting="offload_dir")
             self._file = BlockFile(own.path / "pieces.bin", queue)
         except OSError as error:
             queue.close()
@@ -318,7 +318,7 @@ class DiskTier:
         self._finalizer()
 
 
-def _close(queue: DiskQueue, file: BlockFile, directory: OwnDirectory, process: int) -> None:
+def _close(queue: DiskQueue, file: BlockFile, directory: ScratchDirectory, process: int) -> None:
     """Close a tier; a function of its own, so that it also runs when the tier is dropped."""
     if os.getpid() == process:
         queue.close()

@@ -46,7 +46,7 @@ from booster.interface import (
     TensorSlice,
     TensorSpec,
 )
-from booster.kernels.flat_buffers import sum_of_squares, takes_sum_of_squares
+from booster.kernels.flat_buffers import sum_of_squares, supports_sum_of_squares
 from booster.mixed_precision.fp16 import log_rank_zero
 from booster.mixed_precision.loss_scaler import DynamicLossScaler, LossScalerConfig
 
@@ -68,7 +68,7 @@ def norm_over_ranks(
     Collective: one small all-reduce. The result stays on the device of the gradients' communication.
     """
     device = collective_device(group)
-    if norm_type == 2.0 and takes_sum_of_squares(gradients):
+    if norm_type == 2.0 and supports_sum_of_squares(gradients):
         total = torch.tensor([sum_of_squares(gradients)], dtype=torch.float64, device=device)
         return all_reduce_sum(total, group).sqrt().reshape(()).float()
     norms = torch._foreach_norm(list(gradients), norm_type) if gradients else []  # a rank may own nothing

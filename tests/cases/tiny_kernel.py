@@ -60,7 +60,7 @@ def tiny_kernel(folder, **variables):
         for module in (build, build):
             stack.enter_context(mock.patch.object(module, "SOURCE_FOLDER", folder / "csrc"))
         stack.enter_context(mock.patch.dict(build.KERNELS, {"tiny": TINY}, clear=True))
-        stack.enter_context(mock.patch.dict(build._outcomes, clear=True))
+        stack.enter_context(mock.patch.dict(build._load_results, clear=True))
         stack.enter_context(mock.patch.object(build, "PREBUILT_FOLDER", folder / "prebuilt"))
         build.find_toolchain.cache_clear()
         stack.callback(build.find_toolchain.cache_clear)

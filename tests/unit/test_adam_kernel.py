@@ -125,7 +125,7 @@ def _assert_close(ours, theirs, settings):
 @pytest.mark.parametrize("grad", DTYPES)
 @pytest.mark.parametrize("param", DTYPES)
 def test_every_dtype(native, param, grad, copy, seed):
-    settings = changed(multiplier=0.5, zero_grads=True, stochastic_rounding_seed=seed)
+    settings = changed(grad_scale=0.5, zero_grads=True, stochastic_rounding_seed=seed)
     case = operands(4099, param=param, grad=grad, copy=copy)
     (theirs,) = run_reference([case.clone()], settings)
     ours = [run_native(native, [case.clone()], settings, instruction_set=name) for name in native.instruction_sets()]
@@ -144,9 +144,9 @@ SETTINGS_CASES = {
     "small beta1": {"betas": (0.3, 0.6)},
     "no momentum": {"betas": (0.0, 0.9)},
     "large eps": {"eps": 0.1},
-    "multiplied": {"multiplier": 3.0},
-    "by a tensor": {"multiplier": 3.0, "multiplier_tensor": torch.tensor(0.1)},
-    "by a vector": {"multiplier_tensor": torch.tensor([7.0])},
+    "multiplied": {"grad_scale": 3.0},
+    "by a tensor": {"grad_scale": 3.0, "clip_coef": torch.tensor(0.1)},
+    "by a vector": {"clip_coef": torch.tensor([7.0])},
     "zeroing": {"zero_grads": True},
 }
 
@@ -203,7 +203,7 @@ def test_many_tensors_give_the_bits_of_each_alone_for_any_number_of_threads(nati
 
 def test_a_million_elements_on_every_instruction_set(native):
     case = operands(1_000_003, grad=BF16, copy=BF16)
-    settings = changed(zero_grads=True, multiplier_tensor=torch.tensor(0.25))
+    settings = changed(zero_grads=True, clip_coef=torch.tensor(0.25))
     sets = [name for name in native.instruction_sets() if name != "baseline"] or ["baseline"]
     ours = [run_native(native, [case.clone()], settings, instruction_set=name)[0] for name in sets]
     _assert_close(ours[0], run_reference([case.clone()], settings)[0], settings)
@@ -235,7 +235,7 @@ def _front(case, **values):
         betas=SETTINGS.betas,
         eps=SETTINGS.eps,
         weight_decay=SETTINGS.weight_decay,
-        working_copies=[case.copy],
+        model_params=[case.copy],
         **values,
     )
     return case
@@ -245,8 +245,8 @@ def test_the_front_passes_everything_on(native):
     values = {
         "decoupled_weight_decay": False,
         "bias_correction": False,
-        "multiplier": 2.0,
-        "multiplier_tensor": torch.tensor(0.7),
+        "grad_scale": 2.0,
+        "clip_coef": torch.tensor(0.7),
         "zero_grads": True,
         "stochastic_rounding_seed": -3,
     }
@@ -297,9 +297,9 @@ def test_wrong_tensors_are_refused():
             with pytest.raises(AssertionError):
                 _front(case)
     with pytest.raises(AssertionError):
-        _front(good, multiplier_tensor=torch.ones(2))
+        _front(good, clip_coef=torch.ones(2))
     with pytest.raises(AssertionError):
-        _front(good, multiplier_tensor=torch.ones((), dtype=torch.float64))
+        _front(good, clip_coef=torch.ones((), dtype=torch.float64))
     lists = [[good.param], [good.grad], [good.exp_avg], [good.exp_avg_sq]]
     with pytest.raises((ValueError, AssertionError)):
         adam_step(*lists, [1, 2], lr=1.0, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.0)

@@ -233,14 +233,14 @@ def test_inf_and_nan_are_those_of_the_reference(native, decoupled, bias_correcti
     assert case.param.isnan().any()
 
 
-@pytest.mark.parametrize("multiplier", [float("inf"), float("nan"), 0.0])
-def test_a_multiplier_that_is_no_number_reaches_the_states(native, multiplier):
+@pytest.mark.parametrize("grad_scale", [float("inf"), float("nan"), 0.0])
+def test_a_grad_scale_that_is_no_number_reaches_the_states(native, grad_scale):
     case = operands(100)
     case.grad[0] = 0.0
-    settings = changed(multiplier_tensor=torch.tensor(multiplier))
+    settings = changed(clip_coef=torch.tensor(grad_scale))
     (theirs,), (ours,) = run_reference([case.clone()], settings), run_native(native, [case.clone()], settings)
     assert torch.equal(ours.exp_avg.isfinite(), theirs.exp_avg.isfinite())
-    assert bool(ours.exp_avg.isfinite().all()) == (multiplier == 0.0)
+    assert bool(ours.exp_avg.isfinite().all()) == (grad_scale == 0.0)
 
 
 def _denormal_case(numel):

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from booster.kernels import build, flat_buffers
-from booster.kernels.flat_buffers import pack, sum_of_squares, takes_sum_of_squares, unpack
+from booster.kernels.flat_buffers import pack, sum_of_squares, supports_sum_of_squares, unpack
 
 FP32, BF16, FP16 = DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 TOLERANCE = {FP32: 1e-13, BF16: 2.0**-22, FP16: 2.0**-22}  # see sum_of_squares
@@ -126,9 +126,9 @@ def test_zeros_and_nothing(native):
 def test_the_reference_agrees(native, dtype, monkeypatch):
     tensors = [_random(length, dtype, seed=length) for length in (0, 1, 200, 70_000)]
     found = sum_of_squares(tensors)
-    assert takes_sum_of_squares(tensors)
+    assert supports_sum_of_squares(tensors)
     monkeypatch.setenv("BOOSTER_KERNELS", "reference")
-    assert not takes_sum_of_squares(tensors)
+    assert not supports_sum_of_squares(tensors)
     assert sum_of_squares(tensors) == pytest.approx(found, rel=TOLERANCE[dtype])
 
 
@@ -143,14 +143,14 @@ def test_the_reference_agrees(native, dtype, monkeypatch):
     ids=["transposed", "fp64", "strided", "negative bit"],
 )
 def test_other_tensors_take_the_reference(native, tensor):
-    assert not takes_sum_of_squares([torch.ones(3), tensor])
+    assert not supports_sum_of_squares([torch.ones(3), tensor])
     assert sum_of_squares([torch.ones(3), tensor]) == pytest.approx(3 + float(tensor.double().square().sum()))
 
 
 def test_tensors_without_memory_are_not_read(native):
     assert flat_buffers._table([torch._efficientzerotensor(5)]) is None
-    assert not takes_sum_of_squares([torch.ones(3, device="meta")])
-    assert not takes_sum_of_squares([torch.ones(3).to_sparse()])
+    assert not supports_sum_of_squares([torch.ones(3, device="meta")])
+    assert not supports_sum_of_squares([torch.ones(3).to_sparse()])
 
 
 def test_gradients_of_parameters(native):
@@ -233,7 +233,7 @@ def _many(dtype, seed, most_numel=150_000):
 @pytest.mark.parametrize("mode", ["auto", "reference"])
 def test_many_tensors_there_and_back(monkeypatch, dtype, target, seed, scale, mode):
     monkeypatch.setenv("BOOSTER_KERNELS", mode)
-    monkeypatch.setattr(flat_buffers, "_FEWEST_NUMEL", 0)
+    monkeypatch.setattr(flat_buffers, "_MIN_NUMEL", 0)
     tensors = [one.view(-1, 1) for one in _many(dtype, seed)]
     flat = torch.empty(sum(map(len, tensors)), dtype=target)
     pack(tensors, flat, scale)
@@ -268,7 +268,7 @@ def test_only_what_is_faster_is_compiled(native, monkeypatch):
     monkeypatch.setattr(flat_buffers, "load_kernel", lambda name: Recorder)
     long, many = [_random(40_000, FP32)], [_random(10, FP32) for _ in range(100)]
     pack(long, torch.empty(40_000, dtype=BF16), 0.5)
-    monkeypatch.setattr(flat_buffers, "_FEWEST_NUMEL", 0)
+    monkeypatch.setattr(flat_buffers, "_MIN_NUMEL", 0)
     pack(long, torch.empty(40_000, dtype=BF16))
     pack(long, torch.empty(40_000), 0.5)
     pack(many, torch.empty(1000, dtype=BF16), 0.5)
@@ -279,7 +279,7 @@ def test_only_what_is_faster_is_compiled(native, monkeypatch):
 
 
 def test_tensors_that_are_not_contiguous_are_filled(native, monkeypatch):
-    monkeypatch.setattr(flat_buffers, "_FEWEST_NUMEL", 0)
+    monkeypatch.setattr(flat_buffers, "_MIN_NUMEL", 0)
     flat = _random(120_000, FP32)
     target = torch.zeros(300, 400, dtype=BF16).t()
     unpack(flat, [target], 0.5)
@@ -301,7 +301,7 @@ def test_a_buffer_of_another_size_is_our_own_mistake(shape):
 
 
 def test_autograd_notices_what_was_written(native, monkeypatch):
-    monkeypatch.setattr(flat_buffers, "_FEWEST_NUMEL", 0)
+    monkeypatch.setattr(flat_buffers, "_MIN_NUMEL", 0)
     weight, half = torch.ones(40_000, requires_grad=True), torch.ones(40_000, dtype=BF16)
     for write in (lambda one: pack([half], one, 0.5), lambda one: unpack(half, [one], 0.5)):
         saved = torch.ones(40_000)

@@ -39,7 +39,7 @@ def log(monkeypatch):
 
 def forget():
     """Makes the next load look at the disk again, as a new process would."""
-    build._outcomes.clear()
+    build._load_results.clear()
     find_toolchain.cache_clear()
 
 

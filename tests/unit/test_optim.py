@@ -13,18 +13,18 @@ from booster import Booster, ConfigError
 from booster.interface import FusedUpdate, StateAllocator
 from booster.optim import CPUAdam, FusedAdam, HybridAdam
 from booster.optim.adam_update import (
-    GroupUpdate,
+    AdamGroupUpdate,
+    AdamParamUpdate,
     Hyperparameters,
-    ParameterUpdate,
     StepArguments,
-    flat,
+    flat_view,
     is_dense,
-    laid_out_like,
-    shaped_like,
+    match_strides,
     update_on_device,
     update_on_host,
+    view_like,
 )
-from booster.optim.base import complete_moments
+from booster.optim.base import init_moments
 from booster.plugins.sharding.elementwise import require_elementwise
 from booster.plugins.sharding.elementwise_check import find_obstacle
 
@@ -183,11 +183,11 @@ def test_tensors_keep_their_values_in_another_memory_order():
     assert is_dense(values.permute(3, 1, 0, 2))
     assert not is_dense(values[:, ::2])
     assert not is_dense(torch.zeros(3, 1).expand(3, 4))
-    ordered = laid_out_like(values, model)
+    ordered = match_strides(values, model)
     assert ordered.stride() == model.stride()
     assert torch.equal(ordered, values)
-    assert torch.equal(shaped_like(flat(ordered).clone(), model), values)
-    assert laid_out_like(values, torch.empty_like(values)) is values
+    assert torch.equal(view_like(flat_view(ordered).clone(), model), values)
+    assert match_strides(values, torch.empty_like(values)) is values
 
 
 # What torch's optimizers do.
@@ -424,16 +424,16 @@ def test_the_update_of_devices_is_that_of_the_host(bias_correction, decoupled, z
             give_gradients(params, step=step)
             updates = []
             for one, state, weight in zip(params, states, weights, strict=True):
-                complete_moments(state, one)
+                init_moments(state, one)
                 gradient = (one.grad * 8).to(dtype)
                 updates.append(
-                    ParameterUpdate(
+                    AdamParamUpdate(
                         one.detach(), gradient, weight, state, state["step"], state["exp_avg"], state["exp_avg_sq"]
                     )
                 )
-            hyperparameters = Hyperparameters.of({**group, "bias_correction": bias_correction})
+            hyperparameters = Hyperparameters.from_group({**group, "bias_correction": bias_correction})
             arguments = StepArguments(0.25, torch.tensor(0.5), zero_grads)
-            update(GroupUpdate(hyperparameters, updates), arguments)
+            update(AdamGroupUpdate(hyperparameters, updates), arguments)
             for one, used in zip(params, updates, strict=True):
                 left = torch.zeros_like(one) if zero_grads else one.grad * 8
                 assert torch.equal(used.gradient, left.to(dtype))
@@ -451,12 +451,14 @@ def test_the_update_of_devices_is_seen_by_autograd():
     parameter = nn.Parameter(torch.ones(3))
     loss = parameter.square().sum()
     state = {"step": torch.tensor(0.0)}
-    complete_moments(state, parameter)
-    update = ParameterUpdate(
+    init_moments(state, parameter)
+    update = AdamParamUpdate(
         parameter, torch.ones(3), None, state, state["step"], state["exp_avg"], state["exp_avg_sq"]
     )
     with torch.no_grad():
-        update_on_device(GroupUpdate(Hyperparameters.of(CPUAdam([parameter]).defaults), [update]), StepArguments())
+        update_on_device(
+            AdamGroupUpdate(Hyperparameters.from_group(CPUAdam([parameter]).defaults), [update]), StepArguments()
+        )
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
 

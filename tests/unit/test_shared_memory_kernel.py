@@ -10,7 +10,7 @@ import torch
 
 from booster.kernels import shared_memory
 from booster.kernels.build import load_kernel
-from booster.kernels.shared_memory import SharedMemory, SharedMemoryError, Ticket, can_reduce, is_available
+from booster.kernels.shared_memory import SharedMemory, SharedMemoryError, SharedMemoryHandle, can_reduce, is_available
 
 if not is_available():
     pytest.skip("the kernel can't be built here", allow_module_level=True)
@@ -21,8 +21,8 @@ INSTRUCTION_SETS = load_kernel("shm_collectives").instruction_sets()
 def _pair(timeout_seconds=20.0, **settings):
     first, ticket = SharedMemory.create(2, timeout_seconds, **settings)
     second = SharedMemory.attach(ticket, 2, 1, timeout_seconds, **settings)
-    first.begin()
-    second.begin()
+    first.enable()
+    second.enable()
     return first, second
 
 
@@ -130,13 +130,15 @@ def test_slots_of_many_ranks_stay_small():
 def test_only_the_memory_that_was_meant_is_attached():
     _, ticket = SharedMemory.create(2, 1.0)
     with pytest.raises(RuntimeError, match="is not the memory that was meant"):
-        SharedMemory.attach(Ticket(os.getpid(), ticket.file_number, ticket.key + 1, ticket.slot_bytes), 2, 1, 1.0)
+        SharedMemory.attach(
+            SharedMemoryHandle(os.getpid(), ticket.file_number, ticket.key + 1, ticket.slot_bytes), 2, 1, 1.0
+        )
     with pytest.raises(RuntimeError, match="is not the memory that was meant"):
         SharedMemory.attach(ticket, 3, 1, 1.0)
     with open(__file__) as other, pytest.raises(RuntimeError, match=r"is not the memory|opening"):
-        SharedMemory.attach(Ticket(os.getpid(), other.fileno(), ticket.key, ticket.slot_bytes), 2, 1, 1.0)
+        SharedMemory.attach(SharedMemoryHandle(os.getpid(), other.fileno(), ticket.key, ticket.slot_bytes), 2, 1, 1.0)
     with pytest.raises(RuntimeError, match=r"opening /proc/.*: No such file"):
-        SharedMemory.attach(Ticket(os.getpid(), 10**6, ticket.key, ticket.slot_bytes), 2, 1, 1.0)
+        SharedMemory.attach(SharedMemoryHandle(os.getpid(), 10**6, ticket.key, ticket.slot_bytes), 2, 1, 1.0)
 
 
 def test_a_rank_that_does_not_come():
@@ -154,7 +156,7 @@ def test_a_rank_that_gives_up_wakes_the_others():
     with pytest.raises(SharedMemoryError, match="aborted by rank 1 of the group") as caught:
         first.broadcast(torch.zeros(3), 1, 1)
     assert not caught.value.is_own_abort
-    with pytest.raises(SharedMemoryError, match="aborted by this rank$") as caught:
+    with pytest.raises(SharedMemoryError, match=r"aborted by this rank$") as caught:
         second.broadcast(torch.zeros(3), 1, 1)
     assert caught.value.is_own_abort
 

@@ -29,7 +29,7 @@ from torch import nn
 from booster import Booster
 from booster.optim import CPUAdam, HybridAdam
 from booster.optim.nvme_offload import directory, state_file
-from booster.optim.nvme_offload.state_file import PlaneLayout
+from booster.optim.nvme_offload.state_file import BlockLayout
 
 
 @pytest.fixture(autouse=True)
@@ -141,12 +141,12 @@ def test_every_element_has_one_place(seed):
         (int(torch.randint(1, 3 ** int(torch.randint(1, 10, (), generator=generator)), (), generator=generator)), size)
         for size in torch.tensor([4, 8])[torch.randint(2, (count,), generator=generator)].tolist()
     ]
-    planes = PlaneLayout(sizes)
+    planes = BlockLayout(sizes)
     seen = torch.zeros(planes.num_bytes, dtype=torch.int32)
     counted = [0] * count
     for number, chunk in enumerate(planes.chunks):
         assert chunk.start == sum(one.num_bytes for one in planes.chunks[:number])
-        for piece in chunk.pieces:
+        for piece in chunk.ranges:
             itemsize = sizes[piece.index][1]
             assert counted[piece.index] == piece.start
             counted[piece.index] = piece.stop

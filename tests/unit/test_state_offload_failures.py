@@ -25,7 +25,7 @@ from booster import CheckpointError, ConfigError
 from booster.kernels.disk_io import DiskQueue
 from booster.optim import CPUAdam
 from booster.optim.nvme_offload import pipeline, state_file
-from booster.optim.nvme_offload.pipeline import interrupts_later
+from booster.optim.nvme_offload.pipeline import defer_sigint
 
 
 @pytest.fixture(autouse=True)
@@ -254,7 +254,7 @@ def test_interrupts_come_after_the_part_that_belongs_together():
     done = []
 
     def work():
-        with interrupts_later():
+        with defer_sigint():
             signal.raise_signal(signal.SIGINT)
             done.append(True)
 

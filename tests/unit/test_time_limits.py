@@ -168,8 +168,8 @@ def test_checkpoints_wait_as_long_as_the_launch_says_unless_they_are_told():
 def test_shared_memory_waits_as_long_as_it_was_told_last():
     memory, ticket = SharedMemory.create(2, 60.0)
     other = SharedMemory.attach(ticket, 2, 1, 60.0)
-    memory.begin()
-    other.begin()
+    memory.enable()
+    other.enable()
     memory.set_timeout(0.2)
     with pytest.raises(SharedMemoryError, match=r"timed out after 0\.2 s"):
         memory.all_reduce(torch.ones(3), "sum", 1)

@@ -24,10 +24,10 @@ from booster.logger import get_dist_logger
 # process has that id and start time.
 _NAME = re.compile(r"booster-states-(?P<host>[0-9a-f]{8})-(?P<process>\d+)-(?P<start>\d+)-\w+")
 _IN_MEMORY = ("tmpfs", "ramfs")
-_CLOCK_SECONDS = 60  # tolerance for clock changes: start times this close are of the same process
+_START_TIME_TOLERANCE_SECONDS = 60  # tolerance for clock changes: start times this close are of the same process
 
 
-class OwnDirectory:
+class ScratchDirectory:
     """Directory that is removed with its contents when the object is dropped or the process ends.
 
     Args:
@@ -45,11 +45,11 @@ class OwnDirectory:
     def __init__(
         self, parent: str | None, *, contents: str = "optimizer states", setting: str = "nvme_offload_dir"
     ) -> None:
-        where = tempfile.gettempdir() if parent is None else parent
-        _remove_left_behind(Path(where))
-        own = psutil.Process()
-        prefix = f"booster-states-{_host()}-{own.pid}-{int(own.create_time())}-"
-        self.path = Path(tempfile.mkdtemp(prefix=prefix, dir=where))
+        parent_path = tempfile.gettempdir() if parent is None else parent
+        _remove_stale(Path(parent_path))
+        process = psutil.Process()
+        prefix = f"booster-states-{_host()}-{process.pid}-{int(process.create_time())}-"
+        self.path = Path(tempfile.mkdtemp(prefix=prefix, dir=parent_path))
         self._finalizer = weakref.finalize(self, _remove, self.path, os.getpid())
         # Processes of `multiprocessing` skip atexit handlers, but run these finalizers.
         multiprocessing.util.Finalize(None, self._finalizer, exitpriority=10)
@@ -86,7 +86,7 @@ def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:8]
 
 
-def _remove_left_behind(parent: Path) -> None:
+def _remove_stale(parent: Path) -> None:
     host = _host()
     for entry in parent.iterdir():
         match = _NAME.fullmatch(entry.name)
@@ -107,7 +107,7 @@ def _is_own_directory(path: Path) -> bool:
 
 def _is_running(process: int, start: int) -> bool:
     try:
-        return bool(abs(psutil.Process(process).create_time() - start) <= _CLOCK_SECONDS)
+        return bool(abs(psutil.Process(process).create_time() - start) <= _START_TIME_TOLERANCE_SECONDS)
     except psutil.NoSuchProcess:
         return False
     except psutil.Error:  # it exists, but access is denied

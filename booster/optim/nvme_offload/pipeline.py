@@ -10,13 +10,13 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from booster.kernels.disk_io import DiskQueue, Ticket, aligned_buffer
+from booster.kernels.disk_io import DiskQueue, IOTicket, aligned_buffer
 
-from .state_file import Planes, StateFile
+from .state_file import StateBlocks, StateFile
 
 
 @contextmanager
-def interrupts_later() -> Iterator[None]:
+def defer_sigint() -> Iterator[None]:
     """Defer a SIGINT that arrives in the block to its end, which should be a few milliseconds away.
 
     Python handles signals in the main thread only, so this is a no-op in other threads.
@@ -35,7 +35,7 @@ def interrupts_later() -> Iterator[None]:
             handler(*received[0])
 
 
-ChunkPlace = tuple[StateFile, int]  # file and chunk index
+ChunkRef = tuple[StateFile, int]  # file and chunk index
 
 # One chunk is computed while others are read and written. More buffers would hide more latency jitter of the disk, and
 # cost 2 * CHUNK_BYTES of memory each.
@@ -43,7 +43,7 @@ NUM_BUFFERS = 3
 _NUM_THREADS = 4  # for queues that use threads: two planes being read and two being written
 
 
-def new_buffers(num_bytes: int) -> list[Planes]:
+def new_buffers(num_bytes: int) -> list[StateBlocks]:
     """Allocate the buffers of a pipeline.
 
     Args:
@@ -56,15 +56,15 @@ def new_buffers(num_bytes: int) -> list[Planes]:
 class _Transfer:
     """Read or write of a chunk that is in a buffer."""
 
-    place: ChunkPlace
-    buffer: Planes
-    tickets: list[Ticket] = field(default_factory=list)
+    chunk: ChunkRef
+    buffer: StateBlocks
+    tickets: list[IOTicket] = field(default_factory=list)
 
     @property
-    def planes(self) -> Planes:
+    def blocks(self) -> StateBlocks:
         """Views of the buffer with the size of the chunk."""
-        file, number = self.place
-        num_bytes = file.layout.chunks[number].num_bytes
+        file, index = self.chunk
+        num_bytes = file.layout.chunks[index].num_bytes
         return self.buffer[0][:num_bytes], self.buffer[1][:num_bytes]
 
     def is_done(self) -> bool:
@@ -95,7 +95,7 @@ class Pipeline:
     """
 
     def __init__(
-        self, buffers: list[Planes], compute: Callable[[ChunkPlace, Planes], None], idle: Callable[[], bool]
+        self, buffers: list[StateBlocks], compute: Callable[[ChunkRef, StateBlocks], None], idle: Callable[[], bool]
     ) -> None:
         self._free = list(buffers)
         self._compute = compute
@@ -103,7 +103,7 @@ class Pipeline:
         self._reading: deque[_Transfer] = deque()
         self._writing: deque[_Transfer] = deque()
 
-    def run(self, todo: deque[ChunkPlace]) -> None:
+    def run(self, todo: deque[ChunkRef]) -> None:
         """Process the chunks, and remove each from `todo` when it is computed.
 
         Raises:
@@ -117,7 +117,7 @@ class Pipeline:
             finally:
                 self._drain()
 
-    def _advance(self, queue: DiskQueue, todo: deque[ChunkPlace]) -> None:
+    def _advance(self, queue: DiskQueue, todo: deque[ChunkRef]) -> None:
         while self._writing and self._writing[0].is_done():
             self._finish_write()
         while self._free and len(self._reading) < len(todo):
@@ -132,43 +132,43 @@ class Pipeline:
         failure = transfer.wait()
         if failure is not None:
             raise failure
-        with interrupts_later():  # so that parameters and their states stay consistent
-            self._compute(transfer.place, transfer.planes)
+        with defer_sigint():  # so that parameters and their states stay consistent
+            self._compute(transfer.chunk, transfer.blocks)
             todo.popleft()
             self._start_write(queue, self._reading.popleft())
 
     def _start_write(self, queue: DiskQueue, transfer: _Transfer) -> None:
-        file, number = transfer.place
+        file, index = transfer.chunk
         try:
-            transfer.tickets = file.write(queue, number, transfer.planes)
+            transfer.tickets = file.write(queue, index, transfer.blocks)
         except BaseException:
-            file.keep(number, transfer.planes)
+            file.keep_in_memory(index, transfer.blocks)
             self._free.append(transfer.buffer)
             raise
         self._writing.append(transfer)
 
-    def _start_read(self, queue: DiskQueue, place: ChunkPlace) -> None:
-        transfer = _Transfer(place, self._free.pop())
+    def _start_read(self, queue: DiskQueue, chunk: ChunkRef) -> None:
+        transfer = _Transfer(chunk, self._free.pop())
         self._reading.append(transfer)
-        file, number = place
-        transfer.tickets = file.read(queue, number, transfer.planes)
+        file, index = chunk
+        transfer.tickets = file.read(queue, index, transfer.blocks)
 
     def _finish_write(self) -> None:
         transfer = self._writing[0]
         failure = transfer.wait()
-        with interrupts_later():
-            file, number = transfer.place
+        with defer_sigint():
+            file, index = transfer.chunk
             if failure is None:
-                file.commit(number)
+                file.commit(index)
             else:
-                file.keep(number, transfer.planes)
+                file.keep_in_memory(index, transfer.blocks)
             self._free.append(self._writing.popleft().buffer)
         if failure is not None:
             raise failure
 
     def _drain(self) -> None:
         """Wait for all I/O in flight; discard reads, and keep states that could not be written in memory."""
-        with interrupts_later():
+        with defer_sigint():
             while self._reading:
                 transfer = self._reading.popleft()
                 transfer.wait()

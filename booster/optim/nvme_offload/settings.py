@@ -21,7 +21,7 @@ class OffloadSettings:
     directory: str | None = None
 
     @classmethod
-    def checked(cls, fraction: float, directory: str | os.PathLike[str] | None) -> OffloadSettings:
+    def from_arguments(cls, fraction: float, directory: str | os.PathLike[str] | None) -> OffloadSettings:
         """Return the settings; a missing directory is created.
 
         Raises:
@@ -44,11 +44,11 @@ class OffloadSettings:
             )
         path = None if directory is None else os.path.abspath(os.fspath(directory))
         if fraction > 0 and path is not None:
-            _make_writable(path)
+            _create_directory(path)
         return cls(float(fraction), path)
 
 
-def _make_writable(path: str) -> None:
+def _create_directory(path: str) -> None:
     try:
         os.makedirs(path, exist_ok=True)
     except OSError as error:

@@ -18,25 +18,25 @@ import torch
 from torch import Tensor
 
 from booster.errors import CheckpointError, ConfigError
-from booster.kernels.disk_io import DiskQueue, Ticket, open_data_file
-from booster.optim.adam_update import shaped_like
+from booster.kernels.disk_io import DiskQueue, IOTicket, open_data_file
+from booster.optim.adam_update import view_like
 
-# Note [Planes]
+# Note [State file layout]
 # exp_avg and exp_avg_sq of all parameters of a file form one *plane* each, parameter after parameter, so that a
 # parameter's exp_avg is contiguous. Both planes have the same layout and are split into *chunks* of `CHUNK_BYTES`; the
-# range of a parameter in a chunk is a `Piece`. A step reads, updates and writes one chunk of both planes at a time.
-# Ranges start at multiples of `_PIECE_ALIGNMENT`, so that an element's lane in a vector register does not depend on
+# range of a parameter in a chunk is a `StateRange`. A step reads, updates and writes one chunk of both planes in turn.
+# Ranges start at multiples of `_RANGE_ALIGNMENT`, so that an element's lane in a vector register does not depend on
 # where its parameter is split.
 # The file holds two *slots*, each with both planes. A chunk is valid in one slot; a step reads it there, writes the new
 # states to the other slot, and then makes that one the valid one. So a write that fails half way destroys nothing.
 # After such a failure the new states stay in memory, as the parameters have been updated already.
 CHUNK_BYTES = 8 * 2**20
-_PIECE_ALIGNMENT = 256
+_RANGE_ALIGNMENT = 256
 _PAGE_BYTES = 4096  # granularity of direct I/O and of mappings
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class StateRange:
     """Range of a parameter's states within a chunk.
 
     Attributes:
@@ -53,16 +53,16 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
+class StateChunk:
     """Byte range of a plane: `num_bytes` from `start`, both multiples of the page size."""
 
     start: int
     num_bytes: int
-    pieces: tuple[Piece, ...]
+    ranges: tuple[StateRange, ...]
 
 
-class PlaneLayout:
-    """Layout of parameters in a plane; see Note [Planes].
+class BlockLayout:
+    """Layout of parameters in a plane; see Note [State file layout].
 
     Args:
         sizes: Number of elements (at least one) and bytes per element of each parameter.
@@ -78,42 +78,42 @@ class PlaneLayout:
         end = 0
         for numel, itemsize in sizes:
             self.starts.append(end)
-            end = _round_up(end + numel * itemsize, _PIECE_ALIGNMENT)
+            end = _round_up(end + numel * itemsize, _RANGE_ALIGNMENT)
         self.num_bytes = _round_up(end, _PAGE_BYTES)
-        self.chunks = self._cut(sizes)
+        self.chunks = self._split(sizes)
 
     def chunks_of(self, index: int, num_bytes: int) -> range:
         """Return the indices of the chunks that a parameter of `num_bytes` overlaps."""
         start = self.starts[index]
         return range(start // CHUNK_BYTES, (start + num_bytes - 1) // CHUNK_BYTES + 1)
 
-    def _cut(self, sizes: Sequence[tuple[int, int]]) -> list[Chunk]:
-        pieces: list[list[Piece]] = [[] for _ in range(0, self.num_bytes, CHUNK_BYTES)]
+    def _split(self, sizes: Sequence[tuple[int, int]]) -> list[StateChunk]:
+        ranges: list[list[StateRange]] = [[] for _ in range(0, self.num_bytes, CHUNK_BYTES)]
         for index, (numel, itemsize) in enumerate(sizes):
-            for chunk, piece in self._pieces_of(index, numel, itemsize):
-                pieces[chunk].append(piece)
+            for chunk, state_range in self._ranges_of(index, numel, itemsize):
+                ranges[chunk].append(state_range)
         starts = range(0, self.num_bytes, CHUNK_BYTES)
         return [
-            Chunk(start, min(CHUNK_BYTES, self.num_bytes - start), tuple(own))
-            for start, own in zip(starts, pieces, strict=True)
+            StateChunk(start, min(CHUNK_BYTES, self.num_bytes - start), tuple(chunk_ranges))
+            for start, chunk_ranges in zip(starts, ranges, strict=True)
         ]
 
-    def _pieces_of(self, index: int, numel: int, itemsize: int) -> Iterator[tuple[int, Piece]]:
+    def _ranges_of(self, index: int, numel: int, itemsize: int) -> Iterator[tuple[int, StateRange]]:
         start = self.starts[index]
         for chunk in self.chunks_of(index, numel * itemsize):
             first = max(start, chunk * CHUNK_BYTES)
             last = min(start + numel * itemsize, (chunk + 1) * CHUNK_BYTES)
             yield (
                 chunk,
-                Piece(index, (first - start) // itemsize, (last - start) // itemsize, first - chunk * CHUNK_BYTES),
+                StateRange(index, (first - start) // itemsize, (last - start) // itemsize, first - chunk * CHUNK_BYTES),
             )
 
 
-def _round_up(number: int, multiple: int) -> int:
-    return -(-number // multiple) * multiple
+def _round_up(index: int, multiple: int) -> int:
+    return -(-index // multiple) * multiple
 
 
-# Note [Views of the file]
+# Note [State mapping]
 # `optimizer.state` holds tensors over a mapping of the file: reads of them (state_dict, a checkpoint) fault pages in
 # from the disk, and use page cache, which the kernel can reclaim. A step writes a chunk's new states to its other slot.
 # The chunk's addresses are then remapped to that slot (MAP_FIXED), or to anonymous memory if the write failed. So
@@ -141,7 +141,7 @@ def _system_mmap() -> Any:
 _mmap = _system_mmap()
 
 
-class PlaneMapping:
+class BlockMapping:
     """Address range mapped to the start of a file, whose pages can be remapped.
 
     It is unmapped when the object and all its tensors are freed.
@@ -159,11 +159,11 @@ class PlaneMapping:
         """Return `numel` elements from byte `start`, with a separate storage, so that saving it saves nothing else."""
         return torch.frombuffer(self._memory, dtype=dtype, count=numel, offset=start)
 
-    def show_file(self, start: int, num_bytes: int, descriptor: int, offset: int) -> None:
+    def map_file(self, start: int, num_bytes: int, descriptor: int, offset: int) -> None:
         """Map the bytes from `start` to the file at `offset`; all arguments are multiples of the page size."""
         self._map(start, num_bytes, mmap.MAP_SHARED, descriptor, offset)
 
-    def show_memory(self, start: int, num_bytes: int) -> None:
+    def map_anonymous(self, start: int, num_bytes: int) -> None:
         """Map the bytes from `start` to zeroed anonymous memory."""
         self._map(start, num_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
 
@@ -174,19 +174,19 @@ class PlaneMapping:
             raise OSError(code, f"mapping {num_bytes} bytes: {os.strerror(code)}")
 
 
-Planes = tuple[Tensor, Tensor]  # bytes of exp_avg and of exp_avg_sq
+StateBlocks = tuple[Tensor, Tensor]  # bytes of exp_avg and of exp_avg_sq
 
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
-class _Place(IntEnum):
-    FIRST_SLOT = 0
-    SECOND_SLOT = 1
+class _ChunkLocation(IntEnum):
+    FIRST_COPY = 0
+    SECOND_COPY = 1
     MEMORY = 2  # the new states could not be written
 
 
 class StateFile:
-    """File with two moments of each parameter; see Note [Planes].
+    """File with two moments of each parameter; see Note [State file layout].
 
     Args:
         path: Path of the file to create; it is removed with its directory.
@@ -202,12 +202,14 @@ class StateFile:
         self.parameters = list(parameters)
         self._dtypes = list(dtypes)
         sizes = [(one.numel(), dtype.itemsize) for one, dtype in zip(parameters, dtypes, strict=True)]
-        self.layout = PlaneLayout(sizes)
+        self.layout = BlockLayout(sizes)
         self._descriptor = _create(path, self._num_bytes)
         weakref.finalize(self, os.close, self._descriptor)
-        self._mapping = PlaneMapping(self._descriptor, 2 * self.layout.num_bytes)
-        self._places = [_Place.FIRST_SLOT] * len(self.layout.chunks)
-        self._blank = set(range(len(self.layout.chunks)))  # never written, neither by a step nor through the mapping
+        self._mapping = BlockMapping(self._descriptor, 2 * self.layout.num_bytes)
+        self._locations = [_ChunkLocation.FIRST_COPY] * len(self.layout.chunks)
+        self._unwritten = set(
+            range(len(self.layout.chunks))
+        )  # never written, neither by a step nor through the mapping
         self._used: set[int] = set()
         self._moments = [self._moments_of(index) for index in range(len(self.parameters))]
 
@@ -226,56 +228,56 @@ class StateFile:
 
     # I/O of a step.
 
-    def read(self, queue: DiskQueue, number: int, planes: Planes) -> list[Ticket]:
+    def read(self, queue: DiskQueue, index: int, blocks: StateBlocks) -> list[IOTicket]:
         """Start reading the valid states of a chunk; they are complete after all tickets were waited for."""
-        if number in self._blank:
-            for plane in planes:
-                plane.zero_()
+        if index in self._unwritten:
+            for block in blocks:
+                block.zero_()
             return []
-        place = self._places[number]
-        if place is _Place.MEMORY:
-            for plane, held in zip(planes, self._shown(number), strict=True):
-                plane.copy_(held)
+        location = self._locations[index]
+        if location is _ChunkLocation.MEMORY:
+            for block, mapped in zip(blocks, self._mapped(index), strict=True):
+                block.copy_(mapped)
             return []
         return [
-            queue.read(self._descriptor, plane, offset)
-            for plane, offset in zip(planes, self._offsets(number, place), strict=True)
+            queue.read(self._descriptor, block, offset)
+            for block, offset in zip(blocks, self._offsets(index, location), strict=True)
         ]
 
-    def write(self, queue: DiskQueue, number: int, planes: Planes) -> list[Ticket]:
-        """Start writing a chunk's new states to its other slot; call `commit` or `keep` afterwards."""
-        offsets = self._offsets(number, self._next_place(number))
-        return [queue.write(self._descriptor, plane, offset) for plane, offset in zip(planes, offsets, strict=True)]
+    def write(self, queue: DiskQueue, index: int, blocks: StateBlocks) -> list[IOTicket]:
+        """Start writing a chunk's new states to its other slot; call `commit` or `keep_in_memory` afterwards."""
+        offsets = self._offsets(index, self._write_location(index))
+        return [queue.write(self._descriptor, block, offset) for block, offset in zip(blocks, offsets, strict=True)]
 
-    def commit(self, number: int) -> None:
+    def commit(self, index: int) -> None:
         """Make the chunk's new states, which have been written, the valid ones."""
-        place = self._next_place(number)
-        chunk = self.layout.chunks[number]
-        for start, offset in zip(self._starts(number), self._offsets(number, place), strict=True):
-            self._mapping.show_file(start, chunk.num_bytes, self._descriptor, offset)
-        self._places[number] = place
-        self._blank.discard(number)
+        location = self._write_location(index)
+        chunk = self.layout.chunks[index]
+        for start, offset in zip(self._starts(index), self._offsets(index, location), strict=True):
+            self._mapping.map_file(start, chunk.num_bytes, self._descriptor, offset)
+        self._locations[index] = location
+        self._unwritten.discard(index)
 
-    def keep(self, number: int, planes: Planes) -> None:
+    def keep_in_memory(self, index: int, blocks: StateBlocks) -> None:
         """Make a copy in memory of the chunk's new states, which could not be written, the valid one."""
-        for start, plane in zip(self._starts(number), planes, strict=True):
-            self._mapping.show_memory(start, plane.numel())
-        self._places[number] = _Place.MEMORY
-        self._blank.discard(number)
-        for plane, held in zip(planes, self._shown(number), strict=True):
-            held.copy_(plane)
+        for start, block in zip(self._starts(index), blocks, strict=True):
+            self._mapping.map_anonymous(start, block.numel())
+        self._locations[index] = _ChunkLocation.MEMORY
+        self._unwritten.discard(index)
+        for block, mapped in zip(blocks, self._mapped(index), strict=True):
+            mapped.copy_(block)
 
     # Access through the mapping.
 
-    def begin(self, index: int) -> None:
+    def zero(self, index: int) -> None:
         """Set the states of a parameter to zero."""
         if index in self._used:
-            self.touch(index)
+            self.mark_modified(index)
             for moment in self._moments[index]:
                 moment.zero_()
         self._used.add(index)
 
-    def touch(self, index: int) -> None:
+    def mark_modified(self, index: int) -> None:
         """Mark a parameter's states as modified; call it before a write to the tensors of `moments`.
 
         Raises:
@@ -284,18 +286,18 @@ class StateFile:
         self.check()
         self._used.add(index)
         num_bytes = self.parameters[index].numel() * self._dtypes[index].itemsize
-        self._blank.difference_update(self.layout.chunks_of(index, num_bytes))
+        self._unwritten.difference_update(self.layout.chunks_of(index, num_bytes))
 
     def remove(self) -> None:
         """Delete the file; its disk space is released when all of its tensors are freed."""
         self.path.unlink(missing_ok=True)
 
-    def forget_blanks(self) -> None:
+    def mark_all_written(self) -> None:
         """Read every chunk from now on, as zero states may have been modified through the mapping."""
-        self._blank.clear()
+        self._unwritten.clear()
 
     @property
-    def is_whole(self) -> bool:
+    def is_complete(self) -> bool:
         """Whether the file has its full size."""
         try:
             return os.fstat(self._descriptor).st_size >= self._num_bytes
@@ -308,7 +310,7 @@ class StateFile:
         Raises:
             CheckpointError: The file is truncated, so some states are lost.
         """
-        if not self.is_whole:
+        if not self.is_complete:
             raise CheckpointError(
                 f"{self.path} holds optimizer states and is shorter than the {self._num_bytes} bytes written to it, so"
                 " some states are lost: load them from a checkpoint"
@@ -318,30 +320,30 @@ class StateFile:
     def _num_bytes(self) -> int:
         return 4 * self.layout.num_bytes
 
-    def _next_place(self, number: int) -> _Place:
-        is_first = self._places[number] is _Place.FIRST_SLOT
-        return _Place.SECOND_SLOT if is_first else _Place.FIRST_SLOT
+    def _write_location(self, index: int) -> _ChunkLocation:
+        is_first = self._locations[index] is _ChunkLocation.FIRST_COPY
+        return _ChunkLocation.SECOND_COPY if is_first else _ChunkLocation.FIRST_COPY
 
-    def _starts(self, number: int) -> tuple[int, int]:
+    def _starts(self, index: int) -> tuple[int, int]:
         """Return the start of the chunk in the mapping, for each plane."""
-        start = self.layout.chunks[number].start
+        start = self.layout.chunks[index].start
         return start, self.layout.num_bytes + start
 
-    def _offsets(self, number: int, place: _Place) -> tuple[int, int]:
+    def _offsets(self, index: int, location: _ChunkLocation) -> tuple[int, int]:
         """Return the start of the chunk in the file, for each plane."""
-        first, second = self._starts(number)
-        slot = place * 2 * self.layout.num_bytes
-        return slot + first, slot + second
+        first, second = self._starts(index)
+        copy_start = location * 2 * self.layout.num_bytes
+        return copy_start + first, copy_start + second
 
-    def _shown(self, number: int) -> list[Tensor]:
-        num_bytes = self.layout.chunks[number].num_bytes
-        return [self._mapping.tensor(start, num_bytes, torch.uint8) for start in self._starts(number)]
+    def _mapped(self, index: int) -> list[Tensor]:
+        num_bytes = self.layout.chunks[index].num_bytes
+        return [self._mapping.tensor(start, num_bytes, torch.uint8) for start in self._starts(index)]
 
     def _moments_of(self, index: int) -> tuple[Tensor, Tensor]:
         parameter, dtype, start = self.parameters[index], self._dtypes[index], self.layout.starts[index]
         first = self._mapping.tensor(start, parameter.numel(), dtype)
         second = self._mapping.tensor(self.layout.num_bytes + start, parameter.numel(), dtype)
-        return shaped_like(first, parameter), shaped_like(second, parameter)
+        return view_like(first, parameter), view_like(second, parameter)
 
 
 def _create(path: Path, num_bytes: int) -> int:
@@ -351,7 +353,7 @@ def _create(path: Path, num_bytes: int) -> int:
     try:
         descriptor, _ = open_data_file(path, num_bytes)
     except OSError as error:
-        if error.errno in _FULL:
+        if error.errno in _NO_SPACE:
             raise ConfigError(_disk_full_message(path, num_bytes, shutil.disk_usage(path.parent).free)) from error
         raise
     return descriptor

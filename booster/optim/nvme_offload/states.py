@@ -16,27 +16,27 @@ from booster.errors import ConfigError
 from booster.logger import get_dist_logger
 from booster.optim.adam_update import (
     MOMENTS,
-    GroupUpdate,
-    Operands,
-    ParameterUpdate,
+    AdamGroupUpdate,
+    AdamParamUpdate,
+    KernelArguments,
     StepArguments,
-    count_steps,
-    flat,
+    flat_view,
+    increment_steps,
     is_dense,
-    laid_out_like,
+    match_strides,
     run_kernel,
-    shaped_like,
+    view_like,
 )
 from booster.optim.base import moment_dtype
 
-from .directory import OwnDirectory
-from .pipeline import ChunkPlace, Pipeline, new_buffers
+from .directory import ScratchDirectory
+from .pipeline import ChunkRef, Pipeline, new_buffers
 from .settings import OffloadSettings
-from .state_file import Piece, Planes, StateFile
+from .state_file import StateBlocks, StateFile, StateRange
 
 
 @dataclass(slots=True, eq=False)
-class _Entry:
+class _PendingUpdate:
     """Update of a parameter as contiguous tensors.
 
     Attributes:
@@ -44,8 +44,8 @@ class _Entry:
         num_left: Number of elements that are not updated yet.
     """
 
-    group: GroupUpdate
-    update: ParameterUpdate
+    group: AdamGroupUpdate
+    update: AdamParamUpdate
     parameter: Tensor
     gradient: Tensor
     working_copy: Tensor | None
@@ -53,7 +53,7 @@ class _Entry:
     num_left: int
 
 
-class DiskWork:
+class OffloadedStep:
     """Updates of parameters with states on disk.
 
     Args:
@@ -62,17 +62,19 @@ class DiskWork:
         arguments: Arguments of the step.
     """
 
-    def __init__(self, files: Sequence[StateFile], groups: Sequence[GroupUpdate], arguments: StepArguments) -> None:
+    def __init__(self, files: Sequence[StateFile], groups: Sequence[AdamGroupUpdate], arguments: StepArguments) -> None:
         self._arguments = arguments
-        self._entries = {id(update.parameter): _entry(group, update) for group in groups for update in group.updates}
-        self._todo: deque[ChunkPlace] = deque(
+        self._updates = {
+            id(update.parameter): _pending_update(group, update) for group in groups for update in group.updates
+        }
+        self._todo: deque[ChunkRef] = deque(
             (file, number)
             for file in files
             for number, chunk in enumerate(file.layout.chunks)
-            if any(self._entry_of(file, piece) is not None for piece in chunk.pieces)
+            if any(self._update_of(file, piece) is not None for piece in chunk.ranges)
         )
 
-    def run(self, buffers: list[Planes], idle: Callable[[], bool]) -> None:
+    def run(self, buffers: list[StateBlocks], idle: Callable[[], bool]) -> None:
         """Run all updates that are not done yet.
 
         Raises:
@@ -82,7 +84,7 @@ class DiskWork:
             Pipeline(buffers, self._compute, idle).run(self._todo)
         except BaseException:
             for file, _ in self._todo:
-                file.forget_blanks()
+                file.mark_all_written()
             raise
 
     @property
@@ -90,64 +92,71 @@ class DiskWork:
         """Whether every parameter is updated."""
         return not self._todo
 
-    def unfinished(self) -> Iterator[tuple[ParameterUpdate, int]]:
+    def unfinished(self) -> Iterator[tuple[AdamParamUpdate, int]]:
         """Yield each incomplete update with the number of elements that are not updated."""
-        for entry in self._entries.values():
+        for entry in self._updates.values():
             if entry.num_left > 0:
                 yield entry.update, entry.num_left
 
-    def _entry_of(self, file: StateFile, piece: Piece) -> _Entry | None:
-        return self._entries.get(id(file.parameters[piece.index]))
+    def _update_of(self, file: StateFile, state_range: StateRange) -> _PendingUpdate | None:
+        return self._updates.get(id(file.parameters[state_range.index]))
 
-    def _compute(self, place: ChunkPlace, planes: Planes) -> None:
-        file, number = place
-        pairs = [(self._entry_of(file, piece), piece) for piece in file.layout.chunks[number].pieces]
-        found = [(entry, piece) for entry, piece in pairs if entry is not None]
-        typed = {dtype: (planes[0].view(dtype), planes[1].view(dtype)) for dtype in file.dtypes}
+    def _compute(self, chunk: ChunkRef, blocks: StateBlocks) -> None:
+        file, chunk_index = chunk
+        pairs = [
+            (self._update_of(file, state_range), state_range) for state_range in file.layout.chunks[chunk_index].ranges
+        ]
+        found = [(entry, state_range) for entry, state_range in pairs if entry is not None]
+        typed = {dtype: (blocks[0].view(dtype), blocks[1].view(dtype)) for dtype in file.dtypes}
         for _, members in groupby(found, key=lambda pair: id(pair[0].group)):
-            own = list(members)
-            rows = [_operands(entry, piece, file.dtype(piece.index), typed) for entry, piece in own]
-            run_kernel(rows, own[0][0].group.hyperparameters, self._arguments)
-            self._count([entry for entry, _ in own], [piece for _, piece in own])
+            entries = list(members)
+            rows = [
+                _operands(entry, state_range, file.dtype(state_range.index), typed) for entry, state_range in entries
+            ]
+            run_kernel(rows, entries[0][0].group.hyperparameters, self._arguments)
+            self._count([entry for entry, _ in entries], [state_range for _, state_range in entries])
 
-    def _count(self, entries: Sequence[_Entry], pieces: Sequence[Piece]) -> None:
-        for entry, piece in zip(entries, pieces, strict=True):
-            entry.num_left -= piece.stop - piece.start
+    def _count(self, entries: Sequence[_PendingUpdate], state_ranges: Sequence[StateRange]) -> None:
+        for entry, state_range in zip(entries, state_ranges, strict=True):
+            entry.num_left -= state_range.stop - state_range.start
         complete = [entry for entry in entries if entry.num_left == 0]
-        count_steps([entry.update for entry in complete])
+        increment_steps([entry.update for entry in complete])
         for entry in complete:
             _write_back(entry, self._arguments)
 
 
-def _entry(group: GroupUpdate, update: ParameterUpdate) -> _Entry:
-    model, copy = update.parameter, update.working_copy
-    return _Entry(
+def _pending_update(group: AdamGroupUpdate, update: AdamParamUpdate) -> _PendingUpdate:
+    parameter, copy = update.parameter, update.model_param
+    return _PendingUpdate(
         group=group,
         update=update,
-        parameter=_contiguous(model),
-        gradient=_contiguous(laid_out_like(update.gradient, model)),
-        working_copy=None if copy is None else _contiguous(laid_out_like(copy, model)),
-        numel=model.numel(),
-        num_left=model.numel(),
+        parameter=_contiguous(parameter),
+        gradient=_contiguous(match_strides(update.gradient, parameter)),
+        working_copy=None if copy is None else _contiguous(match_strides(copy, parameter)),
+        numel=parameter.numel(),
+        num_left=parameter.numel(),
     )
 
 
 def _contiguous(tensor: Tensor) -> Tensor:
     """Return a contiguous view of a dense tensor's memory."""
-    return tensor if tensor.is_contiguous() else flat(tensor)
+    return tensor if tensor.is_contiguous() else flat_view(tensor)
 
 
 def _operands(
-    entry: _Entry, piece: Piece, dtype: torch.dtype, typed: Mapping[torch.dtype, tuple[Tensor, Tensor]]
-) -> Operands:
+    entry: _PendingUpdate,
+    state_range: StateRange,
+    dtype: torch.dtype,
+    typed: Mapping[torch.dtype, tuple[Tensor, Tensor]],
+) -> KernelArguments:
     first, second = typed[dtype]
-    start, numel = piece.offset // dtype.itemsize, piece.stop - piece.start
+    start, numel = state_range.offset // dtype.itemsize, state_range.stop - state_range.start
     moments = first.narrow(0, start, numel), second.narrow(0, start, numel)
     if entry.numel == numel:
-        return Operands(entry.parameter, entry.gradient, *moments, entry.working_copy, entry.update.next_step)
-    elements = slice(piece.start, piece.stop)
+        return KernelArguments(entry.parameter, entry.gradient, *moments, entry.working_copy, entry.update.next_step)
+    elements = slice(state_range.start, state_range.stop)
     copy = entry.working_copy
-    return Operands(
+    return KernelArguments(
         entry.parameter.view(-1)[elements],
         entry.gradient.view(-1)[elements],
         *moments,
@@ -156,18 +165,18 @@ def _operands(
     )
 
 
-def _write_back(entry: _Entry, arguments: StepArguments) -> None:
+def _write_back(entry: _PendingUpdate, arguments: StepArguments) -> None:
     """Copy results from reordered temporaries back into the caller's tensors."""
-    update, model = entry.update, entry.update.parameter
-    if update.working_copy is not None and entry.working_copy is not None:
-        _copy_back(update.working_copy, entry.working_copy, model)
+    update, like = entry.update, entry.update.parameter
+    if update.model_param is not None and entry.working_copy is not None:
+        _copy_back(update.model_param, entry.working_copy, like)
     if arguments.zero_grads:
-        _copy_back(update.gradient, entry.gradient, model)
+        _copy_back(update.gradient, entry.gradient, like)
 
 
-def _copy_back(tensor: Tensor, memory: Tensor, model: Tensor) -> None:
+def _copy_back(tensor: Tensor, memory: Tensor, like: Tensor) -> None:
     if tensor.data_ptr() != memory.data_ptr():
-        tensor.copy_(shaped_like(memory, model))
+        tensor.copy_(view_like(memory, like))
 
 
 class DiskStates:
@@ -183,11 +192,11 @@ class DiskStates:
 
     def __init__(self, settings: OffloadSettings) -> None:
         self._settings = settings
-        self._directory: OwnDirectory | None = None
-        self._numbers = itertools.count()
+        self._directory: ScratchDirectory | None = None
+        self._file_numbers = itertools.count()
         self._files: list[StateFile] = []
-        self._places: dict[Tensor, tuple[StateFile, int] | None] = {}
-        self._buffers: list[Planes] = []
+        self._locations: dict[Tensor, tuple[StateFile, int] | None] = {}
+        self._buffers: list[StateBlocks] = []
 
     def prepare(self, parameters: Iterable[Tensor]) -> None:
         """Allocate disk space for new parameters, and release that of removed ones.
@@ -201,13 +210,13 @@ class DiskStates:
         if self._settings.fraction == 0:
             return
         all_parameters = list(parameters)
-        new = [one for one in all_parameters if one not in self._places]
+        new = [one for one in all_parameters if one not in self._locations]
         if not new:
             return
         chosen = self._choose(new)
         file = self._new_file(chosen) if chosen else None
-        self._drop_others(all_parameters)
-        self._places |= dict.fromkeys(new)
+        self._drop_removed(all_parameters)
+        self._locations |= dict.fromkeys(new)
         if file is not None:
             self._add(file)
         elif not self._files:
@@ -218,7 +227,7 @@ class DiskStates:
 
     def holds(self, parameter: Tensor) -> bool:
         """Return whether a parameter's states are on disk."""
-        return bool(self._places) and self._places.get(parameter) is not None
+        return bool(self._locations) and self._locations.get(parameter) is not None
 
     def moment(self, parameter: Tensor, key: str) -> Tensor:
         """Return the tensor of a state that is about to be filled.
@@ -226,29 +235,29 @@ class DiskStates:
         Raises:
             ConfigError: The file is truncated, and the disk has too little free space for a new one.
         """
-        file, index = self._place(parameter)
-        if not file.is_whole:
+        file, index = self._location(parameter)
+        if not file.is_complete:
             self._replace(file)
-            file, index = self._place(parameter)
-        file.touch(index)
+            file, index = self._location(parameter)
+        file.mark_modified(index)
         return file.moments(index)[MOMENTS.index(key)]
 
-    def take_over(self, parameter: Tensor, state: dict[str, Any]) -> None:
+    def adopt(self, parameter: Tensor, state: dict[str, Any]) -> None:
         """Replace a parameter's state tensors by those on disk, with the same values (zeros if there are none).
 
         Raises:
             CheckpointError: The file is truncated.
         """
-        file, index = self._place(parameter)
-        own = file.moments(index)
+        file, index = self._location(parameter)
+        moments = file.moments(index)
         values = [state.get(key) for key in MOMENTS]
-        if all(value is moment for value, moment in zip(values, own, strict=True)):
+        if all(value is moment for value, moment in zip(values, moments, strict=True)):
             return
         if all(value is None for value in values):
-            file.begin(index)
+            file.zero(index)
         else:
-            file.touch(index)
-        for key, value, moment in zip(MOMENTS, values, own, strict=True):
+            file.mark_modified(index)
+        for key, value, moment in zip(MOMENTS, values, moments, strict=True):
             if value is not None and value is not moment:
                 moment.copy_(value)
             state[key] = moment
@@ -262,17 +271,17 @@ class DiskStates:
         for file in self._files:
             file.check()
 
-    def work(self, groups: Sequence[GroupUpdate], arguments: StepArguments) -> DiskWork:
+    def offloaded_step(self, groups: Sequence[AdamGroupUpdate], arguments: StepArguments) -> OffloadedStep:
         """Return the updates of parameters with states on disk.
 
         Args:
-            groups: Updates of such parameters, with states from `take_over`.
+            groups: Updates of such parameters, with states from `adopt`.
             arguments: Arguments of the step.
         """
-        return DiskWork(self._files, groups, arguments)
+        return OffloadedStep(self._files, groups, arguments)
 
     @property
-    def buffers(self) -> list[Planes]:
+    def buffers(self) -> list[StateBlocks]:
         """Buffers of the pipeline, large enough for the largest chunk."""
         largest = max((file.layout.chunks[0].num_bytes for file in self._files), default=0)
         if not self._buffers or self._buffers[0][0].numel() < largest:
@@ -280,10 +289,10 @@ class DiskStates:
             self._buffers = new_buffers(largest)
         return self._buffers
 
-    def _place(self, parameter: Tensor) -> tuple[StateFile, int]:
-        place = self._places.get(parameter)
-        assert place is not None, f"a parameter of shape {tuple(parameter.shape)} whose states are in memory"
-        return place
+    def _location(self, parameter: Tensor) -> tuple[StateFile, int]:
+        location = self._locations.get(parameter)
+        assert location is not None, f"a parameter of shape {tuple(parameter.shape)} whose states are in memory"
+        return location
 
     def _choose(self, parameters: Sequence[Tensor]) -> list[Tensor]:
         on_host = [one for one in parameters if one.device.type == "cpu"]
@@ -300,11 +309,11 @@ class DiskStates:
         return parameter.numel() * moment_dtype(parameter).itemsize
 
     def _new_file(self, parameters: Sequence[Tensor]) -> StateFile:
-        where = self._settings.directory
+        parent = self._settings.directory
         try:
             if self._directory is None:
-                self._directory = OwnDirectory(where)
-            path = self._directory.path / f"states-{next(self._numbers)}.bin"
+                self._directory = ScratchDirectory(parent)
+            path = self._directory.path / f"states-{next(self._file_numbers)}.bin"
             return StateFile(path, parameters, [moment_dtype(one) for one in parameters])
         except OSError as error:
             raise ConfigError(
@@ -313,18 +322,18 @@ class DiskStates:
 
     def _add(self, file: StateFile) -> None:
         self._files.append(file)
-        self._places |= {parameter: (file, index) for index, parameter in enumerate(file.parameters)}
+        self._locations |= {parameter: (file, index) for index, parameter in enumerate(file.parameters)}
 
     def _replace(self, file: StateFile) -> None:
-        fresh = self._new_file(file.parameters)
+        new_file = self._new_file(file.parameters)
         self._files.remove(file)
         file.remove()
-        self._add(fresh)
+        self._add(new_file)
 
-    def _drop_others(self, parameters: Sequence[Tensor]) -> None:
+    def _drop_removed(self, parameters: Sequence[Tensor]) -> None:
         """Drop parameters that the optimizer no longer has, and files that contain only such parameters."""
         alive = set(parameters)
-        self._places = {parameter: place for parameter, place in self._places.items() if parameter in alive}
+        self._locations = {parameter: location for parameter, location in self._locations.items() if parameter in alive}
         for file in [one for one in self._files if alive.isdisjoint(one.parameters)]:
             self._files.remove(file)
             file.remove()
