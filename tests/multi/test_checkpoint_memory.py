@@ -232,11 +232,13 @@ def test_whole_tensors_take_little_memory(folder, layout):
 
 
 @pytest.mark.parametrize("layout", ["spans", "columns"])
+@pytest.mark.slow
 def test_parts_take_little_memory(folder, layout):
     _assert_bounded(run_ranks(_save_and_load, 2, folder, TWICE, layout, fresh=True))
 
 
 @pytest.mark.parametrize("formats", CONVERSIONS, ids=["save", "load"])
+@pytest.mark.slow
 def test_converting_takes_little_memory(folder, formats):
     _assert_bounded(run_ranks(_save_and_load, 2, folder, TWICE, "replicated", **formats, fresh=True))
 

@@ -95,6 +95,7 @@ def check_kills(tmp_path, seeds):
     assert not any(wrong.values()), {seed: text for seed, text in wrong.items() if text}
 
 
+@pytest.mark.slow
 def test_ranks_killed_at_any_time(tmp_path):
     check_kills(tmp_path, range(10))
 

@@ -139,6 +139,7 @@ def test_what_fails_in_one_replica_fails_in_all(arguments):
 
 
 @pytest.mark.parametrize("place", PLACES)
+@pytest.mark.slow
 def test_a_stage_that_is_killed_is_noticed_by_the_other(place):
     with pytest.raises(RanksFailed, match="killed by SIGKILL") as caught:
         run_ranks(run_with, 2, place, "1f1b", 2, die, fresh=True)

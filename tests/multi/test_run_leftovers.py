@@ -7,6 +7,7 @@ import sys
 import time
 
 import psutil
+import pytest
 from launcher_cases import plain_environment
 
 SCRIPT = """\
@@ -26,6 +27,7 @@ def _is_gone(process_id):
         return True
 
 
+@pytest.mark.slow
 def test_children_of_a_killed_rank_are_ended(tmp_path):
     (tmp_path / "script.py").write_text(SCRIPT)
     command = "import sys; from booster.cli import main; sys.exit(main())"

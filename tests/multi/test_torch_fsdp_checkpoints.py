@@ -10,129 +10,27 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from fsdp_checkpoint_cases import (
+    ONE_LEVEL,
+    PRECISIONS,
+    Job,
+    Net,
+    assert_same,
+    slow,
+)
 from fsdp_twins import STRATEGIES, FSDPTwins, small_units
 from harness import distributed, preload, run_ranks
 from safetensors.torch import load_file
 from torch import nn
-from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from zoo import TRANSFORMERS_MODULES
 
-from booster import Booster, CheckpointError, RankFailedError
+from booster import Booster, RankFailedError
 from booster.comm import count_communication
 from booster.optim import HybridAdam
 from booster.plugins import TorchFSDPPlugin
 
 preload(*TRANSFORMERS_MODULES)
-
-
-def slow(*values):
-    """Returns a case that `make test` leaves to `make test-all`."""
-    return pytest.param(*values, marks=pytest.mark.slow)
-
-
-ONE_LEVEL = pytest.mark.parametrize("strategy", ["full", slow("grad op"), slow("none")])
-# With batch norms in the model, which only FSDP1's class leaves in fp32.
-PRECISIONS = {
-    "fp32": None,
-    "bf16": MixedPrecision(param_dtype=torch.bfloat16, cast_forward_inputs=True),
-    "bf16, fp32 sums": MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=True),
-    "fp16": MixedPrecision(param_dtype=torch.float16, cast_forward_inputs=True),
-}
-
-
-class Layer(nn.Module):
-    """Odd sizes, and a first dimension smaller than most worlds."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.wide, self.narrow = nn.Linear(6, 37), nn.Linear(37, 6)
-        self.gate = nn.Linear(6, 1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        gate = torch.sigmoid(fitting(self.gate, x))
-        return x + gate * fitting(self.narrow, torch.relu(fitting(self.wide, x)))
-
-
-def fitting(layer: nn.Linear, x: torch.Tensor) -> torch.Tensor:
-    """Runs a layer in its own format: those of ignored modules differ from the others'."""
-    return layer(x.to(layer.weight.dtype))
-
-
-class Net(nn.Module):
-    """Tied weights, buffers of several formats, a scalar, an empty parameter, a frozen layer, odd sizes."""
-
-    def __init__(self, seed: int = 0) -> None:
-        super().__init__()
-        torch.manual_seed(seed)
-        self.embed = nn.Embedding(11, 6)
-        self.frozen = nn.Linear(6, 6).requires_grad_(False)
-        self.norm = nn.BatchNorm1d(6)
-        self.layers = nn.ModuleList(Layer() for _ in range(3))
-        self.head = nn.Linear(6, 11, bias=False)
-        self.head.weight = self.embed.weight
-        self.scale = nn.Parameter(torch.randn(()))
-        self.none = nn.Parameter(torch.zeros(0, 3))
-        self.register_buffer("mask", torch.rand(11) > 0.5)
-        self.register_buffer("hidden", torch.ones(2), persistent=False)
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.norm(fitting(self.frozen, self.embed(tokens)))
-        for layer in self.layers:
-            x = layer(x)
-        return fitting(self.head, x) * self.scale + self.none.sum() + self.mask
-
-
-def param_groups(net: Net, with_frozen: bool = False) -> list[dict]:
-    chosen = [net.embed.weight, net.scale, net.none]
-    rest = [one for one in net.parameters() if all(one is not other for other in chosen)]
-    if not with_frozen:
-        rest = [one for one in rest if one.requires_grad]
-    return [{"params": chosen, "lr": 0.02}, {"params": rest, "weight_decay": 0.1}]
-
-
-def ignored(net: Net, which: str) -> list[nn.Module]:
-    return {"nothing": [], "a layer": [net.layers[1]], "parts": [net.layers[0].gate, net.frozen, net.norm]}[which]
-
-
-class Job:
-    """A small training run."""
-
-    def __init__(
-        self, strategy="full", *, seed=0, net=None, make=torch.optim.AdamW, precision="fp32", ignores="nothing", **more
-    ) -> None:
-        raw = Net(seed) if net is None else net
-        plugin = TorchFSDPPlugin(
-            **STRATEGIES[strategy] | {"mixed_precision": PRECISIONS[precision], "initial_scale": 2**8} | more,
-            ignored_modules=ignored(raw, ignores) or None,
-        )
-        self.booster = Booster(plugin=plugin)
-        groups = param_groups(raw, with_frozen=net is not None)
-        self.raw = raw
-        # The large eps keeps gradients that are rounding noise small: those before the batch norm are 0 but for it.
-        self.model, self.optimizer, *_ = self.booster.boost(raw, make(groups, lr=0.01, eps=1e-3))
-
-    def backward(self, step: int) -> None:
-        generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
-        scores = self.model(torch.randint(11, (5,), generator=generator))
-        self.booster.backward(scores.float().square().mean(), self.optimizer)
-
-    def train(self, *steps: int) -> Job:
-        for step in steps:
-            self.backward(step)
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-        return self
-
-    def save(self, path: Path, **options) -> Path:
-        self.booster.save(path, self.model, self.optimizer, **options)
-        return path
-
-    def load(self, path: Path) -> Job:
-        self.booster.load(path, self.model, self.optimizer)
-        return self
-
-    def weights(self) -> dict[str, torch.Tensor]:
-        return self.model.state_dict()
 
 
 def stored(path: Path) -> dict[str, torch.Tensor]:
@@ -142,16 +40,6 @@ def stored(path: Path) -> dict[str, torch.Tensor]:
         if "random" not in file.name:
             found |= load_file(file)
     return found
-
-
-def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    assert found.keys() == expected.keys()
-    for name, tensor in expected.items():
-        assert found[name].dtype == tensor.dtype, name
-        assert torch.equal(found[name], tensor), name
-
-
-# Any layout into any other.
 
 
 def train_and_save(strategy: str, path: Path, arguments: dict) -> dict[str, torch.Tensor]:
@@ -186,6 +74,8 @@ LAYOUTS = {
 
 # By default every layout is a source or a target in fp32, where the target is the fifth after it, and a few in bf16.
 FP32_SOURCES = ("full x1", "full x2", "full x3", "full x4", "smallest units x3", *list(LAYOUTS)[10:])
+
+
 BF16_SOURCES = ("none x2", "hybrid, ignored x4")
 
 
@@ -224,9 +114,6 @@ def load_weights(path: Path, precision: str) -> dict[str, torch.Tensor]:
     job = Job(precision=precision, seed=1)
     job.booster.load_model(job.model, path)
     return job.weights()
-
-
-# In the middle of a step.
 
 
 def begin_step(strategy: str, path: Path, arguments: dict) -> dict[str, torch.Tensor]:
@@ -283,9 +170,6 @@ def test_a_step_begins_in_one_layout_and_ends_in_another(tmp_path, source, shift
         else:  # the sums are taken in another order, and of bf16 held back gradients where others are in fp32
             atol = 1e-6 if precision == "fp32" else 2e-3
             torch.testing.assert_close(dict(found), dict(expected), rtol=1e-5, atol=atol)
-
-
-# Loads into a run.
 
 
 @distributed(world_size=[2, slow(3)])
@@ -357,9 +241,6 @@ def test_neither_saves_nor_loads_send_weights(tmp_path, strategy):
     assert sum(count.received.values()) < 6 * 8 * 2**10
 
 
-# Whole states in memory.
-
-
 @distributed(world_size=[slow(1), slow(2), 3])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @ONE_LEVEL
@@ -429,77 +310,6 @@ def test_what_does_not_fit_changes_nothing_on_any_rank(strategy, wrong_ranks):
     job.train(1)
 
 
-class Stopped(Exception):
-    """What a user's own code raises."""
-
-
-@distributed(world_size=[2, slow(3)])
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@ONE_LEVEL
-def test_changes_inside_of_gathered_are_kept(strategy, precision):
-    job = Job(strategy, precision=precision, ignores="parts").train(0)
-    before = job.weights()
-    tokens = torch.arange(11)
-    with job.model.gathered() as net, torch.no_grad():
-        assert net is job.booster.unwrap_model(job.model)
-        assert_same(net.state_dict(), before)
-        net.layers[1].wide.weight.mul_(2)
-        net.layers[0].narrow.bias.data = torch.zeros(6)
-        net.frozen.bias.fill_(2)
-        with job.model.gathered():
-            net.scale.fill_(3)
-    expected = before | {
-        "layers.1.wide.weight": 2 * before["layers.1.wide.weight"],
-        "layers.0.narrow.bias": torch.zeros(6),
-        "frozen.bias": torch.full((6,), 2.0),
-        "scale": torch.tensor(3.0),
-    }
-    assert_same(job.weights(), expected)
-    if precision == "fp32":
-        plain = Net(1).eval()
-        plain.load_state_dict(expected)
-        job.model.eval()
-        with torch.no_grad():
-            torch.testing.assert_close(job.model(tokens), plain(tokens), rtol=1e-5, atol=1e-6)
-        job.model.train()
-    with pytest.raises(Stopped), job.model.gathered():
-        raise Stopped
-    job.train(1, 2)
-
-
-@distributed(world_size=2)
-def test_an_error_inside_of_gathered_on_one_rank_is_that_ranks_own():
-    job = Job().train(0)
-    try:
-        with job.model.gathered():
-            if dist.get_rank() == 1:
-                raise Stopped
-    except Stopped:
-        assert dist.get_rank() == 1
-    job.train(1)
-
-
-def add_doubled(module: nn.Module, state: dict, prefix: str, metadata: dict) -> None:
-    state[f"{prefix}doubled"] = 2 * state[f"{prefix}layers.0.wide.weight"]
-
-
-@distributed(world_size=2)
-@ONE_LEVEL
-def test_what_a_hook_computes_of_weights_is_right_or_an_error(tmp_path, strategy):
-    net = Net()
-    net.register_state_dict_post_hook(add_doubled)
-    job = Job(strategy, net=net)
-    expected = 2 * Net().layers[0].wide.weight
-    assert torch.equal(job.weights()["doubled"], expected)
-    with pytest.raises(CheckpointError, match=r"'doubled'.*model\.gathered"):
-        job.booster.save_model(job.model, tmp_path / "m.safetensors")
-    with job.model.gathered():
-        job.booster.save_model(job.model, tmp_path / "m.safetensors")
-    found = load_file(tmp_path / "m.safetensors")
-    assert torch.equal(found["doubled"], expected)
-    assert torch.equal(found["layers.0.wide.weight"], expected / 2)
-
-
 @distributed(world_size=[2, slow(3)])
 @ONE_LEVEL
 def test_a_copy_averages_weights(strategy):
@@ -520,9 +330,6 @@ def test_a_copy_averages_weights(strategy):
         plain.load_state_dict(average.state_dict())
         assert torch.equal(average.eval()(torch.arange(11)), plain(torch.arange(11)))
     job.train(3)
-
-
-# Parameters that join later.
 
 
 def with_late_parameters(strategy: str, **arguments) -> Job:
@@ -572,9 +379,6 @@ def test_a_group_that_joins_later_is_saved_and_loaded(tmp_path, strategy):
     assert_same(stored(other.save(tmp_path / "b")), expected)
     assert_same(other.train(3).weights(), job.train(3).weights())
     other.train(4)
-
-
-# Models of transformers.
 
 
 def _llama_config():

@@ -7,6 +7,7 @@ import itertools
 import pytest
 import torch
 import torch.distributed as dist
+from fsdp_loop_cases import ONE_LEVEL, Odd, sgd, slow
 from fsdp_twins import STRATEGIES, FSDPTwins
 from gemini_models import WIDTH, Block, Stack, adamw, square_loss
 from harness import distributed
@@ -16,22 +17,8 @@ from torch.optim.lr_scheduler import OneCycleLR, StepLR
 from booster import Booster, ConfigError
 from booster.plugins import TorchFSDPPlugin
 
-
-def slow(*values):
-    """Returns a case that `make test` leaves to `make test-all`."""
-    return pytest.param(*values, marks=pytest.mark.slow)
-
-
-ONE_LEVEL = pytest.mark.parametrize("strategy", ["full", slow("grad op"), slow("none")])
 # Where it matters that weights stay gathered from forward to backward.
 TWO_LEVELS = pytest.mark.parametrize("strategy", ["full", "grad op", slow("none")])
-
-
-def sgd(model):
-    return torch.optim.SGD([one for one in model.parameters() if one.requires_grad], lr=0.1, momentum=0.9)
-
-
-# What one iteration does.
 
 
 def _two_forwards(model, x, backward, rank, step):
@@ -175,9 +162,6 @@ def test_a_plain_backward_is_averaged_where_nothing_is_scaled():
         torch.testing.assert_close(model.state_dict()["bias"], before - 0.1 * 2 / 2)
 
 
-# Windows of several backwards.
-
-
 class Branches(nn.Module):
     """Blocks of which an iteration uses those that it is told."""
 
@@ -319,95 +303,6 @@ def test_num_items_divides_by_the_global_count(strategy):
     torch.testing.assert_close(dict(model.state_dict()), dict(reference.state_dict()), rtol=1e-5, atol=1e-6)
 
 
-# Clipping.
-
-
-class Odd(nn.Module):
-    """Sizes that no world divides, and parameters smaller than most worlds."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(3)
-        self.body = nn.Sequential(nn.Linear(WIDTH, 13), nn.Tanh(), nn.Linear(13, 5), nn.Tanh(), nn.Linear(5, 2))
-        self.gain = nn.Parameter(torch.tensor(1.5))
-        self.offset = nn.Parameter(torch.zeros(1))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.gain * self.body(x) + self.offset
-
-
-def _plain_gradients(twins):
-    return [one.grad for one in twins.plain.parameters() if one.grad is not None]
-
-
-@pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.0, float("inf")])
-@ONE_LEVEL
-@distributed(world_size=[slow(2), 3])
-def test_norms_of_any_order_equal_one_process(strategy, norm_type):
-    twins = FSDPTwins(Odd, optimizer=sgd, **STRATEGIES[strategy])
-    for step in range(2):
-        twins.backward(step)
-        found = twins.booster.clip_grad_norm_(twins.optimizer, 0.01, norm_type)
-        expected = nn.utils.clip_grad_norm_(twins.plain.parameters(), 0.01, norm_type)
-        assert expected > 0.01  # it does clip
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
-        for optimizer in (twins.plain_optimizer, twins.optimizer):
-            optimizer.step()
-            optimizer.zero_grad()
-    twins.assert_equal()
-
-
-@distributed(world_size=4)
-def test_norms_over_replicas_count_every_gradient_once():
-    twins = FSDPTwins(Odd, **STRATEGIES["hybrid"])
-    twins.train().assert_equal()  # `step` compares the norms
-    twins.backward(9)
-    found = twins.booster.clip_grad_norm_(twins.optimizer, float("inf"), float("inf"))
-    torch.testing.assert_close(found, nn.utils.get_total_norm(_plain_gradients(twins), float("inf")))
-
-
-@ONE_LEVEL
-@distributed(world_size=[1, 3])
-def test_clipping_by_value_equals_one_process(strategy):
-    twins = FSDPTwins(Odd, **STRATEGIES[strategy])
-    for step in range(3):
-        twins.backward(step)
-        assert max(gradient.abs().max() for gradient in _plain_gradients(twins)) > 0.02
-        nn.utils.clip_grad_value_(twins.plain.parameters(), 0.02)
-        twins.optimizer.clip_grad_by_value(0.02)
-        twins.step()
-    twins.assert_equal()
-
-
-@pytest.mark.parametrize("norm_type", [1.0, 2.0, float("inf")])
-@distributed(world_size=2)
-def test_max_norm_of_the_plugin_is_clipping_by_hand(norm_type):
-    twins = FSDPTwins(Odd, max_norm=0.05, norm_type=norm_type)
-    for step in range(3):
-        twins.backward(step)
-        expected = nn.utils.clip_grad_norm_(twins.plain.parameters(), 0.05, norm_type)
-        for optimizer in (twins.plain_optimizer, twins.optimizer):
-            optimizer.step()
-            optimizer.zero_grad()
-        assert twins.optimizer.get_grad_norm() == pytest.approx(float(expected), rel=1e-4)
-    twins.assert_equal()
-
-
-@distributed(world_size=2)
-def test_get_grad_norm_without_clipping_and_after_the_step():
-    twins = FSDPTwins(Odd)
-    assert twins.optimizer.get_grad_norm() is None
-    twins.backward(0)
-    expected = float(nn.utils.get_total_norm(_plain_gradients(twins)))
-    assert twins.optimizer.get_grad_norm() == pytest.approx(expected, rel=1e-5)
-    twins.step()
-    assert twins.optimizer.get_grad_norm() == pytest.approx(expected, rel=1e-5)
-    twins.assert_equal()
-
-
-# Param groups.
-
-
 def three_groups(model):
     matrices = [one for one in model.parameters() if one.dim() == 2]
     return torch.optim.AdamW(
@@ -511,9 +406,6 @@ def test_add_param_group_after_boost(strategy):
         twins.optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
 
 
-# Freezing.
-
-
 @ONE_LEVEL
 @pytest.mark.parametrize("optimizer", [sgd, adamw])
 @distributed(world_size=2)
@@ -559,9 +451,6 @@ def test_unfreezing_while_gradients_wait_is_refused():
         twins.backward_of_boosted(square_loss(twins.model(twins.batch(1))))
 
 
-# Closures.
-
-
 @ONE_LEVEL
 @distributed(world_size=2)
 def test_a_closure_that_calls_backward(strategy):
@@ -582,9 +471,6 @@ def test_a_closure_that_calls_backward(strategy):
         twins.plain_optimizer.step(plain_closure)
         assert twins.optimizer.step(closure).shape == ()
     twins.assert_equal()
-
-
-# Before boost.
 
 
 @ONE_LEVEL
@@ -614,9 +500,6 @@ def test_the_optimizer_from_before_boost_refuses_to_step():
     with pytest.raises(ConfigError, match="the optimizer that boost"):
         raw.step()
     optimizer.step()
-
-
-# Loss scales.
 
 
 @distributed(world_size=[2, 3])

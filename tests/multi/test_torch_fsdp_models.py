@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import warnings
-from dataclasses import dataclass
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
+from fsdp_model_cases import ONE_LEVEL, Routes, _go, _own_branch, grid, slow
 from fsdp_twins import STRATEGIES, FSDPTwins, small_units
 from gemini_models import (
     CHECKPOINTED,
@@ -19,7 +16,6 @@ from gemini_models import (
     WIDTH,
     AdaptedStack,
     Block,
-    DataclassOutput,
     Lookup,
     Stack,
     adamw,
@@ -44,23 +40,9 @@ from booster.plugins import TorchFSDPPlugin
 preload(*TRANSFORMERS_MODULES)
 
 
-def slow(*values):
-    """Returns a case that `make test` leaves to `make test-all`."""
-    return pytest.param(*values, marks=pytest.mark.slow)
-
-
-ONE_LEVEL = pytest.mark.parametrize("strategy", ["full", slow("grad op"), slow("none")])
-
-
-def grid(*values, fast):
-    """Returns the product of lists as parameters; those that `fast` refuses are slow tests."""
-    return [case if fast(*case) else slow(*case) for case in itertools.product(*values)]
-
-
-# Models as they are.
-
-
 AS_THEY_ARE = [name for name in MODELS if name != "sparse"]
+
+
 # In these a module reads the weights of another one. FSDP2 shows them to the unit that has them, and to nothing else:
 # that both are of one unit, the plugin sees to by itself, but not against a policy of the user's.
 READS_OTHERS_WEIGHTS = {"tied", "gives_itself", "gives_among", "many_uses", "hooked"}
@@ -96,8 +78,6 @@ def test_sparse_gradients_are_refused():
     with pytest.raises(ConfigError, match=r"'rows' makes sparse gradients"):
         FSDPTwins(lambda: Lookup(sparse=True))
 
-
-# Activation checkpoints.
 
 # In "pieces of a block", the model itself reads weights and calls layers of its blocks, which must not be units then.
 UNITS_FOR = {"pieces of a block": {"auto_wrap_policy": small_units(10**9)}}
@@ -195,149 +175,6 @@ def test_gradient_checkpointing_of_transformers(strategy, way):
     twins.train().assert_equal()
 
 
-# Another way on each rank.
-
-
-class Routes(nn.Module):
-    """Goes the way that it is told."""
-
-    def __init__(self, is_checkpointed: bool = False) -> None:
-        super().__init__()
-        torch.manual_seed(5)
-        self.trunk, self.head, self.extra = Block(), nn.Linear(WIDTH, 3), nn.Linear(WIDTH, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(6))
-        self.is_checkpointed = is_checkpointed
-
-    def forward(self, x: torch.Tensor, way: list[int], uses_extra: bool = False) -> torch.Tensor:
-        x = self.trunk(x)
-        for number in way:
-            block = self.blocks[number]
-            x = checkpoint(block, x, use_reentrant=False) if self.is_checkpointed else block(x)
-        return self.head(F.linear(x, self.extra.weight) if uses_extra else x)
-
-
-def _one_branch(rank, step):
-    return [[0], []][min(rank, 1)]
-
-
-def _own_branch(rank, step):
-    return [(rank + step) % 5]
-
-
-def _early_exit(rank, step):
-    return list(range(1 + (rank + step) % 5))
-
-
-def _layer_drop(rank, step):
-    kept = torch.rand(6, generator=torch.Generator().manual_seed(10 * step + rank)) < 0.6
-    return [number for number in range(6) if kept[number]]
-
-
-def _own_order(rank, step):
-    return torch.randperm(6, generator=torch.Generator().manual_seed(10 * step + rank)).tolist()
-
-
-def _several_times(rank, step):
-    return [rank % 6] * (1 + (rank + step) % 3)
-
-
-def _alike_at_first(rank, step):
-    return [0, 1, 2] if step == 0 else _layer_drop(rank, step)
-
-
-WAYS = {
-    way.__name__.strip("_"): way
-    for way in (_one_branch, _own_branch, _early_exit, _layer_drop, _own_order, _several_times, _alike_at_first)
-}
-
-
-def _go(choose, variant):
-    def iterate(model, x, backward, rank, step):
-        way = choose(rank, step)
-        if variant == "accumulated":
-            backward(square_loss(model(x, way)))
-            way = choose(rank + 1, step + 7)
-        loss = square_loss(model(x, way, uses_extra=variant == "extra" and rank == step % 2))
-        if variant == "two forwards":
-            loss = loss + square_loss(model(-x, choose(rank + 2, step)))
-        outputs = []
-        if variant == "evaluated":
-            with torch.no_grad():
-                outputs = [model(x, choose(rank + 3, step)).clone()]
-        backward(loss)
-        return outputs
-
-    return iterate
-
-
-def go_own_ways(way, variant, arguments, has_plain_backward=False):
-    twins = FSDPTwins(
-        lambda: Routes(variant == "checkpointed"),
-        _go(WAYS[way], variant),
-        build_plain=Routes,
-        calls_plain_backward=has_plain_backward,
-        **arguments,
-    )
-    twins.train(range(5)).assert_equal()
-
-
-@pytest.mark.parametrize(
-    ("way", "strategy", "world_size"),
-    grid(
-        WAYS,
-        ["full", "grad op", "none"],
-        [2, 3, 4],
-        # Every way once; two of them elsewhere too.
-        fast=lambda way, strategy, world_size: (
-            (strategy, world_size) == ("full", 2)
-            or ((strategy, world_size) in (("grad op", 3), ("full", 4)) and way in ("layer_drop", "own_order"))
-        ),
-    ),
-)
-def test_each_rank_goes_its_own_way(way, strategy, world_size):
-    run_ranks(go_own_ways, world_size, way, "simple", STRATEGIES[strategy])
-
-
-@pytest.mark.parametrize("way", [way if way in ("one_branch", "layer_drop") else slow(way) for way in WAYS])
-def test_each_rank_goes_its_own_way_over_replicas(way):
-    run_ranks(go_own_ways, 4, way, "simple", STRATEGIES["hybrid"])
-
-
-@pytest.mark.parametrize(
-    ("way", "variant", "backward"),
-    grid(
-        ["own_branch", "layer_drop", "own_order"],
-        ["accumulated", "extra", "checkpointed", "evaluated", "two forwards"],
-        ["booster", "plain"],
-        fast=lambda way, variant, backward: (
-            (way, backward) == ("layer_drop", "plain")
-            or ((way, backward) == ("own_order", "booster") and variant in ("accumulated", "extra"))
-        ),
-    ),
-)
-def test_each_rank_goes_its_own_way_in_other_loops(way, variant, backward):
-    run_ranks(go_own_ways, 2, way, variant, {}, backward == "plain")
-
-
-@pytest.mark.parametrize("policy", [1, 600])
-def test_each_rank_goes_its_own_way_through_other_units(policy):
-    run_ranks(go_own_ways, 3, "layer_drop", "two forwards", {"auto_wrap_policy": small_units(policy)})
-
-
-def _without_some(model, x, backward, rank, step):
-    with torch.set_grad_enabled(rank == step % 2):
-        hidden = (model.unwrap() if hasattr(model, "unwrap") else model).blocks[2](x)
-    backward(square_loss(model(hidden, [1])))
-
-
-@distributed(world_size=[slow(2), 3])
-def test_a_rank_that_calls_a_block_by_itself_without_gradients():
-    FSDPTwins(Routes, _without_some).train().assert_equal()
-
-
-# Ties and reuse.
-
-
 class TiedBlock(nn.Module):
     """Two layers with one weight."""
 
@@ -422,9 +259,6 @@ def test_tied_weights_and_reused_blocks(strategy, model):
     for name, tensor in twins.plain.state_dict(keep_vars=True).items():
         others = [other for other, one in twins.plain.state_dict(keep_vars=True).items() if one is tensor]
         assert all(torch.equal(state[name], state[other]) for other in others)
-
-
-# Parameters of all sizes and formats.
 
 
 class SmallParts(nn.Module):
@@ -549,157 +383,6 @@ def test_low_precision_beside_fp32_in_one_block(strategy):
         assert not torch.equal(tensor, twins.initial[name])
 
 
-# Inputs and outputs.
-
-
-class ViewBlock(nn.Module):
-    """Returns a view of what it computed."""
-
-    def __init__(self, kind: str) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.kind = kind
-
-    def forward(self, x: torch.Tensor) -> Any:
-        hidden = self.second(torch.tanh(self.first(x)))
-        if self.kind == "view":
-            return hidden.view(2, -1, WIDTH)
-        if self.kind == "slice":
-            return torch.cat([hidden, hidden], dim=1)[:, :WIDTH]
-        if self.kind == "transposed":
-            return hidden.t()
-        if self.kind == "of the input":
-            return (x + 0)[:, :WIDTH] + 0 * hidden
-        if self.kind == "chunks":
-            return hidden.chunk(2, dim=1)
-        return hidden
-
-
-class ChangesInPlace(nn.Module):
-    """Changes in place what its blocks return."""
-
-    def __init__(self, kind: str, change: str) -> None:
-        super().__init__()
-        torch.manual_seed(8)
-        self.blocks = nn.ModuleList(ViewBlock(kind) for _ in range(3))
-        self.change = change
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            y = block(x)
-            if isinstance(y, tuple):
-                y = torch.cat([self.changed(part) for part in y], dim=1)
-            else:
-                y = self.changed(y)
-            x = x + (y.t() if y.shape[0] == WIDTH else y.reshape(-1, WIDTH))
-        return x
-
-    def changed(self, y: torch.Tensor) -> torch.Tensor:
-        if self.change == "added to":
-            y += 1
-        elif self.change == "multiplied":
-            y.mul_(2)
-        elif self.change == "rectified":
-            F.relu(y, inplace=True)
-        elif self.change == "a part":
-            y[:1] = 0
-        return y
-
-
-@pytest.mark.parametrize(
-    ("kind", "change"),
-    grid(
-        ["itself", "view", "slice", "transposed", "of the input"],
-        ["added to", "multiplied", "rectified", "a part"],
-        fast=lambda kind, change: kind == "view" or change == "multiplied",
-    ),
-)
-@distributed(world_size=2)
-def test_what_a_block_returns_may_be_changed_in_place(kind, change):
-    FSDPTwins(lambda: ChangesInPlace(kind, change)).train().assert_equal()
-
-
-class WritesToItsInput(nn.Module):
-    """Blocks that begin by changing their input in place."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(8)
-        self.first = nn.Linear(WIDTH, WIDTH)
-        self.blocks = nn.ModuleList(nn.Sequential(nn.ReLU(inplace=True), nn.Linear(WIDTH, WIDTH)) for _ in range(3))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.first(x)
-        for block in self.blocks:
-            x = block(x)
-        return x
-
-
-@distributed(world_size=2)
-def test_a_block_may_change_its_input_in_place():
-    FSDPTwins(WritesToItsInput).train().assert_equal()
-
-
-@dataclass
-class Hidden:
-    value: torch.Tensor
-    note: str
-    others: list[torch.Tensor]
-
-
-class Structured(nn.Module):
-    """Blocks that take and return dictionaries, dataclasses, tuples with None, and what is no tensor."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(8)
-        self.blocks = nn.ModuleList(StructuredBlock() for _ in range(4))
-        self.head = nn.Linear(WIDTH, 3)
-
-    def forward(self, x: torch.Tensor) -> dict[str, Any]:
-        state: Any = {"x": x, "all": ()}
-        for number, block in enumerate(self.blocks):
-            state = block(state, as_dataclass=number % 2 == 0)
-        return {"logits": self.head(state["x"]), "nested": ({"all": state["all"]}, None, "text")}
-
-
-class StructuredBlock(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = Block()
-
-    def forward(self, state: Any, *, as_dataclass: bool) -> Any:
-        if isinstance(state, Hidden):
-            state = {"x": state.value, "all": tuple(state.others)}
-        x = self.inner(state["x"])
-        found = (*state["all"], x)
-        return Hidden(value=x, note="text", others=list(found)) if as_dataclass else {"x": x, "all": found}
-
-
-def _of_structure(model, x, backward, rank, step):
-    outputs = model(x)
-    loss = square_loss(outputs["logits"])
-    for hidden in outputs["nested"][0]["all"]:
-        loss = loss + hidden.square().mean()
-    backward(loss)
-
-
-def _of_dataclass(model, x, backward, rank, step):
-    result = model(x)
-    backward(square_loss(result.logits) + result.hidden.square().mean())
-
-
-@pytest.mark.parametrize(
-    ("model", "loop"), [(Structured, _of_structure), (DataclassOutput, _of_dataclass)], ids=["dicts", "dataclass"]
-)
-@pytest.mark.parametrize("policy", [None, 1])
-@ONE_LEVEL
-@distributed(world_size=2)
-def test_structured_inputs_and_outputs(strategy, model, loop, policy):
-    arguments = {} if policy is None else {"auto_wrap_policy": small_units(policy)}
-    FSDPTwins(seeded(model), loop, **STRATEGIES[strategy], **arguments).train().assert_equal()
-
-
 class Unlike(nn.Module):
     """Blocks that return their input, or a constant, on some calls: no gradient comes through them."""
 
@@ -755,9 +438,6 @@ def _batch_norm():
 @distributed(world_size=2)
 def test_buffers_and_weights_that_are_computed_from_others(strategy, build):
     FSDPTwins(build, at_once=True, **STRATEGIES[strategy]).train().assert_equal()
-
-
-# Which modules are units.
 
 
 def _one_ignored_block(model):

@@ -152,6 +152,7 @@ def test_targets_compare_with_what_was_measured(bench):
 # A run.
 
 
+@pytest.mark.slow
 def test_the_limits_and_the_peers_save_and_load(bench, disk):
     names = [
         bench.variants.BASELINE,

@@ -2,98 +2,32 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
-import math
 import random
 import time
-from collections import Counter, defaultdict
+from collections import defaultdict
 
-import numpy as np
 import pytest
 import torch
+from checkpoint_plan_cases import (
+    DTYPES,
+    NAMES,
+    PAGE,
+    check,
+    check_hosts,
+    flat_spans,
+    part,
+    plan_of,
+    replicas,
+)
 from oracles import naive_byte_runs as naive
 
 from booster.checkpoint_io.formats.safetensors import encode_header
-from booster.checkpoint_io.layout import MODEL, plan_files
-from booster.checkpoint_io.planning import save_plan
+from booster.checkpoint_io.layout import plan_files
 from booster.checkpoint_io.planning.save_plan import BLOCK_BYTES, plan_save
-from booster.checkpoint_io.planning.slices import SliceTable, full_box
+from booster.checkpoint_io.planning.slices import SliceTable
 from booster.errors import CheckpointError
-from booster.interface import TensorSlice, TensorSpec
-
-NAMES = MODEL.names(is_safetensors=True)
-PAGE = 4096
-DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.uint8]
-
-
-@functools.cache
-def memory(numel, dtype):
-    return torch.empty(numel, dtype=dtype, device="meta")
-
-
-def part(name, shape, *, box=None, span=None, dtype=torch.float32, primary=True, shared=True):
-    box = full_box(shape) if box is None else box
-    span = (0, math.prod(length for _, length in box)) if span is None else span
-    return TensorSlice(
-        name=name,
-        dtype=dtype,
-        global_shape=shape,
-        box=box,
-        span=span,
-        tensor=memory(span[1] - span[0], dtype),
-        primary=primary,
-        shared=shared,
-    )
-
-
-def plan_of(ranks, **more):
-    """Plans for these slices per rank; equal tables are given once, after a trip through their bytes."""
-    raws = [SliceTable.from_slices(slices).encode() for slices in ranks]
-    distinct = list(dict.fromkeys(raws))
-    tables = [SliceTable.decode(raw) for raw in distinct]
-    arguments = {"max_shard_bytes": 10**12, "is_sharded": True, "always_index": False, **more}
-    return plan_save(tables, [distinct.index(raw) for raw in raws], NAMES, **arguments)
-
-
-def check(plan, ranks, host_of_rank=None):
-    """Proves a plan element by element, and returns the bytes that each rank writes."""
-    numbers = {name: np.arange(math.prod(spec.shape)).reshape(spec.shape) for name, spec in plan.specs.items()}
-    counts = {name: np.zeros(number.size, dtype=np.uint8) for name, number in numbers.items()}
-    written, hosts, order = Counter(), defaultdict(set), []
-    is_shared = sharing(ranks)
-    for one in plan.all_ranges():
-        mine, itemsize = ranks[one.owner][one.slice_index], plan.specs[one.name].dtype.itemsize
-        assert (mine.name, mine.box) == (one.name, one.box)
-        assert mine.span[0] <= one.span[0] < one.span[1] <= mine.span[1]
-        assert mine.primary or (mine.shared and is_shared[mine.name, mine.box, mine.span])
-        assert (one.span[1] - one.span[0]) * itemsize <= save_plan.BLOCK_BYTES
-        block = numbers[one.name][tuple(slice(offset, offset + length) for offset, length in one.box)]
-        counts[one.name][block.reshape(-1)[one.span[0] : one.span[1]]] += 1
-        written[one.writer] += (one.span[1] - one.span[0]) * itemsize
-        hosts[one.file].add(None if host_of_rank is None else host_of_rank[one.writer])
-        assert host_of_rank is not None or one.writer == one.owner
-        first = int(block.reshape(-1)[mine.span[0]]) * itemsize + plan.files[one.file].starts[one.name]
-        order.append((one.file, first, one.span))
-    assert order == sorted(order)
-    assert all((count == 1).all() for count in counts.values())
-    assert all(len(found) == 1 for found in hosts.values()), "a file is written by two hosts"
-    return written
-
-
-def sharing(ranks):
-    """Returns for each part whether its primary shares it."""
-    return {(one.name, one.box, one.span): one.shared for slices in ranks for one in slices if one.primary}
-
-
-def replicas(names_and_shapes, num_ranks, *, primary_rank=0, **more):
-    return [
-        [part(name, shape, primary=rank == primary_rank, **more) for name, shape in names_and_shapes]
-        for rank in range(num_ranks)
-    ]
-
-
-# Files
+from booster.interface import TensorSpec
 
 
 def test_files_are_laid_out_as_their_headers_are():
@@ -154,9 +88,6 @@ def test_no_tensors_at_all():
     assert [file.name for file in plan.files] == ["model-00001-of-00001.safetensors"]
     assert list(plan.all_ranges()) == []
     assert plan.total_bytes == plan.files[0].data_bytes == 0
-
-
-# Who writes
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 7])
@@ -267,17 +198,6 @@ def test_ranges_by_rank_are_all_ranges():
         assert plan.ranges_owned_by(rank) == [one for one in ranges if one.owner == rank]
 
 
-# Random plans
-
-
-@pytest.fixture
-def small_sizes(monkeypatch):
-    """Blocks, pages and regions of a few bytes, so that small tensors meet all cuts."""
-    monkeypatch.setattr(save_plan, "BLOCK_BYTES", 128)
-    monkeypatch.setattr(save_plan, "PAGE_BYTES", 16)
-    monkeypatch.setattr(save_plan, "_MIN_REGION_BYTES", 48)
-
-
 def random_ranks(source, num_ranks, num_tensors, **shape):
     ranks = [[] for _ in range(num_ranks)]
     for number in range(num_tensors):
@@ -306,205 +226,6 @@ def test_random_plans(seed):
     if hosts is not None:
         check_hosts(plan, ranks, hosts)
 
-
-def check_hosts(plan, ranks, hosts):
-    """Checks that ranks write their own wherever a holder is on the file's host, and others as the rule says."""
-    host_of_file = {one.file: hosts[one.writer] for one in plan.all_ranges()}
-    is_shared, hosts_of_part = sharing(ranks), defaultdict(set)
-    for rank, slices in enumerate(ranks):
-        for one in slices:
-            if one.primary or (one.shared and is_shared.get((one.name, one.box, one.span))):
-                hosts_of_part[one.name, one.box, one.span].add(hosts[rank])
-    for one in plan.all_ranges():
-        host = host_of_file[one.file]
-        if hosts[one.owner] == host:
-            assert one.writer == one.owner
-            continue
-        local = [rank for rank, number in enumerate(hosts) if number == host]
-        assert one.writer == local[one.owner % len(local)]
-        mine = ranks[one.owner][one.slice_index]
-        assert host not in hosts_of_part[mine.name, mine.box, mine.span]
-
-
-# Many ranks
-
-
-def flat_spans(tensors, num_ranks, *, copies=1):
-    """ZeRO: all tensors end to end, one stretch per rank; several groups of ranks hold copies of all of it."""
-    share = -(-sum(math.prod(shape) for _, shape in tensors) // num_ranks)
-    ranks = [[] for _ in range(num_ranks * copies)]
-    offset = 0
-    for name, shape in tensors:
-        numel = math.prod(shape)
-        for rank in range(offset // share, (offset + numel - 1) // share + 1):
-            span = (max(rank * share - offset, 0), min((rank + 1) * share - offset, numel))
-            for copy in range(copies):
-                ranks[copy * num_ranks + rank].append(part(name, shape, span=span, primary=copy == 0))
-        offset += numel
-    return ranks
-
-
-def grid_boxes(tensors, grid, *, copies=1):
-    """A mesh of ranks, each with a block of every matrix, and copies of it."""
-    num_blocks = grid[0] * grid[1]
-    ranks = []
-    for rank in range(num_blocks * copies):
-        row, column = divmod(rank % num_blocks, grid[1])
-        slices = []
-        for name, (height, width) in tensors:
-            box = (_share(height, row, grid[0]), _share(width, column, grid[1]))
-            slices.append(part(name, (height, width), box=box, primary=rank < num_blocks))
-        ranks.append(slices)
-    return ranks
-
-
-def _share(size, number, count):
-    first, last = size * number // count, size * (number + 1) // count
-    return first, last - first
-
-
-MATRICES = [("a", (1000, 700)), ("b", (64, 64)), ("c", (513, 77)), ("d", (31, 1200))]
-
-
-@pytest.mark.parametrize("num_ranks", [512, 1024])
-def test_flat_spans_of_many_ranks(num_ranks):
-    ranks = flat_spans(MATRICES, num_ranks)
-    written = check(plan_of(ranks), ranks)
-    assert len(written) == num_ranks
-
-
-@pytest.mark.parametrize("num_ranks", [512, 1024])
-def test_replicas_of_many_ranks(num_ranks):
-    ranks = replicas([("a", (4096, 1024)), ("b", (4096,)), ("c", (1000, 999))], num_ranks)
-    plan = plan_of(ranks)
-    written = check(plan, ranks)
-    assert len(written) == num_ranks
-    assert max(written.values()) <= plan.total_bytes / num_ranks + PAGE
-
-
-def test_a_first_cut_that_lies_before_its_region():
-    ranks = [
-        [part("own", (125,), primary=rank == 0, shared=False), part("all", (2**18,), primary=rank == 0)]
-        for rank in range(1024)
-    ]
-    plan = plan_of(ranks)
-    assert max(check(plan, ranks).values()) <= PAGE + 500
-
-
-@pytest.mark.parametrize(("grid", "copies"), [((4, 8), 16), ((8, 16), 8)])
-def test_blocks_and_copies_of_many_ranks(grid, copies):
-    tensors = [("a", (3000, 4096)), ("b", (1024, 1021))]
-    ranks = grid_boxes(tensors, grid, copies=copies)
-    plan = plan_of(ranks, max_shard_bytes=10**8)
-    written = check(plan, ranks)
-    per_block = defaultdict(list)
-    for rank in range(len(ranks)):
-        per_block[rank % (grid[0] * grid[1])].append(written[rank])
-    for sizes in per_block.values():
-        assert len(sizes) == copies
-        if sum(sizes) >= 2**20:
-            assert max(sizes) - min(sizes) <= 2 * PAGE
-
-
-@pytest.mark.parametrize("num_ranks", [512, 1024])
-def test_hosts_share_the_files(num_ranks):
-    tensors = [(f"t{number}", (100 + number, 700)) for number in range(64)]
-    ranks, hosts = flat_spans(tensors, num_ranks), [rank // 8 for rank in range(num_ranks)]
-    plan = plan_of(ranks, max_shard_bytes=10**6, host_of_rank=hosts)
-    written = check(plan, ranks, hosts)
-    check_hosts(plan, ranks, hosts)
-    per_host = Counter()
-    for rank, size in written.items():
-        per_host[hosts[rank]] += size
-    largest = max(file.data_bytes for file in plan.files)
-    assert max(per_host.values()) <= plan.total_bytes / (num_ranks // 8) + largest
-
-
-def test_a_file_goes_to_the_host_that_holds_most_of_it():
-    ranks = flat_spans([(f"t{number}", (1000,)) for number in range(8)], 4)
-    plan = plan_of(ranks, max_shard_bytes=4000, host_of_rank=[0, 0, 1, 1])
-    assert len(plan.files) == 8
-    assert all(one.writer == one.owner for one in plan.all_ranges())
-    assert [one.writer for one in plan.all_ranges()] == [0, 0, 1, 1, 2, 2, 3, 3]
-
-
-def test_replicas_on_hosts_each_write_some_files():
-    ranks = replicas([(f"t{number}", (10**6,)) for number in range(8)], 4)
-    hosts = [0, 0, 1, 1]
-    plan = plan_of(ranks, max_shard_bytes=4 * 10**6, host_of_rank=hosts)
-    written = check(plan, ranks, hosts)
-    assert all(one.writer == one.owner for one in plan.all_ranges())
-    assert max(written.values()) - min(written.values()) <= 8 * PAGE
-
-
-def test_a_host_that_holds_a_little_more_of_everything_does_not_write_everything():
-    names = [f"t{number}" for number in range(20)]
-    ranks = [[part(name, (100,), span=span) for name in names] for span in ((0, 60), (60, 100))]
-    plan = plan_of(ranks, max_shard_bytes=400, host_of_rank=[0, 1])
-    assert check(plan, ranks, [0, 1]) == {0: 4000, 1: 4000}
-
-
-def test_small_regions_of_another_hosts_primaries_go_round():
-    ranks = [[part(f"t{number}", (100,), primary=rank == number // 2 % 2) for number in range(8)] for rank in range(4)]
-    plan = plan_of(ranks, max_shard_bytes=400, host_of_rank=[0, 0, 1, 1])
-    assert [one.owner for one in plan.all_ranges()] == [0, 2, 1, 3, 0, 2, 1, 3]
-    assert all(one.writer == one.owner for one in plan.all_ranges())
-
-
-def test_what_no_rank_of_the_host_holds_is_relayed():
-    ranks = [[part("a", (1000,), span=(0, 900))], [], [part("a", (1000,), span=(900, 1000))], []]
-    plan = plan_of(ranks, host_of_rank=[0, 0, 1, 1])
-    assert [(one.owner, one.writer) for one in plan.all_ranges()] == [(0, 0), (2, 0)]
-    assert [one.owner for one in plan.ranges_owned_by(2)] == [2]
-    assert plan.ranges_written_by(2) == []
-
-
-def random_mesh_ranks(source, num_ranks):
-    """A few tensors of random shapes, each cut over a random mesh of all ranks."""
-    ranks = [[] for _ in range(num_ranks)]
-    for number in range(2):
-        shape = tuple(source.randint(1, 40) for _ in range(source.randint(1, 4)))
-        dtype = source.choice(DTYPES)
-        sizes = [2 ** source.randint(0, 5) for _ in shape]
-        num_blocks = math.prod(sizes)
-        while num_blocks > num_ranks:
-            dim = max(range(len(sizes)), key=sizes.__getitem__)
-            sizes[dim] //= 2
-            num_blocks //= 2
-        for rank in range(num_ranks):
-            place = np.unravel_index(rank % num_blocks, sizes)
-            box = tuple(_share(size, int(at), count) for size, at, count in zip(shape, place, sizes, strict=True))
-            numel = math.prod(length for _, length in box)
-            copies, copy = num_ranks // num_blocks, rank // num_blocks
-            if number == 0:  # copies
-                ranks[rank].append(part(f"t{number}", shape, box=box, dtype=dtype, primary=copy == 0))
-            else:  # flat shards of the box
-                first, length = _share(numel, copy, copies)
-                ranks[rank].append(part(f"t{number}", shape, box=box, span=(first, first + length), dtype=dtype))
-    return ranks
-
-
-@pytest.mark.parametrize("seed", range(10))
-@pytest.mark.usefixtures("small_sizes")
-def test_random_shapes_on_meshes_of_512_ranks(seed):
-    _check_mesh(seed)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(10, 1010, 100))
-@pytest.mark.usefixtures("small_sizes")
-def test_a_thousand_random_shapes_on_meshes_of_512_ranks(seed):
-    for number in range(seed, seed + 100):
-        _check_mesh(number)
-
-
-def _check_mesh(seed):
-    ranks = random_mesh_ranks(random.Random(seed), 512)
-    hosts = [None, [rank // 8 for rank in range(512)]][seed % 2]
-    check(plan_of(ranks, host_of_rank=hosts), ranks, hosts)
-
-
-# Speed: computed on processors that others use too, so counted in processor seconds.
 
 NUM_TENSORS, NUM_RANKS, MAX_SECONDS = 100_000, 1024, 5.0
 
@@ -545,9 +266,6 @@ def test_a_hundred_thousand_tensors_over_a_thousand_ranks(layout, hosts):
     plan.ranges_written_by(NUM_RANKS - 1)
     assert time.process_time() - begin < MAX_SECONDS
     assert num_ranges >= NUM_TENSORS
-
-
-# Errors
 
 
 def error_of(ranks, **more):
@@ -616,9 +334,6 @@ def test_every_damage_to_a_tiling_is_found(seed):
     changed = source.choice([(start, start), (start + 1, stop), (start, stop - 1)])
     ranks[rank].append(part(one.name, one.global_shape, box=one.box, span=changed, dtype=one.dtype))
     assert f"{one.name!r}" in error_of(ranks)
-
-
-# Tables
 
 
 def test_tables_come_through_their_bytes():

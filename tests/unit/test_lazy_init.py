@@ -462,6 +462,7 @@ def test_mistakes_are_named():
         LazyInitContext("meta")
 
 
+@pytest.mark.slow
 def test_a_model_of_400_megabytes_is_built_in_a_fraction_of_them():
     """At the peak there are a few of its 50 matrices of 8 MB, also where they are filled and dropped one by one."""
     program = """

@@ -308,6 +308,7 @@ def offloading_process(directory, end):
 
 
 @pytest.mark.parametrize(("end", "where"), [("exit", "given"), ("fork", "temporary")])
+@pytest.mark.slow
 def test_the_directory_goes_with_the_process(tmp_path, monkeypatch, end, where):
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     path = offloading_process(tmp_path if where == "given" else "", end)

@@ -337,6 +337,7 @@ for policy in policies:
 """
 
 
+@pytest.mark.slow
 def test_facts_are_the_same_in_every_process():
     """Sets have another order and functions other addresses in each."""
     tests = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
