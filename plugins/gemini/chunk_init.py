@@ -78,10 +78,10 @@ def make_chunk(
     """Return a chunk without memory.
 
     Args:
-        index: Of the chunk.
-        layout: Of the chunk.
+        index: Index of the chunk.
+        layout: Layout of the chunk.
         named: All parameters that were laid out, with their names.
-        settings: How they are sharded.
+        settings: Sharding settings.
     """
     return Chunk(
         index,
@@ -110,10 +110,10 @@ def fill_chunk(
 
     Args:
         chunk: Without memory.
-        settings: How it is sharded.
+        settings: Sharding settings.
         keeps_gathered: This rank keeps all of its weights.
-        weights_tier: Where its piece goes; None: into memory.
-        states_tier: Where masters go; None: into memory.
+        weights_tier: Tier of the weight shard, or None for memory.
+        states_tier: Tier of the master weights, or None for memory.
         source: The ranks whose first one gives the values; None: the world.
         values: By a parameter's `id` its value, for those that show a placeholder already.
     """

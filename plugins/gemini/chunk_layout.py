@@ -37,7 +37,7 @@ class ParamInfo:
 
     Attributes:
         name: In the model, of the first occurrence where the parameter is tied.
-        shape: Of the whole parameter.
+        shape: Shape of the full parameter.
         dtype: Its dtype.
         trains: False for a frozen one.
     """
@@ -58,8 +58,8 @@ class ParamRegion:
     """Where a parameter lies in its chunk.
 
     Attributes:
-        index: Of the parameter, in the sequence that was laid out.
-        shape: Of the parameter.
+        index: Index of the parameter in the sequence that was laid out.
+        shape: Shape of the parameter.
         start: First element in the chunk.
         stop: One past the last.
     """
@@ -75,7 +75,7 @@ class ShardRegionInChunk:
     """What a rank owns of a parameter.
 
     Attributes:
-        region_index: Of the parameter's place, in the places of the chunk.
+        region_index: Index of the parameter's region among the chunk's regions.
         span: Within the row-major flattening of the parameter: first element and one past the last.
         in_chunk: Within the gathered chunk.
         in_shard: Within the rank's piece.
@@ -96,7 +96,7 @@ class ChunkLayout:
         trains: Whether they train; a chunk of frozen parameters has neither gradients nor states.
         numel: Elements, the waste at the end included.
         num_shards: Into how many pieces it is cut.
-        regions: Of the parameters, in the order in which they lie.
+        regions: Regions of the parameters, in order.
     """
 
     dtype: torch.dtype
@@ -167,7 +167,7 @@ class WasteReport:
     """How well the chunks are filled.
 
     Attributes:
-        num_chunks: How many there are.
+        num_chunks: Number of chunks.
         used: Elements of parameters in all of them.
         wasted: Elements that belong to no parameter.
     """
@@ -192,9 +192,9 @@ class ChunkPlan:
     """All chunks of a model.
 
     Attributes:
-        chunks: In the order of the first parameter in each.
+        chunks: Chunks, in the order of the first parameter in each.
         chunk_numel: Elements of a chunk, but for those that are cut at the end of a kind or made for one parameter.
-        waste: How well they are filled.
+        waste: Share of unused elements.
     """
 
     chunks: tuple[ChunkLayout, ...]

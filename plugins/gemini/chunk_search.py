@@ -64,8 +64,8 @@ class _ParamGroup:
     Attributes:
         unit: Elements that the size of a chunk is a multiple of.
         runs: Neighbours that stay together where they can: the parameters of one module.
-        outliers: Those that have chunks of their own.
-        empty: Those without elements.
+        outliers: Parameters with dedicated chunks.
+        empty: Parameters without elements.
     """
 
     dtype: torch.dtype
@@ -181,7 +181,7 @@ def default_step(parameters: Iterable[ParamInfo]) -> int:
     several; 1024 for a model without matrices. Kernels of convolutions don't count: their last dimension is tiny.
 
     Args:
-        parameters: Of the model, in any order.
+        parameters: Parameters of the model, in any order.
     """
     counts = Counter(facts.shape[1] for facts in parameters if len(facts.shape) == 2 and facts.numel)
     return min(counts, key=lambda dimension: (-counts[dimension], dimension), default=_STEP_WITHOUT_MATRICES)

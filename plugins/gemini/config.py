@@ -43,7 +43,7 @@ class ChunkSettings:
     Attributes:
         numel: Of every chunk; None: searched for.
         min_numel: The smallest that is tried.
-        search_range_numel: How much larger the largest is.
+        search_range_numel: Difference between the largest and the smallest size.
         step_numel: Between two that are tried; None: found from the model.
     """
 
@@ -197,7 +197,7 @@ class PlacementArguments:
         """Return the policy.
 
         Args:
-            max_prefetch: How many chunks are gathered ahead.
+            max_prefetch: Number of chunks gathered ahead.
             device_memory_budget: Bytes of the compute tier; None: for "auto" what is free now, of the accelerator or
                 of this process's share of the host's memory; for the others no limit.
             device: The compute tier's.
@@ -251,20 +251,20 @@ class GeminiSettings:
     """How a model is sharded.
 
     Attributes:
-        chunks: How large chunks are.
+        chunks: Chunk sizes.
         rank: Of this process among those that share the shards.
-        num_shards: How many these are.
+        num_shards: Number of shards.
         is_first: This is the first of all ranks, whose weights all take over.
         is_primary: Other ranks hold copies of this rank's shards, and this one writes them.
         device: The compute tier's.
         dtype: Dtype that weights are cast to; None: they stay.
         keeps_master_weights: Low-precision weights have fp32 masters.
         data_parallel_group: All ranks among which data are divided; None: the world.
-        control_group: The same ranks, on the CPU; None: `data_parallel_group` is.
+        control_group: The same ranks, on the CPU; optional, defaults to `data_parallel_group`.
         shard_group: The ranks among them that share the shards; None: the world.
-        order_group: The same ranks as `shard_group`, on the CPU.
+        order_group: Group of the ranks of `shard_group`, on the CPU.
         replica_group: The ranks that hold copies of this rank's shards; None: there are none.
-        max_prefetch: How many chunks are gathered ahead.
+        max_prefetch: Number of chunks gathered ahead.
         reduces_asynchronously: Reductions go on while backward does.
         max_norm: Gradients are clipped to this norm at every step; 0: they are not.
         norm_type: Order of that norm.

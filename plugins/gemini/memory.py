@@ -98,12 +98,12 @@ class _Chunks:
     """A model's chunks, and what is known of them.
 
     Attributes:
-        manager: Of the chunks.
-        slots: By name the place of each parameter.
-        settings: How they are sharded.
-        masters: By chunk the bytes of this rank's masters.
-        states: By chunk the bytes of its optimizer states.
-        shapes: By chunk those of this rank's shards.
+        manager: Chunk manager.
+        slots: Region of each parameter by name.
+        settings: Sharding settings.
+        masters: Bytes of this rank's master weights by chunk.
+        states: Bytes of this rank's optimizer states by chunk.
+        shapes: Shapes of this rank's shards by chunk.
     """
 
     manager: ChunkManager
@@ -144,8 +144,8 @@ def gemini_memory(
 
     Args:
         question: The model and its optimizer.
-        settings: How the plugin shards.
-        placement: What may be in the compute tier.
+        settings: Sharding settings.
+        placement: Placement policy.
         num_replicas: Ranks that hold copies of this rank's shards.
         outputs_fp32: The plugin casts the model's outputs to fp32.
 
@@ -238,8 +238,8 @@ class _ModuleWalk:
     """A forward and backward, as the hooks of a model would tell a manager about it.
 
     Args:
-        course: What happens.
-        model: In which it does.
+        course: Module walk of the step.
+        model: Model of the walk.
     """
 
     def __init__(self, course: Sequence[MemoryInterval], model: nn.Module) -> None:

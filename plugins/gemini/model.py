@@ -43,7 +43,7 @@ class GeminiModel(ModelWrapper):
     Args:
         module: The user's model.
         manager: Of its chunks, which hold all parameters.
-        settings: How it is sharded.
+        settings: Sharding settings.
         make_chunks: Makes chunks of parameters with known values; see `regroup`.
         is_primary: True on the rank that writes what all ranks hold alike.
         broadcasts_buffers: Give all ranks the first rank's buffers before each forward in training.
@@ -458,8 +458,8 @@ class GeminiModelBuilder:
     """Makes boosted models.
 
     Args:
-        settings: How they are sharded.
-        placement: What may be in the compute tier.
+        settings: Sharding settings.
+        placement: Placement policy.
         offload_dir: Where files of offloaded pieces go; None: see `GeminiPlugin`.
         pins: Whether offloaded memory is page-locked.
     """

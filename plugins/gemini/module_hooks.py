@@ -124,7 +124,7 @@ class SavedTensors:
     """Packs and unpacks while a model's modules run; see Note [Saved weights].
 
     Args:
-        source: Who knows the chunks.
+        source: Provider of the chunks.
     """
 
     def __init__(self, source: WeightSource) -> None:
@@ -197,7 +197,6 @@ def _param_at(chunk: Chunk, element: int) -> ChunkParam | None:
     return None
 
 
-# Note [Whose weights]
 # A module's own parameters are gathered before it runs and may go when it has ended. A module may also read those of
 # another one that is never called: `nn.MultiheadAttention` does with its `out_proj`, a language model with a tied
 # embedding. Python reads a parameter out of its module's `_parameters`; that dictionary is replaced by one that notes
@@ -211,10 +210,10 @@ class _RunningModule:
     """A module that runs.
 
     Attributes:
-        module: Which; None: a function that is computed again in backward.
-        pinned: What it uses.
+        module: Running module, or None for a function that backward recomputes.
+        pinned: Parameters that it uses.
         error: The exception that was being handled when it began.
-        packs: It has begun to pack saved tensors.
+        packs: Whether it has begun to pack saved tensors.
         version: How often its own weights had been written to when it began.
     """
 
@@ -269,7 +268,7 @@ class ModuleHooks:
     Args:
         model: The user's model.
         manager: Of its chunks.
-        slots: What each parameter is in the chunks, by its `id`.
+        slots: Chunk parameter of each parameter by its `id`.
     """
 
     def __init__(self, model: nn.Module, manager: ChunkManager, slots: dict[int, ChunkParam]) -> None:
@@ -377,7 +376,7 @@ class ModuleHooks:
 
     @not_compiled
     def note_read(self, parameter: nn.Parameter) -> None:
-        """Called when a module's parameter is read; see Note [Whose weights]."""
+        """Called when a module's parameter is read."""
         slot = self._params.get(id(parameter))
         if slot is None or (slot.num_pins > 0 and not slot.is_overwritten and slot.chunk.is_gathered):
             return

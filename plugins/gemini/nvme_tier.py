@@ -22,7 +22,6 @@ from booster.optim.nvme_offload.directory import ScratchDirectory
 
 from .tiers import TierBlock, Transfer, bytes_of
 
-# Note [Two ways to the file]
 # Requests bypass the page cache (direct I/O, O_DIRECT) if the file system supports it, or else use it (cached I/O).
 # The kernel keeps the two coherent in sequence, but not concurrently: the cache writes back pages in groups, so that a
 # page that was changed through a mapping may be written together with stale neighbours, over the data of a concurrent
@@ -78,7 +77,7 @@ class DiskTransfer:
 
 
 class BlockFile:
-    """File of a disk tier, with its free list and the requests in flight (Note [Two ways to the file]).
+    """File of a disk tier, with its free list and the requests in flight.
 
     Args:
         path: Path of the file, which is created.

@@ -68,7 +68,7 @@ class GeminiOptimizer(ShardedOptimizer):
     Args:
         optim: The user's optimizer, elementwise or `ShardAware`.
         model: The boosted model, with its chunks.
-        settings: How it is sharded.
+        settings: Sharding settings.
         loss_scaler: Of half precision; None: losses are not scaled.
         is_primary: True on the rank that writes what all ranks hold alike.
     """

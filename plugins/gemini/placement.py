@@ -19,7 +19,6 @@ from .tracer import Trace, TraceEvent
 # complete first and have the rest of backward for their way out. For the same reason the chunks that stay gathered are
 # the first ones. Before the first iteration chunks are taken to be used in the order of their numbers.
 
-# Note [Minimum budget]
 # To compute at all a rank needs the weights of a module's chunks and a buffer for the gradients of each of them that
 # trains. No policy gives less than that, and never less than the weights of one chunk and one gradient buffer, of the
 # largest: an iteration that deviates from its record may need any chunk at any moment. Where a budget is too small for
@@ -85,7 +84,7 @@ def largest_gathered(sizes: Sequence[ChunkBytes], kept: Set[int]) -> int:
 
 
 def min_gather_bytes(sizes: Sequence[ChunkBytes], kept: Set[int], event: TraceEvent | None) -> int:
-    """Return the bytes of payloads without which a rank can't compute: see Note [Minimum budget].
+    """Return the bytes of payloads without which a rank cannot compute.
 
     Args:
         sizes: Of each chunk, by number.
@@ -109,7 +108,7 @@ def min_budget_bytes(
     Args:
         sizes: Of each chunk, by number.
         kept: Chunks that stay gathered.
-        trace: Of an iteration; None: nothing is known of it.
+        trace: Trace of an iteration, or None.
         counts_others: Activations and temporaries count.
     """
     most = min_gather_bytes(sizes, kept, None)
@@ -248,7 +247,7 @@ class Placement(Protocol):
 
         Args:
             sizes: Of each chunk, by number.
-            trace: Of an iteration; None before there is one.
+            trace: Trace of an iteration, or None before the first.
 
         Raises:
             ConfigError: The budget is too small for any division.
@@ -264,7 +263,7 @@ class Placement(Protocol):
         Args:
             sizes: Of each chunk, by number.
             locations: What `locations` returned for the same sizes and the same record.
-            trace: Of an iteration; None before there is one.
+            trace: Trace of an iteration, or None before the first.
             now: Number of the moment in the record; at its end and beyond, or without one, any moment.
 
         Raises:
@@ -285,9 +284,9 @@ class StaticPlacement:
         offload_optim_frac: Fraction of the chunks that train whose optimizer states live in the offload tier.
         offload_param_frac: Fraction of the weights (frozen ones included) that live there with their gradients, at
             most `shard_param_frac`.
-        max_prefetch: How many chunks are gathered ahead of their use.
+        max_prefetch: Number of chunks gathered ahead of their use.
         budget: Bytes of the compute tier for everything; None: enough.
-        name: What users call it.
+        name: Name of the policy.
 
     Raises:
         ConfigError: A number that can't be.
@@ -348,7 +347,7 @@ class ConstPlacement:
 
     Attributes:
         budget: Bytes of the compute tier for model data; None: enough for all of them.
-        max_prefetch: How many chunks are gathered ahead of their use.
+        max_prefetch: Number of chunks gathered ahead of their use.
 
     Raises:
         ConfigError: A number that can't be.
@@ -400,7 +399,7 @@ class AutoPlacement:
         steady_ratio: The user's `steady_cuda_cap_ratio`.
         warmup_ratio: The user's `warmup_non_model_data_ratio`.
         gpu_margin_mem_ratio: Fraction of what weights and gradients leave that optimizer states may take; 0: all of it.
-        max_prefetch: How many chunks are gathered ahead of their use.
+        max_prefetch: Number of chunks gathered ahead of their use.
 
     Raises:
         ConfigError: A number that can't be.
@@ -489,7 +488,7 @@ def make_placement(
         warmup_non_model_data_ratio: Of "auto".
         steady_cuda_cap_ratio: Of "auto".
         gpu_margin_mem_ratio: Of "auto".
-        max_prefetch: How many chunks are gathered ahead of their use.
+        max_prefetch: Number of chunks gathered ahead of their use.
         budget: Bytes of the compute tier; None: enough.
 
     Raises:
@@ -535,7 +534,7 @@ def evictions(candidates: Mapping[int, int], next_use: Callable[[int], int | Non
     Args:
         candidates: Number and bytes of each chunk that may go.
         next_use: Returns the moment of a chunk's next use, or None if there is none.
-        bytes_needed: How many bytes must become free.
+        bytes_needed: Number of bytes to free.
 
     Returns:
         As few of that order as free `bytes_needed`; all of them if that is not enough.

@@ -66,7 +66,7 @@ class GeminiPlugin(DistributedPlugin):
             nothing, whatever the compute tier is.
         enable_gradient_accumulation: Several backwards may come before a step. They may in any case, as gradients are
             added up in pieces: False only says that they will not.
-        max_prefetch: How many chunks are gathered ahead of their use.
+        max_prefetch: Number of chunks gathered ahead of their use.
         shard_param_frac: "static": the part of the weights that is divided; the rest is kept whole on every rank.
         offload_optim_frac: "static": the part of optimizer states (and masters) that is offloaded, whatever the weights
             do.
@@ -90,7 +90,7 @@ class GeminiPlugin(DistributedPlugin):
         growth_factor: Multiplies the scale after `growth_interval` steps without overflow.
         backoff_factor: Multiplies the scale when overflows lower it.
         growth_interval: Steps without overflow before the scale grows.
-        hysteresis: How many overflows it takes before the scale is lowered.
+        hysteresis: Number of overflows before the scale is lowered.
         max_scale: The scale never grows above.
         max_norm: Clip gradients to this norm at every step; 0: don't.
         norm_type: Order of that norm.

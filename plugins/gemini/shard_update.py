@@ -33,7 +33,7 @@ class ChunkUpdate:
 
     Args:
         chunk: A chunk that trains, with memory.
-        group_of: By a parameter's `id` the index of its param group.
+        group_of: Index of the param group by a parameter's `id`.
         is_primary: True where this rank writes what replicas of the shards hold alike.
 
     Attributes:

@@ -48,7 +48,7 @@ class TierBlock(Protocol):
         """Start to write a tensor's bytes; it must not change until that is waited for.
 
         Args:
-            tensor: As of `read_into`.
+            tensor: Tensor, as of `read_into`.
         """
 
     def as_tensor(self, dtype: torch.dtype) -> Tensor:

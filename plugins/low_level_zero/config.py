@@ -90,10 +90,10 @@ class ZeroSettings:
 
     Attributes:
         stage: 1: optimizer states are sharded; 2: gradients too.
-        sharding: How the weights are cut.
+        sharding: Sharding of the weights.
         dtype: Dtype that weights are cast to; None: they stay.
         data_parallel_group: All ranks among which data are divided; None: the world.
-        agreement_group: The same ranks, on the CPU; None: `data_parallel_group` is.
+        agreement_group: The same ranks, on the CPU; optional, defaults to `data_parallel_group`.
         shard_group: The ranks among them that share the shards; None: the world.
         replica_group: The ranks that hold copies of this rank's shards; None: there are none.
         counting_group: The ranks that hold the whole gradient between them; None: those that share the shards.

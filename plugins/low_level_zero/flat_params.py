@@ -29,7 +29,7 @@ class Place:
     """Where a parameter lies in the flat buffer.
 
     Attributes:
-        shape: Of the parameter.
+        shape: Shape of the parameter.
         start: First element in the buffer.
         stop: One past the last.
     """
@@ -97,7 +97,7 @@ class FlatLayout:
     """See Note [Flat layout].
 
     Args:
-        shapes: Of the parameters, in the order in which they lie.
+        shapes: Shapes of the parameters, in order.
         num_shards: Ranks that share the buffer.
         max_bucket_numel: Elements of a bucket, at most (but at least one aligned piece per shard).
     """
@@ -194,10 +194,10 @@ class FlatGroup:
     Making it re-points the parameters' memory; the `nn.Parameter` objects stay the same ones.
 
     Args:
-        group_index: Of the param group.
+        group_index: Index of the param group.
         named: Parameters with their names, in the order in which the model registers them.
         dtype: Dtype of the weights from now on.
-        sharding: How they are cut.
+        sharding: Sharding of the buffer.
 
     Attributes:
         weights: The flat buffer, padding included.

@@ -27,9 +27,9 @@ class Slot:
     Attributes:
         name: The user's name of the parameter.
         parameter: The model's parameter.
-        place: Where it lies in its group's flat buffers.
+        place: Region in its group's flat buffers.
         buckets: The buckets that it reaches into.
-        has_arrived: In the current backward.
+        has_arrived: Whether it has arrived in the current backward.
         is_used: A gradient arrived in this window.
         is_local: Some of it was not reduced yet.
         num_issued: How many of its buckets were issued since the gradient was last complete.
@@ -61,11 +61,11 @@ class GradientBucket:
 
     Attributes:
         group: The flat group that it is part of.
-        bucket: Where it lies in the group's buffers.
+        bucket: Region in the group's buffers.
         slots: The parameters that have elements in it.
-        owned: What this rank updates of it, with the parameter's slot.
-        num_missing: How many of them have not arrived in the current backward.
-        is_issued: It was handed to a reduce-scatter in the current backward.
+        owned: Elements that this rank updates, with the parameter's slot.
+        num_missing: Number of gradients that have not arrived in the current backward.
+        is_issued: Whether it was handed to a reduce-scatter in the current backward.
         sums: This rank's piece, summed over the ranks: what was reduced in this window; None: nothing yet.
     """
 
@@ -113,7 +113,7 @@ class Scratch:
     """Buffers that are kept from step to step: memory that is touched for the first time is many times slower.
 
     Args:
-        num_buckets: How many buckets may be in flight.
+        num_buckets: Maximum number of buckets in flight.
     """
 
     def __init__(self, num_buckets: int) -> None:
@@ -173,7 +173,7 @@ class PackedGradients:
     The sums live from backward to the end of the window: the next forward's activations may take their memory.
 
     Args:
-        group: Whose gradients.
+        group: Flat param group of the gradients.
         scratch: Buffers for buckets in flight.
     """
 
@@ -236,7 +236,7 @@ class FullGradients:
     need no more bytes than the whole bucket had, as there are at least two pieces.
 
     Args:
-        group: Whose gradients.
+        group: Flat param group of the gradients.
         scratch: Buffers for buckets in flight.
     """
 

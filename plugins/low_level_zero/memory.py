@@ -22,7 +22,7 @@ class _Slot:
     """The gradient of a parameter; see Note [Life of a gradient].
 
     Attributes:
-        num_bytes: Of the whole gradient.
+        num_bytes: Bytes of the full gradient.
         num_unsent: Buckets that it reaches into and that were not issued yet.
         is_here: It has arrived, and is kept until its last bucket is issued.
     """
@@ -37,10 +37,10 @@ class _FlatBucket:
     """A bucket with the gradients that go into it.
 
     Attributes:
-        group: What it is a bucket of.
-        bucket: Where it lies.
-        slots: By name the gradients in it.
-        num_missing: How many of them have not arrived.
+        group: Flat param group of the bucket.
+        bucket: Region of the bucket.
+        slots: Gradients in it by name.
+        num_missing: Number of gradients that have not arrived.
     """
 
     group: _Group
@@ -136,7 +136,7 @@ class _Backward:
 
     Args:
         groups: All.
-        order: By name the place of every parameter in the model.
+        order: Position of every parameter in the model by name.
 
     Attributes:
         num_bytes: Of gradients and sums, now.

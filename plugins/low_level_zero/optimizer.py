@@ -33,7 +33,7 @@ class ZeroOptimizer(ShardedOptimizer):
     Args:
         optim: The user's optimizer, elementwise or `ShardAware`.
         model: The boosted model.
-        settings: How it is sharded.
+        settings: Sharding settings.
         loss_scaler: Of half precision; None: losses are not scaled.
         is_primary: True on the rank that writes what all ranks hold alike.
     """

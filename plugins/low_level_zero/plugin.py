@@ -59,7 +59,7 @@ class LowLevelZeroPlugin(DistributedPlugin):
         growth_factor: Multiplies the scale after `growth_interval` steps without overflow.
         backoff_factor: Multiplies the scale when overflows lower it.
         growth_interval: Steps without overflow before the scale grows.
-        hysteresis: How many overflows it takes before the scale is lowered.
+        hysteresis: Number of overflows before the scale is lowered.
         max_scale: The scale never grows above.
         max_norm: Clip gradients to this norm at every step; 0: don't.
         norm_type: Order of that norm.

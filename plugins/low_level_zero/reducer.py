@@ -21,7 +21,6 @@ from .grad_bucket import FullGradients, GradientBucket, GradientStore, PackedGra
 
 BUCKETS_UNDER_WAY = 2  # one that is sent while the next one fills
 
-# Note [Fixed order]
 # Ranks must issue the same collectives in the same order, but which gradients a rank has may differ from rank to rank
 # and from step to step. So a bucket is issued when it is complete *and* all buckets before it were issued; what is not
 # complete when backward ends is issued then, with zeros for gradients that did not arrive. Gradients that were not

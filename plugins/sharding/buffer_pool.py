@@ -13,7 +13,6 @@ from booster.comm import broadcast
 
 from .compiling import not_compiled
 
-# Note [Who still reads a buffer]
 # Weights are gathered into buffers that are taken back when the weights are not needed any more, and memory that is
 # touched for the first time is many times slower than memory that is used again. But somebody may still hold a view of
 # them: activation checkpointing keeps the weights that a recomputed forward saved, a module may return its weight, a
@@ -30,7 +29,7 @@ class Buffer:
 
     Attributes:
         memory: The bytes.
-        own_references: How many references its storage has while there is no view.
+        own_references: Number of references to its storage without views.
     """
 
     memory: torch.Tensor
@@ -52,10 +51,10 @@ class Buffer:
 
 
 class BufferPool:
-    """Buffers of one device; see Note [Who still reads a buffer].
+    """Buffers of one device.
 
     Args:
-        device: Where they are.
+        device: Device of the buffers.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -22,7 +22,6 @@ from booster.kernels.checksum import crc32
 from booster.lazy_init import is_lazy, materialize_own
 from booster.rng_state import get_rng_state, set_rng_state, set_seed
 
-# Note [Values of a module]
 # What the parameters and buffers that a module holds itself start with is a function of the seed and of the module's
 # name. All of them are made at full size, with the generators seeded by the two, while every other tensor of the model
 # shows a placeholder on the meta device. Then what the module's ancestors do to their descendants (GPT2Attention scales
@@ -63,7 +62,7 @@ class Materializer:
 
     Args:
         model: The user's model.
-        device: Where the values go.
+        device: Device of the values.
         param_init_fn: Called with each module that holds tensors on the meta device itself; gives values to these, on
             any real device. None: the module's `reset_parameters`, and `_init_weights` of a transformers model.
         sync: Rank 0's values go to all ranks. False: the ranks have the same, which is verified.
@@ -290,7 +289,7 @@ class Materializer:
     def _initial_values(
         self, tensors: Sequence[torch.Tensor], places: dict[int, list[_Place]]
     ) -> dict[int, torch.Tensor]:
-        """Return by a tensor's id its first values, as in Note [Values of a module]."""
+        """Return the initial values by tensor `id`."""
         made: dict[int, torch.Tensor] = {}
         if not tensors:
             return made

@@ -110,7 +110,7 @@ class SmallSteps:
 
     Args:
         optimizer: The user's optimizer. Only read.
-        shapes: By place the shapes of the whole parameters that are tried.
+        shapes: Shapes of the full parameters that are tried, by position.
     """
 
     def __init__(self, optimizer: Optimizer, shapes: Mapping[Place, tuple[int, ...]]) -> None:
@@ -135,9 +135,9 @@ class SmallSteps:
 
         Args:
             exchange: Called before the first step; None: it holds the whole parameters.
-            what: What it holds then, for the text of errors.
+            what: Description of the contents, for error messages.
             spans: Which elements of the whole those are, where they are not all.
-            seed: Of the process's random numbers.
+            seed: Seed of the process's random numbers.
 
         Raises:
             CopyError: The optimizer can't be copied.
@@ -344,7 +344,6 @@ def _shard(whole: nn.Parameter, span: tuple[int, int], group_index: int) -> Shar
     )
 
 
-# Note [Trying parameters apart]
 # One copy of the optimizer has a few parameters of every group, as Note [Probe] has them, in shapes like those of the
 # group's own: as many dimensions, in like proportions, and as large as may be needed to be treated as large. Other
 # copies have some of these, as owners would: of every group each second one, of half of the groups all, or nothing. An
@@ -391,7 +390,7 @@ def find_tie(optimizer: Optimizer) -> str | None:
 
 
 class _IsolatedTrial:
-    """Copies of an optimizer, see Note [Trying parameters apart]."""
+    """Copies of an optimizer with a few parameters each."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._shapes: dict[Place, tuple[int, ...]] = {}

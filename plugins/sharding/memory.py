@@ -52,7 +52,7 @@ def largest_moment(course: Sequence[MemoryInterval], holder: HoldsGradients) -> 
     """Return the moment at which activations and what a plugin holds take the most together.
 
     Args:
-        course: Of a forward and backward.
+        course: Intervals of a forward and backward.
         holder: Told about every gradient, in the order of time.
     """
     worst = Moment(0, 0)

@@ -17,7 +17,6 @@ from torch.optim import Optimizer
 
 from .deferred_init import copy_with_tensors
 
-# Note [Copying an optimizer]
 # `copy.deepcopy(optimizer)` copies the model's weights and states, calls Optimizer.__getstate__, which forgets the
 # attributes of subclasses, and copies `optimizer.step` as torch's LR schedulers have patched it: a plain function that
 # steps the original. So the attributes are copied one by one, under a memo that says beforehand what takes the place of
@@ -54,7 +53,7 @@ def copy_optimizer(optimizer: Optimizer, parameters: Sequence[Sequence[nn.Parame
     budget = _CopyBudget(_MAX_COPIED_NUMEL)
     for one, made in zip(found, copies, strict=True):
         for name, value in vars(one).items():
-            if name != "step":  # see Note [Copying an optimizer]
+            if name != "step":  # see the head of this module
                 made.__dict__[name] = _copied(f"attribute {name!r}", value, memo, budget)
     _copy_states(optimizer, copies[0], parameters, memo, budget)
     for group, replacements in zip(copies[0].param_groups, parameters, strict=True):
@@ -193,7 +192,7 @@ class Outcome:
     Attributes:
         weights: By parameter: its elements before the first step and after each, one row each.
         states: By parameter: the tensors and numbers of its state at the end, by where they are in it.
-        numbers: By param group: the numbers in it at the end.
+        numbers: Final numbers of each param group.
     """
 
     weights: dict[Place, torch.Tensor]
@@ -278,9 +277,9 @@ def compare_exactly(whole: Outcome, part: Outcome, shapes: Mapping[Place, tuple[
     """Raise ObstacleFound if what happened to some parameters is not, bit for bit, what happened to them among all.
 
     Args:
-        whole: What happened to all parameters together.
-        part: What happened to some of them.
-        shapes: Of the parameters, for the text.
+        whole: Changes of all parameters together.
+        part: Changes of some parameters.
+        shapes: Shapes of the parameters, for the message.
     """
     for place, weights in part.weights.items():
         if not _are_same_bits(weights, whole.weights[place]):

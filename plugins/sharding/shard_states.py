@@ -28,7 +28,7 @@ def shard_state(optimizer: Optimizer, parameter: nn.Parameter, shards: Sequence[
     Args:
         optimizer: The user's optimizer; its `state` is changed, its `param_groups` are not.
         parameter: The whole parameter, as it was in `param_groups`.
-        shards: What this rank updates of it; none: its state is dropped.
+        shards: Shards that this rank updates; without any, the state is dropped.
     """
     whole = optimizer.state.pop(parameter, None)
     if whole is None or (isinstance(whole, Mapping) and not whole):

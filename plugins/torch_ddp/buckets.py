@@ -23,8 +23,8 @@ class ParamGrad:
         produces_sparse: An embedding with sparse=True looks it up.
         bucket: The bucket that it is reduced in; None: it is frozen, or sparse.
         view: Its part of the bucket's buffer.
-        has_arrived: In the current backward.
-        is_local: It changed on this rank since its bucket was issued.
+        has_arrived: Whether it has arrived in the current backward.
+        is_local: Whether it changed on this rank since its bucket was issued.
         source: `.grad` while the bucket is in flight.
         unclaimed: The mean of a gradient that this rank does not have, until it is known whether any rank has it.
         handle: The reducer's hook on the parameter.
@@ -51,8 +51,8 @@ class Bucket:
         flat: The buffer.
         views: The gradients' parts of it.
         num_missing: Gradients that have not arrived in the current backward.
-        is_issued: In the current backward.
-        waits_for_end: It is issued at the end of backward only.
+        is_issued: Whether it was issued in the current backward.
+        waits_for_end: Whether it is issued at the end of backward only.
         is_discarded: Backward failed while it was in flight.
         in_flight: Waits for the all-reduce and returns the means; None: nothing is in flight.
     """
