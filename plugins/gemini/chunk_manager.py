@@ -221,7 +221,7 @@ class ChunkManager:
         negotiation: Negotiation between the ranks of the shard group.
         device: Device of the compute tier.
         placement: Placement policy, which sets the memory budget.
-        agreement_group: All data-parallel ranks, with a CPU backend. None is the world group.
+        control_group: All data-parallel ranks, with a CPU backend. None is the world group.
         make_tier: Factory of the offload tier.
         max_prefetch: Maximum number of chunks to prefetch.
         reduces_asynchronously: If True, reductions overlap with backward.
@@ -238,7 +238,7 @@ class ChunkManager:
         negotiation: OrderNegotiation,
         device: torch.device,
         placement: Placement,
-        agreement_group: dist.ProcessGroup | None,
+        control_group: dist.ProcessGroup | None,
         make_tier: Callable[[], Tier],
         max_prefetch: int,
         reduces_asynchronously: bool,
@@ -248,7 +248,7 @@ class ChunkManager:
         self.negotiation = negotiation
         self.tier: Tier | None = None
         self._make_tier = make_tier
-        self._control_group = agreement_group
+        self._control_group = control_group
         self.pool = BufferPool(device)
         self.locations = ChunkLocations(weights=frozenset(), states=frozenset(), kept_gathered=frozenset())
         self.trace: Trace | None = None

@@ -176,7 +176,7 @@ def _make(question: MemoryRequest, settings: GeminiSettings, placement: Placemen
         negotiation=_FakeNegotiation(settings.order_group, 2 + settings.max_prefetch),  # type: ignore[arg-type]
         device=_META,
         placement=placement,
-        agreement_group=settings.control_group or settings.data_parallel_group,
+        control_group=settings.control_group or settings.data_parallel_group,
         make_tier=lambda: tier,
         max_prefetch=settings.max_prefetch,
         reduces_asynchronously=settings.reduces_asynchronously,

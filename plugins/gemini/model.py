@@ -502,7 +502,7 @@ class GeminiModelBuilder:
             negotiation=OrderNegotiation(settings.order_group, 2 + settings.max_prefetch),
             device=settings.device,
             placement=self._placement,
-            agreement_group=settings.control_group or settings.data_parallel_group,
+            control_group=settings.control_group or settings.data_parallel_group,
             make_tier=self._make_tier,
             max_prefetch=settings.max_prefetch,
             reduces_asynchronously=settings.reduces_asynchronously,

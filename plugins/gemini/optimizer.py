@@ -139,9 +139,9 @@ class GeminiOptimizer(ShardedOptimizer):
             if found:
                 shards = [shard for one in found for shard in owned.get(id(one), ())]
                 members[:] = [one for one in members if id(one) not in whole] + shards
-        self._working_of |= {id(one.shard.parameter): one.shard.model_param for one in update.owned}
+        self._model_param_of |= {id(one.shard.parameter): one.shard.model_param for one in update.owned}
         # A rank may own nothing of a parameter, which all the same is not a new one.
-        self._working_of |= {key: slot.parameter for slot in update.chunk.params for key in [id(slot.parameter)]}
+        self._model_param_of |= {key: slot.parameter for slot in update.chunk.params for key in [id(slot.parameter)]}
 
     def _move_states(self, update: ChunkUpdate) -> None:
         tier = self._manager.tier
@@ -190,7 +190,7 @@ class GeminiOptimizer(ShardedOptimizer):
                     key: moved_state(value, before.shard.parameter, after.shard.parameter)
                     for key, value in state.items()
                 }
-            self._working_of[id(after.shard.parameter)] = after.shard.model_param
+            self._model_param_of[id(after.shard.parameter)] = after.shard.model_param
         self._updates[old.chunk.index] = new
 
     def _trained_params(self) -> list[ChunkParam]:
@@ -201,7 +201,7 @@ class GeminiOptimizer(ShardedOptimizer):
             one
             for index in indices
             for one in self.param_groups[index]["params"]
-            if one.requires_grad and id(one) not in self._working_of
+            if one.requires_grad and id(one) not in self._model_param_of
         ]
         if whole:
             self._shard_chunks(self.model.regroup(whole))

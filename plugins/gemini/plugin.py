@@ -183,11 +183,11 @@ class GeminiPlugin(DistributedPlugin):
         self._mesh = new_mesh(self._device.type, (num_replicas, group_size() // num_replicas), ("replica", "shard"))
         is_cpu = self._device.type == "cpu"
         shard_group = self._mesh.get_group("shard") if num_replicas > 1 else None
-        self._agreement_group = None if is_cpu else new_cpu_group()
+        self._control_group = None if is_cpu else new_cpu_group()
         self._order_group = shard_group if is_cpu else new_cpu_group(shard_group)
 
     def _groups(self) -> list[dist.ProcessGroup | None]:
-        return [*self._mesh.get_all_groups(), self._agreement_group, self._order_group]
+        return [*self._mesh.get_all_groups(), self._control_group, self._order_group]
 
     def supported_precisions(self) -> list[str]:
         return list(DTYPES)
@@ -259,7 +259,7 @@ class GeminiPlugin(DistributedPlugin):
             device=self._device,
             dtype=arguments.dtype,
             keeps_master_weights=arguments.master_weights,
-            control_group=self._agreement_group,
+            control_group=self._control_group,
             shard_group=self._mesh.get_group("shard") if has_replicas else None,
             order_group=self._order_group,
             replica_group=self._mesh.get_group("replica") if has_replicas else None,

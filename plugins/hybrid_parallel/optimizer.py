@@ -17,7 +17,7 @@ from booster.core.plain_torch import boosted_backward
 from booster.fault_tolerance.progress import in_phase
 from booster.interface import LossScaler, TensorSlice
 from booster.plugins.low_level_zero.config import ZeroSettings
-from booster.plugins.low_level_zero.grad_bucket import Slot
+from booster.plugins.low_level_zero.grad_bucket import ParamGrad
 from booster.plugins.low_level_zero.optimizer import ZeroOptimizer
 from booster.plugins.sharding.optimizer import ShardedOptimizerState, ShardedPendingGradients
 
@@ -144,11 +144,11 @@ class HybridOptimizer(ZeroOptimizer):
         return super()._reduce_gradients()
 
     @torch.no_grad()
-    def _reduce_tied_gradients(self) -> Iterator[tuple[Slot, torch.Tensor]]:
+    def _reduce_tied_gradients(self) -> Iterator[tuple[ParamGrad, torch.Tensor]]:
         """Yield the all-reduced gradients of shared parameters that any stage used. Collective: over the stages."""
         if self.stage_model is None:
             return
-        param_grads = {param_grad.name: param_grad for param_grad in self._reducer.slots}
+        param_grads = {param_grad.name: param_grad for param_grad in self._reducer.param_grads}
         for stages, group in self._sharing_groups.items():
             shared = [
                 param_grads[one.name]
@@ -157,7 +157,7 @@ class HybridOptimizer(ZeroOptimizer):
             ]
             if not shared:
                 continue
-            own = [self._reducer.local(param_grad) for param_grad in shared]
+            own = [param_grad.local for param_grad in shared]
             used = torch.tensor([one is not None for one in own], dtype=torch.uint8, device=collective_device(group))
             for param_grad, gradient, is_used in zip(shared, own, all_reduce_max(used, group).tolist(), strict=True):
                 if is_used:

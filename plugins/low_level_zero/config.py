@@ -1,4 +1,4 @@
-"""The plugin's arguments, checked one by one before anything is allocated, and what they mean for an optimizer."""
+"""Arguments of the plugin with their checks, and the settings of the optimizer wrapper."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from booster.validation import check_clipping, check_flag, check_replicas, is_no
 from .flat_params import Sharding
 
 _MEBI = 2**20
-_BUCKET_BUFFERS = 4  # of a bucket's size at most: two that are sent, and what is received for them
+_BUCKET_BUFFERS = 4  # per bucket size: two send buffers and two receive buffers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ZeroArguments:
-    """See `LowLevelZeroPlugin`."""
+    """Arguments of `LowLevelZeroPlugin`."""
 
     stage: int
     precision: str
@@ -38,19 +38,19 @@ class ZeroArguments:
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """Dtype of the weights; None: their own."""
+        """Dtype of the weights; None keeps the model's."""
         return DTYPES[self.precision]
 
     @property
     def max_bucket_numel(self) -> int:
-        """Elements of a bucket, so that all buckets in flight fit into `reduce_bucket_size_in_m`."""
+        """Maximum number of elements of a bucket; all buckets in flight fit into `reduce_bucket_size_in_m`."""
         return max(1, int(self.reduce_bucket_size_in_m * _MEBI) // _BUCKET_BUFFERS)
 
     def check(self, world_size: int) -> None:
-        """Raise for what can't be.
+        """Check all arguments.
 
         Raises:
-            ConfigError: Such an argument.
+            ConfigError: An argument is invalid.
         """
         if self.stage not in (1, 2) or isinstance(self.stage, bool):
             raise ConfigError(
@@ -86,34 +86,34 @@ class ZeroArguments:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ZeroSettings:
-    """How an optimizer is sharded.
+    """Sharding settings of an optimizer.
 
     Attributes:
-        stage: 1: optimizer states are sharded; 2: gradients too.
+        stage: ZeRO stage: 1 shards optimizer states, 2 also gradients.
         sharding: Sharding of the weights.
-        dtype: Dtype that weights are cast to; None: they stay.
-        data_parallel_group: All ranks among which data are divided; None: the world.
-        agreement_group: The same ranks, on the CPU; optional, defaults to `data_parallel_group`.
-        shard_group: The ranks among them that share the shards; None: the world.
-        replica_group: The ranks that hold copies of this rank's shards; None: there are none.
-        counting_group: The ranks that hold the whole gradient between them; None: those that share the shards.
-        communication_dtype: Format in which gradients travel; None: their own.
-        overlaps: Gradients are reduced while backward continues.
-        overlaps_gathering: Weights travel while the next forward continues.
-        max_norm: Gradients are clipped to this norm at every step; 0: they are not.
-        norm_type: Order of that norm.
+        dtype: Dtype that weights are cast to; None keeps the model's.
+        data_parallel_group: All data-parallel ranks; None for the world group.
+        control_group: CPU group of the same ranks; optional, defaults to `data_parallel_group`.
+        shard_group: Ranks that share the shards; None for the world group.
+        replica_group: Ranks with replicas of this rank's shards, if any.
+        grad_norm_group: Ranks that hold the full gradient together; optional, defaults to `shard_group`.
+        communication_dtype: Dtype of gradient reduction; optional, defaults to the gradients' dtype.
+        overlaps: If True, gradients are reduced while backward continues.
+        overlap_param_gather: If True, weights are all-gathered while the next forward runs.
+        max_norm: Maximum gradient norm at every step; 0 disables clipping.
+        norm_type: Order of the norm.
     """
 
     stage: int
     sharding: Sharding
     dtype: torch.dtype | None
     data_parallel_group: dist.ProcessGroup | None = None
-    agreement_group: dist.ProcessGroup | None = None
+    control_group: dist.ProcessGroup | None = None
     shard_group: dist.ProcessGroup | None = None
     replica_group: dist.ProcessGroup | None = None
-    counting_group: dist.ProcessGroup | None = None
+    grad_norm_group: dist.ProcessGroup | None = None
     communication_dtype: torch.dtype | None = None
     overlaps: bool = True
-    overlaps_gathering: bool = False
+    overlap_param_gather: bool = False
     max_norm: float = 0.0
     norm_type: float = 2.0

@@ -1,4 +1,4 @@
-"""Where parameters, buckets and shards lie in a flat buffer: numbers only, the same on every rank."""
+"""Layout of parameters, buckets and shards in a flat buffer, equal on all ranks."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from torch import nn
 from booster.interface import Shard, shard_spec_of
 from booster.plugins.sharding.masters import follow_weights
 
-# Pieces begin at multiples of 64 bytes in half precision, so that vector instructions find them aligned.
+# Shards start at multiples of 64 bytes in half precision, aligned for vector instructions.
 _ALIGNMENT = 32
 
 # Note [Flat layout]
-# Parameters lie one after another in a flat buffer, which is padded at its end only. The buffer is cut into buckets,
-# and each bucket into as many equal pieces as there are shards: rank r of the shard group owns piece r of every bucket.
-# So one reduce-scatter or all-gather moves one bucket, straight from and into the buffers, with the same number of
-# bytes on every link. (One contiguous span per rank over the whole buffer would have all ranks send the gradients of
-# the last layers to the same rank at the same time.) A rank's pieces, put together, are its shard; piece b begins in it
-# at `start / num_shards`. A parameter may reach into several buckets and pieces.
+# Parameters are consecutive in a flat buffer, which is padded at its end only. The buffer consists of buckets, and each
+# bucket of `num_shards` equal shards: rank r of the shard group owns shard r of every bucket. One reduce-scatter or
+# all-gather therefore moves one bucket without a copy, with the same number of bytes on every link. (With one
+# contiguous shard per rank, all ranks would send the gradients of the last layers to the same rank at the same time.)
+# The concatenation of a rank's bucket shards is its shard of the buffer; the one of a bucket starts at
+# `bucket.start / num_shards`. A parameter may cover several buckets and shards.
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Where a parameter lies in the flat buffer.
+class ParamRange:
+    """Range of a parameter in the flat buffer.
 
     Attributes:
         shape: Shape of the parameter.
@@ -41,12 +41,12 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Elements that are communicated together.
+    """Elements that are reduced or gathered together.
 
     Attributes:
         start: First element in the buffer.
         stop: One past the last.
-        num_shards: Into how many pieces it is cut.
+        num_shards: Number of equal shards.
     """
 
     start: int
@@ -59,117 +59,117 @@ class Bucket:
         return self.stop - self.start
 
     @property
-    def piece_numel(self) -> int:
-        """Number of elements of a piece."""
+    def shard_numel(self) -> int:
+        """Number of elements of a shard."""
         return self.numel // self.num_shards
 
     @property
-    def shard_start(self) -> int:
-        """Where the piece begins in the owner's shard."""
+    def offset_in_shard(self) -> int:
+        """First element in the owner's shard of the buffer."""
         return self.start // self.num_shards
 
-    def piece(self, rank: int) -> slice:
-        """Return the part of the buffer that a rank owns."""
-        start = self.start + rank * self.piece_numel
-        return slice(start, start + self.piece_numel)
+    def shard_range(self, rank: int) -> slice:
+        """Return the range of the buffer that a rank owns."""
+        start = self.start + rank * self.shard_numel
+        return slice(start, start + self.shard_numel)
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """What a rank owns of a parameter within one bucket.
+class OwnedRange:
+    """Elements of a parameter that a rank owns in one bucket.
 
     Attributes:
-        place: Index of the parameter.
+        param: Index of the parameter.
         bucket: Index of the bucket.
-        span: Within the row-major flattening of the parameter.
-        in_buffer: Within the flat buffer.
-        in_piece: Within the rank's piece of the bucket.
+        span: Range in the row-major flattening of the parameter.
+        in_buffer: Range in the flat buffer.
+        in_bucket_shard: Range in the rank's shard of the bucket.
     """
 
-    place: int
+    param: int
     bucket: int
     span: tuple[int, int]
     in_buffer: slice
-    in_piece: slice
+    in_bucket_shard: slice
 
 
 class FlatLayout:
-    """See Note [Flat layout].
+    """Layout of a flat buffer; see Note [Flat layout].
 
     Args:
         shapes: Shapes of the parameters, in order.
-        num_shards: Ranks that share the buffer.
-        max_bucket_numel: Elements of a bucket, at most (but at least one aligned piece per shard).
+        num_shards: Number of ranks that share the buffer.
+        max_bucket_numel: Maximum number of elements of a bucket (but at least one aligned unit per shard).
     """
 
     def __init__(self, shapes: Sequence[Sequence[int]], num_shards: int, max_bucket_numel: int) -> None:
         self.num_shards = num_shards
-        self.places = _places(shapes)
-        used = self.places[-1].stop if self.places else 0
+        self.param_ranges = _param_ranges(shapes)
+        used = self.param_ranges[-1].stop if self.param_ranges else 0
         unit = num_shards * _ALIGNMENT
         num_units = -(-used // unit)
         num_buckets = -(-num_units // max(1, max_bucket_numel // unit))
-        # As equal as can be: a small rest would be a message of its own.
+        # Equal sizes: a small last bucket would cost a separate message.
         cuts = [unit * (num_units * index // max(1, num_buckets)) for index in range(num_buckets + 1)]
         self.numel = num_units * unit
         self.buckets = [Bucket(cuts[i], cuts[i + 1], num_shards) for i in range(num_buckets)]
 
     @property
     def shard_numel(self) -> int:
-        """Elements that each rank owns, padding included."""
+        """Number of elements that each rank owns, including padding."""
         return self.numel // self.num_shards
 
-    def places_in(self, bucket: Bucket) -> list[int]:
+    def params_in(self, bucket: Bucket) -> list[int]:
         """Return the indices of the parameters that have elements in a bucket."""
         return [
             index
-            for index, place in enumerate(self.places)
-            if max(place.start, bucket.start) < min(place.stop, bucket.stop)
+            for index, param_range in enumerate(self.param_ranges)
+            if max(param_range.start, bucket.start) < min(param_range.stop, bucket.stop)
         ]
 
-    def parts(self, rank: int) -> list[Part]:
-        """Return what a rank owns, bucket by bucket."""
+    def owned_ranges(self, rank: int) -> list[OwnedRange]:
+        """Return the ranges that a rank owns, in bucket order."""
         return [
-            part
+            owned_range
             for number, bucket in enumerate(self.buckets)
-            for index in self.places_in(bucket)
-            if (part := self._part(number, index, rank)) is not None
+            for index in self.params_in(bucket)
+            if (owned_range := self._owned_range(number, index, rank)) is not None
         ]
 
-    def _part(self, number: int, index: int, rank: int) -> Part | None:
-        place, piece = self.places[index], self.buckets[number].piece(rank)
-        start, stop = max(place.start, piece.start), min(place.stop, piece.stop)
+    def _owned_range(self, number: int, index: int, rank: int) -> OwnedRange | None:
+        param_range, shard = self.param_ranges[index], self.buckets[number].shard_range(rank)
+        start, stop = max(param_range.start, shard.start), min(param_range.stop, shard.stop)
         if start >= stop:
             return None
-        return Part(
-            place=index,
+        return OwnedRange(
+            param=index,
             bucket=number,
-            span=(start - place.start, stop - place.start),
+            span=(start - param_range.start, stop - param_range.start),
             in_buffer=slice(start, stop),
-            in_piece=slice(start - piece.start, stop - piece.start),
+            in_bucket_shard=slice(start - shard.start, stop - shard.start),
         )
 
 
-def _places(shapes: Sequence[Sequence[int]]) -> list[Place]:
-    places, start = [], 0
+def _param_ranges(shapes: Sequence[Sequence[int]]) -> list[ParamRange]:
+    ranges, start = [], 0
     for shape in shapes:
         stop = start + math.prod(shape)
-        places.append(Place(tuple(shape), start, stop))
+        ranges.append(ParamRange(tuple(shape), start, stop))
         start = stop
-    return places
+    return ranges
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sharding:
-    """How weights are cut and kept.
+    """Sharding of the weights.
 
     Attributes:
-        num_shards: Ranks that share the weights' updates.
-        rank: This one among them.
-        is_primary: True where other ranks hold copies of this rank's shards, and this one writes them.
-        max_bucket_numel: Elements that are communicated together, at most.
-        keeps_masters: Low-precision weights have fp32 masters.
-        master_device: Where masters and optimizer states are; None: with the weights.
+        num_shards: Number of ranks that share the weights' updates.
+        rank: Index of this rank among them.
+        is_primary: If True, this rank saves its shards; its replicas do not.
+        max_bucket_numel: Maximum number of elements of a bucket.
+        keeps_masters: If True, low-precision weights have fp32 master weights.
+        master_device: Device of master weights and optimizer states; None for the weights' device.
     """
 
     num_shards: int
@@ -181,27 +181,27 @@ class Sharding:
 
 
 @dataclass(frozen=True, slots=True)
-class OwnedPart:
-    """A shard and where it lies."""
+class OwnedShard:
+    """A shard and its range."""
 
     shard: Shard
-    part: Part
+    range: OwnedRange
 
 
 class FlatGroup:
-    """Parameters of one param group and one dtype, as views of one flat buffer.
+    """Parameters of one param group and dtype as views of one flat buffer.
 
-    Making it re-points the parameters' memory; the `nn.Parameter` objects stay the same ones.
+    The constructor moves the parameters' data into the buffer; the `nn.Parameter` objects stay the same.
 
     Args:
         group_index: Index of the param group.
-        named: Parameters with their names, in the order in which the model registers them.
-        dtype: Dtype of the weights from now on.
+        named: Parameters with their names, in the model's registration order.
+        dtype: New dtype of the weights.
         sharding: Sharding of the buffer.
 
     Attributes:
-        weights: The flat buffer, padding included.
-        owned: This rank's shards, bucket by bucket.
+        weights: Flat buffer, including padding.
+        owned: Shards of this rank, in bucket order.
     """
 
     def __init__(
@@ -217,59 +217,59 @@ class FlatGroup:
         device = self.parameters[0].device
         self.weights = torch.zeros(self.layout.numel, dtype=dtype, device=device)
         self.masters = self._new_masters(device)
-        self.owned = self._own(self.layout.parts(sharding.rank))
-        self.note_versions()
+        self.owned = self._flatten(self.layout.owned_ranges(sharding.rank))
+        self.record_versions()
 
     @property
     def device(self) -> torch.device:
-        """Where the weights are."""
+        """Device of the weights."""
         return self.weights.device
 
     @property
-    def rounds_in_place(self) -> bool:
-        """Whether an optimizer may write this rank's pieces of the weights while it updates their masters."""
+    def updates_weights_in_place(self) -> bool:
+        """Whether a fused optimizer step may write this rank's weights together with their masters."""
         return self.masters is not None and self.masters.device == self.device
 
-    def weights_of(self, owned: OwnedPart) -> torch.Tensor:
-        """Return the weights that a shard is the master of."""
-        return self.weights[owned.part.in_buffer]
+    def weights_of(self, owned: OwnedShard) -> torch.Tensor:
+        """Return the model weights of a shard."""
+        return self.weights[owned.range.in_buffer]
 
-    def memory_of(self, part: Part) -> torch.Tensor:
-        """Return the memory of a shard of this rank: of its master, or of the weights themselves."""
+    def shard_storage(self, owned_range: OwnedRange) -> torch.Tensor:
+        """Return the memory that the optimizer updates: the master weights, or the weights if there are none."""
         if self.masters is None:
-            return self.weights[part.in_buffer]
-        start = self.layout.buckets[part.bucket].shard_start
-        return self.masters[start + part.in_piece.start : start + part.in_piece.stop]
+            return self.weights[owned_range.in_buffer]
+        start = self.layout.buckets[owned_range.bucket].offset_in_shard
+        return self.masters[start + owned_range.in_bucket_shard.start : start + owned_range.in_bucket_shard.stop]
 
     @torch.no_grad()
     def write_weights(self) -> None:
-        """Round the masters into this rank's pieces of the weights, after a step."""
+        """Copy the masters into this rank's shards of the weights, after a step."""
         if self.masters is None:
             return
         for bucket in self.layout.buckets:
-            master = self.masters[bucket.shard_start : bucket.shard_start + bucket.piece_numel]
-            self.weights[bucket.piece(self.sharding.rank)].copy_(master, non_blocking=True)
+            master = self.masters[bucket.offset_in_shard : bucket.offset_in_shard + bucket.shard_numel]
+            self.weights[bucket.shard_range(self.sharding.rank)].copy_(master, non_blocking=True)
 
     @torch.no_grad()
     def refresh_masters(self) -> None:
-        """Take over weights that were changed from outside; see `follow_weights`."""
+        """Copy externally changed weights into the masters; see `follow_weights`."""
         if self.masters is not None:
             for owned in self.owned:
                 follow_weights(owned.shard)
 
-    def note_versions(self) -> None:
-        """Store the weights as they are now; see `changed_outside`."""
+    def record_versions(self) -> None:
+        """Record the version counters of the weights; see `was_modified`."""
         self._versions = [parameter._version for parameter in self.parameters]
 
-    def changed_outside(self) -> bool:
-        """Return whether a weight was written in place since `note_versions`, other than through `.data`."""
+    def was_modified(self) -> bool:
+        """Return whether a weight was modified in place since `record_versions`, except through `.data`."""
         return self._versions != [parameter._version for parameter in self.parameters]
 
-    def moved_parameter(self) -> str | None:
-        """Return the name of a parameter whose memory is no longer in the flat buffer; None: all are."""
+    def first_moved_parameter(self) -> str | None:
+        """Return the name of a parameter whose data is no longer in the flat buffer, or None."""
         start, size = self.weights.data_ptr(), self.weights.element_size()
-        for name, parameter, place in zip(self.names, self.parameters, self.layout.places, strict=True):
-            if parameter.data_ptr() != start + place.start * size and parameter.numel() > 0:
+        for name, parameter, param_range in zip(self.names, self.parameters, self.layout.param_ranges, strict=True):
+            if parameter.data_ptr() != start + param_range.start * size and parameter.numel() > 0:
                 return name
         return None
 
@@ -283,30 +283,30 @@ class FlatGroup:
         return torch.zeros(self.layout.shard_numel, dtype=dtype, device=home)
 
     @torch.no_grad()
-    def _own(self, parts: Sequence[Part]) -> list[OwnedPart]:
-        """Move every parameter into the buffer, its exact values into the masters, and make the shards."""
-        of_place: dict[int, list[Part]] = {}
-        for part in parts:
-            of_place.setdefault(part.place, []).append(part)
-        owned: dict[tuple[int, int], OwnedPart] = {}
-        for index, (parameter, place) in enumerate(zip(self.parameters, self.layout.places, strict=True)):
-            exact = parameter.detach().reshape(-1)
-            view = self.weights[place.start : place.stop]
-            view.copy_(exact)
-            for part in of_place.get(index, ()):
-                owned[index, part.bucket] = OwnedPart(self._shard(index, part, exact), part)
-            parameter.data = view.view(place.shape)  # the old memory goes here, one parameter at a time
+    def _flatten(self, owned_ranges: Sequence[OwnedRange]) -> list[OwnedShard]:
+        """Move every parameter into the buffer and its unrounded values into the masters; return the shards."""
+        ranges_of: dict[int, list[OwnedRange]] = {}
+        for owned_range in owned_ranges:
+            ranges_of.setdefault(owned_range.param, []).append(owned_range)
+        owned: dict[tuple[int, int], OwnedShard] = {}
+        for index, (parameter, param_range) in enumerate(zip(self.parameters, self.layout.param_ranges, strict=True)):
+            values = parameter.detach().reshape(-1)
+            view = self.weights[param_range.start : param_range.stop]
+            view.copy_(values)
+            for owned_range in ranges_of.get(index, ()):
+                owned[index, owned_range.bucket] = OwnedShard(self._shard(index, owned_range, values), owned_range)
+            parameter.data = view.view(param_range.shape)  # frees the old memory, one parameter at a time
             parameter.grad = None
-        return [owned[part.place, part.bucket] for part in parts]
+        return [owned[owned_range.param, owned_range.bucket] for owned_range in owned_ranges]
 
-    def _shard(self, index: int, part: Part, exact: torch.Tensor) -> Shard:
-        memory = self.memory_of(part)
+    def _shard(self, index: int, owned_range: OwnedRange, values: torch.Tensor) -> Shard:
+        memory = self.shard_storage(owned_range)
         if self.masters is not None:
-            memory.copy_(exact[slice(*part.span)])
+            memory.copy_(values[slice(*owned_range.span)])
         return Shard(
             name=self.names[index],
             global_shape=shard_spec_of(self.parameters[index]).logical_shape,
-            span=part.span,
+            span=owned_range.span,
             parameter=nn.Parameter(memory, requires_grad=True),
             model_param=self.parameters[index],
             group_index=self.group_index,

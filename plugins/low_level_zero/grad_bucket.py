@@ -1,44 +1,44 @@
-"""What is known about the gradient of every parameter and of every bucket in the current window."""
+"""State of the gradients of every parameter and bucket during an accumulation."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 from torch import nn
 
 from booster.comm import ReduceScatter
 
-from .flat_params import Bucket, FlatGroup, OwnedPart, Place
+from .flat_params import Bucket, FlatGroup, OwnedShard, ParamRange
 
-# Note [Life of a gradient]
-# A gradient *arrives* when autograd has accumulated it into `.grad`. It is *local* until the buckets that it lies in
-# are *issued*: handed to a reduce-scatter. When that has ended, this rank holds the *sums* over the ranks of its own
-# pieces. What arrives after its bucket was issued in the same backward (a parameter inside of a reentrant activation
-# checkpoint arrives twice) stays local, in a `.grad` of its own, until the bucket is issued again.
+# Note [Gradient lifecycle]
+# A gradient *arrives* when autograd has accumulated it into `.grad`. It is *local* until its buckets are *issued* to
+# a reduce-scatter. The result is this rank's *gradient shard* of each bucket, summed over the ranks. A gradient that
+# arrives after its bucket was issued in the same backward stays local in a separate `.grad` until the bucket is issued
+# again. (A parameter inside a reentrant activation checkpoint arrives twice.)
 
 
 @dataclass(slots=True, eq=False)
-class Slot:
+class ParamGrad:
     """The gradient of one parameter.
 
     Attributes:
-        name: The user's name of the parameter.
-        parameter: The model's parameter.
-        place: Region in its group's flat buffers.
-        buckets: The buckets that it reaches into.
-        has_arrived: Whether it has arrived in the current backward.
-        is_used: A gradient arrived in this window.
-        is_local: Some of it was not reduced yet.
-        num_issued: How many of its buckets were issued since the gradient was last complete.
-        source: What the buckets that are not issued yet take their part from.
+        name: Name of the parameter in the user's model.
+        parameter: Model parameter.
+        range: Range in its group's flat buffers.
+        buckets: Buckets that contain elements of it.
+        has_arrived: If True, it has arrived in the current backward.
+        is_used: If True, a gradient arrived in this accumulation.
+        is_local: If True, at least one element is not reduced yet.
+        num_issued: Number of its buckets issued since the gradient was last complete.
+        source: Gradient that the remaining buckets copy their elements from.
     """
 
     name: str
     parameter: nn.Parameter
-    place: Place
+    range: ParamRange
     buckets: list[GradientBucket] = field(default_factory=list)
     has_arrived: bool = False
     is_used: bool = False
@@ -47,70 +47,90 @@ class Slot:
     source: torch.Tensor | None = None
 
     def overlap(self, bucket: Bucket) -> tuple[slice, slice]:
-        """Return the elements that lie in a bucket: within the flattened parameter, and within the bucket."""
-        start, stop = max(self.place.start, bucket.start), min(self.place.stop, bucket.stop)
+        """Return the slice that lies in a bucket, relative to the flattened parameter and to the bucket."""
+        start, stop = max(self.range.start, bucket.start), min(self.range.stop, bucket.stop)
         return (
-            slice(start - self.place.start, stop - self.place.start),
+            slice(start - self.range.start, stop - self.range.start),
             slice(start - bucket.start, stop - bucket.start),
         )
+
+    @property
+    def local(self) -> torch.Tensor | None:
+        """Gradient that is not reduced yet, in the parameter's shape, or None."""
+        return self.parameter.grad if self.is_local else None
+
+    def clear(self) -> None:
+        """Release the local gradient."""
+        self.parameter.grad = self.source = None
+        self.num_issued = 0
+
+    def mark_issued(self) -> None:
+        """Count one issued bucket; after the last one, release the gradient."""
+        self.num_issued += 1
+        if self.num_issued == len(self.buckets):
+            self.num_issued, self.source = 0, None
 
 
 @dataclass(slots=True, eq=False)
 class GradientBucket:
-    """The gradients of one bucket.
+    """Gradients of one bucket.
 
     Attributes:
-        group: The flat group that it is part of.
-        bucket: Region in the group's buffers.
-        slots: The parameters that have elements in it.
-        owned: Elements that this rank updates, with the parameter's slot.
+        group: Flat group of the bucket.
+        bucket: Range in the group's buffers.
+        param_grads: Gradients of the parameters with elements in it.
+        owned: Shards that this rank updates, each with its parameter's gradient.
         num_missing: Number of gradients that have not arrived in the current backward.
-        is_issued: Whether it was handed to a reduce-scatter in the current backward.
-        sums: This rank's piece, summed over the ranks: what was reduced in this window; None: nothing yet.
+        is_reducing: If True, it was issued to a reduce-scatter in the current backward.
+        grad_shard: This rank's shard, summed over the ranks in this accumulation; None before the first reduction.
     """
 
     group: FlatGroup
     bucket: Bucket
-    slots: list[Slot]
-    owned: list[tuple[Slot, OwnedPart]]
+    param_grads: list[ParamGrad]
+    owned: list[tuple[ParamGrad, OwnedShard]]
     num_missing: int = 0
-    is_issued: bool = False
-    sums: torch.Tensor | None = None
+    is_reducing: bool = False
+    grad_shard: torch.Tensor | None = None
 
     @property
     def sum_dtype(self) -> torch.dtype:
-        """The format in which gradients are summed: fp32 for low-precision weights."""
+        """Dtype of gradient sums: fp32 for low-precision weights."""
         return torch.float32 if self.group.dtype in (torch.float16, torch.bfloat16) else self.group.dtype
 
 
-def make_slots(
+def make_param_grads(
     groups: Iterable[FlatGroup], model_order: Sequence[nn.Parameter]
-) -> tuple[list[Slot], list[GradientBucket]]:
-    """Return a slot for every parameter, and all buckets in the order in which backward fills them.
+) -> tuple[list[ParamGrad], list[GradientBucket]]:
+    """Return the gradients of all parameters, and all buckets in the order in which backward fills them.
 
-    A bucket is complete when the first of its parameters in the model's order has its gradient, as backward goes from
-    the last layer to the first.
+    Backward runs from the last layer to the first, so the first parameter of a bucket in the model's order is the last
+    one to arrive.
     """
     order = {id(parameter): index for index, parameter in enumerate(model_order)}
-    slots: list[Slot] = []
+    param_grads: list[ParamGrad] = []
     buckets: list[GradientBucket] = []
     for group in groups:
-        own = [Slot(*facts) for facts in zip(group.names, group.parameters, group.layout.places, strict=True)]
-        slots += own
-        owned: dict[int, list[tuple[Slot, OwnedPart]]] = {}
+        fields = zip(group.names, group.parameters, group.layout.param_ranges, strict=True)
+        own = [ParamGrad(*one) for one in fields]
+        param_grads += own
+        owned: dict[int, list[tuple[ParamGrad, OwnedShard]]] = {}
         for one in group.owned:
-            owned.setdefault(one.part.bucket, []).append((own[one.part.place], one))
+            owned.setdefault(one.range.bucket, []).append((own[one.range.param], one))
         for number, bucket in enumerate(group.layout.buckets):
-            inside = [own[index] for index in group.layout.places_in(bucket)]
+            inside = [own[index] for index in group.layout.params_in(bucket)]
             buckets.append(GradientBucket(group, bucket, inside, owned.get(number, [])))
-            for slot in inside:
-                slot.buckets.append(buckets[-1])
-    buckets.sort(key=lambda one: min((order[id(slot.parameter)] for slot in one.slots), default=-1), reverse=True)
-    return slots, buckets
+            for param_grad in inside:
+                param_grad.buckets.append(buckets[-1])
+    buckets.sort(
+        key=lambda one: min((order[id(param_grad.parameter)] for param_grad in one.param_grads), default=-1),
+        reverse=True,
+    )
+    return param_grads, buckets
 
 
-class Scratch:
-    """Buffers that are kept from step to step: memory that is touched for the first time is many times slower.
+class BucketBuffers:
+    """Communication buffers reused in every step, because the first write to new memory is many times slower.
 
     Args:
         num_buckets: Maximum number of buckets in flight.
@@ -122,207 +142,170 @@ class Scratch:
         self._turn = 0
 
     def next_bucket(self) -> None:
-        """Turn to the buffers of the bucket that was in flight longest; it must have ended."""
+        """Switch to the buffers of the oldest bucket in flight, whose collective must be complete."""
         self._turn = (self._turn + 1) % self._num_buckets
 
     def take(
         self, what: str, numel: int, dtype: torch.dtype, device: torch.device, *, per_bucket: bool = True
     ) -> torch.Tensor:
-        """Return a buffer with any content, of the current bucket or (`per_bucket=False`) one for all."""
+        """Return an uninitialized buffer of the current bucket or (`per_bucket=False`) of all buckets."""
         key = (what, self._turn if per_bucket else 0, dtype, device)
         if key not in self._buffers or self._buffers[key].numel() < numel:
             self._buffers[key] = torch.empty(numel, dtype=dtype, device=device)
         return self._buffers[key][:numel]
 
 
-class GradientStore(Protocol):
-    """The gradients of one flat group; see Note [Life of a gradient]."""
-
-    def receive(self, slot: Slot) -> None:
-        """Take a gradient that has arrived in `.grad`."""
-        ...
-
-    def payload(self, bucket: GradientBucket, dtype: torch.dtype) -> torch.Tensor:
-        """Return the bucket's local gradients to be sent, and release those that no other bucket needs."""
-        ...
-
-    def collect(self, bucket: GradientBucket, flight: ReduceScatter) -> None:
-        """Wait for the reduce-scatter and add its result to the bucket's sums."""
-        ...
-
-    def evict_for(self, bucket: GradientBucket) -> None:
-        """Move the sums to where further local gradients do not overwrite them."""
-        ...
-
-    def zero_sums(self, bucket: GradientBucket) -> None:
-        """Make the bucket's sums zeros, whatever they were."""
-        ...
-
-    def local(self, slot: Slot) -> torch.Tensor | None:
-        """Return the gradient that was not reduced yet, in the parameter's shape; None if there is none."""
-        ...
-
-    def forget(self, slots: Sequence[Slot]) -> None:
-        """Release the local gradients of these parameters."""
-        ...
-
-
-class PackedGradients:
-    """Stage 2: gradients stay in `.grad` until their bucket is issued; only the sums of the own pieces are kept.
-
-    The sums live from backward to the end of the window: the next forward's activations may take their memory.
+class GradientStore(ABC):
+    """Gradients of one flat group; see Note [Gradient lifecycle].
 
     Args:
         group: Flat param group of the gradients.
-        scratch: Buffers for buckets in flight.
+        buffers: Buffers for buckets in flight.
     """
 
-    def __init__(self, group: FlatGroup, scratch: Scratch) -> None:
+    def __init__(self, group: FlatGroup, buffers: BucketBuffers) -> None:
         self._device = group.device
-        self._scratch = scratch
+        self._buffers = buffers
 
-    def receive(self, slot: Slot) -> None:
-        """Leave the gradient in `.grad`."""
+    @abstractmethod
+    def receive(self, param_grad: ParamGrad) -> None:
+        """Store a gradient that has arrived in `.grad`."""
 
-    def payload(self, bucket: GradientBucket, dtype: torch.dtype) -> torch.Tensor:
+    @abstractmethod
+    def send_buffer(self, bucket: GradientBucket, dtype: torch.dtype) -> torch.Tensor:
+        """Return the bucket's local gradients for sending, and release those that no other bucket needs."""
+
+    @abstractmethod
+    def finish_reduction(self, bucket: GradientBucket, work: ReduceScatter) -> None:
+        """Wait for the reduce-scatter and accumulate its result into the bucket's gradient shard."""
+
+    @abstractmethod
+    def detach_grad_shard(self, bucket: GradientBucket) -> None:
+        """Move the gradient shard to memory that new local gradients do not overwrite."""
+
+    def zero_grad_shard(self, bucket: GradientBucket) -> None:
+        """Set the bucket's gradient shard to zeros."""
+        bucket.grad_shard = torch.zeros(bucket.bucket.shard_numel, dtype=bucket.sum_dtype, device=self._device)
+
+
+class ShardedGradients(GradientStore):
+    """Stage 2: gradients stay in `.grad` until their bucket is issued; only this rank's shards are kept.
+
+    The shards live from backward to the end of the accumulation: the next forward's activations may reuse their memory.
+    """
+
+    def receive(self, param_grad: ParamGrad) -> None:
+        """Do nothing: the gradient stays in `.grad`."""
+
+    def send_buffer(self, bucket: GradientBucket, dtype: torch.dtype) -> torch.Tensor:
         where = bucket.bucket
-        buffer = self._scratch.take("sent", where.numel, dtype, bucket.group.device)
+        buffer = self._buffers.take("sent", where.numel, dtype, bucket.group.device)
         targets, sources = [], []
-        for slot in bucket.slots:
-            if slot.num_issued == 0:
-                # Taken out of `.grad`: what arrives from now on must not be added to what was sent in part.
-                slot.source, slot.parameter.grad, slot.is_local = slot.parameter.grad, None, False
-            in_parameter, in_bucket = slot.overlap(where)
-            if slot.source is None:
+        for param_grad in bucket.param_grads:
+            if param_grad.num_issued == 0:
+                # Removed from `.grad`: autograd must not accumulate into a gradient that was sent in part.
+                param_grad.source, param_grad.is_local = param_grad.parameter.grad, False
+                param_grad.parameter.grad = None
+            in_parameter, in_bucket = param_grad.overlap(where)
+            if param_grad.source is None:
                 buffer[in_bucket].zero_()
-            elif slot.source.is_sparse:
-                buffer[in_bucket].copy_(slot.source.to_dense().reshape(-1)[in_parameter])
+            elif param_grad.source.is_sparse:
+                buffer[in_bucket].copy_(param_grad.source.to_dense().reshape(-1)[in_parameter])
             else:
                 targets.append(buffer[in_bucket])
-                sources.append(slot.source.reshape(-1)[in_parameter])
-            slot.num_issued += 1
-            if slot.num_issued == len(slot.buckets):
-                slot.num_issued, slot.source = 0, None
+                sources.append(param_grad.source.reshape(-1)[in_parameter])
+            param_grad.mark_issued()
         if targets:
             torch._foreach_copy_(targets, sources)
         _zero_padding(buffer, bucket)
         return buffer
 
-    def collect(self, bucket: GradientBucket, flight: ReduceScatter) -> None:
-        accumulates = bucket.sums is not None
-        if bucket.sums is None:
-            bucket.sums = torch.empty(bucket.bucket.piece_numel, dtype=bucket.sum_dtype, device=self._device)
-        flight.wait(bucket.sums, accumulate=accumulates)
+    def finish_reduction(self, bucket: GradientBucket, work: ReduceScatter) -> None:
+        accumulates = bucket.grad_shard is not None
+        if bucket.grad_shard is None:
+            bucket.grad_shard = torch.empty(bucket.bucket.shard_numel, dtype=bucket.sum_dtype, device=self._device)
+        work.wait(bucket.grad_shard, accumulate=accumulates)
 
-    def evict_for(self, bucket: GradientBucket) -> None:
-        """Do nothing: sums and local gradients never share memory."""
-
-    def zero_sums(self, bucket: GradientBucket) -> None:
-        bucket.sums = torch.zeros(bucket.bucket.piece_numel, dtype=bucket.sum_dtype, device=self._device)
-
-    def local(self, slot: Slot) -> torch.Tensor | None:
-        return slot.parameter.grad if slot.is_local else None
-
-    def forget(self, slots: Sequence[Slot]) -> None:
-        for slot in slots:
-            slot.parameter.grad = slot.source = None
-            slot.num_issued = 0
+    def detach_grad_shard(self, bucket: GradientBucket) -> None:
+        """Do nothing: gradient shards and local gradients never share memory."""
 
 
-class FullGradients:
-    """Stage 1: local gradients in a flat buffer of which every `.grad` is a view; reduced in place.
+class FullGradients(GradientStore):
+    """Stage 1: local gradients in a flat buffer, reduced in place; every `.grad` is a view of it.
 
-    The sums of a bucket take the place of its local gradients: for weights in low precision the fp32 sums of one piece
-    need no more bytes than the whole bucket had, as there are at least two pieces.
-
-    Args:
-        group: Flat param group of the gradients.
-        scratch: Buffers for buckets in flight.
+    The gradient shard of a bucket overwrites its local gradients. With low-precision weights, the fp32 shard needs no
+    more bytes than the full bucket, because a bucket has at least two shards.
     """
 
-    def __init__(self, group: FlatGroup, scratch: Scratch) -> None:
-        self._group = group
+    def __init__(self, group: FlatGroup, buffers: BucketBuffers) -> None:
+        super().__init__(group, buffers)
         self._flat = torch.zeros(group.layout.numel, dtype=group.dtype, device=group.device)
         self._rank = group.sharding.rank
         self._views: dict[int, torch.Tensor] = {}
-        self._scratch = scratch
 
-    def receive(self, slot: Slot) -> None:
-        view, gradient = self._view(slot), slot.parameter.grad
+    def receive(self, param_grad: ParamGrad) -> None:
+        view, gradient = self._view(param_grad), param_grad.parameter.grad
         if gradient is None or gradient is view:
             return
         if gradient.is_sparse:
             view.zero_().add_(gradient)
         else:
             view.copy_(gradient)
-        slot.parameter.grad = view
+        param_grad.parameter.grad = view
 
-    def payload(self, bucket: GradientBucket, dtype: torch.dtype) -> torch.Tensor:
+    def send_buffer(self, bucket: GradientBucket, dtype: torch.dtype) -> torch.Tensor:
         where = bucket.bucket
         local = self._flat[where.start : where.stop]
-        for slot in bucket.slots:
-            if slot.num_issued == 0:
-                slot.source, slot.is_local = self._take(slot), False
-            if slot.source is None:
-                local[slot.overlap(where)[1]].zero_()
-            slot.num_issued += 1
-            if slot.num_issued == len(slot.buckets):
-                slot.num_issued, slot.source = 0, None
+        for param_grad in bucket.param_grads:
+            if param_grad.num_issued == 0:
+                param_grad.source, param_grad.is_local = self._take_grad(param_grad), False
+            if param_grad.source is None:
+                local[param_grad.overlap(where)[1]].zero_()
+            param_grad.mark_issued()
         _zero_padding(local, bucket)
         if dtype == local.dtype:
             return local
-        return self._scratch.take("sent", where.numel, dtype, local.device).copy_(local)
+        return self._buffers.take("sent", where.numel, dtype, local.device).copy_(local)
 
-    def collect(self, bucket: GradientBucket, flight: ReduceScatter) -> None:
-        if bucket.sums is not None:
-            flight.wait(bucket.sums, accumulate=True)
+    def finish_reduction(self, bucket: GradientBucket, work: ReduceScatter) -> None:
+        if bucket.grad_shard is not None:
+            work.wait(bucket.grad_shard, accumulate=True)
             return
-        bucket.sums = self._in_place(bucket)
-        if bucket.sums.dtype == self._flat.dtype:
-            flight.wait(bucket.sums, accumulate=False)
+        bucket.grad_shard = self._shard_view(bucket)
+        if bucket.grad_shard.dtype == self._flat.dtype:
+            work.wait(bucket.grad_shard, accumulate=False)
             return
-        numel = bucket.bucket.piece_numel
-        sums = self._scratch.take("sums", numel, bucket.sum_dtype, self._flat.device, per_bucket=False)
-        flight.wait(sums, accumulate=False)  # not straight into place: it would overwrite what is being summed
-        bucket.sums.copy_(sums)
+        numel = bucket.bucket.shard_numel
+        sums = self._buffers.take("sums", numel, bucket.sum_dtype, self._flat.device, per_bucket=False)
+        work.wait(sums, accumulate=False)  # writing in place would overwrite gradients that are still being summed
+        bucket.grad_shard.copy_(sums)
 
-    def evict_for(self, bucket: GradientBucket) -> None:
-        if bucket.sums is not None and bucket.sums.data_ptr() == self._in_place(bucket).data_ptr():
-            bucket.sums = bucket.sums.clone()
+    def detach_grad_shard(self, bucket: GradientBucket) -> None:
+        if bucket.grad_shard is not None and bucket.grad_shard.data_ptr() == self._shard_view(bucket).data_ptr():
+            bucket.grad_shard = bucket.grad_shard.clone()
 
-    def zero_sums(self, bucket: GradientBucket) -> None:
-        bucket.sums = torch.zeros(bucket.bucket.piece_numel, dtype=bucket.sum_dtype, device=self._flat.device)
-
-    def local(self, slot: Slot) -> torch.Tensor | None:
-        return slot.parameter.grad if slot.is_local else None
-
-    def forget(self, slots: Sequence[Slot]) -> None:
-        for slot in slots:
-            slot.parameter.grad = slot.source = None
-            slot.num_issued = 0
-
-    def _take(self, slot: Slot) -> torch.Tensor | None:
-        """Return the slot's gradient if it has one, taken out of `.grad`: what arrives later must not be added."""
-        if slot.parameter.grad is None:
+    def _take_grad(self, param_grad: ParamGrad) -> torch.Tensor | None:
+        """Remove the gradient from `.grad`, so that later ones are not accumulated into it, and return it or None."""
+        if param_grad.parameter.grad is None:
             return None
-        self.receive(slot)  # one that arrived outside of booster.backward, or late
-        slot.parameter.grad = None
-        return self._view(slot)
+        self.receive(param_grad)  # it arrived outside booster.backward, or after its bucket was issued
+        param_grad.parameter.grad = None
+        return self._view(param_grad)
 
-    def _view(self, slot: Slot) -> torch.Tensor:
-        key = id(slot)
+    def _view(self, param_grad: ParamGrad) -> torch.Tensor:
+        key = id(param_grad)
         if key not in self._views:
-            self._views[key] = self._flat[slot.place.start : slot.place.stop].view(slot.place.shape)
+            self._views[key] = self._flat[param_grad.range.start : param_grad.range.stop].view(param_grad.range.shape)
         return self._views[key]
 
-    def _in_place(self, bucket: GradientBucket) -> torch.Tensor:
+    def _shard_view(self, bucket: GradientBucket) -> torch.Tensor:
         where = bucket.bucket
         if bucket.sum_dtype == self._flat.dtype:
-            return self._flat[where.piece(self._rank)]
-        return self._flat[where.start : where.stop].view(bucket.sum_dtype)[: where.piece_numel]
+            return self._flat[where.shard_range(self._rank)]
+        return self._flat[where.start : where.stop].view(bucket.sum_dtype)[: where.shard_numel]
 
 
 def _zero_padding(buffer: torch.Tensor, bucket: GradientBucket) -> None:
-    end = bucket.group.layout.places[-1].stop
+    end = bucket.group.layout.param_ranges[-1].stop
     if bucket.bucket.stop > end:
         buffer[max(0, end - bucket.bucket.start) :].zero_()

@@ -14,11 +14,11 @@ from booster.plugins.sharding.memory import LOW_PRECISION, cast_bytes, largest_m
 
 from .config import ZeroArguments
 from .flat_params import Bucket, FlatLayout
-from .reducer import BUCKETS_UNDER_WAY
+from .reducer import MAX_BUCKETS_IN_FLIGHT
 
 
 @dataclass(slots=True, eq=False)
-class _Slot:
+class _ParamGrad:
     """The gradient of a parameter; see Note [Life of a gradient].
 
     Attributes:
@@ -39,13 +39,13 @@ class _FlatBucket:
     Attributes:
         group: Flat param group of the bucket.
         bucket: Region of the bucket.
-        slots: Gradients in it by name.
+        param_grads: Gradients in it by name.
         num_missing: Number of gradients that have not arrived.
     """
 
     group: _Group
     bucket: Bucket
-    slots: dict[str, _Slot] = field(default_factory=dict)
+    param_grads: dict[str, _ParamGrad] = field(default_factory=dict)
     num_missing: int = 0
 
 
@@ -75,22 +75,22 @@ class _Group:
         self.sum_dtype = torch.float32 if is_low else dtype
         self.has_masters = is_low and arguments.master_weights
         self.main_dtype = torch.float32 if self.has_masters else dtype
-        # A world of one has no second piece in whose place fp32 sums of half gradients could go.
+        # A world of one has no second shard in whose place fp32 sums of half gradients could go.
         self.packs = arguments.stage == 2 or (num_shards == 1 and is_low)
         self.sent_dtype = arguments.communication_dtype or dtype
 
     def buckets(self) -> list[_FlatBucket]:
         """Return the buckets with their gradients, in the order in which they lie."""
-        slots = {
-            name: _Slot((place.stop - place.start) * self.dtype.itemsize)
-            for (name, _), place in zip(self.named, self.layout.places, strict=True)
+        param_grads = {
+            name: _ParamGrad((param_range.stop - param_range.start) * self.dtype.itemsize)
+            for (name, _), param_range in zip(self.named, self.layout.param_ranges, strict=True)
         }
         found = [_FlatBucket(self, bucket) for bucket in self.layout.buckets]
         for index, number in _overlaps(self.layout):
             name = self.named[index][0]
-            found[number].slots[name] = slots[name]
+            found[number].param_grads[name] = param_grads[name]
             found[number].num_missing += 1
-            slots[name].num_unsent += 1
+            param_grads[name].num_unsent += 1
         return found
 
     def shard_shapes(self) -> list[tuple[int, ...]]:
@@ -116,19 +116,19 @@ def _overlaps(layout: FlatLayout) -> Iterator[tuple[int, int]]:
     """Yield which parameter has elements in which bucket; both lie in order."""
     index = 0
     for number, bucket in enumerate(layout.buckets):
-        while index < len(layout.places) and layout.places[index].stop <= bucket.start:
+        while index < len(layout.param_ranges) and layout.param_ranges[index].stop <= bucket.start:
             index += 1
         here = index
-        while here < len(layout.places) and layout.places[here].start < bucket.stop:
-            if layout.places[here].stop > layout.places[here].start:
+        while here < len(layout.param_ranges) and layout.param_ranges[here].start < bucket.stop:
+            if layout.param_ranges[here].stop > layout.param_ranges[here].start:
                 yield here, number
             here += 1
 
 
 def _owned_numel(layout: FlatLayout, index: int, number: int) -> int:
     """Return what the first rank owns of a parameter in a bucket; nothing where that is negative."""
-    place, piece = layout.places[index], layout.buckets[number].piece(0)
-    return int(min(place.stop, piece.stop) - max(place.start, piece.start))
+    param_range, shard = layout.param_ranges[index], layout.buckets[number].shard_range(0)
+    return int(min(param_range.stop, shard.stop) - max(param_range.start, shard.start))
 
 
 class _Backward:
@@ -144,23 +144,23 @@ class _Backward:
 
     def __init__(self, groups: Sequence[_Group], order: dict[str, int]) -> None:
         buckets = [bucket for group in groups if group.packs for bucket in group.buckets()]
-        buckets.sort(key=lambda one: min((order[name] for name in one.slots), default=-1), reverse=True)
+        buckets.sort(key=lambda one: min((order[name] for name in one.param_grads), default=-1), reverse=True)
         self._to_issue = deque(buckets)
         self._buckets_of: dict[str, list[_FlatBucket]] = {}
         for bucket in buckets:
-            for name in bucket.slots:
+            for name in bucket.param_grads:
                 self._buckets_of.setdefault(name, []).append(bucket)
-        self._flights: deque[_FlatBucket] = deque()
+        self._in_flight: deque[_FlatBucket] = deque()
         self.num_bytes = 0
 
     def receive(self, name: str) -> int:
         """Take a gradient that has arrived; returns the most bytes until all is done that follows from it."""
         buckets = self._buckets_of.get(name, [])
-        if not buckets or buckets[0].slots[name].is_here:
+        if not buckets or buckets[0].param_grads[name].is_here:
             return self.num_bytes
-        slot = buckets[0].slots[name]
-        slot.is_here = True
-        self.num_bytes += slot.num_bytes
+        param_grad = buckets[0].param_grads[name]
+        param_grad.is_here = True
+        self.num_bytes += param_grad.num_bytes
         for bucket in buckets:
             bucket.num_missing -= 1
         most = self.num_bytes
@@ -173,24 +173,24 @@ class _Backward:
         most = self.num_bytes
         while self._to_issue:
             most = max(most, self._issue(self._to_issue.popleft()))
-        while self._flights:
-            self._finish_oldest()
+        while self._in_flight:
+            self._wait_oldest()
         return max(most, self.num_bytes)
 
     def _issue(self, bucket: _FlatBucket) -> int:
-        while len(self._flights) >= BUCKETS_UNDER_WAY:
-            self._finish_oldest()
+        while len(self._in_flight) >= MAX_BUCKETS_IN_FLIGHT:
+            self._wait_oldest()
         most = self.num_bytes
-        for slot in bucket.slots.values():
-            slot.num_unsent -= 1
-            if slot.num_unsent == 0 and slot.is_here:
-                self.num_bytes -= slot.num_bytes
-        self._flights.append(bucket)
+        for param_grad in bucket.param_grads.values():
+            param_grad.num_unsent -= 1
+            if param_grad.num_unsent == 0 and param_grad.is_here:
+                self.num_bytes -= param_grad.num_bytes
+        self._in_flight.append(bucket)
         return most
 
-    def _finish_oldest(self) -> None:
-        bucket = self._flights.popleft()
-        self.num_bytes += bucket.bucket.piece_numel * bucket.group.sum_dtype.itemsize
+    def _wait_oldest(self) -> None:
+        bucket = self._in_flight.popleft()
+        self.num_bytes += bucket.bucket.shard_numel * bucket.group.sum_dtype.itemsize
 
 
 def zero_memory(
@@ -224,7 +224,7 @@ def zero_memory(
         parameters=sum(group.weight_bytes for group in groups) + cast_bytes(frozen, arguments.dtype),
         gradients=full,
         optimizer_states=0 if offloads else masters + states,
-        buffers=cast_bytes(question.model.buffers(), arguments.dtype) + _scratch_bytes(groups),
+        buffers=cast_bytes(question.model.buffers(), arguments.dtype) + _buffer_bytes(groups),
     )
     backward = _Backward(groups, {name: index for index, (name, _) in enumerate(named)})
     worst = largest_moment(question.activations(arguments.dtype).intervals, backward)
@@ -261,19 +261,19 @@ def _updated_bytes(question: MemoryRequest, groups: Sequence[_Group]) -> tuple[i
     masters = states = 0
     for group in groups:
         shapes = [shape for _, shape in group.named]
-        whole = sum(place.stop - place.start for place in group.layout.places)
+        whole = sum(param_range.stop - param_range.start for param_range in group.layout.param_ranges)
         owned = sum(shape[0] for shape in group.shard_shapes())
         states += question.state_bytes(shapes, group.main_dtype, owned / max(1, whole))
         masters += 4 * group.layout.shard_numel if group.has_masters else 0
     return masters, states
 
 
-def _scratch_bytes(groups: Sequence[_Group]) -> int:
-    """Return the bytes of buffers for buckets in flight, which stay; see `Scratch`."""
+def _buffer_bytes(groups: Sequence[_Group]) -> int:
+    """Return the bytes of buffers for buckets in flight, which stay; see `BucketBuffers`."""
     found: dict[tuple[str, int, torch.dtype], int] = {}
     for group in groups:
         numel = group.largest_bucket
-        for turn in range(BUCKETS_UNDER_WAY):
+        for turn in range(MAX_BUCKETS_IN_FLIGHT):
             if group.packs or group.sent_dtype != group.dtype:
                 key = ("sent", turn, group.sent_dtype)
                 found[key] = max(found.get(key, 0), numel * group.sent_dtype.itemsize)

@@ -1,4 +1,4 @@
-"""Boosted model: buffers equal on all ranks, and weights that are read only after their all-gather."""
+"""Model wrapper of ZeRO 1 and 2: buffers equal on all ranks, weights read only after their all-gather."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from booster.errors import ConfigError
 from booster.interface import ModelWrapper, TensorSlice
 from booster.plugins.sharding.buffer_pool import broadcast_joined
 
-from .param_all_gather import WaitingForWeights
+from .param_all_gather import WaitForParams
 
 if TYPE_CHECKING:
-    from .param_all_gather import WeightGathering
+    from .param_all_gather import ParamAllGather
 
 
 class ZeroModel(ModelWrapper):
-    """The boosted model; every rank holds all weights.
+    """Boosted model; every rank holds all weights.
 
-    With `overlap_allgather` the weights of other ranks may still be on their way after a step: the forward, the
-    methods here, and `unwrap()` wait for them. References to parameters from before boost() do not.
+    With `overlap_allgather` the weights of other ranks may still be in flight after a step: the forward, the methods of
+    this class, and `unwrap()` wait for them. References to parameters from before boost() do not.
 
     Args:
         module: The user's model.
-        group: The ranks that hold replicas; None: the world.
-        is_primary: True on the rank that writes what all ranks hold alike.
-        broadcasts_buffers: Give all ranks the first rank's buffers before each forward in training.
+        group: Ranks that hold replicas; None for the world group.
+        is_primary: If True, this rank saves what is equal on all ranks.
+        broadcasts_buffers: If True, broadcast the first rank's buffers before each forward in training.
     """
 
     def __init__(
@@ -40,23 +40,23 @@ class ZeroModel(ModelWrapper):
         super().__init__(module, is_primary=is_primary)
         self._group = group
         self._broadcasts_buffers = broadcasts_buffers
-        self._gathering: WeightGathering | None = None
+        self._all_gather: ParamAllGather | None = None
         self._clear_gradients: Callable[[bool], None] | None = None
 
-    def connect(self, gathering: WeightGathering, clear_gradients: Callable[[bool], None]) -> None:
-        """Return what brings the weights after a step, and what clears the gradients."""
-        self._gathering = gathering
+    def connect(self, all_gather: ParamAllGather, clear_gradients: Callable[[bool], None]) -> None:
+        """Set the all-gather of the weights after a step, and the callback that clears the gradients."""
+        self._all_gather = all_gather
         self._clear_gradients = clear_gradients
 
     def wait_for_weights(self) -> None:
-        """Wait until all weights of the last step are here."""
-        if self._gathering is not None:
-            self._gathering.wait()
+        """Wait for all weights of the last step."""
+        if self._all_gather is not None:
+            self._all_gather.wait()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the user's forward; arguments and result are those of the user's model.
 
-        Collective in training, if the model has buffers.
+        Collective over the group in training, if the model has buffers.
         """
         self._begin_run(args, kwargs)
         with self._waiting():
@@ -73,12 +73,12 @@ class ZeroModel(ModelWrapper):
         return super()._run_method(method, *args, **kwargs)
 
     def _waiting(self) -> AbstractContextManager[Any]:
-        if self._gathering is None or not self._gathering.is_pending:
+        if self._all_gather is None or not self._all_gather.is_pending:
             return nullcontext()
         if torch.compiler.is_compiling() or any(map(_is_compiled, self.module.modules())):
-            self._gathering.wait()  # a compiled module reads its weights where no operator of torch is seen
+            self._all_gather.wait()  # a compiled module reads its weights where no operator of torch is seen
             return nullcontext()
-        return WaitingForWeights(self._gathering)
+        return WaitForParams(self._all_gather)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients of the model and of its optimizer."""
@@ -87,7 +87,7 @@ class ZeroModel(ModelWrapper):
             self._clear_gradients(set_to_none)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ModelWrapper:
-        """Return a copy of the model alone, as averages of weights want it: it has no optimizer."""
+        """Return a copy without an optimizer, for example for weight averaging."""
         self.wait_for_weights()
         copied = ModelWrapper(copy.deepcopy(self.module, memo), is_primary=self._is_primary)
         copied.precision = self.precision

@@ -1,4 +1,4 @@
-"""The optimizer side: the user's own optimizer updates this rank's shards, and the weights are spread afterwards."""
+"""Optimizer wrapper of ZeRO 1 and 2: the user's optimizer updates this rank's shards, then weights are all-gathered."""
 
 from __future__ import annotations
 
@@ -16,26 +16,28 @@ from booster.plugins.sharding.optimizer import ShardedOptimizer
 from booster.plugins.sharding.shard_states import shard_state
 
 from .config import ZeroSettings
-from .flat_params import FlatGroup, OwnedPart
-from .grad_bucket import GradientBucket, Slot
+from .flat_params import FlatGroup, OwnedShard
+from .grad_bucket import GradientBucket, ParamGrad
 from .model import ZeroModel
-from .param_all_gather import WeightGathering
+from .param_all_gather import ParamAllGather
 from .reducer import GradientReducer
 
 
 class ZeroOptimizer(ShardedOptimizer):
-    """An optimizer whose states, and in stage 2 gradients, are divided among the data-parallel ranks.
+    """Optimizer with states, and in stage 2 gradients, sharded over the data-parallel ranks.
 
-    `param_groups` hold this rank's shards in place of the parameters (and frozen parameters, whole); everything else in
-    a group is the user's own, live. Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter
-    Models", SC 2020.
+    `param_groups` hold this rank's shards in place of the trained parameters; frozen parameters stay unsharded. All
+    other
+    entries of a group are those of the user's optimizer. Rajbhandari et al., "ZeRO: Memory Optimizations Toward
+    Training
+    Trillion Parameter Models", SC 2020.
 
     Args:
         optim: The user's optimizer, elementwise or `ShardAware`.
         model: The boosted model.
         settings: Sharding settings.
-        loss_scaler: Of half precision; None: losses are not scaled.
-        is_primary: True on the rank that writes what all ranks hold alike.
+        loss_scaler: Loss scaler for fp16; optional, defaults to no scaling.
+        is_primary: If True, this rank saves what is equal on all ranks.
     """
 
     model: ZeroModel
@@ -54,7 +56,7 @@ class ZeroOptimizer(ShardedOptimizer):
             model,
             data_parallel_group=settings.data_parallel_group,
             shard_group=settings.shard_group,
-            counting_group=settings.counting_group,
+            grad_norm_group=settings.grad_norm_group,
             max_norm=settings.max_norm,
             norm_type=settings.norm_type,
             loss_scaler=loss_scaler,
@@ -71,10 +73,10 @@ class ZeroOptimizer(ShardedOptimizer):
     # Sharding.
 
     def _shard_group(self, index: int) -> None:
-        """Shards the parameters of a group that train and are still whole."""
+        """Shard the trainable parameters of a group that are not sharded yet."""
         group = self.param_groups[index]
         order = {id(parameter): number for number, parameter in enumerate(self._model_order())}
-        new = [one for one in group["params"] if one.requires_grad and id(one) not in self._working_of]
+        new = [one for one in group["params"] if one.requires_grad and id(one) not in self._model_param_of]
         new.sort(key=lambda parameter: order[id(parameter)])
         shards: list[nn.Parameter] = []
         for dtype in dict.fromkeys(self._weight_dtype(parameter) for parameter in new):
@@ -86,32 +88,33 @@ class ZeroOptimizer(ShardedOptimizer):
                 own = [one.shard for one in flat.owned if one.shard.model_param is parameter]
                 shard_state(self.optim, parameter, own)
             shards += [one.shard.parameter for one in flat.owned]
-            self._working_of |= {id(one.shard.parameter): one.shard.model_param for one in flat.owned}
+            self._model_param_of |= {id(one.shard.parameter): one.shard.model_param for one in flat.owned}
         sharded = {id(parameter) for parameter in new}
-        # In place: optimizers may keep the list itself.
+        # In place: the optimizer may hold a reference to the list.
         group["params"][:] = [one for one in group["params"] if id(one) not in sharded] + shards
 
     def _connect(self) -> None:
-        """Make what knows all flat groups: reducer, gathering, and the shards that an optimizer may ask about."""
+        """Create the reducer, the all-gather, and the shards that a `ShardAware` optimizer receives, for all flat
+        groups."""
         settings = self._settings
         self._reducer = GradientReducer(
             self._flat_groups,
             self._model_order(),
             stage=settings.stage,
             overlaps=settings.overlaps,
-            agreement_group=settings.agreement_group or settings.data_parallel_group,
+            control_group=settings.control_group or settings.data_parallel_group,
             shard_group=settings.shard_group,
             replica_group=settings.replica_group,
             communication_dtype=settings.communication_dtype,
         )
-        self.gathering = WeightGathering(self._reducer.buckets, settings.shard_group)
-        self.model.connect(self.gathering, self.zero_grad)
-        parts = [one.shard for flat in self._flat_groups for one in flat.owned]
+        self.param_all_gather = ParamAllGather(self._reducer.buckets, settings.shard_group)
+        self.model.connect(self.param_all_gather, self.zero_grad)
+        shards = [one.shard for flat in self._flat_groups for one in flat.owned]
         shapes = {name: shard_spec_of(parameter).logical_shape for name, parameter in self._sharded_parameters()}
-        self._use_shards(Shards(parts, list(shapes), self._counting_group, shapes=shapes))
+        self._use_shards(Shards(shards, list(shapes), self._grad_norm_group, shapes=shapes))
 
     def _sharded_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield what the ranks of the counting group have shards of between them, the same on all of them."""
+        """Yield all parameters that are sharded over the gradient-norm group, in the same order on all its ranks."""
         for flat in self._flat_groups:
             yield from zip(flat.names, flat.parameters, strict=True)
 
@@ -127,7 +130,7 @@ class ZeroOptimizer(ShardedOptimizer):
             flat.refresh_masters()
 
     def _reshard(self, indices: Sequence[int]) -> None:
-        self.gathering.wait()
+        self.param_all_gather.wait()
         self._reducer.close()
         for index in indices:
             self._shard_group(index)
@@ -140,7 +143,7 @@ class ZeroOptimizer(ShardedOptimizer):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Add up gradients on this rank alone (stage 1); stage 2 reduces all the same, as it keeps no others."""
+        """Accumulate gradients locally in stage 1. Stage 2 keeps no local gradients and reduces them anyway."""
         before, self._synchronizes = self._synchronizes, False
         try:
             yield
@@ -153,8 +156,8 @@ class ZeroOptimizer(ShardedOptimizer):
         self._known_norm = None
         self._reducer.finish()
         for bucket in self._reducer.buckets:
-            for slot, owned in bucket.owned:
-                owned.shard.parameter.grad = _gradient_of(bucket, slot, owned)
+            for param_grad, owned in bucket.owned:
+                owned.shard.parameter.grad = _gradient_of(bucket, param_grad, owned)
         return 1.0 / group_size(self.data_parallel_group)
 
     def _has_gradients(self) -> bool:
@@ -163,9 +166,9 @@ class ZeroOptimizer(ShardedOptimizer):
     # Step.
 
     def _fetch_weights(self) -> None:
-        self.gathering.wait()  # no forward came since the last step: own pieces may still be on their way
+        self.param_all_gather.wait()  # without a forward since the last step, own shards may still be in flight
         for flat in self._flat_groups:
-            if flat.changed_outside():  # by unwrap_model(model).apply(...) or the like
+            if flat.was_modified():  # by unwrap_model(model).apply(...) or the like
                 flat.refresh_masters()
 
     def _update_parameters(self) -> None:
@@ -182,95 +185,97 @@ class ZeroOptimizer(ShardedOptimizer):
 
     def _shard_memory(self) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
         for flat in self._flat_groups:
-            yield from ((one.shard.parameter, flat.memory_of(one.part)) for one in flat.owned)
+            yield from ((one.shard.parameter, flat.shard_storage(one.range)) for one in flat.owned)
 
     def _publish_weights(self) -> None:
         self._publish(are_rounded=False)
 
     def _publish(self, *, are_rounded: bool) -> None:
-        """Distribute the weights, of which the optimizer may have rounded those beside their masters itself."""
+        """All-gather the weights.
+
+        Args:
+            are_rounded: If True, the fused optimizer step already wrote the weights next to their masters.
+        """
         for flat in self._flat_groups:
-            if not (are_rounded and flat.rounds_in_place):
+            if not (are_rounded and flat.updates_weights_in_place):
                 flat.write_weights()
-            # Autograd sees no write through the flat buffer, and would go on with a graph from before the step.
+            # Autograd does not see writes through the flat buffer, and would accept a graph from before the step.
             torch.autograd.graph.increment_version(flat.parameters)
-            flat.note_versions()
-        self.gathering.start()
-        if not self._settings.overlaps_gathering:
-            self.gathering.wait()
+            flat.record_versions()
+        self.param_all_gather.start()
+        if not self._settings.overlap_param_gather:
+            self.param_all_gather.wait()
 
     def _step_shards(self) -> None:
         if self._accumulation.factors is None:
             self._step_parts()
             return
-        flats = [flat for flat in self._flat_groups if flat.rounds_in_place]
-        self._step_fused({part.shard.parameter: flat.weights_of(part) for flat in flats for part in flat.owned}, {})
+        flats = [flat for flat in self._flat_groups if flat.updates_weights_in_place]
+        self._step_fused({one.shard.parameter: flat.weights_of(one) for flat in flats for one in flat.owned}, {})
 
     def _check_weights(self) -> None:
         for flat in self._flat_groups:
-            name = flat.moved_parameter()
+            name = flat.first_moved_parameter()
             if name is not None:
                 raise ConfigError(
                     f"the memory of {name!r} was replaced after boost(), by model.to(), .half(), .data = or the like,"
-                    " so that the optimizer's updates would not reach the model: do it before boost()"
+                    " so the optimizer's updates would not reach the model: do it before boost()"
                 )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients and end the window; held back while `Booster.accumulate` collects micro-steps."""
+        """Clear the gradients and end the accumulation. No effect while `Booster.accumulate` collects microbatches."""
         if self._is_accumulating:
             return
         super().zero_grad()
         self._reducer.reset(keeps_use=not set_to_none)
 
-    # Parameters.
-
-    # What a checkpoint reads and fills.
+    # Accumulated gradients in checkpoints.
 
     def local_gradients(self) -> dict[str, torch.Tensor]:
-        """Return this rank's raw gradients that were not reduced yet, by name, in the parameters' shapes."""
-        found = {slot.name: self._reducer.local(slot) for slot in self._reducer.slots}
+        """Return this rank's unreduced, unscaled gradients by name, in the parameters' shapes."""
+        found = {one.name: one.local for one in self._reducer.param_grads}
         return {name: gradient for name, gradient in found.items() if gradient is not None}
 
     def reduced_gradients(self, allocate: Collection[str] | None = None) -> list[tuple[Shard, torch.Tensor]]:
-        """Return the raw gradients that were summed over the ranks already, shard by shard, as live memory.
+        """Return the reduced gradients, summed over the ranks, shard by shard, without a copy.
 
         Args:
-            allocate: Forget all gradients, and make zeros of these parameters, to be filled; None: as it is.
+            allocate: If given, drop all gradients and allocate zeros for these parameters, for the caller to fill.
 
-        Without `allocate` collective over the data-parallel ranks; with it no communication, and every rank gives the
+        Without `allocate`, collective over the data-parallel ranks. With it, no communication; all ranks must pass the
         same names.
         """
         if allocate is None:
-            self._reducer.agree_on_use()
+            self._reducer.sync_used_params()
         else:
-            self._make_sums(allocate)
+            self._allocate_grad_shards(allocate)
         return [
-            (owned.shard, bucket.sums[owned.part.in_piece])
+            (owned.shard, bucket.grad_shard[owned.range.in_bucket_shard])
             for bucket in self._reducer.buckets
-            if bucket.sums is not None
-            for slot, owned in bucket.owned
-            if slot.is_used
+            if bucket.grad_shard is not None
+            for param_grad, owned in bucket.owned
+            if param_grad.is_used
         ]
 
     def set_local_gradient(self, name: str, gradient: torch.Tensor) -> None:
-        """Make a raw gradient in the parameter's shape this rank's own, to be reduced with the others'."""
-        slot = next(slot for slot in self._reducer.slots if slot.name == name)
-        self._reducer.set_local(slot, gradient)
+        """Set this rank's unreduced gradient of a parameter."""
+        param_grad = next(param_grad for param_grad in self._reducer.param_grads if param_grad.name == name)
+        self._reducer.set_local(param_grad, gradient)
 
-    def _make_sums(self, names: Collection[str]) -> None:
+    def _allocate_grad_shards(self, names: Collection[str]) -> None:
         self._reducer.reset()
         for bucket in self._reducer.buckets:
-            used = [slot for slot in bucket.slots if slot.name in names]
-            for slot in used:
-                slot.is_used = True
+            used = [param_grad for param_grad in bucket.param_grads if param_grad.name in names]
+            for param_grad in used:
+                param_grad.is_used = True
             if used:
-                self._reducer.zero_sums(bucket)
+                self._reducer.zero_grad_shard(bucket)
 
 
-def _gradient_of(bucket: GradientBucket, slot: Slot, owned: OwnedPart) -> torch.Tensor | None:
-    if not slot.is_used:
+def _gradient_of(bucket: GradientBucket, param_grad: ParamGrad, owned: OwnedShard) -> torch.Tensor | None:
+    if not param_grad.is_used:
         return None
     parameter = owned.shard.parameter
-    if bucket.sums is None:  # zero_grad(set_to_none=False), and nothing since
+    if bucket.grad_shard is None:  # no backward since zero_grad(set_to_none=False)
         return torch.zeros_like(parameter, requires_grad=False)
-    return bucket.sums[owned.part.in_piece].to(device=parameter.device, dtype=parameter.dtype)
+    return bucket.grad_shard[owned.range.in_bucket_shard].to(device=parameter.device, dtype=parameter.dtype)

@@ -1,4 +1,4 @@
-"""The strategy: every rank holds all weights, and updates its share of them."""
+"""Plugin of ZeRO stages 1 and 2."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from .optimizer import ZeroOptimizer
 
 
 class LowLevelZeroPlugin(DistributedPlugin):
-    """ZeRO stages 1 and 2: every rank holds all weights, and updates its share of them.
+    """ZeRO stages 1 and 2: every rank holds all weights and updates its shard of them.
 
     Memory per rank of P, N parameters with Adam: fp32 4N weights + 4N (stage 1) or 4N/P (stage 2) gradients + 8N/P
     states; fp16 and bf16 with fp32 masters 2N + 2N or 4N/P + 12N/P; and the buckets in flight. Sent and received per
@@ -47,39 +47,42 @@ class LowLevelZeroPlugin(DistributedPlugin):
     The user's optimizer must be elementwise, as torch's own but LBFGS, Adafactor, Muon and SparseAdam are, or declare
     how it runs on shards; see `booster.interface.ShardAware`.
 
-    Collective: every rank must make it, with the same arguments but for `verbose`.
+    Collective: every rank must create it, with equal arguments except `verbose`.
 
     Args:
-        stage: 1: optimizer states (and masters) are divided among the ranks; local gradients are kept whole, so that
-            `no_sync` saves communication. 2: gradients too; every backward reduces them.
-        precision: "fp16" (with loss scaling), "bf16" or "fp32": dtype of weights, gradients and computation;
-            fp32 leaves the weights as they are.
-        initial_scale: fp16's loss scale to begin with.
-        min_scale: The scale never falls below.
-        growth_factor: Multiplies the scale after `growth_interval` steps without overflow.
-        backoff_factor: Multiplies the scale when overflows lower it.
+        stage: ZeRO stage. Stage 1 shards optimizer states and master weights, and keeps local gradients unsharded, so
+            `no_sync` saves communication. Stage 2 also shards gradients; every backward reduces them.
+        precision: Dtype of weights, gradients and computation: "fp16" (with loss scaling), "bf16" or "fp32"; "fp32"
+            keeps the model's dtypes.
+        initial_scale: Initial loss scale of fp16.
+        min_scale: Minimum loss scale.
+        growth_factor: Factor of the scale after `growth_interval` steps without overflow.
+        backoff_factor: Factor of the scale after overflows.
         growth_interval: Steps without overflow before the scale grows.
         hysteresis: Number of overflows before the scale is lowered.
-        max_scale: The scale never grows above.
-        max_norm: Clip gradients to this norm at every step; 0: don't.
-        norm_type: Order of that norm.
-        reduce_bucket_size_in_m: 2**20 elements of buffers for buckets in flight; a bucket has at most a quarter of it.
-        communication_dtype: Dtype in which gradients travel; None: their own. On the CPU they are summed in
-            fp32 in any case.
-        overlap_communication: Reduce gradients while backward continues; False: stage 1 reduces once before the step.
-        overlap_allgather: Let the weights travel while the next forward continues, each operator waiting for those that
-            it reads; read weights through the boosted model then, which waits for them.
-        cpu_offload: Keep masters and optimizer states in host memory. On the CPU there is nothing to move.
-        master_weights: Keep fp32 masters of fp16 and bf16 weights; False: the optimizer updates the rounded weights.
-        cast_inputs: Cast floating inputs of the model to its format.
-        extra_dp_size: Shard within groups of world size / extra_dp_size ranks, and replicate over the groups: less
-            traffic between groups for more memory.
-        verbose: Log skipped steps and changes of the loss scale on rank 0.
-        sync_batch_norm: Batch normalisation uses the statistics of all ranks' batches, as one process would.
-        broadcast_buffers: Give all ranks the first rank's buffers before each forward in training.
+        max_scale: Maximum loss scale.
+        max_norm: Maximum gradient norm at every step; 0 disables clipping.
+        norm_type: Order of the norm.
+        reduce_bucket_size_in_m: Size of all buffers for buckets in flight, in 2**20 elements; a bucket has at most a
+            quarter of it.
+        communication_dtype: Dtype of gradient reduction; optional, defaults to the gradients' dtype. The CPU always
+            sums in fp32.
+        overlap_communication: If True, reduce gradients while backward continues; if False, stage 1 reduces once before
+            the step.
+        overlap_allgather: If True, all-gather the weights while the next forward runs; each operator waits for the
+            weights that it reads. Weights must then be read through the boosted model, which waits for them.
+        cpu_offload: If True, keep master weights and optimizer states in host memory. No effect on the CPU.
+        master_weights: If True, keep fp32 master weights of fp16 and bf16 weights; if False, the optimizer updates the
+            rounded weights.
+        cast_inputs: If True, cast floating-point inputs of the model to its dtype.
+        extra_dp_size: Number of replicas: weights are sharded within groups of world size / extra_dp_size ranks, which
+            trades memory for less traffic between groups.
+        verbose: If True, log skipped steps and changes of the loss scale on rank 0.
+        sync_batch_norm: If True, batch normalization uses the statistics of all ranks' batches, as one process would.
+        broadcast_buffers: If True, broadcast the first rank's buffers before each forward in training.
 
     Raises:
-        ConfigError: Before `launch`, or an argument that can't be; on all ranks if on any.
+        ConfigError: `launch` was not called, or an argument is invalid; raised on all ranks.
         DesyncError: The ranks' arguments differ.
     """
 
@@ -116,14 +119,14 @@ class LowLevelZeroPlugin(DistributedPlugin):
         self._loss_scale = arguments_of(LossScalerConfig, given)
         self._new_loss_scaler = functools.partial(new_loss_scaler, self._loss_scale, verbose=verbose)
         self._agree(lambda: self._check_arguments(verbose))
-        # Ranks next to each other share the shards: they are likelier to be on one machine.
+        # Neighbouring ranks share the shards, because they are likely to be on one machine.
         self._mesh = new_mesh(self._device.type, (extra_dp_size, group_size() // extra_dp_size), ("replica", "shard"))
-        self._agreement_group = None if self._device.type == "cpu" else new_cpu_group()
+        self._control_group = None if self._device.type == "cpu" else new_cpu_group()
         if cpu_offload and self._device.type == "cpu":
             log_rank_zero("cpu_offload=True changes nothing: weights and states are in host memory already")
 
     def _groups(self) -> list[dist.ProcessGroup | None]:
-        return [*self._mesh.get_all_groups(), self._agreement_group]
+        return [*self._mesh.get_all_groups(), self._control_group]
 
     def _check_arguments(self, verbose: bool) -> None:
         self._arguments.check(group_size())
@@ -186,7 +189,7 @@ class LowLevelZeroPlugin(DistributedPlugin):
             wrapped = ZeroOptimizer(optimizer, boosted, self._settings(), loss_scaler=scaler, is_primary=is_primary)
         if arguments.dtype is not None:
             precision = WeightPrecision(arguments.dtype, cast_inputs=arguments.cast_inputs)
-            precision.cast(model)  # what is left: frozen parameters and buffers
+            precision.cast(model)  # only frozen parameters and buffers are left
             boosted.precision = precision
         if self.dp_size > 1:
             refuse_plain_training(boosted, untrained=model.parameters() if optimizer is None else ())
@@ -209,12 +212,12 @@ class LowLevelZeroPlugin(DistributedPlugin):
                 master_device=torch.device("cpu") if offloads else None,
             ),
             dtype=arguments.dtype,
-            agreement_group=self._agreement_group,
+            control_group=self._control_group,
             shard_group=self._mesh.get_group("shard") if has_replicas else None,
             replica_group=self._mesh.get_group("replica") if has_replicas else None,
             communication_dtype=arguments.communication_dtype,
             overlaps=arguments.overlap_communication,
-            overlaps_gathering=arguments.overlap_allgather,
+            overlap_param_gather=arguments.overlap_allgather,
             max_norm=float(arguments.max_norm),
             norm_type=float(arguments.norm_type),
         )

@@ -1,4 +1,4 @@
-"""Brings the gradients of all ranks together: bucket by bucket, in one order on all ranks, whatever arrived where."""
+"""Gradient reduction in buckets, issued in the same order on all ranks."""
 
 from __future__ import annotations
 
@@ -17,31 +17,40 @@ from booster.comm import ReduceScatter, all_reduce_max, all_reduce_sum, collecti
 from booster.errors import ConfigError
 
 from .flat_params import FlatGroup
-from .grad_bucket import FullGradients, GradientBucket, GradientStore, PackedGradients, Scratch, Slot, make_slots
+from .grad_bucket import (
+    BucketBuffers,
+    FullGradients,
+    GradientBucket,
+    GradientStore,
+    ParamGrad,
+    ShardedGradients,
+    make_param_grads,
+)
 
-BUCKETS_UNDER_WAY = 2  # one that is sent while the next one fills
+MAX_BUCKETS_IN_FLIGHT = 2  # one is sent while the next one fills
 
-# Ranks must issue the same collectives in the same order, but which gradients a rank has may differ from rank to rank
-# and from step to step. So a bucket is issued when it is complete *and* all buckets before it were issued; what is not
-# complete when backward ends is issued then, with zeros for gradients that did not arrive. Gradients that were not
-# reduced in a backward (no_sync, arrivals after their bucket was issued) are found when the window ends: one all-reduce
-# of a byte per parameter and bucket tells every rank which parameters were used anywhere, and which buckets hold
-# something to reduce anywhere.
+# All ranks must issue the same collectives in the same order, but the set of gradients may differ between ranks and
+# steps. A bucket is therefore issued when it is complete *and* all buckets before it are issued. Incomplete buckets are
+# issued at the end of the backward, with zeros for missing gradients. Some gradients are not reduced in their backward:
+# those of no_sync, and those that arrive after their bucket was issued. They are reduced at the end of the
+# accumulation.
+# One all-reduce of a byte per parameter and bucket then determines which parameters any rank used, and in which buckets
+# any rank has unreduced gradients.
 
 
 class GradientReducer:
-    """Collects gradients as backward gives them and sums them over the ranks.
+    """Reduces gradients over the ranks while backward runs.
 
     Args:
-        groups: The flat groups.
-        model_order: The model's parameters in the order in which it registers them.
-        stage: 1: local gradients are kept until they are reduced. 2: they are reduced in every backward.
-        overlaps: Buckets are reduced while backward continues.
-        agreement_group: All ranks among which data are divided, to agree on what there is to reduce; on an accelerator
-            a group of the CPU's, so that no rank waits for its device.
-        shard_group: The ranks among them that share the shards.
-        replica_group: The ranks that hold copies of this rank's shards; None: there are none.
-        communication_dtype: Format in which gradients travel; None: their own.
+        groups: Flat groups.
+        model_order: Model parameters in registration order.
+        stage: ZeRO stage. Stage 1 keeps local gradients until they are reduced; stage 2 reduces them in every backward.
+        overlaps: If True, buckets are reduced while backward continues.
+        control_group: All data-parallel ranks, for the all-reduce of used parameters. On an accelerator this is a CPU
+            group, which avoids a device synchronization.
+        shard_group: Ranks that share the shards.
+        replica_group: Ranks with replicas of this rank's shards, or None.
+        communication_dtype: Dtype of the reduction; optional, defaults to the gradients' dtype.
     """
 
     def __init__(
@@ -51,41 +60,41 @@ class GradientReducer:
         *,
         stage: int,
         overlaps: bool,
-        agreement_group: dist.ProcessGroup | None,
+        control_group: dist.ProcessGroup | None,
         shard_group: dist.ProcessGroup | None,
         replica_group: dist.ProcessGroup | None,
         communication_dtype: torch.dtype | None,
     ) -> None:
         self._stage = stage
         self._overlaps = overlaps or stage == 2
-        self._agreement_group = agreement_group
+        self._control_group = control_group
         self._shard_group = shard_group
         self._replica_group = replica_group
         self._communication_dtype = communication_dtype
-        self._scratch = Scratch(BUCKETS_UNDER_WAY)
-        self._flights: deque[tuple[GradientBucket, ReduceScatter]] = deque()
+        self._buffers = BucketBuffers(MAX_BUCKETS_IN_FLIGHT)
+        self._in_flight: deque[tuple[GradientBucket, ReduceScatter]] = deque()
         self._is_collecting = False
         self._reduces_now = False
         self._next = 0
         self._hooks: list[Any] = []
-        self.slots, self._buckets = make_slots(groups, model_order)
+        self.param_grads, self._buckets = make_param_grads(groups, model_order)
         self._stores: dict[int, GradientStore] = {id(group): self._new_store(group) for group in groups}
-        self._watch()
+        self._register_hooks()
 
     def _new_store(self, group: FlatGroup) -> GradientStore:
-        # A world of one has no second piece in whose place fp32 sums of half gradients could go.
-        packs = self._stage == 2 or (group.sharding.num_shards == 1 and group.dtype.itemsize < 4)
-        return PackedGradients(group, self._scratch) if packs else FullGradients(group, self._scratch)
+        # With one shard, a low-precision bucket is too small to be overwritten by its fp32 sums.
+        shards = self._stage == 2 or (group.sharding.num_shards == 1 and group.dtype.itemsize < 4)
+        return ShardedGradients(group, self._buffers) if shards else FullGradients(group, self._buffers)
 
-    def _watch(self) -> None:
-        # Weakly: Python's garbage collector does not see through a parameter to its hooks, and would free neither.
+    def _register_hooks(self) -> None:
+        # Weak reference: Python's garbage collector does not traverse a parameter's hooks, so a cycle would leak.
         reducer = weakref.ref(self)
-        for index, slot in enumerate(self.slots):
-            hook = partial(_arrived, reducer, index)
-            self._hooks.append(slot.parameter.register_post_accumulate_grad_hook(hook))
+        for index, param_grad in enumerate(self.param_grads):
+            hook = partial(_on_grad_accumulated, reducer, index)
+            self._hooks.append(param_grad.parameter.register_post_accumulate_grad_hook(hook))
 
     def close(self) -> None:
-        """Take the hooks off the parameters."""
+        """Remove the hooks from the parameters."""
         for hook in self._hooks:
             hook.remove()
 
@@ -93,44 +102,44 @@ class GradientReducer:
 
     @contextmanager
     def collecting(self, *, synchronizes: bool) -> Iterator[None]:
-        """Take the gradients of the backward that runs inside.
+        """Receive the gradients of the backward in the block.
 
         Args:
-            synchronizes: This backward needs the other ranks' part; False: `no_sync`.
+            synchronizes: If False, the backward runs under `no_sync`.
 
-        Collective.
+        Collective over the data-parallel ranks.
         """
-        self._begin(self._stage == 2 or (synchronizes and self._overlaps))
+        self._begin_backward(self._stage == 2 or (synchronizes and self._overlaps))
         try:
             yield
         finally:
             self._is_collecting = False
         self._issue_rest()
 
-    def _begin(self, reduces: bool) -> None:
-        self._drain()
-        for slot, hook in zip(self.slots, self._hooks, strict=True):
-            slot.has_arrived = False
-            hooks = slot.parameter._post_accumulate_grad_hooks
-            hooks[hook.id] = hooks.pop(hook.id)  # behind the user's of later: it takes the gradient
+    def _begin_backward(self, reduces: bool) -> None:
+        self._wait_all()
+        for param_grad, hook in zip(self.param_grads, self._hooks, strict=True):
+            param_grad.has_arrived = False
+            hooks = param_grad.parameter._post_accumulate_grad_hooks
+            hooks[hook.id] = hooks.pop(hook.id)  # behind hooks that the user registered later: it removes the gradient
         for bucket in self._buckets:
-            bucket.num_missing, bucket.is_issued = len(bucket.slots), False
-            self._store_of(bucket).evict_for(bucket)
+            bucket.num_missing, bucket.is_reducing = len(bucket.param_grads), False
+            self._store_of(bucket).detach_grad_shard(bucket)
         self._next = 0
         self._is_collecting, self._reduces_now = True, reduces
 
-    def take_note(self, slot: Slot) -> None:
-        """Called when a gradient has arrived in `.grad`."""
-        slot.is_used = slot.is_local = True
-        if not self._is_collecting or any(bucket.is_issued for bucket in slot.buckets):
-            return  # stays in `.grad`; see Note [Life of a gradient]
-        if slot.buckets:
-            self._store_of(slot.buckets[0]).receive(slot)
-        if self._reduces_now and not slot.has_arrived:
-            for bucket in slot.buckets:
+    def on_grad_ready(self, param_grad: ParamGrad) -> None:
+        """Handle a gradient that has arrived in `.grad`."""
+        param_grad.is_used = param_grad.is_local = True
+        if not self._is_collecting or any(bucket.is_reducing for bucket in param_grad.buckets):
+            return  # stays in `.grad`; see Note [Gradient lifecycle]
+        if param_grad.buckets:
+            self._store_of(param_grad.buckets[0]).receive(param_grad)
+        if self._reduces_now and not param_grad.has_arrived:
+            for bucket in param_grad.buckets:
                 bucket.num_missing -= 1
             self._issue_complete()
-        slot.has_arrived = True
+        param_grad.has_arrived = True
 
     def _issue_complete(self) -> None:
         while self._next < len(self._buckets) and self._buckets[self._next].num_missing == 0:
@@ -147,115 +156,115 @@ class GradientReducer:
 
     @torch.no_grad()
     def _issue(self, bucket: GradientBucket) -> None:
-        while len(self._flights) >= BUCKETS_UNDER_WAY:
-            self._finish_oldest()
-        self._scratch.next_bucket()
+        while len(self._in_flight) >= MAX_BUCKETS_IN_FLIGHT:
+            self._wait_oldest()
+        self._buffers.next_bucket()
         dtype = self._communication_dtype or bucket.group.dtype
-        payload = self._store_of(bucket).payload(bucket, dtype)
-        others = bucket.bucket.numel - bucket.bucket.piece_numel
-        received = partial(self._scratch.take, "received", others, dtype, payload.device)
-        self._flights.append((bucket, start_reduce_scatter(payload, self._shard_group, received)))
-        bucket.is_issued = True
+        send_buffer = self._store_of(bucket).send_buffer(bucket, dtype)
+        others = bucket.bucket.numel - bucket.bucket.shard_numel
+        received = partial(self._buffers.take, "received", others, dtype, send_buffer.device)
+        self._in_flight.append((bucket, start_reduce_scatter(send_buffer, self._shard_group, received)))
+        bucket.is_reducing = True
 
     @torch.no_grad()
-    def _finish_oldest(self) -> None:
-        bucket, flight = self._flights.popleft()
-        self._store_of(bucket).collect(bucket, flight)
+    def _wait_oldest(self) -> None:
+        bucket, work = self._in_flight.popleft()
+        self._store_of(bucket).finish_reduction(bucket, work)
 
-    def _drain(self) -> None:
-        while self._flights:
-            self._finish_oldest()
+    def _wait_all(self) -> None:
+        while self._in_flight:
+            self._wait_oldest()
 
     def _store_of(self, bucket: GradientBucket) -> GradientStore:
         return self._stores[id(bucket.group)]
 
-    # At the end of a window.
+    # At the end of an accumulation.
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Reduce whatever was not reduced yet on any rank; then every bucket that was used has its sums.
+        """Reduce all gradients that any rank has not reduced yet, and sum the shards over the replicas.
 
-        Marks a parameter as used if any rank had a gradient of it. Collective over all ranks.
+        Marks a parameter as used if any rank had a gradient for it. Collective over the data-parallel ranks.
         """
-        self._drain()
-        for bucket in self._agree():
-            self._store_of(bucket).evict_for(bucket)
+        self._wait_all()
+        for bucket in self._sync_used_params():
+            self._store_of(bucket).detach_grad_shard(bucket)
             self._issue(bucket)
-        self._drain()
-        for slot in self.slots:  # one without a gradient here may lie in some buckets that were reduced only
-            slot.num_issued, slot.source = 0, None
+        self._wait_all()
+        for param_grad in self.param_grads:  # possibly only some buckets of an unused parameter were issued
+            param_grad.num_issued, param_grad.source = 0, None
         if self._replica_group is not None:
             for bucket in self._buckets:
-                if bucket.sums is not None:
-                    all_reduce_sum(bucket.sums, self._replica_group)
+                if bucket.grad_shard is not None:
+                    all_reduce_sum(bucket.grad_shard, self._replica_group)
 
-    def _agree(self) -> list[GradientBucket]:
-        """Return the buckets in which some rank has something to reduce, and spreads which parameters were used."""
-        if not self.slots:
+    def _sync_used_params(self) -> list[GradientBucket]:
+        """Return the buckets in which any rank has unreduced gradients, and mark parameters used on any rank."""
+        if not self.param_grads:
             return []
-        local = [any(slot.is_local for slot in bucket.slots) for bucket in self._buckets]
-        foreign = [slot.name for slot in self.slots if slot.parameter.grad is not None and not slot.is_local]
-        facts = [slot.is_used for slot in self.slots] + local + [bool(foreign)]
-        mask = torch.tensor(facts, dtype=torch.uint8, device=collective_device(self._agreement_group))
-        agreed = all_reduce_max(mask, self._agreement_group).tolist()
-        if agreed.pop():
+        local = [any(one.is_local for one in bucket.param_grads) for bucket in self._buckets]
+        foreign = [one.name for one in self.param_grads if one.parameter.grad is not None and not one.is_local]
+        flags = [one.is_used for one in self.param_grads] + local + [bool(foreign)]
+        mask = torch.tensor(flags, dtype=torch.uint8, device=collective_device(self._control_group))
+        flags = all_reduce_max(mask, self._control_group).tolist()
+        if flags.pop():
             raise ConfigError(
                 f"the .grad of {foreign[0] if foreign else 'a parameter on another rank'!r} was set by hand, which the"
                 " optimizer would not see: gradients come from backward(), and optimizer.register_gradient_hook() gives"
                 " the true ones to be changed in place"
             )
-        for slot, is_used in zip(self.slots, agreed, strict=False):
-            slot.is_used = bool(is_used)
-        return [one for one, is_local in zip(self._buckets, agreed[len(self.slots) :], strict=True) if is_local]
+        for param_grad, is_used in zip(self.param_grads, flags, strict=False):
+            param_grad.is_used = bool(is_used)
+        return [one for one, is_local in zip(self._buckets, flags[len(self.param_grads) :], strict=True) if is_local]
 
-    def agree_on_use(self) -> None:
-        """Mark a parameter as used if any rank had a gradient of it in this window. Collective over all ranks."""
-        self._drain()
-        self._agree()
+    def sync_used_params(self) -> None:
+        """Mark every parameter for which any rank had a gradient in this accumulation as used.
+
+        Collective over the data-parallel ranks.
+        """
+        self._wait_all()
+        self._sync_used_params()
 
     def reset(self, *, keeps_use: bool = False) -> None:
-        """Drop the window's gradients.
+        """Drop the gradients of this accumulation.
 
         Args:
-            keeps_use: Parameters that had a gradient go on with a gradient of zero.
+            keeps_use: If True, parameters that had a gradient keep a gradient of zero.
         """
-        self._drain()
-        for group_id, store in self._stores.items():
-            store.forget([slot for slot in self.slots if slot.buckets and id(slot.buckets[0].group) == group_id])
-        for slot in self.slots:
-            slot.is_used, slot.is_local = slot.is_used and keeps_use, False
+        self._wait_all()
+        for param_grad in self.param_grads:
+            param_grad.clear()
+            param_grad.is_used, param_grad.is_local = param_grad.is_used and keeps_use, False
         for bucket in self._buckets:
-            bucket.sums = None
+            bucket.grad_shard = None
 
-    # Looking.
+    # Inspection.
 
     @property
     def has_gradients(self) -> bool:
-        """True where this rank has gradients of the window, reduced or not."""
-        return any(slot.is_local for slot in self.slots) or any(bucket.sums is not None for bucket in self._buckets)
+        """Whether this rank has gradients of this accumulation, reduced or not."""
+        return any(param_grad.is_local for param_grad in self.param_grads) or any(
+            bucket.grad_shard is not None for bucket in self._buckets
+        )
 
     @property
     def buckets(self) -> Sequence[GradientBucket]:
         """All buckets, in the order in which they are reduced."""
         return self._buckets
 
-    def local(self, slot: Slot) -> torch.Tensor | None:
-        """Return what this rank has of a gradient that was not reduced yet, in the parameter's shape."""
-        return self._store_of(slot.buckets[0]).local(slot) if slot.buckets else slot.parameter.grad
+    def set_local(self, param_grad: ParamGrad, gradient: torch.Tensor) -> None:
+        """Set this rank's unreduced gradient."""
+        param_grad.parameter.grad = torch.empty_like(param_grad.parameter, requires_grad=False).copy_(gradient)
+        param_grad.is_used = param_grad.is_local = True
+        if param_grad.buckets:
+            self._store_of(param_grad.buckets[0]).receive(param_grad)
 
-    def set_local(self, slot: Slot, gradient: torch.Tensor) -> None:
-        """Make a tensor this rank's part of a gradient that is to be reduced."""
-        slot.parameter.grad = torch.empty_like(slot.parameter, requires_grad=False).copy_(gradient)
-        slot.is_used = slot.is_local = True
-        if slot.buckets:
-            self._store_of(slot.buckets[0]).receive(slot)
-
-    def zero_sums(self, bucket: GradientBucket) -> None:
-        """Make the sums of a bucket zeros, to be filled."""
-        self._store_of(bucket).zero_sums(bucket)
+    def zero_grad_shard(self, bucket: GradientBucket) -> None:
+        """Set the gradient shard of a bucket to zeros."""
+        self._store_of(bucket).zero_grad_shard(bucket)
 
 
-def _arrived(reducer: weakref.ref[GradientReducer], index: int, parameter: torch.Tensor) -> None:
+def _on_grad_accumulated(reducer: weakref.ref[GradientReducer], index: int, parameter: torch.Tensor) -> None:
     alive = reducer()
     if alive is not None:
-        alive.take_note(alive.slots[index])
+        alive.on_grad_ready(alive.param_grads[index])

@@ -263,7 +263,7 @@ class ShardedOptimizer(OptimizerWrapper):
         model: The boosted model.
         data_parallel_group: All ranks among which data are divided; None: the world.
         shard_group: The ranks among them that share the shards; None: the world.
-        counting_group: The ranks that hold every element of the gradient between them, and count each once; None:
+        grad_norm_group: The ranks that hold every element of the gradient between them, and count each once; None:
             those of `shard_group`.
         max_norm: Gradients are clipped to this norm at every step; 0: they are not.
         norm_type: Order of that norm.
@@ -284,7 +284,7 @@ class ShardedOptimizer(OptimizerWrapper):
         *,
         data_parallel_group: dist.ProcessGroup | None,
         shard_group: dist.ProcessGroup | None,
-        counting_group: dist.ProcessGroup | None = None,
+        grad_norm_group: dist.ProcessGroup | None = None,
         max_norm: float,
         norm_type: float,
         loss_scaler: LossScaler | None = None,
@@ -292,14 +292,14 @@ class ShardedOptimizer(OptimizerWrapper):
     ) -> None:
         super().__init__(optim, model, data_parallel_group=data_parallel_group, is_primary=is_primary)
         self.loss_scaler = loss_scaler
-        self._counting_group = shard_group if counting_group is None else counting_group
+        self._grad_norm_group = shard_group if grad_norm_group is None else grad_norm_group
         self._max_norm = max_norm
         self._norm_type = norm_type
         self._known_norm: torch.Tensor | None = None
         self._is_stepping = False
         optim.register_step_pre_hook(partial(_refuse_step_of_its_own, weakref.ref(self)))
         self._num_own_step_hooks = 1
-        self._working_of: dict[int, nn.Parameter] = {}
+        self._model_param_of: dict[int, nn.Parameter] = {}
         named = reversed(list(model.unwrap().named_parameters()))
         self._names = {id(parameter): model.logical_name(name) for name, parameter in named}
         self.logical_groups: list[list[tuple[str, nn.Parameter]]] = []
@@ -401,7 +401,7 @@ class ShardedOptimizer(OptimizerWrapper):
         found = [
             index
             for index, group in enumerate(self.param_groups)
-            if any(one.requires_grad and id(one) not in self._working_of for one in group["params"])
+            if any(one.requires_grad and id(one) not in self._model_param_of for one in group["params"])
         ]
         if found:
             self._check_nothing_waits("unfreezing a parameter")
@@ -477,16 +477,16 @@ class ShardedOptimizer(OptimizerWrapper):
         if norm_type == 2.0 and self._known_norm is not None:
             norm = self._known_norm
         else:
-            norm = norm_over_ranks(self._counted_gradients(), norm_type, self._counting_group)
+            norm = norm_over_ranks(self._counted_gradients(), norm_type, self._grad_norm_group)
         return norm if self._accumulation.factors is None else self._accumulation.factors.unscaled_norm(norm)
 
     def _any_nonfinite(self, gradients: Sequence[torch.Tensor]) -> bool:
         counted, uncounted = self._counted_gradients(), self._uncounted_gradients()
         if any_nonfinite(uncounted):
             counted.append(uncounted[0].new_full((1,), math.nan))  # which no rank of the group misses then
-        self._known_norm = norm_over_ranks(counted, 2.0, self._counting_group)
+        self._known_norm = norm_over_ranks(counted, 2.0, self._grad_norm_group)
         found = not bool(torch.isfinite(self._known_norm))
-        if group_size(self._counting_group) == group_size():
+        if group_size(self._grad_norm_group) == group_size():
             return found
         found_anywhere = all_reduce_numbers([float(found)])[0] > 0
         if found_anywhere and not found:
@@ -603,7 +603,7 @@ class ShardedOptimizer(OptimizerWrapper):
 
     def model_parameter(self, parameter: nn.Parameter) -> nn.Parameter:
         """Return the model's parameter for one of `param_groups`, which may hold a shard of it."""
-        return self._working_of.get(id(parameter), parameter)
+        return self._model_param_of.get(id(parameter), parameter)
 
     def group_parameters(self, index: int) -> list[nn.Parameter]:
         return [parameter for _, parameter in self.logical_groups[index]]

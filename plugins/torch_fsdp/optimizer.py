@@ -173,20 +173,20 @@ class FSDPOptimizer(ShardedOptimizer):
         """Replace the trainable parameters of these groups by this rank's shards."""
         for index in indices:
             group = self.param_groups[index]
-            new = [one for one in group["params"] if one.requires_grad and id(one) not in self._working_of]
+            new = [one for one in group["params"] if one.requires_grad and id(one) not in self._model_param_of]
             updates = self._updates_of(new, index)
             for parameter, update in zip(new, updates, strict=True):
                 if self._keeps_masters:  # for a parameter that is added later only the rounded values exist
                     update.create_master({}, id(parameter))
                 shards = [] if update.shard is None else [update.shard]
                 shard_state(self.optim, parameter, shards)
-                self._working_of |= {id(one.parameter): one.model_param for one in shards}
+                self._model_param_of |= {id(one.parameter): one.model_param for one in shards}
             sharded = {id(one) for one in new}
             shards_of_group = [one.shard.parameter for one in updates if one.shard is not None]
             # In place, as optimizers may hold a reference to the list.
             group["params"][:] = [one for one in group["params"] if id(one) not in sharded] + shards_of_group
             # Also if this rank has no shard of a parameter, it must not count as new later.
-            self._working_of |= {id(one): one for one in new}
+            self._model_param_of |= {id(one): one for one in new}
             self._updates += updates
         self._register_shards()
 
@@ -258,7 +258,7 @@ class FSDPOptimizer(ShardedOptimizer):
             assert update.shard is not None
             master = update.shard.parameter
             replaced[id(before)] = master
-            self._working_of[id(master)] = update.shard.model_param
+            self._model_param_of[id(master)] = update.shard.model_param
             if before in self.optim.state:
                 self.optim.state[master] = {
                     key: value.float() if isinstance(value, torch.Tensor) and value.dtype == before.dtype else value

@@ -1,4 +1,4 @@
-"""Where parameters, buckets and shards lie: every element has one place, one bucket and one owner."""
+"""Where parameters, buckets and shards lie: every element has one range, one bucket and one owner."""
 
 from __future__ import annotations
 
@@ -25,17 +25,25 @@ def test_every_element_has_one_owner(seed, num_shards):
     layout = FlatLayout(shapes, num_shards, generator.choice([1, 100, 1000, 10**6]))
     owner = torch.full((layout.numel,), -1)
     for rank in range(num_shards):
-        for part in layout.parts(rank):
-            assert bool((owner[part.in_buffer] == -1).all())
-            owner[part.in_buffer] = rank
-            place, bucket = layout.places[part.place], layout.buckets[part.bucket]
-            assert part.in_buffer.start == place.start + part.span[0] == bucket.piece(rank).start + part.in_piece.start
-            assert part.in_buffer.stop == place.start + part.span[1] == bucket.piece(rank).start + part.in_piece.stop
-            assert 0 <= part.in_piece.start < part.in_piece.stop <= bucket.piece_numel
+        for owned in layout.owned_ranges(rank):
+            assert bool((owner[owned.in_buffer] == -1).all())
+            owner[owned.in_buffer] = rank
+            param_range, bucket = layout.param_ranges[owned.param], layout.buckets[owned.bucket]
+            assert (
+                owned.in_buffer.start
+                == param_range.start + owned.span[0]
+                == bucket.shard_range(rank).start + owned.in_bucket_shard.start
+            )
+            assert (
+                owned.in_buffer.stop
+                == param_range.start + owned.span[1]
+                == bucket.shard_range(rank).start + owned.in_bucket_shard.stop
+            )
+            assert 0 <= owned.in_bucket_shard.start < owned.in_bucket_shard.stop <= bucket.shard_numel
     used = sum(torch.Size(shape).numel() for shape in shapes)
     assert bool((owner[:used] >= 0).all())
     assert bool((owner[used:] == -1).all())
-    assert layout.places[-1].stop == used
+    assert layout.param_ranges[-1].stop == used
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -49,12 +57,12 @@ def test_buckets_tile_the_buffer_in_equal_aligned_pieces(seed, num_shards):
     assert stops[-1] == layout.numel == layout.shard_numel * num_shards
     for bucket in layout.buckets:
         assert 0 < bucket.numel <= max(limit, 32 * num_shards)
-        assert bucket.numel == bucket.piece_numel * num_shards
+        assert bucket.numel == bucket.shard_numel * num_shards
         for rank in range(num_shards):
-            assert bucket.piece(rank).start % 32 == 0
+            assert bucket.shard_range(rank).start % 32 == 0
     # The pieces of a rank follow each other in its shard.
-    ends = [0, *(bucket.shard_start + bucket.piece_numel for bucket in layout.buckets)]
-    assert [bucket.shard_start for bucket in layout.buckets] == ends[:-1]
+    ends = [0, *(bucket.offset_in_shard + bucket.shard_numel for bucket in layout.buckets)]
+    assert [bucket.offset_in_shard for bucket in layout.buckets] == ends[:-1]
 
 
 def test_padding_is_at_the_end_and_small():
@@ -65,7 +73,7 @@ def test_padding_is_at_the_end_and_small():
     assert max(sizes) - min(sizes) <= 4 * 32
 
 
-def test_parameters_without_elements_have_no_place_in_a_bucket():
+def test_parameters_without_elements_lie_in_no_bucket():
     layout = FlatLayout([(0, 5), (3,), (0,)], num_shards=2, max_bucket_numel=10)
-    assert layout.places_in(layout.buckets[0]) == [1]
+    assert layout.params_in(layout.buckets[0]) == [1]
     assert FlatLayout([(0,)], num_shards=2, max_bucket_numel=10).buckets == []
