@@ -37,14 +37,14 @@ def kernel_module(name: str) -> types.ModuleType:
 
 def build_all(target: Path) -> list[Path]:
     """Compiles every kernel into a folder, with the hashes of what they were compiled from; returns the files."""
-    sources, building = kernel_module("sources"), kernel_module("building")
+    kernels = kernel_module("build")
     shutil.rmtree(target, ignore_errors=True)
     target.mkdir(parents=True)
     hashes = {}
-    for source in sources.KERNELS.values():
+    for source in kernels.KERNELS.values():
         print(f"building the kernel {source.name!r}", flush=True)
         with tempfile.TemporaryDirectory() as work:
-            shutil.copy2(building.build(source, Path(work)), target / source.file_name)
+            shutil.copy2(kernels.build(source, Path(work)), target / source.file_name)
         hashes[source.name] = source.source_hash()
     (target / "source_hashes.json").write_text(json.dumps(hashes, indent=1))
     return sorted(target.iterdir())

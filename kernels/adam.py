@@ -9,7 +9,7 @@ import torch
 from torch.autograd.graph import increment_version
 
 from .adam_reference import AdamSettings, adam_reference
-from .build import load_kernel
+from .loader import load_kernel
 
 _DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # `enum DType` in csrc/simd.h
 _NO_MODEL_PARAM = 15  # in csrc/adam.h

@@ -6,7 +6,7 @@ import zlib
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from .build import load_kernel
+from .loader import load_kernel
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer

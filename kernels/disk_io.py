@@ -22,8 +22,8 @@ import torch
 
 from booster.errors import ConfigError
 
-from .build import load_kernel
 from .disk_io_reference import END_OF_FILE, ThreadedQueue
+from .loader import load_kernel
 
 ALIGNMENT = 4096  # alignment that O_DIRECT requires of addresses, offsets and lengths on any common disk
 

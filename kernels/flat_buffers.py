@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch.autograd.graph import increment_version
 
-from .build import load_kernel
+from .loader import load_kernel
 
 _DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # `enum DType` in csrc/simd.h
 _TENSOR_TYPES = (torch.Tensor, torch.nn.Parameter)  # data_ptr() of others, such as DTensor, may not be their data

@@ -6,8 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from .build import KERNELS, MODE_VARIABLE, KernelSource, find_built, find_toolchain, kernel_mode, missing_requirement
+from .build import KERNELS, KernelSource, find_toolchain, missing_requirement
 from .float8 import GRADIENT_DTYPE, native_problem
+from .loader import MODE_VARIABLE, find_built, kernel_mode
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import torch
 
-from .build import load_kernel
+from .loader import load_kernel
 
 MAX_RANKS = 64
 # Size of a slot: large enough to amortize synchronization, small enough that the slots of a few ranks fit into a cache.

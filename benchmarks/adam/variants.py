@@ -10,7 +10,7 @@ from torch import Tensor
 
 from booster.kernels import adam, flat_buffers
 from booster.kernels.adam_reference import AdamSettings, adam_reference
-from booster.kernels.build import load_kernel
+from booster.kernels.loader import load_kernel
 
 __all__ = [
     "BASELINES",

@@ -106,7 +106,7 @@ class GradientReduction:
             return False
         chunk = self._in_flight.popleft()
         for buffer in chunk.finish_reduce():
-            self._manager.pool.give_back(buffer)
+            self._manager.pool.release(buffer)
         return True
 
     def _finish_all(self) -> None:
@@ -198,7 +198,7 @@ class GradientReduction:
         for chunk in self._manager.chunks:
             buffer = chunk.drop_gradients()
             if buffer is not None:
-                self._manager.pool.give_back(buffer)
+                self._manager.pool.release(buffer)
             for param in chunk.params:
                 param.is_used = param.is_used and keeps_use
 
@@ -459,7 +459,7 @@ class ChunkManager:
             return
         unused = chunk.start_gather(self.take_buffer(chunk.layout.num_bytes), self.take_buffer)
         if unused is not None:
-            self.pool.give_back(unused)
+            self.pool.release(unused)
         self._note_address(chunk)
         self._gathered[chunk.index] = chunk
         if not is_own_wish:
@@ -498,7 +498,7 @@ class ChunkManager:
         buffer = chunk.release()
         self._gathered.pop(chunk.index, None)
         if buffer is not None:
-            self.pool.give_back(buffer)
+            self.pool.release(buffer)
 
     # Memory budget.
 

@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from booster.interface import Shard
-from booster.plugins.sharding.masters import take_over
+from booster.plugins.sharding.masters import update_master
 
 from .chunk import Chunk, ChunkParam
 from .chunk_layout import ShardRegionInChunk
@@ -112,14 +112,14 @@ class ChunkUpdate:
     def follow(self) -> None:
         """Take over weights that were changed from outside."""
         if self.has_copy:
-            take_over(self.chunk.master.as_tensor(), self.chunk.weights.as_tensor())
+            update_master(self.chunk.master.as_tensor(), self.chunk.weights.as_tensor())
 
     def follow_shard(self, shard: Shard) -> None:
         """Do so for one shard."""
         part = next(one.part for one in self.owned if one.shard is shard)
         if self.has_copy:
             weights = self.chunk.weights.as_tensor()[part.in_shard]
-            take_over(shard.parameter.detach(), weights)
+            update_master(shard.parameter.detach(), weights)
 
     # Optimizer states in a tier.
 

@@ -1,4 +1,4 @@
-"""Buffers for gathered weights and for gradients, reused as soon as no tensor views them."""
+"""Pool of buffers for gathered weights and gradients; a buffer is reused when no tensor views it."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from booster.comm import broadcast
 
 from .compiling import not_compiled
 
-# Weights are gathered into buffers that are taken back when the weights are not needed any more, and memory that is
-# touched for the first time is many times slower than memory that is used again. But somebody may still hold a view of
-# them: activation checkpointing keeps the weights that a recomputed forward saved, a module may return its weight, a
-# user may keep `module.weight.detach()`. So a buffer is used again only when its storage has no reference left but the
-# pool's own; until then it is *lent*: it is not written, it counts as held, and it comes back when the last view is
-# gone. No flag has to be right for that, so no gradient is ever computed from the wrong weights.
+# Weights are gathered into buffers and released after use. The first write to new memory is many times slower than
+# writing to reused memory, so buffers are reused. But views of a released buffer may exist: activation checkpointing
+# keeps the weights that a recomputed forward saved, a module may return its weight, and a user may keep
+# `module.weight.detach()`. A buffer is therefore reused only when the pool holds the last reference to its storage.
+# Until then it is *viewed*: it is not written, counts as held, and becomes free with the last view. This depends on
+# reference counts only, so no gradient is ever computed from overwritten weights.
 
 _use_count: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
 
 
 @dataclass(slots=True, eq=False)
 class Buffer:
-    """Memory of the pool.
+    """Buffer of the pool.
 
     Attributes:
-        memory: The bytes.
-        own_references: Number of references to its storage without views.
+        memory: Bytes of the buffer.
+        own_references: Number of references to its storage if no view exists.
     """
 
     memory: torch.Tensor
@@ -37,21 +37,21 @@ class Buffer:
 
     @property
     def num_bytes(self) -> int:
-        """How many there are."""
+        """Size in bytes."""
         return self.memory.numel()
 
     def view(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return its first elements as a flat tensor."""
+        """Return a flat view of its first elements."""
         return self.memory[: numel * dtype.itemsize].view(dtype)
 
     @property
     def num_views(self) -> int:
-        """How many tensors look at it."""
+        """Number of tensors that view it."""
         return _references(self.memory) - self.own_references
 
 
 class BufferPool:
-    """Buffers of one device.
+    """Pool of buffers on one device.
 
     Args:
         device: Device of the buffers.
@@ -60,14 +60,14 @@ class BufferPool:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._free: list[Buffer] = []
-        self._lent: list[Buffer] = []
-        self._num_bytes_out = 0
+        self._viewed: list[Buffer] = []
+        self._taken_bytes = 0
 
     @property
     def bytes_in_use(self) -> int:
-        """Bytes of buffers that were taken and not given back, or that somebody still looks at."""
+        """Bytes of buffers that are taken, or released but still viewed."""
         self._collect()
-        return self._num_bytes_out + sum(buffer.num_bytes for buffer in self._lent)
+        return self._taken_bytes + sum(buffer.num_bytes for buffer in self._viewed)
 
     @property
     def bytes_held(self) -> int:
@@ -75,24 +75,24 @@ class BufferPool:
         return self.bytes_in_use + sum(buffer.num_bytes for buffer in self._free)
 
     def take(self, num_bytes: int) -> Buffer:
-        """Return a buffer of at least so many bytes, with any content."""
+        """Return an uninitialized buffer of at least `num_bytes` bytes."""
         self._collect()
         fitting = [buffer for buffer in self._free if buffer.num_bytes >= num_bytes]
         if fitting:
             buffer = min(fitting, key=lambda one: one.num_bytes)
             self._free.remove(buffer)
         else:
-            self._free.clear()  # too small: kept beside a larger one they would only be held
-            with torch.inference_mode(False):  # else nothing else could write to it
+            self._free.clear()  # too small, and useless next to a larger buffer
+            with torch.inference_mode(False):  # code outside inference mode must be able to write to it
                 memory = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
             buffer = Buffer(memory, _references(memory))
-        self._num_bytes_out += buffer.num_bytes
+        self._taken_bytes += buffer.num_bytes
         return buffer
 
-    def give_back(self, buffer: Buffer) -> None:
-        """Take a buffer back of which the caller has dropped all views."""
-        self._num_bytes_out -= buffer.num_bytes
-        self._lent.append(buffer)
+    def release(self, buffer: Buffer) -> None:
+        """Release a buffer; the caller has dropped its own views."""
+        self._taken_bytes -= buffer.num_bytes
+        self._viewed.append(buffer)
         self._collect()
 
     def trim(self) -> None:
@@ -101,32 +101,32 @@ class BufferPool:
         self._free.clear()
 
     def _collect(self) -> None:
-        if not self._lent:
+        if not self._viewed:
             return
         if _use_count is None:
-            self._lent.clear()  # who can't count must not use them again; the last view frees them
+            self._viewed.clear()  # without reference counts they can't be reused; the last view frees them
             return
-        self._free += [buffer for buffer in self._lent if buffer.num_views == 0]
-        self._lent = [buffer for buffer in self._lent if buffer.num_views > 0]
+        self._free += [buffer for buffer in self._viewed if buffer.num_views == 0]
+        self._viewed = [buffer for buffer in self._viewed if buffer.num_views > 0]
 
 
 def _references(memory: torch.Tensor) -> int:
     if _use_count is None:
         return 0
     storage = memory.untyped_storage()
-    # Who keeps the storage itself has the very object that is asked for here, which counts once for all its holders.
+    # All holders of the storage object share the Python object used here, so it counts as one reference of the tensor.
     return _use_count(storage._cdata) + sys.getrefcount(storage)
 
 
 @not_compiled
 @torch.no_grad()
 def broadcast_joined(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup | None) -> None:
-    """Give all ranks the first rank's tensors, with one message per dtype. Collective."""
+    """Broadcast the first rank's tensors in place, with one message per dtype. Collective over the group."""
     for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
         members = [tensor for tensor in tensors if tensor.dtype == dtype]
         joined = torch.cat([tensor.reshape(-1) for tensor in members])
         broadcast([joined], group)
         for tensor, part in zip(members, joined.split([tensor.numel() for tensor in members]), strict=True):
-            # Through `.data`: a graph that saved the buffer must not take it for changed. Where a forward changes it,
-            # that forward has marked it as changed itself.
+            # Through `.data`: a graph that saved the buffer must not detect a change. If a forward modified it, that
+            # forward already increased its version.
             tensor.data.copy_(part.view(tensor.shape))

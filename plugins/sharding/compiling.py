@@ -1,4 +1,4 @@
-"""What torch.compile must not look into."""
+"""Functions that torch.compile must not trace."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def not_compiled(function: _Function) -> _Function:
-    """Have torch.compile break its graph at a function, and not look into it.
+    """Exclude a function and all functions that it calls from torch.compile.
 
-    For what communicates, or keeps what it is given from call to call: a graph would be replayed without either.
+    Required for functions that communicate or keep state between calls, because a compiled graph replays neither.
     """
     return cast(_Function, torch.compiler.disable(function))
 
 
 def calls_compiled(function: _Function) -> _Function:
-    """Have torch.compile not look into a function itself, but into what it calls."""
+    """Exclude a function from torch.compile, but not the functions that it calls."""
     return cast(_Function, torch.compiler.disable(function, recursive=False))

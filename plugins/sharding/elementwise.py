@@ -1,4 +1,4 @@
-"""Which optimizers may run on parts of parameters."""
+"""Check of whether an optimizer can update shards of parameters."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from booster.optim import CPUAdam, FusedAdam, HybridAdam
 from .elementwise_check import find_obstacle
 
 _OUR_OWN = frozenset({CPUAdam, FusedAdam, HybridAdam})
-# torch's own, whose formulas were read and that tests compare on parts and on wholes.
+# torch's optimizers with elementwise formulas; tests compare them on shards and on full parameters.
 _ELEMENTWISE = frozenset(
     {
         optim.ASGD,
@@ -36,15 +36,15 @@ _REFUSED = {
 
 
 def require_elementwise(optimizer: optim.Optimizer) -> None:
-    """Return if the optimizer may update parts of parameters in place of whole ones; see `obstacle_to_parts`.
+    """Check that the optimizer can update shards of parameters; see `sharding_obstacle`.
 
     Args:
-        optimizer: The user's optimizer, before its parameters are cut.
+        optimizer: The user's optimizer, before its parameters are sharded.
 
     Raises:
-        ConfigError: It may not; the message says what was seen.
+        ConfigError: It can't; the message gives the observed difference.
     """
-    obstacle = obstacle_to_parts(optimizer)
+    obstacle = sharding_obstacle(optimizer)
     if obstacle is not None:
         raise ConfigError(
             f"{type(optimizer).__name__} can't update parts of parameters: {obstacle}. Use an optimizer that updates"
@@ -53,18 +53,17 @@ def require_elementwise(optimizer: optim.Optimizer) -> None:
         )
 
 
-def obstacle_to_parts(optimizer: optim.Optimizer) -> str | None:
-    """Return what keeps an optimizer from updating parts of parameters in place of whole ones; None: it may.
+def sharding_obstacle(optimizer: optim.Optimizer) -> str | None:
+    """Return the reason why an optimizer can't update shards of parameters, or None if it can.
 
-    It may if it is one of torch's or our elementwise classes, if it is `ShardAware`, or if it did the same on parts as
-    on wholes when copies of it were tried out on small tensors. The optimizer itself and the process's state stay as
-    they are; it is not stepped.
+    It can if it is one of torch's or our elementwise classes or `ShardAware`, or if copies of it gave equal results on
+    shards and on full parameters in a trial on small tensors. The optimizer itself is not stepped or changed.
 
     Args:
-        optimizer: The user's optimizer, before its parameters are cut.
+        optimizer: The user's optimizer, before its parameters are sharded.
 
     Raises:
-        ConfigError: Its steps are to be differentiated, which no sharded training can do.
+        ConfigError: It has `differentiable=True`, which no sharded training can do.
     """
     if isinstance(optimizer, ShardAware):
         return None
@@ -80,5 +79,5 @@ def obstacle_to_parts(optimizer: optim.Optimizer) -> str | None:
 
 
 def takes_empty_groups(optimizer: optim.Optimizer) -> bool:
-    """Return whether an optimizer is known to step where a rank holds nothing of a group."""
+    """Return whether an optimizer is known to step with param groups that are empty on this rank."""
     return isinstance(optimizer, ShardAware) or type(optimizer) in _ELEMENTWISE | _OUR_OWN

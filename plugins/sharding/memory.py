@@ -1,4 +1,4 @@
-"""What estimates of memory share: what follows the course of a forward and backward, and which moment is the worst."""
+"""Peak memory of a forward and backward, from activation intervals and the gradients held by a plugin."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ LOW_PRECISION = (torch.float16, torch.bfloat16)
 
 
 class HoldsGradients(Protocol):
-    """Who says what is done with gradients as they arrive."""
+    """Model of the gradient memory of a plugin during backward."""
 
     @property
     def num_bytes(self) -> int:
-        """What it holds now."""
+        """Bytes held."""
         ...
 
     def receive(self, name: str) -> int:
-        """Take the gradient of a parameter; returns the most bytes until all is done that follows from it."""
+        """Process the arrival of a gradient; return the peak bytes held meanwhile."""
         ...
 
     def finish(self) -> int:
-        """Called when backward has ended; returns as `receive` does."""
+        """Process the end of backward; return the peak bytes held meanwhile."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """A moment of a forward and backward, in bytes.
+    """Memory at one point of a forward and backward, in bytes.
 
     Attributes:
-        activations: Then.
-        held: Of what the plugin holds and lets go.
+        activations: Bytes of activations.
+        held: Bytes held by the plugin.
     """
 
     activations: int
@@ -44,16 +44,16 @@ class Moment:
 
     @property
     def total(self) -> int:
-        """Both."""
+        """Sum of both."""
         return self.activations + self.held
 
 
 def largest_moment(course: Sequence[MemoryInterval], holder: HoldsGradients) -> Moment:
-    """Return the moment at which activations and what a plugin holds take the most together.
+    """Return the point of largest total memory.
 
     Args:
         course: Intervals of a forward and backward.
-        holder: Told about every gradient, in the order of time.
+        holder: Model of the plugin's gradient memory.
     """
     worst = Moment(0, 0)
     for stretch in course:
@@ -64,7 +64,7 @@ def largest_moment(course: Sequence[MemoryInterval], holder: HoldsGradients) -> 
 
 
 def cast_bytes(tensors: Iterable[torch.Tensor], dtype: torch.dtype | None) -> int:
-    """Return the bytes of tensors when floating ones are in a format (None: in their own), shared memory once."""
+    """Return the bytes of tensors after a cast of the floating-point ones to `dtype`; shared memory counts once."""
     found: dict[int, int] = {}
     for one in tensors:
         itemsize = dtype.itemsize if dtype is not None and one.is_floating_point() else one.itemsize

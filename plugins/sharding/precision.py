@@ -1,4 +1,4 @@
-"""The whole model in one dtype, inputs cast on the way in and outputs on the way out."""
+"""Precision of a model whose weights are cast to one dtype."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from torch import nn
 from booster.interface import MixedPrecision
 from booster.mixed_precision.fp16 import cast_floats, low_precision_to_fp32
 
-# What a precision's name makes of weights; None: they stay as they are.
+# Weight dtype by precision name; None keeps the model's dtypes.
 DTYPES: dict[str, torch.dtype | None] = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class WeightPrecision(MixedPrecision):
-    """Computes in the weights' format.
+    """Computation in the weights' dtype.
 
     Args:
         dtype: Dtype of weights, buffers and computation.
-        cast_inputs: Give the model floating inputs in that format.
-        outputs_fp32: Give the user low-precision outputs in fp32.
+        cast_inputs: If True, cast floating-point inputs to that dtype.
+        outputs_fp32: If True, cast low-precision outputs to fp32.
     """
 
     def __init__(self, dtype: torch.dtype, *, cast_inputs: bool, outputs_fp32: bool = True) -> None:
@@ -36,7 +36,7 @@ class WeightPrecision(MixedPrecision):
         return f"{str(self._dtype).removeprefix('torch.')} weights"
 
     def cast(self, model: nn.Module) -> None:
-        """Cast every floating parameter and buffer that is not in the format yet; Parameter objects stay the same."""
+        """Cast floating-point parameters and buffers in place; Parameter objects stay the same."""
         for tensor in [*model.parameters(), *model.buffers()]:
             if tensor.is_floating_point() and tensor.dtype != self._dtype:
                 tensor.data = tensor.data.to(self._dtype)

@@ -1,4 +1,4 @@
-"""Moves state that an optimizer has for a whole parameter to the shards of it that a rank updates."""
+"""Sharding of existing optimizer state."""
 
 from __future__ import annotations
 
@@ -13,31 +13,31 @@ from booster.interface import Shard
 
 from .deferred_init import copy_with_tensors
 
-# torch's own numbers per parameter. They are tensors without dimensions, as a scalar parameter's moments are.
-_NUMBERS = frozenset({"step", "mu_product", "eta", "mu"})
-# Our own sums over rows and columns. They may have the shape of what a tensor-parallel rank has of a narrow matrix.
-_OF_WHOLES = frozenset({"exp_avg_sq_row", "exp_avg_sq_col", "exp_avg_res_row", "exp_avg_res_col"})
+# 0-dim state tensors of torch's optimizers that are not per element, even for a scalar parameter.
+_SCALARS = frozenset({"step", "mu_product", "eta", "mu"})
+# Factored second moments of our optimizers. They may have the shape of a tensor-parallel shard of a narrow matrix.
+_FACTORED = frozenset({"exp_avg_sq_row", "exp_avg_sq_col", "exp_avg_res_row", "exp_avg_res_col"})
 
 
 def shard_state(optimizer: Optimizer, parameter: nn.Parameter, shards: Sequence[Shard]) -> None:
-    """Move the state of a whole parameter, from steps or a constructor before boost(), to this rank's shards of it.
+    """Move a parameter's optimizer state from before boost() to this rank's shards of the parameter.
 
-    Tensors of the parameter's shape are cut; like in torch's `load_state_dict`, floating-point ones take the dtype of
-    the shard (fp32 where it is a master). Everything else is copied for each shard. Nothing of the whole state is kept.
+    Tensors of the parameter's shape are sharded. As in torch's `load_state_dict`, floating-point tensors take the dtype
+    of the shard (fp32 if it is a master). Other state is copied for each shard. The unsharded state is dropped.
 
     Args:
-        optimizer: The user's optimizer; its `state` is changed, its `param_groups` are not.
-        parameter: The whole parameter, as it was in `param_groups`.
-        shards: Shards that this rank updates; without any, the state is dropped.
+        optimizer: The user's optimizer; only its `state` is modified.
+        parameter: The unsharded parameter of `param_groups`.
+        shards: Shards that this rank updates; if empty, the state is dropped.
     """
-    whole = optimizer.state.pop(parameter, None)
-    if whole is None or (isinstance(whole, Mapping) and not whole):
+    full = optimizer.state.pop(parameter, None)
+    if full is None or (isinstance(full, Mapping) and not full):
         return
     for shard in shards:
-        optimizer.state[shard.parameter] = _part_of(whole, parameter, shard)
+        optimizer.state[shard.parameter] = _shard_of(full, parameter, shard)
 
 
-def _part_of(whole: Any, parameter: nn.Parameter, shard: Shard) -> Any:
+def _shard_of(full: Any, parameter: nn.Parameter, shard: Shard) -> Any:
     def part(tensor: torch.Tensor) -> torch.Tensor:
         if tensor.shape != parameter.shape:
             return number(tensor)
@@ -50,8 +50,8 @@ def _part_of(whole: Any, parameter: nn.Parameter, shard: Shard) -> Any:
         device = shard.parameter.device if tensor.device == parameter.device else tensor.device
         return tensor.detach().to(device, copy=True)
 
-    if not isinstance(whole, Mapping):
-        return copy_with_tensors(part, whole)
+    if not isinstance(full, Mapping):
+        return copy_with_tensors(part, full)
     return {
-        key: copy_with_tensors(number if key in _NUMBERS | _OF_WHOLES else part, value) for key, value in whole.items()
+        key: copy_with_tensors(number if key in _SCALARS | _FACTORED else part, value) for key, value in full.items()
     }

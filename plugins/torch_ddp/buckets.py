@@ -1,4 +1,4 @@
-"""Buckets of gradients: which parameters share one, and where they lie in its buffer."""
+"""Gradient buckets: assignment of parameters and layout of the buffers."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ MAX_IN_FLIGHT = 2  # one bucket is reduced while the next one fills
 
 @dataclass(slots=True, eq=False)
 class ParamGrad:
-    """The gradient of one parameter.
+    """Gradient of one parameter.
 
     Attributes:
-        parameter: The model's parameter.
-        produces_sparse: An embedding with sparse=True looks it up.
-        bucket: The bucket that it is reduced in; None: it is frozen, or sparse.
-        view: Its part of the bucket's buffer.
-        has_arrived: Whether it has arrived in the current backward.
-        is_local: Whether it changed on this rank since its bucket was issued.
+        parameter: Model parameter.
+        produces_sparse: If True, an embedding with sparse=True uses the parameter.
+        bucket: Bucket of the gradient; None if the parameter is frozen or its gradient sparse.
+        view: View of the bucket's buffer.
+        has_arrived: If True, it has arrived in the current backward.
+        is_local: If True, it changed on this rank since its bucket was issued.
         source: `.grad` while the bucket is in flight.
-        unclaimed: The mean of a gradient that this rank does not have, until it is known whether any rank has it.
-        handle: The reducer's hook on the parameter.
+        unclaimed: Mean of a gradient that this rank does not have, until the ranks have exchanged which are used.
+        handle: Handle of the reducer's hook on the parameter.
     """
 
     parameter: nn.Parameter
@@ -46,15 +46,15 @@ class Bucket:
     """Gradients of one dtype that are all-reduced together.
 
     Attributes:
-        index: Place in the order in which buckets are issued.
-        grads: The gradients, in the order in which they lie in the buffer.
-        flat: The buffer.
-        views: The gradients' parts of it.
-        num_missing: Gradients that have not arrived in the current backward.
-        is_issued: Whether it was issued in the current backward.
-        waits_for_end: Whether it is issued at the end of backward only.
-        is_discarded: Backward failed while it was in flight.
-        in_flight: Waits for the all-reduce and returns the means; None: nothing is in flight.
+        index: Position in the order of reduction.
+        grads: Gradients in buffer order.
+        flat: Flat buffer.
+        views: Views of the buffer, one per gradient.
+        num_missing: Number of gradients that have not arrived in the current backward.
+        is_issued: If True, it was issued in the current backward.
+        waits_for_end: If True, it is only issued at the end of backward.
+        is_discarded: If True, backward failed while it was in flight.
+        in_flight: Callable that waits for the all-reduce and returns the means; None if no reduction is in flight.
     """
 
     index: int
@@ -69,7 +69,7 @@ class Bucket:
 
 
 class GradBucket:
-    """A bucket as a communication hook gets it: the interface of `torch.distributed.GradBucket`."""
+    """Bucket passed to a communication hook, with the interface of `torch.distributed.GradBucket`."""
 
     def __init__(self, bucket: Bucket, *, is_last: bool) -> None:
         self._bucket = bucket
@@ -77,7 +77,7 @@ class GradBucket:
         self._is_last = is_last
 
     def index(self) -> int:
-        """Return the bucket's place in the order of reduction."""
+        """Return the bucket's position in the order of reduction."""
         return self._bucket.index
 
     def buffer(self) -> torch.Tensor:
@@ -105,9 +105,9 @@ def form_buckets(grads: Sequence[ParamGrad], bucket_bytes: int, *, uses_views: b
     """Assign gradients to buckets with buffers.
 
     Args:
-        grads: Of parameters that train.
-        bucket_bytes: Size of a bucket. A larger parameter has a bucket of its own.
-        uses_views: Gradients are to be views of the buffers, so that each bucket has one of its own.
+        grads: Gradients of the trainable parameters.
+        bucket_bytes: Size of a bucket; a larger parameter has a separate bucket.
+        uses_views: If True, gradients become views of the buffers, and each bucket has a separate buffer.
     """
     assigned = _assign_buckets([grad.parameter for grad in grads], bucket_bytes)
     members = [[grads[index] for index in indices] for indices in assigned]
@@ -124,7 +124,7 @@ def form_buckets(grads: Sequence[ParamGrad], bucket_bytes: int, *, uses_views: b
 
 
 def bucket_buffer_bytes(parameters: Sequence[torch.Tensor], bucket_bytes: int, *, uses_views: bool) -> int:
-    """Return the bytes of a reducer's buffers for parameters that train."""
+    """Return the bytes of a reducer's buffers for trainable parameters."""
     buckets = [[parameters[index] for index in indices] for indices in _assign_buckets(parameters, bucket_bytes)]
     with torch.device("meta"):
         buffers = _allocate_buffers(buckets, uses_views, device=torch.device("meta"))
@@ -133,11 +133,11 @@ def bucket_buffer_bytes(parameters: Sequence[torch.Tensor], bucket_bytes: int, *
 
 
 def _assign_buckets(parameters: Sequence[torch.Tensor], bucket_bytes: int) -> list[list[int]]:
-    """Return the indices of the parameters of every bucket, the last parameter first.
+    """Return the parameter indices of every bucket, last parameter first.
 
-    That is the order in which backward reaches the layers of most models. It is not measured in a first step, as by
-    torch's DistributedDataParallel: the place of an element in its bucket decides in which order three or more ranks
-    sum it, and a run that is resumed must sum as the one that was not.
+    This is the order in which backward reaches the layers of most models. Unlike DistributedDataParallel, buckets are
+    not rebuilt after the first step: the position of an element in its bucket determines the summation order on three
+    or more ranks, and a resumed run must sum in the same order.
     """
     buckets: list[list[int]] = []
     open_buckets: dict[tuple[torch.dtype, torch.device], tuple[list[int], int]] = {}
@@ -156,12 +156,13 @@ def _assign_buckets(parameters: Sequence[torch.Tensor], bucket_bytes: int) -> li
 def _allocate_buffers(
     buckets: Sequence[Sequence[torch.Tensor]], uses_views: bool, device: torch.device | None = None
 ) -> list[torch.Tensor]:
-    """Return a flat buffer for every bucket. Without views, buckets that are not in flight together share one."""
+    """Return a flat buffer for every bucket. Without views, buckets that are never in flight together share one."""
     sizes = [sum(parameter.numel() for parameter in bucket) for bucket in buckets]
-    homes = [(bucket[0].dtype, device or bucket[0].device) for bucket in buckets]
+    devices_of_buckets = [(bucket[0].dtype, device or bucket[0].device) for bucket in buckets]
     if uses_views:
-        return [torch.zeros(size, dtype=dtype, device=where) for size, (dtype, where) in zip(sizes, homes, strict=True)]
-    keys = [(index % MAX_IN_FLIGHT, *home) for index, home in enumerate(homes)]
+        return [torch.zeros(size, dtype=dtype, device=where) for size, (dtype, where) in zip(sizes, devices_of_buckets,
+        strict=True)]
+    keys = [(index % MAX_IN_FLIGHT, *home) for index, home in enumerate(devices_of_buckets)]
     largest: dict[tuple[int, torch.dtype, torch.device], int] = {}
     for key, size in zip(keys, sizes, strict=True):
         largest[key] = max(size, largest.get(key, 0))
@@ -170,7 +171,7 @@ def _allocate_buffers(
 
 
 def views_of(flat: torch.Tensor, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return parts of a flat tensor with the shapes, and where they are dense the strides, of the parameters."""
+    """Return views of a flat tensor with the shapes of the parameters, and the strides of the dense ones."""
     starts = itertools.accumulate((parameter.numel() for parameter in parameters), initial=0)
     parts = [flat[start : start + one.numel()] for start, one in zip(starts, parameters, strict=False)]
     return [
@@ -180,7 +181,7 @@ def views_of(flat: torch.Tensor, parameters: Sequence[torch.Tensor]) -> list[tor
 
 
 def _is_dense(parameter: torch.Tensor) -> bool:
-    """Return whether the elements fill their memory without gaps or overlaps, in any order of dimensions."""
+    """Return whether the elements are contiguous in memory in some order of dimensions."""
     expected = 1
     for stride, size in sorted(zip(parameter.stride(), parameter.shape, strict=True)):
         if size != 1 and stride != expected:

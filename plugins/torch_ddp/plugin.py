@@ -1,4 +1,4 @@
-"""Data parallelism: every rank holds the whole model, and gradients are averaged during backward."""
+"""Plugin of data parallelism with replicated models."""
 
 from __future__ import annotations
 
@@ -30,34 +30,37 @@ from booster.validation import check_flag, is_non_nan_number
 from .buckets import bucket_buffer_bytes
 from .reducer import CommHook, Reducer
 
-# Of the user's models, which may outlive their wrappers: as attributes they would be copied and pickled with them.
+# Reducers of the user's models, which may outlive their wrappers. As attributes they would be copied and pickled.
 _reducers: WeakKeyDictionary[nn.Module, Reducer] = WeakKeyDictionary()
 
 
 class TorchDDPPlugin(DistributedPlugin):
-    """Every rank holds the whole model and optimizer; gradients are averaged while backward runs.
+    """Data parallelism: every rank holds the full model and optimizer; gradients are averaged while backward runs.
 
-    Memory per rank: parameters, gradients and optimizer states in full, and the buffers of two buckets. Bytes sent per
-    rank and step: 2(P-1)/P of the gradients. The arguments are those of torch's `DistributedDataParallel`; gradients
-    are reduced by hooks of the parameters, see Note [Gradient reduction], so that every backward outside of `no_sync`
-    leaves their mean in `.grad`, whichever method of the model computed the loss, and `loss.backward()` of the user's
-    own as well. Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", VLDB 2020.
+    Memory per rank: full parameters, gradients and optimizer states, and the buffers of two buckets. Bytes sent per
+    rank
+    and step: 2(P-1)/P of the gradients. The arguments are those of torch's `DistributedDataParallel`. Parameter hooks
+    reduce the gradients, see Note [Gradient reduction]: every backward outside of `no_sync` leaves their mean in
+    `.grad`.
+    This includes plain `loss.backward()` calls and losses computed by any method of the model. Li et al., "PyTorch
+    Distributed: Experiences on Accelerating Data Parallel Training", VLDB 2020.
 
-    Collective: every rank must make it, with the same arguments.
+    Collective: every rank must create it, with equal arguments.
 
     Args:
-        broadcast_buffers: All ranks take over the first rank's buffers after each backward that averages gradients.
-        bucket_cap_mb: Gradients are summed in buckets of this many MiB.
-        find_unused_parameters: Unused parameters are always found. On an accelerator True keeps buckets from being
-            reduced during backward where batch normalisation is synchronized, as ranks that use different parameters
-            would issue collectives in different orders there.
-        check_reduction: Kept for callers of older versions, without effect as in torch.
-        gradient_as_bucket_view: Gradients are views of the buckets, which saves copies and needs no further buffers.
-        static_graph: The same parameters are used in every step, so the ranks agree on them in the first one alone.
-        sync_batch_norm: Batch normalisation uses the statistics of all ranks' batches, as one process would.
+        broadcast_buffers: If True, broadcast the first rank's buffers after each backward that averages gradients.
+        bucket_cap_mb: Bucket size in MiB.
+        find_unused_parameters: Unused parameters are always found. On an accelerator with synchronized batch
+                normalization, True delays the reduction to the end of backward, because ranks that use different
+                parameters
+                would otherwise issue collectives in different orders.
+        check_reduction: No effect, as in torch; kept for compatibility.
+        gradient_as_bucket_view: If True, gradients are views of the buckets, which saves copies and buffers.
+        static_graph: If True, all steps use the same parameters, and ranks exchange them in the first step only.
+        sync_batch_norm: If True, batch normalization uses the statistics of all ranks' batches, as one process would.
 
     Raises:
-        ConfigError: Before `launch`, or with a bucket size below zero; on all ranks if on any.
+        ConfigError: `launch` was not called, or an argument is invalid; raised on all ranks.
         DesyncError: The ranks' arguments differ.
     """
 
@@ -178,15 +181,15 @@ class TorchDDPPlugin(DistributedPlugin):
 
 
 class DDPModel(ModelWrapper):
-    """The boosted model: the user's model with hooks on its parameters."""
+    """Boosted model: the user's model with hooks on its parameters."""
 
     @property
     def reducer(self) -> Reducer | None:
-        """Averages the gradients; None: there is one rank."""
+        """Reducer of the gradients; None with one rank."""
         return _reducers.get(self.module)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the user's forward, with tensors of the arguments on the model's accelerator. No communication."""
+        """Run the user's forward with the arguments moved to the model's device. No communication."""
         if self._device_type != "cpu":
             device = next(self.module.parameters()).device
             args, kwargs = map_tensors(lambda tensor: tensor.to(device, non_blocking=True), (args, kwargs))
@@ -200,7 +203,7 @@ class DDPModel(ModelWrapper):
             hook: Called with `state` and a bucket that has the interface of `torch.distributed.GradBucket`, such as
                 torch's own `fp16_compress_hook` and `powerSGD_hook`. It returns a future of the averaged buffer.
 
-        To be called on every rank, before the first backward.
+        Call it on every rank before the first backward.
 
         Raises:
             ConfigError: It was called before.
@@ -210,7 +213,7 @@ class DDPModel(ModelWrapper):
 
 
 class DDPOptimizer(OptimizerWrapper):
-    """The optimizer of replicas, whose gradients are averaged in backward."""
+    """Optimizer wrapper of replicated models; gradients are averaged in backward."""
 
     model: DDPModel
 

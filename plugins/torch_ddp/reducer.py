@@ -1,4 +1,4 @@
-"""Averaging of gradients over replicas: bucketed all-reduces that hooks of the parameters start during backward."""
+"""Gradient averaging over replicas: bucketed all-reduces, started by parameter hooks during backward."""
 
 from __future__ import annotations
 
@@ -25,25 +25,25 @@ from .buckets import MAX_IN_FLIGHT, Bucket, GradBucket, ParamGrad, form_buckets,
 
 # Note [Gradient reduction]
 # Every parameter has a hook that autograd calls once `.grad` holds the gradient. A bucket is issued (copied into its
-# buffer, divided by the number of ranks, all-reduced) when it is complete *and* all buckets before it were issued;
-# what is incomplete at the end of backward is issued then, with zeros for missing gradients. So the collectives have
-# one order on all ranks, whatever parameters a rank used. One all-reduce of a byte per parameter then tells which
-# parameters any rank used: the others keep `.grad = None`.
-# What is reduced is the whole `.grad`, with what earlier backwards left there. That is right because averaging is
-# idempotent: what was averaged before is equal on all ranks, and its mean is itself. So it does not matter which
-# backwards ran in no_sync, around which forward, or through which method of the model.
-# A gradient that arrives after its bucket was issued in the same backward (a parameter used inside and outside of a
-# reentrant activation checkpoint) is added to the mean, and the bucket is issued a second time at the end; from then
-# on that bucket waits for the end of backward.
-# The first rank's buffers follow the gradients rather than precede a forward: then they are equal on all ranks
-# between steps, a forward never communicates, and a loss may come from any method of the model.
+# buffer, divided by the number of ranks, all-reduced) when it is complete *and* all buckets before it are issued.
+# Incomplete buckets are issued at the end of backward, with zeros for missing gradients. The collectives therefore
+# have the same order on all ranks, even if ranks use different parameters. One all-reduce of a byte per parameter then
+# determines the parameters that no rank used: these keep `.grad = None`.
+# The full `.grad` is reduced, including earlier backwards. This is correct because averaging is idempotent: an averaged
+# gradient is equal on all ranks, and its mean is itself. It does not matter which backwards ran under no_sync, for
+# which forward, or through which method of the model.
+# A gradient may arrive after its bucket was issued in the same backward (a parameter used inside and outside of a
+# reentrant activation checkpoint). It is added to the mean, and the bucket is issued a second time at the end. Later
+# backwards issue that bucket at their end only.
+# The first rank's buffers are broadcast after the gradients, not before a forward. Buffers are then equal on all ranks
+# between steps, a forward never communicates, and any method of the model may compute the loss.
 
 
 CommHook: TypeAlias = Callable[[Any, Any], "torch.futures.Future[Any]"]
-"""Called with (state, `GradBucket`), returns a future of the averaged flat tensor."""
+"""Callable with arguments (state, `GradBucket`) that returns a future of the averaged flat tensor."""
 
-# The reducer whose optimizer's backward runs, the number of such backwards so far, and the reducers that another
-# backward has reached: of the process, as autograd calls hooks in threads of its own.
+# Reducer whose optimizer's backward is running, number of such backwards, and reducers reached by another backward.
+# Process-wide, because autograd calls hooks in its own threads.
 _active: Reducer | None = None
 _num_backwards = 0
 _due: list[Reducer] = []
@@ -54,16 +54,16 @@ class Reducer:
     """Averages the gradients of a replicated model over the ranks; see Note [Gradient reduction].
 
     Args:
-        module: The user's model, of which no reference is kept.
-        group: The ranks that hold replicas; None: the world.
-        control_group: The same ranks on the CPU, where `group` is an accelerator's, so that agreeing on used
-            parameters does not synchronize host and device; None: `group`.
-        bucket_bytes: Size of a bucket. A larger parameter has a bucket of its own.
-        uses_views: Gradients are views of the buckets.
-        is_static: The same parameters are used in every step, so that ranks agree on them once.
-        overlaps: Buckets are reduced while backward runs.
-        broadcasts_buffers: After the gradients, all ranks take over the first rank's buffers.
-        has_optimizer: The model was boosted with an optimizer.
+        module: The user's model; no reference is kept.
+        group: Ranks that hold replicas; None for the world group.
+        control_group: CPU group of the same ranks, which avoids a device synchronization for the all-reduce of used
+                parameters; optional, defaults to `group`.
+        bucket_bytes: Size of a bucket; a larger parameter has a separate bucket.
+        uses_views: If True, gradients are views of the buckets.
+        is_static: If True, all steps use the same parameters, and ranks exchange them once.
+        overlaps: If True, buckets are reduced while backward runs.
+        broadcasts_buffers: If True, broadcast the first rank's buffers after each reduction of gradients.
+        has_optimizer: If True, the model was boosted with an optimizer.
     """
 
     def __init__(
@@ -111,11 +111,11 @@ class Reducer:
             raise ConfigError("register_comm_hook() was called twice for one model, which takes one hook: call it once")
         self._comm_hook = partial(hook, state)
 
-    # Which backwards reduce.
+    # Backwards that reduce.
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Leave the gradients of the backwards inside to this rank; the next backward outside reduces them, too."""
+        """Keep the gradients of the backwards in the block local; the next backward outside reduces them."""
         before, self._synchronizes = self._synchronizes, False
         try:
             yield
@@ -124,10 +124,10 @@ class Reducer:
 
     @contextmanager
     def collecting(self) -> Iterator[None]:
-        """Surround a backward of the model's own optimizer, which all ranks run. Collective outside of `no_sync`.
+        """Reduce the gradients of a backward of the model's optimizer in the block. Collective outside of `no_sync`.
 
         Raises:
-            RankFailedError: A rank is lost or too late.
+            RankFailedError: A rank is lost or did not arrive before the timeout.
         """
         global _active, _num_backwards
         _num_backwards += 1
@@ -148,7 +148,7 @@ class Reducer:
         _reduce_due()
 
     def reduce_rest(self) -> None:
-        """Reduce what no backward has reduced: of `no_sync`, or of another optimizer's backward.
+        """Reduce gradients that no backward has reduced: those of `no_sync` or of another optimizer's backward.
 
         Collective, if such a backward ran since the last reduction.
         """
@@ -159,18 +159,18 @@ class Reducer:
         self._note_reduced()
 
     def reduce(self) -> None:
-        """Average all gradients over the ranks, whether or not that was done before. Collective."""
+        """Average all gradients over the ranks, including averaged ones. Collective over the group."""
         self._begin(overlaps=False)
         self._finish()
 
     def mark_local(self) -> None:
-        """Have the next `reduce_rest` reduce the gradients that are there, as those of a loaded checkpoint."""
+        """Mark existing gradients, such as those of a loaded checkpoint, for the next `reduce_rest`."""
         self._may_be_local = True
         for grad in self._grads:
             grad.is_local = grad.parameter.grad is not None
 
     def on_grad_ready(self, index: int) -> None:
-        """Called by autograd when a gradient is in `.grad`."""
+        """Handle a gradient that autograd has stored in `.grad`."""
         grad = self._grads[index]
         grad.is_local = True
         bucket = grad.bucket
@@ -185,13 +185,13 @@ class Reducer:
             self._reduce_after_backward()
 
     def _reduce_after_backward(self) -> None:
-        """Have a backward that is not the optimizer's, such as `loss.backward()`, end with a reduction."""
+        """Queue a reduction at the end of a backward that is not the optimizer's, such as `loss.backward()`."""
         backward = torch._C._current_graph_task_id()
         if not self._synchronizes:
             self._may_be_local = True
         elif self._queued_in != backward:
             self._queued_in = backward
-            if self not in _due:  # as a backward before that failed may have left it there
+            if self not in _due:  # a failed backward may have left it there
                 _due.append(self)
             torch.autograd.Variable._execution_engine.queue_callback(_reduce_due)  # type: ignore[attr-defined]
 
@@ -221,7 +221,7 @@ class Reducer:
             self._collect_oldest()
         scale = 1.0 if self._comm_hook is not None else 1.0 / group_size(self._group)
         for grad, view in zip(bucket.grads, bucket.views, strict=True):
-            # Taken out of `.grad`: what arrives from now on must not be added to what is in flight.
+            # Removed from `.grad`: autograd must not accumulate into a gradient in flight.
             source, grad.parameter.grad, grad.is_local = grad.parameter.grad, None, False
             grad.source = source.to_dense() if source is not None and source.is_sparse else source
             if grad.source is None:
@@ -253,7 +253,7 @@ class Reducer:
 
     @torch.no_grad()
     def _collect_oldest(self) -> None:
-        """Put the means of the bucket that was issued first into `.grad`."""
+        """Wait for the oldest bucket in flight and store its means in `.grad`."""
         bucket = self._in_flight.popleft()
         assert bucket.in_flight is not None
         means, bucket.in_flight = bucket.in_flight(), None
@@ -272,16 +272,16 @@ class Reducer:
             grad.source = None
 
     def _result(self, grad: ParamGrad, view: torch.Tensor) -> torch.Tensor:
-        """Return the memory that a mean goes into."""
+        """Return the destination tensor of a mean."""
         if self._uses_views:
             return view
-        # The buffer is used again before it is known whether any rank has a gradient that this one lacks.
+        # The buffer is reused before the ranks have exchanged which parameters are used.
         if grad.source is None:
             return torch.empty_like(grad.parameter.detach())
         return grad.source.detach() if grad.source.requires_grad else grad.source
 
     def _discard(self) -> None:
-        """Give gradients in flight back as they are: backward has failed, and other ranks may never reduce them."""
+        """Restore the local gradients in flight: backward failed, and other ranks may never reduce them."""
         for bucket in self._in_flight:
             bucket.is_discarded = True
             for grad in bucket.grads:
@@ -291,7 +291,7 @@ class Reducer:
         while self._in_flight:
             self._collect_oldest()
 
-    # The end of a backward.
+    # End of a backward.
 
     @torch.no_grad()
     def _finish(self) -> None:
@@ -323,7 +323,7 @@ class Reducer:
             bucket.is_issued = False
 
     def _agree_on_use(self) -> tuple[list[bool], list[bool]]:
-        """Return which parameters have a gradient on any rank, and which buckets were issued too early on any."""
+        """Return which parameters have a gradient on any rank, and which buckets must be issued again."""
         mine = [grad.parameter.grad is not None or grad.source is not None for grad in self._grads]
         if self._static_use is not None:
             if any(is_mine and not is_used for is_mine, is_used in zip(mine, self._static_use, strict=True)):
@@ -333,21 +333,21 @@ class Reducer:
                 )
             return self._static_use, [False] * len(self._buckets)
         repeated = [any(grad.is_local for grad in bucket.grads) for bucket in self._buckets]
-        facts = self._agree(mine + repeated)
-        used = facts[: len(mine)]
+        flags = self._agree(mine + repeated)
+        used = flags[: len(mine)]
         if self._is_static:
             self._static_use = used
-        return used, facts[len(mine) :]
+        return used, flags[len(mine) :]
 
-    def _agree(self, facts: list[bool]) -> list[bool]:
-        """Return of every fact whether it is true on any rank. Collective."""
-        if not facts:
+    def _agree(self, flags: list[bool]) -> list[bool]:
+        """Return the logical or of each flag over the ranks. Collective over the group."""
+        if not flags:
             return []
-        mask = torch.tensor(facts, dtype=torch.uint8, device=collective_device(self._control_group))
+        mask = torch.tensor(flags, dtype=torch.uint8, device=collective_device(self._control_group))
         return [bool(one) for one in all_reduce_max(mask, self._control_group).tolist()]
 
     def _form_buckets(self) -> None:
-        """Assign the parameters that train to buckets; again whenever some were frozen or unfrozen since."""
+        """Assign trainable parameters to buckets, if the set of trainable parameters has changed."""
         trained = [grad.parameter.requires_grad for grad in self._grads]
         if trained == self._trained:
             return
@@ -369,7 +369,7 @@ def _sparse_parameters(module: nn.Module) -> set[int]:
 
 
 def _sparse_mean(parameter: nn.Parameter, group: dist.ProcessGroup | None) -> torch.Tensor:
-    """Return the mean of a gradient that is sparse along the rows, or absent, on each rank. Collective."""
+    """Return the mean of a gradient that is sparse along the rows, or missing, on each rank. Collective."""
     given = parameter.grad
     if given is None:
         rows = torch.empty((1, 0), dtype=torch.long, device=parameter.device)
@@ -381,7 +381,7 @@ def _sparse_mean(parameter: nn.Parameter, group: dist.ProcessGroup | None) -> to
 
 
 def _hook(parameter: nn.Parameter, hook: Callable[[torch.Tensor], None]) -> RemovableHandle | None:
-    """Register a hook that stays while the parameter is frozen; torch accepts one for a parameter that trains."""
+    """Register a hook that persists while the parameter is frozen; torch accepts one for trainable parameters only."""
     is_trained = parameter.requires_grad
     if not (is_trained or parameter.is_floating_point() or parameter.is_complex()):
         return None
@@ -392,23 +392,23 @@ def _hook(parameter: nn.Parameter, hook: Callable[[torch.Tensor], None]) -> Remo
 
 
 def _move_hook_last(grad: ParamGrad) -> None:
-    """Have hooks that the user registered later called first: the reducer takes the gradient as they leave it."""
+    """Move the reducer's hook behind hooks that the user registered later."""
     hooks = grad.parameter._post_accumulate_grad_hooks
     if grad.handle is not None and hooks is not None and len(hooks) > 1:
         hooks[grad.handle.id] = hooks.pop(grad.handle.id)
 
 
 def _grad_ready(reducer: weakref.ref[Reducer], index: int, _: torch.Tensor) -> None:
-    # Weakly: Python's garbage collector does not see through a parameter to its hooks, and would free neither.
+    # Weak reference: Python's garbage collector does not traverse a parameter's hooks, so a cycle would leak.
     alive = reducer()
     if alive is not None:
         alive.on_grad_ready(index)
 
 
 def _reduce_due() -> None:
-    """Reduce what backwards that were not the optimizer's have reached, in one order on all ranks."""
+    """Run the reductions queued by backwards that are not the optimizer's, in the same order on all ranks."""
     if _active is not None:
-        return  # whose collectives come first, and which calls this when they are done
+        return  # the active reducer's collectives come first; it calls this function afterwards
     while _due:
         reducer = min(_due, key=lambda one: one._number)
         _due.remove(reducer)

@@ -28,7 +28,7 @@ from booster.comm import all_gather_bytes, group_rank, group_size, mesh_of_group
 from booster.device import current_device
 from booster.errors import ConfigError
 from booster.interface import MixedPrecision as BoosterPrecision
-from booster.plugins.sharding.elementwise import obstacle_to_parts
+from booster.plugins.sharding.elementwise import sharding_obstacle
 from booster.plugins.sharding.elementwise_check import find_tie
 from booster.validation import check_clipping, check_flag, check_replicas
 
@@ -619,7 +619,7 @@ def kind_of(optimizer: optim.Optimizer) -> OptimizerKind:
     Raises:
         ConfigError: The optimizer can't run on sharded parameters.
     """
-    if obstacle_to_parts(optimizer) is None:
+    if sharding_obstacle(optimizer) is None:
         return OptimizerKind.ELEMENTWISE
     if isinstance(optimizer, optim.SparseAdam):
         raise ConfigError(

@@ -111,7 +111,7 @@ class _Buffers:
             return torch.empty(num_bytes, dtype=torch.uint8, device=_META)
         buffer = self._pool.take(num_bytes)
         view = buffer.view(num_bytes, torch.uint8)
-        self._pool.give_back(buffer)
+        self._pool.release(buffer)
         return view
 
     def free(self, buffer: torch.Tensor | None) -> None:

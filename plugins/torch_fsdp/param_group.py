@@ -189,7 +189,7 @@ def allocate(pool: BufferPool, size: Sequence[int], dtype: torch.dtype, device: 
         return torch.empty(numel, dtype=dtype, device=device)
     buffer = pool.take(numel * dtype.itemsize)
     memory = buffer.view(numel, dtype)
-    pool.give_back(buffer)
+    pool.release(buffer)
     return memory
 
 

@@ -13,7 +13,7 @@ from torch import nn
 from booster.comm import all_reduce_sum, broadcast, collective_device, group_rank, group_size
 from booster.interface import Shard
 from booster.mixed_precision.fp16 import LOW_PRECISION
-from booster.plugins.sharding.masters import take_over
+from booster.plugins.sharding.masters import update_master
 
 from .param_group import ParamGroup, ShardedParam
 from .param_redistribution import ParamRedistribution
@@ -204,7 +204,7 @@ class ParamUpdate(ABC):
     def refresh_master(self) -> None:
         """Update the master weights from model weights that were changed outside of the optimizer."""
         if self.shard is not None and self.shard.has_master:
-            take_over(self.shard.parameter.detach().view(-1), self.weights)
+            update_master(self.shard.parameter.detach().view(-1), self.weights)
 
     def create_master(self, originals: Mapping[int, torch.Tensor], original_id: int) -> nn.Parameter | None:
         """Replace the shard by an fp32 master copy; return the parameter that was replaced, or None.
@@ -376,7 +376,7 @@ class OwnedUpdates:
             shard = self.updates[index].shard
             assert shard is not None
             if shard.has_master:
-                take_over(shard.parameter.detach(), full_param)
+                update_master(shard.parameter.detach(), full_param)
             else:
                 shard.parameter.copy_(full_param)
 
@@ -430,7 +430,7 @@ def new_master(shard: Shard, unrounded: torch.Tensor | None) -> Shard:
     if unrounded is not None and not unrounded.is_meta:
         values = unrounded.detach().reshape(-1)[slice(*shard.span)].to(rounded.device, torch.float32, copy=True)
         values = values.view(rounded.shape)
-        take_over(values, rounded)
+        update_master(values, rounded)
     return Shard(
         name=shard.name,
         global_shape=shard.global_shape,

@@ -10,7 +10,7 @@ import torch
 
 from booster.kernels import adam
 from booster.kernels.adam_reference import AdamSettings, adam_reference
-from booster.kernels.build import kernel_mode, load_kernel
+from booster.kernels.loader import kernel_mode, load_kernel
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float64: torch.int64}

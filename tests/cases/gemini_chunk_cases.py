@@ -82,10 +82,10 @@ class Bench:
         )
         self.chunk.finish_gather()
         if replaced is not None:
-            self.pool.give_back(replaced)
+            self.pool.release(replaced)
 
     def release(self):
-        self.pool.give_back(self.chunk.release())
+        self.pool.release(self.chunk.release())
 
     def receive(self, index, gradient):
         self.parameters[index].grad = gradient
@@ -98,7 +98,7 @@ class Bench:
         self.chunk.start_reduce(self.take)
         assert self.chunk.is_reducing
         for buffer in self.chunk.finish_reduce():
-            self.pool.give_back(buffer)
+            self.pool.release(buffer)
         assert not self.chunk.is_reducing
 
     def gradient(self, index, seed=0):

@@ -6,7 +6,7 @@ import contextlib
 import os
 from unittest import mock
 
-from booster.kernels import build
+from booster.kernels import build, loader
 
 CODE = """
 #include <Python.h>
@@ -57,11 +57,10 @@ def tiny_kernel(folder, **variables):
     with contextlib.ExitStack() as stack:
         stack.callback(_set_environment, before)
         _set_environment(given)
-        for module in (build, build):
-            stack.enter_context(mock.patch.object(module, "SOURCE_FOLDER", folder / "csrc"))
+        stack.enter_context(mock.patch.object(build, "SOURCE_FOLDER", folder / "csrc"))
         stack.enter_context(mock.patch.dict(build.KERNELS, {"tiny": TINY}, clear=True))
-        stack.enter_context(mock.patch.dict(build._load_results, clear=True))
-        stack.enter_context(mock.patch.object(build, "PREBUILT_FOLDER", folder / "prebuilt"))
+        stack.enter_context(mock.patch.dict(loader._load_results, clear=True))
+        stack.enter_context(mock.patch.object(loader, "PREBUILT_FOLDER", folder / "prebuilt"))
         build.find_toolchain.cache_clear()
         stack.callback(build.find_toolchain.cache_clear)
         yield

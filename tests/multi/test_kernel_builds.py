@@ -14,7 +14,7 @@ import torch.distributed as dist
 from harness import distributed
 from tiny_kernel import num_compiled, tiny_kernel, write_compiler, write_sources
 
-from booster.kernels.build import load_kernel
+from booster.kernels.loader import load_kernel
 
 
 @distributed(world_size=4)
@@ -37,7 +37,7 @@ import sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[2])
 from tiny_kernel import tiny_kernel
-from booster.kernels.build import load_kernel
+from booster.kernels.loader import load_kernel
 folder = Path(sys.argv[1])
 with tiny_kernel(folder, CXX=folder / "compiler.sh"):
     print(load_kernel("tiny").answer())
@@ -45,7 +45,7 @@ with tiny_kernel(folder, CXX=folder / "compiler.sh"):
 
 
 def start(folder):
-    tests = str(Path(__file__).resolve().parents[1])
+    tests = str(Path(__file__).resolve().parents[1] / "cases")
     command = [sys.executable, "-c", LOAD, str(folder), tests]
     return subprocess.Popen(command, start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 

@@ -131,7 +131,7 @@ def test_a_rank_that_hangs_is_named_and_learns_it(call, way):
     _expect_named(dict(enumerate(results[:2])), call, way)
     late, _ = results[2]
     assert late.startswith(
-        f"RankFailedError: rank 2 could not finish {call} number 2: the others had given this rank up"
+        f"RankFailedError: rank 2 could not finish {call} number 2: the other ranks had counted this rank as missing"
     )
     assert f"rank 0 is at {call} number 2" in late
 
@@ -251,11 +251,12 @@ def test_an_error_about_the_call_itself_stays_what_it_is():
 
 SERVED_BY_RANK_0 = """\
 import os, sys
-from booster.comm import barrier, waiting
+from booster.comm import barrier
 from booster.errors import RankFailedError
+from booster.fault_tolerance import collective_errors
 from booster.launch import launch_from_torch
 
-waiting.REPORT_SECONDS = 1.0
+collective_errors.REPORT_SECONDS = 1.0
 launch_from_torch(verbose=False, timeout_seconds=5)
 barrier()
 if os.environ["RANK"] == "0":

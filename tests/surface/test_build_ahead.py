@@ -11,12 +11,14 @@ from pathlib import Path
 
 import pytest
 
+from booster.kernels.build import KERNELS
+
 ROOT = Path(__file__).resolve().parents[2]
 PARTS = ("booster", "plugins", "kernels", "checkpoint_io", "pyproject.toml", "setup.py", "README.md", "LICENSE")
 
 LOAD_ALL = """
 import booster
-from booster.kernels.build import load_kernel
+from booster.kernels.loader import load_kernel
 from booster.kernels.registry import kernel_status
 from booster.kernels.build import KERNELS
 print(booster.__file__)
@@ -61,6 +63,19 @@ def test_a_wheel_with_compiled_kernels(checkout):
     assert Path(place).is_relative_to(checkout / "installed")
     assert sum("/prebuilt/" in line for line in kernels) == 5
     assert not (checkout / "cache").exists()
+
+
+WITHOUT_TORCH = """
+import sys
+sys.modules["torch"] = None
+import setup
+print(*setup.kernel_module("build").KERNELS)
+"""
+
+
+def test_setup_reads_the_kernels_without_torch():
+    done = subprocess.run([sys.executable, "-c", WITHOUT_TORCH], capture_output=True, text=True, cwd=ROOT)
+    assert done.stdout.split() == list(KERNELS), done.stderr
 
 
 def test_a_wheel_without_is_for_every_platform(checkout):

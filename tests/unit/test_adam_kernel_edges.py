@@ -277,7 +277,7 @@ def test_denormals_are_flushed_on_all_threads_if_on_the_callers(native, num_thre
 FORKING = """
 import os, signal, threading, torch
 from adam_cases import operands, run_native, same_bits
-from booster.kernels.build import load_kernel
+from booster.kernels.loader import load_kernel
 
 native = load_kernel("adam")
 torch.set_num_threads(3)

@@ -76,11 +76,11 @@ def test_a_buffer_is_not_handed_out_while_somebody_looks_at_it(pool, kind):
     home = address(buffer)
     look = LOOKS[kind](weights_in(buffer))
     assert buffer.num_views > 0
-    pool.give_back(buffer)
+    pool.release(buffer)
     for _ in range(3):
         other = pool.take(NUM_BYTES)
         assert address(other) != home
-        pool.give_back(other)
+        pool.release(other)
     assert pool.bytes_in_use == NUM_BYTES  # that one alone: it is held, though nobody took it
     del look
     assert buffer.num_views == 0
@@ -92,11 +92,11 @@ def test_a_buffer_is_not_handed_out_while_somebody_looks_at_it(pool, kind):
 def test_what_is_looked_at_does_not_change(pool):
     buffer = pool.take(NUM_BYTES)
     look = weights_in(buffer).fill_(1.5)
-    pool.give_back(buffer)
+    pool.release(buffer)
     for value in range(5):
         other = pool.take(NUM_BYTES)
         weights_in(other).fill_(value)
-        pool.give_back(other)
+        pool.release(other)
     assert torch.equal(look, torch.full_like(look, 1.5))
 
 
@@ -106,7 +106,7 @@ def test_the_last_look_counts(pool):
     looks = [flat, flat[1:], flat.view(32, 32), flat.detach()]
     del flat
     assert buffer.num_views == 4
-    pool.give_back(buffer)
+    pool.release(buffer)
     for left in (3, 2, 1):
         looks.pop()
         assert buffer.num_views == left
@@ -121,7 +121,7 @@ def test_memory_is_used_again(pool):
     for _ in range(10):
         buffer = pool.take(NUM_BYTES)
         homes.add(address(buffer))
-        pool.give_back(buffer)
+        pool.release(buffer)
     assert len(homes) == 1
     assert pool.bytes_held == NUM_BYTES
 
@@ -129,7 +129,7 @@ def test_memory_is_used_again(pool):
 def test_the_smallest_that_fits_is_taken(pool):
     taken = [pool.take(size) for size in (300, 100, 200)]
     for buffer in taken:
-        pool.give_back(buffer)
+        pool.release(buffer)
     assert pool.bytes_held == 600
     assert pool.take(150) is taken[2]
     assert pool.take(150) is taken[0]
@@ -138,7 +138,7 @@ def test_the_smallest_that_fits_is_taken(pool):
 
 
 def test_buffers_that_are_too_small_are_freed_for_a_larger_one(pool):
-    pool.give_back(pool.take(100))
+    pool.release(pool.take(100))
     pool.take(1000)
     assert pool.bytes_held == 1000
 
@@ -155,22 +155,22 @@ def test_a_buffer_shows_its_elements_in_any_format(pool):
 def test_a_chunk_without_elements_takes_no_memory(pool):
     buffer = pool.take(0)
     assert buffer.view(0, torch.float32).shape == (0,)
-    pool.give_back(buffer)
+    pool.release(buffer)
     assert pool.bytes_held == 0
 
 
 def test_trim_frees_what_nobody_uses_and_nothing_else(pool):
     free, looked_at, taken = (pool.take(NUM_BYTES) for _ in range(3))
     look = weights_in(looked_at)
-    pool.give_back(free)
-    pool.give_back(looked_at)
+    pool.release(free)
+    pool.release(looked_at)
     assert (pool.bytes_in_use, pool.bytes_held) == (2 * NUM_BYTES, 3 * NUM_BYTES)
     pool.trim()
     assert (pool.bytes_in_use, pool.bytes_held) == (2 * NUM_BYTES, 2 * NUM_BYTES)
     del look
     pool.trim()
     assert pool.bytes_held == NUM_BYTES
-    pool.give_back(taken)
+    pool.release(taken)
     pool.trim()
     assert (pool.bytes_in_use, pool.bytes_held) == (0, 0)
 
@@ -191,7 +191,7 @@ def test_random_use(seed):
             number = next((n for b, _, n in looks if b is buffer), step % 251)
             looks.append((buffer, buffer.memory.view(torch.uint8)[:].fill_(number), number))
         elif action == "give back" and taken:
-            pool.give_back(taken.pop(generator.randrange(len(taken))))
+            pool.release(taken.pop(generator.randrange(len(taken))))
         elif action == "close" and looks:
             looks.pop(generator.randrange(len(looks)))
         elif action == "trim":
@@ -203,7 +203,7 @@ def test_random_use(seed):
         assert all(bool((view == number).all()) for _, view, number in looks)
     looks.clear()
     for buffer in taken:
-        pool.give_back(buffer)
+        pool.release(buffer)
     pool.trim()
     assert pool.bytes_held == 0
 
@@ -225,7 +225,7 @@ def test_who_cannot_count_uses_no_buffer_twice(blind_pool, kind):
         assert address(buffer) not in homes
         homes.add(address(buffer))
         looks.append(LOOKS[kind](weights_in(buffer)))
-        blind_pool.give_back(buffer)
+        blind_pool.release(buffer)
     assert len(homes) == 5
     assert blind_pool.bytes_in_use == blind_pool.bytes_held == 0
 
@@ -234,7 +234,7 @@ def test_who_cannot_count_still_knows_what_is_taken(blind_pool):
     buffer = blind_pool.take(NUM_BYTES)
     assert blind_pool.bytes_in_use == blind_pool.bytes_held == NUM_BYTES
     look = weights_in(buffer).fill_(3.0)
-    blind_pool.give_back(buffer)
+    blind_pool.release(buffer)
     assert torch.equal(look, torch.full_like(look, 3.0))
     blind_pool.trim()
     assert blind_pool.bytes_held == 0

@@ -11,7 +11,7 @@ import zlib
 import numpy as np
 import pytest
 
-from booster.kernels import build, checksum
+from booster.kernels import checksum, loader
 from booster.kernels.checksum import crc32
 
 _DATA = random.Random(0).randbytes(3 * 2**20)
@@ -19,7 +19,7 @@ _DATA = random.Random(0).randbytes(3 * 2**20)
 
 @pytest.fixture(scope="module")
 def native():
-    module = build.load_kernel("checksum")
+    module = loader.load_kernel("checksum")
     if module is None or not module.instruction_sets():
         pytest.skip("this machine has no such kernel")
     return module
@@ -165,7 +165,7 @@ def test_other_threads_run_meanwhile(native):
 @pytest.mark.parametrize("length", [0, 100, 50_000])
 def test_without_the_kernel_zlib_stands_in(monkeypatch, length):
     monkeypatch.setenv("BOOSTER_KERNELS", "reference")
-    monkeypatch.setattr(build, "_load", lambda *_, **__: pytest.fail("a kernel was loaded"))
+    monkeypatch.setattr(loader, "_load", lambda *_, **__: pytest.fail("a kernel was loaded"))
     assert crc32(_DATA[:length], 3) == zlib.crc32(_DATA[:length], 3)
 
 

@@ -18,8 +18,9 @@ from disk_cases import MIB, aligned_random, close_quietly, error_of, exit_code_o
 
 from booster.errors import ConfigError
 from booster.kernels import disk_io, disk_io_reference
-from booster.kernels.build import COMPILE_FLAGS, SOURCE_FOLDER, BuildError, find_toolchain, load_kernel
+from booster.kernels.build import COMPILE_FLAGS, SOURCE_FOLDER, BuildError, find_toolchain
 from booster.kernels.disk_io import ALIGNMENT, DiskQueue, aligned_buffer, open_data_file
+from booster.kernels.loader import load_kernel
 
 
 @pytest.fixture

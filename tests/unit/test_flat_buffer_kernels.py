@@ -8,7 +8,7 @@ import random
 import pytest
 import torch
 
-from booster.kernels import build, flat_buffers
+from booster.kernels import flat_buffers, loader
 from booster.kernels.flat_buffers import pack, sum_of_squares, supports_sum_of_squares, unpack
 
 FP32, BF16, FP16 = DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -20,7 +20,7 @@ STREAMED = 9_000_001  # elements: a result that goes past the caches, in any dty
 
 @pytest.fixture(scope="module")
 def native():
-    module = build.load_kernel("flat_buffers")
+    module = loader.load_kernel("flat_buffers")
     return module if module is not None else pytest.skip("this machine has no such kernel")
 
 

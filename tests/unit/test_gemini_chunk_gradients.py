@@ -284,7 +284,7 @@ def test_gradients_are_forgotten(when, has_weights, is_kept):
         bench.parameters[2].grad = bench.gradient(2)
     buffer = bench.chunk.drop_gradients()
     if buffer is not None:
-        bench.pool.give_back(buffer)
+        bench.pool.release(buffer)
     assert not bench.chunk.has_gradients
     assert not bench.chunk.has_grad_shard
     assert bench.chunk.grad_shard.bytes_in_memory == 0

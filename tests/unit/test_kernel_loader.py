@@ -10,8 +10,9 @@ import pytest
 from tiny_kernel import CODE, TINY, num_compiled, tiny_kernel, write_compiler, write_sources
 
 from booster.errors import ConfigError
-from booster.kernels import build
-from booster.kernels.build import BuildCache, default_folder, find_built, find_toolchain, load_kernel
+from booster.kernels import build, loader
+from booster.kernels.build import find_toolchain
+from booster.kernels.loader import BuildCache, default_folder, find_built, load_kernel
 from booster.kernels.registry import kernel_status
 
 
@@ -33,13 +34,13 @@ def log(monkeypatch):
         def warning(self, text):
             lines.append(("warning", text))
 
-    monkeypatch.setattr(build, "get_dist_logger", Log)
+    monkeypatch.setattr(loader, "get_dist_logger", Log)
     return lines
 
 
 def forget():
     """Makes the next load look at the disk again, as a new process would."""
-    build._load_results.clear()
+    loader._load_results.clear()
     find_toolchain.cache_clear()
 
 
@@ -83,7 +84,7 @@ def test_a_build_belongs_to_its_surroundings(folder, log, monkeypatch, what):
         if what == "torch":
             monkeypatch.setattr("torch.__version__", "99.0")
         elif what == "features":
-            monkeypatch.setattr("booster.kernels.build._cpu_features", lambda: "flags: other")
+            monkeypatch.setattr("booster.kernels.loader._cpu_features", lambda: "flags: other")
         else:
             os.environ["CXX"] = str(write_compiler(folder))
             find_toolchain.cache_clear()
@@ -205,7 +206,7 @@ def test_what_was_built_ahead(folder, log):
         load_kernel("tiny")
         (folder / "prebuilt").mkdir()
         shutil.copy(find_built(TINY), folder / "prebuilt" / TINY.file_name)
-        record = folder / "prebuilt" / build.PREBUILT_RECORD
+        record = folder / "prebuilt" / loader.PREBUILT_RECORD
         record.write_text(json.dumps({"tiny": TINY.source_hash()}))
         shutil.rmtree(folder / "cache")
         os.environ["CXX"] = "no-such-compiler"

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from booster.kernels import shared_memory
-from booster.kernels.build import load_kernel
+from booster.kernels.loader import load_kernel
 from booster.kernels.shared_memory import SharedMemory, SharedMemoryError, SharedMemoryHandle, can_reduce, is_available
 
 if not is_available():
