@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from booster.errors import ConfigError
 from booster.plugins.sharding.compiling import not_compiled
-from booster.plugins.sharding.deferred_init import error_of_divided_copy
+from booster.plugins.sharding.deferred_init import sharded_copy_error
 
 from .chunk import Chunk, ChunkParam
 from .chunk_manager import ChunkManager
@@ -259,7 +259,7 @@ class HookedParameters(dict[str, Any]):
     def _require_shown(self) -> None:
         """Raise if what is to be copied or pickled is nan."""
         if self._hooks is not None and self._hooks.hides(self.values()):
-            raise error_of_divided_copy(self._module_class)
+            raise sharded_copy_error(self._module_class)
 
 
 class ModuleHooks:

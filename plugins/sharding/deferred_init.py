@@ -1,4 +1,4 @@
-"""Gives modules without values their values, one unit at a time, and makes all ranks start from the same."""
+"""Deferred initialization: materialization of meta and lazy modules, one unit at a time, with equal values on ranks."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ from booster.kernels.checksum import crc32
 from booster.lazy_init import is_lazy, materialize_own
 from booster.rng_state import get_rng_state, set_rng_state, set_seed
 
-# What the parameters and buffers that a module holds itself start with is a function of the seed and of the module's
-# name. All of them are made at full size, with the generators seeded by the two, while every other tensor of the model
-# shows a placeholder on the meta device. Then what the module's ancestors do to their descendants (GPT2Attention scales
-# its child's weight, nn.MultiheadAttention clears its child's bias) reaches this module's tensors and no others: on the
-# meta device a write does nothing and draws nothing. So the number of ranks, the units, their order, and what has
-# values already have no influence; and there is never memory for more than the given modules.
+# The initial values of the tensors that a module holds directly depend on the seed and the module's name only. They are
+# allocated at full size, with generators seeded by both, while all other tensors of the model are replaced by
+# placeholders on the meta device. Ancestors that initialize their descendants (GPT2Attention scales its child's weight,
+# nn.MultiheadAttention clears its child's bias) therefore only affect this module's tensors: on the meta device, a
+# write has no effect and draws no random numbers. The values do not depend on the number of ranks, on the units and
+# their order, or on already initialized tensors, and memory is only needed for the given modules.
 
-_WITHOUT, _LAZY, _REAL = range(3)  # what a rank has of a tensor
-_UNWRITTEN = 0xA5  # the byte that fresh memory is filled with
-_MOST_NAMED = 3  # tensors in a message
+_META, _LAZY, _REAL = range(3)  # state of a tensor on a rank
+_UNWRITTEN = 0xA5  # fill byte of new memory
+_MOST_NAMED = 3  # maximum number of tensor names in a message
 
 
-class _Place(NamedTuple):
-    """Where a tensor stands."""
+class _TensorLocation(NamedTuple):
+    """Module and attribute of a tensor."""
 
     module_name: str
     module: nn.Module
@@ -47,27 +47,27 @@ class _Place(NamedTuple):
 
 
 def has_no_values(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor is on the meta device, or was made in a `LazyInitContext` and not filled since."""
+    """Return whether a tensor is on the meta device, or lazy and not materialized."""
     return tensor.is_meta or is_lazy(tensor)
 
 
 class Materializer:
-    """Gives modules without values their values, one unit at a time, and makes all ranks start from the same.
+    """Materializes meta and lazy modules, one unit at a time, with equal values on all ranks.
 
-    First `check()`, then `place_real()`, then `fill()` for one unit after the other, right before it is sharded.
+    Call `check()`, then `place_real()`, then `fill()` for each unit right before it is sharded.
 
-    A parameter of a lazy model stays the same object. One on the meta device can't: `replaced` tells by the old one's
-    `id` the new one, which stands under all names of the old one. It doesn't keep the new ones alive, which are whole:
-    look a unit's parameters up before it is sharded.
+    A parameter of a lazy model stays the same object. A parameter on the meta device is replaced by a new one under all
+    its names; `replaced` maps the old one's `id` to it. The mapping holds weak references to the unsharded parameters:
+    look up a unit's parameters before it is sharded.
 
     Args:
         model: The user's model.
         device: Device of the values.
-        param_init_fn: Called with each module that holds tensors on the meta device itself; gives values to these, on
-            any real device. None: the module's `reset_parameters`, and `_init_weights` of a transformers model.
-        sync: Rank 0's values go to all ranks. False: the ranks have the same, which is verified.
-        seed: Of random values; None: rank 0's `torch.initial_seed()`.
-        group: The ranks that start from the same; rank 0 is its first. None: the world.
+        param_init_fn: Initializer of a module that directly holds meta tensors; materializes these on any real device.
+            Optional, defaults to the module's `reset_parameters` and `_init_weights` of a transformers model.
+        sync: If True, rank 0's values are broadcast; if False, equality of the ranks' values is verified.
+        seed: Seed of random values; optional, defaults to rank 0's `torch.initial_seed()`.
+        group: Ranks with equal values; its first rank counts as rank 0. Optional, defaults to the world group.
     """
 
     def __init__(
@@ -91,10 +91,10 @@ class Materializer:
         self._group = group
 
     def check(self) -> None:
-        """Raise if this rank alone can tell that the model can't be filled. No communication.
+        """Check whatever needs no communication.
 
         Raises:
-            ConfigError: Parameters are sharded already, have no shape yet, or nothing can give them values.
+            ConfigError: Parameters are already sharded, have no shape, or have no initializer.
         """
         named = self._named()
         for name, tensor in named:
@@ -103,26 +103,26 @@ class Materializer:
             self._require_initialisation([tensor for _, tensor in named if tensor.is_meta])
 
     @property
-    def facts(self) -> list[str]:
-        """What must be the same of all ranks' models."""
+    def fingerprint(self) -> list[str]:
+        """Description of the model that must be equal on all ranks."""
         named = self._named()
         return [f"{name}: {tuple(t.shape)} {t.dtype} requires_grad={t.requires_grad}" for name, t in named]
 
     @torch.no_grad()
     def place_real(self) -> None:
-        """Move parameters and buffers to the device that have values on all ranks, and broadcasts or compares them.
+        """Move tensors that have values on all ranks to the device, and broadcast or compare them.
 
-        Collective.
+        Collective over the group.
 
         Raises:
-            ConfigError: Other ranks than rank 0 alone have values, or nothing can give values to a tensor.
-            DesyncError: The ranks' models differ; without `sync` also in what has values, or in the values.
+            ConfigError: A tensor has values on other ranks but not on rank 0, or has no initializer.
+            DesyncError: The ranks' models differ; without `sync`, also if their values differ.
         """
         named = self._named()
-        check_same_across_ranks("the model's parameters and buffers", self.facts, self._group)
+        check_same_across_ranks("the model's parameters and buffers", self.fingerprint, self._group)
         self._agree_on_seed()
         stages = self._stages(named)
-        missing = [tensor for (_, tensor), ranks in zip(named, stages, strict=True) if ranks[0] == _WITHOUT]
+        missing = [tensor for (_, tensor), ranks in zip(named, stages, strict=True) if ranks[0] == _META]
         self._on_all_ranks(lambda: self._require_initialisation(missing))
         real = [one for one, ranks in zip(named, stages, strict=True) if set(ranks) == {_REAL}]
         for _, tensor in real:
@@ -131,35 +131,35 @@ class Materializer:
 
     @torch.no_grad()
     def fill(self, modules: Sequence[nn.Module]) -> None:
-        """Give the parameters and buffers that modules hold themselves, not their children, values on the device.
+        """Materialize the parameters and buffers that the given modules hold directly, on the device.
 
-        Tensors that have values on all ranks, and those that are sharded, are left alone. Collective.
+        Sharded tensors, and tensors with values on all ranks, stay unchanged. Collective over the group.
 
         Args:
-            modules: Of one unit.
+            modules: Modules of one unit.
 
         Raises:
-            ConfigError: The initialisation of a module leaves a tensor without values, or `param_init_fn` changes
-                other modules than the one that it is called with.
-            DesyncError: The ranks have different values, and `sync` is off.
+            ConfigError: The initialization of a module leaves a tensor without values, or `param_init_fn` changes other
+                modules than its argument.
+            DesyncError: The ranks have different values, and `sync` is False.
         """
         self._agree_on_seed()
-        places = self._places()
+        locations = self._locations()
         tensors = {id(tensor): tensor for module in modules for tensor in _own(module).values()}
-        named = [(places[key][0].name, one) for key, one in tensors.items() if not isinstance(one, DTensor)]
+        named = [(locations[key][0].name, one) for key, one in tensors.items() if not isinstance(one, DTensor)]
         stages = self._stages(named)
         waiting = [tensor for (_, tensor), ranks in zip(named, stages, strict=True) if set(ranks) != {_REAL}]
-        received = {id(tensor) for (_, tensor), ranks in zip(named, stages, strict=True) if ranks[0] != _WITHOUT}
-        homes = [places[id(tensor)][0] for tensor in waiting]
-        self._on_all_ranks(lambda: self._fill_here(modules, waiting, received, places))
-        self._make_equal([(home.name, _own(home.module)[home.own_name]) for home in homes])
+        received = {id(tensor) for (_, tensor), ranks in zip(named, stages, strict=True) if ranks[0] != _META}
+        owners = [locations[id(tensor)][0] for tensor in waiting]
+        self._on_all_ranks(lambda: self._fill_here(modules, waiting, received, locations))
+        self._make_equal([(owner.name, _own(owner.module)[owner.own_name]) for owner in owners])
 
     def _fill_here(
         self,
         modules: Sequence[nn.Module],
         tensors: Sequence[torch.Tensor],
         received: set[int],
-        places: dict[int, list[_Place]],
+        locations: dict[int, list[_TensorLocation]],
     ) -> None:
         materialize_own(modules, self._device)
         made: dict[int, torch.Tensor] = {}
@@ -169,18 +169,18 @@ class Materializer:
             elif id(tensor) in received:
                 made[id(tensor)] = torch.empty_like(tensor, device=self._device)
         missing = [tensor for tensor in tensors if tensor.is_meta and id(tensor) not in received]
-        made |= self._initial_values(missing, places)
+        made |= self._initial_values(missing, locations)
         for tensor in tensors:
             if id(tensor) in made:
-                self._replace(tensor, made[id(tensor)], places[id(tensor)])
+                self._replace(tensor, made[id(tensor)], locations[id(tensor)])
 
-    def _replace(self, old: torch.Tensor, values: torch.Tensor, places: Sequence[_Place]) -> None:
+    def _replace(self, old: torch.Tensor, values: torch.Tensor, locations: Sequence[_TensorLocation]) -> None:
         new = values.detach()
         if isinstance(old, nn.Parameter):
             new = torch.Tensor._make_subclass(type(old), new, old.requires_grad)  # type: ignore[arg-type]
-        new.__dict__.update(old.__dict__)  # what the user has marked it with
-        for place in places:
-            setattr(place.module, place.own_name, new)  # some classes watch what is set
+        new.__dict__.update(old.__dict__)  # attributes set by the user
+        for location in locations:
+            setattr(location.module, location.own_name, new)  # some classes override __setattr__
         self._old.append(old)
         if isinstance(new, nn.Parameter):
             self.replaced[id(old)] = new
@@ -190,7 +190,7 @@ class Materializer:
             if one is not None and one.device != self._device:
                 one.data = one.data.to(self._device)
 
-    # What the ranks agree on.
+    # Agreement of the ranks.
 
     def _agree_on_seed(self) -> None:
         if self._seed is None:
@@ -198,38 +198,38 @@ class Materializer:
             self._seed = int(all_gather_equal(torch.tensor([mine % 2**63]), self._group)[0])
 
     def _on_all_ranks(self, action: Callable[[], None]) -> None:
-        """Run what may fail on one rank alone, which fails all of them then."""
+        """Run an action; an error on any rank is raised on all."""
         error: Exception | None = None
         try:
             action()
-        except Exception as raised:  # it is raised again, here and on all other ranks
+        except Exception as raised:  # raised again below, on all ranks
             error = raised
         raise_on_all_ranks(error, self._group)
 
     def _stages(self, named: Sequence[tuple[str, torch.Tensor]]) -> list[list[int]]:
-        """Return by tensor and rank what there is of it; raises on all ranks if that doesn't go together."""
+        """Return the state of each tensor on each rank; raise on all ranks if the states are incompatible."""
         if not named:
             return []
-        mine = [_WITHOUT if t.is_meta else _LAZY if is_lazy(t) else _REAL for _, t in named]
+        mine = [_META if t.is_meta else _LAZY if is_lazy(t) else _REAL for _, t in named]
         stages = all_gather_equal(torch.tensor([mine], dtype=torch.uint8), self._group).T.tolist()
         for (name, _), ranks in zip(named, stages, strict=True):
             self._require_together(name, ranks)
         return list(stages)
 
     def _require_together(self, name: str, ranks: Sequence[int]) -> None:
-        without = [rank for rank, stage in enumerate(ranks) if stage == _WITHOUT]
-        having = [rank for rank, stage in enumerate(ranks) if stage != _WITHOUT]
+        without = [rank for rank, stage in enumerate(ranks) if stage == _META]
+        having = [rank for rank, stage in enumerate(ranks) if stage != _META]
         if not without or not having:
             return
-        facts = f"{name!r} has values on the ranks {having} and is on the meta device on the ranks {without}"
+        given = f"{name!r} has values on the ranks {having} and is on the meta device on the ranks {without}"
         if not self._sync:
             raise DesyncError(
-                f"{facts}: pass sync_module_states=True, which gives all ranks the values of rank 0, or build the model"
+                f"{given}: pass sync_module_states=True, which gives all ranks the values of rank 0, or build the model"
                 " on the same device everywhere"
             )
         if 0 in without:
             raise ConfigError(
-                f"{facts}, and sync_module_states=True would throw them away, because rank 0's go to all: give rank 0"
+                f"{given}, and sync_module_states=True would throw them away, because rank 0's go to all: give rank 0"
                 " the values, or build the model on the meta device everywhere"
             )
 
@@ -249,25 +249,25 @@ class Materializer:
                 " ranks those of rank 0, or seed every rank alike before the model is built"
             )
 
-    # How a tensor comes by its first values.
+    # Initial values.
 
     def _named(self) -> list[tuple[str, torch.Tensor]]:
         return [*self._model.named_parameters(), *self._model.named_buffers()]
 
-    def _places(self) -> dict[int, list[_Place]]:
-        """Return by a tensor's id where it stands, in the model's order."""
-        places: dict[int, list[_Place]] = {}
+    def _locations(self) -> dict[int, list[_TensorLocation]]:
+        """Return the locations of each tensor by `id`, in the model's order."""
+        locations: dict[int, list[_TensorLocation]] = {}
         for name, module in self._model.named_modules():
             for own_name, tensor in _own(module).items():
-                places.setdefault(id(tensor), []).append(_Place(name, module, own_name))
-        return places
+                locations.setdefault(id(tensor), []).append(_TensorLocation(name, module, own_name))
+        return locations
 
     def _require_initialisation(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Raise if nothing is known that gives the tensors values, each by the module where it stands first."""
+        """Check that the first module of each tensor has an initializer."""
         if self._param_init_fn is not None:
             return
         modules = dict(self._model.named_modules())
-        for name, own_names in self._by_home(tensors, self._places()).items():
+        for name, own_names in self._by_owner(tensors, self._locations()).items():
             kind = type(modules[name]).__name__
             if not _initialisers(_lineage(name, modules)):
                 raise ConfigError(
@@ -276,18 +276,18 @@ class Materializer:
                     " write a reset_parameters(), or build the model in a LazyInitContext"
                 )
 
-    def _by_home(
-        self, tensors: Sequence[torch.Tensor], places: dict[int, list[_Place]]
+    def _by_owner(
+        self, tensors: Sequence[torch.Tensor], locations: dict[int, list[_TensorLocation]]
     ) -> dict[str, dict[str, torch.Tensor]]:
-        """Return tensors by the module where each stands first and by its name there."""
-        homes: dict[str, dict[str, torch.Tensor]] = {}
+        """Return tensors by the name of their first module and their attribute in it."""
+        owners: dict[str, dict[str, torch.Tensor]] = {}
         for tensor in tensors:
-            home = places[id(tensor)][0]
-            homes.setdefault(home.module_name, {})[home.own_name] = tensor
-        return homes
+            owner = locations[id(tensor)][0]
+            owners.setdefault(owner.module_name, {})[owner.own_name] = tensor
+        return owners
 
     def _initial_values(
-        self, tensors: Sequence[torch.Tensor], places: dict[int, list[_Place]]
+        self, tensors: Sequence[torch.Tensor], locations: dict[int, list[_TensorLocation]]
     ) -> dict[int, torch.Tensor]:
         """Return the initial values by tensor `id`."""
         made: dict[int, torch.Tensor] = {}
@@ -295,7 +295,7 @@ class Materializer:
             return made
         modules = dict(self._model.named_modules())
         with _generators_kept(self._device), _placeholders(self._model):
-            for name, wanted in self._by_home(tensors, places).items():
+            for name, wanted in self._by_owner(tensors, locations).items():
                 values = self._values_of_module(name, modules)
                 made |= {id(tensor): values[own_name] for own_name, tensor in wanted.items()}
         return made
@@ -375,7 +375,7 @@ def _require_plain(name: str, tensor: torch.Tensor) -> None:
 
 
 def _own(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the parameters and buffers that a module holds itself, by its names for them."""
+    """Return the parameters and buffers that a module holds directly, by attribute."""
     tables: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
     return {name: tensor for table in tables for name, tensor in table.items() if tensor is not None}
 
@@ -391,7 +391,7 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _checksum(tensor: torch.Tensor) -> int:
-    """Return a number of a tensor's bytes, so that a nan is equal to itself."""
+    """Return a checksum of a tensor's bytes, which also compares nans."""
     return crc32(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
 
 
@@ -402,9 +402,9 @@ def _lineage(name: str, modules: dict[str, nn.Module]) -> list[nn.Module]:
 
 
 def _initialisers(lineage: Sequence[nn.Module]) -> list[Callable[[], Any]]:
-    """Return what a build of a model calls, in its order, that may write to the tensors of a module.
+    """Return the calls that may initialize the tensors of a module, in the order of the model's construction.
 
-    Constructors reset what they have made, from the inside out; then transformers goes over the whole model once more.
+    Constructors reset their tensors from the innermost module outwards; transformers then initializes the full model.
     """
     resets = [getattr(one, "reset_parameters", None) or getattr(one, "_reset_parameters", None) for one in lineage]
     found: list[Callable[[], Any]] = [reset for reset in resets if callable(reset)]
@@ -416,7 +416,7 @@ def _initialisers(lineage: Sequence[nn.Module]) -> list[Callable[[], Any]]:
 
 
 def _is_pretrained_model(module: nn.Module) -> bool:
-    """Return whether a module is a transformers model, without an import of transformers."""
+    """Return whether a module is a transformers model, without importing transformers."""
     bases = type(module).__mro__
     return any(base.__name__ == "PreTrainedModel" and base.__module__.startswith("transformers.") for base in bases)
 
@@ -424,7 +424,7 @@ def _is_pretrained_model(module: nn.Module) -> bool:
 def _unwritten_like(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     fresh = torch.empty_like(tensor, device=device)
     if tensor.dtype is torch.bool:
-        fresh.zero_()  # it has no other bytes to be told by
+        fresh.zero_()  # a bool has no invalid byte to detect
     else:
         torch.empty(0, dtype=torch.uint8, device=device).set_(fresh.untyped_storage()).fill_(_UNWRITTEN)
     if isinstance(tensor, nn.Parameter):
@@ -434,7 +434,7 @@ def _unwritten_like(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def _is_unwritten(found: torch.Tensor, fresh: torch.Tensor, version: int) -> bool:
-    """Return whether fresh memory was not written; a write by way of `.data` leaves no other trace than the bytes."""
+    """Return whether new memory is unwritten; a write through `.data` is only visible in the bytes."""
     if found is not fresh or fresh._version != version or fresh.numel() == 0:
         return False
     if fresh.dtype is torch.bool:
@@ -453,7 +453,7 @@ def _generators_kept(device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def _placeholders(model: nn.Module) -> Iterator[None]:
-    """Show tensors on the meta device in the place of all parameters and buffers; tied ones stay tied."""
+    """Replace all parameters and buffers by meta tensors in the block; tied ones stay tied."""
     tables: list[dict[str, Any]] = [t for module in model.modules() for t in (module._parameters, module._buffers)]
     saved = [dict(table) for table in tables]
     shown: dict[int, torch.Tensor] = {}
@@ -482,20 +482,20 @@ def _placeholder(tensor: torch.Tensor) -> torch.Tensor:
 def copy_with_tensors(
     function: Callable[[torch.Tensor], torch.Tensor], value: Any, memo: dict[int, Any] | None = None
 ) -> Any:
-    """Return a deep copy of a value with `function(tensor)` in the place of every tensor.
+    """Return a deep copy of a value with `function(tensor)` instead of every tensor.
 
     Args:
-        function: Called once for every tensor, and with the data of every parameter. Its answer shares no memory with
-            the tensor.
-        value: Anything that `copy.deepcopy` takes.
-        memo: As of `copy.deepcopy`: what takes the place of objects, by their id.
+        function: Called once for every tensor, and with the data of every parameter. Its result must not share memory
+            with the tensor.
+        value: Any value that `copy.deepcopy` accepts.
+        memo: Memo of `copy.deepcopy`: replacements of objects by `id`.
     """
     with _TensorCopies(function):
         return copy.deepcopy(value, memo)
 
 
 class _TensorCopies(TorchFunctionMode):
-    """`copy.deepcopy` asks a tensor for `__deepcopy__`, and that of a parameter clones the parameter's data."""
+    """Redirects `Tensor.__deepcopy__`, and `clone`, which the `__deepcopy__` of a parameter calls."""
 
     def __init__(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
         super().__init__()
@@ -507,10 +507,10 @@ class _TensorCopies(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def error_of_divided_copy(module_class: type[nn.Module]) -> ConfigError:
-    """Return what to tell who copies a module while its weights are divided among the ranks."""
+def sharded_copy_error(module_class: type[nn.Module]) -> ConfigError:
+    """Return the error of copying a module with sharded weights."""
     return ConfigError(
-        f"the weights of the {module_class.__name__} that was to be copied are divided among the ranks: copy the model"
-        " that boost() returned, or copy inside of `with model.gathered():`. An average of weights, as AveragedModel"
-        " keeps, is also updated inside of that, where all ranks must be"
+        f"the {module_class.__name__} to be copied has weights that are sharded over the ranks: copy the model that"
+        " boost() returned, or copy inside of `with model.gathered():` on all ranks. Weight averages, as of"
+        " AveragedModel, must also be updated inside of that block"
     )

@@ -47,7 +47,7 @@ def require_elementwise(optimizer: optim.Optimizer) -> None:
     obstacle = sharding_obstacle(optimizer)
     if obstacle is not None:
         raise ConfigError(
-            f"{type(optimizer).__name__} can't update parts of parameters: {obstacle}. Use an optimizer that updates"
+            f"{type(optimizer).__name__} can't update shards of parameters: {obstacle}. Use an optimizer that updates"
             " every element by itself, such as torch.optim.AdamW, or the torch_ddp plugin; or give the class a method"
             " use_shards(), see booster.interface.ShardAware (an empty one declares that it is elementwise after all)"
         )

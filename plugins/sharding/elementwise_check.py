@@ -1,4 +1,4 @@
-"""Finds out by trying whether an optimizer updates every element of a parameter by itself."""
+"""Trial of whether an optimizer is elementwise, on copies with small parameters."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from booster.rng_state import get_rng_state, set_rng_state, set_seed
 from .optimizer_copy import (
     CopyError,
     ObstacleFound,
-    Outcome,
-    Place,
+    ParamKey,
+    TrialResult,
+    check_is_conclusive,
     check_state_shapes,
-    check_tells_something,
     compare,
     compare_exactly,
     copy_optimizer,
@@ -36,10 +36,10 @@ from .shard_states import shard_state
 
 
 @contextmanager
-def nothing_changed(optimizer: Optimizer) -> Iterator[None]:
-    """Within it, copies of an optimizer may step: random numbers, warnings and the class's counts stay as they were.
+def isolated_trial(optimizer: Optimizer) -> Iterator[None]:
+    """Isolate steps of optimizer copies: random number generators, warnings and class attributes are restored.
 
-    Hooks that were registered on all optimizers of the process are not called.
+    Hooks registered for all optimizers of the process are not called.
     """
     devices = [group["params"][0].device for group in optimizer.param_groups if group["params"]]
     device = devices[0] if devices else torch.device("cpu")
@@ -57,7 +57,7 @@ def nothing_changed(optimizer: Optimizer) -> Iterator[None]:
 
 @contextmanager
 def _without_global_hooks() -> Iterator[None]:
-    """Set aside what `register_optimizer_step_pre_hook` and its like have put on all optimizers of the process."""
+    """Disable hooks registered with `register_optimizer_step_pre_hook` and `register_optimizer_step_post_hook`."""
     tables: list[dict[int, Any]] = [
         torch_optimizer._global_optimizer_pre_hooks,
         torch_optimizer._global_optimizer_post_hooks,
@@ -74,7 +74,7 @@ def _without_global_hooks() -> Iterator[None]:
 
 @contextmanager
 def _class_attributes_kept(cls: type) -> Iterator[None]:
-    """Put back numbers, texts and containers that are attributes of the user's classes, such as a count of calls."""
+    """Restore numbers, strings and containers that are attributes of the user's classes, such as a call counter."""
     kinds = (bool, int, float, str, list, dict, set)
     before: list[tuple[type, str, Any, Any]] = [
         (owner, name, value, copy.copy(value))
@@ -97,23 +97,23 @@ def _class_attributes_kept(cls: type) -> Iterator[None]:
 
 
 Span = tuple[int, int]
-# Puts other parameters into a copy's param groups in the place of whole ones, and returns them.
-Exchange = Callable[[Optimizer, Mapping[Place, nn.Parameter]], Mapping[Place, nn.Parameter]]
+# Replaces the full parameters in a copy's param groups, and returns the new ones.
+ReplaceParams = Callable[[Optimizer, Mapping[ParamKey, nn.Parameter]], Mapping[ParamKey, nn.Parameter]]
 
 _GRADIENT_SCALES = (1.0, 1e-3, 0.1, 1.0, 10.0, 1.0, 1e3, 1.0)
 _LEAST_LEARNING_RATE = 1e-2
-_LEAST_NOISE = 128 * 160  # so that small parameters have numbers of their own
+_LEAST_NOISE = 128 * 160  # enough for different values in all small parameters
 
 
-class SmallSteps:
-    """Runs of one optimizer that differ in what its copies hold alone; see Note [Probe] about the numbers.
+class TrialSteps:
+    """Equal steps of optimizer copies with different parameters; see Note [Elementwise trial] for the values.
 
     Args:
-        optimizer: The user's optimizer. Only read.
-        shapes: Shapes of the full parameters that are tried, by position.
+        optimizer: The user's optimizer; not modified.
+        shapes: Shapes of the full parameters by (param group, index).
     """
 
-    def __init__(self, optimizer: Optimizer, shapes: Mapping[Place, tuple[int, ...]]) -> None:
+    def __init__(self, optimizer: Optimizer, shapes: Mapping[ParamKey, tuple[int, ...]]) -> None:
         self._optimizer = optimizer
         self._shapes = shapes
         self._noise = torch.randn(
@@ -125,65 +125,67 @@ class SmallSteps:
 
     def run(
         self,
-        exchange: Exchange | None = None,
+        replace_params: ReplaceParams | None = None,
         *,
-        what: str = "whole parameters",
-        spans: Mapping[Place, Span] | None = None,
+        what: str = "full parameters",
+        spans: Mapping[ParamKey, Span] | None = None,
         seed: int = 0,
-    ) -> Outcome:
-        """Return what a copy did.
+    ) -> TrialResult:
+        """Step a copy and return its result.
 
         Args:
-            exchange: Called before the first step; None: it holds the whole parameters.
-            what: Description of the contents, for error messages.
-            spans: Which elements of the whole those are, where they are not all.
-            seed: Seed of the process's random numbers.
+            replace_params: Called before the first step; optional, defaults to keeping the full parameters.
+            what: Description of the parameters, for error messages.
+            spans: Element ranges of the replaced parameters; optional, defaults to all elements.
+            seed: Seed of the process's random number generators.
 
         Raises:
             CopyError: The optimizer can't be copied.
             ObstacleFound: Its step raised.
         """
         set_seed(seed)
-        wholes = {place: self._make_parameter(place) for place in self._shapes}
+        full_params = {param_key: self._make_parameter(param_key) for param_key in self._shapes}
         groups = range(len(self._optimizer.param_groups))
-        copied = copy_optimizer(self._optimizer, [_of_group(wholes, index) for index in groups])
+        copied = copy_optimizer(self._optimizer, [_of_group(full_params, index) for index in groups])
         _raise_learning_rates(copied)
-        held = wholes if exchange is None else exchange(copied, wholes)
-        rows = {place: [parameter.detach().reshape(-1).clone()] for place, parameter in held.items()}
+        held = full_params if replace_params is None else replace_params(copied, full_params)
+        rows = {param_key: [parameter.detach().reshape(-1).clone()] for param_key, parameter in held.items()}
         _call_own(copied, "train", what)
         for step, scale in enumerate(_GRADIENT_SCALES):
-            for place, parameter in held.items():
-                gradient = self._gradient(place, step) * scale
-                gradient = gradient if spans is None else gradient[slice(*spans[place])]
+            for param_key, parameter in held.items():
+                gradient = self._gradient(param_key, step) * scale
+                gradient = gradient if spans is None else gradient[slice(*spans[param_key])]
                 parameter.grad = gradient.to(parameter).view(parameter.shape)
             _call(copied, "step", what)
-            for place, parameter in held.items():
-                rows[place].append(parameter.detach().reshape(-1).clone())
+            for param_key, parameter in held.items():
+                rows[param_key].append(parameter.detach().reshape(-1).clone())
         if _call_own(copied, "eval", what):
-            for place, parameter in held.items():
-                rows[place].append(parameter.detach().reshape(-1).clone())
-        outcome = Outcome({place: torch.stack(some) for place, some in rows.items()})
-        outcome.note_states(copied, held)
-        return outcome
+            for param_key, parameter in held.items():
+                rows[param_key].append(parameter.detach().reshape(-1).clone())
+        result = TrialResult({param_key: torch.stack(some) for param_key, some in rows.items()})
+        result.record_states(copied, held)
+        return result
 
-    def _make_parameter(self, place: Place) -> nn.Parameter:
-        original = self._optimizer.param_groups[place[0]]["params"][0]
+    def _make_parameter(self, param_key: ParamKey) -> nn.Parameter:
+        original = self._optimizer.param_groups[param_key[0]]["params"][0]
         device = current_device() if original.device.type == "meta" else original.device
         dtype = torch.float64 if original.dtype == torch.float64 else torch.float32
-        noise = self._noise_for(place, 0)
+        noise = self._noise_for(param_key, 0)
         weight = noise * torch.linspace(0.1, 3.0, noise.numel(), device="cpu", dtype=torch.float32)
-        return nn.Parameter(weight.to(device, dtype).view(self._shapes[place]))
+        return nn.Parameter(weight.to(device, dtype).view(self._shapes[param_key]))
 
-    def _gradient(self, place: Place, step: int) -> torch.Tensor:
-        noise = self._noise_for(place, step + 1)
+    def _gradient(self, param_key: ParamKey, step: int) -> torch.Tensor:
+        noise = self._noise_for(param_key, step + 1)
         return noise * torch.linspace(3.0, 0.1, noise.numel(), device="cpu", dtype=torch.float32)
 
-    def _noise_for(self, place: Place, number: int) -> torch.Tensor:
-        return self._noise.roll(997 * number + 101 * place[0] + 11 * place[1])[: math.prod(self._shapes[place])]
+    def _noise_for(self, param_key: ParamKey, number: int) -> torch.Tensor:
+        return self._noise.roll(997 * number + 101 * param_key[0] + 11 * param_key[1])[
+            : math.prod(self._shapes[param_key])
+        ]
 
 
-def hold_only(copied: Optimizer, held: Mapping[Place, nn.Parameter]) -> None:
-    """Put parameters into a copy's param groups in the place of all others, in the same lists."""
+def set_parameters(copied: Optimizer, held: Mapping[ParamKey, nn.Parameter]) -> None:
+    """Replace the parameters in a copy's param groups, in place."""
     for index, group in enumerate(copied.param_groups):
         numbers = [number for (of_group, number) in held if of_group == index]
         if "param_names" in group:
@@ -192,12 +194,12 @@ def hold_only(copied: Optimizer, held: Mapping[Place, nn.Parameter]) -> None:
         group["params"][:] = _of_group(held, index)
 
 
-def _of_group(parameters: Mapping[Place, nn.Parameter], index: int) -> Sequence[nn.Parameter]:
-    return [parameter for place, parameter in parameters.items() if place[0] == index]
+def _of_group(parameters: Mapping[ParamKey, nn.Parameter], index: int) -> Sequence[nn.Parameter]:
+    return [parameter for param_key, parameter in parameters.items() if param_key[0] == index]
 
 
 def _call_own(copied: Optimizer, name: str, what: str) -> bool:
-    """Call the `train` or `eval` of an optimizer that swaps its weights; returns whether there is one."""
+    """Call `train` or `eval` of an optimizer that swaps weights; return whether the method exists."""
     if not callable(getattr(type(copied), name, None)):
         return False
     _call(copied, name, what)
@@ -206,7 +208,7 @@ def _call_own(copied: Optimizer, name: str, what: str) -> bool:
 
 def _call(copied: Optimizer, name: str, what: str) -> None:
     try:
-        getattr(type(copied), name)(copied)  # an instance's own `step` is a scheduler's, which counts
+        getattr(type(copied), name)(copied)  # an instance attribute `step` is the wrapper of an LR scheduler
     except Exception as error:
         raise ObstacleFound(f"on {what} its {name}() raised {type(error).__name__}: {error}") from error
 
@@ -220,40 +222,39 @@ def _raise_learning_rates(copied: Optimizer) -> None:
             group["lr"] = max(rate, _LEAST_LEARNING_RATE)
 
 
-# Note [Probe]
-# Three copies of the optimizer take the same steps: one has a few parameters whole, the other two are what two ranks
-# would have, parts of them as one-dimensional parameters. An elementwise optimizer does the same in all three.
-# To make others show:
-# - Weights grow and gradients shrink along a parameter, so that norms, means and maxima of the parts differ much from
-#   the whole's. Some steps have large gradients and some small ones, so that clipping inside acts and does not.
-# - There are parameters of one, two and four dimensions, since many optimizers ask for that. The matrix is as large as
-#   those ask for that factor or quantise large matrices only (128 rows, 4096 elements, whole blocks of 256).
-# - One parameter is on the second rank alone, so that positions in param_groups differ.
-# - The states and the numbers in param_groups are compared too: what acts after many steps only is in there before.
-# - A learning rate that a warm-up has set to zero would hide everything, so it is raised.
+# Note [Elementwise trial]
+# Three copies of the optimizer take the same steps: one with full parameters, two with the one-dimensional shards that
+# two ranks would have. An elementwise optimizer gives the same results. To expose other optimizers:
+# - Weights grow and gradients shrink along a parameter, so norms, means and maxima of the shards differ from those of
+#   the full parameter. Gradients are large in some steps and small in others, so internal clipping is active in some.
+# - Parameters have one, two and four dimensions, because many optimizers treat these differently. The matrix reaches
+#   the usual thresholds of factored and quantized optimizers (128 rows, 4096 elements, full blocks of 256).
+# - One parameter exists on the second rank only, so indices in param_groups differ.
+# - States and numbers in param_groups are compared too: they reveal effects of later steps.
+# - The learning rate is raised, because a warm-up may have set it to zero.
 _SHAPES = ((40,), (128, 160), (4, 3, 3, 3))
-_FIRST_PART = (0, 7577, 41)  # elements that the first rank has of each
-# Of hundreds of groups, one for each layer, most differ in a rate only: the large matrix is for the first of a kind.
+_FIRST_SHARD = (0, 7577, 41)  # number of elements on the first rank
+# Models may have hundreds of groups that differ in learning rates only: one large matrix per kind of group is enough.
 _SMALL_SHAPES = ((40,), (16, 20), (4, 3, 3, 3))
-_SMALL_FIRST_PART = (0, 117, 41)
+_SMALL_FIRST_SHARD = (0, 117, 41)
 _MAX_LARGE_GROUPS = 8
 
 _RANDOM = (
-    "its update draws random numbers, so that parts of a parameter come out different from the whole in any case, and"
-    " trying says nothing"
+    "its update draws random numbers, so that shards of a parameter differ from the full parameter in any case, and"
+    " a trial can't tell whether it is elementwise"
 )
 
 
 def find_obstacle(optimizer: Optimizer) -> str | None:
-    """Return what keeps an optimizer from running on parts of parameters; None: it updates every element by itself.
+    """Return the reason why an optimizer can't update shards of parameters, or None if it is elementwise.
 
-    Neither the optimizer and its parameters, nor hooks, random numbers or class attributes are changed.
+    The optimizer, its parameters, hooks, random number generators and class attributes stay unchanged.
 
     Args:
-        optimizer: The user's optimizer, with whole parameters.
+        optimizer: The user's optimizer, with unsharded parameters.
     """
-    with nothing_changed(optimizer):
-        trial = _Trial(optimizer)
+    with isolated_trial(optimizer):
+        trial = _ShardTrial(optimizer)
         try:
             trial.compare()
         except CopyError as error:
@@ -263,59 +264,62 @@ def find_obstacle(optimizer: Optimizer) -> str | None:
     return None
 
 
-class _Trial:
-    """Three copies of an optimizer, see Note [Probe]."""
+class _ShardTrial:
+    """Trial on shards of parameters; see Note [Elementwise trial]."""
 
     def __init__(self, optimizer: Optimizer) -> None:
-        self._shapes: dict[Place, tuple[int, ...]] = {}
-        self._spans: tuple[dict[Place, tuple[int, int]], dict[Place, tuple[int, int]]] = ({}, {})
+        self._shapes: dict[ParamKey, tuple[int, ...]] = {}
+        self._spans: tuple[dict[ParamKey, tuple[int, int]], dict[ParamKey, tuple[int, int]]] = ({}, {})
         for index, is_large in enumerate(large_groups(optimizer.param_groups)):
-            shapes, cuts = (_SHAPES, _FIRST_PART) if is_large else (_SMALL_SHAPES, _SMALL_FIRST_PART)
+            shapes, cuts = (_SHAPES, _FIRST_SHARD) if is_large else (_SMALL_SHAPES, _SMALL_FIRST_SHARD)
             if optimizer.param_groups[index]["params"]:
                 for number, (shape, cut) in enumerate(zip(shapes, cuts, strict=True)):
                     self._shapes[index, number] = shape
                     self._spans[0][index, number] = (0, cut)
                     self._spans[1][index, number] = (cut, math.prod(shape))
-        self._steps = SmallSteps(optimizer, self._shapes)
+        self._steps = TrialSteps(optimizer, self._shapes)
 
     def compare(self) -> None:
-        """Raise ObstacleFound if parts of parameters come out different from whole ones."""
-        whole = self._steps.run()
-        check_tells_something(whole)
-        check_state_shapes(whole, self._shapes)
-        compare(whole, [self._run_on_parts(rank) for rank in (0, 1)], self._shapes)
+        """Raise ObstacleFound if shards are updated differently from full parameters."""
+        full = self._steps.run()
+        check_is_conclusive(full)
+        check_state_shapes(full, self._shapes)
+        compare(full, [self._run_on_shards(rank) for rank in (0, 1)], self._shapes)
 
     def is_random(self) -> bool:
-        """Return whether the same steps end elsewhere with other random numbers."""
+        """Return whether the result depends on the random seed."""
         try:
             first, second = (self._steps.run(seed=seed).weights for seed in (1, 2))
         except ObstacleFound:
             return False
-        return any(not torch.allclose(first[place], second[place], rtol=0, atol=0, equal_nan=True) for place in first)
+        return any(
+            not torch.allclose(first[param_key], second[param_key], rtol=0, atol=0, equal_nan=True)
+            for param_key in first
+        )
 
-    def _run_on_parts(self, rank: int) -> Outcome:
-        """Step what one of two ranks would have."""
+    def _run_on_shards(self, rank: int) -> TrialResult:
+        """Step the shards of one of two ranks."""
         repoint = partial(_repoint, spans=self._spans[rank])
-        return self._steps.run(repoint, what="one-dimensional parts of parameters", spans=self._spans[rank])
+        return self._steps.run(repoint, what="one-dimensional shards of parameters", spans=self._spans[rank])
 
 
 def _repoint(
-    copied: Optimizer, wholes: Mapping[Place, nn.Parameter], spans: Mapping[Place, tuple[int, int]]
-) -> Mapping[Place, nn.Parameter]:
-    """Put a rank's parts into the param groups, as the plugin does, and return them."""
-    held: dict[Place, nn.Parameter] = {}
-    for place, whole in wholes.items():
-        shard = _shard(whole, spans[place], place[0])
+    copied: Optimizer, full_params: Mapping[ParamKey, nn.Parameter], spans: Mapping[ParamKey, tuple[int, int]]
+) -> Mapping[ParamKey, nn.Parameter]:
+    """Replace full parameters by a rank's shards, as the plugin does, and return them."""
+    held: dict[ParamKey, nn.Parameter] = {}
+    for param_key, full in full_params.items():
+        shard = _shard(full, spans[param_key], param_key[0])
         has_elements = shard.parameter.numel() > 0
-        shard_state(copied, whole, [shard] if has_elements else [])
+        shard_state(copied, full, [shard] if has_elements else [])
         if has_elements:
-            held[place] = shard.parameter
-    hold_only(copied, held)
+            held[param_key] = shard.parameter
+    set_parameters(copied, held)
     return held
 
 
 def large_groups(groups: Sequence[Mapping[str, Any]]) -> list[bool]:
-    """Return for every group whether it is among the first with hyperparameters of its kind, rates apart."""
+    """Return for every group whether it is the first with its hyperparameters, ignoring float values."""
     kinds: set[frozenset[tuple[str, str]]] = set()
     is_large = []
     for group in groups:
@@ -331,51 +335,51 @@ def _kind_of(value: Any) -> str:
     return repr(value) if isinstance(value, (bool, int, str, type(None))) else type(value).__name__
 
 
-def _shard(whole: nn.Parameter, span: tuple[int, int], group_index: int) -> Shard:
+def _shard(full: nn.Parameter, span: tuple[int, int], group_index: int) -> Shard:
     return Shard(
         name="probe",
-        global_shape=tuple(whole.shape),
+        global_shape=tuple(full.shape),
         span=span,
-        parameter=nn.Parameter(whole.detach().reshape(-1)[slice(*span)].clone()),
-        model_param=whole,
+        parameter=nn.Parameter(full.detach().reshape(-1)[slice(*span)].clone()),
+        model_param=full,
         group_index=group_index,
         has_master=False,
         is_primary=True,
     )
 
 
-# One copy of the optimizer has a few parameters of every group, as Note [Probe] has them, in shapes like those of the
-# group's own: as many dimensions, in like proportions, and as large as may be needed to be treated as large. Other
-# copies have some of these, as owners would: of every group each second one, of half of the groups all, or nothing. An
-# optimizer that updates each parameter by itself does the same to them, bit for bit, as nothing else is computed.
+# One copy of the optimizer has a few parameters per group, with values as in Note [Elementwise trial] and with shapes
+# proportional to the group's own, large enough to count as large. Other copies have subsets of these, as owner ranks
+# would: every second parameter, all parameters of half of the groups, or none. An optimizer that updates parameters
+# independently gives the same bits for each subset.
 _LARGE_NUMEL = 128 * 160
 _SMALL_NUMEL = 16 * 20
-_MOST_PARAMETERS = 8  # of a group that are all tried; of more, some of each number of dimensions
+_MOST_PARAMETERS = 8  # larger groups are sampled by number of dimensions
 _OF_EACH_DIM = 2
 
 
-def find_tie(optimizer: Optimizer) -> str | None:
-    """Return what ties an optimizer's parameters to each other; None: it updates every one of them by itself.
+def find_coupling(optimizer: Optimizer) -> str | None:
+    """Return the reason why updates of different parameters depend on each other, or None if they are independent.
 
-    What can't be tried out counts as tied, as all parameters together are always right. Neither the optimizer and its
-    parameters, nor hooks, random numbers or class attributes are changed.
+    An optimizer that can't be tried counts as coupled, because stepping all parameters together is always right. The
+    optimizer, its parameters, hooks, random number generators and class attributes stay unchanged.
 
     Args:
-        optimizer: The user's optimizer, with whole parameters.
+        optimizer: The user's optimizer, with unsharded parameters.
 
     Raises:
-        ConfigError: It doesn't step the parameters that are in its param groups, if they are others than it began with.
+        ConfigError: It does not step parameters that replace others in its param groups.
     """
-    with nothing_changed(optimizer):
-        trial = _IsolatedTrial(optimizer)
+    with isolated_trial(optimizer):
+        trial = _SubsetTrial(optimizer)
         try:
-            whole = trial.run_as_they_are()
+            full = trial.run_as_they_are()
         except CopyError as error:
             return f"{error}, so it could not be tried out"
         except ObstacleFound as found:
             return str(found)
         try:
-            trial.compare(whole, [trial.places])
+            trial.compare(full, [trial.param_keys])
         except ObstacleFound as found:
             raise ConfigError(
                 f"{type(optimizer).__name__} does not follow its param_groups, in which sharded training puts other"
@@ -383,17 +387,17 @@ def find_tie(optimizer: Optimizer) -> str | None:
                 " self.param_groups and keep none elsewhere, or use the torch_ddp plugin"
             ) from None
         try:
-            trial.compare(whole, trial.parts())
+            trial.compare(full, trial.parts())
         except ObstacleFound as found:
             return str(found)
     return None
 
 
-class _IsolatedTrial:
-    """Copies of an optimizer with a few parameters each."""
+class _SubsetTrial:
+    """Trial on subsets of the parameters."""
 
     def __init__(self, optimizer: Optimizer) -> None:
-        self._shapes: dict[Place, tuple[int, ...]] = {}
+        self._shapes: dict[ParamKey, tuple[int, ...]] = {}
         self._donors: list[Sequence[int]] = []
         for index, is_large in enumerate(large_groups(optimizer.param_groups)):
             parameters: Sequence[nn.Parameter] = optimizer.param_groups[index]["params"]
@@ -405,60 +409,65 @@ class _IsolatedTrial:
                 most = _LARGE_NUMEL if is_large and seen[len(shape)] <= _OF_EACH_DIM else _SMALL_NUMEL
                 self._shapes[index, number] = _shrunk(shape, most)
         self._names = [group.get("param_names") for group in optimizer.param_groups]
-        self._steps = SmallSteps(optimizer, self._shapes)
+        self._steps = TrialSteps(optimizer, self._shapes)
 
     @property
-    def places(self) -> Collection[Place]:
-        """All that are tried."""
+    def param_keys(self) -> Collection[ParamKey]:
+        """Keys of all parameters."""
         return self._shapes.keys()
 
-    def parts(self) -> list[Collection[Place]]:
-        """Return which parameters the copies have that don't have all."""
+    def parts(self) -> list[Collection[ParamKey]]:
+        """Return the parameter subsets of the copies."""
         middle = len(self._donors) // 2
-        alternating = [[place for place in self._shapes if place[1] % 2 == rest] for rest in (0, 1)]
-        by_groups = [[place for place in self._shapes if (place[0] < middle) == is_first] for is_first in (True, False)]
+        alternating = [[param_key for param_key in self._shapes if param_key[1] % 2 == rest] for rest in (0, 1)]
+        by_groups = [
+            [param_key for param_key in self._shapes if (param_key[0] < middle) == is_first]
+            for is_first in (True, False)
+        ]
         return [*alternating, *(by_groups if middle > 0 else ()), ()]
 
-    def run_as_they_are(self) -> Outcome:
-        """Return what happens to all parameters, none of which was exchanged after the optimizer was made."""
+    def run_as_they_are(self) -> TrialResult:
+        """Step all parameters, without replacing any after the copy was made."""
 
-        def keep(copied: Optimizer, wholes: Mapping[Place, nn.Parameter]) -> Mapping[Place, nn.Parameter]:
+        def keep(copied: Optimizer, full_params: Mapping[ParamKey, nn.Parameter]) -> Mapping[ParamKey, nn.Parameter]:
             self._rename(copied)
-            return wholes
+            return full_params
 
-        whole = self._steps.run(keep)
-        check_tells_something(whole)
-        return whole
+        full = self._steps.run(keep)
+        check_is_conclusive(full)
+        return full
 
-    def compare(self, whole: Outcome, parts: Iterable[Collection[Place]]) -> None:
-        """Raise ObstacleFound if parameters come out different when others of them, or none, are not there."""
+    def compare(self, full: TrialResult, parts: Iterable[Collection[ParamKey]]) -> None:
+        """Raise ObstacleFound if a subset of the parameters is updated differently from all parameters."""
         for part in parts:
-            compare_exactly(whole, self._run(set(part)), self._shapes)
+            compare_exactly(full, self._run(set(part)), self._shapes)
 
-    def _run(self, part: Collection[Place]) -> Outcome:
-        def exchange(copied: Optimizer, wholes: Mapping[Place, nn.Parameter]) -> Mapping[Place, nn.Parameter]:
+    def _run(self, part: Collection[ParamKey]) -> TrialResult:
+        def replace_params(
+            copied: Optimizer, full_params: Mapping[ParamKey, nn.Parameter]
+        ) -> Mapping[ParamKey, nn.Parameter]:
             self._rename(copied)
-            held: dict[Place, nn.Parameter] = {}
-            for place, whole in wholes.items():
-                state = copied.state.pop(whole, None)
-                if place in part:
-                    held[place] = nn.Parameter(whole.detach().clone())
+            held: dict[ParamKey, nn.Parameter] = {}
+            for param_key, full in full_params.items():
+                state = copied.state.pop(full, None)
+                if param_key in part:
+                    held[param_key] = nn.Parameter(full.detach().clone())
                     if state is not None:
-                        copied.state[held[place]] = state
-            hold_only(copied, held)
+                        copied.state[held[param_key]] = state
+            set_parameters(copied, held)
             return held
 
-        return self._steps.run(exchange, what=f"{len(part)} of {len(self._shapes)} whole parameters")
+        return self._steps.run(replace_params, what=f"{len(part)} of {len(self._shapes)} full parameters")
 
     def _rename(self, copied: Optimizer) -> None:
-        """Give every parameter the name of the one whose shape it has."""
+        """Set every parameter's name to that of the parameter that its shape is from."""
         for group, donors, names in zip(copied.param_groups, self._donors, self._names, strict=True):
             if names is not None:
                 group["param_names"] = [names[donor] for donor in donors]
 
 
 def _donors(dims: Sequence[int]) -> Sequence[int]:
-    """Return which of a group's parameters are tried, by their numbers of dimensions: two at least, so one twice."""
+    """Return the indices of a group's sampled parameters, by number of dimensions; at least two, if need be equal."""
     if len(dims) == 1:
         return (0, 0)
     if len(dims) <= _MOST_PARAMETERS:

@@ -1,7 +1,7 @@
-"""A copy of a user's optimizer that updates other, small parameters: to try it out without touching the user's own.
+"""Copies of a user's optimizer with small parameters, for trials, and comparison of their results.
 
-The constructor is not called: its arguments are unknown. The copy has the attributes of the original, with
-every parameter exchanged for a small one, and without hooks.
+The constructor is not called, because its arguments are unknown. The copy has the attributes of the original, with
+every parameter replaced by a small one, and no hooks.
 """
 
 from __future__ import annotations
@@ -17,28 +17,28 @@ from torch.optim import Optimizer
 
 from .deferred_init import copy_with_tensors
 
-# `copy.deepcopy(optimizer)` copies the model's weights and states, calls Optimizer.__getstate__, which forgets the
-# attributes of subclasses, and copies `optimizer.step` as torch's LR schedulers have patched it: a plain function that
-# steps the original. So the attributes are copied one by one, under a memo that says beforehand what takes the place of
-# parameters, lists of parameters, states, hooks, and of optimizers inside of the optimizer (such as Lookahead's).
-# References to what was not copied remain in closures and weak references; nothing can be done about those.
+# `copy.deepcopy(optimizer)` is not usable. It copies the model's weights and states, calls Optimizer.__getstate__,
+# which drops attributes of subclasses, and copies `optimizer.step` as patched by torch's LR schedulers, a function that
+# steps the original. Attributes are therefore copied one by one, with a deepcopy memo that replaces parameters, lists
+# of parameters, states, hooks, and inner optimizers (such as Lookahead's). Closures and weak references may still
+# refer to the original.
 
 _MAX_COPIED_NUMEL = 2**20  # tensors among the attributes; states are not copied
 
 
 class CopyError(Exception):
-    """The optimizer can't be copied; the text says why."""
+    """The optimizer can't be copied; the message has the reason."""
 
 
 def copy_optimizer(optimizer: Optimizer, parameters: Sequence[Sequence[nn.Parameter]]) -> Optimizer:
     """Return a copy of an optimizer for other parameters.
 
-    State that one of a group's parameters has is given to all of the new ones, in their shape: some optimizers make all
-    states in their constructor and fail without. The copy shares nothing with the original that a step could change.
+    The state of one parameter of a group is copied to all new ones, in their shapes, because some optimizers create
+    states in their constructor and require them. The copy shares no mutable state with the original.
 
     Args:
-        optimizer: The user's optimizer. Only read.
-        parameters: For every param group the parameters that take the place of the group's own.
+        optimizer: The user's optimizer; not modified.
+        parameters: New parameters of every param group.
 
     Raises:
         CopyError: Something in the optimizer can't be copied, or is too large.
@@ -63,7 +63,7 @@ def copy_optimizer(optimizer: Optimizer, parameters: Sequence[Sequence[nn.Parame
 
 
 def _optimizers_in(value: Any, seen: set[int]) -> Iterator[Optimizer]:
-    """Yield the optimizer and those that it holds, in attributes and containers."""
+    """Yield the optimizer and the optimizers in its attributes and containers."""
     if id(value) in seen:
         return
     seen.add(id(value))
@@ -93,7 +93,7 @@ def _empty_copy(optimizer: Optimizer, memo: dict[int, Any]) -> Optimizer:
 
 
 class _CopyBudget:
-    """Copies tensors, up to as many elements as an optimizer has a reason to keep outside of its states."""
+    """Copies tensors, up to the number of elements that an optimizer can be expected to keep outside of its states."""
 
     def __init__(self, max_numel: int) -> None:
         self._left = max_numel
@@ -151,7 +151,7 @@ def _fits_other_shapes(state: Any, parameter: torch.Tensor) -> bool:
 
 
 def _state_for(replacement: nn.Parameter, state: Any, parameter: torch.Tensor) -> Any:
-    """Return a parameter's state for one of another shape: tensors of its shape filled with their first number."""
+    """Return a parameter's state for another shape, with tensors of its shape filled with their first element."""
 
     def reshaped(tensor: torch.Tensor) -> torch.Tensor:
         tensor = tensor.detach()
@@ -170,39 +170,39 @@ def _copied_state(function: Callable[[torch.Tensor], torch.Tensor], state: Any) 
         raise CopyError(f"its state can't be copied ({error})") from error
 
 
-Place = tuple[int, int]  # param group, and number of the parameter among those that are tried
+ParamKey = tuple[int, int]  # (param group, index among the parameters of the trial)
 
-# Vector instructions round some elements in another way at the end of a tensor. One such rounding is a unit of 2**-24
-# of a weight, and a few units of what a step changes.
-_OF_THE_STEP = 1e-4
-_OF_THE_WEIGHTS = 2e-6
-_OF_A_STATE = 1e-4
+# Vector instructions round elements at the end of a tensor differently: by 2**-24 of a weight, and by a few units of
+# the change of a step.
+_STEP_TOLERANCE = 1e-4
+_WEIGHT_TOLERANCE = 2e-6
+_STATE_TOLERANCE = 1e-4
 
-_LARGEST_FREE_STATE = 32  # elements that a state may have without any relation to the parameter's shape
+_LARGEST_FREE_STATE = 32  # maximum elements of a state whose shape is unrelated to the parameter's
 
 
 class ObstacleFound(Exception):
-    """The text says what an optimizer did that one of the kind in question doesn't."""
+    """The optimizer is not of the tested kind; the message has the observed difference."""
 
 
 @dataclass(slots=True)
-class Outcome:
-    """What one copy of the optimizer did.
+class TrialResult:
+    """Result of stepping one copy of the optimizer.
 
     Attributes:
-        weights: By parameter: its elements before the first step and after each, one row each.
-        states: By parameter: the tensors and numbers of its state at the end, by where they are in it.
+        weights: Elements of each parameter, one row before the first step and one after each step.
+        states: Final state tensors and numbers of each parameter, by path in the state.
         numbers: Final numbers of each param group.
     """
 
-    weights: dict[Place, torch.Tensor]
-    states: dict[Place, dict[str, Any]] = field(default_factory=dict)
+    weights: dict[ParamKey, torch.Tensor]
+    states: dict[ParamKey, dict[str, Any]] = field(default_factory=dict)
     numbers: list[dict[str, Any]] = field(default_factory=list)
 
-    def note_states(self, optimizer: Optimizer, parameters: Mapping[Place, torch.Tensor]) -> None:
-        """Keep the states and numbers that the optimizer has now."""
-        for place, parameter in parameters.items():
-            self.states[place] = dict(_leaves(optimizer.state.get(parameter, {})))
+    def record_states(self, optimizer: Optimizer, parameters: Mapping[ParamKey, torch.Tensor]) -> None:
+        """Record the optimizer's current states and numbers."""
+        for param_key, parameter in parameters.items():
+            self.states[param_key] = dict(_leaves(optimizer.state.get(parameter, {})))
         self.numbers = [_numbers_of(group) for group in optimizer.param_groups]
 
 
@@ -225,27 +225,27 @@ def _numbers_of(group: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def check_tells_something(whole: Outcome) -> None:
-    """Raise ObstacleFound if comparing would say nothing."""
-    for place, weights in whole.weights.items():
+def check_is_conclusive(full: TrialResult) -> None:
+    """Raise ObstacleFound if a comparison would be meaningless."""
+    for param_key, weights in full.weights.items():
         if not bool(torch.isfinite(weights).all()):
             raise ObstacleFound(
-                f"a few steps with the hyperparameters of param_groups[{place[0]}] made weights that are not finite, so"
-                " it could not be tried out"
+                f"a few steps with the hyperparameters of param_groups[{param_key[0]}] made non-finite weights,"
+                " so it could not be tried out"
             )
-    if all(torch.equal(rows[0], rows[-1]) for rows in whole.weights.values()):
+    if all(torch.equal(rows[0], rows[-1]) for rows in full.weights.values()):
         raise ObstacleFound("a few steps did not change any weight, so it could not be tried out")
 
 
-def check_state_shapes(whole: Outcome, shapes: Mapping[Place, tuple[int, ...]]) -> None:
-    """Raise ObstacleFound if a state can't be divided, or if trying parts could take for ever."""
-    for place, states in whole.states.items():
+def check_state_shapes(full: TrialResult, shapes: Mapping[ParamKey, tuple[int, ...]]) -> None:
+    """Raise ObstacleFound if a state can't be sharded, or if a trial on shards could take too long."""
+    for param_key, states in full.states.items():
         for key, value in states.items():
-            _check_state_shape(key, value, shapes[place])
+            _check_state_shape(key, value, shapes[param_key])
 
 
 def _check_state_shape(key: str, value: Any, shape: tuple[int, ...]) -> None:
-    # A naive Shampoo makes a square matrix for every dimension: of a flat part with 10^4 elements one of 10^8.
+    # A naive Shampoo allocates a square matrix per dimension: 10^8 elements for a flat shard of 10^4.
     if isinstance(value, torch.Tensor) and tuple(value.shape) != shape and value.numel() > _LARGEST_FREE_STATE:
         raise ObstacleFound(
             f"for a parameter of shape {shape} it keeps a state {key} of shape {tuple(value.shape)}, which can't be"
@@ -253,45 +253,47 @@ def _check_state_shape(key: str, value: Any, shape: tuple[int, ...]) -> None:
         )
 
 
-def compare(whole: Outcome, ranks: Sequence[Outcome], shapes: Mapping[Place, tuple[int, ...]]) -> None:
-    """Raise ObstacleFound if the ranks' parts, put together, are not what happened to the whole parameters."""
-    for place, expected in whole.weights.items():
-        joined = torch.cat([outcome.weights[place] for outcome in ranks if place in outcome.weights], dim=1)
+def compare(full: TrialResult, ranks: Sequence[TrialResult], shapes: Mapping[ParamKey, tuple[int, ...]]) -> None:
+    """Raise ObstacleFound if the concatenated shards of the ranks differ from the full parameters."""
+    for param_key, expected in full.weights.items():
+        joined = torch.cat([result.weights[param_key] for result in ranks if param_key in result.weights], dim=1)
         if not _are_same_weights(joined, expected):
             raise ObstacleFound(
-                f"a parameter of shape {shapes[place]} came out different when two ranks updated parts of it than when"
-                f" it was updated whole (hyperparameters of param_groups[{place[0]}])"
+                f"a parameter of shape {shapes[param_key]} came out different when two ranks updated shards of it"
+                f" (hyperparameters of param_groups[{param_key[0]}])"
             )
         _compare_states(
-            whole.states[place], [outcome.states[place] for outcome in ranks if place in outcome.states], shapes[place]
+            full.states[param_key],
+            [result.states[param_key] for result in ranks if param_key in result.states],
+            shapes[param_key],
         )
-    for outcome in ranks:
-        for index, (expected_numbers, numbers) in enumerate(zip(whole.numbers, outcome.numbers, strict=True)):
+    for result in ranks:
+        for index, (expected_numbers, numbers) in enumerate(zip(full.numbers, result.numbers, strict=True)):
             for key in _differing(expected_numbers, numbers):
                 raise ObstacleFound(
-                    f"param_groups[{index}][{key!r}] came out different on ranks with parts of parameters"
+                    f"param_groups[{index}][{key!r}] came out different on ranks with shards of parameters"
                 )
 
 
-def compare_exactly(whole: Outcome, part: Outcome, shapes: Mapping[Place, tuple[int, ...]]) -> None:
-    """Raise ObstacleFound if what happened to some parameters is not, bit for bit, what happened to them among all.
+def compare_exactly(full: TrialResult, part: TrialResult, shapes: Mapping[ParamKey, tuple[int, ...]]) -> None:
+    """Raise ObstacleFound if a subset of the parameters is not bitwise equal to the same parameters among all.
 
     Args:
-        whole: Changes of all parameters together.
-        part: Changes of some parameters.
+        full: Result of all parameters.
+        part: Result of the subset.
         shapes: Shapes of the parameters, for the message.
     """
-    for place, weights in part.weights.items():
-        if not _are_same_bits(weights, whole.weights[place]):
+    for param_key, weights in part.weights.items():
+        if not _are_same_bits(weights, full.weights[param_key]):
             raise ObstacleFound(
-                f"a parameter of shape {shapes[place]} came out different without the others (hyperparameters of"
-                f" param_groups[{place[0]}])"
+                f"a parameter of shape {shapes[param_key]} came out different without the others (hyperparameters of"
+                f" param_groups[{param_key[0]}])"
             )
-        for key in _not_the_same(whole.states[place], part.states[place]):
+        for key in _not_the_same(full.states[param_key], part.states[param_key]):
             raise ObstacleFound(
-                f"its state {key} of a parameter of shape {shapes[place]} came out different without the others"
+                f"its state {key} of a parameter of shape {shapes[param_key]} came out different without the others"
             )
-    for index, (expected, found) in enumerate(zip(whole.numbers, part.numbers, strict=True)):
+    for index, (expected, found) in enumerate(zip(full.numbers, part.numbers, strict=True)):
         for key in _not_the_same(expected, found):
             raise ObstacleFound(f"param_groups[{index}][{key!r}] came out different without some parameters")
 
@@ -311,20 +313,20 @@ def _are_same_bits(found: torch.Tensor, expected: torch.Tensor) -> bool:
 def _are_same_weights(found: torch.Tensor, expected: torch.Tensor) -> bool:
     moved = (expected[1:] - expected[:-1]).abs().amax(dim=1)
     largest = expected.abs().amax(dim=1)[1:]
-    allowed = (_OF_THE_STEP * moved + _OF_THE_WEIGHTS * largest).cummax(dim=0).values
+    allowed = (_STEP_TOLERANCE * moved + _WEIGHT_TOLERANCE * largest).cummax(dim=0).values
     return bool(((found[1:] - expected[1:]).abs() <= allowed[:, None]).all())
 
 
-def _compare_states(whole: Mapping[str, Any], parts: Sequence[Mapping[str, Any]], shape: tuple[int, ...]) -> None:
-    divided = {key for key, value in whole.items() if isinstance(value, torch.Tensor) and tuple(value.shape) == shape}
+def _compare_states(full: Mapping[str, Any], parts: Sequence[Mapping[str, Any]], shape: tuple[int, ...]) -> None:
+    divided = {key for key, value in full.items() if isinstance(value, torch.Tensor) and tuple(value.shape) == shape}
     for part in parts:
         shared = {key: value for key, value in part.items() if key not in divided}
-        for key in _differing({key: value for key, value in whole.items() if key not in divided}, shared):
-            raise ObstacleFound(f"its state {key} came out different for a part of a parameter of shape {shape}")
+        for key in _differing({key: value for key, value in full.items() if key not in divided}, shared):
+            raise ObstacleFound(f"its state {key} came out different for a shard of a parameter of shape {shape}")
     for key in divided:
         joined = [part[key].reshape(-1) for part in parts if isinstance(part.get(key), torch.Tensor)]
-        if not joined or not _is_close(torch.cat(joined), whole[key].reshape(-1)):
-            raise ObstacleFound(f"its state {key} came out different for parts of a parameter of shape {shape}")
+        if not joined or not _is_close(torch.cat(joined), full[key].reshape(-1)):
+            raise ObstacleFound(f"its state {key} came out different for shards of a parameter of shape {shape}")
 
 
 def _differing(expected: Mapping[str, Any], found: Mapping[str, Any]) -> list[str]:
@@ -339,7 +341,7 @@ def _is_close(found: torch.Tensor, expected: torch.Tensor) -> bool:
     found, expected = found.double(), expected.double()
     largest = float(expected.abs().nan_to_num(0.0, 0.0, 0.0).max()) if expected.numel() > 0 else 0.0
     is_same = (found == expected) | (found.isnan() & expected.isnan())
-    return bool((is_same | ((found - expected).abs() <= _OF_A_STATE * largest)).all())
+    return bool((is_same | ((found - expected).abs() <= _STATE_TOLERANCE * largest)).all())
 
 
 def _tensor(value: Any) -> torch.Tensor:

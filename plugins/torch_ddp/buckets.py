@@ -160,8 +160,10 @@ def _allocate_buffers(
     sizes = [sum(parameter.numel() for parameter in bucket) for bucket in buckets]
     devices_of_buckets = [(bucket[0].dtype, device or bucket[0].device) for bucket in buckets]
     if uses_views:
-        return [torch.zeros(size, dtype=dtype, device=where) for size, (dtype, where) in zip(sizes, devices_of_buckets,
-        strict=True)]
+        return [
+            torch.zeros(size, dtype=dtype, device=where)
+            for size, (dtype, where) in zip(sizes, devices_of_buckets, strict=True)
+        ]
     keys = [(index % MAX_IN_FLIGHT, *home) for index, home in enumerate(devices_of_buckets)]
     largest: dict[tuple[int, torch.dtype, torch.device], int] = {}
     for key, size in zip(keys, sizes, strict=True):

@@ -29,7 +29,7 @@ from booster.device import current_device
 from booster.errors import ConfigError
 from booster.interface import MixedPrecision as BoosterPrecision
 from booster.plugins.sharding.elementwise import sharding_obstacle
-from booster.plugins.sharding.elementwise_check import find_tie
+from booster.plugins.sharding.elementwise_check import find_coupling
 from booster.validation import check_clipping, check_flag, check_replicas
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -630,4 +630,4 @@ def kind_of(optimizer: optim.Optimizer) -> OptimizerKind:
         return OptimizerKind.GLOBAL
     if type(optimizer) in _PER_PARAM_CLASSES:
         return OptimizerKind.PER_PARAM
-    return OptimizerKind.GLOBAL if find_tie(optimizer) is not None else OptimizerKind.PER_PARAM
+    return OptimizerKind.GLOBAL if find_coupling(optimizer) is not None else OptimizerKind.PER_PARAM

@@ -23,7 +23,7 @@ from booster.errors import CheckpointError, ConfigError
 from booster.interface import ModelWrapper, TensorSlice
 from booster.kernels.checksum import crc32
 from booster.plugins.sharding.buffer_pool import broadcast_joined
-from booster.plugins.sharding.deferred_init import error_of_divided_copy
+from booster.plugins.sharding.deferred_init import sharded_copy_error
 
 from .autograd_hooks import InputGradHook
 from .collective_order import CollectiveKind, CollectiveOrder
@@ -567,6 +567,6 @@ def _copy_sharded(model: weakref.ref[FSDPModel], sharded: weakref.ref[nn.Module]
     boosted, module = model(), sharded()
     assert module is not None
     if boosted is None or not boosted._is_gathered:
-        raise error_of_divided_copy(type(module).__mro__[2])
+        raise sharded_copy_error(type(module).__mro__[2])
     with detached_from_fsdp(boosted.module):
         return copy.deepcopy(module, memo)

@@ -63,17 +63,17 @@ REFUSED = {
     "QuantizesBlocks": (made_up.QuantizesBlocks, r"shape \(128, 160\) came out different"),
     "FirstIsSpecial": (made_up.FirstIsSpecial, r"shape \(128, 160\) came out different"),
     "CountsParameters": (made_up.CountsParameters, r"param_groups\[0\]\['num_seen'\] came out different"),
-    "SwitchesLater": (made_up.SwitchesLater, r"state 'norm' came out different for a part"),
+    "SwitchesLater": (made_up.SwitchesLater, r"state 'norm' came out different for a shard"),
     "Shampoo": (made_up.Shampoo, r"a state 'factor0' of shape \(40, 40\)"),
     "KeepsItsOwnList": (made_up.KeepsItsOwnList, "came out different"),
     "Noisy": (made_up.Noisy, "draws random numbers"),
-    "NeedsClosure": (made_up.NeedsClosure, "on whole parameters its step.. raised TypeError"),
-    "Raises": (made_up.Raises, "on whole parameters its step.. raised RuntimeError: the model is not compiled"),
-    "RaisesOnLongVectors": (made_up.RaisesOnLongVectors, "on one-dimensional parts of parameters its step.. raised V"),
+    "NeedsClosure": (made_up.NeedsClosure, "on full parameters its step.. raised TypeError"),
+    "Raises": (made_up.Raises, "on full parameters its step.. raised RuntimeError: the model is not compiled"),
+    "RaisesOnLongVectors": (made_up.RaisesOnLongVectors, "on one-dimensional shards of parameters its step.. raised V"),
     "HoldsTensor": (partial(made_up.HoldsTensor, numel=2**20 + 1), r"keeps a tensor of shape \(1048577,\) outside"),
     "HoldsGenerator": (made_up.HoldsGenerator, "attribute 'stream', a generator, can't be copied"),
     "NeverMoves": (made_up.NeverMoves, "did not change any weight, so it could not be tried out"),
-    "Explodes": (made_up.Explodes, "not finite, so it could not be tried out"),
+    "Explodes": (made_up.Explodes, "non-finite weights, so it could not be tried out"),
 }
 
 
@@ -109,7 +109,7 @@ def test_what_is_not_elementwise_is_refused(name):
     optimizer = make(make_parameters())
     with pytest.raises(ConfigError, match=seen) as refused:
         require_elementwise(optimizer)
-    assert str(refused.value).startswith(f"{type(optimizer).__name__} can't update parts of parameters: ")
+    assert str(refused.value).startswith(f"{type(optimizer).__name__} can't update shards of parameters: ")
     assert "booster.interface.ShardAware" in str(refused.value)
 
 
@@ -337,5 +337,5 @@ def test_default_dtype_and_grad_mode_do_not_matter():
 
 
 def test_the_cause_of_an_error_is_named_in_full():
-    with pytest.raises(ConfigError, match=re.escape("Raises can't update parts of parameters: on whole parameters")):
+    with pytest.raises(ConfigError, match=re.escape("Raises can't update shards of parameters: on full parameters")):
         require_elementwise(made_up.Raises(make_parameters()))

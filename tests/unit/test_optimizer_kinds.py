@@ -14,7 +14,7 @@ from oracles.shard_aware_lamb import ShardAwareLamb
 from torch import nn, optim
 
 from booster import ConfigError
-from booster.plugins.sharding.elementwise_check import find_tie
+from booster.plugins.sharding.elementwise_check import find_coupling
 from booster.plugins.torch_fsdp.config import OptimizerKind, kind_of
 
 
@@ -148,7 +148,7 @@ TOGETHER = {
     "FirstIsSpecial": (made_up.FirstIsSpecial, "came out different without the others"),
     "CountsParameters": (made_up.CountsParameters, r"param_groups\[0\]\['num_seen'\] came out different without some"),
     "Noisy": (made_up.Noisy, "came out different without the others"),
-    "NeedsParameters": (NeedsParameters, "on 0 of 4 whole parameters its step.. raised IndexError"),
+    "NeedsParameters": (NeedsParameters, "on 0 of 4 full parameters its step.. raised IndexError"),
     "NeedsClosure": (made_up.NeedsClosure, "raised TypeError"),
     "Raises": (made_up.Raises, "raised RuntimeError: the model is not compiled"),
     "HoldsTensor": (partial(made_up.HoldsTensor, numel=2**20 + 1), "so it could not be tried out"),
@@ -167,7 +167,7 @@ def test_what_may_see_rows(name):
 def test_what_has_to_see_whole_parameters(name):
     optimizer = WHOLES[name](make_parameters())
     assert kind_of(optimizer) is OptimizerKind.PER_PARAM
-    assert find_tie(optimizer) is None  # also where the class is known by name
+    assert find_coupling(optimizer) is None  # also where the class is known by name
 
 
 @pytest.mark.parametrize("name", TOGETHER)
@@ -177,7 +177,7 @@ def test_what_has_to_see_everything(name):
     assert kind_of(optimizer) is OptimizerKind.GLOBAL
     if seen is not None:
         with pytest.raises(AssertionError, match=seen):
-            raise AssertionError(find_tie(optimizer))
+            raise AssertionError(find_coupling(optimizer))
 
 
 def test_the_largest_kind_serves_all():
@@ -223,7 +223,7 @@ def test_groups_keep_their_hyperparameters():
     )
     assert kind_of(optimizer) is OptimizerKind.PER_PARAM
     optimizer.param_groups[2]["use_muon"] = True  # now it gets a vector
-    assert "ValueError: only matrices" in find_tie(optimizer)
+    assert "ValueError: only matrices" in find_coupling(optimizer)
 
 
 def test_groups_that_differ_in_a_way():
@@ -255,7 +255,7 @@ def test_hundreds_of_parameters_cost_no_more_than_a_few():
             return super().update(parameter, gradient, group)
 
     optimizer = Counts(make_parameters([(4, 4), (4,)] * 300))
-    assert find_tie(optimizer) is None
+    assert find_coupling(optimizer) is None
     assert max(steps) <= 128 * 160
     assert len(steps) < 4 * 8 * 8
 
@@ -303,7 +303,7 @@ def test_the_optimizer_is_left_as_it_was(name):
     groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
     settings = copy.deepcopy(groups)
     numbers = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].copy()
-    find_tie(optimizer)
+    find_coupling(optimizer)
     kind_of(optimizer)
     assert torch.equal(torch.get_rng_state(), numbers[0])
     assert random.getstate() == numbers[1]

@@ -381,9 +381,9 @@ before, peak = held(), 0
 def look():
     global peak
     peak = max(peak, held() - before)
-from booster.optim.nvme_offload import disk_work
-count = disk_work.DiskWork._count
-disk_work.DiskWork._count = lambda *arguments: (count(*arguments), look())[0]
+from booster.optim.nvme_offload import states
+count = states.OffloadedStep._count
+states.OffloadedStep._count = lambda *arguments: (count(*arguments), look())[0]
 for _ in range(3):
     optimizer.unwrap().step()
     look()
