@@ -1,4 +1,4 @@
-"""What all strategies over several ranks have in common."""
+"""Base class of the distributed plugins."""
 
 from __future__ import annotations
 
@@ -29,31 +29,32 @@ Arguments = TypeVar("Arguments")
 
 
 def arguments_of(cls: type[Arguments], given: Mapping[str, Any]) -> Arguments:
-    """Return an object of a dataclass whose fields are some of a constructor's arguments, under the same names."""
+    """Create a dataclass object from the constructor arguments that have the names of its fields."""
     return cls(**{field.name: given[field.name] for field in fields(cls)})  # type: ignore[arg-type]  # a dataclass
 
 
 class DistributedPlugin(Plugin):
-    """A strategy of ranks that know each other, each of which computes on a device of its own.
+    """Base of plugins that need an initialized process group; each rank computes on one device.
 
-    A subclass is made in three steps: `super().__init__()`, its arguments, and `self._agree(...)`. Before that it makes
-    no groups, as ranks that differ would wait for each other there in vain.
+    The constructor of a subclass calls `super().__init__()`, stores its arguments, and calls `self._agree(...)`. Only
+    then
+    may it create process groups: with different arguments, ranks would wait for each other until the timeout.
 
     Raises:
-        ConfigError: Before `launch`.
+        ConfigError: `launch` was not called.
     """
 
     def __init__(self) -> None:
         if not is_initialized():
             raise ConfigError(
-                f"{type(self).__name__} was made before the processes know each other: call"
+                f"{type(self).__name__} was created before the process group: call"
                 " booster.launch_from_torch() and start the script with `booster run`"
             )
-        release_unused_groups()  # of plugins that are gone
+        release_unused_groups()  # of deleted plugins
         self._device = current_device()
 
     def _agree(self, check: Callable[[], object]) -> None:
-        """Return if a check of the arguments raises on no rank, and they are the same on all. Collective."""
+        """Raise on all ranks if `check` raises on any, or if the ranks' arguments differ. Collective."""
         error = error_of(check)
         check_same_across_ranks(
             f"making a {type(self).__name__}", [] if error else self.config_fingerprint(), error=error
@@ -81,7 +82,7 @@ class DistributedPlugin(Plugin):
         release_groups(self._groups())
 
     def _groups(self) -> Iterable[dist.ProcessGroup | None]:
-        """Return the groups that it has made, in the same order on all ranks; maybe others, and None."""
+        """Return the process groups that `close` releases, in the same order on all ranks; None entries are ignored."""
         return ()
 
     def control_checkpoint_io(self) -> bool:

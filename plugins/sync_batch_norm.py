@@ -1,7 +1,7 @@
-"""Batch normalisation over the batches of all data-parallel ranks, on any device.
+"""Batch normalization over the batches of all data-parallel ranks, on any device.
 
-Torch's own `SyncBatchNorm` takes accelerator tensors only. On other devices its replacement here makes a data-parallel
-step equal one process's step on the whole batch.
+Torch's `SyncBatchNorm` accepts accelerator tensors only. `SynchronizedBatchNorm` supports all devices; a data-parallel
+step then equals one process's step on the global batch.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from booster.device import has_sync_batch_norm
 
 
 class _Normalize(torch.autograd.Function):
-    """Normalises with the mean and variance over all ranks. Two collectives: 2C+1 numbers forward, 2C backward."""
+    """Normalization with the global mean and variance. Two collectives: 2C+1 numbers forward, 2C backward."""
 
     @staticmethod
     def forward(
@@ -47,9 +47,9 @@ class _Normalize(torch.autograd.Function):
 def _global_moments(
     x_NC: torch.Tensor, group: dist.ProcessGroup | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return mean, biased variance and number of rows over all ranks.
+    """Return the mean, biased variance and number of rows over all ranks.
 
-    Ranks' moments are joined as in Chan, Golub, LeVeque 1979: no difference of large sums as in E[x^2] - E[x]^2.
+    The ranks' moments are combined as in Chan, Golub, LeVeque 1979, which avoids the cancellation of E[x^2] - E[x]^2.
     """
     channels = x_NC.shape[1]
     mean_C = x_NC.mean(0) if len(x_NC) else x_NC.new_zeros(channels)
@@ -64,14 +64,15 @@ def _global_moments(
 
 
 class SynchronizedBatchNorm(_BatchNorm):
-    """Batch normalisation over all ranks of a group, for inputs of shape (batch, channels, ...).
+    """Batch normalization over all ranks of a group, for inputs of shape (batch, channels, ...).
 
-    Same parameters, buffers and evaluation as `torch.nn.BatchNorm*d`. In training every rank of the group must call it
-    as often as the others.
+    Parameters, buffers and evaluation mode are those of `torch.nn.BatchNorm*d`. In training, all ranks of the group
+    must
+    call it equally often.
 
     Args:
-        source: The module to replace; its parameters and buffers are taken over as the same objects.
-        group: The ranks to normalise over; None: the world.
+        source: Module to replace; its parameter and buffer objects are reused.
+        group: Ranks to normalize over; None for the world group.
     """
 
     def __init__(self, source: _BatchNorm, group: dist.ProcessGroup | None) -> None:
@@ -88,14 +89,14 @@ class SynchronizedBatchNorm(_BatchNorm):
             raise ValueError(f"expected an input of at least 2 dimensions (batch, channels, ...), got {input.dim()}")
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Return the normalised input, in its dtype; statistics are fp32."""
+        """Return the normalized input in its dtype; statistics are computed in fp32 or higher."""
         self._check_input_dim(input)
         if not self.training:
             return self._forward_local(input)
         weight = self.weight if self.weight is not None else input.new_ones(self.num_features)
         bias = self.bias if self.bias is not None else input.new_zeros(self.num_features)
         rows_NC = input.movedim(1, -1).reshape(-1, self.num_features)
-        # Low-precision inputs would lose the variance; fp64 models keep theirs.
+        # At least fp32, because the variance of low-precision inputs would be inaccurate.
         compute = torch.promote_types(torch.promote_types(input.dtype, weight.dtype), torch.float32)
         with torch.autocast(input.device.type, enabled=False):
             out_NC, mean_C, var_C, count = _Normalize.apply(
@@ -126,10 +127,10 @@ class SynchronizedBatchNorm(_BatchNorm):
 
 
 def convert_batch_norm(model: nn.Module, device: torch.device, group: dist.ProcessGroup | None = None) -> None:
-    """Replace the model's BatchNorm modules, in place, by ones that normalise over all ranks.
+    """Replace the model's BatchNorm modules in place by modules that normalize over all ranks.
 
-    Torch's `SyncBatchNorm` is used on devices that have it, elsewhere `SynchronizedBatchNorm`.
-    Parameters stay the same objects, and modules that appear under several names stay shared.
+    Uses torch's `SyncBatchNorm` on devices that support it, `SynchronizedBatchNorm` on others. Parameters stay the same
+    objects, and modules with several names stay shared.
     """
     replaced: dict[nn.Module, nn.Module] = {}
     for parent in list(model.modules()):

@@ -99,7 +99,7 @@ class GeminiOptimizer(ShardedOptimizer):
         self._updates: dict[int, ChunkUpdate] = {}
         self._update_of: dict[int, ChunkUpdate] = {}
         for index in range(len(optim.param_groups)):
-            self._note_group(index)
+            self._record_group(index)
         self._shard_chunks(self._manager.chunks)
         model.connect(self.zero_grad)
         self._manager.state_bytes = self._state_bytes
@@ -232,7 +232,7 @@ class GeminiOptimizer(ShardedOptimizer):
     # Gradients.
 
     def _reduce_gradients(self) -> float:
-        self._known_norm = None
+        self._cached_norm = None
         for update in self._agree_on_use():
             if self._settings.replica_group is not None:
                 self._sum_over_replicas(update.chunk)

@@ -67,9 +67,9 @@ class HybridOptimizer(ZeroOptimizer):
 
     # Parameters of the unpartitioned model.
 
-    def _note_group(self, index: int) -> None:
+    def _record_group(self, index: int) -> None:
         if self.stage_model is None:
-            super()._note_group(index)
+            super()._record_group(index)
             return
         names = (
             self.stage_model.groups[index] if index < len(self.stage_model.groups) else self._names_of_new_group(index)

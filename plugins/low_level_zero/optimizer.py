@@ -66,7 +66,7 @@ class ZeroOptimizer(ShardedOptimizer):
         self._synchronizes = True
         self._flat_groups: list[FlatGroup] = []
         for index in range(len(optim.param_groups)):
-            self._note_group(index)
+            self._record_group(index)
             self._shard_group(index)
         self._connect()
 
@@ -153,7 +153,7 @@ class ZeroOptimizer(ShardedOptimizer):
     # Gradients.
 
     def _reduce_gradients(self) -> float:
-        self._known_norm = None
+        self._cached_norm = None
         self._reducer.finish()
         for bucket in self._reducer.buckets:
             for param_grad, owned in bucket.owned:

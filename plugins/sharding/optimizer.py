@@ -1,4 +1,4 @@
-"""What every optimizer over shards does alike: norm, clipping, step, and what a checkpoint asks of it."""
+"""Base of optimizer wrappers with sharded parameters: gradient norm, clipping, step, checkpoint state."""
 
 from __future__ import annotations
 
@@ -58,44 +58,44 @@ from .masters import follow_weights
 def norm_over_ranks(
     gradients: Sequence[torch.Tensor], norm_type: float, group: dist.ProcessGroup | None
 ) -> torch.Tensor:
-    """Return the norm of all elements that the ranks of the group hold, as a 0-dim fp32 tensor, equal on all.
+    """Return the norm of a gradient that is sharded over the group, as a 0-dim fp32 tensor, equal on all ranks.
 
     Args:
-        gradients: This rank's parts.
-        norm_type: Order of the norm, `float("inf")` included.
-        group: The ranks among which the gradient is divided, each element on one of them.
+        gradients: This rank's shards.
+        norm_type: Order of the norm; `float("inf")` is allowed.
+        group: Ranks that hold the gradient, each element on one of them.
 
-    Collective: one small all-reduce. The result stays on the device of the gradients' communication.
+    Collective over the group: one small all-reduce. The result is on the device of the group's communication.
     """
     device = collective_device(group)
     if norm_type == 2.0 and supports_sum_of_squares(gradients):
         total = torch.tensor([sum_of_squares(gradients)], dtype=torch.float64, device=device)
         return all_reduce_sum(total, group).sqrt().reshape(()).float()
-    norms = torch._foreach_norm(list(gradients), norm_type) if gradients else []  # a rank may own nothing
+    norms = torch._foreach_norm(list(gradients), norm_type) if gradients else []  # a rank may own no elements
     stacked = torch.stack([torch.zeros((), dtype=torch.float64, device=device), *(norm.to(device) for norm in norms)])
     if math.isinf(norm_type):
-        # A comparison with nan is false, so that a maximum may lose it: it travels as a number of its own.
-        facts = torch.stack([stacked.nan_to_num(nan=0.0, posinf=math.inf).max(), stacked.isnan().any().double()])
-        largest, has_nan = all_reduce_max(facts, group)
+        # A maximum may drop nan, because comparisons with it are false: a separate flag is reduced.
+        extremes = torch.stack([stacked.nan_to_num(nan=0.0, posinf=math.inf).max(), stacked.isnan().any().double()])
+        largest, has_nan = all_reduce_max(extremes, group)
         return torch.where(has_nan > 0, torch.full_like(largest, math.nan), largest).float()
     total = all_reduce_sum(stacked.pow(norm_type).sum().reshape(1), group)
     return total.pow(1.0 / norm_type).reshape(()).float()
 
 
-# Note [States of shards]
-# A state of the shard's own shape holds one value per element and is a span of the logical state. Every other state
-# ("step", and what `ShardAware` optimizers know of a whole parameter) each shard has in full, the same on all ranks,
-# and the shard with the parameter's first element writes it.
-# A stored state is cut if it has its parameter's shape. For a parameter without dimensions that says nothing: what is a
-# single number for another parameter is one here too, else the names of torch's own optimizers decide.
+# Note [Optimizer states of shards]
+# A state with the shard's shape is elementwise, a range of the full state. Every other state ("step", and states that
+# `ShardAware` optimizers keep per parameter) is replicated on all shards, and the shard with the parameter's first
+# element saves it.
+# A saved state is sharded if it has its parameter's shape. This is ambiguous for 0-dim parameters: a state that is one
+# number for other parameters is a number here too; otherwise the names used by torch's optimizers decide.
 _NUMBER_STATES = frozenset({"step", "eta", "mu", "mu_product"})
 
 
 class ShardedOptimizerState(OptimizerState):
-    """The view of an optimizer whose parameters are cut into shards; frozen ones it has whole, as any other.
+    """Checkpoint view of an optimizer with sharded parameters; frozen parameters are unsharded.
 
     Args:
-        optimizer: The optimizer to read and fill.
+        optimizer: Optimizer to save or load.
     """
 
     optimizer: ShardedOptimizer
@@ -140,13 +140,13 @@ class ShardedOptimizerState(OptimizerState):
         failure: CheckpointError | None = None
         try:
             own = self._own_numbers()
-        except CheckpointError as error:  # raised by all ranks below
+        except CheckpointError as error:  # raised on all ranks below
             failure = error
         raise_on_all_ranks(failure)
         payloads, _ = all_gather_bytes(json.dumps(own).encode(), None)
         found: dict[str, dict[str, Any]] = {}
         for payload in payloads:
-            found = json.loads(payload) | found  # the first rank's count, where several have shards of a parameter
+            found = json.loads(payload) | found  # if several ranks have shards of a parameter, the first rank's numbers
         return {name: found[name] for name in self.named_parameters() if name in found}
 
     def _own_numbers(self) -> dict[str, dict[str, Any]]:
@@ -155,7 +155,7 @@ class ShardedOptimizerState(OptimizerState):
         return {name: numbers for name, one in held if (numbers := self._numbers(name, one))}
 
     def _own_spec(self, parameter: nn.Parameter, key: str, spec: TensorSpec) -> TensorSpec:
-        """Return what one of `param_groups` has of a stored state; see Note [States of shards]."""
+        """Return the spec of a saved state for a parameter of `param_groups`; see Note [Optimizer states of shards]."""
         shard = self.optimizer.shards.shard_of(parameter)
         if shard is None:
             return super()._own_spec(parameter, key, spec)
@@ -173,10 +173,10 @@ class ShardedOptimizerState(OptimizerState):
 
 
 class ShardedPendingGradients(AccumulatedGradients):
-    """The view of gradients of which some are a rank's own, whole, and others sums over the ranks, cut into shards.
+    """Checkpoint view of accumulated gradients: local unsharded ones, and reduced ones that are sharded.
 
     Args:
-        optimizer: The optimizer to read and fill.
+        optimizer: Optimizer to save or load.
     """
 
     optimizer: ShardedOptimizer
@@ -191,7 +191,7 @@ class ShardedPendingGradients(AccumulatedGradients):
         mine = {shard.name: str(sums.dtype).removeprefix("torch.") for shard, sums in found}
         payloads, _ = all_gather_bytes(json.dumps(mine).encode(), shards.group)
         dtypes = {name: getattr(torch, dtype) for one in payloads for name, dtype in json.loads(one).items()}
-        # A parameter may lie in several buckets, of which only some were reduced: in the others its sum is zero.
+        # Only some of a parameter's buckets may be reduced: its sum in the others is zero.
         held = {(shard.name, shard.span) for shard, _ in found}
         missing = [
             one for one in self.optimizer.gradient_shards if one.name in dtypes and (one.name, one.span) not in held
@@ -221,7 +221,7 @@ class ShardedPendingGradients(AccumulatedGradients):
         rescaled: Callable[[torch.Tensor], torch.Tensor],
     ) -> None:
         self._reduced = None
-        if reduced.names:  # first, as it forgets all gradients
+        if reduced.names:  # first, because it drops all gradients
             for shard, sums in self.optimizer.reduced_gradients(allocate=reduced.names):
                 for part in shard.slices(shard.name, sums) if shard.name in reduced.names else ():
                     part.tensor.copy_(rescaled(reduced.read(part)).view(part.tensor.shape))
@@ -230,7 +230,7 @@ class ShardedPendingGradients(AccumulatedGradients):
 
 
 def _shards_by_name(optimizer: ShardedOptimizer) -> dict[str, list[Shard]]:
-    """Return this rank's shards of every sharded parameter, of some parameters none."""
+    """Return this rank's shards of every sharded parameter, possibly none."""
     found: dict[str, list[Shard]] = {name: [] for name in optimizer.shards.names}
     for shard in optimizer.shards.parts:
         found[shard.name].append(shard)
@@ -238,12 +238,12 @@ def _shards_by_name(optimizer: ShardedOptimizer) -> dict[str, list[Shard]]:
 
 
 def _replica_slices(shard: Shard, sums: torch.Tensor) -> list[TensorSlice]:
-    """Return sums over the ranks of one replica as slices, of which every replica has its own."""
+    """Return the reduced gradients of one replica as slices; every replica has its own."""
     return shard.shard_spec.slices(shard.name, sums, span=shard.span)
 
 
 def _number_states(specs: Mapping[str, TensorSpec], shapes: Mapping[str, Collection[int]]) -> frozenset[str]:
-    """Return the keys of stored states that are one number per parameter; see Note [States of shards]."""
+    """Return the keys of saved states that are one number per parameter; see Note [Optimizer states of shards]."""
     numbers: set[str] = set()
     others: set[str] = set()
     for full_name, spec in specs.items():
@@ -254,25 +254,25 @@ def _number_states(specs: Mapping[str, TensorSpec], shapes: Mapping[str, Collect
 
 
 class ShardedOptimizer(OptimizerWrapper):
-    """An optimizer whose `param_groups` hold this rank's shards in place of parameters that train.
+    """Optimizer wrapper whose `param_groups` hold this rank's shards in place of trainable parameters.
 
-    Parameters that don't train stay in the groups, whole; everything else in a group is the user's own, live.
+    Frozen parameters stay in the groups unsharded. All other entries of a group are those of the user's optimizer.
 
     Args:
         optim: The user's optimizer, elementwise or `ShardAware`.
         model: The boosted model.
-        data_parallel_group: All ranks among which data are divided; None: the world.
-        shard_group: The ranks among them that share the shards; None: the world.
-        grad_norm_group: The ranks that hold every element of the gradient between them, and count each once; None:
-            those of `shard_group`.
-        max_norm: Gradients are clipped to this norm at every step; 0: they are not.
-        norm_type: Order of that norm.
-        loss_scaler: Of half precision; None: losses are not scaled.
-        is_primary: True on the rank that writes what all ranks hold alike.
+        data_parallel_group: All data-parallel ranks; None for the world group.
+        shard_group: Ranks that share the shards; None for the world group.
+        grad_norm_group: Ranks that hold the full gradient together, each element on one of them; optional, defaults to
+            `shard_group`.
+        max_norm: Maximum gradient norm at every step; 0 disables clipping.
+        norm_type: Order of the norm.
+        loss_scaler: Loss scaler for fp16; optional, defaults to no scaling.
+        is_primary: If True, this rank saves what is equal on all ranks.
 
     Attributes:
         shards: This rank's shards.
-        logical_groups: For every param group the names and parameters that it is made of.
+        logical_groups: Names and unsharded parameters of every param group.
     """
 
     shards: Shards
@@ -295,9 +295,9 @@ class ShardedOptimizer(OptimizerWrapper):
         self._grad_norm_group = shard_group if grad_norm_group is None else grad_norm_group
         self._max_norm = max_norm
         self._norm_type = norm_type
-        self._known_norm: torch.Tensor | None = None
+        self._cached_norm: torch.Tensor | None = None
         self._is_stepping = False
-        optim.register_step_pre_hook(partial(_refuse_step_of_its_own, weakref.ref(self)))
+        optim.register_step_pre_hook(partial(_refuse_unwrapped_step, weakref.ref(self)))
         self._num_own_step_hooks = 1
         self._model_param_of: dict[int, nn.Parameter] = {}
         named = reversed(list(model.unwrap().named_parameters()))
@@ -306,63 +306,63 @@ class ShardedOptimizer(OptimizerWrapper):
         model.register_load_hook(self._refresh_masters)
         model.register_exact_copies(self._master_slices)
 
-    # What a strategy has to say.
+    # Implemented by the strategy.
 
     @abstractmethod
     def _refresh_masters(self) -> None:
-        """Take over weights that were changed from outside."""
+        """Copy externally changed weights into the masters."""
 
     def follow_weights(self, shard: Shard) -> None:
-        """Take the model's weights over into a shard that is a copy of them."""
+        """Copy changed model weights into their master shard."""
         follow_weights(shard)
 
     @abstractmethod
     def _shard_memory(self) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
-        """Yield shards with the memory that they must be views of, so that the model follows them."""
+        """Yield shards with the memory that they must be views of."""
 
     @abstractmethod
     def _publish_weights(self) -> None:
-        """Move this rank's shards into the model, on all ranks. Collective."""
+        """Copy this rank's shards into the model on all ranks. Collective."""
 
     @abstractmethod
     def _reshard(self, indices: Sequence[int]) -> None:
-        """Shards the parameters of these param groups that train and are still whole. Collective."""
+        """Shard the trainable, unsharded parameters of these param groups. Collective."""
 
     @abstractmethod
     def _check_weights(self) -> None:
-        """Raise if updates would not reach the model any more.
+        """Check that updates still reach the model.
 
         Raises:
-            ConfigError: They would not.
+            ConfigError: The memory of a weight was replaced.
         """
 
     @abstractmethod
     def local_gradients(self) -> dict[str, torch.Tensor]:
-        """Return this rank's raw gradients that were not reduced yet, by name, in the parameters' shapes."""
+        """Return this rank's unreduced, scaled gradients by name, in the parameters' shapes."""
 
     @abstractmethod
     def reduced_gradients(self, allocate: Collection[str] | None = None) -> list[tuple[Shard, torch.Tensor]]:
-        """Return the raw gradients that were summed over the ranks already, shard by shard, as live memory.
+        """Return the reduced, scaled gradients, summed over the ranks, shard by shard, without a copy.
 
         Args:
-            allocate: Forget all gradients, and make zeros of these parameters, to be filled; None: as it is.
+            allocate: If given, drop all gradients and allocate zeros for these parameters, for the caller to fill.
 
-        Without `allocate` collective over the data-parallel ranks; with it no communication, and every rank gives the
+        Without `allocate`, collective over the data-parallel ranks. With it, no communication; all ranks must pass the
         same names.
         """
 
     @abstractmethod
     def set_local_gradient(self, name: str, gradient: torch.Tensor) -> None:
-        """Make a raw gradient in the parameter's shape this rank's own, to be reduced with the others'."""
+        """Set this rank's unreduced, scaled gradient of a parameter."""
 
     @property
     def gradient_shards(self) -> Sequence[Shard]:
-        """The parts in which this rank has sums over the ranks: those that it updates, unless a strategy differs."""
+        """Shards for which this rank holds reduced gradients; by default those that it updates."""
         return self.shards.parts
 
     # Sharding.
 
-    def _note_group(self, index: int) -> None:
+    def _record_group(self, index: int) -> None:
         parameters = self.param_groups[index]["params"]
         self.logical_groups.append([(self._names[id(parameter)], parameter) for parameter in parameters])
 
@@ -376,14 +376,14 @@ class ShardedOptimizer(OptimizerWrapper):
         return [part for shard in masters for part in shard.slices(shard.name, shard.parameter.detach())]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group to the user's optimizer and shards it.
+        """Add a param group to the user's optimizer and shard it.
 
-        Collective: every rank must add the same group.
+        Collective: all ranks must add the same group.
 
         Raises:
-            ConfigError: Gradients wait for their step, or a parameter is not the model's.
+            ConfigError: There are accumulated gradients, or a parameter does not belong to the model.
         """
-        self._check_nothing_waits("add_param_group()")
+        self._check_no_accumulated_gradients("add_param_group()")
         given = param_group["params"]
         members = [given] if isinstance(given, torch.Tensor) else list(given)
         foreign = [tuple(one.shape) for one in members if id(one) not in self._names]
@@ -393,24 +393,24 @@ class ShardedOptimizer(OptimizerWrapper):
                 f" {foreign[0]}): add parameters of the model that was boosted with this optimizer"
             )
         self.optim.add_param_group({**param_group, "params": members})
-        self._note_group(len(self.param_groups) - 1)
+        self._record_group(len(self.param_groups) - 1)
         self._reshard([len(self.param_groups) - 1])
 
     def _shard_unfrozen(self) -> None:
-        """Notice parameters that were frozen when they came here and train now."""
+        """Shard parameters that were unfrozen after boost()."""
         found = [
             index
             for index, group in enumerate(self.param_groups)
             if any(one.requires_grad and id(one) not in self._model_param_of for one in group["params"])
         ]
         if found:
-            self._check_nothing_waits("unfreezing a parameter")
+            self._check_no_accumulated_gradients("unfreezing a parameter")
             self._reshard(found)
 
-    def _check_nothing_waits(self, what: str) -> None:
+    def _check_no_accumulated_gradients(self, what: str) -> None:
         if self._accumulation.is_open:
             raise ConfigError(
-                f"{what} while gradients wait for their step would change how they are divided among the ranks: do it"
+                f"{what} with accumulated gradients would change how they are sharded over the ranks: do it"
                 " after optimizer.step() and zero_grad()"
             )
 
@@ -421,17 +421,17 @@ class ShardedOptimizer(OptimizerWrapper):
         super()._begin_accumulation(num_items)
 
     def _needs_no_unscaling(self) -> bool:
-        return False  # they are neither reduced nor averaged
+        return False  # gradients are neither reduced nor averaged yet
 
     def _unscale_gradients(self) -> None:
         window = self._accumulation
         may_have_others = not window.is_unscaled and window.num_backwards == 0 and self.loss_scaler is None
         if may_have_others and self._any_rank_has_gradients():
-            # Of a plain loss.backward(), or of another boosted model's backward that reaches into this one.
+            # From a plain loss.backward(), or from another boosted model's backward through this model.
             window.count_backward(None)
         super()._unscale_gradients()
         if self._accumulation.is_unscaled:
-            self._accumulation.was_unscaled = True  # the local gradients are gone
+            self._accumulation.was_unscaled = True  # the local gradients are released
 
     def _any_rank_has_gradients(self) -> bool:
         return self._any_rank([self._has_gradients()])[0]
@@ -450,11 +450,11 @@ class ShardedOptimizer(OptimizerWrapper):
         return self._fused_update is not None and not self._has_hooks()
 
     def _gradients(self) -> list[torch.Tensor]:
-        # The shards' own, raw or not: their sums are in fp32 already.
+        # Gradients of the shards, scaled or not: their sums are already in fp32.
         return [parameter.grad for parameter in self._optimized_parameters() if parameter.grad is not None]
 
     def _counted_gradients(self) -> list[torch.Tensor]:
-        """Return the elements of the gradients that no other rank of the counting group counts."""
+        """Return the elements that this rank contributes to the gradient norm."""
         found = []
         for parameter in self._optimized_parameters():
             if parameter.grad is not None:
@@ -463,7 +463,7 @@ class ShardedOptimizer(OptimizerWrapper):
         return found
 
     def _uncounted_gradients(self) -> list[torch.Tensor]:
-        """Return gradients of which another rank of the counting group counts elements, as of copies over tp ranks."""
+        """Return gradients with elements that another rank contributes to the norm, such as tp replicas."""
         cut = (part.parameter for part in self.shards.parts if is_sharded(part.model_param))
         return [parameter.grad for parameter in cut if parameter.grad is not None]
 
@@ -474,8 +474,8 @@ class ShardedOptimizer(OptimizerWrapper):
                 yield self._names[id(parameter)] if shard is None else shard.name, parameter.grad
 
     def _total_norm(self, norm_type: float) -> torch.Tensor:
-        if norm_type == 2.0 and self._known_norm is not None:
-            norm = self._known_norm
+        if norm_type == 2.0 and self._cached_norm is not None:
+            norm = self._cached_norm
         else:
             norm = norm_over_ranks(self._counted_gradients(), norm_type, self._grad_norm_group)
         return norm if self._accumulation.factors is None else self._accumulation.factors.unscaled_norm(norm)
@@ -483,38 +483,38 @@ class ShardedOptimizer(OptimizerWrapper):
     def _any_nonfinite(self, gradients: Sequence[torch.Tensor]) -> bool:
         counted, uncounted = self._counted_gradients(), self._uncounted_gradients()
         if any_nonfinite(uncounted):
-            counted.append(uncounted[0].new_full((1,), math.nan))  # which no rank of the group misses then
-        self._known_norm = norm_over_ranks(counted, 2.0, self._grad_norm_group)
-        found = not bool(torch.isfinite(self._known_norm))
+            counted.append(uncounted[0].new_full((1,), math.nan))  # reaches all ranks of the group
+        self._cached_norm = norm_over_ranks(counted, 2.0, self._grad_norm_group)
+        found = not bool(torch.isfinite(self._cached_norm))
         if group_size(self._grad_norm_group) == group_size():
             return found
         found_anywhere = all_reduce_numbers([float(found)])[0] > 0
         if found_anywhere and not found:
-            self._known_norm = torch.full_like(self._known_norm, math.nan)
+            self._cached_norm = torch.full_like(self._cached_norm, math.nan)
         return found_anywhere
 
     def clip_grad_by_norm(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> torch.Tensor | None:
         norm = super().clip_grad_by_norm(max_norm, norm_type, error_if_nonfinite)
-        self._known_norm = None
+        self._cached_norm = None
         return norm
 
     def clip_grad_by_value(self, clip_value: float) -> None:
         super().clip_grad_by_value(clip_value)
-        self._known_norm = None
+        self._cached_norm = None
 
     @in_phase("step")
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """Update this rank's shards, or skips if a loss-scaled gradient overflowed on any rank; spreads the weights.
+        """Update this rank's shards and all-gather the weights; skip if a scaled gradient overflowed on any rank.
 
         Args:
-            closure: Computes the loss and calls backward; called once, before the step.
+            closure: Function that computes the loss and calls backward; called once, before the step.
 
-        Collective: every rank must call it.
+        Collective: all ranks must call it.
 
         Raises:
-            ConfigError: The model's weights are no longer where they were put, or gradients came from another backward.
+            ConfigError: The memory of a weight was replaced, or gradients came from another backward.
         """
         result = None
         if closure is not None and not self._defers_step:
@@ -527,11 +527,11 @@ class ShardedOptimizer(OptimizerWrapper):
         return result
 
     def _step_parts(self) -> None:
-        """Call the user's step, which updates every element by itself.
+        """Call the step of the user's elementwise optimizer.
 
-        In one process no group that trains is without parameters, so a foreign class need not be ready for that: where
-        this rank holds nothing of a group, a placeholder of one element takes part. What the class counts in its groups
-        stays the same on all ranks.
+        A param group may be empty on this rank, which never happens in one process. Optimizers that are not known to
+        handle
+        this get a placeholder of one element, and their per-group counters stay equal on all ranks.
         """
         held = {shard.group_index for shard in self.shards.parts}
         lacking = [index for index, group in enumerate(self.logical_groups) if index not in held and _trains(group)]
@@ -548,7 +548,7 @@ class ShardedOptimizer(OptimizerWrapper):
                 self.optim.state.pop(placeholder, None)
 
     def _call_own(self, method: Callable[[], Any]) -> Any:
-        if self._is_stepping:  # by a hook of the user's in a step, which publishes what it writes
+        if self._is_stepping:  # called by a user's hook in a step, which publishes the weights itself
             return method()
         self._is_stepping = True
         try:
@@ -569,8 +569,8 @@ class ShardedOptimizer(OptimizerWrapper):
 
     def _unscale_param_grads(self, parameters: frozenset[int]) -> None:
         raise ConfigError(
-            "torch's clipping was given parameters whose gradients the boosted optimizer keeps, so that it finds none,"
-            " or this rank's alone: write booster.clip_grad_norm_(optimizer, max_norm), or for values"
+            "torch's clipping was called with parameters whose gradients the boosted optimizer holds, so it would see"
+            " none or only this rank's: write booster.clip_grad_norm_(optimizer, max_norm), or for values"
             " optimizer.clip_grad_by_value(clip_value)"
         )
 
@@ -593,7 +593,7 @@ class ShardedOptimizer(OptimizerWrapper):
         window = self._accumulation
         if self._max_norm <= 0 or window.has_stepped:
             return
-        self._unscale_gradients()  # which finds the gradients of a plain loss.backward()
+        self._unscale_gradients()  # includes gradients of a plain loss.backward()
         if window.num_backwards == 0:
             return
         norm_of_user = window.norm
@@ -602,7 +602,7 @@ class ShardedOptimizer(OptimizerWrapper):
             window.norm = self._last_norm = norm_of_user
 
     def model_parameter(self, parameter: nn.Parameter) -> nn.Parameter:
-        """Return the model's parameter for one of `param_groups`, which may hold a shard of it."""
+        """Return the model's parameter for a parameter of `param_groups`, which may be a shard of it."""
         return self._model_param_of.get(id(parameter), parameter)
 
     def group_parameters(self, index: int) -> list[nn.Parameter]:
@@ -629,35 +629,35 @@ def _placeholder(device: torch.device) -> nn.Parameter:
     return placeholder
 
 
-def _refuse_step_of_its_own(wrapper: weakref.ref[ShardedOptimizer], *_: Any) -> None:
+def _refuse_unwrapped_step(wrapper: weakref.ref[ShardedOptimizer], *_: Any) -> None:
     alive = wrapper()
     if alive is not None and not alive._is_stepping:
         raise ConfigError(
-            f"step() was called on the {type(alive.optim).__name__} that went into boost(), which knows nothing of the"
+            f"step() was called on the {type(alive.optim).__name__} that was passed to boost(), which does not have the"
             " other ranks' gradients: call step() and zero_grad() on the optimizer that boost() returned"
         )
 
 
 def new_loss_scaler(arguments: LossScalerConfig, *, verbose: bool) -> DynamicLossScaler:
-    """Return a scaler for one optimizer, which logs on rank 0.
+    """Return a loss scaler that logs on rank 0.
 
     Args:
-        arguments: Its numbers.
-        verbose: Log every skipped step and change; False: the first skipped step alone.
+        arguments: Settings of the scaler.
+        verbose: If True, log every skipped step and change; if False, only the first skipped step.
     """
     return arguments.new_scaler(log_rank_zero if verbose else _report_first_skip())
 
 
 def _report_first_skip() -> Callable[[str], None]:
-    """Return a report that logs the first skipped step: the first ones of a run are usually skipped."""
+    """Return a function that logs the first skipped step only, because a run usually begins with several."""
     reported: list[str] = []
 
     def report(text: str) -> None:
         if "skipped" in text and not reported:
             reported.append(text)
             log_rank_zero(
-                f"{text}. More may follow while the scale falls to where gradients fit: start lower with"
-                " a smaller initial_scale, see them all with verbose=True, ask optimizer.step_was_skipped"
+                f"{text}. More may follow until the scale is low enough: start lower with"
+                " a smaller initial_scale, log all with verbose=True, or check optimizer.step_was_skipped"
             )
 
     return report

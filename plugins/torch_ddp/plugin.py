@@ -51,9 +51,8 @@ class TorchDDPPlugin(DistributedPlugin):
         broadcast_buffers: If True, broadcast the first rank's buffers after each backward that averages gradients.
         bucket_cap_mb: Bucket size in MiB.
         find_unused_parameters: Unused parameters are always found. On an accelerator with synchronized batch
-                normalization, True delays the reduction to the end of backward, because ranks that use different
-                parameters
-                would otherwise issue collectives in different orders.
+            normalization, True delays the reduction to the end of backward, because ranks that use different parameters
+            would otherwise issue collectives in different orders.
         check_reduction: No effect, as in torch; kept for compatibility.
         gradient_as_bucket_view: If True, gradients are views of the buckets, which saves copies and buffers.
         static_graph: If True, all steps use the same parameters, and ranks exchange them in the first step only.

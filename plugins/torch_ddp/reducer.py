@@ -57,7 +57,7 @@ class Reducer:
         module: The user's model; no reference is kept.
         group: Ranks that hold replicas; None for the world group.
         control_group: CPU group of the same ranks, which avoids a device synchronization for the all-reduce of used
-                parameters; optional, defaults to `group`.
+            parameters; optional, defaults to `group`.
         bucket_bytes: Size of a bucket; a larger parameter has a separate bucket.
         uses_views: If True, gradients are views of the buckets.
         is_static: If True, all steps use the same parameters, and ranks exchange them once.

@@ -153,7 +153,7 @@ class FSDPOptimizer(ShardedOptimizer):
         self._synchronizes = True
         self._replace_originals()
         for index in range(len(optim.param_groups)):
-            self._note_group(index)
+            self._record_group(index)
         self._shard_groups(range(len(optim.param_groups)))
         model.set_gradient_clearing(self.zero_grad)
 
@@ -294,7 +294,7 @@ class FSDPOptimizer(ShardedOptimizer):
     # Gradients.
 
     def _reduce_gradients(self) -> float:
-        self._known_norm = None
+        self._cached_norm = None
         self._reduce_unreduced_grads()
         for update in self._updates:
             update.set_gradient()
