@@ -1,4 +1,4 @@
-"""Makes the chunks of a model, one after another: the model need never exist whole, nor twice."""
+"""Construction of a model's chunks, one after another, without a full copy of the model."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ LOW_PRECISION = (torch.float16, torch.bfloat16)
 def describe_params(
     model: nn.Module, trained: Collection[int], dtype: torch.dtype | None
 ) -> tuple[list[tuple[str, nn.Parameter]], list[ParamInfo], list[int]]:
-    """Return a model's parameters with their names, what the layout has to know of them, and of which module each is.
+    """Return a model's named parameters, their layout information, and the index of each one's module.
 
     Args:
         model: The user's model.
         trained: The `id`s of parameters that an optimizer updates.
-        dtype: Format that floating-point weights are cast to; None: they stay.
+        dtype: Dtype that floating-point weights are cast to; None keeps the model's.
     """
     named = list(model.named_parameters())
     module_of = {
@@ -51,7 +51,7 @@ def describe_params(
 def plan_model(
     facts: Sequence[ParamInfo], module_of: Sequence[int], settings: GeminiSettings, num_shards: int
 ) -> ChunkPlan:
-    """Return where every parameter lies; no communication, the same on all ranks."""
+    """Return the layout of all parameters, equal on all ranks. No communication."""
     chunks = settings.chunks
     if chunks.numel is not None:
         return plan_chunks(facts, num_shards=num_shards, chunk_numel=chunks.numel, module_of=module_of)
@@ -75,12 +75,12 @@ def plan_model(
 def make_chunk(
     index: int, layout: ChunkLayout, named: Sequence[tuple[str, nn.Parameter]], settings: GeminiSettings
 ) -> Chunk:
-    """Return a chunk without memory.
+    """Return a chunk without allocated memory.
 
     Args:
         index: Index of the chunk.
         layout: Layout of the chunk.
-        named: All parameters that were laid out, with their names.
+        named: All parameters of the layout with their names.
         settings: Sharding settings.
     """
     return Chunk(
@@ -106,16 +106,16 @@ def fill_chunk(
     source: dist.ProcessGroup | None = None,
     values: Mapping[int, torch.Tensor] | None = None,
 ) -> None:
-    """Move the parameters' values into a chunk, as the first rank has them. Collective over the data-parallel ranks.
+    """Move the first rank's parameter values into a chunk. Collective over the data-parallel ranks.
 
     Args:
-        chunk: Without memory.
+        chunk: Chunk without allocated memory.
         settings: Sharding settings.
-        keeps_gathered: This rank keeps all of its weights.
+        keeps_gathered: If True, keep the chunk gathered.
         weights_tier: Tier of the weight shard, or None for memory.
         states_tier: Tier of the master weights, or None for memory.
-        source: The ranks whose first one gives the values; None: the world.
-        values: By a parameter's `id` its value, for those that show a placeholder already.
+        source: Group whose first rank provides the values; None for the world group.
+        values: Values by parameter `id`, for parameters that are already bound to a placeholder.
     """
     values = {} if values is None else values
     exact_dtype = _exact_dtype(chunk)
@@ -141,7 +141,7 @@ def fill_chunk(
 
 
 def _exact_dtype(chunk: Chunk) -> torch.dtype:
-    """Return the format that holds every parameter's value exactly, before it is rounded to the chunk's."""
+    """Return a dtype that represents the values of all parameters exactly."""
     dtype = chunk.layout.dtype
     for param in chunk.params:
         dtype = torch.promote_types(dtype, param.parameter.dtype)

@@ -1,4 +1,4 @@
-"""Where parameters, chunks and pieces lie: numbers only, the same on every rank."""
+"""Layout of parameters, chunks and shards, equal on all ranks."""
 
 from __future__ import annotations
 
@@ -8,38 +8,38 @@ from dataclasses import dataclass
 import torch
 
 # Note [Chunk layout]
-# A chunk is a flat buffer of whole parameters of one kind: of one dtype, and all of them trained or all frozen.
-# They lie one after another without gaps; what remains at the end is waste. Over P ranks a chunk is P equal pieces,
-# and rank r owns piece r. So one all-gather brings the weights and one reduce-scatter takes the gradients, with the
-# same number of bytes on every link. A parameter may reach over several pieces, but never over two chunks: a module's
-# weights are views of the gathered chunk, and nothing is ever put together from parts.
+# A chunk is a flat buffer of full parameters of one kind: equal dtype, and all trained or all frozen. Parameters are
+# consecutive; the rest at the end is waste. Over P ranks a chunk has P equal shards, and rank r owns shard r. One
+# all-gather therefore provides the weights and one reduce-scatter reduces the gradients, with the same number of bytes
+# on every link. A parameter may cover several shards, but never two chunks: a module's weights are views of the
+# gathered chunk, without a copy.
 #
-# Pieces begin at multiples of 64 bytes, so that vector instructions find them aligned. The other pieces of a chunk
-# (gradients, fp32 master weights, moments) have as many elements but formats of their own. Half formats are the
-# narrowest of these and need 32 elements for 64 bytes; so wider formats take 32 elements as well, not fewer.
+# Shards start at multiples of 64 bytes, aligned for vector instructions. The other shards of a chunk (gradients, fp32
+# master weights, moments) have equal numbers of elements but other dtypes. The narrowest, half precision, needs 32
+# elements for 64 bytes, so all dtypes use multiples of 32 elements.
 _ALIGNMENT_BYTES = 64
 _HALF_FORMAT_BYTES = 2
 
 
 def unit_numel(dtype: torch.dtype, num_shards: int) -> int:
-    """Return the number of elements that the size of every chunk is a multiple of. See Note [Chunk layout].
+    """Return the number of elements that every chunk size is a multiple of. See Note [Chunk layout].
 
     Args:
         dtype: Dtype of the chunk.
-        num_shards: Ranks that share the chunk.
+        num_shards: Number of ranks that share the chunk.
     """
     return num_shards * (_ALIGNMENT_BYTES // min(dtype.itemsize, _HALF_FORMAT_BYTES))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParamInfo:
-    """What the layout has to know of a parameter.
+    """Layout information of a parameter.
 
     Attributes:
-        name: In the model, of the first occurrence where the parameter is tied.
+        name: Name in the model; the first one of a tied parameter.
         shape: Shape of the full parameter.
-        dtype: Its dtype.
-        trains: False for a frozen one.
+        dtype: Dtype in the chunk.
+        trains: If False, the parameter is frozen.
     """
 
     name: str
@@ -55,10 +55,10 @@ class ParamInfo:
 
 @dataclass(frozen=True, slots=True)
 class ParamRegion:
-    """Where a parameter lies in its chunk.
+    """Range of a parameter in its chunk.
 
     Attributes:
-        index: Index of the parameter in the sequence that was laid out.
+        index: Index of the parameter in the layout's sequence.
         shape: Shape of the parameter.
         start: First element in the chunk.
         stop: One past the last.
@@ -72,13 +72,13 @@ class ParamRegion:
 
 @dataclass(frozen=True, slots=True)
 class ShardRegionInChunk:
-    """What a rank owns of a parameter.
+    """Elements of a parameter that a rank owns.
 
     Attributes:
         region_index: Index of the parameter's region among the chunk's regions.
-        span: Within the row-major flattening of the parameter: first element and one past the last.
-        in_chunk: Within the gathered chunk.
-        in_shard: Within the rank's piece.
+        span: Range in the row-major flattening of the parameter: first element and one past the last.
+        in_chunk: Range in the gathered chunk.
+        in_shard: Range in the rank's shard.
     """
 
     region_index: int
@@ -89,13 +89,13 @@ class ShardRegionInChunk:
 
 @dataclass(frozen=True, slots=True)
 class ChunkLayout:
-    """One chunk. See Note [Chunk layout].
+    """Layout of one chunk. See Note [Chunk layout].
 
     Attributes:
         dtype: Dtype of all its parameters.
-        trains: Whether they train; a chunk of frozen parameters has neither gradients nor states.
-        numel: Elements, the waste at the end included.
-        num_shards: Into how many pieces it is cut.
+        trains: If False, the parameters are frozen, and the chunk has neither gradients nor states.
+        numel: Number of elements, including the waste at the end.
+        num_shards: Number of equal shards.
         regions: Regions of the parameters, in order.
     """
 
@@ -106,24 +106,24 @@ class ChunkLayout:
     regions: tuple[ParamRegion, ...]
 
     def __post_init__(self) -> None:
-        """A wrong size would show only as wrong numbers on some ranks."""
+        """Check the sizes, because a wrong one would only show as wrong values on some ranks."""
         unit = unit_numel(self.dtype, self.num_shards)
         assert self.numel % unit == 0, f"a chunk of {self.numel} elements is not a multiple of {unit}"
         assert self.used_numel <= self.numel, f"{self.used_numel} elements in a chunk of {self.numel}"
 
     @property
     def shard_numel(self) -> int:
-        """Elements that each rank owns, waste included."""
+        """Number of elements that each rank owns, including waste."""
         return self.numel // self.num_shards
 
     @property
     def used_numel(self) -> int:
-        """Elements of parameters."""
+        """Number of parameter elements."""
         return self.regions[-1].stop if self.regions else 0
 
     @property
     def waste_numel(self) -> int:
-        """Elements that belong to no parameter."""
+        """Number of elements that belong to no parameter."""
         return self.numel - self.used_numel
 
     @property
@@ -132,19 +132,19 @@ class ChunkLayout:
         return self.numel * self.dtype.itemsize
 
     def shard_range(self, rank: int) -> slice:
-        """Return the part of the chunk that a rank owns.
+        """Return the range of the chunk that a rank owns.
 
         Args:
-            rank: Within the shard group.
+            rank: Rank in the shard group.
         """
         assert 0 <= rank < self.num_shards, f"rank {rank} of {self.num_shards} shards"
         return slice(rank * self.shard_numel, (rank + 1) * self.shard_numel)
 
     def parts(self, rank: int) -> list[ShardRegionInChunk]:
-        """Return what a rank owns of each parameter, in order; of those it owns nothing of there is no part.
+        """Return the regions that a rank owns, in order, without empty ones.
 
         Args:
-            rank: Within the shard group.
+            rank: Rank in the shard group.
         """
         piece = self.shard_range(rank)
         return [part for index in range(len(self.regions)) if (part := self._part(index, piece)) is not None]
@@ -164,12 +164,12 @@ class ChunkLayout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WasteReport:
-    """How well the chunks are filled.
+    """Waste of a chunk plan.
 
     Attributes:
         num_chunks: Number of chunks.
-        used: Elements of parameters in all of them.
-        wasted: Elements that belong to no parameter.
+        used: Number of parameter elements in all chunks.
+        wasted: Number of elements that belong to no parameter.
     """
 
     num_chunks: int
@@ -178,7 +178,7 @@ class WasteReport:
 
     @property
     def ratio(self) -> float:
-        """Share of the chunks' elements that is waste, from 0 to 1."""
+        """Fraction of the chunks' elements that is waste, from 0 to 1."""
         return self.wasted / max(1, self.used + self.wasted)
 
     def describe(self) -> str:
@@ -193,8 +193,8 @@ class ChunkPlan:
 
     Attributes:
         chunks: Chunks, in the order of the first parameter in each.
-        chunk_numel: Elements of a chunk, but for those that are cut at the end of a kind or made for one parameter.
-        waste: Share of unused elements.
+        chunk_numel: Number of elements of a chunk; the last chunk of a kind and chunks of one parameter may differ.
+        waste: Waste report of the chunks.
     """
 
     chunks: tuple[ChunkLayout, ...]

@@ -121,9 +121,9 @@ class GradientReduction:
         is_left = any(chunk.has_gradients and not chunk.is_reducing for chunk in self._manager.chunks)
         return is_left or self._has_news or not self._knows_order
 
-    def reduce_late_grads(self, posts: Sequence[RankRequest]) -> None:
+    def reduce_late_grads(self, requests: Sequence[RankRequest]) -> None:
         """Reduce late gradients of any rank. Collective over the shard group."""
-        if any(post.has_late_grads for post in posts):
+        if any(post.has_late_grads for post in requests):
             for index in self._agree():
                 self._start(self._manager.chunks[index])
         self._finish_all()
@@ -131,17 +131,17 @@ class GradientReduction:
     def _agree(self) -> list[int]:
         """Return the chunks with late gradients on any rank, and synchronize which gradients are expected."""
         chunks = self._manager.chunks
-        slots = [param for chunk in chunks for param in chunk.params]
+        params = [param for chunk in chunks for param in chunk.params]
         left = [chunk.has_gradients and not chunk.is_reducing for chunk in chunks]
         learns = not self._knows_order and bool(self._completed)
         if learns:
-            for param in slots:
+            for param in params:
                 param.is_expected = param.is_used
-        facts = left + [param.is_expected or param.is_used for param in slots]
+        flags = left + [param.is_expected or param.is_used for param in params]
         group = self._manager.negotiation.group
-        mask = torch.tensor(facts, dtype=torch.uint8, device=collective_device(group))
+        mask = torch.tensor(flags, dtype=torch.uint8, device=collective_device(group))
         agreed = all_reduce_max(mask, group).tolist()
-        for param, is_expected in zip(slots, agreed[len(chunks) :], strict=True):
+        for param, is_expected in zip(params, agreed[len(chunks) :], strict=True):
             param.is_expected = bool(is_expected)
         for chunk in chunks:
             chunk.update_expected()
@@ -151,9 +151,9 @@ class GradientReduction:
 
     def _agree_on_order(self, group: dist.ProcessGroup | None) -> None:
         order = [*dict.fromkeys([*self._completed, *self._order])]
-        facts = torch.tensor([len(self._completed), *order], dtype=torch.int64, device=collective_device(group))
-        broadcast([facts], group)
-        num_completed, *order = facts.tolist()
+        flags = torch.tensor([len(self._completed), *order], dtype=torch.int64, device=collective_device(group))
+        broadcast([flags], group)
+        num_completed, *order = flags.tolist()
         if num_completed > 0:
             self._order_to_come = order
 
@@ -395,11 +395,11 @@ class ChunkManager:
     def close(self) -> None:
         """Negotiate until every rank has finished its pass. Collective."""
         while True:
-            posts = self.negotiate((), is_closing=True)
-            if all(post.is_done for post in posts):
+            requests = self.negotiate((), is_closing=True)
+            if all(post.is_done for post in requests):
                 break
         if self.phase is PassKind.BACKWARD:
-            self.reduction.reduce_late_grads(posts)
+            self.reduction.reduce_late_grads(requests)
 
     def release_all(self) -> None:
         """Release every chunk that is not kept gathered, and free the buffers."""
@@ -412,14 +412,14 @@ class ChunkManager:
 
     # Weights.
 
-    def need(self, slots: Sequence[ChunkParam]) -> None:
+    def need(self, params: Sequence[ChunkParam]) -> None:
         """Gather the weights of some parameters. Collective unless all are gathered (Note [Collective order])."""
-        chunks = {slot.chunk.index: slot.chunk for slot in slots}
+        chunks = {param.chunk.index: param.chunk for param in params}
         self._note_use(tuple(chunks))
         for chunk in chunks.values():
             if chunk.is_gathering:
                 chunk.finish_gather()
-        missing = _missing(slots)
+        missing = _missing(params)
         before, self._protected = self._protected, self._protected | frozenset(chunks)
         try:
             while missing:
@@ -427,28 +427,28 @@ class ChunkManager:
                 for index in missing:
                     if self.chunks[index].is_gathering:
                         self.chunks[index].finish_gather()
-                missing = _missing(slots)
+                missing = _missing(params)
             self._prefetch()
         finally:
             self._protected = before
 
-    def negotiate(self, wants: Sequence[int], *, is_closing: bool = False) -> list[RankRequest]:
+    def negotiate(self, gather_requests: Sequence[int], *, is_closing: bool = False) -> list[RankRequest]:
         """Negotiate with the other ranks and run the resulting collectives. Collective (Note [Collective order])."""
         reduction = self.reduction
-        wants = tuple(wants[: self.negotiation.max_gather_requests])
-        posts = self.negotiation.exchange(
+        gather_requests = tuple(gather_requests[: self.negotiation.max_gather_requests])
+        requests = self.negotiation.exchange(
             RankRequest(
                 phase=self.phase,
-                gather_requests=wants,
+                gather_requests=gather_requests,
                 num_ready=reduction.num_ready,
                 is_done=is_closing,
                 has_late_grads=is_closing and reduction.has_late_grads,
             )
         )
-        reduction.start_agreed(min(post.num_ready for post in posts))
-        for index in dict.fromkeys(chain.from_iterable(post.gather_requests for post in posts)):
-            self._gather(self.chunks[index], is_own_wish=index in wants)
-        return posts
+        reduction.start_agreed(min(post.num_ready for post in requests))
+        for index in dict.fromkeys(chain.from_iterable(post.gather_requests for post in requests)):
+            self._gather(self.chunks[index], is_own_wish=index in gather_requests)
+        return requests
 
     def _gather(self, chunk: Chunk, *, is_own_wish: bool) -> None:
         if chunk.is_gathering:  # another rank has not gathered it, or has released it
@@ -552,7 +552,7 @@ class ChunkManager:
     def is_needed_again(self, chunk: Chunk) -> bool:
         """Whether this iteration uses a chunk's weights again, according to the trace."""
         if self.trace is None or self._cursor is None:
-            return any(slot.num_saved > 0 for slot in chunk.params)
+            return any(param.num_saved > 0 for param in chunk.params)
         next_use = self.trace.next_use(chunk.index, self._cursor.now + 1)
         return next_use is not None and next_use < len(self.trace.events)
 
@@ -627,5 +627,7 @@ def adam_state_bytes(chunk: Chunk) -> int:
     return chunk.layout.shard_numel * (8 if chunk.layout.dtype.itemsize == 4 else 12)
 
 
-def _missing(slots: Iterable[ChunkParam]) -> list[int]:
-    return list(dict.fromkeys(slot.chunk.index for slot in slots if not slot.chunk.is_gathered or slot.is_overwritten))
+def _missing(params: Iterable[ChunkParam]) -> list[int]:
+    return list(
+        dict.fromkeys(param.chunk.index for param in params if not param.chunk.is_gathered or param.is_overwritten)
+    )

@@ -16,25 +16,25 @@ from booster.errors import ConfigError
 from .chunk_layout import ChunkLayout, ChunkPlan, ParamInfo, ParamRegion, WasteReport, unit_numel
 
 # Note [Filling chunks]
-# Parameters come in the order of their first use, so that a chunk holds what is used at about the same time. Each kind
-# (dtype, trained or frozen) has at most one open chunk. What doesn't fit into it closes it and opens the next;
-# the free elements of the closed one are waste. Closed chunks keep the common size, as their gathered copies share
-# buffers. The last one of a kind is cut to what it holds.
-# - What has a chunk of its own: a parameter larger than a chunk, and an outlier. It leaves the open chunk open: small
-#   parameters before and after an embedding table share a chunk.
-# - Neighbours of one module stay together where one chunk can hold them: else a layer's bias could be the only reason
-#   to gather a second chunk.
-# - Parameters without elements need no memory: they lie behind the parameter of their kind that comes before them.
-# Every decision depends on sizes and order alone, so all ranks come to the same chunks without a word.
+# Parameters are sorted by first use, so a chunk holds parameters that are used together. Each kind (dtype, trained or
+# frozen) has at most one open chunk. A parameter that does not fit closes it and opens the next; the free elements of
+# the closed chunk are waste. Closed chunks have the common size, because their gathered copies share buffers. The last
+# chunk of a kind is truncated to its content.
+# - A parameter larger than a chunk, or an outlier, gets a separate chunk. The open chunk stays open: small parameters
+#   before and after an embedding table share a chunk.
+# - Consecutive parameters of one module stay together if a chunk can hold them, so that a layer's bias never requires
+#   a second all-gather.
+# - Parameters without elements need no memory: they follow the previous parameter of their kind.
+# All decisions depend on sizes and order only, so all ranks compute the same chunks without communication.
 
 # Note [Chunk search]
-# The size is found as in PatrickStar (Fang et al. 2021, arXiv:2108.05818): sizes from the least to the largest allowed,
-# a step apart, each is filled and its waste counted, and the least waste wins. Outliers take no part: they would make
-# sizes that hold them beside little else look bad. The filling is linear in the parameters; it runs for all candidates
-# at once, as vector operations over the candidates. 3000 parameters and 1000 candidates take about 0.03 seconds.
+# The chunk size is searched as in PatrickStar (Fang et al. 2021, arXiv:2108.05818): candidates lie a step apart between
+# the smallest and the largest allowed size, and the one with the least waste wins. Outliers are excluded, because they
+# would penalize sizes that hold an outlier and little else. Filling is linear in the parameters and vectorized over the
+# candidates: 3000 parameters and 1000 candidates take about 0.03 seconds.
 _MAX_CANDIDATES = 10_000
 
-# Of fewer sizes than this a mean and a deviation say little.
+# Minimum number of parameters for a meaningful mean and standard deviation.
 _MIN_PARAMETERS_FOR_OUTLIERS = 8
 
 _STEP_WITHOUT_MATRICES = 1024
@@ -44,12 +44,12 @@ _Numels = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchResult:
-    """The size that was found; `plan_chunks` takes both numbers.
+    """Result of the search, an input of `plan_chunks`.
 
     Attributes:
-        chunk_numel: Elements of a chunk.
-        waste: Elements of no parameter in all chunks, by candidate, in ascending order of the candidates.
-        outlier_numel: Parameters with more elements than this have chunks of their own. None where there are none.
+        chunk_numel: Number of elements of a chunk.
+        waste: Number of wasted elements by candidate, in ascending order of the candidates.
+        outlier_numel: Parameters with more elements have separate chunks; None without outliers.
     """
 
     chunk_numel: int
@@ -62,8 +62,8 @@ class _ParamGroup:
     """Parameters that may share a chunk, as indices.
 
     Attributes:
-        unit: Elements that the size of a chunk is a multiple of.
-        runs: Neighbours that stay together where they can: the parameters of one module.
+        unit: Number of elements that a chunk size is a multiple of.
+        runs: Consecutive parameters of one module, which stay together if possible.
         outliers: Parameters with dedicated chunks.
         empty: Parameters without elements.
     """
@@ -97,15 +97,15 @@ def plan_chunks(
     *Collective: no.* The same arguments give the same chunks on every rank.
 
     Args:
-        parameters: In the order of their first use. A tied parameter is there once.
-        num_shards: Ranks that share a chunk.
-        chunk_numel: Elements of a chunk. Rounded up so that the pieces of all ranks are equal and aligned.
-        module_of: Of each parameter, the number of the module that it is a direct parameter of. Parameters of a module
-            that follow each other are in one chunk, if one can hold them. Where None, each is on its own.
-        outlier_numel: Parameters with more elements than this have chunks of their own.
+        parameters: Parameters in the order of first use; a tied parameter occurs once.
+        num_shards: Number of ranks that share a chunk.
+        chunk_numel: Number of elements of a chunk, rounded up to equal and aligned shards.
+        module_of: Index of the module that directly holds each parameter. Consecutive parameters of a module share a
+            chunk if possible. Optional, defaults to one module per parameter.
+        outlier_numel: Parameters with more elements have separate chunks.
 
     Raises:
-        ConfigError: Chunks of no elements.
+        ConfigError: `chunk_numel` is less than 1.
     """
     if chunk_numel < 1:
         raise ConfigError(f"a chunk of {chunk_numel} elements can hold no parameter: give a size of 1 or more")
@@ -132,29 +132,28 @@ def search_chunk_numel(
     module_of: Sequence[int] | None = None,
     num_outlier_deviations: float = 3.0,
 ) -> SearchResult:
-    """Return the size of chunks that leaves the least elements unused, the smallest of several.
+    """Return the chunk size with the least waste, the smallest of several.
 
     See Note [Chunk search].
 
     *Collective: no.* The same arguments give the same size on every rank.
 
-    Candidates lie `step_numel` apart and are rounded up so that pieces are equal and aligned; a step is at least that
-    rounding. Where there would be more than 10000, the step is multiplied so that they cover the range evenly. None is
-    larger than what the largest kind of parameters needs in all: a model that is smaller than `min_chunk_numel` has one
-    chunk of just its size per kind.
+    Candidates lie `step_numel` apart and are rounded up to equal and aligned shards; the step is at least that
+    alignment. More than 10000 candidates are thinned out evenly. No candidate exceeds the total size of the largest
+    kind of parameters: a model smaller than `min_chunk_numel` has one chunk of its exact size per kind.
 
     Args:
-        parameters: As `plan_chunks` takes them, as are `num_shards` and `module_of`.
-        num_shards: Ranks that share a chunk.
-        search_range_numel: Elements by which the largest candidate may exceed the smallest.
-        min_chunk_numel: Elements of the smallest candidate.
-        step_numel: Elements between candidates, see `default_step`.
-        module_of: Numbers of modules.
-        num_outlier_deviations: A parameter is an outlier if it is larger than `min_chunk_numel` and than the mean of
-            all sizes plus so many standard deviations. With fewer than 8 parameters there are none.
+        parameters: Parameters in the order of first use; a tied parameter occurs once.
+        num_shards: Number of ranks that share a chunk.
+        search_range_numel: Difference between the largest and the smallest candidate.
+        min_chunk_numel: Smallest candidate.
+        step_numel: Difference between candidates, see `default_step`.
+        module_of: Index of the module that directly holds each parameter; see `plan_chunks`.
+        num_outlier_deviations: A parameter is an outlier if it is larger than `min_chunk_numel` and than the mean size
+            plus this number of standard deviations. With fewer than 8 parameters there are no outliers.
 
     Raises:
-        ConfigError: Numbers that give no candidates.
+        ConfigError: The arguments allow no candidates.
     """
     _check_search(search_range_numel, min_chunk_numel, step_numel, num_outlier_deviations)
     numels = [parameter.numel for parameter in parameters]
@@ -175,10 +174,11 @@ def search_chunk_numel(
 
 
 def default_step(parameters: Iterable[ParamInfo]) -> int:
-    """Return the step of the search for a user who names none: the most frequent last dimension of the matrices.
+    """Return the default step of the search: the most frequent last dimension of the matrices.
 
-    In a transformer that is the hidden dimension, which divides the sizes of nearly all parameters. The smallest of
-    several; 1024 for a model without matrices. Kernels of convolutions don't count: their last dimension is tiny.
+    In a transformer this is the hidden dimension, a divisor of nearly all parameter sizes. The smallest of several;
+    1024
+    for a model without matrices. Convolution kernels are excluded because their last dimension is tiny.
 
     Args:
         parameters: Parameters of the model, in any order.
@@ -189,17 +189,17 @@ def default_step(parameters: Iterable[ParamInfo]) -> int:
 
 def _check_search(search_range: int, smallest: int, step: int, deviations: float) -> None:
     if search_range < 0:
-        raise ConfigError(f"a search range of {search_range} elements has no sizes in it: give 0 or more")
+        raise ConfigError(f"a search range of {search_range} elements contains no sizes: give 0 or more")
     if smallest < 1:
         raise ConfigError(f"chunks of at least {smallest} elements: the smallest size must be 1 or more")
     if step < 1:
-        raise ConfigError(f"sizes {step} elements apart never reach the end of the range: give a step of 1 or more")
+        raise ConfigError(f"a step of {step} elements never reaches the end of the range: give a step of 1 or more")
     if not deviations > 0:
-        raise ConfigError(f"{deviations} deviations make outliers of common parameters: give more than 0, such as 3")
+        raise ConfigError(f"{deviations} deviations would make all parameters outliers: give more than 0, such as 3")
 
 
 def _outlier_numel(numels: Sequence[int], min_chunk_numel: int, deviations: float) -> int | None:
-    """Return the size above which parameters are outliers. Sums of integers: no rank may differ in the last digit."""
+    """Return the size above which parameters are outliers, from integer sums, which are exact on all ranks."""
     if len(numels) < _MIN_PARAMETERS_FOR_OUTLIERS or math.isinf(deviations):
         return None
     total, squares = sum(numels), sum(numel * numel for numel in numels)
@@ -215,7 +215,7 @@ def _kinds(
     module_of: Sequence[int] | None,
     outlier_numel: int | None,
 ) -> list[_ParamGroup]:
-    """Sort parameters into kinds, in the order of the first of each kind."""
+    """Group parameters by kind, in the order of each kind's first parameter."""
     assert module_of is None or len(module_of) == len(parameters), "module_of has one number for each parameter"
     kinds: dict[tuple[torch.dtype, bool], _ParamGroup] = {}
     for index, (facts, numel) in enumerate(zip(parameters, numels, strict=True)):
@@ -233,7 +233,7 @@ def _kinds(
 
 
 def _fill(kind: _ParamGroup, numels: Sequence[int], chunk_numel: int) -> list[_ChunkDraft]:
-    """Return the chunks of a kind. See Note [Filling chunks]; `_held` is the same for many sizes at once."""
+    """Return the chunks of a kind. See Note [Filling chunks]; `_held` is the version for many sizes."""
     drafts = [_ChunkDraft([index], _round_up(numels[index], kind.unit)) for index in kind.outliers]
     last, used = (
         _ChunkDraft([], chunk_numel),
@@ -258,7 +258,7 @@ def _fill(kind: _ParamGroup, numels: Sequence[int], chunk_numel: int) -> list[_C
 
 
 def _groups(kind: _ParamGroup, numels: Sequence[int], chunk_numel: int) -> Iterator[list[int]]:
-    """Yield what goes into a chunk together: a module's parameters, or one where all are too large for a chunk."""
+    """Yield parameters that must share a chunk: those of a module, or one if they do not fit together."""
     for run in kind.runs:
         if _total(numels, run) <= chunk_numel:
             yield list(run)
@@ -267,7 +267,7 @@ def _groups(kind: _ParamGroup, numels: Sequence[int], chunk_numel: int) -> Itera
 
 
 def _add_empty(kind: _ParamGroup, drafts: list[_ChunkDraft]) -> None:
-    """Put each parameter without elements behind the one that comes before it, or to the first one of the kind."""
+    """Insert each parameter without elements after its predecessor, or into the first chunk of the kind."""
     full = sorted((index, number) for number, draft in enumerate(drafts) for index in draft.indices)
     position = 0
     for empty in kind.empty:
@@ -288,7 +288,7 @@ def _places(parameters: Sequence[ParamInfo], indices: Sequence[int]) -> tuple[Pa
 
 
 def _candidates(smallest: int, search_range: int, step: int, unit: int, largest: int) -> _Numels:
-    """Return sizes to try, ascending, each once."""
+    """Return the candidate sizes, ascending and unique."""
     step = max(step, unit)
     step *= -(-(search_range // step + 1) // _MAX_CANDIDATES)
     sizes = np.arange(smallest, smallest + search_range + 1, step, dtype=np.int64)
@@ -296,9 +296,9 @@ def _candidates(smallest: int, search_range: int, step: int, unit: int, largest:
 
 
 def _held(kind: _ParamGroup, numels: Sequence[int], candidates: _Numels) -> _Numels:
-    """Return the elements of all chunks of a kind, waste included, for each candidate. See `_fill`.
+    """Return the total number of elements of a kind's chunks, including waste, for each candidate. See `_fill`.
 
-    Candidates ascend. So those that can hold a parameter, or a run of them, are a slice at the end.
+    Candidates ascend, so those that can hold a parameter or a run are a slice at the end.
     """
     held, left = np.zeros_like(candidates), np.zeros_like(candidates)
     for run in kind.runs:
@@ -316,7 +316,7 @@ def _held(kind: _ParamGroup, numels: Sequence[int], candidates: _Numels) -> _Num
 
 
 def _put(numel: int, where: slice, candidates: _Numels, held: _Numels, left: _Numels) -> None:
-    """Add a parameter to the open chunk, or to a new one if it does not fit; `left`: free elements of the open one."""
+    """Add a parameter to the open chunk with `left` free elements, or to a new one if it does not fit."""
     sizes, free = candidates[where], left[where]
     opens = free < numel
     np.add(held[where], sizes, out=held[where], where=opens)
@@ -325,7 +325,7 @@ def _put(numel: int, where: slice, candidates: _Numels, held: _Numels, left: _Nu
 
 
 def _common_unit(kinds: Sequence[_ParamGroup], num_shards: int) -> int:
-    """Return what chunks of every kind can be a multiple of: the units are powers of two times the shards."""
+    """Return a common multiple of the units of all kinds, which are powers of two times the number of shards."""
     return max((kind.unit for kind in kinds), default=unit_numel(torch.float32, num_shards))
 
 

@@ -1,4 +1,4 @@
-"""The plugin's arguments, checked one by one before anything is allocated, and what they mean for chunks."""
+"""Arguments of the plugin with their checks, and the settings derived from them."""
 
 from __future__ import annotations
 
@@ -32,19 +32,19 @@ _FLAGS = (
     "sync_batch_norm",
     "broadcast_buffers",
 )
-# What ranks may choose for themselves: it changes nothing of what they do together.
+# Arguments that may differ between ranks, because they do not affect collectives.
 _OF_ONE_RANK = frozenset({"device_memory_budget", "offload_dir", "pin_memory", "verbose"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkSettings:
-    """How large chunks are, in elements.
+    """Chunk sizes in elements.
 
     Attributes:
-        numel: Of every chunk; None: searched for.
-        min_numel: The smallest that is tried.
+        numel: Fixed chunk size; None for a search.
+        min_numel: Smallest candidate.
         search_range_numel: Difference between the largest and the smallest size.
-        step_numel: Between two that are tried; None: found from the model.
+        step_numel: Difference between candidates; None for the model's hidden dimension.
     """
 
     numel: int | None
@@ -55,7 +55,7 @@ class ChunkSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GeminiArguments:
-    """See `GeminiPlugin`."""
+    """Arguments of `GeminiPlugin`."""
 
     chunk_config_dict: Mapping[str, Any] | None
     chunk_init_device: torch.device | str | None
@@ -83,12 +83,12 @@ class GeminiArguments:
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """Dtype of the weights; None: their own."""
+        """Dtype of the weights; None keeps the model's."""
         return DTYPES[self.precision]
 
     @property
     def chunks(self) -> ChunkSettings:
-        """How large chunks are."""
+        """Chunk sizes."""
         config = {} if self.chunk_config_dict is None else self.chunk_config_dict
         return ChunkSettings(
             numel=config.get("chunk_size"),
@@ -99,14 +99,14 @@ class GeminiArguments:
 
     @property
     def fingerprint(self) -> list[str]:
-        """Returns what must be the same on all ranks, each of which does its part of the work by it."""
+        """Return the arguments that must be equal on all ranks."""
         return [f"{name}={getattr(self, name)!r}" for name in self.__slots__ if name not in _OF_ONE_RANK]
 
     def check(self, world_size: int) -> None:
-        """Raise for what can't be.
+        """Check all arguments.
 
         Raises:
-            ConfigError: Such an argument.
+            ConfigError: An argument is invalid.
         """
         if not isinstance(self.precision, str) or self.precision not in DTYPES:
             raise ConfigError(f"precision={self.precision!r} is not known: choose one of {', '.join(DTYPES)}")
@@ -118,14 +118,14 @@ class GeminiArguments:
         self._check_places()
         if self.memstats is not None:
             raise ConfigError(
-                f"memstats={self.memstats!r} is not taken: the first step is measured as it runs. Leave it out"
+                f"memstats={self.memstats!r} is not supported: the first step is traced as it runs. Leave it out"
             )
 
     def _check_places(self) -> None:
         if self.chunk_init_device is not None and not _is_this_device(self.chunk_init_device):
             raise ConfigError(
                 f"chunk_init_device={self.chunk_init_device!r} is not {current_device()}, where this rank's chunks are"
-                " gathered; where each piece lies between, the placement policy says: leave it out"
+                " gathered; the placement policy decides where each shard is stored: leave it out"
             )
         directory = self.offload_dir
         if directory is None:
@@ -137,7 +137,7 @@ class GeminiArguments:
             )
         if not os.path.isdir(directory):
             raise ConfigError(
-                f"offload_dir={os.fspath(directory)!r} is not a directory: make it first, or leave it out for the"
+                f"offload_dir={os.fspath(directory)!r} is not a directory: create it first, or leave it out for the"
                 " system's directory for temporary files"
             )
 
@@ -160,13 +160,13 @@ class GeminiArguments:
         config = self.chunk_config_dict
         if config is not None and not _is_chunk_config(config):
             raise ConfigError(
-                f"chunk_config_dict={config!r} is not understood: give {{'chunk_size': number of elements}}, or leave"
+                f"chunk_config_dict={config!r} is not valid: give {{'chunk_size': number of elements}}, or leave"
                 " it out to have the size searched for"
             )
 
     def _check_ranks(self, world_size: int) -> None:
         if not _is_count(self.tp_size, 1):
-            raise ConfigError(f"tp_size={self.tp_size!r} is not a number of ranks: give a whole number from 1")
+            raise ConfigError(f"tp_size={self.tp_size!r} is not a number of ranks: give an integer from 1")
         if self.tp_size > 1:
             raise ConfigError(
                 f"tp_size={self.tp_size} asks for tensor parallel layers, which this version does not have yet: leave"
@@ -177,7 +177,7 @@ class GeminiArguments:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacementArguments:
-    """What of `GeminiPlugin`'s arguments says where chunks are."""
+    """Arguments of `GeminiPlugin` that determine the placement of chunks."""
 
     placement_policy: str
     shard_param_frac: float
@@ -190,20 +190,20 @@ class PlacementArguments:
 
     @property
     def fingerprint(self) -> list[str]:
-        """Returns what must be the same on all ranks, as they keep the same chunks."""
+        """Return the arguments that must be equal on all ranks."""
         return [f"{name}={getattr(self, name)!r}" for name in self.__slots__]
 
     def make(self, *, max_prefetch: int, device_memory_budget: int | None, device: torch.device) -> Placement:
-        """Return the policy.
+        """Create the placement policy.
 
         Args:
             max_prefetch: Number of chunks gathered ahead.
-            device_memory_budget: Bytes of the compute tier; None: for "auto" what is free now, of the accelerator or
-                of this process's share of the host's memory; for the others no limit.
-            device: The compute tier's.
+            device_memory_budget: Bytes of the compute tier. Optional: "auto" defaults to the free memory of the
+                accelerator, or to this process's share of the host's free memory; others default to no limit.
+            device: Device of the compute tier.
 
         Raises:
-            ConfigError: An argument that can't be, alone or beside another one.
+            ConfigError: An argument is invalid, or two arguments contradict each other.
         """
         if self.strict_ddp_mode:
             self._check_strict()
@@ -228,46 +228,46 @@ class PlacementArguments:
         return placement
 
     def _check_strict(self) -> None:
-        """Raise where weights could not stay whole."""
+        """Check that all weights can stay unsharded."""
         if self.placement_policy != "static":
             raise ConfigError(
-                f"strict_ddp_mode=True keeps all weights whole on every rank, and placement_policy="
+                f"strict_ddp_mode=True keeps all weights unsharded, and placement_policy="
                 f"{self.placement_policy!r} decides that itself: choose 'static', or leave strict_ddp_mode out"
             )
         if self.shard_param_frac not in (0, 1):  # 1 is the default
             raise ConfigError(
-                f"shard_param_frac={self.shard_param_frac!r} divides weights, and strict_ddp_mode=True keeps all of"
-                " them whole on every rank: give one of the two"
+                f"shard_param_frac={self.shard_param_frac!r} shards weights, and strict_ddp_mode=True keeps all of"
+                " them unsharded: give one of the two"
             )
         if self.offload_param_frac != 0:
             raise ConfigError(
                 f"offload_param_frac={self.offload_param_frac!r} offloads weights, and strict_ddp_mode=True keeps all"
-                " of them whole on every rank: give one of the two"
+                " of them unsharded: give one of the two"
             )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GeminiSettings:
-    """How a model is sharded.
+    """Sharding settings of a model.
 
     Attributes:
         chunks: Chunk sizes.
-        rank: Of this process among those that share the shards.
+        rank: Rank of this process in the shard group.
         num_shards: Number of shards.
-        is_first: This is the first of all ranks, whose weights all take over.
-        is_primary: Other ranks hold copies of this rank's shards, and this one writes them.
-        device: The compute tier's.
-        dtype: Dtype that weights are cast to; None: they stay.
-        keeps_master_weights: Low-precision weights have fp32 masters.
-        data_parallel_group: All ranks among which data are divided; None: the world.
-        control_group: The same ranks, on the CPU; optional, defaults to `data_parallel_group`.
-        shard_group: The ranks among them that share the shards; None: the world.
-        order_group: Group of the ranks of `shard_group`, on the CPU.
-        replica_group: The ranks that hold copies of this rank's shards; None: there are none.
+        is_first: If True, this is the first of all ranks, whose weights are broadcast.
+        is_primary: If True, this rank saves its shards; its replicas do not.
+        device: Device of the compute tier.
+        dtype: Dtype that weights are cast to; None keeps the model's.
+        keeps_master_weights: If True, low-precision weights have fp32 masters.
+        data_parallel_group: All data-parallel ranks; None for the world group.
+        control_group: CPU group of the same ranks; optional, defaults to `data_parallel_group`.
+        shard_group: Ranks that share the shards; None for the world group.
+        order_group: CPU group of the ranks of `shard_group`.
+        replica_group: Ranks with replicas of this rank's shards, if any.
         max_prefetch: Number of chunks gathered ahead.
-        reduces_asynchronously: Reductions go on while backward does.
-        max_norm: Gradients are clipped to this norm at every step; 0: they are not.
-        norm_type: Order of that norm.
+        reduces_asynchronously: If True, reductions overlap with backward.
+        max_norm: Maximum gradient norm at every step; 0 disables clipping.
+        norm_type: Order of the norm.
     """
 
     chunks: ChunkSettings
@@ -289,13 +289,13 @@ class GeminiSettings:
     norm_type: float = 2.0
 
     def master_dtype(self, layout: ChunkLayout) -> torch.dtype:
-        """Return the format in which an optimizer updates a chunk, or of the weights where none does."""
+        """Return the dtype of the shard that the optimizer updates; the weights' dtype for a frozen chunk."""
         is_low = layout.dtype in _LOW_PRECISION
         return torch.float32 if is_low and self.keeps_master_weights and layout.trains else layout.dtype
 
     def master_device(self, states_tier: Tier | None) -> torch.device:
-        """Return where an optimizer updates a chunk whose states are in a tier (None: in memory)."""
-        return self.device if states_tier is None else torch.device("cpu")  # a disk's states are host memory too
+        """Return the device of the update of a chunk with states in a tier, or in memory if that is None."""
+        return self.device if states_tier is None else torch.device("cpu")  # disk states are mapped into host memory
 
 
 def _is_count(value: Any, least: int) -> bool:
@@ -309,7 +309,7 @@ def _is_chunk_config(config: Any) -> bool:
 def _is_this_device(given: Any) -> bool:
     try:
         device = torch.device(given)
-    except (RuntimeError, TypeError):  # no device at all
+    except (RuntimeError, TypeError):  # not a device
         return False
     here = current_device()
     return device.type == here.type and device.index in (None, here.index)

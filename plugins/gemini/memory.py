@@ -99,7 +99,7 @@ class _Chunks:
 
     Attributes:
         manager: Chunk manager.
-        slots: Region of each parameter by name.
+        params: Region of each parameter by name.
         settings: Sharding settings.
         masters: Bytes of this rank's master weights by chunk.
         states: Bytes of this rank's optimizer states by chunk.
@@ -107,7 +107,7 @@ class _Chunks:
     """
 
     manager: ChunkManager
-    slots: dict[str, ChunkParam]
+    params: dict[str, ChunkParam]
     settings: GeminiSettings
     masters: dict[int, int] = field(default_factory=dict)
     states: dict[int, int] = field(default_factory=dict)
@@ -182,7 +182,7 @@ def _make(question: MemoryRequest, settings: GeminiSettings, placement: Placemen
         reduces_asynchronously=settings.reduces_asynchronously,
         other_bytes=lambda: 0,
     )
-    found = _Chunks(manager, {slot.name: slot for chunk in chunks for slot in chunk.params}, settings)
+    found = _Chunks(manager, {param.name: param for chunk in chunks for param in chunk.params}, settings)
     for chunk in chunks:
         _note_updated(found, chunk, question)
     manager.state_bytes = lambda chunk: (
@@ -216,8 +216,8 @@ def _note_updated(found: _Chunks, chunk: Chunk, question: MemoryRequest) -> None
 def _fill(chunk: Chunk, manager: ChunkManager, settings: GeminiSettings) -> None:
     """Give a chunk its piece as `fill_chunk` does."""
     is_offloaded = chunk.index in manager.locations.weights
-    for slot in chunk.params:
-        slot.unbind()
+    for param in chunk.params:
+        param.unbind()
     if chunk.index in manager.locations.kept_gathered or (settings.num_shards == 1 and not is_offloaded):
         chunk.keep_gathered(torch.empty(chunk.layout.numel, dtype=chunk.layout.dtype, device=_META))
     else:
@@ -281,40 +281,40 @@ class _ModuleWalk:
     def _notify(self, found: _Chunks, stretch: MemoryInterval) -> None:
         manager = found.manager
         if stretch.event == "gradient":
-            slot = found.slots[stretch.name]
-            if slot.chunk.layout.trains:
-                slot.parameter.grad = torch.empty(slot.region.shape, dtype=slot.chunk.layout.dtype, device=_META)
-                manager.reduction.on_grad_ready(slot)
+            param = found.params[stretch.name]
+            if param.chunk.layout.trains:
+                param.parameter.grad = torch.empty(param.region.shape, dtype=param.chunk.layout.dtype, device=_META)
+                manager.reduction.on_grad_ready(param)
             return
-        own = [found.slots[name] for name in self._own[stretch.name]]
+        own = [found.params[name] for name in self._own[stretch.name]]
         if stretch.event == "enter" and own:
             manager.need(own)
-            for chunk, slots in _by_chunk(own):
-                chunk.pin(slots)
+            for chunk, params in _by_chunk(own):
+                chunk.pin(params)
         elif stretch.event == "leave":
-            for chunk, slots in _by_chunk(own):
-                chunk.unpin(slots)
+            for chunk, params in _by_chunk(own):
+                chunk.unpin(params)
             if stretch.name == "":
                 manager.end_forward(trains=True)
                 manager.phase = PassKind.BACKWARD
         elif stretch.event == "backward" and stretch.name not in self._looks_up:
-            for slot in own:
-                _ask_in_backward(manager, slot)
+            for param in own:
+                _ask_in_backward(manager, param)
 
 
-def _ask_in_backward(manager: ChunkManager, slot: ChunkParam) -> None:
+def _ask_in_backward(manager: ChunkManager, param: ChunkParam) -> None:
     """Do what an operator's backward that saved the weights has done."""
-    if not slot.chunk.is_gathered or slot.is_overwritten:
-        manager.need((slot,))
+    if not param.chunk.is_gathered or param.is_overwritten:
+        manager.need((param,))
         return
-    slot.chunk.pin(())
-    manager.note_use(slot.chunk)
-    slot.chunk.unpin(())
+    param.chunk.pin(())
+    manager.note_use(param.chunk)
+    param.chunk.unpin(())
 
 
-def _by_chunk(slots: Sequence[ChunkParam]) -> Iterator[tuple[Chunk, list[ChunkParam]]]:
-    for chunk in dict.fromkeys(slot.chunk for slot in slots):
-        yield chunk, [slot for slot in slots if slot.chunk is chunk]
+def _by_chunk(params: Sequence[ChunkParam]) -> Iterator[tuple[Chunk, list[ChunkParam]]]:
+    for chunk in dict.fromkeys(param.chunk for param in params):
+        yield chunk, [param for param in params if param.chunk is chunk]
 
 
 def _memory(question: MemoryRequest, found: _Chunks, worst: Moment, *, sent: int, num_replicas: int) -> RankMemory:

@@ -1,4 +1,4 @@
-"""The model side: weights come when they are used, and the user's own names and tensors are whole to those who ask."""
+"""Model wrapper of Gemini: weights are gathered on use, state dicts are unsharded."""
 
 from __future__ import annotations
 
@@ -35,18 +35,18 @@ from .tiers import HostTier, Tier
 
 
 class GeminiModel(ModelWrapper):
-    """The boosted model; every rank holds its pieces of the weights, and the rest only while it is used.
+    """Boosted model; every rank holds its shards of the weights, and full weights only while they are used.
 
-    Between forwards a parameter shows its shape, and nan in every place: `state_dict()` gives whole weights, and
-    `with model.gathered():` shows them in the parameters. Both are collective.
+    Between forwards a parameter has its full shape, with nan in every element. `state_dict()` returns full weights, and
+    `with model.gathered():` makes the parameters hold them. Both are collective.
 
     Args:
         module: The user's model.
-        manager: Of its chunks, which hold all parameters.
+        manager: Manager of the chunks, which hold all parameters.
         settings: Sharding settings.
-        make_chunks: Makes chunks of parameters with known values; see `regroup`.
-        is_primary: True on the rank that writes what all ranks hold alike.
-        broadcasts_buffers: Give all ranks the first rank's buffers before each forward in training.
+        make_chunks: Function that creates chunks of parameters with known values; see `regroup`.
+        is_primary: If True, this rank saves what is equal on all ranks.
+        broadcasts_buffers: If True, broadcast the first rank's buffers before each forward in training.
     """
 
     def __init__(
@@ -65,20 +65,20 @@ class GeminiModel(ModelWrapper):
         self._make_chunks = make_chunks
         self._broadcasts_buffers = broadcasts_buffers
         self._clear_gradients: Callable[[bool], None] | None = None
-        self.hooks = ModuleHooks(module, manager, self._slots())
+        self.hooks = ModuleHooks(module, manager, self._chunk_params())
         module.register_state_dict_pre_hook(_RefuseHidden(manager))
 
-    def _slots(self) -> dict[int, ChunkParam]:
-        return {id(slot.parameter): slot for chunk in self.manager.chunks for slot in chunk.params}
+    def _chunk_params(self) -> dict[int, ChunkParam]:
+        return {id(param.parameter): param for chunk in self.manager.chunks for param in chunk.params}
 
     def connect(self, clear_gradients: Callable[[bool], None]) -> None:
-        """Return what clears the gradients."""
+        """Set the callback that clears the gradients."""
         self._clear_gradients = clear_gradients
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the user's forward; arguments and result are those of the user's model.
 
-        Collective: weights are gathered.
+        Collective over the shard group, because weights are gathered.
         """
         self._begin_run(args, kwargs)
         return super().forward(*args, **kwargs)
@@ -97,7 +97,7 @@ class GeminiModel(ModelWrapper):
     # Weights.
 
     def weights_changed(self) -> None:
-        """Distribute this rank's pieces of kept chunks; graphs from before know that they are too old. Collective."""
+        """All-gather chunks that are kept gathered, and invalidate graphs of older weights. Collective."""
         kept = [chunk for chunk in self.manager.chunks if chunk.is_kept_gathered]
         flights = [
             start_all_gather(one.gathered, self._settings.shard_group) for one in kept if one.gathered is not None
@@ -107,20 +107,20 @@ class GeminiModel(ModelWrapper):
             flight.wait()
 
     def _outdate_graphs(self) -> None:
-        self.manager.release_all()  # a forward without a backward leaves weights gathered, which don't follow
+        self.manager.release_all()  # a forward without a backward leaves outdated weights gathered
         for chunk in self.manager.chunks:
             chunk.version += 1
         torch.autograd.graph.increment_version(list(self.module.parameters()))
 
     @contextmanager
     def gathered(self) -> Iterator[nn.Module]:
-        """Show all weights in the parameters of the user's model, which it gives; changes made inside are kept.
+        """Gather all weights into the parameters of the user's model, and yield it; changes in the block are kept.
 
-        Inside, a forward needs nothing of the other ranks, so one of them alone may run the model, to generate say.
-        Needs memory for the whole model. Collective at its begin and at its end.
+        Forwards in the block need no communication, so a single rank may run the model, for example to generate.
+        Needs memory for the full model. Collective at its start and end.
 
         Raises:
-            ConfigError: The ranks have made different changes: nothing is kept of them.
+            ConfigError: The ranks made different changes; none is kept.
         """
         with self._summoned() as chunks:
             self.manager.is_whole = True
@@ -134,7 +134,7 @@ class GeminiModel(ModelWrapper):
                 self.notify_loaded()
 
     def _require_same(self, chunks: list[Chunk]) -> None:
-        """Raise if the ranks show different weights."""
+        """Check that the gathered weights are equal on all ranks."""
         digest = 0
         for chunk in chunks:
             if chunk.gathered is not None:
@@ -148,14 +148,15 @@ class GeminiModel(ModelWrapper):
             if chunk.is_kept_gathered and chunk.gathered is not None:
                 broadcast([chunk.gathered], self._settings.data_parallel_group)
         raise ConfigError(
-            "the weights were changed inside of `with model.gathered():`, and on the ranks"
-            f" {[rank for rank, one in enumerate(digests) if one != digests[0]]} otherwise than on rank 0: make the"
-            " same changes on every rank. Nothing was taken over (of weights that are kept whole, rank 0's are)"
+            "the weights were changed inside of `with model.gathered():`, and on ranks"
+            f" {[rank for rank, one in enumerate(digests) if one != digests[0]]} differently from rank 0: make the"
+            " same changes on every rank. No change was kept (of weights that stay gathered, rank 0's were)"
         )
 
     @contextmanager
     def _summoned(self) -> Iterator[list[Chunk]]:
-        """Show all weights; changes of chunks that are not kept are lost. Collective at its begin alone."""
+        """Gather all weights in the block; changes are lost, except in chunks kept gathered. Collective at its
+        start."""
         chunks = [chunk for chunk in self.manager.chunks if chunk.params]
         with self.manager.aside():
             for chunk in chunks:
@@ -170,14 +171,14 @@ class GeminiModel(ModelWrapper):
 
     @torch.no_grad()
     def _finish_reads(self, chunks: list[Chunk]) -> None:
-        """Move what `.data =` has put in the place of weights into the chunks."""
+        """Copy weights that were replaced through `.data =` into the chunks."""
         for chunk in chunks:
-            for slot in chunk.params if chunk.gathered is not None else ():
+            for param in chunk.params if chunk.gathered is not None else ():
                 assert chunk.gathered is not None
-                shown, place = slot.parameter.detach(), slot.view_in(chunk.gathered)
+                shown, place = param.parameter.detach(), param.view_in(chunk.gathered)
                 if shown.data_ptr() != place.data_ptr():
                     place.copy_(shown)
-                    slot.parameter.data = place
+                    param.parameter.data = place
 
     @torch.no_grad()
     def _release_summoned(self, chunks: list[Chunk]) -> None:
@@ -187,16 +188,16 @@ class GeminiModel(ModelWrapper):
                 chunk.weights.store(chunk.gathered[chunk.layout.shard_range(chunk.rank)])
 
     def notify_loaded(self) -> None:
-        # Nothing is spread: who changes weights from outside changes kept ones on every rank. So a rank whose load
-        # failed need not take part.
+        # No communication, so a rank with a failed load need not take part: external changes of chunks kept gathered
+        # are made on every rank.
         super().notify_loaded()
         self._outdate_graphs()
 
     def check_weights(self) -> None:
-        """Raise if somebody changed weights where that has no effect.
+        """Check that no weight was modified without effect.
 
         Raises:
-            ConfigError: The memory of a parameter was replaced, or it was written to while its weights were elsewhere.
+            ConfigError: The memory of a parameter was replaced, or the parameter was modified while it was sharded.
         """
         self._require_unmoved()
         chunks = [chunk for chunk in self.manager.chunks if chunk.params and not chunk.is_kept_gathered]
@@ -204,10 +205,10 @@ class GeminiModel(ModelWrapper):
         for chunk in written:
             if not chunk.was_modified_while_sharded():
                 continue
-            names = [repr(slot.name) for slot in chunk.params]
+            names = [repr(param.name) for param in chunk.params]
             listed = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
             raise ConfigError(
-                f"a parameter was written to while its weights were divided among the ranks, where the change is lost:"
+                "a parameter was modified while its weights were sharded over the ranks, so the change is lost:"
                 f" one of {listed}. Change weights inside of `with model.gathered():`"
             )
 
@@ -216,45 +217,49 @@ class GeminiModel(ModelWrapper):
         if name is not None:
             raise ConfigError(
                 f"the memory of {name!r} was replaced after boost(), by model.to(), .half(), .data = or the like, which"
-                " the optimizer and the other ranks do not see: do it before boost(), or change weights inside of"
+                " does not reach the optimizer and the other ranks: do it before boost(), or change weights inside of"
                 " `with model.gathered():`"
             )
 
     def moved_parameter(self) -> str | None:
-        """Return the name of a parameter that shows other memory than its chunk's, or None."""
+        """Return the name of a parameter whose data is not in its chunk, or None."""
         for chunk in self.manager.chunks:
-            for slot in chunk.params:
-                parameter, kept = slot.parameter, chunk.gathered if chunk.is_kept_gathered else None
-                if kept is not None and parameter.numel() > 0 and parameter.data_ptr() != slot.view_in(kept).data_ptr():
-                    return slot.name
+            for param in chunk.params:
+                parameter, kept = param.parameter, chunk.gathered if chunk.is_kept_gathered else None
+                if (
+                    kept is not None
+                    and parameter.numel() > 0
+                    and parameter.data_ptr() != param.view_in(kept).data_ptr()
+                ):
+                    return param.name
                 is_hidden = not chunk.is_kept_gathered and chunk.gathered is None and parameter.numel() > 0
                 if is_hidden and parameter.data_ptr() != chunk.placeholder.data_ptr():
-                    return slot.name
+                    return param.name
         return None
 
     def regroup(self, parameters: list[nn.Parameter]) -> list[Chunk]:
-        """Move parameters, which train from now on, into new chunks; returns these. Collective."""
-        slots = self._slots()
-        moved = [slots[id(parameter)] for parameter in parameters]
+        """Move unfrozen parameters into new chunks and return these. Collective."""
+        params = self._chunk_params()
+        moved = [params[id(parameter)] for parameter in parameters]
         values: dict[int, torch.Tensor] = {}
         with self.manager.aside():
-            for slot in moved:
-                self.manager.need((slot,))
-                values[id(slot.parameter)] = slot.parameter.detach().clone()
-        for slot in moved:
-            slot.chunk.remove(slot)
-        names = {slot.name: slot.parameter for slot in moved}
+            for param in moved:
+                self.manager.need((param,))
+                values[id(param.parameter)] = param.parameter.detach().clone()
+        for param in moved:
+            param.chunk.remove(param)
+        names = {param.name: param.parameter for param in moved}
         chunks = self._make_chunks(names, values, len(self.manager.chunks))
         self.manager.add(chunks)
         self.hooks.remove()
-        self.hooks = ModuleHooks(self.module, self.manager, self._slots())
+        self.hooks = ModuleHooks(self.module, self.manager, self._chunk_params())
         return chunks
 
-    # The user's own names.
+    # State dicts, by the user's names.
 
     @torch.no_grad()
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the user's model's `state_dict`, whole, in memory of its own on every rank. Collective."""
+        """Return the unsharded `state_dict` of the user's model, as a copy on every rank. Collective."""
         kwargs["keep_vars"] = True
         state = self.module.state_dict(*args, **kwargs)
         if any(True for _ in self._derived(state)):
@@ -268,49 +273,49 @@ class GeminiModel(ModelWrapper):
         return state
 
     def _derived(self, state: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield what hooks or get_extra_state() computed, which may be of weights that are not here."""
-        own = self._slots().keys() | {id(buffer) for buffer in self.module.buffers()}
+        """Yield tensors computed by hooks or get_extra_state(), possibly from sharded weights."""
+        own = self._chunk_params().keys() | {id(buffer) for buffer in self.module.buffers()}
         for name, value in state.items():
             if isinstance(value, torch.Tensor) and id(value) not in own:
                 yield name, value
 
     def _copies(self, state: Mapping[str, Any]) -> dict[int, torch.Tensor]:
-        """Return copies of a state's tensors by the tensors' `id`, gathered chunk by chunk. Collective."""
-        slots = self._slots()
+        """Return copies of a state dict's tensors by `id`, gathered chunk by chunk. Collective."""
+        params = self._chunk_params()
         copies: dict[int, torch.Tensor] = {}
         by_chunk: dict[int, list[ChunkParam]] = {}
         for value in state.values():
-            slot = slots.get(id(value))
-            if slot is not None:
-                by_chunk.setdefault(slot.chunk.index, []).append(slot)
+            param = params.get(id(value))
+            if param is not None:
+                by_chunk.setdefault(param.chunk.index, []).append(param)
             elif isinstance(value, torch.Tensor):
                 copies.setdefault(id(value), value.detach().clone())
         with self.manager.aside():
             for index in sorted(by_chunk):
                 self.manager.need(by_chunk[index])
-                for slot in by_chunk[index]:
-                    copies.setdefault(id(slot.parameter), slot.parameter.detach().clone())
+                for param in by_chunk[index]:
+                    copies.setdefault(id(param.parameter), param.parameter.detach().clone())
         return copies
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Load into the user's model; fp32 master weights follow.
+        """Load a state dict into the user's model and its fp32 master weights.
 
-        Needs memory for the whole model. If anything is wrong on any rank, nothing is loaded on all of them.
+        Needs memory for the full model. If it fails on any rank, nothing is loaded on all ranks.
 
-        Collective: every rank loads the same.
+        Collective: all ranks must pass equal state dicts.
 
         Raises:
-            ConfigError: assign=True, which would take the parameters away from the optimizer.
-            RuntimeError: What torch finds wrong with names or shapes.
-            RankFailedError: Another rank found something wrong.
+            ConfigError: `assign` is True, which would replace parameters that the optimizer updates.
+            RuntimeError: Names or shapes do not match, as in torch.
+            RankFailedError: It failed on another rank.
         """
         if assign:
             raise ConfigError(
-                "load_state_dict(assign=True) gives a boosted model new parameters, and the optimizer would go on with"
+                "load_state_dict(assign=True) replaces a boosted model's parameters, and the optimizer would update"
                 " the old ones: leave assign out, or load before boost()"
             )
-        # torch copies what fits before it raises. The pieces are enough to undo that: each rank's own.
+        # torch copies matching tensors before it raises. This rank's shards are enough to undo that.
         kept = {chunk: chunk.weights.as_tensor().clone() for chunk in self.manager.chunks if chunk.is_kept_gathered}
         buffers = [(buffer, buffer.clone()) for buffer in self.module.buffers()]
         error: Exception | None = None
@@ -337,7 +342,7 @@ class GeminiModel(ModelWrapper):
         self.weights_changed()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ModelWrapper:
-        """Return a copy of the model alone, whole, as averages of weights want it: it has no optimizer. Collective."""
+        """Return an unsharded copy without an optimizer, for example for weight averaging. Collective."""
         with self.gathered():
             copied = ModelWrapper(copy.deepcopy(self.module, memo), is_primary=self._is_primary)
         for module in copied.module.modules():
@@ -355,31 +360,31 @@ class GeminiModel(ModelWrapper):
                 )
         return self
 
-    # What a CheckpointIO reads and fills.
+    # Interface of CheckpointIO.
 
     def tensor_slices(self) -> list[TensorSlice]:
-        slots = self._slots()
+        params = self._chunk_params()
         slices: list[TensorSlice] = []
         for names, value in self._named_state():
-            slot = slots.get(id(value))
-            if slot is None:
+            param = params.get(id(value))
+            if param is None:
                 slices.append(TensorSlice.whole(names[0], value.detach(), primary=self._is_primary, shared=False))
             else:
-                slices += self._slices_of(names[0], slot)
+                slices += self._slices_of(names[0], param)
         return slices
 
-    def _slices_of(self, name: str, slot: ChunkParam) -> Iterator[TensorSlice]:
-        chunk = slot.chunk
-        if chunk.is_kept_gathered or slot.region.start == slot.region.stop:
-            yield TensorSlice.whole(name, slot.parameter.detach(), primary=self._is_primary)
+    def _slices_of(self, name: str, param: ChunkParam) -> Iterator[TensorSlice]:
+        chunk = param.chunk
+        if chunk.is_kept_gathered or param.region.start == param.region.stop:
+            yield TensorSlice.whole(name, param.parameter.detach(), primary=self._is_primary)
             return
         for part in chunk.layout.parts(chunk.rank):
-            if chunk.layout.regions[part.region_index] is slot.region:
+            if chunk.layout.regions[part.region_index] is param.region:
                 yield TensorSlice(
                     name=name,
                     dtype=chunk.layout.dtype,
-                    global_shape=slot.region.shape,
-                    box=tuple((0, size) for size in slot.region.shape),
+                    global_shape=param.region.shape,
+                    box=tuple((0, size) for size in param.region.shape),
                     span=part.span,
                     tensor=chunk.weights.as_tensor()[part.in_shard],
                     primary=self._settings.is_primary,
@@ -389,16 +394,16 @@ class GeminiModel(ModelWrapper):
         return {names[0]: tuple(names[1:]) for names, _ in self._named_state() if len(names) > 1}
 
     def _named_state(self) -> list[tuple[list[str], torch.Tensor]]:
-        """Return the tensors of the model's state, each with all of its names."""
-        state, slots = self.module.state_dict(keep_vars=True), self._slots()
+        """Return the tensors of the model's state dict, each with all of its names."""
+        state, params = self.module.state_dict(keep_vars=True), self._chunk_params()
         for name, value in self._derived(state):
             if value.is_floating_point() and value.numel() > 0 and bool(value.isnan().all()):
                 raise CheckpointError(
-                    f"{name!r} of the model's state is computed by a hook or get_extra_state() of weights that are not"
-                    " gathered now: save inside of `with model.gathered():`"
+                    f"{name!r} of the model's state dict is computed by a hook or get_extra_state() from weights that"
+                    " are not gathered: save inside of `with model.gathered():`"
                 )
-        parameters = {name: value for name, value in state.items() if id(value) in slots}
-        others = {name: value for name, value in state.items() if id(value) not in slots}
+        parameters = {name: value for name, value in state.items() if id(value) in params}
+        others = {name: value for name, value in state.items() if id(value) not in params}
         groups: dict[int, list[str]] = {}
         for name, value in parameters.items():
             groups.setdefault(id(value), []).append(name)
@@ -407,18 +412,18 @@ class GeminiModel(ModelWrapper):
 
 
 class _RefuseHidden:
-    """Keeps the user's own module from giving a state of nan."""
+    """Makes `state_dict` of the user's module raise instead of returning nan."""
 
     def __init__(self, manager: ChunkManager | None) -> None:
         self._manager = manager
 
     def __call__(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
-        if self._manager is None or keep_vars:  # who wants the parameters themselves knows what they are
+        if self._manager is None or keep_vars:  # keep_vars returns the parameter objects, not values
             return
         if any(chunk.gathered is None and chunk.params for chunk in self._manager.chunks):
             raise ConfigError(
-                f"state_dict() of the {type(module).__name__} that went into boost() has no weights to give, as they"
-                " are divided among the ranks: call it on the model that boost() returned, use booster.save_model(), or"
+                f"state_dict() of the {type(module).__name__} passed to boost() has no weights, because they are"
+                " sharded over the ranks: call it on the model that boost() returned, use booster.save_model(), or"
                 " call it inside of `with model.gathered():`"
             )
 
@@ -427,7 +432,7 @@ class _RefuseHidden:
 
 
 def _forget_hooks(module: nn.Module) -> None:
-    """Take hooks of this package, which do nothing in a copy, off a module."""
+    """Remove this package's hooks from a copied module, where they have no effect."""
     for key, hook in list(module._state_dict_pre_hooks.items()):
         if isinstance(hook, _RefuseHidden):
             del module._state_dict_pre_hooks[key]
@@ -439,11 +444,11 @@ def _forget_hooks(module: nn.Module) -> None:
 
 
 def place_buffers(model: nn.Module, device: torch.device) -> None:
-    """Move buffers to a device and give all ranks the first rank's; parameters stay where they are.
+    """Move buffers to a device and broadcast the first rank's; parameters are not moved.
 
-    Collective: the ranks' models have the same buffers.
+    Collective: all ranks' models must have equal buffers.
     """
-    placed: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # holds the old ones, so that their ids stay unique
+    placed: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # keeps the old ones alive, so that ids stay unique
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None:
@@ -455,13 +460,13 @@ def place_buffers(model: nn.Module, device: torch.device) -> None:
 
 
 class GeminiModelBuilder:
-    """Makes boosted models.
+    """Builder of boosted models.
 
     Args:
         settings: Sharding settings.
         placement: Placement policy.
-        offload_dir: Where files of offloaded pieces go; None: see `GeminiPlugin`.
-        pins: Whether offloaded memory is page-locked.
+        offload_dir: Directory for offloaded shards; optional, see `GeminiPlugin`.
+        pins: If True, offloaded host memory is pinned.
     """
 
     def __init__(
@@ -482,14 +487,14 @@ class GeminiModelBuilder:
     def build(
         self, model: nn.Module, trained: Collection[int], *, is_primary: bool, broadcasts_buffers: bool, verbose: bool
     ) -> GeminiModel:
-        """Return the boosted model, whose parameters' values have gone into chunks. Collective.
+        """Move a model's parameters into chunks and return the boosted model. Collective.
 
         Args:
             model: The user's model.
             trained: The `id`s of parameters that an optimizer updates.
-            is_primary: True on the rank that writes what all ranks hold alike.
-            broadcasts_buffers: Give all ranks the first rank's buffers before each forward in training.
-            verbose: Log how the chunks are filled.
+            is_primary: If True, this rank saves what is equal on all ranks.
+            broadcasts_buffers: If True, broadcast the first rank's buffers before each forward in training.
+            verbose: If True, log the waste of the chunks.
         """
         settings = self._settings
         named, facts, module_of = describe_params(model, trained, settings.dtype)
@@ -531,7 +536,7 @@ class GeminiModelBuilder:
         return DiskTier(self._offload_dir)
 
     def _other_bytes(self, boosted: GeminiModel) -> int:
-        """Return what is in the compute tier beside chunks: on the CPU, without a counter, what autograd keeps."""
+        """Return the non-chunk bytes in the compute tier; on the CPU, without a counter, those saved by autograd."""
         if self._settings.device.type == "cpu":
             return boosted.hooks.saved_bytes
         return max(0, memory_allocated() - boosted.manager.bytes_in_memory)
@@ -551,7 +556,7 @@ class GeminiModelBuilder:
     def _add_chunks(
         self, named: Mapping[str, nn.Parameter], values: Mapping[int, torch.Tensor], first_index: int
     ) -> list[Chunk]:
-        """Return chunks, in memory, of parameters that train from now on."""
+        """Return allocated chunks of unfrozen parameters."""
         members = list(named.items())
         facts = [ParamInfo(name=name, shape=tuple(one.shape), dtype=one.dtype, trains=True) for name, one in members]
         largest = max(fact.numel for fact in facts)

@@ -1,4 +1,4 @@
-"""Brings a module's weights before it runs: hooks of the user's own modules, and of how they read their parameters."""
+"""Hooks that gather weights before they are used: module hooks, parameter reads, and saved tensors of autograd."""
 
 from __future__ import annotations
 
@@ -27,55 +27,54 @@ from .collective_order import PassKind
 _Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 
 # Note [Saved weights]
-# Most operators save the weights that they multiplied with, or a view of them, for their backward. While the model's
-# forward runs, autograd asks `pack` what to keep instead. Of a tensor in a chunk's payload it keeps the chunk, the
-# parameter, and the view's shape; `unpack` has the chunk gathered when the operator's backward asks for it, exactly
-# then. That needs no hook of any module, so it makes no difference which module used the weights, through what view,
-# and how its outputs look. Every other tensor is kept as it is. torch compares versions of saved tensors only where
-# these are not packed, so that is done here as well: a tensor that was written over before backward is an error.
-# Others pack, too: activation checkpointing, which saves nothing in forward and fills a list in backward, or a user who
-# moves what is saved elsewhere. They are handed all other tensors, and never weights: what they keep of those would
-# stay gathered. As checkpointing counts tensors in forward and again in backward, both must hide the same ones; so
-# wherever a module begins, these hooks come first.
+# Most operators save their weights, or a view of them, for backward. In the model's forward, saved-tensor hooks replace
+# these. For a tensor in a gathered chunk, `pack` stores the chunk, the parameter and the view's geometry; `unpack`
+# gathers the chunk when the operator's backward needs the weights. No backward hooks of modules are involved, so it
+# does not matter which module used the weights, through which view, or what its outputs are. All other tensors are
+# stored unchanged. torch checks versions of saved tensors only without hooks, so the check is repeated here: a tensor
+# modified before backward is an error. Other saved-tensor hooks may be active: activation checkpointing, which saves
+# nothing in forward and fills a list in backward, or the user's offloading. They receive all other tensors but never
+# weights, which would otherwise stay gathered. Checkpointing counts tensors in forward and again in backward, so both
+# must exclude the same ones: these hooks are therefore the innermost ones in every module.
 
 
 class WeightSource(Protocol):
-    """Who knows the chunks."""
+    """Provider of chunks for the saved-tensor hooks."""
 
     def chunk_at(self, address: int) -> Chunk | None:
-        """Return the chunk whose payload begins at an address in memory."""
+        """Return the chunk whose gathered buffer starts at a memory address, or None."""
         ...
 
-    def gather_for_backward(self, slot: ChunkParam) -> torch.Tensor:
-        """Return the payload with the weights of a parameter."""
+    def gather_for_backward(self, param: ChunkParam) -> torch.Tensor:
+        """Gather the weights of a parameter and return the chunk's gathered buffer."""
         ...
 
     def note_saved(self, address: int, num_bytes: int) -> None:
-        """Record memory that autograd keeps."""
+        """Record memory saved by autograd."""
         ...
 
     def note_released(self, address: int, num_bytes: int) -> None:
-        """Record that autograd releases it once."""
+        """Record the release of memory saved by autograd."""
         ...
 
 
 class _SavedWeight:
-    """A view of a parameter's weights."""
+    """Saved view of a parameter's weights."""
 
     __slots__ = ("_offset", "_param", "_size", "_source", "_stride", "_version")
 
-    def __init__(self, source: WeightSource, slot: ChunkParam, tensor: torch.Tensor, offset: int) -> None:
+    def __init__(self, source: WeightSource, param: ChunkParam, tensor: torch.Tensor, offset: int) -> None:
         self._source = source
-        self._param = slot
-        self._version = slot.chunk.version
+        self._param = param
+        self._version = param.chunk.version
         self._size, self._stride, self._offset = tensor.size(), tensor.stride(), offset
-        slot.num_saved += 1
+        param.num_saved += 1
 
     def __del__(self) -> None:
         self._param.num_saved -= 1
 
     def unpack(self) -> torch.Tensor:
-        """Return the weights, gathered if they are not here."""
+        """Return the weights, after gathering them if necessary."""
         if self._param.chunk.version != self._version:
             raise RuntimeError(
                 f"backward needs {self._param.name!r} as it was in the forward, but the weights were changed since,"
@@ -86,16 +85,16 @@ class _SavedWeight:
 
 
 class _SavedOther:
-    """Any other tensor."""
+    """Saved tensor that is not a weight."""
 
     __slots__ = ("_tensor", "_version")
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self._tensor = tensor.detach()  # not itself: an operator's output would keep its own graph alive
+        self._tensor = tensor.detach()  # an operator's output would otherwise keep its own graph alive
         self._version = tensor._version
 
     def unpack(self) -> torch.Tensor:
-        """Return it."""
+        """Return the tensor."""
         if self._tensor._version != self._version:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: a"
@@ -106,7 +105,7 @@ class _SavedOther:
 
 
 class _CountedOther(_SavedOther):
-    """Any other tensor, whose memory is taken note of."""
+    """Saved tensor that is not a weight, with its memory counted."""
 
     __slots__ = ("_memory", "_source")
 
@@ -121,7 +120,7 @@ class _CountedOther(_SavedOther):
 
 
 class SavedTensors:
-    """Packs and unpacks while a model's modules run; see Note [Saved weights].
+    """Saved-tensor hooks of a model's forward; see Note [Saved weights].
 
     Args:
         source: Provider of the chunks.
@@ -129,16 +128,16 @@ class SavedTensors:
 
     def __init__(self, source: WeightSource) -> None:
         self._source = source
-        # One object each, to be known again by. torch.compile must not look into them: it would compile them, too.
+        # One object each, for comparison by identity. torch.compile must not trace them.
         self._pack_hook = not_compiled(self._pack)
         self._unpack_hook = not_compiled(self._unpack)
         self._outer: list[_Hooks | None] = []
         self.counts = False
 
     def begin(self) -> bool:
-        """Begin to pack, before all other hooks, where a graph is made; returns whether `end` has to be called.
+        """Install the hooks as the innermost ones; return whether `end` must be called.
 
-        Nothing has to be begun where these hooks come first already, and nothing can be where torch forbids hooks.
+        Does nothing without gradients, if the hooks are already innermost, or if torch forbids hooks.
         """
         if not torch.is_grad_enabled() or not _may_pack():
             return False
@@ -150,7 +149,7 @@ class SavedTensors:
         return True
 
     def end(self) -> None:
-        """End what `begin` began last."""
+        """Remove the hooks of the last `begin`."""
         torch._C._autograd._pop_saved_tensors_default_hooks()
         self._outer.pop()
 
@@ -159,9 +158,9 @@ class SavedTensors:
         chunk = self._source.chunk_at(storage.data_ptr())
         if chunk is not None:
             offset = int(tensor.storage_offset())
-            slot = _param_at(chunk, offset * tensor.itemsize // chunk.layout.dtype.itemsize)
-            if slot is not None:
-                return _SavedWeight(self._source, slot, tensor, offset)
+            param = _param_at(chunk, offset * tensor.itemsize // chunk.layout.dtype.itemsize)
+            if param is not None:
+                return _SavedWeight(self._source, param, tensor, offset)
         outer = self._outer[-1]
         if outer is not None:
             return outer[1], outer[0](tensor)
@@ -180,41 +179,41 @@ class SavedTensors:
 
 
 def _may_pack() -> bool:
-    """Whether torch lets hooks be, which torch.func's transforms do not."""
+    """Whether torch allows saved-tensor hooks; torch.func's transforms do not."""
     return bool(torch._C._autograd._saved_tensors_hooks_is_enabled())  # type: ignore[attr-defined]
 
 
 def _param_at(chunk: Chunk, element: int) -> ChunkParam | None:
-    """Return the parameter in whose place an element lies."""
+    """Return the parameter that contains an element of the chunk."""
     index = bisect_right(chunk.starts, element) - 1
-    while index >= 0:  # parameters without elements begin where another one does
-        slot = chunk.params[index]
-        if slot.region.start <= element < slot.region.stop:
-            return slot
-        if slot.region.stop > slot.region.start:
+    while index >= 0:  # parameters without elements share their start with another one
+        param = chunk.params[index]
+        if param.region.start <= element < param.region.stop:
+            return param
+        if param.region.stop > param.region.start:
             return None
         index -= 1
     return None
 
 
-# A module's own parameters are gathered before it runs and may go when it has ended. A module may also read those of
-# another one that is never called: `nn.MultiheadAttention` does with its `out_proj`, a language model with a tied
-# embedding. Python reads a parameter out of its module's `_parameters`; that dictionary is replaced by one that notes
-# who reads, and while some module runs a parameter that is read is gathered, for as long as that module runs. A
-# parameter that a module returns stays for as long as the one that called it runs. In backward, activation
-# checkpointing may run a function that is not a module: what is read there stays until a gradient is computed again.
+# A module's own parameters are gathered before it runs and may be released after it. A module may also read parameters
+# of another module that is never called: `nn.MultiheadAttention` reads those of its `out_proj`, a language model those
+# of a tied embedding. Python reads a parameter from its module's `_parameters`; this dictionary is replaced by one that
+# records reads. A parameter that is read is gathered for as long as the reading module runs. A parameter that a module
+# returns stays gathered for as long as the caller runs. In backward, activation checkpointing may run a function that
+# is not a module: parameters read there stay gathered until the next gradient is computed.
 
 
 @dataclass(slots=True, eq=False)
 class _RunningModule:
-    """A module that runs.
+    """Running module.
 
     Attributes:
         module: Running module, or None for a function that backward recomputes.
         pinned: Parameters that it uses.
-        error: The exception that was being handled when it began.
-        packs: Whether it has begun to pack saved tensors.
-        version: How often its own weights had been written to when it began.
+        error: Exception that was being handled at its start.
+        packs: If True, it has installed the saved-tensor hooks.
+        version: Sum of its own weights' version counters at its start.
     """
 
     module: nn.Module | None
@@ -224,14 +223,14 @@ class _RunningModule:
     version: int = 0
 
     def unpin(self) -> None:
-        """Return that it uses nothing more."""
-        for chunk, slots in self.pinned:
-            chunk.unpin(slots)
+        """Unpin all its parameters."""
+        for chunk, params in self.pinned:
+            chunk.unpin(params)
         self.pinned.clear()
 
 
 class HookedParameters(dict[str, Any]):
-    """A module's parameters by name, that says when one is read."""
+    """Parameter dictionary of a module that records reads."""
 
     __slots__ = ("_hooks", "_module_class")
 
@@ -248,7 +247,7 @@ class HookedParameters(dict[str, Any]):
 
     def __reduce__(self) -> Any:  # type: ignore[override]
         self._require_shown()
-        return dict, (dict(self),)  # a copy of the module is an ordinary one
+        return dict, (dict(self),)  # a copy of the module has a plain dict
 
     def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
         import copy
@@ -257,23 +256,23 @@ class HookedParameters(dict[str, Any]):
         return {name: copy.deepcopy(value, memo) for name, value in self.items()}
 
     def _require_shown(self) -> None:
-        """Raise if what is to be copied or pickled is nan."""
+        """Check that weights are gathered before they are copied or pickled."""
         if self._hooks is not None and self._hooks.hides(self.values()):
             raise sharded_copy_error(self._module_class)
 
 
 class ModuleHooks:
-    """The hooks of a model; `remove` takes them off.
+    """Hooks of a model; `remove` removes them.
 
     Args:
         model: The user's model.
-        manager: Of its chunks.
-        slots: Chunk parameter of each parameter by its `id`.
+        manager: Manager of the chunks.
+        params: Chunk parameter of each parameter by its `id`.
     """
 
-    def __init__(self, model: nn.Module, manager: ChunkManager, slots: dict[int, ChunkParam]) -> None:
+    def __init__(self, model: nn.Module, manager: ChunkManager, params: dict[int, ChunkParam]) -> None:
         self._manager = manager
-        self._params = slots
+        self._params = params
         self._running: list[_RunningModule] = []
         self._again = _RunningModule(None)
         self._saved_bytes = 0
@@ -298,44 +297,44 @@ class ModuleHooks:
             self._watched.append(module)
 
     def hides(self, parameters: Iterable[nn.Parameter | None]) -> bool:
-        """Return whether the weights of some of these parameters are not here now."""
-        slots = [self._params.get(id(one)) for one in parameters]
-        return any(slot is not None and slot.chunk.gathered is None for slot in slots)
+        """Return whether any of these parameters is sharded at the moment."""
+        params = [self._params.get(id(one)) for one in parameters]
+        return any(param is not None and param.chunk.gathered is None for param in params)
 
     def watch_gradients(self) -> None:
-        """Have the chunks take gradients of parameters that train and were not watched yet."""
-        for slot in self._params.values():
-            if slot.parameter.requires_grad and slot.chunk.layout.trains and not slot.has_grad_hook:
-                self._gradient_handles[id(slot.parameter)] = slot.parameter.register_post_accumulate_grad_hook(
+        """Register gradient hooks on trainable parameters that do not have one."""
+        for param in self._params.values():
+            if param.parameter.requires_grad and param.chunk.layout.trains and not param.has_grad_hook:
+                self._gradient_handles[id(param.parameter)] = param.parameter.register_post_accumulate_grad_hook(
                     _GradientArrived(self)
                 )
-                slot.has_grad_hook = True
+                param.has_grad_hook = True
 
     def gradient_arrived_at(self, parameter: torch.Tensor) -> None:
-        """Take the gradient of a parameter that is watched."""
-        slot = self._params.get(id(parameter))
-        if slot is not None and slot.has_grad_hook:
-            self.gradient_arrived(slot)
+        """Handle the gradient of a parameter with a hook."""
+        param = self._params.get(id(parameter))
+        if param is not None and param.has_grad_hook:
+            self.gradient_arrived(param)
 
     def remove(self) -> None:
-        """Leave the model as it was."""
+        """Remove all hooks from the model."""
         for handle in [*self._handles, *self._gradient_handles.values()]:
             handle.remove()
-        self._gradient_handles.clear()  # graphs from before still come here
+        self._gradient_handles.clear()  # graphs created earlier still call the hooks
         for module in self._watched:
             module._parameters = dict(module._parameters)
-        for slot in self._params.values():
-            slot.has_grad_hook = False
+        for param in self._params.values():
+            param.has_grad_hook = False
 
     # Forward.
 
     @property
     def is_running(self) -> bool:
-        """Whether some module runs, or a backward does."""
+        """Whether a module or a backward is running."""
         return bool(self._running) or self._is_in_backward or _is_autograd_running()
 
     def enter(self, module: nn.Module, own: Sequence[ChunkParam]) -> None:
-        """Called before a module runs."""
+        """Handle the start of a module."""
         with _unseen():
             if not self._running:
                 self._begin_outermost()
@@ -348,10 +347,10 @@ class ModuleHooks:
             running.packs = self._saved.begin()
 
     def exit(self, module: nn.Module, own: Sequence[ChunkParam], output: Any) -> None:
-        """Called when a module has ended, by an exception too.
+        """Handle the end of a module, also after an exception.
 
         Raises:
-            ConfigError: The module wrote to its own weights.
+            ConfigError: The module modified its own weights.
         """
         with _unseen():
             while self._running:
@@ -371,31 +370,31 @@ class ModuleHooks:
 
     def _returned(self, output: Any) -> list[ChunkParam]:
         """Return the model's own parameters in a module's output."""
-        slots = (self._params.get(id(one)) for one in _parameters_in(output))
-        return [slot for slot in slots if slot is not None]
+        params = (self._params.get(id(one)) for one in _parameters_in(output))
+        return [param for param in params if param is not None]
 
     @not_compiled
     def note_read(self, parameter: nn.Parameter) -> None:
-        """Called when a module's parameter is read."""
-        slot = self._params.get(id(parameter))
-        if slot is None or (slot.num_pins > 0 and not slot.is_overwritten and slot.chunk.is_gathered):
+        """Handle a read of a module's parameter."""
+        param = self._params.get(id(parameter))
+        if param is None or (param.num_pins > 0 and not param.is_overwritten and param.chunk.is_gathered):
             return
         with _unseen():
             if not self._running:
                 self._note_backward()
-            self._manager.need((slot,))
-            self._pin(self._running[-1] if self._running else self._again, (slot,))
+            self._manager.need((param,))
+            self._pin(self._running[-1] if self._running else self._again, (param,))
 
-    def _pin(self, running: _RunningModule, slots: Sequence[ChunkParam]) -> None:
+    def _pin(self, running: _RunningModule, params: Sequence[ChunkParam]) -> None:
         by_chunk: dict[int, tuple[Chunk, list[ChunkParam]]] = {}
-        for slot in slots:
-            by_chunk.setdefault(slot.chunk.index, (slot.chunk, []))[1].append(slot)
+        for param in params:
+            by_chunk.setdefault(param.chunk.index, (param.chunk, []))[1].append(param)
         for chunk, members in by_chunk.values():
             chunk.pin(members)
             running.pinned.append((chunk, members))
 
     def _begin_outermost(self) -> None:
-        if _is_autograd_running():  # activation checkpointing computes a part of the forward again
+        if _is_autograd_running():  # activation checkpointing recomputes a part of the forward
             self._note_backward()
             return
         if self._is_in_backward:
@@ -415,7 +414,7 @@ class ModuleHooks:
 
     @contextmanager
     def backward(self) -> Iterator[None]:
-        """Surround autograd. Collective."""
+        """Run autograd's backward in the block. Collective over the shard group."""
         if self._is_in_backward:
             self._abort_backward()
         self._begin_backward()
@@ -431,7 +430,7 @@ class ModuleHooks:
         self._manager.phase = PassKind.BACKWARD
         for key, handle in self._gradient_handles.items():
             hooks = self._params[key].parameter._post_accumulate_grad_hooks
-            hooks[handle.id] = hooks.pop(handle.id)  # behind the user's of later: it takes the gradient
+            hooks[handle.id] = hooks.pop(handle.id)  # behind hooks that the user registered later
 
     def _end_backward(self) -> None:
         self._is_in_backward = False
@@ -439,54 +438,54 @@ class ModuleHooks:
         self._manager.end_backward()
 
     def _abort_backward(self) -> None:
-        """Called when a backward has failed; of a plain loss.backward() that shows when the next thing begins."""
+        """Handle a failed backward; for a plain loss.backward(), this runs at the start of the next pass."""
         self._is_in_backward = False
         self._again.unpin()
         self._manager.abort_backward()
 
     def _note_backward(self) -> None:
-        """Begin a backward that was called past `backward`, by a plain loss.backward()."""
+        """Start a backward that was not called through `backward`, such as a plain loss.backward()."""
         if not self._is_in_backward:
             self._begin_backward()
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
 
-    def gradient_arrived(self, slot: ChunkParam) -> None:
-        """Called when a gradient is complete in `.grad`."""
+    def gradient_arrived(self, param: ChunkParam) -> None:
+        """Handle a gradient that is complete in `.grad`."""
         self._note_backward()
         self._again.unpin()
-        self._manager.reduction.on_grad_ready(slot)
+        self._manager.reduction.on_grad_ready(param)
 
-    # What `SavedTensors` asks.
+    # Interface of `SavedTensors`.
 
     def chunk_at(self, address: int) -> Chunk | None:
-        """Return the chunk whose payload begins at an address."""
+        """Return the chunk whose gathered buffer starts at a memory address, or None."""
         return self._manager.chunk_at(address)
 
-    def gather_for_backward(self, slot: ChunkParam) -> torch.Tensor:
-        """Return the payload with the weights of a parameter."""
-        chunk = slot.chunk
+    def gather_for_backward(self, param: ChunkParam) -> torch.Tensor:
+        """Gather the weights of a parameter and return the chunk's gathered buffer."""
+        chunk = param.chunk
         with _unseen():
             if not self._running:  # else it is for an autograd.grad() inside of a forward
                 self._note_backward()
                 self._again.unpin()
-            if not chunk.is_gathered or slot.is_overwritten:
-                self._manager.need((slot,))
+            if not chunk.is_gathered or param.is_overwritten:
+                self._manager.need((param,))
             else:
-                chunk.pin(())  # or it might have to be evicted for prefetched chunks
+                chunk.pin(())  # protects it from eviction by prefetched chunks
                 self._manager.note_use(chunk)
                 chunk.unpin(())
         assert chunk.gathered is not None
         return chunk.gathered
 
     def note_saved(self, address: int, num_bytes: int) -> None:
-        """Count what autograd keeps, memory that is saved several times once."""
+        """Count memory saved by autograd; memory saved several times counts once."""
         self._times_saved[address] += 1
         if self._times_saved[address] == 1:
             self._saved_bytes += num_bytes
             self._manager.note_other_bytes()
 
     def note_released(self, address: int, num_bytes: int) -> None:
-        """Count what autograd lets go."""
+        """Count memory released by autograd."""
         self._times_saved[address] -= 1
         if self._times_saved[address] == 0:
             del self._times_saved[address]
@@ -494,12 +493,12 @@ class ModuleHooks:
 
     @property
     def saved_bytes(self) -> int:
-        """Bytes that autograd keeps, as far as they were counted."""
+        """Counted bytes saved by autograd."""
         return self._saved_bytes
 
 
 class _BeforeForward:
-    """Hooks are objects with weights of their own left out, so that a model with hooks can be copied."""
+    """Forward hook as an object that copies without its chunks, so that a model with hooks can be copied."""
 
     def __init__(self, hooks: ModuleHooks, own: Sequence[ChunkParam]) -> None:
         self._hooks: ModuleHooks | None = hooks
@@ -533,7 +532,7 @@ class _AfterForward:
 
 
 class _GradientArrived:
-    """Holds nothing that leads back to the parameter: Python can't collect a cycle through a tensor's hooks."""
+    """Gradient hook without a reference to the parameter: Python can't collect a cycle through a tensor's hooks."""
 
     def __init__(self, hooks: ModuleHooks) -> None:
         self._hooks = weakref.ref(hooks)
@@ -545,12 +544,12 @@ class _GradientArrived:
             hooks.gradient_arrived_at(parameter)
 
 
-def _version_of(slots: Sequence[ChunkParam]) -> int:
-    return sum(slot.parameter._version for slot in slots)
+def _version_of(params: Sequence[ChunkParam]) -> int:
+    return sum(param.parameter._version for param in params)
 
 
 def _error_of_writing(module: nn.Module, own: Sequence[ChunkParam]) -> ConfigError:
-    names = ", ".join(repr(slot.name) for slot in own)
+    names = ", ".join(repr(param.name) for param in own)
     return ConfigError(
         f"the forward of {type(module).__name__} wrote to its weights ({names}), as nn.Embedding does with max_norm:"
         " what was gathered for it is thrown away, and the change with it. Leave that out, change weights between steps"
@@ -559,12 +558,12 @@ def _error_of_writing(module: nn.Module, own: Sequence[ChunkParam]) -> ConfigErr
 
 
 def _is_autograd_running() -> bool:
-    """Whether this thread computes a node of a backward."""
+    """Whether this thread is executing a node of a backward graph."""
     return torch._C._current_graph_task_id() != -1
 
 
 def _unseen() -> AbstractContextManager[Any]:
-    """Surround work of our own, which is nothing to those who watch or store the model's operators as they are run."""
+    """Hide this package's operators in the block from dispatch modes that record or store the model's operators."""
     return _disable_current_modes() if torch._C._len_torch_dispatch_stack() > 0 else nullcontext()
 
 

@@ -1,4 +1,4 @@
-"""A tier of memory on a disk: blocks in one file of this process."""
+"""Disk tier: blocks in one file of this process."""
 
 from __future__ import annotations
 
@@ -168,11 +168,11 @@ class BlockFile:
         """
         if os.getpid() != self._process:
             raise ConfigError(
-                f"{self._path} belongs to process {self._process}, and process {os.getpid()} was forked from it: make"
+                f"{self._path} belongs to process {self._process}, and process {os.getpid()} was forked from it: create"
                 " an offload tier in each process"
             )
         if self._is_closed:
-            raise ConfigError("the offload tier is closed: make another one")
+            raise ConfigError("the offload tier is closed: create a new one")
         return self._lock
 
     def _choose_way(self, data: Tensor) -> int:
@@ -223,8 +223,8 @@ class FreeList:
     """Free list of extents of full pages.
 
     Attributes:
-        freed: Freed extents (offset, bytes) that are not merged yet. Appending needs no lock, which the thread
-            that runs a garbage collection may already hold.
+        freed: Freed extents (offset, bytes) that are not merged yet. Appending needs no lock, which the thread that
+            runs a garbage collection may already hold.
     """
 
     def __init__(self) -> None:
@@ -271,17 +271,18 @@ def _reserve(descriptor: int, offset: int, num_bytes: int) -> None:
 
 
 class DiskTier:
-    """Blocks in a file of this process, which is removed with the tier or the process.
+    """Tier on a disk, in a file that is removed with the tier or at process exit.
 
-    A tier that is dropped with all its blocks is closed. In a forked process it can't be used, and closing it does
-    nothing.
+    A tier that is dropped with all its blocks is closed. It can't be used in a forked process, where `close` has no
+    effect.
 
     Args:
-        directory: Under which the file goes, made if it is not there; None: the system's one for temporary files.
-        num_threads: How many reads and writes run at once, where the system has no queue of its own.
+        directory: Parent directory of the file, created if missing; optional, defaults to the system's directory for
+            temporary files.
+        num_threads: Number of concurrent reads and writes on systems without an asynchronous I/O queue.
 
     Raises:
-        ConfigError: No file can be made there, or there are no threads.
+        ConfigError: The file can't be created, or `num_threads` is less than 1.
     """
 
     name: Literal["disk"] = "disk"
@@ -297,15 +298,15 @@ class DiskTier:
         except OSError as error:
             queue.close()
             raise ConfigError(
-                f"the file for model data can't be made: {error}. Give an offload_dir that can be written to"
+                f"the file for offloaded shards can't be created: {error}. Give a writable offload_dir"
             ) from error
         self._finalizer = weakref.finalize(self, _close, queue, self._file, own, os.getpid())
 
     def new_block(self, num_bytes: int) -> TierBlock:
-        """Return an empty block, whose disk space is reserved.
+        """Return an empty block with reserved disk space.
 
         Raises:
-            ConfigError: The disk is full, or the tier is closed or another process's.
+            ConfigError: The disk is full, or the tier is closed or belongs to another process.
             OSError: The disk failed.
         """
         offset, is_zero = self._file.allocate(whole_pages(num_bytes))
@@ -313,12 +314,12 @@ class DiskTier:
         return _DiskBlock(self, self._file, num_bytes, offset, is_zero)
 
     def close(self) -> None:
-        """Wait for everything in flight and remove the file; a second call does nothing."""
+        """Wait for all requests in flight and remove the file. Idempotent."""
         self._finalizer()
 
 
 def _close(queue: DiskQueue, file: BlockFile, directory: ScratchDirectory, process: int) -> None:
-    """Close a tier; a function of its own, so that it also runs when the tier is dropped."""
+    """Close a tier; a module-level function, so that it can also finalize a dropped tier."""
     if os.getpid() == process:
         queue.close()
         file.close()
@@ -326,15 +327,15 @@ def _close(queue: DiskQueue, file: BlockFile, directory: ScratchDirectory, proce
 
 
 class _DiskBlock:
-    """Bytes of the file from an offset on."""
+    """Block at an offset of the file."""
 
     def __init__(self, tier: DiskTier, file: BlockFile, num_bytes: int, offset: int, is_zero: bool) -> None:
         self.num_bytes = num_bytes
         self.is_empty = True
-        self._tier = tier  # with which the file would be closed
+        self._tier = tier  # keeps the file open
         self._file = file
         self._offset = offset
-        self._is_zero = is_zero  # what the file has there, as long as the block is empty
+        self._is_zero = is_zero  # while the block is empty, whether the file is known to be zero there
         self._is_freed = False
         self._last: DiskTransfer | None = None
         self._last_write: DiskTransfer | None = None
@@ -373,7 +374,7 @@ class _DiskBlock:
         tensor = torch.frombuffer(memory, dtype=dtype, count=self.num_bytes // dtype.itemsize, offset=start)
         if self.is_empty and not self._is_zero:
             tensor.zero_()
-        self.is_empty = False  # somebody may write through it
+        self.is_empty = False  # the caller may write through it
         return tensor
 
     def free(self) -> None:
@@ -386,7 +387,7 @@ class _DiskBlock:
         memory = None if self._mapped is None else self._mapped()
         if memory is None:
             self._file.free(extent)
-        else:  # another block there would show up in the tensor
+        else:  # the tensor would show another block allocated there
             weakref.finalize(memory, self._file.free, extent).atexit = False
 
     def _begin(self, tensor: Tensor) -> Tensor:

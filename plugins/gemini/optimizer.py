@@ -1,4 +1,4 @@
-"""The optimizer side: the user's own optimizer updates this rank's shards of every chunk, wherever they are."""
+"""Optimizer wrapper of Gemini: the user's optimizer updates this rank's shard of every chunk."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ from .shard_update import (
 
 
 class GeminiOptimizerState(ShardedOptimizerState):
-    """Checkpoint view of an optimizer whose states may be offloaded to disk, where they are read and filled.
+    """Checkpoint view of an optimizer with states that may be offloaded to disk, where they are read and written.
 
     Args:
-        optimizer: The optimizer to read and fill.
+        optimizer: Optimizer to save or load.
     """
 
     optimizer: GeminiOptimizer
@@ -57,20 +57,20 @@ class GeminiOptimizerState(ShardedOptimizerState):
 
 
 # Note [Steps by chunk]
-# Chunks whose states are on a disk are stepped one by one, so that no more than one chunk's states need be in memory
-# at once: in the first step too, in which the optimizer makes them. All others are updated in one call. For the user's
-# hooks, and for what counts steps, all of it is one step.
+# Chunks with states on a disk are stepped one by one, so at most one chunk's states are in memory at a time, also in
+# the first step, which creates them. All other chunks are updated in one call. Step hooks and step counters see a
+# single step.
 
 
 class GeminiOptimizer(ShardedOptimizer):
-    """An optimizer that updates the chunks of a model.
+    """Optimizer that updates this rank's shards of the chunks.
 
     Args:
         optim: The user's optimizer, elementwise or `ShardAware`.
         model: The boosted model, with its chunks.
         settings: Sharding settings.
-        loss_scaler: Of half precision; None: losses are not scaled.
-        is_primary: True on the rank that writes what all ranks hold alike.
+        loss_scaler: Loss scaler for fp16; optional, defaults to no scaling.
+        is_primary: If True, this rank saves what is equal on all ranks.
     """
 
     model: GeminiModel
@@ -109,7 +109,7 @@ class GeminiOptimizer(ShardedOptimizer):
     # Sharding.
 
     def _shard_chunks(self, chunks: Sequence[Chunk]) -> None:
-        """Put this rank's shards of these chunks in the place of the parameters."""
+        """Replace parameters in the param groups by this rank's shards of these chunks."""
         group_of = {id(one): index for index, members in enumerate(self.logical_groups) for _, one in members}
         for chunk in chunks:
             if not chunk.layout.trains:
@@ -123,16 +123,16 @@ class GeminiOptimizer(ShardedOptimizer):
     def _note_shards(self) -> None:
         updates = list(self._updates.values())
         self._update_of = {id(one.shard.parameter): update for update in updates for one in update.owned}
-        shapes = {slot.name: slot.region.shape for slot in self._trained_params()}
+        shapes = {param.name: param.region.shape for param in self._trained_params()}
         self._use_shards(Shards(all_shards(updates), list(shapes), self._settings.shard_group, shapes=shapes))
 
     def _replace_in_groups(self, update: ChunkUpdate) -> None:
         owned: dict[int, list[nn.Parameter]] = {}
         for one in update.owned:
             owned.setdefault(id(one.param.parameter), []).append(one.shard.parameter)
-        for slot in update.chunk.params:
-            shard_state(self.optim, slot.parameter, [o.shard for o in update.owned if o.param is slot])
-        whole = {id(slot.parameter) for slot in update.chunk.params}
+        for param in update.chunk.params:
+            shard_state(self.optim, param.parameter, [o.shard for o in update.owned if o.param is param])
+        whole = {id(param.parameter) for param in update.chunk.params}
         for group in self.param_groups:
             members = group["params"]
             found = [one for one in members if id(one) in whole]
@@ -140,8 +140,8 @@ class GeminiOptimizer(ShardedOptimizer):
                 shards = [shard for one in found for shard in owned.get(id(one), ())]
                 members[:] = [one for one in members if id(one) not in whole] + shards
         self._model_param_of |= {id(one.shard.parameter): one.shard.model_param for one in update.owned}
-        # A rank may own nothing of a parameter, which all the same is not a new one.
-        self._model_param_of |= {key: slot.parameter for slot in update.chunk.params for key in [id(slot.parameter)]}
+        # Also for parameters without elements on this rank, which are not new either.
+        self._model_param_of |= {key: param.parameter for param in update.chunk.params for key in [id(param.parameter)]}
 
     def _move_states(self, update: ChunkUpdate) -> None:
         tier = self._manager.tier
@@ -149,7 +149,7 @@ class GeminiOptimizer(ShardedOptimizer):
             update.offload_states(self.optim, tier)
 
     def _migrate_chunks(self) -> None:
-        """Move everything to where the placement wants it now. Collective over the shard group."""
+        """Move all shards to the locations of the placement policy. Collective over the shard group."""
         manager, settings = self._manager, self._settings
         homes = manager.choose_locations()
         if homes == manager.locations:
@@ -174,7 +174,7 @@ class GeminiOptimizer(ShardedOptimizer):
         self._note_shards()
 
     def _replace_shards(self, old: ChunkUpdate) -> None:
-        """Give a chunk that is updated on another device new shards there, with the states of the old ones."""
+        """Create new shards, with the states of the old ones, for a chunk whose update moved to another device."""
         group_of = {id(one): index for index, members in enumerate(self.logical_groups) for _, one in members}
         new = ChunkUpdate(old.chunk, group_of, is_primary=self._settings.is_primary)
         replaced = {
@@ -194,7 +194,7 @@ class GeminiOptimizer(ShardedOptimizer):
         self._updates[old.chunk.index] = new
 
     def _trained_params(self) -> list[ChunkParam]:
-        return [slot for update in self._updates.values() for slot in update.chunk.params]
+        return [param for update in self._updates.values() for param in update.chunk.params]
 
     def _reshard(self, indices: Sequence[int]) -> None:
         whole = [
@@ -226,7 +226,7 @@ class GeminiOptimizer(ShardedOptimizer):
         return self.model.hooks.backward()
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Return a context that changes nothing: every backward reduces, as no rank keeps whole gradients."""
+        """Return a context without effect: every backward reduces, because no rank keeps unsharded gradients."""
         return nullcontext()
 
     # Gradients.
@@ -241,19 +241,19 @@ class GeminiOptimizer(ShardedOptimizer):
         return 1.0 / group_size(self.data_parallel_group)
 
     def _agree_on_use(self) -> list[ChunkUpdate]:
-        """Mark what was used on any rank as used; returns the chunks of which any rank has sums.
+        """Mark parameters used on any rank as used; return the chunks with reduced gradients on any rank.
 
-        Reduces gradients that came by another way than a backward. Collective over the data-parallel ranks.
+        Also reduces gradients that did not come from a backward. Collective over the data-parallel ranks.
         """
-        slots, updates = self._trained_params(), list(self._updates.values())
-        facts = [slot.is_used for slot in slots] + [update.chunk.has_grad_shard for update in updates]
+        params, updates = self._trained_params(), list(self._updates.values())
+        facts = [param.is_used for param in params] + [update.chunk.has_grad_shard for update in updates]
         *agreed, has_local = self._any_rank([*facts, self._manager.reduction.has_local])
         if has_local:
             self._manager.reduction.reduce_local()
-            *agreed, _ = self._any_rank([*facts[: len(slots)], *(one.chunk.has_grad_shard for one in updates), False])
-        for slot, is_used in zip(slots, agreed, strict=False):
-            slot.is_used = is_used
-        return [update for update, has_sums in zip(updates, agreed[len(slots) :], strict=True) if has_sums]
+            *agreed, _ = self._any_rank([*facts[: len(params)], *(one.chunk.has_grad_shard for one in updates), False])
+        for param, is_used in zip(params, agreed, strict=False):
+            param.is_used = is_used
+        return [update for update, has_sums in zip(updates, agreed[len(params) :], strict=True) if has_sums]
 
     def _any_rank(self, flags: Sequence[bool]) -> list[bool]:
         group = self._settings.control_group or self.data_parallel_group
@@ -272,7 +272,7 @@ class GeminiOptimizer(ShardedOptimizer):
             sums.copy_(summed)
 
     def _has_gradients(self) -> bool:
-        return any(slot.is_used for slot in self._trained_params())
+        return any(param.is_used for param in self._trained_params())
 
     # Step.
 
@@ -285,7 +285,7 @@ class GeminiOptimizer(ShardedOptimizer):
         if self._accumulation.num_backwards == 0:
             return
         self.model.weights_changed()
-        if not self._has_stepped:  # now the states are there, and their size is known
+        if not self._has_stepped:  # the states exist now, and their size is known
             self._has_stepped = True
             self._migrate_chunks()
 
@@ -304,7 +304,7 @@ class GeminiOptimizer(ShardedOptimizer):
                 members[0].offload_states(self.optim, tier)
         _show_gradients(self._updates.values(), list(self._updates.values()), kept)
         if len(calls) > 1 and self._has_hooks() and self._accumulation.num_backwards > 0:
-            for update in self._updates.values():  # a hook of the last call may have written any of them
+            for update in self._updates.values():  # a hook of the last call may have modified any of them
                 update.write_weights()
 
     def _step_some(self, members: Sequence[ChunkUpdate]) -> None:
@@ -336,19 +336,19 @@ class GeminiOptimizer(ShardedOptimizer):
         self.model.check_weights()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients and end the window; held back while `Booster.accumulate` collects micro-steps."""
+        """Clear the gradients and end the accumulation. No effect while `Booster.accumulate` collects microbatches."""
         if self._is_accumulating:
             return
         super().zero_grad()
         self._manager.reduction.reset(keeps_use=not set_to_none)
 
-    # What a checkpoint reads and fills.
+    # Interface of CheckpointIO.
 
     def checkpoint_state(self) -> GeminiOptimizerState:
         return GeminiOptimizerState(self)
 
     def new_state(self, parameter: nn.Parameter, key: str, dtype: torch.dtype) -> torch.Tensor | None:
-        """Return disk space for a shard's state that is about to be filled, or None if it belongs into memory."""
+        """Allocate disk space for a shard's state, or return None if the state belongs in memory."""
         tier, update = self._manager.tier, self._update_of.get(id(parameter))
         if (
             tier is None
@@ -360,7 +360,7 @@ class GeminiOptimizer(ShardedOptimizer):
         return update.new_state(parameter, key, dtype, tier)
 
     def local_gradients(self) -> dict[str, torch.Tensor]:
-        found = {slot.name: slot.chunk.local_gradient(slot) for slot in self._trained_params()}
+        found = {param.name: param.chunk.local_gradient(param) for param in self._trained_params()}
         return {name: gradient for name, gradient in found.items() if gradient is not None}
 
     def reduced_gradients(self, allocate: Collection[str] | None = None) -> list[tuple[Shard, torch.Tensor]]:
@@ -378,19 +378,19 @@ class GeminiOptimizer(ShardedOptimizer):
         self._manager.reduction.reset()
         for update in self._updates.values():
             chunk = update.chunk
-            used = [slot for slot in chunk.params if slot.name in names]
-            for slot in used:
-                slot.is_used = True
+            used = [param for param in chunk.params if param.name in names]
+            for param in used:
+                param.is_used = True
             if used:
                 self._manager.reduction.allocate_sums(chunk)
                 chunk.grad_shard.as_tensor().zero_()
                 chunk.has_grad_shard = True
 
     def set_local_gradient(self, name: str, gradient: torch.Tensor) -> None:
-        slot = next(slot for slot in self._trained_params() if slot.name == name)
-        parameter = slot.parameter
-        parameter.grad = torch.empty(slot.region.shape, dtype=parameter.dtype, device=parameter.device).copy_(gradient)
-        slot.chunk.on_grad_ready(slot, self._manager.take_buffer)
+        param = next(param for param in self._trained_params() if param.name == name)
+        parameter = param.parameter
+        parameter.grad = torch.empty(param.region.shape, dtype=parameter.dtype, device=parameter.device).copy_(gradient)
+        param.chunk.on_grad_ready(param, self._manager.take_buffer)
 
 
 def _used(update: ChunkUpdate) -> Iterator[OwnedShard]:
@@ -400,7 +400,7 @@ def _used(update: ChunkUpdate) -> Iterator[OwnedShard]:
 def _show_gradients(
     updates: Collection[ChunkUpdate], shown: Sequence[ChunkUpdate], kept: dict[int, dict[int, torch.Tensor]]
 ) -> None:
-    """Let only the shards of some chunks have their gradients."""
+    """Set the gradients of some chunks' shards, and clear those of all others."""
     visible = {update.chunk.index for update in shown}
     for update in updates:
         for number, one in enumerate(update.owned):
@@ -410,7 +410,7 @@ def _show_gradients(
 
 @contextmanager
 def _hooks_once(optimizer: Optimizer, *, is_first: bool, is_last: bool) -> Iterator[None]:
-    """Keep the user's step hooks from being called for every part of a step."""
+    """Call the user's step hooks only once for a step in several parts."""
     names = [] if is_first else ["_optimizer_step_pre_hooks"]
     names += [] if is_last else ["_optimizer_step_post_hooks"]
     before: dict[str, Any] = {name: getattr(optimizer, name) for name in names}

@@ -1,4 +1,4 @@
-"""Policies that decide which memory tier chunks live in, how many are gathered, and which one goes. Numbers only."""
+"""Placement policies: memory tier of each chunk, memory budget of gathered chunks, and evictions. Pure functions."""
 
 from __future__ import annotations
 
@@ -13,11 +13,15 @@ from booster.errors import ConfigError
 from .tracer import Trace, TraceEvent
 
 # Note [Which chunks are offloaded]
-# All policies offload those chunks first that forward uses last, whole chunks from the end. Forward begins with the
-# weights of the first chunks, right after the step: nothing could hide their way back from the offload tier, while the
-# last ones have the whole forward for it. Backward goes the other way round: the gradients of the last chunks are
-# complete first and have the rest of backward for their way out. For the same reason the chunks that stay gathered are
-# the first ones. Before the first iteration chunks are taken to be used in the order of their numbers.
+# All policies offload the chunks that forward uses last, full chunks from the end. Forward needs the first chunks right
+# after the step, too early to hide their transfer from the offload tier; the transfer of the last ones overlaps with
+# the forward. In backward, gradients of the last chunks are complete first, and their transfer overlaps with the rest
+# of backward. For the same reason, the first chunks are those that stay gathered. Before the first iteration, the
+# assumed order of use is that of the chunk indices.
+# To compute, a rank needs the weights of a module's chunks and a gradient buffer for each trained one. No policy
+# assigns less, and never less than the weights and the gradient buffer of the largest chunk, because an iteration that
+# deviates from its trace may need any chunk at any time. If a budget is too small for `max_prefetch` more chunks, fewer
+# are prefetched. If it is too small for the minimum, ConfigError is raised.
 
 # To compute at all a rank needs the weights of a module's chunks and a buffer for the gradients of each of them that
 # trains. No policy gives less than that, and never less than the weights of one chunk and one gradient buffer, of the
@@ -30,10 +34,10 @@ class ChunkBytes:
     """Bytes of a chunk on this rank.
 
     Attributes:
-        gathered: All of its weights, gathered; a gradient buffer takes as much.
-        weights: This rank's piece of them.
-        gradients: This rank's piece of the gradient sums; 0: the chunk does not train.
-        states: This rank's piece of the optimizer states, masters included; an estimate before the first step.
+        gathered: Gathered weights; a gradient buffer has the same size.
+        weights: This rank's shard of the weights.
+        gradients: This rank's shard of the gradients; 0 for a frozen chunk.
+        states: This rank's shard of optimizer states and masters; an estimate before the first step.
     """
 
     gathered: int
@@ -43,18 +47,18 @@ class ChunkBytes:
 
     @property
     def trains(self) -> bool:
-        """It has gradients."""
+        """Whether the chunk has gradients."""
         return self.gradients > 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkLocations:
-    """Where chunks live, by number. What is not named lives in the compute tier.
+    """Locations of chunks, by index. Everything else is in the compute tier.
 
     Attributes:
-        weights: Chunks whose pieces of weights and gradients live in the offload tier.
-        states: Chunks whose optimizer states live there; none that don't train.
-        kept_gathered: Chunks that stay gathered all the time; none of `weights`.
+        weights: Chunks with weight and gradient shards in the offload tier.
+        states: Chunks with optimizer states in the offload tier; no frozen chunks.
+        kept_gathered: Chunks that always stay gathered; disjoint from `weights`.
     """
 
     weights: frozenset[int] = frozenset()
@@ -63,13 +67,13 @@ class ChunkLocations:
 
 
 def resident_shard_bytes(sizes: Sequence[ChunkBytes], locations: ChunkLocations) -> int:
-    """Return how many bytes of pieces live in the compute tier."""
+    """Return the bytes of shards in the compute tier."""
     weights = sum(size.weights + size.gradients for chunk, size in enumerate(sizes) if chunk not in locations.weights)
     return weights + sum(size.states for chunk, size in enumerate(sizes) if chunk not in locations.states)
 
 
 def resident_bytes(sizes: Sequence[ChunkBytes], locations: ChunkLocations) -> int:
-    """Return the bytes of model data that are in the compute tier at every moment: pieces and kept chunks."""
+    """Return the bytes of model data that are always in the compute tier: shards and chunks kept gathered."""
     return resident_shard_bytes(sizes, locations) + sum(sizes[chunk].gathered for chunk in locations.kept_gathered)
 
 
@@ -79,17 +83,17 @@ def all_gathered_bytes(sizes: Sequence[ChunkBytes]) -> int:
 
 
 def largest_gathered(sizes: Sequence[ChunkBytes], kept: Set[int]) -> int:
-    """Return the bytes of the largest payload among the chunks that don't stay gathered, 0 if there are none."""
+    """Return the gathered bytes of the largest chunk that is not kept gathered, or 0."""
     return max((size.gathered for chunk, size in enumerate(sizes) if chunk not in kept), default=0)
 
 
 def min_gather_bytes(sizes: Sequence[ChunkBytes], kept: Set[int], event: TraceEvent | None) -> int:
-    """Return the bytes of payloads without which a rank cannot compute.
+    """Return the minimum bytes of gathered weights and gradient buffers that a rank needs to compute.
 
     Args:
-        sizes: Of each chunk, by number.
-        kept: Chunks that stay gathered: their weights don't count, their gradient buffers do.
-        event: When; None: at any moment.
+        sizes: Sizes of the chunks, by index.
+        kept: Chunks that stay gathered; only their gradient buffers count.
+        event: Event of the trace; None for the maximum over all events.
     """
     least = largest_gathered(sizes, kept) + max((size.gathered for size in sizes if size.trains), default=0)
     if event is None:
@@ -103,13 +107,13 @@ def min_gather_bytes(sizes: Sequence[ChunkBytes], kept: Set[int], event: TraceEv
 def min_budget_bytes(
     sizes: Sequence[ChunkBytes], kept: Set[int], trace: Trace | None, *, counts_others: bool = True
 ) -> int:
-    """Return the most that the least payloads take at any moment, with everything else that is not model data.
+    """Return the maximum over all events of the minimum gather bytes plus memory that is not model data.
 
     Args:
-        sizes: Of each chunk, by number.
+        sizes: Sizes of the chunks, by index.
         kept: Chunks that stay gathered.
         trace: Trace of an iteration, or None.
-        counts_others: Activations and temporaries count.
+        counts_others: If True, include activations and temporaries.
     """
     most = min_gather_bytes(sizes, kept, None)
     for now, event in enumerate(trace.events if trace is not None else ()):
@@ -119,22 +123,22 @@ def min_budget_bytes(
 
 
 def event_at(trace: Trace | None, now: int) -> TraceEvent | None:
-    """Return a moment, or None where the record has none."""
+    """Return an event, or None if the trace lacks it."""
     return trace.events[now] if trace is not None and now < len(trace.events) else None
 
 
 def other_bytes_at(trace: Trace | None, now: int) -> int:
-    """Return what activations and temporaries take at a moment and the next: memory must not be reclaimed between."""
+    """Return the peak of activations and temporaries at an event and the next, between which nothing is evicted."""
     return 0 if trace is None else trace.peak_other_bytes(now, now + 2)
 
 
 def last_of(chunks: Iterable[int], sizes: Sequence[ChunkBytes], fraction: float) -> frozenset[int]:
-    """Return the last chunks whose payloads are together at least a fraction of those of all the given ones.
+    """Return the last chunks whose gathered bytes are at least a fraction of those of all given chunks.
 
     Args:
-        chunks: Their numbers, in the order of their use.
-        sizes: Of each chunk, by number.
-        fraction: 0: none, 1: all.
+        chunks: Chunk indices in the order of use.
+        sizes: Sizes of the chunks, by index.
+        fraction: From 0 (no chunk) to 1 (all chunks).
     """
     numbers = list(chunks)
     missing = _exactly(fraction) * sum(sizes[chunk].gathered for chunk in numbers)
@@ -153,14 +157,14 @@ def fit_to_budget(
     max_prefetch: int,
     state_ratio: float = 1.0,
 ) -> ChunkLocations:
-    """Return locations that fit: memory is left for prefetched chunks, then come weights, gradients and states.
+    """Return locations within a budget: reserve memory for prefetched chunks, then for weights, gradients and states.
 
     Args:
-        num_bytes: What is free of the compute tier beside the least payloads and everything else.
-        sizes: Of each chunk, by number.
-        trace: Of an iteration, for the order of use; None: the order of the numbers.
-        max_prefetch: Number of further gathered chunks that memory is left for, as far as they fit.
-        state_ratio: Fraction of what weights leave that states may take.
+        num_bytes: Free bytes of the compute tier after the minimum gather bytes and all other memory.
+        sizes: Sizes of the chunks, by index.
+        trace: Trace of an iteration with the order of use; optional, defaults to the order of the indices.
+        max_prefetch: Maximum number of prefetched chunks to reserve memory for.
+        state_ratio: Maximum fraction of the remaining memory for states.
     """
     largest = largest_gathered(sizes, frozenset())
     if largest:
@@ -175,21 +179,21 @@ def fit_to_budget(
 
 
 def share_of(num_bytes: int, ratio: float) -> int:
-    """Return a fraction of bytes, rounded down; the ratio is taken as it is written, 0.9 as nine tenths."""
+    """Return a fraction of bytes, rounded down, with the ratio as a decimal number (0.9 is exactly 9/10)."""
     return int(num_bytes * _exactly(ratio))
 
 
 def check_fit(budget: int, needed: int, *, resident: int = 0, ratio: float = 1.0) -> None:
-    """Refuse a budget that is too small.
+    """Check that a budget is large enough.
 
     Args:
         budget: Bytes of the compute tier.
-        needed: Bytes that payloads and everything else need at a moment.
-        resident: Bytes of pieces and kept chunks beside them.
-        ratio: Fraction of the budget that may be used.
+        needed: Bytes needed at one time for gathered chunks and memory that is not model data.
+        resident: Bytes of shards and chunks kept gathered.
+        ratio: Usable fraction of the budget.
 
     Raises:
-        ConfigError: They don't fit together.
+        ConfigError: The budget is too small.
     """
     total = resident + needed
     if total <= share_of(budget, ratio):
@@ -210,7 +214,7 @@ def _exactly(ratio: float) -> Fraction:
 
 
 def _order_of_use(sizes: Sequence[ChunkBytes], trace: Trace | None) -> list[int]:
-    """Return the numbers of all chunks, those that are never used at the end."""
+    """Return all chunk indices in the order of use; unused chunks come last."""
     if trace is None:
         return list(range(len(sizes)))
 
@@ -222,7 +226,7 @@ def _order_of_use(sizes: Sequence[ChunkBytes], trace: Trace | None) -> list[int]
 
 
 def _beyond(num_bytes: int, chunks: Sequence[int], bytes_of: Sequence[int]) -> frozenset[int]:
-    """Return the chunks from the first one on that does not fit any more."""
+    """Return the first chunk that does not fit and all chunks after it."""
     for index, shard_bytes in enumerate(bytes_of):
         num_bytes -= shard_bytes
         if num_bytes < 0:
@@ -230,66 +234,66 @@ def _beyond(num_bytes: int, chunks: Sequence[int], bytes_of: Sequence[int]) -> f
     return frozenset()
 
 
-# What one policy alone looks at, with the defaults of `make_placement`.
+# Arguments of a single policy, with the defaults of `make_placement`.
 _FRACTIONS = {"shard_param_frac": 1.0, "offload_optim_frac": 0.0, "offload_param_frac": 0.0}
 _RATIOS = {"warmup_non_model_data_ratio": 0.8, "steady_cuda_cap_ratio": 0.9, "gpu_margin_mem_ratio": 0.0}
 
 
 class Placement(Protocol):
-    """A policy. All ranks of the shard group must ask with equal numbers, for they gather chunks together."""
+    """Placement policy. All ranks of the shard group must pass equal arguments, because they gather chunks together."""
 
     @property
     def name(self) -> str:
-        """What users call it."""
+        """Name of the policy in the plugin's arguments."""
 
     def locations(self, sizes: Sequence[ChunkBytes], trace: Trace | None) -> ChunkLocations:
-        """Return where chunks live.
+        """Return the locations of all chunks.
 
         Args:
-            sizes: Of each chunk, by number.
+            sizes: Sizes of the chunks, by index.
             trace: Trace of an iteration, or None before the first.
 
         Raises:
-            ConfigError: The budget is too small for any division.
+            ConfigError: The budget is too small for any placement.
         """
 
     def gather_budget(
         self, sizes: Sequence[ChunkBytes], locations: ChunkLocations, trace: Trace | None, now: int
     ) -> int:
-        """Return how many bytes of payloads may be in the compute tier at a moment, in O(chunks).
+        """Return the maximum bytes of gathered chunks in the compute tier at an event, in O(chunks).
 
-        Gathered weights and gradient buffers count, the weights of chunks that stay gathered don't.
+        Gathered weights and gradient buffers count, except the weights of chunks that are kept gathered.
 
         Args:
-            sizes: Of each chunk, by number.
-            locations: What `locations` returned for the same sizes and the same record.
+            sizes: Sizes of the chunks, by index.
+            locations: Result of `locations` for the same sizes and trace.
             trace: Trace of an iteration, or None before the first.
-            now: Number of the moment in the record; at its end and beyond, or without one, any moment.
+            now: Event number; beyond the end of the trace, or without one, any event.
 
         Raises:
-            ConfigError: The budget is too small for what must be there at this moment.
+            ConfigError: The budget is too small for the minimum at this event.
         """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StaticPlacement:
-    """Fixed fractions of the chunks are sharded and offloaded, whatever happens.
+    """Policy with fixed fractions of sharded and offloaded chunks.
 
-    Whole chunks are taken from the end (budgets.py, Note [Which chunks are offloaded]) until their payloads are at
-    least the fraction of the sum of all payloads (0: none, 1: all). They don't depend on a record, so nothing moves
-    after the first iteration. Payloads take `1 + max_prefetch` times the largest one, and a gradient buffer.
+    Full chunks are selected from the end (Note [Which chunks are offloaded]) until their gathered bytes reach the
+    fraction of all gathered bytes. The selection is independent of the trace, so nothing moves after the first
+    iteration. The gather budget is `1 + max_prefetch` times the largest chunk, and a gradient buffer.
 
     Attributes:
-        shard_param_frac: Fraction of the weights that are gathered for their use only; the rest stays gathered.
-        offload_optim_frac: Fraction of the chunks that train whose optimizer states live in the offload tier.
-        offload_param_frac: Fraction of the weights (frozen ones included) that live there with their gradients, at
-            most `shard_param_frac`.
+        shard_param_frac: Fraction of the weights that are only gathered for use; the rest stays gathered.
+        offload_optim_frac: Fraction of the trained chunks with optimizer states in the offload tier.
+        offload_param_frac: Fraction of the weights (including frozen ones) in the offload tier, with their gradients;
+            at most `shard_param_frac`.
         max_prefetch: Number of chunks gathered ahead of their use.
-        budget: Bytes of the compute tier for everything; None: enough.
+        budget: Bytes of the compute tier for everything; None for no limit.
         name: Name of the policy.
 
     Raises:
-        ConfigError: A number that can't be.
+        ConfigError: A number is out of range.
     """
 
     shard_param_frac: float = 1.0
@@ -306,7 +310,7 @@ class StaticPlacement:
         if self.offload_param_frac > self.shard_param_frac:
             raise ConfigError(
                 f"offload_param_frac={self.offload_param_frac} is more than shard_param_frac={self.shard_param_frac}:"
-                " weights that stay gathered can't live in the offload tier too; give a shard_param_frac of at least"
+                " weights that stay gathered can't be in the offload tier too; give a shard_param_frac of at least"
                 f" {self.offload_param_frac}, such as 1.0"
             )
 
@@ -340,17 +344,17 @@ class StaticPlacement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConstPlacement:
-    """Model data take a fixed number of bytes: payloads first, then weights and gradients, then optimizer states.
+    """Policy with a fixed budget for model data: gathered chunks first, then weights and gradients, then states.
 
-    Pieces live in the compute tier as far as they fit beside `2 + max_prefetch` payloads, the rest in the offload tier.
-    Activations and temporaries are not counted.
+    Shards are in the compute tier as far as they fit in addition to `2 + max_prefetch` gathered chunks, the rest in the
+    offload tier. Activations and temporaries do not count.
 
     Attributes:
-        budget: Bytes of the compute tier for model data; None: enough for all of them.
+        budget: Bytes of the compute tier for model data; None for no limit.
         max_prefetch: Number of chunks gathered ahead of their use.
 
     Raises:
-        ConfigError: A number that can't be.
+        ConfigError: A number is out of range.
     """
 
     budget: int | None = None
@@ -361,7 +365,7 @@ class ConstPlacement:
 
     @property
     def name(self) -> str:
-        """What users call it."""
+        """Name of the policy in the plugin's arguments."""
         return "const"
 
     def locations(self, sizes: Sequence[ChunkBytes], trace: Trace | None) -> ChunkLocations:
@@ -387,22 +391,23 @@ class ConstPlacement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AutoPlacement:
-    """Model data take what activations and temporaries leave, by the record of the first iteration.
+    """Policy that gives model data the memory left by activations and temporaries in the traced first iteration.
 
-    During that iteration they take `1 - warmup_ratio` of the budget, but at least `2 + max_prefetch` payloads, and are
-    divided as `ConstPlacement` does. From then on everything together takes `steady_ratio` of the budget: pieces live
-    in the compute tier as far as they fit beside the largest sum of activations, temporaries and least payloads, and
-    what the event leaves free is for gathered chunks.
+    In that iteration model data may use `1 - warmup_ratio` of the budget, but at least `2 + max_prefetch` gathered
+    chunks, and is placed as by `ConstPlacement`. Later, everything together uses `steady_ratio` of the budget: shards
+    are in the compute tier as far as they fit in addition to the peak of activations, temporaries and minimum gather
+    bytes, and memory that is free at an event is for gathered chunks.
 
     Attributes:
-        budget: Bytes of the compute tier for everything; None: enough for all model data.
-        steady_ratio: The user's `steady_cuda_cap_ratio`.
-        warmup_ratio: The user's `warmup_non_model_data_ratio`.
-        gpu_margin_mem_ratio: Fraction of what weights and gradients leave that optimizer states may take; 0: all of it.
+        budget: Bytes of the compute tier for everything; None for no limit.
+        steady_ratio: Plugin argument `steady_cuda_cap_ratio`.
+        warmup_ratio: Plugin argument `warmup_non_model_data_ratio`.
+        gpu_margin_mem_ratio: Fraction of the memory left by weights and gradients for optimizer states; 0 for all of
+            it.
         max_prefetch: Number of chunks gathered ahead of their use.
 
     Raises:
-        ConfigError: A number that can't be.
+        ConfigError: A number is out of range.
     """
 
     budget: int | None = None
@@ -423,7 +428,7 @@ class AutoPlacement:
 
     @property
     def name(self) -> str:
-        """What users call it."""
+        """Name of the policy in the plugin's arguments."""
         return "auto"
 
     def locations(self, sizes: Sequence[ChunkBytes], trace: Trace | None) -> ChunkLocations:
@@ -457,7 +462,7 @@ class AutoPlacement:
         return share_of(self.budget, self.steady_ratio) - resident - other
 
     def _warmup_bytes(self, sizes: Sequence[ChunkBytes]) -> int:
-        """Return what model data may take while nothing is known of the rest."""
+        """Return the bytes for model data before the first trace."""
         assert self.budget is not None
         least = min_gather_bytes(sizes, frozenset(), None)
         check_fit(self.budget, least)
@@ -477,26 +482,26 @@ def make_placement(
     max_prefetch: int = 0,
     budget: int | None = None,
 ) -> Placement:
-    """Return the policy that a plugin's arguments ask for.
+    """Create the placement policy of the plugin's arguments.
 
     Args:
-        policy_name: "static" (fixed fractions), "cuda" and "cpu" (its ends: nothing or everything is offloaded),
-            "const" (fixed bytes for model data) or "auto" (what activations leave).
-        shard_param_frac: Of "static".
-        offload_optim_frac: Of "static".
-        offload_param_frac: Of "static".
-        warmup_non_model_data_ratio: Of "auto".
-        steady_cuda_cap_ratio: Of "auto".
-        gpu_margin_mem_ratio: Of "auto".
+        policy_name: "static" (fixed fractions), "cuda" or "cpu" (nothing or everything is offloaded), "const" (fixed
+            bytes for model data) or "auto" (memory left by activations).
+        shard_param_frac: Argument of "static".
+        offload_optim_frac: Argument of "static".
+        offload_param_frac: Argument of "static".
+        warmup_non_model_data_ratio: Argument of "auto".
+        steady_cuda_cap_ratio: Argument of "auto".
+        gpu_margin_mem_ratio: Argument of "auto".
         max_prefetch: Number of chunks gathered ahead of their use.
-        budget: Bytes of the compute tier; None: enough.
+        budget: Bytes of the compute tier; None for no limit.
 
     Raises:
-        ConfigError: A policy that is not known, a number that can't be, or one that the policy would not look at.
+        ConfigError: The policy is unknown, a number is out of range, or an argument belongs to another policy.
     """
     if policy_name not in ("static", "cuda", "cpu", "const", "auto"):
         raise ConfigError(
-            f"placement_policy={policy_name!r} is not known: choose one of 'static', 'cuda', 'cpu', 'const', 'auto'"
+            f"placement_policy={policy_name!r} is unknown: choose one of 'static', 'cuda', 'cpu', 'const', 'auto'"
         )
     fractions = (shard_param_frac, offload_optim_frac, offload_param_frac)
     ratios = (warmup_non_model_data_ratio, steady_cuda_cap_ratio, gpu_margin_mem_ratio)
@@ -526,18 +531,18 @@ def make_placement(
 
 
 def evictions(candidates: Mapping[int, int], next_use: Callable[[int], int | None], bytes_needed: int) -> list[int]:
-    """Return the gathered chunks to evict, in order.
+    """Return the gathered chunks to evict, in order of eviction.
 
-    The one whose next use is farthest goes first (L. A. Belady, A study of replacement algorithms for a virtual-storage
-    computer, 1966), before all others one that is never used again. With chunks of one size nothing gathers fewer.
+    Chunks that are never used again come first, then those with the farthest next use (L. A. Belady, A study of
+    replacement algorithms for a virtual-storage computer, 1966). For chunks of equal size this is optimal.
 
     Args:
-        candidates: Number and bytes of each chunk that may go.
-        next_use: Returns the moment of a chunk's next use, or None if there is none.
+        candidates: Bytes of each chunk that may be evicted, by index.
+        next_use: Function that returns the event of a chunk's next use, or None if there is none.
         bytes_needed: Number of bytes to free.
 
     Returns:
-        As few of that order as free `bytes_needed`; all of them if that is not enough.
+        The shortest prefix of that order that frees `bytes_needed`, or all chunks if that is not enough.
     """
 
     def soonest_last(chunk: int) -> tuple[float, int]:
@@ -562,20 +567,20 @@ def _check_fraction(name: str, value: Any) -> None:
 def _check_counts(max_prefetch: Any, budget: Any) -> None:
     if not isinstance(max_prefetch, int) or isinstance(max_prefetch, bool) or max_prefetch < 0:
         raise ConfigError(
-            f"max_prefetch={max_prefetch!r} is not a number of chunks: give a whole number, such as 1, or 0 for none"
+            f"max_prefetch={max_prefetch!r} is not a number of chunks: give an integer, such as 1, or 0 for none"
         )
     if budget is not None and (not isinstance(budget, int) or isinstance(budget, bool) or budget <= 0):
         raise ConfigError(
-            f"device_memory_budget={budget!r} is not a number of bytes: give a whole number above 0, such as"
+            f"device_memory_budget={budget!r} is not a number of bytes: give an integer above 0, such as"
             " 8 * 2**30, or None"
         )
 
 
 def _refuse_unused(owner: str, policy_name: str, defaults: Mapping[str, float], given: Sequence[Any]) -> None:
-    """Refuse values other than the default of what only another policy looks at."""
+    """Refuse non-default values of arguments that belong to another policy."""
     for (name, default), value in zip(defaults.items(), given, strict=True):
         if value != default:
             raise ConfigError(
-                f"{name}={value!r} is for placement_policy={owner!r}, and {policy_name!r} would not look at it: leave"
+                f"{name}={value!r} is for placement_policy={owner!r}, and has no effect for {policy_name!r}: leave"
                 f" it out, or choose {owner!r}"
             )

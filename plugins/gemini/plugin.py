@@ -36,77 +36,78 @@ from .placement import Placement
 
 
 class GeminiPlugin(DistributedPlugin):
-    """ZeRO stage 3: weights, gradients and optimizer states are divided among the ranks, over tiers of memory.
+    """ZeRO stage 3 with chunks: weights, gradients and optimizer states are sharded over ranks and memory tiers.
 
-    Parameters lie in *chunks* of one size. A rank keeps its piece of each; a chunk's weights are gathered when a module
-    that uses them runs, forward or backward, and are evicted when memory is needed. Gradients are reduce-scattered
-    chunk by chunk during backward. Memory per rank of P, N parameters with Adam: fp32 4N/P weights + 4N/P gradients +
-    8N/P states; fp16 and bf16 with fp32 masters 2N/P + 4N/P + 12N/P; and 2 + `max_prefetch` chunks. Sent and received
-    per step: 3(P-1)/P of the weights' bytes. Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion
-    Parameter Models", SC 2020; Fang et al., "Parallel Training of Pre-Trained Models via Chunk-Based Dynamic Memory
-    Management" (PatrickStar), TPDS 2023.
+    Parameters are stored in *chunks* of equal size. Every rank keeps its shard of each chunk. A chunk's weights are
+    gathered for the forward and backward of modules that use them, and evicted when memory is needed. Gradients are
+    reduce-scattered chunk by chunk during backward. Memory per rank of P, N parameters with Adam: fp32 4N/P weights +
+    4N/P gradients + 8N/P states; fp16 and bf16 with fp32 masters 2N/P + 4N/P + 12N/P; and 2 + `max_prefetch` chunks.
+    Sent and received per step: 3(P-1)/P of the weights' bytes. Rajbhandari et al., "ZeRO: Memory Optimizations Toward
+    Training Trillion Parameter Models", SC 2020; Fang et al., "Parallel Training of Pre-Trained Models via Chunk-Based
+    Dynamic Memory Management" (PatrickStar), TPDS 2023.
 
-    The *compute tier* is the accelerator, or the host's memory where there is none. What is offloaded goes to host
-    memory beside an accelerator, and to files where there is none or `offload_dir` is given.
+    The *compute tier* is the accelerator, or host memory without one. Shards are offloaded to host memory if there is
+    an accelerator, and to files if there is none or if `offload_dir` is given.
 
     The user's optimizer must be elementwise, as torch's own but LBFGS, Adafactor, Muon and SparseAdam are, or declare
     how it runs on shards; see `booster.interface.ShardAware`.
 
-    What only another policy would look at is a `ConfigError`, so that no fraction or ratio is silently without effect.
+    Arguments of another placement policy raise a `ConfigError`, so that no argument is silently ignored.
 
-    Collective: every rank must make it, with the same arguments but for `pin_memory`, `verbose`,
+    Collective: every rank must create it, with equal arguments except `pin_memory`, `verbose`,
     `device_memory_budget` and `offload_dir`.
 
     Args:
-        chunk_config_dict: {"chunk_size": elements}, with no key of the number of ranks around it: the size of chunks;
-            None: searched for.
-        chunk_init_device: This rank's device, the only one on which chunks are gathered, or None, which says the same.
-        placement_policy: What is offloaded. "static": the fractions given. "auto": what the first step shows not to fit
-            beside activations. "const": what does not fit into `device_memory_budget`. "cpu": everything. "cuda":
-            nothing, whatever the compute tier is.
-        enable_gradient_accumulation: Several backwards may come before a step. They may in any case, as gradients are
-            added up in pieces: False only says that they will not.
+        chunk_config_dict: {"chunk_size": number of elements}, without a key for the number of ranks; optional, defaults
+            to a search for the chunk size.
+        chunk_init_device: Device of gathered chunks; only this rank's device is valid. Optional.
+        placement_policy: Policy of offloading. "static": fixed fractions. "auto": whatever does not fit in addition to
+            the activations of the first step. "const": whatever does not fit into `device_memory_budget`. "cpu":
+            everything. "cuda": nothing, on any compute tier.
+        enable_gradient_accumulation: No effect: several backwards before a step are always allowed, because gradient
+            shards are accumulated.
         max_prefetch: Number of chunks gathered ahead of their use.
-        shard_param_frac: "static": the part of the weights that is divided; the rest is kept whole on every rank.
-        offload_optim_frac: "static": the part of optimizer states (and masters) that is offloaded, whatever the weights
-            do.
-        offload_param_frac: "static": the part of weights and gradients that is offloaded; at most `shard_param_frac`.
-        warmup_non_model_data_ratio: "auto": the part of the budget that is left for activations in the first step.
-        steady_cuda_cap_ratio: "auto": the part of the budget that is used afterwards.
-        precision: "fp16" (with loss scaling), "bf16" or "fp32": dtype of weights, gradients and computation;
-            fp32 leaves the weights as they are.
-        master_weights: Keep fp32 masters of fp16 and bf16 weights; False: the optimizer updates the rounded weights.
-        pin_memory: Page-lock offloaded memory beside an accelerator, so that copies run beside computation.
-        force_outputs_fp32: Cast floating outputs of the model to fp32.
-        strict_ddp_mode: Keep all weights whole on every rank, as `shard_param_frac=0` does; for "static".
-        search_range_m: How much larger than `min_chunk_size_m` chunks may be, in 2**20 elements.
-        hidden_dim: Step between the sizes that are tried, in elements; None: found from the model.
-        min_chunk_size_m: Size of the smallest chunk that is tried, in 2**20 elements.
-        memstats: Has to be None: the first step is measured as it runs.
-        gpu_margin_mem_ratio: "auto": the part of what is left beside activations that optimizer states may take; 0: all
-            of it.
-        initial_scale: fp16's loss scale to begin with.
-        min_scale: The scale never falls below.
-        growth_factor: Multiplies the scale after `growth_interval` steps without overflow.
-        backoff_factor: Multiplies the scale when overflows lower it.
+        shard_param_frac: Fraction of the weights that are sharded, for "static"; the rest stays gathered on every rank.
+        offload_optim_frac: Fraction of optimizer states and master weights that are offloaded, for "static".
+        offload_param_frac: Fraction of weights and gradients that are offloaded, for "static"; at most
+            `shard_param_frac`.
+        warmup_non_model_data_ratio: Fraction of the budget reserved for activations in the first step, for "auto".
+        steady_cuda_cap_ratio: Fraction of the budget used after the first step, for "auto".
+        precision: Dtype of weights, gradients and computation: "fp16" (with loss scaling), "bf16" or "fp32"; "fp32"
+            keeps the model's dtypes.
+        master_weights: If True, keep fp32 master weights of fp16 and bf16 weights; if False, the optimizer updates the
+            rounded weights.
+        pin_memory: If True, pin offloaded host memory, so that copies overlap with computation on an accelerator.
+        force_outputs_fp32: If True, cast floating-point outputs of the model to fp32.
+        strict_ddp_mode: If True, keep all weights gathered on every rank, like `shard_param_frac=0`; for "static".
+        search_range_m: Difference between the largest and the smallest chunk size in the search, in 2**20 elements.
+        hidden_dim: Step of the search in elements; optional, defaults to the model's hidden dimension.
+        min_chunk_size_m: Smallest chunk size in the search, in 2**20 elements.
+        memstats: Must be None: the first step is traced as it runs.
+        gpu_margin_mem_ratio: Fraction of the memory left by activations for optimizer states, for "auto"; 0 for all of
+            it.
+        initial_scale: Initial loss scale of fp16.
+        min_scale: Minimum loss scale.
+        growth_factor: Factor of the scale after `growth_interval` steps without overflow.
+        backoff_factor: Factor of the scale after overflows.
         growth_interval: Steps without overflow before the scale grows.
         hysteresis: Number of overflows before the scale is lowered.
-        max_scale: The scale never grows above.
-        max_norm: Clip gradients to this norm at every step; 0: don't.
-        norm_type: Order of that norm.
-        tp_size: Ranks of tensor parallel layers; has to be 1.
-        extra_dp_size: Shard within groups of world size / extra_dp_size ranks, and replicate over the groups.
-        enable_async_reduce: Reduce gradients while backward continues.
-        verbose: Log how the chunks are filled, skipped steps, and changes of the loss scale on rank 0.
-        device_memory_budget: Bytes that this rank may hold in the compute tier; None: "auto" takes what is free when
-            the plugin is made, and the other policies know no limit.
-        offload_dir: A directory for files of offloaded pieces; None: host memory beside an accelerator, else the
-            system's directory for temporary files.
-        sync_batch_norm: Batch normalisation uses the statistics of all ranks' batches, as one process would.
-        broadcast_buffers: Give all ranks the first rank's buffers before each forward in training.
+        max_scale: Maximum loss scale.
+        max_norm: Maximum gradient norm at every step; 0 disables clipping.
+        norm_type: Order of the norm.
+        tp_size: Number of tensor-parallel ranks; must be 1.
+        extra_dp_size: Number of replicas: weights are sharded within groups of world size / extra_dp_size ranks.
+        enable_async_reduce: If True, reduce gradients while backward continues.
+        verbose: If True, log the waste of the chunks, skipped steps, and changes of the loss scale on rank 0.
+        device_memory_budget: Bytes that this rank may use in the compute tier. Optional: "auto" defaults to the memory
+            that is free when the plugin is created, other policies to no limit.
+        offload_dir: Directory for files of offloaded shards. Optional, defaults to host memory if there is an
+            accelerator, else to the system's directory for temporary files.
+        sync_batch_norm: If True, batch normalization uses the statistics of all ranks' batches, as one process would.
+        broadcast_buffers: If True, broadcast the first rank's buffers before each forward in training.
 
     Raises:
-        ConfigError: Before `launch`, or an argument that can't be, alone or beside another one; on all ranks if on any.
+        ConfigError: `launch` was not called, or an argument is invalid; raised on all ranks.
         DesyncError: The ranks' arguments differ.
     """
 
@@ -179,7 +180,7 @@ class GeminiPlugin(DistributedPlugin):
 
     def _make_groups(self) -> None:
         num_replicas = self._arguments.extra_dp_size
-        # Ranks next to each other share the shards: they are likelier to be on one machine.
+        # Neighbouring ranks share the shards, because they are likely to be on one machine.
         self._mesh = new_mesh(self._device.type, (num_replicas, group_size() // num_replicas), ("replica", "shard"))
         is_cpu = self._device.type == "cpu"
         shard_group = self._mesh.get_group("shard") if num_replicas > 1 else None
@@ -239,7 +240,7 @@ class GeminiPlugin(DistributedPlugin):
             wrapped = GeminiOptimizer(optimizer, boosted, settings, loss_scaler=scaler, is_primary=is_primary)
         if arguments.dtype is not None:
             precision = WeightPrecision(arguments.dtype, cast_inputs=True, outputs_fp32=arguments.force_outputs_fp32)
-            precision.cast(model)  # what is left: buffers
+            precision.cast(model)  # only buffers are left
             boosted.precision = precision
         if self.dp_size > 1:
             refuse_plain_training(boosted, untrained=model.parameters() if optimizer is None else ())
@@ -272,7 +273,7 @@ class GeminiPlugin(DistributedPlugin):
     def no_sync(
         self, model: ModelWrapper | None = None, optimizer: OptimizerWrapper | None = None
     ) -> AbstractContextManager[None]:
-        """Return a context that changes nothing: every backward reduces, as no rank has memory for full gradients."""
+        """Return a context without effect: every backward reduces, because no rank keeps unsharded gradients."""
         return nullcontext()
 
     def estimate_memory(self, question: MemoryRequest) -> RankMemory:

@@ -1,4 +1,4 @@
-"""What an optimizer updates of a chunk: this rank's shards, and the states that it has for them."""
+"""Optimizer update of a chunk: this rank's shards and their optimizer states."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .tiers import Tier
 
 @dataclass(frozen=True, slots=True)
 class OwnedShard:
-    """A shard and where it lies."""
+    """A shard and its region."""
 
     shard: Shard
     part: ShardRegionInChunk
@@ -29,16 +29,16 @@ class OwnedShard:
 
 
 class ChunkUpdate:
-    """This rank's shards of a chunk, views of the piece that is updated.
+    """Shards of a chunk that this rank updates, as views of the chunk's master shard.
 
     Args:
-        chunk: A chunk that trains, with memory.
+        chunk: Trained chunk with allocated memory.
         group_of: Index of the param group by a parameter's `id`.
-        is_primary: True where this rank writes what replicas of the shards hold alike.
+        is_primary: If True, this rank saves its shards; its replicas do not.
 
     Attributes:
-        owned: The shards, in the order in which they lie.
-        states: Per-element states in a tier, by name.
+        owned: Shards in chunk order.
+        states: Per-element optimizer states in a tier, by name.
     """
 
     def __init__(self, chunk: Chunk, group_of: Mapping[int, int], *, is_primary: bool) -> None:
@@ -52,70 +52,70 @@ class ChunkUpdate:
     def _own(
         self, part: ShardRegionInChunk, memory: torch.Tensor, group_of: Mapping[int, int], is_primary: bool
     ) -> OwnedShard:
-        slot = self.chunk.params[part.region_index]
+        param = self.chunk.params[part.region_index]
         shard = Shard(
-            name=slot.name,
-            global_shape=slot.region.shape,
+            name=param.name,
+            global_shape=param.region.shape,
             span=part.span,
             parameter=nn.Parameter(memory, requires_grad=True),
-            model_param=slot.parameter,
-            group_index=group_of[id(slot.parameter)],
+            model_param=param.parameter,
+            group_index=group_of[id(param.parameter)],
             has_master=self.chunk.master.dtype != self.chunk.layout.dtype,
             is_primary=is_primary,
         )
-        return OwnedShard(shard, part, slot)
+        return OwnedShard(shard, part, param)
 
     @property
     def has_copy(self) -> bool:
-        """Whether the weights are rounded from, or copies of, what is updated."""
+        """Whether the weights are a copy of the master shard."""
         return self.chunk.master is not self.chunk.weights
 
     @property
     def rounds_in_place(self) -> bool:
-        """Whether an optimizer may write this rank's piece of the weights while it updates their masters."""
+        """Whether a fused optimizer step may write this rank's weights together with their masters."""
         return self.has_copy and self.chunk.master.device == self.chunk.weights.device
 
     def point(self) -> None:
-        """Let the shards look at where the piece is now; a piece may have moved to another tier."""
+        """Rebind the shards to the master shard, which may have moved to another tier."""
         main = self.chunk.master.as_tensor()
         for one in self.owned:
             one.shard.parameter.data = main[one.part.in_shard]
 
     def point_gradients(self) -> None:
-        """Give every shard that was used its sums as gradient, and the others none."""
+        """Set `.grad` of every used shard to its reduced gradient, and clear those of the others."""
         sums = self.chunk.grad_shard.as_tensor() if self.chunk.has_grad_shard else None
         for one in self.owned:
             parameter = one.shard.parameter
             if not one.param.is_used:
                 parameter.grad = None
-            elif sums is None:  # zero_grad(set_to_none=False), and nothing since
+            elif sums is None:  # no backward since zero_grad(set_to_none=False)
                 parameter.grad = torch.zeros_like(parameter, requires_grad=False)
             else:
                 parameter.grad = sums[one.part.in_shard].to(device=parameter.device, dtype=parameter.dtype)
 
     def gradients(self) -> dict[int, torch.Tensor]:
-        """Return the shards' gradients by the number of the shard."""
+        """Return the shards' gradients by shard index."""
         grads = ((number, one.shard.parameter.grad) for number, one in enumerate(self.owned))
         return {number: grad for number, grad in grads if grad is not None}
 
     def working_copies(self) -> dict[nn.Parameter, torch.Tensor]:
-        """Return this rank's weights by the shard that they follow."""
+        """Return this rank's model weights by shard."""
         weights = self.chunk.weights.as_tensor()
         return {one.shard.parameter: weights[one.part.in_shard] for one in self.owned}
 
     @torch.no_grad()
     def write_weights(self) -> None:
-        """Round what was updated into this rank's piece of the weights."""
+        """Copy the master shard into this rank's weights."""
         if self.has_copy:
             self.chunk.weights.as_tensor().copy_(self.chunk.master.as_tensor())
 
     def follow(self) -> None:
-        """Take over weights that were changed from outside."""
+        """Copy externally changed weights into the master shard."""
         if self.has_copy:
             update_master(self.chunk.master.as_tensor(), self.chunk.weights.as_tensor())
 
     def follow_shard(self, shard: Shard) -> None:
-        """Do so for one shard."""
+        """Copy externally changed weights of one shard."""
         part = next(one.part for one in self.owned if one.shard is shard)
         if self.has_copy:
             weights = self.chunk.weights.as_tensor()[part.in_shard]
@@ -125,7 +125,7 @@ class ChunkUpdate:
 
     @torch.no_grad()
     def offload_states(self, optimizer: Optimizer, tier: Tier) -> None:
-        """Move states with one value per element, that are not there yet, to a tier."""
+        """Move per-element states to a tier, unless they are already there."""
         for key in self._new_states(optimizer):
             states = [optimizer.state[one.shard.parameter].get(key) for one in self.owned]
             dtype = next(state.dtype for state in states if state is not None)
@@ -173,7 +173,7 @@ class ChunkUpdate:
         self.states.clear()
 
     def new_state(self, parameter: torch.Tensor, key: str, dtype: torch.dtype, tier: Tier) -> torch.Tensor:
-        """Return memory in a tier for a state of a shard that is about to be filled."""
+        """Allocate a state of a shard in a tier."""
         piece = self.states.get(key)
         if piece is None or piece.dtype != dtype:
             piece = self._new_state_shard(key, dtype, tier)
@@ -181,9 +181,9 @@ class ChunkUpdate:
         return piece.as_tensor()[part.in_shard]
 
     def state_bytes(self, optimizer: Optimizer | None) -> int:
-        """Return the bytes of masters and per-element states, wherever they are; an estimate before the first step.
+        """Return the bytes of masters and per-element states in all tiers; an estimate before the first step.
 
-        The same on all ranks, which decide by it what they gather together: so of the whole piece, waste included.
+        Counts the full shard including waste, so that the result is equal on all ranks.
         """
         masters = self.chunk.master.num_bytes if self.has_copy else 0
         if optimizer is None or not optimizer.state:
@@ -191,7 +191,7 @@ class ChunkUpdate:
         return masters + self.chunk.layout.shard_numel * _bytes_per_element(optimizer)
 
     def state_bytes_in_memory(self, optimizer: Optimizer) -> int:
-        """Return those that are in the compute tier."""
+        """Return the bytes of masters and per-element states in the compute tier."""
         masters = self.chunk.master.bytes_in_memory if self.has_copy else 0
         return masters + sum(
             int(value.nbytes)
@@ -202,7 +202,7 @@ class ChunkUpdate:
 
 
 def _bytes_per_element(optimizer: Optimizer) -> int:
-    """Return what an optimizer keeps for each element of a parameter that it has stepped."""
+    """Return the bytes of optimizer state per parameter element."""
     sizes = (
         sum(value.element_size() for value in state.values() if is_elementwise_state(value, parameter))
         for parameter, state in optimizer.state.items()
@@ -221,7 +221,7 @@ def all_shards(updates: Sequence[ChunkUpdate]) -> list[Shard]:
 
 
 def moved_state(value: Any, before: torch.Tensor, after: torch.Tensor) -> Any:
-    """Return a state for a shard that has moved to another device."""
+    """Return an optimizer state moved to the device of its shard."""
     if not isinstance(value, torch.Tensor):
         return value
     is_beside = is_elementwise_state(value, before) or value.device == before.device
@@ -258,7 +258,7 @@ def migrate_master(update: ChunkUpdate, dtype: torch.dtype, device: torch.device
     if needs_other_master(chunk, dtype, device):
         values = chunk.master.as_tensor().to(device=device, dtype=dtype)
         if dtype == chunk.layout.dtype and device == chunk.weights.device:
-            chunk.master = chunk.weights  # which have the same values
+            chunk.master = chunk.weights  # of equal values
             return
         chunk.master = ChunkShard(chunk.layout.shard_numel, dtype, device)
         chunk.master.tensor = values

@@ -11,21 +11,21 @@ from booster.device import device_type
 
 
 class Transfer(Protocol):
-    """A copy between a block and a tensor that is in flight."""
+    """Copy in flight between a block and a tensor."""
 
     def wait(self) -> None:
-        """Return once the copy is done; any number of times.
+        """Wait for the copy. Idempotent.
 
         Raises:
-            OSError: The disk failed; a tensor that was read into is undefined. Said by every call.
+            OSError: The disk failed; the target of a read is undefined. Raised by every call.
         """
 
 
 class TierBlock(Protocol):
     """Memory in a tier for one shard of a chunk.
 
-    What is asked of one block happens in the order in which it is asked: a read sees every write before it, whether
-    somebody waited for that or not. A call may wait for the copy before it. Copies of different blocks overlap.
+    Operations on one block run in call order: a read sees all earlier writes, even without a wait. A call may wait for
+    the previous copy. Copies of different blocks overlap.
     """
 
     @property
@@ -34,51 +34,53 @@ class TierBlock(Protocol):
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing was ever written, so that reads give zeros."""
+        """Whether the block was never written; reads then return zeros."""
 
     def read_into(self, tensor: Tensor) -> Transfer:
-        """Start to fill a tensor with the block's bytes; it must not be touched until that is waited for.
+        """Start a read into a tensor, which must not be accessed before the wait.
 
         Args:
-            tensor: 1-D, contiguous, of any format, with exactly `num_bytes` bytes. For a disk it is in host memory; its
-                fast way is for tensors whose address is a multiple of 4096, as of `kernels.disk_io.aligned_buffer`.
+            tensor: 1-D contiguous tensor of any dtype with exactly `num_bytes` bytes, in host memory for a disk. Disk
+                reads are fastest at addresses that are multiples of 4096, as of `kernels.disk_io.aligned_buffer`.
         """
 
     def write_from(self, tensor: Tensor) -> Transfer:
-        """Start to write a tensor's bytes; it must not change until that is waited for.
+        """Start a write of a tensor, which must not change before the wait.
 
         Args:
-            tensor: Tensor, as of `read_into`.
+            tensor: Source; requirements as for `read_into`.
         """
 
     def as_tensor(self, dtype: torch.dtype) -> Tensor:
-        """Return the block's content as a 1-D tensor that takes no memory of the compute tier.
+        """Return the block as a 1-D tensor without memory in the compute tier.
 
-        The tensor is the block: what is written through it, others read from the block, and the other way round. Don't
-        touch it while a copy of the block is in flight. It may outlive the block and the tier, but shows nothing of use
-        then. While it lives, a disk tier goes through the system's page cache, which is slower: drop it soon.
+        The tensor shares the block's memory. It must not be accessed while a copy of the block is in flight. Its
+        content
+        is undefined after the block or the tier is freed. While it exists, a disk tier uses the system's page cache,
+        which
+        is slower: drop it soon.
 
         Raises:
             OSError: The disk lost the content.
         """
 
     def free(self) -> None:
-        """Free the memory once nothing is in flight; nothing but another `free` may follow.
+        """Free the memory after all copies have finished; only another `free` may follow.
 
-        A block of a disk tier that is dropped without it holds its memory until the tier is closed.
+        A dropped block of a disk tier keeps its space until the tier is closed if `free` was not called.
         """
 
 
 class Tier(Protocol):
-    """Where pieces of chunks go that are not needed now."""
+    """Memory tier for offloaded shards."""
 
     @property
     def name(self) -> Literal["host", "disk"]:
-        """Which kind it is."""
+        """Kind of the tier."""
 
     @property
     def bytes_held(self) -> int:
-        """The bytes of all blocks that are not freed."""
+        """Bytes of all blocks that are not freed."""
 
     def new_block(self, num_bytes: int) -> TierBlock:
         """Return an empty block.
@@ -88,7 +90,7 @@ class Tier(Protocol):
         """
 
     def close(self) -> None:
-        """Wait for everything in flight and give everything back; a second call does nothing."""
+        """Wait for all copies in flight and free all memory. Idempotent."""
 
 
 def bytes_of(tensor: Tensor, num_bytes: int) -> Tensor:
@@ -100,11 +102,11 @@ def bytes_of(tensor: Tensor, num_bytes: int) -> Tensor:
 
 
 class HostTier:
-    """Host memory beside an accelerator.
+    """Tier in the host memory of an accelerator.
 
     Args:
-        pin_memory: Whether the blocks are page-locked, so that copies run beside computation; without an accelerator
-            they never are. torch may round such memory up to a power of two.
+        pin_memory: If True, blocks are pinned, so that copies overlap with computation; no effect without an
+            accelerator. torch may round pinned memory up to a power of two.
     """
 
     name: Literal["host"] = "host"
@@ -120,15 +122,15 @@ class HostTier:
         return block
 
     def close(self) -> None:
-        """Do nothing: the memory goes with the blocks."""
+        """Do nothing: memory is freed with the blocks."""
 
 
 class _HostTransfer:
-    """A copy of which an accelerator says when it is done; None for an event: it was done at once."""
+    """Copy with an accelerator event, or None if it was synchronous."""
 
     def __init__(self, event: torch.Event | None, tensor: Tensor) -> None:
         self._event = event
-        # Its memory must not be used for something else before the copy is done, if the caller drops it.
+        # Keeps the memory alive until the copy is done, even if the caller drops the tensor.
         self._tensor: Tensor | None = tensor if event is not None else None
 
     def wait(self) -> None:
@@ -137,13 +139,13 @@ class _HostTransfer:
         self._event = self._tensor = None
 
     def make_stream_wait(self) -> None:
-        """Let what the accelerator's current stream is given from now on run after the copy."""
+        """Make the accelerator's current stream wait for the copy."""
         if self._event is not None:
             self._event.wait()
 
 
 class _HostBlock:
-    """Bytes in host memory."""
+    """Block in host memory."""
 
     def __init__(self, tier: HostTier, memory: Tensor) -> None:
         self.num_bytes = memory.numel()
@@ -171,7 +173,7 @@ class _HostBlock:
     def as_tensor(self, dtype: torch.dtype) -> Tensor:
         memory = self._held()
         self._wait_for_last(memory)
-        self.is_empty = False  # somebody may write through it
+        self.is_empty = False  # the caller may write through it
         return memory.view(dtype)
 
     def free(self) -> None:
@@ -190,7 +192,7 @@ class _HostBlock:
             return
         if other_side.device.type == "cpu":
             self._last.wait()
-        else:  # the stream waits, and Python continues
+        else:  # the stream waits, not Python
             self._last.make_stream_wait()
 
     def _begun(self, other_side: Tensor) -> Transfer:

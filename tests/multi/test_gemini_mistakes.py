@@ -59,7 +59,7 @@ def test_other_changes_on_another_rank_are_refused_and_nothing_is_taken_over(arg
             for parameter in net.parameters() if dist.get_rank() == 1 else ():
                 nn.init.zeros_(parameter)
 
-    with pytest.raises(ConfigError, match=r"on the ranks \[1\] otherwise than on rank 0"):
+    with pytest.raises(ConfigError, match=r"on ranks \[1\] differently from rank 0"):
         change_on_one_rank()
     after = model.state_dict()
     assert all(torch.equal(before[name], after[name]) for name in before)

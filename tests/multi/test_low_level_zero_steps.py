@@ -259,7 +259,7 @@ def test_add_param_group_after_boost(stage):
     twins.assert_equal()
     assert len(twins.optimizer.param_groups) == 3
     twins.backward(7)
-    with pytest.raises(ConfigError, match="wait"):
+    with pytest.raises(ConfigError, match="with accumulated gradients"):
         twins.optimizer.add_param_group({"params": [twins.raw[4].bias]})
     twins.step()
     with pytest.raises(ConfigError, match="not the model's"):
@@ -309,7 +309,7 @@ def test_unfreezing_while_gradients_wait_is_refused(stage):
     twins = Twins(optimizer=_frozen_first, stage=stage).boost()
     twins.backward(0)
     twins.raw[0].requires_grad_(True)
-    with pytest.raises(ConfigError, match="unfreezing a parameter while gradients wait"):
+    with pytest.raises(ConfigError, match="unfreezing a parameter with accumulated gradients"):
         twins.booster.backward(twins.loss(twins.model, twins.batch(0)[1]), twins.optimizer)
 
 

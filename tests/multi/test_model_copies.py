@@ -70,7 +70,7 @@ def test_a_copy_of_divided_weights_is_an_error(plugin):
     twins = CopyTwins(lambda: Stack(num_blocks=2), optimizer=sgd, plugin=plugin)
     inside = twins.booster.unwrap_model(twins.model)
     for action in (copy.deepcopy, AveragedModel, lambda model: copy.deepcopy(model.blocks[1])):
-        with pytest.raises(ConfigError, match=r"divided among the ranks.*gathered"):
+        with pytest.raises(ConfigError, match=r"sharded over the ranks.*gathered"):
             action(inside)
     with twins.model.gathered():
         block = copy.deepcopy(inside.blocks[1])

@@ -161,14 +161,14 @@ ALLOWED = {
         "start_all_reduce(x, tp_group.group).wait": OPERATION,
     },
     "plugins/low_level_zero/model.py": {
-        "self._gathering.wait": OPERATION,
+        "self._all_gather.wait": OPERATION,
     },
     "plugins/low_level_zero/optimizer.py": {
-        "self.gathering.wait": OPERATION,
+        "self.param_all_gather.wait": OPERATION,
     },
     "plugins/low_level_zero/param_all_gather.py": {
-        "self._flights.pop(index).wait": OPERATION,
-        "self._gathering.wait_for": OPERATION,
+        "self._in_flight.pop(index).wait": OPERATION,
+        "self._all_gather.wait_for": OPERATION,
     },
     "plugins/torch_ddp/reducer.py": {
         "future.wait": "the collectives of a communication hook end at the limit of their group",

@@ -410,7 +410,7 @@ def test_no_memory_to_train_in():
 
 @pytest.mark.parametrize("policy_name", ["Auto", "nvme", None, 3, []])
 def test_policies_that_are_not_known(policy_name):
-    with pytest.raises(ConfigError, match=r"placement_policy=.* is not known: choose one of 'static'"):
+    with pytest.raises(ConfigError, match=r"placement_policy=.* is unknown: choose one of 'static'"):
         make_placement(policy_name)
 
 
@@ -427,7 +427,7 @@ def test_policies_that_are_not_known(policy_name):
 )
 def test_what_a_policy_would_not_look_at_is_refused(policy_name, owner, given):
     (name,) = given
-    with pytest.raises(ConfigError, match=f"{name}=.* is for placement_policy='{owner}', and '{policy_name}'"):
+    with pytest.raises(ConfigError, match=f"{name}=.* is for placement_policy='{owner}', and has no effect for '{policy_name}'"):
         make_placement(policy_name, **given)
 
 
