@@ -12,7 +12,7 @@ from default_run import leave_cases_to_the_long_run
 
 # Set by pytest around the phases of a test, and by torch's compiler when an optimizer first imports it.
 _FOREIGN_VARIABLES = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"}
-_JOIN_SECONDS = 1.0  # for a thread that is on its way out
+_JOIN_SECONDS = 1.0  # for a thread that is ending
 
 
 @pytest.fixture(autouse=True)

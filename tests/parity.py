@@ -37,7 +37,7 @@ EXACT = Tolerance(loss=1e-5, norm=1e-4, update=2e-4)
 # Low precision, against one process that takes the parts of the ranks in turn: the same roundings in forward and
 # backward. What differs is the sum of the parts, and now and then a rounding that falls to the other side by it.
 # Models with fp16 weights have fp16 gradients, so that the sum of the parts is itself rounded, at every
-# micro-batch and rank, to 2**-11; and some compute their own loss in fp16, of which one unit is 2**-10, or in bf16, of
+# microbatch and rank, to 2**-11; and some compute their own loss in fp16, of which one unit is 2**-10, or in bf16, of
 # which it is 2**-7. Where ranks add them up in fp32, only the loss is as coarse.
 IN_PARTS = {
     "bf16": Tolerance(loss=2e-3, norm=5e-3, update=1e-2),
@@ -108,7 +108,7 @@ class Case:
 
     @property
     def is_pipelined(self) -> bool:
-        """Whether the model is divided into stages, which run micro-batches of a batch."""
+        """Whether the model is divided into stages, which run microbatches of a batch."""
         return self.plugin_arguments.get("pp_size", 1) > 1
 
     @property

@@ -12,31 +12,36 @@ from pathlib import Path
 TESTS = Path(__file__).parent
 # The first subject with a pattern that matches takes a file; "core" takes the rest.
 SUBJECTS: dict[str, tuple[str, ...]] = {
-    "gemini": ("*/test_gemini*", "*/test_chunk_*", "*/test_disk_*"),
+    "gemini": ("*/test_gemini*", "*/test_chunk_*", "*/test_disk_*", "*/test_nvme_*"),
     "fsdp": ("*/test_torch_fsdp*",),
     "zero": ("*/test_low_level_zero*", "*/test_zero_*", "*/test_torch_ddp*", "*/test_flat_*"),
-    "pipeline": (
-        *("*/test_pipeline*", "*/test_stage_*", "*/test_micro*", "*/test_weight_gradients*", "*/test_links*"),
-    ),
-    "tensor": ("*/test_tensor_*", "*/test_hybrid*", "*/test_sequence*", "*/test_split_logits*", "*/test_zoo*"),
+    "pipeline": (*("*/test_pipeline*", "*/test_stage_*", "*/test_micro*", "*/test_deferred_*", "*/test_p2p_*"),),
+    "tensor": ("*/test_tensor_*", "*/test_hybrid*", "*/test_sequence*", "*/test_vocab_*", "*/test_zoo*"),
     "checkpoints": (
         *("*/test_any_to_any*", "*/test_async_*", "*/test_checkpoint*", "*/test_ckpt*", "*/test_comm[ip]*"),
         *("*/test_conversion*", "*/test_byte_runs*", "*/test_copy_elements*"),
         *("*/test_corruption*", "*/test_concurrent*", "*/test_crash*", "*/test_file_*", "*/test_general_*"),
         *("*/test_hostile*", "*/test_huggingface*", "*/test_io_errors*", "*/test_j*", "*/test_malformed*"),
         *("*/test_manifest*", "*/test_pending_commit*", "*/test_range_*", "*/test_recorded*", "*/test_relay*"),
-        *("*/test_resharding*", "*/test_resume*", "*/test_rotation*", "*/test_save*", "*/test_st[or]*", "*/test_sys*"),
+        *("*/test_resharding*", "*/test_resume*", "*/test_retention*", "*/test_save*", "*/test_st[or]*", "*/test_sys*"),
         *("*/test_training_state*", "*/test_unboosted*", "*/test_syscall*"),
     ),
     "launch": (
         *("*/test_launch*", "*/test_run_*", "*/test_restart*", "*/test_rendezvous*", "*/test_network*"),
-        *("*/test_check*", "*/test_joining*"),
+        *("*/test_check*"),
         *("*/test_cl*", "*/test_benchmark*", "*/test_worker*", "*/test_readme*", "*/test_vit*"),
-        *("*/test_kernel_builds*", "*/test_hints*"),
+        *("*/test_kernel_builds*", "*/test_failure_hints*"),
     ),
     "faults": (
-        *("faults/*", "*/test_waiting*", "*/test_time_limits*", "*/test_signs*", "*/test_faults*", "*/test_uneven*"),
-        *("*/test_monitor*", "*/test_phases*"),
+        *(
+            "faults/*",
+            "*/test_collective_errors*",
+            "*/test_timeouts*",
+            "*/test_heartbeat*",
+            "*/test_faults*",
+            "*/test_uneven*",
+        ),
+        *("*/test_monitor*", "*/test_progress*"),
     ),
     "optim": ("*/test_opt*", "*/test_adam*", "*/test_lr_*", "*/test_shard*", "*/test_whole*", "*/test_state_*"),
 }

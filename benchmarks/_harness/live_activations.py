@@ -1,4 +1,4 @@
-"""How much autograd keeps from forward to backward at a time, whoever runs the two."""
+"""How much autograd keeps from forward to backward at a time, in any order."""
 
 from __future__ import annotations
 

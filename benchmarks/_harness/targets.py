@@ -14,7 +14,7 @@ class Target:
 
     Attributes:
         what: What was measured.
-        value: The figure; None: it could not be measured, which is no pass.
+        value: The figure; None: it could not be measured, which fails the check.
         low: The least that is good.
         high: The most that is good.
         unit: Printed after the numbers.

@@ -27,7 +27,7 @@ def size_of(num_bytes: int) -> GPTSize:
         layers=max(1, _layers(width, num_parameters)),
         heads=max(1, width // _HEAD_WIDTH),
         vocabulary=_vocabulary(width),
-        sequence=32,  # the one step it does is no matter of speed
+        sequence=32,  # the one step it does does not affect speed
         samples=1,
     )
 

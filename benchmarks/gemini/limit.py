@@ -19,7 +19,7 @@ _STATUS = Path("/proc/self/status")
 _SECONDS_BETWEEN_LOOKS = 0.02
 
 # What torch, the C++ library, Python, the kernel and the collectives of a rank whose neighbour was killed say.
-_SIGNS = (
+_MARKERS = (
     "can't allocate memory",
     "cannot allocate memory",
     "not enough memory",
@@ -144,4 +144,4 @@ class HeldMeter:
 def lacked_memory(message: str) -> bool:
     """Returns True if that is what a run says, or leaves, in which a rank got no memory or was killed for it."""
     text = message.lower()
-    return any(sign in text for sign in _SIGNS)
+    return any(marker in text for marker in _MARKERS)

@@ -94,7 +94,7 @@ def _check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None
     if not all(any(part.lower() in name.lower() for name in names) for part in options.engines or ()):
         parser.error(f"--engines {' '.join(options.engines)}: no engine has one of these in its name")
     if not options.directory.is_dir():
-        parser.error(f"--directory {options.directory} is no directory: make it, or name another one")
+        parser.error(f"--directory {options.directory} is not a directory: make it, or name another one")
     kind = file_system(options.directory)
     if kind in _IN_MEMORY:
         parser.error(f"{options.directory} lies in memory ({kind}): give a --directory on a disk")

@@ -53,7 +53,7 @@ class System:
     Attributes:
         name: How tables and files call it.
         build: Returns the step for a shape; the directory is for what is offloaded.
-        weight_bytes: What a weight takes on each of P ranks, for the first guess; None: that is no limit.
+        weight_bytes: What a weight takes on each of P ranks, for the first guess; None: no limit.
     """
 
     name: str

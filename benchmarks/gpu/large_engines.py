@@ -32,7 +32,7 @@ class LargeEngine:
         build: Returns the step for a size on a device.
         device_bytes: What its method keeps of each weight on the device: the physical limit of its memory.
         host_bytes: The same on the host.
-        is_pooled: It puts them where there is room.
+        is_pooled: It puts them where memory allows.
         climbs: It is one of those whose largest model is searched for.
     """
 

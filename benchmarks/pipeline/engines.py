@@ -42,9 +42,9 @@ class Style:
     is_v: bool = False
     has_bubble: bool = True
 
-    def micro_batches_of_time(self, num_micro_batches: int, num_stages: int = NUM_STAGES) -> float:
-        """Returns what a step may take, in times that a stage needs for a micro-batch's forward and backward."""
-        return num_micro_batches + (num_stages - 1) / self.num_chunks * self.has_bubble
+    def microbatches_of_time(self, num_microbatches: int, num_stages: int = NUM_STAGES) -> float:
+        """Returns what a step may take, in times that a stage needs for a microbatch's forward and backward."""
+        return num_microbatches + (num_stages - 1) / self.num_chunks * self.has_bubble
 
     def positions(self, stage: int, num_stages: int = NUM_STAGES) -> list[int]:
         """Returns which pieces of the model a stage holds, by their places in it."""
@@ -95,7 +95,7 @@ def _piece(size: GPTSize, position: int, num_positions: int) -> Stack:
 
 
 def _build_alone(size_name: str) -> Step:
-    """The floor: each rank takes all micro-batches through its own half, one after the other.
+    """The floor: each rank takes all microbatches through its own half, one after the other.
 
     The ranks do so at the same time, as two busy cores share the memory's bandwidth. What would be sent is there.
     """
@@ -131,12 +131,12 @@ def _build_torch(size_name: str, style_name: str) -> Step:
         for piece, position in zip(pieces, positions, strict=True)
     ]
 
-    def loss_of_micro_batch(outputs: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    def loss_of_microbatch(outputs: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         return next_features_loss(outputs, x) / size.samples
 
     # Gradients are scaled by the loss: scale_grads goes over all of them once more.
     kind = getattr(pipelining, style.torch_class)
-    schedule = kind(stages if style.num_chunks > 1 else stages[0], size.samples, loss_of_micro_batch, scale_grads=False)
+    schedule = kind(stages if style.num_chunks > 1 else stages[0], size.samples, loss_of_microbatch, scale_grads=False)
     has_end = num_positions - 1 in positions
     rank_of_end = 0 if style.is_v else NUM_STAGES - 1
 

@@ -16,7 +16,7 @@ _MIB = 2**20
 
 
 def over_theory(
-    comparison: Comparison, name: str, style: str, num_micro_batches: int
+    comparison: Comparison, name: str, style: str, num_microbatches: int
 ) -> tuple[float, tuple[float, float]] | None:
     """Returns the median of an engine's step over what its schedule allows, with its 95% confidence interval.
 
@@ -25,34 +25,34 @@ def over_theory(
     ratio = comparison.ratio(name, ALONE)
     if ratio is None:
         return None
-    factor = num_micro_batches / STYLES[style].micro_batches_of_time(num_micro_batches)
+    factor = num_microbatches / STYLES[style].microbatches_of_time(num_microbatches)
     return ratio.median * factor, (ratio.low * factor, ratio.high * factor)
 
 
-def theory_table(comparison: Comparison, styles: Sequence[str], num_micro_batches: int) -> str:
+def theory_table(comparison: Comparison, styles: Sequence[str], num_microbatches: int) -> str:
     """Returns each schedule's steps over the allowed time, torch's and ours, and ours over torch's."""
     rows = [["schedule", "allowed", "torch", "", "ours", "", "ours over torch's", ""]]
     for style in styles:
-        allowed = STYLES[style].micro_batches_of_time(num_micro_batches)
+        allowed = STYLES[style].microbatches_of_time(num_microbatches)
         cells = [style, f"{allowed:g} t"]
         for name in (torch_name(style), our_name(style)):
-            cells += _cells(over_theory(comparison, name, style, num_micro_batches))
+            cells += _cells(over_theory(comparison, name, style, num_microbatches))
         rows.append(cells + _cells(_of(comparison.ratio(our_name(style), torch_name(style)))))
     control = comparison.control.figures
     noise = "" if control is None else f"; control {control.ratio.median:.3f}"
     return "\n".join([f"steps over what the schedule allows, with 95% intervals of the median{noise}", *align(rows)])
 
 
-def pipeline_targets(comparison: Comparison, styles: Sequence[str], num_micro_batches: int) -> list[Target]:
+def pipeline_targets(comparison: Comparison, styles: Sequence[str], num_microbatches: int) -> list[Target]:
     """Returns how much of the allowed time our steps may take; one that was not measured is not met."""
     control = comparison.control.figures
     targets = []
     for style in styles:
-        found = over_theory(comparison, our_name(style), style, num_micro_batches)
+        found = over_theory(comparison, our_name(style), style, num_microbatches)
         value, interval = (None, None) if found is None else found
         targets.append(
             Target(
-                what=f"{our_name(style)}: step over {STYLES[style].micro_batches_of_time(num_micro_batches):g} t",
+                what=f"{our_name(style)}: step over {STYLES[style].microbatches_of_time(num_microbatches):g} t",
                 value=value,
                 high=STYLES[style].target,
                 interval=interval,
@@ -63,7 +63,7 @@ def pipeline_targets(comparison: Comparison, styles: Sequence[str], num_micro_ba
 
 
 def kept_table(kept: Mapping[str, Sequence[Mapping[str, int | None]]]) -> str:
-    """Returns what each rank keeps, activations in those of one micro-batch on a whole stage.
+    """Returns what each rank keeps, activations in those of one microbatch on a whole stage.
 
     Args:
         kept: By engine and rank, bytes of "activations", and of "resting" and "peak" resident memory.
@@ -75,7 +75,7 @@ def kept_table(kept: Mapping[str, Sequence[Mapping[str, int | None]]]) -> str:
     for name, ranks in kept.items():
         live = [_over(one["activations"], unit) for one, unit in zip(ranks, units, strict=True)]
         rows.append([name, *live, *(_over(one[what], _MIB) for what in ("resting", "peak") for one in ranks)])
-    return "\n".join(["live activations in micro-batches of a stage, and resident memory", *align(rows)])
+    return "\n".join(["live activations in microbatches of a stage, and resident memory", *align(rows)])
 
 
 def _of(spread: Spread | None) -> tuple[float, tuple[float, float]] | None:

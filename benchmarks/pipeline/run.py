@@ -2,8 +2,8 @@
 
     python benchmarks/pipeline/run.py [--part simulated] [--styles 1f1b zbv] [--memory] [--save] [--strict] [--quick]
 
-With t the time that a stage needs for a micro-batch's forward and backward while the other does the same, p stages, m
-micro-batches and v chunks a stage, the targets are: at most 1.03 (m + p - 1) t for gpipe and 1f1b, 1.03 (m + (p - 1) /
+With t the time that a stage needs for a microbatch's forward and backward while the other does the same, p stages, m
+microbatches and v chunks a stage, the targets are: at most 1.03 (m + p - 1) t for gpipe and 1f1b, 1.03 (m + (p - 1) /
 v) t for interleaved, 1.05 m t for zbv.
 """
 
@@ -82,7 +82,7 @@ def _measure(options: argparse.Namespace) -> tuple[Comparison, dict[str, list[di
     size, engines = PIPELINE_SIZES[options.size], engines_of(options.size, options.styles)
     environment = {"BOOSTER_SHARED_MEMORY": "off"} if options.no_shared_memory else {}
     world = World(size=NUM_STAGES, timeout_seconds=_TIMEOUT_SECONDS, environment=environment)
-    title = f"{size.layers} blocks of {size.width}, {size.samples} micro-batches of {size.sequence} tokens"
+    title = f"{size.layers} blocks of {size.width}, {size.samples} microbatches of {size.sequence} tokens"
     comparison = compare(title, engines, _schedule(options), world, step_tokens=size.tokens)
     print(comparison.table(), end="\n\n", flush=True)
     print(theory_table(comparison, options.styles, size.samples), end="\n\n", flush=True)

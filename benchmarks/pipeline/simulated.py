@@ -14,13 +14,13 @@ __all__ = ["CASES", "Simulated", "simulate_all", "simulated_table"]
 _EXACT = 1e-9
 
 
-def _fraction(wait: float, num_micro_batches: int) -> float:
-    """Returns the share of a step in which a stage waits, from its wait in times of a micro-batch."""
-    return wait / (num_micro_batches + wait)
+def _fraction(wait: float, num_microbatches: int) -> float:
+    """Returns the share of a step in which a stage waits, from its wait in times of a microbatch."""
+    return wait / (num_microbatches + wait)
 
 
-# By schedule: from stages p, micro-batches m and chunks v to the bubble's share of the step, where forward, gradients
-# of inputs and those of weights take equally long. ZB-V has only the last stage's wait for its first micro-batch, a
+# By schedule: from stages p, microbatches m and chunks v to the bubble's share of the step, where forward, gradients
+# of inputs and those of weights take equally long. ZB-V has only the last stage's wait for its first microbatch, a
 # forward of half a stage for each stage before it. That takes m >= 2 p: with fewer it can't fill its V.
 _FORMULAS: dict[str, Callable[[int, int, int], float]] = {
     "gpipe": lambda p, m, v: _fraction(p - 1, m),
@@ -42,16 +42,16 @@ class Simulated:
     Attributes:
         schedule: Its name.
         num_stages: p.
-        num_micro_batches: m.
+        num_microbatches: m.
         num_chunks: v, on each stage.
         bubble: Share of the step in which stages wait, as simulated.
         formula: The same from the formula.
-        peak_live: By stage, the most activations kept, in micro-batches of a whole stage.
+        peak_live: By stage, the most activations kept, in microbatches of a whole stage.
     """
 
     schedule: str
     num_stages: int
-    num_micro_batches: int
+    num_microbatches: int
     num_chunks: int
     bubble: float
     formula: float
@@ -74,7 +74,7 @@ def simulate_all(cases: Sequence[tuple[str, int, int, int]] = tuple(CASES)) -> l
             Simulated(
                 schedule=name,
                 num_stages=p,
-                num_micro_batches=m,
+                num_microbatches=m,
                 num_chunks=v,
                 bubble=timeline.bubble_fraction,
                 formula=_FORMULAS[name](p, m, v),
@@ -88,7 +88,7 @@ def simulated_table(results: Sequence[Simulated]) -> str:
     """Returns the cases for people to read."""
     rows: list[list[Any]] = [["schedule", "p", "m", "v", "bubble", "formula", "", "live, first stage", "last stage"]]
     for one in results:
-        numbers = [one.num_stages, one.num_micro_batches, one.num_chunks]
+        numbers = [one.num_stages, one.num_microbatches, one.num_chunks]
         shares = [f"{one.bubble:.4%}", f"{one.formula:.4%}", "" if one.agrees else "DIFFERS"]
         rows.append([one.schedule, *map(str, numbers), *shares, f"{one.peak_live[0]:g}", f"{one.peak_live[-1]:g}"])
-    return "\n".join(["simulated bubbles, and live activations in micro-batches of a stage", *align(rows)])
+    return "\n".join(["simulated bubbles, and live activations in microbatches of a stage", *align(rows)])

@@ -129,7 +129,7 @@ class _Versions:
         save(self.root, self._version(more), self._case, group=self._everyone, **options)
 
     def look(self):
-        """Returns what is there, "before" or "after" the save that was tried, or what is wrong; goes on from it."""
+        """Returns what is there, "before" or "after" the save that was tried, or what is wrong; continues from it."""
         found = read(self.root, self._case, self._solo) if dist.get_rank() == 0 else ""
         texts = [found]
         dist.broadcast_object_list(texts, group=self._everyone)

@@ -340,7 +340,7 @@ class Giver(nn.Module):
 
 
 class Taker(nn.Module):
-    """Uses what `Giver` returned after other modules have run, which need its room."""
+    """Uses what `Giver` returned after other modules have run, which need its memory."""
 
     def __init__(self, way: str) -> None:
         super().__init__()

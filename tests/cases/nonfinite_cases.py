@@ -1,4 +1,4 @@
-"""A small language model under every plugin and number format, into whose gradients an inf or nan can be put."""
+"""A small language model under every plugin and dtype, into whose gradients an inf or nan can be put."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Case:
 
     Attributes:
         precision: "fp16" or "bf16", what it means coming from `arguments` or `booster_precision`.
-        booster_precision: For plugins that leave the number format to the Booster.
+        booster_precision: For plugins that leave the dtype to the Booster.
     """
 
     plugin: str
@@ -163,7 +163,7 @@ class Training:
             self.booster.backward(loss_of(self.model(ids), ids), self.optimizer)
 
     def micro_steps(self, number: int) -> Iterator[torch.Tensor]:
-        """Yields this rank's part of a batch for each micro-step; a step of one is no accumulation."""
+        """Yields this rank's part of a batch for each microbatch; a single one is not an accumulation."""
         for _ in range(number):
             with self.booster.accumulate(self.model, self.optimizer, number) if number > 1 else nullcontext():
                 yield self.batch()[1]
@@ -223,7 +223,7 @@ def poisoned(
         training: What trains in the block.
         name: Of the parameter.
         value: Such as inf.
-        in_backward: In the how manieth gradient of that parameter, from 0.
+        in_backward: In the index of the gradient of that parameter, from 0.
         place: Which element: 0 is the first one, towards 1 the last.
     """
     module_name, _, key = name.rpartition(".")

@@ -46,7 +46,7 @@ def train(steps):
 
 
 def keep():
-    """Returns the peak activations of this rank by engine, in those of a micro-batch on a whole stage."""
+    """Returns the peak activations of this rank by engine, in those of a microbatch on a whole stage."""
     modules = import_benchmark()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)

@@ -56,19 +56,19 @@ def assert_pipeline_equals_serial(
     *,
     pp_size: int = 2,
     schedule: str = "1f1b",
-    micro_batches: int = 4,
+    microbatches: int = 4,
     axes: str = "alone",
     arguments: dict[str, Any] | None = None,
     **settings: Any,
 ) -> None:
     """Trains in stages and in one process; see `assert_parallel_equals_serial`."""
     ranks_per_stage, more = AXES[axes]
-    plugin_arguments = {"pp_size": pp_size, "num_microbatches": micro_batches, **SCHEDULES[schedule], **more}
+    plugin_arguments = {"pp_size": pp_size, "num_microbatches": microbatches, **SCHEDULES[schedule], **more}
     plugin_arguments |= arguments or {}
     if "microbatch_size" in plugin_arguments:
         del plugin_arguments["num_microbatches"]
     settings.setdefault("num_layers", num_layers_for(model, num_pieces_of(schedule, pp_size)))
-    settings.setdefault("samples_per_rank", micro_batches)
+    settings.setdefault("samples_per_rank", microbatches)
     # SGD in low precision: its update is linear in the gradient, so that an error is the gradient's own.
     settings.setdefault("optimizer", "adamw" if settings.get("precision") is None else "sgd")
     settings.setdefault("max_norm", 0.5)

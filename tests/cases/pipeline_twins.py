@@ -25,7 +25,7 @@ class StagedTwins:
         pp_size: Its stages.
         optimizer: Makes an optimizer for a model.
         make_plugin: Makes another plugin, without stages.
-        **arguments: Of the plugin; fp32 and two micro-batches where not given.
+        **arguments: Of the plugin; fp32 and two microbatches where not given.
 
     Attributes:
         plain: The model that one process trains.

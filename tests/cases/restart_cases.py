@@ -37,7 +37,7 @@ PLUGINS = {
 
 
 def train(root: Path, plugin: str) -> dict[str, Any]:
-    """Goes on from what was saved last, if anything was, to the end; returns losses and tensors of this rank."""
+    """Continues from the last save, if anything was, to the end; returns losses and tensors of this rank."""
     job = Job("fp32", PLUGINS[plugin](), accumulation=2)
     extra = job.booster.load(root / "latest", *job.parts, missing_ok=True)
     job.losses = [] if extra is None else extra["losses"]

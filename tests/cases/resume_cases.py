@@ -139,7 +139,7 @@ def with_rotation(job: Job, path: Path) -> None:
         job.save(path, step=step, keep_last=2, use_async=step < 3)
 
 
-# What a run does before it is cut, and over how many micro-batches it accumulates.
+# What a run does before it is cut, and over how many microbatches it accumulates.
 CUTS = {
     "step 1": (lambda job: job.train(1), 1),
     "mid-accumulation": (lambda job: job.train(5), 3),

@@ -40,8 +40,8 @@ class SlicedModel(ModelWrapper):
         layout: One of LAYOUTS; boxes need two dimensions, and tensors with fewer are replicated then.
         rank: Whose part.
         world_size: Parts in all.
-        held: Number format in memory.
-        stored: Number format in a file; None: as held.
+        held: Dtype in memory.
+        stored: Dtype in a file; None: as held.
     """
 
     def __init__(

@@ -98,7 +98,7 @@ def _free_port() -> int:
 
 def run_rank(end: str, rank: int, port: int, folder: Path) -> None:
     """Does what a short program of a user's does; the interpreter ends after it."""
-    heartbeat._INTERVAL_SECONDS = 0.001  # the thread of the signs is in the store most of the time
+    heartbeat._INTERVAL_SECONDS = 0.001  # the heartbeat thread is in the store most of the time
     booster.launch(rank, NUM_RANKS, "127.0.0.1", port, "gloo", 0, verbose=False)
     if end == "launch_only":
         return

@@ -40,7 +40,7 @@ def limit_at(phase: str) -> float:
     """Returns the longest wait of the others for a rank that is lost at a phase, in seconds."""
     if phase == "boost":
         return SETUP_SECONDS
-    # A rank that is lost where nobody waits for it is missed in the next step, or in the save that follows.
+    # A rank that is lost where no rank waits for it is missed in the next step, or in the save that follows.
     return max(TRAINING_SECONDS, CHECKPOINT_SECONDS)
 
 

@@ -193,7 +193,7 @@ class Soak:
                 _check(
                     (code == 0) == has_ended, f"rank {rank} ended with {code}, and did{' not' * (not has_ended)} all"
                 )
-                _check(bool(outcome.killed) or code == 0, f"rank {rank} failed and nobody was killed")
+                _check(bool(outcome.killed) or code == 0, f"rank {rank} failed and no rank was killed")
         errors = list(outcome.events("error"))
         for event in errors:
             _check(event["ours"], f"a survivor raised {event['type']}: {event['text']}")
@@ -279,7 +279,7 @@ class Soak:
         _check(not is_late and process.exitcode == 0, f"the serial run failed with {process.exitcode}")
 
     def _compare_with_the_same_layout(self, step: int) -> str:
-        """Compares bit for bit with ranks of the same layout that nobody kills."""
+        """Compares bit for bit with ranks of the same layout that are not killed."""
         last = max([step, *(number for _, number, _ in self.losses)])
         if step == 0:
             return "nothing was saved"

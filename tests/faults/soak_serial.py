@@ -1,7 +1,7 @@
 """The unbroken run that a soak is compared with: plain torch in one process, and how far rounding may lead away.
 
 # Note [Tolerance of a soak]: two runs over the same samples differ where sums are rounded in another order: a batch's
-# gradient is a mean over one to four ranks or micro-batches. So the serial run is made in float64, and in float32 with
+# gradient is a mean over one to four ranks or microbatches. So the serial run is made in float64, and in float32 with
 # the batch in one, two, three and four parts. What those four differ from the float64 run by is the effect of float32
 # rounding on this very model, data and number of steps; a soak mixes layouts of the same kind, and is allowed
 # `MARGIN` times the largest of the four, and no less than 16 roundings of the largest value. A step that is lost or

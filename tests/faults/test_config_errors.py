@@ -13,9 +13,9 @@ from faults.mistakes.running import outcomes
 from faults.wrong_calls import SNAPSHOT, difference, found_defects
 
 ROOT = Path(__file__).parents[2]
-ROOMS = ("booster", "plugins", "checkpoint_io", "kernels")
+FOLDERS = ("booster", "plugins", "checkpoint_io", "kernels")
 REGENERATE = "If the new messages are right, write them: python tests/faults/wrong_calls.py --write"
-# A busy machine: the same calls take some 15 s where nobody else computes.
+# A busy machine: the same calls take some 15 s on idle cores.
 SECONDS = 600
 
 # Note [Asserts that stay]
@@ -86,10 +86,10 @@ def test_the_kept_messages_are_one_a_line_and_of_no_machine():
         assert of_a_machine not in text
 
 
-@pytest.mark.parametrize("room", ROOMS)
-def test_no_assert_guards_against_a_users_mistake(room):
-    found = {ast.unparse(one.test) for path in (ROOT / room).rglob("*.py") for one in _asserts(path)}
-    assert found == set(ASSERTS[room]), "raise an error of booster.errors in place of an assert that a user can meet"
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_no_assert_guards_against_a_users_mistake(folder):
+    found = {ast.unparse(one.test) for path in (ROOT / folder).rglob("*.py") for one in _asserts(path)}
+    assert found == set(ASSERTS[folder]), "raise an error of booster.errors in place of an assert that a user can meet"
 
 
 def _asserts(path: Path) -> list[ast.Assert]:

@@ -1,4 +1,4 @@
-"""An inf or nan on one rank: all ranks skip the step or none does, nothing changes, and training goes on as before."""
+"""An inf or nan on one rank: all ranks skip the step or none does, nothing changes, and training continues."""
 
 from __future__ import annotations
 

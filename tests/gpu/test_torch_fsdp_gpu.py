@@ -167,7 +167,7 @@ def train(
         model: To train.
         optimizer: Of it.
         steps: Numbers of the batches.
-        num_parts: Micro-batches of a step, all but the last of them without communication.
+        num_parts: Microbatches of a step, all but the last of them without communication.
     """
     losses, norms = [], []
     rank, size = dist.get_rank(), dist.get_world_size()
@@ -241,7 +241,7 @@ def test_the_boosters_own_precision(precision: str) -> None:
 
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("precision", POLICIES)
-def test_micro_batches_without_communication(precision: str) -> None:
+def test_microbatches_without_communication(precision: str) -> None:
     assert_trains_as_plain_torch(make_plugin(precision), precision, num_parts=4)
 
 
@@ -264,13 +264,13 @@ def test_fp16_skips_a_step_that_overflows() -> None:
 @pytest.mark.parametrize("precision", POLICIES)
 @pytest.mark.parametrize(("saved", "loaded"), [("FULL_SHARD", "SHARD_GRAD_OP"), ("NO_SHARD", "FULL_SHARD")])
 def test_a_checkpoint_goes_on_under_another_strategy(saved: str, loaded: str, precision: str, tmp_path: Path) -> None:
-    assert_goes_on(make_plugin(precision, saved), make_plugin(precision, loaded), precision, tmp_path)
+    assert_continues(make_plugin(precision, saved), make_plugin(precision, loaded), precision, tmp_path)
 
 
 @pytest.mark.usefixtures("alone")
 def test_a_checkpoint_goes_on_in_host_memory(tmp_path: Path) -> None:
     offload = CPUOffloadPolicy(pin_memory=HAS_GPU)
-    assert_goes_on(make_plugin("fp32"), make_plugin("fp32", cpu_offload=offload), "fp32", tmp_path)
+    assert_continues(make_plugin("fp32"), make_plugin("fp32", cpu_offload=offload), "fp32", tmp_path)
 
 
 @pytest.mark.usefixtures("alone")
@@ -285,7 +285,7 @@ def test_a_lazy_model_is_materialised_on_the_device() -> None:
     assert losses == pytest.approx(train_plain()[0], rel=TOLERANCES["fp32"])
 
 
-def assert_goes_on(saver: TorchFSDPPlugin, loader: TorchFSDPPlugin, precision: str, folder: Path) -> None:
+def assert_continues(saver: TorchFSDPPlugin, loader: TorchFSDPPlugin, precision: str, folder: Path) -> None:
     """Saves after three steps, loads into a model of another plugin, and trains both on."""
     booster, model, optimizer = boosted(saver)
     train(booster, model, optimizer, range(3))
@@ -335,7 +335,7 @@ def test_two_ranks_accumulate_without_communication(precision: str, tmp_path: Pa
 @distributed(2, fresh=True, timeout=TIMEOUT)
 def test_two_ranks_go_on_from_a_checkpoint(tmp_path: Path) -> None:
     with group_of_devices(tmp_path):
-        assert_goes_on(make_plugin("fp32"), make_plugin("fp32", "NO_SHARD"), "fp32", tmp_path)
+        assert_continues(make_plugin("fp32"), make_plugin("fp32", "NO_SHARD"), "fp32", tmp_path)
 
 
 @needs_four

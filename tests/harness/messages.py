@@ -33,7 +33,7 @@ class Job:
     Attributes:
         function: what to call.
         arguments: pickled `(args, kwargs)`; opened after the function's module is imported, which may define them.
-        timeout: seconds after which the parent gives up.
+        timeout: seconds after which the parent fails the test.
     """
 
     function: FunctionReference

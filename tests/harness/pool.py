@@ -95,7 +95,7 @@ class RankPool:
         for rank in waiting.values():
             rank.interrupt()  # all at once: a rank that sees its peers go is no longer where it hung
         for rank in waiting.values():
-            replies[rank.rank] = rank.whereabouts(test_path)
+            replies[rank.rank] = rank.failure(test_path)
         failures = [reply for reply in replies.values() if isinstance(reply, RankFailure)]
         if failures:
             raise RanksFailed(failures, _results(replies), self.world_size, f"{timeout:g}")

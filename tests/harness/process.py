@@ -49,10 +49,10 @@ class RankProcess:
         return reply
 
     def interrupt(self) -> None:
-        """Has a process that still runs write its stacks and end. `whereabouts` follows."""
+        """Has a process that still runs write its stacks and end. `failure` follows."""
         self._signal(signal.SIGABRT)
 
-    def whereabouts(self, test_path: str | None) -> RankFailure:
+    def failure(self, test_path: str | None) -> RankFailure:
         """Returns where a process was that was interrupted, as the stacks of all its threads.
 
         Args:

@@ -33,7 +33,7 @@ class RankGroup:
         self.world_size = world_size
 
     def join(self, store_path: str) -> Joined:
-        """Makes the default group, meeting the others at `store_path`. *Collective: yes*."""
+        """Makes the default group, with the store at `store_path`. *Collective: yes*."""
         store = dist.FileStore(store_path, self.world_size)
         store.set_timeout(_GROUP_TIMEOUT)
         dist.init_process_group("gloo", store=store, rank=self.rank, world_size=self.world_size, timeout=_GROUP_TIMEOUT)

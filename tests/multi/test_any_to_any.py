@@ -1,4 +1,4 @@
-"""What one layout saved, every layout loads: bit for bit, and training goes on as if one process had never stopped.
+"""What one layout saved, every layout loads: bit for bit, and training continues as if one process had never stopped.
 
 A plugin extends the table by its layouts in `LAYOUTS`; the pairs follow.
 """
@@ -152,7 +152,7 @@ def tensor_parallel_2_zero_2(needs):
 
 
 def staged_plugin(needs, **arguments):
-    """Micro-batches of one to four samples."""
+    """Microbatches of one to four samples."""
     return hybrid_plugin(needs, **{"pp_size": 2, "num_microbatches": 3, "split": needs.split} | arguments)
 
 

@@ -119,7 +119,7 @@ def test_an_interrupt_ends_both(tmp_path):
     process = subprocess.Popen(CHECK, env=os.environ | {"PYTHONPATH": str(tmp_path)}, stderr=subprocess.PIPE, text=True)
     try:
         pids = []
-        while len(pids) < 2:  # whoever opens it while the other writes is read together with it
+        while len(pids) < 2:  # a read while the other writes reads both together
             pids += [int(line) for line in told.read_text().split()]
         process.send_signal(signal.SIGINT)
         _, stderr = process.communicate(timeout=60)

@@ -147,7 +147,7 @@ def _save_clones(folder):
 
 
 def _gather_and_save(folder):
-    """The naive save of a sharded model: every tensor gathered on its way to the file, one at a time."""
+    """The naive save of a sharded model: every tensor gathered before it is written, one at a time."""
     _give_memory_back()
     rank, size = dist.get_rank(), dist.get_world_size()
     model = SlicedModel({"wide": SMALL["wide"]}, "rows", rank, size)

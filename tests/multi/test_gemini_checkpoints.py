@@ -233,7 +233,7 @@ def limited(action, num_bytes: int) -> None:
 @distributed(world_size=2, fresh=True, timeout=120)
 def test_what_is_on_disk_is_not_brought_to_memory_by_a_save_or_a_load(tmp_path):
     mmap_threshold = -3
-    assert ctypes.CDLL(None).mallopt(mmap_threshold, 256 * 1024)  # what is freed is no room for what follows
+    assert ctypes.CDLL(None).mallopt(mmap_threshold, 256 * 1024)  # what is freed is not reused by what follows
     booster, model, optimizer = stepped_layers("on disk", 2048, 8, offload_dir=tmp_path)
     held = sum(part.tensor.nbytes for part in optimizer.checkpoint_state().slices())
     bound = 96 * MIB

@@ -98,7 +98,7 @@ def _generating(model, x, backward, rank, step):
 
 
 def _without_backward(model, x, backward, rank, step):
-    model(x + 3)  # a graph that nobody uses
+    model(x + 3)  # a graph that is not used
     backward(square_loss(model(x)))
 
 

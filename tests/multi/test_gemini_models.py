@@ -59,7 +59,7 @@ def test_activation_checkpoints_and_hooks_of_saved_tensors_equal_one_process_wit
 @pytest.mark.parametrize("way", ["plain", "reentrant", "non-reentrant", "whole, non-reentrant"])
 @distributed(world_size=2)
 def test_frozen_weights_do_not_pile_up(way, policy):
-    """Nothing is reduced that would make them go: what a block's backward used has to make room for the next one's."""
+    """Nothing is reduced that would make them go: what a block's backward used has to be evicted for the next one's."""
     twins = Twins(lambda: AdaptedStack(way), build_plain=lambda: AdaptedStack("plain"), **POLICIES[policy])
     seen, pool = [], twins.model.manager.pool
     for block in twins.raw.blocks:

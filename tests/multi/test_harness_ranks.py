@@ -64,7 +64,7 @@ def die_on(rank: int, code: int | None) -> None:
     dist.barrier()
 
 
-def wait_for_nobody(ranks: tuple[int, ...]) -> str:
+def wait_in_vain(ranks: tuple[int, ...]) -> str:
     if dist.get_rank() in ranks:
         threading.Event().wait()
     return "done"
@@ -183,9 +183,9 @@ def test_the_failing_rank_is_named_first_with_its_traceback(fresh):
 @pytest.mark.slow
 def test_a_hang_says_where_and_the_next_job_works():
     with pytest.raises(RanksFailed) as failed:
-        run_ranks(wait_for_nobody, 2, (1,), timeout=3)
+        run_ranks(wait_in_vain, 2, (1,), timeout=3)
     report = str(failed.value)
-    assert report.startswith("timed out after 3 s on 1 of 2 ranks: rank 1 in wait_for_nobody (test_harness_ranks.py:")
+    assert report.startswith("timed out after 3 s on 1 of 2 ranks: rank 1 in wait_in_vain (test_harness_ranks.py:")
     assert report.endswith("--- rank 0 returned 'done'")
     assert failed.value.results == {0: "done"}
     assert "threading.py" in failed.value.first.detail
@@ -193,8 +193,8 @@ def test_a_hang_says_where_and_the_next_job_works():
 
 
 def test_a_hang_of_all_names_all():
-    with pytest.raises(RanksFailed, match=r"on 2 of 2 ranks: rank 0 in wait_for_nobody .*; rank 1 in wait_for_nobody"):
-        run_ranks(wait_for_nobody, 2, (0, 1), timeout=0.5, fresh=True)
+    with pytest.raises(RanksFailed, match=r"on 2 of 2 ranks: rank 0 in wait_in_vain .*; rank 1 in wait_in_vain"):
+        run_ranks(wait_in_vain, 2, (0, 1), timeout=0.5, fresh=True)
 
 
 @pytest.mark.parametrize(("code", "how"), [(None, "killed by SIGKILL"), (7, "left with exit code 7")])

@@ -14,8 +14,8 @@ from torch import nn
 from booster import Booster
 from booster.plugins.hybrid_parallel.plugin import HybridParallelPlugin
 
-MICRO_BATCHES, SAMPLES, STEPS = 2, 8, 2
-PP_2 = {"pp_size": 2, "num_microbatches": MICRO_BATCHES}
+NUM_MICROBATCHES, SAMPLES, STEPS = 2, 8, 2
+PP_2 = {"pp_size": 2, "num_microbatches": NUM_MICROBATCHES}
 ZBV = {"pp_style": "zbv", "num_model_chunks": 2}
 INTERLEAVED = {"pp_style": "interleaved", "num_model_chunks": 2}
 LAYOUTS = {
@@ -105,18 +105,18 @@ def boosted(layout: str, kind: type[nn.Module] = Buffered, *, seed: int = 0):
 
 
 def train(layout: str, booster, model, optimizer, num_steps: int = STEPS) -> None:
-    """Every layout computes the same micro-batches, of which each data-parallel rank has its part."""
+    """Every layout computes the same microbatches, of which each data-parallel rank has its part."""
     plugin = booster.plugin
     for step in range(num_steps):
         whole = torch.randn(SAMPLES, 4, 5, generator=torch.Generator().manual_seed(step))
-        parts = [one.chunk(plugin.dp_size)[plugin.dp_rank] for one in whole.chunk(MICRO_BATCHES)]
+        parts = [one.chunk(plugin.dp_size)[plugin.dp_rank] for one in whole.chunk(NUM_MICROBATCHES)]
         if "pp" in layout:
             booster.execute_pipeline(iter([torch.cat(parts)]), model, criterion, optimizer)
             optimizer.step()
             optimizer.zero_grad()
             continue
         for part in parts:
-            with booster.accumulate(model, optimizer, MICRO_BATCHES):
+            with booster.accumulate(model, optimizer, NUM_MICROBATCHES):
                 booster.backward(criterion(model(part), part), optimizer)
                 optimizer.step()
                 optimizer.zero_grad()
@@ -155,8 +155,8 @@ def serial_buffers() -> dict[str, torch.Tensor]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     for step in range(STEPS):
         whole = torch.randn(SAMPLES, 4, 5, generator=torch.Generator().manual_seed(step))
-        for part in whole.chunk(MICRO_BATCHES):
-            (criterion(model(part), part) / MICRO_BATCHES).backward()
+        for part in whole.chunk(NUM_MICROBATCHES):
+            (criterion(model(part), part) / NUM_MICROBATCHES).backward()
         optimizer.step()
         optimizer.zero_grad()
     return own_buffers(model)
@@ -210,7 +210,7 @@ def test_stages_hold_the_same_of_buffers_that_they_share(layout):
     serial = serial_buffers()
     for at_first, trained in run_ranks(train_and_tell, 2, layout, Buffered):
         assert at_first["num_batches"] == 0  # to plan the stages the forward was recorded, with other buffers
-        assert trained["num_batches"] == trained["num_outputs"] == STEPS * MICRO_BATCHES
+        assert trained["num_batches"] == trained["num_outputs"] == STEPS * NUM_MICROBATCHES
         assert_equals_serial(trained, serial)
 
 

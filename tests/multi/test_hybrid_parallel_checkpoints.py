@@ -174,7 +174,7 @@ def zero_2():
     return LowLevelZeroPlugin(stage=2, precision="fp32", reduce_bucket_size_in_m=0.004)
 
 
-# A run that goes on under another plugin after every step: ranks, and the plugin or the arguments of ours.
+# A run that continues under another plugin after every step: ranks, and the plugin or the arguments of ours.
 JOURNEY = [
     (2, {"tp_size": 2}),
     (1, torch_ddp),

@@ -93,7 +93,7 @@ def test_a_column_and_a_row_layer_cost_one_all_reduce_each_way(world_size):
     each = 2 * share(world_size) * (2 * 12 * 32 * FP32)
     assert forward.calls == Counter(all_reduce=2)  # one for each of two layers
     assert forward.sent["all_reduce"] == 2 * each
-    # One for each; and which parameters were used, if the plugin asks, which is no more than a few bytes.
+    # One for each; and which parameters were used, if the plugin asks, at most a few bytes.
     assert backward.sent["all_reduce"] - 2 * each <= 256
     assert backward.calls["all_reduce"] in (2, 3)
 

@@ -267,7 +267,7 @@ def test_outputs_are_those_of_one_process(layout):
 
 @distributed(world_size=2)
 def test_a_loss_of_ones_own_from_the_logits_is_right():
-    """Not only cross entropy: whoever computes with logits sees all of them."""
+    """Not only cross entropy: every computation with logits sees all of them."""
     twins = Twins("llama", tp_size=2)
     for step in range(2):
         whole, part = twins.batch(step)

@@ -120,7 +120,7 @@ def test_the_host_that_the_user_gives_is_taken_then(mpirun, tmp_path, two_machin
     assert_trained(told_by(tmp_path, 2)[1]["weights"])
 
 
-def test_the_function_for_another_launcher_trains_nobody_alone(mpirun, tmp_path):
+def test_the_function_for_another_launcher_trains_no_rank_alone(mpirun, tmp_path):
     ended = mpirun(["-n", "2"], TRAIN, "launch_from_torch")
     assert ended.returncode == 1
     assert "mpirun started 2 processes" in ended.stderr

@@ -74,7 +74,7 @@ def test_tasks_on_two_nodes_train_as_one_process_does(srun, tmp_path):
     assert_trained(told[0]["weights"])
 
 
-def test_the_function_for_another_launcher_trains_nobody_alone(srun, tmp_path):
+def test_the_function_for_another_launcher_trains_no_rank_alone(srun, tmp_path):
     codes, said = srun("launch_from_torch", [task_variables(rank) for rank in range(2)])
     assert codes == [1, 1]
     assert all("srun started 4 processes" in text and "launch_from_slurm()" in text for text in said)

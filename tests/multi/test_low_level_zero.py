@@ -222,7 +222,7 @@ def _lay_out_flat(groups):
     """Puts the weights of each group one after another, as the plugin does.
 
     Matrix products round in another way where a matrix begins at another alignment (Intel MKL, "Getting Reproducible
-    Results": 64 bytes), which is no business of this test.
+    Results": 64 bytes), which this test ignores.
     """
     for group in groups:
         flat = torch.cat([parameter.detach().reshape(-1) for parameter in group["params"]])

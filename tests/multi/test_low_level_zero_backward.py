@@ -64,7 +64,7 @@ def test_each_rank_uses_other_parameters(stage, overlap_communication, optimizer
 @STAGES
 @pytest.mark.parametrize("synchronize", ["always", "no_sync"])
 @distributed(world_size=2)
-def test_each_micro_batch_uses_other_parameters(stage, synchronize):
+def test_each_microbatch_uses_other_parameters(stage, synchronize):
     twins = Twins(lambda: Branches(5), adamw, stage=stage).boost()
     for step in range(3):
         for micro in range(3):
@@ -256,7 +256,7 @@ def test_the_models_zero_grad_clears_what_was_reduced(stage):
 @pytest.mark.parametrize("of_model", [False, True])
 @distributed(world_size=2)
 def test_gradients_of_zero_keep_their_momentum(stage, of_model):
-    # With gradients of zero and not none, AdamW goes on moving a parameter that a step does not use.
+    # With gradients of zero and not none, AdamW keeps moving a parameter that a step does not use.
     twins = Twins(lambda: Branches(3), adamw, stage=stage).boost()
     for step in range(4):
         loss, ours = _branch_losses(twins, step, [step % 2, step % 2])

@@ -15,7 +15,7 @@ from booster import Booster
 from booster.comm import count_communication
 from booster.plugins import LowLevelZeroPlugin
 
-BUCKETS_IN_M = 0.125  # of the buckets under way: 2**17 elements
+BUCKETS_IN_M = 0.125  # of the buckets in flight: 2**17 elements
 WIDTH = 512
 
 

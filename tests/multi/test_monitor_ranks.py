@@ -127,7 +127,7 @@ def test_ranks_at_different_steps_are_an_error_on_all_ranks():
             step("ddp", booster, model, optimizer, 1.0)
 
 
-# Hangs. The rank that does not come goes on when the other's watchdog has spoken.
+# Hangs. The rank that does not come continues when the other's watchdog has spoken.
 
 
 class Watched(io.StringIO):

@@ -207,7 +207,7 @@ def linear_on_disk(path):
 
 
 @distributed(world_size=2)
-def test_no_room_on_one_rank_fails_a_load_on_both(tmp_path):
+def test_no_memory_on_one_rank_fails_a_load_on_both(tmp_path):
     booster, model, optimizer = linear_on_disk(tmp_path / "disk")
     booster.backward(model(torch.ones(2, 40)).sum(), optimizer)
     optimizer.step()

@@ -117,7 +117,7 @@ def test_a_learning_rate_finder_puts_everything_back(strategy):
 @pytest.mark.parametrize("mode", ["train", "eval"])
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "gemini", "fsdp", "hybrid_tp"])
 @distributed(2)
-def test_a_checkpoint_in_either_mode_goes_on(strategy, mode, tmp_path):
+def test_a_checkpoint_in_either_mode_continues(strategy, mode, tmp_path):
     pair = Pair(FP32[strategy](), ScheduleFreeSGD)
     pair.on_both("train")
     pair.train(0, 1)

@@ -34,7 +34,7 @@ class AnyTwins(Twins):
 
 
 class Tied(Stack):
-    """Blocks that share a weight, beside a layer that nobody uses."""
+    """Blocks that share a weight, beside a layer that is not used."""
 
     def __init__(self, way: str = "plain") -> None:
         super().__init__(num_blocks=2, way=way)
@@ -43,7 +43,7 @@ class Tied(Stack):
 
 
 def larger_half(gradient):
-    """A hook that is no linear function of the gradient, and scales with it."""
+    """A hook that is not linear in the gradient, and scales with it."""
     return torch.where(gradient.abs() > gradient.abs().mean(), gradient, gradient / 4)
 
 

@@ -46,30 +46,30 @@ def test_four_stages_train_by_every_schedule(model, schedule):
     assert_pipeline_equals_serial(model, pp_size=4, schedule=schedule, steps=2)
 
 
-# Fewer micro-batches than stages, as many, more, and numbers that schedules fill up to a multiple.
-@pytest.mark.parametrize("micro_batches", [1, 2, 3, 5, 8])
+# Fewer microbatches than stages, as many, more, and numbers that schedules fill up to a multiple.
+@pytest.mark.parametrize("microbatches", [1, 2, 3, 5, 8])
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_any_number_of_micro_batches(schedule, micro_batches):
-    assert_pipeline_equals_serial("glued_chain", schedule=schedule, micro_batches=micro_batches)
+def test_any_number_of_microbatches(schedule, microbatches):
+    assert_pipeline_equals_serial("glued_chain", schedule=schedule, microbatches=microbatches)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_any_number_of_micro_batches_in_three_stages(schedule):
-    assert_pipeline_equals_serial("glued_chain", pp_size=3, schedule=schedule, micro_batches=4)
+def test_any_number_of_microbatches_in_three_stages(schedule):
+    assert_pipeline_equals_serial("glued_chain", pp_size=3, schedule=schedule, microbatches=4)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize(
     ("samples", "arguments"),
     [
-        (7, {}),  # micro-batches of two sizes
-        (3, {}),  # fewer samples than micro-batches
+        (7, {}),  # microbatches of two sizes
+        (3, {}),  # fewer samples than microbatches
         (7, {"microbatch_size": 2}),  # the last one is smaller
         (4, {"microbatch_size": 9}),  # all in one
     ],
     ids=str,
 )
-def test_uneven_micro_batches_count_by_their_samples(schedule, samples, arguments):
+def test_uneven_microbatches_count_by_their_samples(schedule, samples, arguments):
     assert_pipeline_equals_serial("glued_chain", schedule=schedule, samples_per_rank=samples, arguments=arguments)
 
 
@@ -99,7 +99,7 @@ def test_frozen_layers_and_ties_and_groups(model, axes, schedule):
 )
 def test_batches_are_accumulated(schedule, axes, synchronize):
     assert_pipeline_equals_serial(
-        "tied_lm", axes=axes, schedule=schedule, micro_batches=2, accumulation=3, synchronize=synchronize
+        "tied_lm", axes=axes, schedule=schedule, microbatches=2, accumulation=3, synchronize=synchronize
     )
 
 
@@ -110,7 +110,7 @@ def test_losses_that_are_sums_over_items(schedule, synchronize):
         "glued_chain",
         axes="dp 2",
         schedule=schedule,
-        micro_batches=3,
+        microbatches=3,
         samples_per_rank=5,
         accumulation=2,
         synchronize=synchronize,
@@ -227,17 +227,17 @@ GRID = [
 @pytest.mark.parametrize(("model", "schedule", "pp_size"), GRID)
 def test_whole_grid_equals_serial(model, schedule, pp_size):
     assert_pipeline_equals_serial(
-        model, pp_size=pp_size, schedule=schedule, micro_batches=5, accumulation=2, synchronize="no_sync", steps=4
+        model, pp_size=pp_size, schedule=schedule, microbatches=5, accumulation=2, synchronize="no_sync", steps=4
     )
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("micro_batches", [1, 2, 3, 4, 5, 6, 7, 8])
+@pytest.mark.parametrize("microbatches", [1, 2, 3, 4, 5, 6, 7, 8])
 @pytest.mark.parametrize("pp_size", [2, 3, 4])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("model", ["glued_chain", "tied_lm"])
-def test_every_number_of_micro_batches(model, schedule, pp_size, micro_batches):
-    assert_pipeline_equals_serial(model, pp_size=pp_size, schedule=schedule, micro_batches=micro_batches, steps=3)
+def test_every_number_of_microbatches(model, schedule, pp_size, microbatches):
+    assert_pipeline_equals_serial(model, pp_size=pp_size, schedule=schedule, microbatches=microbatches, steps=3)
 
 
 @pytest.mark.slow

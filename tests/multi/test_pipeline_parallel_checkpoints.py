@@ -123,7 +123,7 @@ def test_a_save_has_the_tensors_of_the_users_model(tmp_path, model, schedule):
 
 
 @pytest.mark.parametrize("layout", ["pp 2", "pp 4", "pp 2 zbv", "pp 2 uneven"])
-def test_every_stage_writes_what_it_has_and_nobody_twice(tmp_path, layout):
+def test_every_stage_writes_what_it_has_and_none_twice(tmp_path, layout):
     world_size, _ = LAYOUTS[layout]
     for model in ("glued_chain", "tied_lm"):
         ranks = run_ranks(train_and_save, world_size, layout, model, str(tmp_path / model))

@@ -240,7 +240,7 @@ def sum_over_tokens(outputs, batch) -> torch.Tensor:
 @BY_SCHEDULE
 @distributed(world_size=4)
 def test_tokens_count_alike_wherever_they_are(schedule):
-    """Samples with other numbers of tokens that count, over micro-batches, calls and ranks."""
+    """Samples with other numbers of tokens that count, over microbatches, calls and ranks."""
     twins = StagedTwins("gpt2", schedule, num_microbatches=3)
 
     def labelled(step, samples):
@@ -314,18 +314,18 @@ def test_norms_count_every_parameter_once(norm_type):
 
 
 @BY_SCHEDULE
-@pytest.mark.parametrize("micro_batches", [1, 2, 5, 8])
+@pytest.mark.parametrize("microbatches", [1, 2, 5, 8])
 @distributed(world_size=(2, 4))
-def test_no_stage_keeps_more_activations_than_the_schedule_says(schedule, micro_batches, world_size):
-    twins = StagedTwins("glued_chain", schedule, pp_size=world_size, num_microbatches=micro_batches)
-    twins.execute(twins.batch(0, micro_batches)[0])
+def test_no_stage_keeps_more_activations_than_the_schedule_says(schedule, microbatches, world_size):
+    twins = StagedTwins("glued_chain", schedule, pp_size=world_size, num_microbatches=microbatches)
+    twins.execute(twins.batch(0, microbatches)[0])
     num_chunks = SCHEDULES[schedule].get("num_model_chunks", 1)
-    theory = simulate(schedule_from_name(schedule), world_size, micro_batches, num_chunks)
+    theory = simulate(schedule_from_name(schedule), world_size, microbatches, num_chunks)
     run = twins.model.last_pipeline_run
-    assert run.num_microbatches == micro_batches
+    assert run.num_microbatches == microbatches
     assert run.peak_live == theory.peak_live[dist.get_rank()]
     twins.model.eval()
-    twins.execute(twins.batch(1, micro_batches)[0], trains=False)
+    twins.execute(twins.batch(1, microbatches)[0], trains=False)
     assert twins.model.last_pipeline_run.peak_live == 0
 
 

@@ -19,8 +19,8 @@ from booster import Booster
 from booster.errors import BoosterError, ConfigError, DesyncError
 from booster.plugins.hybrid_parallel.plugin import HybridParallelPlugin
 
-MAX_SECONDS = 15.0  # far below the minutes after which a collective gives up
-BAD = 2  # the micro-batch in which it happens, of 0 to 3
+MAX_SECONDS = 15.0  # far below the minutes after which a collective times out
+BAD = 2  # the microbatch in which it happens, of 0 to 3
 BY_SCHEDULE = pytest.mark.parametrize("schedule", SCHEDULES)
 
 
@@ -297,7 +297,7 @@ def test_a_criterion_that_gives_no_loss(kind):
 
 
 class Skipping(nn.Module):
-    """Leaves a layer out where a number of the batch says it, and looks at values, so that nobody can tell before."""
+    """Leaves a layer out where a number of the batch says it, and looks at values, so that it can't be known before."""
 
     def __init__(self, around: bool) -> None:
         super().__init__()

@@ -58,7 +58,7 @@ def test_more_pieces_than_layers():
 
 
 @distributed(world_size=2)
-def test_models_that_nobody_knows_how_to_divide():
+def test_models_without_a_way_to_divide():
     with pytest.raises(ConfigError, match="give split="):
         boosted("mlp_odd")
     with pytest.raises(ConfigError, match="one group of layers again and again"):

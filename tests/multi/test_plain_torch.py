@@ -50,7 +50,7 @@ def test_a_model_boosted_alone_may_be_a_part_of_another_ones_loss(strategy):
     teacher = torch.nn.Sequential(torch.nn.Linear(5, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2))
     plain_teacher = torch.nn.Sequential(torch.nn.Linear(5, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2))
     plain_teacher.load_state_dict(teacher.state_dict())
-    boosted_teacher, *_ = pair.booster.boost(teacher)  # its weights require gradients, which nobody uses
+    boosted_teacher, *_ = pair.booster.boost(teacher)  # its weights require gradients, which are not used
     for step in range(2):
         outputs = pair.model(pair.part(step))
         pair.booster.backward(boosted_teacher(outputs).square().mean(), pair.optimizer)
@@ -100,18 +100,18 @@ def test_clipping_by_torch_of_weights_with_masters_is_an_error():
     assert clip_grad_norm_(masters, 0.1) < 10  # true gradients, without the loss scale
 
 
-def _micro_batches(pair, step):
-    """Yields this rank's three micro-batches of a step, and those of one process."""
+def _microbatches(pair, step):
+    """Yields this rank's three microbatches of a step, and those of one process."""
     for number in range(3):
         yield pair.part(3 * step + number), batch(3 * step + number)
 
 
 @pytest.mark.parametrize("clipping", CLIPPING)
 @distributed(2)
-def test_gradients_in_the_last_micro_batch_are_the_mean_for_torch_too(clipping):
+def test_gradients_in_the_last_microbatch_are_the_mean_for_torch_too(clipping):
     pair = Pair(FP32["ddp"](), sgd)
     for step in range(2):
-        for mine, whole in _micro_batches(pair, step):
+        for mine, whole in _microbatches(pair, step):
             ((pair.plain(whole) - 1).square().mean() / 3).backward()
             with pair.booster.accumulate(pair.model, pair.optimizer, steps=3) as is_last:
                 pair.booster.backward((pair.model(mine) - 1).square().mean(), pair.optimizer)
@@ -132,12 +132,12 @@ def test_gradients_in_the_last_micro_batch_are_the_mean_for_torch_too(clipping):
 
 @pytest.mark.parametrize("counts_items", [False, True])
 @distributed(2)
-def test_several_backwards_in_the_last_micro_batch(counts_items):
+def test_several_backwards_in_the_last_microbatch(counts_items):
     pair = Pair(FP32["ddp"](), sgd)
     num_items = {"num_items": 4.0} if counts_items else {}
     for step in range(2):
-        for mine, whole in _micro_batches(pair, step):
-            # With items 3 micro-batches, 2 losses and 2 ranks have 48 of them.
+        for mine, whole in _microbatches(pair, step):
+            # With items 3 microbatches, 2 losses and 2 ranks have 48 of them.
             reduce = torch.sum if counts_items else torch.mean
             for target in (1, 2):
                 (reduce((pair.plain(whole) - target).square()) / (48 if counts_items else 3)).backward()
@@ -156,9 +156,9 @@ def test_several_backwards_in_the_last_micro_batch(counts_items):
 
 
 @distributed(2)
-def test_a_save_in_the_last_micro_batch_goes_on(tmp_path):
+def test_a_save_in_the_last_microbatch_continues(tmp_path):
     pair = Pair(FP32["ddp"](), sgd)
-    for mine, whole in _micro_batches(pair, 0):
+    for mine, whole in _microbatches(pair, 0):
         ((pair.plain(whole) - 1).square().mean() / 3).backward()
         with pair.booster.accumulate(pair.model, pair.optimizer, steps=3) as is_last:
             pair.booster.backward((pair.model(mine) - 1).square().mean(), pair.optimizer)

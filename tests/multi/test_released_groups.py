@@ -1,4 +1,4 @@
-"""Groups of ranks are given back: by Booster.close(), and where nobody refers to them any more."""
+"""Groups of ranks are given back: by Booster.close(), and where no reference is left."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_without_a_run_of_the_garbage_collector_groups_are_bounded():
 
 @KINDS
 @distributed(world_size=4)
-def test_a_model_goes_on_without_its_booster(kind):
+def test_a_model_continues_without_its_booster(kind):
     booster, model, optimizer = boosted(kind)
     expected = train(model, optimizer, 5)
     _, model, optimizer = boosted(kind)

@@ -65,7 +65,7 @@ def test_any_cut_loads_into_any_other(tmp_path, saved, loaded):
     run_ranks(_load, loaded[1], str(tmp_path / "c"), loaded[0])
 
 
-def test_the_files_are_the_same_whoever_wrote_them(tmp_path):
+def test_the_files_are_the_same_from_every_writer(tmp_path):
     places = [("replicated", 1), ("replicated", 3), ("spans", 2), ("spans", 4)]
     for layout, world_size in places:
         run_ranks(_save, world_size, str(tmp_path / f"{layout}-{world_size}"), layout, "one shard", False)

@@ -75,7 +75,7 @@ def run(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_stopped_rank_goes_on_to_be_ended_at_once_and_is_not_the_cause(run):
+def test_a_stopped_rank_continues_and_is_ended_at_once_and_is_not_the_cause(run):
     ended = run(WAITING, "SIGSTOP")
     assert ended.code == 1
     *_, stopped, cause = ended.words
@@ -90,8 +90,8 @@ def test_a_stopped_rank_goes_on_to_be_ended_at_once_and_is_not_the_cause(run):
 def test_a_killed_rank_is_the_cause_and_all_places_are_told(run):
     ended = run(WAITING, "SIGKILL")
     assert ended.code == 137
-    survivor, cause, signs = ended.words
-    places = re.match(r"last heartbeats of the ranks \(sent .*\): rank 0, (.*); rank 1, (.*)\n", signs)
+    survivor, cause, heartbeats = ended.words
+    places = re.match(r"last heartbeats of the ranks \(sent .*\): rank 0, (.*); rank 1, (.*)\n", heartbeats)
     assert re.fullmatch(r"\d+\.\d s before the end: after 0 steps, in backward for .*", places[2])
     assert re.match(r"\d+\.\d s before the end: after 0 steps, ", places[1])
     assert survivor.startswith("rank 0 of 2")

@@ -154,7 +154,7 @@ def test_a_rank_that_fails_ends_all_and_comes_last(start, ending, code, last, tm
     if code != 255:
         assert "[node-b:3] last words\n" in stdout
         return
-    for left in (tmp_path / "temporary").glob("booster_run_*"):  # nobody could take it away
+    for left in (tmp_path / "temporary").glob("booster_run_*"):  # left by the killed run
         shutil.rmtree(left)
 
 
@@ -277,7 +277,7 @@ print("attempt", os.environ["TORCHELASTIC_RESTART_COUNT"], "of", coordinator.wor
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_without_a_lost_host_where_it_may(start):
+def test_a_run_continues_without_a_lost_host_where_it_may(start):
     options = ["--nnodes", "1:2", "--max-restarts", "1", "--extra-launch-args", "last_call_timeout=1"]
     process = start(LOSING, *options)
     stdout, stderr = process.communicate(timeout=LIMIT)

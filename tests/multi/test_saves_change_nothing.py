@@ -1,4 +1,4 @@
-"""A save is a look at a run: training goes on bit for bit as without it, also inside of an accumulation."""
+"""A save is a look at a run: training continues bit for bit as without it, also inside of an accumulation."""
 
 from __future__ import annotations
 

@@ -178,10 +178,10 @@ def test_dropout_keeps_the_mean_and_has_its_own_gradient(world_size, mode):
     # And along query, against the slope.
     step = torch.randn_like(local[0])
     slopes = []
-    for sign in (1, -1):
+    for direction in (1, -1):
         torch.set_rng_state(state)
         moved = sequence_attention(
-            (local[0] + sign * 1e-2 * step).detach(),
+            (local[0] + direction * 1e-2 * step).detach(),
             local[1].detach(),
             local[2].detach(),
             ranks,

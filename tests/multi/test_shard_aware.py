@@ -120,7 +120,7 @@ def test_sums_are_over_all_ranks_and_equal_on_all(world_size):
     assert all(torch.equal(mine[name], sums[0][name]) for mine in sums for name in ("a", "b", "c"))
     assert sums[0]["a"].tolist() == [float(sum(range(1, world_size + 1))), float(world_size)]
     assert sums[0]["b"].tolist() == [0.5, 0.25]  # of the last rank alone
-    assert sums[0]["c"].tolist() == [0.0, 0.0]  # of nobody
+    assert sums[0]["c"].tolist() == [0.0, 0.0]  # of no rank
 
 
 def sums_of_rank():

@@ -159,7 +159,7 @@ def assert_same(found: dict, expected: dict, where: str) -> None:
 
 
 def expected_values(kind: str, *, lacks_empty: bool) -> dict:
-    """What one process says of its optimizer; in shards nobody has a part of a parameter without elements."""
+    """What one process says of its optimizer; in shards no rank has a part of a parameter without elements."""
     net, optimizer = reference(kind)
     values = OptimizerWrapper(optimizer, ModelWrapper(net)).checkpoint_state().values()
     if lacks_empty:
@@ -194,12 +194,12 @@ def load(path: str, place: str, kind: str, seed: int, lacks_empty: bool):
     assert values == expected_values(kind, lacks_empty=lacks_empty or place == "sharded")
     assert wrapped.param_groups[0]["lr"] == 0.03
     assert wrapped.param_groups[1]["note"] == "mine"
-    assert_goes_on(wrapped, net, optimizer)
+    assert_continues(wrapped, net, optimizer)
     return values
 
 
 @torch.no_grad()
-def assert_goes_on(wrapped, net, optimizer) -> None:
+def assert_continues(wrapped, net, optimizer) -> None:
     """Both make a step from weights of zero: the loaded states are ones that torch's code can use."""
     expected = dict(net.named_parameters())
     for name, parameter in expected.items():

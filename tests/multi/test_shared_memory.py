@@ -200,9 +200,9 @@ def test_broadcast(world_size, dtype):
 @distributed([2])
 def test_misaligned_tensors(world_size):
     """Views that begin in the middle of a vector or a cache line."""
-    room = torch.zeros(70_000)
+    memory = torch.zeros(70_000)
     for start in (1, 3, 7, 15):
-        whole = room[start : start + 65_536]
+        whole = memory[start : start + 65_536]
         whole.copy_(_values(torch.float32, len(whole), draw=9))
         output = torch.empty(40_000)[start : start + len(whole) // 2]
         start_reduce_scatter(whole).wait(output, accumulate=False)
@@ -221,14 +221,14 @@ def test_results_that_go_past_the_caches(world_size, dtype, start):
     """As they do from 8 MiB on; aligned and not, and with an end that fills no vector."""
     rank, numel = dist.get_rank(), 8 * 2**20 // dtype.itemsize + 5
     pieces = [_values(dtype, 2 * numel, 12, other).chunk(2) for other in range(2)]
-    payload, room = torch.cat(pieces[rank]), torch.zeros(2 * numel + start, dtype=dtype)
-    output = room[start : start + numel]
+    payload, memory = torch.cat(pieces[rank]), torch.zeros(2 * numel + start, dtype=dtype)
+    output = memory[start : start + numel]
     start_reduce_scatter(payload).wait(output, accumulate=False)
     assert torch.equal(output, (pieces[0][rank].float() + pieces[1][rank].float()).to(dtype))
     wide = torch.zeros(numel + start)[start:]
     start_reduce_scatter(payload).wait(wide, accumulate=False)
     assert torch.equal(wide, pieces[rank][rank].float() + pieces[1 - rank][rank].float())
-    whole = room[start:]
+    whole = memory[start:]
     all_to_all_single(whole, payload)
     assert torch.equal(whole, torch.cat([pieces[0][rank], pieces[1][rank]]))
     start_all_gather(whole).wait()
@@ -320,7 +320,7 @@ def test_blocking_operations_keep_their_place_among_those_under_way(world_size):
 
 @distributed([2])
 def test_what_was_started_in_one_group_is_not_waited_for_behind_another():
-    """Rank 0 waits for the first group's operation, rank 1 goes on to the second group's."""
+    """Rank 0 waits for the first group's operation, rank 1 continues with the second group's."""
     first, second = dist.new_group([0, 1]), dist.new_group([0, 1])
     buffer = torch.full((2,), float(dist.get_rank()))
     gathering = start_all_gather(buffer, first)
@@ -500,7 +500,7 @@ def test_a_forked_child_is_no_rank():
     assert all_reduce_numbers([1.0]) == [2.0]
 
 
-# Failures that are this transport's own; the others are in test_waiting.py
+# Failures that are this transport's own; the others are in test_collective_errors.py
 
 
 def _call_with_another_length():

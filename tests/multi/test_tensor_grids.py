@@ -54,7 +54,7 @@ def assert_close(actual, expected, what):
 
 
 def assert_like_serial(kind, world_size, rows, hidden, inner, has_bias=True):
-    """Compares in fp64, so that another order of sums is no reason to look away."""
+    """Compares in fp64, so that another order of sums would hide no difference."""
     grid, activations, parameters = make_grid(kind, world_size)
     serial = Pair(hidden, inner, has_bias).double()
     divided = copy.deepcopy(serial)

@@ -253,7 +253,7 @@ def test_layers_communicate_once_each_way(world_size):
         assert (calls, sent) == ({"all_reduce": 1}, volume)
         cut.ranks.reset()
         calls, sent, _ = counted(lambda model=model, x=x: model(x.detach()).sum().backward())
-        assert calls == {"all_reduce": 1}  # nobody asks for the input's gradient
+        assert calls == {"all_reduce": 1}  # the input's gradient is not needed
 
 
 class Branches(nn.Module):

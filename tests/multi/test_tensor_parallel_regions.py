@@ -257,7 +257,7 @@ def test_checkpointing_draws_the_same_masks_again(world_size, use_reentrant, rea
 
 
 @distributed([2])
-def test_a_region_that_nobody_leaves_ends_with_the_forward(world_size):
+def test_a_region_that_is_not_left_ends_with_the_forward(world_size):
     ranks = TensorParallelGroup()
     up = nn.Linear(3, 4)
     make_column_parallel(up, ranks, sizes=[4, 4])

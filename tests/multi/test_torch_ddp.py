@@ -137,7 +137,7 @@ def test_world_two_and_raw_ddp_have_the_same_bits():
 def test_num_items_divides_by_the_global_count():
     rank, size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
-    tokens = [torch.randn(3 + 5 * part, 4) for part in range(2 * size)]  # unequal parts, two micro-batches a rank
+    tokens = [torch.randn(3 + 5 * part, 4) for part in range(2 * size)]  # unequal parts, two microbatches a rank
     reference, ours = nn.Linear(4, 1), nn.Linear(4, 1)
     ours.load_state_dict(reference.state_dict())
     reference(torch.cat(tokens)).square().mean().backward()

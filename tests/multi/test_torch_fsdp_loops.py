@@ -74,11 +74,11 @@ def _generating(model, x, backward, rank, step):
 
 def _evaluating_with_gradients_on(model, x, backward, rank, step):
     backward(square_loss(model(x)))
-    return [model(x + 1).detach().clone()]  # a graph that nobody uses, and the step comes next
+    return [model(x + 1).detach().clone()]  # a graph that is not used, and the step comes next
 
 
 def _without_backward(model, x, backward, rank, step):
-    model(x + 3)  # a graph that nobody uses
+    model(x + 3)  # a graph that is not used
     backward(square_loss(model(x)))
 
 
@@ -197,7 +197,7 @@ def test_no_sync_adds_up(strategy):
 @pytest.mark.parametrize("synchronize", ["always", "no_sync"])
 @TWO_LEVELS
 @distributed(world_size=[2, slow(3)])
-def test_each_micro_batch_uses_other_units(strategy, synchronize):
+def test_each_microbatch_uses_other_units(strategy, synchronize):
     """What only a backward inside of no_sync used is reduced all the same."""
     twins = FSDPTwins(Branches, _by_step_and_rank, **STRATEGIES[strategy])
     for step in range(4):
@@ -284,7 +284,7 @@ def test_accumulate_takes_the_mean(strategy, model):
 def test_num_items_divides_by_the_global_count(strategy):
     rank, size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
-    tokens = [torch.randn(3 + 5 * part, WIDTH) for part in range(2 * size)]  # unequal parts, two micro-batches a rank
+    tokens = [torch.randn(3 + 5 * part, WIDTH) for part in range(2 * size)]  # unequal parts, two microbatches a rank
     reference, ours = Stack(), Stack()
     reference(torch.cat(tokens)).square().mean(dim=1).sum().backward()
     num_items = sum(len(part) for part in tokens)
@@ -375,7 +375,7 @@ def _first_layer(model):
 def test_add_param_group_after_boost(strategy):
     twins = FSDPTwins(Odd, optimizer=_first_layer, **STRATEGIES[strategy])
 
-    def forget_others():  # gradients of what nobody optimizes are not in the boosted optimizer's norm
+    def forget_others():  # gradients of unoptimized parameters are not in the boosted optimizer's norm
         known = {id(one) for group in twins.plain_optimizer.param_groups for one in group["params"]}
         for parameter in twins.plain.parameters():
             if id(parameter) not in known:

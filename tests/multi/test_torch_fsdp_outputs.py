@@ -117,7 +117,7 @@ class Hidden:
 
 
 class Structured(nn.Module):
-    """Blocks that take and return dictionaries, dataclasses, tuples with None, and what is no tensor."""
+    """Blocks that take and return dictionaries, dataclasses, tuples with None, and other values."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
 """A disk in memory that knows what has reached the platter: operations go in, and what a crash would leave comes out.
 
-Two things are forgotten apart from each other, as POSIX allows: bytes of a file that nobody fsynced, and entries of a
-directory that nobody fsynced. A rename is one change of one or two directories, there wholly or not at all, as all
+Two things are forgotten apart from each other, as POSIX allows: bytes of a file that were not fsynced, and entries of a
+directory that were not fsynced. A rename is one change of one or two directories, there wholly or not at all, as all
 journalling file systems keep it, and on the disk when one of the two is fsynced. Everything else may be kept or lost
 each for itself, which no real file system does to its full extent.
 """

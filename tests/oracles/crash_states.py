@@ -1,10 +1,10 @@
 """Every state that a crash can leave of a recorded save, and the verdict on what a reader finds in each.
 
 Three crash models, after every operation of the recording:
-- "kill": the process ends. All that was done is there; the write that was under way is there in part.
-- "data": the power fails. Entries of directories are there, bytes that nobody fsynced are lost, zeros, or cut off.
-- "entries": the power fails. Entries that nobody fsynced are lost: all, all but one, or one of them; with their files'
-  bytes as written, or with those that nobody fsynced lost as well.
+- "kill": the process ends. All that was done is there; the write in flight is there in part.
+- "data": the power fails. Entries of directories are there, bytes that were not fsynced are lost, zeros, or cut off.
+- "entries": the power fails. Entries that were not fsynced are lost: all, all but one, or one of them; with
+  their files' bytes as written, or with those that were not fsynced lost as well.
 """
 
 from __future__ import annotations

@@ -125,7 +125,7 @@ class FaultingStorage(Storage):
 
 
 class UnsyncedStorage(Storage):
-    """The file system with a disk that nobody waits for: for tests that make thousands of saves."""
+    """The file system with a disk without delays: for tests that make thousands of saves."""
 
     def sync(self, file):
         pass

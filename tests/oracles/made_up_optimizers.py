@@ -108,7 +108,7 @@ class PastGradients(Simple):
 
 
 class TensorAsState(Simple):
-    """Its state is no table."""
+    """Its state is not a dict."""
 
     def update(self, parameter, gradient, group):
         before = self.state.get(parameter)

@@ -24,7 +24,7 @@ def sync_before_flush(storage, directory, value):
 
 
 def unlink_before_rename(storage, directory, value):
-    """Makes room for the new index before it moves it in: torch.distributed.checkpoint's metadata."""
+    """Removes the old files for the new index before it moves it in: torch.distributed.checkpoint's metadata."""
 
     def install(temporary, index):
         if storage.kind(index) is not None:

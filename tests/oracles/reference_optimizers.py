@@ -155,7 +155,7 @@ class ReferenceAdafactor(ReferenceOptimizer):
 
 
 class ReferenceCame(ReferenceOptimizer):
-    """Algorithm 2 of Luo et al., 2023, with the authors' code for what is no matrix."""
+    """Algorithm 2 of Luo et al., 2023, with the authors' code for other than matrices."""
 
     def update(
         self, x, g, state, lr, eps=(1e-30, 1e-16), clip_threshold=1.0, betas=(0.9, 0.999, 0.9999), weight_decay=0.0

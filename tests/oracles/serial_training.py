@@ -25,7 +25,7 @@ HALF = {
 }
 
 # Of low-precision gradients: none (autograd adds them up as they are), those of the parts of a batch (each part adds up
-# its micro-batches as they are), or all.
+# its microbatches as they are), or all.
 Fp32Sums = Literal["none", "parts", "all"]
 
 
@@ -107,13 +107,13 @@ def train_serial(
 
 
 class Loop:
-    """Backward over the micro-batches of one step, then clip and step."""
+    """Backward over the microbatches of one step, then clip and step."""
 
     def backward(self, batches: list, parts: int) -> float:
         """Leaves the gradient of the mean over all batches; returns that mean.
 
         The mean over the `parts` of a batch is taken of gradients, not of losses: a loss divided by 3 would round in
-        another way on its way back through low precision than it does on a rank of three.
+        another way on the way back through low precision than it does on a rank of three.
         """
         raise NotImplementedError
 
@@ -147,7 +147,7 @@ class AutocastLoop(Loop):
     def backward(self, batches: list, parts: int) -> float:
         total = 0.0
         sums: dict[nn.Parameter, torch.Tensor] = {}
-        # Each part adds up its micro-batches, and then the parts in their order, as ranks do. In other orders one
+        # Each part adds up its microbatches, and then the parts in their order, as ranks do. In other orders one
         # process alone may differ from itself by more than the bounds, where the input of a ReLU changes its sign.
         for part in range(parts):
             self.optimizer.zero_grad()
@@ -224,7 +224,7 @@ class HalfLoop(Loop):
     def backward(self, batches: list, parts: int) -> float:
         self.gradients = {}
         self.multiplier = 1 / (self.scale * parts)
-        num_micro_batches = len(batches) // parts
+        num_microbatches = len(batches) // parts
         groups = {
             "none": [batches],
             "parts": [batches[part::parts] for part in range(parts)],
@@ -232,13 +232,13 @@ class HalfLoop(Loop):
         }
         total = 0.0
         for group in groups[self.fp32_sums]:
-            total += sum(self._backward(batch, num_micro_batches) for batch in group) / len(batches)
+            total += sum(self._backward(batch, num_microbatches) for batch in group) / len(batches)
             self._collect()
         return total
 
-    def _backward(self, batch: dict, num_micro_batches: int) -> float:
+    def _backward(self, batch: dict, num_microbatches: int) -> float:
         loss = self.entry.loss(HalfInputs(self.model, self.dtype, self.casts_outputs), batch)
-        (loss / num_micro_batches * self.scale).backward()
+        (loss / num_microbatches * self.scale).backward()
         return float(loss.detach())
 
     def _collect(self) -> None:

@@ -10,8 +10,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 FILES = {
     str(path.relative_to(ROOT)): path
-    for room in ("booster", "plugins", "kernels", "checkpoint_io")
-    for path in sorted((ROOT / room).rglob("*.py"))
+    for folder in ("booster", "plugins", "kernels", "checkpoint_io")
+    for path in sorted((ROOT / folder).rglob("*.py"))
 }
 
 # Methods that block until something happens, where they are called without any argument, thus without a time.

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-ROOM = ROOT / "checkpoint_io"
-FILES = sorted(path for path in ROOM.rglob("*.py") if path.name != "storage.py")
+FOLDER = ROOT / "checkpoint_io"
+FILES = sorted(path for path in FOLDER.rglob("*.py") if path.name != "storage.py")
 
 MODULES = {"shutil", "tempfile", "glob", "fcntl", "fileinput"}
-# Of `os` and `os.path`, what asks no disk; and where a name leads, which is no access to what is there.
+# Of `os` and `os.path`, what asks no disk; and where a name leads, which does not access the file.
 HARMLESS = {"PathLike", "environ", "fsdecode", "fsencode", "fspath", "getpid", "path", "sep", "strerror"}
 HARMLESS |= {"cpu_count", "sched_getaffinity", "register_at_fork"}
 HARMLESS_PATHS = {"abspath", "basename", "commonpath", "dirname", "isabs", "join", "normpath", "realpath", "relpath"}
@@ -89,13 +89,13 @@ def test_the_search_finds_nothing_in_plain_code():
 
 
 # Every file that Python opens, makes, lists, renames or removes below the current directory while the engine saves and
-# loads, with the innermost file of the engine that did it. The hook stays for good: so in a process of its own.
+# loads, with the innermost file of the engine that did it. The hook can't be removed, so it runs in a separate process.
 SCRIPT = """
 import os, sys, torch
 from booster.checkpoint_io import GeneralCheckpointIO
 from booster.interface import ModelWrapper, OptimizerWrapper
 
-room, events = sys.argv[1], []
+folder, events = sys.argv[1], []
 
 def hook(event, arguments):
     if event not in EVENTS or not arguments or not isinstance(arguments[0], (str, bytes, os.PathLike)):
@@ -104,9 +104,9 @@ def hook(event, arguments):
     if not path.startswith(os.getcwd() + os.sep):
         return
     frame = sys._getframe(1)
-    while frame is not None and not frame.f_code.co_filename.startswith(room):
+    while frame is not None and not frame.f_code.co_filename.startswith(folder):
         frame = frame.f_back
-    events.append((event, "nobody" if frame is None else os.path.basename(frame.f_code.co_filename)))
+    events.append((event, "unknown" if frame is None else os.path.basename(frame.f_code.co_filename)))
 
 EVENTS = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.listdir", "os.scandir", "os.truncate",
           "os.link", "os.symlink", "os.chmod", "os.utime", "shutil.rmtree", "tempfile.mkstemp", "glob.glob"}
@@ -133,7 +133,7 @@ print("events", len(events))
 
 def test_python_s_own_record_of_file_accesses_names_the_seam_alone(tmp_path):
     run = subprocess.run(
-        [sys.executable, "-c", SCRIPT, _imported_room()], cwd=tmp_path, capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", SCRIPT, _imported_folder()], cwd=tmp_path, capture_output=True, text=True, timeout=120
     )
     assert run.returncode == 0, run.stderr
     *events, count = run.stdout.splitlines()
@@ -141,7 +141,7 @@ def test_python_s_own_record_of_file_accesses_names_the_seam_alone(tmp_path):
     assert {event.split()[1] for event in events} == {"storage.py"}, events
 
 
-def _imported_room():
+def _imported_folder():
     import booster.checkpoint_io
 
     return str(Path(booster.checkpoint_io.__file__).parent)

@@ -37,7 +37,7 @@ def num_threads():
 
 @contextmanager
 def _flushed_denormals():
-    """Denormals are zero on this thread; torch computes nothing meanwhile: its threads would learn it for good."""
+    """Denormals are zero on this thread; torch computes nothing meanwhile: its threads would keep that setting."""
     if not torch.set_flush_denormal(True):
         pytest.skip("this CPU can't flush denormals")
     try:

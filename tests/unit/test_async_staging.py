@@ -73,7 +73,7 @@ def test_copies_hold_what_the_tensors_held():
     arena = Arena()
     copies = stage_slices(ranges, slices, arena)
     for held in slices:
-        held.tensor.zero_()  # the training goes on
+        held.tensor.zero_()  # the training continues
     assert [_bytes_of_range(copies[part.slice_index], part) for part in ranges] == expected
     assert [copy.name for copy in copies] == [held.name for held in slices]
     assert all(copy.tensor.dtype == held.dtype for copy, held in zip(copies, slices, strict=True))

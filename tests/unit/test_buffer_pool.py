@@ -81,7 +81,7 @@ def test_a_buffer_is_not_handed_out_while_somebody_looks_at_it(pool, kind):
         other = pool.take(NUM_BYTES)
         assert address(other) != home
         pool.release(other)
-    assert pool.bytes_in_use == NUM_BYTES  # that one alone: it is held, though nobody took it
+    assert pool.bytes_in_use == NUM_BYTES  # that one alone: it is held, though it was not taken
     del look
     assert buffer.num_views == 0
     assert pool.bytes_in_use == 0
@@ -159,7 +159,7 @@ def test_a_chunk_without_elements_takes_no_memory(pool):
     assert pool.bytes_held == 0
 
 
-def test_trim_frees_what_nobody_uses_and_nothing_else(pool):
+def test_trim_frees_what_is_unused_and_nothing_else(pool):
     free, looked_at, taken = (pool.take(NUM_BYTES) for _ in range(3))
     look = weights_in(looked_at)
     pool.release(free)

@@ -45,9 +45,9 @@ def test_check_says_the_same_to_programs(capsys):
 @pytest.fixture
 def versions(monkeypatch):
     """Versions by name that stand for what is installed; the others are new enough."""
-    stand_ins = {"torch-booster": "0.1.0"}
-    monkeypatch.setattr(check_machine, "_version", lambda name: stand_ins.get(name, "99.0"))
-    return stand_ins
+    versions = {"torch-booster": "0.1.0"}
+    monkeypatch.setattr(check_machine, "_version", lambda name: versions.get(name, "99.0"))
+    return versions
 
 
 def test_check_fails_where_something_is_missing(capsys, versions):

@@ -306,7 +306,7 @@ def test_primaries_that_overlap():
     assert "element (1, 0) of 'a'" in both
 
 
-def test_elements_that_nobody_writes():
+def test_unwritten_elements():
     text = error_of([[part("a", (2, 4), span=(0, 3))], [part("a", (2, 4), span=(4, 8))]])
     assert "element (0, 3) of 'a', which is float32 of shape (2, 4), is in no primary slice" in text
     assert "other copies: no rank" in text

@@ -136,12 +136,12 @@ def test_threads_sum_at_the_same_time(native):
 
 
 def test_other_threads_run_meanwhile(native):
-    """A thread that needs the interpreter gets it while a long sum is under way."""
+    """A thread that needs the interpreter gets it while a long sum is running."""
     data = bytearray(2**20)
     is_over = threading.Event()
     seen = []
 
-    def resize():  # what a held buffer refuses, so it tells whether a sum is under way
+    def resize():  # what a held buffer refuses, so it tells whether a sum is running
         while not is_over.is_set():
             try:
                 data.append(0)

@@ -409,7 +409,7 @@ def test_a_component_of_another_save_is_found(ckpt, tmp_path):
     assert "model.safetensors.manifest.json" in out
 
 
-def test_a_converted_training_state_goes_on(ckpt, tmp_path):
+def test_a_converted_training_state_continues(ckpt, tmp_path):
     booster, model, optimizer = trained()
     booster.save(tmp_path / "s", model, optimizer, extra={"note": 1})
     assert ckpt("convert", tmp_path / "s", tmp_path / "b", "--format", "bin")[0] == 0

@@ -115,7 +115,7 @@ def test_any_name(tmp_path, name):
     assert plain(tmp_path) == {f"f/{name}": "new"}
 
 
-def test_a_temporary_is_refused_to_hold_what_nobody_wrote(tmp_path):
+def test_a_temporary_is_refused_to_hold_unwritten_bytes(tmp_path):
     (tmp_path / "m").mkdir()
     for target in (tmp_path / "m", tmp_path / "n"):
         transaction = Transaction(STORAGE, target, is_directory=True)

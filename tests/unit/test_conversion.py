@@ -1,4 +1,4 @@
-"""A checkpoint in another form holds the same: formats, shards, number formats, one file, and nothing of it changed."""
+"""A checkpoint in another form holds the same: formats, shards, dtypes, one file, and nothing of it changed."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_formats_and_shards_change_nothing_else(tmp_path, is_safetensors, size_p
 
 
 @pytest.mark.parametrize("is_safetensors", [True, False])
-def test_a_converted_run_goes_on(tmp_path, run, is_safetensors):
+def test_a_converted_run_continues(tmp_path, run, is_safetensors):
     model, optimizer, source = run
     converted(source, tmp_path / "b", is_safetensors=is_safetensors)
     other_model, other = stepped(Net(1), AdamW, 1)
@@ -122,7 +122,7 @@ def test_an_optimizer_alone_can_not_do_without_it(tmp_path):
         converted(tmp_path / "o", tmp_path / "b", keeps_optimizer=False)
 
 
-# Number formats.
+# Dtypes.
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])

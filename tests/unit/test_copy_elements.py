@@ -159,6 +159,6 @@ def test_a_view_that_is_never_flattened():
     ).tolist() == [2, 3, 0, 1, 2, 3, 4, 5, 6, 7, 4, 5]
 
 
-def test_without_an_accelerator_nobody_waits():
+def test_without_an_accelerator_there_is_no_wait():
     assert synchronize_devices([torch.zeros(2), torch.zeros(3)]) is False
     assert synchronize_devices([]) is False

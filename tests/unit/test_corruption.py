@@ -147,7 +147,7 @@ def _run(case, seed, number):
         found += any(errors.values())
         (name,) = damage.contents
         if name.endswith(".bin"):
-            continue  # a zip has bytes that nobody reads
+            continue  # a zip has bytes that are never read
         assert any(errors.values()), f"{damage.what} was not found"
         tensor = _tensor_at(saved.files[name], damage.offset) if name.endswith(".safetensors") else None
         assert tensor is None or repr(tensor) in "".join(filter(None, errors.values())), f"{damage.what}: {errors}"

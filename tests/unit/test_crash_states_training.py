@@ -33,7 +33,7 @@ def test_a_step_and_the_rotation_after_it(tmp_path, use_async, is_whole):
     before = [((version,), {"step": step, "keep_last": 2}) for step, version in ((1, OLDER), (2, OLD))]
     new = ((NEW,), {"step": 3, "keep_last": 2, "use_async": use_async})
     disk, operations = recorded(tmp_path, save_state, new, before)
-    # What is written before counts for nobody, as the cases of one model show: from the last file of the step on.
+    # What is written before counts for none, as the cases of one model show: from the last file of the step on.
     commit = next(number for number, operation in enumerate(operations) if operation.kind == "rename")
     last = max(number for number in range(commit) if operations[number].kind == "create")
     since = 0 if is_whole else last
@@ -66,7 +66,7 @@ def test_two_models_over_two_older_ones(tmp_path, models):
         found = read_state(root, MODELS)
         return None if found == "next" and not hidden else f"finds {found}, leaves {hidden}"
 
-    # What is written before counts for nobody, as the cases of one model show: from the last file on.
+    # What is written before counts for none, as the cases of one model show: from the last file on.
     last = max(number for number, operation in enumerate(operations) if operation.kind == "create")
     options = {"has_old": True, "since": last, "models": models}
     verdict = examine(disk, operations, tmp_path / "crash", lambda root: read_state(root, MODELS), next_save, **options)

@@ -219,7 +219,7 @@ def test_users_generator_is_part_of_the_state():
 
     two = fresh(2)
     two.load_state_dict(state)
-    next(iter(two))  # goes on inside the epoch: draws nothing new
+    next(iter(two))  # continues inside the epoch: draws nothing new
     drawn = [torch.rand(2, generator=two.generator)]
     next(iter(two))
     drawn.append(torch.rand(2, generator=two.generator))

@@ -120,7 +120,7 @@ def test_more_bytes_than_a_system_call_takes(queue, descriptors):
 
 
 def test_threads_of_the_caller(queue, plain_file):
-    """Several threads may use one queue, and end while their requests are under way."""
+    """Several threads may use one queue, and end while their requests are in flight."""
     data = random_bytes(64 * 64 * KIB)
 
     def write(parts):

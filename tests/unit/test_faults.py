@@ -81,7 +81,7 @@ def test_one_rank_alone_communicates_nothing():
 @distributed(2)
 def test_a_fault_strikes_on_its_rank_alone():
     rank = dist.get_rank()
-    faults = [Fault(rank=other, at="all_reduce", call=2) for other in range(2)]  # on both, so that nobody waits
+    faults = [Fault(rank=other, at="all_reduce", call=2) for other in range(2)]  # on both, so that no rank waits
     with inject_faults(*faults, Fault(rank=2, at="all_reduce", call=1)):
         barrier()
         with pytest.raises(InjectedFault, match=rf"throw on rank {rank} at all_reduce number 2"):
@@ -102,7 +102,7 @@ def test_calls_are_counted_within_the_block_and_by_operation():
 
 
 @distributed(2)
-def test_a_delay_goes_on():
+def test_a_delay_continues():
     start = time.monotonic()
     with inject_faults(Fault.delay(rank=1, at="all_reduce", seconds=0.3)):
         barrier()
@@ -175,7 +175,7 @@ def test_blocks_are_nested():
     with inject_faults(Fault.throw(rank=0, at="step", call=2)):
         with inject_faults(Fault.throw(rank=0, at="clip")):
             _step()
-        with Phase("clip"):  # the inner block's fault is gone, the outer one goes on to count
+        with Phase("clip"):  # the inner block's fault is gone, the outer one continues to count
             pass
         with pytest.raises(InjectedFault):
             _step()

@@ -210,14 +210,14 @@ def test_short_lengths_touch_nothing_else(native, dtype, target):
     code = flat_buffers._DTYPE_CODES[target]
     for length in range(71):
         source = _random(length, dtype, seed=length, offset=length % 3)
-        room = torch.full((length + 90,), 7.0, dtype=target)
+        memory = torch.full((length + 90,), 7.0, dtype=target)
         start = length % 11
         for name in native.instruction_sets():
-            room.fill_(7.0)
-            native.pack(flat_buffers._table([source]), room[start:].data_ptr(), code, 0.3, 1, name)
-            assert torch.equal(room[start : start + length], _expected(source, target, 0.3))
-            assert room[:start].eq(7).all()
-            assert room[start + length :].eq(7).all()
+            memory.fill_(7.0)
+            native.pack(flat_buffers._table([source]), memory[start:].data_ptr(), code, 0.3, 1, name)
+            assert torch.equal(memory[start : start + length], _expected(source, target, 0.3))
+            assert memory[:start].eq(7).all()
+            assert memory[start + length :].eq(7).all()
 
 
 def _many(dtype, seed, most_numel=150_000):

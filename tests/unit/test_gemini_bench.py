@@ -346,7 +346,7 @@ def test_a_search_without_time_says_so(bench, tmp_path, monkeypatch):
         (["--largest", "--engines", "DeepSpeed"], "no engine has one of these in its name"),
         (["--cgroup", "/"], "not a memory cgroup"),
         (["--directory", "/dev/shm"], "lies in memory"),
-        (["--directory", "/nowhere"], "is no directory"),
+        (["--directory", "/nowhere"], "is not a directory"),
         (["--limit-mib", "0"], "0 is not positive"),
     ],
 )

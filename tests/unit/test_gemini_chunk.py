@@ -1,4 +1,4 @@
-"""The life of a chunk: gathered, used, released, its gradients collected where there is room, summed and forgotten."""
+"""Lifecycle of a chunk: gathered, used, released, its gradients collected reduced and dropped."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_weights_come_and_go():
     assert bench.pool.bytes_held == bench.layout.num_bytes  # the same buffer
 
 
-def test_whoever_keeps_a_weight_keeps_its_values():
+def test_a_kept_weight_keeps_its_values():
     bench = Bench()
     bench.gather()
     kept = bench.parameters[0].detach()

@@ -10,7 +10,7 @@ from booster.plugins.gemini.chunk import TensorState
 from booster.plugins.gemini.nvme_tier import DiskTier
 
 
-def test_gradients_take_the_place_of_weights_that_nobody_looks_at():
+def test_gradients_take_the_place_of_weights_that_are_not_viewed():
     bench = Bench()
     bench.gather()
     home = bench.chunk.gathered.data_ptr()

@@ -149,10 +149,10 @@ def test_the_ends_have_names():
     assert make_placement("cuda").locations(sizes, None) == ChunkLocations()
 
 
-# Room.
+# Memory budget.
 
 
-def test_static_room_is_the_payloads_that_are_asked_for():
+def test_static_budget_is_the_payloads_that_are_asked_for():
     sizes = [chunk_bytes(80), chunk_bytes(100), chunk_bytes(60)]
     assert StaticPlacement().gather_budget(sizes, ChunkLocations(), None, 0) == 200
     assert StaticPlacement(max_prefetch=2).gather_budget(sizes, ChunkLocations(), None, 0) == 400
@@ -171,8 +171,8 @@ def test_static_room_is_the_payloads_that_are_asked_for():
 def test_a_module_of_several_chunks_gets_all_of_them():
     sizes = equal_chunks(4)
     record = Trace((moment(0, 1, 2), moment(3), moment(0, 1, 2, is_backward=True)), ())
-    rooms = [StaticPlacement(max_prefetch=1).gather_budget(sizes, ChunkLocations(), record, now) for now in range(4)]
-    assert rooms == [400, 300, 700, 300]
+    budgets = [StaticPlacement(max_prefetch=1).gather_budget(sizes, ChunkLocations(), record, now) for now in range(4)]
+    assert budgets == [400, 300, 700, 300]
     needed = 600
     with pytest.raises(ConfigError, match=f"at least {needed}"):
         ConstPlacement(budget=needed - 1).locations(sizes, record)
@@ -182,9 +182,9 @@ def test_a_module_of_several_chunks_gets_all_of_them():
 
 def test_a_static_budget_gives_fewer_payloads_before_it_is_refused():
     sizes = equal_chunks(4, payload=100)  # pieces at home: 4 * (50 + 50 + 150)
-    for budget, room in ((2000, 500), (1400, 400), (1250, 250), (1200, 200)):
+    for budget, gathered in ((2000, 500), (1400, 400), (1250, 250), (1200, 200)):
         placement = StaticPlacement(max_prefetch=3, budget=budget)
-        assert placement.gather_budget(sizes, placement.locations(sizes, None), None, 0) == room
+        assert placement.gather_budget(sizes, placement.locations(sizes, None), None, 0) == gathered
     with pytest.raises(ConfigError, match=r"device_memory_budget=1199 is too small.* at least 1200.*offload more"):
         StaticPlacement(max_prefetch=3, budget=1199).locations(sizes, None)
     with pytest.raises(ConfigError, match="at least 1230"):
@@ -249,11 +249,11 @@ def test_never_over_the_budget_and_never_under_what_is_needed(seed):
     largest = max([size.gathered for chunk, size in enumerate(sizes) if chunk not in homes.kept_gathered], default=0)
     two = largest + max(size.gathered for size in sizes if size.trains)
     for now, at in enumerate(record.events if record else (moment(),)):
-        room = placement.gather_budget(sizes, homes, record, now)
-        assert room >= max(two, least_at(sizes, homes, at))
+        gathered = placement.gather_budget(sizes, homes, record, now)
+        assert gathered >= max(two, least_at(sizes, homes, at))
         counts_others = record is not None and placement.name != "const"
         others = max(later.other_bytes for later in record.events[now : now + 2]) if counts_others else 0
-        assert resident + room + others <= budget * getattr(placement, "steady_ratio" if record else "", 1)
+        assert resident + gathered + others <= budget * getattr(placement, "steady_ratio" if record else "", 1)
     beyond = placement.gather_budget(sizes, homes, record, len(record.events) if record else 0)
     assert two <= beyond <= budget - resident
 
@@ -337,8 +337,8 @@ def test_auto_gives_what_activations_leave():
     placement = AutoPlacement(budget=1500)
     homes = placement.locations(sizes, record)
     assert homes == ChunkLocations(states=frozenset({0, 1}))  # chunk 2 is used first
-    rooms = [placement.gather_budget(sizes, homes, record, now) for now in range(7)]
-    assert rooms == [200, 200, 600, 600, 700, 900, 900]
+    budgets = [placement.gather_budget(sizes, homes, record, now) for now in range(7)]
+    assert budgets == [200, 200, 600, 600, 700, 900, 900]
     assert AutoPlacement(budget=1300).locations(sizes, record) == ChunkLocations(
         weights=frozenset({1}), states=frozenset({0, 1, 2})
     )
@@ -427,7 +427,9 @@ def test_policies_that_are_not_known(policy_name):
 )
 def test_what_a_policy_would_not_look_at_is_refused(policy_name, owner, given):
     (name,) = given
-    with pytest.raises(ConfigError, match=f"{name}=.* is for placement_policy='{owner}', and has no effect for '{policy_name}'"):
+    with pytest.raises(
+        ConfigError, match=f"{name}=.* is for placement_policy='{owner}', and has no effect for '{policy_name}'"
+    ):
         make_placement(policy_name, **given)
 
 

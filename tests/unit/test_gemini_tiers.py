@@ -95,7 +95,7 @@ def test_a_parameter_can_be_read_into(tier):
 
 
 def test_the_order_of_requests_of_one_block(tier):
-    """Nobody waits for the first ones: a read sees the write before it, and the last write stays."""
+    """Without a wait for the first ones: a read sees the write before it, and the last write stays."""
     block = tier.new_block(MIB)
     for round_ in range(20):
         first, second = aligned_buffer(MIB).fill_(round_), aligned_buffer(MIB).fill_(100 + round_)
@@ -109,7 +109,7 @@ def test_the_order_of_requests_of_one_block(tier):
 
 
 def test_a_tensor_is_let_go_when_its_transfer_is_done(tier):
-    """Whoever uses memory again counts its references."""
+    """Memory is reused by reference count."""
     block = tier.new_block(ALIGNMENT + 100)
     tensor = aligned_buffer(ALIGNMENT + 100)
     count = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)

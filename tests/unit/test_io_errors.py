@@ -202,7 +202,7 @@ class _SmallDisk(UnsyncedStorage):
 
 
 @distributed(world_size=2)
-def test_room_is_looked_for_before_anything_is_written(tmp_path):
+def test_space_is_checked_before_anything_is_written(tmp_path):
     model = ModelWrapper(nn.Linear(500, 500), is_primary=dist.get_rank() == 0)
     with pytest.raises(CheckpointError, match="are free: free some space") as caught:
         GeneralCheckpointIO(storage=_SmallDisk(tmp_path, 1000)).save_model(model, tmp_path / "m", shard=True)
@@ -216,8 +216,8 @@ def test_room_is_looked_for_before_anything_is_written(tmp_path):
 
 @distributed(world_size=2)
 @pytest.mark.parametrize("left", [".m.tmp-", "m/.booster-tmp-"])
-def test_what_a_dead_save_left_takes_no_room_from_the_next(tmp_path, left):
-    """Else a disk with room for two checkpoints would stay full for ever."""
+def test_what_a_dead_save_left_takes_no_space_from_the_next(tmp_path, left):
+    """Else a disk with space for two checkpoints would stay full for ever."""
     if dist.get_rank() == 0:
         debris = tmp_path / (left + "0" * 32)
         debris.mkdir(parents=True)

@@ -95,7 +95,7 @@ def test_a_build_belongs_to_its_surroundings(folder, log, monkeypatch, what):
 
 
 def test_sources_that_do_not_compile(folder, log):
-    write_sources(folder / "csrc", code="this is no C++")
+    write_sources(folder / "csrc", code="this isn't C++")
     with tiny_kernel(folder):
         assert load_kernel("tiny") is None
         assert load_kernel("tiny") is None

@@ -1,4 +1,4 @@
-"""A scheduler goes on exactly from its state, from the optimizer's groups, and with groups that came later."""
+"""A scheduler continues exactly from its state, from the optimizer's groups, and with groups that came later."""
 
 from __future__ import annotations
 

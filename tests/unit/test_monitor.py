@@ -51,7 +51,7 @@ def test_each_step_is_a_line(tmp_path):
     path = tmp_path / "runs" / "a.jsonl"
     with Monitor(model, optimizer, log=path) as monitor:
         losses = train(booster, model, optimizer, 3)
-        assert [record["step"] for record in lines_of(path)] == [1, 2, 3]  # there while it goes on
+        assert [record["step"] for record in lines_of(path)] == [1, 2, 3]  # there while it continues
     records = lines_of(path)
     assert [record["loss"] for record in records] == pytest.approx(losses, rel=1e-12)
     assert {tuple(record["lr"]) for record in records} == {(0.1, 0.01)}

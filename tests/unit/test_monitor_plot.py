@@ -1,4 +1,4 @@
-"""`booster plot`: logs become a picture, and what is no log an error."""
+"""`booster plot`: logs become a picture, and other files are errors."""
 
 from __future__ import annotations
 

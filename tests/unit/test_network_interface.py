@@ -1,4 +1,4 @@
-"""Which interface gloo is told, with the interfaces and names of imagined machines."""
+"""Which interface gloo is told, with the interfaces and names of fake machines."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_a_name_that_others_can_use_is_left_to_gloo(machine, named):
     assert os.environ[VARIABLE] == ""
 
 
-def test_the_way_to_the_meeting_place_where_the_others_do_not_say(machine):
+def test_the_route_to_the_store_where_the_others_do_not_say(machine):
     machine(None)
     choose_gloo_interface(["a", "b"], ["127.0.0.1", "10.1.0.1"], 1)
     assert os.environ[VARIABLE] == "ib0"

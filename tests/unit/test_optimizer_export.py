@@ -1,4 +1,4 @@
-"""`booster ckpt export-optimizer`: plain torch takes what it writes, and goes on with it."""
+"""`booster ckpt export-optimizer`: plain torch takes what it writes, and continues with it."""
 
 from __future__ import annotations
 

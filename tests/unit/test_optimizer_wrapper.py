@@ -112,7 +112,7 @@ def test_several_backwards_sum_as_in_torch():
 
 
 def accumulate(model, optimizer, seeds, *, norm=None, num_items=False):
-    """The loop that `Booster.accumulate` runs: clip, step and zero_grad are called in every micro-step."""
+    """The loop that `Booster.accumulate` runs: clip, step and zero_grad are called in every microbatch."""
     norms = []
     for index, seed in enumerate(seeds):
         with optimizer.micro_step(is_last=index == len(seeds) - 1):

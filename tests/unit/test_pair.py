@@ -128,7 +128,7 @@ def test_two_ranks_compare_engines(tool):
         engine(name="plain", build=build_linear),
         engine(name="other rate", build=partial(build_linear, rate=0.01)),
         engine(name="broken", build=build_broken),
-        engine(name="peer", build=build_linear, requires=("a_package_that_nobody_has",), is_optional=True),
+        engine(name="peer", build=build_linear, requires=("a_package_that_does_not_exist",), is_optional=True),
     ]
     world = tool.pair.World(size=2, timeout_seconds=60)
     comparison = tool.pair.compare("a test", engines, tool.pair.Schedule(steps=6, warmup=1), world)
@@ -157,7 +157,7 @@ def test_two_ranks_compare_engines(tool):
 
 
 def test_an_engine_that_must_be_there_fails_the_run(tool):
-    missing = tool.pair.Engine(name="ours", build=build_linear, requires=("a_package_that_nobody_has",))
+    missing = tool.pair.Engine(name="ours", build=build_linear, requires=("a_package_that_does_not_exist",))
     step, outcome = tool.engine.build_engine(missing)
     assert step is None
     assert tool.pair.EngineReport(name="ours", outcome=outcome).has_failed

@@ -23,13 +23,13 @@ TWO = {"pp_size": 2, "num_microbatches": 4}
 
 
 class Backwards(PipelineSchedule):
-    """A user's schedule, which needs as many micro-batches as stages, or a multiple."""
+    """A user's schedule, which needs as many microbatches as stages, or a multiple."""
 
     name = "backwards"
 
     def check(self, num_stages, num_microbatches, num_chunks):
         if num_microbatches % num_stages:
-            raise ConfigError(f"{num_microbatches} micro-batches don't go into {num_stages} stages")
+            raise ConfigError(f"{num_microbatches} microbatches don't go into {num_stages} stages")
         if num_chunks == 3:
             raise ConfigError("three chunks are one too many")
 
@@ -92,9 +92,9 @@ def test_how_the_model_is_divided():
         *[("zbv", 2, "zbv"), (GPipe(), 1, "gpipe"), (Backwards(), 2, "backwards")],
     ],
 )
-@pytest.mark.parametrize("micro_batches", [{"num_microbatches": 4}, {"microbatch_size": 2}])
-def test_schedules(style, chunks, name, micro_batches):
-    given = arguments(pp_size=2, pp_style=style, num_model_chunks=chunks, **micro_batches)
+@pytest.mark.parametrize("microbatches", [{"num_microbatches": 4}, {"microbatch_size": 2}])
+def test_schedules(style, chunks, name, microbatches):
+    given = arguments(pp_size=2, pp_style=style, num_model_chunks=chunks, **microbatches)
     given.check(2)
     assert given.pipeline.schedule.name == name
     if not isinstance(style, str):
@@ -108,13 +108,13 @@ def test_schedules(style, chunks, name, micro_batches):
         *[("zbv", 1, "num_model_chunks=2"), ("zbv", 3, "num_model_chunks=2"), (Backwards(), 3, "one too many")],
     ],
 )
-@pytest.mark.parametrize("micro_batches", [{"num_microbatches": 4}, {"microbatch_size": 2}])
-def test_pieces_that_do_not_fit_the_schedule(style, chunks, said, micro_batches):
-    assert said in refused(pp_size=2, pp_style=style, num_model_chunks=chunks, **micro_batches)
+@pytest.mark.parametrize("microbatches", [{"num_microbatches": 4}, {"microbatch_size": 2}])
+def test_pieces_that_do_not_fit_the_schedule(style, chunks, said, microbatches):
+    assert said in refused(pp_size=2, pp_style=style, num_model_chunks=chunks, **microbatches)
 
 
-def test_micro_batches_that_do_not_fit_the_schedule():
-    assert refused(pp_size=2, pp_style=Backwards(), num_microbatches=3) == "3 micro-batches don't go into 2 stages"
+def test_microbatches_that_do_not_fit_the_schedule():
+    assert refused(pp_size=2, pp_style=Backwards(), num_microbatches=3) == "3 microbatches don't go into 2 stages"
     arguments(pp_size=3, pp_style=Backwards(), microbatch_size=1).check(3)  # told when there is a batch
 
 

@@ -12,7 +12,7 @@ import torch
 from harness import run_ranks
 
 STEPS = 3
-NUM_MICRO_BATCHES = 4  # of the tiny model
+NUM_MICROBATCHES = 4  # of the tiny model
 
 
 @pytest.fixture(scope="module")
@@ -42,9 +42,9 @@ def test_all_schedules_have_the_loss_of_one_process(bench):
 
 
 def test_live_activations_are_those_that_the_schedules_keep(bench):
-    """Both libraries by the same count; a micro-batch's input to a stage is kept too, as is its loss."""
+    """Both libraries by the same count; a microbatch's input to a stage is kept too, as is its loss."""
     styles = bench.engines.STYLES
-    cases = [(name, 2, NUM_MICRO_BATCHES, style.num_chunks) for name, style in styles.items()]
+    cases = [(name, 2, NUM_MICROBATCHES, style.num_chunks) for name, style in styles.items()]
     simulated = {one.schedule: one.peak_live for one in bench.simulated.simulate_all(cases)}
     for rank, kept in enumerate(run_ranks(pipeline_bench_ranks.keep, 2)):
         for name in styles:
@@ -69,7 +69,7 @@ def test_a_bubble_that_differs_from_its_formula_fails_the_script(bench, monkeypa
 
 @pytest.mark.parametrize(("style", "allowed"), [("gpipe", 9), ("1f1b", 9), ("interleaved", 8.5), ("zbv", 8)])
 def test_what_a_schedule_allows(bench, style, allowed):
-    assert bench.engines.STYLES[style].micro_batches_of_time(8) == allowed
+    assert bench.engines.STYLES[style].microbatches_of_time(8) == allowed
 
 
 @pytest.mark.parametrize(("style", "positions"), [("1f1b", [1]), ("interleaved", [1, 3]), ("zbv", [1, 2])])

@@ -36,18 +36,18 @@ def text(works):
     return " ".join(map(str, works))
 
 
-def torch_order(cls, stage, num_stages, num_micro_batches, num_chunks, chunk_of):
+def torch_order(cls, stage, num_stages, num_microbatches, num_chunks, chunk_of):
     """The order of one stage according to torch, without its idle slots; `chunk_of` maps torch's stage indices."""
-    rounds = max(1, num_micro_batches // num_stages)
+    rounds = max(1, num_microbatches // num_stages)
     this = SimpleNamespace(
         pp_group_size=num_stages,
         rank=stage,
         n_local_stages=num_chunks,
         number_of_rounds=rounds,
-        microbatches_per_round=num_micro_batches // rounds,
+        microbatches_per_round=num_microbatches // rounds,
         _num_stages=num_stages * num_chunks,
         num_stages=num_stages * num_chunks,
-        _n_microbatches=num_micro_batches,
+        _n_microbatches=num_microbatches,
     )
     if issubclass(cls, torch_schedules.PipelineScheduleSingle):
         actions = cls._get_pipeline_order(this)[stage]
@@ -90,7 +90,7 @@ def test_zbv_is_ordered_as_in_torch(p, m):
     ours, cls = schedule_from_name("zbv"), torch_schedules.ScheduleZBVZeroBubble
 
     def without_last_weights(works):
-        """Behind a stage's last gradient of inputs nobody waits, so the order of weights there is of no account."""
+        """Behind a stage's last gradient of inputs no stage waits, so the order of weights there is of no account."""
         last = max(index for index, work in enumerate(works) if work.kind is not ActionKind.BACKWARD_WEIGHT)
         return text(works[: last + 1]), set(works[last + 1 :])
 
@@ -100,8 +100,8 @@ def test_zbv_is_ordered_as_in_torch(p, m):
 
 
 @pytest.mark.parametrize(("p", "m"), [(2, 1), (2, 2), (4, 3), (4, 6), (6, 5)])
-def test_zbv_with_few_micro_batches_warms_up_as_in_torch(p, m):
-    """torch leaves out a part of an order for 2 * p - 1 micro-batches; ours cools down earlier, and waits less."""
+def test_zbv_with_few_microbatches_warms_up_as_in_torch(p, m):
+    """torch leaves out a part of an order for 2 * p - 1 microbatches; ours cools down earlier, and waits less."""
     ours, cls = schedule_from_name("zbv"), torch_schedules.ScheduleZBVZeroBubble
     for stage in range(p):
         order = ours.order(stage, p, m, 2)
@@ -131,7 +131,7 @@ def test_orders_written_out(name, stage, p, m, v, order):
 
 
 @pytest.mark.parametrize("name", CHUNKS)
-def test_every_number_of_micro_batches_runs_on_every_number_of_stages(name):
+def test_every_number_of_microbatches_runs_on_every_number_of_stages(name):
     for p, m, v in itertools.product([1, 2, 3, 5], [1, 2, 3, 4, 6, 7, 11], CHUNKS[name]):
         check_orders(schedule_from_name(name), p, m, v)
 
@@ -197,7 +197,7 @@ def known_names(monkeypatch):
 
 
 class BackwardAtOnce(PipelineSchedule):
-    """One micro-batch at a time."""
+    """One microbatch at a time."""
 
     name = "at-once"
 
@@ -234,8 +234,8 @@ def test_registering_mistakes():
 def with_order(change, **attributes):
     """A schedule whose orders are those of 1F1B after a change."""
 
-    def order(self, stage, num_stages, num_micro_batches, num_chunks):
-        return change(stage, schedule_from_name("1f1b").order(stage, num_stages, num_micro_batches, num_chunks))
+    def order(self, stage, num_stages, num_microbatches, num_chunks):
+        return change(stage, schedule_from_name("1f1b").order(stage, num_stages, num_microbatches, num_chunks))
 
     return type("Changed", (PipelineSchedule,), {"name": "changed", "order": order, **attributes})()
 
@@ -279,7 +279,7 @@ def test_orders_that_wait_for_each_other_are_refused():
         return [Action(work.kind, 2 - work.microbatch) for work in works] if stage == 1 else works
 
     own = with_order(change)
-    # Stage 1 asks for micro-batch 2 first, stage 0 wants a gradient back before it sends more than two.
+    # Stage 1 asks for microbatch 2 first, stage 0 wants a gradient back before it sends more than two.
     stuck = "stage 1 waits before F2 for F of microbatch 2 at position 0"
     with pytest.raises(ConfigError, match=stuck):
         simulate(own, 2, 3)
@@ -294,8 +294,8 @@ def test_programs_are_remembered_by_schedule_and_attributes():
         def __init__(self, is_reversed):
             self.is_reversed = is_reversed
 
-        def order(self, stage, num_stages, num_micro_batches, num_chunks):
-            indices = range(num_micro_batches)[:: -1 if self.is_reversed else 1]
+        def order(self, stage, num_stages, num_microbatches, num_chunks):
+            indices = range(num_microbatches)[:: -1 if self.is_reversed else 1]
             return [Action(kind, index) for kind in (ActionKind.FORWARD, ActionKind.BACKWARD) for index in indices]
 
     first, second = action_list(Reordered(False), 0, 2, 2, 1), action_list(Reordered(True), 0, 2, 2, 1)

@@ -12,7 +12,7 @@ from booster.plugins.hybrid_parallel.pipeline_parallel.schedules import (
     simulate,
 )
 
-# A step of a micro-batch on a stage: 1 forward, 1 for inputs, 1 for weights, or as a user's model may have it.
+# A step of a microbatch on a stage: 1 forward, 1 for inputs, 1 for weights, or as a user's model may have it.
 COSTS = [Costs(), Costs(forward=2.0, backward_input=3.0, weight=1.5)]
 
 
@@ -48,7 +48,7 @@ def test_interleaved_with_whole_groups(p, m, v, costs):
 @pytest.mark.parametrize("costs", COSTS)
 @pytest.mark.parametrize("p", [2, 3, 5])
 @pytest.mark.parametrize("v", [2, 3])
-def test_interleaved_with_any_number_of_micro_batches(p, v, costs):
+def test_interleaved_with_any_number_of_microbatches(p, v, costs):
     t = cost_of_one(costs)
     for m in [1, 2, 3, 4, 5, 7, 8, 9, 11, 14, 16]:
         timeline = simulate(schedule_from_name("interleaved"), p, m, v, costs)
@@ -65,7 +65,7 @@ def test_zbv_has_no_bubble_but_the_ramp(p, m):
     # Stage p - 1 can't start before p - 1 others have done a forward: no schedule of this V is shorter.
     assert timeline.length == 6 * m + p - 1
     assert timeline.bubble_fraction == pytest.approx((p - 1) / (6 * m + p - 1))
-    # As much as the first stage of 1F1B keeps, on every stage: p micro-batches of two chunks.
+    # As much as the first stage of 1F1B keeps, on every stage: p microbatches of two chunks.
     assert max(timeline.peak_live) <= max(timeline.peak_pending) <= 2 * p
     if m >= 2 * p - 1:
         firsts = [timeline.starts[stage, Action(ActionKind.FORWARD, 0)] for stage in range(p)]
@@ -81,10 +81,10 @@ def test_zbv_takes_little_more_than_the_work_on_two_stages():
 
 
 @pytest.mark.parametrize(("p", "m"), [(4, 1), (4, 3), (8, 2), (8, 8), (8, 13)])
-def test_zbv_with_few_micro_batches(p, m):
+def test_zbv_with_few_microbatches(p, m):
     costs = Costs(forward=2.0, backward_input=2.0, weight=2.0)
     length = simulate(schedule_from_name("zbv"), p, m, 2, costs).length
-    # At least the ramp and all work, or one micro-batch's way there and back and its last weight.
+    # At least the ramp and all work, or one microbatch's way there and back and its last weight.
     least = max(6 * m + p - 1, 4 * p + 1)
     assert least <= length <= max(6 * m + p - 1, 4 * p + 3 * m) * 1.1
 

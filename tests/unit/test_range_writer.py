@@ -98,7 +98,7 @@ class Case:
         storage = Storage()
         for path, image in self.files:
             with storage.create(path) as file:
-                storage.write_at(file, b"\xa5" * image.num_bytes, 0)  # what nobody writes can't pass for zeros
+                storage.write_at(file, b"\xa5" * image.num_bytes, 0)  # unwritten bytes can't pass for zeros
                 for offset, content in image.fragments:
                     storage.write_at(file, content, offset)
 

@@ -185,7 +185,7 @@ def test_late_files_are_waited_for(tmp_path, directory):
         thread.join()
 
 
-def test_patience_ends_and_damage_is_not_waited_for(tmp_path, directory):
+def test_the_timeout_ends_the_wait_and_damage_is_not_waited_for(tmp_path, directory):
     started = time.monotonic()
     _refused(tmp_path / "nowhere", "does not exist", timeout_seconds=0.2)
     assert time.monotonic() - started > 0.2
@@ -246,9 +246,9 @@ def test_names_of_other_ranks_and_several_slices_of_one_tensor():
         for name in ("mine", "lost")
         for span in ((0, 2), (2, 4))
     ]
-    stored = dict.fromkeys(("mine", "theirs", "nobody's"), spec)
+    stored = dict.fromkeys(("mine", "theirs", "unclaimed"), spec)
     match = match_names(stored, halves, {}, {"mine", "theirs", "lost"})
     assert match.sources == {"mine": "mine"}
     assert match.missing == ["lost"]
-    assert match.unexpected == ["nobody's"]
-    assert match_names(stored, halves, {}).unexpected == ["theirs", "nobody's"]
+    assert match.unexpected == ["unclaimed"]
+    assert match_names(stored, halves, {}).unexpected == ["theirs", "unclaimed"]

@@ -1,4 +1,4 @@
-"""The first meeting of the ranks, with threads as ranks and a store in memory."""
+"""Rendezvous of the ranks, with threads as ranks and a store in memory."""
 
 from __future__ import annotations
 

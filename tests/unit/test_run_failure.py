@@ -1,4 +1,4 @@
-"""Which rank of a failed run was the cause, who ended the others, and where they were by their last signs."""
+"""Which rank of a failed run was the cause, who ended the others, and their last heartbeats."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_who_was_gone_before_was_not_ended_by_the_launcher():
         {
             0: failed(1, pid=1),
             1: failed(-15, pid=2),
-            2: failed(-15, MINE, 99, pid=3),  # it had said why, and was on its way out
+            2: failed(-15, MINE, 99, pid=3),  # it had reported why, and was exiting
             3: failed(5, MINE, 101, pid=4),
         }
     )
@@ -131,19 +131,19 @@ class TestLastSigns:
     def asked(self, server, world_size, attempt=0):
         return describe_last_heartbeats("127.0.0.1", server.port, world_size, attempt, reference_time=100.0)
 
-    def tell(self, server, rank, *, attempt=0, launch=1, state="running", sign=True):
+    def tell(self, server, rank, *, attempt=0, launch=1, state="running", heartbeat=True):
         store = PrefixStore(f"booster/attempt_{attempt}/launch_{launch}", server)
         store.set(f"card/{rank}", "")
         place = Progress(num_steps=10 * attempt + launch, phases=("backward",), seconds=2.0)
         note = {"time": 99.5, "state": state, "progress": progress_to_json(place)}
-        if sign:
+        if heartbeat:
             PrefixStore("booster.heartbeats", PrefixStore("0/", store)).set(str(rank), json.dumps(note))
 
     def test_each_rank_of_the_last_launch_has_its_place(self, server):
         for launch in (1, 2):
             self.tell(server, 0, launch=launch)
         self.tell(server, 1, launch=2, state="failed")
-        self.tell(server, 2, launch=2, sign=False)
+        self.tell(server, 2, launch=2, heartbeat=False)
         self.tell(server, 0, attempt=1)
         assert self.asked(server, 3) == (
             "booster run: last heartbeats of the ranks (sent once a second, so a rank may have continued "
@@ -162,7 +162,7 @@ class TestLastSigns:
 
     def test_ranks_that_did_not_launch_are_not_told_of(self, server):
         assert self.asked(server, 2) == ""
-        self.tell(server, 0, sign=False)
+        self.tell(server, 0, heartbeat=False)
         assert self.asked(server, 2) == ""
 
     def test_what_is_no_sign_is_not_told_of(self, server):
@@ -172,7 +172,7 @@ class TestLastSigns:
         server.set(key, "[]")
         assert self.asked(server, 1) == ""
 
-    def test_nobody_serves_there_any_more(self):
+    def test_the_server_is_gone(self):
         with listening() as listener:
             port = listener.getsockname()[1]
         assert describe_last_heartbeats("127.0.0.1", port, 2, 0, reference_time=0.0) == ""
@@ -182,7 +182,7 @@ class TestLastSigns:
         with listening() as listener:
             assert describe_last_heartbeats("127.0.0.1", listener.getsockname()[1], 2, 0, reference_time=0.0) == ""
         for thread in threading.enumerate():
-            if thread.name == "booster-last-heartbeats":  # it gives up as well, now that nobody is there
+            if thread.name == "booster-last-heartbeats":  # it ends as well, without a store
                 thread.join(60)
                 assert not thread.is_alive()
 

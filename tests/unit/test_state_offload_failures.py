@@ -196,7 +196,7 @@ def test_a_file_that_was_cut(tmp_path):
     train(offloaded, [2])
 
 
-def test_a_file_that_was_deleted_goes_on(tmp_path):
+def test_a_file_that_was_deleted_continues(tmp_path):
     offloaded, plain = twins(tmp_path)
     for optimizer in (offloaded, plain):
         train(optimizer, range(2))
@@ -218,7 +218,7 @@ def largest_file(num_bytes):
 
 
 @pytest.mark.parametrize("way", ["step", "load_state_dict", "disk usage"])
-def test_no_room(tmp_path, monkeypatch, way):
+def test_no_space(tmp_path, monkeypatch, way):
     offloaded, plain = twins(tmp_path)
     train(plain, [0])
     before = copy.deepcopy(offloaded.state_dict())

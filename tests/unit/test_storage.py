@@ -376,7 +376,7 @@ def test_free_bytes_of_a_place_that_is_not_there_yet(storage, tmp_path):
 
 
 def test_a_file_system_without_blocks_does_not_count_them(storage, tmp_path, monkeypatch):
-    """/proc and some network file systems say 0 of 0: that is no full disk."""
+    """/proc and some network file systems say 0 of 0: that is not a full disk."""
     status = os.statvfs(tmp_path)
     monkeypatch.setattr(os, "statvfs", lambda _: os.statvfs_result((*status[:2], 0, 0, 0, *status[5:])))
     assert storage.free_bytes(tmp_path) == sys.maxsize

@@ -41,9 +41,9 @@ def meet(stores, payloads, errors=(), *, is_shared=False, phases=(), delays=(), 
     def rank(number):
         time.sleep(dict(enumerate(delays)).get(number, 0.0))
         phase = dict(enumerate(phases)).get(number, PHASE)
-        meeting = BarrierRound(stores[number], number, len(payloads), phase, timeout_seconds)
+        barrier_round = BarrierRound(stores[number], number, len(payloads), phase, timeout_seconds)
         try:
-            return meeting.run(payloads[number], dict(enumerate(errors)).get(number), is_shared=is_shared)
+            return barrier_round.run(payloads[number], dict(enumerate(errors)).get(number), is_shared=is_shared)
         except Exception as error:
             return error
 
@@ -167,13 +167,13 @@ def test_ranks_at_different_phases_are_told_so(stores):
     assert "rank 2 is at 'b' of 'x' and rank 0 at 'a' of 'x'" in str(results[1])
 
 
-def test_many_meetings_at_once_on_one_client(stores):
-    """Two threads of each rank share a store; nobody waits inside of it."""
+def test_many_rounds_at_once_on_one_client(stores):
+    """Two threads of each rank share a store; no thread waits inside of it."""
     results = {}
 
     def hold(name, rank):
-        meeting = BarrierRound(dist.PrefixStore(name, stores[rank]), rank, 2, PHASE, 20.0)
-        results[name, rank] = meeting.run(name.encode(), None, is_shared=False)
+        barrier_round = BarrierRound(dist.PrefixStore(name, stores[rank]), rank, 2, PHASE, 20.0)
+        results[name, rank] = barrier_round.run(name.encode(), None, is_shared=False)
 
     threads = [threading.Thread(target=hold, args=(name, rank)) for rank in range(2) for name in "abcdefgh"]
     for thread in threads:

@@ -139,7 +139,7 @@ def test_every_step_routes_ranks_to_other_experts():
     assert len(firsts) > 1
 
 
-def test_codes_that_nobody_picks_get_zeros_and_the_choice_is_far_from_a_tie():
+def test_unpicked_codes_get_zeros_and_the_choice_is_far_from_a_tie():
     entry = get_model("vq_autoencoder")
     model, batch = entry.build(), entry.make_batch(0, 4)
     entry.loss(model, batch).backward()

@@ -114,8 +114,8 @@ def _sorted_vectors(num_samples: int, generator: torch.Generator) -> Batch:
     """Puts the samples that use the conditional branch first: the last ranks have none of them."""
     batch = vectors(6, num_classes=4)(num_samples, generator)
     num_positive = max(1, num_samples // 3)
-    sign = torch.where(torch.arange(num_samples) < num_positive, 1.0, -1.0)
-    batch["x"][:, 0] = batch["x"][:, 0].abs().clamp_min(1e-3) * sign
+    direction = torch.where(torch.arange(num_samples) < num_positive, 1.0, -1.0)
+    batch["x"][:, 0] = batch["x"][:, 0].abs().clamp_min(1e-3) * direction
     return batch
 
 

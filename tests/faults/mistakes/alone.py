@@ -1,4 +1,4 @@
-"""Calls of all ranks in which rank 1 alone is wrong: the error is the same on all, and nobody waits for a message."""
+"""Calls of all ranks in which rank 1 alone is wrong: the error is the same on all, without waiting for a message."""
 
 from __future__ import annotations
 

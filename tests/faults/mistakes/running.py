@@ -23,7 +23,7 @@ __all__ = ["MESSAGE_BYTES", "Outcome", "defects", "outcomes"]
 
 # What ranks may need for a moment to tell each other of an error. Every tensor of the calls' models is larger.
 MESSAGE_BYTES = 4096
-# All calls take some 15 s where nobody else computes.
+# All calls take some 15 s on idle cores.
 _TIMEOUT_SECONDS = 600.0
 _REFUSED_COMMAND = "exit code 2"
 _WIDE_TERMINAL = {"COLUMNS": "400"}

@@ -197,7 +197,7 @@ def test_mpirun_whose_ranks_cannot_find_each_other(environment, changes, message
         ({"MASTER_ADDR": "node03"}, "missing: RANK, WORLD_SIZE, LOCAL_RANK, MASTER_PORT"),
     ],
 )
-def test_nobody_trains_alone_by_mistake(environment, variables, message):
+def test_no_rank_trains_alone_by_mistake(environment, variables, message):
     environment(variables)
     with pytest.raises(ConfigError, match=message):
         launch_from_torch(verbose=False)

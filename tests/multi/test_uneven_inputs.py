@@ -147,7 +147,7 @@ def _accumulate(lengths):
 def test_the_last_common_batch_ends_a_step():
     torch.manual_seed(0)
     expected = nn.Linear(2, 1, bias=False).weight.detach().clone()
-    for means in ((0.5, 1.5), (2.5,)):  # of the micro-batches of a step; batch i of rank r is full of i + r
+    for means in ((0.5, 1.5), (2.5,)):  # of the microbatches of a step; batch i of rank r is full of i + r
         expected -= 0.1 * sum(means) / len(means)
     for ended, weight in run_ranks(_accumulate, 2, (3, 5)):
         assert ended == [1, 2]

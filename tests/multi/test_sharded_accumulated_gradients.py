@@ -1,6 +1,6 @@
 """Gradients of a sharded optimizer that wait for their step: a rank's own, and its parts of sums over ranks.
 
-Whoever loads them arrives at the same gradient of the step.
+After loading them all arrive at the same gradient of the step.
 """
 
 from __future__ import annotations

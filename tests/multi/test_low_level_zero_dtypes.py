@@ -1,4 +1,4 @@
-"""LowLevelZeroPlugin: number formats of weights, inputs and buffers, and graphs that outlive their weights."""
+"""LowLevelZeroPlugin: dtypes of weights, inputs and buffers, and graphs that outlive their weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Signs: what a rank says of itself, what is read from it, and when a wait is broken off."""
+"""Heartbeats: content, reading, and when a wait is aborted."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ OPERATION = CollectiveInfo(name="all_reduce", number=7, ranks=(0, 1))
 PLACE = Progress(num_steps=3, phases=("save", "commit"), seconds=0.5, operation=OPERATION, last_operation=None)
 
 
-def _sign(process, **others):
+def _heartbeat(process, **others):
     fields = {
         "sequence": 1,
         "time": 0.0,
@@ -47,29 +47,29 @@ def test_a_place_survives_json(place):
 
 
 def test_a_process_that_lives_has_not_ended():
-    assert ended_processes({4: _sign(psutil.Process())}) == []
+    assert ended_processes({4: _heartbeat(psutil.Process())}) == []
 
 
 def test_a_process_that_is_gone_has_ended_on_this_machine_alone():
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    sign = _sign(psutil.Process(child.pid))
-    assert ended_processes({0: sign}) == []
+    one = _heartbeat(psutil.Process(child.pid))
+    assert ended_processes({0: one}) == []
     child.communicate(b"\n", timeout=60)
-    assert ended_processes({0: sign, 1: replace(sign, host_id="another")}) == [0]
+    assert ended_processes({0: one, 1: replace(one, host_id="another")}) == [0]
 
 
-def test_a_process_that_nobody_has_waited_for_has_ended():
+def test_a_process_without_a_wait_has_ended():
     child = subprocess.Popen([sys.executable, "-c", ""])
-    sign = _sign(psutil.Process(child.pid))
+    one = _heartbeat(psutil.Process(child.pid))
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # a zombie now
     try:
-        assert ended_processes({0: sign}) == [0]
+        assert ended_processes({0: one}) == [0]
     finally:
         child.wait(timeout=60)
 
 
 def test_another_process_with_the_same_number_is_not_it():
-    assert ended_processes({2: _sign(psutil.Process(), started_at=1.0)}) == [2]
+    assert ended_processes({2: _heartbeat(psutil.Process(), started_at=1.0)}) == [2]
 
 
 @pytest.mark.parametrize(
@@ -92,11 +92,11 @@ def test_how_often_a_rank_speaks(world_size, words):
 class _Missing:
     """Rank 1 is missing from what this process, rank 0, waits in."""
 
-    def __init__(self, monkeypatch, state=None, beats=(1, 1), **sign):
+    def __init__(self, monkeypatch, state=None, beats=(1, 1), **fields):
         monkeypatch.setattr(dist, "get_world_size", lambda: 2)
         monkeypatch.setattr(failure_diagnosis.time, "time", lambda: 4.0)
         known = {"process": psutil.Process(), "time": 3.0, "progress": Progress(num_steps=3), "host": "vm"}
-        before, now = (_sign(**{**known, "sequence": beat, **sign}) for beat in beats)
+        before, now = (_heartbeat(**{**known, "sequence": beat, **fields}) for beat in beats)
         ends = {} if state is None else {1: (state, "ValueError: mine")}
         self.before = {1: before}
         monkeypatch.setattr(failure_diagnosis, "read_heartbeats", lambda ranks: {1: now})

@@ -244,7 +244,7 @@ def _one_hangs_up(way):
     all_reduce_sum(torch.ones(1), group)
     if rank == 1:
         for other in others:
-            SendChannel(other, group).send([torch.ones(1)])  # nobody takes it, which must not hinder
+            SendChannel(other, group).send([torch.ones(1)])  # no rank receives it, which must not block
         dist.barrier()  # the others are about to wait
         return _fail("ValueError: no such\ntoken", [group])
     links = [RecvChannel(1, group, no_header)] if way == "posted" else []
@@ -299,14 +299,14 @@ def _waits_for_a_collective(is_shared):
     all_reduce_sum(torch.ones(1), group)
     dist.barrier()
     if dist.get_rank() == 1:
-        return _fail("out of patience", [group, None])
+        return _fail("timed out", [group, None])
     return _error_of(lambda: all_reduce_sum(torch.ones(1), group))
 
 
 @pytest.mark.parametrize("is_shared", [True, False])
 def test_a_rank_that_hangs_up_fails_collectives(is_shared):
     text, seconds = run_ranks(_waits_for_a_collective, 2, is_shared, fresh=True)[0]
-    assert "rank 1 had failed: out of patience; rank 1 left the group" in text
+    assert "rank 1 had failed: timed out; rank 1 left the group" in text
     assert seconds < AT_ONCE_SECONDS
 
 
@@ -329,5 +329,5 @@ def test_hanging_up_again_does_nothing_and_leaves_other_groups():
 
 def test_without_a_world_nothing_is_noted():
     assert not dist.is_initialized()
-    report_failure("nobody reads this")  # and nothing is raised
+    report_failure("unread")  # and nothing is raised
     assert not dist.is_initialized()

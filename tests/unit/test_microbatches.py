@@ -1,4 +1,4 @@
-"""Batches are split into micro-batches; what came of them is joined."""
+"""Batches are split into microbatches; what came of them is joined."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_split_then_joined_is_the_batch(size, number, argument):
         assert (one.signature == other.signature) == (has_equal_shapes and has_equal_names)
 
 
-def test_micro_batches_are_views_and_what_is_whole_is_shared():
+def test_microbatches_are_views_and_what_is_whole_is_shared():
     batch = make_batch(6)
     parts = split_batch(batch, num_microbatches=3, microbatch_size=None)
     for part in parts:

@@ -266,7 +266,7 @@ def test_hooks_see_gradients_and_only_these(name):
 
 
 def test_gradients_come_in_the_order_of_backward_one_by_one():
-    """A gradient is in its place before the next one is made, in memory that nobody copies."""
+    """A gradient is in its place before the next one is made, in memory that is not copied."""
     model, _, gradients = twins("bias")
     order = []
     for name, parameter in model.named_parameters():

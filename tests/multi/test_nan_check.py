@@ -187,7 +187,7 @@ def test_the_place_where_backward_met_it_is_named(world_size):
 
 
 @distributed(world_size=2)
-def test_the_log_says_the_same_and_training_goes_on():
+def test_the_log_says_the_same_and_training_continues():
     booster, model, optimizer = boosted()
     x = torch.full((2, 3), float("nan") if dist.get_rank() == 1 else 1.0)
     with lines_of_log() as lines, booster.debug_nonfinite(model, optimizer, action="log"):

@@ -47,7 +47,7 @@ CASES = [
 
 @pytest.fixture(scope="module", autouse=True)
 def _kernel():
-    assert is_available()  # built before groups of little patience ask for it
+    assert is_available()  # built before groups with short timeouts ask for it
 
 
 def _prepare(way, **limits):
@@ -79,7 +79,7 @@ def _end(results):
     return results
 
 
-def wait_long_in_patience(kind, way):
+def wait_long_in_a_timeout_scope(kind, way):
     _prepare(way, training=SHORT_SECONDS, **{kind: LONG_SECONDS})
     group = new_group([0, 1])
     assert transport(group) == way
@@ -105,7 +105,7 @@ def wait_long_in_training(kind, way):
     return _end(seconds)
 
 
-@pytest.mark.parametrize("job", [wait_long_in_patience, wait_long_in_training])
+@pytest.mark.parametrize("job", [wait_long_in_a_timeout_scope, wait_long_in_training])
 @pytest.mark.parametrize(("kind", "way"), CASES)
 def test_each_kind_of_wait_has_its_own_limit(job, kind, way):
     punctual_seconds = run_ranks(job, 2, kind, way)[0]
@@ -143,8 +143,8 @@ def test_messages_have_the_limits_too():
     assert run_ranks(exchange_late_messages, 2)[0] >= SHORT_SECONDS
 
 
-def decide_in_patience():
-    """The transport of a group is chosen at its first collective, which may be in a block of patience."""
+def decide_in_a_timeout_scope():
+    """The transport of a group is chosen at its first collective, which may be in a timeout scope."""
     _prepare(MEMORY, training=SHORT_SECONDS, setup=LONG_SECONDS)
     with timeout_scope("setup"):
         group = new_group([0, 1])
@@ -154,8 +154,8 @@ def decide_in_patience():
     return _end(seconds)
 
 
-def test_shared_memory_that_was_made_in_patience_waits_no_longer_afterwards():
-    assert run_ranks(decide_in_patience, 2)[0] >= SHORT_SECONDS
+def test_shared_memory_that_was_made_in_a_timeout_scope_waits_no_longer_afterwards():
+    assert run_ranks(decide_in_a_timeout_scope, 2)[0] >= SHORT_SECONDS
 
 
 def make_a_group_alone(in_block):

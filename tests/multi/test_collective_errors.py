@@ -47,7 +47,7 @@ WITNESSES = {MEMORY: "shared memory", GLOO: "gloo"}
 
 @pytest.fixture(scope="module", autouse=True)
 def _kernel():
-    assert is_available()  # built before groups of little patience ask for it
+    assert is_available()  # built before groups with short timeouts ask for it
 
 
 def _impatient_group(wanted=MEMORY):
@@ -111,13 +111,13 @@ def _expect_named(results, call, way):
 
 @pytest.mark.parametrize(("call", "way"), [*FAST_CASES, *SLOW_CASES])
 def test_a_rank_that_died_is_named(call, way):
-    """By four ranks: in a ring rank 0 is no neighbour of rank 2, and learns of its end from the others."""
+    """By four ranks: in a ring rank 0 does not neighbour rank 2, and learns of its end from the others."""
     fault = Fault.exit(rank=2, at=OPERATIONS.get(call, call))
     with pytest.raises(RanksFailed, match="rank 2 of 4 died: left with exit code 86") as caught:
         run_ranks(_call_twice, 4, call, way, fault, fresh=True)
     assert caught.value.results.keys() == {0, 1, 3}
     _expect_named(caught.value.results, call, way)
-    if way == MEMORY:  # nobody waits for the timeout, nor for a report of a process that is known to have ended
+    if way == MEMORY:  # no rank waits for the timeout, nor for a report of a process that is known to have ended
         assert all(seconds < GROUP_SECONDS for _, seconds in caught.value.results.values())
 
 

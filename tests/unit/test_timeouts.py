@@ -76,7 +76,7 @@ def test_a_launch_over_the_users_world_leaves_that_alone_and_sets_the_limits_of_
     assert (_seconds_of(dist.group.WORLD), _seconds_of(group)) == (before, 3)
 
 
-def test_blocks_of_patience_nest_and_end_after_errors():
+def test_timeout_scopes_nest_and_end_after_errors():
     launch(0, 1, "", 0, verbose=False, timeout_seconds=3, setup_timeout_seconds=4, checkpoint_timeout_seconds=5)
     followed = [dist.group.WORLD, new_group([0])]
     theirs = dist.new_group([0])
@@ -104,7 +104,7 @@ def test_blocks_of_patience_nest_and_end_after_errors():
     assert waits(3)
 
 
-def test_patience_decorates_a_function_each_call_of_which_is_a_block():
+def test_a_timeout_scope_decorates_a_function_each_call_of_which_is_a_block():
     seen = []
 
     @timeout_scope("checkpoint")

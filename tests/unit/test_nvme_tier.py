@@ -1,4 +1,4 @@
-"""The disk tier: live tensors, room that is used again, full and failing disks, and what it leaves behind."""
+"""The disk tier: live tensors, space that is used again, full and failing disks, and what it leaves behind."""
 
 import errno
 import gc
@@ -152,7 +152,7 @@ def test_a_freed_block_that_is_still_shown_is_not_used_again(disk):
     assert disk.new_block(5 * ALIGNMENT)._offset == block._offset
 
 
-# Room.
+# Space.
 
 
 def test_freed_blocks_are_used_again(disk):
@@ -175,27 +175,27 @@ def test_freed_blocks_are_used_again(disk):
 
 
 @pytest.mark.parametrize("seed", range(50))
-def test_room_is_taken_once(seed):
-    generator, room = random.Random(seed), FreeList()
-    room.freed.append((0, 200))
+def test_space_is_taken_once(seed):
+    generator, free_list = random.Random(seed), FreeList()
+    free_list.freed.append((0, 200))
     held, free = [], set(range(200))
     for _ in range(200):
         if held and generator.random() < 0.45:
             extent = held.pop(generator.randrange(len(held)))
-            room.freed.append(extent)
+            free_list.freed.append(extent)
             free |= set(range(extent[0], sum(extent)))
             continue
         length = generator.randrange(1, 40)
         fits = [start for start in sorted(free) if all(start + index in free for index in range(length))]
-        offset = room.allocate(length)
+        offset = free_list.allocate(length)
         assert offset == (fits[0] if fits else None)
         if offset is not None:
             held.append((offset, length))
             free -= set(range(offset, offset + length))
     for extent in held:
-        room.freed.append(extent)
-    assert room.allocate(0) is None
-    assert room.allocate(200) == 0
+        free_list.freed.append(extent)
+    assert free_list.allocate(0) is None
+    assert free_list.allocate(200) == 0
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
@@ -236,7 +236,7 @@ def test_a_file_system_that_can_not_reserve(disk, monkeypatch):
     assert torch.equal(read(written(disk, data)), data)
 
 
-def test_room_is_reserved(disk):
+def test_space_is_reserved(disk):
     disk.new_block(MIB)
     assert file_of(disk).stat().st_blocks * 512 >= MIB
 

@@ -204,7 +204,7 @@ def test_a_boosted_model_can_be_compiled():
     assert torch.equal(compiled(torch.ones(2, 3)), model(torch.ones(2, 3)))
 
 
-def test_a_phase_costs_about_nothing_where_nobody_watches():
+def test_a_phase_costs_about_nothing_without_observers():
     def run(number):
         began = time.perf_counter()
         for _ in range(number):

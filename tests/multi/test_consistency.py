@@ -145,7 +145,7 @@ def test_one_process_agrees_with_itself():
 
 
 @distributed(world_size=2)
-def test_imagined_ranks_agree():
+def test_fake_ranks_agree():
     with fake_collectives():
         check_same_across_ranks("lunch", [str(dist.get_rank())])
 
@@ -192,7 +192,7 @@ SHAREABLE_SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
 
 
 class FreeScheduler:
-    """Steps, and is otherwise nobody's."""
+    """Steps, and is known to no plugin."""
 
     def __init__(self) -> None:
         self.rank = dist.get_rank()
