@@ -243,8 +243,8 @@ class Booster(CheckpointMethods):
         model = check_boosted_model(model, "accumulate")
         optimizer = check_boosted_optimizer(optimizer, "accumulate")
         batch = active_position()
-        is_last = optimizer.num_micro_steps + 1 >= steps or (batch is not None and batch.is_last)
-        with nullcontext() if is_last else self.no_sync(model, optimizer), optimizer.micro_step(is_last):
+        is_last = optimizer.num_microbatches + 1 >= steps or (batch is not None and batch.is_last)
+        with nullcontext() if is_last else self.no_sync(model, optimizer), optimizer.microbatch(is_last):
             yield is_last
 
     def clip_grad_norm_(

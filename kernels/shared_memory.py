@@ -229,8 +229,8 @@ class SharedMemory:
     def _describe_calls(self) -> str:
         """Return a description of the ranks' current calls; ranks in equal calls are listed together."""
         ranks: dict[str, list[int]] = {}
-        for rank, facts in enumerate(self._native.facts_of_ranks()):
-            ranks.setdefault(_call_text(*facts), []).append(rank)
+        for rank, call in enumerate(self._native.calls_of_ranks()):
+            ranks.setdefault(_call_text(*call), []).append(rank)
         return ", ".join(f"{text} on {_format_ranks(those)} of the group" for text, those in ranks.items())
 
 

@@ -19,9 +19,9 @@ _NUM_REQUESTS = 6  # as many as the optimizer has in flight
 
 
 # Note [The same blocks]
-# The raw variants work on the optimizer's own file, so that no variant gets the better part of the disk. It has
-# two halves; a step reads one, which holds the valid states, and writes the other. The raw variants do the same, and what they
-# write is what the next step overwrites.
+# The raw variants use the optimizer's own file, so that all variants use the same part of the disk. It has two halves:
+# a step reads the one with the valid states and writes the other. The raw variants do the same, and the next step
+# overwrites their writes.
 
 
 class RawFile:

@@ -319,7 +319,7 @@ def _check_equal_blocks(output: torch.Tensor, payload: torch.Tensor, size: int) 
     is_alike = output.shape == payload.shape and output.dtype == payload.dtype and output.device == payload.device
     if not (is_divisible and is_alike and output.is_contiguous() and payload.is_contiguous()):
         raise AssertionError(
-            f"{payload.dtype} of shape {tuple(payload.shape)} and stride {payload.stride()} is not {size} equal pieces"
+            f"{payload.dtype} of shape {tuple(payload.shape)} and stride {payload.stride()} is not {size} equal shards"
             f" for {output.dtype} of shape {tuple(output.shape)} and stride {output.stride()}"
         )
 
@@ -330,7 +330,7 @@ def _check_uneven_blocks(
     is_flat = tensor.dim() == 1 and tensor.is_contiguous() and tensor.numel() == sum(sizes) and tensor.dtype == dtype
     if not is_flat or len(sizes) != num_ranks or not 0 <= min(sizes) <= max(sizes) <= largest_size:
         raise AssertionError(
-            f"{tensor.dtype} of shape {tuple(tensor.shape)} and stride {tensor.stride()} is not {num_ranks} flat pieces"
+            f"{tensor.dtype} of shape {tuple(tensor.shape)} and stride {tensor.stride()} is not {num_ranks} flat shards"
             f" of {dtype} of sizes {list(sizes)}, of which none is larger than {largest_size}"
         )
 

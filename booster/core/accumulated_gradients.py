@@ -33,6 +33,9 @@ from .tensor_slice import TensorSlice
 # gradients include their loss scale: under another one they are multiplied by the quotient.
 
 
+_STORED_NUM_MICROBATCHES = "num_micro_steps"  # name of the first file format
+
+
 @dataclass(slots=True, kw_only=True)
 class AccumulationCounters:
     """Counters of an accumulation that are stored with its gradients.
@@ -40,7 +43,7 @@ class AccumulationCounters:
     Attributes:
         num_backwards: Number of backward() calls, as in `AccumulationState`.
         num_averaged: Number of averaged microbatches, as in `AccumulationState`.
-        num_micro_steps: Microbatches of `Booster.accumulate` since the last step.
+        num_microbatches: Microbatches of `Booster.accumulate` since the last step.
         loss_scale: Loss scale of the gradients.
         num_items: This rank's sum of `num_items`, or None if backward() was called without.
         data_rank: Data rank, see Note [Accumulated gradients]; optional, defaults to the global rank.
@@ -48,14 +51,16 @@ class AccumulationCounters:
 
     num_backwards: int
     num_averaged: int
-    num_micro_steps: int
+    num_microbatches: int
     loss_scale: float
     num_items: float | None
     data_rank: int | None = None
 
     def to_plain(self) -> dict[str, float | None]:
         """Return the counters as JSON values; `from_plain` reads them."""
-        return asdict(self)
+        plain = asdict(self)
+        plain[_STORED_NUM_MICROBATCHES] = plain.pop("num_microbatches")
+        return plain
 
     @classmethod
     def from_plain(cls, plain: Any) -> AccumulationCounters:
@@ -66,6 +71,8 @@ class AccumulationCounters:
         """
         names = [field.name for field in fields(cls)]
         given = {"data_rank": None, **plain} if isinstance(plain, dict) else {}  # older files have no data_rank
+        if _STORED_NUM_MICROBATCHES in given:
+            given["num_microbatches"] = given.pop(_STORED_NUM_MICROBATCHES)
         optional = [name for name in ("num_items", "data_rank") if given.get(name) is None]
         if set(given) != set(names) or not all(
             type(given[name]) in (int, float) and 0 <= given[name] < math.inf for name in names if name not in optional
@@ -127,7 +134,7 @@ class AccumulatedGradients:
     @property
     def has_gradients(self) -> bool:
         """Whether there are gradients that no step has used."""
-        accumulation = self.optimizer.window
+        accumulation = self.optimizer.accumulation
         if accumulation.has_stepped:
             return False
         gradients = [*self.tensors().values(), *(part.tensor for part in self.reduced())]
@@ -188,12 +195,12 @@ class AccumulatedGradients:
 
     def counts(self) -> AccumulationCounters:
         """Return the counters of the gradients."""
-        accumulation = self.optimizer.window
+        accumulation = self.optimizer.accumulation
         is_shown = accumulation.grad_factor != 1.0  # they are the mean already
         return AccumulationCounters(
             num_backwards=accumulation.num_backwards,
             num_averaged=1 if is_shown else accumulation.num_averaged,
-            num_micro_steps=self.optimizer.num_micro_steps,
+            num_microbatches=self.optimizer.num_microbatches,
             loss_scale=self._loss_scale(),
             num_items=None if is_shown else accumulation.num_items,
             data_rank=self.data_rank,
@@ -206,7 +213,7 @@ class AccumulatedGradients:
             ConfigError: They are unscaled, averaged or clipped: a save between clip and step.
             CheckpointError: A gradient is sparse.
         """
-        if self.optimizer.window.is_unscaled and self.optimizer.window.was_unscaled:
+        if self.optimizer.accumulation.is_unscaled and self.optimizer.accumulation.was_unscaled:
             raise ConfigError(
                 "a save between clipping (or the gradient's norm) and optimizer.step() is not possible, as gradients"
                 " are unscaled and not yet used: save after step(), or before the clipping"
@@ -236,7 +243,7 @@ class AccumulatedGradients:
         self._replace(gradients, reduced, lambda raw: raw if factor == 1.0 else raw.double() * factor)
         accumulation = AccumulationState(num_backwards=counts.num_backwards, num_averaged=counts.num_averaged)
         accumulation.num_items = counts.num_items
-        self.optimizer.restore_window(accumulation, counts.num_micro_steps)
+        self.optimizer.restore_accumulation(accumulation, counts.num_microbatches)
 
     def _replace(
         self,
@@ -252,7 +259,7 @@ class AccumulatedGradients:
 
     def clear(self) -> None:
         """Clear gradients and the state of the accumulation, as after a step."""
-        self.optimizer.restore_window(AccumulationState(), 0)
+        self.optimizer.restore_accumulation(AccumulationState(), 0)
         self.optimizer.zero_grad()
 
     def _loss_scale(self) -> float:

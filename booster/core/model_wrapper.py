@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
+from booster.deprecation import DeprecatedAlias
 from booster.errors import CheckpointError, ConfigError
 from booster.fault_tolerance.progress import Phase, observers
 
@@ -318,13 +319,16 @@ class ModelWrapper(nn.Module, metaclass=_ConstructionMarker):
         """Register `hook()`, called after weights were loaded."""
         self._load_hooks.append(hook)
 
-    def register_exact_copies(self, slices: Callable[[], list[TensorSlice]]) -> None:
+    def register_master_slices(self, slices: Callable[[], list[TensorSlice]]) -> None:
         """Register `slices()`, which returns master weights that a load fills, too, by the weights' names."""
         self._master_slices.append(slices)
 
-    def exact_slices(self) -> list[TensorSlice]:
+    def master_slices(self) -> list[TensorSlice]:
         """Return this rank's slices of master weights."""
         return [part for slices in self._master_slices for part in slices()]
+
+    exact_slices = DeprecatedAlias("master_slices")
+    register_exact_copies = DeprecatedAlias("register_master_slices")
 
     def notify_loaded(self) -> None:
         """Call the hooks after weights were loaded."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -15,6 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from booster.comm import raise_on_all_ranks
+from booster.deprecation import DeprecatedAlias
 from booster.errors import ConfigError
 from booster.kernels.checksum import crc32
 
@@ -112,10 +112,7 @@ class OptimizerParameters(OptimizerPassThrough):
         """Return the model's parameter for one of `param_groups`, which may be its fp32 copy."""
         return parameter if self.master_weights is None else self.master_weights.model_parameter(parameter)
 
-    def working_parameter(self, parameter: nn.Parameter) -> nn.Parameter:
-        """Deprecated: use `model_parameter`. It is removed in version 0.2."""
-        warnings.warn("working_parameter() is deprecated: call model_parameter()", DeprecationWarning, stacklevel=2)
-        return self.model_parameter(parameter)
+    working_parameter = DeprecatedAlias("model_parameter")
 
     def _model_params_by_master(self) -> dict[nn.Parameter, torch.Tensor]:
         """Return the low-precision weights by their master weights."""

@@ -12,6 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from booster.comm import all_reduce_numbers, raise_on_all_ranks
+from booster.deprecation import DeprecatedAlias
 from booster.errors import BoosterError, ConfigError
 from booster.fault_tolerance.progress import end_step, in_phase, observers
 
@@ -176,7 +177,7 @@ class OptimizerWrapper(OptimizerMethods):
             self._counts_next_backward = False
 
     @contextmanager
-    def micro_step(self, is_last: bool) -> Iterator[None]:
+    def microbatch(self, is_last: bool) -> Iterator[None]:
         """Average gradients over the microbatches of an accumulation, and defer step and clip to the last one.
 
         `zero_grad` has no effect before the step.
@@ -201,7 +202,7 @@ class OptimizerWrapper(OptimizerMethods):
         return self._num_steps
 
     @property
-    def num_micro_steps(self) -> int:
+    def num_microbatches(self) -> int:
         """Number of microbatches of `Booster.accumulate` since the last step."""
         return self._num_microbatches
 
@@ -406,14 +407,19 @@ class OptimizerWrapper(OptimizerMethods):
         return AccumulatedGradients(self)
 
     @property
-    def window(self) -> AccumulationState:
+    def accumulation(self) -> AccumulationState:
         """State of the accumulation since the last `zero_grad()`; see Note [Accumulation]."""
         return self._accumulation
 
-    def restore_window(self, window: AccumulationState, num_micro_steps: int) -> None:
+    def restore_accumulation(self, accumulation: AccumulationState, num_microbatches: int) -> None:
         """Restore the state of an accumulation; the caller fills the gradients."""
-        self._accumulation = window
-        self._num_microbatches = num_micro_steps
+        self._accumulation = accumulation
+        self._num_microbatches = num_microbatches
+
+    window = DeprecatedAlias("accumulation")
+    restore_window = DeprecatedAlias("restore_accumulation")
+    micro_step = DeprecatedAlias("microbatch")
+    num_micro_steps = DeprecatedAlias("num_microbatches")
 
     # Overridden by plugins.
 

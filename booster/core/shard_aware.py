@@ -87,9 +87,9 @@ class Shard:
         """
         layout = self.shard_spec
         return [
-            ShardBlock(view=view, box=box, is_owned=piece.is_primary)
-            for piece in layout.regions
-            for view, box in _overlaps(piece, layout.local_shape, tensor, self.span)
+            ShardBlock(view=view, box=box, is_owned=region.is_primary)
+            for region in layout.regions
+            for view, box in _overlaps(region, layout.local_shape, tensor, self.span)
         ]
 
     def positions(self) -> torch.Tensor:

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
+from booster.deprecation import DeprecatedAlias
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorSlice:
@@ -52,7 +54,7 @@ class TensorSlice:
             raise ValueError(f"{self.name}: span {self.span} does not fit a tensor of {self.tensor.numel()} elements")
 
     @classmethod
-    def whole(cls, name: str, tensor: torch.Tensor, *, primary: bool, shared: bool = True) -> TensorSlice:
+    def full(cls, name: str, tensor: torch.Tensor, *, primary: bool, shared: bool = True) -> TensorSlice:
         """Return the slice of an unsharded tensor."""
         shape = tuple(tensor.shape)
         return cls(
@@ -72,6 +74,9 @@ class TensorSlice:
         return math.prod(length for _, length in self.box)
 
     @property
-    def is_whole(self) -> bool:
+    def is_full(self) -> bool:
         """Whether this rank holds every element of the logical tensor."""
         return self.span == (0, math.prod(self.global_shape))
+
+    whole = DeprecatedAlias("full")
+    is_whole = DeprecatedAlias("is_full")

@@ -87,7 +87,7 @@ class Fp32MasterWeights:
         """Return the masters as slices with the names of their model parameters."""
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         return [
-            TensorSlice.whole(names[id(pair.model_param)], pair.master.detach(), primary=False) for pair in self._pairs
+            TensorSlice.full(names[id(pair.model_param)], pair.master.detach(), primary=False) for pair in self._pairs
         ]
 
     def _create_master(self, parameter: nn.Parameter, originals: Mapping[int, torch.Tensor]) -> nn.Parameter:
@@ -187,7 +187,7 @@ class Fp16Weights:
         masters = Fp32MasterWeights(optimizer.unwrap(), originals)
         optimizer.master_weights = masters
         model.register_load_hook(masters.refresh)
-        model.register_exact_copies(lambda: masters.slices(model))
+        model.register_master_slices(lambda: masters.slices(model))
 
     def _is_rounded(self, parameter: nn.Parameter) -> bool:
         return parameter.is_floating_point() and parameter.dtype != self.dtype

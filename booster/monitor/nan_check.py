@@ -173,7 +173,7 @@ class _NonfiniteDetector(StepCallback):
         notes, self._records = self._records, _Records()
         has_scale = optimizer.loss_scaler is not None
         held = [name for name, gradient in named() if any_nonfinite([gradient])]
-        found = optimizer.window.found_nonfinite if has_scale else _any_rank(len(held) > 0)
+        found = optimizer.accumulation.found_nonfinite if has_scale else _any_rank(len(held) > 0)
         if not found:
             return
         report = _GradientReport(held=held, gradients_of=notes.gradients_of, gradients_at=notes.gradients_at)
@@ -187,7 +187,7 @@ class _NonfiniteDetector(StepCallback):
     def _report(self, optimizer: OptimizerWrapper, text: str, *, skips_step: bool = False) -> None:
         if self._raises:
             # Ends the accumulation, so that zero_grad() clears the gradients.
-            optimizer.restore_window(replace(optimizer.window, has_stepped=True), 0)
+            optimizer.restore_accumulation(replace(optimizer.accumulation, has_stepped=True), 0)
             raise NonfiniteError(f"{text}. {_RAISED}")
         get_dist_logger("booster").warning(text if skips_step else f"{text}. {_LOGGED}", ranks=[0])
 

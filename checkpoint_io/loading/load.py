@@ -269,7 +269,7 @@ class ModelLoad:
             get_dist_logger().warning(f"{self._action} with strict=False leaves out:{matched.format_mismatches()}")
         loader.verify(stored)
         # Masters too: the file may have more precision than the model weights.
-        all_slices = [*slices, *ranks.run_on_all_ranks(self._model.exact_slices, self._action)]
+        all_slices = [*slices, *ranks.run_on_all_ranks(self._model.master_slices, self._action)]
         self._source_and_slice = [
             (matched.sources[tensor_slice.name], tensor_slice)
             for tensor_slice in all_slices

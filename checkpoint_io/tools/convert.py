@@ -191,7 +191,7 @@ def consolidate(
         checkpoint_part = CheckpointPart(
             kind=part.kind,
             names=save_target.names,
-            slices=[TensorSlice.whole(*named, primary=True) for named in mmap_tensors(stored).items()],
+            slices=[TensorSlice.full(*named, primary=True) for named in mmap_tensors(stored).items()],
             max_shard_bytes=save_target.max_shard_bytes,
             is_sharded=False,
             values=None if stored.groups is None else stored.groups.decode("utf-8", "surrogatepass"),
@@ -254,7 +254,7 @@ def _convert_dtypes(
     slices: list[TensorSlice] = []
     changed: Counter[torch.dtype] = Counter()
     for name, tensor in tensors.items():
-        full = TensorSlice.whole(name, tensor, primary=True)
+        full = TensorSlice.full(name, tensor, primary=True)
         if dtype is not None and tensor.dtype != dtype and _is_convertible(part, name, tensor):
             _check_range(part, name, tensor, dtype)
             changed[tensor.dtype] += 1

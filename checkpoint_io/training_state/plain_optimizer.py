@@ -107,7 +107,7 @@ class _NamedParameters(ModelWrapper):
 
     def tensor_slices(self) -> list[TensorSlice]:
         return [
-            TensorSlice.whole(name, parameter.detach(), primary=self._is_primary, shared=False)
+            TensorSlice.full(name, parameter.detach(), primary=self._is_primary, shared=False)
             for name, parameter in self._named.items()
         ]
 

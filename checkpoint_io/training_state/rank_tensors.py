@@ -20,7 +20,7 @@ def per_rank_part(
     kind: FileKind, tensors: Mapping[str, torch.Tensor], rank: int, *, folder: str, max_shard_bytes: int
 ) -> CheckpointPart:
     """Build a checkpoint part of this rank's tensors, named `rank<r>.<name>`; each rank writes its own."""
-    slices = [TensorSlice.whole(f"rank{rank}.{name}", tensor, primary=True) for name, tensor in tensors.items()]
+    slices = [TensorSlice.full(f"rank{rank}.{name}", tensor, primary=True) for name, tensor in tensors.items()]
     return CheckpointPart(
         kind=kind,
         names=kind.names(is_safetensors=True),
@@ -80,5 +80,5 @@ def read_full_tensor(stored: StoredCheckpoint, name: str) -> torch.Tensor:
     """Read a full stored tensor."""
     spec = stored.specs[name]
     tensor = torch.empty(spec.shape, dtype=spec.dtype)
-    read_slices(stored, [(name, TensorSlice.whole(name, tensor, primary=False))])
+    read_slices(stored, [(name, TensorSlice.full(name, tensor, primary=False))])
     return tensor

@@ -33,8 +33,8 @@ class RingQueue {
     RingQueue()
         : ring_(NUM_ENTRIES),
           news_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK), "eventfd"),
-          under_way_(MAX_UNDER_WAY) {
-        for (std::size_t slot = 0; slot < MAX_UNDER_WAY; ++slot) {
+          in_flight_(MAX_IN_FLIGHT) {
+        for (std::size_t slot = 0; slot < MAX_IN_FLIGHT; ++slot) {
             free_slots_.push_back(slot);
         }
         const SignalsBlocked blocked;  // the new thread inherits it
@@ -73,8 +73,8 @@ class RingQueue {
 
   private:
     static constexpr unsigned NUM_ENTRIES = 64;
-    static constexpr std::size_t MAX_UNDER_WAY = NUM_ENTRIES - 1;  // one entry polls the eventfd
-    static constexpr std::uint64_t NEWS = MAX_UNDER_WAY;           // user_data of that entry, in place of a slot
+    static constexpr std::size_t MAX_IN_FLIGHT = NUM_ENTRIES - 1;  // one entry polls the eventfd
+    static constexpr std::uint64_t WAKE_UP = MAX_IN_FLIGHT;           // user_data of that entry, in place of a slot
 
     void wake() {
         const std::uint64_t one = 1;
@@ -100,15 +100,15 @@ class RingQueue {
         while (!waiting_.empty() && !free_slots_.empty()) {
             const std::size_t slot = free_slots_.back();
             free_slots_.pop_back();
-            under_way_[slot] = std::move(waiting_.front());
+            in_flight_[slot] = std::move(waiting_.front());
             waiting_.pop_front();
             add(slot);
         }
-        return !is_closing_ || free_slots_.size() < MAX_UNDER_WAY;
+        return !is_closing_ || free_slots_.size() < MAX_IN_FLIGHT;
     }
 
     void add(std::size_t slot) {
-        const Request& request = *under_way_[slot];
+        const Request& request = *in_flight_[slot];
         io_uring_sqe entry{};
         entry.opcode = request.is_write ? IORING_OP_WRITE : IORING_OP_READ;
         entry.fd = request.descriptor;
@@ -124,18 +124,18 @@ class RingQueue {
     }
 
     void take(std::uint64_t slot, std::int64_t result) {
-        if (slot == NEWS) {
+        if (slot == WAKE_UP) {
             std::uint64_t count = 0;
             [[maybe_unused]] const ssize_t ignored = read(news_.get(), &count, sizeof(count));
             watch_for_news();
             return;
         }
-        if (under_way_[slot]->advance(result)) {
+        if (in_flight_[slot]->advance(result)) {
             add(slot);
             return;
         }
-        under_way_[slot]->finish();
-        under_way_[slot].reset();
+        in_flight_[slot]->finish();
+        in_flight_[slot].reset();
         free_slots_.push_back(slot);
     }
 
@@ -145,7 +145,7 @@ class RingQueue {
         entry.opcode = IORING_OP_POLL_ADD;
         entry.fd = news_.get();
         entry.poll_events = POLLIN;
-        entry.user_data = NEWS;
+        entry.user_data = WAKE_UP;
         ring_.add(entry);
     }
 
@@ -153,7 +153,7 @@ class RingQueue {
     void fail_everything(int code) {
         const std::lock_guard<std::mutex> lock(mutex_);
         broken_code_ = code;
-        for (std::deque<std::shared_ptr<Request>>* requests : {&under_way_, &waiting_}) {
+        for (std::deque<std::shared_ptr<Request>>* requests : {&in_flight_, &waiting_}) {
             for (std::shared_ptr<Request>& request : *requests) {
                 if (request) {
                     request->fail(code);
@@ -170,7 +170,7 @@ class RingQueue {
     std::deque<std::shared_ptr<Request>> waiting_;  // guarded by the mutex, like the next members
     bool is_closing_ = false;
     int broken_code_ = 0;
-    std::deque<std::shared_ptr<Request>> under_way_;  // by slot; used by the thread only, like the next members
+    std::deque<std::shared_ptr<Request>> in_flight_;  // by slot; used by the thread only, like the next members
     std::vector<std::size_t> free_slots_;
     std::thread thread_;
 };

@@ -73,11 +73,11 @@ class Collectives {
         : process_id_(getpid()), rank_(rank), segment_(std::move(segment)),
           waiter_(segment_, rank, nanoseconds(timeout_seconds), has_interrupt),
           pipeline_(segment_, rank, waiter_),
-          around_{segment_, rank, segment_.num_ranks(), functions.reduce, functions.copy_past_caches} {
-        Card& card = segment_.card(rank);
-        card.process_id = process_id_;
-        CPU_ZERO(&card.processors);
-        sched_getaffinity(0, sizeof card.processors, &card.processors);
+          context_{segment_, rank, segment_.num_ranks(), functions.reduce, functions.copy_past_caches} {
+        RankState& rank_state = segment_.rank_state(rank);
+        rank_state.process_id = process_id_;
+        CPU_ZERO(&rank_state.processors);
+        sched_getaffinity(0, sizeof rank_state.processors, &rank_state.processors);
     }
 
     // Called after every rank has created its endpoint.
@@ -95,39 +95,39 @@ class Collectives {
     py::object all_reduce(int64_t number, uint64_t data, uint64_t count, int type, int reduction_operator) {
         const Reduction reduction = {type, type, reduction_operator, false, false};
         const uint64_t bytes = count * ELEMENT_BYTES[type];
-        const Facts facts = {ALL_REDUCE, number, static_cast<int64_t>(count), type, reduction_operator};
+        const CallInfo call = {ALL_REDUCE, number, static_cast<int64_t>(count), type, reduction_operator};
         if (bytes <= short_all_reduce_bytes(segment_.num_ranks())) {
-            return run(ShortAllReduce(around_, reduction, ELEMENT_BYTES[type], address(data), count), facts);
+            return run(ShortAllReduce(context_, reduction, ELEMENT_BYTES[type], address(data), count), call);
         }
-        return run(LongAllReduce(around_, reduction, ELEMENT_BYTES[type], address(data), count), facts);
+        return run(LongAllReduce(context_, reduction, ELEMENT_BYTES[type], address(data), count), call);
     }
 
-    py::object reduce_scatter(int64_t number, uint64_t payload, uint64_t output, uint64_t piece_count, int type,
+    py::object reduce_scatter(int64_t number, uint64_t payload, uint64_t output, uint64_t shard_count, int type,
                               int output_type, bool accumulates) {
-        const uint64_t rank_offset = static_cast<uint64_t>(rank_) * piece_count * ELEMENT_BYTES[type];
+        const uint64_t rank_offset = static_cast<uint64_t>(rank_) * shard_count * ELEMENT_BYTES[type];
         const bool is_in_place = output == payload + rank_offset;
-        const bool is_large = piece_count * ELEMENT_BYTES[output_type] >= PAST_CACHES_BYTES;
+        const bool is_large = shard_count * ELEMENT_BYTES[output_type] >= PAST_CACHES_BYTES;
         const Reduction reduction = {type, output_type, SUM, accumulates, is_large && !is_in_place};
         // The output's dtype, address and mode may differ between ranks, so they are not compared.
-        const Facts facts = {REDUCE_SCATTER, number, total(piece_count), type, 0};
-        return run(ReduceScatter(around_, reduction, ELEMENT_BYTES[type], ELEMENT_BYTES[output_type], address(payload),
-                                 address(output), piece_count),
-                   facts);
+        const CallInfo call = {REDUCE_SCATTER, number, total(shard_count), type, 0};
+        return run(ReduceScatter(context_, reduction, ELEMENT_BYTES[type], ELEMENT_BYTES[output_type], address(payload),
+                                 address(output), shard_count),
+                   call);
     }
 
-    py::object all_gather(int64_t number, uint64_t buffer, uint64_t own, uint64_t piece_bytes) {
-        const Facts facts = {ALL_GATHER, number, total(piece_bytes), 0, 0};
-        return run(AllGather(around_, address(buffer), address(own), piece_bytes), facts);
+    py::object all_gather(int64_t number, uint64_t buffer, uint64_t own, uint64_t shard_bytes) {
+        const CallInfo call = {ALL_GATHER, number, total(shard_bytes), 0, 0};
+        return run(AllGather(context_, address(buffer), address(own), shard_bytes), call);
     }
 
-    py::object all_to_all(int64_t number, uint64_t output, uint64_t input, uint64_t piece_bytes) {
-        const Facts facts = {ALL_TO_ALL, number, total(piece_bytes), 0, 0};
-        return run(AllToAll(around_, address(output), address(input), piece_bytes), facts);
+    py::object all_to_all(int64_t number, uint64_t output, uint64_t input, uint64_t shard_bytes) {
+        const CallInfo call = {ALL_TO_ALL, number, total(shard_bytes), 0, 0};
+        return run(AllToAll(context_, address(output), address(input), shard_bytes), call);
     }
 
     py::object broadcast(int64_t number, uint64_t data, uint64_t bytes, int source) {
-        const Facts facts = {BROADCAST, number, static_cast<int64_t>(bytes), 0, source};
-        return run(Broadcast(around_, address(data), bytes, source), facts);
+        const CallInfo call = {BROADCAST, number, static_cast<int64_t>(bytes), 0, source};
+        return run(Broadcast(context_, address(data), bytes, source), call);
     }
 
     // Makes all calls fail on all ranks. Takes no lock, as another thread may be within a call.
@@ -136,12 +136,12 @@ class Collectives {
     }
 
     // The calls of the ranks at the step where they differed: operation, number, length, type, detail.
-    std::vector<std::vector<int64_t>> facts_of_ranks() const {
+    std::vector<std::vector<int64_t>> calls_of_ranks() const {
         std::vector<std::vector<int64_t>> all;
-        const uint64_t step = segment_.header().abortion_step.load();
+        const uint64_t step = segment_.header().abort_step.load();
         for (int rank = 0; rank < segment_.num_ranks(); ++rank) {
-            const Facts& facts = segment_.card(rank).at[step % NUM_PARITIES].facts;
-            all.push_back({facts.operation, facts.number, facts.length, facts.type, facts.detail});
+            const CallInfo& call = segment_.rank_state(rank).at[step % NUM_PARITIES].call;
+            all.push_back({call.operation, call.number, call.length, call.type, call.detail});
         }
         return all;
     }
@@ -150,17 +150,17 @@ class Collectives {
     // A forked child has the memory as well, but is not a rank.
     bool is_usable() const { return getpid() == process_id_; }
 
-    int64_t total(uint64_t of_piece) const {
-        return static_cast<int64_t>(of_piece * static_cast<uint64_t>(segment_.num_ranks()));
+    int64_t total(uint64_t of_shard) const {
+        return static_cast<int64_t>(of_shard * static_cast<uint64_t>(segment_.num_ranks()));
     }
 
     template <class Operation>
-    py::object run(Operation&& operation, const Facts& facts) {
+    py::object run(Operation&& operation, const CallInfo& call) {
         if (!is_usable()) throw std::runtime_error("a forked process can't take part in its parent's collectives");
         if (!has_begun_) throw std::logic_error("begin() was not called");
         try {
             py::gil_scoped_release without_gil;
-            pipeline_.run(operation, facts);
+            pipeline_.run(operation, call);
         } catch (const Failure& failure) {
             if (failure.is_python_error) throw py::error_already_set();
             return py::make_tuple(static_cast<int>(failure.reason), failure.rank);
@@ -173,7 +173,7 @@ class Collectives {
     Segment segment_;
     Waiter waiter_;
     Pipeline pipeline_;
-    const Surroundings around_;
+    const Context context_;
     bool has_begun_ = false;
 };
 
@@ -208,5 +208,5 @@ PYBIND11_MODULE(shm_collectives_native, module) {
         .def("all_to_all", &Collectives::all_to_all)
         .def("broadcast", &Collectives::broadcast)
         .def("abort", &Collectives::abort)
-        .def("facts_of_ranks", &Collectives::facts_of_ranks);
+        .def("calls_of_ranks", &Collectives::calls_of_ranks);
 }

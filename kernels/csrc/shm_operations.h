@@ -26,7 +26,7 @@ using CopyFunction = void (*)(void*, const void*, int64_t);
 constexpr uint64_t PAST_CACHES_BYTES = 8u << 20;
 
 // Ranks, buffers and vector functions of an operation.
-struct Surroundings {
+struct Context {
     const Segment& segment;
     int rank;
     int num_ranks;
@@ -61,24 +61,24 @@ struct Chunks {
 
 class Broadcast {
   public:
-    Broadcast(const Surroundings& around, char* data, uint64_t bytes, int source)
-        : around_(around), data_(data), chunks_{bytes, around.slot_bytes()}, source_(source) {}
+    Broadcast(const Context& context, char* data, uint64_t bytes, int source)
+        : context_(context), data_(data), chunks_{bytes, context.slot_bytes()}, source_(source) {}
 
     uint64_t num_steps() const { return chunks_.number(); }
     uint64_t lag() const { return 1; }
 
     void fill(uint64_t step, char* slot) {
-        if (around_.rank == source_) std::memcpy(slot, data_ + chunks_.begin(step), chunks_.length(step));
+        if (context_.rank == source_) std::memcpy(slot, data_ + chunks_.begin(step), chunks_.length(step));
     }
 
     void drain(uint64_t step, uint64_t global_step) {
-        if (around_.rank == source_) return;
-        around_.copy_result(data_ + chunks_.begin(step), around_.slot(source_, global_step), chunks_.length(step),
+        if (context_.rank == source_) return;
+        context_.copy_result(data_ + chunks_.begin(step), context_.slot(source_, global_step), chunks_.length(step),
                             chunks_.total);
     }
 
   private:
-    const Surroundings& around_;
+    const Context& context_;
     char* const data_;
     const Chunks chunks_;
     const int source_;
@@ -87,8 +87,8 @@ class Broadcast {
 // `own` may alias this rank's shard of the buffer.
 class AllGather {
   public:
-    AllGather(const Surroundings& around, char* buffer, const char* own, uint64_t piece_bytes)
-        : around_(around), buffer_(buffer), own_(own), chunks_{piece_bytes, around.slot_bytes()} {}
+    AllGather(const Context& context, char* buffer, const char* own, uint64_t shard_bytes)
+        : context_(context), buffer_(buffer), own_(own), chunks_{shard_bytes, context.slot_bytes()} {}
 
     uint64_t num_steps() const { return chunks_.number(); }
     uint64_t lag() const { return 1; }
@@ -96,27 +96,27 @@ class AllGather {
     void fill(uint64_t step, char* slot) {
         const char* from = own_ + chunks_.begin(step);
         std::memcpy(slot, from, chunks_.length(step));
-        char* to = place(around_.rank, step);
-        if (to != from) copy_piece(to, from, step);
+        char* to = place(context_.rank, step);
+        if (to != from) copy_shard(to, from, step);
     }
 
     void drain(uint64_t step, uint64_t global_step) {
-        for (int distance = 1; distance < around_.num_ranks; ++distance) {
-            const int other = around_.other(distance);
-            copy_piece(place(other, step), around_.slot(other, global_step), step);
+        for (int distance = 1; distance < context_.num_ranks; ++distance) {
+            const int other = context_.other(distance);
+            copy_shard(place(other, step), context_.slot(other, global_step), step);
         }
     }
 
   private:
-    void copy_piece(char* to, const char* from, uint64_t step) const {
-        around_.copy_result(to, from, chunks_.length(step), chunks_.total * around_.num_ranks);
+    void copy_shard(char* to, const char* from, uint64_t step) const {
+        context_.copy_result(to, from, chunks_.length(step), chunks_.total * context_.num_ranks);
     }
 
     char* place(int rank, uint64_t step) const {
         return buffer_ + static_cast<uint64_t>(rank) * chunks_.total + chunks_.begin(step);
     }
 
-    const Surroundings& around_;
+    const Context& context_;
     char* const buffer_;
     const char* const own_;
     const Chunks chunks_;
@@ -125,48 +125,48 @@ class AllGather {
 // The first half of all_to_all and reduce_scatter: a slot holds a block for each rank.
 class Blocks {
   public:
-    Blocks(const Surroundings& around, const char* input, uint64_t piece_bytes)
-        : around_(around), input_(input), chunks_{piece_bytes, around.slot_bytes() / around.num_ranks / 64 * 64} {}
+    Blocks(const Context& context, const char* input, uint64_t shard_bytes)
+        : context_(context), input_(input), chunks_{shard_bytes, context.slot_bytes() / context.num_ranks / 64 * 64} {}
 
     const Chunks& chunks() const { return chunks_; }
 
-    const char* own(uint64_t step) const { return piece(around_.rank, step); }
+    const char* own(uint64_t step) const { return shard(context_.rank, step); }
 
     void fill(uint64_t step, char* slot) const {
-        for (int distance = 1; distance < around_.num_ranks; ++distance) {
-            const int other = around_.other(distance);
-            std::memcpy(slot + other * chunks_.chunk, piece(other, step), chunks_.length(step));
+        for (int distance = 1; distance < context_.num_ranks; ++distance) {
+            const int other = context_.other(distance);
+            std::memcpy(slot + other * chunks_.chunk, shard(other, step), chunks_.length(step));
         }
     }
 
     // Data of another rank for this one.
     const char* from(int rank, uint64_t global_step) const {
-        return around_.slot(rank, global_step) + around_.rank * chunks_.chunk;
+        return context_.slot(rank, global_step) + context_.rank * chunks_.chunk;
     }
 
   private:
-    const char* piece(int rank, uint64_t step) const {
+    const char* shard(int rank, uint64_t step) const {
         return input_ + static_cast<uint64_t>(rank) * chunks_.total + chunks_.begin(step);
     }
 
-    const Surroundings& around_;
+    const Context& context_;
     const char* const input_;
     const Chunks chunks_;
 };
 
 class AllToAll {
   public:
-    AllToAll(const Surroundings& around, char* output, const char* input, uint64_t piece_bytes)
-        : around_(around), blocks_(around, input, piece_bytes), output_(output) {}
+    AllToAll(const Context& context, char* output, const char* input, uint64_t shard_bytes)
+        : context_(context), blocks_(context, input, shard_bytes), output_(output) {}
 
     uint64_t num_steps() const { return blocks_.chunks().number(); }
     uint64_t lag() const { return 1; }
     void fill(uint64_t step, char* slot) { blocks_.fill(step, slot); }
 
     void drain(uint64_t step, uint64_t global_step) {
-        take(around_.rank, step, blocks_.own(step));
-        for (int distance = 1; distance < around_.num_ranks; ++distance) {
-            const int other = around_.other(distance);
+        take(context_.rank, step, blocks_.own(step));
+        for (int distance = 1; distance < context_.num_ranks; ++distance) {
+            const int other = context_.other(distance);
             take(other, step, blocks_.from(other, global_step));
         }
     }
@@ -175,19 +175,19 @@ class AllToAll {
     void take(int rank, uint64_t step, const char* from) const {
         const Chunks& chunks = blocks_.chunks();
         char* to = output_ + static_cast<uint64_t>(rank) * chunks.total + chunks.begin(step);
-        around_.copy_result(to, from, chunks.length(step), chunks.total * around_.num_ranks);
+        context_.copy_result(to, from, chunks.length(step), chunks.total * context_.num_ranks);
     }
 
-    const Surroundings& around_;
+    const Context& context_;
     const Blocks blocks_;
     char* const output_;
 };
 
 class ReduceScatter {
   public:
-    ReduceScatter(const Surroundings& around, const Reduction& reduction, uint64_t element_bytes,
-                  uint64_t output_element_bytes, const char* payload, char* output, uint64_t piece_count)
-        : around_(around), reduction_(reduction), blocks_(around, payload, piece_count * element_bytes),
+    ReduceScatter(const Context& context, const Reduction& reduction, uint64_t element_bytes,
+                  uint64_t output_element_bytes, const char* payload, char* output, uint64_t shard_count)
+        : context_(context), reduction_(reduction), blocks_(context, payload, shard_count * element_bytes),
           element_bytes_(element_bytes), output_element_bytes_(output_element_bytes), output_(output) {}
 
     uint64_t num_steps() const { return blocks_.chunks().number(); }
@@ -197,17 +197,17 @@ class ReduceScatter {
     void drain(uint64_t step, uint64_t global_step) {
         const void* terms[MAX_RANKS];
         terms[0] = blocks_.own(step);
-        for (int distance = 1; distance < around_.num_ranks; ++distance) {
-            terms[distance] = blocks_.from(around_.other(distance), global_step);
+        for (int distance = 1; distance < context_.num_ranks; ++distance) {
+            terms[distance] = blocks_.from(context_.other(distance), global_step);
         }
         const Chunks& chunks = blocks_.chunks();
         char* to = output_ + chunks.begin(step) / element_bytes_ * output_element_bytes_;
-        around_.reduce(reduction_, terms, around_.num_ranks, to,
+        context_.reduce(reduction_, terms, context_.num_ranks, to,
                        static_cast<int64_t>(chunks.length(step) / element_bytes_));
     }
 
   private:
-    const Surroundings& around_;
+    const Context& context_;
     const Reduction reduction_;
     const Blocks blocks_;
     const uint64_t element_bytes_, output_element_bytes_;
@@ -217,10 +217,10 @@ class ReduceScatter {
 // Every rank reduces everything, with one synchronization; for short tensors.
 class ShortAllReduce {
   public:
-    ShortAllReduce(const Surroundings& around, const Reduction& reduction, uint64_t element_bytes, char* data,
+    ShortAllReduce(const Context& context, const Reduction& reduction, uint64_t element_bytes, char* data,
                    uint64_t count)
-        : around_(around), reduction_(reduction), element_bytes_(element_bytes), data_(data),
-          chunks_{count * element_bytes, around.slot_bytes()} {}
+        : context_(context), reduction_(reduction), element_bytes_(element_bytes), data_(data),
+          chunks_{count * element_bytes, context.slot_bytes()} {}
 
     uint64_t num_steps() const { return chunks_.number(); }
     uint64_t lag() const { return 1; }
@@ -228,13 +228,13 @@ class ShortAllReduce {
 
     void drain(uint64_t step, uint64_t global_step) {
         const void* terms[MAX_RANKS];
-        for (int rank = 0; rank < around_.num_ranks; ++rank) terms[rank] = around_.slot(rank, global_step);
-        around_.reduce(reduction_, terms, around_.num_ranks, data_ + chunks_.begin(step),
+        for (int rank = 0; rank < context_.num_ranks; ++rank) terms[rank] = context_.slot(rank, global_step);
+        context_.reduce(reduction_, terms, context_.num_ranks, data_ + chunks_.begin(step),
                        static_cast<int64_t>(chunks_.length(step) / element_bytes_));
     }
 
   private:
-    const Surroundings& around_;
+    const Context& context_;
     const Reduction reduction_;
     const uint64_t element_bytes_;
     char* const data_;
@@ -248,11 +248,11 @@ class ShortAllReduce {
 // chunk can't be interleaved, and runs without lag.
 class LongAllReduce {
   public:
-    LongAllReduce(const Surroundings& around, const Reduction& reduction, uint64_t element_bytes, char* data,
+    LongAllReduce(const Context& context, const Reduction& reduction, uint64_t element_bytes, char* data,
                   uint64_t count)
-        : around_(around), reduction_(reduction), element_bytes_(element_bytes), data_(data),
-          block_(block_bytes(around, count * element_bytes)),
-          chunks_{count * element_bytes, block_ * around.num_ranks} {}
+        : context_(context), reduction_(reduction), element_bytes_(element_bytes), data_(data),
+          block_(block_bytes(context, count * element_bytes)),
+          chunks_{count * element_bytes, block_ * context.num_ranks} {}
 
     uint64_t num_steps() const { return 2 * chunks_.number(); }
     uint64_t lag() const { return chunks_.number() > 1 ? 1 : 0; }
@@ -260,11 +260,11 @@ class LongAllReduce {
     void fill(uint64_t step, char* slot) {
         const uint64_t chunk = chunk_of(step);
         if (spreads(step)) {
-            std::memcpy(slot, data_ + begin(chunk, around_.rank), length(chunk, around_.rank));
+            std::memcpy(slot, data_ + begin(chunk, context_.rank), length(chunk, context_.rank));
             return;
         }
-        for (int distance = 1; distance < around_.num_ranks; ++distance) {
-            const int other = around_.other(distance);
+        for (int distance = 1; distance < context_.num_ranks; ++distance) {
+            const int other = context_.other(distance);
             std::memcpy(slot + other * block_, data_ + begin(chunk, other), length(chunk, other));
         }
     }
@@ -272,17 +272,17 @@ class LongAllReduce {
     void drain(uint64_t step, uint64_t global_step) {
         const uint64_t chunk = chunk_of(step);
         if (!spreads(step)) return reduce(chunk, global_step);
-        for (int distance = 1; distance < around_.num_ranks; ++distance) {
-            const int other = around_.other(distance);
-            std::memcpy(data_ + begin(chunk, other), around_.slot(other, global_step), length(chunk, other));
+        for (int distance = 1; distance < context_.num_ranks; ++distance) {
+            const int other = context_.other(distance);
+            std::memcpy(data_ + begin(chunk, other), context_.slot(other, global_step), length(chunk, other));
         }
     }
 
   private:
-    static uint64_t block_bytes(const Surroundings& around, uint64_t bytes) {
-        const uint64_t num_ranks = static_cast<uint64_t>(around.num_ranks);
+    static uint64_t block_bytes(const Context& context, uint64_t bytes) {
+        const uint64_t num_ranks = static_cast<uint64_t>(context.num_ranks);
         const uint64_t shared_out = (bytes + num_ranks - 1) / num_ranks;
-        return smaller(around.slot_bytes() / num_ranks, shared_out + 63) / 64 * 64;
+        return smaller(context.slot_bytes() / num_ranks, shared_out + 63) / 64 * 64;
     }
 
     bool spreads(uint64_t step) const {
@@ -297,13 +297,13 @@ class LongAllReduce {
     }
 
     void reduce(uint64_t chunk, uint64_t global_step) const {
-        char* own = data_ + begin(chunk, around_.rank);
+        char* own = data_ + begin(chunk, context_.rank);
         const void* terms[MAX_RANKS];
-        for (int rank = 0; rank < around_.num_ranks; ++rank) {
-            terms[rank] = rank == around_.rank ? own : around_.slot(rank, global_step) + around_.rank * block_;
+        for (int rank = 0; rank < context_.num_ranks; ++rank) {
+            terms[rank] = rank == context_.rank ? own : context_.slot(rank, global_step) + context_.rank * block_;
         }
-        around_.reduce(reduction_, terms, around_.num_ranks, own,
-                       static_cast<int64_t>(length(chunk, around_.rank) / element_bytes_));
+        context_.reduce(reduction_, terms, context_.num_ranks, own,
+                       static_cast<int64_t>(length(chunk, context_.rank) / element_bytes_));
     }
 
     uint64_t begin(uint64_t chunk, int rank) const {
@@ -311,7 +311,7 @@ class LongAllReduce {
     }
     uint64_t length(uint64_t chunk, int rank) const { return smaller(block_, chunks_.total - begin(chunk, rank)); }
 
-    const Surroundings& around_;
+    const Context& context_;
     const Reduction reduction_;
     const uint64_t element_bytes_;
     char* const data_;

@@ -22,19 +22,19 @@ class Pipeline {
 
     // `Operation` has num_steps() (1 at least), lag(), fill(step, slot) and drain(step, global_step). Throws Failure.
     template <class Operation>
-    void run(Operation& operation, const Facts& facts) {
+    void run(Operation& operation, const CallInfo& call) {
         waiter_.require_intact();
         const uint64_t first = next_step_, num_steps = operation.num_steps(), lag = operation.lag();
         for (uint64_t step = 0; step < num_steps + lag; ++step) {
             if (step < num_steps) {
                 if (first + step >= NUM_PARITIES) waiter_.await(CONSUMED, first + step - NUM_PARITIES);
-                if (step == 0) segment_.card(rank_).at[first % NUM_PARITIES].facts = facts;
+                if (step == 0) segment_.rank_state(rank_).at[first % NUM_PARITIES].call = call;
                 operation.fill(step, segment_.slot(rank_, first + step));
                 waiter_.arrive(WRITTEN, first + step);
             }
             if (step < lag) continue;
             waiter_.await(WRITTEN, first + step - lag);
-            if (step == lag) compare(facts, first);
+            if (step == lag) compare(call, first);
             operation.drain(step - lag, first + step - lag);
             waiter_.arrive(CONSUMED, first + step - lag);
         }
@@ -42,9 +42,9 @@ class Pipeline {
     }
 
   private:
-    void compare(const Facts& facts, uint64_t step) const {
+    void compare(const CallInfo& call, uint64_t step) const {
         for (int rank = 0; rank < segment_.num_ranks(); ++rank) {
-            if (segment_.card(rank).at[step % NUM_PARITIES].facts == facts) continue;
+            if (segment_.rank_state(rank).at[step % NUM_PARITIES].call == call) continue;
             waiter_.give_up(DIFFERS, rank_, step);
         }
     }

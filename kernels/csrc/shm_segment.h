@@ -5,7 +5,7 @@
 // /dev/shm, 64 MiB in many containers, does not limit it. It is allocated completely at creation, so that a host
 // without memory fails there and not with a SIGBUS later. It is sealed against truncation.
 //
-// Layout: the Header, a Card for each rank, and two slots for each rank, each of a whole number of pages.
+// Layout: the Header, a RankState for each rank, and two slots for each rank, each of a whole number of pages.
 #pragma once
 
 #include <fcntl.h>
@@ -30,14 +30,14 @@ constexpr int NUM_COUNTERS = 4;  // see Note [Steps] in shm_pipeline.h
 constexpr uint64_t PAGE_BYTES = 4096;
 
 // Current call of a rank, published for comparison by the others and for messages.
-struct Facts {
+struct CallInfo {
     int64_t operation;
     int64_t number;     // sequence number per kind of operation
     int64_t length;     // elements or bytes
     int64_t type;       // element type; 0 for operations on bytes
     int64_t detail;     // operator of a reduction, source of a broadcast
 
-    bool operator==(const Facts& other) const { return std::memcmp(this, &other, sizeof(Facts)) == 0; }
+    bool operator==(const CallInfo& other) const { return std::memcmp(this, &other, sizeof(CallInfo)) == 0; }
 };
 
 // On a separate cache line, to avoid false sharing.
@@ -45,13 +45,13 @@ struct alignas(64) Counter {
     std::atomic<uint32_t> value;
 };
 
-struct alignas(64) Card {
+struct alignas(64) RankState {
     std::atomic<uint32_t> num_written;   // steps, for finding ranks that are behind; written by the rank itself only
     std::atomic<uint32_t> num_consumed;
     int64_t process_id;
     cpu_set_t processors;
     struct alignas(64) {
-        Facts facts;
+        CallInfo call;
     } at[NUM_PARITIES];
 };
 
@@ -59,8 +59,8 @@ struct Header {
     uint64_t key;  // random number that identifies the memory
     uint64_t num_ranks;
     uint64_t slot_bytes;
-    alignas(64) std::atomic<uint64_t> abortion;  // 0, or the reason of the abort; see Failure
-    std::atomic<uint64_t> abortion_step;
+    alignas(64) std::atomic<uint64_t> abort_reason;  // 0, or the reason of the abort; see Failure
+    std::atomic<uint64_t> abort_step;
     alignas(64) std::atomic<uint32_t> num_sleepers;
     Counter written[NUM_COUNTERS];
     Counter consumed[NUM_COUNTERS];
@@ -127,7 +127,9 @@ class Segment {
     int file() const { return file_; }
     bool is_mapped() const { return base_ != nullptr; }
     Header& header() const { return *reinterpret_cast<Header*>(base_); }
-    Card& card(int rank) const { return reinterpret_cast<Card*>(base_ + round_up(sizeof(Header)))[rank]; }
+    RankState& rank_state(int rank) const {
+        return reinterpret_cast<RankState*>(base_ + round_up(sizeof(Header)))[rank];
+    }
     int num_ranks() const { return static_cast<int>(header().num_ranks); }
     uint64_t slot_bytes() const { return header().slot_bytes; }
 
@@ -152,7 +154,7 @@ class Segment {
     static uint64_t round_up(uint64_t bytes) { return (bytes + PAGE_BYTES - 1) / PAGE_BYTES * PAGE_BYTES; }
 
     static uint64_t slots_offset(int num_ranks) {
-        return round_up(sizeof(Header)) + round_up(sizeof(Card) * static_cast<uint64_t>(num_ranks));
+        return round_up(sizeof(Header)) + round_up(sizeof(RankState) * static_cast<uint64_t>(num_ranks));
     }
 
     static uint64_t size_of(int num_ranks, uint64_t slot_bytes) {

@@ -60,21 +60,21 @@ class Waiter {
     // For later waits. Any thread may call it.
     void set_timeout(int64_t nanoseconds) { timeout_.store(nanoseconds, std::memory_order_relaxed); }
 
-    // Called after all ranks have written their cards.
+    // Called after all ranks have written their rank states.
     void meet_peers() {
         const int num_ranks = segment_.num_ranks();
         cpu_set_t all;
         CPU_ZERO(&all);
         for (int rank = 0; rank < num_ranks; ++rank) {
-            peers_.emplace_back(segment_.card(rank).process_id);
-            CPU_OR(&all, &all, &segment_.card(rank).processors);
+            peers_.emplace_back(segment_.rank_state(rank).process_id);
+            CPU_OR(&all, &all, &segment_.rank_state(rank).processors);
         }
         // If ranks share processors, a spinning rank may block the one that it waits for.
         num_pauses_ = CPU_COUNT(&all) >= num_ranks ? NUM_PAUSES : 0;
     }
 
     void require_intact() const {
-        const uint64_t word = segment_.header().abortion.load(std::memory_order_acquire);
+        const uint64_t word = segment_.header().abort_reason.load(std::memory_order_acquire);
         if (word != 0) throw Failure::unpack(word);
     }
 
@@ -105,15 +105,15 @@ class Waiter {
     void abort(Reason reason, int about, uint64_t step = 0) const {
         Header& header = segment_.header();
         uint64_t expected = 0;
-        if (header.abortion.load() == 0) header.abortion_step.store(step);
-        header.abortion.compare_exchange_strong(expected, Failure::pack(reason, about));
+        if (header.abort_reason.load() == 0) header.abort_step.store(step);
+        header.abort_reason.compare_exchange_strong(expected, Failure::pack(reason, about));
         for (Counter& counter : header.written) wake(counter.value);
         for (Counter& counter : header.consumed) wake(counter.value);
     }
 
     [[noreturn]] void give_up(Reason reason, int about, uint64_t step = 0) const {
         abort(reason, about, step);
-        throw Failure::unpack(segment_.header().abortion.load());
+        throw Failure::unpack(segment_.header().abort_reason.load());
     }
 
   private:
@@ -123,8 +123,8 @@ class Waiter {
     }
 
     std::atomic<uint32_t>& number_of(Phase phase, int rank) const {
-        Card& card = segment_.card(rank);
-        return phase == WRITTEN ? card.num_written : card.num_consumed;
+        RankState& rank_state = segment_.rank_state(rank);
+        return phase == WRITTEN ? rank_state.num_written : rank_state.num_consumed;
     }
 
     // Value of a step's word when all ranks have arrived; the word was used for every NUM_COUNTERS-th step before.

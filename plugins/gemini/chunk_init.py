@@ -36,7 +36,7 @@ def describe_params(
         for number, module in reversed(list(enumerate(model.modules())))
         for parameter in module.parameters(recurse=False)
     }
-    facts = [
+    infos = [
         ParamInfo(
             name=name,
             shape=tuple(parameter.shape),
@@ -45,26 +45,26 @@ def describe_params(
         )
         for name, parameter in named
     ]
-    return named, facts, [module_of[id(parameter)] for _, parameter in named]
+    return named, infos, [module_of[id(parameter)] for _, parameter in named]
 
 
 def plan_model(
-    facts: Sequence[ParamInfo], module_of: Sequence[int], settings: GeminiSettings, num_shards: int
+    infos: Sequence[ParamInfo], module_of: Sequence[int], settings: GeminiSettings, num_shards: int
 ) -> ChunkPlan:
     """Return the layout of all parameters, equal on all ranks. No communication."""
     chunks = settings.chunks
     if chunks.numel is not None:
-        return plan_chunks(facts, num_shards=num_shards, chunk_numel=chunks.numel, module_of=module_of)
+        return plan_chunks(infos, num_shards=num_shards, chunk_numel=chunks.numel, module_of=module_of)
     found = search_chunk_numel(
-        facts,
+        infos,
         num_shards=num_shards,
         search_range_numel=chunks.search_range_numel,
         min_chunk_numel=chunks.min_numel,
-        step_numel=default_step(facts) if chunks.step_numel is None else chunks.step_numel,
+        step_numel=default_step(infos) if chunks.step_numel is None else chunks.step_numel,
         module_of=module_of,
     )
     return plan_chunks(
-        facts,
+        infos,
         num_shards=num_shards,
         chunk_numel=found.chunk_numel,
         module_of=module_of,

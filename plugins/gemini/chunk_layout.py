@@ -146,19 +146,19 @@ class ChunkLayout:
         Args:
             rank: Rank in the shard group.
         """
-        piece = self.shard_range(rank)
-        return [part for index in range(len(self.regions)) if (part := self._part(index, piece)) is not None]
+        owned = self.shard_range(rank)
+        return [part for index in range(len(self.regions)) if (part := self._part(index, owned)) is not None]
 
-    def _part(self, place_index: int, piece: slice) -> ShardRegionInChunk | None:
-        place = self.regions[place_index]
-        start, stop = max(place.start, piece.start), min(place.stop, piece.stop)
+    def _part(self, region_index: int, owned: slice) -> ShardRegionInChunk | None:
+        region = self.regions[region_index]
+        start, stop = max(region.start, owned.start), min(region.stop, owned.stop)
         if start >= stop:
             return None
         return ShardRegionInChunk(
-            region_index=place_index,
-            span=(start - place.start, stop - place.start),
+            region_index=region_index,
+            span=(start - region.start, stop - region.start),
             in_chunk=slice(start, stop),
-            in_shard=slice(start - piece.start, stop - piece.start),
+            in_shard=slice(start - owned.start, stop - owned.start),
         )
 
 

@@ -183,7 +183,7 @@ def default_step(parameters: Iterable[ParamInfo]) -> int:
     Args:
         parameters: Parameters of the model, in any order.
     """
-    counts = Counter(facts.shape[1] for facts in parameters if len(facts.shape) == 2 and facts.numel)
+    counts = Counter(info.shape[1] for info in parameters if len(info.shape) == 2 and info.numel)
     return min(counts, key=lambda dimension: (-counts[dimension], dimension), default=_STEP_WITHOUT_MATRICES)
 
 
@@ -218,9 +218,9 @@ def _kinds(
     """Group parameters by kind, in the order of each kind's first parameter."""
     assert module_of is None or len(module_of) == len(parameters), "module_of has one number for each parameter"
     kinds: dict[tuple[torch.dtype, bool], _ParamGroup] = {}
-    for index, (facts, numel) in enumerate(zip(parameters, numels, strict=True)):
-        key = (facts.dtype, facts.trains)
-        kind = kinds.setdefault(key, _ParamGroup(*key, unit_numel(facts.dtype, num_shards)))
+    for index, (info, numel) in enumerate(zip(parameters, numels, strict=True)):
+        key = (info.dtype, info.trains)
+        kind = kinds.setdefault(key, _ParamGroup(*key, unit_numel(info.dtype, num_shards)))
         if numel == 0:
             kind.empty.append(index)
         elif outlier_numel is not None and numel > outlier_numel:

@@ -165,8 +165,8 @@ def gemini_memory(
 
 def _make(question: MemoryRequest, settings: GeminiSettings, placement: Placement) -> _Chunks:
     trained = {id(one) for one in question.trained}
-    named, facts, module_of = describe_params(question.model, trained, settings.dtype)
-    plan = plan_model(facts, module_of, settings, settings.num_shards)
+    named, infos, module_of = describe_params(question.model, trained, settings.dtype)
+    plan = plan_model(infos, module_of, settings, settings.num_shards)
     settings = _on_meta(settings)
     on_meta = [(name, nn.Parameter(torch.empty(0, device=_META), requires_grad=False)) for name, _ in named]
     chunks = [make_chunk(index, layout, on_meta, settings) for index, layout in enumerate(plan.chunks)]
@@ -197,8 +197,8 @@ def _make(question: MemoryRequest, settings: GeminiSettings, placement: Placemen
 
 
 def _on_meta(settings: GeminiSettings) -> GeminiSettings:
-    facts = {name: getattr(settings, name) for name in GeminiSettings.__slots__}
-    return GeminiSettings(**(facts | {"device": _META}))
+    values = {name: getattr(settings, name) for name in GeminiSettings.__slots__}
+    return GeminiSettings(**(values | {"device": _META}))
 
 
 def _note_updated(found: _Chunks, chunk: Chunk, question: MemoryRequest) -> None:
@@ -214,7 +214,7 @@ def _note_updated(found: _Chunks, chunk: Chunk, question: MemoryRequest) -> None
 
 
 def _fill(chunk: Chunk, manager: ChunkManager, settings: GeminiSettings) -> None:
-    """Give a chunk its piece as `fill_chunk` does."""
+    """Give a chunk its shard as `fill_chunk` does."""
     is_offloaded = chunk.index in manager.locations.weights
     for param in chunk.params:
         param.unbind()
@@ -225,7 +225,7 @@ def _fill(chunk: Chunk, manager: ChunkManager, settings: GeminiSettings) -> None
 
 
 def _migrate(manager: ChunkManager) -> None:
-    """Move the pieces to where the placement wants them after the recorded step."""
+    """Move the shards to where the placement wants them after the recorded step."""
     homes = manager.choose_locations()
     if homes == manager.locations:
         return
@@ -254,7 +254,7 @@ class _ModuleWalk:
         }
 
     def run(self, found: _Chunks, *, is_cpu: bool) -> Moment:
-        """Return the worst moment of it; `held` counts pieces, gathered weights and gradients.
+        """Return the worst moment of it; `held` counts shards, gathered weights and gradients.
 
         Args:
             found: The chunks.
@@ -319,15 +319,15 @@ def _by_chunk(params: Sequence[ChunkParam]) -> Iterator[tuple[Chunk, list[ChunkP
 
 def _memory(question: MemoryRequest, found: _Chunks, worst: Moment, *, sent: int, num_replicas: int) -> RankMemory:
     manager, settings = found.manager, found.settings
-    pieces = sum(chunk.bytes_in_memory for chunk in found.chunks)
+    shards = sum(chunk.bytes_in_memory for chunk in found.chunks)
     sums = {chunk.index: chunk.grad_shard.num_bytes for chunk in found.chunks if chunk.layout.trains}
     in_memory = sum(size for index, size in sums.items() if index not in manager.locations.weights)
     kept = {
-        "parameters": pieces,
+        "parameters": shards,
         "optimizer_states": found.held_of_states(),
     }
     buffers = cast_bytes(question.model.buffers(), settings.dtype)
-    gathered = worst.held - pieces
+    gathered = worst.held - shards
     shared = 2 * (num_replicas - 1) * sum(sums.values()) // num_replicas
     return RankMemory(
         steady_state=MemoryParts(**kept, buffers=buffers),
@@ -341,8 +341,8 @@ def _memory(question: MemoryRequest, found: _Chunks, worst: Moment, *, sent: int
 def _sent_of_kept(found: _Chunks) -> int:
     """Return the bytes of weights that are spread after a step."""
     settings = found.settings
-    pieces = sum(chunk.weights.num_bytes for chunk in found.chunks if chunk.is_kept_gathered)
-    return (settings.num_shards - 1) * pieces
+    shards = sum(chunk.weights.num_bytes for chunk in found.chunks if chunk.is_kept_gathered)
+    return (settings.num_shards - 1) * shards
 
 
 def _step_bytes(question: MemoryRequest, found: _Chunks) -> int:

@@ -335,8 +335,8 @@ class GeminiModel(ModelWrapper):
         return result
 
     def _undo(self, kept: Mapping[Chunk, torch.Tensor], buffers: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        for chunk, piece in kept.items():
-            chunk.weights.store(piece)
+        for chunk, shard in kept.items():
+            chunk.weights.store(shard)
         for buffer, before in buffers:
             buffer.copy_(before)
         self.weights_changed()
@@ -368,7 +368,7 @@ class GeminiModel(ModelWrapper):
         for names, value in self._named_state():
             param = params.get(id(value))
             if param is None:
-                slices.append(TensorSlice.whole(names[0], value.detach(), primary=self._is_primary, shared=False))
+                slices.append(TensorSlice.full(names[0], value.detach(), primary=self._is_primary, shared=False))
             else:
                 slices += self._slices_of(names[0], param)
         return slices
@@ -376,7 +376,7 @@ class GeminiModel(ModelWrapper):
     def _slices_of(self, name: str, param: ChunkParam) -> Iterator[TensorSlice]:
         chunk = param.chunk
         if chunk.is_kept_gathered or param.region.start == param.region.stop:
-            yield TensorSlice.whole(name, param.parameter.detach(), primary=self._is_primary)
+            yield TensorSlice.full(name, param.parameter.detach(), primary=self._is_primary)
             return
         for part in chunk.layout.parts(chunk.rank):
             if chunk.layout.regions[part.region_index] is param.region:
@@ -497,8 +497,8 @@ class GeminiModelBuilder:
             verbose: If True, log the waste of the chunks.
         """
         settings = self._settings
-        named, facts, module_of = describe_params(model, trained, settings.dtype)
-        plan = plan_model(facts, module_of, settings, settings.num_shards)
+        named, infos, module_of = describe_params(model, trained, settings.dtype)
+        plan = plan_model(infos, module_of, settings, settings.num_shards)
         if verbose:
             log_rank_zero(f"GeminiPlugin: {plan.waste.describe()}")
         chunks = [make_chunk(index, layout, named, settings) for index, layout in enumerate(plan.chunks)]
@@ -558,10 +558,10 @@ class GeminiModelBuilder:
     ) -> list[Chunk]:
         """Return allocated chunks of unfrozen parameters."""
         members = list(named.items())
-        facts = [ParamInfo(name=name, shape=tuple(one.shape), dtype=one.dtype, trains=True) for name, one in members]
-        largest = max(fact.numel for fact in facts)
+        infos = [ParamInfo(name=name, shape=tuple(one.shape), dtype=one.dtype, trains=True) for name, one in members]
+        largest = max(info.numel for info in infos)
         plan = plan_chunks(
-            facts,
+            infos,
             num_shards=self._settings.num_shards,
             chunk_numel=max(largest, self._settings.chunks.numel or self._settings.chunks.min_numel),
         )

@@ -294,7 +294,7 @@ class DiskTier:
             if directory is not None:
                 os.makedirs(directory, exist_ok=True)
             own = ScratchDirectory(directory, contents="model data", setting="offload_dir")
-            self._file = BlockFile(own.path / "pieces.bin", queue)
+            self._file = BlockFile(own.path / "shards.bin", queue)
         except OSError as error:
             queue.close()
             raise ConfigError(

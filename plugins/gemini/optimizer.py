@@ -246,11 +246,11 @@ class GeminiOptimizer(ShardedOptimizer):
         Also reduces gradients that did not come from a backward. Collective over the data-parallel ranks.
         """
         params, updates = self._trained_params(), list(self._updates.values())
-        facts = [param.is_used for param in params] + [update.chunk.has_grad_shard for update in updates]
-        *agreed, has_local = self._any_rank([*facts, self._manager.reduction.has_local])
+        flags = [param.is_used for param in params] + [update.chunk.has_grad_shard for update in updates]
+        *agreed, has_local = self._any_rank([*flags, self._manager.reduction.has_local])
         if has_local:
             self._manager.reduction.reduce_local()
-            *agreed, _ = self._any_rank([*facts[: len(params)], *(one.chunk.has_grad_shard for one in updates), False])
+            *agreed, _ = self._any_rank([*flags[: len(params)], *(one.chunk.has_grad_shard for one in updates), False])
         for param, is_used in zip(params, agreed, strict=False):
             param.is_used = is_used
         return [update for update, has_sums in zip(updates, agreed[len(params) :], strict=True) if has_sums]

@@ -198,7 +198,7 @@ def check_fit(budget: int, needed: int, *, resident: int = 0, ratio: float = 1.0
     total = resident + needed
     if total <= share_of(budget, ratio):
         return
-    stays = f" beside the {resident} of the pieces and gathered chunks that stay in it" if resident else ""
+    stays = f" in addition to the {resident} bytes of shards and chunks kept gathered" if resident else ""
     changes = ["make chunks smaller (min_chunk_size_m)", "give smaller batches"]
     if resident:
         changes.append("offload more (offload_param_frac, offload_optim_frac) or keep less gathered (shard_param_frac)")

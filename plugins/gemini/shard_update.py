@@ -141,9 +141,9 @@ class ChunkUpdate:
         old = self.states.pop(key, None)
         if old is not None:
             old.drop()
-        piece = self.states[key] = ChunkShard(self.chunk.layout.shard_numel, dtype, self.chunk.master.device)
-        piece.allocate(tier)
-        return piece
+        shard = self.states[key] = ChunkShard(self.chunk.layout.shard_numel, dtype, self.chunk.master.device)
+        shard.allocate(tier)
+        return shard
 
     def _new_states(self, optimizer: Optimizer) -> Iterator[str]:
         keys: dict[str, None] = {}
@@ -154,31 +154,31 @@ class ChunkUpdate:
         yield from keys
 
     def _is_offloaded(self, key: str, value: torch.Tensor) -> bool:
-        piece = self.states.get(key)
-        if piece is None:
+        shard = self.states.get(key)
+        if shard is None:
             return False
-        memory = piece.as_tensor()
+        memory = shard.as_tensor()
         start = memory.data_ptr()
         return start <= value.data_ptr() < start + memory.nbytes
 
     @torch.no_grad()
     def fetch_states(self, optimizer: Optimizer) -> None:
         """Move the states back to memory."""
-        for key, piece in self.states.items():
+        for key, shard in self.states.items():
             for one in self.owned:
                 state = optimizer.state.get(one.shard.parameter, {})
                 if key in state:
                     state[key] = state[key].clone()
-            piece.drop()
+            shard.drop()
         self.states.clear()
 
     def new_state(self, parameter: torch.Tensor, key: str, dtype: torch.dtype, tier: Tier) -> torch.Tensor:
         """Allocate a state of a shard in a tier."""
-        piece = self.states.get(key)
-        if piece is None or piece.dtype != dtype:
-            piece = self._new_state_shard(key, dtype, tier)
+        shard = self.states.get(key)
+        if shard is None or shard.dtype != dtype:
+            shard = self._new_state_shard(key, dtype, tier)
         part = next(one.part for one in self.owned if one.shard.parameter is parameter)
-        return piece.as_tensor()[part.in_shard]
+        return shard.as_tensor()[part.in_shard]
 
     def state_bytes(self, optimizer: Optimizer | None) -> int:
         """Return the bytes of masters and per-element states in all tiers; an estimate before the first step.

@@ -260,7 +260,7 @@ class PipelineRuntime:
     # Results.
 
     def _loss(self, run: PipelineRun) -> torch.Tensor | None:
-        is_last = any(piece.is_last for piece in self._model.model_chunks)
+        is_last = any(chunk.is_last for chunk in self._model.model_chunks)
         own = float(sum(run.losses))
         if self._arguments.broadcast_loss:
             own = all_reduce_numbers([own], self._stage_group)[0]

@@ -169,8 +169,8 @@ class LowLevelZeroPlugin(DistributedPlugin):
             convert_batch_norm(model, self._device)
 
     def config_fingerprint(self) -> list[str]:
-        facts = [f"{name}={getattr(self._arguments, name)!r}" for name in ZeroArguments.__slots__]
-        return [*facts, *self._loss_scale.fingerprint]
+        lines = [f"{name}={getattr(self._arguments, name)!r}" for name in ZeroArguments.__slots__]
+        return [*lines, *self._loss_scale.fingerprint]
 
     def configure(
         self,

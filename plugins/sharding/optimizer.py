@@ -126,7 +126,7 @@ class ShardedOptimizerState(OptimizerState):
                     yield from shard.slices(f"{name}.{key}", tensor)
                 else:
                     is_first = shard.shard_spec.holds_first(shard.span)
-                    yield TensorSlice.whole(f"{name}.{key}", tensor, primary=shard.is_primary and is_first)
+                    yield TensorSlice.full(f"{name}.{key}", tensor, primary=shard.is_primary and is_first)
 
     def _master_slices(self, name: str, parameter: nn.Parameter) -> Iterator[TensorSlice]:
         if name not in self._shards:
@@ -304,7 +304,7 @@ class ShardedOptimizer(OptimizerWrapper):
         self._names = {id(parameter): model.logical_name(name) for name, parameter in named}
         self.logical_groups: list[list[tuple[str, nn.Parameter]]] = []
         model.register_load_hook(self._refresh_masters)
-        model.register_exact_copies(self._master_slices)
+        model.register_master_slices(self._master_slices)
 
     # Implemented by the strategy.
 
@@ -424,11 +424,11 @@ class ShardedOptimizer(OptimizerWrapper):
         return False  # gradients are neither reduced nor averaged yet
 
     def _unscale_gradients(self) -> None:
-        window = self._accumulation
-        may_have_others = not window.is_unscaled and window.num_backwards == 0 and self.loss_scaler is None
+        accumulation = self._accumulation
+        may_have_others = not accumulation.is_unscaled and accumulation.num_backwards == 0 and self.loss_scaler is None
         if may_have_others and self._any_rank_has_gradients():
             # From a plain loss.backward(), or from another boosted model's backward through this model.
-            window.count_backward(None)
+            accumulation.count_backward(None)
         super()._unscale_gradients()
         if self._accumulation.is_unscaled:
             self._accumulation.was_unscaled = True  # the local gradients are released
@@ -590,16 +590,16 @@ class ShardedOptimizer(OptimizerWrapper):
             super()._run_on_all_ranks(update)
 
     def _clip_to_max_norm(self) -> None:
-        window = self._accumulation
-        if self._max_norm <= 0 or window.has_stepped:
+        accumulation = self._accumulation
+        if self._max_norm <= 0 or accumulation.has_stepped:
             return
         self._unscale_gradients()  # includes gradients of a plain loss.backward()
-        if window.num_backwards == 0:
+        if accumulation.num_backwards == 0:
             return
-        norm_of_user = window.norm
+        norm_of_user = accumulation.norm
         self.clip_grad_by_norm(self._max_norm, self._norm_type)
         if norm_of_user is not None:
-            window.norm = self._last_norm = norm_of_user
+            accumulation.norm = self._last_norm = norm_of_user
 
     def model_parameter(self, parameter: nn.Parameter) -> nn.Parameter:
         """Return the model's parameter for a parameter of `param_groups`, which may be a shard of it."""

@@ -225,7 +225,7 @@ class DDPOptimizer(OptimizerWrapper):
             self.model.reducer.reduce_rest()
         super()._unscale_gradients()
 
-    def restore_window(self, accumulation: AccumulationState, num_microbatches: int) -> None:
-        super().restore_window(accumulation, num_microbatches)
+    def restore_accumulation(self, accumulation: AccumulationState, num_microbatches: int) -> None:
+        super().restore_accumulation(accumulation, num_microbatches)
         if self.model.reducer is not None:
             self.model.reducer.mark_local()

@@ -523,7 +523,7 @@ class FSDPModel(ModelWrapper):
                 slices += self._slice_of(names[0], found[1])
             else:
                 is_shared = found is not None
-                slices.append(TensorSlice.whole(names[0], value.detach(), primary=self._is_primary, shared=is_shared))
+                slices.append(TensorSlice.full(names[0], value.detach(), primary=self._is_primary, shared=is_shared))
         return slices
 
     def _slice_of(self, name: str, param: ShardedParam) -> Iterator[TensorSlice]:

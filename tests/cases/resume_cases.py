@@ -168,7 +168,7 @@ def assert_resume_is_exact(path: Path, precision: str, cut: str, make_plugin) ->
     again.load(path).train(STEPS_AFTER)
     assert again.losses == whole.losses[num_before:]
     assert again.optimizer.num_skipped_steps == whole.optimizer.num_skipped_steps
-    assert again.optimizer.num_micro_steps == whole.optimizer.num_micro_steps
+    assert again.optimizer.num_microbatches == whole.optimizer.num_microbatches
     assert again.scheduler.state_dict() == whole.scheduler.state_dict()
     if whole.optimizer.loss_scaler is not None:
         assert again.optimizer.loss_scaler.state_dict() == whole.optimizer.loss_scaler.state_dict()

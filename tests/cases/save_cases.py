@@ -54,9 +54,9 @@ class SplitModel(ModelWrapper):
 
     def _span(self, name, tensor):
         start, stop = (tensor.numel() * part // self.num_ranks for part in (self.rank, self.rank + 1))
-        whole = TensorSlice.whole(name, tensor, primary=True)
+        whole = TensorSlice.full(name, tensor, primary=True)
         if self.num_ranks == 1 or not tensor.numel():
-            return TensorSlice.whole(name, tensor, primary=self.rank == 0)
+            return TensorSlice.full(name, tensor, primary=self.rank == 0)
         part = tensor.view(-1)[start:stop]
         return TensorSlice(
             name=name,

@@ -20,7 +20,7 @@ class TensorsModel(ModelWrapper):
 
     def tensor_slices(self):
         """Returns all of them, whole."""
-        return [TensorSlice.whole(name, tensor, primary=True) for name, tensor in self.tensors.items()]
+        return [TensorSlice.full(name, tensor, primary=True) for name, tensor in self.tensors.items()]
 
     def tied_names(self):
         """Returns none."""

@@ -42,10 +42,10 @@ def _bad_step(training: Training, held_here: list[str], draw: random.Random, wha
     culprit, value = draw.randrange(dist.get_world_size()), draw.choice(VALUES)
     held = gathered_over_ranks(held_here)[culprit]
     name = draw.choice(held)
-    num_micro_steps = 1 if training.case.is_pipelined else draw.choice([1, 2])
-    bad_micro_step = draw.randrange(2 if training.case.is_pipelined else num_micro_steps)
+    num_microbatches = 1 if training.case.is_pipelined else draw.choice([1, 2])
+    bad_micro_step = draw.randrange(2 if training.case.is_pipelined else num_microbatches)
     place, clips = draw.random(), draw.random() < 0.5
-    what += f": {value} of {name} on rank {culprit}, backward {bad_micro_step} of {num_micro_steps}, clips: {clips}"
+    what += f": {value} of {name} on rank {culprit}, backward {bad_micro_step} of {num_microbatches}, clips: {clips}"
     optimizer, before = training.optimizer, training.memory()
     scaler = optimizer.loss_scaler
     scale = None if scaler is None else scaler.scale
@@ -56,7 +56,7 @@ def _bad_step(training: Training, held_here: list[str], draw: random.Random, wha
     with putting:
         try:
             with watching:
-                for ids in training.micro_steps(num_micro_steps):
+                for ids in training.micro_steps(num_microbatches):
                     training.backward(ids)
                     if clips:
                         training.booster.clip_grad_norm_(optimizer, 1.0)

@@ -152,7 +152,7 @@ def test_a_bad_micro_step_can_be_left_out():
     ):
         booster.backward(model(torch.full((2, 3), float("nan"))).mean(), optimizer)
     optimizer.zero_grad()
-    assert optimizer.num_micro_steps == 0
+    assert optimizer.num_microbatches == 0
     for index in range(2):
         with booster.accumulate(model, optimizer, 2) as is_last:
             assert is_last == (index == 1)

@@ -291,7 +291,7 @@ def test_sizes_that_do_not_fit_are_refused_before_anything_is_sent():
         (torch.empty(8)[::2], four, [2, 2], [2, 2], 2),
         (four, four.double(), [2, 2], [2, 2], 2),
     ]:
-        with pytest.raises(AssertionError, match="is not 2 flat pieces of"):
+        with pytest.raises(AssertionError, match="is not 2 flat shards of"):
             all_to_all_single(
                 output, payload, output_sizes=output_sizes, payload_sizes=payload_sizes, largest_size=largest
             )

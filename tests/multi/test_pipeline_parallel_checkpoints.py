@@ -200,7 +200,7 @@ def half_a_step(layout: str, name: str, is_second: bool, path: str):
         job.backward(7, 12)  # gradients of another history, to be replaced
         job.step()
         job.booster.load(Path(path), job.model, job.optimizer)
-        assert job.optimizer.num_micro_steps == 1
+        assert job.optimizer.num_microbatches == 1
     with job.booster.accumulate(job.model, job.optimizer, 2):
         job.backward(int(is_second), 12)
         job.step()

@@ -145,7 +145,7 @@ def test_several_backwards_in_the_last_microbatch(counts_items):
                 for target in (1, 2):
                     loss = reduce((pair.model(mine) - target).square())
                     pair.booster.backward(loss, pair.optimizer, **num_items)
-                if pair.optimizer.num_micro_steps == 3:
+                if pair.optimizer.num_microbatches == 3:
                     for found, expected in zip(pair.model.parameters(), pair.plain.parameters(), strict=True):
                         torch.testing.assert_close(found.grad, expected.grad)
                 pair.optimizer.step()

@@ -155,9 +155,9 @@ def load_state(wrapped, path: str) -> None:
 def save(path: str, place: Place, seed: int, has_items: bool, scale: float | None = None, dtype=torch.float32):
     wrapped = make(place, seed, scale=scale, dtype=dtype)
     put_gradients(wrapped, place, scale or 1.0)
-    window = AccumulationState(num_backwards=3, num_averaged=2)
-    window.num_items = items_of(group_rank()) if has_items else None
-    wrapped.restore_window(window, 2)
+    accumulation = AccumulationState(num_backwards=3, num_averaged=2)
+    accumulation.num_items = items_of(group_rank()) if has_items else None
+    wrapped.restore_accumulation(accumulation, 2)
     save_state(wrapped, path)
     return held(wrapped)
 
@@ -168,12 +168,12 @@ def load(path: str, place: Place, seed: int, scale: float | None = None, dtype=t
     if place.is_sharded:
         wrapped.set_local_gradient("neither", torch.ones(1))
     load_state(wrapped, path)
-    assert wrapped.window.num_backwards == 3
-    assert wrapped.window.num_averaged == wrapped.num_micro_steps == 2
+    assert wrapped.accumulation.num_backwards == 3
+    assert wrapped.accumulation.num_averaged == wrapped.num_microbatches == 2
     assert all(gradient.dtype == dtype for gradient in wrapped.pending_gradients().tensors().values())
     if saves_to is not None:
         save_state(wrapped, saves_to)
-    return held(wrapped), wrapped.window.num_items
+    return held(wrapped), wrapped.accumulation.num_items
 
 
 def assert_same_step(saved: Place, loaded: Place, of_rank, has_items: bool, *, factor=1.0, rtol=1e-6) -> None:
@@ -276,7 +276,7 @@ def test_only_a_file_with_sums_has_the_new_format(tmp_path):
     wrapped = make(Place(4), 3)
     for name in ("own", "reduced"):
         wrapped.set_local_gradient(name, torch.ones(SHAPES[name]))
-    wrapped.restore_window(AccumulationState(num_backwards=1), 0)
+    wrapped.restore_accumulation(AccumulationState(num_backwards=1), 0)
     save_state(wrapped, tmp_path / "a")
     document = json.loads((tmp_path / "a" / "training_state.json").read_text())
     assert document["format"] == 1
@@ -300,7 +300,7 @@ def test_only_a_file_with_sums_has_the_new_format(tmp_path):
 def test_sums_alone_wait_even_on_ranks_that_hold_none(tmp_path, seed):
     wrapped = make(Place(4), seed)
     wrapped.set_sum("reduced", torch.tensor(3.0))
-    wrapped.restore_window(AccumulationState(num_backwards=1), 0)
+    wrapped.restore_accumulation(AccumulationState(num_backwards=1), 0)
     save_state(wrapped, tmp_path / "a")
     other = make(Place(4), seed + 10)
     put_gradients(other, Place(4))
@@ -311,12 +311,12 @@ def test_sums_alone_wait_even_on_ranks_that_hold_none(tmp_path, seed):
     assert found == [("reduced", [3.0])] * len(holders)
     after_step = make(Place(4), seed)
     after_step.set_sum("reduced", torch.tensor(3.0))
-    after_step.restore_window(AccumulationState(num_backwards=1, has_stepped=True), 0)
+    after_step.restore_accumulation(AccumulationState(num_backwards=1, has_stepped=True), 0)
     save_state(after_step, tmp_path / "a")
     assert not (tmp_path / "a" / "gradients.safetensors").exists()
     load_state(other, tmp_path / "a")
     assert not other.reduced_gradients()
-    assert not other.window.is_open
+    assert not other.accumulation.is_open
 
 
 @distributed(world_size=3)
@@ -327,7 +327,7 @@ def test_a_sum_that_was_made_in_part_is_zero_in_the_rest(tmp_path):
     first = next(shard for shard in wrapped.shards.parts if shard.name == "both")
     if group_rank() == group_size() - 1:
         del wrapped._sums["both", first.span]
-    wrapped.restore_window(AccumulationState(num_backwards=1), 0)
+    wrapped.restore_accumulation(AccumulationState(num_backwards=1), 0)
     save_state(wrapped, tmp_path / "a")
     again = make(place, 1)
     load_state(again, tmp_path / "a")
@@ -340,7 +340,7 @@ def test_a_sum_that_was_made_in_part_is_zero_in_the_rest(tmp_path):
 def test_final_gradients_are_refused(tmp_path):
     wrapped = make(Place(2), 1)
     put_gradients(wrapped, Place(2))
-    wrapped.restore_window(AccumulationState(num_backwards=1, is_unscaled=True, was_unscaled=True), 0)
+    wrapped.restore_accumulation(AccumulationState(num_backwards=1, is_unscaled=True, was_unscaled=True), 0)
     with pytest.raises(ConfigError, match="between clipping"):
         save_state(wrapped, tmp_path / "a")
     assert not (tmp_path / "a").exists()
@@ -350,7 +350,7 @@ def test_final_gradients_are_refused(tmp_path):
 def test_a_gradient_of_what_is_frozen_here_is_refused(tmp_path):
     wrapped = make(Place(2, is_sharded=False), 1)
     wrapped.model.unwrap().frozen.grad = torch.ones(3, 2)
-    wrapped.restore_window(AccumulationState(num_backwards=1), 0)
+    wrapped.restore_accumulation(AccumulationState(num_backwards=1), 0)
     save_state(wrapped, tmp_path / "a")
     other = make(Place(2), 1)
     put_gradients(other, Place(2))
@@ -363,7 +363,7 @@ def test_a_gradient_of_what_is_frozen_here_is_refused(tmp_path):
 def test_a_tensor_that_is_no_gradient_is_refused(tmp_path, monkeypatch):
     wrapped = make(Place(1, is_sharded=False), 1)
     put_gradients(wrapped, Place(1, is_sharded=False))
-    wrapped.restore_window(AccumulationState(num_backwards=1), 0)
+    wrapped.restore_accumulation(AccumulationState(num_backwards=1), 0)
     real = accumulated_gradients.CheckpointPart
 
     def renamed(*, slices, **options):

@@ -180,7 +180,7 @@ def test_what_is_not_equal_pieces_is_refused():
         (torch.empty(4), torch.empty(4, dtype=torch.int32)),
         (torch.empty(4), torch.empty(8)[::2]),
     ]:
-        with pytest.raises(AssertionError, match="is not 2 equal pieces"):
+        with pytest.raises(AssertionError, match="is not 2 equal shards"):
             all_to_all_single(output, payload)
 
 

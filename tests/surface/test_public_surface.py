@@ -11,6 +11,7 @@ from pathlib import Path
 import booster
 import booster.optim
 import booster.plugins
+from booster.deprecation import DeprecatedAlias
 
 FROZEN = Path(__file__).with_name("public_surface.txt")
 
@@ -34,6 +35,8 @@ def _lines(name: str, thing: object) -> list[str]:
             lines.append(f"{name}.{member}")
         elif inspect.isfunction(value):
             lines.append(f"{name}.{member}{inspect.signature(value)}")
+        elif isinstance(value, DeprecatedAlias):
+            lines.append(f"{name}.{member} (deprecated: {value.name})")
         elif isinstance(value, classmethod):
             lines.append(f"{name}.{member}{inspect.signature(value.__func__)}")
     return lines

@@ -49,16 +49,16 @@ def _slices():
     )
     flat = torch.randn(100, generator=generator)
     return [
-        TensorSlice.whole("whole", torch.randn(20, 5, generator=generator), primary=True),
+        TensorSlice.full("whole", torch.randn(20, 5, generator=generator), primary=True),
         part,
-        replace(TensorSlice.whole("span", torch.zeros(10, 30), primary=True), span=(50, 150), tensor=flat),
-        replace(TensorSlice.whole("converted", torch.randn(8, 8, generator=generator), primary=True), dtype=torch.half),
-        TensorSlice.whole("scalar", torch.tensor(3), primary=True),
-        TensorSlice.whole("empty", torch.zeros(0, 3), primary=True),
-        TensorSlice.whole("conjugate", torch.randn(9, dtype=torch.complex64, generator=generator).conj(), primary=True),
-        TensorSlice.whole("transposed", torch.arange(35).view(5, 7).t(), primary=True),
-        TensorSlice.whole("flags", torch.arange(9) % 2 == 0, primary=True),
-        TensorSlice.whole("small", torch.randn(13, generator=generator).to(torch.float8_e4m3fn), primary=True),
+        replace(TensorSlice.full("span", torch.zeros(10, 30), primary=True), span=(50, 150), tensor=flat),
+        replace(TensorSlice.full("converted", torch.randn(8, 8, generator=generator), primary=True), dtype=torch.half),
+        TensorSlice.full("scalar", torch.tensor(3), primary=True),
+        TensorSlice.full("empty", torch.zeros(0, 3), primary=True),
+        TensorSlice.full("conjugate", torch.randn(9, dtype=torch.complex64, generator=generator).conj(), primary=True),
+        TensorSlice.full("transposed", torch.arange(35).view(5, 7).t(), primary=True),
+        TensorSlice.full("flags", torch.arange(9) % 2 == 0, primary=True),
+        TensorSlice.full("small", torch.randn(13, generator=generator).to(torch.float8_e4m3fn), primary=True),
     ]
 
 
@@ -135,7 +135,7 @@ def test_copies_are_what_the_writer_takes(tmp_path):
 
 
 def test_memory_stays_from_save_to_save():
-    slices = [TensorSlice.whole("a", torch.randn(1000, 100), primary=True)]
+    slices = [TensorSlice.full("a", torch.randn(1000, 100), primary=True)]
     ranges = _ranges(slices, *_all_spans(slices))
     arena = Arena()
     addresses = set()

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from booster import BF16MixedPrecision, Booster
+from booster.interface import TensorSlice
 
 
 def test_the_old_name_returns_the_fingerprint():
@@ -41,8 +42,26 @@ def test_an_override_of_the_new_name_warns_of_nothing():
         assert Mine().config_fingerprint()[-1] == "mine"
 
 
-def test_the_old_name_of_model_parameter():
+OPTIMIZER = [
+    ("working_parameter", "model_parameter"),
+    ("window", "accumulation"),
+    ("restore_window", "restore_accumulation"),
+    ("micro_step", "microbatch"),
+    ("num_micro_steps", "num_microbatches"),
+]
+MODEL = [("exact_slices", "master_slices"), ("register_exact_copies", "register_master_slices")]
+
+
+@pytest.mark.parametrize(("index", "old", "new"), [(1, *one) for one in OPTIMIZER] + [(0, *one) for one in MODEL])
+def test_old_names_of_the_wrappers(index, old, new):
     model = nn.Linear(1, 1)
-    _, optimizer, *_ = Booster(device="cpu").boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    with pytest.warns(DeprecationWarning, match="call model_parameter"):
-        assert optimizer.working_parameter(model.weight) is model.weight
+    boosted = Booster(device="cpu").boost(model, torch.optim.SGD(model.parameters(), lr=0.1))[index]
+    with pytest.warns(DeprecationWarning, match=rf"\.{old} is deprecated: use {new}$"):
+        assert getattr(boosted, old) == getattr(boosted, new)
+
+
+def test_old_names_of_tensor_slices():
+    with pytest.warns(DeprecationWarning, match=r"TensorSlice\.whole is deprecated: use full$"):
+        unsharded = TensorSlice.whole("a", torch.ones(2), primary=True)
+    with pytest.warns(DeprecationWarning, match=r"TensorSlice\.is_whole is deprecated: use is_full$"):
+        assert unsharded.is_whole

@@ -70,13 +70,13 @@ def payload_sum(sizes, chunks):
     return sum(sizes[chunk].gathered for chunk in chunks)
 
 
-def kept_bytes(sizes, homes):
-    return payload_sum(sizes, homes.kept_gathered)
+def kept_bytes(sizes, locations):
+    return payload_sum(sizes, locations.kept_gathered)
 
 
-def least_at(sizes, homes, at):
+def least_at(sizes, locations, at):
     """What must be there at a moment: its weights that are not kept, and its gradient buffers."""
-    weights = payload_sum(sizes, set(at.chunks) - homes.kept_gathered)
+    weights = payload_sum(sizes, set(at.chunks) - locations.kept_gathered)
     return weights + (payload_sum(sizes, [c for c in at.chunks if sizes[c].trains]) if at.is_backward else 0)
 
 
@@ -92,25 +92,25 @@ def test_fractions_take_the_fewest_chunks_from_the_end_that_are_enough(seed):
     previous = ChunkLocations(kept_gathered=frozenset(everything))
     for tenths in range(11):
         fraction = tenths / 10
-        homes = StaticPlacement(
+        locations = StaticPlacement(
             shard_param_frac=fraction, offload_optim_frac=fraction, offload_param_frac=fraction
         ).locations(sizes, None)
         for chosen, among in (
-            (homes.weights, sorted(everything)),
-            (homes.states, training),
-            (everything - homes.kept_gathered, sorted(everything)),
+            (locations.weights, sorted(everything)),
+            (locations.states, training),
+            (everything - locations.kept_gathered, sorted(everything)),
         ):
             total = payload_sum(sizes, among)
             assert 10 * payload_sum(sizes, chosen) >= tenths * total
             if chosen:
                 assert 10 * payload_sum(sizes, chosen - {min(chosen)}) < tenths * total
             assert sorted(chosen) == among[len(among) - len(chosen) :]
-        assert previous.weights <= homes.weights
-        assert previous.states <= homes.states
-        assert previous.kept_gathered >= homes.kept_gathered
-        assert not homes.kept_gathered & homes.weights
-        previous = homes
-    assert homes == ChunkLocations(weights=frozenset(everything), states=frozenset(training))
+        assert previous.weights <= locations.weights
+        assert previous.states <= locations.states
+        assert previous.kept_gathered >= locations.kept_gathered
+        assert not locations.kept_gathered & locations.weights
+        previous = locations
+    assert locations == ChunkLocations(weights=frozenset(everything), states=frozenset(training))
     zero = StaticPlacement(shard_param_frac=0.0).locations(sizes, None)
     assert zero == ChunkLocations(kept_gathered=frozenset(everything))
 
@@ -119,15 +119,17 @@ def test_written_fractions_are_meant_as_written():
     # 0.7 * 10 is 7.000000000000001 for a sum of floats: an eighth chunk must not be taken for it.
     sizes = equal_chunks(10)
     for tenths in range(11):
-        homes = StaticPlacement(offload_optim_frac=tenths * 0.1 if tenths == 10 else tenths / 10).locations(sizes, None)
-        assert len(homes.states) == tenths
+        locations = StaticPlacement(offload_optim_frac=tenths * 0.1 if tenths == 10 else tenths / 10).locations(
+            sizes, None
+        )
+        assert len(locations.states) == tenths
     assert len(StaticPlacement(offload_optim_frac=1e-9).locations(sizes, None).states) == 1
 
 
 def test_chunks_that_do_not_train_have_no_states_to_offload_but_weights():
     sizes = [*equal_chunks(2), *equal_chunks(2, trains=False)]
-    homes = StaticPlacement(offload_optim_frac=0.5, offload_param_frac=0.5).locations(sizes, None)
-    assert homes == ChunkLocations(weights=frozenset({2, 3}), states=frozenset({1}))
+    locations = StaticPlacement(offload_optim_frac=0.5, offload_param_frac=0.5).locations(sizes, None)
+    assert locations == ChunkLocations(weights=frozenset({2, 3}), states=frozenset({1}))
 
 
 def test_chunks_without_known_states_are_offloaded_all_the_same():
@@ -176,8 +178,8 @@ def test_a_module_of_several_chunks_gets_all_of_them():
     needed = 600
     with pytest.raises(ConfigError, match=f"at least {needed}"):
         ConstPlacement(budget=needed - 1).locations(sizes, record)
-    homes = ConstPlacement(budget=needed).locations(sizes, record)
-    assert ConstPlacement(budget=needed).gather_budget(sizes, homes, record, 2) == needed
+    locations = ConstPlacement(budget=needed).locations(sizes, record)
+    assert ConstPlacement(budget=needed).gather_budget(sizes, locations, record, 2) == needed
 
 
 def test_a_static_budget_gives_fewer_payloads_before_it_is_refused():
@@ -235,7 +237,7 @@ def test_never_over_the_budget_and_never_under_what_is_needed(seed):
     budget = generator.choice([100, 3000, 10000, 40000])
     placement = random_placement(generator, budget)
     try:
-        homes = placement.locations(sizes, record)
+        locations = placement.locations(sizes, record)
     except ConfigError as refusal:
         needed = int(re.search(r"at least (\d+)", str(refusal))[1])
         assert needed > budget
@@ -244,17 +246,19 @@ def test_never_over_the_budget_and_never_under_what_is_needed(seed):
         with pytest.raises(ConfigError):
             type(placement)(**{**enough, "budget": needed - 1}).locations(sizes, record)
         return
-    assert homes.states <= {chunk for chunk, size in enumerate(sizes) if size.trains}
-    resident = resident_shard_bytes(sizes, homes) + kept_bytes(sizes, homes)
-    largest = max([size.gathered for chunk, size in enumerate(sizes) if chunk not in homes.kept_gathered], default=0)
+    assert locations.states <= {chunk for chunk, size in enumerate(sizes) if size.trains}
+    resident = resident_shard_bytes(sizes, locations) + kept_bytes(sizes, locations)
+    largest = max(
+        [size.gathered for chunk, size in enumerate(sizes) if chunk not in locations.kept_gathered], default=0
+    )
     two = largest + max(size.gathered for size in sizes if size.trains)
     for now, at in enumerate(record.events if record else (moment(),)):
-        gathered = placement.gather_budget(sizes, homes, record, now)
-        assert gathered >= max(two, least_at(sizes, homes, at))
+        gathered = placement.gather_budget(sizes, locations, record, now)
+        assert gathered >= max(two, least_at(sizes, locations, at))
         counts_others = record is not None and placement.name != "const"
         others = max(later.other_bytes for later in record.events[now : now + 2]) if counts_others else 0
         assert resident + gathered + others <= budget * getattr(placement, "steady_ratio" if record else "", 1)
-    beyond = placement.gather_budget(sizes, homes, record, len(record.events) if record else 0)
+    beyond = placement.gather_budget(sizes, locations, record, len(record.events) if record else 0)
     assert two <= beyond <= budget - resident
 
 
@@ -265,20 +269,20 @@ def test_larger_budgets_never_send_pieces_away(seed, with_record):
     sizes = random_sizes(generator, min_trained=1)
     record = random_record(generator, len(sizes)) if with_record else None
     for policy in (ConstPlacement, AutoPlacement):
-        homes = []
+        locations = []
         for budget in (*range(2000, 40000, 1000), 10**6):
             try:
-                homes.append(policy(budget=budget).locations(sizes, record))
+                locations.append(policy(budget=budget).locations(sizes, record))
             except ConfigError:
-                assert not homes  # small ones are refused, none above
-        assert all(more.weights <= less.weights and more.states <= less.states for less, more in pairwise(homes))
-        assert homes[-1].weights == NOTHING
+                assert not locations  # small ones are refused, none above
+        assert all(more.weights <= less.weights and more.states <= less.states for less, more in pairwise(locations))
+        assert locations[-1].weights == NOTHING
 
 
 def test_const_fills_first_with_weights_then_with_states():
     sizes = equal_chunks(3)  # per chunk: 100 of weights and gradients, 150 of states; payloads need 200
     everything, states = frozenset(range(3)), frozenset(range(3))
-    for budget, homes in (
+    for budget, locations in (
         (200, ChunkLocations(weights=everything, states=states)),
         (299, ChunkLocations(weights=everything, states=states)),
         (300, ChunkLocations(weights=frozenset({1, 2}), states=states)),
@@ -289,8 +293,8 @@ def test_const_fills_first_with_weights_then_with_states():
         (950, ChunkLocations()),
     ):
         placement = ConstPlacement(budget=budget)
-        assert placement.locations(sizes, None) == homes
-        assert placement.gather_budget(sizes, homes, None, 0) == budget - resident_shard_bytes(sizes, homes)
+        assert placement.locations(sizes, None) == locations
+        assert placement.gather_budget(sizes, locations, None, 0) == budget - resident_shard_bytes(sizes, locations)
     with pytest.raises(ConfigError, match=r"device_memory_budget=199 .* at least 200.*min_chunk_size_m"):
         ConstPlacement(budget=199).locations(sizes, None)
 
@@ -310,9 +314,9 @@ def test_prefetched_payloads_come_before_pieces():
 def test_auto_leaves_most_for_activations_while_nothing_is_known():
     sizes = equal_chunks(4)
     placement = AutoPlacement(budget=4000, warmup_ratio=0.8)
-    homes = placement.locations(sizes, None)
-    assert homes == ConstPlacement(budget=800).locations(sizes, None)
-    assert placement.gather_budget(sizes, homes, None, 0) == 800 - resident_shard_bytes(sizes, homes)
+    locations = placement.locations(sizes, None)
+    assert locations == ConstPlacement(budget=800).locations(sizes, None)
+    assert placement.gather_budget(sizes, locations, None, 0) == 800 - resident_shard_bytes(sizes, locations)
     # A small budget still gives the payloads.
     placement = AutoPlacement(budget=1000, warmup_ratio=0.8, max_prefetch=1)
     assert placement.locations(sizes, None) == make_placement("cpu").locations(sizes, None)
@@ -335,9 +339,9 @@ def test_auto_gives_what_activations_leave():
     record = Trace(tuple(moments), ())
     # 0.9 * 1500 = 1350. The peak of 700 and 200 of payloads leave 450: for all weights and one chunk's states.
     placement = AutoPlacement(budget=1500)
-    homes = placement.locations(sizes, record)
-    assert homes == ChunkLocations(states=frozenset({0, 1}))  # chunk 2 is used first
-    budgets = [placement.gather_budget(sizes, homes, record, now) for now in range(7)]
+    locations = placement.locations(sizes, record)
+    assert locations == ChunkLocations(states=frozenset({0, 1}))  # chunk 2 is used first
+    budgets = [placement.gather_budget(sizes, locations, record, now) for now in range(7)]
     assert budgets == [200, 200, 600, 600, 700, 900, 900]
     assert AutoPlacement(budget=1300).locations(sizes, record) == ChunkLocations(
         weights=frozenset({1}), states=frozenset({0, 1, 2})
@@ -366,9 +370,9 @@ def test_chunks_that_are_never_used_are_offloaded_first():
 def test_homes_of_another_record_are_refused_where_they_do_not_fit():
     sizes = equal_chunks(3)
     placement = AutoPlacement(budget=2000, warmup_ratio=0.0)
-    homes = placement.locations(sizes, None)
-    with pytest.raises(ConfigError, match="beside the 750 of the pieces"):
-        placement.gather_budget(sizes, homes, plain_record(0, 1, 2, other_bytes=1000), 0)
+    locations = placement.locations(sizes, None)
+    with pytest.raises(ConfigError, match="in addition to the 750 bytes of shards"):
+        placement.gather_budget(sizes, locations, plain_record(0, 1, 2, other_bytes=1000), 0)
 
 
 # Arguments.

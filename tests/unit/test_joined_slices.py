@@ -39,7 +39,7 @@ def test_spans_of_boxes_become_the_logical_tensor():
 
 
 def test_a_number_without_dimensions_is_joined_too():
-    joined = join_slices([[TensorSlice.whole("n", torch.tensor(3), primary=True)]])
+    joined = join_slices([[TensorSlice.full("n", torch.tensor(3), primary=True)]])
     assert torch.equal(joined["n"], torch.tensor(3))
 
 

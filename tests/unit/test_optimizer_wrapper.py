@@ -115,7 +115,7 @@ def accumulate(model, optimizer, seeds, *, norm=None, num_items=False):
     """The loop that `Booster.accumulate` runs: clip, step and zero_grad are called in every microbatch."""
     norms = []
     for index, seed in enumerate(seeds):
-        with optimizer.micro_step(is_last=index == len(seeds) - 1):
+        with optimizer.microbatch(is_last=index == len(seeds) - 1):
             x, y = data(rows=2 + seed, seed=seed)
             if num_items:
                 optimizer.backward(loss_of(model, x, y, "sum"), num_items=y.numel())
@@ -146,7 +146,7 @@ def test_micro_steps_are_averaged(scale):
 def test_a_micro_step_with_two_backwards_counts_once():
     model, optimizer, twin, plain = make(torch.optim.SGD)
     for index in range(2):
-        with optimizer.micro_step(is_last=index == 1):
+        with optimizer.microbatch(is_last=index == 1):
             optimizer.backward(loss_of(model, *data(seed=index)))
             optimizer.backward(loss_of(model, *data(seed=index + 5)))
             optimizer.step()
@@ -159,12 +159,12 @@ def test_a_micro_step_with_two_backwards_counts_once():
 
 def test_number_of_micro_steps():
     model, optimizer, _, _ = make()
-    assert optimizer.num_micro_steps == 0
+    assert optimizer.num_microbatches == 0
     for index in range(3):
-        with optimizer.micro_step(is_last=index == 2):
-            assert optimizer.num_micro_steps == index + 1
+        with optimizer.microbatch(is_last=index == 2):
+            assert optimizer.num_microbatches == index + 1
             optimizer.backward(loss_of(model, *data()))
-    assert optimizer.num_micro_steps == 0
+    assert optimizer.num_microbatches == 0
 
 
 @pytest.mark.parametrize("scale", SCALERS)
@@ -233,7 +233,7 @@ def test_a_step_unscales_by_the_scale_of_its_own_loss():
 def test_one_infinite_micro_step_skips_the_whole_step():
     model, optimizer, twin, _ = make(scaler=ConstantLossScaler(4.0))
     for index in range(2):
-        with optimizer.micro_step(is_last=index == 1):
+        with optimizer.microbatch(is_last=index == 1):
             loss = loss_of(model, *data(seed=index))
             optimizer.backward(loss * math.inf if index == 0 else loss)
             optimizer.step()

@@ -164,7 +164,7 @@ def test_a_value_that_cannot_be_is_refused_with_any_number_of_stages(given, inst
         ({**TWO, "num_layers_per_stage": [1, 2], "split": ["a"]}, "both say where a model is divided"),
         (
             {**TWO, "split": ["a", "b"]},
-            "has 2 names, which divide a model into 3 pieces, and pp_size=2 needs 2: give 1",
+            "has 2 names, which divide a model into 3 chunks, and pp_size=2 needs 2: give 1",
         ),
         ({**TWO, "zero_stage": 2}, "give zero_stage=1, which shards optimizer states as well"),
         ({**TWO, "gradient_checkpoint_config": {"num_layers_per_stage": [1]}}, "has 1 numbers for pp_size=2"),

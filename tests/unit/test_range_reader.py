@@ -150,7 +150,7 @@ def test_plain_memory_is_filled_in_place_and_autograd_knows(tmp_path):
     parameter = nn.Parameter(torch.zeros(6))
     loss = (parameter * parameter).sum()
     with open_checkpoint(Storage(), tmp_path / "m.safetensors", MODEL) as stored:
-        read_slices(stored, [("a", TensorSlice.whole("a", parameter, primary=True))])
+        read_slices(stored, [("a", TensorSlice.full("a", parameter, primary=True))])
     assert parameter.tolist() == [0, 1, 2, 3, 4, 5]
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
@@ -165,7 +165,7 @@ def test_a_file_that_is_cut_while_it_is_open(tmp_path):
     save_tensors(path, {"a": torch.randn(1000), "b": torch.randn(1000)})
     with open_checkpoint(Storage(), path, MODEL) as stored:
         path.write_bytes(path.read_bytes()[:-100])
-        wanted = [(name, TensorSlice.whole(name, torch.zeros(1000), primary=True)) for name in "ab"]
+        wanted = [(name, TensorSlice.full(name, torch.zeros(1000), primary=True)) for name in "ab"]
         with pytest.raises(CheckpointError, match=r"m\.safetensors ends at byte"):
             read_slices(stored, wanted)
         with pytest.raises(CheckpointError, match=r"m\.safetensors ends at byte"):

@@ -144,7 +144,7 @@ def _split(name, tensor, num_ranks, choose, stored):
     """Yields rank and slice: spans of the whole, blocks of one dimension, or copies that share the work."""
     how = choose.choice(["span", "copies", *range(tensor.dim())])
     shape = tuple(tensor.shape)
-    whole = TensorSlice.whole(name, tensor, primary=False)
+    whole = TensorSlice.full(name, tensor, primary=False)
     if how == "copies":
         for rank in range(num_ranks):
             yield rank, replace(whole, primary=rank == 0, dtype=stored)
@@ -213,7 +213,7 @@ def test_any_parts_of_any_tensors(tmp_path, monkeypatch, seed, suffix):
 def test_checksums_are_in_the_order_of_the_ranges(tmp_path, monkeypatch):
     _small_buffers(monkeypatch)
     tensor = torch.arange(100_000)
-    case = Case(tmp_path, [[TensorSlice.whole("a", tensor, primary=True)]])
+    case = Case(tmp_path, [[TensorSlice.full("a", tensor, primary=True)]])
     case.create()
     whole = case.plan.ranges_written_by(0)[0]
     ranges = [replace(whole, span=(start, start + 1000)) for start in range(0, 100_000, 1000)]
@@ -228,7 +228,7 @@ def _float_case(directory, *, num_files=1, num_bytes=5 * 2**20):
     generator = torch.Generator().manual_seed(1)
     expected = {f"t.{number}": torch.rand(num_bytes // 4 // 4 + 3, generator=generator) for number in range(4)}
     shard_bytes = 10**9 if num_files == 1 else num_bytes // 3
-    slices = [TensorSlice.whole(name, tensor, primary=True) for name, tensor in expected.items()]
+    slices = [TensorSlice.full(name, tensor, primary=True) for name, tensor in expected.items()]
     return Case(directory, [slices], shard_bytes=shard_bytes), expected
 
 
@@ -379,7 +379,7 @@ def test_a_strided_tensor_is_never_copied_whole(tmp_path):
     # 16 TiB of elements if it were: an element repeated, of which a few ranges are written.
     held = torch.arange(6.0).view(2, 1, 3).expand(2, 2**41 // 3, 3)
     row = held.shape[1] * 3
-    part = TensorSlice.whole("a", held, primary=True)
+    part = TensorSlice.full("a", held, primary=True)
     image = safetensors_image(_one_file(part), {})
     path = tmp_path / "a.safetensors"
     storage = Storage()
@@ -448,12 +448,12 @@ def _shared_case(directory, num_ranks):
     for number in range(6):
         tensor = torch.rand(200_000 + 37 * number, generator=generator)
         expected[f"tensor.{number}"] = tensor
-        whole = TensorSlice.whole(f"tensor.{number}", tensor, primary=True)
+        whole = TensorSlice.full(f"tensor.{number}", tensor, primary=True)
         for rank, (start, stop) in enumerate(_pieces(choose, tensor.numel(), num_ranks)):
             slices_of[rank].append(replace(whole, span=(start, stop), tensor=tensor[start:stop]))
     expected["shared"] = torch.rand(1_000_003, generator=generator)
     for rank in range(num_ranks):
-        slices_of[rank].append(TensorSlice.whole("shared", expected["shared"], primary=rank == 0))
+        slices_of[rank].append(TensorSlice.full("shared", expected["shared"], primary=rank == 0))
     return Case(directory, slices_of), expected
 
 

@@ -113,7 +113,7 @@ def test_split_has_as_many_pieces_as_places() -> None:
     model = get_model("glued_chain").build()
     plan = choose_stage_plan(model, split=["layers.1", "layers.3"])
     assert partition_layers(model, plan, 3) == (0, 1, 3, 4)
-    with pytest.raises(ConfigError, match="names 2 modules, which makes 3 pieces, but the pipeline has 4 places"):
+    with pytest.raises(ConfigError, match="names 2 modules, which makes 3 model chunks, but the pipeline has 4 places"):
         partition_layers(model, plan, 4)
     with pytest.raises(ConfigError, match="give one of them"):
         partition_layers(model, plan, 3, [1, 2, 1])

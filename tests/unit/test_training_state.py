@@ -410,7 +410,7 @@ class TestGradients:
                 micro_step(one, batch)
             after.append(one.everything()[:2])
         assert after[0] == after[1]
-        assert run.optimizer.num_micro_steps == other.optimizer.num_micro_steps == 0
+        assert run.optimizer.num_microbatches == other.optimizer.num_microbatches == 0
 
     def test_items_count_on(self, tmp_path):
         run, other = Run(), Run()
@@ -422,7 +422,7 @@ class TestGradients:
         for one in (run, other):
             one.backward(torch.full((2, 4), 2.0), num_items=5)
         assert run.optimizer.get_grad_norm() == other.optimizer.get_grad_norm()
-        assert run.optimizer.window.num_items == other.optimizer.window.num_items == 8
+        assert run.optimizer.accumulation.num_items == other.optimizer.accumulation.num_items == 8
         other.optimizer.zero_grad()
         other.booster.load(tmp_path, **other.parts)
         with pytest.raises(ConfigError, match="num_items"):
@@ -467,8 +467,8 @@ class TestGradients:
             run.backward(torch.ones(2, 4))
         run.booster.load(tmp_path, **run.parts)
         assert not run.gradients()
-        assert run.optimizer.num_micro_steps == 0
-        assert not run.optimizer.window.is_open
+        assert run.optimizer.num_microbatches == 0
+        assert not run.optimizer.accumulation.is_open
 
     def test_between_clip_and_step(self, tmp_path):
         run = Run(precision="fp16")

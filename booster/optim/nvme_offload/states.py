@@ -71,7 +71,7 @@ class OffloadedStep:
             (file, number)
             for file in files
             for number, chunk in enumerate(file.layout.chunks)
-            if any(self._update_of(file, piece) is not None for piece in chunk.ranges)
+            if any(self._update_of(file, state_range) is not None for state_range in chunk.ranges)
         )
 
     def run(self, buffers: list[StateBlocks], idle: Callable[[], bool]) -> None:

@@ -190,16 +190,16 @@ class PipelineArguments:
         if layers is not None and len(layers) != self.num_positions:
             raise ConfigError(
                 f"num_layers_per_stage={layers!r} has {len(layers)} numbers, and {chunks} divides a model into"
-                f" {self.num_positions} pieces: give {self.num_positions} numbers, in the order in which the model runs"
+                f" {self.num_positions} chunks: give {self.num_positions} numbers, in the order in which the model runs"
                 " its layers"
             )
         if split is None:
             return
         if len(split) != self.num_positions - 1:
             raise ConfigError(
-                f"split={split!r} has {len(split)} names, which divide a model into {len(split) + 1} pieces, and"
+                f"split={split!r} has {len(split)} names, which divide a model into {len(split) + 1} chunks, and"
                 f" {chunks} needs {self.num_positions}: give {self.num_positions - 1} names, of the modules with which"
-                " the pieces after the first begin"
+                " the chunks after the first begin"
             )
 
 

@@ -313,7 +313,7 @@ class ChunkDone(BaseException):
     """The last layer of a chunk has run. A BaseException, so that a model's `except Exception` does not catch it."""
 
     def __init__(self, output: Any) -> None:
-        super().__init__("the forward of a pipeline's piece ends here")
+        super().__init__("end of the model chunk's forward")
         self.output = output
 
 

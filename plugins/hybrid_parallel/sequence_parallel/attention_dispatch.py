@@ -145,7 +145,7 @@ def attend(
         enable_gqa: If True, keys may have fewer heads than queries, as in torch.
 
     Raises:
-        ConfigError: The lengths do not match; see `LayerContext.is_whole` and `sequence_attention`.
+        ConfigError: The lengths do not match; see `LayerContext.is_unsharded` and `sequence_attention`.
 
     Collective: yes, except for attention to another sequence.
     """

@@ -28,7 +28,7 @@ class Interleaved(PipelineSchedule):
         super().check(num_stages, num_microbatches, num_chunks)
         if num_chunks < 2:
             raise ConfigError(
-                f"pp_style='interleaved' with num_model_chunks={num_chunks}, but it gives each stage several pieces"
+                f"pp_style='interleaved' with num_model_chunks={num_chunks}, but it gives each stage several chunks"
                 " of the model: write num_model_chunks=2 or more, or pp_style='1f1b'"
             )
 

@@ -23,7 +23,7 @@ class OneForwardOneBackward(PipelineSchedule):
         super().check(num_stages, num_microbatches, num_chunks)
         if num_chunks != 1:
             raise ConfigError(
-                f"pp_style='1f1b' with num_model_chunks={num_chunks}, but it gives each stage one piece of the model:"
+                f"pp_style='1f1b' with num_model_chunks={num_chunks}, but it gives each stage one model chunk:"
                 " write num_model_chunks=1, or pp_style='interleaved'"
             )
 

@@ -32,7 +32,7 @@ class ZeroBubbleV(PipelineSchedule):
         super().check(num_stages, num_microbatches, num_chunks)
         if num_chunks != 2:
             raise ConfigError(
-                f"pp_style='zbv' with num_model_chunks={num_chunks}, but its V has two pieces of the model on each"
+                f"pp_style='zbv' with num_model_chunks={num_chunks}, but its V has two model chunks on each"
                 " stage, one on the way there and one on the way back: write num_model_chunks=2"
             )
 

@@ -91,7 +91,7 @@ class _PrefixCosts:
 
 
 def _optimal_bounds(prefix: _PrefixCosts, num_units: int, num_chunks: int) -> tuple[int, ...]:
-    """Return the optimal partition by dynamic programming, in units^2 * pieces steps."""
+    """Return the optimal partition by dynamic programming, in layers^2 * chunks steps."""
     # Smallest maximum cost of the layers from `start` on, by number of chunks.
     largest = {(num_units, 0): 0.0}
     for chunks in range(1, num_chunks + 1):
@@ -137,10 +137,10 @@ def _given_bounds(plan: StagePlan, num_positions: int, numbers: Sequence[int]) -
 
 
 def _check_split(bounds: tuple[int, ...], num_positions: int) -> None:
-    num_pieces = len(bounds) - 1
-    if num_pieces != num_positions:
+    num_chunks = len(bounds) - 1
+    if num_chunks != num_positions:
         raise ConfigError(
-            f"split= names {num_pieces - 1} modules, which makes {num_pieces} pieces, but the pipeline has"
+            f"split= names {num_chunks - 1} modules, which makes {num_chunks} model chunks, but the pipeline has"
             f" {num_positions} places (pp_size x num_model_chunks): name the {num_positions - 1} modules at which the"
             " second and later ones begin"
         )

@@ -334,7 +334,7 @@ def _schedule_line(schedule: PipelineSchedule, num_stages: int, num_chunks: int,
     if num_microbatches is None:
         return line
     waiting = simulate(schedule, num_stages, num_microbatches, num_chunks).bubble_fraction
-    return f"{line}, {num_microbatches} microbatches: stages wait {waiting:.1%} of the time if all pieces cost the same"
+    return f"{line}, {num_microbatches} microbatches: stages wait {waiting:.1%} of the time if all chunks cost the same"
 
 
 def _shared_lines(
