@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from booster.kernels import adam, flat_buffers
-from booster.kernels.adam_reference import AdamSettings, adam_reference
+from booster.kernels.adam import AdamSettings, adam_reference
 from booster.kernels.loader import load_kernel
 
 __all__ = [

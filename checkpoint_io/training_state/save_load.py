@@ -11,12 +11,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from booster.checkpoint_io.commit import resolve
 from booster.checkpoint_io.formats import json_values
 from booster.checkpoint_io.formats.json import MAX_JSON_BYTES
 from booster.checkpoint_io.formats.manifest import Manifest
 from booster.checkpoint_io.layout import GRADIENTS, MODEL, OPTIMIZER, RANDOM_STATE, FileKind
 from booster.checkpoint_io.loading.load import Load, Loader, ModelLoad, OptimizerLoad
+from booster.checkpoint_io.loading.ranges import read_slices
+from booster.checkpoint_io.loading.reader import StoredCheckpoint
 from booster.checkpoint_io.ranks import CheckpointGroup
 from booster.checkpoint_io.save_target import SaveTarget, as_path
 from booster.checkpoint_io.saving.part import (
@@ -30,15 +34,83 @@ from booster.checkpoint_io.saving.save import Saver, SaveRequest
 from booster.checkpoint_io.storage import Storage
 from booster.comm import check_same_across_ranks
 from booster.errors import CheckpointError
-from booster.interface import AccumulatedGradients, OptimizerWrapper
-from booster.interface.checkpoint_io import SaveOptions, TrainingParts
+from booster.interface import AccumulatedGradients, OptimizerWrapper, TensorSlice
+from booster.interface.checkpoint_io import RandomState, SaveOptions, TrainingParts
 from booster.logger import get_dist_logger
 
 from .accumulated_gradients import GradientsLoad, gradients_part
 from .document import PerRank, TrainingDocument
 from .plain_optimizer import scheduler_document, scheduler_state
-from .rank_tensors import RandomStateLoad, per_rank_part
 from .retention import LATEST, TRAINING_STATE, TRAINING_STATE_MANIFEST, StepDirectories, read_training_manifest
+
+
+def per_rank_part(
+    kind: FileKind, tensors: Mapping[str, torch.Tensor], rank: int, *, folder: str, max_shard_bytes: int
+) -> CheckpointPart:
+    """Build a checkpoint part of this rank's tensors, named `rank<r>.<name>`; each rank writes its own."""
+    slices = [TensorSlice.full(f"rank{rank}.{name}", tensor, primary=True) for name, tensor in tensors.items()]
+    return CheckpointPart(
+        kind=kind,
+        names=kind.names(is_safetensors=True),
+        slices=slices,
+        max_shard_bytes=max_shard_bytes,
+        is_sharded=True,
+        folder=folder,
+    )
+
+
+class RandomStateLoad:
+    """Load of this rank's random generators.
+
+    Args:
+        loader: Loader that opens the files.
+        directory: Directory of the training state.
+        num_stored: Number of ranks that saved.
+        random_state: Random generators of this process.
+    """
+
+    def __init__(self, loader: Loader, directory: Path, num_stored: int, random_state: RandomState) -> None:
+        self._loader = loader
+        self._directory = directory
+        self._num_stored = num_stored
+        self._random_state = random_state
+
+    def check(self) -> None:
+        """Read the states, which are small. Collective.
+
+        Raises:
+            CheckpointError: A state is missing or damaged.
+        """
+        stored = self._loader.open(self._directory, RANDOM_STATE)
+        self._loader.verify(stored)
+        self._state = self._loader.ranks.run_on_all_ranks(lambda: self._read(stored), self._action)
+
+    def fill(self) -> None:
+        """Restore the generators. Collective."""
+        self._loader.ranks.run_on_all_ranks(lambda: self._random_state.restore(self._state), self._action)
+
+    def _read(self, stored: StoredCheckpoint) -> Mapping[str, torch.Tensor]:
+        rank = self._loader.ranks.rank
+        prefix = f"rank{rank % self._num_stored}."
+        names = [name for name in stored.specs if name.startswith(prefix)]
+        state: Mapping[str, torch.Tensor] = {
+            name.removeprefix(prefix): read_full_tensor(stored, name) for name in names
+        }
+        self._random_state.check(state)
+        return state if rank < self._num_stored else self._random_state.derive(state, rank)
+
+    @property
+    def _action(self) -> str:
+        return f"loading the random state from {self._directory}"
+
+
+def read_full_tensor(stored: StoredCheckpoint, name: str) -> torch.Tensor:
+    """Read a full stored tensor."""
+    spec = stored.specs[name]
+    tensor = torch.empty(spec.shape, dtype=spec.dtype)
+    read_slices(stored, [(name, TensorSlice.full(name, tensor, primary=False))])
+    return tensor
+
 
 _MAX_NAMES = 5  # per message
 

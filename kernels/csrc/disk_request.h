@@ -19,7 +19,7 @@
 
 namespace booster {
 
-constexpr int END_OF_FILE = -1;  // in place of an errno; as in disk_io_reference.py
+constexpr int END_OF_FILE = -1;  // in place of an errno; as in disk_io.py
 constexpr std::size_t MAX_CALL_BYTES = std::size_t{1} << 30;  // the system's limit per call is 2 GiB less a page
 
 // A waitable flag. It is a futex, as a condition variable can't be destroyed in a forked process if another thread of

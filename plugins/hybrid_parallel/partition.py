@@ -28,14 +28,12 @@ from .pipeline_parallel.stage_partition.balance import partition_layers
 from .pipeline_parallel.stage_partition.partition import choose_stage_plan, explain_stages
 from .sequence_parallel.attention_dispatch import use_sequence_attention
 from .sequence_parallel.group import SequenceParallelGroup
-from .sequence_parallel.layer_stack import attach_stack
+from .sequence_parallel.layer_stack import attach_stack, check_only_attention_mixes_tokens
 from .sequence_parallel.recorded_outputs import gather_returned_outputs
 from .sequence_parallel.splitters import SequenceAxisSplitter
-from .sequence_parallel.token_mixing import check_only_attention_mixes_tokens
 from .tensor_parallel.group import TensorParallelGroup
 from .tensor_parallel.shard_spec import sharded_spec, vocabulary_spec
-from .tp_plan.explain import explain
-from .tp_plan.plan import COLUMN_STYLES, ROW_STYLES, PlannedEntry, TensorParallelPlan, find_stacks
+from .tp_plan.plan import COLUMN_STYLES, ROW_STYLES, PlannedEntry, TensorParallelPlan, explain, find_stacks
 from .tp_plan.resolve import choose_plan
 
 _VOCABULARY_STYLES = frozenset({"vocab", "vocab_head"})

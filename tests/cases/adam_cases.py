@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from booster.kernels import adam
-from booster.kernels.adam_reference import AdamSettings, adam_reference
+from booster.kernels.adam import AdamSettings, adam_reference
 from booster.kernels.loader import kernel_mode, load_kernel
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -116,8 +116,6 @@ ALLOWED = {
     },
     "kernels/disk_io.py": {
         "self._request.result": "it is asked for once the request is done",
-    },
-    "kernels/disk_io_reference.py": {
         "requests.get": "a daemon's thread, which works until it is told to end",
         "thread.join": OWN_THREADS,
     },

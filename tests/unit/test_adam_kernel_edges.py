@@ -12,7 +12,7 @@ import pytest
 import torch
 from adam_cases import DTYPES, Operands, changed, load_native, operands, run_native, run_reference, same_bits
 
-from booster.kernels.adam_reference import round_stochastically
+from booster.kernels.adam import round_stochastically
 
 FP32, BF16, FP16 = DTYPES
 LENGTHS = (0, 1, 2, 15, 16, 17, 31, 32, 33, 63, 100)

@@ -17,7 +17,7 @@ import torch
 from disk_cases import MIB, aligned_random, close_quietly, error_of, exit_code_of_fork, largest_file, random_bytes
 
 from booster.errors import ConfigError
-from booster.kernels import disk_io, disk_io_reference
+from booster.kernels import disk_io
 from booster.kernels.build import COMPILE_FLAGS, SOURCE_FOLDER, BuildError, find_toolchain
 from booster.kernels.disk_io import ALIGNMENT, DiskQueue, aligned_buffer, open_data_file
 from booster.kernels.loader import load_kernel
@@ -148,13 +148,13 @@ def test_forbidden_io_uring(monkeypatch):
 
 def test_short_calls_of_the_reference(monkeypatch, plain_file):
     write, read = os.pwrite, os.preadv
-    monkeypatch.setattr(disk_io_reference.os, "pwrite", lambda fd, data, at: write(fd, memoryview(data)[:777], at))
-    monkeypatch.setattr(disk_io_reference.os, "preadv", lambda fd, data, at: read(fd, [memoryview(data[0])[:555]], at))
+    monkeypatch.setattr(disk_io.os, "pwrite", lambda fd, data, at: write(fd, memoryview(data)[:777], at))
+    monkeypatch.setattr(disk_io.os, "preadv", lambda fd, data, at: read(fd, [memoryview(data[0])[:555]], at))
     data, copy = random_bytes(10_000), torch.empty(10_000, dtype=torch.uint8)
     with DiskQueue(backend="python") as queue:
         queue.write(plain_file, data, 0).wait()
         queue.read(plain_file, copy, 0).wait()
-        monkeypatch.setattr(disk_io_reference.os, "pwrite", lambda *_: 0)
+        monkeypatch.setattr(disk_io.os, "pwrite", lambda *_: 0)
         assert error_of(queue.write(plain_file, data, 0)).errno == errno.EIO
     assert torch.equal(copy, data)
 

@@ -7,8 +7,13 @@ import torch
 from torch import nn
 
 from booster.plugins.hybrid_parallel.tensor_parallel.shard_spec import Block, local_sizes
-from booster.plugins.hybrid_parallel.tp_plan.explain import explain
-from booster.plugins.hybrid_parallel.tp_plan.plan import TensorParallelPlan, find_stacks, generalize, match_names
+from booster.plugins.hybrid_parallel.tp_plan.plan import (
+    TensorParallelPlan,
+    explain,
+    find_stacks,
+    generalize,
+    match_names,
+)
 from booster.plugins.hybrid_parallel.tp_plan.resolve import choose_plan
 
 transformers = pytest.importorskip("transformers")
