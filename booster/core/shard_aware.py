@@ -7,10 +7,11 @@ optimizer computes these from the shards of all ranks.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -213,11 +214,10 @@ class ShardAware(Protocol):
     - Every rank calls `sum_over_ranks` equally often and with the same lengths, also a rank that has no shard, or none
       with a gradient. Whether a parameter has a gradient (`shard.parameter.grad`) is equal on all ranks.
     - A state tensor of the shard's shape has one value per element, and is stored and resharded with the elements.
-        Every
-      other state must be equal on all ranks that hold shards of the parameter. It has at least two dims (or none, or is
-      not a tensor): a 1-D one might have the length of a shard.
+      Every other state must be equal on all ranks that hold shards of the parameter. It has at least two dims (or none,
+      or is not a tensor): a 1-D one might have the length of a shard.
     - A plugin may call it several times per step, each time with the gradients of some parameters; all shards of a
-      parameter are in the same call. An optimizer that needs all gradients at once also is a `NeedsWholeStep`.
+      parameter are in the same call. An optimizer that needs all gradients at once also is a `NeedsFullStep`.
     - State belongs to the shard in `param_groups`; `Shard.model_param` must not be changed.
 
     An elementwise optimizer that draws random numbers, or cannot be probed on small tensors, declares itself by a
@@ -234,16 +234,28 @@ class ShardAware(Protocol):
 
 
 @runtime_checkable
-class NeedsWholeStep(Protocol):
+class NeedsFullStep(Protocol):
     """`ShardAware` optimizer that needs all gradients at once, as for a norm over all of them."""
 
-    def whole_step(self) -> AbstractContextManager[None]:
+    def full_step(self) -> AbstractContextManager[None]:
         """Return a context in which all calls of `step()` belong to one step.
 
         It is entered when all gradients are set. In each call some parameters have theirs, and the others have none.
         Not collective.
         """
         ...
+
+
+def full_step(optimizer: Any) -> AbstractContextManager[None]:
+    """Return the `full_step()` context of an optimizer, or an empty context if it is not a `NeedsFullStep`."""
+    if isinstance(optimizer, NeedsFullStep):
+        return optimizer.full_step()
+    if callable(old := getattr(optimizer, "whole_step", None)):
+        message = f"{type(optimizer).__name__}.whole_step() is deprecated: rename it to full_step()"
+        warnings.warn(message, DeprecationWarning, stacklevel=2)
+        context: AbstractContextManager[None] = old()
+        return context
+    return nullcontext()
 
 
 @runtime_checkable

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from booster.deprecation import DeprecatedAlias
 from booster.errors import ConfigError
 
 from .base import OptimizerBase, check_bool, check_decay_rates, check_learning_rate, check_non_negative
@@ -185,8 +186,8 @@ class FusedLAMB(OptimizerBase):
         super().zero_grad(self._set_grad_none if set_to_none is None else set_to_none)
 
     @contextmanager
-    def whole_step(self) -> Iterator[None]:
-        """Return a context in which all calls of `step()` are one step; see `booster.core.shard_aware.NeedsWholeStep`.
+    def full_step(self) -> Iterator[None]:
+        """Return a context in which all calls of `step()` are one step; see `booster.core.shard_aware.NeedsFullStep`.
 
         Not collective.
         """
@@ -196,6 +197,8 @@ class FusedLAMB(OptimizerBase):
             yield
         finally:
             self._initial_grads = self._step_grad_norm = None
+
+    whole_step = DeprecatedAlias("full_step")
 
     def _update(self, steps: list[ParamUpdate]) -> None:
         if self._step_grad_norm is None:
@@ -216,7 +219,7 @@ class FusedLAMB(OptimizerBase):
         """Return the global gradient norm, or None if no group clips. Collective."""
         if not any(group["max_grad_norm"] for group in self.param_groups):
             return None
-        # Within `whole_step` several calls of step() make one step, and each call has some of the gradients. The norm
+        # Within `full_step` several calls of step() make one step, and each call has some of the gradients. The norm
         # is computed in the first call, from the gradients present when the step began: hooks may have replaced others
         # since.
         updated = {step.parameter for step in steps}

@@ -19,7 +19,7 @@ from .reducer import MAX_BUCKETS_IN_FLIGHT
 
 @dataclass(slots=True, eq=False)
 class _ParamGrad:
-    """The gradient of a parameter; see Note [Life of a gradient].
+    """The gradient of a parameter; see Note [Gradient lifecycle].
 
     Attributes:
         num_bytes: Bytes of the full gradient.

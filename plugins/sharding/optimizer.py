@@ -7,7 +7,6 @@ import math
 import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -28,7 +27,7 @@ from booster.comm import (
     raise_on_all_ranks,
 )
 from booster.core.accumulation import any_nonfinite
-from booster.core.shard_aware import NeedsWholeStep
+from booster.core.shard_aware import full_step
 from booster.core.shard_spec import is_sharded
 from booster.device import current_device
 from booster.errors import CheckpointError, ConfigError
@@ -585,8 +584,7 @@ class ShardedOptimizer(OptimizerWrapper):
                 parameter.data = memory.view(parameter.shape)
 
     def _run_on_all_ranks(self, update: Callable[[], Any]) -> None:
-        whole_step = self.optim.whole_step() if isinstance(self.optim, NeedsWholeStep) else nullcontext()
-        with whole_step:
+        with full_step(self.optim):
             super()._run_on_all_ranks(update)
 
     def _clip_to_max_norm(self) -> None:

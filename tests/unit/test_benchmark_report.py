@@ -176,7 +176,7 @@ def test_without_matplotlib_the_extra_is_named(tmp_path, monkeypatch):
         (["-g", "0"], "-g/--nproc=0"),
         (["-m", "4d"], "'4d' is not a mode"),
         (["-g", "4", "-m", "3d"], "leaves nothing to measure. 3d: not possible with -g 4"),
-        (["--plot", "/nowhere/a.png"], "there is not a directory /nowhere"),
+        (["--plot", "/nowhere/a.png"], "there is no directory /nowhere"),
         (["--plot", "a"], "a has no suffix of an image format"),
         (["--plot", "a.doc"], "such as a.png"),
         (["--json", "."], "is a directory"),

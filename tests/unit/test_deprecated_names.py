@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import warnings
+from contextlib import contextmanager
 
 import pytest
 import torch
 from torch import nn
 
 from booster import BF16MixedPrecision, Booster
+from booster.core.shard_aware import full_step
 from booster.interface import TensorSlice
 
 
@@ -65,3 +67,19 @@ def test_old_names_of_tensor_slices():
         unsharded = TensorSlice.whole("a", torch.ones(2), primary=True)
     with pytest.warns(DeprecationWarning, match=r"TensorSlice\.is_whole is deprecated: use is_full$"):
         assert unsharded.is_whole
+
+
+def test_an_optimizer_with_the_old_name_of_full_step():
+    entered = []
+
+    class Mine:
+        @contextmanager
+        def whole_step(self):
+            entered.append(True)
+            yield
+
+    with pytest.warns(DeprecationWarning, match=r"Mine\.whole_step\(\) is deprecated: rename it to full_step\(\)"):
+        with full_step(Mine()):
+            assert entered == [True]
+    with full_step(torch.optim.SGD([torch.nn.Parameter(torch.ones(1))])):
+        assert entered == [True]

@@ -18,7 +18,7 @@ from oracles.reference_optimizers import (
 from torch import nn
 
 from booster import Booster, ConfigError
-from booster.core.shard_aware import NeedsWholeStep
+from booster.core.shard_aware import NeedsFullStep
 from booster.interface import ShardAware, StateAllocator
 from booster.optim import CAME, Adafactor, FusedLAMB, FusedSGD, Lamb, Lars
 from booster.plugins.sharding.elementwise import require_elementwise
@@ -366,7 +366,7 @@ def test_parts_of_one_step_share_the_norm_of_all_gradients():
     for step in range(3):
         give_gradients(ours, theirs, step=step)
         gradients = [one.grad for one in ours]
-        with optimizer.whole_step():
+        with optimizer.full_step():
             for shown in (range(4), range(4, len(ours))):
                 for number, one in enumerate(ours):
                     one.grad = gradients[number] if number in shown else None
@@ -388,7 +388,7 @@ def test_a_hook_of_the_user_may_change_gradients_of_a_whole_step():
     for one in (optimizer, reference):
         one.register_step_pre_hook(replace)
     give_gradients(ours, theirs)
-    with optimizer.whole_step():
+    with optimizer.full_step():
         optimizer.step()
     reference.step()
     assert all(map(torch.equal, ours, theirs))
@@ -399,7 +399,7 @@ def test_what_plugins_ask_of_them(cls, settings):
     optimizer = cls(parameters(), **settings)
     assert isinstance(optimizer, ShardAware)
     assert isinstance(optimizer, StateAllocator)
-    assert isinstance(optimizer, NeedsWholeStep) == (cls is FusedLAMB)
+    assert isinstance(optimizer, NeedsFullStep) == (cls is FusedLAMB)
     require_elementwise(optimizer)
 
 
