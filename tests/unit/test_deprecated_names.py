@@ -78,8 +78,8 @@ def test_an_optimizer_with_the_old_name_of_full_step():
             entered.append(True)
             yield
 
-    with pytest.warns(DeprecationWarning, match=r"Mine\.whole_step\(\) is deprecated: rename it to full_step\(\)"):
-        with full_step(Mine()):
-            assert entered == [True]
+    warning = pytest.warns(DeprecationWarning, match=r"Mine\.whole_step\(\) is deprecated: rename it to full_step\(\)")
+    with warning, full_step(Mine()):
+        assert entered == [True]
     with full_step(torch.optim.SGD([torch.nn.Parameter(torch.ones(1))])):
         assert entered == [True]
