@@ -1,4 +1,4 @@
-"""What a rank holds at every moment of a step: the plugin's own chunks and manager, made of tensors without memory."""
+"""Memory and traffic estimate of Gemini: the plugin's own chunks and manager on the meta device."""
 
 from __future__ import annotations
 
@@ -25,11 +25,10 @@ from .shard_update import migrate_weights
 from .tiers import TierBlock, Transfer
 
 # Note [Memory estimate]
-# Which chunks are gathered when depends on the placement, on a record of the first step, and on what fits beside what.
-# None of that is computed a second time here: the plugin's own manager and chunks do it, on the meta device, whose
-# tensors have sizes and no memory. They are told what a model's hooks would tell them, as the course of a forward and
-# backward on fake tensors has it: first a step that is recorded, then the one that counts. The other ranks are fake
-# and do what this one does; the offload tier only counts.
+# The set of gathered chunks depends on the placement, on the trace of the first step, and on the memory budget. The
+# plugin's own manager and chunks determine it, on the meta device. They receive the calls of a model's hooks from the
+# intervals of a forward and backward on fake tensors: first in a traced step, then in the measured one. Other ranks are
+# fake and make the same requests; the offload tier only counts bytes.
 
 _META = torch.device("meta")
 
@@ -46,7 +45,7 @@ class _FakeNegotiation:
 
 
 class _CountedBlock:
-    """A block of a tier that has no memory."""
+    """Block without memory."""
 
     is_empty = False
 
@@ -66,18 +65,18 @@ class _CountedBlock:
         """Do nothing."""
 
     def as_tensor(self, dtype: torch.dtype) -> torch.Tensor:
-        """Return a tensor without memory."""
+        """Return a meta tensor."""
         return torch.empty(self.num_bytes // dtype.itemsize, dtype=dtype, device=_META)
 
     def free(self) -> None:
-        """Is counted no more."""
+        """Remove the block from the count."""
         if self._tier is not None:
             self._tier.bytes_held -= self.num_bytes
             self._tier = None
 
 
 class _CountingTier:
-    """An offload tier that counts what it would hold."""
+    """Offload tier that only counts bytes."""
 
     name: Literal["host"] = "host"
 
@@ -95,7 +94,7 @@ class _CountingTier:
 
 @dataclass(slots=True)
 class _Chunks:
-    """A model's chunks, and what is known of them.
+    """Chunks of a model with their sizes.
 
     Attributes:
         manager: Chunk manager.
@@ -115,7 +114,7 @@ class _Chunks:
 
     @property
     def chunks(self) -> Sequence[Chunk]:
-        """All of them."""
+        """All chunks."""
         return self.manager.chunks
 
     def held_of_states(self) -> int:
@@ -140,14 +139,14 @@ def gemini_memory(
     num_replicas: int,
     outputs_fp32: bool,
 ) -> RankMemory:
-    """Return what a rank holds and sends.
+    """Return the memory and traffic of a rank.
 
     Args:
-        question: The model and its optimizer.
+        question: Model and optimizer.
         settings: Sharding settings.
         placement: Placement policy.
-        num_replicas: Ranks that hold copies of this rank's shards.
-        outputs_fp32: The plugin casts the model's outputs to fp32.
+        num_replicas: Number of replicas of this rank's shards.
+        outputs_fp32: If True, the plugin casts the model's outputs to fp32.
 
     Raises:
         ConfigError: The placement's budget is too small.
@@ -202,7 +201,7 @@ def _on_meta(settings: GeminiSettings) -> GeminiSettings:
 
 
 def _note_updated(found: _Chunks, chunk: Chunk, question: MemoryRequest) -> None:
-    """Record what is kept of a chunk for the optimizer on the first rank, which has no waste."""
+    """Record the master and state bytes of a chunk on the first rank, whose shard has no waste."""
     layout = chunk.layout
     dtype = found.settings.master_dtype(layout)
     found.masters[chunk.index] = layout.shard_numel * dtype.itemsize if dtype != layout.dtype else 0
@@ -214,7 +213,7 @@ def _note_updated(found: _Chunks, chunk: Chunk, question: MemoryRequest) -> None
 
 
 def _fill(chunk: Chunk, manager: ChunkManager, settings: GeminiSettings) -> None:
-    """Give a chunk its shard as `fill_chunk` does."""
+    """Allocate a chunk's shard, as `fill_chunk` does."""
     is_offloaded = chunk.index in manager.locations.weights
     for param in chunk.params:
         param.unbind()
@@ -225,7 +224,7 @@ def _fill(chunk: Chunk, manager: ChunkManager, settings: GeminiSettings) -> None
 
 
 def _migrate(manager: ChunkManager) -> None:
-    """Move the shards to where the placement wants them after the recorded step."""
+    """Move the shards to the placement's locations after the traced step."""
     homes = manager.choose_locations()
     if homes == manager.locations:
         return
@@ -235,11 +234,11 @@ def _migrate(manager: ChunkManager) -> None:
 
 
 class _ModuleWalk:
-    """A forward and backward, as the hooks of a model would tell a manager about it.
+    """Forward and backward as calls of a chunk manager.
 
     Args:
-        course: Module walk of the step.
-        model: Model of the walk.
+        course: Memory intervals of the step.
+        model: Model of the step.
     """
 
     def __init__(self, course: Sequence[MemoryInterval], model: nn.Module) -> None:
@@ -254,11 +253,11 @@ class _ModuleWalk:
         }
 
     def run(self, found: _Chunks, *, is_cpu: bool) -> Moment:
-        """Return the worst moment of it; `held` counts shards, gathered weights and gradients.
+        """Return the point of peak memory; `held` counts shards, gathered weights and gradients.
 
         Args:
-            found: The chunks.
-            is_cpu: What autograd keeps is all that the manager knows of beside them.
+            found: Chunks of the model.
+            is_cpu: If True, only tensors saved by autograd count as other memory.
         """
         manager = found.manager
         others = 0
@@ -270,7 +269,7 @@ class _ModuleWalk:
             if manager.phase is PassKind.FORWARD:
                 others = stretch.begin if is_cpu else stretch.activations
                 manager.note_other_bytes()
-            if stretch.event == "gradient" or stretch.name == "" or self._own[stretch.name]:  # else nothing has moved
+            if stretch.event == "gradient" or stretch.name == "" or self._own[stretch.name]:  # others move nothing
                 held = manager.bytes_in_memory
             worst = max(worst, Moment(stretch.activations, held), key=lambda one: one.total)
         manager.end_backward()
@@ -303,7 +302,7 @@ class _ModuleWalk:
 
 
 def _ask_in_backward(manager: ChunkManager, param: ChunkParam) -> None:
-    """Do what an operator's backward that saved the weights has done."""
+    """Gather weights as the backward of an operator that saved them does."""
     if not param.chunk.is_gathered or param.is_overwritten:
         manager.need((param,))
         return
@@ -339,7 +338,7 @@ def _memory(question: MemoryRequest, found: _Chunks, worst: Moment, *, sent: int
 
 
 def _sent_of_kept(found: _Chunks) -> int:
-    """Return the bytes of weights that are spread after a step."""
+    """Return the bytes of weights all-gathered after a step."""
     settings = found.settings
     shards = sum(chunk.weights.num_bytes for chunk in found.chunks if chunk.is_kept_gathered)
     return (settings.num_shards - 1) * shards
@@ -352,6 +351,6 @@ def _step_bytes(question: MemoryRequest, found: _Chunks) -> int:
         if chunk.layout.trains:
             dtype = found.settings.master_dtype(chunk.layout)
             by_dtype.setdefault(dtype, []).extend(found.shapes[chunk.index])
-            if dtype != chunk.grad_shard.dtype:  # gradients in the format that is updated
+            if dtype != chunk.grad_shard.dtype:  # gradients in the dtype of the update
                 rounded += chunk.layout.shard_numel * dtype.itemsize
     return rounded + max((question.step_bytes(shapes, dtype) for dtype, shapes in by_dtype.items()), default=0)

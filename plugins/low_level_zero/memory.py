@@ -1,4 +1,4 @@
-"""What a rank holds at every moment of a step, found by following the life of its gradients without any memory."""
+"""Memory and traffic estimate of ZeRO 1 and 2, by a simulation of the gradient lifecycle."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from .reducer import MAX_BUCKETS_IN_FLIGHT
 
 @dataclass(slots=True, eq=False)
 class _ParamGrad:
-    """The gradient of a parameter; see Note [Gradient lifecycle].
+    """Gradient of a parameter; see Note [Gradient lifecycle].
 
     Attributes:
         num_bytes: Bytes of the full gradient.
-        num_unsent: Buckets that it reaches into and that were not issued yet.
-        is_here: It has arrived, and is kept until its last bucket is issued.
+        num_unsent: Number of its buckets that are not issued yet.
+        has_arrived: If True, it has arrived; it is kept until its last bucket is issued.
     """
 
     num_bytes: int
     num_unsent: int = 0
-    is_here: bool = False
+    has_arrived: bool = False
 
 
 @dataclass(slots=True, eq=False)
 class _FlatBucket:
-    """A bucket with the gradients that go into it.
+    """Bucket with its gradients.
 
     Attributes:
         group: Flat param group of the bucket.
@@ -50,14 +50,14 @@ class _FlatBucket:
 
 
 class _Group:
-    """Parameters of one dtype in one flat buffer, as `FlatGroup` has them; see Note [Flat layout].
+    """Parameters of one dtype in one flat buffer, as in `FlatGroup`; see Note [Flat layout].
 
     Args:
-        named: Their names and shapes, in the order of the model.
-        dtype: Format of weights and gradients.
-        arguments: The plugin's.
-        num_shards: Ranks that share it.
-        max_bucket_numel: Elements of a bucket, at most.
+        named: Names and shapes in the model's order.
+        dtype: Dtype of weights and gradients.
+        arguments: Arguments of the plugin.
+        num_shards: Number of ranks that share the buffer.
+        max_bucket_numel: Maximum number of elements of a bucket.
     """
 
     def __init__(
@@ -75,12 +75,12 @@ class _Group:
         self.sum_dtype = torch.float32 if is_low else dtype
         self.has_masters = is_low and arguments.master_weights
         self.main_dtype = torch.float32 if self.has_masters else dtype
-        # A world of one has no second shard in whose place fp32 sums of half gradients could go.
+        # With one shard, a low-precision bucket is too small to be overwritten by its fp32 sums.
         self.packs = arguments.stage == 2 or (num_shards == 1 and is_low)
         self.sent_dtype = arguments.communication_dtype or dtype
 
     def buckets(self) -> list[_FlatBucket]:
-        """Return the buckets with their gradients, in the order in which they lie."""
+        """Return the buckets with their gradients, in buffer order."""
         param_grads = {
             name: _ParamGrad((param_range.stop - param_range.start) * self.dtype.itemsize)
             for (name, _), param_range in zip(self.named, self.layout.param_ranges, strict=True)
@@ -94,7 +94,7 @@ class _Group:
         return found
 
     def shard_shapes(self) -> list[tuple[int, ...]]:
-        """Return the sizes of what the first rank updates: it has no padding, so no rank has more."""
+        """Return the shard shapes of the first rank, which has no padding and therefore the largest shards."""
         return [
             (numel,)
             for index, number in _overlaps(self.layout)
@@ -103,17 +103,17 @@ class _Group:
 
     @property
     def weight_bytes(self) -> int:
-        """Of all weights, padding included."""
+        """Bytes of all weights, including padding."""
         return self.layout.numel * self.dtype.itemsize
 
     @property
     def largest_bucket(self) -> int:
-        """Elements of it."""
+        """Number of elements of the largest bucket."""
         return max((bucket.numel for bucket in self.layout.buckets), default=0)
 
 
 def _overlaps(layout: FlatLayout) -> Iterator[tuple[int, int]]:
-    """Yield which parameter has elements in which bucket; both lie in order."""
+    """Yield the pairs (parameter index, bucket index) that overlap, in order."""
     index = 0
     for number, bucket in enumerate(layout.buckets):
         while index < len(layout.param_ranges) and layout.param_ranges[index].stop <= bucket.start:
@@ -126,20 +126,20 @@ def _overlaps(layout: FlatLayout) -> Iterator[tuple[int, int]]:
 
 
 def _owned_numel(layout: FlatLayout, index: int, number: int) -> int:
-    """Return what the first rank owns of a parameter in a bucket; nothing where that is negative."""
+    """Return the number of elements of a parameter that the first rank owns in a bucket; none if negative."""
     param_range, shard = layout.param_ranges[index], layout.buckets[number].shard_range(0)
     return int(min(param_range.stop, shard.stop) - max(param_range.start, shard.start))
 
 
 class _Backward:
-    """Which gradients are here as a backward continues, and what was summed of them; as `GradientReducer` does it.
+    """Simulation of the gradients and gradient shards of `GradientReducer` during a backward.
 
     Args:
-        groups: All.
-        order: Position of every parameter in the model by name.
+        groups: All groups.
+        order: Index of every parameter in the model, by name.
 
     Attributes:
-        num_bytes: Of gradients and sums, now.
+        num_bytes: Current bytes of gradients and gradient shards.
     """
 
     def __init__(self, groups: Sequence[_Group], order: dict[str, int]) -> None:
@@ -154,12 +154,12 @@ class _Backward:
         self.num_bytes = 0
 
     def receive(self, name: str) -> int:
-        """Take a gradient that has arrived; returns the most bytes until all is done that follows from it."""
+        """Process the arrival of a gradient; return the peak bytes meanwhile."""
         buckets = self._buckets_of.get(name, [])
-        if not buckets or buckets[0].param_grads[name].is_here:
+        if not buckets or buckets[0].param_grads[name].has_arrived:
             return self.num_bytes
         param_grad = buckets[0].param_grads[name]
-        param_grad.is_here = True
+        param_grad.has_arrived = True
         self.num_bytes += param_grad.num_bytes
         for bucket in buckets:
             bucket.num_missing -= 1
@@ -169,7 +169,7 @@ class _Backward:
         return most
 
     def finish(self) -> int:
-        """Issue what is left when backward has ended; returns as `receive` does."""
+        """Process the end of backward; return the peak bytes meanwhile."""
         most = self.num_bytes
         while self._to_issue:
             most = max(most, self._issue(self._to_issue.popleft()))
@@ -183,7 +183,7 @@ class _Backward:
         most = self.num_bytes
         for param_grad in bucket.param_grads.values():
             param_grad.num_unsent -= 1
-            if param_grad.num_unsent == 0 and param_grad.is_here:
+            if param_grad.num_unsent == 0 and param_grad.has_arrived:
                 self.num_bytes -= param_grad.num_bytes
         self._in_flight.append(bucket)
         return most
@@ -202,15 +202,15 @@ def zero_memory(
     offloads: bool,
     max_bucket_numel: int | None = None,
 ) -> RankMemory:
-    """Return what a rank holds and sends.
+    """Return the memory and traffic of a rank.
 
     Args:
-        question: The model and its optimizer.
-        arguments: The plugin's.
-        num_shards: Ranks that share the shards.
-        num_replicas: Ranks that hold copies of this rank's.
-        offloads: Masters and states are in host memory beside an accelerator.
-        max_bucket_numel: Elements of a bucket, at most; None: as the arguments say.
+        question: Model and optimizer.
+        arguments: Arguments of the plugin.
+        num_shards: Number of ranks that share the shards.
+        num_replicas: Number of replicas of this rank's shards.
+        offloads: If True, masters and states are in the host memory of an accelerator.
+        max_bucket_numel: Maximum number of elements of a bucket; optional, defaults to that of the arguments.
     """
     named = list(question.model.named_parameters())
     bucket_numel = arguments.max_bucket_numel if max_bucket_numel is None else max_bucket_numel
@@ -261,15 +261,15 @@ def _updated_bytes(question: MemoryRequest, groups: Sequence[_Group]) -> tuple[i
     masters = states = 0
     for group in groups:
         shapes = [shape for _, shape in group.named]
-        whole = sum(param_range.stop - param_range.start for param_range in group.layout.param_ranges)
+        numel = sum(param_range.stop - param_range.start for param_range in group.layout.param_ranges)
         owned = sum(shape[0] for shape in group.shard_shapes())
-        states += question.state_bytes(shapes, group.main_dtype, owned / max(1, whole))
+        states += question.state_bytes(shapes, group.main_dtype, owned / max(1, numel))
         masters += 4 * group.layout.shard_numel if group.has_masters else 0
     return masters, states
 
 
 def _buffer_bytes(groups: Sequence[_Group]) -> int:
-    """Return the bytes of buffers for buckets in flight, which stay; see `BucketBuffers`."""
+    """Return the bytes of the persistent buffers for buckets in flight; see `BucketBuffers`."""
     found: dict[tuple[str, int, torch.dtype], int] = {}
     for group in groups:
         numel = group.largest_bucket
@@ -288,7 +288,7 @@ def _step_bytes(question: MemoryRequest, groups: Sequence[_Group]) -> int:
     rounded = 0
     for group in groups:
         most = max(most, question.step_bytes(group.shard_shapes(), group.main_dtype))
-        if group.main_dtype != group.sum_dtype:  # gradients in the format that is updated
+        if group.main_dtype != group.sum_dtype:  # gradients in the dtype of the update
             rounded += group.layout.shard_numel * group.main_dtype.itemsize
     return most + rounded
 
