@@ -10,7 +10,7 @@ CYCLES ?= 100
 SEED ?=
 
 # Long runs: all cases of a subject, each of at most 20 minutes; `make test-all` is all of them.
-SUBJECTS := gemini fsdp zero pipeline tensor checkpoints launch faults optim core
+SUBJECTS := gemini fsdp zero pipeline hybrid tensor checkpoints launch faults optim core
 
 .PHONY: install demo test test-ranks test-unit test-all test-optimized test-wheel soak lint format bench clean $(SUBJECTS:%=test-%)
 

@@ -15,8 +15,9 @@ SUBJECTS: dict[str, tuple[str, ...]] = {
     "gemini": ("*/test_gemini*", "*/test_chunk_*", "*/test_disk_*", "*/test_nvme_*"),
     "fsdp": ("*/test_torch_fsdp*",),
     "zero": ("*/test_low_level_zero*", "*/test_zero_*", "*/test_torch_ddp*", "*/test_flat_*"),
-    "pipeline": (*("*/test_pipeline*", "*/test_stage_*", "*/test_micro*", "*/test_deferred_*", "*/test_p2p_*"),),
-    "tensor": ("*/test_tensor_*", "*/test_hybrid*", "*/test_sequence*", "*/test_vocab_*", "*/test_zoo*"),
+    "pipeline": ("*/test_pipeline*", "*/test_stage_*", "*/test_micro*", "*/test_deferred_*", "*/test_p2p_*"),
+    "hybrid": ("*/test_hybrid*",),
+    "tensor": ("*/test_tensor_*", "*/test_sequence*", "*/test_vocab_*", "*/test_zoo*"),
     "checkpoints": (
         *("*/test_any_to_any*", "*/test_async_*", "*/test_checkpoint*", "*/test_ckpt*", "*/test_comm[ip]*"),
         *("*/test_conversion*", "*/test_byte_runs*", "*/test_copy_elements*"),
@@ -28,20 +29,14 @@ SUBJECTS: dict[str, tuple[str, ...]] = {
     ),
     "launch": (
         *("*/test_launch*", "*/test_run_*", "*/test_restart*", "*/test_rendezvous*", "*/test_network*"),
-        *("*/test_check*"),
+        "*/test_check_*",
+        "*/test_check.py",
         *("*/test_cl*", "*/test_benchmark*", "*/test_worker*", "*/test_readme*", "*/test_vit*"),
         *("*/test_kernel_builds*", "*/test_failure_hints*"),
     ),
     "faults": (
-        *(
-            "faults/*",
-            "*/test_collective_errors*",
-            "*/test_timeouts*",
-            "*/test_heartbeat*",
-            "*/test_faults*",
-            "*/test_uneven*",
-        ),
-        *("*/test_monitor*", "*/test_progress*"),
+        *("faults/*", "*/test_collective_errors*", "*/test_timeouts*", "*/test_heartbeat*", "*/test_faults*"),
+        *("*/test_uneven*", "*/test_monitor*", "*/test_progress*"),
     ),
     "optim": ("*/test_opt*", "*/test_adam*", "*/test_lr_*", "*/test_shard*", "*/test_whole*", "*/test_state_*"),
 }

@@ -10,6 +10,7 @@ import pytest
 from harness import RankFailure, RanksFailed, distributed, run_ranks
 from harness.messages import pack_arguments
 from harness.reference import reference_to, resolve
+from subjects import SUBJECTS, TESTS, files_of
 
 pytest_plugins = ["pytester"]
 
@@ -135,3 +136,9 @@ def _conftest_source() -> str:
     path = harness.__file__.replace("harness/__init__.py", "conftest.py")
     with open(path) as file:
         return file.read()
+
+
+def test_every_subject_has_files_and_a_target():
+    names = [*SUBJECTS, "core"]
+    assert all(len(files_of(name)) > 5 for name in names)
+    assert f"SUBJECTS := {' '.join(names)}\n" in (TESTS.parent / "Makefile").read_text()
