@@ -22,7 +22,7 @@ from .boost_checks import (
 )
 from .booster_checkpoint import CheckpointMethods
 from .checkpoint_io import CheckpointIO
-from .comm import barrier, group_rank, group_size, timeout_scope
+from .comm import barrier, group_rank, timeout_scope
 from .consistency import verify_same_across_ranks
 from .data.dataloader import active_position
 from .data.join import JoinIterator
@@ -105,19 +105,17 @@ class Booster(CheckpointMethods):
                 another call. Nothing was changed.
         """
         self._check_open()
-        verify_same_across_ranks(
+        checked = verify_same_across_ranks(
             self.plugin, self.mixed_precision, model, optimizer, criterion, dataloader, lr_scheduler
         )
         mark_boosted(model, optimizer)
-        self.plugin.place(model, optimizer)
-        if self.mixed_precision is not None:
-            self.mixed_precision.prepare(model)
+        placed = self.plugin.place(model, optimizer, checked)
+        prepared = None if self.mixed_precision is None else self.mixed_precision.prepare(model)
         boosted, wrapped, criterion, dataloader, lr_scheduler = self.plugin.configure(
-            model, optimizer, criterion, dataloader, lr_scheduler
+            model, optimizer, criterion, dataloader, lr_scheduler, placed=placed
         )
         if self.mixed_precision is not None:
-            boosted, wrapped, criterion = self.mixed_precision.configure(boosted, wrapped, criterion)
-        boosted.model_parallel_size = max(1, group_size() // self.plugin.dp_size)
+            boosted, wrapped, criterion = self.mixed_precision.configure(boosted, wrapped, criterion, prepared)
         register_model(self.plugin, boosted)
         return boosted, wrapped, criterion, dataloader, lr_scheduler
 

@@ -37,8 +37,8 @@ def verify_same_across_ranks(
     criterion: Any | None,
     dataloader: Any | None,
     lr_scheduler: Any | None,
-) -> None:
-    """Raise on all ranks unless the arguments can be boosted together and are equal on all ranks.
+) -> Any:
+    """Check the arguments of boost() on all ranks; return the result of `plugin.check`.
 
     Collective: the first collective of boost(). Nothing is changed.
 
@@ -47,10 +47,11 @@ def verify_same_across_ranks(
         DesyncError: The ranks' arguments differ; the message names the ranks, and the first difference.
     """
     error: Exception | None = None
+    checked: Any = None
     fingerprint: list[str] = []
     try:
         check_can_boost(model, optimizer, criterion, dataloader, lr_scheduler)
-        plugin.check(model, optimizer)
+        checked = plugin.check(model, optimizer)
         if dataloader is not None:
             check_can_shard(dataloader, plugin.dp_rank, plugin.dp_size)
         if group_size() > 1 and not is_fake_world():
@@ -61,6 +62,7 @@ def verify_same_across_ranks(
     except Exception as raised:  # raised again on all ranks
         error = raised
     check_same_across_ranks("boost()", fingerprint, error=error)
+    return checked
 
 
 def boost_fingerprint(

@@ -68,7 +68,7 @@ class SingleDevicePlugin(Plugin):
     def dp_rank(self) -> int:
         return 0
 
-    def place(self, model: nn.Module, optimizer: Optimizer | None) -> None:
+    def place(self, model: nn.Module, optimizer: Optimizer | None, checked: None = None) -> None:
         move_to_device(model, optimizer, self._device)
 
     def configure(
@@ -78,8 +78,11 @@ class SingleDevicePlugin(Plugin):
         criterion: Callable[..., Any] | None = None,
         dataloader: DataLoader[Any] | None = None,
         lr_scheduler: LRScheduler | None = None,
+        *,
+        placed: None = None,
     ) -> Boosted:
         boosted = ModelWrapper(model)
+        boosted.model_parallel_size = max(1, group_size())  # ranks without a plugin get the same batches
         wrapped = None if optimizer is None else OptimizerWrapper(optimizer, boosted)
         if dataloader is not None:
             dataloader = shard_dataloader(dataloader, dp_rank=0, dp_size=1)  # the sample order of several ranks

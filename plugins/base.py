@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader
 
 from booster.comm import (
     check_same_across_ranks,
@@ -17,15 +22,18 @@ from booster.comm import (
     release_groups,
     release_unused_groups,
 )
+from booster.data import shard_dataloader
 from booster.device import current_device
 from booster.errors import ConfigError
-from booster.interface import Plugin
+from booster.interface import Boosted, ModelWrapper, OptimizerWrapper, Plugin
 from booster.validation import error_of
 
 if TYPE_CHECKING:
     from booster.checkpoint_io import CheckpointIO
 
 Arguments = TypeVar("Arguments")
+WrappedPair: TypeAlias = tuple[ModelWrapper, OptimizerWrapper | None]
+"""Boosted model and optimizer."""
 
 
 def arguments_of(cls: type[Arguments], given: Mapping[str, Any]) -> Arguments:
@@ -37,8 +45,8 @@ class DistributedPlugin(Plugin):
     """Base of plugins that need an initialized process group; each rank computes on one device.
 
     The constructor of a subclass calls `super().__init__()`, stores its arguments, and calls `self._agree(...)`. Only
-    then
-    may it create process groups: with different arguments, ranks would wait for each other until the timeout.
+    then may it create process groups: with different arguments, ranks would wait for each other until the timeout.
+    It defines `place` and `_wrap`.
 
     Raises:
         ConfigError: `launch` was not called.
@@ -77,6 +85,25 @@ class DistributedPlugin(Plugin):
     @property
     def dp_rank(self) -> int:
         return group_rank()
+
+    def configure(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | None = None,
+        criterion: Callable[..., Any] | None = None,
+        dataloader: DataLoader[Any] | None = None,
+        lr_scheduler: LRScheduler | None = None,
+        *,
+        placed: Any = None,
+    ) -> Boosted:
+        boosted, wrapped = self._wrap(model, optimizer, placed)
+        if dataloader is not None:
+            dataloader = shard_dataloader(dataloader, dp_rank=self.dp_rank, dp_size=self.dp_size)
+        return boosted, wrapped, criterion, dataloader, lr_scheduler
+
+    @abstractmethod
+    def _wrap(self, model: nn.Module, optimizer: Optimizer | None, placed: Any) -> WrappedPair:
+        """Return the boosted model and optimizer. Collective."""
 
     def close(self) -> None:
         release_groups(self._groups())

@@ -32,17 +32,27 @@ class MixedPrecision(ConfigFingerprint, ABC):
         """Whether the optimizer updates fp32 master weights of low-precision weights."""
         return False
 
-    def prepare(self, model: nn.Module) -> None:
+    def prepare(self, model: nn.Module) -> Any:
         """Cast parameters or replace modules in place, before the plugin wraps the model. Does nothing by default.
 
         Args:
             model: The user's model. Its `nn.Parameter` objects must not be replaced: the optimizer holds them.
+
+        Returns:
+            What `configure` needs to know about the model, such as the values before the cast, or None.
         """
 
     def configure(
-        self, model: ModelWrapper, optimizer: OptimizerWrapper | None, criterion: Callable[..., Any] | None
+        self,
+        model: ModelWrapper,
+        optimizer: OptimizerWrapper | None,
+        criterion: Callable[..., Any] | None,
+        prepared: Any = None,
     ) -> tuple[ModelWrapper, OptimizerWrapper | None, Callable[..., Any] | None]:
-        """Set the wrapped model's precision and the optimizer's scaler and masters; return the three."""
+        """Set the wrapped model's precision and the optimizer's scaler and masters; return the three.
+
+        `prepared` is the result of `prepare`.
+        """
         model.precision = self
         return model, optimizer, criterion
 

@@ -37,7 +37,8 @@ class Plugin(ConfigFingerprint, ABC):
 
     `Booster.boost` calls, on every rank and in this order: `check` and `config_fingerprint`, compared over ranks;
     `place` on the user's objects, `MixedPrecision.prepare` unless the plugin controls precision, `configure`,
-    `MixedPrecision.configure`.
+    `MixedPrecision.configure`. What one of them finds out for the next one it returns: a plugin keeps nothing about a
+    model between the calls.
     """
 
     @abstractmethod
@@ -100,20 +101,31 @@ class Plugin(ConfigFingerprint, ABC):
         """
         return []
 
-    def check(self, model: nn.Module, optimizer: Optimizer | None) -> None:
+    def check(self, model: nn.Module, optimizer: Optimizer | None) -> Any:
         """Raise for a model or optimizer that cannot be boosted; changes nothing. Does nothing by default.
 
         No communication: boost() raises an error of one rank on all.
+
+        Returns:
+            What `place` needs to know about them, such as a plan, or None.
 
         Raises:
             ConfigError: The plugin cannot train the model, or update it with the optimizer.
         """
 
     @abstractmethod
-    def place(self, model: nn.Module, optimizer: Optimizer | None) -> None:
+    def place(self, model: nn.Module, optimizer: Optimizer | None, checked: Any = None) -> Any:
         """Move the user's model to its device and synchronize the weights of all ranks, in place.
 
         Collective; all ranks have models of the same names, shapes and dtypes. `nn.Parameter` objects are not replaced.
+
+        Args:
+            model: The user's model.
+            optimizer: The user's optimizer, or None.
+            checked: Result of `check`.
+
+        Returns:
+            What `configure` needs to know about them, or None.
         """
 
     @abstractmethod
@@ -124,8 +136,10 @@ class Plugin(ConfigFingerprint, ABC):
         criterion: Callable[..., Any] | None = None,
         dataloader: DataLoader[Any] | None = None,
         lr_scheduler: LRScheduler | None = None,
+        *,
+        placed: Any = None,
     ) -> Boosted:
-        """Wrap the five arguments; omitted ones stay None. Collective."""
+        """Wrap the five arguments; omitted ones stay None. `placed` is the result of `place`. Collective."""
 
     def no_sync(
         self, model: ModelWrapper | None = None, optimizer: OptimizerWrapper | None = None

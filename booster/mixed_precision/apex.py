@@ -18,7 +18,7 @@ from booster.errors import ConfigError
 from booster.interface import LossScaler, MixedPrecision
 
 from .autocast import AutocastMixedPrecision, check_no_float16_weights
-from .fp16 import Fp16Weights, cast_floats, log_rank_zero, low_precision_to_fp32
+from .fp16 import Fp16Weights, OriginalWeights, attach_masters, cast_floats, log_rank_zero, low_precision_to_fp32
 from .loss_scaler import ConstantLossScaler, DynamicLossScaler
 
 
@@ -249,8 +249,8 @@ class FP16ApexMixedPrecision(MixedPrecision):
     def config_fingerprint(self) -> list[str]:
         return [*super().config_fingerprint(), repr(self.options)]
 
-    def prepare(self, model: nn.Module) -> None:
-        """Cast the model's weights in place according to the level.
+    def prepare(self, model: nn.Module) -> OriginalWeights:
+        """Cast the model's weights in place according to the level; return their values before.
 
         Args:
             model: User's model; its Parameter objects are kept.
@@ -258,12 +258,17 @@ class FP16ApexMixedPrecision(MixedPrecision):
         Raises:
             ConfigError: The weights are float16 and the level is O1, which does not cast them.
         """
-        self._weights.cast(model)
+        originals = self._weights.cast(model)
         if self._autocast is not None:
             check_no_float16_weights(model, "fp16_apex")
+        return originals
 
     def configure(
-        self, model: ModelWrapper, optimizer: OptimizerWrapper | None, criterion: Callable[..., Any] | None
+        self,
+        model: ModelWrapper,
+        optimizer: OptimizerWrapper | None,
+        criterion: Callable[..., Any] | None,
+        prepared: OriginalWeights | None = None,
     ) -> tuple[ModelWrapper, OptimizerWrapper | None, Callable[..., Any] | None]:
         """Install casts, master weights and the loss scaler; return model, optimizer and criterion."""
         if self._autocast is not None:
@@ -272,8 +277,7 @@ class FP16ApexMixedPrecision(MixedPrecision):
         if optimizer is not None:
             optimizer.loss_scaler = self._new_scaler()
             if self.options.master_weights:
-                self._weights.attach_masters(model, optimizer)
-        self._weights.free_originals(model)
+                attach_masters(model, optimizer, prepared or {})
         return model, optimizer, criterion
 
     def forward_context(self, device_type: str) -> AbstractContextManager[Any]:

@@ -39,7 +39,11 @@ class AutocastMixedPrecision(MixedPrecision):
         return None
 
     def configure(
-        self, model: ModelWrapper, optimizer: OptimizerWrapper | None, criterion: Callable[..., Any] | None
+        self,
+        model: ModelWrapper,
+        optimizer: OptimizerWrapper | None,
+        criterion: Callable[..., Any] | None,
+        prepared: Any = None,
     ) -> tuple[ModelWrapper, OptimizerWrapper | None, Callable[..., Any] | None]:
         """Install autocast and the loss scaler and wrap the criterion; return model, optimizer and criterion.
 

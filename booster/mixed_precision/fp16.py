@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
-from weakref import WeakKeyDictionary
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -126,13 +125,34 @@ def _fp32_state(value: Any) -> Any:
 BATCH_NORMS = _BatchNorm  # includes the synchronized batch norms of plugins
 
 
+OriginalWeights: TypeAlias = dict[nn.Parameter, torch.Tensor]
+"""Full fp32 values of parameters from before they were cast."""
+
+
+def attach_masters(model: ModelWrapper, optimizer: OptimizerWrapper, originals: OriginalWeights) -> None:
+    """Make the optimizer update fp32 master weights, initialized with the values before the cast.
+
+    Args:
+        model: Boosted model.
+        optimizer: Boosted optimizer.
+        originals: Result of `Fp16Weights.cast`.
+    """
+    values = {id(parameter): value for parameter, value in originals.items()}
+    if optimizer.adopt_masters(values):
+        return
+    masters = Fp32MasterWeights(optimizer.unwrap(), values)
+    optimizer.master_weights = masters
+    model.register_load_hook(masters.refresh)
+    model.register_master_slices(lambda: masters.slices(model))
+
+
 class Fp16Weights:
-    """Cast of models to low precision, with fp32 master weights from the values before the cast.
+    """Cast of models to low precision.
 
     Args:
         dtype: Dtype of floating-point parameters and buffers after the cast, or None for no cast.
         keep_batchnorm_fp32: If True, parameters and statistics of batch norms are not cast.
-        keep_originals: If True, keep the values before the cast for `attach_masters`.
+        keep_originals: If True, `cast` returns the values before the cast.
     """
 
     def __init__(
@@ -141,53 +161,32 @@ class Fp16Weights:
         self.dtype = dtype
         self._keep_batchnorm_fp32 = keep_batchnorm_fp32
         self._keep_originals = keep_originals
-        # The value holds the parameter, so that its id is not reused while it is a key.
-        self._originals: WeakKeyDictionary[nn.Module, dict[int, tuple[nn.Parameter, torch.Tensor]]] = (
-            WeakKeyDictionary()
-        )
 
-    def cast(self, model: nn.Module) -> None:
+    def cast(self, model: nn.Module) -> OriginalWeights:
         """Cast all floating-point parameters and buffers of the model in place; Parameter objects are kept.
 
         Args:
             model: User's model.
+
+        Returns:
+            The values before the cast, if they are kept.
         """
+        originals: OriginalWeights = {}
         if self.dtype is None:
-            return
+            return originals
         materialize(model)  # lazily initialized tensors have no values to cast
-        originals: dict[int, tuple[nn.Parameter, torch.Tensor]] = {}
         for module in model.modules():
             if self._keep_batchnorm_fp32 and isinstance(module, BATCH_NORMS):
                 continue
             for parameter in module.parameters(recurse=False):
                 if self._keep_originals and self._is_rounded(parameter):
-                    originals[id(parameter)] = (parameter, parameter.detach().to(torch.float32))
+                    originals[parameter] = parameter.detach().to(torch.float32)
                 _cast_in_place(parameter, self.dtype)
             for buffer in module.buffers(recurse=False):
                 _cast_in_place(buffer, self.dtype)
             if isinstance(module, nn.RNNBase):
                 module.flatten_parameters()  # cuDNN needs contiguous weights, which the cast has separated
-        if originals:
-            self._originals[model] = originals
-
-    def free_originals(self, model: ModelWrapper) -> None:
-        """Free the values kept from before the cast."""
-        self._originals.pop(model.unwrap(), None)
-
-    def attach_masters(self, model: ModelWrapper, optimizer: OptimizerWrapper) -> None:
-        """Make the optimizer update fp32 master weights, initialized with the values before the cast.
-
-        Args:
-            model: Boosted model.
-            optimizer: Boosted optimizer.
-        """
-        originals = {key: value for key, (_, value) in self._originals.pop(model.unwrap(), {}).items()}
-        if optimizer.adopt_masters(originals):
-            return
-        masters = Fp32MasterWeights(optimizer.unwrap(), originals)
-        optimizer.master_weights = masters
-        model.register_load_hook(masters.refresh)
-        model.register_master_slices(lambda: masters.slices(model))
+        return originals
 
     def _is_rounded(self, parameter: nn.Parameter) -> bool:
         return parameter.is_floating_point() and parameter.dtype != self.dtype
@@ -284,23 +283,26 @@ class FP16NaiveMixedPrecision(MixedPrecision):
     def keeps_masters(self) -> bool:
         return True
 
-    def prepare(self, model: nn.Module) -> None:
-        """Cast the model to float16 in place, and keep its fp32 values until `configure`.
+    def prepare(self, model: nn.Module) -> OriginalWeights:
+        """Cast the model to float16 in place; return its fp32 values.
 
         Args:
             model: User's model; its Parameter objects are kept.
         """
-        self._weights.cast(model)
+        return self._weights.cast(model)
 
     def configure(
-        self, model: ModelWrapper, optimizer: OptimizerWrapper | None, criterion: Callable[..., Any] | None
+        self,
+        model: ModelWrapper,
+        optimizer: OptimizerWrapper | None,
+        criterion: Callable[..., Any] | None,
+        prepared: OriginalWeights | None = None,
     ) -> tuple[ModelWrapper, OptimizerWrapper | None, Callable[..., Any] | None]:
         """Install casts, master weights and the loss scaler; return model, optimizer and criterion."""
         super().configure(model, optimizer, criterion)
         if optimizer is None:
-            self._weights.free_originals(model)
             return model, optimizer, criterion
-        self._weights.attach_masters(model, optimizer)
+        attach_masters(model, optimizer, prepared or {})
         optimizer.loss_scaler = self._loss_scale.new_scaler(self._report)
         if self._counts_zeros:
             optimizer.register_gradient_hook(self._count_zeros)

@@ -159,7 +159,11 @@ class FP8MixedPrecision(AutocastMixedPrecision):
             Float8Linear.convert_(linear, self._emulate)
 
     def configure(
-        self, model: ModelWrapper, optimizer: OptimizerWrapper | None, criterion: Callable[..., Any] | None
+        self,
+        model: ModelWrapper,
+        optimizer: OptimizerWrapper | None,
+        criterion: Callable[..., Any] | None,
+        prepared: Any = None,
     ) -> tuple[ModelWrapper, OptimizerWrapper | None, Callable[..., Any] | None]:
         """Install autocast and wrap the criterion; return model, optimizer and criterion.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -12,16 +12,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
-from torch.utils.data import DataLoader
 
 from booster.comm import group_size, new_cpu_group, new_mesh, timeout_scope
 from booster.core.module_sync import check_materialized
 from booster.core.plain_torch import refuse_plain_training
-from booster.data import shard_dataloader
-from booster.interface import Boosted, MemoryRequest, ModelWrapper, OptimizerWrapper, RankMemory
+from booster.interface import MemoryRequest, ModelWrapper, OptimizerWrapper, RankMemory
 from booster.mixed_precision.loss_scaler import LossScalerConfig
-from booster.plugins.base import DistributedPlugin, arguments_of
+from booster.plugins.base import DistributedPlugin, WrappedPair, arguments_of
 from booster.plugins.sharding.elementwise import require_elementwise
 from booster.plugins.sharding.optimizer import new_loss_scaler
 from booster.plugins.sharding.precision import DTYPES, WeightPrecision
@@ -209,19 +206,12 @@ class GeminiPlugin(DistributedPlugin):
         check_materialized(model)
         check_memory_is_apart(model, list(model.parameters()))
 
-    def place(self, model: nn.Module, optimizer: Optimizer | None) -> None:
+    def place(self, model: nn.Module, optimizer: Optimizer | None, checked: None = None) -> None:
         place_buffers(model, self._device)
         if self._arguments.sync_batch_norm and self.dp_size > 1:
             convert_batch_norm(model, self._device)
 
-    def configure(
-        self,
-        model: nn.Module,
-        optimizer: Optimizer | None = None,
-        criterion: Callable[..., Any] | None = None,
-        dataloader: DataLoader[Any] | None = None,
-        lr_scheduler: LRScheduler | None = None,
-    ) -> Boosted:
+    def _wrap(self, model: nn.Module, optimizer: Optimizer | None, placed: None) -> WrappedPair:
         arguments, is_primary = self._arguments, self.dp_rank == 0
         settings = self._settings()
         trained = (
@@ -244,9 +234,7 @@ class GeminiPlugin(DistributedPlugin):
             boosted.precision = precision
         if self.dp_size > 1:
             refuse_plain_training(boosted, untrained=model.parameters() if optimizer is None else ())
-        if dataloader is not None:
-            dataloader = shard_dataloader(dataloader, dp_rank=self.dp_rank, dp_size=self.dp_size)
-        return boosted, wrapped, criterion, dataloader, lr_scheduler
+        return boosted, wrapped
 
     def _settings(self) -> GeminiSettings:
         arguments = self._arguments

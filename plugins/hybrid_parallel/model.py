@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from booster.comm import all_reduce_max, broadcast, check_same_across_ranks, collective_device, raise_on_all_ranks
+from booster.comm import (
+    all_reduce_max,
+    broadcast,
+    check_same_across_ranks,
+    collective_device,
+    group_size,
+    raise_on_all_ranks,
+)
 from booster.errors import CheckpointError, ConfigError
 from booster.interface import ModelWrapper, set_shard_spec, shard_spec_of
 from booster.kernels.checksum import crc32
@@ -49,9 +56,11 @@ class HybridModel(ZeroModel):
 
     Attributes:
         last_pipeline_run: Record of this rank's work on the last batch of `Booster.execute_pipeline`.
+        run_batch: Runs a batch through the pipeline stages, `PipelineRuntime.run`; None without pipeline parallelism.
     """
 
     last_pipeline_run: PipelineRun | None
+    run_batch: Callable[..., dict[str, Any]] | None
 
     def __init__(
         self,
@@ -71,12 +80,14 @@ class HybridModel(ZeroModel):
         self._parameter_names = frozenset(name for name, _ in module.named_parameters(remove_duplicate=False))
         self._parallel_groups = [group for group in (tp_group, sp_group) if group is not None]
         self._replica_group = replica_group
+        self.model_parallel_size = group_size(replica_group)
         is_sharded = tp_group is not None or stage_model is not None
         if is_sharded and hasattr(module, "save_pretrained"):
             module.save_pretrained = _refuse_save_pretrained  # type: ignore[assignment]
         self._stage_model = stage_model
         self._stage = stage
         self.last_pipeline_run = None
+        self.run_batch = None
         self._num_compared = self._num_losses = 0
         self._is_rng_out_of_sync = self._has_replicated_batches
         self.register_load_hook(self._mark_rng_out_of_sync)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
-from weakref import WeakKeyDictionary
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -103,6 +102,19 @@ def _shard_spec(
     return sharded_spec(shape, 0 if is_bias else entry.dim, entry.blocks, num_ranks, rank)
 
 
+@dataclass(frozen=True, slots=True)
+class PartitionPlan:
+    """Plan of a model's partition over the ranks.
+
+    Attributes:
+        plan: Its tensor-parallel plan.
+        stages: Layers of each pipeline stage, or None without pipeline parallelism.
+    """
+
+    plan: TensorParallelPlan
+    stages: StagePartition | None
+
+
 class ModelPartitioner:
     """Partitions models by the plugin's arguments.
 
@@ -125,11 +137,6 @@ class ModelPartitioner:
         self._arguments = arguments
         self._mesh = mesh
         self._device = device
-        self._stage_partitions: WeakKeyDictionary[nn.Module, StagePartition] = (
-            WeakKeyDictionary()
-        )  # checked, not yet applied
-        self._stage_models: WeakKeyDictionary[nn.Module, StageModel] = WeakKeyDictionary()
-        self._plans: WeakKeyDictionary[nn.Module, TensorParallelPlan] = WeakKeyDictionary()  # checked, not yet applied
         pipeline = arguments.pipeline
         defers = pipeline is not None and pipeline.schedule.defers_weights
         self.weight_gradients = DeferredWeightGrads() if defers else None
@@ -182,10 +189,6 @@ class ModelPartitioner:
         multiple = self._arguments.make_vocab_size_divisible_by
         return explain(plan, model, self._arguments.tp_size, rank, vocabulary_multiple=multiple)
 
-    def stage_model(self, model: nn.Module) -> StageModel | None:
-        """Return this stage's part of a partitioned model, or None without pipeline parallelism."""
-        return self._stage_models.get(model)
-
     def stage_partition(self, model: nn.Module) -> StagePartition | None:
         """Return the layers of each pipeline stage, or None without pipeline parallelism.
 
@@ -201,15 +204,15 @@ class ModelPartitioner:
         bounds = partition_layers(model, plan, pipeline.num_positions, pipeline.num_layers_per_stage)
         return StagePartition(plan, bounds, pipeline.schedule, pipeline.num_stages, pipeline.num_chunks)
 
-    def check(self, model: nn.Module) -> None:
-        """Check everything about the partition of a model that this rank can check alone.
+    def check(self, model: nn.Module) -> PartitionPlan:
+        """Plan the partition of a model, and check everything about it that this rank can check alone.
 
         Raises:
             ConfigError: The model cannot be partitioned.
 
         Collective: no.
         """
-        self._plans[model] = plan = self.plan(model)
+        plan = self.plan(model)
         self.shard_specs(model, plan)
         if self._arguments.checkpointing is not None:
             check_stacks(model, plan.stacks)
@@ -221,12 +224,10 @@ class ModelPartitioner:
         if self.sp_group is not None:
             check_only_attention_mixes_tokens(model, plan.stacks)
         self._materializer(model).check()
-        stage_partition = self.stage_partition(model)
-        if stage_partition is not None:
-            self._stage_partitions[model] = stage_partition
+        return PartitionPlan(plan, self.stage_partition(model))
 
-    def apply(self, model: nn.Module, optimizer: Optimizer | None) -> None:
-        """Partition the model in place, after `check`.
+    def apply(self, model: nn.Module, optimizer: Optimizer | None, partition_plan: PartitionPlan) -> StageModel | None:
+        """Partition the model in place; return this stage's part, or None without pipeline parallelism.
 
         Raises:
             DesyncError: The ranks have different models.
@@ -234,27 +235,26 @@ class ModelPartitioner:
 
         Collective: yes.
         """
-        plan = self._plans.pop(model)
+        plan, stage_partition = partition_plan.plan, partition_plan.stages
         check_same_across_ranks("the plan", [repr(entry) for entry in plan.entries])
         if plan.is_derived or self._verbose:
             log_rank_zero(f"HybridParallelPlugin plan of {type(model).__name__}:\n{self._table(model, plan)}")
         shard_specs = self.shard_specs(model, plan)
         tensor_rank = 0 if self.tp_group is None else self.tp_group.rank
         local_specs = {name: rank_specs[tensor_rank] for name, rank_specs in shard_specs.items()}
-        stage_partition = self._stage_partitions.pop(model, None)
         if stage_partition is None:
             shard_parameters(model, optimizer, local_specs, self._materializer(model))
             self._parallelize(model, plan, shard_specs)
-            return
+            return None
         stage_model = build_stage(
             model, optimizer, local_specs, self._materializer(model), stage_partition, self._stage, self._device
         )
-        self._stage_models[model] = stage_model
         stage_specs = {name: shard_specs[logical] for name, logical in stage_model.logical_names.items()}
         self._parallelize(model, self._stage_plan(model, plan, stage_partition), stage_specs)
         if self.weight_gradients is not None:
             defer_weight_gradients(model, self.weight_gradients)
         install_chunk_forward(model, stage_model, self._stage)
+        return stage_model
 
     def shard_layers(self, model: nn.Module, plan: TensorParallelPlan) -> None:
         """Shard the layers of all stages of an unsharded model, in place.

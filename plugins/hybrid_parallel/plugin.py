@@ -6,23 +6,19 @@ import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
-from torch.utils.data import DataLoader
 
 from booster.comm import check_same_across_ranks, group_size, timeout_scope
 from booster.core.plain_torch import refuse_plain_training
-from booster.data import shard_dataloader
 from booster.errors import ConfigError
-from booster.interface import Boosted, MemoryRequest, ModelWrapper, OptimizerWrapper, RankMemory
+from booster.interface import MemoryRequest, ModelWrapper, OptimizerWrapper, RankMemory
 from booster.mixed_precision.fp16 import log_rank_zero
 from booster.mixed_precision.loss_scaler import LossScalerConfig
-from booster.plugins.base import DistributedPlugin, arguments_of
+from booster.plugins.base import DistributedPlugin, WrappedPair, arguments_of
 from booster.plugins.low_level_zero.config import ZeroSettings
 from booster.plugins.low_level_zero.flat_params import Sharding
 from booster.plugins.sharding.elementwise import require_elementwise
@@ -37,10 +33,11 @@ from .memory import hybrid_memory, hybrid_settings
 from .mesh import HybridMesh
 from .model import HybridModel
 from .optimizer import HybridOptimizer
-from .partition import ModelPartitioner
+from .partition import ModelPartitioner, PartitionPlan
 from .pipeline_parallel.placeholders import cast_absent_tensors
 from .pipeline_parallel.schedules import PipelineSchedule
-from .pipeline_runner import PipelineRuntime, build_runtime, tied_param_groups
+from .pipeline_parallel.stage_module import StageModel
+from .pipeline_runner import build_runtime, tied_param_groups
 from .tp_plan.plan import UserPlan
 
 
@@ -192,7 +189,6 @@ class HybridParallelPlugin(DistributedPlugin):
         self._mesh = HybridMesh(self._device.type, dp_outside=dp_outside, **sizes)
         self._mesh.group("dp")  # creation is collective; later calls may come from some ranks only
         self._partitioner = ModelPartitioner(self._arguments, self._mesh, self._device, verbose=verbose)
-        self._runtimes: WeakKeyDictionary[ModelWrapper, PipelineRuntime] = WeakKeyDictionary()
         for line in self._arguments.remarks():
             log_rank_zero(line)
         if cpu_offload and self._device.type == "cpu":
@@ -281,29 +277,23 @@ class HybridParallelPlugin(DistributedPlugin):
         """
         return self._partitioner.explain(model)
 
-    def check(self, model: nn.Module, optimizer: Optimizer | None) -> None:
-        self._partitioner.check(model)
-        if optimizer is None:
-            return
-        require_elementwise(optimizer)
-        trained = [one for group in optimizer.param_groups for one in group["params"] if one.requires_grad]
-        check_memory_is_apart(model, trained)
+    def check(self, model: nn.Module, optimizer: Optimizer | None) -> PartitionPlan:
+        plan = self._partitioner.check(model)
+        if optimizer is not None:
+            require_elementwise(optimizer)
+            trained = [one for group in optimizer.param_groups for one in group["params"] if one.requires_grad]
+            check_memory_is_apart(model, trained)
+        return plan
 
-    def place(self, model: nn.Module, optimizer: Optimizer | None) -> None:
+    def place(
+        self, model: nn.Module, optimizer: Optimizer | None, checked: PartitionPlan | None = None
+    ) -> StageModel | None:
         if self._arguments.sync_batch_norm and self.dp_size > 1:
             convert_batch_norm(model, self._device, self._mesh.group("dp"))
-        self._partitioner.apply(model, optimizer)
+        return self._partitioner.apply(model, optimizer, checked or self._partitioner.check(model))
 
-    def configure(
-        self,
-        model: nn.Module,
-        optimizer: Optimizer | None = None,
-        criterion: Callable[..., Any] | None = None,
-        dataloader: DataLoader[Any] | None = None,
-        lr_scheduler: LRScheduler | None = None,
-    ) -> Boosted:
+    def _wrap(self, model: nn.Module, optimizer: Optimizer | None, stage_model: StageModel | None) -> WrappedPair:
         arguments, mesh = self._arguments, self._mesh
-        stage_model = self._partitioner.stage_model(model)
         groups = tied_param_groups(mesh, stage_model)
         boosted = HybridModel(
             model,
@@ -331,9 +321,8 @@ class HybridParallelPlugin(DistributedPlugin):
             )
         if stage_model is not None and arguments.pipeline is not None:
             weight_gradients = self._partitioner.weight_gradients
-            self._runtimes[boosted] = build_runtime(
-                boosted, stage_model, arguments.pipeline, mesh, self._device, weight_gradients
-            )
+            runtime = build_runtime(boosted, stage_model, arguments.pipeline, mesh, self._device, weight_gradients)
+            boosted.run_batch = runtime.run
             cast_absent_tensors(model, arguments.dtype)
         if arguments.dtype is not None:
             precision = WeightPrecision(arguments.dtype, cast_inputs=arguments.cast_inputs)
@@ -341,9 +330,7 @@ class HybridParallelPlugin(DistributedPlugin):
             boosted.precision = precision
         if mesh.size("dp", "sp") > 1:
             refuse_plain_training(boosted, untrained=model.parameters() if optimizer is None else ())
-        if dataloader is not None:
-            dataloader = shard_dataloader(dataloader, dp_rank=self.dp_rank, dp_size=self.dp_size)
-        return boosted, wrapped, criterion, dataloader, lr_scheduler
+        return boosted, wrapped
 
     def execute_pipeline(
         self,
@@ -356,8 +343,8 @@ class HybridParallelPlugin(DistributedPlugin):
         *,
         num_items: float | None = None,
     ) -> dict[str, Any]:
-        runtime = self._runtimes.get(model)
-        if runtime is None:
+        run_batch = model.run_batch if isinstance(model, HybridModel) else None
+        if run_batch is None:
             return super().execute_pipeline(
                 data_iter, model, criterion, optimizer, return_loss, return_outputs, num_items=num_items
             )
@@ -366,7 +353,7 @@ class HybridParallelPlugin(DistributedPlugin):
                 f"execute_pipeline() got a {type(optimizer).__name__} that was not boosted together with this model and"
                 " would not receive its gradients: pass the optimizer that boost() returned with the model"
             )
-        return runtime.run(
+        return run_batch(
             data_iter, criterion, optimizer, return_loss=return_loss, return_outputs=return_outputs, num_items=num_items
         )
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -11,18 +10,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
-from torch.utils.data import DataLoader
 
 from booster.comm import group_size, new_cpu_group, new_mesh, timeout_scope
 from booster.core.module_sync import check_materialized, move_to_device, sync_module_states
 from booster.core.plain_torch import refuse_plain_training
-from booster.data import shard_dataloader
 from booster.errors import ConfigError
-from booster.interface import Boosted, MemoryRequest, ModelWrapper, OptimizerWrapper, RankMemory
+from booster.interface import MemoryRequest, ModelWrapper, OptimizerWrapper, RankMemory
 from booster.mixed_precision.fp16 import log_rank_zero
 from booster.mixed_precision.loss_scaler import LossScalerConfig
-from booster.plugins.base import DistributedPlugin, arguments_of
+from booster.plugins.base import DistributedPlugin, WrappedPair, arguments_of
 from booster.plugins.sharding.elementwise import require_elementwise
 from booster.plugins.sharding.optimizer import new_loss_scaler
 from booster.plugins.sharding.precision import DTYPES, WeightPrecision
@@ -162,7 +158,7 @@ class LowLevelZeroPlugin(DistributedPlugin):
                 " that have more than 32 bits: leave it out"
             )
 
-    def place(self, model: nn.Module, optimizer: Optimizer | None) -> None:
+    def place(self, model: nn.Module, optimizer: Optimizer | None, checked: None = None) -> None:
         move_to_device(model, optimizer, self._device)
         sync_module_states(model)
         if self._arguments.sync_batch_norm and self.dp_size > 1:
@@ -172,14 +168,7 @@ class LowLevelZeroPlugin(DistributedPlugin):
         lines = [f"{name}={getattr(self._arguments, name)!r}" for name in ZeroArguments.__slots__]
         return [*lines, *self._loss_scale.fingerprint]
 
-    def configure(
-        self,
-        model: nn.Module,
-        optimizer: Optimizer | None = None,
-        criterion: Callable[..., Any] | None = None,
-        dataloader: DataLoader[Any] | None = None,
-        lr_scheduler: LRScheduler | None = None,
-    ) -> Boosted:
+    def _wrap(self, model: nn.Module, optimizer: Optimizer | None, placed: None) -> WrappedPair:
         arguments, is_primary = self._arguments, self.dp_rank == 0
         broadcasts = arguments.broadcast_buffers and self.dp_size > 1
         boosted = ZeroModel(model, None, is_primary=is_primary, broadcasts_buffers=broadcasts)
@@ -193,9 +182,7 @@ class LowLevelZeroPlugin(DistributedPlugin):
             boosted.precision = precision
         if self.dp_size > 1:
             refuse_plain_training(boosted, untrained=model.parameters() if optimizer is None else ())
-        if dataloader is not None:
-            dataloader = shard_dataloader(dataloader, dp_rank=self.dp_rank, dp_size=self.dp_size)
-        return boosted, wrapped, criterion, dataloader, lr_scheduler
+        return boosted, wrapped
 
     def _settings(self) -> ZeroSettings:
         arguments = self._arguments

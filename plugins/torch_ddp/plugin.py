@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -11,18 +10,15 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
-from torch.utils.data import DataLoader
 
 from booster.comm import new_cpu_group, timeout_scope
 from booster.core.accumulation import AccumulationState
 from booster.core.module_sync import check_materialized, move_to_device, sync_module_states
-from booster.data import shard_dataloader
 from booster.errors import ConfigError
-from booster.interface import Boosted, MemoryRequest, ModelWrapper, OptimizerWrapper, RankMemory
+from booster.interface import MemoryRequest, ModelWrapper, OptimizerWrapper, RankMemory
 from booster.interface.memory import replica_memory
 from booster.mixed_precision import mixed_precision_names
-from booster.plugins.base import DistributedPlugin
+from booster.plugins.base import DistributedPlugin, WrappedPair
 from booster.plugins.sync_batch_norm import convert_batch_norm
 from booster.pytree import map_tensors
 from booster.validation import check_flag, is_non_nan_number
@@ -115,28 +111,19 @@ class TorchDDPPlugin(DistributedPlugin):
     def check(self, model: nn.Module, optimizer: Optimizer | None) -> None:
         check_materialized(model)
 
-    def place(self, model: nn.Module, optimizer: Optimizer | None) -> None:
+    def place(self, model: nn.Module, optimizer: Optimizer | None, checked: None = None) -> None:
         move_to_device(model, optimizer, self._device)
         sync_module_states(model)
         if self._sync_batch_norm and self.dp_size > 1:
             convert_batch_norm(model, self._device)
 
-    def configure(
-        self,
-        model: nn.Module,
-        optimizer: Optimizer | None = None,
-        criterion: Callable[..., Any] | None = None,
-        dataloader: DataLoader[Any] | None = None,
-        lr_scheduler: LRScheduler | None = None,
-    ) -> Boosted:
+    def _wrap(self, model: nn.Module, optimizer: Optimizer | None, placed: None) -> WrappedPair:
         is_primary = self.dp_rank == 0
         boosted = DDPModel(model, is_primary=is_primary)
         if self.dp_size > 1:
             _reducers[model] = self._new_reducer(model, has_optimizer=optimizer is not None)
         wrapped = None if optimizer is None else DDPOptimizer(optimizer, boosted, is_primary=is_primary)
-        if dataloader is not None:
-            dataloader = shard_dataloader(dataloader, dp_rank=self.dp_rank, dp_size=self.dp_size)
-        return boosted, wrapped, criterion, dataloader, lr_scheduler
+        return boosted, wrapped
 
     def _new_reducer(self, model: nn.Module, *, has_optimizer: bool) -> Reducer:
         arguments = self._arguments

@@ -14,18 +14,15 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffload, MixedPrecision, MixedPrecisionPolicy, OffloadPolicy, ShardingStrategy
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
-from torch.utils.data import DataLoader
 
 from booster.comm import all_reduce_max, collective_device, group_size, new_cpu_group, timeout_scope
 from booster.core.plain_torch import refuse_plain_gradient, refuse_plain_training
-from booster.data import shard_dataloader
 from booster.errors import ConfigError
-from booster.interface import Boosted, MemoryRequest, ModelWrapper, OptimizerWrapper, RankMemory
+from booster.interface import MemoryRequest, ModelWrapper, OptimizerWrapper, RankMemory
 from booster.mixed_precision import mixed_precision_names
 from booster.mixed_precision.fp16 import log_rank_zero
 from booster.mixed_precision.loss_scaler import LossScalerConfig
-from booster.plugins.base import DistributedPlugin, arguments_of
+from booster.plugins.base import DistributedPlugin, WrappedPair, arguments_of
 from booster.plugins.sharding.deferred_init import Materializer
 from booster.plugins.sharding.optimizer import new_loss_scaler
 from booster.plugins.sync_batch_norm import convert_batch_norm
@@ -168,23 +165,25 @@ class TorchFSDPPlugin(DistributedPlugin):
         is_summed_in_fp32 = self._device.type == "cpu" and reduce_dtype.itemsize < 4
         return torch.float32 if is_summed_in_fp32 else reduce_dtype
 
-    def check(self, model: nn.Module, optimizer: Optimizer | None) -> None:
+    def check(self, model: nn.Module, optimizer: Optimizer | None) -> OptimizerKind:
         self._builder().check(model)
         check_memory_is_apart(model, list(model.parameters()))
         self._materializer(model).check()
-        self._kind = OptimizerKind.ELEMENTWISE if optimizer is None else kind_of(optimizer)
+        return OptimizerKind.ELEMENTWISE if optimizer is None else kind_of(optimizer)
 
-    def place(self, model: nn.Module, optimizer: Optimizer | None) -> None:
-        if optimizer is not None:
-            self._sync_optimizer_kind()
+    def place(
+        self, model: nn.Module, optimizer: Optimizer | None, checked: OptimizerKind = OptimizerKind.ELEMENTWISE
+    ) -> OptimizerKind:
+        kind = checked if optimizer is None else self._most_general_kind(checked)
         self._materializer(model).place_real()
         if self._arguments.sync_batch_norm and self.dp_size > 1:
             convert_batch_norm(model, self._device)
+        return kind
 
-    def _sync_optimizer_kind(self) -> None:
-        """Take the maximum over the ranks, each of which has tested the optimizer locally."""
-        mine = torch.tensor([self._kind], dtype=torch.int64, device=collective_device(self._control_group))
-        self._kind = OptimizerKind(int(all_reduce_max(mine, self._control_group)))
+    def _most_general_kind(self, kind: OptimizerKind) -> OptimizerKind:
+        """Return the maximum over the ranks, each of which has tested the optimizer locally. Collective."""
+        mine = torch.tensor([kind], dtype=torch.int64, device=collective_device(self._control_group))
+        return OptimizerKind(int(all_reduce_max(mine, self._control_group)))
 
     def _materializer(self, model: nn.Module) -> Materializer:
         arguments = self._arguments
@@ -192,14 +191,7 @@ class TorchFSDPPlugin(DistributedPlugin):
             model, self._device, param_init_fn=arguments.param_init_fn, sync=arguments.sync_module_states
         )
 
-    def configure(
-        self,
-        model: nn.Module,
-        optimizer: Optimizer | None = None,
-        criterion: Callable[..., Any] | None = None,
-        dataloader: DataLoader[Any] | None = None,
-        lr_scheduler: LRScheduler | None = None,
-    ) -> Boosted:
+    def _wrap(self, model: nn.Module, optimizer: Optimizer | None, placed: OptimizerKind) -> WrappedPair:
         originals = list(model.parameters())
         boosted = self._builder().build(model, self._materializer(model), self._device)
         wrapped = None
@@ -209,7 +201,7 @@ class TorchFSDPPlugin(DistributedPlugin):
             wrapped = FSDPOptimizer(
                 optimizer,
                 boosted,
-                self._optimizer_settings(),
+                self._optimizer_settings(placed),
                 loss_scaler=self._new_loss_scaler() if scales else None,
                 is_primary=self.dp_rank == 0,
             )
@@ -221,9 +213,7 @@ class TorchFSDPPlugin(DistributedPlugin):
             boosted.precision = FSDPPrecision(policy)
         if self._arguments.verbose:
             log_rank_zero(f"TorchFSDPPlugin: {boosted.describe_groups()}")
-        if dataloader is not None:
-            dataloader = shard_dataloader(dataloader, dp_rank=self.dp_rank, dp_size=self.dp_size)
-        return boosted, wrapped, criterion, dataloader, lr_scheduler
+        return boosted, wrapped
 
     def _builder(self) -> FSDPModelBuilder:
         arguments = self._arguments
@@ -239,9 +229,9 @@ class TorchFSDPPlugin(DistributedPlugin):
             broadcasts_buffers=arguments.broadcast_buffers and self.dp_size > 1,
         )
 
-    def _optimizer_settings(self) -> OptimizerSettings:
+    def _optimizer_settings(self, kind: OptimizerKind) -> OptimizerSettings:
         return OptimizerSettings(
-            kind=self._kind,
+            kind=kind,
             control_group=self._control_group,
             shard_group=self._mesh.get_group("shard"),
             replica_group=self._mesh.get_group("replica") if self._mesh.size(0) > 1 else None,
