@@ -7,7 +7,7 @@ rounds more often, and its all-gather copies through internal buffers. On other 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -139,7 +139,7 @@ def start_reduce_scatter(
         shared = SharedMemoryReduceScatter(group_memory, operation, payload.detach(), local_shard)
         return ReduceScatter(local_shard, shared.wait, shared.set_output)
     copies = _recv_buffers(received, local_shard, size - 1)
-    messages = _exchange(operation, shards, dict(zip(_others(rank, size), copies, strict=True)))
+    messages = _exchange(operation, shards, copies, rank)
     return ReduceScatter(local_shard, partial(_sum_received, messages, local_shard, copies))
 
 
@@ -168,8 +168,8 @@ def start_all_gather(buffer: torch.Tensor, group: dist.ProcessGroup | None = Non
     if group_memory is not None:
         gather = partial(group_memory.memory.all_gather, buffer.detach(), local_shard, operation.number)
         return AllGather(PendingWork(group_memory, operation.translate_errors, gather).wait)
-    incoming = {other: shards[other] for other in _others(rank, size)}
-    return AllGather(_exchange(operation, [local_shard] * size, incoming).wait)
+    incoming = [*shards[rank + 1 :], *shards[:rank]]
+    return AllGather(_exchange(operation, [local_shard] * size, incoming, rank).wait)
 
 
 class SharedMemoryReduceScatter:
@@ -238,17 +238,24 @@ def _check_recv_buffer(received: torch.Tensor, local_shard: torch.Tensor, num_co
         )
 
 
-def _others(rank: int, size: int) -> list[int]:
-    return [(rank + distance) % size for distance in range(1, size)]
-
-
 def _exchange(
-    operation: CollectiveOp, outgoing: Sequence[torch.Tensor], incoming: Mapping[int, torch.Tensor]
+    operation: CollectiveOp, outgoing: Sequence[torch.Tensor], incoming: Sequence[torch.Tensor], rank: int
 ) -> P2PMessages:
-    """Start a message to and from each other rank; receives are waited for first."""
-    receives = [operation.receive_from(shard, other, operation.tag) for other, shard in incoming.items()]
+    """Start a message to and from each other rank; receives are waited for first.
+
+    Args:
+        operation: Operation of the messages.
+        outgoing: Tensor for each rank of the group.
+        incoming: Buffers for the messages of the following ranks r + 1, r + 2, ... (mod P), in this order.
+        rank: Rank r of this process in the group.
+    """
+    size = len(outgoing)
+    others = [(rank + distance) % size for distance in range(1, size)]
+    receives = [
+        operation.receive_from(shard, other, operation.tag) for shard, other in zip(incoming, others, strict=True)
+    ]
     # In reverse order of the receives: rank r sends first to r - 1, which waits for r first.
-    sends = [operation.send_to(outgoing[other], other, operation.tag) for other in reversed(list(incoming))]
+    sends = [operation.send_to(outgoing[other], other, operation.tag) for other in reversed(others)]
     return P2PMessages(operation, receives + sends)
 
 
@@ -280,19 +287,20 @@ def _sum_into(
     if local_shard.device.type != "cpu":  # the backend has summed into `local_shard`
         _ = output.add_(local_shard) if accumulate else output.copy_(local_shard)
         return
-    blocks = zip(output.split(_BLOCK_NUMEL), _terms(local_shard, received), strict=True)
+    terms_by_block = zip(*(part.split(_BLOCK_NUMEL) for part in (local_shard, *received)), strict=True)
+    blocks = zip(output.split(_BLOCK_NUMEL), terms_by_block, strict=True)
     if local_shard.dtype == output.dtype and local_shard.dtype not in _LOW_PRECISION and not accumulate:
         for target, terms in blocks:
             _sum_directly(target, terms)
         return
-    total, term = local_shard.new_empty((2, min(local_shard.numel(), _BLOCK_NUMEL)), dtype=_sum_dtype(local_shard))
-    for target, terms in blocks:
-        all_terms = (*terms, target) if accumulate else terms
-        target.copy_(_sum_widened(all_terms, total[: target.numel()], term[: target.numel()]))
-
-
-def _terms(local_shard: torch.Tensor, received: Sequence[torch.Tensor]) -> Iterator[tuple[torch.Tensor, ...]]:
-    return zip(*(part.split(_BLOCK_NUMEL) for part in (local_shard, *received)), strict=True)
+    total, scratch = local_shard.new_empty((2, min(local_shard.numel(), _BLOCK_NUMEL)), dtype=_sum_dtype(local_shard))
+    for target, (first, *rest) in blocks:
+        block_total, converted = total[: target.numel()], scratch[: target.numel()]
+        block_total.copy_(first)
+        for term in (*rest, target) if accumulate else rest:
+            # Converting by copy_ is fast; torch's add of two dtypes allocates.
+            block_total.add_(term if term.dtype == block_total.dtype else converted.copy_(term))
+        target.copy_(block_total)
 
 
 def _sum_directly(target: torch.Tensor, terms: Sequence[torch.Tensor]) -> None:
@@ -303,14 +311,6 @@ def _sum_directly(target: torch.Tensor, terms: Sequence[torch.Tensor]) -> None:
     torch.add(first, rest[0], out=target)
     for term in rest[1:]:
         target.add_(term)
-
-
-def _sum_widened(terms: Sequence[torch.Tensor], total: torch.Tensor, scratch: torch.Tensor) -> torch.Tensor:
-    """Return the sum in `total`. Converting by copy_ is fast; torch's add of two dtypes allocates."""
-    total.copy_(terms[0])
-    for term in terms[1:]:
-        total.add_(term if term.dtype == total.dtype else scratch.copy_(term))
-    return total
 
 
 class AllReduce:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Sequence
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -93,27 +94,31 @@ def raise_on_all_ranks(error: Exception | None, group: dist.ProcessGroup | None 
 
 
 def _raise_failure(error: Exception | None, group: dist.ProcessGroup | None) -> None:
-    reports = _all_gather_json(None if error is None else _serialize_error(error), group)
+    reports = _all_gather_json(None if error is None else serialize_error(error), group)
     if error is not None:
         raise error
     failed = [(rank, report) for rank, report in enumerate(reports) if report is not None]
     rank, (name, text) = failed[0]
     others = f" (and on {len(failed) - 1} more ranks)" if len(failed) > 1 else ""
     here, there = global_rank_of(group_rank(group), group), global_rank_of(rank, group)
-    raise _error_class(name)(f"rank {there} failed{others}, so rank {here} stops too: {text}")
+    raise error_class(name)(f"rank {there} failed{others}, so rank {here} stops too: {text}")
 
 
-def _serialize_error(error: Exception) -> tuple[str, str]:
-    """Return class name (this library's base class, or else the error's own) and text of an error."""
-    known = next((cls for cls in type(error).__mro__ if cls in BoosterError.__subclasses__()), None)
-    if known is None:
-        return type(error).__name__, f"{type(error).__name__}: {error}"
-    return known.__name__, str(error)
+def serialize_error(error: Exception, max_text: int | None = None) -> tuple[str, str]:
+    """Return class name and text of an error.
+
+    The class is this library's base class, or else the error's own, which the text then starts with.
+    """
+    classes = {cls for cls in BoosterError.__subclasses__() if cls.__module__ == BoosterError.__module__}
+    known = next((cls for cls in type(error).__mro__ if cls in classes), None)
+    text = str(error)[:max_text]
+    return (known.__name__, text) if known else (type(error).__name__, f"{type(error).__name__}: {text}")
 
 
-def _error_class(name: str) -> type[BoosterError]:
-    classes = {cls.__name__: cls for cls in BoosterError.__subclasses__()}
-    return classes.get(name, RankFailedError)
+def error_class(name: str) -> type[BoosterError]:
+    """Return this library's class of that name, or else `RankFailedError`."""
+    classes = (cls for cls in BoosterError.__subclasses__() if cls.__module__ == BoosterError.__module__)
+    return next((cls for cls in classes if cls.__name__ == name), RankFailedError)
 
 
 def _all_gather_json(local: object, group: dist.ProcessGroup | None) -> list[Any]:
@@ -124,36 +129,31 @@ def _all_gather_json(local: object, group: dist.ProcessGroup | None) -> list[Any
 
 def _mismatch_message(texts: Sequence[Sequence[str]], group: dist.ProcessGroup | None) -> str:
     """Return the message about lists of text that differ; each starts with the rank's current call."""
-    majority, differing = _majority(texts)
+    alike: dict[tuple[str, ...], list[int]] = {}
+    for rank, lines in enumerate(texts):
+        alike.setdefault(tuple(lines), []).append(rank)
+    # The largest group of ranks with equal texts, at a tie the one with the lowest rank.
+    majority = max(alike.values(), key=lambda ranks: (len(ranks), -ranks[0]))
+    differing = [rank for rank in range(len(texts)) if rank not in majority]
     calls = _values(texts, 0, majority)
     verb = "differs" if len(differing) == 1 else "differ"
     mismatch = f"{_format_ranks(differing, group)} {verb} from {_format_ranks(majority, group)}"
     if len(calls) > 1:
         positions = _join(
-            (f"{_format_ranks(ranks, group)} {_be(ranks)} at {what}" for what, ranks in calls), len(calls)
+            f"{_format_ranks(ranks, group)} {'is' if len(ranks) == 1 else 'are'} at {what}" for what, ranks in calls
         )
         return (
             f"the ranks make different calls: {positions}; {mismatch}. All must make the same calls in the same order:"
             " start every rank from the same script"
         )
-    index = min(_first_difference(texts[majority[0]], texts[rank]) for rank in differing)
-    values = _values(texts, index, majority)
-    different = _join((f"{_format_ranks(ranks, group)} {_have(ranks)} {value}" for value, ranks in values), len(values))
+    # The texts of different ranks may have different numbers of lines, which `_values` shows as "nothing".
+    columns = list(zip_longest(*texts))
+    index = next(index for index, column in enumerate(columns) if len(set(column)) > 1)
+    different = _join(
+        f"{_format_ranks(ranks, group)} {'has' if len(ranks) == 1 else 'have'} {value}"
+        for value, ranks in _values(texts, index, majority)
+    )
     return f"the ranks differ in {calls[0][0]}: {different}; {mismatch}. Start every rank from the same script"
-
-
-def _majority(all_texts: Sequence[Sequence[str]]) -> tuple[list[int], list[int]]:
-    """Return the largest group of ranks with equal texts (at a tie the one with the lowest rank), and all others."""
-    alike: dict[tuple[str, ...], list[int]] = {}
-    for rank, texts in enumerate(all_texts):
-        alike.setdefault(tuple(texts), []).append(rank)
-    majority = max(alike.values(), key=lambda ranks: (len(ranks), -ranks[0]))
-    return majority, [rank for rank in range(len(all_texts)) if rank not in majority]
-
-
-def _first_difference(ours: Sequence[str], theirs: Sequence[str]) -> int:
-    pairs = zip(ours, theirs, strict=False)
-    return next((index for index, (one, other) in enumerate(pairs) if one != other), min(len(ours), len(theirs)))
 
 
 def _values(texts: Sequence[Sequence[str]], index: int, majority: Sequence[int]) -> list[tuple[str, list[int]]]:
@@ -165,20 +165,13 @@ def _values(texts: Sequence[Sequence[str]], index: int, majority: Sequence[int])
     return [(text, sorted(ranks)) for text, ranks in ranks_of.items()]
 
 
-def _join(texts: Iterable[str], number: int) -> str:
-    shown = [text for text, _ in zip(texts, range(_MAX_VALUES), strict=False)]
-    return ", ".join(shown) + (f" and {number - len(shown)} others" if number > len(shown) else "")
+def _join(texts: Iterable[str]) -> str:
+    listed = list(texts)
+    more = f" and {len(listed) - _MAX_VALUES} others" if len(listed) > _MAX_VALUES else ""
+    return ", ".join(listed[:_MAX_VALUES]) + more
 
 
 def _format_ranks(ranks: Sequence[int], group: dist.ProcessGroup | None) -> str:
     names = ", ".join(str(global_rank_of(rank, group)) for rank in ranks[:_MAX_LISTED])
     more = f" and {len(ranks) - _MAX_LISTED} more" if len(ranks) > _MAX_LISTED else ""
     return f"{'rank' if len(ranks) == 1 else 'ranks'} {names}{more}"
-
-
-def _be(ranks: Sequence[int]) -> str:
-    return "is" if len(ranks) == 1 else "are"
-
-
-def _have(ranks: Sequence[int]) -> str:
-    return "has" if len(ranks) == 1 else "have"

@@ -122,14 +122,14 @@ class CollectiveOp:
     def send_to(self, tensor: torch.Tensor, receiver: int, tag: int) -> dist.Work:
         """Start a message to a rank of the group from a contiguous tensor, which must outlive it."""
         with self.translate_errors():
-            return _check_in_group(
-                dist.isend(tensor, dst=_global_rank(receiver, self.group), group=self.group, tag=tag)
-            )
+            peer = dist.get_global_rank(self.group or _get_default_group(), receiver)
+            return _check_in_group(dist.isend(tensor, dst=peer, group=self.group, tag=tag))
 
     def receive_from(self, tensor: torch.Tensor, sender: int, tag: int) -> dist.Work:
         """Start receiving a message from a rank of the group into a contiguous tensor of its length."""
         with self.translate_errors():
-            return _check_in_group(dist.irecv(tensor, src=_global_rank(sender, self.group), group=self.group, tag=tag))
+            peer = dist.get_global_rank(self.group or _get_default_group(), sender)
+            return _check_in_group(dist.irecv(tensor, src=peer, group=self.group, tag=tag))
 
     def wait(self, work: dist.Work) -> None:
         """Wait for one `Action` of the operation, at most for the group's timeout.
@@ -219,10 +219,6 @@ def start_op(
         numbers = _numbers.setdefault(group or _get_default_group(), Counter())
         numbers[name, peer] += 1
         return CollectiveOp(name, group, numbers[name, peer], peer)
-
-
-def _global_rank(rank: int, group: dist.ProcessGroup | None) -> int:
-    return rank if group is None else dist.get_global_rank(group, rank)
 
 
 def _check_in_group(work: dist.Work | None) -> dist.Work:

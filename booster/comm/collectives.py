@@ -388,19 +388,22 @@ def all_gather_bytes(payload: bytes, group: dist.ProcessGroup | None = None) -> 
     if size == 1:
         return [payload], [0]
     digest = hashlib.sha256(payload).digest() + len(payload).to_bytes(8, "little")
-    digests = _rows(all_gather_equal(_tensor(digest), group), len(digest))
+    gathered = all_gather_equal(tensor_of_bytes(digest), group).view(size, len(digest))
+    digests = [bytes(row.numpy()) for row in gathered]
     senders: dict[bytes, int] = {}
     for rank, other in enumerate(digests):
         senders.setdefault(other, rank)
     lengths = [int.from_bytes(other[-8:], "little") for other in senders]
     sender_of_ours = senders[digest]
     if len(senders) <= _MAX_BROADCASTS:
-        payloads = [
-            _broadcast_bytes(payload if sender == sender_of_ours else bytes(length), sender, group)
-            for sender, length in zip(senders.values(), lengths, strict=True)
-        ]
+        payloads = []
+        for sender, length in zip(senders.values(), lengths, strict=True):
+            raw = payload if sender == sender_of_ours else bytes(length)
+            buffer = tensor_of_bytes(raw).to(collective_device(group))
+            broadcast([buffer], group, source=sender)
+            payloads.append(bytes(buffer.cpu().numpy()))
     else:
-        padded = _tensor(payload + bytes(max(lengths) - len(payload)))
+        padded = tensor_of_bytes(payload + bytes(max(lengths) - len(payload)))
         rows = all_gather_equal(padded, group).view(size, -1)
         payloads = [
             bytes(rows[sender, :length].numpy()) for sender, length in zip(senders.values(), lengths, strict=True)
@@ -409,15 +412,6 @@ def all_gather_bytes(payload: bytes, group: dist.ProcessGroup | None = None) -> 
     return payloads, [order[other] for other in digests]
 
 
-def _tensor(raw: bytes) -> torch.Tensor:
-    return torch.frombuffer(bytearray(raw), dtype=torch.uint8) if raw else torch.empty(0, dtype=torch.uint8)
-
-
-def _rows(joined: torch.Tensor, length: int) -> list[bytes]:
-    return [bytes(row.numpy()) for row in joined.view(-1, length)]
-
-
-def _broadcast_bytes(raw: bytes, sender: int, group: dist.ProcessGroup | None) -> bytes:
-    buffer = _tensor(raw).to(collective_device(group))
-    broadcast([buffer], group, source=sender)
-    return bytes(buffer.cpu().numpy())
+def tensor_of_bytes(content: bytes) -> torch.Tensor:
+    """Return the bytes as a new tensor of dtype uint8."""
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8) if content else torch.empty(0, dtype=torch.uint8)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from booster.errors import ConfigError
 
 from .collective_op import CollectiveOp, record, start_op
-from .collectives import collective_device, global_rank_of, group_rank, group_size
+from .collectives import collective_device, global_rank_of, group_rank, group_size, tensor_of_bytes
 from .fake import is_fake_world
 from .process_groups import new_group
 
@@ -99,16 +99,16 @@ class TensorReceive:
             RankFailedError: The sender is lost or too late.
         """
         if self._tensor is None:
-            self._operation.wait(self._work)
-            self._tensor = self._receive(_empty_like_header(self._header))
-        return self._tensor
-
-    def _receive(self, tensor: torch.Tensor) -> torch.Tensor:
-        record("receive", calls=0, received=tensor.nbytes)
-        if tensor.numel():
             operation = self._operation
-            operation.wait(operation.receive_from(_as_bytes(tensor), self._sender, operation.tag))
-        return tensor
+            operation.wait(self._work)
+            dtype, num_dims, *shape = self._header.tolist()
+            tensor = torch.empty(shape[:num_dims], dtype=_DTYPES[dtype], device=self._header.device)
+            record("receive", calls=0, received=tensor.nbytes)
+            if tensor.numel():
+                as_bytes = tensor.view(-1).view(torch.uint8)
+                operation.wait(operation.receive_from(as_bytes, self._sender, operation.tag))
+            self._tensor = tensor
+        return self._tensor
 
 
 def send_tensor(tensor: torch.Tensor, receiver: int, group: dist.ProcessGroup | None = None) -> None:
@@ -146,7 +146,7 @@ def start_send_tensor(tensor: torch.Tensor, receiver: int, group: dist.ProcessGr
     buffers = [header.to(device)]
     works = [operation.send_to(buffers[0], receiver, operation.header_tag)]
     if tensor.numel():
-        buffers.append(_as_bytes(tensor.detach().resolve_conj().resolve_neg().to(device).contiguous()))
+        buffers.append(_payload(tensor, device))
         works.append(operation.send_to(buffers[1], receiver, operation.tag))
     return TensorSend(operation, works, buffers)
 
@@ -168,12 +168,16 @@ def start_receive_tensor(sender: int, group: dist.ProcessGroup | None = None) ->
 
 
 def _begin(name: str, peer: int, group: dist.ProcessGroup | None, *, sent: int = 0, received: int = 0) -> CollectiveOp:
+    _check_peer(peer, group, name)
+    return start_op(name, group, sent=sent, received=received, peer=global_rank_of(peer, group))
+
+
+def _check_peer(peer: int, group: dist.ProcessGroup | None, action: str) -> None:
     if peer == group_rank(group) or not 0 <= peer < group_size(group):
         raise ConfigError(
-            f"rank {group_rank(group)} of a group of {group_size(group)} cannot {name} with rank {peer}: give another"
+            f"rank {group_rank(group)} of a group of {group_size(group)} cannot {action} with rank {peer}: give another"
             " rank of the group"
         )
-    return start_op(name, group, sent=sent, received=received, peer=global_rank_of(peer, group))
 
 
 def _header_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -186,13 +190,10 @@ def _header_of(tensor: torch.Tensor) -> torch.Tensor:
     return torch.tensor([_DTYPES.index(tensor.dtype), tensor.dim(), *shape])
 
 
-def _empty_like_header(header: torch.Tensor) -> torch.Tensor:
-    dtype, num_dims, *shape = header.tolist()
-    return torch.empty(shape[:num_dims], dtype=_DTYPES[dtype], device=header.device)
-
-
-def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.view(-1).view(torch.uint8)
+def _payload(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return the elements as contiguous bytes on the device."""
+    resolved = tensor.detach().resolve_conj().resolve_neg()
+    return resolved.to(device).contiguous().view(-1).view(torch.uint8)
 
 
 # Note [Channels]
@@ -219,9 +220,6 @@ class _TensorInFlight:
     work: dist.Work
     tensor: torch.Tensor
 
-    def wait(self) -> None:
-        self.operation.wait(self.work)
-
 
 @dataclass(frozen=True, slots=True)
 class _SentMessage:
@@ -231,8 +229,8 @@ class _SentMessage:
     def wait(self) -> None:
         if self.header is not None:
             self.header.wait()
-        for part in self.tensors:
-            part.wait()
+        for one in self.tensors:
+            one.operation.wait(one.work)
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,7 +252,7 @@ class SendChannel:
     """
 
     def __init__(self, receiver: int, group: dist.ProcessGroup | None) -> None:
-        _check_peer(receiver, group)
+        _check_peer(receiver, group, "have a channel")
         self._receiver = receiver
         self._group = group
         self._messages: deque[_SentMessage] = deque()
@@ -276,11 +274,23 @@ class SendChannel:
             RankFailedError: The receiver is lost.
         """
         device = collective_device(self._group)
+        for tensor in tensors:
+            if tensor.layout != torch.strided:
+                raise ConfigError(
+                    f"a tensor of layout {tensor.layout} and shape {tuple(tensor.shape)} cannot be sent: send a dense"
+                    " one"
+                )
         payloads = [_payload(tensor, device) for tensor in tensors]
         ahead = None
         if header is not None:
-            ahead = start_send_tensor(_tensor_of(header), self._receiver, self._group)
-        self._messages.append(_SentMessage([self._start(payload) for payload in payloads if payload.numel()], ahead))
+            ahead = start_send_tensor(tensor_of_bytes(header), self._receiver, self._group)
+        peer, started = global_rank_of(self._receiver, self._group), []
+        for payload in payloads:
+            if payload.numel():
+                operation = start_op("send", self._group, sent=payload.nbytes, peer=peer)
+                work = operation.send_to(payload, self._receiver, operation.tag)
+                started.append(_TensorInFlight(operation, work, payload))
+        self._messages.append(_SentMessage(started, ahead))
 
     def wait(self) -> None:
         """Wait for all messages.
@@ -288,8 +298,7 @@ class SendChannel:
         Raises:
             RankFailedError: The receiver is lost or too late.
         """
-        while self._messages:
-            self._wait_for_oldest()
+        self.finish(len(self._messages))
 
     def finish(self, count: int) -> None:
         """Wait for the `count` oldest messages, which the receiver must have started to receive.
@@ -298,15 +307,8 @@ class SendChannel:
             RankFailedError: The receiver is lost or too late.
         """
         for _ in range(min(count, len(self._messages))):
-            self._wait_for_oldest()
-
-    def _wait_for_oldest(self) -> None:
-        self._messages[0].wait()  # kept if it fails: gloo may still read its tensors
-        self._messages.popleft()
-
-    def _start(self, payload: torch.Tensor) -> _TensorInFlight:
-        operation = start_op("send", self._group, sent=payload.nbytes, peer=global_rank_of(self._receiver, self._group))
-        return _TensorInFlight(operation, operation.send_to(payload, self._receiver, operation.tag), payload)
+            self._messages[0].wait()  # kept if it fails: gloo may still read its tensors
+            self._messages.popleft()
 
 
 class RecvChannel:
@@ -325,7 +327,7 @@ class RecvChannel:
     def __init__(
         self, sender: int, group: dist.ProcessGroup | None, read_header: Callable[[bytes], Sequence[TensorSpec]]
     ) -> None:
-        _check_peer(sender, group)
+        _check_peer(sender, group, "have a channel")
         self._sender = sender
         self._group = group
         self._read_header = read_header
@@ -383,39 +385,20 @@ class RecvChannel:
         message = self._messages[index]
         if message is None:
             raise AssertionError(f"rank {dist.get_rank()} takes message {index} for the second time")
-        for part in message.works:
-            part.wait()
+        for one in message.works:
+            one.operation.wait(one.work)
         self._messages[index] = None
         return message.header, message.tensors
 
     def _start(self, header: bytes | None, specs: Sequence[TensorSpec]) -> _ReceivedMessage:
-        device = collective_device(self._group)
+        device, peer = collective_device(self._group), global_rank_of(self._sender, self._group)
         tensors = [torch.empty(spec.shape, dtype=spec.dtype, device=device) for spec in specs]
-        return _ReceivedMessage(header, tensors, [self._start_tensor(tensor) for tensor in tensors if tensor.numel()])
-
-    def _start_tensor(self, tensor: torch.Tensor) -> _TensorInFlight:
-        peer = global_rank_of(self._sender, self._group)
-        operation = start_op("receive", self._group, received=tensor.nbytes, peer=peer)
-        return _TensorInFlight(
-            operation, operation.receive_from(_as_bytes(tensor), self._sender, operation.tag), tensor
-        )
-
-
-def _check_peer(peer: int, group: dist.ProcessGroup | None) -> None:
-    if peer == group_rank(group) or not 0 <= peer < group_size(group):
-        raise ConfigError(
-            f"rank {group_rank(group)} of a group of {group_size(group)} cannot have a channel with rank {peer}: give"
-            " another rank of the group"
-        )
-
-
-def _payload(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    if tensor.layout != torch.strided:
-        raise ConfigError(
-            f"a tensor of layout {tensor.layout} and shape {tuple(tensor.shape)} cannot be sent: send a dense one"
-        )
-    return _as_bytes(tensor.detach().resolve_conj().resolve_neg().to(device).contiguous())
-
-
-def _tensor_of(content: bytes) -> torch.Tensor:
-    return torch.frombuffer(bytearray(content), dtype=torch.uint8) if content else torch.empty(0, dtype=torch.uint8)
+        works = []
+        for tensor in tensors:
+            if tensor.numel():
+                operation = start_op("receive", self._group, received=tensor.nbytes, peer=peer)
+                as_bytes = tensor.view(-1).view(torch.uint8)
+                works.append(
+                    _TensorInFlight(operation, operation.receive_from(as_bytes, self._sender, operation.tag), tensor)
+                )
+        return _ReceivedMessage(header, tensors, works)

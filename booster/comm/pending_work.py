@@ -39,6 +39,10 @@ class PendingWork:
         error_context: Context in which the work runs: translates its errors.
         function: Implementation, called once, and again if it raised. After an error of shared memory every later call
             fails.
+
+    Attributes:
+        lock: Lock that is held while it runs.
+        is_done: Whether it has run.
     """
 
     def __init__(
@@ -48,22 +52,14 @@ class PendingWork:
         function: Callable[[], None],
     ) -> None:
         self._queue = queue
+        self.lock = queue.lock
+        self.is_done = False
         self._error_context = error_context
         self._function: Callable[[], None] | None = function
         self._is_queued = True
-        with queue.lock:
+        with self.lock:
             queue.pending.append(self)
         _pending.operations.append(self)
-
-    @property
-    def lock(self) -> threading.RLock:
-        """Lock that is held while it runs."""
-        return self._queue.lock
-
-    @property
-    def is_done(self) -> bool:
-        """Whether it has run."""
-        return self._function is None
 
     def wait(self) -> None:
         """Run everything that was started before it, and then itself; return at once if it has run.
@@ -76,7 +72,7 @@ class PendingWork:
             self._run_in_order()
 
     def _run_in_order(self) -> None:
-        with self._queue.lock:
+        with self.lock:
             while self._is_queued:
                 self._queue.pending.popleft()._run()
             if not self.is_done:
@@ -88,6 +84,7 @@ class PendingWork:
             with self._error_context():
                 self._function()
             self._function = None  # frees its tensors
+            self.is_done = True
 
 
 def flush_pending(last: PendingWork | None = None) -> None:

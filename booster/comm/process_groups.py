@@ -79,7 +79,8 @@ def release_unused_groups() -> None:
     left = list(_tracked)
     while left:
         group, num_references = _take_last(left)
-        if num_references <= _BASE_REFERENCES + _num_table_entries(group) and _can_destroy_locally(group):
+        needs_no_other_rank = group not in _world.pg_map or str(dist.get_backend(group)) == "gloo"
+        if num_references <= _BASE_REFERENCES + _num_table_entries(group) and needs_no_other_rank:
             _destroy(group)
     if collects:
         _num_to_collect = max(_MIN_GROUPS_TO_COLLECT, 2 * len(_tracked))
@@ -124,10 +125,6 @@ def _num_table_entries(group: dist.ProcessGroup) -> int:
     return by_tag + sum(group in table for table in tables)
 
 
-def _can_destroy_locally(group: dist.ProcessGroup) -> bool:
-    return group not in _world.pg_map or str(dist.get_backend(group)) == "gloo"
-
-
 def _destroy(group: dist.ProcessGroup) -> None:
     _tracked.discard(group)
     release_shared_memory(group)
@@ -163,15 +160,12 @@ _CONNECTION_ERROR = re.compile(r"timed? ?out|connect|closed|reset by peer|broken
 _ANSWER_SECONDS = 3.0  # of the store
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _TimeoutGroup:
     """Group with a changeable timeout, and its backends."""
 
     backends: list[Any]
-    is_gloo: bool = False
-
-    def __post_init__(self) -> None:
-        self.is_gloo = bool(self.backends) and all(backend.name() == "gloo" for backend in self.backends)
+    is_gloo: bool
 
 
 _timeout_groups: WeakKeyDictionary[dist.ProcessGroup, _TimeoutGroup] = WeakKeyDictionary()
@@ -193,13 +187,14 @@ def timeout_scope(kind: Kind) -> Iterator[None]:
     """
     with _lock:
         _kinds.append(kind)
-        _apply_to_all()
+        _apply_timeout(list(_timeout_groups))
     try:
         yield
     finally:
         with _lock:
-            _remove_last(kind)
-            _apply_to_all()
+            # Not simply the last one: another thread may have entered a block since.
+            del _kinds[len(_kinds) - 1 - _kinds[::-1].index(kind)]
+            _apply_timeout(list(_timeout_groups))
 
 
 def p2p_timeout(group: dist.ProcessGroup | None) -> timedelta | None:
@@ -235,9 +230,10 @@ def new_group(
     """
     expected = list(ranks) if use_local_synchronization else list(range(dist.get_world_size()))
     arrivals = _Arrivals(ranks, expected)
-    is_changeable = _has_changeable_timeout(str(dist.get_backend()) if backend is None else backend)
+    backend_name = str(dist.get_backend()) if backend is None else backend
+    is_known = all(part.split(":")[-1] in _CHANGEABLE for part in backend_name.split(","))
+    is_changeable = is_known and get_debug_level() != DebugLevel.DETAIL
     seconds = timeouts().setup if is_changeable else current_timeout()
-    is_by_gloo = str(dist.get_backend() if backend is None else backend) == "gloo"
 
     def make() -> dist.ProcessGroup | int | None:
         made: dist.ProcessGroup | int | None = dist.new_group(
@@ -251,7 +247,7 @@ def new_group(
     try:
         arrivals.record(seconds)
         # torch waits in the store, see Note [Store timeouts]. An accelerator's backend needs the device of this thread.
-        group = call_with_timeout(make, seconds + _ANSWER_SECONDS) if is_by_gloo else make()
+        group = call_with_timeout(make, seconds + _ANSWER_SECONDS) if backend_name == "gloo" else make()
     except RuntimeError as error:
         if not isinstance(error, (dist.DistStoreError, dist.DistNetworkError)) and not _CONNECTION_ERROR.search(
             str(error)
@@ -342,10 +338,7 @@ class _Arrivals:
     def record(self, seconds: float) -> None:
         """Record this rank in the store, with a timeout in seconds."""
         if str(dist.get_backend()) != "fake":  # torch's fake backend has a fake store
-            self._under(seconds).set(str(dist.get_rank()), "here")
-
-    def _under(self, seconds: float) -> TimeoutStore:
-        return TimeoutStore(self._client, self._prefix, seconds)
+            TimeoutStore(self._client, self._prefix, seconds).set(str(dist.get_rank()), "here")
 
     def explanation(self, seconds: float, error: RuntimeError) -> str:
         phase = format_phase(current_progress()) or " (in set-up, outside of all phases)"
@@ -354,7 +347,7 @@ class _Arrivals:
         )
         tail = f"torch reports: {str(error).strip().splitlines()[0]}"
         try:
-            store = self._under(_ANSWER_SECONDS)
+            store = TimeoutStore(self._client, self._prefix, _ANSWER_SECONDS)
             missing = [rank for rank in self._expected if not store.check([str(rank)])]
         except dist.DistError:
             return (
@@ -369,40 +362,22 @@ class _Arrivals:
         )
 
 
-def _has_changeable_timeout(backend: str) -> bool:
-    is_known = all(part.split(":")[-1] in _CHANGEABLE for part in backend.split(","))
-    return is_known and get_debug_level() != DebugLevel.DETAIL
-
-
 def _register(group: dist.ProcessGroup) -> None:
-    with _lock:
-        _timeout_groups[group] = _TimeoutGroup(_changeable_backends(group))
-        _apply(group)
-
-
-def _changeable_backends(group: dist.ProcessGroup) -> list[Any]:
     backends: list[Any] = []
     for device in group._device_types:
         backend: Any = group._get_backend(device)
         backend = getattr(backend, "wrapped_pg", backend)  # inside of the wrapper of torch's debug mode
         if backend.name() in _CHANGEABLE and not any(backend is other for other in backends):
             backends.append(backend)
-    return backends
+    is_gloo = bool(backends) and all(backend.name() == "gloo" for backend in backends)
+    with _lock:
+        _timeout_groups[group] = _TimeoutGroup(backends, is_gloo)
+        _apply_timeout([group])
 
 
-def _apply_to_all() -> None:
-    for group in list(_timeout_groups):
-        _apply(group)
-
-
-def _apply(group: dist.ProcessGroup) -> None:
+def _apply_timeout(groups: Sequence[dist.ProcessGroup]) -> None:
     seconds = current_timeout()
-    for backend in _timeout_groups[group].backends:
-        backend._set_default_timeout(timedelta(seconds=seconds))
-    set_shared_memory_timeout(group, seconds)
-
-
-def _remove_last(kind: Kind) -> None:
-    # not simply the last one: another thread may have entered a block since
-    index = len(_kinds) - 1 - _kinds[::-1].index(kind)
-    del _kinds[index]
+    for group in groups:
+        for backend in _timeout_groups[group].backends:
+            backend._set_default_timeout(timedelta(seconds=seconds))
+        set_shared_memory_timeout(group, seconds)

@@ -10,7 +10,6 @@ import struct
 import sys
 import threading
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -53,7 +52,7 @@ class GroupMemory:
 
     Attributes:
         memory: This rank's mapping.
-        lock: Held while an operation runs.
+        lock: Lock that is held while an operation runs.
         pending: Operations that are started and have not run yet, see `booster.comm.pending_work`.
     """
 
@@ -71,8 +70,8 @@ def use_shared_memory(enabled: bool | None, only_in: dist.ProcessGroup | None = 
     """Switch shared memory on or off from the next collective on, also for groups that have chosen already.
 
     Args:
-        enabled: Whether to use shared memory. None restores the environment variable `BOOSTER_SHARED_MEMORY`, which is
-            on unless it is `off`.
+        enabled: If True, use shared memory. None restores the environment variable `BOOSTER_SHARED_MEMORY`, which is on
+            unless it is `off`.
         only_in: Group to which it applies, overriding the value for all groups; optional, defaults to all groups.
 
     Called on every rank at the same place; if the ranks' values differ, it is off for all. No communication.
@@ -149,10 +148,17 @@ def _choose(group: dist.ProcessGroup) -> GroupMemory | None:
         return None
     memory, record = _create(group, size)
     records = _all_gather_bytes(record, group)
-    if not _all_match(records):
+    fields = [_RECORD.unpack(one) for one in records]
+    is_wanted_by_all = all(one[0] for one in fields)
+    is_one_host = len({one[1:5] for one in fields}) == 1
+    if not (is_wanted_by_all and is_one_host and fields[0][6] != _NO_FILE):
         return None
     if memory is None:
-        memory = _attach(records[0], group, size)
+        try:
+            ticket = SharedMemoryHandle(*fields[0][5:])
+            memory = SharedMemory.attach(ticket, size, dist.get_rank(group), _timeout_seconds(group))
+        except RuntimeError as error:
+            _warn(str(error))
     if not all(any(answer) for answer in _all_gather_bytes(bytes([memory is not None]), group)) or memory is None:
         return None
     memory.enable()
@@ -161,7 +167,12 @@ def _choose(group: dist.ProcessGroup) -> GroupMemory | None:
 
 def _create(group: dist.ProcessGroup, size: int) -> tuple[SharedMemory | None, bytes]:
     """Return the memory (on rank 0, if it could be created) and this rank's record for the other ranks."""
-    if not _is_enabled_for(group):
+    setting = os.environ.get(VARIABLE, "").lower()
+    if setting not in _SETTINGS:
+        raise ConfigError(f"{VARIABLE}={setting!r} is unknown: set it to on or off, or unset it")
+    explicit = _is_enabled_in.get(group, _is_enabled)
+    is_wanted = _SETTINGS[setting] if explicit is None else explicit
+    if not (is_wanted and sys.platform == "linux" and is_available()):
         return None, bytes(_RECORD.size)
     memory, ticket = None, SharedMemoryHandle(os.getpid(), _NO_FILE, 0, 0)
     if dist.get_rank(group) == 0:
@@ -173,36 +184,11 @@ def _create(group: dist.ProcessGroup, size: int) -> tuple[SharedMemory | None, b
     return memory, _RECORD.pack(True, *_host(), *address)
 
 
-def _is_enabled_for(group: dist.ProcessGroup) -> bool:
-    setting = os.environ.get(VARIABLE, "").lower()
-    if setting not in _SETTINGS:
-        raise ConfigError(f"{VARIABLE}={setting!r} is unknown: set it to on or off, or unset it")
-    explicit = _is_enabled_in.get(group, _is_enabled)
-    is_wanted = _SETTINGS[setting] if explicit is None else explicit
-    return is_wanted and sys.platform == "linux" and is_available()
-
-
 def _host() -> tuple[bytes, int, int, int]:
     """Return an identifier that processes share only if they can open each other's memory."""
     boot_id = Path("/proc/sys/kernel/random/boot_id").read_bytes().strip()
     namespace = os.stat("/proc/self/ns/pid")
     return boot_id, namespace.st_dev, namespace.st_ino, os.geteuid()
-
-
-def _all_match(records: Sequence[bytes]) -> bool:
-    fields = [_RECORD.unpack(record) for record in records]
-    is_wanted_by_all = all(one[0] for one in fields)
-    is_one_host = len({one[1:5] for one in fields}) == 1
-    return is_wanted_by_all and is_one_host and fields[0][6] != _NO_FILE
-
-
-def _attach(first_record: bytes, group: dist.ProcessGroup, size: int) -> SharedMemory | None:
-    ticket = SharedMemoryHandle(*_RECORD.unpack(first_record)[5:])
-    try:
-        return SharedMemory.attach(ticket, size, dist.get_rank(group), _timeout_seconds(group))
-    except RuntimeError as error:
-        _warn(str(error))
-        return None
 
 
 def _all_gather_bytes(local: bytes, group: dist.ProcessGroup) -> list[bytes]:

@@ -12,15 +12,16 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import Store, _get_default_store
+from torch.distributed.distributed_c10d import HashStore, Store, _get_default_store
 
-from booster.errors import BoosterError, DesyncError, RankFailedError
+from booster.errors import DesyncError, RankFailedError
 from booster.fault_tolerance.failure_diagnosis import describe_last_heartbeats, format_phase, format_ranks
 from booster.fault_tolerance.heartbeat import ended_processes, exit_statuses, read_heartbeats
 from booster.fault_tolerance.progress import current_progress
 from booster.fault_tolerance.store import TimeoutStore, new_client
 from booster.fault_tolerance.timeouts import timeouts
 
+from .checks import error_class, serialize_error
 from .collectives import global_rank_of, group_rank, group_size
 from .pending_work import flush_pending
 
@@ -68,13 +69,12 @@ class ErrorBarrier:
         self._timeout_seconds = timeouts().checkpoint if timeout_seconds is None else timeout_seconds
         self._name = name
         self._num_phases = 0
-        self._store = None if self._size == 1 else self._clone_store()
-
-    def _clone_store(self) -> TimeoutStore:
-        try:
-            return clone_store(self._group, self._name, min(self._timeout_seconds, _ANSWER_SECONDS))
-        except dist.DistError as failure:
-            raise self._store_error("the begin", failure) from failure
+        self._store: TimeoutStore | None = None
+        if self._size > 1:
+            try:
+                self._store = clone_store(group, name, min(self._timeout_seconds, _ANSWER_SECONDS))
+            except dist.DistError as failure:
+                raise self._store_error("the begin", failure) from failure
 
     def _store_error(self, phase: str, failure: dist.DistError) -> RankFailedError:
         return RankFailedError(
@@ -163,7 +163,9 @@ class BarrierRound:
 
     def run(self, payload: bytes, error: Exception | None, *, is_shared: bool) -> tuple[list[bytes], bytes]:
         """Return the payloads of all ranks (on rank 0, unless shared) and the shared one."""
-        self._report(error, b"" if is_shared else payload)
+        own_key, own_payload = self._reports[self._rank], b"" if is_shared else payload
+        head = {"phase": self._phase, "error": error and serialize_error(error, _MAX_TEXT)}
+        self._store.set(own_key, self._with_chunks(own_key, head, own_payload))
         payloads: list[bytes] = []
         if self._rank == 0:
             if self._wait(self._reports, or_key="verdict"):
@@ -173,15 +175,15 @@ class BarrierRound:
         else:
             self._wait(["verdict"])
         (outcome,), (shared,) = self._read(["verdict"])
-        self._leave(outcome)
-        if outcome["error"] is not None:
-            raise error if error is not None else _deserialize(outcome["error"])
+        failure = outcome["error"]
+        if failure is None or not failure["is_late"]:
+            self._delete(own_key, _num_chunks(own_payload))
+            if self._store.add("left", 1) == self._size:
+                self._delete("verdict", outcome["num_chunks"])
+                self._store.delete_key("left")
+        if failure is not None:
+            raise error if error is not None else error_class(failure["class"])(failure["text"])
         return [] if is_shared else payloads, shared
-
-    def _report(self, error: Exception | None, payload: bytes) -> None:
-        key, head = self._reports[self._rank], {"phase": self._phase, "error": error and _serialize(error)}
-        self._num_own_chunks = _num_chunks(payload)
-        self._store.set(key, self._with_chunks(key, head, payload))
 
     def _wait(self, keys: Sequence[str], or_key: str | None = None) -> bool:
         """Return whether the keys appeared before `or_key`; write the verdict if they will not appear."""
@@ -252,14 +254,6 @@ class BarrierRound:
         value = self._with_chunks("verdict", {"error": failure}, payload)
         self._store.compare_set("verdict", "", value)
 
-    def _leave(self, outcome: dict[str, Any]) -> None:
-        if outcome["error"] is not None and outcome["error"]["is_late"]:
-            return
-        self._delete(self._reports[self._rank], self._num_own_chunks)
-        if self._store.add("left", 1) == self._size:
-            self._delete("verdict", outcome["num_chunks"])
-            self._store.delete_key("left")
-
     # Values of any size: a line of JSON and the first bytes under the key, the rest in chunks, which are written
     # before.
 
@@ -273,17 +267,16 @@ class BarrierRound:
     def _read(self, keys: Sequence[str]) -> tuple[list[dict[str, Any]], list[bytes]]:
         """Return heads and payloads of existing keys."""
         heads, payloads = [], []
-        for key, value in zip(keys, self._values(keys), strict=True):
+        if self._store.has_extended_api():
+            values = list(self._store.multi_get(list(keys)))
+        else:
+            values = [self._store.get(key) for key in keys]
+        for key, value in zip(keys, values, strict=True):
             line, _, first = value.partition(b"\n")
             heads.append(json.loads(line))
             rest = [f"{key}/{number}" for number in range(1, heads[-1]["num_chunks"])]
             payloads.append(b"".join((first, *(self._store.get(chunk) for chunk in rest))))
         return heads, payloads
-
-    def _values(self, keys: Sequence[str]) -> list[bytes]:
-        if self._store.has_extended_api():
-            return list(self._store.multi_get(list(keys)))
-        return [self._store.get(key) for key in keys]
 
     def _delete(self, key: str, num_chunks: int) -> None:
         for number in range(1, num_chunks):
@@ -308,21 +301,6 @@ def clone_store(group: dist.ProcessGroup | None, name: str, answer_seconds: floa
         return TimeoutStore(client, f"booster.barrier/{key}/{uses[key]}", answer_seconds)
 
 
-def _serialize(error: Exception) -> tuple[str, str]:
-    """Return class name (this library's base class, or else the error's own) and text of an error."""
-    known = next((cls for cls in type(error).__mro__ if cls in _known_classes().values()), None)
-    text = str(error)[:_MAX_TEXT]
-    return (known.__name__, text) if known else (type(error).__name__, f"{type(error).__name__}: {text}")
-
-
-def _deserialize(failure: dict[str, Any]) -> BoosterError:
-    return _known_classes().get(failure["class"], RankFailedError)(failure["text"])
-
-
-def _known_classes() -> dict[str, type[BoosterError]]:
-    return {cls.__name__: cls for cls in BoosterError.__subclasses__() if cls.__module__ == BoosterError.__module__}
-
-
 class RankStore:
     """One value per rank of the world, in the store of torch.distributed. Usable by a background thread.
 
@@ -334,7 +312,7 @@ class RankStore:
 
     def __init__(self, name: str) -> None:
         self._num_ranks = group_size()
-        self._store: Any = clone_store(None, name) if self._num_ranks > 1 else _LocalStore()
+        self._store: Any = clone_store(None, name) if self._num_ranks > 1 else HashStore()
         self._rank = dist.get_rank() if self._num_ranks > 1 else 0
 
     def set(self, value: str) -> None:
@@ -353,22 +331,3 @@ class RankStore:
         """Return the existing values by global rank. Raises as `set`."""
         keys = [str(rank) for rank in range(self._num_ranks)]
         return {int(key): bytes(self._store.get(key)).decode() for key in keys if self._store.check([key])}
-
-
-class _LocalStore:
-    """Store of a world of one rank."""
-
-    def __init__(self) -> None:
-        self._values: dict[str, str] = {}
-
-    def set(self, key: str, value: str) -> None:
-        self._values[key] = value
-
-    def delete_key(self, key: str) -> None:
-        self._values.pop(key, None)
-
-    def check(self, keys: list[str]) -> bool:
-        return all(key in self._values for key in keys)
-
-    def get(self, key: str) -> bytes:
-        return self._values[key].encode()

@@ -67,7 +67,6 @@ ALLOWED = {
         "work.wait": MESSAGE,
     },
     "booster/comm/p2p.py": {
-        "part.wait": OPERATION,
         "self._messages[0].wait": OPERATION,
         "self.header.wait": OPERATION,
         "start_receive_tensor(sender, group).wait": OPERATION,
