@@ -226,19 +226,20 @@ class Chunk:
         self.weights.tensor = self.gathered[self.layout.shard_range(self.rank)]
         self.bind_params()
 
-    def stop_keeping_gathered(self) -> None:
-        """Free the full weights and hold only this rank's shard again."""
-        assert self.weights.tensor is not None, "a kept chunk is in memory"
-        self.weights.tensor = self.weights.tensor.clone()
-        self.is_kept_gathered = False
-        self._unbind_params()
-        self.gathered = None
-
-    def make_master(self, dtype: torch.dtype, device: torch.device, tier: Tier | None) -> None:
-        """Allocate the master shard, unless the optimizer updates the weights themselves."""
-        if dtype != self.layout.dtype or device != self.weights.device:
-            self.master = ChunkShard(self.layout.shard_numel, dtype, device)
-            self.master.allocate(tier if tier is not None and tier.name == "disk" else None)
+    def migrate_weights(self, tier: Tier | None) -> None:
+        """Move the weight shard to `tier` or, if that is None, to memory. Must not run during a backward."""
+        if tier is None and self.weights.is_offloaded:
+            self.weights.fetch()
+            if self.layout.num_shards == 1 and self.weights.tensor is not None:
+                self.keep_gathered(self.weights.tensor)
+        elif tier is not None and not self.weights.is_offloaded:
+            if self.is_kept_gathered:  # free the full weights, of which the shard is a view
+                assert self.weights.tensor is not None, "a kept chunk is in memory"
+                self.weights.tensor = self.weights.tensor.clone()
+                self.is_kept_gathered = False
+                self._unbind_params()
+                self.gathered = None
+            self.weights.offload(tier)
 
     def start_gather(self, buffer: Buffer | None, take_buffer: Callable[[int], Buffer]) -> Buffer | None:
         """Start the all-gather of the weights. Collective over the shard group.
@@ -357,8 +358,11 @@ class Chunk:
         assert gradient is not None, "the gradient has arrived"
         if param.state is not TensorState.HOLD_AFTER_BWD:
             param.set_state(TensorState.HOLD_AFTER_BWD)
-        if self._gradient is None:
-            self._gradient = self._gradient_view(param, take_buffer)
+        if self._gradient is None and self.gathered is not None and self._may_overwrite(param):
+            self._gradient = self.gathered
+        elif self._gradient is None:
+            self._gradient_buffer = take_buffer(self.layout.num_bytes)
+            self._gradient = self._gradient_buffer.view(self.layout.numel, self.layout.dtype)
         elif self._gradient is self.gathered and not param.has_gradient and not self._may_overwrite(param):
             self._move_gradients(take_buffer)
         place = param.view_in(self._gradient)
@@ -374,12 +378,6 @@ class Chunk:
         self._num_arrived += param.is_expected and not param.has_gradient
         param.is_used = param.has_gradient = True
         param.set_state(TensorState.READY_FOR_REDUCE)
-
-    def _gradient_view(self, param: ChunkParam, take_buffer: Callable[[int], Buffer]) -> torch.Tensor:
-        if self.gathered is not None and self._may_overwrite(param):
-            return self.gathered
-        self._gradient_buffer = take_buffer(self.layout.num_bytes)
-        return self._gradient_buffer.view(self.layout.numel, self.layout.dtype)
 
     def _may_overwrite(self, param: ChunkParam) -> bool:
         """Whether no module, graph or view needs the weights in the gathered buffer."""

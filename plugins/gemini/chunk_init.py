@@ -14,6 +14,7 @@ from booster.lazy_init import is_lazy, materialize_tensor
 from .chunk import Chunk
 from .chunk_layout import ChunkLayout, ChunkPlan, ParamInfo
 from .chunk_search import default_step, plan_chunks, search_chunk_numel
+from .chunk_shard import ChunkShard
 from .config import GeminiSettings
 from .tiers import Tier
 
@@ -86,7 +87,7 @@ def make_chunk(
     return Chunk(
         index,
         layout,
-        [named[device.index] for device in layout.regions],
+        [named[region.index] for region in layout.regions],
         rank=settings.rank,
         group=settings.shard_group,
         device=settings.device,
@@ -114,11 +115,13 @@ def fill_chunk(
         keeps_gathered: If True, keep the chunk gathered.
         weights_tier: Tier of the weight shard, or None for memory.
         states_tier: Tier of the master weights, or None for memory.
-        source: Group whose first rank provides the values; None for the world group.
+        source: Group whose first rank provides the values; optional, defaults to the world group.
         values: Values by parameter `id`, for parameters that are already bound to a placeholder.
     """
     values = {} if values is None else values
-    exact_dtype = _exact_dtype(chunk)
+    exact_dtype = chunk.layout.dtype  # promoted to a dtype that represents the values of all parameters exactly
+    for param in chunk.params:
+        exact_dtype = torch.promote_types(exact_dtype, param.parameter.dtype)
     full = torch.zeros(chunk.layout.numel, dtype=exact_dtype, device=settings.device)
     for param in chunk.params:
         parameter = param.parameter
@@ -135,14 +138,8 @@ def fill_chunk(
     else:
         chunk.weights.allocate(weights_tier)
         chunk.weights.store(shard.to(chunk.layout.dtype))
-    chunk.make_master(settings.master_dtype(chunk.layout), settings.master_device(states_tier), states_tier)
-    if chunk.master is not chunk.weights:
-        chunk.master.store(shard.to(chunk.master.dtype))
-
-
-def _exact_dtype(chunk: Chunk) -> torch.dtype:
-    """Return a dtype that represents the values of all parameters exactly."""
-    dtype = chunk.layout.dtype
-    for param in chunk.params:
-        dtype = torch.promote_types(dtype, param.parameter.dtype)
-    return dtype
+    dtype, device = settings.master_dtype(chunk.layout), settings.master_device(states_tier)
+    if dtype != chunk.layout.dtype or device != chunk.weights.device:  # else the optimizer updates the weights
+        chunk.master = ChunkShard(chunk.layout.shard_numel, dtype, device)
+        chunk.master.allocate(states_tier if states_tier is not None and states_tier.name == "disk" else None)
+        chunk.master.store(shard.to(dtype))

@@ -122,11 +122,6 @@ class ChunkLayout:
         return self.regions[-1].stop if self.regions else 0
 
     @property
-    def waste_numel(self) -> int:
-        """Number of elements that belong to no parameter."""
-        return self.numel - self.used_numel
-
-    @property
     def num_bytes(self) -> int:
         """Bytes of the gathered chunk."""
         return self.numel * self.dtype.itemsize
@@ -147,19 +142,18 @@ class ChunkLayout:
             rank: Rank in the shard group.
         """
         owned = self.shard_range(rank)
-        return [part for index in range(len(self.regions)) if (part := self._part(index, owned)) is not None]
-
-    def _part(self, region_index: int, owned: slice) -> ShardRegionInChunk | None:
-        region = self.regions[region_index]
-        start, stop = max(region.start, owned.start), min(region.stop, owned.stop)
-        if start >= stop:
-            return None
-        return ShardRegionInChunk(
-            region_index=region_index,
-            span=(start - region.start, stop - region.start),
-            in_chunk=slice(start, stop),
-            in_shard=slice(start - owned.start, stop - owned.start),
-        )
+        parts = []
+        for index, region in enumerate(self.regions):
+            start, stop = max(region.start, owned.start), min(region.stop, owned.stop)
+            if start < stop:
+                part = ShardRegionInChunk(
+                    region_index=index,
+                    span=(start - region.start, stop - region.start),
+                    in_chunk=slice(start, stop),
+                    in_shard=slice(start - owned.start, stop - owned.start),
+                )
+                parts.append(part)
+        return parts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -61,14 +61,15 @@ class GradientReduction:
         chunk, manager = param.chunk, self._manager
         self._has_news = self._has_news or not param.is_expected
         if chunk.is_reducing:  # a second gradient in the same backward must not change a buffer in flight
-            self._finish_all()
+            self.finish_all()
         chunk.on_grad_ready(param, manager.take_buffer)
         if chunk.is_complete and not self._is_ready[chunk.index]:
             self._complete(chunk)
 
     def _complete(self, chunk: Chunk) -> None:
         manager = self._manager
-        manager.note_complete(chunk)
+        if manager.tracer.is_recording:
+            manager.tracer.record_complete(chunk.index)
         self._completed.append(chunk.index)
         self._is_ready[chunk.index] = True
         if chunk.can_be_released and not manager.is_needed_again(chunk):
@@ -88,17 +89,18 @@ class GradientReduction:
 
     def _start(self, chunk: Chunk) -> None:
         if chunk.is_reducing:  # a second round in the same backward
-            self._finish_all()
+            self.finish_all()
         self.allocate_sums(chunk)
         chunk.start_reduce(self._manager.take_buffer)
         self._in_flight.append(chunk)
         if not self._is_asynchronous:
-            self._finish_all()
+            self.finish_all()
 
     def allocate_sums(self, chunk: Chunk) -> None:
-        """Allocate a chunk's gradient shard uninitialized, unless it exists."""
+        """Allocate a chunk's gradient shard uninitialized, in the tier of its weights, unless it exists."""
         if chunk.grad_shard.tensor is None and not chunk.grad_shard.is_offloaded:
-            chunk.grad_shard.allocate(self._manager.sums_tier(chunk))
+            is_offloaded = chunk.index in self._manager.locations.weights
+            chunk.grad_shard.allocate(self._manager.tier if is_offloaded else None)
 
     def finish_oldest(self) -> bool:
         """Wait for the oldest reduction in flight; return False if there is none."""
@@ -109,7 +111,8 @@ class GradientReduction:
             self._manager.pool.release(buffer)
         return True
 
-    def _finish_all(self) -> None:
+    def finish_all(self) -> None:
+        """Wait for all reductions in flight."""
         while self.finish_oldest():
             pass
 
@@ -121,15 +124,11 @@ class GradientReduction:
         is_left = any(chunk.has_gradients and not chunk.is_reducing for chunk in self._manager.chunks)
         return is_left or self._has_news or not self._knows_order
 
-    def reduce_late_grads(self, requests: Sequence[RankRequest]) -> None:
-        """Reduce late gradients of any rank. Collective over the shard group."""
-        if any(post.has_late_grads for post in requests):
-            for index in self._agree():
-                self._start(self._manager.chunks[index])
-        self._finish_all()
+    def reduce_late_grads(self) -> None:
+        """Reduce late gradients of any rank, and synchronize which gradients are expected.
 
-    def _agree(self) -> list[int]:
-        """Return the chunks with late gradients on any rank, and synchronize which gradients are expected."""
+        Late are all gradients whose reduction has not started. Collective over the shard group.
+        """
         chunks = self._manager.chunks
         params = [param for chunk in chunks for param in chunk.params]
         left = [chunk.has_gradients and not chunk.is_reducing for chunk in chunks]
@@ -146,25 +145,25 @@ class GradientReduction:
         for chunk in chunks:
             chunk.update_expected()
         if not self._knows_order:
-            self._agree_on_order(group)
-        return [index for index, is_left in enumerate(agreed[: len(chunks)]) if is_left]
-
-    def _agree_on_order(self, group: dist.ProcessGroup | None) -> None:
-        order = [*dict.fromkeys([*self._completed, *self._order])]
-        flags = torch.tensor([len(self._completed), *order], dtype=torch.int64, device=collective_device(group))
-        broadcast([flags], group)
-        num_completed, *order = flags.tolist()
-        if num_completed > 0:
-            self._order_to_come = order
+            order = [*dict.fromkeys([*self._completed, *self._order])]
+            numbers = torch.tensor([len(self._completed), *order], dtype=torch.int64, device=collective_device(group))
+            broadcast([numbers], group)
+            num_completed, *order = numbers.tolist()
+            if num_completed > 0:
+                self._order_to_come = order
+        for chunk, is_left in zip(chunks, agreed, strict=False):
+            if is_left:
+                self._start(chunk)
+        self.finish_all()
 
     def finish_backward(self) -> None:
         """Finish all reductions and reset for the next backward."""
-        self._finish_all()
+        self.finish_all()
         if self._order_to_come is not None:
             self._order, self._knows_order, self._order_to_come = self._order_to_come, True, None
-        self._order = [index for index in self._order if self._is_expected(index)] + [
-            index for index in self._order if not self._is_expected(index)
-        ]
+        # Chunks without expected gradients come last.
+        chunks = self._manager.chunks
+        self._order.sort(key=lambda index: not any(param.is_expected for param in chunks[index].params))
         self.abort()
         self._has_news = False
 
@@ -176,34 +175,19 @@ class GradientReduction:
 
     # Between backwards.
 
-    @property
-    def has_local(self) -> bool:
-        """Whether this rank has unreduced gradients."""
-        return any(chunk.has_gradients for chunk in self._manager.chunks)
-
-    def reduce_local(self) -> None:
-        """Reduce the unreduced gradients of all ranks. Collective over the shard group."""
-        for index in self._agree():
-            self._start(self._manager.chunks[index])
-        self._finish_all()
-        self._manager.pool.trim()
-
     def reset(self, *, keeps_use: bool = False) -> None:
         """Drop the gradients of the accumulation.
 
         Args:
             keeps_use: If True, parameters that had a gradient continue with a zero gradient.
         """
-        self._finish_all()
+        self.finish_all()
         for chunk in self._manager.chunks:
             buffer = chunk.drop_gradients()
             if buffer is not None:
                 self._manager.pool.release(buffer)
             for param in chunk.params:
                 param.is_used = param.is_used and keeps_use
-
-    def _is_expected(self, index: int) -> bool:
-        return any(param.is_expected for param in self._manager.chunks[index].params)
 
 
 # Note [Eviction order]
@@ -229,6 +213,8 @@ class ChunkManager:
 
     Attributes:
         state_bytes: Function that returns the bytes of this rank's master weights and optimizer states of a chunk.
+        on_trace: Function called after the traced iteration, if any.
+        tracer: Tracer of the current iteration.
     """
 
     def __init__(
@@ -258,7 +244,7 @@ class ChunkManager:
         self._max_prefetch = max_prefetch
         self.other_bytes = other_bytes
         self.state_bytes: Callable[[Chunk], int] = adam_state_bytes
-        self._tracer = Tracer()
+        self.tracer = Tracer()
         self._cursor: Cursor | None = None
         self._protected: frozenset[int] = frozenset()
         self._last_use = [0] * len(self.chunks)
@@ -270,20 +256,20 @@ class ChunkManager:
         self._sizes: list[ChunkBytes] | None = None
         self._gather_budget_at: dict[int, int] = {}
         self._gathered: dict[int, Chunk] = {}
-        self.on_trace: Callable[[], None] = _nothing
+        self.on_trace: Callable[[], None] | None = None
         self.reduction = GradientReduction(self, is_asynchronous=reduces_asynchronously)
 
-    def note_filled(self) -> None:
-        """Register the chunks' addresses once their memory is allocated."""
-        for chunk in self.chunks:
-            self._note_address(chunk)
+    def note_addresses(self, chunks: Iterable[Chunk]) -> None:
+        """Register the addresses of the gathered chunks among these."""
+        for chunk in chunks:
+            if chunk.gathered is not None:
+                self._chunk_at[chunk.gathered.data_ptr()] = chunk
 
     def add(self, chunks: Sequence[Chunk]) -> None:
         """Append allocated chunks. The trace is dropped and recorded again."""
         self.chunks += chunks
         self._last_use += [0] * len(chunks)
-        for chunk in chunks:
-            self._note_address(chunk)
+        self.note_addresses(chunks)
         self.trace = self._cursor = self._sizes = None
         self._gather_budget_at.clear()
         self.reduction.add(chunks)
@@ -299,16 +285,16 @@ class ChunkManager:
     def sizes(self) -> list[ChunkBytes]:
         """Return the sizes of all chunks as of the last `choose_locations` call."""
         if self._sizes is None:
-            self._sizes = [self._size_of(chunk) for chunk in self.chunks]
+            self._sizes = [
+                ChunkBytes(
+                    gathered=chunk.layout.num_bytes,
+                    weights=chunk.weights.num_bytes,
+                    gradients=chunk.grad_shard.num_bytes if chunk.layout.trains else 0,
+                    states=self.state_bytes(chunk),
+                )
+                for chunk in self.chunks
+            ]
         return self._sizes
-
-    def _size_of(self, chunk: Chunk) -> ChunkBytes:
-        return ChunkBytes(
-            gathered=chunk.layout.num_bytes,
-            weights=chunk.weights.num_bytes,
-            gradients=chunk.grad_shard.num_bytes if chunk.layout.trains else 0,
-            states=self.state_bytes(chunk),
-        )
 
     def choose_locations(self) -> ChunkLocations:
         """Return the locations of all shards by the placement policy. Collective: an error is raised on all ranks.
@@ -326,10 +312,6 @@ class ChunkManager:
         raise_on_all_ranks(failure, self._control_group)
         return found
 
-    def sums_tier(self, chunk: Chunk) -> Tier | None:
-        """Return the tier of a chunk's gradient shard, or None for memory."""
-        return self.tier if chunk.index in self.locations.weights else None
-
     @property
     def bytes_in_memory(self) -> int:
         """Bytes of chunks and buffers in the compute tier, without master weights and optimizer states."""
@@ -345,10 +327,10 @@ class ChunkManager:
         """
         self._current = ()
         if self.trace is None:
-            if trains and not self._tracer.is_recording:
-                self._tracer.begin()
-        elif not self._awaits_backward:
-            self._restart_cursor()
+            if trains and not self.tracer.is_recording:
+                self.tracer.begin()
+        elif not self._awaits_backward and self._cursor is not None:
+            self._cursor.restart()
         self._awaits_backward = trains
 
     def end_forward(self, *, trains: bool) -> None:
@@ -364,31 +346,21 @@ class ChunkManager:
         self.close()
         self.reduction.finish_backward()
         self.release_all()
-        if self._tracer.is_recording:
-            self.trace = self._tracer.finish()
+        if self.tracer.is_recording:
+            self.trace = self.tracer.finish()
             self._gather_budget_at.clear()
             self._cursor = Cursor(self.trace)
-            self.on_trace()
-        self._reset()
+            if self.on_trace is not None:
+                self.on_trace()
+        self.restart()
 
-    def abort_forward(self) -> None:
-        """Reset after a failed forward; its trace is dropped."""
-        self._tracer = Tracer()
-        self._reset()
-
-    def abort_backward(self) -> None:
-        """Reset after a failed backward."""
-        self._tracer = Tracer()
-        self._reset()
-        self.reduction.abort()
-
-    def _reset(self) -> None:
+    def restart(self) -> None:
+        """Return to the start of an iteration; the trace of a failed pass is dropped."""
+        if self.tracer.is_recording:
+            self.tracer = Tracer()
         self.phase = PassKind.FORWARD
         self._current = ()
         self._awaits_backward = False
-        self._restart_cursor()
-
-    def _restart_cursor(self) -> None:
         if self._cursor is not None:
             self._cursor.restart()
 
@@ -399,7 +371,10 @@ class ChunkManager:
             if all(post.is_done for post in requests):
                 break
         if self.phase is PassKind.BACKWARD:
-            self.reduction.reduce_late_grads(requests)
+            if any(post.has_late_grads for post in requests):
+                self.reduction.reduce_late_grads()
+            else:
+                self.reduction.finish_all()
 
     def release_all(self) -> None:
         """Release every chunk that is not kept gathered, and free the buffers."""
@@ -423,7 +398,7 @@ class ChunkManager:
         before, self._protected = self._protected, self._protected | frozenset(chunks)
         try:
             while missing:
-                self.negotiate(self._with_prefetch(missing))
+                self.negotiate([*missing, *self._ahead(skip=missing)])
                 for index in missing:
                     if self.chunks[index].is_gathering:
                         self.chunks[index].finish_gather()
@@ -460,15 +435,12 @@ class ChunkManager:
         unused = chunk.start_gather(self.take_buffer(chunk.layout.num_bytes), self.take_buffer)
         if unused is not None:
             self.pool.release(unused)
-        self._note_address(chunk)
+        self.note_addresses((chunk,))
         self._gathered[chunk.index] = chunk
         if not is_own_wish:
             chunk.finish_gather()
             if chunk.can_be_released:
                 self.release(chunk)
-
-    def _with_prefetch(self, missing: Sequence[int]) -> list[int]:
-        return [*missing, *self._ahead(skip=missing)]
 
     def _prefetch(self) -> None:
         """Prefetch upcoming chunks if the memory budget allows."""
@@ -481,7 +453,8 @@ class ChunkManager:
             return []
         upcoming = self.trace.upcoming(self._cursor.now + 1, self._max_prefetch, ())
         found: list[int] = []
-        taken = self.pool.bytes_in_use - self._bytes_unneeded()
+        unneeded = self._releasable(only_unneeded=True)
+        taken = self.pool.bytes_in_use - sum(chunk.layout.num_bytes for chunk in unneeded)
         free = self._gather_budget() - taken - sum(self.chunks[index].layout.num_bytes for index in skip)
         for index in upcoming:
             chunk = self.chunks[index]
@@ -521,27 +494,24 @@ class ChunkManager:
         surplus = self.pool.bytes_in_use + num_bytes - budget
         if surplus <= 0:
             return
-        candidates = self._unneeded() if only_unneeded else self._releasable()
+        candidates = self._releasable(only_unneeded=only_unneeded)
         sizes = {chunk.index: chunk.layout.num_bytes for chunk in candidates}
         for index in evictions(sizes, self._next_use, surplus):
             if self.pool.bytes_in_use + num_bytes <= budget:
                 break
             self.release(self.chunks[index])
 
-    def _releasable(self) -> list[Chunk]:
+    def _releasable(self, *, only_unneeded: bool) -> list[Chunk]:
+        """Chunks that may be released, or only those without another use in this iteration, according to the trace."""
         gathered = self._gathered.values()
-        return [chunk for chunk in gathered if chunk.can_be_released and chunk.index not in self._protected]
-
-    def _unneeded(self) -> list[Chunk]:
-        """Gathered chunks without another use in this iteration, according to the trace."""
+        found = [chunk for chunk in gathered if chunk.can_be_released and chunk.index not in self._protected]
+        if not only_unneeded:
+            return found
         if self.trace is None or self._cursor is None:
             return []
         end = len(self.trace.events)
-        uses = ((chunk, self._next_use(chunk.index)) for chunk in self._releasable())
+        uses = ((chunk, self._next_use(chunk.index)) for chunk in found)
         return [chunk for chunk, next_use in uses if next_use is None or next_use >= end]
-
-    def _bytes_unneeded(self) -> int:
-        return sum(chunk.layout.num_bytes for chunk in self._unneeded())
 
     def _next_use(self, index: int) -> int | None:
         if self.trace is not None and self._cursor is not None:
@@ -564,18 +534,21 @@ class ChunkManager:
         is_there = chunk is not None and chunk.gathered is not None and chunk.gathered.data_ptr() == address
         return chunk if is_there else None
 
-    def note_use(self, chunk: Chunk) -> None:
-        """Record a use of a gathered chunk, and prefetch."""
+    def need_in_backward(self, param: ChunkParam) -> None:
+        """Gather the weights that the backward of an operator reads, or record the use of gathered ones, and prefetch.
+
+        Collective unless nothing is to be gathered (Note [Collective order]).
+        """
+        chunk = param.chunk
+        if not chunk.is_gathered or param.is_overwritten:
+            self.need((param,))
+            return
         self._note_use((chunk.index,))
-        before, self._protected = self._protected, self._protected | {chunk.index}
+        chunk.pin(())  # protects it from eviction by prefetched chunks
         try:
             self._prefetch()
         finally:
-            self._protected = before
-
-    def _note_address(self, chunk: Chunk) -> None:
-        if chunk.gathered is not None:
-            self._chunk_at[chunk.gathered.data_ptr()] = chunk
+            chunk.unpin(())
 
     @contextmanager
     def aside(self) -> Iterator[None]:
@@ -595,29 +568,15 @@ class ChunkManager:
         for index in indices:
             self._last_use[index] = self._clock
         is_backward = self.phase is PassKind.BACKWARD
-        if self._tracer.is_recording:
-            self._tracer.record_use(indices, is_backward, self.bytes_in_memory)
+        if self.tracer.is_recording:
+            self.tracer.record_use(indices, is_backward, self.bytes_in_memory)
         elif self._cursor is not None:
             self._cursor.advance(indices, is_backward)
 
     def note_other_bytes(self) -> None:
         """Record the non-chunk memory in the trace."""
-        if self._tracer.is_recording:
-            self._tracer.record_other_bytes(self.other_bytes())
-
-    def note_complete(self, chunk: Chunk) -> None:
-        """Record in the trace that a chunk's gradients are complete."""
-        if self._tracer.is_recording:
-            self._tracer.record_complete(chunk.index)
-
-    @property
-    def is_recording(self) -> bool:
-        """Whether the current iteration is being traced."""
-        return self._tracer.is_recording
-
-
-def _nothing() -> None:
-    """Default of `on_trace` without an optimizer."""
+        if self.tracer.is_recording:
+            self.tracer.record_other_bytes(self.other_bytes())
 
 
 def adam_state_bytes(chunk: Chunk) -> int:

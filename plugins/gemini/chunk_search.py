@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -110,16 +110,19 @@ def plan_chunks(
     if chunk_numel < 1:
         raise ConfigError(f"a chunk of {chunk_numel} elements can hold no parameter: give a size of 1 or more")
     numels = [parameter.numel for parameter in parameters]
-    kinds = _kinds(parameters, numels, num_shards, module_of, outlier_numel)
-    chunk_numel = _round_up(chunk_numel, _common_unit(kinds, num_shards))
+    kinds, unit = _kinds(parameters, numels, num_shards, module_of, outlier_numel)
+    chunk_numel = _round_up(chunk_numel, unit)
     drafts = [(draft, kind) for kind in kinds for draft in _fill(kind, numels, chunk_numel)]
     drafts.sort(key=lambda pair: pair[0].indices[0])
-    chunks = tuple(
-        ChunkLayout(kind.dtype, kind.trains, draft.numel, num_shards, _places(parameters, draft.indices))
-        for draft, kind in drafts
-    )
-    wasted = sum(chunk.waste_numel for chunk in chunks)
-    return ChunkPlan(chunks, chunk_numel, WasteReport(num_chunks=len(chunks), used=sum(numels), wasted=wasted))
+    chunks = []
+    for draft, kind in drafts:
+        regions, start = [], 0
+        for index in draft.indices:
+            regions.append(ParamRegion(index, parameters[index].shape, start, start + numels[index]))
+            start += numels[index]
+        chunks.append(ChunkLayout(kind.dtype, kind.trains, draft.numel, num_shards, tuple(regions)))
+    wasted = sum(chunk.numel - chunk.used_numel for chunk in chunks)
+    return ChunkPlan(tuple(chunks), chunk_numel, WasteReport(num_chunks=len(chunks), used=sum(numels), wasted=wasted))
 
 
 def search_chunk_numel(
@@ -158,9 +161,8 @@ def search_chunk_numel(
     _check_search(search_range_numel, min_chunk_numel, step_numel, num_outlier_deviations)
     numels = [parameter.numel for parameter in parameters]
     outlier_numel = _outlier_numel(numels, min_chunk_numel, num_outlier_deviations)
-    kinds = _kinds(parameters, numels, num_shards, module_of, outlier_numel)
-    unit = _common_unit(kinds, num_shards)
-    largest = max((_total(numels, index) for kind in kinds if (index := _flat(kind.runs))), default=1)
+    kinds, unit = _kinds(parameters, numels, num_shards, module_of, outlier_numel)
+    largest = max((sum(numels[index] for run in kind.runs for index in run) for kind in kinds if kind.runs), default=1)
     candidates = _candidates(min_chunk_numel, search_range_numel, step_numel, unit, _round_up(largest, unit))
     held = np.zeros_like(candidates)
     for kind in kinds:
@@ -177,8 +179,7 @@ def default_step(parameters: Iterable[ParamInfo]) -> int:
     """Return the default step of the search: the most frequent last dimension of the matrices.
 
     In a transformer this is the hidden dimension, a divisor of nearly all parameter sizes. The smallest of several;
-    1024
-    for a model without matrices. Convolution kernels are excluded because their last dimension is tiny.
+    1024 for a model without matrices. Convolution kernels are excluded because their last dimension is tiny.
 
     Args:
         parameters: Parameters of the model, in any order.
@@ -214,8 +215,11 @@ def _kinds(
     num_shards: int,
     module_of: Sequence[int] | None,
     outlier_numel: int | None,
-) -> list[_ParamGroup]:
-    """Group parameters by kind, in the order of each kind's first parameter."""
+) -> tuple[list[_ParamGroup], int]:
+    """Return the parameters by kind, in the order of each kind's first parameter, and the largest unit.
+
+    A unit is a power of two times the number of shards, so the largest one is a common multiple.
+    """
     assert module_of is None or len(module_of) == len(parameters), "module_of has one number for each parameter"
     kinds: dict[tuple[torch.dtype, bool], _ParamGroup] = {}
     for index, (info, numel) in enumerate(zip(parameters, numels, strict=True)):
@@ -229,41 +233,33 @@ def _kinds(
             kind.runs[-1].append(index)
         else:
             kind.runs.append([index])
-    return list(kinds.values())
+    common_unit = max((kind.unit for kind in kinds.values()), default=unit_numel(torch.float32, num_shards))
+    return list(kinds.values()), common_unit
 
 
 def _fill(kind: _ParamGroup, numels: Sequence[int], chunk_numel: int) -> list[_ChunkDraft]:
     """Return the chunks of a kind. See Note [Filling chunks]; `_held` is the version for many sizes."""
     drafts = [_ChunkDraft([index], _round_up(numels[index], kind.unit)) for index in kind.outliers]
-    last, used = (
-        _ChunkDraft([], chunk_numel),
-        chunk_numel,
-    )  # as if a full one were open: the first parameter opens the first
-    for group in _groups(kind, numels, chunk_numel):
-        numel = _total(numels, group)
-        if numel > chunk_numel:
-            drafts.append(_ChunkDraft(group, _round_up(numel, kind.unit)))
-            continue
-        if used + numel > chunk_numel:
-            last, used = _ChunkDraft([], chunk_numel), 0
-            drafts.append(last)
-        last.indices += group
-        used += numel
+    # As if a full chunk were open: the first parameter opens the first one.
+    last, used = _ChunkDraft([], chunk_numel), chunk_numel
+    for run in kind.runs:
+        fits = sum(numels[index] for index in run) <= chunk_numel
+        for group in [run] if fits else [[index] for index in run]:
+            numel = sum(numels[index] for index in group)
+            if numel > chunk_numel:
+                drafts.append(_ChunkDraft(group, _round_up(numel, kind.unit)))
+                continue
+            if used + numel > chunk_numel:
+                last, used = _ChunkDraft([], chunk_numel), 0
+                drafts.append(last)
+            last.indices += group
+            used += numel
     last.numel = _round_up(used, kind.unit)
     if not drafts:
         # One unit rather than nothing: a chunk without elements would be a case of its own everywhere.
         drafts.append(_ChunkDraft([], kind.unit))
     _add_empty(kind, drafts)
     return drafts
-
-
-def _groups(kind: _ParamGroup, numels: Sequence[int], chunk_numel: int) -> Iterator[list[int]]:
-    """Yield parameters that must share a chunk: those of a module, or one if they do not fit together."""
-    for run in kind.runs:
-        if _total(numels, run) <= chunk_numel:
-            yield list(run)
-        else:
-            yield from ([index] for index in run)
 
 
 def _add_empty(kind: _ParamGroup, drafts: list[_ChunkDraft]) -> None:
@@ -276,15 +272,6 @@ def _add_empty(kind: _ParamGroup, drafts: list[_ChunkDraft]) -> None:
         drafts[full[position][1] if full else 0].indices.append(empty)
     for draft in drafts:
         draft.indices.sort()
-
-
-def _places(parameters: Sequence[ParamInfo], indices: Sequence[int]) -> tuple[ParamRegion, ...]:
-    places, start = [], 0
-    for index in indices:
-        stop = start + parameters[index].numel
-        places.append(ParamRegion(index, parameters[index].shape, start, stop))
-        start = stop
-    return tuple(places)
 
 
 def _candidates(smallest: int, search_range: int, step: int, unit: int, largest: int) -> _Numels:
@@ -302,8 +289,9 @@ def _held(kind: _ParamGroup, numels: Sequence[int], candidates: _Numels) -> _Num
     """
     held, left = np.zeros_like(candidates), np.zeros_like(candidates)
     for run in kind.runs:
-        together = int(np.searchsorted(candidates, _total(numels, run)))
-        _put(_total(numels, run), slice(together, None), candidates, held, left)
+        total = sum(numels[index] for index in run)
+        together = int(np.searchsorted(candidates, total))
+        _put(total, slice(together, None), candidates, held, left)
         if together == 0:
             continue
         for index in run:
@@ -322,19 +310,6 @@ def _put(numel: int, where: slice, candidates: _Numels, held: _Numels, left: _Nu
     np.add(held[where], sizes, out=held[where], where=opens)
     np.copyto(free, sizes, where=opens)
     free -= numel
-
-
-def _common_unit(kinds: Sequence[_ParamGroup], num_shards: int) -> int:
-    """Return a common multiple of the units of all kinds, which are powers of two times the number of shards."""
-    return max((kind.unit for kind in kinds), default=unit_numel(torch.float32, num_shards))
-
-
-def _flat(runs: Iterable[Sequence[int]]) -> list[int]:
-    return [index for run in runs for index in run]
-
-
-def _total(numels: Sequence[int], indices: Iterable[int]) -> int:
-    return sum(numels[index] for index in indices)
 
 
 def _round_up(numel: int, unit: int) -> int:

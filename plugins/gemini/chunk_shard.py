@@ -16,12 +16,14 @@ class ChunkShard:
         device: Device of the shard while it is in memory.
 
     Attributes:
+        num_bytes: Size in bytes, in memory or offloaded.
         tensor: The elements while they are in memory. None if they are offloaded or not allocated yet.
     """
 
     def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
         self.numel = numel
         self.dtype = dtype
+        self.num_bytes = numel * dtype.itemsize
         self.device = device
         self.tensor: torch.Tensor | None = None
         self._block: TierBlock | None = None
@@ -38,22 +40,13 @@ class ChunkShard:
         """Bytes in the compute tier."""
         return 0 if self.tensor is None else self.tensor.nbytes
 
-    @property
-    def num_bytes(self) -> int:
-        """Size in bytes, in memory or offloaded."""
-        return self.numel * self.dtype.itemsize
-
     def allocate(self, tier: Tier | None) -> None:
         """Allocate the shard uninitialized, in `tier` or, if that is None, in memory."""
         if tier is None:
             self.tensor = torch.empty(self.numel, dtype=self.dtype, device=self.device)
         else:
-            self._use_block(tier)
-
-    def _use_block(self, tier: Tier) -> TierBlock:
-        self._needs_host_copy = tier.name == "disk"
-        self._block = tier.new_block(self.num_bytes)
-        return self._block
+            self._needs_host_copy = tier.name == "disk"
+            self._block = tier.new_block(self.num_bytes)
 
     def load(self, target: torch.Tensor) -> None:
         """Copy the shard into a flat tensor."""
@@ -89,7 +82,7 @@ class ChunkShard:
         """Move the shard to the offload tier."""
         if self.tensor is not None:
             tensor, self.tensor = self.tensor, None
-            self._use_block(tier)
+            self.allocate(tier)
             self.store(tensor)
 
     def fetch(self) -> None:

@@ -59,37 +59,27 @@ class OrderNegotiation:
 
     def __init__(self, group: dist.ProcessGroup | None, max_gather_requests: int) -> None:
         self.group = group
-        self._max_gather_requests = max_gather_requests
-
-    @property
-    def is_single_rank(self) -> bool:
-        """Whether the group has a single rank."""
-        return group_size(self.group) == 1
-
-    @property
-    def max_gather_requests(self) -> int:
-        """Maximum number of chunks in one request."""
-        return self._max_gather_requests
+        self.max_gather_requests = max_gather_requests
 
     def exchange(self, request: RankRequest) -> list[RankRequest]:
-        """Return the requests of all ranks, in rank order. Collective over the group."""
-        if self.is_single_rank:
+        """Return the requests of all ranks, in rank order. Collective over the group.
+
+        Raises:
+            DesyncError: Some ranks have finished a backward while the others have finished a forward.
+        """
+        if group_size(self.group) == 1:
             return [request]
-        gather_requests = list(request.gather_requests[: self._max_gather_requests])
-        gather_requests += [-1] * (self._max_gather_requests - len(gather_requests))
+        gather_requests = list(request.gather_requests[: self.max_gather_requests])
+        gather_requests += [-1] * (self.max_gather_requests - len(gather_requests))
         numbers = [request.phase, request.num_ready, request.is_done, request.has_late_grads, *gather_requests]
         own = torch.tensor([numbers], dtype=torch.int64, device=collective_device(self.group))
         requests = [_request_from_row(row) for row in all_gather_equal(own, self.group).tolist()]
-        self._check(requests)
+        if all(post.is_done for post in requests) and len({post.phase for post in requests}) > 1:
+            backward = [global_rank_of(rank, self.group) for rank, post in enumerate(requests) if post.phase]
+            raise DesyncError(
+                f"ranks {backward} have finished a backward while the others have finished a forward: {UNEVEN_CALLS}"
+            )
         return requests
-
-    def _check(self, requests: Sequence[RankRequest]) -> None:
-        if not all(post.is_done for post in requests) or len({post.phase for post in requests}) == 1:
-            return
-        backward = [global_rank_of(rank, self.group) for rank, post in enumerate(requests) if post.phase]
-        raise DesyncError(
-            f"ranks {backward} have finished a backward while the others have finished a forward: {UNEVEN_CALLS}"
-        )
 
 
 def _request_from_row(row: Sequence[int]) -> RankRequest:

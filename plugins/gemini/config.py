@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -122,11 +123,15 @@ class GeminiArguments:
             )
 
     def _check_places(self) -> None:
-        if self.chunk_init_device is not None and not _is_this_device(self.chunk_init_device):
-            raise ConfigError(
-                f"chunk_init_device={self.chunk_init_device!r} is not {current_device()}, where this rank's chunks are"
-                " gathered; the placement policy decides where each shard is stored: leave it out"
-            )
+        if self.chunk_init_device is not None:
+            here, given = current_device(), None
+            with suppress(RuntimeError, TypeError):  # not a device
+                given = torch.device(self.chunk_init_device)
+            if given is None or given.type != here.type or given.index not in (None, here.index):
+                raise ConfigError(
+                    f"chunk_init_device={self.chunk_init_device!r} is not {here}, where this rank's chunks are"
+                    " gathered; the placement policy decides where each shard is stored: leave it out"
+                )
         directory = self.offload_dir
         if directory is None:
             return
@@ -157,8 +162,11 @@ class GeminiArguments:
                 f"hidden_dim={self.hidden_dim!r} is not a step between chunk sizes: give the model's hidden size,"
                 " or None"
             )
-        config = self.chunk_config_dict
-        if config is not None and not _is_chunk_config(config):
+        config: Any = self.chunk_config_dict
+        is_valid = config is None or (
+            isinstance(config, Mapping) and set(config) == {"chunk_size"} and _is_count(config["chunk_size"], 1)
+        )
+        if not is_valid:
             raise ConfigError(
                 f"chunk_config_dict={config!r} is not valid: give {{'chunk_size': number of elements}}, or leave"
                 " it out to have the size searched for"
@@ -300,16 +308,3 @@ class GeminiSettings:
 
 def _is_count(value: Any, least: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
-
-
-def _is_chunk_config(config: Any) -> bool:
-    return isinstance(config, Mapping) and set(config) == {"chunk_size"} and _is_count(config["chunk_size"], 1)
-
-
-def _is_this_device(given: Any) -> bool:
-    try:
-        device = torch.device(given)
-    except (RuntimeError, TypeError):  # not a device
-        return False
-    here = current_device()
-    return device.type == here.type and device.index in (None, here.index)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
@@ -21,7 +21,6 @@ from .chunk_manager import ChunkManager
 from .collective_order import PassKind, RankRequest
 from .config import GeminiSettings
 from .placement import Placement
-from .shard_update import migrate_weights
 from .tiers import TierBlock, Transfer
 
 # Note [Memory estimate]
@@ -33,12 +32,12 @@ from .tiers import TierBlock, Transfer
 _META = torch.device("meta")
 
 
+@dataclass(slots=True)
 class _FakeNegotiation:
     """Fake of `OrderNegotiation` without communication: the other ranks make the same requests."""
 
-    def __init__(self, group: dist.ProcessGroup | None, max_gather_requests: int) -> None:
-        self.group = group
-        self.max_gather_requests = max_gather_requests
+    group: dist.ProcessGroup | None
+    max_gather_requests: int
 
     def exchange(self, request: RankRequest) -> list[RankRequest]:
         return [request]
@@ -112,24 +111,6 @@ class _Chunks:
     states: dict[int, int] = field(default_factory=dict)
     shapes: dict[int, list[tuple[int, ...]]] = field(default_factory=dict)
 
-    @property
-    def chunks(self) -> Sequence[Chunk]:
-        """All chunks."""
-        return self.manager.chunks
-
-    def held_of_states(self) -> int:
-        """Return the bytes of masters and states in the compute tier."""
-        away = self.manager.locations.states
-        return sum(self.masters[one] + self.states[one] for one in self.states if one not in away)
-
-    def elsewhere(self) -> int:
-        """Return the bytes in the offload tier."""
-        away = self.manager.locations.states
-        tier = self.manager.tier
-        return (0 if tier is None else tier.bytes_held) + sum(
-            self.masters[one] + self.states[one] for one in self.states if one in away
-        )
-
 
 def gemini_memory(
     question: MemoryRequest,
@@ -166,7 +147,7 @@ def _make(question: MemoryRequest, settings: GeminiSettings, placement: Placemen
     trained = {id(one) for one in question.trained}
     named, infos, module_of = describe_params(question.model, trained, settings.dtype)
     plan = plan_model(infos, module_of, settings, settings.num_shards)
-    settings = _on_meta(settings)
+    settings = replace(settings, device=_META)
     on_meta = [(name, nn.Parameter(torch.empty(0, device=_META), requires_grad=False)) for name, _ in named]
     chunks = [make_chunk(index, layout, on_meta, settings) for index, layout in enumerate(plan.chunks)]
     tier = _CountingTier()
@@ -193,11 +174,6 @@ def _make(question: MemoryRequest, settings: GeminiSettings, placement: Placemen
     for chunk in chunks:
         _fill(chunk, manager, settings)
     return found
-
-
-def _on_meta(settings: GeminiSettings) -> GeminiSettings:
-    values = {name: getattr(settings, name) for name in GeminiSettings.__slots__}
-    return GeminiSettings(**(values | {"device": _META}))
 
 
 def _note_updated(found: _Chunks, chunk: Chunk, question: MemoryRequest) -> None:
@@ -230,7 +206,7 @@ def _migrate(manager: ChunkManager) -> None:
         return
     manager.locations, tier = homes, manager.needed_tier()
     for chunk in manager.chunks:
-        migrate_weights(chunk, tier if chunk.index in homes.weights else None)
+        chunk.migrate_weights(tier if chunk.index in homes.weights else None)
 
 
 class _ModuleWalk:
@@ -298,17 +274,7 @@ class _ModuleWalk:
                 manager.phase = PassKind.BACKWARD
         elif stretch.event == "backward" and stretch.name not in self._looks_up:
             for param in own:
-                _ask_in_backward(manager, param)
-
-
-def _ask_in_backward(manager: ChunkManager, param: ChunkParam) -> None:
-    """Gather weights as the backward of an operator that saved them does."""
-    if not param.chunk.is_gathered or param.is_overwritten:
-        manager.need((param,))
-        return
-    param.chunk.pin(())
-    manager.note_use(param.chunk)
-    param.chunk.unpin(())
+                manager.need_in_backward(param)
 
 
 def _by_chunk(params: Sequence[ChunkParam]) -> Iterator[tuple[Chunk, list[ChunkParam]]]:
@@ -318,36 +284,30 @@ def _by_chunk(params: Sequence[ChunkParam]) -> Iterator[tuple[Chunk, list[ChunkP
 
 def _memory(question: MemoryRequest, found: _Chunks, worst: Moment, *, sent: int, num_replicas: int) -> RankMemory:
     manager, settings = found.manager, found.settings
-    shards = sum(chunk.bytes_in_memory for chunk in found.chunks)
-    sums = {chunk.index: chunk.grad_shard.num_bytes for chunk in found.chunks if chunk.layout.trains}
+    shards = sum(chunk.bytes_in_memory for chunk in manager.chunks)
+    sums = {chunk.index: chunk.grad_shard.num_bytes for chunk in manager.chunks if chunk.layout.trains}
     in_memory = sum(size for index, size in sums.items() if index not in manager.locations.weights)
-    kept = {
-        "parameters": shards,
-        "optimizer_states": found.held_of_states(),
-    }
+    states = {index: found.masters[index] + size for index, size in found.states.items()}
+    offloaded_states = sum(size for index, size in states.items() if index in manager.locations.states)
+    kept = {"parameters": shards, "optimizer_states": sum(states.values()) - offloaded_states}
     buffers = cast_bytes(question.model.buffers(), settings.dtype)
     gathered = worst.held - shards
     shared = 2 * (num_replicas - 1) * sum(sums.values()) // num_replicas
+    kept_weights = sum(chunk.weights.num_bytes for chunk in manager.chunks if chunk.is_kept_gathered)
+    sent_after_step = (settings.num_shards - 1) * kept_weights  # by the all-gather of the updated weights
     return RankMemory(
         steady_state=MemoryParts(**kept, buffers=buffers),
         backward=MemoryParts(**kept, activations=worst.activations, buffers=buffers + gathered),
         step=MemoryParts(**kept, gradients=in_memory, activations=_step_bytes(question, found), buffers=buffers),
-        sent=sent + shared + _sent_of_kept(found),
-        offloaded=found.elsewhere(),
+        sent=sent + shared + sent_after_step,
+        offloaded=offloaded_states + (0 if manager.tier is None else manager.tier.bytes_held),
     )
-
-
-def _sent_of_kept(found: _Chunks) -> int:
-    """Return the bytes of weights all-gathered after a step."""
-    settings = found.settings
-    shards = sum(chunk.weights.num_bytes for chunk in found.chunks if chunk.is_kept_gathered)
-    return (settings.num_shards - 1) * shards
 
 
 def _step_bytes(question: MemoryRequest, found: _Chunks) -> int:
     by_dtype: dict[torch.dtype, list[tuple[int, ...]]] = {}
     rounded = 0
-    for chunk in found.chunks:
+    for chunk in found.manager.chunks:
         if chunk.layout.trains:
             dtype = found.settings.master_dtype(chunk.layout)
             by_dtype.setdefault(dtype, []).extend(found.shapes[chunk.index])

@@ -47,6 +47,9 @@ class GeminiModel(ModelWrapper):
         make_chunks: Function that creates chunks of parameters with known values; see `regroup`.
         is_primary: If True, this rank saves what is equal on all ranks.
         broadcasts_buffers: If True, broadcast the first rank's buffers before each forward in training.
+
+    Attributes:
+        clear_gradients: Function that clears the optimizer's gradients; None without an optimizer.
     """
 
     def __init__(
@@ -64,16 +67,12 @@ class GeminiModel(ModelWrapper):
         self._settings = settings
         self._make_chunks = make_chunks
         self._broadcasts_buffers = broadcasts_buffers
-        self._clear_gradients: Callable[[bool], None] | None = None
+        self.clear_gradients: Callable[[bool], None] | None = None
         self.hooks = ModuleHooks(module, manager, self._chunk_params())
         module.register_state_dict_pre_hook(_RefuseHidden(manager))
 
     def _chunk_params(self) -> dict[int, ChunkParam]:
         return {id(param.parameter): param for chunk in self.manager.chunks for param in chunk.params}
-
-    def connect(self, clear_gradients: Callable[[bool], None]) -> None:
-        """Set the callback that clears the gradients."""
-        self._clear_gradients = clear_gradients
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the user's forward; arguments and result are those of the user's model.
@@ -91,8 +90,8 @@ class GeminiModel(ModelWrapper):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients of the model and of its optimizer."""
         super().zero_grad(set_to_none)
-        if self._clear_gradients is not None:
-            self._clear_gradients(set_to_none)
+        if self.clear_gradients is not None:
+            self.clear_gradients(set_to_none)
 
     # Weights.
 
@@ -155,8 +154,10 @@ class GeminiModel(ModelWrapper):
 
     @contextmanager
     def _summoned(self) -> Iterator[list[Chunk]]:
-        """Gather all weights in the block; changes are lost, except in chunks kept gathered. Collective at its
-        start."""
+        """Gather all weights in the block; changes are lost, except in chunks kept gathered.
+
+        Collective at its start.
+        """
         chunks = [chunk for chunk in self.manager.chunks if chunk.params]
         with self.manager.aside():
             for chunk in chunks:
@@ -328,18 +329,15 @@ class GeminiModel(ModelWrapper):
             try:
                 raise_on_all_ranks(error)
             except BaseException:
-                self._undo(kept, buffers)
+                for chunk, shard in kept.items():
+                    chunk.weights.store(shard)
+                for buffer, before in buffers:
+                    buffer.copy_(before)
+                self.weights_changed()
                 raise
             self._release_summoned(chunks)
         self.notify_loaded()
         return result
-
-    def _undo(self, kept: Mapping[Chunk, torch.Tensor], buffers: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        for chunk, shard in kept.items():
-            chunk.weights.store(shard)
-        for buffer, before in buffers:
-            buffer.copy_(before)
-        self.weights_changed()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ModelWrapper:
         """Return an unsharded copy without an optimizer, for example for weight averaging. Collective."""
@@ -518,7 +516,7 @@ class GeminiModelBuilder:
             self._tier = manager.needed_tier()
         for chunk in chunks:
             self._fill_chunk(chunk, None)
-        manager.note_filled()
+        manager.note_addresses(chunks)
         boosted = GeminiModel(
             model,
             manager,

@@ -139,7 +139,8 @@ class SavedTensors:
 
         Does nothing without gradients, if the hooks are already innermost, or if torch forbids hooks.
         """
-        if not torch.is_grad_enabled() or not _may_pack():
+        is_allowed = torch._C._autograd._saved_tensors_hooks_is_enabled()  # type: ignore[attr-defined]
+        if not torch.is_grad_enabled() or not is_allowed:  # torch.func's transforms do not allow them
             return False
         first: _Hooks | None = torch._C._autograd._top_saved_tensors_default_hooks(False)
         if first is not None and first[0] is self._pack_hook:
@@ -176,11 +177,6 @@ class SavedTensors:
         else:
             tensor = saved.unpack()
         return tensor
-
-
-def _may_pack() -> bool:
-    """Whether torch allows saved-tensor hooks; torch.func's transforms do not."""
-    return bool(torch._C._autograd._saved_tensors_hooks_is_enabled())  # type: ignore[attr-defined]
 
 
 def _param_at(chunk: Chunk, element: int) -> ChunkParam | None:
@@ -246,19 +242,16 @@ class HookedParameters(dict[str, Any]):
         return parameter
 
     def __reduce__(self) -> Any:  # type: ignore[override]
-        self._require_shown()
+        if self._hooks is not None:
+            self._hooks.check_gathered(self.values(), self._module_class)
         return dict, (dict(self),)  # a copy of the module has a plain dict
 
     def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
         import copy
 
-        self._require_shown()
+        if self._hooks is not None:
+            self._hooks.check_gathered(self.values(), self._module_class)
         return {name: copy.deepcopy(value, memo) for name, value in self.items()}
-
-    def _require_shown(self) -> None:
-        """Check that weights are gathered before they are copied or pickled."""
-        if self._hooks is not None and self._hooks.hides(self.values()):
-            raise sharded_copy_error(self._module_class)
 
 
 class ModuleHooks:
@@ -268,6 +261,9 @@ class ModuleHooks:
         model: The user's model.
         manager: Manager of the chunks.
         params: Chunk parameter of each parameter by its `id`.
+
+    Attributes:
+        saved_bytes: Bytes saved by autograd, as far as they are counted.
     """
 
     def __init__(self, model: nn.Module, manager: ChunkManager, params: dict[int, ChunkParam]) -> None:
@@ -275,7 +271,7 @@ class ModuleHooks:
         self._params = params
         self._running: list[_RunningModule] = []
         self._again = _RunningModule(None)
-        self._saved_bytes = 0
+        self.saved_bytes = 0
         self._times_saved: Counter[int] = Counter()
         self._saved = SavedTensors(self)
         self._handles: list[Any] = []
@@ -296,10 +292,11 @@ class ModuleHooks:
             module._parameters = HookedParameters(module._parameters, self, type(module))
             self._watched.append(module)
 
-    def hides(self, parameters: Iterable[nn.Parameter | None]) -> bool:
-        """Return whether any of these parameters is sharded at the moment."""
+    def check_gathered(self, parameters: Iterable[nn.Parameter | None], module_class: type[nn.Module]) -> None:
+        """Check that parameters of a module are gathered before they are copied or pickled."""
         params = [self._params.get(id(one)) for one in parameters]
-        return any(param is not None and param.chunk.gathered is None for param in params)
+        if any(param is not None and param.chunk.gathered is None for param in params):
+            raise sharded_copy_error(module_class)
 
     def watch_gradients(self) -> None:
         """Register gradient hooks on trainable parameters that do not have one."""
@@ -309,12 +306,6 @@ class ModuleHooks:
                     _GradientArrived(self)
                 )
                 param.has_grad_hook = True
-
-    def gradient_arrived_at(self, parameter: torch.Tensor) -> None:
-        """Handle the gradient of a parameter with a hook."""
-        param = self._params.get(id(parameter))
-        if param is not None and param.has_grad_hook:
-            self.gradient_arrived(param)
 
     def remove(self) -> None:
         """Remove all hooks from the model."""
@@ -343,7 +334,7 @@ class ModuleHooks:
             if own:
                 self._manager.need(own)
                 self._pin(running, own)
-                running.version = _version_of(own)
+                running.version = sum(param.parameter._version for param in own)
             running.packs = self._saved.begin()
 
     def exit(self, module: nn.Module, own: Sequence[ChunkParam], output: Any) -> None:
@@ -358,20 +349,26 @@ class ModuleHooks:
                 if running.packs:
                     self._saved.end()
                 if self._running:
-                    self._pin(self._running[-1], self._returned(output))
+                    returned = [self._params.get(id(one)) for one in _parameters_in(output)]
+                    self._pin(self._running[-1], [param for param in returned if param is not None])
                 running.unpin()
                 if running.module is module:
                     break
             has_failed = sys.exc_info()[1] not in (None, running.error)
-            if own and not has_failed and running.version != _version_of(own):
-                raise _error_of_writing(module, own)
-            if not self._running:
-                self._end_outermost(has_failed=has_failed)
-
-    def _returned(self, output: Any) -> list[ChunkParam]:
-        """Return the model's own parameters in a module's output."""
-        params = (self._params.get(id(one)) for one in _parameters_in(output))
-        return [param for param in params if param is not None]
+            if own and not has_failed and running.version != sum(param.parameter._version for param in own):
+                names = ", ".join(repr(param.name) for param in own)
+                raise ConfigError(
+                    f"the forward of {type(module).__name__} wrote to its weights ({names}), as nn.Embedding does with"
+                    " max_norm: what was gathered for it is thrown away, and the change with it. Leave that out, change"
+                    " weights between steps inside of `with model.gathered():`, or use a plugin that keeps weights"
+                    " whole"
+                )
+            if self._running or self._is_in_backward:
+                return
+            if has_failed:
+                self._manager.restart()
+            else:
+                self._manager.end_forward(trains=torch.is_grad_enabled())
 
     @not_compiled
     def note_read(self, parameter: nn.Parameter) -> None:
@@ -400,15 +397,7 @@ class ModuleHooks:
         if self._is_in_backward:
             self._abort_backward()
         self._manager.begin_forward(trains=torch.is_grad_enabled())
-        self._saved.counts = self._manager.is_recording
-
-    def _end_outermost(self, *, has_failed: bool) -> None:
-        if self._is_in_backward:
-            return
-        if has_failed:
-            self._manager.abort_forward()
-        else:
-            self._manager.end_forward(trains=torch.is_grad_enabled())
+        self._saved.counts = self._manager.tracer.is_recording
 
     # Backward.
 
@@ -441,7 +430,8 @@ class ModuleHooks:
         """Handle a failed backward; for a plain loss.backward(), this runs at the start of the next pass."""
         self._is_in_backward = False
         self._again.unpin()
-        self._manager.abort_backward()
+        self._manager.restart()
+        self._manager.reduction.abort()
 
     def _note_backward(self) -> None:
         """Start a backward that was not called through `backward`, such as a plain loss.backward()."""
@@ -449,8 +439,11 @@ class ModuleHooks:
             self._begin_backward()
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
 
-    def gradient_arrived(self, param: ChunkParam) -> None:
-        """Handle a gradient that is complete in `.grad`."""
+    def on_grad_ready(self, parameter: torch.Tensor) -> None:
+        """Handle a gradient that is complete in `.grad`, unless the hook of the parameter was removed."""
+        param = self._params.get(id(parameter))
+        if param is None or not param.has_grad_hook:
+            return
         self._note_backward()
         self._again.unpin()
         self._manager.reduction.on_grad_ready(param)
@@ -463,25 +456,19 @@ class ModuleHooks:
 
     def gather_for_backward(self, param: ChunkParam) -> torch.Tensor:
         """Gather the weights of a parameter and return the chunk's gathered buffer."""
-        chunk = param.chunk
         with _unseen():
             if not self._running:  # else it is for an autograd.grad() inside of a forward
                 self._note_backward()
                 self._again.unpin()
-            if not chunk.is_gathered or param.is_overwritten:
-                self._manager.need((param,))
-            else:
-                chunk.pin(())  # protects it from eviction by prefetched chunks
-                self._manager.note_use(chunk)
-                chunk.unpin(())
-        assert chunk.gathered is not None
-        return chunk.gathered
+            self._manager.need_in_backward(param)
+        assert param.chunk.gathered is not None
+        return param.chunk.gathered
 
     def note_saved(self, address: int, num_bytes: int) -> None:
         """Count memory saved by autograd; memory saved several times counts once."""
         self._times_saved[address] += 1
         if self._times_saved[address] == 1:
-            self._saved_bytes += num_bytes
+            self.saved_bytes += num_bytes
             self._manager.note_other_bytes()
 
     def note_released(self, address: int, num_bytes: int) -> None:
@@ -489,46 +476,34 @@ class ModuleHooks:
         self._times_saved[address] -= 1
         if self._times_saved[address] == 0:
             del self._times_saved[address]
-            self._saved_bytes -= num_bytes
-
-    @property
-    def saved_bytes(self) -> int:
-        """Counted bytes saved by autograd."""
-        return self._saved_bytes
+            self.saved_bytes -= num_bytes
 
 
-class _BeforeForward:
+class _ForwardHook:
     """Forward hook as an object that copies without its chunks, so that a model with hooks can be copied."""
 
     def __init__(self, hooks: ModuleHooks, own: Sequence[ChunkParam]) -> None:
         self._hooks: ModuleHooks | None = hooks
         self._own = own
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> _ForwardHook:
+        copied = type(self).__new__(type(self))
+        copied._hooks, copied._own = None, ()
+        return copied
+
+
+class _BeforeForward(_ForwardHook):
     @not_compiled
     def __call__(self, module: nn.Module, args: Any) -> None:
         if self._hooks is not None:
             self._hooks.enter(module, self._own)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _BeforeForward:
-        copied = _BeforeForward.__new__(_BeforeForward)
-        copied._hooks, copied._own = None, ()
-        return copied
 
-
-class _AfterForward:
-    def __init__(self, hooks: ModuleHooks, own: Sequence[ChunkParam]) -> None:
-        self._hooks: ModuleHooks | None = hooks
-        self._own = own
-
+class _AfterForward(_ForwardHook):
     @not_compiled
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
         if self._hooks is not None:
             self._hooks.exit(module, self._own, output)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _AfterForward:
-        copied = _AfterForward.__new__(_AfterForward)
-        copied._hooks, copied._own = None, ()
-        return copied
 
 
 class _GradientArrived:
@@ -541,20 +516,7 @@ class _GradientArrived:
     def __call__(self, parameter: torch.Tensor) -> None:
         hooks = self._hooks()
         if hooks is not None:
-            hooks.gradient_arrived_at(parameter)
-
-
-def _version_of(params: Sequence[ChunkParam]) -> int:
-    return sum(param.parameter._version for param in params)
-
-
-def _error_of_writing(module: nn.Module, own: Sequence[ChunkParam]) -> ConfigError:
-    names = ", ".join(repr(param.name) for param in own)
-    return ConfigError(
-        f"the forward of {type(module).__name__} wrote to its weights ({names}), as nn.Embedding does with max_norm:"
-        " what was gathered for it is thrown away, and the change with it. Leave that out, change weights between steps"
-        " inside of `with model.gathered():`, or use a plugin that keeps weights whole"
-    )
+            hooks.on_grad_ready(parameter)
 
 
 def _is_autograd_running() -> bool:

@@ -346,9 +346,8 @@ class _DiskBlock:
         if self.is_empty:
             data.zero_()
             return DiskTransfer([])
-        error = self._lost()
-        if error is not None:
-            return DiskTransfer([], error=error)
+        if self._last_write is not None and self._last_write.error is not None:  # the content is undefined
+            return DiskTransfer([], error=self._last_write.error)
         self._last = self._file.read(data, self._offset)
         return self._last
 
@@ -361,9 +360,8 @@ class _DiskBlock:
     def as_tensor(self, dtype: torch.dtype) -> Tensor:
         assert not self._is_freed, "the block was freed"
         self._wait_for_transfers()
-        error = self._lost()
-        if error is not None:
-            raise error.with_traceback(None)
+        if self._last_write is not None and self._last_write.error is not None:  # the content is undefined
+            raise self._last_write.error.with_traceback(None)
         if self.num_bytes == 0:
             return torch.empty(0, dtype=dtype)
         memory = None if self._mapped is None else self._mapped()
@@ -400,7 +398,3 @@ class _DiskBlock:
     def _wait_for_transfers(self) -> None:
         if self._last is not None:
             self._last.settle()
-
-    def _lost(self) -> OSError | None:
-        """Return the error of the last write, if it failed and the content is undefined."""
-        return None if self._last_write is None else self._last_write.error

@@ -14,22 +14,14 @@ from torch.optim import Optimizer
 from booster.comm import all_reduce_max, all_reduce_sum, collective_device, group_size
 from booster.errors import ConfigError
 from booster.interface import LossScaler, Shard, Shards, TensorSpec
+from booster.plugins.sharding.masters import update_master
 from booster.plugins.sharding.optimizer import ShardedOptimizer, ShardedOptimizerState
 from booster.plugins.sharding.shard_states import shard_state
 
 from .chunk import Chunk, ChunkParam
 from .config import GeminiSettings
 from .model import GeminiModel
-from .shard_update import (
-    ChunkUpdate,
-    OwnedShard,
-    all_shards,
-    migrate_master,
-    migrate_states,
-    migrate_weights,
-    moved_state,
-    needs_other_master,
-)
+from .shard_update import ChunkUpdate, is_elementwise_state, migrate_master
 
 
 class GeminiOptimizerState(ShardedOptimizerState):
@@ -101,7 +93,7 @@ class GeminiOptimizer(ShardedOptimizer):
         for index in range(len(optim.param_groups)):
             self._record_group(index)
         self._shard_chunks(self._manager.chunks)
-        model.connect(self.zero_grad)
+        model.clear_gradients = self.zero_grad
         self._manager.state_bytes = self._state_bytes
         self._manager.on_trace = self._migrate_chunks
         self._has_stepped = False
@@ -117,14 +109,17 @@ class GeminiOptimizer(ShardedOptimizer):
             update = ChunkUpdate(chunk, group_of, is_primary=self._settings.is_primary)
             self._updates[chunk.index] = update
             self._replace_in_groups(update)
-            self._move_states(update)
+            tier = self._manager.tier
+            if tier is not None and tier.name == "disk" and chunk.index in self._manager.locations.states:
+                update.offload_states(self.optim, tier)
         self._note_shards()
 
     def _note_shards(self) -> None:
-        updates = list(self._updates.values())
+        updates = self._updates.values()
         self._update_of = {id(one.shard.parameter): update for update in updates for one in update.owned}
+        shards = [one.shard for update in updates for one in update.owned]
         shapes = {param.name: param.region.shape for param in self._trained_params()}
-        self._use_shards(Shards(all_shards(updates), list(shapes), self._settings.shard_group, shapes=shapes))
+        self._use_shards(Shards(shards, list(shapes), self._settings.shard_group, shapes=shapes))
 
     def _replace_in_groups(self, update: ChunkUpdate) -> None:
         owned: dict[int, list[nn.Parameter]] = {}
@@ -143,11 +138,6 @@ class GeminiOptimizer(ShardedOptimizer):
         # Also for parameters without elements on this rank, which are not new either.
         self._model_param_of |= {key: param.parameter for param in update.chunk.params for key in [id(param.parameter)]}
 
-    def _move_states(self, update: ChunkUpdate) -> None:
-        tier = self._manager.tier
-        if tier is not None and tier.name == "disk" and update.chunk.index in self._manager.locations.states:
-            update.offload_states(self.optim, tier)
-
     def _migrate_chunks(self) -> None:
         """Move all shards to the locations of the placement policy. Collective over the shard group."""
         manager, settings = self._manager, self._settings
@@ -158,23 +148,24 @@ class GeminiOptimizer(ShardedOptimizer):
         for chunk in manager.chunks:
             weights_tier = tier if chunk.index in homes.weights else None
             states_tier = tier if chunk.index in homes.states else None
-            migrate_weights(chunk, weights_tier)
+            chunk.migrate_weights(weights_tier)
             update = self._updates.get(chunk.index)
             if update is None:
                 continue
             dtype, device = settings.master_dtype(chunk.layout), settings.master_device(states_tier)
-            moves = needs_other_master(chunk, dtype, device)
-            migrate_master(update, dtype, device, states_tier)
-            if moves:
-                self._replace_shards(update)
+            if migrate_master(update, dtype, device, states_tier):
+                update = self._replace_shards(update)
             else:
                 update.point()
-            migrate_states(self._updates[chunk.index], self.optim, states_tier)
-        manager.note_filled()
+            if states_tier is not None and states_tier.name == "disk":
+                update.offload_states(self.optim, states_tier)
+            else:
+                update.fetch_states(self.optim)
+        manager.note_addresses(manager.chunks)
         self._note_shards()
 
-    def _replace_shards(self, old: ChunkUpdate) -> None:
-        """Create new shards, with the states of the old ones, for a chunk whose update moved to another device."""
+    def _replace_shards(self, old: ChunkUpdate) -> ChunkUpdate:
+        """Return new shards, with the states of the old ones, for a chunk whose update moved to another device."""
         group_of = {id(one): index for index, members in enumerate(self.logical_groups) for _, one in members}
         new = ChunkUpdate(old.chunk, group_of, is_primary=self._settings.is_primary)
         replaced = {
@@ -184,14 +175,17 @@ class GeminiOptimizer(ShardedOptimizer):
         for group in self.param_groups:
             group["params"][:] = [replaced.get(id(one), one) for one in group["params"]]
         for before, after in zip(old.owned, new.owned, strict=True):
-            state = self.optim.state.pop(before.shard.parameter, None)
+            was, now = before.shard.parameter, after.shard.parameter
+            state = self.optim.state.pop(was, None)
             if state is not None:
-                self.optim.state[after.shard.parameter] = {
-                    key: moved_state(value, before.shard.parameter, after.shard.parameter)
-                    for key, value in state.items()
-                }
-            self._model_param_of[id(after.shard.parameter)] = after.shard.model_param
+                for key, value in state.items():
+                    is_beside = isinstance(value, torch.Tensor) and value.device == was.device
+                    if is_beside or is_elementwise_state(value, was):
+                        state[key] = value.to(now.device)
+                self.optim.state[now] = state
+            self._model_param_of[id(now)] = after.shard.model_param
         self._updates[old.chunk.index] = new
+        return new
 
     def _trained_params(self) -> list[ChunkParam]:
         return [param for update in self._updates.values() for param in update.chunk.params]
@@ -208,17 +202,18 @@ class GeminiOptimizer(ShardedOptimizer):
 
     def _refresh_masters(self) -> None:
         for update in self._updates.values():
-            update.follow()
+            if update.has_copy:
+                update_master(update.chunk.master.as_tensor(), update.chunk.weights.as_tensor())
 
     def follow_weights(self, shard: Shard) -> None:
-        self._update_of[id(shard.parameter)].follow_shard(shard)
+        update = self._update_of[id(shard.parameter)]
+        part = next(one.part for one in update.owned if one.shard is shard)
+        if update.has_copy:
+            update_master(shard.parameter.detach(), update.chunk.weights.as_tensor()[part.in_shard])
 
     def _state_bytes(self, chunk: Chunk) -> int:
         update = self._updates.get(chunk.index)
         return 0 if update is None else update.state_bytes(self.optim)
-
-    def _states_in_memory(self) -> int:
-        return sum(update.state_bytes_in_memory(self.optim) for update in self._updates.values())
 
     # Backward.
 
@@ -247,9 +242,11 @@ class GeminiOptimizer(ShardedOptimizer):
         """
         params, updates = self._trained_params(), list(self._updates.values())
         flags = [param.is_used for param in params] + [update.chunk.has_grad_shard for update in updates]
-        *agreed, has_local = self._any_rank([*flags, self._manager.reduction.has_local])
-        if has_local:
-            self._manager.reduction.reduce_local()
+        is_unreduced = any(chunk.has_gradients for chunk in self._manager.chunks)
+        *agreed, is_any_unreduced = self._any_rank([*flags, is_unreduced])
+        if is_any_unreduced:
+            self._manager.reduction.reduce_late_grads()
+            self._manager.pool.trim()
             *agreed, _ = self._any_rank([*flags[: len(params)], *(one.chunk.has_grad_shard for one in updates), False])
         for param, is_used in zip(params, agreed, strict=False):
             param.is_used = is_used
@@ -311,8 +308,12 @@ class GeminiOptimizer(ShardedOptimizer):
         if self._accumulation.factors is None:
             self._step_parts()
         else:
-            fused = [update for update in members if update.rounds_in_place]
-            self._step_fused({shard: copy for one in fused for shard, copy in one.working_copies().items()}, {})
+            weights: dict[nn.Parameter, torch.Tensor] = {}
+            for update in members:
+                if update.rounds_in_place:
+                    shard = update.chunk.weights.as_tensor()
+                    weights |= {one.shard.parameter: shard[one.part.in_shard] for one in update.owned}
+            self._step_fused(weights, {})
         if self._accumulation.num_backwards == 0:
             return
         self._restore_memory()
@@ -371,7 +372,8 @@ class GeminiOptimizer(ShardedOptimizer):
         found: list[tuple[Shard, torch.Tensor]] = []
         for update in self._updates.values():
             sums = update.chunk.grad_shard.as_tensor() if update.chunk.has_grad_shard else None
-            found += [(one.shard, sums[one.part.in_shard]) for one in _used(update) if sums is not None]
+            if sums is not None:
+                found += [(one.shard, sums[one.part.in_shard]) for one in update.owned if one.param.is_used]
         return found
 
     def _make_sums(self, names: Collection[str]) -> None:
@@ -391,10 +393,6 @@ class GeminiOptimizer(ShardedOptimizer):
         parameter = param.parameter
         parameter.grad = torch.empty(param.region.shape, dtype=parameter.dtype, device=parameter.device).copy_(gradient)
         param.chunk.on_grad_ready(param, self._manager.take_buffer)
-
-
-def _used(update: ChunkUpdate) -> Iterator[OwnedShard]:
-    return (one for one in update.owned if one.param.is_used)
 
 
 def _show_gradients(

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from booster.errors import ConfigError
 
@@ -22,11 +22,6 @@ from .tracer import Trace, TraceEvent
 # assigns less, and never less than the weights and the gradient buffer of the largest chunk, because an iteration that
 # deviates from its trace may need any chunk at any time. If a budget is too small for `max_prefetch` more chunks, fewer
 # are prefetched. If it is too small for the minimum, ConfigError is raised.
-
-# To compute at all a rank needs the weights of a module's chunks and a buffer for the gradients of each of them that
-# trains. No policy gives less than that, and never less than the weights of one chunk and one gradient buffer, of the
-# largest: an iteration that deviates from its record may need any chunk at any moment. Where a budget is too small for
-# `max_prefetch` more payloads, fewer are prefetched. Where it is too small for the least, ConfigError is raised.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -217,12 +212,8 @@ def _order_of_use(sizes: Sequence[ChunkBytes], trace: Trace | None) -> list[int]
     """Return all chunk indices in the order of use; unused chunks come last."""
     if trace is None:
         return list(range(len(sizes)))
-
-    def first_use(chunk: int) -> float:
-        use = trace.next_use(chunk, 0)
-        return math.inf if use is None else use
-
-    return sorted(range(len(sizes)), key=first_use)
+    first_uses = [trace.next_use(chunk, 0) for chunk in range(len(sizes))]
+    return sorted(range(len(sizes)), key=lambda chunk: (first_uses[chunk] is None, first_uses[chunk] or 0))
 
 
 def _beyond(num_bytes: int, chunks: Sequence[int], bytes_of: Sequence[int]) -> frozenset[int]:
@@ -350,6 +341,7 @@ class ConstPlacement:
     offload tier. Activations and temporaries do not count.
 
     Attributes:
+        name: Name of the policy in the plugin's arguments.
         budget: Bytes of the compute tier for model data; None for no limit.
         max_prefetch: Number of chunks gathered ahead of their use.
 
@@ -357,16 +349,13 @@ class ConstPlacement:
         ConfigError: A number is out of range.
     """
 
+    name: ClassVar[str] = "const"
+
     budget: int | None = None
     max_prefetch: int = 0
 
     def __post_init__(self) -> None:
         _check_counts(self.max_prefetch, self.budget)
-
-    @property
-    def name(self) -> str:
-        """Name of the policy in the plugin's arguments."""
-        return "const"
 
     def locations(self, sizes: Sequence[ChunkBytes], trace: Trace | None) -> ChunkLocations:
         """See `Placement.locations`."""
@@ -399,6 +388,7 @@ class AutoPlacement:
     bytes, and memory that is free at an event is for gathered chunks.
 
     Attributes:
+        name: Name of the policy in the plugin's arguments.
         budget: Bytes of the compute tier for everything; None for no limit.
         steady_ratio: Plugin argument `steady_cuda_cap_ratio`.
         warmup_ratio: Plugin argument `warmup_non_model_data_ratio`.
@@ -409,6 +399,8 @@ class AutoPlacement:
     Raises:
         ConfigError: A number is out of range.
     """
+
+    name: ClassVar[str] = "auto"
 
     budget: int | None = None
     steady_ratio: float = 0.9
@@ -425,11 +417,6 @@ class AutoPlacement:
             raise ConfigError(
                 "steady_cuda_cap_ratio=0 leaves no memory to train in: give a number up to 1, such as 0.9"
             )
-
-    @property
-    def name(self) -> str:
-        """Name of the policy in the plugin's arguments."""
-        return "auto"
 
     def locations(self, sizes: Sequence[ChunkBytes], trace: Trace | None) -> ChunkLocations:
         """See `Placement.locations`."""
@@ -544,18 +531,15 @@ def evictions(candidates: Mapping[int, int], next_use: Callable[[int], int | Non
     Returns:
         The shortest prefix of that order that frees `bytes_needed`, or all chunks if that is not enough.
     """
-
-    def soonest_last(chunk: int) -> tuple[float, int]:
-        use = next_use(chunk)
-        return (-math.inf if use is None else -use, chunk)
-
+    if bytes_needed <= 0:
+        return []
+    uses = [(next_use(chunk), chunk) for chunk in candidates]
     chosen: list[int] = []
-    if bytes_needed > 0:
-        for chunk in sorted(candidates, key=soonest_last):
-            chosen.append(chunk)
-            bytes_needed -= candidates[chunk]
-            if bytes_needed <= 0:
-                break
+    for _, chunk in sorted((-math.inf if use is None else -use, chunk) for use, chunk in uses):
+        chosen.append(chunk)
+        bytes_needed -= candidates[chunk]
+        if bytes_needed <= 0:
+            break
     return chosen
 
 

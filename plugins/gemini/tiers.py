@@ -55,10 +55,8 @@ class TierBlock(Protocol):
         """Return the block as a 1-D tensor without memory in the compute tier.
 
         The tensor shares the block's memory. It must not be accessed while a copy of the block is in flight. Its
-        content
-        is undefined after the block or the tier is freed. While it exists, a disk tier uses the system's page cache,
-        which
-        is slower: drop it soon.
+        content is undefined after the block or the tier is freed. While it exists, a disk tier uses the system's page
+        cache, which is slower: drop it soon.
 
         Raises:
             OSError: The disk lost the content.

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Container, Iterable
 from dataclasses import dataclass, field, replace
+from itertools import chain
 
 # The first iteration is traced as a sequence of module starts with the chunks that they need. Later iterations look
 # ahead in it. They may deviate (conditional modules), so a lookup never affects results: a wrong guess only costs time.
@@ -85,7 +86,9 @@ class Trace:
         """
         found: dict[int, None] = {}
         if limit > 0:
-            for chunk in self._chunks_from(now):
+            arrivals = range(bisect_left(self._arrivals, (now + 1, -1)), len(self._arrivals))
+            current = self.events[now].chunks if now < len(self.events) else ()
+            for chunk in chain(current, (self._arrivals[index][1] for index in arrivals)):
                 if chunk not in skip:
                     found[chunk] = None
                     if len(found) == limit:
@@ -96,31 +99,23 @@ class Trace:
         """Return the largest `other_bytes` of the events in `[now, until)`, 0 if there are none."""
         return max((event.other_bytes for event in self.events[now:until]), default=0)
 
-    def _chunks_from(self, now: int) -> Iterator[int]:
-        """Chunks needed from an event on, with duplicates."""
-        if now < len(self.events):
-            yield from self.events[now].chunks
-        for index in range(bisect_left(self._arrivals, (now + 1, -1)), len(self._arrivals)):
-            yield self._arrivals[index][1]
-
 
 class Tracer:
-    """Recorder of an iteration: `begin()`, then the `note_*` methods, then `finish()`."""
+    """Recorder of an iteration: `begin()`, then the `record_*` methods, then `finish()`.
+
+    Attributes:
+        is_recording: True if an iteration was begun and not finished.
+    """
 
     def __init__(self) -> None:
-        self._is_recording = False
+        self.is_recording = False
         self._events: list[TraceEvent] = []
         self._completed: dict[int, None] = {}
         self._early_bytes = 0
 
-    @property
-    def is_recording(self) -> bool:
-        """Whether an iteration was begun and not finished."""
-        return self._is_recording
-
     def begin(self) -> None:
         """Begin an iteration. An unfinished one, such as after a failed forward, is dropped."""
-        self._is_recording = True
+        self.is_recording = True
         self._events = []
         self._completed = {}
         self._early_bytes = 0
@@ -133,10 +128,10 @@ class Tracer:
             is_backward: True for the module's backward.
             model_bytes: Current bytes of weights, gradients and optimizer states in the compute tier.
         """
-        assert self._is_recording, "an event was recorded outside of an iteration"
+        assert self.is_recording, "an event was recorded outside of an iteration"
         self._events.append(
             TraceEvent(
-                chunks=_once_each(chunks),
+                chunks=tuple(dict.fromkeys(chunks)),
                 is_backward=is_backward,
                 model_bytes=model_bytes,
                 other_bytes=0 if self._events else self._early_bytes,
@@ -148,7 +143,7 @@ class Tracer:
 
         Values from before the first event count for the first, as that memory is in use when its module starts.
         """
-        assert self._is_recording, "bytes were recorded outside of an iteration"
+        assert self.is_recording, "bytes were recorded outside of an iteration"
         if not self._events:
             self._early_bytes = max(self._early_bytes, num_bytes)
         elif num_bytes > self._events[-1].other_bytes:
@@ -156,13 +151,13 @@ class Tracer:
 
     def record_complete(self, chunk: int) -> None:
         """Record that the gradients of a chunk are complete; repeated calls are ignored."""
-        assert self._is_recording, "a complete chunk was recorded outside of an iteration"
+        assert self.is_recording, "a complete chunk was recorded outside of an iteration"
         self._completed.setdefault(chunk)
 
     def finish(self) -> Trace:
         """Finish the iteration and return its trace."""
-        assert self._is_recording, "no iteration was begun"
-        self._is_recording = False
+        assert self.is_recording, "no iteration was begun"
+        self.is_recording = False
         return Trace(tuple(self._events), tuple(self._completed))
 
 
@@ -176,6 +171,9 @@ class Cursor:
     Args:
         trace: Trace to follow.
         lookahead: Search distance in events.
+
+    Attributes:
+        now: Number of the last event reached, initially 0.
     """
 
     def __init__(self, trace: Trace, lookahead: int = 64) -> None:
@@ -185,14 +183,9 @@ class Cursor:
             self._positions.setdefault((event.chunks, event.is_backward), []).append(now)
         self.restart()
 
-    @property
-    def now(self) -> int:
-        """Number of the last event reached, initially 0."""
-        return self._now
-
     def restart(self) -> None:
         """Reset to the start of an iteration."""
-        self._now = 0
+        self.now = 0
         self._next = 0
         self._reach = self._lookahead
 
@@ -203,16 +196,12 @@ class Cursor:
             chunks: Indices of the chunks that the module needs, in the recorded order.
             is_backward: True for the module's backward.
         """
-        positions = self._positions.get((_once_each(chunks), is_backward), [])
+        positions = self._positions.get((tuple(dict.fromkeys(chunks)), is_backward), [])
         index = bisect_left(positions, self._next)
         if index < len(positions) and positions[index] < self._next + self._reach:
-            self._now = positions[index]
-            self._next = self._now + 1
+            self.now = positions[index]
+            self._next = self.now + 1
             self._reach = self._lookahead
         else:
             self._reach += self._lookahead
-        return self._now
-
-
-def _once_each(chunks: Iterable[int]) -> tuple[int, ...]:
-    return tuple(dict.fromkeys(chunks))
+        return self.now

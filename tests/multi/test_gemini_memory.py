@@ -93,7 +93,7 @@ def _part_of_batch(step: int, rank: int, size: int) -> torch.Tensor:
 
 
 def _waste(boosted) -> int:
-    return sum(4 * chunk.layout.waste_numel for chunk in boosted.manager.chunks)
+    return sum(4 * (chunk.layout.numel - chunk.layout.used_numel) for chunk in boosted.manager.chunks)
 
 
 def serial_losses(world_size: int, steps: int) -> list[float]:

@@ -147,7 +147,7 @@ def test_sizes(seed):
         assert chunk.shard_numel % 32 == 0
         assert chunk.num_bytes == chunk.numel * chunk.dtype.itemsize
         if chunk.numel != plan.chunk_numel:
-            assert chunk.waste_numel < unit_numel(chunk.dtype, chunk.num_shards) or chunk.used_numel == 0
+            assert chunk.numel - chunk.used_numel < unit_numel(chunk.dtype, chunk.num_shards) or chunk.used_numel == 0
         if sum(place.stop > place.start for place in chunk.regions) > 1:
             shared.setdefault((chunk.dtype, chunk.trains), []).append(chunk.numel)
     for sizes in shared.values():
