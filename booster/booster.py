@@ -40,6 +40,11 @@ from .validation import is_int, is_number
 T = TypeVar("T")
 
 
+def _without_none(**found: Any) -> dict[str, Any]:
+    """Keyword arguments for methods of third parties, whose signature lacks those that they have no use for."""
+    return {name: value for name, value in found.items() if value is not None}
+
+
 class Booster(CheckpointMethods):
     """Facade that runs an ordinary training loop under a parallel strategy.
 
@@ -109,13 +114,15 @@ class Booster(CheckpointMethods):
             self.plugin, self.mixed_precision, model, optimizer, criterion, dataloader, lr_scheduler
         )
         mark_boosted(model, optimizer)
-        placed = self.plugin.place(model, optimizer, checked)
+        placed = self.plugin.place(model, optimizer, **_without_none(checked=checked))
         prepared = None if self.mixed_precision is None else self.mixed_precision.prepare(model)
         boosted, wrapped, criterion, dataloader, lr_scheduler = self.plugin.configure(
-            model, optimizer, criterion, dataloader, lr_scheduler, placed=placed
+            model, optimizer, criterion, dataloader, lr_scheduler, **_without_none(placed=placed)
         )
         if self.mixed_precision is not None:
-            boosted, wrapped, criterion = self.mixed_precision.configure(boosted, wrapped, criterion, prepared)
+            boosted, wrapped, criterion = self.mixed_precision.configure(
+                boosted, wrapped, criterion, **_without_none(prepared=prepared)
+            )
         register_model(self.plugin, boosted)
         return boosted, wrapped, criterion, dataloader, lr_scheduler
 

@@ -277,7 +277,7 @@ class FP16ApexMixedPrecision(MixedPrecision):
         if optimizer is not None:
             optimizer.loss_scaler = self._new_scaler()
             if self.options.master_weights:
-                attach_masters(model, optimizer, prepared or {})
+                attach_masters(model, optimizer, prepared)
         return model, optimizer, criterion
 
     def forward_context(self, device_type: str) -> AbstractContextManager[Any]:

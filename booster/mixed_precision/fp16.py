@@ -129,14 +129,22 @@ OriginalWeights: TypeAlias = dict[nn.Parameter, torch.Tensor]
 """Full fp32 values of parameters from before they were cast."""
 
 
-def attach_masters(model: ModelWrapper, optimizer: OptimizerWrapper, originals: OriginalWeights) -> None:
+def attach_masters(model: ModelWrapper, optimizer: OptimizerWrapper, originals: OriginalWeights | None) -> None:
     """Make the optimizer update fp32 master weights, initialized with the values before the cast.
 
     Args:
         model: Boosted model.
         optimizer: Boosted optimizer.
         originals: Result of `Fp16Weights.cast`.
+
+    Raises:
+        ConfigError: `originals` is None: master weights would begin at rounded values.
     """
+    if originals is None:
+        raise ConfigError(
+            "configure() got prepared=None, and fp32 master weights would begin at rounded values: pass what prepare()"
+            " returned, also from an override of prepare()"
+        )
     values = {id(parameter): value for parameter, value in originals.items()}
     if optimizer.adopt_masters(values):
         return
@@ -302,7 +310,7 @@ class FP16NaiveMixedPrecision(MixedPrecision):
         super().configure(model, optimizer, criterion)
         if optimizer is None:
             return model, optimizer, criterion
-        attach_masters(model, optimizer, prepared or {})
+        attach_masters(model, optimizer, prepared)
         optimizer.loss_scaler = self._loss_scale.new_scaler(self._report)
         if self._counts_zeros:
             optimizer.register_gradient_hook(self._count_zeros)

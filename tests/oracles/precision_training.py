@@ -51,10 +51,10 @@ def batches():
 
 
 def boost(precision, model, optimizer=None, criterion=None):
-    precision.prepare(model)
+    prepared = precision.prepare(model)
     boosted = ModelWrapper(model)
     wrapped = None if optimizer is None else OptimizerWrapper(optimizer, boosted)
-    return precision.configure(boosted, wrapped, criterion)
+    return precision.configure(boosted, wrapped, criterion, prepared)
 
 
 def train_boosted(precision, *, clip=1.0, model=None):

@@ -15,6 +15,7 @@ from booster import Booster, ConfigError, ModelWrapper, OptimizerWrapper, Plugin
 from booster.mixed_precision import BF16MixedPrecision
 from booster.plugins import TorchDDPPlugin
 from booster.registry import plugin_names
+from booster.single_device import SingleDevicePlugin
 
 
 def make(**arguments):
@@ -239,8 +240,6 @@ def test_plugins_of_other_packages_are_found(monkeypatch):
         def load(self):
             return self.value
 
-    from booster.single_device import SingleDevicePlugin
-
     class Theirs(SingleDevicePlugin):
         pass
 
@@ -254,6 +253,22 @@ def test_plugins_of_other_packages_are_found(monkeypatch):
             with pytest.raises(ConfigError, match=r"not a subclass of booster\.Plugin"):
                 Booster(plugin="theirs")
     assert importlib.metadata.entry_points(group="booster.plugins") is not None
+
+
+def test_plugins_and_precisions_that_pass_nothing_on_take_no_arguments_for_it():
+    class Theirs(SingleDevicePlugin):
+        def place(self, model, optimizer):
+            super().place(model, optimizer)
+
+        def configure(self, model, optimizer=None, criterion=None, dataloader=None, lr_scheduler=None):
+            return super().configure(model, optimizer, criterion, dataloader, lr_scheduler)
+
+    class TheirPrecision(BF16MixedPrecision):
+        def configure(self, model, optimizer, criterion):
+            return super().configure(model, optimizer, criterion)
+
+    model = Booster(plugin=Theirs(), mixed_precision=TheirPrecision()).boost(nn.Linear(2, 1))[0]
+    assert model(torch.ones(1, 2)).dtype == torch.float32
 
 
 class TestMistakes:
@@ -362,8 +377,6 @@ class TestMistakes:
             Booster()
 
     def test_a_plugin_that_decides_itself(self):
-        from booster.single_device import SingleDevicePlugin
-
         class Strict(SingleDevicePlugin):
             def control_precision(self):
                 return True

@@ -24,6 +24,7 @@ from oracles.precision_training import (
 )
 from torch import nn
 
+from booster import Booster
 from booster.errors import ConfigError
 from booster.interface import ModelWrapper, OptimizerWrapper
 from booster.mixed_precision import (
@@ -79,7 +80,7 @@ def test_fp16_naive_casts_everything_and_keeps_parameter_objects():
     before = dict(model.named_parameters())
     exact = copy.deepcopy(model.state_dict())
     precision = FP16NaiveMixedPrecision()
-    precision.prepare(model)
+    prepared = precision.prepare(model)
     for name, parameter in model.named_parameters():
         assert parameter is before[name]
         assert parameter.dtype == torch.float16
@@ -88,7 +89,7 @@ def test_fp16_naive_casts_everything_and_keeps_parameter_objects():
     assert model.norm.num_batches_tracked.dtype == torch.int64
     boosted = ModelWrapper(model)
     optimizer = OptimizerWrapper(make_optimizer(model), boosted)
-    precision.configure(boosted, optimizer, None)
+    precision.configure(boosted, optimizer, None, prepared)
     for group in optimizer.param_groups:
         for master in group["params"]:
             name = next(key for key, value in before.items() if value is optimizer.model_parameter(master))
@@ -122,18 +123,27 @@ def test_one_precision_object_serves_several_models():
     precision = FP16NaiveMixedPrecision(initial_scale=64)
     models = [make_net(seed) for seed in (0, 1)]
     exact = [copy.deepcopy(model.state_dict()) for model in models]
-    for model in models:
-        precision.prepare(model)
-    optimizers = [boost_rest(precision, model) for model in models]
+    prepared = [precision.prepare(model) for model in models]
+    optimizers = [boost_rest(precision, *one) for one in zip(models, prepared, strict=True)]
     for optimizer, values in zip(optimizers, exact, strict=True):
         for name, master in optimizer.checkpoint_state().named_parameters().items():
             assert torch.equal(master, values[name])
     assert optimizers[0].loss_scaler is not optimizers[1].loss_scaler
 
 
-def boost_rest(precision, model):
+def boost_rest(precision, model, prepared):
     boosted = ModelWrapper(model)
-    return precision.configure(boosted, OptimizerWrapper(make_optimizer(model), boosted), None)[1]
+    return precision.configure(boosted, OptimizerWrapper(make_optimizer(model), boosted), None, prepared)[1]
+
+
+def test_masters_that_would_begin_at_rounded_values_are_refused():
+    class Forgetful(FP16NaiveMixedPrecision):
+        def prepare(self, model):
+            super().prepare(model)
+
+    model = make_net()
+    with pytest.raises(ConfigError, match=r"pass what prepare\(\) returned"):
+        Booster(mixed_precision=Forgetful()).boost(model, make_optimizer(model))
 
 
 def test_loading_weights_refreshes_masters_but_keeps_digits_that_still_fit():
