@@ -6,7 +6,7 @@ import copy
 import hashlib
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -44,11 +44,6 @@ class _TensorLocation(NamedTuple):
     @property
     def name(self) -> str:
         return f"{self.module_name}.{self.own_name}" if self.module_name else self.own_name
-
-
-def has_no_values(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor is on the meta device, or lazy and not materialized."""
-    return tensor.is_meta or is_lazy(tensor)
 
 
 class Materializer:
@@ -98,7 +93,13 @@ class Materializer:
         """
         named = self._named()
         for name, tensor in named:
-            _require_plain(name, tensor)
+            if isinstance(tensor, DTensor):
+                raise ConfigError(
+                    f"{name!r} is a DTensor, so the model is parallelised already: give boost() the model as it was"
+                    " before"
+                )
+            if nn.parameter.is_lazy(tensor):
+                raise ConfigError(f"{name!r} of a torch lazy module has no shape yet: run a forward before boost()")
         if not self._sync or group_size(self._group) == 1:  # else rank 0 may have the values
             self._require_initialisation([tensor for _, tensor in named if tensor.is_meta])
 
@@ -239,7 +240,9 @@ class Materializer:
             return
         if not named or group_size(self._group) == 1:
             return
-        mine = torch.tensor([[_checksum(tensor) for _, tensor in named]])
+        # Checksums of the bytes, which also compare nans.
+        flat = (tensor.detach().cpu().contiguous().reshape(-1) for _, tensor in named)
+        mine = torch.tensor([[crc32(one.view(torch.uint8).numpy().data) for one in flat]])
         checksums = all_gather_equal(mine, self._group)
         differs = (checksums != checksums[0]).any(dim=0).tolist()
         names = [name for (name, _), is_other in zip(named, differs, strict=True) if is_other]
@@ -294,7 +297,9 @@ class Materializer:
         if not tensors:
             return made
         modules = dict(self._model.named_modules())
-        with _generators_kept(self._device), _placeholders(self._model):
+        with ExitStack() as stack:
+            stack.callback(set_rng_state, get_rng_state(self._device), self._device)
+            stack.enter_context(_placeholders(self._model))
             for name, wanted in self._by_owner(tensors, locations).items():
                 values = self._values_of_module(name, modules)
                 made |= {id(tensor): values[own_name] for own_name, tensor in wanted.items()}
@@ -365,15 +370,6 @@ class Materializer:
         return after
 
 
-def _require_plain(name: str, tensor: torch.Tensor) -> None:
-    if isinstance(tensor, DTensor):
-        raise ConfigError(
-            f"{name!r} is a DTensor, so the model is parallelised already: give boost() the model as it was before"
-        )
-    if nn.parameter.is_lazy(tensor):
-        raise ConfigError(f"{name!r} of a torch lazy module has no shape yet: run a forward before boost()")
-
-
 def _own(module: nn.Module) -> dict[str, torch.Tensor]:
     """Return the parameters and buffers that a module holds directly, by attribute."""
     tables: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
@@ -388,11 +384,6 @@ def _set_table(table: dict[str, Any], content: dict[str, Any]) -> None:
 def _listed(names: Sequence[str]) -> str:
     listed = ", ".join(repr(name) for name in names[:_MOST_NAMED])
     return listed if len(names) <= _MOST_NAMED else f"{listed} and {len(names) - _MOST_NAMED} more"
-
-
-def _checksum(tensor: torch.Tensor) -> int:
-    """Return a checksum of a tensor's bytes, which also compares nans."""
-    return crc32(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
 
 
 def _lineage(name: str, modules: dict[str, nn.Module]) -> list[nn.Module]:
@@ -440,15 +431,6 @@ def _is_unwritten(found: torch.Tensor, fresh: torch.Tensor, version: int) -> boo
     if fresh.dtype is torch.bool:
         return not bool(fresh.any())
     return bool((fresh.detach().reshape(-1).view(torch.uint8) == _UNWRITTEN).all())
-
-
-@contextmanager
-def _generators_kept(device: torch.device) -> Iterator[None]:
-    state = get_rng_state(device)
-    try:
-        yield
-    finally:
-        set_rng_state(state, device)
 
 
 @contextmanager

@@ -284,7 +284,9 @@ class _ShardTrial:
         full = self._steps.run()
         check_is_conclusive(full)
         check_state_shapes(full, self._shapes)
-        compare(full, [self._run_on_shards(rank) for rank in (0, 1)], self._shapes)
+        what = "one-dimensional shards of parameters"
+        ranks = [self._steps.run(partial(_repoint, spans=spans), what=what, spans=spans) for spans in self._spans]
+        compare(full, ranks, self._shapes)
 
     def is_random(self) -> bool:
         """Return whether the result depends on the random seed."""
@@ -296,11 +298,6 @@ class _ShardTrial:
             not torch.allclose(first[param_key], second[param_key], rtol=0, atol=0, equal_nan=True)
             for param_key in first
         )
-
-    def _run_on_shards(self, rank: int) -> TrialResult:
-        """Step the shards of one of two ranks."""
-        repoint = partial(_repoint, spans=self._spans[rank])
-        return self._steps.run(repoint, what="one-dimensional shards of parameters", spans=self._spans[rank])
 
 
 def _repoint(
@@ -379,7 +376,7 @@ def find_coupling(optimizer: Optimizer) -> str | None:
         except ObstacleFound as found:
             return str(found)
         try:
-            trial.compare(full, [trial.param_keys])
+            trial.compare(full, [trial.shapes.keys()])
         except ObstacleFound as found:
             raise ConfigError(
                 f"{type(optimizer).__name__} does not follow its param_groups, in which sharded training puts other"
@@ -394,10 +391,14 @@ def find_coupling(optimizer: Optimizer) -> str | None:
 
 
 class _SubsetTrial:
-    """Trial on subsets of the parameters."""
+    """Trial on subsets of the parameters.
+
+    Attributes:
+        shapes: Shapes of all parameters of the trial.
+    """
 
     def __init__(self, optimizer: Optimizer) -> None:
-        self._shapes: dict[ParamKey, tuple[int, ...]] = {}
+        self.shapes: dict[ParamKey, tuple[int, ...]] = {}
         self._donors: list[Sequence[int]] = []
         for index, is_large in enumerate(large_groups(optimizer.param_groups)):
             parameters: Sequence[nn.Parameter] = optimizer.param_groups[index]["params"]
@@ -407,21 +408,16 @@ class _SubsetTrial:
                 shape = parameters[donor].shape
                 seen[len(shape)] += 1
                 most = _LARGE_NUMEL if is_large and seen[len(shape)] <= _OF_EACH_DIM else _SMALL_NUMEL
-                self._shapes[index, number] = _shrunk(shape, most)
+                self.shapes[index, number] = _shrunk(shape, most)
         self._names = [group.get("param_names") for group in optimizer.param_groups]
-        self._steps = TrialSteps(optimizer, self._shapes)
-
-    @property
-    def param_keys(self) -> Collection[ParamKey]:
-        """Keys of all parameters."""
-        return self._shapes.keys()
+        self._steps = TrialSteps(optimizer, self.shapes)
 
     def parts(self) -> list[Collection[ParamKey]]:
         """Return the parameter subsets of the copies."""
         middle = len(self._donors) // 2
-        alternating = [[param_key for param_key in self._shapes if param_key[1] % 2 == rest] for rest in (0, 1)]
+        alternating = [[param_key for param_key in self.shapes if param_key[1] % 2 == rest] for rest in (0, 1)]
         by_groups = [
-            [param_key for param_key in self._shapes if (param_key[0] < middle) == is_first]
+            [param_key for param_key in self.shapes if (param_key[0] < middle) == is_first]
             for is_first in (True, False)
         ]
         return [*alternating, *(by_groups if middle > 0 else ()), ()]
@@ -440,7 +436,7 @@ class _SubsetTrial:
     def compare(self, full: TrialResult, parts: Iterable[Collection[ParamKey]]) -> None:
         """Raise ObstacleFound if a subset of the parameters is updated differently from all parameters."""
         for part in parts:
-            compare_exactly(full, self._run(set(part)), self._shapes)
+            compare_exactly(full, self._run(set(part)), self.shapes)
 
     def _run(self, part: Collection[ParamKey]) -> TrialResult:
         def replace_params(
@@ -457,7 +453,7 @@ class _SubsetTrial:
             set_parameters(copied, held)
             return held
 
-        return self._steps.run(replace_params, what=f"{len(part)} of {len(self._shapes)} full parameters")
+        return self._steps.run(replace_params, what=f"{len(part)} of {len(self.shapes)} full parameters")
 
     def _rename(self, copied: Optimizer) -> None:
         """Set every parameter's name to that of the parameter that its shape is from."""

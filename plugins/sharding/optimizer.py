@@ -101,7 +101,10 @@ class ShardedOptimizerState(OptimizerState):
 
     def __init__(self, optimizer: ShardedOptimizer) -> None:
         super().__init__(optimizer)
-        self._shards = _shards_by_name(optimizer)
+        # This rank's shards of every sharded parameter, possibly none.
+        self._shards: dict[str, list[Shard]] = {name: [] for name in optimizer.shards.names}
+        for shard in sorted(optimizer.shards.parts, key=lambda shard: shard.span):
+            self._shards[shard.name].append(shard)
         self._number_states: Collection[str] = _NUMBER_STATES
 
     def allocate(self, specs: Mapping[str, TensorSpec], values: Mapping[str, Any]) -> list[TensorSlice]:
@@ -138,7 +141,10 @@ class ShardedOptimizerState(OptimizerState):
         own: dict[str, dict[str, Any]] = {}
         failure: CheckpointError | None = None
         try:
-            own = self._own_numbers()
+            for name, parameter in self.named_parameters().items():
+                for held in self._held(name, parameter)[:1]:
+                    if numbers := self._numbers(name, held):
+                        own[name] = numbers
         except CheckpointError as error:  # raised on all ranks below
             failure = error
         raise_on_all_ranks(failure)
@@ -147,11 +153,6 @@ class ShardedOptimizerState(OptimizerState):
         for payload in payloads:
             found = json.loads(payload) | found  # if several ranks have shards of a parameter, the first rank's numbers
         return {name: found[name] for name in self.named_parameters() if name in found}
-
-    def _own_numbers(self) -> dict[str, dict[str, Any]]:
-        named = self.named_parameters().items()
-        held = ((name, one) for name, parameter in named for one in self._held(name, parameter)[:1])
-        return {name: numbers for name, one in held if (numbers := self._numbers(name, one))}
 
     def _own_spec(self, parameter: nn.Parameter, key: str, spec: TensorSpec) -> TensorSpec:
         """Return the spec of a saved state for a parameter of `param_groups`; see Note [Optimizer states of shards]."""
@@ -196,7 +197,10 @@ class ShardedPendingGradients(AccumulatedGradients):
             one for one in self.optimizer.gradient_shards if one.name in dtypes and (one.name, one.span) not in held
         ]
         found += [(one, torch.zeros_like(one.parameter, dtype=dtypes[one.name])) for one in missing]
-        self._reduced = [part for shard, sums in found for part in _replica_slices(shard, sums)]
+        # Every replica has its own, so `Shard.slices`, which is for data that the replicas share, is not used.
+        self._reduced = [
+            part for shard, sums in found for part in shard.shard_spec.slices(shard.name, sums, span=shard.span)
+        ]
 
     def parameters(self) -> dict[str, nn.Parameter]:
         names = set(self.optimizer.shards.names)
@@ -226,19 +230,6 @@ class ShardedPendingGradients(AccumulatedGradients):
                     part.tensor.copy_(rescaled(reduced.read(part)).view(part.tensor.shape))
         for name, raw in gradients:
             self.optimizer.set_local_gradient(name, rescaled(raw))
-
-
-def _shards_by_name(optimizer: ShardedOptimizer) -> dict[str, list[Shard]]:
-    """Return this rank's shards of every sharded parameter, possibly none."""
-    found: dict[str, list[Shard]] = {name: [] for name in optimizer.shards.names}
-    for shard in optimizer.shards.parts:
-        found[shard.name].append(shard)
-    return {name: sorted(shards, key=lambda shard: shard.span) for name, shards in found.items()}
-
-
-def _replica_slices(shard: Shard, sums: torch.Tensor) -> list[TensorSlice]:
-    """Return the reduced gradients of one replica as slices; every replica has its own."""
-    return shard.shard_spec.slices(shard.name, sums, span=shard.span)
 
 
 def _number_states(specs: Mapping[str, TensorSpec], shapes: Mapping[str, Collection[int]]) -> frozenset[str]:
@@ -425,15 +416,12 @@ class ShardedOptimizer(OptimizerWrapper):
     def _unscale_gradients(self) -> None:
         accumulation = self._accumulation
         may_have_others = not accumulation.is_unscaled and accumulation.num_backwards == 0 and self.loss_scaler is None
-        if may_have_others and self._any_rank_has_gradients():
+        if may_have_others and self._any_rank([self._has_gradients()])[0]:
             # From a plain loss.backward(), or from another boosted model's backward through this model.
             accumulation.count_backward(None)
         super()._unscale_gradients()
         if self._accumulation.is_unscaled:
             self._accumulation.was_unscaled = True  # the local gradients are released
-
-    def _any_rank_has_gradients(self) -> bool:
-        return self._any_rank([self._has_gradients()])[0]
 
     def _check_no_plain_backward(self) -> None:
         error = None
@@ -461,11 +449,6 @@ class ShardedOptimizer(OptimizerWrapper):
                 found += [parameter.grad] if shard is None else shard.owned(parameter.grad)
         return found
 
-    def _uncounted_gradients(self) -> list[torch.Tensor]:
-        """Return gradients with elements that another rank contributes to the norm, such as tp replicas."""
-        cut = (part.parameter for part in self.shards.parts if is_sharded(part.model_param))
-        return [parameter.grad for parameter in cut if parameter.grad is not None]
-
     def _named_gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
         for parameter in self._optimized_parameters():
             if parameter.grad is not None:
@@ -480,7 +463,10 @@ class ShardedOptimizer(OptimizerWrapper):
         return norm if self._accumulation.factors is None else self._accumulation.factors.unscaled_norm(norm)
 
     def _any_nonfinite(self, gradients: Sequence[torch.Tensor]) -> bool:
-        counted, uncounted = self._counted_gradients(), self._uncounted_gradients()
+        counted = self._counted_gradients()
+        # They have elements that another rank contributes to the norm, such as tp replicas.
+        cut = (part.parameter for part in self.shards.parts if is_sharded(part.model_param))
+        uncounted = [parameter.grad for parameter in cut if parameter.grad is not None]
         if any_nonfinite(uncounted):
             counted.append(uncounted[0].new_full((1,), math.nan))  # reaches all ranks of the group
         self._cached_norm = norm_over_ranks(counted, 2.0, self._grad_norm_group)
@@ -529,13 +515,15 @@ class ShardedOptimizer(OptimizerWrapper):
         """Call the step of the user's elementwise optimizer.
 
         A param group may be empty on this rank, which never happens in one process. Optimizers that are not known to
-        handle
-        this get a placeholder of one element, and their per-group counters stay equal on all ranks.
+        handle this get a placeholder of one element, and their per-group counters stay equal on all ranks.
         """
         held = {shard.group_index for shard in self.shards.parts}
-        lacking = [index for index, group in enumerate(self.logical_groups) if index not in held and _trains(group)]
         home = next((shard.parameter.device for shard in self.shards.parts), current_device())
-        placeholders = {} if takes_empty_groups(self.optim) else {index: _placeholder(home) for index in lacking}
+        placeholders: dict[int, nn.Parameter] = {}
+        for index, group in enumerate(() if takes_empty_groups(self.optim) else self.logical_groups):
+            if index not in held and any(parameter.requires_grad for _, parameter in group):
+                placeholders[index] = nn.Parameter(torch.zeros(1, device=home))
+                placeholders[index].grad = torch.zeros_like(placeholders[index], requires_grad=False)
         try:
             for index, placeholder in placeholders.items():
                 self.param_groups[index]["params"].append(placeholder)
@@ -615,16 +603,6 @@ class ShardedOptimizer(OptimizerWrapper):
 
     def pending_gradients(self) -> ShardedPendingGradients:
         return ShardedPendingGradients(self)
-
-
-def _trains(group: Sequence[tuple[str, nn.Parameter]]) -> bool:
-    return any(parameter.requires_grad for _, parameter in group)
-
-
-def _placeholder(device: torch.device) -> nn.Parameter:
-    placeholder = nn.Parameter(torch.zeros(1, device=device))
-    placeholder.grad = torch.zeros_like(placeholder, requires_grad=False)
-    return placeholder
 
 
 def _refuse_unwrapped_step(wrapper: weakref.ref[ShardedOptimizer], *_: Any) -> None:

@@ -54,7 +54,7 @@ def copy_optimizer(optimizer: Optimizer, parameters: Sequence[Sequence[nn.Parame
     for one, made in zip(found, copies, strict=True):
         for name, value in vars(one).items():
             if name != "step":  # see the head of this module
-                made.__dict__[name] = _copied(f"attribute {name!r}", value, memo, budget)
+                made.__dict__[name] = _copied(f"attribute {name!r}", value, budget.copy, memo)
     _copy_states(optimizer, copies[0], parameters, memo, budget)
     for group, replacements in zip(copies[0].param_groups, parameters, strict=True):
         if names := group.get("param_names"):
@@ -108,9 +108,11 @@ class _CopyBudget:
         return tensor.detach().clone()
 
 
-def _copied(what: str, value: Any, memo: dict[int, Any], budget: _CopyBudget) -> Any:
+def _copied(
+    what: str, value: Any, function: Callable[[torch.Tensor], torch.Tensor], memo: dict[int, Any] | None = None
+) -> Any:
     try:
-        return copy_with_tensors(budget.copy, value, memo)
+        return copy_with_tensors(function, value, memo)
     except CopyError:
         raise
     except Exception as error:  # whatever a foreign __deepcopy__ or __reduce__ raises
@@ -126,7 +128,7 @@ def _copy_states(
 ) -> None:
     for key, value in source.state.items():
         if not isinstance(key, torch.Tensor):
-            target.state[key] = _copied(f"state {key!r}", value, memo, budget)
+            target.state[key] = _copied(f"state {key!r}", value, budget.copy, memo)
     for group, replacements in zip(source.param_groups, parameters, strict=True):
         stateful = next((one for one in group["params"] if _has_state(source.state.get(one))), None)
         if stateful is None or not _fits_other_shapes(source.state[stateful], stateful):
@@ -146,7 +148,7 @@ def _fits_other_shapes(state: Any, parameter: torch.Tensor) -> bool:
         shapes.append(tensor.shape)
         return tensor
 
-    _copied_state(note, state)
+    _copied("state", state, note)
     return parameter.numel() > 0 and all(shape == parameter.shape or shape.numel() == 1 for shape in shapes)
 
 
@@ -160,14 +162,7 @@ def _state_for(replacement: nn.Parameter, state: Any, parameter: torch.Tensor) -
         dtype = replacement.dtype if tensor.is_floating_point() else tensor.dtype
         return tensor.reshape(-1)[0].to(dtype).expand(replacement.shape).clone()
 
-    return _copied_state(reshaped, state)
-
-
-def _copied_state(function: Callable[[torch.Tensor], torch.Tensor], state: Any) -> Any:
-    try:
-        return copy_with_tensors(function, state)
-    except Exception as error:  # whatever a foreign __deepcopy__ or __reduce__ raises
-        raise CopyError(f"its state can't be copied ({error})") from error
+    return _copied("state", state, reshaped)
 
 
 ParamKey = tuple[int, int]  # (param group, index among the parameters of the trial)
@@ -203,7 +198,12 @@ class TrialResult:
         """Record the optimizer's current states and numbers."""
         for param_key, parameter in parameters.items():
             self.states[param_key] = dict(_leaves(optimizer.state.get(parameter, {})))
-        self.numbers = [_numbers_of(group) for group in optimizer.param_groups]
+        for group in optimizer.param_groups:
+            numbers: dict[str, Any] = {}
+            for key, value in group.items():
+                if isinstance(value, (int, float)) or (isinstance(value, torch.Tensor) and value.numel() == 1):
+                    numbers[key] = value
+            self.numbers.append(numbers)
 
 
 def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
@@ -215,14 +215,6 @@ def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     elif isinstance(value, Iterable) and not isinstance(value, (str, bytes)):
         for index, inner in enumerate(value):
             yield from _leaves(inner, f"{path}[{index}]")
-
-
-def _numbers_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        key: value
-        for key, value in group.items()
-        if isinstance(value, (int, float)) or (isinstance(value, torch.Tensor) and value.numel() == 1)
-    }
 
 
 def check_is_conclusive(full: TrialResult) -> None:
@@ -240,17 +232,14 @@ def check_is_conclusive(full: TrialResult) -> None:
 def check_state_shapes(full: TrialResult, shapes: Mapping[ParamKey, tuple[int, ...]]) -> None:
     """Raise ObstacleFound if a state can't be sharded, or if a trial on shards could take too long."""
     for param_key, states in full.states.items():
+        shape = shapes[param_key]
         for key, value in states.items():
-            _check_state_shape(key, value, shapes[param_key])
-
-
-def _check_state_shape(key: str, value: Any, shape: tuple[int, ...]) -> None:
-    # A naive Shampoo allocates a square matrix per dimension: 10^8 elements for a flat shard of 10^4.
-    if isinstance(value, torch.Tensor) and tuple(value.shape) != shape and value.numel() > _LARGEST_FREE_STATE:
-        raise ObstacleFound(
-            f"for a parameter of shape {shape} it keeps a state {key} of shape {tuple(value.shape)}, which can't be"
-            " divided with the parameter's elements"
-        )
+            # A naive Shampoo allocates a square matrix per dimension: 10^8 elements for a flat shard of 10^4.
+            if isinstance(value, torch.Tensor) and tuple(value.shape) != shape and value.numel() > _LARGEST_FREE_STATE:
+                raise ObstacleFound(
+                    f"for a parameter of shape {shape} it keeps a state {key} of shape {tuple(value.shape)}, which"
+                    " can't be divided with the parameter's elements"
+                )
 
 
 def compare(full: TrialResult, ranks: Sequence[TrialResult], shapes: Mapping[ParamKey, tuple[int, ...]]) -> None:
@@ -269,7 +258,7 @@ def compare(full: TrialResult, ranks: Sequence[TrialResult], shapes: Mapping[Par
         )
     for result in ranks:
         for index, (expected_numbers, numbers) in enumerate(zip(full.numbers, result.numbers, strict=True)):
-            for key in _differing(expected_numbers, numbers):
+            for key in _differing(expected_numbers, numbers, _is_close):
                 raise ObstacleFound(
                     f"param_groups[{index}][{key!r}] came out different on ranks with shards of parameters"
                 )
@@ -289,19 +278,13 @@ def compare_exactly(full: TrialResult, part: TrialResult, shapes: Mapping[ParamK
                 f"a parameter of shape {shapes[param_key]} came out different without the others (hyperparameters of"
                 f" param_groups[{param_key[0]}])"
             )
-        for key in _not_the_same(full.states[param_key], part.states[param_key]):
+        for key in _differing(full.states[param_key], part.states[param_key], _are_same_bits):
             raise ObstacleFound(
                 f"its state {key} of a parameter of shape {shapes[param_key]} came out different without the others"
             )
     for index, (expected, found) in enumerate(zip(full.numbers, part.numbers, strict=True)):
-        for key in _not_the_same(expected, found):
+        for key in _differing(expected, found, _are_same_bits):
             raise ObstacleFound(f"param_groups[{index}][{key!r}] came out different without some parameters")
-
-
-def _not_the_same(expected: Mapping[str, Any], found: Mapping[str, Any]) -> list[str]:
-    both = expected.keys() & found.keys()
-    alone = expected.keys() ^ found.keys()
-    return sorted(alone | {key for key in both if not _are_same_bits(_tensor(found[key]), _tensor(expected[key]))})
 
 
 def _are_same_bits(found: torch.Tensor, expected: torch.Tensor) -> bool:
@@ -321,7 +304,7 @@ def _compare_states(full: Mapping[str, Any], parts: Sequence[Mapping[str, Any]],
     divided = {key for key, value in full.items() if isinstance(value, torch.Tensor) and tuple(value.shape) == shape}
     for part in parts:
         shared = {key: value for key, value in part.items() if key not in divided}
-        for key in _differing({key: value for key, value in full.items() if key not in divided}, shared):
+        for key in _differing({key: full[key] for key in full.keys() - divided}, shared, _is_close):
             raise ObstacleFound(f"its state {key} came out different for a shard of a parameter of shape {shape}")
     for key in divided:
         joined = [part[key].reshape(-1) for part in parts if isinstance(part.get(key), torch.Tensor)]
@@ -329,10 +312,12 @@ def _compare_states(full: Mapping[str, Any], parts: Sequence[Mapping[str, Any]],
             raise ObstacleFound(f"its state {key} came out different for shards of a parameter of shape {shape}")
 
 
-def _differing(expected: Mapping[str, Any], found: Mapping[str, Any]) -> list[str]:
+def _differing(
+    expected: Mapping[str, Any], found: Mapping[str, Any], is_same: Callable[[torch.Tensor, torch.Tensor], bool]
+) -> list[str]:
     both = expected.keys() & found.keys()
     alone = expected.keys() ^ found.keys()
-    return sorted(alone | {key for key in both if not _is_close(_tensor(found[key]), _tensor(expected[key]))})
+    return sorted(alone | {key for key in both if not is_same(_tensor(found[key]), _tensor(expected[key]))})
 
 
 def _is_close(found: torch.Tensor, expected: torch.Tensor) -> bool:

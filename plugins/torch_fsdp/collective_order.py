@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -75,35 +74,23 @@ class CollectiveRequest:
         return cls(CollectiveKind.REDUCE if reduces else CollectiveKind.BACKWARD_GATHER, num_groups - 1 - reverse_index)
 
 
-@dataclass(frozen=True, slots=True)
-class PassiveCallbacks:
-    """Passive participation in a parameter group's collectives, for ranks that need them.
-
-    Attributes:
-        gather: Contributes the shard of the weights; the argument is True in a backward.
-        reduce: Contributes zeros and accumulates the shard of the reduced gradients.
-    """
-
-    gather: Callable[[bool], None]
-    reduce: Callable[[], None]
-
-
 class CollectiveOrder:
     """Fixes the order of collectives over a shard group.
 
     Args:
         group: CPU process group, to avoid device syncs; None for the world group.
+
+    Attributes:
+        participants: Passive participation in a collective of each parameter group, by its index.
+        in_flight: Completes the one reduction that is in flight while the backward continues, or None.
+        is_off: If True, there is nothing to order, as the group has one rank.
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self._group = group
-        self._callbacks: Sequence[PassiveCallbacks] = ()
-        self._in_flight: Callable[[], None] | None = None
+        self.participants: Sequence[Callable[[CollectiveKind], None]] = ()
+        self.in_flight: Callable[[], None] | None = None
         self.is_off = group_size(group) == 1
-
-    def set_passive_callbacks(self, callbacks: Sequence[PassiveCallbacks]) -> None:
-        """Set the passive callbacks of the parameter groups, by index."""
-        self._callbacks = callbacks
 
     def synchronize(self, request: CollectiveRequest) -> None:
         """Return when `request` is next; participate passively in earlier ones. Collective over the group.
@@ -113,11 +100,14 @@ class CollectiveOrder:
         """
         while not self.is_off:
             first, last = self._agree_on_next(request)
-            if first.kind in _ENDS and first != last:
-                self._raise_desync(request)
+            if first.kind in _ENDS and first != last:  # on all ranks, so they can exchange their positions
+                mine = torch.tensor([[request.kind, global_rank_of(group_rank(self._group), self._group)]])
+                kinds = all_gather_equal(mine.to(collective_device(self._group)), self._group).tolist()
+                positions = ", ".join(f"rank {rank} is at {_ENDS[CollectiveKind(kind)]}" for kind, rank in kinds)
+                raise DesyncError(f"{positions}: {UNEVEN_CALLS}")
             if first == request:
                 return
-            self._participate(first)
+            self.participants[first.param_group](first.kind)
 
     def synchronize_end(self, kind: CollectiveKind) -> None:
         """Return when all ranks have reached this end. Collective over the group.
@@ -128,20 +118,15 @@ class CollectiveOrder:
         self.synchronize(CollectiveRequest(kind))
         self.wait_in_flight()
 
-    def set_in_flight(self, finish: Callable[[], None]) -> None:
-        """Keep one reduction in flight while the backward continues; `finish` completes it, the previous one first."""
-        self.wait_in_flight()
-        self._in_flight = finish
-
     def wait_in_flight(self) -> None:
         """Complete the reduction in flight, if any."""
-        finish, self._in_flight = self._in_flight, None
+        finish, self.in_flight = self.in_flight, None
         if finish is not None:
             finish()
 
     def _agree_on_next(self, request: CollectiveRequest) -> tuple[CollectiveRequest, CollectiveRequest]:
         """Return the earliest and the latest of the ranks' requests."""
-        num_groups = len(self._callbacks)
+        num_groups = len(self.participants)
         number = request.sequence_number(num_groups)
         # The largest of the negative numbers is the smallest number.
         mine = torch.tensor([-number, number], dtype=torch.int64, device=collective_device(self._group))
@@ -149,17 +134,3 @@ class CollectiveOrder:
         return CollectiveRequest.from_sequence_number(-first, num_groups), CollectiveRequest.from_sequence_number(
             last, num_groups
         )
-
-    def _raise_desync(self, request: CollectiveRequest) -> NoReturn:
-        """Raise with the position of each rank. Collective over the group: all ranks have detected the desync."""
-        mine = torch.tensor([[request.kind, global_rank_of(group_rank(self._group), self._group)]])
-        kinds = all_gather_equal(mine.to(collective_device(self._group)), self._group).tolist()
-        positions = ", ".join(f"rank {rank} is at {_ENDS[CollectiveKind(kind)]}" for kind, rank in kinds)
-        raise DesyncError(f"{positions}: {UNEVEN_CALLS}")
-
-    def _participate(self, request: CollectiveRequest) -> None:
-        callbacks = self._callbacks[request.param_group]
-        if request.kind is CollectiveKind.REDUCE:
-            callbacks.reduce()
-        else:
-            callbacks.gather(request.kind is CollectiveKind.BACKWARD_GATHER)

@@ -127,16 +127,14 @@ def _check_fsdp1(given: MixedPrecision) -> None:
             " to the dtype of the shards: leave it out"
         )
     classes = given._module_classes_to_ignore
-    if not isinstance(classes, (tuple, list)) or not all(is_module_class(one) for one in classes):
+    is_valid = isinstance(classes, (tuple, list)) and all(
+        isinstance(one, type) and issubclass(one, nn.Module) for one in classes
+    )
+    if not is_valid:
         raise ConfigError(
             f"mixed_precision with _module_classes_to_ignore={classes!r}: give a tuple of classes of modules, () for"
             " none"
         )
-
-
-def is_module_class(given: Any) -> bool:
-    """Return whether `given` is an `nn.Module` class."""
-    return isinstance(given, type) and issubclass(given, nn.Module)
 
 
 AXES = ("replica", "shard")
@@ -387,8 +385,7 @@ class FSDPArguments:
         _check_offload(self.cpu_offload)
         check_mixed_precision(self.mixed_precision)
         _check_policy(self.auto_wrap_policy)
-        _check_modules(self.ignored_modules)
-        _check_function(self.param_init_fn)
+        _check_module_arguments(self.ignored_modules, self.param_init_fn)
         num_replicas = self._given_replicas(world_size)
         if num_replicas is not None:
             check_reshard_after_forward(self.reshard_after_forward, world_size // num_replicas)
@@ -525,7 +522,8 @@ def _check_offload(given: Any) -> None:
 def _check_policy(given: Any) -> None:
     if given is None or isinstance(given, _Policy):
         return
-    if is_module_class(given) or not callable(given):
+    is_module_class = isinstance(given, type) and issubclass(given, nn.Module)  # callable, but not a policy
+    if is_module_class or not callable(given):
         raise ConfigError(
             f"auto_wrap_policy={given!r} is not a policy: give ModuleWrapPolicy({{Block}}) or another policy of"
             f" torch.distributed.fsdp.wrap, a function that is called as {_POLICY_CALL}, or leave it out"
@@ -543,21 +541,18 @@ def _check_policy(given: Any) -> None:
         ) from error
 
 
-def _check_function(given: Any) -> None:
-    if given is not None and not callable(given):
+def _check_module_arguments(ignored_modules: Any, param_init_fn: Any) -> None:
+    is_tuple = isinstance(ignored_modules, tuple)
+    if ignored_modules is not None and not (is_tuple and all(isinstance(one, nn.Module) for one in ignored_modules)):
         raise ConfigError(
-            f"param_init_fn={given!r} is not callable: give a function that takes a module and initializes its own"
-            " parameters and buffers, or leave it out for each module's reset_parameters()"
+            f"ignored_modules={ignored_modules!r} is not a list of modules: give modules of the model, as in"
+            " [model.head], or leave it out"
         )
-
-
-def _check_modules(given: Any) -> None:
-    if given is None or (isinstance(given, tuple) and all(isinstance(one, nn.Module) for one in given)):
-        return
-    raise ConfigError(
-        f"ignored_modules={given!r} is not a list of modules: give modules of the model, as in [model.head], or leave"
-        " it out"
-    )
+    if param_init_fn is not None and not callable(param_init_fn):
+        raise ConfigError(
+            f"param_init_fn={param_init_fn!r} is not callable: give a function that takes a module and initializes its"
+            " own parameters and buffers, or leave it out for each module's reset_parameters()"
+        )
 
 
 def _describe(value: Any) -> str:

@@ -34,9 +34,12 @@ class SimulatedParamGroup:
         reduce_dtype: Dtype of the reduce-scatter.
         reshards: Argument `reshard_after_forward` of `fully_shard`, with its default resolved.
         is_root: Whether this is the root's group.
+        update_dtype: Dtype that the optimizer updates the weights in.
         shard_numel: Elements of every rank's shards, with padding.
         trainable_numel: Elements of trainable parameters among them.
         gathered_bytes: Bytes of the gathered weights.
+        post_forward_bytes: Bytes of weights that stay gathered between forward and backward, for an integer `reshards`.
+        grad_dtype: Dtype of reduced gradients.
     """
 
     num_ranks: int
@@ -48,49 +51,40 @@ class SimulatedParamGroup:
     reduce_dtype: torch.dtype
     reshards: bool | int
     is_root: bool
+    update_dtype: torch.dtype
     shard_numel: int = field(init=False)
     trainable_numel: int = field(init=False)
     gathered_bytes: int = field(init=False)
+    post_forward_bytes: int = field(init=False)
+    grad_dtype: torch.dtype = field(init=False)
 
     def __post_init__(self) -> None:
         self.shard_numel = sum(map(self.padded_numel, self.shapes))
         self.trainable_numel = sum(map(self.padded_numel, self.trainable))
         self.gathered_bytes = self.shard_numel * self.num_ranks * self.compute_dtype.itemsize
+        self.post_forward_bytes = 0 if isinstance(self.reshards, bool) else self.gathered_bytes // self.reshards
+        self.grad_dtype = self.reduce_dtype if self.reduce_dtype.itemsize >= 4 else torch.float32
 
     def padded_numel(self, name: str) -> int:
         """Elements of every rank's shard of a parameter, with padding."""
         rows, *rest = self.shapes[name]
         return -(-rows // self.num_ranks) * math.prod(rest)
 
-    @property
-    def grad_dtype(self) -> torch.dtype:
-        """Dtype of reduced gradients."""
-        return self.reduce_dtype if self.reduce_dtype.itemsize >= 4 else torch.float32
-
-    @property
-    def post_forward_bytes(self) -> int:
-        """Bytes of weights that stay gathered between forward and backward, for an integer `reshards`."""
-        return 0 if isinstance(self.reshards, bool) else self.gathered_bytes // self.reshards
-
     def gradient_bytes(self, name: str) -> int:
         """Bytes of a parameter's unsharded gradient."""
         return math.prod(self.shapes[name]) * self.compute_dtype.itemsize
 
     @property
-    def all_gather_bytes(self) -> int:
-        """Bytes that this rank sends for all-gathers in a forward and backward."""
-        shard = self.shard_numel * self.compute_dtype.itemsize
-        forward = (self.num_ranks - 1) * shard
+    def sent_bytes(self) -> int:
+        """Bytes that this rank sends for the collectives of a forward and backward."""
+        others = self.num_ranks - 1
+        all_gather = others * self.shard_numel * self.compute_dtype.itemsize
+        reduce_scatter = others * self.trainable_numel * self.reduce_dtype.itemsize
         if not self.reshards:
-            return forward
+            return all_gather + reduce_scatter
         if self.reshards is True:
-            return 2 * forward
-        return forward + (self.reshards - 1) * self.gathered_bytes // self.reshards
-
-    @property
-    def reduce_scatter_bytes(self) -> int:
-        """Bytes that this rank sends for the reduce-scatter in a backward."""
-        return (self.num_ranks - 1) * self.trainable_numel * self.reduce_dtype.itemsize
+            return 2 * all_gather + reduce_scatter
+        return all_gather + (self.reshards - 1) * self.gathered_bytes // self.reshards + reduce_scatter
 
 
 class _Buffers:
@@ -177,7 +171,7 @@ class BufferSimulation:
             self._on_gradient(interval.name)
         elif interval.name in self._groups:
             group = self._groups[interval.name]
-            {"enter": self._enter, "leave": self._leave, "backward": self._begin_backward}[interval.event](group)
+            {"enter": self._gather, "leave": self._leave, "backward": self._begin_backward}[interval.event](group)
         return max(self._peak_bytes, self.num_bytes)
 
     def finish(self) -> int:
@@ -194,9 +188,6 @@ class BufferSimulation:
 
     def _update_peak(self, more: int = 0) -> None:
         self._peak_bytes = max(self._peak_bytes, self.num_bytes + more)
-
-    def _enter(self, group: SimulatedParamGroup) -> None:
-        self._gather(group)
 
     def _leave(self, group: SimulatedParamGroup) -> None:
         if self._in_backward:  # recomputation in backward, for which the weights stay gathered
@@ -292,12 +283,12 @@ def fsdp_memory(request: MemoryRequest, builder: FSDPModelBuilder, *, is_cpu: bo
             " leave ignored_modules out of this plugin; their parameters are then sharded like the rest"
         )
     model = request.prepared_model()
-    trained = _names_of(request)
     plans = builder._plans(model, names := builder._replicated_names(model))
-    groups = dict(_units(model, plans, names, trained, builder))
+    groups = dict(_units(request, model, plans, names, builder))
     replicated = [one for name, one in model.named_parameters() if name in names]
     shards = sum(group.shard_numel * group.dtype.itemsize for group in groups.values())
     sums = sum(group.trainable_numel * group.grad_dtype.itemsize for group in groups.values())
+    num_replicas = builder.strategy.num_replicas
     masters, states = _updated_bytes(request, groups)
     formats = builder.precision_dtypes
     profile = request.activations(None if formats is None else formats.param_dtype, outputs_fp32=False)
@@ -326,23 +317,20 @@ def fsdp_memory(request: MemoryRequest, builder: FSDPModelBuilder, *, is_cpu: bo
             activations=_step_bytes(request, groups),
             buffers=buffers + pooled,
         ),
-        sent=_sent_bytes(groups, builder.strategy.num_replicas, sums),
+        sent=sum(group.sent_bytes for group in groups.values()) + 2 * (num_replicas - 1) * sums // num_replicas,
         offloaded=offloaded,
     )
 
 
-def _names_of(request: MemoryRequest) -> set[str]:
-    trained = {id(one) for one in request.trained}
-    return {name for name, one in request.model.named_parameters() if id(one) in trained}
-
-
 def _units(
+    request: MemoryRequest,
     model: nn.Module,
     plans: Sequence[tuple[WrapPlan, list[nn.Module]]],
     replicated: set[str],
-    trained: set[str],
     builder: FSDPModelBuilder,
 ) -> Iterator[tuple[str, SimulatedParamGroup]]:
+    trained_ids = {id(one) for one in request.trained}
+    trained = {name for name, one in request.model.named_parameters() if id(one) in trained_ids}
     names = {id(one): name for name, one in model.named_parameters()}
     taken = set(replicated)
     for plan, _ in plans:
@@ -367,6 +355,7 @@ def _units(
                 reduce_dtype=policy.reduce_dtype or policy.param_dtype or dtype,
                 reshards=not is_root if reshards is None else reshards,
                 is_root=is_root,
+                update_dtype=torch.float32 if request.keeps_masters and dtype in LOW_PRECISION else dtype,
             ),
         )
 
@@ -391,7 +380,7 @@ def _updated_bytes(request: MemoryRequest, groups: dict[str, SimulatedParamGroup
     """Return the bytes of master weights and states of rank 0, whose shards have no padding."""
     masters = states = 0
     for group in groups.values():
-        dtype = _master_dtype(request, group)
+        dtype = group.update_dtype
         for name in group.trainable:
             shape = group.shapes[name]
             share = group.padded_numel(name) / max(1, math.prod(shape))
@@ -400,21 +389,12 @@ def _updated_bytes(request: MemoryRequest, groups: dict[str, SimulatedParamGroup
     return masters, states
 
 
-def _master_dtype(request: MemoryRequest, group: SimulatedParamGroup) -> torch.dtype:
-    return torch.float32 if request.keeps_masters and group.dtype in LOW_PRECISION else group.dtype
-
-
 def _step_bytes(request: MemoryRequest, groups: dict[str, SimulatedParamGroup]) -> int:
     by_dtype: dict[torch.dtype, list[tuple[int, ...]]] = {}
     rounded = 0
     for group in groups.values():
-        dtype = _master_dtype(request, group)
+        dtype = group.update_dtype
         by_dtype.setdefault(dtype, []).extend((group.padded_numel(name),) for name in group.trainable)
         if dtype != group.grad_dtype:  # gradients cast to the dtype of the update
             rounded += group.trainable_numel * dtype.itemsize
     return rounded + max((request.step_bytes(shapes, dtype) for dtype, shapes in by_dtype.items()), default=0)
-
-
-def _sent_bytes(groups: dict[str, SimulatedParamGroup], num_replicas: int, sums: int) -> int:
-    moved = sum(group.all_gather_bytes + group.reduce_scatter_bytes for group in groups.values())
-    return moved + 2 * (num_replicas - 1) * sums // num_replicas

@@ -27,7 +27,7 @@ from booster.plugins.sharding.deferred_init import sharded_copy_error
 
 from .autograd_hooks import InputGradHook
 from .collective_order import CollectiveKind, CollectiveOrder
-from .outputs import DtypeBoundary, ViewSafeOutputs
+from .outputs import ViewSafeOutputs
 from .param_group import ParamGroup, ShardedParam
 from .shard_update import ReplicatedParam, ReplicatedParams
 
@@ -42,9 +42,7 @@ _HOOKS = (
 )
 _GENERATE_SYNC_FLAG = "_is_fsdp_managed_module"
 # Modules of this package whose hooks do not belong into a copy.
-_HOOK_MODULES = frozenset(
-    {ViewSafeOutputs.__module__, DtypeBoundary.__module__, InputGradHook.__module__, ParamGroup.__module__}
-)
+_HOOK_MODULES = frozenset({ViewSafeOutputs.__module__, InputGradHook.__module__, ParamGroup.__module__})
 
 
 @contextmanager
@@ -75,7 +73,7 @@ def _unsharded(param_group: ParamGroup) -> Iterator[None]:
     policy, state._mp_policy = state._mp_policy, MixedPrecisionPolicy()
     blocked = ("_to_sharded", "_to_sharded_post_forward")
     for name in blocked:
-        setattr(group, name, _skip_reshard)
+        setattr(group, name, lambda: None)
     try:
         yield
     finally:
@@ -99,10 +97,6 @@ def _without_generate_sync(model: nn.Module) -> Iterator[None]:
     finally:
         for module in marked:
             setattr(module, _GENERATE_SYNC_FLAG, True)
-
-
-def _skip_reshard() -> None:
-    """No-op replacement of FSDP2's resharding methods."""
 
 
 @torch.no_grad()
@@ -143,16 +137,15 @@ def _detach_module(module: nn.Module, undo: list[Callable[[], None]]) -> None:
             undo.append(lambda key=key, value=value: module.__dict__.__setitem__(key, value))  # type: ignore[misc]
     for name in _HOOKS:
         hooks = getattr(module, name)
-        kept = OrderedDict((key, hook) for key, hook in hooks.items() if not _is_fsdp_hook(hook))
+        kept: OrderedDict[int, Any] = OrderedDict()
+        for key, hook in hooks.items():
+            function = getattr(hook, "hook", hook)  # torch wraps some hooks
+            defined_in = getattr(function, "__module__", None) or ""
+            if not defined_in.startswith("torch.distributed.fsdp") and defined_in not in _HOOK_MODULES:
+                kept[key] = hook
         if len(kept) < len(hooks):
             setattr(module, name, kept)
             undo.append(lambda name=name, hooks=hooks: setattr(module, name, hooks))  # type: ignore[misc]
-
-
-def _is_fsdp_hook(hook: Any) -> bool:
-    function = getattr(hook, "hook", hook)  # torch wraps some hooks
-    module_name = getattr(function, "__module__", None) or ""
-    return module_name.startswith("torch.distributed.fsdp") or module_name in _HOOK_MODULES
 
 
 class FSDPModel(ModelWrapper):
@@ -169,6 +162,13 @@ class FSDPModel(ModelWrapper):
         is_primary: If True, this rank writes data that all ranks hold.
         writes_shards: If True, this rank writes its shards; False on the other replicas.
         broadcasts_buffers: If True, buffers are broadcast from rank 0 before each forward in training.
+
+    Attributes:
+        fsdp_groups: Parameter groups.
+        sharded_params: Sharded parameters of all parameter groups.
+        param_of: Parameter group and sharded parameter, or replicated parameter, by the `id` of a model parameter.
+        current_param_of: The model's sharded parameter, by the `id` of the one from before boost().
+        clear_gradients: Function by which `zero_grad` clears the gradients; optional, defaults to `clear_grads`.
     """
 
     def __init__(
@@ -188,40 +188,18 @@ class FSDPModel(ModelWrapper):
         self.collective_order = collective_order
         self._writes_shards = writes_shards
         self._broadcasts_buffers = broadcasts_buffers
-        self._clear_gradients: Callable[[bool], None] | None = None
+        self.clear_gradients: Callable[[bool], None] | None = None
         self._is_gathered = False
-        self._param_of: dict[int, tuple[ParamGroup, ShardedParam] | ReplicatedParam] = {}
+        self.sharded_params = [param for group in self.fsdp_groups for param in group.params]
+        self.param_of: dict[int, tuple[ParamGroup, ShardedParam] | ReplicatedParam] = {}
         for group in self.fsdp_groups:
-            self._param_of |= {id(param.parameter): (group, param) for param in group.params}
-        self._param_of |= {id(param.parameter): param for param in replicated_params.params}
-        self._current_param = {id(param.original): param.parameter for param in self.sharded_params}
-        collective_order.set_passive_callbacks([group.passive for group in self.fsdp_groups])
+            self.param_of |= {id(param.parameter): (group, param) for param in group.params}
+        self.param_of |= {id(param.parameter): param for param in replicated_params.params}
+        self.current_param_of = {id(param.original): param.parameter for param in self.sharded_params}
+        collective_order.participants = [group.participate for group in self.fsdp_groups]
         for one in module.modules():
             if isinstance(one, FSDPModule):
                 vars(one)[DEEPCOPY] = partial(_copy_sharded, weakref.ref(self), weakref.ref(one))
-
-    @property
-    def sharded_params(self) -> list[ShardedParam]:
-        """Sharded parameters of all parameter groups."""
-        return [param for group in self.fsdp_groups for param in group.params]
-
-    @property
-    def shard_device(self) -> torch.device:
-        """Device of the shards."""
-        first = next(iter(self.sharded_params), None)
-        return torch.device("cpu") if first is None else first.shard.device
-
-    def current_param(self, original: nn.Parameter) -> nn.Parameter:
-        """Return the model's current parameter for one from before boost()."""
-        return self._current_param.get(id(original), original)
-
-    def group_and_param(self, parameter: nn.Parameter) -> tuple[ParamGroup, ShardedParam] | ReplicatedParam:
-        """Return the parameter group and sharded parameter, or the replicated parameter, of a model parameter."""
-        return self._param_of[id(parameter)]
-
-    def set_gradient_clearing(self, clear_gradients: Callable[[bool], None]) -> None:
-        """Set the function by which `zero_grad` clears the gradients."""
-        self._clear_gradients = clear_gradients
 
     def describe_groups(self) -> str:
         """Return the parameter groups as text for the log."""
@@ -276,12 +254,12 @@ class FSDPModel(ModelWrapper):
         Raises:
             ConfigError: Updates would not reach the model.
         """
-        moved = next((param.name for param in self.sharded_params if param.has_moved), None)
-        if moved is not None:
-            raise ConfigError(
-                f"the memory of {moved!r} was replaced after boost(), by model.to(), .half(), .data = or the like, so"
-                " that the optimizer's updates would not reach the model: do it before boost()"
-            )
+        for param in self.sharded_params:
+            if param.state._sharded_param_data.data_ptr() != param.data_ptr:
+                raise ConfigError(
+                    f"the memory of {param.name!r} was replaced after boost(), by model.to(), .half(), .data = or the"
+                    " like, so that the optimizer's updates would not reach the model: do it before boost()"
+                )
 
     @contextmanager
     def backward(self, *, sync_gradients: bool) -> Iterator[None]:
@@ -326,7 +304,7 @@ class FSDPModel(ModelWrapper):
         """Free gathered weights, which do not follow changes of the shards."""
         if not self._is_gathered:
             for group in self.fsdp_groups:
-                group.reshard()
+                group.group._to_sharded()
 
     def bump_versions(self) -> None:
         """Bump the weights' version counters, so that backward through an older graph raises."""
@@ -355,8 +333,8 @@ class FSDPModel(ModelWrapper):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients of the model and of its optimizer."""
         super().zero_grad(set_to_none)
-        if self._clear_gradients is not None:
-            self._clear_gradients(set_to_none)
+        if self.clear_gradients is not None:
+            self.clear_gradients(set_to_none)
         else:
             self.clear_grads()
 
@@ -422,7 +400,7 @@ class FSDPModel(ModelWrapper):
             return self.module.state_dict(*args, **kwargs)
         self.reshard()
         state = self.module.state_dict(*args, **(kwargs | {"keep_vars": True}))
-        known = self._param_of.keys() | {id(buffer) for buffer in self.module.buffers()}
+        known = self.param_of.keys() | {id(buffer) for buffer in self.module.buffers()}
         if any(isinstance(value, torch.Tensor) and id(value) not in known for value in state.values()):
             with self._unsharded():  # a hook or get_extra_state() computes values from weights
                 state = self.module.state_dict(*args, **(kwargs | {"keep_vars": True}))
@@ -518,7 +496,7 @@ class FSDPModel(ModelWrapper):
         self.reshard()
         slices: list[TensorSlice] = []
         for names, value in self._named_state():
-            found = self._param_of.get(id(value))
+            found = self.param_of.get(id(value))
             if isinstance(found, tuple):
                 slices += self._slice_of(names[0], found[1])
             else:
@@ -528,12 +506,14 @@ class FSDPModel(ModelWrapper):
 
     def _slice_of(self, name: str, param: ShardedParam) -> Iterator[TensorSlice]:
         start, stop = param.flat_range
+        numel_of_row = math.prod(param.shape[1:])
+        first_row, last_row = (start // numel_of_row, stop // numel_of_row) if numel_of_row else (0, 0)
         if stop > start or param.rank == 0:  # rank 0 writes parameters without elements
             yield TensorSlice(
                 name=name,
                 dtype=param.shard.dtype,
                 global_shape=param.shape,
-                box=param.box,
+                box=((first_row, last_row - first_row), *((0, size) for size in param.shape[1:])),
                 span=(0, stop - start),
                 tensor=param.shard,
                 primary=self._writes_shards,
@@ -549,9 +529,9 @@ class FSDPModel(ModelWrapper):
         state = self.module.state_dict(keep_vars=True)
         groups: dict[int, list[str]] = {}
         for name, value in state.items():
-            if id(value) in self._param_of:
+            if id(value) in self.param_of:
                 groups.setdefault(id(value), []).append(name)
-        others = {name: value for name, value in state.items() if id(value) not in self._param_of}
+        others = {name: value for name, value in state.items() if id(value) not in self.param_of}
         for name, value in others.items():
             if isinstance(value, DTensor):
                 raise CheckpointError(

@@ -154,8 +154,8 @@ class FSDPOptimizer(ShardedOptimizer):
         self._replace_originals()
         for index in range(len(optim.param_groups)):
             self._record_group(index)
-        self._shard_groups(range(len(optim.param_groups)))
-        model.set_gradient_clearing(self.zero_grad)
+        self._reshard(range(len(optim.param_groups)))
+        model.clear_gradients = self.zero_grad
 
     # Sharding.
 
@@ -163,13 +163,13 @@ class FSDPOptimizer(ShardedOptimizer):
         """Replace the parameters from before boost() by the model's current ones."""
         for group in self.param_groups:
             originals, members = list(group["params"]), group["params"]
-            members[:] = [self.model.current_param(one) for one in originals]
+            members[:] = [self.model.current_param_of.get(id(one), one) for one in originals]
             for original, shown in zip(originals, members, strict=True):
                 self._original_ids[self._names[id(shown)]] = id(original)
                 if shown is not original and original in self.optim.state:
                     self.optim.state[shown] = self.optim.state.pop(original)
 
-    def _shard_groups(self, indices: Collection[int]) -> None:
+    def _reshard(self, indices: Sequence[int]) -> None:
         """Replace the trainable parameters of these groups by this rank's shards."""
         for index in indices:
             group = self.param_groups[index]
@@ -191,10 +191,15 @@ class FSDPOptimizer(ShardedOptimizer):
         self._register_shards()
 
     def _updates_of(self, parameters: Sequence[nn.Parameter], group_index: int) -> list[ParamUpdate]:
-        settings, owners = self._settings, iter(self._owners_of(parameters))
+        settings = self._settings
+        places = [self.model.param_of[id(one)] for one in parameters]
+        sharded = [_row_sharded(place[1]) for place in places if not isinstance(place, ReplicatedParam)]
+        if settings.kind is OptimizerKind.GLOBAL:
+            owners = iter([0] * len(sharded))
+        else:
+            owners = iter(assign_owners(sharded, group_size(settings.shard_group)))
         updates: list[ParamUpdate] = []
-        for parameter in parameters:
-            found = self.model.group_and_param(parameter)
+        for found in places:
             if isinstance(found, ReplicatedParam):
                 is_flat = settings.kind is OptimizerKind.ELEMENTWISE
                 if settings.kind is OptimizerKind.GLOBAL:
@@ -216,21 +221,14 @@ class FSDPOptimizer(ShardedOptimizer):
                 updates.append(OwnedUpdate(group, param, group_index, next(owners), is_primary=settings.is_primary))
         return updates
 
-    def _owners_of(self, parameters: Sequence[nn.Parameter]) -> list[int]:
-        """Return the owners of the sharded ones among `parameters`, in order."""
-        places = [self.model.group_and_param(one) for one in parameters]
-        sharded = [_row_sharded(found[1]) for found in places if not isinstance(found, ReplicatedParam)]
-        if self._settings.kind is OptimizerKind.GLOBAL:
-            return [0] * len(sharded)
-        return assign_owners(sharded, group_size(self._settings.shard_group))
-
     def _register_shards(self) -> None:
         owned = [one for one in self._updates if isinstance(one, OwnedUpdate)]
+        first = next(iter(self.model.sharded_params), None)
         redistribution = ParamRedistribution(
             [_row_sharded(one.param) for one in owned],
             [one.owner for one in owned],
             self._settings.shard_group,
-            self.model.shard_device,
+            torch.device("cpu") if first is None else first.shard.device,
         )
         self._owned = OwnedUpdates(owned, redistribution)
         shards = [one.shard for one in self._updates if one.shard is not None]
@@ -241,9 +239,6 @@ class FSDPOptimizer(ShardedOptimizer):
         for param in self.model.sharded_params:  # also of modules that this rank did not use
             param.sync_requires_grad()
         super()._shard_unfrozen()
-
-    def _reshard(self, indices: Sequence[int]) -> None:
-        self._shard_groups(indices)
 
     # Masters.
 
@@ -306,7 +301,8 @@ class FSDPOptimizer(ShardedOptimizer):
         """Reduce local gradients, and all-reduce over the replicas. Collective."""
         model, whole = self.model, self.model.replicated_params
         model.collective_order.synchronize_end(CollectiveKind.GRADIENTS_READ)
-        whole.mark_used()
+        for one in whole.params:
+            one.is_used = one.is_used or one.parameter.grad is not None
         *has_local, reduces_whole = self._any_rank(
             [*(group.has_unreduced_grads for group in model.fsdp_groups), whole.has_gradients]
         )
@@ -314,9 +310,12 @@ class FSDPOptimizer(ShardedOptimizer):
             if reduces:
                 group.reduce_unreduced_grads()
         summed = self._sync_is_used()
-        if self._settings.replica_group is not None:
-            for group in summed:
-                self._all_reduce_replicas(group)
+        replica_group = self._settings.replica_group
+        for group in summed if replica_group is not None else ():
+            sums = group.reduced_grads()
+            reduced = all_reduce_sum(sums.to(collective_device(replica_group)), replica_group)
+            if reduced.data_ptr() != sums.data_ptr():
+                sums.copy_(reduced)
         if reduces_whole:
             whole.reduce()
 
@@ -336,13 +335,6 @@ class FSDPOptimizer(ShardedOptimizer):
         group = self._settings.control_group or self.data_parallel_group
         mask = torch.tensor(flags, dtype=torch.uint8, device=collective_device(group))
         return [bool(flag) for flag in all_reduce_max(mask, group).tolist()] if flags else []
-
-    def _all_reduce_replicas(self, group: ParamGroup) -> None:
-        sums = group.reduced_grads()
-        device = collective_device(self._settings.replica_group)
-        summed = all_reduce_sum(sums.to(device), self._settings.replica_group)
-        if summed.data_ptr() != sums.data_ptr():
-            sums.copy_(summed)
 
     def _has_gradients(self) -> bool:
         return self.model.replicated_params.has_gradients or any(
@@ -457,7 +449,7 @@ class FSDPOptimizer(ShardedOptimizer):
         elif self._settings.kind is OptimizerKind.PER_PARAM or self.shards.parts or not self._updates:
             self.optim.step()  # PER_PARAM optimizers were probed with empty groups as well
         else:  # another rank has all parameters; only the step's hooks run here
-            Optimizer.profile_hook_step(_step_nothing)(self.optim)
+            Optimizer.profile_hook_step(lambda _: None)(self.optim)
             self.optim._opt_called = True  # type: ignore[attr-defined]  # checked by LR schedulers
 
     def _write_weights(self) -> None:
@@ -535,10 +527,6 @@ class FSDPOptimizer(ShardedOptimizer):
         group = next(group for group in self.model.fsdp_groups if param in group.params)
         buffer = torch.empty(param.shape, dtype=group.reduce_dtype, device=group.device)
         param.state.unsharded_accumulated_grad = buffer.copy_(gradient)
-
-
-def _step_nothing(optimizer: Optimizer) -> None:
-    """No-op step."""
 
 
 def _row_sharded(param: ShardedParam) -> RowSharded:

@@ -43,10 +43,13 @@ class ViewSafeOutputs:
         """Return the output for FSDP2 and the caller."""
         if not torch.is_grad_enabled():
             return output
-        tensors = _tensors_with_gradients(output)
+        if _collect is not None:
+            tensors = _collect(output)
+        else:
+            tensors = [one for one in tree_leaves(output) if isinstance(one, torch.Tensor) and one.requires_grad]
         self._keep_gathered(module, keeps=not tensors)
         if self._clones_views and any(one._base is not None for one in tensors):
-            return map_tensors(_clone_view, output)
+            return map_tensors(lambda one: one.clone() if one.requires_grad and one._base is not None else one, output)
         return output
 
     def _keep_gathered(self, module: nn.Module, *, keeps: bool) -> None:
@@ -63,18 +66,8 @@ class ViewSafeOutputs:
             self._post_forward_meshes = None
 
 
-def _tensors_with_gradients(output: Any) -> Sequence[torch.Tensor]:
-    if _collect is not None:
-        return _collect(output)
-    return [one for one in tree_leaves(output) if isinstance(one, torch.Tensor) and one.requires_grad]
-
-
-def _clone_view(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.clone() if tensor.requires_grad and tensor._base is not None else tensor
-
-
-class DtypeBoundary:
-    """Casts a module's inputs to the dtype of its weights, and its outputs to the dtype of the model.
+def add_dtype_boundary(module: nn.Module, model_dtype: torch.dtype) -> None:
+    """Cast a module's inputs to the dtype of its weights, and its outputs to the dtype of the model, by hooks.
 
     FSDP1 does so for `_module_classes_to_ignore`; FSDP2 leaves it to the user.
 
@@ -82,20 +75,13 @@ class DtypeBoundary:
         module: Module with weights, not sharded yet.
         model_dtype: Compute dtype of the rest of the model.
     """
-
-    def __init__(self, module: nn.Module, model_dtype: torch.dtype) -> None:
-        module_dtype = next((one.dtype for one in module.parameters() if one.is_floating_point()), model_dtype)
-        if module_dtype == model_dtype:
-            return
-        self._module_dtype, self._model_dtype = module_dtype, model_dtype
-        module.register_forward_pre_hook(self._enter, with_kwargs=True)
-        module.register_forward_hook(self._leave)
-
-    def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        return cast_floats(self._module_dtype, args), cast_floats(self._module_dtype, kwargs)
-
-    def _leave(self, module: nn.Module, args: Any, output: Any) -> Any:
-        return cast_floats(self._model_dtype, output)
+    module_dtype = next((one.dtype for one in module.parameters() if one.is_floating_point()), model_dtype)
+    if module_dtype != model_dtype:
+        module.register_forward_pre_hook(
+            lambda _, args, kwargs: (cast_floats(module_dtype, args), cast_floats(module_dtype, kwargs)),
+            with_kwargs=True,
+        )
+        module.register_forward_hook(lambda _, __, output: cast_floats(model_dtype, output))
 
 
 def modules_with_forward(module: nn.Module) -> Iterator[nn.Module]:

@@ -25,7 +25,7 @@ from booster.errors import DesyncError
 from booster.plugins.sharding.buffer_pool import BufferPool
 
 from .autograd_hooks import InputGradHook
-from .collective_order import CollectiveKind, CollectiveOrder, CollectiveRequest, PassiveCallbacks
+from .collective_order import CollectiveKind, CollectiveOrder, CollectiveRequest
 
 
 # One parameter has several tensors: the user's from before boost(), the sharded one that the model shows between
@@ -75,6 +75,9 @@ class ShardedParam:
         rank: This rank's index in the group that the parameter is sharded over.
         is_used: Whether a backward of this accumulation produced a gradient.
         data_ptr: Data pointer of this rank's shard when the model was boosted.
+        shape: Shape of the unsharded parameter.
+        padded_numel: Elements of every rank's shard, with padding.
+        flat_range: This rank's flat range of the row-major parameter.
     """
 
     name: str
@@ -85,10 +88,18 @@ class ShardedParam:
     rank: int
     is_used: bool = False
     data_ptr: int = field(init=False, repr=False)
+    shape: tuple[int, ...] = field(init=False, repr=False)
+    padded_numel: int = field(init=False, repr=False)
+    flat_range: tuple[int, int] = field(init=False, repr=False)
     _requires_grad: bool = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         self.data_ptr = self.state._sharded_param_data.data_ptr()
+        self.shape = tuple(self.parameter.shape)
+        self.padded_numel = self.state.padded_sharded_param_size.numel()
+        numel = math.prod(self.shape)
+        start = min(numel, self.rank * self.padded_numel)
+        self.flat_range = (start, min(numel, start + self.padded_numel))
         self._requires_grad = self.parameter.requires_grad
         _share_attributes(self.original, self.parameter)
         self.state._setattr_on_modules = self._set_on_modules  # type: ignore[assignment, method-assign]
@@ -100,39 +111,10 @@ class ShardedParam:
         FSDPParam._setattr_on_modules(self.state, parameter)
 
     @property
-    def has_moved(self) -> bool:
-        """Whether this rank's shard was reallocated."""
-        return self.state._sharded_param_data.data_ptr() != self.data_ptr
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape of the unsharded parameter."""
-        return tuple(self.parameter.shape)
-
-    @property
-    def padded_numel(self) -> int:
-        """Elements of every rank's shard, with padding."""
-        return self.state.padded_sharded_param_size.numel()
-
-    @property
-    def flat_range(self) -> tuple[int, int]:
-        """This rank's flat range of the row-major parameter."""
-        numel = math.prod(self.shape)
-        start = min(numel, self.rank * self.padded_numel)
-        return start, min(numel, start + self.padded_numel)
-
-    @property
     def shard(self) -> torch.Tensor:
         """This rank's shard without padding, flat, in the memory that FSDP2 gathers from."""
         start, stop = self.flat_range
         return self.state._sharded_param_data[: stop - start]
-
-    @property
-    def box(self) -> tuple[tuple[int, int], ...]:
-        """Offset and size of this rank's shard, per dimension."""
-        rest = math.prod(self.shape[1:])
-        start, stop = (bound // rest for bound in self.flat_range) if rest else (0, 0)
-        return ((start, stop - start), *((0, size) for size in self.shape[1:]))
 
     @property
     def requires_grad(self) -> bool:
@@ -148,11 +130,6 @@ class ShardedParam:
             for one in tensors:
                 one.requires_grad_(self._requires_grad)
         return self._requires_grad
-
-    @property
-    def was_gathered(self) -> bool:
-        """Whether FSDP2 has gathered the parameter before; until then it cannot hold gradients."""
-        return hasattr(self.state, "_unsharded_param")
 
     @property
     def has_unreduced_grad(self) -> bool:
@@ -215,7 +192,10 @@ class ParamGroupAllGather(AllGather):
         async_op: bool = False,
     ) -> dist.Work | None:
         """Start the all-gather, in the collective order; it is in place, the input is a view of the output."""
-        self._param_group.synchronize_gather()
+        owner = self._param_group
+        in_backward = owner.group._training_state in (TrainingState.PRE_BACKWARD, TrainingState.POST_BACKWARD)
+        kind = CollectiveKind.BACKWARD_GATHER if in_backward else CollectiveKind.FORWARD_GATHER
+        owner.coordinator.synchronize(CollectiveRequest(kind, owner.index))
         work = start_all_gather(output_tensor, group)
         if async_op:
             return _AllGatherWork(work)
@@ -289,6 +269,10 @@ class ParamGroup:
 
     Attributes:
         device: Device that the weights are gathered on.
+        process_group: Ranks that the parameters are sharded over.
+        num_ranks: Size of `process_group`.
+        reduce_dtype: Dtype of the gradients in the reduce-scatter.
+        grad_dtype: Dtype of the reduced gradients.
         on_gradients: Callback of a backward that produces gradients here, or None.
     """
 
@@ -308,9 +292,17 @@ class ParamGroup:
         self.group = group
         self.params = tuple(members)
         self.pool = pool
-        self._coordinator = coordinator
+        self.coordinator = coordinator
         self.device = group.device
+        assert isinstance(group.mesh_info, FSDPMeshInfo)
+        self.process_group = group.mesh_info.shard_process_group
+        self.num_ranks = group_size(self.process_group)
+        policy = group.mp_policy
+        self.reduce_dtype: torch.dtype = policy.reduce_dtype or policy.param_dtype or self.params[0].shard.dtype
+        self.grad_dtype = self.reduce_dtype if self.reduce_dtype.itemsize >= 4 else torch.float32
         self._offloads = any(one.state.offload_to_cpu for one in self.params)
+        # Whether gradients are read from FSDP2's: with one rank (no collective), or with CPU offload.
+        self._reads_fsdp_grads = self.num_ranks == 1 or self._offloads
         self._grad_buffer: torch.Tensor | None = None
         self._buffer_params: tuple[ShardedParam, ...] = ()
         self.has_reduced_grads = False
@@ -359,38 +351,31 @@ class ParamGroup:
         self.group._register_post_backward_hook = self.input_hook.register  # type: ignore[method-assign]
 
     @property
-    def process_group(self) -> dist.ProcessGroup:
-        """Ranks that the parameters are sharded over."""
-        return _shard_group(self.group)
-
-    @property
-    def num_ranks(self) -> int:
-        """Size of `process_group`."""
-        return group_size(self.process_group)
-
-    @property
     def trainable_params(self) -> tuple[ShardedParam, ...]:
         """Trainable parameters, those that take part in reductions."""
         return tuple(one for one in self.params if one.requires_grad)
 
-    @property
-    def passive(self) -> PassiveCallbacks:
-        """Callbacks by which this rank takes part in collectives that other ranks need."""
-        return PassiveCallbacks(
-            gather=self._participate_in_gather, reduce=lambda: self.reduce_unreduced_grads(contributes=False)
-        )
+    @torch.no_grad()
+    def participate(self, kind: CollectiveKind) -> None:
+        """Take part in a collective that only other ranks need: with the shard of the weights, or with zeros.
+
+        Args:
+            kind: Kind of collective; the shard of reduced gradients is accumulated.
+
+        Raises:
+            DesyncError: The collective is one that ranks can't take part in passively.
+        """
+        if kind is CollectiveKind.REDUCE:
+            self.reduce_unreduced_grads(contributes=False)
+            return
+        if kind is CollectiveKind.BACKWARD_GATHER and self.group._use_post_forward_mesh:
+            raise DesyncError(
+                f"another rank uses {self.name!r} in a backward and this rank does not, which an integer"
+                " reshard_after_forward does not support: pass True or False, or use the same modules on every rank"
+            )
+        self._gathered(self.params[0].state.mp_policy.param_dtype)
 
     # Weights.
-
-    def synchronize_gather(self) -> None:
-        """Return when the all-gather of these weights is next in the collective order. Collective."""
-        in_backward = self.group._training_state in (TrainingState.PRE_BACKWARD, TrainingState.POST_BACKWARD)
-        kind = CollectiveKind.BACKWARD_GATHER if in_backward else CollectiveKind.FORWARD_GATHER
-        self._coordinator.synchronize(CollectiveRequest(kind, self.index))
-
-    def reshard(self) -> None:
-        """Free gathered weights, which do not follow changes of the shards."""
-        self.group._to_sharded()
 
     @torch.no_grad()
     def gather(self, dtype: torch.dtype | None = None) -> dict[ShardedParam, torch.Tensor]:
@@ -421,27 +406,7 @@ class ParamGroup:
         start_all_gather(buffer, self.process_group).wait()
         return buffer
 
-    @torch.no_grad()
-    def _participate_in_gather(self, in_backward: bool) -> None:
-        if in_backward and self.group._use_post_forward_mesh:
-            raise DesyncError(
-                f"another rank uses {self.name!r} in a backward and this rank does not, which an integer"
-                " reshard_after_forward does not support: pass True or False, or use the same modules on every rank"
-            )
-        self._gathered(self.params[0].state.mp_policy.param_dtype)
-
     # Gradients.
-
-    @property
-    def reduce_dtype(self) -> torch.dtype:
-        """Dtype of the gradients in the reduce-scatter."""
-        policy, own = self.group.mp_policy, self.params[0].shard.dtype
-        return policy.reduce_dtype or policy.param_dtype or own
-
-    @property
-    def grad_dtype(self) -> torch.dtype:
-        """Dtype of the reduced gradients."""
-        return self.reduce_dtype if self.reduce_dtype.itemsize >= 4 else torch.float32
 
     @property
     def has_unreduced_grads(self) -> bool:
@@ -453,12 +418,9 @@ class ParamGroup:
         if not self.has_reduced_grads or member not in self._buffer_params:
             return None
         assert self._grad_buffer is not None
-        start = self._start_of(member)
+        start = sum(one.padded_numel for one in self._buffer_params[: self._buffer_params.index(member)])
         first, last = member.flat_range
         return self._grad_buffer[start : start + last - first]
-
-    def _start_of(self, member: ShardedParam) -> int:
-        return sum(one.padded_numel for one in self._buffer_params[: self._buffer_params.index(member)])
 
     def clear_grads(self, *, keep_used: bool = False) -> None:
         """Drop all gradients and keep the buffer."""
@@ -499,17 +461,12 @@ class ParamGroup:
         """Allocate the buffer; its content is undefined unless `has_reduced_grads`."""
         members = self.trainable_params
         if self.has_reduced_grads and members != self._buffer_params:
-            self._coordinator.wait_in_flight()
+            self.coordinator.wait_in_flight()
             self.reduced_grads()
         elif self._grad_buffer is None or members != self._buffer_params:
             numel = sum(one.padded_numel for one in members)
             self._grad_buffer = torch.empty(numel, dtype=self.grad_dtype, device=self.device)
             self._buffer_params = members
-
-    @property
-    def _reads_fsdp_grads(self) -> bool:
-        """Whether gradients are read from FSDP2's: with one rank (no collective), or with CPU offload."""
-        return self.num_ranks == 1 or self._offloads
 
     def reduce(self, send_buffer: torch.Tensor, output: torch.Tensor) -> None:
         """Reduce-scatter gradients, in the collective order. Collective over `process_group`.
@@ -521,7 +478,7 @@ class ParamGroup:
         if self.num_ranks == 1:
             output.copy_(send_buffer)
             return
-        self._coordinator.synchronize(CollectiveRequest(CollectiveKind.REDUCE, self.index))
+        self.coordinator.synchronize(CollectiveRequest(CollectiveKind.REDUCE, self.index))
         work = start_reduce_scatter(send_buffer, self.process_group)
         if self._reads_fsdp_grads:
             work.wait(output, accumulate=False)
@@ -531,11 +488,12 @@ class ParamGroup:
             work.wait(output, accumulate=accumulate)  # in the current stream, so the host does not wait
             return
         work.set_output(output, accumulate=accumulate)
-        self._coordinator.set_in_flight(lambda: work.wait(output, accumulate=accumulate))
+        self.coordinator.wait_in_flight()
+        self.coordinator.in_flight = lambda: work.wait(output, accumulate=accumulate)
 
     def _post_backward(self, *unused: Any) -> None:
         """Replacement of `FSDPParamGroup.post_backward`; see Note [Gradient buffer]."""
-        if not self.params[0].was_gathered:
+        if not hasattr(self.params[0].state, "_unsharded_param"):
             return  # gradients loaded from a checkpoint, which FSDP2 cannot hold before the first all-gather
         if self.on_gradients is not None and self.has_unreduced_grads:
             self.on_gradients()
@@ -589,7 +547,7 @@ class ParamGroup:
         Args:
             contributes: If True, this rank contributes its gradients; otherwise zeros, and it keeps its gradients.
         """
-        self._coordinator.wait_in_flight()
+        self.coordinator.wait_in_flight()
         if contributes:
             self._mark_used()
         members = self.trainable_params
@@ -602,7 +560,9 @@ class ParamGroup:
                 _copy_to_rows(gradient.reshape(-1), grid[:, start : start + one.padded_numel])
                 one.clear_unreduced_grad()
             start += one.padded_numel
-        self._wait_reduce_scatter_stream()
+        context = self.group.comm_ctx
+        if self.device.type != "cpu" and hasattr(context, "reduce_scatter_stream"):  # it may still reduce
+            torch.accelerator.current_stream().wait_stream(context.reduce_scatter_stream)
         work = start_reduce_scatter(send_buffer, self.process_group)
         if self._offloads:
             output = torch.empty(numel, dtype=self.grad_dtype, device=self.device)
@@ -614,22 +574,11 @@ class ParamGroup:
         accumulate, self.has_reduced_grads = self.has_reduced_grads, True
         work.wait(self._grad_buffer, accumulate=accumulate)
 
-    def _wait_reduce_scatter_stream(self) -> None:
-        """Order the current stream behind FSDP2's reduce-scatter stream."""
-        context = self.group.comm_ctx
-        if self.device.type != "cpu" and hasattr(context, "reduce_scatter_stream"):
-            torch.accelerator.current_stream().wait_stream(context.reduce_scatter_stream)
-
 
 def _without_inference_mode(function: Callable[..., None], *args: Any, **kwargs: Any) -> None:
     # Tensors allocated under inference mode could not be trained later; FSDP2 keeps those of the first forward.
     with torch.inference_mode(False), torch.no_grad():
         function(*args, **kwargs)
-
-
-def _shard_group(group: FSDPParamGroup) -> dist.ProcessGroup:
-    assert isinstance(group.mesh_info, FSDPMeshInfo)
-    return group.mesh_info.shard_process_group
 
 
 def _copy_to_rows(flat: torch.Tensor, grid: torch.Tensor) -> None:
@@ -667,7 +616,8 @@ def build_param_groups(
     index = 0
     for name, module in modules:
         for group in fsdp_param_groups(module):
-            rank = group_rank(_shard_group(group))
+            assert isinstance(group.mesh_info, FSDPMeshInfo)
+            rank = group_rank(group.mesh_info.shard_process_group)
             members = [_sharded_param(state, names_of, originals, rank) for state in group.fsdp_params]
             yield ParamGroup(index, name, module, group, members, coordinator, pool)
             index += 1

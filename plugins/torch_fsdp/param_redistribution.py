@@ -115,11 +115,6 @@ class ParamRedistribution:
             raise AssertionError(f"invalid owners {self._owners} of {len(params)} members on {self._num_ranks} ranks")
         self._plans: dict[tuple[tuple[int, ...], torch.dtype | None], _AllToAllPlan] = {}
 
-    @property
-    def owned(self) -> tuple[int, ...]:
-        """Indices of the parameters that this rank owns."""
-        return tuple(index for index, owner in enumerate(self._owners) if owner == self._rank)
-
     def to_owners(
         self,
         shards: Mapping[int, torch.Tensor],

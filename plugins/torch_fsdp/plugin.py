@@ -134,7 +134,8 @@ class TorchFSDPPlugin(DistributedPlugin):
         return [*self._arguments.fingerprint, *self._loss_scale.fingerprint]
 
     def _make_groups(self) -> None:
-        self._strategy = self._arguments.strategy(group_size(), _num_hosts())
+        ranks_per_host = int(os.environ.get("LOCAL_WORLD_SIZE", group_size()))
+        self._strategy = self._arguments.strategy(group_size(), max(1, group_size() // ranks_per_host))
         self._mesh = self._arguments.make_mesh(self._device.type, self._strategy)
         is_cpu = self._device.type == "cpu"
         shard_group = self._mesh.get_group("shard")
@@ -174,16 +175,14 @@ class TorchFSDPPlugin(DistributedPlugin):
     def place(
         self, model: nn.Module, optimizer: Optimizer | None, checked: OptimizerKind = OptimizerKind.ELEMENTWISE
     ) -> OptimizerKind:
-        kind = checked if optimizer is None else self._most_general_kind(checked)
+        kind = checked
+        if optimizer is not None:  # each rank has tested its own optimizer: a larger kind is valid for smaller ones
+            mine = torch.tensor([checked], dtype=torch.int64, device=collective_device(self._control_group))
+            kind = OptimizerKind(int(all_reduce_max(mine, self._control_group)))
         self._materializer(model).place_real()
         if self._arguments.sync_batch_norm and self.dp_size > 1:
             convert_batch_norm(model, self._device)
         return kind
-
-    def _most_general_kind(self, kind: OptimizerKind) -> OptimizerKind:
-        """Return the maximum over the ranks, each of which has tested the optimizer locally. Collective."""
-        mine = torch.tensor([kind], dtype=torch.int64, device=collective_device(self._control_group))
-        return OptimizerKind(int(all_reduce_max(mine, self._control_group)))
 
     def _materializer(self, model: nn.Module) -> Materializer:
         arguments = self._arguments
@@ -265,8 +264,3 @@ class TorchFSDPPlugin(DistributedPlugin):
         if num_ranks % 2 == 0 and num_ranks > 2:
             strategies.append({"sharding_strategy": "HYBRID_SHARD", "extra_dp_size": 2})
         return [strategy | {"mixed_precision": half} for strategy in strategies] + strategies[:1]
-
-
-def _num_hosts() -> int:
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", group_size()))
-    return max(1, group_size() // local)

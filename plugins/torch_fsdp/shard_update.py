@@ -75,11 +75,6 @@ class ReplicatedParams:
         self._shard_group = shard_group
 
     @property
-    def trainable_params(self) -> tuple[ReplicatedParam, ...]:
-        """Trainable parameters."""
-        return tuple(one for one in self.params if one.requires_grad)
-
-    @property
     def has_gradients(self) -> bool:
         """Whether this rank has any gradient, reduced or not."""
         return any(one.reduced_grad is not None or one.parameter.grad is not None for one in self.params)
@@ -88,11 +83,6 @@ class ReplicatedParams:
         """Return whether this rank updates the parameter."""
         return group_rank(self._shard_group) == member.owner
 
-    def mark_used(self) -> None:
-        """Mark parameters that have a gradient on this rank as used."""
-        for one in self.params:
-            one.is_used = one.is_used or one.parameter.grad is not None
-
     @torch.no_grad()
     def reduce(self) -> None:
         """Sum the gradients of used parameters; only the owners keep the result. Collective.
@@ -100,22 +90,21 @@ class ReplicatedParams:
         `is_used` must be equal on all ranks. Gradients that are reduced over the shard group already are summed over
         its replicas.
         """
-        used = [one for one in self.trainable_params if one.is_used]
+        used = [one for one in self.params if one.requires_grad and one.is_used]
         for dtype in dict.fromkeys(one.grad_dtype for one in used):
             members = [one for one in used if one.grad_dtype == dtype]
             device = collective_device(self._data_parallel_group)
-            flat = torch.cat([self._contribution_of(one).to(device, dtype) for one in members])
+            contributions: list[torch.Tensor] = []
+            for one in members:
+                gradient = torch.zeros_like(one.parameter) if one.parameter.grad is None else one.parameter.grad
+                part = gradient.detach().reshape(-1).to(dtype)
+                contributions.append((part if one.reduced_grad is None else part + one.reduced_grad).to(device))
+            flat = torch.cat(contributions)
             if group_size(self._data_parallel_group) > 1:
                 flat = all_reduce_sum(flat, self._data_parallel_group)
             for one, part in zip(members, flat.split([one.parameter.numel() for one in members]), strict=True):
                 one.parameter.grad = None
                 one.reduced_grad = part.to(one.parameter.device) if self.owns(one) else None
-
-    def _contribution_of(self, member: ReplicatedParam) -> torch.Tensor:
-        gradient = member.parameter.grad
-        contribution = torch.zeros_like(member.parameter) if gradient is None else gradient
-        contribution = contribution.detach().reshape(-1).to(member.grad_dtype)
-        return contribution if member.reduced_grad is None else contribution + member.reduced_grad
 
     def clear_grads(self, *, keep_used: bool = False) -> None:
         """Drop all gradients."""
@@ -132,7 +121,7 @@ class ReplicatedParams:
         """
         if group_size(self._shard_group) == 1:
             return
-        used = [one for one in self.trainable_params if one.is_used or include_unused]
+        used = [one for one in self.params if one.requires_grad and (one.is_used or include_unused)]
         for owner in sorted({one.owner for one in used}):
             _broadcast_from(owner, [one.parameter.detach() for one in used if one.owner == owner], self._shard_group)
 
@@ -181,9 +170,17 @@ class ParamUpdate(ABC):
     def reduced_grad(self) -> torch.Tensor | None:
         """Return this rank's shard of the reduced gradient, flat, or None."""
 
-    @abstractmethod
     def set_gradient(self) -> None:
         """Set the shard's gradient to the reduced one; None if no rank used the parameter."""
+        if self.shard is None:
+            return
+        parameter, sums = self.shard.parameter, self.reduced_grad()
+        if not self.param.is_used:
+            parameter.grad = None
+        elif sums is None:  # zero_grad(set_to_none=False), and nothing since
+            parameter.grad = torch.zeros_like(parameter, requires_grad=False)
+        else:
+            parameter.grad = sums.view(parameter.shape).to(device=parameter.device, dtype=parameter.dtype)
 
     def has_moved(self) -> bool:
         """Return whether the weights were reallocated, so that updates would not reach them."""
@@ -243,10 +240,6 @@ class ShardUpdate(ParamUpdate):
     def reduced_grad(self) -> torch.Tensor | None:
         return self.group.grad_shard_of(self._param)
 
-    def set_gradient(self) -> None:
-        if self.shard is not None:
-            self.shard.parameter.grad = _gradient_for(self.shard, self._param.is_used, self.reduced_grad())
-
 
 class ReplicatedUpdate(ParamUpdate):
     """A replicated parameter, which its owner updates."""
@@ -282,10 +275,6 @@ class ReplicatedUpdate(ParamUpdate):
 
     def reduced_grad(self) -> torch.Tensor | None:
         return self._param.reduced_grad
-
-    def set_gradient(self) -> None:
-        if self.shard is not None:
-            self.shard.parameter.grad = _gradient_for(self.shard, self._param.is_used, self.reduced_grad())
 
     def has_moved(self) -> bool:
         shard = self.shard
@@ -323,11 +312,6 @@ class OwnedUpdate(ParamUpdate):
     def memory(self) -> None:
         return None
 
-    def gradient_or_zeros(self) -> torch.Tensor:
-        """Return this rank's shard of the reduced gradient, flat; zeros if there is none."""
-        sums = self.reduced_grad()
-        return torch.zeros_like(self.weights, dtype=self.group.grad_dtype) if sums is None else sums
-
     def set_gradient(self) -> None:
         """No-op, as `OwnedUpdates.gather_gradients` sets all gradients in one collective."""
 
@@ -350,19 +334,19 @@ class OwnedUpdates:
         self.updates = tuple(updates)
         self._redistribution = redistribution
 
-    def _used(self) -> dict[int, OwnedUpdate]:
-        return {index: one for index, one in enumerate(self.updates) if one.param.is_used}
-
     @torch.no_grad()
     def gather_gradients(self) -> None:
         """Set the reduced gradients of the owners' parameters. Collective."""
         for one in self.updates:
             if one.shard is not None:
                 one.shard.parameter.grad = None
-        used = self._used()
+        used = {index: one for index, one in enumerate(self.updates) if one.param.is_used}
         for dtype in dict.fromkeys(one.group.grad_dtype for one in used.values()):
             chosen = {index: one for index, one in used.items() if one.group.grad_dtype == dtype}
-            sums = {index: one.gradient_or_zeros() for index, one in chosen.items()}
+            sums: dict[int, torch.Tensor] = {}
+            for index, one in chosen.items():
+                reduced = one.reduced_grad()
+                sums[index] = torch.zeros_like(one.weights, dtype=dtype) if reduced is None else reduced
             for index, full_grad in self._redistribution.to_owners(sums, indices=chosen, dtype=dtype).items():
                 shard = chosen[index].shard
                 assert shard is not None
@@ -387,7 +371,7 @@ class OwnedUpdates:
         Args:
             include_unused: If True, unused parameters are written as well.
         """
-        chosen = dict(enumerate(self.updates)) if include_unused else self._used()
+        chosen = {index: one for index, one in enumerate(self.updates) if include_unused or one.param.is_used}
         full_params = {
             index: one.shard.parameter.detach().to(one.weights.dtype)
             for index, one in chosen.items()
@@ -441,12 +425,3 @@ def new_master(shard: Shard, unrounded: torch.Tensor | None) -> Shard:
         has_master=True,
         is_primary=shard.is_primary,
     )
-
-
-def _gradient_for(shard: Shard, is_used: bool, sums: torch.Tensor | None) -> torch.Tensor | None:
-    parameter = shard.parameter
-    if not is_used:
-        return None
-    if sums is None:  # zero_grad(set_to_none=False), and nothing since
-        return torch.zeros_like(parameter, requires_grad=False)
-    return sums.view(parameter.shape).to(device=parameter.device, dtype=parameter.dtype)

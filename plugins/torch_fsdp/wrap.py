@@ -25,7 +25,7 @@ from booster.plugins.sharding.deferred_init import Materializer
 from .collective_order import CollectiveOrder
 from .config import PrecisionDtypes, Strategy, check_reshard_after_forward
 from .model import FSDPModel
-from .outputs import DtypeBoundary, ViewSafeOutputs, modules_with_forward
+from .outputs import ViewSafeOutputs, add_dtype_boundary, modules_with_forward
 from .param_group import build_param_groups
 from .param_redistribution import RowSharded, assign_owners
 from .shard_update import ReplicatedParam, ReplicatedParams
@@ -354,7 +354,7 @@ class FSDPModelBuilder:
             if isinstance(one, self.precision_dtypes.own_dtype_classes) and one not in inside
         ]
         for module in dict.fromkeys([*ignored, *kept]):
-            DtypeBoundary(module, model_dtype)
+            add_dtype_boundary(module, model_dtype)
 
     def _plans(self, model: nn.Module, replicated: set[str]) -> list[tuple[WrapPlan, list[nn.Module]]]:
         """Return the wrapped modules, root last, with the submodules that they own; extends `replicated` in place."""
@@ -428,7 +428,9 @@ class FSDPModelBuilder:
         originals: dict[int, nn.Parameter],
         device: torch.device,
     ) -> FSDPModel:
-        names = _names_by_parameter(model)
+        names: dict[int, tuple[str, ...]] = {}  # all names of each parameter, the first one first
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            names[id(parameter)] = (*names.get(id(parameter), ()), name)
         shard_group = self.mesh.get_group("shard")
         if isinstance(model, FSDPModule):
             model._get_fsdp_state()._lazy_init()  # otherwise the first module that runs would become FSDP2's root
@@ -477,14 +479,6 @@ def _check_model(model: nn.Module, ignored_modules: Sequence[nn.Module]) -> None
                 f"{name!r} makes sparse gradients (sparse=True), which FSDP does not reduce: build it without"
                 " sparse=True, or use TorchDDPPlugin"
             )
-
-
-def _names_by_parameter(model: nn.Module) -> dict[int, tuple[str, ...]]:
-    """Return all names of each parameter by its `id`, in model order."""
-    found: dict[int, tuple[str, ...]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        found[id(parameter)] = (*found.get(id(parameter), ()), name)
-    return found
 
 
 def _named(model: nn.Module, names: Collection[str]) -> list[nn.Parameter]:

@@ -17,7 +17,7 @@ from zoo import get_model
 
 from booster import ConfigError, LazyInitContext
 from booster.lazy_init import is_lazy, materialize_own
-from booster.plugins.sharding.deferred_init import Materializer, has_no_values
+from booster.plugins.sharding.deferred_init import Materializer
 
 CPU = torch.device("cpu")
 WORDS, WIDTH = 30, 16
@@ -95,21 +95,13 @@ def _assert_same(found, expected):
         assert torch.equal(found[name], expected[name]), name
 
 
-def test_which_tensors_have_no_values():
-    with LazyInitContext(eager_below_bytes=0):
-        lazy = nn.Linear(2, 2)
-    assert has_no_values(lazy.weight)
-    assert has_no_values(torch.empty(2, device="meta"))
-    assert not has_no_values(torch.ones(2))
-
-
 # Meta, with the classes' own initialisation.
 
 
 def test_layers_are_filled_as_their_constructors_fill_them():
     model = _on_meta(TiedNet)
     _filled(model)
-    assert not any(has_no_values(tensor) for tensor in _tensors(model).values())
+    assert not any(tensor.is_meta for tensor in _tensors(model).values())
     bound = WIDTH**-0.5
     for layer in (*model.layers, model.frozen):
         for tensor in (layer.weight, layer.bias):
