@@ -50,24 +50,19 @@ def check(arguments: argparse.Namespace) -> int:
         raise ConfigError(
             f"--comm-timeout={arguments.comm_timeout:g} is out of range: give seconds above 0, up to {_LONGEST_SECONDS}"
         )
-    sections = _installation() if arguments.installation else []
+    sections: list[Section] = []
+    if arguments.installation:
+        from . import check_machine  # here: other commands do not need torch
+
+        sections += [check_machine.versions(), check_machine.extras(), check_machine.torch_backends()]
+        sections += [check_machine.devices(), check_machine.compiler(), check_machine.kernels()]
     if arguments.comm:
         try:
-            sections.append(_communication(arguments.comm_timeout))
+            from .check_machine import communication
+
+            sections.append(communication(arguments.comm_timeout))
         except KeyboardInterrupt:
             print("booster check: terminated by SIGINT, with both processes", file=sys.stderr)
             return 128 + signal.SIGINT
     print(as_json(sections) if arguments.json else as_text(sections), flush=True)
     return 1 if problems_of(sections) else 0
-
-
-def _installation() -> list[Section]:
-    from .check_machine import compiler, devices, extras, kernels, torch_backends, versions
-
-    return [versions(), extras(), torch_backends(), devices(), compiler(), kernels()]
-
-
-def _communication(timeout_seconds: float) -> Section:
-    from .check_machine import communication
-
-    return communication(timeout_seconds)

@@ -26,11 +26,17 @@ from booster.errors import ConfigError
 from booster.version import __version__
 
 from .check_report import Finding, Section
+from .run.node_config import num_cores
 
 
 def accelerators() -> list[Finding]:
     """Return findings on torch's build and driver, nccl and every accelerator."""
-    return [_build(), *_nccl(), *_devices()]
+    kind = device_type()
+    findings = [_build()]
+    if kind == "cuda" and torch.distributed.is_available() and torch.distributed.is_nccl_available():
+        version = ".".join(map(str, torch.get_device_module(kind).nccl.version()))
+        findings.append(Finding(name="nccl", text=version, data={"have": version}))
+    return findings + [_device(kind, index) for index in range(num_devices() if kind != "cpu" else 0)]
 
 
 def driver_problem(built_for: str | None, driver: tuple[int, int] | None) -> str | None:
@@ -106,17 +112,6 @@ def _cuda_driver() -> tuple[int, int] | None:
     return None
 
 
-def _nccl() -> list[Finding]:
-    if device_type() != "cuda" or not torch.distributed.is_available() or not torch.distributed.is_nccl_available():
-        return []
-    version = ".".join(map(str, torch.get_device_module(device_type()).nccl.version()))
-    return [Finding(name="nccl", text=version, data={"have": version})]
-
-
-def _devices() -> list[Finding]:
-    return [] if device_type() == "cpu" else [_device(device_type(), index) for index in range(num_devices())]
-
-
 def _device(kind: str, index: int) -> Finding:
     module = torch.get_device_module(kind)
     if not hasattr(module, "get_device_properties"):
@@ -165,10 +160,11 @@ def torch_backends() -> Section:
 
 def devices() -> Section:
     """Return the CPU, memory and accelerators available to ranks on this machine."""
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    usable = num_cores()
     memory = psutil.virtual_memory()
     data = {"cores": os.cpu_count(), "usable_cores": usable, "memory": memory.total, "free_memory": memory.available}
-    text = f"{usable} of {os.cpu_count()} cores, {_gib(memory.available)} of {_gib(memory.total)} GiB free"
+    free_gib, total_gib = memory.available / 2**30, memory.total / 2**30
+    text = f"{usable} of {os.cpu_count()} cores, {free_gib:.1f} of {total_gib:.1f} GiB free"
     return Section(title="devices", findings=[Finding(name="cpu", text=text, data=data), *accelerators()])
 
 
@@ -211,10 +207,6 @@ def _kernels() -> Sequence[Finding]:
         text = f"{kernel.status} ({kernel.reason})"
         findings.append(Finding(name=kernel.name, text=text, data=data, problem=problem))
     return findings
-
-
-def _gib(num_bytes: int) -> str:
-    return f"{num_bytes / 2**30:.1f}"
 
 
 _MinVersion = tuple[int, int] | None  # minimum version, None for any
@@ -361,12 +353,6 @@ class _RankProcess:
         # No record: it is still importing torch, or failed to.
         return json.loads(self.record_path.read_text()) if self.record_path.is_file() else {"step": "starting"}
 
-    def is_running(self) -> bool:
-        return self.process.poll() is None
-
-    def failed(self) -> bool:
-        return self.process.poll() not in (None, 0)
-
     def failure_text(self) -> str:
         record, code = self.record(), self.process.returncode
         reason = record.get("error")
@@ -394,8 +380,12 @@ def communication(timeout_seconds: float, command: Sequence[str] = RANK_COMMAND)
         except DistError as error:
             records, problem = [], f"can't start a store server at localhost ({error}); {_ADVICE}"
     seconds = round(time.monotonic() - start, 3)
-    found = _success(records, seconds) if problem is None else _failure(problem, seconds)
-    return Section(title="communication", findings=[found])
+    if problem is None:
+        return Section(title="communication", findings=[_success(records, seconds)])
+    problem = f"two processes can't communicate: {problem}"
+    data = {"ranks": _NUM_RANKS, "total_seconds": seconds, "error": problem}
+    failure = Finding(name=_NAME, text="FAILED", data=data, problem=problem)
+    return Section(title="communication", findings=[failure])
 
 
 def _run(folder: Path, timeout_seconds: float, command: Sequence[str]) -> tuple[list[dict[str, Any]], str | None]:
@@ -408,10 +398,14 @@ def _run(folder: Path, timeout_seconds: float, command: Sequence[str]) -> tuple[
         for number in range(_NUM_RANKS):
             ranks.append(_start(number, folder, store.port, timeout_seconds, command))
         problem = _wait(ranks, deadline)
-        late = [f"rank {rank.rank} was {rank.record()['step']}" for rank in ranks if rank.is_running()]
+        late = [f"rank {rank.rank} was {rank.record()['step']}" for rank in ranks if rank.process.poll() is None]
     finally:
-        for rank in ranks:
-            _end(rank.process)
+        for process in (rank.process for rank in ranks):
+            if process.poll() is None:
+                process.kill()
+            process.wait()
+            if process.stdin is not None:
+                process.stdin.close()
     records = [rank.record() for rank in ranks]
     wrong = [rank.rank for rank, record in zip(ranks, records, strict=True) if record.get("is_right") is False]
     if problem is not None:
@@ -450,32 +444,18 @@ def _start(number: int, folder: Path, port: int, timeout_seconds: float, command
 def _wait(ranks: Sequence[_RankProcess], deadline: float) -> str | None:
     """Wait until all have exited, one has failed or the deadline passed; return the first failure."""
     first: _RankProcess | None = None
-    while time.monotonic() < deadline and any(rank.is_running() for rank in ranks):
+    while time.monotonic() < deadline and any(rank.process.poll() is None for rank in ranks):
         time.sleep(_POLL_SECONDS)
         if first is None:
-            first = next((rank for rank in ranks if rank.failed()), None)
+            first = next((rank for rank in ranks if rank.process.poll() not in (None, 0)), None)
             if first is not None:
                 deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
-    failed = [rank for rank in ranks if rank.failed()]
+    failed = [rank for rank in ranks if rank.process.poll() not in (None, 0)]
     if not failed:
         return None
     # Both may have failed: a killed one leaves no error, and the other reports a lost connection.
     cause = next((rank for rank in failed if "error" not in rank.record()), first or failed[0])
     return cause.failure_text()
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    if process.poll() is None:
-        process.kill()
-    process.wait()
-    if process.stdin is not None:
-        process.stdin.close()
-
-
-def _failure(problem: str, seconds: float) -> Finding:
-    problem = f"two processes can't communicate: {problem}"
-    data = {"ranks": _NUM_RANKS, "total_seconds": seconds, "error": problem}
-    return Finding(name=_NAME, text="FAILED", data=data, problem=problem)
 
 
 def _success(records: Sequence[dict[str, Any]], seconds: float) -> Finding:

@@ -44,7 +44,10 @@ def main(record_path: str, timeout_seconds: float) -> None:
         device = collective_device()
         transport_name = transport() if device.type == "cpu" else str(torch.distributed.get_backend())
         note(step="summing", device=device.type, backend=str(torch.distributed.get_backend()), transport=transport_name)
-        is_right = _sums_are_right(device)
+        # Small integers: their sum is exact in every order.
+        values = torch.arange(NUM_ELEMENTS, dtype=torch.float32, device=device).remainder_(1000)
+        expected = values * sum(range(1, group_size() + 1))
+        is_right = torch.equal(all_reduce_sum(values * (group_rank() + 1)), expected)
         note(step="measuring", is_right=is_right, bytes=4 * NUM_ELEMENTS)
         seconds = _median_seconds(device)
         note(step="leaving", seconds=seconds)
@@ -53,13 +56,6 @@ def main(record_path: str, timeout_seconds: float) -> None:
     except Exception as error:
         note(error=f"{type(error).__name__}: {error}")
         raise
-
-
-def _sums_are_right(device: torch.device) -> bool:
-    # Small integers: their sum is exact in every order.
-    values = torch.arange(NUM_ELEMENTS, dtype=torch.float32, device=device).remainder_(1000)
-    expected = values * sum(range(1, group_size() + 1))
-    return torch.equal(all_reduce_sum(values * (group_rank() + 1)), expected)
 
 
 def _median_seconds(device: torch.device) -> float:

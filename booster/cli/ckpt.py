@@ -44,10 +44,8 @@ def add_parser(commands: Any) -> None:
     )
     parser.set_defaults(handle=run)
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
-    _add_inspect(actions)
-    _add_verify(actions)
-    _add_convert(actions)
-    _add_consolidate(actions)
+    _add_inspect_and_verify(actions)
+    _add_convert_and_consolidate(actions)
     _add_diff(actions)
     _add_export(actions)
 
@@ -84,20 +82,18 @@ def _add_action(actions: Any, name: str, text: str, example: str) -> argparse.Ar
     return parser
 
 
-def _add_inspect(actions: Any) -> None:
+def _add_inspect_and_verify(actions: Any) -> None:
     text = "list the contents of a checkpoint, without reading the tensors"
     parser = _add_action(actions, "inspect", text, "booster ckpt inspect run --json")
     parser.add_argument("path", metavar="PATH", help="the checkpoint")
     parser.add_argument("--json", action="store_true", help="print one JSON document instead of text")
 
-
-def _add_verify(actions: Any) -> None:
     text = "check every file against the sizes and checksums recorded at the save"
     parser = _add_action(actions, "verify", text, "booster ckpt verify run/step-00001200")
     parser.add_argument("path", metavar="PATH", help="the checkpoint")
 
 
-def _add_convert(actions: Any) -> None:
+def _add_convert_and_consolidate(actions: Any) -> None:
     text = "write a checkpoint to another directory in another file format or dtype"
     example = "booster ckpt convert run for-inference --dtype bf16 --no-optimizer"
     parser = _add_action(actions, "convert", text, example)
@@ -113,8 +109,6 @@ def _add_convert(actions: Any) -> None:
     parser.add_argument("--no-optimizer", action="store_true", help="convert the model only, without training state")
     parser.add_argument("--overwrite", action="store_true", help="replace the checkpoint in DST")
 
-
-def _add_consolidate(actions: Any) -> None:
     text = "write the model, or the optimizer, into one file"
     parser = _add_action(actions, "consolidate", text, "booster ckpt consolidate run model.safetensors")
     parser.add_argument("source", metavar="SRC", help="the checkpoint")

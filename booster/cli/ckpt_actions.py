@@ -89,16 +89,15 @@ def comparison_lines(found: Comparison) -> Iterator[str]:
     for name, (left, right) in found.shapes.items():
         yield f"  {escape_control(name)}: shape {list(left)} != {list(right)}"
     for name in dict.fromkeys((*found.dtypes, *found.elements)):
-        yield f"  {escape_control(name)}: {'; '.join(_tensor_differences(found, name))}"
-
-
-def _tensor_differences(found: Comparison, name: str) -> Iterator[str]:
-    if name in found.dtypes:
-        left, right = (str(dtype).removeprefix("torch.") for dtype in found.dtypes[name])
-        yield f"dtype {left} != {right}"
-    if name in found.elements:
-        part = found.elements[name]
-        yield f"{part.num_differing} of {part.num_elements} elements differ, by at most {part.max_difference:g}"
+        texts = []
+        if name in found.dtypes:
+            dtypes = [str(dtype).removeprefix("torch.") for dtype in found.dtypes[name]]
+            texts.append(f"dtype {dtypes[0]} != {dtypes[1]}")
+        if name in found.elements:
+            part = found.elements[name]
+            number = f"{part.num_differing} of {part.num_elements} elements differ"
+            texts.append(f"{number}, by at most {part.max_difference:g}")
+        yield f"  {escape_control(name)}: {'; '.join(texts)}"
 
 
 def _part_lines(part: Mapping[str, Any], metadata: Mapping[str, Any]) -> Iterator[str]:
@@ -277,11 +276,12 @@ def _differences(
 
 def _run_values(document: TrainingDocument) -> dict[str, Any]:
     # Without versions, the time of the save and the like, which may differ between equal runs.
+    per_rank = document.per_rank
     return {
         "step": document.facts.get("step"),
         "lr_schedulers": document.lr_schedulers,
         "dataloaders": document.dataloaders,
-        "ranks": [document.per_rank.for_rank(rank) for rank in range(len(document.per_rank.of_rank))],
+        "ranks": [per_rank.values[index] for index in per_rank.of_rank],
         "extra": document.extra,
     }
 
@@ -308,18 +308,14 @@ def _compared(
         found = compare_tensors(left_part, right_part, tolerance=tolerance)
         lines = list(comparison_lines(found))
         lines += [f"  {escape_control(line)}" for line in compare_values(_groups(left_part), _groups(right_part), "")]
-    return _summary(found), lines
+    compared = count_text(found.num_common, "tensor")
+    return f"{compared} in both, largest difference of an element {found.max_difference:g}", lines
 
 
 def _groups(stored: StoredCheckpoint) -> dict[str, Any]:
     if stored.groups is None:
         return {}
     return parse_values(stored.groups, stored.specs, str(stored.path))
-
-
-def _summary(found: Comparison) -> str:
-    compared = count_text(found.num_common, "tensor")
-    return f"{compared} in both, largest difference of an element {found.max_difference:g}"
 
 
 def _export(arguments: argparse.Namespace) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import ast
 import difflib
+import itertools
 import json
 import logging
 import os
@@ -111,7 +112,6 @@ def estimate(arguments: argparse.Namespace) -> int:
         least_memory,
     )
     from booster.estimate.estimate import FakeTensorMemoryRequest, OptimizerMemory
-    from booster.estimate.model_sources import enable_gradient_checkpointing, load_model
 
     for option, number in (("--nproc", arguments.nproc), ("--batch", arguments.batch), ("--seq", arguments.seq)):
         if number is not None and number < 1:
@@ -121,19 +121,15 @@ def estimate(arguments: argparse.Namespace) -> int:
     settings = _settings(arguments.settings, "--settings")
     candidates = find_candidates(arguments.plugin, arguments.nproc, settings, arguments.mixed_precision)
     optimizer = OptimizerMemory.of(_optimizer(arguments.optimizer, arguments.optimizer_settings))
-    _silence_fake_tensors()
-    source = load_model(arguments.model, batch=arguments.batch, sequence=arguments.seq, dtype=_dtype(arguments.dtype))
-    if arguments.gradient_checkpointing:
-        enable_gradient_checkpointing(source)
+    source = _load_model(arguments)
     request = FakeTensorMemoryRequest(source.model, optimizer, source.batch, source.criterion)
+    numbers = itertools.count(1)
+
+    def show(name: str) -> None:  # on stderr, so that stdout has the table alone
+        print(f"[{next(numbers)}/{len(candidates)}] {name}", file=sys.stderr, flush=True)
+
     try:
-        results = compare(
-            request,
-            candidates,
-            arguments.nproc,
-            device_memory=device_memory,
-            on_start=_Progress(len(candidates)).show,
-        )
+        results = compare(request, candidates, arguments.nproc, device_memory=device_memory, on_start=show)
     except KeyboardInterrupt:
         print("booster estimate: interrupted by Ctrl-C", file=sys.stderr)
         return 130
@@ -150,22 +146,19 @@ def estimate(arguments: argparse.Namespace) -> int:
     return 0 if has_answer and not any(one.is_internal_error for one in results) else 1
 
 
-class _Progress:
-    """Progress lines on stderr, so that stdout has the table alone."""
+def _load_model(arguments: argparse.Namespace) -> ModelSource:
+    import torch
 
-    def __init__(self, num_candidates: int) -> None:
-        self._num_candidates = num_candidates
-        self._num_shown = 0
+    from booster.estimate.model_sources import enable_gradient_checkpointing, load_model
 
-    def show(self, name: str) -> None:
-        self._num_shown += 1
-        print(f"[{self._num_shown}/{self._num_candidates}] {name}", file=sys.stderr, flush=True)
-
-
-def _silence_fake_tensors() -> None:
     # The reason why a model can't be run is listed; torch would log a stack as well.
     if "TORCH_LOGS" not in os.environ:
         logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[arguments.dtype]
+    source = load_model(arguments.model, batch=arguments.batch, sequence=arguments.seq, dtype=dtype)
+    if arguments.gradient_checkpointing:
+        enable_gradient_checkpointing(source)
+    return source
 
 
 def _settings(given: list[str], option: str) -> dict[str, Any]:
@@ -218,18 +211,8 @@ def _optimizer(name: str, given: list[str]) -> Any:
     return make
 
 
-def _dtype(name: str) -> Any:
-    import torch
-
-    return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[name]
-
-
-def _num_parameters(source: ModelSource) -> int:
-    return sum(one.numel() for one in source.model.parameters())
-
-
 def _title(arguments: argparse.Namespace, source: ModelSource) -> str:
-    numel = _num_parameters(source)
+    numel = sum(parameter.numel() for parameter in source.model.parameters())
     count = next(
         (f"{numel / size:.2f} {word}" for size, word in ((10**9, "billion"), (10**6, "million")) if numel >= size),
         str(numel),
@@ -247,7 +230,7 @@ def _as_json(
     best = least_communication(results)
     return {
         "model": source.name,
-        "num_parameters": _num_parameters(source),
+        "num_parameters": sum(parameter.numel() for parameter in source.model.parameters()),
         "dtype": arguments.dtype,
         "batch": source.batch_text or None,
         "optimizer": arguments.optimizer,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import sys
 from pathlib import Path
@@ -116,8 +117,13 @@ def run(arguments: argparse.Namespace) -> int:
 
     title = describe(settings, device_type())
     print(title, flush=True)
+    numbers = itertools.count(1)
+
+    def show(name: str) -> None:  # on stderr, so that stdout has the table alone
+        print(f"[{next(numbers)}/{1 + len(configurations)}] {name}", file=sys.stderr, flush=True)
+
     try:
-        results = measure_all(configurations, settings, _Progress(1 + len(configurations)).show)
+        results = measure_all(configurations, settings, show)
     except KeyboardInterrupt:
         print("booster benchmark: interrupted by Ctrl-C; all processes were terminated", file=sys.stderr)
         return 130
@@ -130,18 +136,6 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.plot is not None:
         draw(arguments.plot, title, results)
     return int(any(result.error is not None for result in results))
-
-
-class _Progress:
-    """Progress lines on stderr, so that stdout has the table alone."""
-
-    def __init__(self, num_configurations: int) -> None:
-        self._num_configurations = num_configurations
-        self._num_shown = 0
-
-    def show(self, name: str) -> None:
-        self._num_shown += 1
-        print(f"[{self._num_shown}/{self._num_configurations}] {name}", file=sys.stderr, flush=True)
 
 
 def _num_ranks(given: int | None) -> int:

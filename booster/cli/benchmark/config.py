@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from booster.errors import ConfigError
@@ -121,7 +121,7 @@ def find_configurations(settings: BenchmarkSettings) -> tuple[list[Configuration
     found: list[Configuration] = []
     skipped: list[Skipped] = []
     for mode in settings.modes:
-        candidates = [Configuration(mode, sizes) for sizes in _SIZES[mode](settings.num_ranks)]
+        candidates = [Configuration(mode, sizes) for sizes in _possible_sizes(mode, settings.num_ranks)]
         if not candidates:
             skipped.append(Skipped(mode, _mode_skip_reason(mode, settings.num_ranks)))
         for candidate in candidates:
@@ -136,42 +136,19 @@ def find_configurations(settings: BenchmarkSettings) -> tuple[list[Configuration
     return found, skipped
 
 
-def _meshes_1d(num_ranks: int) -> Iterator[dict[str, int]]:
-    for tp in range(num_ranks, 1, -1):
-        if num_ranks % tp == 0:
-            yield {"tp": tp, "dp": num_ranks // tp}
+def _possible_sizes(mode: str, num_ranks: int) -> list[dict[str, int]]:
+    """Return the mesh axes of each mesh that a mode can have with this number of ranks."""
+    if mode in _DATA_PARALLEL:
+        return [{"dp": num_ranks}]
+    if mode == "1d":
+        return [{"tp": tp, "dp": num_ranks // tp} for tp in range(num_ranks, 1, -1) if num_ranks % tp == 0]
+    power = 3 if mode == "3d" else 2
+    sides = list(itertools.takewhile(lambda side: side**power <= num_ranks, itertools.count(2)))
+    if mode == "2.5d":
+        return [{"depth": num_ranks // side**2, "q": side} for side in reversed(sides) if num_ranks % side**2 == 0]
+    return [{"q": side} for side in sides if side**power == num_ranks]
 
 
-def _meshes_2d(num_ranks: int) -> Iterator[dict[str, int]]:
-    yield from ({"q": side} for side in _mesh_sizes(num_ranks, 2) if side**2 == num_ranks)
-
-
-def _meshes_2_5d(num_ranks: int) -> Iterator[dict[str, int]]:
-    for side in reversed(_mesh_sizes(num_ranks, 2)):
-        if num_ranks % side**2 == 0:
-            yield {"depth": num_ranks // side**2, "q": side}
-
-
-def _meshes_3d(num_ranks: int) -> Iterator[dict[str, int]]:
-    yield from ({"q": side} for side in _mesh_sizes(num_ranks, 3) if side**3 == num_ranks)
-
-
-def _mesh_sizes(num_ranks: int, power: int) -> list[int]:
-    """Return the mesh sizes from 2 whose `power` is at most `num_ranks`."""
-    return list(itertools.takewhile(lambda side: side**power <= num_ranks, itertools.count(2)))
-
-
-def _all_data_parallel(num_ranks: int) -> Iterator[dict[str, int]]:
-    yield {"dp": num_ranks}
-
-
-_SIZES: dict[str, Callable[[int], Iterator[dict[str, int]]]] = {
-    "1d": _meshes_1d,
-    "2d": _meshes_2d,
-    "2.5d": _meshes_2_5d,
-    "3d": _meshes_3d,
-    **dict.fromkeys(_DATA_PARALLEL, _all_data_parallel),
-}
 _RULES = {
     "1d": "tp * dp ranks with tp from 2",
     "2d": "q * q ranks with q from 2",
@@ -181,15 +158,11 @@ _RULES = {
 
 
 def _mode_skip_reason(mode: str, num_ranks: int) -> str:
-    possible = _valid_world_sizes(mode, num_ranks)
+    # The nearest possible number below, if any, and the next ones above.
+    below = (number for number in range(num_ranks - 1, 0, -1) if _possible_sizes(mode, number))
+    above = (number for number in itertools.count(num_ranks + 1) if _possible_sizes(mode, number))
+    possible = itertools.islice(itertools.chain(itertools.islice(below, 1), above), _MAX_SUGGESTIONS)
     return f"not possible with -g {num_ranks}: it needs {_RULES[mode]}, so -g {', '.join(map(str, possible))}, ..."
-
-
-def _valid_world_sizes(mode: str, num_ranks: int) -> Sequence[int]:
-    """Return the nearest valid number below, if any, and the next ones above."""
-    below = (number for number in range(num_ranks - 1, 0, -1) if any(_SIZES[mode](number)))
-    above = (number for number in itertools.count(num_ranks + 1) if any(_SIZES[mode](number)))
-    return list(itertools.islice(itertools.chain(itertools.islice(below, 1), above), _MAX_SUGGESTIONS))
 
 
 def _skip_reason(candidate: Configuration, settings: BenchmarkSettings) -> str | None:

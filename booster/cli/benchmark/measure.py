@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -145,13 +145,6 @@ def make_network(settings: BenchmarkSettings) -> nn.Sequential:
         return nn.Sequential(*(PerceptronLayer(settings.hidden) for _ in range(settings.layers)))
 
 
-def make_batch(settings: BenchmarkSettings) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return inputs and targets of the global batch, (batch * sequence, hidden), the same on every rank, on the CPU."""
-    generator = torch.Generator().manual_seed(_SEED + 1)
-    inputs, targets = torch.randn(2, settings.rows, settings.hidden, generator=generator)
-    return inputs, targets
-
-
 _LEARNING_RATE = 1e-3
 _PLAN = {"*.up": "colwise", "*.down": "rowwise"}
 _MEBI = 2**20
@@ -184,7 +177,8 @@ def make_workload(configuration: Configuration, settings: BenchmarkSettings, bat
     Args:
         configuration: Parallel configuration.
         settings: Sizes of the network.
-        batch: Global batch (inputs, targets); this rank's shard is copied to its device.
+        batch: Global batch (inputs, targets), each (batch * sequence, hidden), on the CPU and the same on every rank.
+            This rank's shard is copied to its device.
     """
     mode, sizes = configuration.mode, configuration.sizes
     if mode in ("2d", "2.5d"):
@@ -266,8 +260,6 @@ def _step(optimizer: Optimizer | Any) -> None:
 # The third loss depends on two updates, enough to reveal a wrong gradient.
 _CHECKED_STEPS = 3
 
-T = TypeVar("T")
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Metrics:
@@ -298,10 +290,11 @@ class Metrics:
 
 def measure(configuration: Configuration, settings: BenchmarkSettings) -> Metrics:
     """Measure this rank's metrics. Collective over the world, with the same arguments."""
-    batch = make_batch(settings)
+    generator = torch.Generator().manual_seed(_SEED + 1)
+    inputs, targets = torch.randn(2, settings.rows, settings.hidden, generator=generator)
     losses: list[float] = []
     with LiveMemory() as memory:
-        workload = make_workload(configuration, settings, batch)
+        workload = make_workload(configuration, settings, (inputs, targets))
         memory.begin_steps()
         for _ in range(_CHECKED_STEPS):
             losses.append(_train_once(workload))
@@ -352,14 +345,13 @@ def _train_once(workload: Workload) -> float:
 def _time_once(workload: Workload) -> tuple[float, float, float]:
     synchronize()
     barrier()  # else a late rank would lengthen the others' forward
-    forward_seconds, loss = _timed(workload.forward)
-    backward_seconds, _ = _timed(lambda: workload.backward(loss))
-    step_seconds, _ = _timed(workload.step)
-    return forward_seconds, backward_seconds, step_seconds
-
-
-def _timed(function: Callable[[], T]) -> tuple[float, T]:
     start = time.perf_counter()
-    result = function()
+    loss = workload.forward()
     synchronize()
-    return time.perf_counter() - start, result
+    forward_end = time.perf_counter()
+    workload.backward(loss)
+    synchronize()
+    backward_end = time.perf_counter()
+    workload.step()
+    synchronize()
+    return forward_end - start, backward_end - forward_end, time.perf_counter() - backward_end

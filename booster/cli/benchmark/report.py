@@ -80,7 +80,8 @@ def _compare_losses(configuration: Configuration, metrics: Metrics, expected: li
 _HEADINGS = ("configuration", "forward", "backward", "step", "total", "memory", "sent", "received", "loss")
 _SECONDS = ("forward_seconds", "backward_seconds", "step_seconds", "whole_seconds")
 _BYTES = ("peak_bytes", "sent_bytes", "received_bytes")
-_UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
+_TIME_UNITS = (("ms", 1e-3),)
+_BYTE_UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
 
 
 def describe(settings: BenchmarkSettings, device: str) -> str:
@@ -97,12 +98,16 @@ def describe(settings: BenchmarkSettings, device: str) -> str:
 def format_table(results: Sequence[BenchmarkResult]) -> str:
     """Return a table with one row per result."""
     columns: list[list[str]] = [["", *(result.configuration.name for result in results)]]
-    columns += [_column(results, name, "ms", 1e-3) for name in _SECONDS]
-    columns += [_column(results, name, *_unit_for(results, name)) for name in _BYTES]
+    columns += [_column(results, name, _TIME_UNITS) for name in _SECONDS]
+    columns += [_column(results, name, _BYTE_UNITS) for name in _BYTES]
     columns += [["", *(_loss_status(result) for result in results)]]
     titled = [[title, *column] for title, column in zip(_HEADINGS, columns, strict=True)]
     widths = [max(len(text) for text in column) for column in titled]
-    return "\n".join(_line(row, widths) for row in zip(*titled, strict=True))
+    lines = []
+    for row in zip(*titled, strict=True):
+        figures = [text.rjust(width) for text, width in zip(row[1:], widths[1:], strict=True)]
+        lines.append("  ".join([row[0].ljust(widths[0]), *figures]).rstrip())
+    return "\n".join(lines)
 
 
 def format_notes(results: Sequence[BenchmarkResult], skipped: Sequence[Skipped]) -> str:
@@ -137,15 +142,12 @@ def _finite(number: float | None) -> float | None:
     return number if number is not None and abs(number) < float("inf") else None
 
 
-def _column(results: Sequence[BenchmarkResult], name: str, unit: str, size: float) -> list[str]:
-    metrics = [result.metrics for result in results]
-    return [unit, *("" if one is None else f"{getattr(one, name) / size:.2f}" for one in metrics)]
-
-
-def _unit_for(results: Sequence[BenchmarkResult], name: str) -> tuple[str, float]:
-    """Return the largest unit in which the maximum of a column is at least 1."""
-    most = max((getattr(result.metrics, name) for result in results if result.metrics is not None), default=0)
-    return next(((unit, size) for unit, size in _UNITS if most >= size), _UNITS[-1])
+def _column(results: Sequence[BenchmarkResult], name: str, units: Sequence[tuple[str, float]]) -> list[str]:
+    """Return the unit, the largest in which the maximum is at least 1, and the figures in that unit."""
+    figures = [None if result.metrics is None else getattr(result.metrics, name) for result in results]
+    most = max((figure for figure in figures if figure is not None), default=0)
+    unit, size = next((one for one in units if most >= one[1]), units[-1])
+    return [unit, *("" if figure is None else f"{figure / size:.2f}" for figure in figures)]
 
 
 def _loss_status(result: BenchmarkResult) -> str:
@@ -154,14 +156,6 @@ def _loss_status(result: BenchmarkResult) -> str:
     if result.error is None:
         return "equal"
     return "not compared" if result.loss_difference is None else "WRONG"
-
-
-def _line(row: Sequence[str], widths: Sequence[int]) -> str:
-    first, *others = (
-        text.ljust(width) if not column else text.rjust(width)
-        for column, (text, width) in enumerate(zip(row, widths, strict=True))
-    )
-    return "  ".join([first, *others]).rstrip()
 
 
 def _count(number: int, noun: str) -> str:

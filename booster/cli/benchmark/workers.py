@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # no __all__ there
 
+from booster.cli.run.node_config import num_cores
 from booster.device import default_backend, device_type, set_device
 from booster.errors import BoosterError
 from booster.launch.launch import launch
@@ -239,11 +240,6 @@ class WorkerPool:
             process.join()
             process.close()
         self._workers.clear()
-
-
-def num_cores() -> int:
-    """Return the number of cores available to this process, limited by a container or scheduler."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _exit_text(exit_code: int | None) -> str:

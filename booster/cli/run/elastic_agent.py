@@ -92,16 +92,16 @@ def _read_heartbeats(store_client: Any, num_ranks: int, restart_count: int, refe
     heartbeats = {
         rank: heartbeat_store.get(str(rank)) for rank in range(num_ranks) if heartbeat_store.check([str(rank)])
     }
-    descriptions = {rank: _format_heartbeat(json.loads(note), reference_time) for rank, note in heartbeats.items()}
-    return (
-        [f"rank {rank}{descriptions.get(rank, ': no heartbeat')}" for rank in range(num_ranks)] if descriptions else []
-    )
-
-
-def _format_heartbeat(heartbeat: dict[str, Any], reference_time: float) -> str:
-    state = "" if heartbeat["state"] == "running" else f", its script had {heartbeat['state']}"
-    age = max(0.0, reference_time - heartbeat["time"])
-    return f", {age:.1f} s before the end: {progress_from_json(heartbeat['progress'])}{state}"
+    descriptions: dict[int, str] = {}
+    for rank, note in heartbeats.items():
+        heartbeat = json.loads(note)
+        state = "" if heartbeat["state"] == "running" else f", its script had {heartbeat['state']}"
+        age = max(0.0, reference_time - heartbeat["time"])
+        progress = progress_from_json(heartbeat["progress"])
+        descriptions[rank] = f", {age:.1f} s before the end: {progress}{state}"
+    if not descriptions:
+        return []
+    return [f"rank {rank}{descriptions.get(rank, ': no heartbeat')}" for rank in range(num_ranks)]
 
 
 # Note [Exit cause]
@@ -182,9 +182,11 @@ class _ElasticAgent(LocalElasticAgent):
     def _close(self, context: PContext, close: Any, *arguments: Any, **settings: Any) -> None:
         processes = context.pids().values()
         if self._records.exited is None:
-            self._records.exited = frozenset(process for process in processes if _has_exited(process))
+            self._records.exited = frozenset(
+                process for process in processes if _status(process) in (None, psutil.STATUS_ZOMBIE)
+            )
             self._records.checked_ns = time.time_ns()
-        stopped = frozenset(process for process in processes if _is_stopped(process))
+        stopped = frozenset(process for process in processes if _status(process) == psutil.STATUS_STOPPED)
         self._records.stopped |= stopped
         for process in stopped:
             with suppress(ProcessLookupError):
@@ -206,17 +208,15 @@ class _ElasticAgent(LocalElasticAgent):
         return describe_last_heartbeats(
             str(worker_group.master_addr),
             int(worker_group.master_port or 0),
-            _world_size(worker_group),
+            int(worker_group.workers[0].world_size),
             local_count if restart_count is None else restart_count,
             reference_time=self._records.checked_ns / 1e9,
         )
 
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
         if self._failures:  # else another node failed, joined or left
-            max_restarts = worker_group.spec.max_restarts
-            line = restart_line(
-                self._failures, _world_size(worker_group), max_restarts - self._remaining_restarts, max_restarts
-            )
+            world_size, max_restarts = int(worker_group.workers[0].world_size), worker_group.spec.max_restarts
+            line = restart_line(self._failures, world_size, max_restarts - self._remaining_restarts, max_restarts)
             print(line, file=sys.stderr, flush=True)
         super()._restart_workers(worker_group)
 
@@ -228,18 +228,6 @@ def _kill_orphans(ranks: frozenset[int]) -> None:
             group = os.getpgid(process.pid)
             if group in ranks and process.pid != group:
                 os.kill(process.pid, signal.SIGKILL)
-
-
-def _world_size(worker_group: WorkerGroup) -> int:
-    return int(worker_group.workers[0].world_size)
-
-
-def _has_exited(process_id: int) -> bool:
-    return _status(process_id) in (None, psutil.STATUS_ZOMBIE)
-
-
-def _is_stopped(process_id: int) -> bool:
-    return bool(_status(process_id) == psutil.STATUS_STOPPED)
 
 
 def _status(process_id: int) -> str | None:

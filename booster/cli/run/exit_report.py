@@ -84,15 +84,10 @@ def report_time(failure: Failure) -> float:
 
 
 def restart_line(failures: Mapping[int, Failure], world_size: int, number: int, max_restarts: int) -> str:
-    """Return the log line of restart `number` of at most `max_nodes`."""
+    """Return the log line of restart `number` of at most `max_restarts`."""
     cause = _root_cause(failures)
     name = _line(cause, failures[cause], world_size)
     return f"booster run: {name}; restarting all ranks, restart {number} of {max_restarts}"
-
-
-def no_restart_line(max_restarts: int) -> str:
-    """Return the log line of a failure after the last restart."""
-    return f"booster run: all restarts of --max-restarts {max_restarts} are used, so the run ends"
 
 
 def report(failures: Mapping[int, Failure], world_size: int) -> str:
@@ -135,10 +130,12 @@ def _line(rank: int, failure: Failure, world_size: int) -> str:
     if isinstance(failure, RankFailure):
         by_launcher, was_stopped = failure.by_launcher, failure.was_stopped
     if by_launcher:
-        return (
-            f"{name} {'was stopped, and ' if was_stopped else ''}was terminated by the launcher"
-            f"{_detail(failure.exitcode)}"
-        )
+        how = ""
+        if failure.exitcode >= 0:
+            how = f", with exit code {failure.exitcode}"
+        elif failure.exitcode != -signal.SIGTERM:
+            how = f" ({signal.Signals(-failure.exitcode).name})"
+        return f"{name} {'was stopped, and ' if was_stopped else ''}was terminated by the launcher{how}"
     if failure.exitcode >= 0:
         return f"{name} failed with exit code {failure.exitcode}"
     if failure.exitcode == -signal.SIGTERM:
@@ -146,18 +143,7 @@ def _line(rank: int, failure: Failure, world_size: int) -> str:
         is_foreign = by_launcher is False and not _extra(failure)
         return f"{name} was terminated by SIGTERM{', which the launcher did not send' if is_foreign else ''}"
     hint = ", as the system does when memory runs out" if failure.exitcode == -signal.SIGKILL else ""
-    return f"{name} was killed by {_signal_name(failure.exitcode)}{hint}"
-
-
-def _detail(exitcode: int) -> str:
-    """Return how a rank exited that the launcher terminated, if not by SIGTERM."""
-    if exitcode >= 0:
-        return f", with exit code {exitcode}"
-    return "" if exitcode == -signal.SIGTERM else f" ({_signal_name(exitcode)})"
-
-
-def _signal_name(exitcode: int) -> str:
-    return signal.Signals(-exitcode).name
+    return f"{name} was killed by {signal.Signals(-failure.exitcode).name}{hint}"
 
 
 _SSH_FAILED = 255
@@ -239,17 +225,20 @@ def summarize(exits: Sequence[HostExit], signals: Sequence[signal.Signals]) -> E
     """
     lost = [host_exit for host_exit in exits if _is_lost(host_exit)]
     crashed = [host_exit for host_exit in exits if _is_crashed(host_exit)]
-    errors = sorted(
-        (host_exit for host_exit in exits if host_exit.error is not None), key=_is_consequence, reverse=True
-    )
+    errors = [(host_exit.host, host_exit.error) for host_exit in exits if host_exit.error is not None]
+    errors.sort(key=lambda pair: bool(pair[1]["is_consequence"]), reverse=True)
     failures = {rank: failure for host_exit in exits for rank, failure in host_exit.failures.items()}
     texts, code = [_lost_text(host_exit) for host_exit in lost], 0
-    if lost and not _has_succeeded(exits):
+    # Without lost hosts, if enough remained.
+    has_succeeded = any(host_exit.code == 0 for host_exit in exits) and not any(
+        host_exit.was_terminated for host_exit in exits
+    )
+    if lost and not has_succeeded:
         code = _SSH_FAILED if any(host_exit.has_started for host_exit in lost) else _CANNOT_START
     for host_exit in crashed:
         texts, code = [*texts, _crashed_text(host_exit)], host_exit.code
-    for host_exit in errors:
-        texts, code = [*texts, f"booster run: {host_exit.host}: {_error_of(host_exit)['text']}"], _CANNOT_START
+    for host, error in errors:
+        texts, code = [*texts, f"booster run: {host}: {error['text']}"], _CANNOT_START
     if failures:
         text, failed_code = report(failures, max(host_exit.world_size for host_exit in exits)), exit_code_of(failures)
         if has_root_cause(failures) or code == 0:
@@ -280,19 +269,6 @@ def _is_crashed(host_exit: HostExit) -> bool:
         host_exit.failures or host_exit.error is not None or (host_exit.was_terminated and host_exit.has_started)
     )
     return host_exit.code != 0 and not was_lost(host_exit.code) and not explained
-
-
-def _has_succeeded(exits: Sequence[HostExit]) -> bool:
-    """Return whether the run succeeded, possibly without lost hosts."""
-    return any(host_exit.code == 0 for host_exit in exits) and not any(host_exit.was_terminated for host_exit in exits)
-
-
-def _is_consequence(host_exit: HostExit) -> bool:
-    return bool(_error_of(host_exit)["is_consequence"])
-
-
-def _error_of(host_exit: HostExit) -> Mapping[str, Any]:
-    return host_exit.error or {"text": "", "is_consequence": True}
 
 
 def _lost_text(host_exit: HostExit) -> str:

@@ -9,6 +9,7 @@ import re
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -156,7 +157,10 @@ def _check_known(option: str, text: str, known: list[str], source: str) -> set[s
 
 
 def _check_name(where: str, name: str) -> str:
-    if _NAME.fullmatch(name) or _is_address(name):
+    if _NAME.fullmatch(name):
+        return name
+    with suppress(ValueError):
+        ipaddress.ip_address(name)
         return name
     hint = "give the name alone"
     if "@" in name:
@@ -164,14 +168,6 @@ def _check_name(where: str, name: str) -> str:
     elif ":" in name:
         hint = "give the name alone, the port of sshd with --ssh-port, and the ranks with slots=N in a host file"
     raise ConfigError(f"{where}: {name!r} is not a valid host name: {hint}")
-
-
-def _is_address(name: str) -> bool:
-    try:
-        ipaddress.ip_address(name)
-    except ValueError:
-        return False
-    return True
 
 
 # Variables for a script to find the same programs and communicate in the same way. CUDA_VISIBLE_DEVICES is excluded:
@@ -225,12 +221,16 @@ def host_commands(
         ssh += ["-p", str(arguments.ssh_port)]
     if arguments.ssh_user is not None:
         ssh += ["-l", arguments.ssh_user]
+    script = [*(["-m"] if arguments.is_module else []), arguments.script, *arguments.script_args]
+    start = ["env", *(f"{name}={value}" for name, value in environment.items()), sys.executable, "-m", "booster", "run"]
     commands = []
     for node_rank, host in enumerate(hosts):
         num_ranks = arguments.nproc_per_node or str(host.slots or 1)
         options = _run_options(arguments, len(hosts), hosts[0].name, port, run_id)
         host_options = ["--as-host", host.name, "--node-rank", str(node_rank), "--nproc-per-node", num_ranks]
-        remote_command = _shell_command([*host_options, *options, *_script(arguments)], environment)
+        # For whichever shell the user has on the host: && and quotes mean the same in all.
+        command = shlex.join([*start, *host_options, *options, *script])
+        remote_command = f"cd {shlex.quote(os.getcwd())} && exec {command}"
         commands.append(HostCommand(host=host.name, command=[*ssh, host.name, remote_command]))
     return commands
 
@@ -287,17 +287,6 @@ def _run_options(
         *("--max-restarts", str(arguments.max_restarts)),
         *("--extra-launch-args", extra),
     ]
-
-
-def _script(arguments: argparse.Namespace) -> list[str]:
-    return [*(["-m"] if arguments.is_module else []), arguments.script, *arguments.script_args]
-
-
-def _shell_command(run: Sequence[str], environment: Mapping[str, str]) -> str:
-    # For whichever shell the user has on the host: && and quotes mean the same in all.
-    assignments = [f"{name}={value}" for name, value in environment.items()]
-    command = ["env", *assignments, sys.executable, "-m", "booster", "run", *run]
-    return f"cd {shlex.quote(os.getcwd())} && exec {shlex.join(command)}"
 
 
 def _split_words(text: str) -> list[str]:

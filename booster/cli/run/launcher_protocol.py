@@ -16,11 +16,6 @@ from .exit_report import RankFailure
 _SEPARATOR = b"\x1e"
 
 
-def rank_prefix(host: str, rank: str) -> bytes:
-    """Return the prefix of each output line of a rank."""
-    return f"[{host}:{rank}] ".encode()
-
-
 def send_started() -> None:
     """Report that this node's launcher runs: later failures are not those of ssh, the shell or Python."""
     _send(event="started")

@@ -13,8 +13,6 @@ from typing import BinaryIO
 
 from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, LogsDest, Std
 
-from .launcher_protocol import rank_prefix
-
 _LINE_END = re.compile(rb"\r\n|\n|\r")
 _MAX_LINE_BYTES = 2**16  # bytes; a longer line is broken, as it may never end
 
@@ -81,7 +79,8 @@ class RankLogs(DefaultLogsSpecs):
             if restart_count is not None:
                 environment["TORCHELASTIC_RESTART_COUNT"] = str(restart_count)
             if self._output is not None:
-                prefix = rank_prefix(self._output.host, environment["RANK"])
+                # See Note [Launcher protocol].
+                prefix = f"[{self._output.host}:{environment['RANK']}] ".encode()
                 self._output.add(destinations.stdouts[local_rank], prefix, sys.stdout.buffer)
                 self._output.add(destinations.stderrs[local_rank], prefix, sys.stderr.buffer)
         return destinations

@@ -108,10 +108,6 @@ class _HostProcess:
         has_exited = self._num_open == 0 and self.process.poll() is not None
         return bool(self.failures) or self.error is not None or has_exited
 
-    def is_lost(self) -> bool:
-        """Return whether ssh itself failed: the host is unreachable or disconnected."""
-        return was_lost(self.process.poll()) and not self.failures and self.error is None
-
     def exit_status(self) -> HostExit:
         return HostExit(
             host=self.name,
@@ -175,7 +171,8 @@ class _NodeGroup:
             for stream in host.streams:
                 self._selector.register(stream, selectors.EVENT_READ, host)  # type: ignore[arg-type]
         while len(self._selector.get_map()) > 1:
-            self._read(timeout=self._seconds_left())
+            deadline = self._cause_deadline if self._exit_deadline is None else self._exit_deadline
+            self._read(timeout=None if deadline is None else max(0.0, deadline - time.monotonic()))
             self._check_hosts()
             if self._exit_deadline is not None and time.monotonic() > self._exit_deadline:
                 return
@@ -215,9 +212,10 @@ class _NodeGroup:
                 self._exit_deadline = 0.0  # a second Ctrl-C ends the wait
             return
         now = time.monotonic()
-        exited = [host for host in self.hosts if host.has_ended() and not self._has_succeeded(host)]
-        lost = [host for host in exited if host.is_lost()]
-        failed = [host for host in exited if host not in lost]
+        ended = [host for host in self.hosts if host.has_ended() and (host.process.poll() != 0 or host.failures)]
+        # Hosts whose ssh itself failed: they are unreachable or disconnected.
+        lost = [host for host in ended if was_lost(host.process.poll()) and not host.failures and host.error is None]
+        failed = [host for host in ended if host not in lost]
         if len(self.hosts) - len(lost) < self._min_hosts or (self.hosts[0] in lost):
             failed += lost
         if not failed and not self.signals:
@@ -228,17 +226,6 @@ class _NodeGroup:
             self._exit_deadline = now + self._exit_seconds
             for host in self.hosts:
                 host.terminate()
-
-    def _has_succeeded(self, host: _HostProcess) -> bool:
-        return host.process.poll() == 0 and not host.failures
-
-    def _seconds_left(self) -> float | None:
-        deadlines = [
-            at
-            for at in (self._exit_deadline, self._cause_deadline if self._exit_deadline is None else None)
-            if at is not None
-        ]
-        return max(0.0, min(deadlines) - time.monotonic()) if deadlines else None
 
 
 def _is_root_cause(host: _HostProcess) -> bool:

@@ -116,10 +116,6 @@ class NumNodes:
     max_nodes: int
     is_elastic: bool
 
-    def needs_later_rounds(self, max_restarts: int) -> bool:
-        """Return whether the run needs later rendezvous rounds: after a join, a leave or a restart of ranks."""
-        return self.max_nodes > 1 and (self.is_elastic or max_restarts > 0)
-
 
 def parse_num_nodes(text: str) -> NumNodes:
     """Parse --nnodes, N or MIN:MAX.
@@ -258,17 +254,14 @@ def _settings(arguments: argparse.Namespace) -> dict[str, Any]:
     else:
         rendezvous = {"rdzv_backend": "static", "run_id": "booster"}
         rendezvous["rdzv_endpoint"] = f"{arguments.master_addr}:{arguments.master_port or DEFAULT_PORT}"
-        if num_nodes.needs_later_rounds(arguments.max_restarts):
+        if num_nodes.is_elastic or arguments.max_restarts > 0:  # more rounds: after a join, a leave or a restart
             rendezvous["rdzv_backend"] = "c10d"
     extra = parse_extra_arguments(arguments.extra_launch_args or "")
     settings: dict[str, Any] = {"role": "rank"} | rendezvous | extra.launch
+    # The machines of a range may join and leave without a rank.
+    has_node_rank = arguments.node_rank is not None or not num_nodes.is_elastic
     if settings["rdzv_backend"] == "static":
         configs["rank"] = arguments.node_rank or 0
-    elif num_nodes.max_nodes > 1 and settings["rdzv_backend"] == "c10d" and _has_node_rank(arguments, num_nodes):
+    elif num_nodes.max_nodes > 1 and settings["rdzv_backend"] == "c10d" and has_node_rank:
         configs["is_host"] = (arguments.node_rank or 0) == 0
     return settings | {"rdzv_configs": configs | extra.rendezvous}
-
-
-def _has_node_rank(arguments: argparse.Namespace, num_nodes: NumNodes) -> bool:
-    """Return whether this machine's rank is known; machines of a range may join and leave without one."""
-    return arguments.node_rank is not None or not num_nodes.is_elastic

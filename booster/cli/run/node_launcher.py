@@ -10,12 +10,12 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from booster.errors import ConfigError, RankFailedError
 
 from . import launcher_protocol
-from .exit_report import exit_code_of, no_restart_line, report
+from .exit_report import exit_code_of, report
 from .hosts import LAUNCHER_ONLY
 from .node_config import default_omp_threads, launch_config, worker_command
 
@@ -77,7 +77,8 @@ def _launch(arguments: argparse.Namespace, num_ranks: int, log_dir: str, output:
     except ChildFailedError as error:
         failures = records.with_exit_causes(error.failures)
         if config.max_restarts:
-            print(no_restart_line(config.max_restarts), file=sys.stderr, flush=True)
+            line = f"booster run: all restarts of --max-restarts {config.max_restarts} are used, so the run ends"
+            print(line, file=sys.stderr, flush=True)
         if output is None:
             print(report(failures, logs.world_size), file=sys.stderr, flush=True)
         else:
@@ -91,16 +92,13 @@ def _launch(arguments: argparse.Namespace, num_ranks: int, log_dir: str, output:
             "machines again"
         ) from error
     except (DistError, RendezvousError) as error:
-        raise _rendezvous_failed(config, error) from error
+        reason = str(error.__cause__ or error).strip().splitlines()[0]
+        raise ConfigError(
+            f"the rendezvous at {config.rdzv_endpoint} failed ({reason}): check that all machines of the run were "
+            "started, the address is machine 0's, and its port is open and free, or change them with --master-addr and "
+            "--master-port"
+        ) from error
     return 0
-
-
-def _rendezvous_failed(config: Any, error: Exception) -> ConfigError:
-    reason = str(error.__cause__ or error).strip().splitlines()[0]
-    return ConfigError(
-        f"the rendezvous at {config.rdzv_endpoint} failed ({reason}): check that all machines of the run were started, "
-        "the address is machine 0's, and its port is open and free, or change them with --master-addr and --master-port"
-    )
 
 
 @contextmanager

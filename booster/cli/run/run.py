@@ -14,7 +14,6 @@ from booster.errors import BoosterError, ConfigError, RankFailedError
 from .hosts import Host, choose_hosts, exported_variables, first_hosts, host_commands, is_loopback
 from .node_config import (
     DEFAULT_PORT,
-    ExtraArguments,
     NumNodes,
     parse_extra_arguments,
     parse_nproc_per_node,
@@ -157,12 +156,9 @@ def _run_on_hosts(arguments: argparse.Namespace, hosts: list[Host], num_nodes: N
     from .multi_node import launch_nodes
 
     min_hosts = num_nodes.min_nodes if num_nodes is not None else len(hosts)
-    return launch_nodes(commands, min_hosts, grace_seconds=_grace_seconds(extra))
-
-
-def _grace_seconds(extra: ExtraArguments) -> float:
-    """Return the seconds between SIGTERM and SIGKILL in torch's launcher."""
-    return float(extra.launch.get("shutdown_timeout", os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", 30)))
+    # Seconds between SIGTERM and SIGKILL in torch's launcher.
+    grace_seconds = extra.launch.get("shutdown_timeout", os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", 30))
+    return launch_nodes(commands, min_hosts, grace_seconds=float(grace_seconds))
 
 
 def _hosts(arguments: argparse.Namespace, num_nodes: NumNodes | None) -> list[Host]:

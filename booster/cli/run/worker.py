@@ -27,16 +27,20 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 def main(arguments: list[str]) -> None:
     """Run `script.py args...` or `-m module args...`; exits the process if the script failed."""
     faulthandler.enable()  # a stack for SIGSEGV and the like
-    _die_with_launcher()
+    if sys.platform == "linux":  # terminate with the launcher, even if that is killed by SIGKILL
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     if isinstance(sys.stdout, io.TextIOWrapper):  # line-buffered, also under PYTHONUNBUFFERED: ranks share it
         sys.stdout.reconfigure(line_buffering=True, write_through=False)
     try:
         if arguments[0] == "-m":
-            _run_module(arguments[1], arguments[2:])
+            sys.argv = arguments[1:]
+            if not getattr(sys.flags, "safe_path", False):  # Python 3.11 has it
+                sys.path[0] = os.getcwd()
+            runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
         else:
             _run_script(arguments[0], arguments[1:])
     except SystemExit as error:
-        code = _exit_code(error)
+        code = error.code if isinstance(error.code, int) else int(error.code is not None)  # as the interpreter does
         if code != 0:
             _fail(error, code, show=isinstance(error.code, str))
     except KeyboardInterrupt as error:
@@ -60,29 +64,13 @@ def _run_script(path: str, arguments: list[str]) -> None:
     exec(code, module.__dict__)  # noqa: S102 - running the user's script is what this is for
 
 
-def _run_module(name: str, arguments: list[str]) -> None:
-    sys.argv = [name, *arguments]
-    if not getattr(sys.flags, "safe_path", False):  # Python 3.11 has it
-        sys.path[0] = os.getcwd()
-    runpy.run_module(name, run_name="__main__", alter_sys=True)
-
-
-def _die_with_launcher() -> None:
-    # Even if the launcher is killed by SIGKILL.
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-
-
-def _exit_code(error: SystemExit) -> int:
-    if error.code is None:
-        return 0
-    return error.code if isinstance(error.code, int) else 1
-
-
 def _fail(error: BaseException, code: int, *, show: bool) -> None:
     """Print the error, write the report for the launcher, and exit after the atexit functions ran."""
     sys.last_value = error  # as the interpreter does: atexit functions see that this process failed
-    error = error.with_traceback(_strip_launcher_frames(error.__traceback__))
+    trace = error.__traceback__
+    while trace is not None and trace.tb_frame.f_code.co_filename in (__file__, runpy.__file__, "<frozen runpy>"):
+        trace = trace.tb_next  # frames of this launcher
+    error = error.with_traceback(trace)
     _write_report(error)
     if show and isinstance(error, SystemExit):
         print(error.code, file=sys.stderr)
@@ -90,12 +78,6 @@ def _fail(error: BaseException, code: int, *, show: bool) -> None:
         sys.excepthook(type(error), error, error.__traceback__)
     _exit_state["code"] = code
     sys.exit(code)
-
-
-def _strip_launcher_frames(trace: types.TracebackType | None) -> types.TracebackType | None:
-    while trace is not None and trace.tb_frame.f_code.co_filename in (__file__, runpy.__file__, "<frozen runpy>"):
-        trace = trace.tb_next
-    return trace
 
 
 def _write_report(error: BaseException) -> None:
