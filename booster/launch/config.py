@@ -47,7 +47,8 @@ class Config(Mapping[str, Any]):
         Raises:
             ConfigError: The file does not exist, is not a `.py` file, or fails to run.
         """
-        return cls(_visible(_run_file(_checked_path(Path(path)))))
+        namespace = _run_file(_checked_path(Path(path)))
+        return cls({name: one for name, one in namespace.items() if not name.startswith("_") and not _is_import(one)})
 
     @classmethod
     def load(cls, source: Config | Mapping[str, Any] | str | Path) -> Config:
@@ -137,10 +138,6 @@ def _run_file(path: Path) -> dict[str, Any]:
             "script, and can import installed packages only"
         ) from error
     return namespace
-
-
-def _visible(namespace: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in namespace.items() if not name.startswith("_") and not _is_import(value)}
 
 
 def _is_import(value: Any) -> bool:

@@ -18,9 +18,10 @@ from booster.validation import is_int
 
 from .network import nearest_address
 
-_TORCH_RANK = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
-_TORCH_NUMBERS = (*_TORCH_RANK, "MASTER_PORT")
-_TORCH = (*_TORCH_NUMBERS, "MASTER_ADDR")
+# Variables of `booster run` and torchrun; job scripts set some of those without the rank.
+TORCH_RANK = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+_TORCH_NUMBERS = (*TORCH_RANK, "MASTER_PORT")
+TORCH = (*_TORCH_NUMBERS, "MASTER_ADDR")
 
 # Note [Store address]
 # srun and mpirun set the rank of a process, but no store address. It is, in this order: the argument; MASTER_ADDR and
@@ -41,23 +42,13 @@ class RankEnvironment:
     port: int = 0
 
 
-def has_torch_rank() -> bool:
-    """Return whether any rank variable of `booster run` and torchrun is set."""
-    return first_set(_TORCH_RANK) is not None
-
-
-def has_torch_variables() -> bool:
-    """Return whether any variable of `booster run` and torchrun is set; job scripts set some of them."""
-    return first_set(_TORCH) is not None
-
-
 def read_torch() -> RankEnvironment:
     """Read RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT.
 
     Raises:
         ConfigError: Variables are missing or not numbers.
     """
-    _require("booster run", _TORCH)
+    _require("booster run", TORCH)
     rank, world_size, local_rank, port = read_numbers("booster run", _TORCH_NUMBERS)
     host = os.environ["MASTER_ADDR"]
     return RankEnvironment(rank=rank, world_size=world_size, local_rank=local_rank, host=host, port=port)
@@ -124,19 +115,12 @@ def _require(launcher: str, names: Sequence[str]) -> None:
         )
 
 
-_SIZE = "OMPI_COMM_WORLD_SIZE"
-_RANK = ("OMPI_COMM_WORLD_RANK", _SIZE, "OMPI_COMM_WORLD_LOCAL_RANK")
+_RANK = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK")
 _OPENMPI_JOB_NAMES = ("PMIX_NAMESPACE",)
 # Addresses of mpirun and of the daemon on this host, which is mpirun itself on its own host.
 # OpenMPI 4 sets them, OpenMPI 5 does not.
 _MPIRUN = "OMPI_MCA_orte_hnp_uri"
 _DAEMON = "OMPI_MCA_orte_local_daemon_uri"
-
-
-def num_openmpi_processes() -> int:
-    """Return the number of processes that `mpirun` started, or 1 if it did not start this one."""
-    text = os.environ.get(_SIZE, "") if os.environ.get(_RANK[0]) else ""
-    return int(text) if text.isdecimal() else 1
 
 
 def read_openmpi(host: str | None = None, port: int | None = None) -> RankEnvironment:
@@ -194,12 +178,6 @@ _NODE_LISTS = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
 _SLURM_JOB_NAMES = ("SLURM_JOB_ID", "SLURM_STEP_ID")
 
 
-def num_slurm_tasks() -> int:
-    """Return the number of processes that `srun` started, or 1 if it did not start this one."""
-    text = os.environ.get(_STEP_TASKS, "") if os.environ.get("SLURM_PROCID") else ""
-    return int(text) if text.isdecimal() else 1
-
-
 def read_slurm(host: str | None = None, port: int | None = None) -> RankEnvironment:
     """Read SLURM_PROCID, SLURM_STEP_NUM_TASKS, SLURM_LOCALID, and the variables for the names of job and nodes.
 
@@ -249,6 +227,20 @@ def _slurm_store_host(rank: int) -> str:
             f"the other ranks look for it: give host={here!r}, or export MASTER_ADDR in the job script"
         )
     return host
+
+
+def check_no_other_launcher() -> None:
+    """Raise `ConfigError` if `srun` or `mpirun` started several processes; called without the variables of torchrun."""
+    for launcher, rank, size, function in (
+        ("srun", "SLURM_PROCID", _STEP_TASKS, "launch_from_slurm"),
+        ("mpirun", _RANK[0], _RANK[1], "launch_from_openmpi"),
+    ):
+        count = os.environ.get(size, "")
+        if os.environ.get(rank) and count.isdecimal() and int(count) > 1:
+            raise ConfigError(
+                f"{launcher} started {int(count)} processes without the variables of `booster run`, so each would "
+                f"train alone in a world of one: call booster.{function}() in place of launch_from_torch()"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

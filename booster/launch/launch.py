@@ -28,12 +28,12 @@ from booster.rng_state import set_default_seed, set_seed
 
 from .config import Config
 from .environments import (
+    TORCH,
+    TORCH_RANK,
     LaunchSettings,
     RankEnvironment,
-    has_torch_rank,
-    has_torch_variables,
-    num_openmpi_processes,
-    num_slurm_tasks,
+    check_no_other_launcher,
+    first_set,
     read_openmpi,
     read_slurm,
     read_torch,
@@ -99,6 +99,7 @@ def launch(
         ConfigError: The arguments are invalid, or differ from an earlier call's or between ranks.
         RankFailedError: A rank is too late.
     """
+    global _registered_at_exit
     settings = LaunchSettings(
         rank=rank,
         world_size=world_size,
@@ -118,6 +119,9 @@ def launch(
         _adopt(settings, loaded)
     else:
         _start(settings, loaded)
+    if not _registered_at_exit:
+        atexit.register(_shutdown_at_exit)
+        _registered_at_exit = True
     start_heartbeat(on_ranks_ended=abort_waits)
     set_seed(seed)
     set_default_seed(seed)
@@ -146,7 +150,7 @@ def launch_from_torch(
         ConfigError: Variables are missing or not numbers, srun or mpirun started several processes without them, or as
             in `launch`.
     """
-    if has_torch_rank():
+    if first_set(TORCH_RANK) is not None:
         environment = read_torch()
     elif dist.is_initialized() and _world is not None:  # launched in another way: this call is the second
         known = _world.settings
@@ -160,7 +164,13 @@ def launch_from_torch(
     elif dist.is_initialized():
         environment = RankEnvironment(rank=dist.get_rank(), world_size=dist.get_world_size(), local_rank=None)
     else:
-        environment = _environment_without_torch()
+        check_no_other_launcher()
+        if first_set(TORCH) is not None:
+            read_torch()  # raises and names the missing ones
+        get_dist_logger().info(
+            "no launcher's variables in the environment: a world of one; for more start with `booster run`"
+        )
+        environment = RankEnvironment(rank=0, world_size=1, local_rank=0)
     timeouts = _timeout_arguments(timeout_seconds, setup_timeout_seconds, checkpoint_timeout_seconds)
     _launch_with(environment, backend, seed, verbose, config, timeouts)
 
@@ -273,24 +283,6 @@ def destroy_world() -> None:
         dist.destroy_process_group()
 
 
-def _environment_without_torch() -> RankEnvironment:
-    for launcher, count, function in (
-        ("srun", num_slurm_tasks(), "launch_from_slurm"),
-        ("mpirun", num_openmpi_processes(), "launch_from_openmpi"),
-    ):
-        if count > 1:
-            raise ConfigError(
-                f"{launcher} started {count} processes without the variables of `booster run`, so each would train "
-                f"alone in a world of one: call booster.{function}() in place of launch_from_torch()"
-            )
-    if has_torch_variables():
-        return read_torch()  # raises and names the missing ones
-    get_dist_logger().info(
-        "no launcher's variables in the environment: a world of one; for more start with `booster run`"
-    )
-    return RankEnvironment(rank=0, world_size=1, local_rank=0)
-
-
 def _timeout_arguments(training: float, setup: float, checkpoint: float) -> dict[str, float]:
     return {"timeout_seconds": training, "setup_timeout_seconds": setup, "checkpoint_timeout_seconds": checkpoint}
 
@@ -350,15 +342,12 @@ def _adopt(settings: LaunchSettings, config: Config | None) -> None:
             f"torch.distributed is initialized with {existing} and the launch has {asked}: leave out your own "
             "init_process_group, or launch with the same settings"
         )
-    local_rank = settings.local_rank if settings.local_rank is not None else _local_rank_guess(settings.rank)
+    local_rank = settings.local_rank
+    if local_rank is None:
+        stated = os.environ.get("LOCAL_RANK", "")
+        local_rank = int(stated) if stated.isdigit() else settings.rank
     set_timeouts(settings.timeouts())
     _world = _World(settings=settings, local_rank=local_rank, config=config, is_ours=False)
-    _register_shutdown()
-
-
-def _local_rank_guess(rank: int) -> int:
-    local_rank = os.environ.get("LOCAL_RANK", "")
-    return int(local_rank) if local_rank.isdigit() else rank
 
 
 def _start(settings: LaunchSettings, config: Config | None) -> None:
@@ -393,14 +382,6 @@ def _start(settings: LaunchSettings, config: Config | None) -> None:
     set_timeouts(settings.timeouts())
     register_world()
     _world = _World(settings=settings, local_rank=local_rank, config=config, is_ours=True)
-    _register_shutdown()
-
-
-def _register_shutdown() -> None:
-    global _registered_at_exit
-    if not _registered_at_exit:
-        atexit.register(_shutdown_at_exit)
-        _registered_at_exit = True
 
 
 def _shutdown_at_exit() -> None:
