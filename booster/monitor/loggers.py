@@ -89,12 +89,8 @@ def aggregate_record(local: Sequence[float], *, lr: Sequence[float], unit: str, 
     }
 
 
-def to_line(record: Mapping[str, Any]) -> str:
-    """Encode a record as one line of JSON; non-finite numbers become "nan", "inf" and "-inf"."""
-    return json.dumps(_json_safe(record), allow_nan=False, separators=(",", ":")) + "\n"
-
-
 def _json_safe(value: Any) -> Any:
+    """Return a record with rounded numbers; those that are not finite become "nan", "inf" and "-inf"."""
     if isinstance(value, Mapping):
         return {key: _json_safe(one) for key, one in value.items()}
     if isinstance(value, list):
@@ -168,7 +164,7 @@ class JsonLinesLogger:
         self._has_failed = False
 
     def write(self, record: Mapping[str, Any]) -> None:
-        line = to_line(record).encode()
+        line = json.dumps(_json_safe(record), allow_nan=False, separators=(",", ":")).encode() + b"\n"
         try:
             written = self._file.write(line)
             if written != len(line):
@@ -184,7 +180,6 @@ class JsonLinesLogger:
 
 def last_step_in(path: Path) -> int | None:
     """Return the step of the last complete record of a JSON lines file, or None if there is none."""
-
     if not path.is_file():  # also a device, whose reads may never end
         return None
     with path.open("rb") as file:
@@ -324,9 +319,12 @@ def read_run(path: str | os.PathLike[str], name: str | None = None) -> LoggedRun
         ) from error
     found = [(line, parse_record(line)) for line in lines if line.strip()]
     records: dict[int, dict[str, Any]] = {}
-    for _, record in found:
-        if record is not None:
-            _merge_record(records, record)
+    for record in (record for _, record in found if record is not None):
+        step, is_of_step = record["step"], "seconds" in record
+        # Earlier records of this step or of later steps belong to steps that were repeated after a resume.
+        while records and next(reversed(records)) >= step + (not is_of_step):
+            records.popitem()
+        records.setdefault(step, {}).update(record)
     if not records:
         what = "is empty" if not found else f"has no record of a step in its {len(found)} lines"
         raise ConfigError(f"{str(path)!r} {what}: pass a file written by Monitor(log=...)")
@@ -345,20 +343,12 @@ def parse_record(line: str) -> dict[str, Any] | None:
 
 
 def _has_numbers(record: dict[str, Any]) -> bool:
-    def is_number(value: Any) -> bool:
-        return value is None or isinstance(value, (int, float)) or value in ("nan", "inf", "-inf")
-
-    def fits(value: Any) -> bool:
+    numbers: list[Any] = []
+    for value in record.values():
         if isinstance(value, dict):
-            return all(is_number(one) for one in value.values())
-        return all(is_number(one) for one in value) if isinstance(value, list) else is_number(value)
-
-    return all(fits(value) for value in record.values())
-
-
-def _merge_record(records: dict[int, dict[str, Any]], record: dict[str, Any]) -> None:
-    step, is_of_step = record["step"], "seconds" in record
-    # Earlier records of this step or of later steps belong to steps that were repeated after a resume.
-    while records and next(reversed(records)) >= step + (not is_of_step):
-        records.popitem()
-    records.setdefault(step, {}).update(record)
+            numbers += value.values()
+        elif isinstance(value, list):
+            numbers += value
+        else:
+            numbers.append(value)
+    return all(one is None or isinstance(one, (int, float)) or one in ("nan", "inf", "-inf") for one in numbers)

@@ -76,11 +76,6 @@ class MonitorConfig:
                 " evaluation and saving, or leave it out"
             )
 
-    @property
-    def shows_progress(self) -> bool:
-        """Whether rank 0 shows a progress bar."""
-        return self.progress == "always" or (self.progress is True and sys.stderr.isatty())
-
     def fingerprint(self) -> dict[str, Any]:
         """Return the settings that must be the same on all ranks."""
         return {
@@ -275,7 +270,7 @@ class Monitor:
         if settings.tensorboard is not None:
             directory = Path(settings.tensorboard)
             made.append(lambda: TensorBoardLogger(directory))
-        if settings.shows_progress:
+        if settings.progress == "always" or (settings.progress is True and sys.stderr.isatty()):
             made.append(lambda: ProgressBar(settings.total_steps, first_step or 1))
         for make in made:
             log = make()

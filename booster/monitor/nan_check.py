@@ -156,16 +156,15 @@ class _NonfiniteDetector(StepCallback):
         if not _any_rank(not math.isfinite(value)):
             return
         self._records = _Records()  # a pipeline's backward has finished when the loss is known
+        names = {self._model.logical_name(name) for name, _ in self._model.named_parameters()}
+        nonfinite = [part.name for part in self._model.tensor_slices() if _has_nonfinite(part.tensor)]
         report = _LossReport(
-            loss=None if math.isfinite(value) else str(value), modules=modules, parameters=self._nonfinite_parameters()
+            loss=None if math.isfinite(value) else str(value),
+            modules=modules,
+            parameters=list(dict.fromkeys(name for name in nonfinite if name in names)),
         )
         text = _format_loss([_LossReport(**one) for one in _all_gather_reports(asdict(report))])
         self._report(optimizer, text, skips_step=optimizer.loss_scaler is not None)
-
-    def _nonfinite_parameters(self) -> list[str]:
-        parameters = {self._model.logical_name(name) for name, _ in self._model.named_parameters()}
-        found = [part.name for part in self._model.tensor_slices() if _has_nonfinite(part.tensor)]
-        return list(dict.fromkeys(name for name in found if name in parameters))
 
     def on_gradients(self, optimizer: Any, named: Callable[[], Iterator[tuple[str, torch.Tensor]]]) -> None:
         if self._optimizer is not None and optimizer is not self._optimizer:

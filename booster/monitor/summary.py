@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import torch
 
@@ -17,19 +17,20 @@ def summarize(plugin: Plugin, model: ModelWrapper, optimizer: OptimizerWrapper |
     """Return the table as text. No communication."""
     axes = ", ".join(f"{axis}={size}" for axis, size in plugin.axis_sizes().items())
     precision = "fp32" if model.precision is None else model.precision.describe()
+    count = f"{_num_logical(model.logical_parameters()):,} parameters"
+    parameters = list(model.parameters())
+    if any(map(is_sharded, parameters)):
+        count += f", {sum(parameter.numel() for parameter in parameters):,} on this rank"
     lines = [
         f"plugin: {type(plugin).__name__}   ranks: {axes}   device: {plugin.device}   mixed precision: {precision}",
-        f"model: {type(model.unwrap()).__name__}, {_count(model)}",
+        f"model: {type(model.unwrap()).__name__}, {count}",
     ]
-    return "\n".join(lines + (_table([_HEAD, *_rows(plugin, model, optimizer)]) if optimizer is not None else []))
-
-
-def _count(model: ModelWrapper) -> str:
-    """Return the number of parameters of the user's model, and of this rank where it is smaller."""
-    parameters = list(model.parameters())
-    total = _num_logical(model.logical_parameters())
-    here = sum(parameter.numel() for parameter in parameters)
-    return f"{total:,} parameters" + (f", {here:,} on this rank" if any(map(is_sharded, parameters)) else "")
+    if optimizer is not None:
+        rows = [_HEAD, *_rows(plugin, model, optimizer)]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        for row in rows:
+            lines.append("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    return "\n".join(lines)
 
 
 def _rows(plugin: Plugin, model: ModelWrapper, optimizer: OptimizerWrapper) -> Iterable[tuple[str, ...]]:
@@ -55,8 +56,3 @@ def _num_logical(parameters: Iterable[torch.nn.Parameter]) -> int:
 
 def _dtypes(dtypes: Iterable[torch.dtype]) -> str:
     return ", ".join(sorted({str(dtype).removeprefix("torch.") for dtype in dtypes}))
-
-
-def _table(rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]

@@ -78,10 +78,8 @@ def format_report(statuses: Mapping[int, RankStatus], num_ranks: int) -> str:
         if operation is not None:  # both ends of a point-to-point message are listed separately
             waiting.setdefault((operation, None if operation.peer is None else rank), []).append(rank)
     lines = [_format_missing(ranks, statuses) for ranks in list(waiting.values())[:_MAX_RANKS]]
-    if not lines and _is_behind(statuses):
-        lines.append(_format_behind(statuses))
-    elif not lines:
-        lines.append("no rank is in a collective of this library")
+    if not lines:
+        lines.append(_format_behind(statuses) or "no rank is in a collective of this library")
     for other in sorted(range(num_ranks), key=lambda one: (one in statuses, one))[:_MAX_RANKS]:
         lines.append(f"rank {other} " + (str(statuses[other]) if other in statuses else "did not report: see its log"))
     if num_ranks > _MAX_RANKS:
@@ -120,20 +118,15 @@ def _has_entered(collective: CollectiveInfo, rank: int, other: RankStatus | None
 # the ones that the others wait for.
 
 
-def _is_behind(statuses: Mapping[int, RankStatus]) -> bool:
-    return len(set(_collective_counts(statuses).values())) > 1
-
-
 def _format_behind(statuses: Mapping[int, RankStatus]) -> str:
-    counts = _collective_counts(statuses)
-    most = max(counts.values())
+    """Format the ranks that have started fewer collectives than others; empty if there are none."""
+    counts = {rank: one.num_collectives for rank, one in statuses.items() if one.num_collectives is not None}
+    most = max(counts.values(), default=0)
     behind = [rank for rank, count in counts.items() if count < most]
+    if not behind:
+        return ""
     listed = ", ".join(f"rank {rank} ({counts[rank]})" for rank in behind[:_MAX_RANKS])
     return f"torch's backend has started {most} collectives of the world group on some ranks; missing: {listed}"
-
-
-def _collective_counts(statuses: Mapping[int, RankStatus]) -> dict[int, int]:
-    return {rank: one.num_collectives for rank, one in statuses.items() if one.num_collectives is not None}
 
 
 # Note [Watchdog]
@@ -190,17 +183,14 @@ class Watchdog:
 
     def _run(self) -> None:
         poll = min(self._seconds / _POLLS, _MAX_POLL_SECONDS)
+        # Longer than one iteration of this thread can take.
+        dump_seconds = self._seconds + _MAX_GATHER_SECONDS + 2 * _MAX_POLL_SECONDS
         try:
             while not self._stopping.wait(poll):
-                self._postpone_stack_dump()
+                faulthandler.dump_traceback_later(dump_seconds, file=_stderr_fd())  # postpones the last one
                 self._check()
         finally:
             faulthandler.cancel_dump_traceback_later()
-
-    def _postpone_stack_dump(self) -> None:
-        # Longer than one iteration of this thread can take.
-        seconds = self._seconds + _MAX_GATHER_SECONDS + 2 * _MAX_POLL_SECONDS
-        faulthandler.dump_traceback_later(seconds, file=_stderr_fd())
 
     def _check(self) -> None:
         last_step_time = self._last_step_time
@@ -208,7 +198,8 @@ class Watchdog:
             return
         if self._reported_step_time is not None:
             self._reported_step_time = None
-            self._withdraw_status()
+            with suppress(RuntimeError):  # a lost store raises where it is needed
+                self._store.delete()
         if time.perf_counter() - last_step_time < self._seconds:
             return
         self._reported_step_time = last_step_time
@@ -223,10 +214,6 @@ class Watchdog:
 
     def _head(self, mine: RankStatus) -> str:
         return f"rank {group_rank()} of {group_size()}: no step finished for {mine.idle_seconds:.1f} s"
-
-    def _withdraw_status(self) -> None:
-        with suppress(RuntimeError):  # a lost store raises where it is needed
-            self._store.delete()
 
     def _gather_statuses(self, own: RankStatus) -> dict[int, RankStatus] | None:
         """Collect the statuses published within the gather timeout; None if the store is lost."""
