@@ -83,21 +83,17 @@ def profile_of(timeline: MemoryTimeline) -> ActivationProfile:
             timeline_intervals[-1] = (*timeline_intervals[-1][:3], activations, timeline_intervals[-1][4])
         if change > 0 or gradient_change > 0:
             candidates.append((activations, gradients))
+    peaks: list[tuple[int, int]] = []
+    for pair in sorted(set(candidates), reverse=True):  # keep the Pareto-optimal pairs
+        if not peaks or pair[1] > peaks[-1][1]:
+            peaks.append(pair)
     return ActivationProfile(
-        _pareto_optimal(candidates),
+        tuple(peaks),
         saved,
         gradients,
         timeline.sent,
         tuple(MemoryInterval(*one) for one in timeline_intervals),
     )
-
-
-def _pareto_optimal(pairs: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
-    found: list[tuple[int, int]] = []
-    for pair in sorted(set(pairs), reverse=True):
-        if not found or pair[1] > found[-1][1]:
-            found.append(pair)
-    return tuple(found)
 
 
 def measure_peak(run: Callable[[], Any], existing: Sequence[torch.Tensor]) -> int:
@@ -197,12 +193,9 @@ def _track_gradients(model: nn.Module, tracker: _StorageTracker) -> Iterator[Non
 @contextmanager
 def _track_modules(model: nn.Module, tracker: _StorageTracker) -> Iterator[None]:
     def watch(name: str, module: nn.Module) -> list[Any]:
-        def begin_backward(_: torch.Tensor) -> None:
-            tracker.add_event("backward", name)
-
         def expect_backward(tensor: torch.Tensor) -> torch.Tensor:
             if tensor.requires_grad and isinstance(tensor, FakeTensor):  # vocab-parallel logits refuse hooks
-                tensor.register_hook(begin_backward)
+                tensor.register_hook(lambda _: tracker.add_event("backward", name))
             return tensor
 
         def leave(_: nn.Module, inputs: Any, outputs: Any) -> None:

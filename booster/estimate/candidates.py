@@ -270,9 +270,14 @@ def format_table(results: Sequence[CandidateResult]) -> str:
     for one in found:
         figures = [f"{figure / size:.2f}" for figure in _figures(one)]
         name = one.candidate.name + (_BEST_MARK if one is best else "")
-        rows.append([*figures, *([_fits(one)] if has_limit else []), name])
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return "\n".join(_line(row, widths) for row in rows)
+        fits = "yes" if one.estimate is not None and one.estimate.fits else "no"
+        rows.append([*figures, *([fits] if has_limit else []), name])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for *figures, name in rows:
+        aligned = [figure.rjust(width) for figure, width in zip(figures, widths, strict=False)]
+        lines.append("  ".join([*aligned, name]))
+    return "\n".join(lines)
 
 
 def format_notes(results: Sequence[CandidateResult], notes: Sequence[str] = ()) -> str:
@@ -300,14 +305,21 @@ def format_recommendation(results: Sequence[CandidateResult], device_memory: int
         )
     best = least_communication(results)
     if best is None or best.estimate is None:
-        excess = least.estimate.total - device_memory
+        excess, activations = least.estimate.total - device_memory, least.estimate.peak.activations
+        if activations > least.estimate.total - activations:
+            advice = "most of it is activations: give a smaller --batch or --seq"
+        else:
+            advice = "most of it is the model: give more ranks (--nproc), or --dtype bf16 to keep the weights in bf16"
         return (
             f"no setting fits in {format_size(device_memory)}: {least.candidate.name} needs the least,"
-            f" {format_size(least.estimate.total)}, which is {format_size(excess)} too much: {_how_to_reduce(least)}"
+            f" {format_size(least.estimate.total)}, which is {format_size(excess)} too much: {advice}"
         )
+    # Bytes per step are comparable only with the number of batches per step.
+    batches = "1 batch" if best.dp_size == 1 else f"{best.dp_size} batches"
     return (
         f"cheapest that fits, by bytes sent: {best.candidate.name}, {format_size(best.estimate.total)} of"
-        f" {format_size(device_memory)}, {format_size(best.estimate.sent)} sent by a rank in a step{_for_batch(best)}"
+        f" {format_size(device_memory)}, {format_size(best.estimate.sent)} sent by a rank in a step, which trains with"
+        f" {batches}"
     )
 
 
@@ -341,27 +353,5 @@ def _figures(result: CandidateResult) -> list[int]:
     return [*parts, estimate.total, estimate.memory.offloaded, estimate.sent]
 
 
-def _fits(result: CandidateResult) -> str:
-    return "yes" if result.estimate is not None and result.estimate.fits else "no"
-
-
-def _for_batch(result: CandidateResult) -> str:
-    # Bytes per step are comparable only with the number of batches per step.
-    batches = "batch" if result.dp_size == 1 else "batches"
-    return f", which trains with {result.dp_size} {batches}"
-
-
-def _how_to_reduce(result: CandidateResult) -> str:
-    estimate = result.estimate
-    if estimate is not None and estimate.peak.activations > estimate.total - estimate.peak.activations:
-        return "most of it is activations: give a smaller --batch or --seq"
-    return "most of it is the model: give more ranks (--nproc), or --dtype bf16 to keep the weights in bf16"
-
-
 def _unit_for(most: float) -> tuple[str, float]:
     return next(((unit, float(size)) for unit, size in _UNITS if most >= size), _UNITS[-1])
-
-
-def _line(row: Sequence[str], widths: Sequence[int]) -> str:
-    *figures, name = row
-    return "  ".join([*(one.rjust(width) for one, width in zip(figures, widths, strict=False)), name])

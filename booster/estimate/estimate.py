@@ -56,11 +56,6 @@ def fake_copy(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
         return _copy(model, "cpu")
 
 
-def meta_copy(model: nn.Module) -> nn.Module:
-    """Return a copy of a model on the meta device; see `fake_copy`."""
-    return _copy(model, "meta")
-
-
 def _copy(model: nn.Module, device: str) -> nn.Module:
     memo: dict[int, Any] = {}
     for parameter in model.parameters():
@@ -147,7 +142,7 @@ class OptimizerMemory:
         """See `MemoryRequest.state_bytes`."""
         total = 0.0
         for shape in shapes:
-            for state in self._states_of(min(len(shape), len(_SIZES)), dtype):
+            for state in self._state_shapes(min(len(shape), len(_SIZES)), dtype):
                 numel = state.constant * math.prod(shape[dim] for dim in state.dims)
                 is_elementwise = len(state.dims) == min(len(shape), len(_SIZES))
                 total += numel * state.element_bytes * (fraction if is_elementwise else 1.0)
@@ -159,22 +154,20 @@ class OptimizerMemory:
         sizes = [math.prod(shape) * dtype.itemsize for shape in shapes]
         return round(ratio * (sum(sizes) if is_of_all else max(sizes, default=0)))
 
-    def _states_of(self, num_dims: int, dtype: torch.dtype) -> list[_StateShape]:
+    def _state_shapes(self, num_dims: int, dtype: torch.dtype) -> list[_StateShape]:
         key = (num_dims, dtype)
         if key not in self._states:
-            self._states[key] = self._measure_states(_SIZES[:num_dims], dtype)
+            shape = _SIZES[:num_dims]
+            parameter = nn.Parameter(torch.zeros(shape, dtype=dtype))
+            parameter.grad = torch.zeros_like(parameter)
+            optimizer = self._make([parameter])
+            optimizer.step()
+            self._states[key] = [
+                _state_shape(value, shape)
+                for value in optimizer.state[parameter].values()
+                if isinstance(value, torch.Tensor) and value.numel() > 1
+            ]
         return self._states[key]
-
-    def _measure_states(self, shape: tuple[int, ...], dtype: torch.dtype) -> list[_StateShape]:
-        parameter = nn.Parameter(torch.zeros(shape, dtype=dtype))
-        parameter.grad = torch.zeros_like(parameter)
-        optimizer = self._make([parameter])
-        optimizer.step()
-        return [
-            _state_shape(value, shape)
-            for value in optimizer.state[parameter].values()
-            if isinstance(value, torch.Tensor) and value.numel() > 1
-        ]
 
     def _ratio(self, dtype: torch.dtype) -> tuple[float, bool]:
         """Return temporary memory of a step relative to a parameter, and whether it scales with all or the largest."""
@@ -249,16 +242,13 @@ def default_criterion(outputs: Any, batch: Any) -> torch.Tensor:
     loss = outputs.get("loss") if hasattr(outputs, "get") else getattr(outputs, "loss", None)
     loss = outputs if loss is None and isinstance(outputs, torch.Tensor) and outputs.numel() == 1 else loss
     if not isinstance(loss, torch.Tensor):
+        type_name = "tensor" if isinstance(outputs, torch.Tensor) else type(outputs).__name__
         raise ConfigError(
-            f"the model returned a {_type_name(outputs)} without a loss to run backward from: give criterion=, a"
+            f"the model returned a {type_name} without a loss to run backward from: give criterion=, a"
             " function of (outputs, batch) that returns the loss, as for execute_pipeline; or return (model, batch,"
             " criterion) from the function that `booster estimate` calls"
         )
     return loss
-
-
-def _type_name(outputs: Any) -> str:
-    return "tensor" if isinstance(outputs, torch.Tensor) else type(outputs).__name__
 
 
 class FakeTensorMemoryRequest(MemoryRequest):
@@ -284,7 +274,7 @@ class FakeTensorMemoryRequest(MemoryRequest):
         self._optimizer = optimizer
         self._batch = fake_batch(batch, self._mode)
         self._criterion = criterion
-        self.model = meta_copy(model)
+        self.model = _copy(model, "meta")
         pairs = zip(model.parameters(), self.model.parameters(), strict=True)
         is_trained = [copied for own, copied in pairs if own.requires_grad and (trained is None or id(own) in trained)]
         self.trained: Sequence[nn.Parameter] = is_trained
@@ -347,7 +337,9 @@ class FakeTensorMemoryRequest(MemoryRequest):
             if divide is not None:
                 divide(model)
             if dtype is not None:
-                _cast(model, dtype)
+                for tensor in (*model.parameters(), *model.buffers()):
+                    if tensor.is_floating_point():
+                        tensor.data = tensor.data.to(dtype)
             batch = _largest_microbatch(self._batch, num_microbatches)
             before: list[torch.Tensor] = []
             map_tensors(lambda tensor: before.append(tensor), batch)
@@ -358,9 +350,14 @@ class FakeTensorMemoryRequest(MemoryRequest):
             except BoosterError:
                 raise
             except Exception as error:
+                first_line = (str(error).strip().splitlines() or [""])[0][:200]
+                advice = "check that it runs on a real batch of these shapes and with this criterion"
+                if isinstance(error, (DataDependentOutputException, DynamicOutputShapeException)):
+                    advice = "a forward with data-dependent control flow can't be measured; give a batch for which it"
+                    advice += " has none"
                 raise ConfigError(
                     f"{type(model).__name__} can't be run on fake tensors to measure its activations"
-                    f" ({type(error).__name__}: {_first_line(error)}): {_advice(error)}"
+                    f" ({type(error).__name__}: {first_line}): {advice}"
                 ) from error
 
     def _loss(self, model: nn.Module, batch: Any, dtype: torch.dtype | None, outputs_fp32: bool) -> torch.Tensor:
@@ -377,27 +374,11 @@ class FakeTensorMemoryRequest(MemoryRequest):
         return self._criterion(outputs, batch)
 
 
-def _cast(model: nn.Module, dtype: torch.dtype) -> None:
-    for tensor in [*model.parameters(), *model.buffers()]:
-        if tensor.is_floating_point():
-            tensor.data = tensor.data.to(dtype)
-
-
 def _largest_microbatch(batch: Any, num_microbatches: int) -> Any:
     """Return the largest microbatch of a batch split along dimension 0."""
     if num_microbatches == 1:
         return batch
     return map_tensors(lambda one: one[: -(-one.shape[0] // num_microbatches)].clone() if one.dim() else one, batch)
-
-
-def _advice(error: Exception) -> str:
-    if isinstance(error, (DataDependentOutputException, DynamicOutputShapeException)):
-        return "a forward with data-dependent control flow can't be measured; give a batch for which it has none"
-    return "check that it runs on a real batch of these shapes and with this criterion"
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [""])[0][:200]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
