@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -20,7 +19,7 @@ from .commit import Transaction
 from .formats import json_values
 from .formats.json import MAX_JSON_BYTES, json_bytes
 from .layout import MODEL, OPTIMIZER
-from .loading.load import Loader, ModelLoad, OptimizerLoad, load_all
+from .loading.load import Loader, ModelLoad, OptimizerLoad
 from .ranks import CheckpointGroup
 from .save_target import SaveTarget, as_path, explain_missing_parents
 from .saving.part import CheckpointPart, model_part, optimizer_part, optimizer_values, save_metadata
@@ -109,7 +108,9 @@ class GeneralCheckpointIO(CheckpointIO):
             lambda: as_model_wrapper(model, is_primary=self.ranks.rank == 0), f"loading the model from {path}"
         )
         with Loader(self.ranks, self.storage, verify) as loader:
-            load_all([ModelLoad(loader, wrapped, path, strict=strict)])
+            load = ModelLoad(loader, wrapped, path, strict=strict)
+            load.check()
+            load.fill()
 
     def save_optimizer(
         self,
@@ -128,12 +129,14 @@ class GeneralCheckpointIO(CheckpointIO):
         `shard=False` puts both into one file.
         """
 
-        def prepare_target() -> tuple[SaveTarget, OptimizerWrapper]:
-            to = SaveTarget(checkpoint, OPTIMIZER, shard, prefix, size_per_shard, use_safetensors)
-            return to, as_optimizer_wrapper(optimizer, is_primary=self.ranks.rank == 0)
-
         action = "saving the optimizer"
-        target, wrapped = self.ranks.run_on_all_ranks(prepare_target, action)
+        target, wrapped = self.ranks.run_on_all_ranks(
+            lambda: (
+                SaveTarget(checkpoint, OPTIMIZER, shard, prefix, size_per_shard, use_safetensors),
+                as_optimizer_wrapper(optimizer, is_primary=self.ranks.rank == 0),
+            ),
+            action,
+        )
         values = self.ranks.run_on_all_ranks(lambda: optimizer_values(wrapped), action)
         self._save(lambda: (target, optimizer_part(wrapped, target, values)), action, use_async)
 
@@ -152,7 +155,9 @@ class GeneralCheckpointIO(CheckpointIO):
             f"loading the optimizer from {path}",
         )
         with Loader(self.ranks, self.storage, verify) as loader:
-            load_all([OptimizerLoad(loader, wrapped, path)])
+            load = OptimizerLoad(loader, wrapped, path)
+            load.check()
+            load.fill()
 
     def save_lr_scheduler(self, lr_scheduler: LRScheduler, checkpoint: str | os.PathLike[str]) -> None:
         """Write the scheduler's state; see `CheckpointIO.save_lr_scheduler`. Collective over the group.
@@ -165,8 +170,16 @@ class GeneralCheckpointIO(CheckpointIO):
 
         def write() -> None:
             document = json_values.encode(scheduler_document(lr_scheduler), f"state of {type(lr_scheduler).__name__}")
-            if self.ranks.rank == 0:
-                self._write_document(path, json_bytes(document))
+            if self.ranks.rank != 0:
+                return
+            transaction = Transaction(self.storage, path, is_directory=False)
+            try:
+                with explain_missing_parents(self.storage, path, "saving the LR scheduler"):
+                    directory = transaction.begin()
+                self.storage.write_file(directory / path.name, json_bytes(document))
+                transaction.commit(is_stale=lambda name: False)
+            finally:
+                transaction.abort()
 
         self.ranks.run_on_all_ranks(write, f"saving the LR scheduler to {path}")
 
@@ -229,13 +242,3 @@ class GeneralCheckpointIO(CheckpointIO):
             action=action,
         )
         self.saver.save(request, use_async=use_async)
-
-    def _write_document(self, path: Path, content: bytes) -> None:
-        transaction = Transaction(self.storage, path, is_directory=False)
-        try:
-            with explain_missing_parents(self.storage, path, "saving the LR scheduler"):
-                directory = transaction.begin()
-            self.storage.write_file(directory / path.name, content)
-            transaction.commit(is_stale=lambda name: False)
-        finally:
-            transaction.abort()

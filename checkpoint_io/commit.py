@@ -7,7 +7,7 @@ import json
 import os
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from uuid import uuid4
@@ -19,11 +19,10 @@ from .formats.json import MAX_JSON_BYTES, parse_json
 from .storage import Storage
 
 # Note [Commit directory]: `.booster-commit-<uuid>` in a directory holds the files of a committed checkpoint and the
-# list
-# of names that it makes stale. The content of the directory is an overlay: its own files, minus the stale names, plus
-# the files of the commit directory. Installing moves the files one by one and removes the stale ones; after a sync, the
-# commit directory is removed. No step changes the overlay, nor does the loss of any step in a power failure, so
-# installing can stop anywhere and be finished by any process.
+# list of names that it makes stale. The content of the directory is an overlay: its own files, minus the stale names,
+# plus the files of the commit directory. Installing moves the files one by one and removes the stale ones; after a
+# sync, the commit directory is removed. No step changes the overlay, nor does the loss of any step in a power failure,
+# so installing can stop anywhere and be finished by any process.
 # A checkpoint may have subdirectories, one level deep. So the content of a directory can also be in a commit directory
 # of its parent. In shared directories such as /tmp, only the user's own commit directories count.
 
@@ -31,11 +30,6 @@ _COMMIT = re.compile(r"\.booster-commit-[0-9a-f]{32}")
 _COMMIT_OR_TEMPORARY = re.compile(r"\.booster-(?:commit|tmp)-[0-9a-f]{32}")
 _STALE = ".booster-stale.json"
 _MAX_RENAME_ATTEMPTS = 20  # to read a consistent overlay during concurrent commits
-
-
-def new_temporary_name() -> str:
-    """Return a name for a temporary directory inside an existing one; readers ignore such names."""
-    return f".booster-tmp-{uuid4().hex}"
 
 
 def publish(storage: Storage, temporary: Path, target: Path, *, is_stale: Callable[[str], bool]) -> None:
@@ -53,9 +47,11 @@ def publish(storage: Storage, temporary: Path, target: Path, *, is_stale: Callab
     """
     _install_all(storage, target)
     files, folders = names_in(storage, temporary)
-    _check_targets(storage, target, files, folders)
-    _create_directories(storage, target, folders)
-    stale = _stale_names(storage, target, files, folders, is_stale)
+    _prepare_target(storage, target, files, folders)
+    existing = [name for name in storage.names(target) if not _COMMIT_OR_TEMPORARY.fullmatch(name)]
+    existing += [f"{folder}/{name}" for folder in folders for name in storage.names(target / folder)]
+    candidates = [name for name in existing if name not in set(files) and is_stale(name)]
+    stale = [name for name in candidates if storage.kind(target / name) in ("file", "link")]
     storage.write_file(temporary / _STALE, json.dumps(stale).encode("ascii"))
     for folder in [*folders, "."]:
         storage.sync_path(temporary / folder)
@@ -65,7 +61,10 @@ def publish(storage: Storage, temporary: Path, target: Path, *, is_stale: Callab
     try:
         storage.sync_path(target)  # the commit point
     except OSError:
-        _rollback(storage, commit, temporary)
+        with suppress(OSError):  # if undoing the commit fails too, it stays, complete
+            storage.rename_new(commit, temporary)
+            # Otherwise a power failure could restore the commit after its files are removed.
+            storage.sync_path(target)
         raise
     _install(storage, commit, target)
 
@@ -77,8 +76,7 @@ def recover_commits(storage: Storage, directory: Path) -> None:
         storage: Storage of the directory.
         directory: Directory; need not exist.
     """
-    names = _names_if_readable(storage, directory) if storage.kind(directory) == "directory" else []
-    if not _commit_directories(storage, directory, names):
+    if storage.kind(directory) != "directory" or not _commit_directories(storage, directory):
         return
     lock = storage.lock(directory)
     if lock is None:
@@ -114,8 +112,10 @@ def names_in(storage: Storage, folder: Path) -> tuple[list[str], list[str]]:
     return [name for name in files if name != _STALE], folders
 
 
-class DirectoryView:
-    """Consistent snapshot of a directory as readers see it: its files, overlaid by pending commits.
+def paths_in(storage: Storage, directory: Path) -> dict[str, Path]:
+    """Return the path of each file as readers see the directory: its files, overlaid by pending commits.
+
+    The result is a consistent snapshot.
 
     Args:
         storage: Storage of the directory.
@@ -125,79 +125,63 @@ class DirectoryView:
         OSError: The directory cannot be listed.
         CheckpointError: A commit directory in it is damaged.
     """
-
-    def __init__(self, storage: Storage, directory: Path) -> None:
-        self._storage = storage
-        self._directory = directory
-        real = Path(os.path.realpath(directory))
-        self._parent, self._name = real.parent, real.name
-        self._paths = self._read_snapshot()
-
-    def path(self, name: str) -> Path:
-        """Return the path of a file; for a missing file, its path in the directory."""
-        return self._paths.get(name, self._directory / name)
-
-    def names(self) -> list[str]:
-        """Return the names, sorted."""
-        return sorted(self._paths)
-
-    def _read_snapshot(self) -> dict[str, Path]:
-        names, commits = self._read_names_and_commits()
-        for _ in range(_MAX_RENAME_ATTEMPTS if commits else 0):
-            # Commit directories are listed before the directory, because files move from the former to the latter.
-            layers = [self._read_commit(*commit) for commit in commits]
-            previous = commits
-            names, commits = self._read_names_and_commits()
-            if commits == previous:
-                return self._overlay(names, layers)
+    layers: list[tuple[set[str], dict[str, Path]]] = []
+    names, commits = _read_names_and_commits(storage, directory)
+    for _ in range(_MAX_RENAME_ATTEMPTS if commits else 0):
+        # Commit directories are listed before the directory, because files move from the former to the latter.
+        layers = [_read_commit(storage, *commit) for commit in commits]
+        previous = commits
+        names, commits = _read_names_and_commits(storage, directory)
+        if commits == previous:
+            break
+    else:
         if commits:
             raise CheckpointError(
-                f"{self._directory} changed too often while it was listed: other processes are saving into it. Load"
+                f"{directory} changed too often while it was listed: other processes are saving into it. Load"
                 " after they have finished, or give every save its own directory"
             )
-        return self._overlay(names, [])
-
-    def _read_names_and_commits(self) -> tuple[list[str], list[tuple[Path, str]]]:
-        """Return the names in the directory, and its commit directories, each with the subdirectory to overlay."""
-        names = self._storage.names(self._directory)
-        local = [(path, "") for path in _commit_directories(self._storage, self._directory, names)]
-        parent_names = _names_if_readable(self._storage, self._parent)
-        from_parent = [(path, self._name) for path in _commit_directories(self._storage, self._parent, parent_names)]
-        return names, sorted(local + from_parent, key=lambda found: found[0].name)
-
-    def _read_commit(self, commit: Path, subdirectory: str) -> tuple[set[str], dict[str, Path]]:
-        """Return the names that a commit makes stale in this directory, and the paths of its files."""
-        try:
-            stale = _read_stale(self._storage, commit)
-            files, _ = names_in(self._storage, commit)
-        except FileNotFoundError:  # just installed and removed; the next listing shows that
-            return set(), {}
-        paths = {name.rpartition("/")[2]: commit / name for name in files if name.rpartition("/")[0] == subdirectory}
-        return {name.rpartition("/")[2] for name in stale if name.rpartition("/")[0] == subdirectory}, paths
-
-    def _overlay(self, names: Sequence[str], layers: Sequence[tuple[set[str], Mapping[str, Path]]]) -> dict[str, Path]:
-        paths = {name: self._directory / name for name in names if not _COMMIT_OR_TEMPORARY.fullmatch(name)}
-        for stale, commit_paths in layers:
-            for name in stale:
-                paths.pop(name, None)
-            paths.update(commit_paths)
-        return paths
+        layers = []
+    paths = {name: directory / name for name in names if not _COMMIT_OR_TEMPORARY.fullmatch(name)}
+    for stale, commit_paths in layers:
+        for name in stale:
+            paths.pop(name, None)
+        paths.update(commit_paths)
+    return paths
 
 
-def _names_if_readable(storage: Storage, directory: Path) -> list[str]:
+def _read_names_and_commits(storage: Storage, directory: Path) -> tuple[list[str], list[tuple[Path, str]]]:
+    """Return the names in the directory, and its commit directories, each with the subdirectory to overlay."""
+    names = storage.names(directory)
+    real = Path(os.path.realpath(directory))
+    local = [(path, "") for path in _commit_directories(storage, directory, names)]
+    from_parent = [(path, real.name) for path in _commit_directories(storage, real.parent)]
+    return names, sorted(local + from_parent, key=lambda found: found[0].name)
+
+
+def _read_commit(storage: Storage, commit: Path, subdirectory: str) -> tuple[set[str], dict[str, Path]]:
+    """Return the names that a commit makes stale in a directory, and the paths of its files."""
     try:
-        return storage.names(directory)
-    except PermissionError:
-        return []  # not listable: no process of this user can have committed into it
+        stale = _read_stale(storage, commit)
+        files, _ = names_in(storage, commit)
+    except FileNotFoundError:  # just installed and removed; the next listing shows that
+        return set(), {}
+    paths = {name.rpartition("/")[2]: commit / name for name in files if name.rpartition("/")[0] == subdirectory}
+    return {name.rpartition("/")[2] for name in stale if name.rpartition("/")[0] == subdirectory}, paths
 
 
-def _commit_directories(storage: Storage, directory: Path, names: Sequence[str]) -> list[Path]:
-    """Return the commit directories among the names, oldest first."""
+def _commit_directories(storage: Storage, directory: Path, names: Sequence[str] | None = None) -> list[Path]:
+    """Return the commit directories among the names in a directory, oldest first; the names are listed if not given."""
+    if names is None:
+        try:
+            names = storage.names(directory)
+        except PermissionError:
+            return []  # not listable: no process of this user can have committed into it
     found = [directory / name for name in sorted(names) if _COMMIT.fullmatch(name)]
     return [path for path in found if storage.kind(path) == "directory" and not storage.is_foreign(path)]
 
 
-def _check_targets(storage: Storage, target: Path, files: Sequence[str], folders: Sequence[str]) -> None:
+def _prepare_target(storage: Storage, target: Path, files: Sequence[str], folders: Sequence[str]) -> None:
+    """Check that nothing is in the way of the new files, and create missing directories."""
     for names, kinds in ((files, ("file", "link", None)), (folders, ("directory", None))):
         for name in names:
             if storage.kind(target / name) not in kinds:
@@ -205,31 +189,11 @@ def _check_targets(storage: Storage, target: Path, files: Sequence[str], folders
                     f"{target / name} is in the way: the checkpoint has a {'file' if names is files else 'folder'} of"
                     " that name, but it is something else. Remove it, or save to another path"
                 )
-
-
-def _create_directories(storage: Storage, target: Path, folders: Sequence[str]) -> None:
     # Before any file is moved: files below an unsynced directory entry could be lost.
     missing = [folder for folder in folders if storage.kind(target / folder) is None]
     for folder in missing:
         storage.make_directory(target / folder)
         storage.sync_path((target / folder).parent)
-
-
-def _stale_names(
-    storage: Storage, target: Path, files: Sequence[str], folders: Sequence[str], is_stale: Callable[[str], bool]
-) -> list[str]:
-    existing = [name for name in storage.names(target) if not _COMMIT_OR_TEMPORARY.fullmatch(name)]
-    existing += [f"{folder}/{name}" for folder in folders for name in storage.names(target / folder)]
-    candidates = [name for name in existing if name not in set(files) and is_stale(name)]
-    return [name for name in candidates if storage.kind(target / name) in ("file", "link")]
-
-
-def _rollback(storage: Storage, commit: Path, temporary: Path) -> None:
-    """Try to undo a commit that may not be on disk; if that fails too, it stays, complete."""
-    with suppress(OSError):
-        storage.rename_new(commit, temporary)
-        # Otherwise a power failure could restore the commit after its files are removed.
-        storage.sync_path(commit.parent)
 
 
 def _install_all(storage: Storage, directory: Path) -> None:
@@ -241,38 +205,25 @@ def _install(storage: Storage, commit: Path, target: Path) -> None:
     """Move the files of a commit to their places; see Note [Commit directory]."""
     stale = _read_stale(storage, commit)
     files, folders = names_in(storage, commit)
-    _check_targets(storage, target, files, folders)
-    _create_directories(storage, target, folders)
-    _remove_old_indexes(storage, target, files)
-    for name in sorted(files, key=_is_index):
-        _move(storage, commit / name, target / name)
+    _prepare_target(storage, target, files, folders)
+    indexes = [name for name in files if ".index." in name]
+    if len(files) > 1:  # with the old index, other libraries would read a mix of old and new shards
+        for name in indexes:
+            if storage.kind(target / name) is not None:
+                storage.remove(target / name)
+    for name in sorted(files, key=lambda name: name in indexes):
+        try:
+            storage.replace(commit / name, target / name)
+        except FileNotFoundError:
+            if storage.kind(commit / name) is not None:
+                raise
+            # Moved by another process: without file locks, several may install the same commit.
     for name in stale:
         if storage.kind(target / name) in ("file", "link"):
             storage.remove(target / name)
     for folder in dict.fromkeys([*folders, *(str(Path(name).parent) for name in stale), "."]):
         storage.sync_path(target / folder)
     storage.remove_tree(commit)
-
-
-def _remove_old_indexes(storage: Storage, target: Path, files: Sequence[str]) -> None:
-    """Remove the old index of replaced shards: other libraries would read a mix of old and new shards."""
-    if len(files) > 1:
-        for name in filter(_is_index, files):
-            if storage.kind(target / name) is not None:
-                storage.remove(target / name)
-
-
-def _is_index(name: str) -> bool:
-    return ".index." in name
-
-
-def _move(storage: Storage, source: Path, target: Path) -> None:
-    try:
-        storage.replace(source, target)
-    except FileNotFoundError:
-        if storage.kind(source) is not None:
-            raise
-        # Moved by another process: without file locks, several may install the same commit.
 
 
 def _read_stale(storage: Storage, commit: Path) -> list[str]:
@@ -311,15 +262,14 @@ def _is_safe_name(name: object) -> bool:
 # created meanwhile. Then the parent is synced; after a power failure before that, the checkpoint is complete or
 # absent.
 # (b) The target is one file. The temporary is a sibling directory with that file. Commit point: the rename over the old
-# file. Then the parent is synced; a power failure before that may restore the old file, complete. (c) The target is an
-# existing directory: it may hold other parts, logs and directories, and be a mount point. So     the temporary is
-# inside it (renames cannot cross file systems), and no single rename can replace all files.     Commit point: the
-# rename of the temporary to a commit directory in the target, synced. From then on every reader     of this library
-# sees the new files through it, see Note [Commit directory], and no stale old ones. Only then are the     files moved
-# to their places, for other libraries. If that is interrupted, readers still see the complete     checkpoint, and the
-# next save into the directory finishes it first.
-#     Other libraries read the plain files: between commit point and end they find the old checkpoint, none, or the new
-# one, but never an index over shards of both.
+# file. Then the parent is synced; a power failure before that may restore the old file, complete.
+# (c) The target is an existing directory: it may hold other parts, logs and directories, and be a mount point. So the
+# temporary is inside it (renames cannot cross file systems), and no single rename can replace all files. Commit point:
+# the rename of the temporary to a commit directory in the target, synced. From then on every reader of this library
+# sees the new files through it, see Note [Commit directory], and no stale old ones. Only then are the files moved to
+# their places, for other libraries. If that is interrupted, readers still see the complete checkpoint, and the next
+# save into the directory finishes it first. Other libraries read the plain files: between commit point and end they
+# find the old checkpoint, none, or the new one, but never an index over shards of both.
 # Saves into one directory are serialized from the commit point to the end by a lock on it. A commit that a killed save
 # did not install is installed by the next save, before its own. Temporaries are locked while their writer is alive, so
 # the next save removes only those of killed saves. Without directory locks (NFS) this cannot be distinguished: a save
@@ -383,13 +333,20 @@ class Transaction:
         # Pending commits first: they may contain the target or its directory.
         for directory in (container.parent, container):
             recover_commits(storage, directory)
-        self._check_target()
+        kind = storage.kind(Path(os.path.realpath(target)))
+        if self._is_directory and kind not in ("directory", None):
+            raise ConfigError(
+                f"{target} is a file, but shard=True writes a directory: give another path, or shard=False"
+            )
+        if not self._is_directory and kind not in ("file", None):
+            raise ConfigError(
+                f"{target} is a directory or not a regular file, but shard=False writes one file: give a file name, or"
+                " pass shard=True"
+            )
         storage.make_parents(target)
         self.clear_leftovers()
         self._is_inside = self._is_directory and storage.kind(target) == "directory"
-        self._create_temporary()
-        assert self._temporary is not None
-        return self._temporary
+        return self._create_temporary()
 
     def commit(self, *, is_stale: Callable[[str], bool]) -> None:
         """Make the written files, which must be synced, the checkpoint. See Note [Commit].
@@ -402,16 +359,23 @@ class Transaction:
             CheckpointError: The commit is impossible.
             OSError: A file system operation failed.
         """
-        temporary = self._temporary
+        storage, target, temporary = self._storage, self._target, self._temporary
         assert temporary is not None, "commit() comes after begin()"
-        with _explain_rename_errors(self._target):
+        with _explain_rename_errors(target):
             if self._is_inside:
-                with _hold_lock(self._storage, self._target):
-                    publish(self._storage, temporary, self._target, is_stale=is_stale)
+                with _hold_lock(storage, target):
+                    publish(storage, temporary, target, is_stale=is_stale)
             elif self._is_directory:
-                self._rename_directory(temporary)
+                _, folders = names_in(storage, temporary)
+                for folder in [*folders, "."]:
+                    storage.sync_path(temporary / folder)
+                storage.rename_new(temporary, target)  # the commit point
+                storage.sync_path(target.parent)
             else:
-                self._rename_file(temporary)
+                if names_in(storage, temporary) != ([target.name], []):
+                    raise CheckpointError(f"{temporary} has files besides {target.name}: another process wrote into it")
+                storage.replace(temporary / target.name, target)  # the commit point
+                storage.sync_path(target.parent)
         self.abort()
 
     def abort(self) -> None:
@@ -433,60 +397,28 @@ class Transaction:
         if self._is_directory:
             _remove_leftovers(self._storage, self._target, lambda name: _INNER.fullmatch(name) is not None)
 
-    def _rename_directory(self, temporary: Path) -> None:
-        storage = self._storage
-        _, folders = names_in(storage, temporary)
-        for folder in [*folders, "."]:
-            storage.sync_path(temporary / folder)
-        storage.rename_new(temporary, self._target)  # the commit point
-        storage.sync_path(self._target.parent)
-
-    def _rename_file(self, temporary: Path) -> None:
-        storage = self._storage
-        if names_in(storage, temporary) != ([self._target.name], []):
-            raise CheckpointError(f"{temporary} has files besides {self._target.name}: another process wrote into it")
-        storage.replace(temporary / self._target.name, self._target)  # the commit point
-        storage.sync_path(self._target.parent)
-
-    def _check_target(self) -> None:
-        kind = self._storage.kind(Path(os.path.realpath(self._target)))
-        if self._is_directory and kind not in ("directory", None):
-            raise ConfigError(
-                f"{self._target} is a file, but shard=True writes a directory: give another path, or shard=False"
-            )
-        if not self._is_directory and kind not in ("file", None):
-            raise ConfigError(
-                f"{self._target} is a directory or not a regular file, but shard=False writes one file: give a file"
-                " name, or pass shard=True"
-            )
-
-    def _create_temporary(self) -> None:
+    def _create_temporary(self) -> Path:
+        """Create and lock a temporary directory, in the target or beside it."""
         for _ in range(_MAX_ATTEMPTS):
-            path = self._new_name()
+            if self._is_inside:
+                path = self._target / f".booster-tmp-{uuid4().hex}"
+            else:
+                path = self._target.parent / f"{_prefix(self._target.name)}.tmp-{uuid4().hex}"
             self._storage.make_directory(path)
             self._temporary = path
-            self._lock = self._try_lock(path)
-            if self._lock is not None:
-                return
+            try:
+                lock = self._storage.lock(path)
+            except FileNotFoundError:
+                continue  # another save removed it as a leftover
+            if lock is None:
+                continue
+            if self._storage.kind(path) == "directory":
+                self._lock = lock
+                return path
+            self._storage.unlock(lock)  # removed before it was locked
         raise CheckpointError(
             f"{self._target}: other processes remove the temporary directories of this save: end them"
         )
-
-    def _new_name(self) -> Path:
-        if self._is_inside:
-            return self._target / new_temporary_name()
-        return self._target.parent / f"{_prefix(self._target.name)}.tmp-{uuid4().hex}"
-
-    def _try_lock(self, path: Path) -> int | None:
-        """Lock a new directory; return None if another save removed it as a leftover before that."""
-        try:
-            lock = self._storage.lock(path)
-        except FileNotFoundError:
-            return None
-        if lock is not None and self._storage.kind(path) != "directory":
-            self._storage.unlock(lock)
-            return None
-        return lock
 
     def _is_leftover(self, name: str) -> bool:
         match = _TEMPORARY.fullmatch(name)
@@ -505,7 +437,8 @@ def resolve(storage: Storage, directory: Path, name: str) -> Path:
         name: File name, or `<folder>/<name>`. For a missing file, the result does not exist.
     """
     folder, _, base = name.rpartition("/")
-    return DirectoryView(storage, directory / folder if folder else directory).path(base)
+    container = directory / folder if folder else directory
+    return paths_in(storage, container).get(base, container / base)
 
 
 def list_directory(storage: Storage, directory: Path) -> list[str]:
@@ -514,7 +447,7 @@ def list_directory(storage: Storage, directory: Path) -> list[str]:
     Raises:
         OSError: The directory cannot be listed.
     """
-    return DirectoryView(storage, directory).names()
+    return sorted(paths_in(storage, directory))
 
 
 def remove_checkpoint(storage: Storage, directory: Path) -> None:

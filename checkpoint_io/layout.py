@@ -65,30 +65,30 @@ class FileNames:
     @property
     def single(self) -> str:
         """Name of an unsharded tensor file."""
-        return f"{self._full_stem}.{self.suffix}"
+        return f"{self.stem}{self._variant}.{self.suffix}"
 
     @property
     def index(self) -> str:
         """Name of the index, which maps tensors to shards."""
-        return self._json_name("index")
+        return f"{self.stem}.{self.suffix}.index{self._variant}.json"
 
     @property
     def manifest(self) -> str:
         """Name of the manifest, with sizes and checksums of all other files."""
-        return self._json_name("manifest")
+        return f"{self.stem}.{self.suffix}.manifest{self._variant}.json"
 
     @property
     def groups(self) -> str:
         """Name of the file with the optimizer's plain values."""
-        return f"optimizer_groups.{self.prefix}.json" if self.prefix else "optimizer_groups.json"
+        return f"optimizer_groups{self._variant}.json"
 
     def shard(self, number: int, num_shards: int) -> str:
         """Return the name of a shard; numbers start at 1."""
-        return f"{self._full_stem}-{number:05d}-of-{num_shards:05d}.{self.suffix}"
+        return f"{self.stem}{self._variant}-{number:05d}-of-{num_shards:05d}.{self.suffix}"
 
     def may_have_written(self, file_name: str) -> bool:
         """Return whether a save with these names may have written the file."""
-        shard = rf"{re.escape(self._full_stem)}-\d{{5,}}-of-\d{{5,}}\.{self.suffix}"
+        shard = rf"{re.escape(self.stem + self._variant)}-\d{{5,}}-of-\d{{5,}}\.{self.suffix}"
         return file_name in (self.single, self.index, self.manifest) or re.fullmatch(shard, file_name) is not None
 
     @staticmethod
@@ -96,13 +96,9 @@ class FileNames:
         """Return whether the name is numbered like a shard's."""
         return re.search(r"-\d{5,}-of-\d{5,}\.", file_name) is not None
 
-    def _json_name(self, kind: str) -> str:
-        variant = f".{self.prefix}" if self.prefix else ""
-        return f"{self.stem}.{self.suffix}.{kind}{variant}.json"
-
     @property
-    def _full_stem(self) -> str:
-        return f"{self.stem}.{self.prefix}" if self.prefix else self.stem
+    def _variant(self) -> str:
+        return f".{self.prefix}" if self.prefix else ""
 
 
 MODEL = FileKind(name="model", safetensors_stem="model", bin_stem="pytorch_model")

@@ -7,10 +7,9 @@ import uuid
 from collections.abc import Callable
 from typing import TypeVar
 
-import torch
 import torch.distributed as dist
 
-from booster.comm import all_gather_bytes, all_gather_equal, group_rank, group_size, raise_on_all_ranks
+from booster.comm import group_rank, group_size, raise_on_all_ranks
 from booster.errors import BoosterError, CheckpointError
 
 T = TypeVar("T")
@@ -25,6 +24,7 @@ class CheckpointGroup:
         host: Host name of this rank. Optional, defaults to the system's.
 
     Attributes:
+        group: Process group as given.
         host: Identifier that is equal only for ranks on the same machine.
     """
 
@@ -58,20 +58,6 @@ class CheckpointGroup:
             failure = as_checkpoint_error(error, action_name)
         raise_on_all_ranks(failure, self.group)
         return results[0]
-
-    def rank_zero_first(self, action: Callable[[], T], action_name: str) -> T:
-        """Like `run_on_all_ranks`, but rank 0 runs first, so that the other ranks find on disk what rank 0 found."""
-        first = self.run_on_all_ranks(lambda: [action()] if self.rank == 0 else [], action_name)
-        return self.run_on_all_ranks(lambda: first[0] if self.rank == 0 else action(), action_name)
-
-    def all_gather_distinct(self, payload: bytes) -> tuple[list[bytes], list[int]]:
-        """Return the distinct payloads of all ranks, and for every rank the index of its payload. Collective."""
-        return all_gather_bytes(payload, self.group)
-
-    def all_gather_equal_sized(self, payload: bytes) -> list[bytes]:
-        """Return the payloads of all ranks, of equal length, in rank order. Collective."""
-        local = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
-        return [bytes(row.numpy()) for row in all_gather_equal(local, self.group).view(self.size, -1)]
 
 
 def as_checkpoint_error(error: Exception, action_name: str) -> Exception:

@@ -107,7 +107,12 @@ class Storage:
     def resize(self, file: OpenFile, num_bytes: int) -> None:
         """Set the size of a file and, if supported, allocate its disk space, so that a full disk is detected here."""
         if num_bytes > 0:
-            _reserve(file, num_bytes)
+            while _fallocate is not None and _fallocate(file.descriptor, 0, 0, num_bytes) != 0:
+                code = ctypes.get_errno()
+                if code in _UNSUPPORTED:
+                    break
+                if code != errno.EINTR:
+                    raise OSError(code, os.strerror(code), str(file.path))
         with _add_path_to_errors(file.path):
             os.ftruncate(file.descriptor, num_bytes)
 
@@ -255,11 +260,17 @@ class Storage:
         """
         try:
             real = Path(os.path.realpath(path, strict=True))
-            if inside is not None and not any(real.is_relative_to(allowed) for allowed in _allowed_directories(inside)):
-                raise CheckpointError(
-                    f"{path} is a link that leaves its directory, which a checkpoint must not contain: copy the file"
-                    " into the directory"
-                )
+            if inside is not None:
+                directory = Path(os.path.realpath(inside))
+                allowed = [directory]
+                if "snapshots" in directory.parts:
+                    last = len(directory.parts) - 1 - directory.parts[::-1].index("snapshots")
+                    allowed.append(Path(*directory.parts[:last]) / "blobs")
+                if not any(real.is_relative_to(each) for each in allowed):
+                    raise CheckpointError(
+                        f"{path} is a link that leaves its directory, which a checkpoint must not contain: copy the"
+                        " file into the directory"
+                    )
             _check_regular(path, real.stat())
             descriptor = os.open(real, os.O_RDONLY | os.O_NONBLOCK | _NOFOLLOW)
         except (OSError, ValueError) as error:  # ValueError: a NUL in the name
@@ -342,14 +353,6 @@ def _bytes_of(data: Buffer) -> memoryview:
     return view.cast("B") if view.nbytes else memoryview(b"")  # cast() rejects shapes with a zero
 
 
-def _allowed_directories(directory: Path) -> list[Path]:
-    real = Path(os.path.realpath(directory))
-    if "snapshots" not in real.parts:
-        return [real]
-    last = len(real.parts) - 1 - real.parts[::-1].index("snapshots")
-    return [real, Path(*real.parts[:last]) / "blobs"]
-
-
 # System calls that Python does not wrap. `os.posix_fallocate` is none: if the file system cannot allocate, the
 # C library writes into every block instead, over the network if need be.
 
@@ -363,15 +366,6 @@ def _system_call(name: str, *argument_types: Any) -> Callable[..., int] | None:
 
 _fallocate = _system_call("fallocate64", ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
 _renameat2 = _system_call("renameat2", ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_char_p, ctypes.c_uint)
-
-
-def _reserve(file: OpenFile, num_bytes: int) -> None:
-    while _fallocate is not None and _fallocate(file.descriptor, 0, 0, num_bytes) != 0:
-        code = ctypes.get_errno()
-        if code in _UNSUPPORTED:
-            return
-        if code != errno.EINTR:
-            raise OSError(code, os.strerror(code), str(file.path))
 
 
 def _rename_noreplace(source: Path, target: Path) -> bool:

@@ -113,7 +113,8 @@ def config_documents(model: nn.Module) -> dict[str, bytes]:
     if hasattr(config_copy, "architectures"):
         config_copy.architectures = [type(model).__name__]
     if hasattr(config_copy, "dtype"):
-        config_copy.dtype = _dtype_name(model)
+        dtypes = (parameter.dtype for parameter in model.parameters() if parameter.is_floating_point())
+        config_copy.dtype = str(next(dtypes, torch.get_default_dtype())).removeprefix("torch.")
     documents["config.json"] = _config_json(config_copy, "config")
     generation_config: Any = getattr(model, "generation_config", None)
     can_generate = getattr(model, "can_generate", None)
@@ -141,8 +142,3 @@ def _config_json(config: Any, what: str) -> bytes:
     if not isinstance(text, str):
         raise ConfigError(f"the model's {what}.to_json_string() returned a {type(text).__name__}: it must return a str")
     return text.encode("utf-8")
-
-
-def _dtype_name(model: nn.Module) -> str:
-    dtypes = (parameter.dtype for parameter in model.parameters() if parameter.is_floating_point())
-    return str(next(dtypes, torch.get_default_dtype())).removeprefix("torch.")

@@ -42,7 +42,10 @@ def parse_json(raw: bytes, source_name: str) -> Any:
     """
     value = _parse(raw, source_name, MAX_DEPTH, _parse_int64)
     if _SURROGATE.search(raw) is not None:
-        _check_unicode(value, source_name)
+        try:
+            json.dumps(value, ensure_ascii=False).encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise _parse_error(source_name, f"it holds half of a surrogate pair ({error.reason})") from None
     return value
 
 
@@ -112,13 +115,6 @@ def _structure(raw: bytes) -> Iterator[bytes]:
         if structure:
             yield structure
         start = stop
-
-
-def _check_unicode(value: Any, source_name: str) -> None:
-    try:
-        json.dumps(value, ensure_ascii=False).encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise _parse_error(source_name, f"it holds half of a surrogate pair ({error.reason})") from None
 
 
 def _reject_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

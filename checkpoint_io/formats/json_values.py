@@ -7,7 +7,7 @@ import binascii
 import json
 import math
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -78,17 +78,12 @@ def _encode(value: Any, value_name: str, depth: int) -> Any:
         raise CheckpointError(
             f"{value_name[:200]} is nested deeper than {MAX_DEPTH} levels, or contains itself: flatten it"
         )
-    if value_type is list:
-        return _encode_items(value, value_name, depth)
-    if value_type in _SEQUENCES:
-        return {_SEQUENCES[value_type]: _encode_items(value, value_name, depth)}
+    if value_type is list or value_type in _SEQUENCES:
+        items = [_encode(item, f"{value_name}[{index}]", depth + 1) for index, item in enumerate(value)]
+        return items if value_type is list else {_SEQUENCES[value_type]: items}
     if value_type in _MAPPINGS:
         return _encode_mapping(value, value_name, depth)
     return _encode_leaf(value, value_name)
-
-
-def _encode_items(value: Iterable[Any], value_name: str, depth: int) -> list[Any]:
-    return [_encode(item, f"{value_name}[{index}]", depth + 1) for index, item in enumerate(value)]
 
 
 def _encode_mapping(value: dict[Any, Any], value_name: str, depth: int) -> Any:
@@ -103,11 +98,10 @@ def _encode_mapping(value: dict[Any, Any], value_name: str, depth: int) -> Any:
 
 def _encode_leaf(value: Any, value_name: str) -> Any:
     if type(value) is torch.Tensor and value.layout is torch.strided and value.device.type != "meta":
-        return {
-            "$tensor": [_dtype_name(value.dtype), list(value.shape), _encode_bytes(bytes_of(to_contiguous_cpu(value)))]
-        }
+        dtype_name = str(value.dtype).removeprefix("torch.")
+        return {"$tensor": [dtype_name, list(value.shape), _encode_bytes(bytes_of(to_contiguous_cpu(value)))]}
     if isinstance(value, torch.dtype):
-        return {"$dtype": _dtype_name(value)}
+        return {"$dtype": str(value).removeprefix("torch.")}
     if isinstance(value, np.generic) and value.dtype.kind in "biufc":
         return {"$numpy": [value.dtype.str, _encode_bytes(value.tobytes())]}
     if isinstance(value, complex):
@@ -122,10 +116,6 @@ def _encode_leaf(value: Any, value_name: str) -> Any:
 
 def _encode_bytes(raw: bytes | memoryview) -> str:
     return base64.b64encode(raw).decode("ascii")
-
-
-def _dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _decode(encoded: Any) -> Any:

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from booster.checkpoint_io.planning.coverage import CoverageLimitError, CoverageViolation, Tiles, check_coverage
+from booster.checkpoint_io.planning.coverage import CoverageLimitError, Tiles, check_coverage
 from booster.checkpoint_io.planning.slices import Box, full_box
 from booster.errors import CheckpointError
 from booster.interface import TensorSpec
@@ -102,7 +102,9 @@ def check_ranges_cover(specs: Mapping[str, TensorSpec], ranges: Iterable[RangeRe
     ranges = list(ranges)
     names = {name: number for number, name in enumerate(specs)}
     shapes = [spec.shape for spec in specs.values()]
-    _check_shapes(specs)
+    for name, spec in specs.items():
+        if math.prod(spec.shape) > _MAX_NUMEL:
+            raise _mismatch_error(f"{name[:200]!r} has the shape {spec.shape}, which no file can hold")
     boxes: dict[Box, int] = {}
     full_boxes = [full_box(shape) for shape in shapes]
     tensor, box = [], []
@@ -124,25 +126,18 @@ def check_ranges_cover(specs: Mapping[str, TensorSpec], ranges: Iterable[RangeRe
     except CoverageLimitError as error:
         raise _mismatch_error(f"{list(specs)[error.tensor][:200]!r} {error}") from None
     if violation is not None:
-        raise _mismatch_error(_format_violation(list(specs), shapes, violation))
-
-
-def _format_violation(names: Sequence[str], shapes: Sequence[tuple[int, ...]], violation: CoverageViolation) -> str:
-    times = "no checksum" if violation.num_covers == 0 else "more than one checksum"
-    name, shape = names[violation.tensor][:200], shapes[violation.tensor]
-    return f"element {violation.index} of {name!r}, of shape {shape}, has {times}"
-
-
-def _check_shapes(specs: Mapping[str, TensorSpec]) -> None:
-    for name, spec in specs.items():
-        if math.prod(spec.shape) > _MAX_NUMEL:
-            raise _mismatch_error(f"{name[:200]!r} has the shape {spec.shape}, which no file can hold")
+        times = "no checksum" if violation.num_covers == 0 else "more than one checksum"
+        name, shape = list(specs)[violation.tensor][:200], shapes[violation.tensor]
+        raise _mismatch_error(f"element {violation.index} of {name!r}, of shape {shape}, has {times}")
 
 
 def _check_bounds(names: Sequence[str], shapes: Sequence[tuple[int, ...]], boxes: Sequence[Box], tiles: Tiles) -> None:
     for pair in np.unique(tiles.tensor * len(boxes) + tiles.box).tolist():
         shape, box = shapes[pair // len(boxes)], boxes[pair % len(boxes)]
-        if not _is_within(box, shape):
+        is_within = len(box) == len(shape) and all(
+            low >= 0 and length >= 0 and low + length <= size for (low, length), size in zip(box, shape, strict=True)
+        )
+        if not is_within:
             raise _mismatch_error(
                 f"box {box} is out of bounds of {names[pair // len(boxes)][:200]!r}, of shape {shape}"
             )
@@ -154,12 +149,6 @@ def _check_bounds(names: Sequence[str], shapes: Sequence[tuple[int, ...]], boxes
             f"elements {tiles.start[first]} to {tiles.stop[first]} are out of bounds of box"
             f" {boxes[tiles.box[first]]} of {names[tiles.tensor[first]][:200]!r}"
         )
-
-
-def _is_within(box: Box, shape: tuple[int, ...]) -> bool:
-    return len(box) == len(shape) and all(
-        low >= 0 and length >= 0 and low + length <= size for (low, length), size in zip(box, shape, strict=True)
-    )
 
 
 def _are_columns(*, tensor: Any, names: Any, box: Any, boxes: Any, start: Any, stop: Any, crc32: Any) -> bool:
@@ -260,12 +249,24 @@ class Manifest:
             CheckpointError: It could not be parsed again: a name is not valid Unicode, `metadata` are not JSON values,
                 or it exceeds 64 MiB.
         """
-        self._check_metadata()
+        try:
+            raw_facts = json.dumps({"facts": self.metadata}, allow_nan=False).encode("ascii")
+        except (TypeError, ValueError, RecursionError) as error:
+            raise CheckpointError(f"the facts of a manifest are not JSON values: {error}") from None
+        parse_json(raw_facts, "what goes into the manifest as facts")
         document = {
             "format": _FORMAT,
             "version": FORMAT_VERSION,
             "kind": self.kind,
-            "files": {name: _encode_file(record) for name, record in self.files.items()},
+            "files": {
+                name: {
+                    "num_bytes": record.num_bytes,
+                    "head_bytes": record.head_bytes,
+                    "head_crc32": f"{record.head_crc32:08x}",
+                    "ranges": encode_ranges(record.ranges),
+                }
+                for name, record in self.files.items()
+            },
             "documents": {
                 name: {"num_bytes": record.num_bytes, "crc32": f"{record.crc32:08x}"}
                 for name, record in self.documents.items()
@@ -313,22 +314,6 @@ class Manifest:
             documents=_parse_table(document["documents"], source_name, _parse_document),
             metadata=document["facts"],
         )
-
-    def _check_metadata(self) -> None:
-        try:
-            raw = json.dumps({"facts": self.metadata}, allow_nan=False).encode("ascii")
-        except (TypeError, ValueError, RecursionError) as error:
-            raise CheckpointError(f"the facts of a manifest are not JSON values: {error}") from None
-        parse_json(raw, "what goes into the manifest as facts")
-
-
-def _encode_file(record: FileRecord) -> dict[str, Any]:
-    return {
-        "num_bytes": record.num_bytes,
-        "head_bytes": record.head_bytes,
-        "head_crc32": f"{record.head_crc32:08x}",
-        "ranges": encode_ranges(record.ranges),
-    }
 
 
 def _parse_checksummed(raw: bytes, source_name: str) -> dict[str, Any]:

@@ -56,9 +56,12 @@ def completed_head(head: bytes, crcs: Sequence[int]) -> bytes:
     document = parse_json(head[8:], "the header of the new file")
     text = document["__metadata__"][RECORD_KEY]
     ranges = decode_ranges(parse_json(text.encode(), "the record of the new file"), "the record of the new file")
-    completed = _replace_once(head, _as_json(text), _as_json(_encode(ranges, crcs)))
+    old, new = (json.dumps(each, ensure_ascii=False).encode() for each in (text, _encode(ranges, crcs)))
+    if head.count(old) != 1 or len(new) != len(old):
+        raise AssertionError("the placeholder of the record is not in the head as it was laid out")
+    completed = head.replace(old, new)
     start = completed.index(_HEAD_DIGITS + _ZEROS) + len(_HEAD_DIGITS)
-    return completed[:start] + _digits(zlib.crc32(completed)) + completed[start + _NUM_DIGITS :]
+    return completed[:start] + b"%08x" % zlib.crc32(completed) + completed[start + _NUM_DIGITS :]
 
 
 def embedded_record(
@@ -82,7 +85,7 @@ def embedded_record(
         raise _checksum_error(source_name)
     start = head.find(_HEAD_DIGITS) + len(_HEAD_DIGITS)
     stop = start + _NUM_DIGITS
-    expected = _digits(zlib.crc32(head[:start] + _ZEROS + head[stop:]))
+    expected = b"%08x" % zlib.crc32(head[:start] + _ZEROS + head[stop:])
     if start < len(_HEAD_DIGITS) or head[start:stop] != expected or metadata[HEAD_KEY] != expected.decode():
         raise _checksum_error(source_name)
     text = metadata[RECORD_KEY].encode("utf-8", "surrogatepass")
@@ -94,20 +97,6 @@ def embedded_record(
 def _encode(ranges: Sequence[RangeRecord], crcs: Sequence[int]) -> str:
     filled = [replace(each, crc32=crc) for each, crc in zip(ranges, crcs, strict=True)]
     return json.dumps(encode_ranges(filled), separators=(",", ":"))
-
-
-def _as_json(text: str) -> bytes:
-    return json.dumps(text, ensure_ascii=False).encode()
-
-
-def _replace_once(head: bytes, old: bytes, new: bytes) -> bytes:
-    if head.count(old) != 1 or len(new) != len(old):
-        raise AssertionError("the placeholder of the record is not in the head as it was laid out")
-    return head.replace(old, new)
-
-
-def _digits(crc32: int) -> bytes:
-    return b"%08x" % crc32
 
 
 def _checksum_error(source_name: str) -> CheckpointError:
@@ -281,32 +270,29 @@ def _load_torch(storage: Storage, file: OpenFile) -> Any:
             with FileIO(file.descriptor, "rb", closefd=False) as content:
                 return torch.load(content, map_location="cpu", weights_only=True)
     except Exception as error:
+        # Only part of torch's message: the rest recommends loading without weights_only, which would run the code.
+        match = re.search(r"(Trying to load unsupported|Unsupported)(?:(?!\. Please use)[^\n])*", str(error))
+        text = match[0] if match is not None else next(iter(str(error).splitlines()), "")
+        reason = f"{type(error).__name__}: {text[:300].rstrip(' .')}"
         raise CheckpointError(
-            f"{file.path} cannot be loaded without running code from it, or is damaged: {_reason(error)}. Save it again"
-            " as safetensors, or as a plain dictionary of tensors"
+            f"{file.path} cannot be loaded without running code from it, or is damaged: {reason}. Save it again as"
+            " safetensors, or as a plain dictionary of tensors"
         ) from error
-
-
-def _reason(error: Exception) -> str:
-    # Only part of torch's message: the rest recommends loading without weights_only, which would run the code.
-    match = re.search(r"(Trying to load unsupported|Unsupported)(?:(?!\. Please use)[^\n])*", str(error))
-    text = match[0] if match is not None else next(iter(str(error).splitlines()), "")
-    return f"{type(error).__name__}: {text[:300].rstrip(' .')}"
 
 
 def _checked_tensors(content: Any, source_name: str) -> dict[str, torch.Tensor]:
     if not isinstance(content, Mapping):
         raise CheckpointError(f"{source_name} holds a {type(content).__name__}: save a state_dict, tensors by name")
     for name, tensor in content.items():
-        if not isinstance(name, str) or not _is_dense_cpu_tensor(tensor):
+        is_dense_on_cpu = (
+            type(tensor) in (torch.Tensor, torch.nn.Parameter)
+            and tensor.layout is torch.strided
+            and tensor.device.type == "cpu"
+            and not tensor.is_quantized
+        )
+        if not isinstance(name, str) or not is_dense_on_cpu:
             raise CheckpointError(
                 f"{source_name} holds a {type(tensor).__name__} under {str(name)[:200]!r}: save a plain state_dict,"
                 " tensors by name, for example torch.save(model.state_dict(), path)"
             )
     return {name: tensor.detach() for name, tensor in content.items()}
-
-
-def _is_dense_cpu_tensor(value: Any) -> bool:
-    if type(value) not in (torch.Tensor, torch.nn.Parameter):
-        return False
-    return value.layout is torch.strided and value.device.type == "cpu" and not value.is_quantized

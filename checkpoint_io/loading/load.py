@@ -16,7 +16,7 @@ from booster.checkpoint_io.formats.optimizer_values import MASTER_SUFFIX, parse_
 from booster.checkpoint_io.layout import MODEL, OPTIMIZER, FileKind
 from booster.checkpoint_io.ranks import CheckpointGroup
 from booster.checkpoint_io.storage import Storage
-from booster.comm import check_same_across_ranks
+from booster.comm import all_gather_bytes, check_same_across_ranks
 from booster.errors import CheckpointError, ConfigError
 from booster.interface import ModelWrapper, OptimizerState, OptimizerWrapper, TensorSlice, TensorSpec
 from booster.logger import get_dist_logger
@@ -26,6 +26,7 @@ from .reader import StoredCheckpoint, open_checkpoint
 from .verify import verify_ranges
 
 MAX_LISTED = 10
+_INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -74,9 +75,13 @@ class Match:
             "not in the model": self.unexpected,
             "differing": self.differing,
         }
-        return "".join(
-            f"\n  {len(names)} {title}:{_format_names(names)}" for title, names in mismatches.items() if names
-        )
+        lines: list[str] = []
+        for title, names in mismatches.items():
+            if names:
+                lines += [f"  {len(names)} {title}:", *(f"    {name}" for name in names[:MAX_LISTED])]
+            if len(names) > MAX_LISTED:
+                lines.append(f"    ... and {len(names) - MAX_LISTED} more")
+        return "".join(f"\n{line}" for line in lines)
 
 
 def match_names(
@@ -113,32 +118,17 @@ def match_names(
     return match
 
 
-def can_convert(stored: torch.dtype, target: torch.dtype) -> bool:
-    """Return whether a load may convert: any float to any float, other dtypes only if lossless."""
-    if stored == target or (stored.is_floating_point and target.is_floating_point):
-        return True
-    kinds = {_dtype_category(stored), _dtype_category(target)}
-    # promote_types supports no unsigned dtype but uint8; all others count as lossy.
-    return kinds == {"integer"} and torch.promote_types(stored, target) == target
-
-
 def _mismatch(name: str, spec: TensorSpec, tensor_slice: TensorSlice) -> str | None:
     if spec.shape != tensor_slice.global_shape:
         return f"{name!r} has shape {spec.shape} in the checkpoint, {tensor_slice.global_shape} in the model"
-    if not can_convert(spec.dtype, tensor_slice.dtype):
-        return f"{name!r} is {spec.dtype} in the checkpoint, {tensor_slice.dtype} in the model"
-    return None
-
-
-def _dtype_category(dtype: torch.dtype) -> str:
-    if dtype in (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8):
-        return "integer"
-    return str(dtype)
-
-
-def _format_names(names: Sequence[str]) -> str:
-    text = "".join(f"\n    {name}" for name in names[:MAX_LISTED])
-    return f"{text}\n    ... and {len(names) - MAX_LISTED} more" if len(names) > MAX_LISTED else text
+    # A load converts any float to any float, but other dtypes only without loss.
+    stored, target = spec.dtype, tensor_slice.dtype
+    is_float = stored.is_floating_point and target.is_floating_point
+    # promote_types supports no unsigned dtype but uint8; all others count as lossy.
+    is_integer = stored in _INTEGERS and target in _INTEGERS
+    if stored == target or is_float or (is_integer and torch.promote_types(stored, target) == target):
+        return None
+    return f"{name!r} is {stored} in the checkpoint, {target} in the model"
 
 
 VERIFY = ("checksums", "structure")
@@ -195,7 +185,6 @@ class Loader:
 
     def open(self, path: Path, kind: FileKind) -> StoredCheckpoint:
         """Open a checkpoint and check its structure; it stays open until the loader is closed. Collective."""
-
         check_same_across_ranks("what they load", [f"a {kind.name} from {path}"], self.ranks.group)
 
         def open_stored() -> StoredCheckpoint:
@@ -204,7 +193,10 @@ class Loader:
             stored = open_checkpoint(self.storage, path, kind, timeout_seconds=timeout, requires_manifest=is_required)
             return self._open.enter_context(stored)
 
-        stored = self.ranks.rank_zero_first(open_stored, f"loading the {kind.name} from {path}")
+        action, rank = f"loading the {kind.name} from {path}", self.ranks.rank
+        # Rank 0 runs first, so that the other ranks find on disk what rank 0 found.
+        first = self.ranks.run_on_all_ranks(lambda: [open_stored()] if rank == 0 else [], action)
+        stored = self.ranks.run_on_all_ranks(lambda: first[0] if rank == 0 else open_stored(), action)
         # A concurrent save could show some ranks the old checkpoint and others the new one, each consistent.
         check_same_across_ranks(f"the {kind.name} that they found at {path}", [stored.fingerprint], self.ranks.group)
         return stored
@@ -221,7 +213,7 @@ class Loader:
 
     def names_of_all_ranks(self, names: Collection[str]) -> frozenset[str]:
         """Return the union of the ranks' names. Collective."""
-        payloads, _ = self.ranks.all_gather_distinct(json.dumps(sorted(names)).encode())
+        payloads, _ = all_gather_bytes(json.dumps(sorted(names)).encode(), self.ranks.group)
         return frozenset(name for raw in payloads for name in json.loads(raw))
 
 
@@ -243,6 +235,7 @@ class ModelLoad:
         self._model = model
         self._path = path
         self._strict = strict
+        self._action = f"loading the model from {path}"
 
     def check(self) -> None:
         """Open, match and verify. Collective.
@@ -252,7 +245,9 @@ class ModelLoad:
         """
         loader, ranks = self._loader, self._loader.ranks
         self._stored = stored = loader.open(self._path, MODEL)
-        slices, tied = ranks.run_on_all_ranks(self._target_slices, self._action)
+        slices, tied = ranks.run_on_all_ranks(
+            lambda: (self._model.tensor_slices(), self._model.tied_names()), self._action
+        )
         names = loader.names_of_all_ranks(
             {name for tensor_slice in slices for name in (tensor_slice.name, *tied.get(tensor_slice.name, ()))}
         )
@@ -280,16 +275,9 @@ class ModelLoad:
         """Read this rank's slices into the model's memory. Collective."""
         self._loader.ranks.run_on_all_ranks(self._read, self._action)
 
-    def _target_slices(self) -> tuple[Sequence[TensorSlice], Mapping[str, Sequence[str]]]:
-        return self._model.tensor_slices(), self._model.tied_names()
-
     def _read(self) -> None:
         read_slices(self._stored, self._source_and_slice)
         self._model.notify_loaded()
-
-    @property
-    def _action(self) -> str:
-        return f"loading the model from {self._path}"
 
 
 class OptimizerLoad:
@@ -309,6 +297,7 @@ class OptimizerLoad:
         self._loader = loader
         self._optimizer = optimizer
         self._path = path
+        self._action = f"loading the optimizer from {path}"
 
     def check(self) -> None:
         """Open, compare and verify. Collective.
@@ -360,10 +349,6 @@ class OptimizerLoad:
         for name in masters:
             yield from ((name, tensor_slice) for tensor_slice in of_model.get(name.removesuffix(MASTER_SUFFIX), []))
 
-    @property
-    def _action(self) -> str:
-        return f"loading the optimizer from {self._path}"
-
 
 def _check_duplicates(stored: StoredCheckpoint, match: Match) -> None:
     for used, duplicates in match.duplicates.items():
@@ -376,27 +361,20 @@ def _check_duplicates(stored: StoredCheckpoint, match: Match) -> None:
 
 
 def _are_equal(stored: StoredCheckpoint, left: str, right: str) -> bool:
-    specs = stored.specs
-    if specs[left] != specs[right]:
+    spec = stored.specs[left]
+    if stored.specs[right] != spec:
         return False
-    numel = specs[left].numel
-    spans = ((start, min(start + _COMPARED_ELEMENTS, numel)) for start in range(0, numel, _COMPARED_ELEMENTS))
-    return all(torch.equal(*(_read_bits(stored, name, specs[name], span) for name in (left, right))) for span in spans)
-
-
-def _read_bits(stored: StoredCheckpoint, name: str, spec: TensorSpec, span: tuple[int, int]) -> torch.Tensor:
-    tensor = torch.empty(span[1] - span[0], dtype=spec.dtype)
     box = tuple((0, size) for size in spec.shape)
-    tensor_slice = TensorSlice(
-        name=name, dtype=spec.dtype, global_shape=spec.shape, box=box, span=span, tensor=tensor, primary=False
-    )
-    read_slices(stored, [(name, tensor_slice)])
-    return tensor.view(torch.uint8)  # compare bits, so that NaN equals itself
-
-
-def load_all(loads: Sequence[Load]) -> None:
-    """Check all loads, then fill all of them. Collective."""
-    for load in loads:
-        load.check()
-    for load in loads:
-        load.fill()
+    for start in range(0, spec.numel, _COMPARED_ELEMENTS):
+        span = (start, min(start + _COMPARED_ELEMENTS, spec.numel))
+        bits: list[torch.Tensor] = []  # so that NaN equals itself
+        for name in (left, right):
+            tensor = torch.empty(span[1] - span[0], dtype=spec.dtype)
+            tensor_slice = TensorSlice(
+                name=name, dtype=spec.dtype, global_shape=spec.shape, box=box, span=span, tensor=tensor, primary=False
+            )
+            read_slices(stored, [(name, tensor_slice)])
+            bits.append(tensor.view(torch.uint8))
+        if not torch.equal(*bits):
+            return False
+    return True

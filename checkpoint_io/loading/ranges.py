@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from booster.checkpoint_io.copy_elements import copy_elements
+from booster.checkpoint_io.copy_elements import copy_elements, needs_no_conversion
 from booster.checkpoint_io.formats.safetensors import bytes_of
 from booster.checkpoint_io.planning.slices import Box, RunBlock, byte_runs, run_length, run_start
 from booster.checkpoint_io.storage import OpenFile
@@ -58,7 +58,8 @@ class ElementReader:
             return
         spec, location = self._stored.specs[name], self._stored.locate(name)
         if location is None:
-            self._copy_from_memory(name, box, span, out)
+            block = self._stored.read(name)[tuple(slice(offset, offset + length) for offset, length in box)]
+            copy_elements(block, start, stop, torch.from_numpy(out), block.dtype)
             return
         file, offset = location
         itemsize = spec.dtype.itemsize
@@ -66,8 +67,8 @@ class ElementReader:
         if start // length == (stop - 1) // length:
             self._stored.storage.read_at(file, out.data, offset + run_start(spec.shape, box, start) * itemsize)
             return
-        for block in byte_runs(spec.shape, box, span, itemsize, max_runs=_RUNS_PER_BATCH):
-            for group in _groups(block):
+        for run_block in byte_runs(spec.shape, box, span, itemsize, max_runs=_RUNS_PER_BATCH):
+            for group in _groups(run_block):
                 self._read_group(file, offset, group, itemsize, out)
 
     def _read_group(self, file: OpenFile, offset: int, runs: RunBlock, itemsize: int, out: np.ndarray) -> None:
@@ -81,10 +82,6 @@ class ElementReader:
         scratch = self._scratch[: last - first]
         self._stored.storage.read_at(file, scratch.data, offset + first)
         _extract_runs(scratch, runs.logical - first, runs.length, itemsize, target)
-
-    def _copy_from_memory(self, name: str, box: Box, span: tuple[int, int], out: np.ndarray) -> None:
-        block = self._stored.read(name)[tuple(slice(offset, offset + length) for offset, length in box)]
-        copy_elements(block, *span, torch.from_numpy(out), block.dtype)
 
 
 def assign_elements(tensor: torch.Tensor, start: int, values: torch.Tensor) -> None:
@@ -134,7 +131,7 @@ def _groups(block: RunBlock) -> Iterator[RunBlock]:
 
 def _extract_runs(scratch: np.ndarray, starts: np.ndarray, lengths: np.ndarray, itemsize: int, out: np.ndarray) -> None:
     """Concatenate the runs of a scratch buffer."""
-    is_regular = _is_regular(starts, lengths)
+    is_regular = bool((lengths == lengths[0]).all() and (np.diff(starts) == starts[1] - starts[0]).all())
     if lengths.mean() >= _LONG_RUN_BYTES and not is_regular:
         position = 0
         for start, length in zip(starts.tolist(), lengths.tolist(), strict=True):
@@ -151,10 +148,6 @@ def _extract_runs(scratch: np.ndarray, starts: np.ndarray, lengths: np.ndarray, 
     before = np.cumsum(lengths) - lengths
     index = np.repeat(starts - before, lengths) + np.arange(len(target))
     np.take(source, index, out=target, mode="clip")  # the default mode copies through a buffer
-
-
-def _is_regular(starts: np.ndarray, lengths: np.ndarray) -> bool:
-    return bool((lengths == lengths[0]).all() and (np.diff(starts) == starts[1] - starts[0]).all())
 
 
 # A slice in contiguous CPU memory with the stored dtype is read in place. All others (other dtype, strides or device)
@@ -199,7 +192,12 @@ def read_slices(
     Raises:
         CheckpointError: A file is truncated, or changed since it was opened.
     """
-    targets = [_target(stored, name, tensor_slice) for name, tensor_slice in named_slices]
+    targets: list[_FillTarget] = []
+    for name, tensor_slice in named_slices:
+        tensor, dtype = tensor_slice.tensor.detach(), stored.specs[name].dtype
+        is_plain = needs_no_conversion(tensor, dtype) and tensor.numel() > 0
+        memory = np.frombuffer(bytes_of(tensor), dtype=np.uint8) if is_plain else None
+        targets.append(_FillTarget(name, tensor_slice, tensor, dtype, memory))
     batches = list(_batches(targets))
     run_in_threads(_SliceReader(stored).fill, batches, min(num_threads, len(batches)))
     for target in targets:
@@ -216,41 +214,22 @@ class _SliceReader(threading.local):
 
     def fill(self, batch: Sequence[_ReadRange]) -> None:
         for read_range in batch:
-            target = read_range.target
+            target, start, stop = read_range.target, read_range.start, read_range.stop
             itemsize = target.dtype.itemsize
             if target.memory is not None:
-                self._read(read_range, target.memory[read_range.start * itemsize : read_range.stop * itemsize])
-                continue
-            if self._staging is None:
-                self._staging = np.empty(STAGING_BYTES, dtype=np.uint8)
-            staged = self._staging[: (read_range.stop - read_range.start) * itemsize]
-            self._read(read_range, staged)
-            assign_elements(target.tensor, read_range.start, torch.from_numpy(staged).view(target.dtype))
-
-    def _read(self, read_range: _ReadRange, out: np.ndarray) -> None:
-        tensor_slice = read_range.target.destination
-        first = tensor_slice.span[0]
-        self._reader.read(
-            read_range.target.stored_name, tensor_slice.box, (first + read_range.start, first + read_range.stop), out
-        )
-
-
-def _target(stored: StoredCheckpoint, name: str, tensor_slice: TensorSlice) -> _FillTarget:
-    tensor, dtype = tensor_slice.tensor.detach(), stored.specs[name].dtype
-    is_plain = (
-        tensor.device.type == "cpu"
-        and tensor.dtype == dtype
-        and tensor.is_contiguous()
-        and not (tensor.is_conj() or tensor.is_neg())
-        and tensor.numel() > 0
-    )
-    memory = np.frombuffer(bytes_of(tensor), dtype=np.uint8) if is_plain else None
-    return _FillTarget(name, tensor_slice, tensor, dtype, memory)
+                out = target.memory[start * itemsize : stop * itemsize]
+            else:
+                if self._staging is None:
+                    self._staging = np.empty(STAGING_BYTES, dtype=np.uint8)
+                out = self._staging[: (stop - start) * itemsize]
+            first = target.destination.span[0]
+            self._reader.read(target.stored_name, target.destination.box, (first + start, first + stop), out)
+            if target.memory is None:
+                assign_elements(target.tensor, start, torch.from_numpy(out).view(target.dtype))
 
 
 def _batches(targets: Sequence[_FillTarget]) -> Iterator[list[_ReadRange]]:
     """Group the ranges into batches for the threads: large slices are split, small ones combined."""
-
     batch: list[_ReadRange] = []
     free_bytes = READ_BYTES
     for target in targets:

@@ -15,7 +15,7 @@ from typing import TypeVar
 
 import torch
 
-from booster.checkpoint_io.commit import DirectoryView
+from booster.checkpoint_io.commit import paths_in
 from booster.checkpoint_io.formats.index import check_file_name, check_index_entries, format_names, parse_index
 from booster.checkpoint_io.formats.json import MAX_JSON_BYTES
 from booster.checkpoint_io.formats.manifest import MANIFEST_KEY, FileRecord, Manifest, check_ranges_cover
@@ -45,8 +45,8 @@ class DirectoryReader:
     def __init__(self, storage: Storage, path: Path) -> None:
         self.path = path
         self._storage = storage
-        self._view = DirectoryView(storage, path)
-        self.names = self._view.names()
+        self._paths = paths_in(storage, path)
+        self.names = sorted(self._paths)
 
     def open(self, name: str, expected: FileRecord | None = None) -> TensorFile:
         """Open a tensor file; see `open_tensor_file`."""
@@ -61,26 +61,22 @@ class DirectoryReader:
         )
 
     def _retry(self, name: str, action: Callable[[Path, Path], T]) -> T:
-        for _ in range(_NUM_ATTEMPTS - 1):
+        """Run the action with the file's path and the directory that its links must not leave."""
+        num_attempts = 0
+        while True:
+            path = self._paths.get(name, self.path / name)
+            # A directory committed together with its parent is a subdirectory of the parent's commit directory.
+            inside = self.path if path.is_relative_to(self.path) else path.parent.parent
             try:
-                return action(*self._locate(name))
+                return action(path, inside)
             except CheckpointError as error:
-                if not is_transient(error):
+                num_attempts += 1
+                if num_attempts == _NUM_ATTEMPTS or not is_transient(error):
                     raise
-            self._refresh()
-        return action(*self._locate(name))
-
-    def _locate(self, name: str) -> tuple[Path, Path]:
-        """Return the path of a file, and the directory that its links must not leave."""
-        path = self._view.path(name)
-        # A directory committed together with its parent is a subdirectory of the parent's commit directory.
-        return path, self.path if path.is_relative_to(self.path) else path.parent.parent
-
-    def _refresh(self) -> None:
-        try:
-            self._view = DirectoryView(self._storage, self.path)
-        except OSError as error:
-            raise cannot_open(self.path, error) from error
+            try:
+                self._paths = paths_in(self._storage, self.path)
+            except OSError as error:
+                raise cannot_open(self.path, error) from error
 
 
 def open_directory(storage: Storage, path: Path) -> DirectoryReader:
@@ -292,7 +288,14 @@ class _CheckpointOpener:
         if directory is not None:
             return self._open_directory(directory, _find_file_names(directory, self._kind))
         if path.suffix == ".json":
-            return self._open_directory(open_directory(self._storage, path.parent), self._names_of_index(path))
+            directory = open_directory(self._storage, path.parent)
+            file_names = self._kind.names_of(path.name)
+            if file_names is None or path.name not in (file_names.index, file_names.manifest):
+                expected = self._kind.names(is_safetensors=True).index
+                raise CheckpointError(
+                    f"{path} is not a {self._kind.name} index: give a directory, a file of tensors, or {expected}"
+                )
+            return self._open_directory(directory, file_names)
         for name in self._sibling_names(path):
             file_names = self._kind.names_of(name)
             if file_names is not None and name == file_names.manifest and file_names.may_have_written(path.name):
@@ -320,20 +323,14 @@ class _CheckpointOpener:
         except OSError:
             return ()  # the caller raises for the missing path
 
-    def _names_of_index(self, path: Path) -> FileNames:
-        file_names = self._kind.names_of(path.name)
-        if file_names is None or path.name not in (file_names.index, file_names.manifest):
-            expected = self._kind.names(is_safetensors=True).index
-            raise CheckpointError(
-                f"{path} is not a {self._kind.name} index: give a directory, a file of tensors, or {expected}"
-            )
-        return file_names
-
     def _open_directory(self, directory: DirectoryReader, file_names: FileNames) -> StoredCheckpoint:
         if file_names.manifest in directory.names:
             return self._open_with_manifest(directory, file_names, only=None)
-        is_sharded = file_names.index in directory.names
-        found = self._open_indexed(directory, file_names) if is_sharded else self._open_plain(directory, file_names)
+        if file_names.index in directory.names:
+            found = self._open_indexed(directory, file_names)
+        else:
+            single = file_names.single
+            found = self._open_single(directory.path / single, lambda: directory.open(single))
         if file_names.manifest in self._sibling_names(directory.path / file_names.manifest):
             found.close()
             raise _changed_error(directory.path)
@@ -377,7 +374,10 @@ class _CheckpointOpener:
                 if only in (None, name):
                     files.append(directory.open(name, record))
                     stack.callback(files[-1].close)
-                    _check_ranges(files[-1], record)
+                    try:
+                        check_ranges_cover(files[-1].specs, record.ranges)
+                    except CheckpointError as error:
+                        raise CheckpointError(f"{files[-1].path} and its manifest do not match: {error}") from error
             if only is None:
                 _check_index(directory, file_names, manifest, files)
             groups = read_recorded(directory, file_names.groups, manifest) if self._kind == OPTIMIZER else None
@@ -401,9 +401,6 @@ class _CheckpointOpener:
             stack.pop_all()
         return checkpoint
 
-    def _open_plain(self, directory: DirectoryReader, file_names: FileNames) -> StoredCheckpoint:
-        return self._open_single(directory.path / file_names.single, lambda: directory.open(file_names.single))
-
     def _open_single(self, path: Path, open_file: Callable[[], TensorFile]) -> StoredCheckpoint:
         with ExitStack() as stack:
             file = open_file()
@@ -421,7 +418,7 @@ class _CheckpointOpener:
             raise CheckpointError(
                 f"{file.path} was saved with the manifest {manifest_name[:200]!r}, which records its checksums, but is"
                 ' missing: copy it beside the file, or pass verify="structure" to load without checksums'
-            ) from _missing_file_error(manifest_name[:200])
+            ) from FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), manifest_name[:200])
 
 
 def _find_file_names(directory: DirectoryReader, kind: FileKind) -> FileNames:
@@ -446,14 +443,7 @@ def _find_file_names(directory: DirectoryReader, kind: FileKind) -> FileNames:
     raise CheckpointError(
         f"{directory.path} holds no {kind.name} checkpoint: found neither {plain.index} nor {plain.single} nor .bin"
         f" files, only {format_names(other_files)}. {advice}"
-    ) from _missing_file_error(str(directory.path))
-
-
-def _check_ranges(file: TensorFile, record: FileRecord) -> None:
-    try:
-        check_ranges_cover(file.specs, record.ranges)
-    except CheckpointError as error:
-        raise CheckpointError(f"{file.path} and its manifest do not match: {error}") from error
+    ) from FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(directory.path))
 
 
 def _check_index(
@@ -478,7 +468,3 @@ def _changed_error(directory: Path) -> CheckpointError:
     )
     error.__cause__ = OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(directory))
     return error
-
-
-def _missing_file_error(name: str) -> FileNotFoundError:
-    return FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), name)

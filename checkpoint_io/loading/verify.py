@@ -58,19 +58,16 @@ class _Verifier(threading.local):
 
     def verify(self, batch: Sequence[_ChecksummedRange]) -> None:
         for recorded in batch:
-            found = self._crc32(recorded.record)
-            if found != recorded.record.crc32:
-                raise self._checksum_error(recorded, found)
-
-    def _checksum_error(self, recorded: _ChecksummedRange, found: int) -> CheckpointError:
-        record, manifest = recorded.record, self._stored.manifest
-        where = "its own header" if manifest is None else self._stored.path.name
-        first, last = record.span
-        return CheckpointError(
-            f"{recorded.file.path} is damaged: elements {first} to {last} of {record.name!r} have the"
-            f" checksum {found:08x}, but {where} records {record.crc32:08x}, so nothing was loaded. Take another copy"
-            ' of the checkpoint, or pass verify="structure" to load it as it is'
-        )
+            record = recorded.record
+            found = self._crc32(record)
+            if found != record.crc32:
+                where = "its own header" if self._stored.manifest is None else self._stored.path.name
+                first, last = record.span
+                raise CheckpointError(
+                    f"{recorded.file.path} is damaged: elements {first} to {last} of {record.name!r} have the"
+                    f" checksum {found:08x}, but {where} records {record.crc32:08x}, so nothing was loaded. Take"
+                    ' another copy of the checkpoint, or pass verify="structure" to load it as it is'
+                )
 
     def _crc32(self, record: RangeRecord) -> int:
         spec = self._stored.specs[record.name]

@@ -89,7 +89,8 @@ def dedup_shards(tables: Sequence[SliceTable], table_of_rank: Sequence[int]) -> 
         CheckpointError: Ranks disagree about a tensor, or the primary shards do not cover every element exactly once.
     """
     of_rank = np.array(table_of_rank, dtype=np.int64)
-    ranks_of = _ranks_of_tables(of_rank, len(tables))
+    by_table = np.argsort(of_rank, kind="stable")
+    ranks_of = np.split(by_table, np.searchsorted(of_rank[by_table], np.arange(1, len(tables))))
     names, specs, boxes, rows = _merge(tables, of_rank)
     tensor_specs = _verify_specs(names, specs, rows, ranks_of)
     rows = rows.at(np.flatnonzero(rows.start < rows.stop))
@@ -116,11 +117,6 @@ def dedup_shards(tables: Sequence[SliceTable], table_of_rank: Sequence[int]) -> 
             table_of_rank=of_rank,
         ),
     )
-
-
-def _ranks_of_tables(table_of_rank: np.ndarray, num_tables: int) -> list[np.ndarray]:
-    order = np.argsort(table_of_rank, kind="stable")
-    return np.split(order, np.searchsorted(table_of_rank[order], np.arange(1, num_tables)))
 
 
 def _merge(

@@ -51,9 +51,12 @@ class Arena:
         candidates = [block for block in self._blocks if block.is_pinned == is_pinned and block.free_bytes >= num_bytes]
         if not candidates:
             self._blocks = [block for block in self._blocks if block.used > 0]  # free before allocating
-            candidates = [_ArenaBlock(num_bytes, is_pinned)]
+            candidates = [_ArenaBlock(host_memory(num_bytes, is_pinned=is_pinned), is_pinned)]
             self._blocks += candidates
-        return min(candidates, key=lambda block: block.free_bytes).allocate(num_bytes)
+        block = min(candidates, key=lambda block: block.free_bytes)
+        allocated = block.memory[block.used : block.used + num_bytes]
+        block.used = min(block.used + -(-num_bytes // PAGE_BYTES) * PAGE_BYTES, block.memory.numel())
+        return allocated
 
     def reset(self) -> None:
         """Reclaim all allocations, which must no longer be in use, and free blocks that were not used."""
@@ -67,20 +70,15 @@ class Arena:
         return sum(block.memory.numel() for block in self._blocks)
 
 
+@dataclass(slots=True)
 class _ArenaBlock:
-    def __init__(self, num_bytes: int, is_pinned: bool) -> None:
-        self.memory = host_memory(num_bytes, is_pinned=is_pinned)
-        self.is_pinned = is_pinned
-        self.used = 0
+    memory: torch.Tensor
+    is_pinned: bool
+    used: int = 0
 
     @property
     def free_bytes(self) -> int:
         return self.memory.numel() - self.used
-
-    def allocate(self, num_bytes: int) -> torch.Tensor:
-        allocated = self.memory[self.used : self.used + num_bytes]
-        self.used = min(self.used + -(-num_bytes // PAGE_BYTES) * PAGE_BYTES, self.memory.numel())
-        return allocated
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +159,10 @@ def stage_slices(ranges: Sequence[WriteRange], slices: Sequence[TensorSlice], ar
         arena: Memory for the copies; they are valid until its `reset`.
     """
     spans_of = _merged_spans(ranges)
-    enclosing_spans = [_enclosing_span(spans_of.get(index)) for index in range(len(slices))]
+    # Of each slice; memory between two of its spans is never touched.
+    enclosing_spans = [
+        (spans_of[index][0][0], spans_of[index][-1][1]) if index in spans_of else (0, 0) for index in range(len(slices))
+    ]
     offsets, num_bytes = [], 0
     for source, (first, last) in zip(slices, enclosing_spans, strict=True):
         offsets.append(num_bytes)
@@ -198,11 +199,6 @@ def _merged(spans: Sequence[Span]) -> Iterator[Span]:
             first = start
         last = max(last, stop)
     yield first, last
-
-
-def _enclosing_span(spans: list[Span] | None) -> Span:
-    """Return the enclosing span; memory between two spans is never touched."""
-    return (spans[0][0], spans[-1][1]) if spans else (0, 0)
 
 
 def _copy_all(copies: Sequence[_Copy], memory: torch.Tensor) -> None:
@@ -276,7 +272,13 @@ class AsyncSaves:
             stage: Copies into the arena and returns the background job.
             action: Description of the operation for messages.
         """
-        arena = self._acquire_arena()
+        with self._changed:
+            if not self._free and self._num_arenas < _MAX_ARENAS:
+                self._num_arenas += 1
+                arena = Arena()
+            else:
+                self._changed.wait_for(lambda: bool(self._free))
+                arena = self._free.pop(0)  # FIFO: with alternating saves, each reuses an arena of its own size
         try:
             job = self._ranks.run_on_all_ranks(lambda: stage(arena), action)
         except BaseException:
@@ -303,8 +305,11 @@ class AsyncSaves:
                 CheckpointError("a save in the background failed") if failed else None, self._ranks.group
             )
         except CheckpointError:
-            self._wait_until_idle()
-            self._raise_first()
+            with self._changed:
+                self._changed.wait_for(lambda: self._thread is None)
+                failures, self._failures = self._failures, []
+            if failures:
+                raise CheckpointError(f"a save in the background failed: {failures[0]}") from failures[0]
             raise
 
     def wait(self) -> None:
@@ -313,26 +318,9 @@ class AsyncSaves:
         Raises:
             CheckpointError: A save failed.
         """
-        self._wait_until_idle()
-        self.raise_failures()
-
-    def _raise_first(self) -> None:
-        with self._changed:
-            failures, self._failures = self._failures, []
-        if failures:
-            raise CheckpointError(f"a save in the background failed: {failures[0]}") from failures[0]
-
-    def _wait_until_idle(self) -> None:
         with self._changed:
             self._changed.wait_for(lambda: self._thread is None)
-
-    def _acquire_arena(self) -> Arena:
-        with self._changed:
-            if not self._free and self._num_arenas < _MAX_ARENAS:
-                self._num_arenas += 1
-                return Arena()
-            self._changed.wait_for(lambda: bool(self._free))
-            return self._free.pop(0)  # FIFO: with alternating saves, each reuses an arena of its own size
+        self.raise_failures()
 
     def _release_arena(self, arena: Arena) -> None:
         arena.reset()

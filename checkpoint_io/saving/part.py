@@ -18,9 +18,8 @@ from booster.checkpoint_io.formats.json import json_bytes
 from booster.checkpoint_io.formats.manifest import MANIFEST_KEY, DocumentRecord, FileRecord, Manifest, RangeRecord
 from booster.checkpoint_io.formats.tensor_files import GROUPS_KEY, completed_head, with_placeholder
 from booster.checkpoint_io.layout import MODEL, OPTIMIZER, FileKind, FileNames, FilePlan, index_document
-from booster.checkpoint_io.planning.save_plan import PlannedFile, SavePlan, WriteRange
+from booster.checkpoint_io.planning.save_plan import SavePlan, WriteRange
 from booster.checkpoint_io.save_target import SaveTarget
-from booster.errors import CheckpointError
 from booster.interface import ModelWrapper, OptimizerWrapper, TensorSlice
 
 
@@ -64,28 +63,39 @@ class PlannedPart:
         plan: Save plan.
         single_name: File name if the part is not sharded.
         images: Cache of file images (everything but the data) for this plan; extended here.
+
+    Attributes:
+        file_names: Names of the tensor files.
     """
 
     def __init__(self, part: CheckpointPart, plan: SavePlan, single_name: str, images: Images) -> None:
         self.part = part
         self.plan = plan
-        self._single_name = single_name
+        self.file_names = [file.name for file in plan.files] if part.is_sharded else [single_name]
         self._images = images
         self._ranges: dict[int, list[WriteRange]] = {}
 
-    @property
-    def num_bytes(self) -> int:
-        """Total size of the tensor files."""
-        return sum(self.image(index).num_bytes for index in range(len(self.plan.files)))
-
     def path_of(self, directory: Path, index: int) -> Path:
         """Return the path of a tensor file."""
-        return directory / self.part.folder / self._file_name(index)
+        return directory / self.part.folder / self.file_names[index]
 
     def image(self, index: int) -> FileImage:
         """Return the image of a tensor file: everything but the data."""
-        if index not in self._images:
-            self._images[index] = self._make_image(self.plan.files[index])
+        if index in self._images:
+            return self._images[index]
+        file, values = self.plan.files[index], self.part.values
+        if self.part.names.suffix == "safetensors":
+            metadata = {"format": "pt"}
+            if values is not None:
+                metadata[GROUPS_KEY] = values
+            if self.part.is_sharded:
+                metadata[MANIFEST_KEY] = self.part.names.manifest
+            else:
+                records = [self._range_record(write_range, 0) for write_range in self._ranges_of_file(0)]
+                metadata = with_placeholder(metadata, records)
+            self._images[index] = safetensors_image(file, metadata)
+        else:
+            self._images[index] = torch_image(file, values)
         return self._images[index]
 
     def completed_head(self, crcs: Mapping[WriteRange, int]) -> bytes | None:
@@ -109,42 +119,23 @@ class PlannedPart:
         documents = {
             name: DocumentRecord(num_bytes=len(raw), crc32=zlib.crc32(raw)) for name, raw in sorted(found.items())
         }
-        files = {self._file_name(index): self._record(index, crcs) for index in range(len(self.plan.files))}
+        files: dict[str, FileRecord] = {}
+        for index, name in enumerate(self.file_names):
+            image = self.image(index)
+            files[name] = FileRecord(
+                num_bytes=image.num_bytes,
+                head_bytes=len(image.head),
+                head_crc32=zlib.crc32(image.head),
+                ranges=tuple(self._range_record(each, crcs[each]) for each in self._ranges_of_file(index)),
+            )
         manifest = Manifest(kind=self.part.kind.name, files=files, documents=documents, metadata=dict(metadata))
         return found | {self.part.names.manifest: manifest.encode()}
-
-    def _file_name(self, index: int) -> str:
-        return self.plan.files[index].name if self.part.is_sharded else self._single_name
-
-    def _make_image(self, file: PlannedFile) -> FileImage:
-        checkpoint_part = self.part
-        if checkpoint_part.names.suffix != "safetensors":
-            return torch_image(file, checkpoint_part.values)
-        metadata = {"format": "pt"}
-        if checkpoint_part.values is not None:
-            metadata[GROUPS_KEY] = checkpoint_part.values
-        if checkpoint_part.is_sharded:
-            metadata[MANIFEST_KEY] = checkpoint_part.names.manifest
-        else:
-            metadata = with_placeholder(
-                metadata, [self._range_record(write_range, 0) for write_range in self._ranges_of_file(0)]
-            )
-        return safetensors_image(file, metadata)
 
     def _ranges_of_file(self, index: int) -> list[WriteRange]:
         if not self._ranges:
             for write_range in self.plan.all_ranges():
                 self._ranges.setdefault(write_range.file, []).append(write_range)
         return self._ranges.get(index, [])
-
-    def _record(self, index: int, crcs: Mapping[WriteRange, int]) -> FileRecord:
-        image = self.image(index)
-        ranges = tuple(
-            self._range_record(write_range, crcs[write_range]) for write_range in self._ranges_of_file(index)
-        )
-        return FileRecord(
-            num_bytes=image.num_bytes, head_bytes=len(image.head), head_crc32=zlib.crc32(image.head), ranges=ranges
-        )
 
     def _range_record(self, write_range: WriteRange, crc32: int) -> RangeRecord:
         shape = self.plan.specs[write_range.name].shape
@@ -160,22 +151,6 @@ class PlannedPart:
         files = FilePlan(files={file.name: tuple(file.tensors) for file in plan.files}, index=plan.index)
         sizes = {name: spec.num_bytes for name, spec in plan.specs.items()}
         return index_document(files, sizes, counted)
-
-
-def check_storable(slices: Sequence[TensorSlice]) -> None:
-    """Check that all tensors have plain elements.
-
-    Raises:
-        CheckpointError: A tensor is sparse, quantized or on the meta device.
-    """
-    for write_range in slices:
-        tensor = write_range.tensor
-        if tensor.layout is not torch.strided or tensor.is_quantized or tensor.device.type == "meta":
-            layout = "quantized" if tensor.is_quantized else str(tensor.layout)
-            raise CheckpointError(
-                f"{write_range.name!r} is a {layout} tensor on {tensor.device}, without plain elements to write:"
-                " materialise it before saving"
-            )
 
 
 def model_part(model: ModelWrapper, target: SaveTarget, folder: str = "") -> CheckpointPart:

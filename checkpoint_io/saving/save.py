@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import hashlib
 import zlib
 from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
+
+import torch
 
 from booster.checkpoint_io.commit import Transaction
 from booster.checkpoint_io.formats.manifest import FORMAT_VERSION, DocumentRecord, Manifest
@@ -19,13 +21,13 @@ from booster.checkpoint_io.planning.slices import SliceTable
 from booster.checkpoint_io.ranks import CheckpointGroup, as_checkpoint_error
 from booster.checkpoint_io.save_target import explain_missing_parents
 from booster.checkpoint_io.storage import Storage
-from booster.comm import ErrorBarrier, check_same_across_ranks, new_cpu_group
+from booster.comm import ErrorBarrier, all_gather_bytes, all_gather_equal, check_same_across_ranks, new_cpu_group
 from booster.errors import CheckpointError
 from booster.fault_tolerance.progress import Phase
 from booster.interface import TensorSlice
 
 from .async_save import Arena, AsyncSaves, stage_slices
-from .part import CheckpointPart, Images, PlannedPart, check_storable
+from .part import CheckpointPart, Images, PlannedPart
 from .writer import Relay, write_ranges
 
 
@@ -110,7 +112,7 @@ class Planner:
             DesyncError: The ranks requested different saves.
         """
         ranks, parts = self._ranks, request.parts
-        tables = ranks.run_on_all_ranks(lambda: [_table(component) for component in parts], request.action)
+        tables = ranks.run_on_all_ranks(lambda: [_encoded_table(part.slices) for part in parts], request.action)
         names, digests, hosts = self._exchange_fingerprints(request, tables)
         key = (_options(request), digests, hosts)
         plans = self._plan_cache.get(key)
@@ -126,11 +128,15 @@ class Planner:
                 for component, (plan, images) in zip(parts, plans, strict=True)
             ]
             # Building the images raises for names and dtypes that the file format does not support.
-            self._check_space(sum(one.num_bytes for one in planned), request)
+            needed = sum(one.image(index).num_bytes for one in planned for index in range(len(one.plan.files)))
+            self._check_space(needed, request)
             return planned
 
         planned = ranks.run_on_all_ranks(complete, request.action)
-        self._cache_plan(key, plans)
+        self._plan_cache[key] = plans
+        self._plan_cache.move_to_end(key)
+        while len(self._plan_cache) > _MAX_CACHED_PLANS:
+            self._plan_cache.popitem(last=False)
         return SaveSession(name=names[0].hex(), parts=planned, host_of_rank=hosts)
 
     def _exchange_fingerprints(
@@ -142,11 +148,14 @@ class Planner:
             f"format {FORMAT_VERSION}",
             *_options(request),
         ]
-        tables_digest = _digest(*(_digest(table) for table in tables))
-        host = _digest(self._ranks.host.encode())[:_HOST_BYTES]
-        fingerprints = self._ranks.all_gather_equal_sized(
-            uuid4().bytes + _digest("\n".join(description).encode()) + tables_digest + host
+        request_digest = sha256("\n".join(description).encode()).digest()
+        tables_digest = sha256(b"".join(sha256(table).digest() for table in tables)).digest()
+        host_digest = sha256(self._ranks.host.encode()).digest()[:_HOST_BYTES]
+        local = torch.frombuffer(
+            bytearray(uuid4().bytes + request_digest + tables_digest + host_digest), dtype=torch.uint8
         )
+        gathered = all_gather_equal(local, self._ranks.group).view(self._ranks.size, -1)
+        fingerprints = [bytes(row.numpy()) for row in gathered]
         names, rest = (
             [fingerprint[:_NAME_BYTES] for fingerprint in fingerprints],
             [fingerprint[_NAME_BYTES:] for fingerprint in fingerprints],
@@ -159,7 +168,7 @@ class Planner:
         return names, digests, tuple(numbers[host] for host in hosts)
 
     def _new_plan(self, part: CheckpointPart, table: bytes, hosts: Sequence[int], action: str) -> SavePlan:
-        tables, table_of_rank = self._ranks.all_gather_distinct(table)
+        tables, table_of_rank = all_gather_bytes(table, self._ranks.group)
         return self._ranks.run_on_all_ranks(
             lambda: plan_save(
                 [SliceTable.decode(raw) for raw in tables],
@@ -172,12 +181,6 @@ class Planner:
             ),
             action,
         )
-
-    def _cache_plan(self, key: Key, plans: Plans) -> None:
-        self._plan_cache[key] = plans
-        self._plan_cache.move_to_end(key)
-        while len(self._plan_cache) > _MAX_CACHED_PLANS:
-            self._plan_cache.popitem(last=False)
 
     def _check_space(self, needed: int, request: SaveRequest) -> None:
         if self._ranks.rank != 0:
@@ -193,9 +196,17 @@ class Planner:
             )
 
 
-def _table(part: CheckpointPart) -> bytes:
-    check_storable(part.slices)
-    return SliceTable.from_slices(part.slices).encode()
+def _encoded_table(slices: Sequence[TensorSlice]) -> bytes:
+    """Return the slice table that the ranks exchange, after a check that all tensors have plain elements."""
+    for tensor_slice in slices:
+        tensor = tensor_slice.tensor
+        if tensor.layout is not torch.strided or tensor.is_quantized or tensor.device.type == "meta":
+            layout = "quantized" if tensor.is_quantized else str(tensor.layout)
+            raise CheckpointError(
+                f"{tensor_slice.name!r} is a {layout} tensor on {tensor.device}, without plain elements to write:"
+                " materialise it before saving"
+            )
+    return SliceTable.from_slices(slices).encode()
 
 
 def _options(request: SaveRequest) -> tuple[str, ...]:
@@ -204,10 +215,6 @@ def _options(request: SaveRequest) -> tuple[str, ...]:
         f" {part.is_sharded}, index: {part.always_index}"
         for part in request.parts
     )
-
-
-def _digest(*parts: bytes) -> bytes:
-    return hashlib.sha256(b"".join(parts)).digest()
 
 
 class Saver:
@@ -248,14 +255,18 @@ class Saver:
         barrier = ErrorBarrier(
             self._ranks.group, name=f"checkpoint/{session.name}", timeout_seconds=self._timeout_seconds
         )
-        relay = self._relay_for(session.host_of_rank)
+        relay: Relay | None = None
+        if len(set(session.host_of_rank)) > 1:
+            self._relay = self._relay or Relay(new_cpu_group(self._ranks.group), self._ranks.rank)
+            relay = self._relay
         slices = [planned_part.part.slices for planned_part in planned]
         if not use_async:
             _SaveJob(self._ranks, self._storage, request, planned, slices, barrier, relay).run()
             return
 
         def stage(arena: Arena) -> Callable[[], None]:
-            copies = [self._stage(planned_part, arena) for planned_part in planned]
+            rank = self._ranks.rank
+            copies = [stage_slices(one.plan.ranges_owned_by(rank), one.part.slices, arena) for one in planned]
             return _SaveJob(self._ranks, self._storage, request, planned, copies, barrier, relay).run_in_background
 
         self._async.start(stage, request.action)
@@ -267,16 +278,6 @@ class Saver:
             CheckpointError: A save failed on some rank.
         """
         self._async.wait()
-
-    def _relay_for(self, hosts: Sequence[int]) -> Relay | None:
-        if len(set(hosts)) == 1:
-            return None
-        if self._relay is None:
-            self._relay = Relay(new_cpu_group(self._ranks.group), self._ranks.rank)
-        return self._relay
-
-    def _stage(self, planned_part: PlannedPart, arena: Arena) -> Sequence[TensorSlice]:
-        return stage_slices(planned_part.plan.ranges_owned_by(self._ranks.rank), planned_part.part.slices, arena)
 
 
 class _SaveJob:
@@ -292,7 +293,7 @@ class _SaveJob:
         barrier: ErrorBarrier,
         relay: Relay | None,
     ) -> None:
-        self._rank, self._size = ranks.rank, ranks.size
+        self._rank = ranks.rank
         self._storage = storage
         self._request = request
         self._planned = planned
@@ -300,6 +301,7 @@ class _SaveJob:
         self._barrier = barrier
         self._relay = relay
         self._transaction: Transaction | None = None
+        self._action = f"{request.action} to {request.target}"
 
     def run(self) -> None:
         """Write and commit."""
@@ -330,10 +332,6 @@ class _SaveJob:
                 failure = as_checkpoint_error(error, self._action)
         return self._barrier.share(phase, payload, failure)
 
-    @property
-    def _action(self) -> str:
-        return f"{self._request.action} to {self._request.target}"
-
     # Rank 0, before the write.
 
     def _create(self) -> bytes:
@@ -344,39 +342,35 @@ class _SaveJob:
             self._storage.make_directory(directory / folder)
         for planned_part in self._planned:
             for index in range(len(planned_part.plan.files)):
-                self._create_file(planned_part, directory, index)
+                image = planned_part.image(index)
+                with self._storage.create(planned_part.path_of(directory, index)) as file:
+                    self._storage.resize(file, image.num_bytes)
+                    for offset, content in image.fragments:
+                        self._storage.write_at(file, content, offset)
+                    self._storage.sync(file)
         return str(directory).encode()
-
-    def _create_file(self, planned_part: PlannedPart, directory: Path, index: int) -> None:
-        image = planned_part.image(index)
-        with self._storage.create(planned_part.path_of(directory, index)) as file:
-            self._storage.resize(file, image.num_bytes)
-            for offset, content in image.fragments:
-                self._storage.write_at(file, content, offset)
-            self._storage.sync(file)
 
     # Every rank.
 
     def _write(self, directory: Path) -> tuple[bytes, Exception | None]:
+        """Write this rank's ranges; return their checksums in plan order, and the failure if there is one."""
         crcs = array("I")
         try:
             for planned_part, slices in zip(self._planned, self._slices, strict=True):
-                crcs.extend(self._write_part(planned_part, directory, slices))
+                ranges = planned_part.plan.ranges_written_by(self._rank)
+                files = [
+                    (planned_part.path_of(directory, index), planned_part.image(index))
+                    for index in range(len(planned_part.plan.files))
+                ]
+                local_ranges = [each for each in ranges if each.owner == self._rank]
+                local_crcs = write_ranges(self._storage, files, local_ranges, slices)
+                checksums = dict(zip(local_ranges, local_crcs, strict=True))
+                if self._relay is not None:
+                    checksums |= self._relay.exchange(self._storage, planned_part.plan, files, slices)
+                crcs.extend(checksums[write_range] for write_range in ranges)
         except Exception as error:  # raised by the barrier, on every rank
             return b"", as_checkpoint_error(error, self._action)
         return crcs.tobytes(), None
-
-    def _write_part(self, planned_part: PlannedPart, directory: Path, slices: Sequence[TensorSlice]) -> list[int]:
-        ranges = planned_part.plan.ranges_written_by(self._rank)
-        files = [
-            (planned_part.path_of(directory, index), planned_part.image(index))
-            for index in range(len(planned_part.plan.files))
-        ]
-        local_ranges = [write_range for write_range in ranges if write_range.owner == self._rank]
-        checksums = dict(zip(local_ranges, write_ranges(self._storage, files, local_ranges, slices), strict=True))
-        if self._relay is not None:
-            checksums |= self._relay.exchange(self._storage, planned_part.plan, files, slices)
-        return [checksums[write_range] for write_range in ranges]
 
     # Rank 0, after the write.
 
@@ -386,13 +380,24 @@ class _SaveJob:
         documents = dict(self._request.documents)
         metadata = dict(self._request.metadata)
         for planned_part, part_crcs in zip(self._planned, crcs, strict=True):
-            self._complete_head(planned_part, directory, part_crcs)
+            head = planned_part.completed_head(part_crcs)
+            if head is not None:
+                with self._storage.open_for_writing(planned_part.path_of(directory, 0)) as file:
+                    self._storage.write_at(file, head, 0)
+                    self._storage.sync(file)
             for name, content in planned_part.small_files(part_crcs, metadata).items():
                 self._storage.write_file(directory / planned_part.part.folder / name, content)
                 if name == planned_part.part.names.manifest:
                     documents[f"{planned_part.part.folder}/{name}".lstrip("/")] = content
         if self._request.manifest_name is not None:
-            self._write_documents(directory, documents, metadata)
+            for name in self._request.documents:
+                self._storage.write_file(directory / name, documents[name])
+            records = {
+                name: DocumentRecord(num_bytes=len(raw), crc32=zlib.crc32(raw))
+                for name, raw in sorted(documents.items())
+            }
+            manifest = Manifest(kind="training_state", files={}, documents=records, metadata=metadata)
+            self._storage.write_file(directory / self._request.manifest_name, manifest.encode())
         self._transaction.commit(is_stale=self._is_stale)
         if self._request.after_commit is not None:
             self._request.after_commit()
@@ -415,23 +420,6 @@ class _SaveJob:
                     " different versions of torch-booster, install the same one on all"
                 )
         return checksums
-
-    def _complete_head(self, planned_part: PlannedPart, directory: Path, crcs: Mapping[WriteRange, int]) -> None:
-        head = planned_part.completed_head(crcs)
-        if head is None:
-            return
-        with self._storage.open_for_writing(planned_part.path_of(directory, 0)) as file:
-            self._storage.write_at(file, head, 0)
-            self._storage.sync(file)
-
-    def _write_documents(self, directory: Path, documents: Mapping[str, bytes], metadata: Mapping[str, Any]) -> None:
-        for name in self._request.documents:
-            self._storage.write_file(directory / name, documents[name])
-        records = {
-            name: DocumentRecord(num_bytes=len(raw), crc32=zlib.crc32(raw)) for name, raw in sorted(documents.items())
-        }
-        manifest = Manifest(kind="training_state", files={}, documents=records, metadata=dict(metadata))
-        self._storage.write_file(directory / str(self._request.manifest_name), manifest.encode())
 
     def _is_stale(self, name: str) -> bool:
         folder, _, base = name.rpartition("/")

@@ -72,7 +72,9 @@ class OutputFile:
                 try:
                     self._direct = self._storage.open_for_writing(self._path, direct=True)
                 except OSError as error:
-                    self._check_unsupported(error)
+                    if error.errno not in _UNSUPPORTED:
+                        raise
+                    self._is_direct = False
 
     def write(self, data: Buffer, offset: int) -> None:
         """Write bytes at any offset."""
@@ -86,7 +88,9 @@ class OutputFile:
                 self._storage.write_at(self._direct, data, offset)
                 return
             except OSError as error:
-                self._check_unsupported(error)
+                if error.errno not in _UNSUPPORTED:
+                    raise
+                self._is_direct = False
         self.write(data, offset)
 
     def job_done(self) -> None:
@@ -105,11 +109,6 @@ class OutputFile:
             self._cached = self._direct = None
         for file in opened:
             self._storage.close(file)
-
-    def _check_unsupported(self, error: OSError) -> None:
-        if error.errno not in _UNSUPPORTED:
-            raise error
-        self._is_direct = False
 
 
 class BufferedFileWriter:
@@ -131,11 +130,11 @@ class BufferedFileWriter:
 
         The result may be smaller than requested.
         """
-        base = self._base
+        base = self._start // PAGE_BYTES * PAGE_BYTES
         if offset != self._stop or offset - base == len(self._bytes):
             self.flush()
             self._start = self._stop = offset
-            base = self._base
+            base = offset // PAGE_BYTES * PAGE_BYTES
         target = self._buffer[offset - base : offset - base + num_bytes]
         self._stop += target.numel()
         return target
@@ -147,8 +146,8 @@ class BufferedFileWriter:
 
     def flush(self) -> None:
         """Write the buffered bytes: full pages in one call, then the edges."""
-
-        start, stop, base = self._start, self._stop, self._base
+        start, stop = self._start, self._stop
+        base = start // PAGE_BYTES * PAGE_BYTES
         self._start = self._stop = 0
         first, last = -(-start // PAGE_BYTES) * PAGE_BYTES, stop // PAGE_BYTES * PAGE_BYTES
         if first >= last:
@@ -160,12 +159,14 @@ class BufferedFileWriter:
         if last < stop:
             self._file.write(self._bytes[last - base : stop - base], last)
 
-    @property
-    def _base(self) -> int:
-        return self._start // PAGE_BYTES * PAGE_BYTES
-
 
 _HUGE_PAGE_BYTES = 2 * 2**20
+
+
+@dataclass(slots=True)
+class _Buffer:
+    memory: torch.Tensor | None = None
+    is_pinned: bool = False  # as requested: not every accelerator supports pinned memory
 
 
 class StagingBuffers:
@@ -195,24 +196,16 @@ class StagingBuffers:
             self._changed.wait_for(lambda: bool(self._idle))
             buffer = self._idle.pop()
         try:
-            yield buffer.allocate(self.num_bytes, is_pinned)
+            if buffer.memory is None or (is_pinned and not buffer.is_pinned):
+                buffer.memory = None  # free the old memory before allocating the new one
+                size = self.num_bytes
+                buffer.memory = host_memory(size, is_pinned=True) if is_pinned else _huge_pages(size)
+                buffer.is_pinned = is_pinned
+            yield buffer.memory
         finally:
             with self._changed:
                 self._idle.append(buffer)
                 self._changed.notify()
-
-
-class _Buffer:
-    def __init__(self) -> None:
-        self._memory: torch.Tensor | None = None
-        self._is_pinned = False  # as requested: not every accelerator supports pinned memory
-
-    def allocate(self, num_bytes: int, is_pinned: bool) -> torch.Tensor:
-        if self._memory is None or (is_pinned and not self._is_pinned):
-            self._memory = None  # free the old memory before allocating the new one
-            self._memory = host_memory(num_bytes, is_pinned=True) if is_pinned else _huge_pages(num_bytes)
-            self._is_pinned = is_pinned
-        return self._memory
 
 
 def host_memory(num_bytes: int, *, is_pinned: bool) -> torch.Tensor:
@@ -269,10 +262,6 @@ class _RangeWrite:
     source: TensorSlice
     offset: int
 
-    @property
-    def num_bytes(self) -> int:
-        return (self.write_range.span[1] - self.write_range.span[0]) * self.source.dtype.itemsize
-
 
 @dataclass(slots=True)
 class _WriteJob:
@@ -310,7 +299,13 @@ def write_ranges(
     checksums = [0] * len(ranges)
     jobs = list(_jobs(files, ranges, slices))
     is_pinned = synchronize_devices(slices[write_range.slice_index].tensor for write_range in ranges)
-    outputs = _outputs(storage, files, jobs)
+    jobs_of: dict[int, list[_WriteJob]] = {}
+    for job in jobs:
+        jobs_of.setdefault(job.file, []).append(job)
+    outputs: dict[int, OutputFile] = {}
+    for file, file_jobs in jobs_of.items():
+        is_direct = sum(job.num_bytes for job in file_jobs) >= _MIN_DIRECT_BYTES
+        outputs[file] = OutputFile(storage, files[file][0], num_jobs=len(file_jobs), is_direct=is_direct)
 
     def work(job: _WriteJob) -> None:
         output = outputs[job.file]
@@ -378,26 +373,9 @@ def _jobs(
                 yield job
             job = _WriteJob(write_range.file, block)
         job.writes.append(write)
-        job.num_bytes += write.num_bytes
+        job.num_bytes += (write_range.span[1] - write_range.span[0]) * source.dtype.itemsize
     if job is not None:
         yield job
-
-
-def _outputs(
-    storage: Storage, files: Sequence[tuple[Path, FileImage]], jobs: Sequence[_WriteJob]
-) -> dict[int, OutputFile]:
-    jobs_of: dict[int, list[_WriteJob]] = {}
-    for job in jobs:
-        jobs_of.setdefault(job.file, []).append(job)
-    return {
-        file: OutputFile(
-            storage,
-            files[file][0],
-            num_jobs=len(file_jobs),
-            is_direct=sum(job.num_bytes for job in file_jobs) >= _MIN_DIRECT_BYTES,
-        )
-        for file, file_jobs in jobs_of.items()
-    }
 
 
 def _write_range(output: OutputFile, buffer_writer: BufferedFileWriter, image: FileImage, write: _RangeWrite) -> int:

@@ -28,7 +28,7 @@ from booster.checkpoint_io.saving.save import Saver, SaveRequest
 from booster.checkpoint_io.storage import OpenFile, Storage
 from booster.checkpoint_io.training_state.retention import TRAINING_STATE, TRAINING_STATE_MANIFEST
 from booster.errors import CheckpointError, ConfigError
-from booster.interface import TensorSlice, TensorSpec
+from booster.interface import TensorSlice
 
 from .inspect import KINDS, CheckpointContents, StoredPart, dtype_name, read_training_state
 
@@ -87,20 +87,15 @@ def mmap_tensors(stored: StoredCheckpoint) -> dict[str, torch.Tensor]:
             continue
         file, offset = location
         if spec.num_bytes > 0 and file.descriptor not in mappings:
-            mappings[file.descriptor] = _mmap_file(stored.storage, file)
-        tensors[name] = _tensor(mappings.get(file.descriptor), spec, offset)
+            # One mapping per file, because the number of mappings is limited. Private: copy on write.
+            num_bytes = stored.storage.size(file)
+            mappings[file.descriptor] = mmap.mmap(file.descriptor, num_bytes, access=mmap.ACCESS_COPY)
+        if spec.num_bytes == 0:
+            tensors[name] = torch.empty(spec.shape, dtype=spec.dtype)
+        else:
+            flat = torch.frombuffer(mappings[file.descriptor], dtype=spec.dtype, count=spec.numel, offset=offset)
+            tensors[name] = flat.reshape(spec.shape)
     return tensors
-
-
-def _mmap_file(storage: Storage, file: OpenFile) -> mmap.mmap:
-    # One mapping per file, because the number of mappings is limited. Private: copy on write.
-    return mmap.mmap(file.descriptor, storage.size(file), access=mmap.ACCESS_COPY)
-
-
-def _tensor(mapping: mmap.mmap | None, spec: TensorSpec, offset: int) -> torch.Tensor:
-    if mapping is None or spec.num_bytes == 0:
-        return torch.empty(spec.shape, dtype=spec.dtype)
-    return torch.frombuffer(mapping, dtype=spec.dtype, count=spec.numel, offset=offset).reshape(spec.shape)
 
 
 CONVERTIBLE = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -154,14 +149,16 @@ def convert(storage: Storage, source: CheckpointContents, target: Path, conversi
     notes = [f"left out: {part.label}" for part in source.parts if part not in parts]
     with ExitStack() as stack:
         open_parts = [(part, stack.enter_context(part.open(storage, verifies=True))) for part in parts]
-        documents = _training_documents(storage, source) if conversion.keeps_optimizer else {}
+        training_state = read_training_state(storage, source) if conversion.keeps_optimizer else None
+        documents = {} if training_state is None else {TRAINING_STATE: training_state}
+        manifest = source.manifest or open_parts[0][1].manifest
         request = SaveRequest(
             target=target,
             is_directory=True,
             parts=list(_parts(storage, source, open_parts, target, conversion, notes)),
             documents=documents,
             manifest_name=TRAINING_STATE_MANIFEST if documents else None,
-            metadata=_metadata(source, open_parts[0][1]),
+            metadata={} if manifest is None else manifest.metadata,
             is_stale=_is_stale(storage, target, {part.folder for part in parts}),
             action="converting",
         )
@@ -210,7 +207,12 @@ def _parts(
 ) -> Iterator[CheckpointPart]:
     folders: set[str] = set()
     for part, stored in open_parts:
-        save_target = _save_target(part, target, conversion)
+        was_safetensors = part.names.suffix == "safetensors" if part.names else part.path.suffix in SAFETENSORS_SUFFIXES
+        is_safetensors = was_safetensors if conversion.is_safetensors is None else conversion.is_safetensors
+        if part.kind not in (MODEL, OPTIMIZER):
+            is_safetensors = True  # the only format of these parts
+        prefix = None if part.names is None else part.names.prefix
+        save_target = SaveTarget(target, part.kind, True, prefix, conversion.size_per_shard, is_safetensors)
         # The documents of a directory go with its first part, which is the model if there is one.
         documents = {} if part.folder in folders else dict(_documents(storage, source, part.folder, notes))
         folders.add(part.folder)
@@ -230,21 +232,6 @@ def _parts(
         )
 
 
-def _metadata(source: CheckpointContents, stored: StoredCheckpoint) -> Mapping[str, Any]:
-    if source.manifest is not None:
-        return source.manifest.metadata
-    return {} if stored.manifest is None else stored.manifest.metadata
-
-
-def _save_target(part: StoredPart, target: Path, conversion: Conversion) -> SaveTarget:
-    was_safetensors = part.names.suffix == "safetensors" if part.names else part.path.suffix in SAFETENSORS_SUFFIXES
-    is_safetensors = was_safetensors if conversion.is_safetensors is None else conversion.is_safetensors
-    prefix = None if part.names is None else part.names.prefix
-    if part.kind not in (MODEL, OPTIMIZER):
-        is_safetensors = True  # the only format of these parts
-    return SaveTarget(target, part.kind, True, prefix, conversion.size_per_shard, is_safetensors)
-
-
 # Tensors.
 
 
@@ -255,7 +242,9 @@ def _convert_dtypes(
     changed: Counter[torch.dtype] = Counter()
     for name, tensor in tensors.items():
         full = TensorSlice.full(name, tensor, primary=True)
-        if dtype is not None and tensor.dtype != dtype and _is_convertible(part, name, tensor):
+        is_kept = part.kind == OPTIMIZER and (name.endswith(MASTER_SUFFIX) or tensor.dim() == 0)
+        is_convertible = tensor.dtype in CONVERTIBLE and part.kind in (MODEL, OPTIMIZER) and not is_kept
+        if dtype is not None and tensor.dtype != dtype and is_convertible:
             _check_range(part, name, tensor, dtype)
             changed[tensor.dtype] += 1
             full = dataclasses.replace(full, dtype=dtype)
@@ -264,19 +253,11 @@ def _convert_dtypes(
     if dtype is not None and num_packed and part.kind == MODEL:
         notes.append(f"{part.label}: {num_packed} tensors in narrower dtypes stay, as they go with scales")
     for before, count in changed.items():
-        loss = ", with fewer bits: values are rounded" if dtype is not None and _loses_precision(before, dtype) else ""
-        notes.append(f"{part.label}: {count} tensors from {dtype_name(before)} to {dtype_name(dtype or before)}{loss}")
+        assert dtype is not None, "tensors change only with a dtype"
+        old, new = torch.finfo(before), torch.finfo(dtype)
+        loss = ", with fewer bits: values are rounded" if new.eps > old.eps or new.max < old.max else ""
+        notes.append(f"{part.label}: {count} tensors from {dtype_name(before)} to {dtype_name(dtype)}{loss}")
     return slices
-
-
-def _is_convertible(part: StoredPart, name: str, tensor: torch.Tensor) -> bool:
-    if tensor.dtype not in CONVERTIBLE or part.kind not in (MODEL, OPTIMIZER):
-        return False
-    return part.kind == MODEL or not (name.endswith(MASTER_SUFFIX) or tensor.dim() == 0)
-
-
-def _loses_precision(source: torch.dtype, target: torch.dtype) -> bool:
-    return torch.finfo(target).eps > torch.finfo(source).eps or torch.finfo(target).max < torch.finfo(source).max
 
 
 def _check_range(part: StoredPart, name: str, tensor: torch.Tensor, dtype: torch.dtype) -> None:
@@ -329,11 +310,6 @@ def _skip_reason(storage: Storage, path: Path) -> str | None:
         return "tensors or a pickle that do not belong to the checkpoint"
     with storage.open_regular(path) as file:
         return None if storage.size(file) <= MAX_JSON_BYTES else "larger than 64 MiB"
-
-
-def _training_documents(storage: Storage, source: CheckpointContents) -> dict[str, bytes]:
-    raw = read_training_state(storage, source)
-    return {} if raw is None else {TRAINING_STATE: raw}
 
 
 def _belongs_to_checkpoint(storage: Storage, directory: Path) -> Callable[[str], bool]:

@@ -341,13 +341,11 @@ def orphaned_shards(storage: Storage, contents: CheckpointContents) -> list[str]
     """Return shards that belong to no part, because their index and manifest are missing."""
     if not contents.is_directory:
         return []
-    return list(_orphaned_shards(storage, contents))
-
-
-def _orphaned_shards(storage: Storage, contents: CheckpointContents) -> Iterator[str]:
+    orphaned: list[str] = []
     for folder in dict.fromkeys(("", *(part.folder for part in contents.parts))):
         all_names = [part.names for part in contents.parts if part.folder == folder and part.names is not None]
         for name in list_directory(storage, contents.path / folder):
             is_shard = FileNames.is_shard_like(name) and Path(name).suffix in (".safetensors", ".bin")
             if is_shard and not any(file_names.may_have_written(name) for file_names in all_names):
-                yield f"{folder}/{name}".lstrip("/")
+                orphaned.append(f"{folder}/{name}".lstrip("/"))
+    return orphaned

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -42,7 +42,11 @@ def gradients_part(pending: AccumulatedGradients, *, folder: str, max_shard_byte
         CheckpointError: A gradient is sparse.
     """
     pending.check()
-    local = [replace(tensor_slice, name=_local_name(pending, tensor_slice.name)) for tensor_slice in pending.slices()]
+    local: list[TensorSlice] = []
+    for tensor_slice in pending.slices():
+        share = pending.summand_index(tensor_slice.name)
+        prefix = f"rank{pending.data_rank}{f'share{share}' if share else ''}"
+        local.append(replace(tensor_slice, name=f"{prefix}.{tensor_slice.name}"))
     reduced = [
         replace(tensor_slice, name=f"reduced{pending.first_rank}.{tensor_slice.name}")
         for tensor_slice in pending.reduced()
@@ -55,11 +59,6 @@ def gradients_part(pending: AccumulatedGradients, *, folder: str, max_shard_byte
         is_sharded=True,
         folder=folder,
     )
-
-
-def _local_name(pending: AccumulatedGradients, name: str) -> str:
-    share = pending.summand_index(name)
-    return f"rank{pending.data_rank}{f'share{share}' if share else ''}.{name}"
 
 
 class GradientsLoad:
@@ -77,6 +76,7 @@ class GradientsLoad:
         self._optimizer = optimizer
         self._directory = directory
         self._plain_counts = counts
+        self._action = f"loading the gradients from {directory}"
 
     def check(self) -> None:
         """Open, compare and verify. Collective.
@@ -87,6 +87,8 @@ class GradientsLoad:
         self._stored = stored = self._loader.open(self._directory, GRADIENTS)
         self._loader.ranks.run_on_all_ranks(self._compare, self._action)
         self._first_ranks = self._loader.names_of_all_ranks({self._first_rank})
+        groups = {first_rank for stored_names in self._reduced_names.values() for first_rank in stored_names}
+        self._is_same_grouping = self._is_same_world and self._first_ranks == groups
         self._loader.verify(stored)
 
     def fill(self) -> None:
@@ -94,13 +96,21 @@ class GradientsLoad:
 
         def fill() -> None:
             reduced = ReducedShards(names=list(self._reduced_names), read=self._read_reduced)
-            self._pending.fill(self._local_gradients(), self._local_counts(), reduced)
+            counts = AccumulationCounters.for_rank(self._counts, self._pending.data_rank, self._pending.num_data_ranks)
+            local = ((name, self._local_gradient(name, stored)) for name, stored in self._local_names.items())
+            self._pending.fill(local, counts, reduced)
 
         self._loader.ranks.run_on_all_ranks(fill, self._action)
 
     def _compare(self) -> None:
         self._pending: AccumulatedGradients = self._optimizer.pending_gradients()
-        self._counts = _by_data_rank([AccumulationCounters.from_plain(plain) for plain in self._plain_counts])
+        self._first_rank = str(self._pending.first_rank)
+        of_data_rank: dict[int, AccumulationCounters] = {}
+        for rank, plain in enumerate(self._plain_counts):
+            counts = AccumulationCounters.from_plain(plain)
+            of_data_rank[rank if counts.data_rank is None else int(counts.data_rank)] = counts
+        self._counts = [of_data_rank[rank] for rank in sorted(of_data_rank)]
+        self._is_same_world = len(self._counts) == self._pending.num_data_ranks
         parameters = self._pending.logical_parameters()
         self._parameters = self._pending.parameters()
         self._local_names: dict[str, list[str]] = {}  # names of the stored tensors, by parameter
@@ -112,7 +122,7 @@ class GradientsLoad:
                     f"{self._directory} holds a tensor {full_name!r:.200} among its gradients that is not a gradient:"
                     " take another copy of the checkpoint"
                 )
-            kind, rank, share, name = match.groups()
+            kind, stored_rank, share, name = match.groups()
             if name not in parameters or shard_spec_of(parameters[name]).logical_shape != spec.shape:
                 raise CheckpointError(
                     f"{self._directory} holds a gradient of {name!r} with shape {spec.shape}, but this optimizer has no"
@@ -121,42 +131,30 @@ class GradientsLoad:
             if name not in self._parameters:
                 continue
             if kind == "reduced":
-                self._reduced_names.setdefault(name, {})[rank] = full_name
+                self._reduced_names.setdefault(name, {})[stored_rank] = full_name
             elif int(share or 0) % self._pending.num_summands(name) != self._pending.summand_index(name):
                 continue
-            elif not self._is_same_world or rank == str(self._pending.data_rank):
+            elif not self._is_same_world or stored_rank == str(self._pending.data_rank):
                 self._local_names.setdefault(name, []).append(full_name)
 
-    @property
-    def _is_same_world(self) -> bool:
-        return len(self._counts) == self._pending.num_data_ranks
+    def _local_gradient(self, name: str, stored_names: Sequence[str]) -> torch.Tensor:
+        """Return this rank's share of stored local gradients, in the shape of the local parameter.
 
-    def _local_counts(self) -> AccumulationCounters:
-        return AccumulationCounters.for_rank(self._counts, self._pending.data_rank, self._pending.num_data_ranks)
-
-    def _local_gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, stored_names in self._local_names.items():
-            gradients = (self._read_local(name, stored_name) for stored_name in stored_names)
-            yield name, self._sum(gradients) if self._is_same_world else self._mean(gradients)
-
-    def _read_local(self, name: str, stored_name: str) -> torch.Tensor:
-        """Read this rank's shard of a stored gradient, in the shape of the local parameter."""
+        With as many ranks as stored, that is the gradient itself, or the fp64 sum of several: scaled fp16 sums could
+        overflow. Otherwise it is the mean over all of them; ranks without a gradient count as zero.
+        """
         parameter = self._parameters[name]
-        gradient = torch.zeros(parameter.shape, dtype=self._stored.specs[stored_name].dtype)
-        slices = shard_spec_of(parameter).slices(name, gradient)
-        read_slices(self._stored, [(stored_name, tensor_slice) for tensor_slice in slices])
-        return gradient
-
-    def _sum(self, gradients: Iterator[torch.Tensor]) -> torch.Tensor:
-        """Return a single gradient unchanged, or the fp64 sum of several: scaled fp16 sums could overflow."""
-        total = next(gradients)
-        for tensor_slice in gradients:
-            total = total.double() + tensor_slice
-        return total
-
-    def _mean(self, gradients: Iterator[torch.Tensor]) -> torch.Tensor:
-        """Return this rank's share of all stored local gradients; ranks without a gradient count as zero."""
-        return self._sum(gradients).double() / (self._pending.num_data_ranks if self._has_items else len(self._counts))
+        total: torch.Tensor | None = None
+        for stored_name in stored_names:
+            gradient = torch.zeros(parameter.shape, dtype=self._stored.specs[stored_name].dtype)
+            slices = shard_spec_of(parameter).slices(name, gradient)
+            read_slices(self._stored, [(stored_name, tensor_slice) for tensor_slice in slices])
+            total = gradient if total is None else total.double() + gradient
+        assert total is not None, f"{name} is listed without a stored gradient"
+        if self._is_same_world:
+            return total
+        has_items = self._counts[0].num_items is not None
+        return total.double() / (self._pending.num_data_ranks if has_items else len(self._counts))
 
     def _read_reduced(self, tensor_slice: TensorSlice) -> torch.Tensor:
         """Return a slice of the reduced gradient of this rank's group; groups without one count as zero."""
@@ -167,33 +165,8 @@ class GradientsLoad:
         for stored_name in () if self._is_same_grouping else stored.values():
             total += _read_slice(self._stored, stored_name, tensor_slice)
         num_stored, num_ranks = len(self._counts), self._pending.num_data_ranks
-        return total * ((1.0 if self._has_items else num_ranks / num_stored) / len(self._first_ranks))
-
-    @property
-    def _is_same_grouping(self) -> bool:
-        groups = {first_rank for stored in self._reduced_names.values() for first_rank in stored}
-        return self._is_same_world and self._first_ranks == groups
-
-    @property
-    def _first_rank(self) -> str:
-        return str(self._pending.first_rank)
-
-    @property
-    def _has_items(self) -> bool:
-        return self._counts[0].num_items is not None
-
-    @property
-    def _action(self) -> str:
-        return f"loading the gradients from {self._directory}"
-
-
-def _by_data_rank(counts: Sequence[AccumulationCounters]) -> list[AccumulationCounters]:
-    """Return the counters by data rank, from those of all ranks."""
-    found = {
-        rank if rank_counts.data_rank is None else int(rank_counts.data_rank): rank_counts
-        for rank, rank_counts in enumerate(counts)
-    }
-    return [found[rank] for rank in sorted(found)]
+        has_items = self._counts[0].num_items is not None
+        return total * ((1.0 if has_items else num_ranks / num_stored) / len(self._first_ranks))
 
 
 def _read_slice(stored: StoredCheckpoint, name: str, tensor_slice: TensorSlice) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -29,10 +29,6 @@ class PerRank:
     def for_rank(self, rank: int) -> dict[str, Any]:
         """Return a rank's values; with more ranks than stored, stored ranks repeat cyclically."""
         return self.values[self.of_rank[rank % len(self.of_rank)]]
-
-    def all_ranks(self, kind: str, name: str) -> list[Any]:
-        """Return all stored ranks' values of a kind and name."""
-        return [self.values[index][kind][name] for index in self.of_rank]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,12 +100,12 @@ class TrainingDocument:
         Args:
             requested: Names by kind: "models", "optimizers", "lr_schedulers", "dataloaders".
         """
-        return [
-            f"{_format_part(kind, name)} (it holds {_format_names(list(getattr(self, kind)))})"
-            for kind, names in requested.items()
-            for name in names
-            if name not in getattr(self, kind)
-        ]
+        missing: list[str] = []
+        for kind, names in requested.items():
+            held: Collection[str] = getattr(self, kind)
+            listed = ", ".join("one without a name" if not name else repr(name) for name in held) or "none"
+            missing += [f"{_format_part(kind, name)} (it holds {listed})" for name in names if name not in held]
+        return missing
 
     def unrequested_parts(self, requested: Mapping[str, Sequence[str]]) -> list[str]:
         """Describe the stored parts that are not requested; see `missing_parts`."""
@@ -126,12 +122,6 @@ _KINDS = {"models": "model", "optimizers": "optimizer", "lr_schedulers": "LR sch
 
 def _format_part(kind: str, name: str) -> str:
     return f"{_KINDS[kind]}{f' {name!r}' if name else ''}"
-
-
-def _format_names(names: Sequence[str]) -> str:
-    if not names:
-        return "none"
-    return ", ".join("one without a name" if not name else repr(name) for name in names)
 
 
 def _find_problem(content: Any) -> str | None:

@@ -100,7 +100,14 @@ class _NamedParameters(ModelWrapper):
 
     def __init__(self, optim: Optimizer, is_primary: bool) -> None:
         super().__init__(nn.Module(), is_primary=is_primary)
-        self.__dict__["_named"] = dict(_named_parameters(optim))  # not registered: names may contain dots
+        named: dict[str, nn.Parameter] = {}
+        number = 0
+        for group in optim.param_groups:
+            names = group.get("param_names", [None] * len(group["params"]))
+            for name, parameter in zip(names, group["params"], strict=True):
+                named[str(number) if name is None else name] = parameter
+                number += 1
+        self.__dict__["_named"] = named  # not registered: names may contain dots
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         yield from self._named.items()
@@ -110,15 +117,6 @@ class _NamedParameters(ModelWrapper):
             TensorSlice.full(name, parameter.detach(), primary=self._is_primary, shared=False)
             for name, parameter in self._named.items()
         ]
-
-
-def _named_parameters(optim: Optimizer) -> Iterator[tuple[str, nn.Parameter]]:
-    number = 0
-    for group in optim.param_groups:
-        names = group.get("param_names", [None] * len(group["params"]))
-        for name, parameter in zip(names, group["params"], strict=True):
-            yield str(number) if name is None else name, parameter
-            number += 1
 
 
 def scheduler_document(lr_scheduler: Any) -> dict[str, Any]:

@@ -122,8 +122,14 @@ class StepDirectories:
         for folder in folders:
             try:
                 manifest = read_training_manifest(self._storage, folder)
-                if manifest is not None:
-                    found.append(CommittedStep(path=folder, sequence=_sequence_of(manifest, folder)))
+                if manifest is None:
+                    continue
+                sequence = manifest.metadata.get("sequence")
+                if type(sequence) is not int:
+                    raise CheckpointError(
+                        f"{folder / TRAINING_STATE_MANIFEST} has no sequence number: take another copy of it"
+                    )
+                found.append(CommittedStep(path=folder, sequence=sequence))
             except (CheckpointError, FileNotFoundError) as error:
                 if self._storage.kind(folder) is None:
                     continue  # removed meanwhile by a background save
@@ -157,10 +163,3 @@ def read_training_manifest(storage: Storage, directory: Path) -> Manifest | None
             " copy of the checkpoint"
         )
     return manifest
-
-
-def _sequence_of(manifest: Manifest, folder: Path) -> int:
-    sequence = manifest.metadata.get("sequence")
-    if type(sequence) is not int:
-        raise CheckpointError(f"{folder / TRAINING_STATE_MANIFEST} has no sequence number: take another copy of it")
-    return sequence

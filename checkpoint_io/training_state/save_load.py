@@ -8,6 +8,7 @@ import platform
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +33,9 @@ from booster.checkpoint_io.saving.part import (
 )
 from booster.checkpoint_io.saving.save import Saver, SaveRequest
 from booster.checkpoint_io.storage import Storage
-from booster.comm import check_same_across_ranks
+from booster.comm import all_gather_bytes, check_same_across_ranks
 from booster.errors import CheckpointError
-from booster.interface import AccumulatedGradients, OptimizerWrapper, TensorSlice
+from booster.interface import AccumulatedGradients, TensorSlice
 from booster.interface.checkpoint_io import RandomState, SaveOptions, TrainingParts
 from booster.logger import get_dist_logger
 
@@ -74,6 +75,7 @@ class RandomStateLoad:
         self._directory = directory
         self._num_stored = num_stored
         self._random_state = random_state
+        self._action = f"loading the random state from {directory}"
 
     def check(self) -> None:
         """Read the states, which are small. Collective.
@@ -92,24 +94,14 @@ class RandomStateLoad:
     def _read(self, stored: StoredCheckpoint) -> Mapping[str, torch.Tensor]:
         rank = self._loader.ranks.rank
         prefix = f"rank{rank % self._num_stored}."
-        names = [name for name in stored.specs if name.startswith(prefix)]
-        state: Mapping[str, torch.Tensor] = {
-            name.removeprefix(prefix): read_full_tensor(stored, name) for name in names
-        }
+        state: dict[str, torch.Tensor] = {}
+        for name, spec in stored.specs.items():
+            if name.startswith(prefix):
+                tensor = torch.empty(spec.shape, dtype=spec.dtype)
+                read_slices(stored, [(name, TensorSlice.full(name, tensor, primary=False))])
+                state[name.removeprefix(prefix)] = tensor
         self._random_state.check(state)
         return state if rank < self._num_stored else self._random_state.derive(state, rank)
-
-    @property
-    def _action(self) -> str:
-        return f"loading the random state from {self._directory}"
-
-
-def read_full_tensor(stored: StoredCheckpoint, name: str) -> torch.Tensor:
-    """Read a full stored tensor."""
-    spec = stored.specs[name]
-    tensor = torch.empty(spec.shape, dtype=spec.dtype)
-    read_slices(stored, [(name, TensorSlice.full(name, tensor, primary=False))])
-    return tensor
 
 
 _MAX_NAMES = 5  # per message
@@ -133,12 +125,20 @@ def load_training_state(
         return None
     directory, document = found
     with Loader(ranks, storage, verify) as loader:
-        states = ranks.run_on_all_ranks(lambda: _scheduler_states(document, parts, directory), action)
+        states = ranks.run_on_all_ranks(
+            lambda: {
+                name: scheduler_state(document.lr_schedulers[name], lr_scheduler, directory / TRAINING_STATE)
+                for name, lr_scheduler in parts.lr_schedulers.items()
+            },
+            action,
+        )
         loads = list(_loads(loader, directory, document, parts, strict=strict))
         random_state = RandomStateLoad(loader, directory, len(document.per_rank.of_rank), parts.random_state)
         for load in (*loads, random_state):
             load.check()
-        _warn_unrequested(ranks, document, parts, directory)
+        left = document.unrequested_parts(parts.names())
+        if left and ranks.rank == 0:
+            get_dist_logger().warning(f"{directory} also holds {', '.join(left)}: not asked for, so not loaded")
         # First of all changes, because a dataloader can reject a position only when it is set.
         ranks.run_on_all_ranks(lambda: _fill_dataloaders(document, parts, ranks.rank), action)
         for load in loads:
@@ -156,14 +156,6 @@ def load_training_state(
     return document.extra
 
 
-def _warn_unrequested(
-    ranks: CheckpointGroup, document: TrainingDocument, parts: TrainingParts, directory: Path
-) -> None:
-    left = document.unrequested_parts(parts.names())
-    if left and ranks.rank == 0:
-        get_dist_logger().warning(f"{directory} also holds {', '.join(left)}: not asked for, so not loaded")
-
-
 def _warn_no_training_state(storage: Storage, root: Path) -> None:
     """Warn that a run starts from scratch although the directory is not empty: the path may be wrong. Rank 0 only."""
     names = sorted(storage.names(root)) if storage.kind(root) is not None else []
@@ -175,10 +167,6 @@ def _warn_no_training_state(storage: Storage, root: Path) -> None:
         )
 
 
-def _relative_to(path: Path) -> str:
-    return "" if path.is_absolute() else f", seen from {Path.cwd()}"
-
-
 def _find(
     ranks: CheckpointGroup, storage: Storage, path: Path, parts: TrainingParts, action: str, *, missing_ok: bool
 ) -> tuple[Path, TrainingDocument] | None:
@@ -187,7 +175,9 @@ def _find(
     def find() -> bytes:
         if ranks.rank != 0:
             return b""
-        root = _root(storage, path)
+        # The pointer file is not read, see Note [Checkpoint sequence numbers], and may be missing although there are
+        # steps: a `latest` path that is not a directory stands for its parent.
+        root = path.parent if path.name == LATEST and storage.kind(path) in (None, "file") else path
         found = _read_latest(storage, root, parts)
         if found is not None:
             return json.dumps({"directory": str(found[0]), "document": found[1].decode("utf-8")}).encode()
@@ -195,8 +185,9 @@ def _find(
             _warn_no_training_state(storage, root)
             return b"null"
         if storage.kind(root) is None:
+            seen_from = "" if root.is_absolute() else f", seen from {Path.cwd()}"
             raise CheckpointError(
-                f"{root} does not exist{_relative_to(root)}, so it holds no training state: give a directory that"
+                f"{root} does not exist{seen_from}, so it holds no training state: give a directory that"
                 " booster.save() wrote, or pass missing_ok=True to start without one"
             )
         raise CheckpointError(
@@ -205,7 +196,7 @@ def _find(
             " without one"
         )
 
-    payloads, of_rank = ranks.all_gather_distinct(ranks.run_on_all_ranks(find, action))
+    payloads, of_rank = all_gather_bytes(ranks.run_on_all_ranks(find, action), ranks.group)
 
     def parse() -> tuple[Path, TrainingDocument] | None:
         found = json.loads(payloads[of_rank[0]])
@@ -223,14 +214,6 @@ def _find(
         return directory, document
 
     return ranks.run_on_all_ranks(parse, action)
-
-
-def _root(storage: Storage, path: Path) -> Path:
-    """Return the parent of a `latest` path that is not a directory, else the path itself. Rank 0 only.
-
-    The pointer file is not read, see Note [Checkpoint sequence numbers], and may be missing although there are steps.
-    """
-    return path.parent if path.name == LATEST and storage.kind(path) in (None, "file") else path
 
 
 def _read_latest(storage: Storage, root: Path, parts: TrainingParts) -> tuple[Path, bytes] | None:
@@ -276,16 +259,9 @@ def _loads(
         yield OptimizerLoad(loader, optimizer, directory / name)
     for name, optimizer in parts.optimizers.items():
         if name in document.gradients:
-            counts = document.per_rank.all_ranks("gradients", name)
+            per_rank = document.per_rank
+            counts = [per_rank.values[index]["gradients"][name] for index in per_rank.of_rank]
             yield GradientsLoad(loader, optimizer, directory / name, counts)
-
-
-def _scheduler_states(document: TrainingDocument, parts: TrainingParts, directory: Path) -> dict[str, dict[str, Any]]:
-    document_path = directory / TRAINING_STATE
-    return {
-        name: scheduler_state(document.lr_schedulers[name], lr_scheduler, document_path)
-        for name, lr_scheduler in parts.lr_schedulers.items()
-    }
 
 
 def _fill_dataloaders(document: TrainingDocument, parts: TrainingParts, rank: int) -> None:
@@ -417,13 +393,15 @@ class TrainingStateIO:
         """Gather the ranks' plain values, and which accumulated gradients exist on any rank. Collective."""
         for model in parts.models.values():
             model.require_equal_copies()
-        optimizer_values = {name: self._values_of(optimizer) for name, optimizer in parts.optimizers.items()}
+        values_of = {
+            name: self._ranks.run_on_all_ranks(partial(optimizer_values, optimizer), _ACTION)
+            for name, optimizer in parts.optimizers.items()
+        }
         gradients_of = {name: optimizer.pending_gradients() for name, optimizer in parts.optimizers.items()}
         for gradients in gradients_of.values():
             gradients.synchronize()
-        payloads, of_rank = self._ranks.all_gather_distinct(
-            self._ranks.run_on_all_ranks(lambda: _local_values(parts, gradients_of), _ACTION)
-        )
+        local = self._ranks.run_on_all_ranks(lambda: _local_values(parts, gradients_of), _ACTION)
+        payloads, of_rank = all_gather_bytes(local, self._ranks.group)
         values = [json_values.loads(raw, "the ranks' values") for raw in payloads]
         accumulated = [name for name in gradients_of if any(name in one["waiting"] for one in values)]
         saved_values = [
@@ -435,13 +413,10 @@ class TrainingStateIO:
         ]
         return _GatheredState(
             per_rank=PerRank(values=saved_values, of_rank=list(of_rank)),
-            optimizer_values=optimizer_values,
+            optimizer_values=values_of,
             accumulated={name: gradients_of[name] for name in accumulated},
             reduced=[name for name in accumulated if any(name in one["reduced"] for one in values)],
         )
-
-    def _values_of(self, optimizer: OptimizerWrapper) -> str:
-        return self._ranks.run_on_all_ranks(lambda: optimizer_values(optimizer), _ACTION)
 
     def _request(
         self,
@@ -456,7 +431,7 @@ class TrainingStateIO:
         step_directories = StepDirectories(self._storage, root)
         target = root if options.step is None else step_directories.step_path(options.step)
         document = TrainingDocument(
-            facts=self._metadata(metadata, options.step, self._next_sequence(root, step_directories)),
+            facts=self._facts(metadata, options.step, root, step_directories),
             models=list(parts.models),
             optimizers=list(parts.optimizers),
             gradients=list(gathered.accumulated),
@@ -487,10 +462,10 @@ class TrainingStateIO:
         gathered: _GatheredState,
         options: SaveOptions,
     ) -> Iterator[CheckpointPart]:
-        def destination(kind: FileKind) -> SaveTarget:
-            return SaveTarget(target, kind, True, None, options.size_per_shard, options.use_safetensors)
-
-        to_model, to_optimizer = destination(MODEL), destination(OPTIMIZER)
+        to_model, to_optimizer = (
+            SaveTarget(target, kind, True, None, options.size_per_shard, options.use_safetensors)
+            for kind in (MODEL, OPTIMIZER)
+        )
         rank, limit = self._ranks.rank, to_model.max_shard_bytes
         for name, model in parts.models.items():
             yield model_part(model, to_model, name)
@@ -500,18 +475,17 @@ class TrainingStateIO:
             yield gradients_part(pending, folder=name, max_shard_bytes=limit)
         yield per_rank_part(RANDOM_STATE, random_state, rank, folder="", max_shard_bytes=limit)
 
-    def _metadata(self, metadata: Mapping[str, Any], step: int | None, sequence: int) -> dict[str, Any]:
+    def _facts(
+        self, metadata: Mapping[str, Any], step: int | None, root: Path, folders: StepDirectories
+    ) -> dict[str, Any]:
+        sequence = 0  # only rank 0's value is written
+        if self._ranks.rank == 0:
+            sequence = max(folders.next_sequence(), self._issued.get(root, 0) + 1)
+            self._issued[root] = sequence
         common = save_metadata(self._ranks.size)
         versions = {name: str(version) for name, version in common["versions"].items()}
         versions["python"] = platform.python_version()
         return {**common, **metadata, "versions": versions, "step": step, "sequence": sequence}
-
-    def _next_sequence(self, root: Path, folders: StepDirectories) -> int:
-        if self._ranks.rank != 0:
-            return 0  # only rank 0's value is written
-        sequence = max(folders.next_sequence(), self._issued.get(root, 0) + 1)
-        self._issued[root] = sequence
-        return sequence
 
     def _after_commit(self, folders: StepDirectories, name: str, options: SaveOptions) -> Callable[[], None]:
         if self._ranks.rank == 0:
@@ -532,7 +506,12 @@ class TrainingStateIO:
         def is_stale(name: str) -> bool:
             folder, _, base = name.rpartition("/")
             always = (GRADIENTS, RANDOM_STATE) if folder in folders else ()
-            return any(_owns(kind, base) for kind in (*always, *replaced.get(folder, ())))
+            for kind in (*always, *replaced.get(folder, ())):
+                for is_safetensors in (True, False):
+                    names = kind.names(is_safetensors=is_safetensors)
+                    if names.may_have_written(base) or (kind == OPTIMIZER and base == names.groups):
+                        return True
+            return False
 
         return is_stale
 
@@ -557,8 +536,3 @@ def _local_values(parts: TrainingParts, pending: Mapping[str, AccumulatedGradien
         "reduced": [name for name, gradients in pending.items() if gradients.reduced()],
     }
     return json_values.dumps(values, "a dataloader's position").encode()
-
-
-def _owns(kind: FileKind, base: str) -> bool:
-    all_names = [kind.names(is_safetensors=is_safetensors) for is_safetensors in (True, False)]
-    return any(names.may_have_written(base) or (kind == OPTIMIZER and base == names.groups) for names in all_names)
