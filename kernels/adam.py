@@ -148,7 +148,8 @@ def _blocks(ranges: Iterator[_ParamRange]) -> Iterator[tuple[torch.dtype, list[_
     block: list[_ParamRange] = []
     dtype, size = torch.float32, 0
     for param_range in ranges:
-        range_dtype = _compute_dtype(param_range)
+        dtypes = (param_range.param.dtype, param_range.exp_avg.dtype, param_range.exp_avg_sq.dtype)
+        range_dtype = torch.float64 if torch.float64 in dtypes else torch.float32
         if block and (range_dtype is not dtype or size + param_range.param.numel() > _BLOCK_ELEMENTS):
             yield dtype, block
             block, size = [], 0
@@ -158,23 +159,24 @@ def _blocks(ranges: Iterator[_ParamRange]) -> Iterator[tuple[torch.dtype, list[_
         yield dtype, block
 
 
-def _compute_dtype(param_range: _ParamRange) -> torch.dtype:
-    dtypes = (param_range.param.dtype, param_range.exp_avg.dtype, param_range.exp_avg_sq.dtype)
-    return torch.float64 if torch.float64 in dtypes else torch.float32
-
-
 def _update(block: list[_ParamRange], scratch: torch.Tensor, grad_scale: float, settings: AdamSettings) -> None:
-    dtype = scratch.dtype
-    params = [_in_dtype(param_range.param, dtype) for param_range in block]
-    exp_avgs = [_in_dtype(param_range.exp_avg, dtype) for param_range in block]
-    exp_avg_sqs = [_in_dtype(param_range.exp_avg_sq, dtype) for param_range in block]
+    dtype, seed = scratch.dtype, settings.stochastic_rounding_seed
+    # `to` returns the tensor itself if it has the dtype already; then it is updated in place.
+    params = [param_range.param.to(dtype) for param_range in block]
+    exp_avgs = [param_range.exp_avg.to(dtype) for param_range in block]
+    exp_avg_sqs = [param_range.exp_avg_sq.to(dtype) for param_range in block]
     _fused_update(params, _unscaled_gradients(block, scratch, grad_scale), exp_avgs, exp_avg_sqs, block, settings)
     for param_range, param, exp_avg, exp_avg_sq in zip(block, params, exp_avgs, exp_avg_sqs, strict=True):
-        _write_back(param_range.exp_avg, exp_avg)
-        _write_back(param_range.exp_avg_sq, exp_avg_sq)
+        for state, updated in ((param_range.exp_avg, exp_avg), (param_range.exp_avg_sq, exp_avg_sq)):
+            if state is not updated:
+                state.copy_(updated)
         for result in (param_range.param, param_range.copy):
-            if result is not None:
-                _write_result(result, param, param_range, settings.stochastic_rounding_seed)
+            if result is None or result is param:
+                continue
+            if seed is not None and result.dtype is torch.bfloat16:
+                result.copy_(round_stochastically(param.float(), seed, param_range.tensor_index, param_range.begin))
+            else:
+                result.copy_(param)
         if settings.zero_grads:
             param_range.grad.zero_()
 
@@ -214,22 +216,6 @@ def _fused_update(
         amsgrad=False,
         maximize=False,
     )
-
-
-def _in_dtype(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return tensor if tensor.dtype is dtype else tensor.to(dtype)
-
-
-def _write_back(to: torch.Tensor, values: torch.Tensor) -> None:
-    if to is not values:
-        to.copy_(values)
-
-
-def _write_result(to: torch.Tensor, values: torch.Tensor, param_range: _ParamRange, seed: int | None) -> None:
-    if seed is None or to.dtype is not torch.bfloat16:
-        _write_back(to, values)
-    else:
-        to.copy_(round_stochastically(values.float(), seed, param_range.tensor_index, param_range.begin))
 
 
 _DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # `enum DType` in csrc/simd.h
@@ -290,7 +276,9 @@ def adam_step(
     copies = [None] * len(params) if model_params is None else model_params
     rows = [_row(*tensors) for tensors in zip(params, grads, exp_avgs, exp_avg_sqs, copies, strict=True)]
     assert len(steps) == len(params), f"{len(steps)} step counts for {len(params)} parameters"
-    _check_clip_coef(clip_coef)
+    if clip_coef is not None:
+        is_scalar = clip_coef.numel() == 1 and clip_coef.dtype is torch.float32 and clip_coef.is_cpu
+        assert is_scalar, f"the multiplier must be an fp32 CPU scalar, got {_described(clip_coef)}, {clip_coef.dtype}"
     settings = AdamSettings(
         lr=lr,
         betas=betas,
@@ -384,9 +372,3 @@ def _row(
 
 def _described(tensor: torch.Tensor) -> str:
     return f"a tensor of {tensor.numel()} elements on {tensor.device} with strides {tensor.stride()}"
-
-
-def _check_clip_coef(tensor: torch.Tensor | None) -> None:
-    if tensor is not None:
-        is_scalar = tensor.numel() == 1 and tensor.dtype is torch.float32 and tensor.is_cpu
-        assert is_scalar, f"the multiplier must be an fp32 CPU scalar, got {_described(tensor)}, {tensor.dtype}"

@@ -177,13 +177,16 @@ def find_toolchain() -> Toolchain:
         BuildError: A program or header is missing.
     """
     compiler = _find_compiler()
-    pybind11_headers, pybind11_version = _find_pybind11()
+    if importlib.util.find_spec("pybind11") is None:
+        raise BuildError("pybind11 was not found: pip install pybind11")
+    import pybind11
+
     return Toolchain(
         compiler=compiler,
         version=_version_of(compiler),
-        pybind11_version=pybind11_version,
+        pybind11_version=str(pybind11.__version__),
         ninja=_find_ninja(),
-        include_folders=(_python_headers(), pybind11_headers),
+        include_folders=(_python_headers(), str(pybind11.get_include())),
     )
 
 
@@ -204,11 +207,16 @@ def build(source: KernelSource, folder: Path) -> Path:
     except subprocess.TimeoutExpired as error:
         raise BuildError(f"the compiler did not finish in {TIMEOUT_SECONDS} s: {toolchain.compiler}") from error
     if done.returncode != 0:
-        raise BuildError(f"{toolchain.compiler} failed:\n{_error_lines(done.stdout + done.stderr)}")
+        lines = [line[:_MAX_LINE] for line in (done.stdout + done.stderr).strip().splitlines()]
+        errors = [index for index, line in enumerate(lines) if "error" in line.lower()]
+        start = errors[0] if errors else max(0, len(lines) - _SHOWN_LINES)
+        shown = "\n".join(lines[start : start + _SHOWN_LINES])
+        raise BuildError(f"{toolchain.compiler} failed:\n{shown}")
     return folder / source.file_name
 
 
 def _ninja_text(source: KernelSource, toolchain: Toolchain) -> str:
+    link_flags = "-undefined dynamic_lookup" if sys.platform == "darwin" else ""
     include = " ".join(f"-isystem {_quoted(folder)}" for folder in toolchain.include_folders)
     lines = [
         "ninja_required_version = 1.5",
@@ -218,11 +226,13 @@ def _ninja_text(source: KernelSource, toolchain: Toolchain) -> str:
         "  depfile = $out.d",
         "  deps = gcc",
         "rule link",
-        f"  command = {_quoted(toolchain.compiler)} -shared {_platform_link_flags()} -pthread $in -o $out",
+        f"  command = {_quoted(toolchain.compiler)} -shared {link_flags} -pthread $in -o $out",
     ]
     objects = []
+    # Plain sources dispatch to the compiled instruction sets by these defines.
+    dispatch_flags = tuple(f"-DBOOSTER_HAS_{one.name.upper()}" for one in instruction_sets())
     for name in source.sources:
-        objects.append(_add_object(lines, name, Path(name).stem, _dispatch_flags()))
+        objects.append(_add_object(lines, name, Path(name).stem, dispatch_flags))
     for name in source.vector_sources:
         for one in instruction_sets():
             defines = (f"-DBOOSTER_ISA={one.name}", f"-DBOOSTER_ISA_{one.name.upper()}")
@@ -235,15 +245,6 @@ def _add_object(lines: list[str], source: str, stem: str, flags: tuple[str, ...]
     lines.append(f"build {stem}.o: compile {_escaped(str(SOURCE_FOLDER / source))}")
     lines.append(f"  more = {' '.join(flags)}")
     return f"{stem}.o"
-
-
-def _dispatch_flags() -> tuple[str, ...]:
-    """Return the defines by which plain sources dispatch to the compiled instruction sets."""
-    return tuple(f"-DBOOSTER_HAS_{one.name.upper()}" for one in instruction_sets())
-
-
-def _platform_link_flags() -> str:
-    return "-undefined dynamic_lookup" if sys.platform == "darwin" else ""
 
 
 def _escaped(path: str) -> str:
@@ -299,20 +300,3 @@ def _python_headers() -> str:
             f" python{sys.version_info.major}.{sys.version_info.minor}-dev)"
         )
     return folder
-
-
-def _find_pybind11() -> tuple[str, str]:
-    """Return the directory of the headers, and the version."""
-    if importlib.util.find_spec("pybind11") is None:
-        raise BuildError("pybind11 was not found: pip install pybind11")
-    import pybind11
-
-    return str(pybind11.get_include()), str(pybind11.__version__)
-
-
-def _error_lines(output: str) -> str:
-    """Return the lines from the first error on, or the last lines."""
-    lines = [line[:_MAX_LINE] for line in output.strip().splitlines()]
-    errors = [index for index, line in enumerate(lines) if "error" in line.lower()]
-    start = errors[0] if errors else max(0, len(lines) - _SHOWN_LINES)
-    return "\n".join(lines[start : start + _SHOWN_LINES])

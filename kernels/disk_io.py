@@ -60,18 +60,14 @@ class _ThreadedRequest:
         """Run the request; an `OSError` is stored for `result` instead of raised."""
         code = errno.EIO
         try:
-            code = self._transfer_all()
+            code = 0
+            while self._num_done < self._num_bytes and code == 0:
+                code = self._transfer_next()
         except OSError as error:
             code = error.errno or errno.EIO
         finally:
             self._code = code
             self._finished.set()
-
-    def _transfer_all(self) -> int:
-        code = 0
-        while self._num_done < self._num_bytes and code == 0:
-            code = self._transfer_next()
-        return code
 
     def _transfer_next(self) -> int:
         length = min(self._num_bytes - self._num_done, _MAX_CALL_BYTES)
@@ -88,12 +84,12 @@ class _ThreadedRequest:
             return 0
         if self._is_write:
             return 0 if count > 0 else errno.EIO  # the file system wrote nothing without an error
-        return END_OF_FILE if count == 0 or self._is_at_end() else 0
-
-    def _is_at_end(self) -> bool:
+        if count == 0:
+            return END_OF_FILE
         # The size is checked because continuing a direct read within a block would be an error.
         status = os.fstat(self._descriptor)
-        return stat.S_ISREG(status.st_mode) and self._offset + self._num_done >= status.st_size
+        is_at_end = stat.S_ISREG(status.st_mode) and self._offset + self._num_done >= status.st_size
+        return END_OF_FILE if is_at_end else 0
 
 
 class ThreadedQueue:
@@ -122,17 +118,14 @@ class ThreadedQueue:
         interrupt = None
         while self._threads:
             try:
-                _join(self._threads[-1])
+                thread = self._threads[-1]
+                if thread is not threading.current_thread():  # it is if the garbage collector closes the queue in it
+                    thread.join()
                 self._threads.pop()
             except KeyboardInterrupt as error:  # keep waiting, as the caller may free the requests' memory next
                 interrupt = error
         if interrupt is not None:
             raise interrupt
-
-
-def _join(thread: threading.Thread) -> None:
-    if thread is not threading.current_thread():  # true if the garbage collector closes the queue in this thread
-        thread.join()
 
 
 def _run_requests(requests: SimpleQueue[_ThreadedRequest | None]) -> None:
@@ -269,7 +262,12 @@ class DiskQueue:
     def _submit(self, is_write: bool, descriptor: int, tensor: torch.Tensor, offset: int) -> IOTicket:
         _check_process(self._process)
         address, num_bytes = tensor.data_ptr(), tensor.nbytes
-        _check_memory(tensor, descriptor, address | num_bytes | offset)
+        assert tensor.device.type == "cpu", f"a tensor on {tensor.device}"
+        assert tensor.is_contiguous(), f"strides {tensor.stride()} of shape {tuple(tensor.shape)}"
+        assert (address | num_bytes | offset) % ALIGNMENT == 0 or not _is_direct(descriptor), (
+            f"{num_bytes} bytes of memory at {address:#x}: their number, address and offset in the file must be"
+            f" multiples of {ALIGNMENT}, as descriptor {descriptor} is open with O_DIRECT"
+        )
         assert offset >= 0, f"offset {offset}"
         describe = _error_factory(is_write, descriptor, num_bytes, offset)
         with self._lock:
@@ -365,15 +363,6 @@ def _check_process(process: int) -> None:
         )
 
 
-def _check_memory(tensor: torch.Tensor, descriptor: int, bits: int) -> None:
-    assert tensor.device.type == "cpu", f"a tensor on {tensor.device}"
-    assert tensor.is_contiguous(), f"strides {tensor.stride()} of shape {tuple(tensor.shape)}"
-    assert bits % ALIGNMENT == 0 or not _is_direct(descriptor), (
-        f"{tensor.nbytes} bytes of memory at {tensor.data_ptr():#x}: their number, address and offset in the file must"
-        f" be multiples of {ALIGNMENT}, as descriptor {descriptor} is open with O_DIRECT"
-    )
-
-
 def _is_direct(descriptor: int) -> bool:
     try:
         return bool(fcntl.fcntl(descriptor, fcntl.F_GETFL) & _O_DIRECT)
@@ -398,16 +387,10 @@ def _error_factory(is_write: bool, descriptor: int, num_bytes: int, offset: int)
 
 
 # Not `os.posix_fallocate`: on file systems without fallocate, the C library emulates it by writing to every block.
-def _find_fallocate() -> Callable[..., int] | None:
-    library: Any = ctypes.CDLL(None, use_errno=True)
-    function = getattr(library, "fallocate64", None)
-    if function is not None:
-        function.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
-        function.restype = ctypes.c_int
-    return function
-
-
-_fallocate = _find_fallocate()
+_fallocate: Any = getattr(ctypes.CDLL(None, use_errno=True), "fallocate64", None)
+if _fallocate is not None:
+    _fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
+    _fallocate.restype = ctypes.c_int
 
 
 def _reserve(descriptor: int, num_bytes: int) -> None:

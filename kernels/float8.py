@@ -11,6 +11,7 @@ FORWARD_DTYPE = torch.float8_e4m3fn  # 3 bits of mantissa, up to 448: activation
 GRADIENT_DTYPE = torch.float8_e5m2  # 2 bits of mantissa, up to 57344: gradients, which have a larger dynamic range
 
 _SMALLEST_SCALE = 2.0**-126  # the smallest fp32 with a finite reciprocal
+_HAS_SCALED_MM = hasattr(F, "scaled_mm") and hasattr(F, "ScalingType")  # else torch._scaled_mm is used
 _NATIVE_MULTIPLE = 16  # the hardware requires sizes that are multiples of this
 
 
@@ -88,7 +89,7 @@ def native_problem(
         dtype_a: dtype of the left matrix.
         dtype_b: dtype of the right matrix.
     """
-    if not _has_public_function() and not hasattr(torch, "_scaled_mm"):
+    if not _HAS_SCALED_MM and not hasattr(torch, "_scaled_mm"):
         return f"torch {torch.__version__} has no scaled matmul"
     try:
         ones = torch.ones(_NATIVE_MULTIPLE, _NATIVE_MULTIPLE, device=device_type)
@@ -107,7 +108,7 @@ def _native(
     # The hardware requires row-major `a` and column-major `b`.
     a = _padded(a).contiguous()
     b = _padded(b).t().contiguous().t()
-    if _has_public_function():
+    if _HAS_SCALED_MM:
         one_scale = F.ScalingType.TensorWise
         product = F.scaled_mm(a, b, scale_a, one_scale, scale_b, one_scale, output_dtype=out_dtype)
     else:
@@ -121,7 +122,3 @@ def _padded(matrix: torch.Tensor) -> torch.Tensor:
         return matrix
     # Padded as bytes, as not every device can pad float8 tensors; a zero byte is 0.0 in every float8 dtype.
     return F.pad(matrix.view(torch.uint8), (0, columns, 0, rows)).view(matrix.dtype)
-
-
-def _has_public_function() -> bool:
-    return hasattr(F, "scaled_mm") and hasattr(F, "ScalingType")

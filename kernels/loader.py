@@ -105,13 +105,14 @@ class BuildCache:
             shutil.rmtree(stale)
         log(
             f"building the kernel {source.name!r} with {toolchain.version}, once for this machine: about"
-            f" {_expected_seconds(source)} s (kept in {self.folder})"
+            f" {20 if source.vector_sources else 8} s (kept in {self.folder})"
         )
         started = time.monotonic()
         work = Path(tempfile.mkdtemp(prefix=f"{name}.building-", dir=self.folder))
         try:
             built = build(source, work)
-            _sync(built)
+            with built.open("rb") as file:  # after a power loss it might exist under its final name, but empty
+                os.fsync(file.fileno())
             path.parent.mkdir(mode=0o700, exist_ok=True)
             built.replace(path)
         except BuildError as error:
@@ -169,10 +170,6 @@ def _cpu_features() -> str:
     return next((line for line in lines if line.startswith(("flags", "Features"))), "")
 
 
-def _expected_seconds(source: KernelSource) -> int:
-    return 20 if source.vector_sources else 8
-
-
 def _private_folder(folder: Path) -> Path:
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -193,12 +190,6 @@ def _private_folder(folder: Path) -> Path:
             f" 700), or set {CACHE_VARIABLE} to a private directory"
         )
     return folder
-
-
-def _sync(path: Path) -> None:
-    """Flush the file before it is renamed; after a power loss it might exist under its final name, but empty."""
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
 
 
 MODE_VARIABLE = "BOOSTER_KERNELS"
@@ -274,7 +265,13 @@ def find_built(source: KernelSource) -> Path | None:
 
 def _load(source: KernelSource, *, warns: bool) -> _LoadResult:
     try:
-        return _LoadResult(_import_module(source, _prebuilt(source) or _build(source)), None)
+        path = _prebuilt(source)
+        if path is None:
+            missing = missing_requirement(source)
+            if missing is not None:
+                raise BuildError(missing)
+            path = BuildCache(default_folder()).get(source, find_toolchain(), get_dist_logger().info)
+        return _LoadResult(_import_module(source, path), None)
     except (BuildError, ImportError, OSError) as error:
         reason = str(error)
     if warns:
@@ -283,13 +280,6 @@ def _load(source: KernelSource, *, warns: bool) -> _LoadResult:
             f" {reason}"
         )
     return _LoadResult(None, reason)
-
-
-def _build(source: KernelSource) -> Path:
-    reason = missing_requirement(source)
-    if reason is not None:
-        raise BuildError(reason)
-    return BuildCache(default_folder()).get(source, find_toolchain(), get_dist_logger().info)
 
 
 def _prebuilt(source: KernelSource) -> Path | None:

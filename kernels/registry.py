@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -27,14 +26,6 @@ class KernelStatus:
     reason: str
 
 
-_Probe = Callable[[str], KernelStatus]
-
-
-def register_probe(probe: _Probe) -> None:
-    """Register a kernel; `probe(device_type)` returns its status without building anything."""
-    _probes.append(probe)
-
-
 def kernel_status(device_type: str = "cpu") -> list[KernelStatus]:
     """Return the status of every kernel, compiled ones first. Builds nothing.
 
@@ -44,7 +35,7 @@ def kernel_status(device_type: str = "cpu") -> list[KernelStatus]:
     Raises:
         ConfigError: `BOOSTER_KERNELS` has an unknown value.
     """
-    return [_status_of(source) for source in KERNELS.values()] + [probe(device_type) for probe in _probes]
+    return [*map(_status_of, KERNELS.values()), _float8_matmul(device_type)]
 
 
 def _status_of(source: KernelSource) -> KernelStatus:
@@ -67,6 +58,3 @@ def _float8_matmul(device_type: str) -> KernelStatus:
     if problem is not None:
         return KernelStatus(name=name, status="reference", reason=f"emulated in fp32: {problem}")
     return KernelStatus(name=name, status="native", reason=f"torch's scaled matmul on {device_type}")
-
-
-_probes: list[_Probe] = [_float8_matmul]

@@ -170,7 +170,11 @@ class SharedMemory:
     def all_gather(self, buffer: torch.Tensor, local_shard: torch.Tensor, sequence_number: int) -> None:
         """Gather the ranks' shards into a buffer. `local_shard` may alias this rank's shard in it."""
         _check_contiguous(buffer, local_shard)
-        self._check_shards(buffer, local_shard)
+        if (buffer.numel(), buffer.dtype) != (self._num_ranks * local_shard.numel(), local_shard.dtype):
+            raise AssertionError(
+                f"{buffer.numel()} {buffer.dtype} are not {self._num_ranks} shards of"
+                f" {local_shard.numel()} {local_shard.dtype}"
+            )
         self._check_result(
             self._native.all_gather(sequence_number, buffer.data_ptr(), local_shard.data_ptr(), local_shard.nbytes)
         )
@@ -202,13 +206,6 @@ class SharedMemory:
         """Make current and later collectives fail on all ranks. Any thread may call it at any time."""
         self._native.abort()
 
-    def _check_shards(self, buffer: torch.Tensor, local_shard: torch.Tensor) -> None:
-        if (buffer.numel(), buffer.dtype) != (self._num_ranks * local_shard.numel(), local_shard.dtype):
-            raise AssertionError(
-                f"{buffer.numel()} {buffer.dtype} are not {self._num_ranks} shards of"
-                f" {local_shard.numel()} {local_shard.dtype}"
-            )
-
     def _check_result(self, failure: tuple[int, int] | None) -> None:
         if failure is not None:
             raise self._error(*failure)
@@ -228,10 +225,22 @@ class SharedMemory:
 
     def _describe_calls(self) -> str:
         """Return a description of the ranks' current calls; ranks in equal calls are listed together."""
-        ranks: dict[str, list[int]] = {}
+        ranks_of: dict[str, list[int]] = {}
         for rank, call in enumerate(self._native.calls_of_ranks()):
-            ranks.setdefault(_call_text(*call), []).append(rank)
-        return ", ".join(f"{text} on {_format_ranks(those)} of the group" for text, those in ranks.items())
+            operation, sequence_number, length, element_type, detail = call
+            name = _OPERATIONS[operation]
+            text = f"{name} number {sequence_number} of {length} "
+            if name in _REDUCTIONS:
+                text += str(_DTYPES[element_type]).removeprefix("torch.")
+                text += " (max)" if detail == _OPERATORS["max"] else ""
+            else:
+                text += "bytes" + (f" from rank {detail}" if name == "broadcast" else "")
+            ranks_of.setdefault(text, []).append(rank)
+        calls: list[str] = []
+        for text, ranks in ranks_of.items():
+            shown = ", ".join(map(str, ranks[:10])) + (f" and {len(ranks) - 10} more" if len(ranks) > 10 else "")
+            calls.append(f"{text} on {'rank' if len(ranks) == 1 else 'ranks'} {shown} of the group")
+        return ", ".join(calls)
 
 
 def _module() -> ModuleType:
@@ -249,17 +258,3 @@ def _check_contiguous(*tensors: torch.Tensor) -> None:
     for tensor in tensors:
         if tensor.device.type != "cpu" or not tensor.is_contiguous():
             raise AssertionError(f"a tensor on {tensor.device} with stride {tensor.stride()}")
-
-
-def _call_text(operation: int, sequence_number: int, length: int, element_type: int, detail: int) -> str:
-    name = _OPERATIONS[operation]
-    text = f"{name} number {sequence_number} of {length} "
-    if name not in _REDUCTIONS:
-        return text + "bytes" + (f" from rank {detail}" if name == "broadcast" else "")
-    dtype = str(_DTYPES[element_type]).removeprefix("torch.")
-    return text + dtype + (" (max)" if detail == _OPERATORS["max"] else "")
-
-
-def _format_ranks(ranks: list[int]) -> str:
-    shown = ", ".join(map(str, ranks[:10])) + (f" and {len(ranks) - 10} more" if len(ranks) > 10 else "")
-    return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
