@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -28,7 +28,12 @@ def check_can_boost(
     """Raise `ConfigError` if the arguments cannot be boosted together on this rank. No communication."""
     _check_model(model, optimizer)
     tensors = _named_tensors(model)
-    _check_shapes(tensors)
+    for name, tensor in tensors:
+        if nn.parameter.is_lazy(tensor):
+            raise ConfigError(
+                f"{name!r} belongs to one of torch's lazy modules and has no shape yet: run the model once, on a batch"
+                " of any size, before boost()"
+            )
     if optimizer is not None:
         _check_optimizer_argument(optimizer, {id(tensor) for _, tensor in tensors})
     if criterion is not None and not callable(criterion):
@@ -97,15 +102,6 @@ def _named_tensors(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
         for key, tensor in (*module._parameters.items(), *module._buffers.items())
         if tensor is not None
     ]
-
-
-def _check_shapes(tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
-    for name, tensor in tensors:
-        if nn.parameter.is_lazy(tensor):
-            raise ConfigError(
-                f"{name!r} belongs to one of torch's lazy modules and has no shape yet: run the model once, on a batch"
-                " of any size, before boost()"
-            )
 
 
 def _check_optimizer_argument(optimizer: Any, known: Collection[int]) -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from os import PathLike
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -23,7 +24,6 @@ from .interface.checkpoint_io import SaveOptions, TrainingParts
 from .rng_state import ProcessRNG
 from .validation import check_flag, check_path
 
-T = TypeVar("T")
 Models: TypeAlias = ModelWrapper | Mapping[str, ModelWrapper]
 Optimizers: TypeAlias = OptimizerWrapper | Optimizer | Mapping[str, OptimizerWrapper | Optimizer]
 Schedulers: TypeAlias = LRScheduler | Mapping[str, LRScheduler]
@@ -86,18 +86,14 @@ class CheckpointMethods:
         options = SaveOptions(
             step=step, keep_last=keep_last, size_per_shard=size_per_shard, use_safetensors=use_safetensors
         )
-
-        def checked() -> TrainingParts:
+        with _checks_on_all_ranks("save") as fingerprint:
             _check_path(path, "save")
-            for name, value in (("use_safetensors", use_safetensors), ("use_async", use_async)):
-                check_flag(name, value)
+            check_flag("use_safetensors", use_safetensors)
+            check_flag("use_async", use_async)
             options.check()
-            return self._parts("save", model, optimizer, lr_scheduler, dataloader)
-
-        def fingerprint(parts: TrainingParts) -> list[str]:
-            return training_fingerprint(_by_name(optimizer, check_optimizer, "save"), parts.lr_schedulers)
-
-        parts = _on_all_ranks("save", checked, fingerprint)
+            parts = self._parts("save", model, optimizer, lr_scheduler, dataloader)
+            optimizers = _by_name(optimizer, check_optimizer, "save")
+            fingerprint += training_fingerprint(optimizers, parts.lr_schedulers)
         precision = next((one.precision for one in parts.models.values()), self.mixed_precision)
         self._checkpoint_io.save_training_state(
             path,
@@ -150,15 +146,12 @@ class CheckpointMethods:
             ConfigError: An object is not boosted, or a loader has other data.
             CheckpointError: A requested object is missing or does not match, or files are damaged. Nothing was changed.
         """
-
-        def checked() -> TrainingParts:
+        with _checks_on_all_ranks("load"):
             _check_path(path, "load")
             check_flag("strict", strict)
             check_flag("missing_ok", missing_ok)
             check_verify(verify)
-            return self._parts("load", model, optimizer, lr_scheduler, dataloader)
-
-        parts = _on_all_ranks("load", checked)
+            parts = self._parts("load", model, optimizer, lr_scheduler, dataloader)
         return self._checkpoint_io.load_training_state(path, parts, strict=strict, verify=verify, missing_ok=missing_ok)
 
     @in_phase("save")
@@ -201,13 +194,11 @@ class CheckpointMethods:
 
         `gather_dtensor` exists for compatibility with ColossalAI: files always hold full tensors, so False is an error.
         """
-
-        def checked() -> ModelWrapper:
+        with _checks_on_all_ranks("save_model"):
             _check_save(checkpoint, gather_dtensor, shard, use_safetensors, use_async)
-            return check_boosted_model(model, "save_model")
-
+            check_boosted_model(model, "save_model")
         self._checkpoint_io.save_model(
-            _on_all_ranks("save_model", checked),
+            model,
             checkpoint,
             shard=shard,
             prefix=prefix or None,
@@ -227,15 +218,12 @@ class CheckpointMethods:
         verify: str = "checksums",
     ) -> None:
         """Load the model; see `CheckpointIO.load_model`. Collective."""
-
-        def checked() -> ModelWrapper:
+        with _checks_on_all_ranks("load_model"):
             check_path("checkpoint", checkpoint)
             check_flag("strict", strict)
             check_verify(verify)
-            return check_boosted_model(model, "load_model")
-
-        wrapped = _on_all_ranks("load_model", checked)
-        self._checkpoint_io.load_model(wrapped, checkpoint, strict=strict, verify=verify)
+            check_boosted_model(model, "load_model")
+        self._checkpoint_io.load_model(model, checkpoint, strict=strict, verify=verify)
 
     @in_phase("save")
     @timeout_scope("checkpoint")
@@ -255,13 +243,12 @@ class CheckpointMethods:
 
         `gather_dtensor` as in `save_model`.
         """
-
-        def checked() -> OptimizerWrapper | Optimizer:
+        with _checks_on_all_ranks("save_optimizer") as fingerprint:
             _check_save(checkpoint, gather_dtensor, shard, use_safetensors, use_async)
-            return check_optimizer(optimizer, "save_optimizer")
-
+            check_optimizer(optimizer, "save_optimizer")
+            fingerprint += training_fingerprint({"": optimizer})
         self._checkpoint_io.save_optimizer(
-            _on_all_ranks("save_optimizer", checked, lambda one: training_fingerprint({"": one})),
+            optimizer,
             checkpoint,
             shard=shard,
             prefix=prefix or None,
@@ -280,44 +267,40 @@ class CheckpointMethods:
         verify: str = "checksums",
     ) -> None:
         """Load the optimizer, boosted or plain; see `CheckpointIO.load_optimizer`. Collective."""
-
-        def checked() -> OptimizerWrapper | Optimizer:
+        with _checks_on_all_ranks("load_optimizer"):
             check_path("checkpoint", checkpoint)
             check_verify(verify)
-            return check_optimizer(optimizer, "load_optimizer")
-
-        self._checkpoint_io.load_optimizer(_on_all_ranks("load_optimizer", checked), checkpoint, verify=verify)
+            check_optimizer(optimizer, "load_optimizer")
+        self._checkpoint_io.load_optimizer(optimizer, checkpoint, verify=verify)
 
     @in_phase("save")
     @timeout_scope("checkpoint")
     def save_lr_scheduler(self, lr_scheduler: LRScheduler, checkpoint: str | PathLike[str]) -> None:
         """Save the scheduler; see `CheckpointIO.save_lr_scheduler`. Collective."""
-
-        def checked() -> Any:
+        with _checks_on_all_ranks("save_lr_scheduler"):
             check_path("checkpoint", checkpoint)
-            return check_scheduler(lr_scheduler, "save_lr_scheduler")
-
-        self._checkpoint_io.save_lr_scheduler(_on_all_ranks("save_lr_scheduler", checked), checkpoint)
+            check_scheduler(lr_scheduler, "save_lr_scheduler")
+        self._checkpoint_io.save_lr_scheduler(lr_scheduler, checkpoint)
 
     @in_phase("load")
     @timeout_scope("checkpoint")
     def load_lr_scheduler(self, lr_scheduler: LRScheduler, checkpoint: str | PathLike[str]) -> None:
         """Load the scheduler; see `CheckpointIO.load_lr_scheduler`. Collective."""
-
-        def checked() -> Any:
+        with _checks_on_all_ranks("load_lr_scheduler"):
             check_path("checkpoint", checkpoint)
-            return check_scheduler(lr_scheduler, "load_lr_scheduler")
+            check_scheduler(lr_scheduler, "load_lr_scheduler")
+        self._checkpoint_io.load_lr_scheduler(lr_scheduler, checkpoint)
 
-        self._checkpoint_io.load_lr_scheduler(_on_all_ranks("load_lr_scheduler", checked), checkpoint)
 
-
-def _on_all_ranks(caller: str, check: Callable[[], T], fingerprint: Callable[[T], list[str]] | None = None) -> T:
-    """Return the result of a check of this rank's arguments, once all ranks pass it and are at the same call.
+@contextmanager
+def _checks_on_all_ranks(caller: str) -> Iterator[list[str]]:
+    """Context of the checks of this rank's arguments, which ends once all ranks pass them and are at the same call.
 
     Args:
         caller: Name of the calling method.
-        check: Check that raises for invalid arguments.
-        fingerprint: Function of the check's result that returns lines of text that must be equal on all ranks.
+
+    Yields:
+        An empty list, to which the block adds lines of text that must be equal on all ranks.
 
     Collective. One small message, before files are opened: the other ranks would wait for one that raises.
 
@@ -325,14 +308,13 @@ def _on_all_ranks(caller: str, check: Callable[[], T], fingerprint: Callable[[T]
         ConfigError: A rank's check raised; on all ranks.
         DesyncError: Ranks are at other calls, or their lines differ.
     """
+    lines: list[str] = []
     try:
-        checked = check()
-        lines = [] if fingerprint is None else fingerprint(checked)
+        yield lines
     except Exception as error:  # raised on the other ranks, too
         check_same_across_ranks(f"{caller}()", [], error=error)
         raise
     check_same_across_ranks(f"{caller}()", lines)
-    return checked
 
 
 def _check_path(path: Any, caller: str) -> None:

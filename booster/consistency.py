@@ -75,8 +75,11 @@ def boost_fingerprint(
     """
     model_fingerprint, names = _model_fingerprint(model)
     precision = ["no mixed precision"] if mixed_precision is None else mixed_precision.config_fingerprint()
+    is_of_transformers = "transformers" in sys.modules and any(
+        type(module).__module__.startswith("transformers.") for module in model.modules()
+    )
     return [
-        *(f"{name} {number}" for name, number in installed_versions(_is_of_transformers(model)).items()),
+        *(f"{name} {number}" for name, number in installed_versions(is_of_transformers).items()),
         f"the plugin {type(plugin).__qualname__}",
         *(f"{type(plugin).__qualname__} with {line}" for line in plugin.config_fingerprint()),
         *precision,
@@ -100,12 +103,6 @@ def _version(package: str) -> str:
         return "not installed"
 
 
-def _is_of_transformers(model: nn.Module) -> bool:
-    if "transformers" not in sys.modules:
-        return False
-    return any(type(module).__module__.startswith("transformers.") for module in model.modules())
-
-
 # The model.
 
 
@@ -116,24 +113,18 @@ def _model_fingerprint(model: nn.Module) -> tuple[list[str], dict[int, str]]:
     buffers: list[str] = []
     first_names: dict[int, str] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
-        for tensors, lines, describe in (
-            (module._parameters, parameters, _describe_parameter),
-            (module._buffers, buffers, _describe_buffer),
-        ):
+        for tensors, lines in ((module._parameters, parameters), (module._buffers, buffers)):
             for key, tensor in tensors.items():
-                if tensor is not None:
-                    name = f"{prefix}.{key}" if prefix else key
-                    first = first_names.setdefault(id(tensor), name)
-                    lines.append(describe(name, tensor) if first is name else f"{name}: tied to {first}")
+                if tensor is None:
+                    continue
+                name = f"{prefix}.{key}" if prefix else key
+                first = first_names.setdefault(id(tensor), name)
+                if first is not name:
+                    lines.append(f"{name}: tied to {first}")
+                else:
+                    kind = "(a buffer)" if lines is buffers else f"requires_grad={tensor.requires_grad}"
+                    lines.append(f"{name}: {tuple(tensor.shape)} {tensor.dtype} {kind}")
     return parameters + buffers, first_names
-
-
-def _describe_parameter(name: str, parameter: torch.Tensor) -> str:
-    return f"{name}: {tuple(parameter.shape)} {parameter.dtype} requires_grad={parameter.requires_grad}"
-
-
-def _describe_buffer(name: str, buffer: torch.Tensor) -> str:
-    return f"{name}: {tuple(buffer.shape)} {buffer.dtype} (a buffer)"
 
 
 # The optimizer.
@@ -220,22 +211,15 @@ def training_fingerprint(optimizers: Mapping[str, Any], lr_schedulers: Mapping[s
     lines: list[str] = []
     for name, optimizer in optimizers.items():
         if isinstance(optimizer, OptimizerWrapper):
-            lines += [f"{_called('optimizer', name)} with {fact}" for fact in _saved_optimizer_fingerprint(optimizer)]
+            title = f"the optimizer {name!r}" if name else "the optimizer"
+            lines.append(f"{title} with {optimizer.num_steps} steps since boost()")
+            lines.append(f"{title} with {optimizer.num_skipped_steps} skipped steps")
+            for index, group in enumerate(optimizer.param_groups):
+                rate = group.get("lr")
+                rate = rate.item() if isinstance(rate, torch.Tensor) and rate.numel() == 1 else rate
+                lines.append(f"{title} with lr={rate!r} in group {index}")
     for name, scheduler in (lr_schedulers or {}).items():
         steps = getattr(scheduler, "last_epoch", None)
         if isinstance(steps, int):
-            lines.append(f"{_called('scheduler', name)} after {steps} steps")
+            lines.append(f"the scheduler{f' {name!r}' if name else ''} after {steps} steps")
     return lines
-
-
-def _called(kind: str, name: str) -> str:
-    return f"the {kind} {name!r}" if name else f"the {kind}"
-
-
-def _saved_optimizer_fingerprint(optimizer: OptimizerWrapper) -> list[str]:
-    rates = [f"lr={_number(group.get('lr'))} in group {index}" for index, group in enumerate(optimizer.param_groups)]
-    return [f"{optimizer.num_steps} steps since boost()", f"{optimizer.num_skipped_steps} skipped steps", *rates]
-
-
-def _number(value: Any) -> str:
-    return repr(value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value)

@@ -73,7 +73,7 @@ def get_rng_state(device: torch.device) -> dict[str, torch.Tensor]:
     Raises:
         ConfigError: numpy's global generator was replaced by one of another type.
     """
-    state = {_TORCH: torch.get_rng_state(), **_python_tensors(random.getstate()), **_numpy_tensors(np.random)}
+    state = {_TORCH: torch.get_rng_state(), **_tensors_of(random.getstate(), np.random.get_state(legacy=False))}
     for name, accelerator in _accelerators(device):
         state[name] = torch.get_device_module(accelerator.type).get_rng_state(accelerator).cpu()
     return state
@@ -94,8 +94,9 @@ def check_rng_state(state: Mapping[str, torch.Tensor], device: torch.device) -> 
         raise CheckpointError(f"the stored random state lacks {', '.join(lost)}: take another copy of the checkpoint")
     try:
         torch.Generator().set_state(state[_TORCH])
-        random.Random().setstate(_python_state(state))  # noqa: S311 - nothing is drawn from it
-        np.random.RandomState().set_state(_numpy_state(state))
+        python_state, numpy_state = _states_of(state)
+        random.Random().setstate(python_state)  # noqa: S311 - nothing is drawn from it
+        np.random.RandomState().set_state(numpy_state)
         for name, accelerator in _accelerators(device):
             if name in state:
                 torch.Generator(accelerator).set_state(state[name])
@@ -116,8 +117,9 @@ def set_rng_state(state: Mapping[str, torch.Tensor], device: torch.device) -> No
         device: Device of this rank.
     """
     torch.set_rng_state(state[_TORCH])
-    random.setstate(_python_state(state))
-    np.random.set_state(_numpy_state(state))
+    python_state, numpy_state = _states_of(state)
+    random.setstate(python_state)
+    np.random.set_state(numpy_state)
     for name, accelerator in _accelerators(device):
         stored = state.get(name)
         if stored is None:
@@ -136,8 +138,7 @@ def fork_rng_state(state: Mapping[str, torch.Tensor], rank: int) -> dict[str, to
     python = random.Random(seed)  # noqa: S311 - not for secrets
     return {
         _TORCH: torch.Generator().manual_seed(seed).get_state(),
-        **_python_tensors(python.getstate()),
-        **_numpy_tensors(np.random.RandomState(seed % _NUM_SEEDS)),
+        **_tensors_of(python.getstate(), np.random.RandomState(seed % _NUM_SEEDS).get_state(legacy=False)),
     }
 
 
@@ -163,39 +164,34 @@ def _accelerators(device: torch.device) -> Iterator[tuple[str, torch.device]]:
             yield f"{kind}.{index}", torch.device(kind, index)
 
 
-def _python_tensors(state: tuple[Any, ...]) -> dict[str, torch.Tensor]:
-    version, words, gauss = state
+def _tensors_of(python_state: tuple[Any, ...], numpy_state: Any) -> dict[str, torch.Tensor]:
+    """Return the states of Python's and numpy's generator as tensors; `_states_of` reads them."""
+    if numpy_state["bit_generator"] != _NUMPY_KIND:
+        raise ConfigError(
+            f"numpy's global generator is a {numpy_state['bit_generator']}, and checkpoints store the state of a"
+            f" {_NUMPY_KIND}: leave np.random unchanged, and save the state of another generator in `extra`"
+        )
+    version, words, gauss = python_state
+    numpy_words, position = numpy_state["state"]["key"], numpy_state["state"]["pos"]
+    numpy_gauss = [numpy_state["gauss"]] if numpy_state["has_gauss"] else []
     return {
         _PYTHON: torch.tensor([version, *words], dtype=torch.int64),
         _PYTHON_GAUSS: torch.tensor([] if gauss is None else [gauss], dtype=torch.float64),
+        _NUMPY: torch.tensor([*numpy_words.tolist(), position], dtype=torch.int64),
+        _NUMPY_GAUSS: torch.tensor(numpy_gauss, dtype=torch.float64),
     }
 
 
-def _python_state(state: Mapping[str, torch.Tensor]) -> tuple[int, tuple[int, ...], float | None]:
+def _states_of(state: Mapping[str, torch.Tensor]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """Return the states for `random.setstate` and `np.random.set_state`; inverse of `_tensors_of`."""
     version, *words = state[_PYTHON].tolist()
-    return version, tuple(words), _cached_normal(state[_PYTHON_GAUSS])
-
-
-def _numpy_tensors(source: Any) -> dict[str, torch.Tensor]:
-    state = source.get_state(legacy=False)
-    if state["bit_generator"] != _NUMPY_KIND:
-        raise ConfigError(
-            f"numpy's global generator is a {state['bit_generator']}, and checkpoints store the state of a"
-            f" {_NUMPY_KIND}: leave np.random unchanged, and save the state of another generator in `extra`"
-        )
-    words, position = state["state"]["key"], state["state"]["pos"]
-    return {
-        _NUMPY: torch.tensor([*words.tolist(), position], dtype=torch.int64),
-        _NUMPY_GAUSS: torch.tensor([state["gauss"]] if state["has_gauss"] else [], dtype=torch.float64),
-    }
-
-
-def _numpy_state(state: Mapping[str, torch.Tensor]) -> tuple[str, np.ndarray[Any, Any], int, int, float]:
-    *words, position = state[_NUMPY].tolist()
-    if not 0 <= position <= len(words):  # numpy would read beyond its memory
-        raise ValueError(f"numpy's generator has position {position} of {len(words)} numbers")
+    python_state = version, tuple(words), _cached_normal(state[_PYTHON_GAUSS])
+    *numpy_words, position = state[_NUMPY].tolist()
+    if not 0 <= position <= len(numpy_words):  # numpy would read beyond its memory
+        raise ValueError(f"numpy's generator has position {position} of {len(numpy_words)} numbers")
     gauss = _cached_normal(state[_NUMPY_GAUSS])
-    return _NUMPY_KIND, np.array(words, dtype=np.uint32), position, int(gauss is not None), gauss or 0.0
+    numpy_words = np.array(numpy_words, dtype=np.uint32)
+    return python_state, (_NUMPY_KIND, numpy_words, position, int(gauss is not None), gauss or 0.0)
 
 
 def _cached_normal(tensor: torch.Tensor) -> float | None:

@@ -36,7 +36,10 @@ class SingleDevicePlugin(Plugin):
     """
 
     def __init__(self, device: str | torch.device | None = None) -> None:
-        processes = max(group_size(), _launched_processes())
+        # Processes that torch's launcher started, also before launch().
+        variable = os.environ.get("WORLD_SIZE", "1")
+        launched = int(variable) if "RANK" in os.environ and variable.isdigit() else 1
+        processes = max(group_size(), launched)
         if processes > 1:
             raise ConfigError(
                 f"Booster() without a plugin runs one process, but {processes} were launched: each would train a"
@@ -113,9 +116,3 @@ def _parsed(device: str | torch.device) -> torch.device:
             " an accelerator, or leave it out"
         )
     return parsed
-
-
-def _launched_processes() -> int:
-    """Return the number of processes that torch's launcher started, also before launch()."""
-    world_size = os.environ.get("WORLD_SIZE", "1")
-    return int(world_size) if "RANK" in os.environ and world_size.isdigit() else 1

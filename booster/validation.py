@@ -36,7 +36,7 @@ def check_path(name: str, value: Any) -> None:
         raise ConfigError(f"{name} must be a path, got {value!r} ({type(value).__name__}): give one such as 'runs/a'")
 
 
-# What to tell where ranks wait for each other in different forwards and backwards.
+# Advice for errors of ranks that wait for each other in different forwards and backwards.
 UNEVEN_CALLS = (
     "every rank must call the model and backward() equally often and in the same order, whatever parts of the model"
     " each uses. Where one rank evaluates alone, as under `if rank == 0`, evaluate on every rank, or inside of"
@@ -45,7 +45,7 @@ UNEVEN_CALLS = (
 
 
 def error_of(check: Callable[[], object]) -> Exception | None:
-    """Return what a check raises, for all ranks to hear of; None: nothing."""
+    """Return the error that a check raises, to be raised on all ranks, or None if it passes."""
     try:
         check()
     except Exception as error:
@@ -54,7 +54,7 @@ def error_of(check: Callable[[], object]) -> Exception | None:
 
 
 def check_memory_is_apart(model: nn.Module, trained: list[nn.Parameter]) -> None:
-    """Return if no two of the parameters share memory.
+    """Check that no two of the parameters share memory.
 
     Raises:
         ConfigError: Two of them do.
@@ -80,10 +80,10 @@ def is_non_nan_number(value: Any) -> bool:
 
 
 def check_clipping(max_norm: Any, norm_type: Any) -> None:
-    """Return if gradients can be clipped so.
+    """Check the arguments of clipping by norm.
 
     Raises:
-        ConfigError: They can't.
+        ConfigError: One of them is invalid.
     """
     if not is_non_nan_number(max_norm) or max_norm < 0:
         raise ConfigError(
@@ -94,10 +94,10 @@ def check_clipping(max_norm: Any, norm_type: Any) -> None:
 
 
 def check_replicas(extra_dp_size: Any, world_size: int) -> None:
-    """Return if the ranks can be divided into so many groups that each hold all shards.
+    """Check that the ranks can be divided into `extra_dp_size` equal groups that each hold all shards.
 
     Raises:
-        ConfigError: They can't.
+        ConfigError: They cannot.
     """
     is_count = isinstance(extra_dp_size, int) and not isinstance(extra_dp_size, bool) and extra_dp_size >= 1
     if not is_count or world_size % extra_dp_size:

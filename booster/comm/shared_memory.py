@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_group
 
 from booster.errors import ConfigError
-from booster.fault_tolerance.collective_errors import add_abort_callback
+from booster.fault_tolerance.collective_errors import abort_callbacks
 from booster.kernels.shared_memory import MAX_RANKS, SharedMemory, SharedMemoryHandle, is_available
 from booster.logger import get_dist_logger
 
@@ -127,7 +127,7 @@ def abort_shared_memory(group: dist.ProcessGroup) -> None:
         choice.memory.abort()
 
 
-add_abort_callback(abort_shared_memory)
+abort_callbacks.append(abort_shared_memory)
 
 
 def release_shared_memory(group: dist.ProcessGroup) -> None:

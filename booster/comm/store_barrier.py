@@ -12,13 +12,14 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import HashStore, Store, _get_default_store
+from torch._C._distributed_c10d import HashStore
+from torch.distributed.distributed_c10d import Store, _get_default_store
 
 from booster.errors import DesyncError, RankFailedError
 from booster.fault_tolerance.failure_diagnosis import describe_last_heartbeats, format_phase, format_ranks
 from booster.fault_tolerance.heartbeat import ended_processes, exit_statuses, read_heartbeats
 from booster.fault_tolerance.progress import current_progress
-from booster.fault_tolerance.store import TimeoutStore, new_client
+from booster.fault_tolerance.store import TimeoutStore, call_with_timeout
 from booster.fault_tolerance.timeouts import timeouts
 
 from .checks import error_class, serialize_error
@@ -295,7 +296,7 @@ def clone_store(group: dist.ProcessGroup | None, name: str, answer_seconds: floa
     key = f"{hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]}/{name}"
     with _clients_lock:
         if default not in _clients:
-            _clients[default] = (new_client(default, answer_seconds), Counter())
+            _clients[default] = (call_with_timeout(default.clone, answer_seconds), Counter())
         client, uses = _clients[default]
         uses[key] += 1
         return TimeoutStore(client, f"booster.barrier/{key}/{uses[key]}", answer_seconds)

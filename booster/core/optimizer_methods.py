@@ -114,16 +114,6 @@ class OptimizerParameters(OptimizerPassThrough):
 
     working_parameter = DeprecatedAlias("model_parameter")
 
-    def _model_params_by_master(self) -> dict[nn.Parameter, torch.Tensor]:
-        """Return the low-precision weights by their master weights."""
-        pairs = ((one, self.model_parameter(one)) for one in self._optimized_parameters())
-        return {one: working.detach() for one, working in pairs if working is not one}
-
-    def _model_grads_by_master(self) -> dict[nn.Parameter, torch.Tensor]:
-        """Return the scaled gradients of the low-precision weights by their master weights."""
-        pairs = ((one, self.model_parameter(one)) for one in self._optimized_parameters())
-        return {one: working.grad for one, working in pairs if working is not one and working.grad is not None}
-
     def group_parameters(self, index: int) -> list[nn.Parameter]:
         """Return the model's full parameters of a param group, whatever shard of them this rank updates."""
         return [self.model_parameter(parameter) for parameter in self.param_groups[index]["params"]]
@@ -197,17 +187,12 @@ class OptimizerMethods(OptimizerParameters):
     def _unscale_in_place(self) -> None:
         """Unscale `p.grad` after the last microbatch's backward(). Collective if num_items was given.
 
-        A further backward() of the same microbatch reverts it.
+        A further backward() of the same microbatch reverts it, see `_begin_accumulation`.
         """
         if self._is_last_microbatch and self._uses_param_grads():
             self._accumulation.grad_factor = self._unscale_factor(1.0)
             if self._accumulation.grad_factor != 1.0:
                 self._multiply(self._gradients(), self._accumulation.grad_factor)
-
-    def _revert_unscaling(self) -> None:
-        if self._accumulation.grad_factor != 1.0:
-            self._multiply(self._gradients(), 1.0 / self._accumulation.grad_factor)
-            self._accumulation.grad_factor = 1.0
 
     def _uses_param_grads(self) -> bool:
         """Whether the optimizer uses the gradients that backward() leaves in `p.grad`."""

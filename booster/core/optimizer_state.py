@@ -240,21 +240,19 @@ class OptimizerState:
         if self._allocator is not None:
             memory = self._allocator.allocate_state(parameter, key, spec.shape, spec.dtype)
         if memory is None:
-            memory = self._new_memory(parameter, key, spec)
+            floats = spec.dtype.is_floating_point and parameter.is_floating_point()
+            dtype, device = parameter.dtype if floats else spec.dtype, parameter.device
+            if key == "step":
+                group = next(g for g in self.optimizer.param_groups if any(p is parameter for p in g["params"]))
+                on_device = bool(group.get("capturable") or group.get("fused"))
+                dtype, device = spec.dtype, parameter.device if on_device else torch.device("cpu")
+            memory = torch.empty(spec.shape, dtype=dtype, device=device)
         return memory.zero_() if self._layout(parameter).has_padding else memory
 
     def _own_spec(self, parameter: nn.Parameter, key: str, spec: TensorSpec) -> TensorSpec:
         """Return the local spec of a stored state for one of `param_groups`."""
         layout = self._layout(parameter)
         return replace(spec, shape=layout.local_shape) if spec.shape == layout.logical_shape else spec
-
-    def _new_memory(self, parameter: nn.Parameter, key: str, spec: TensorSpec) -> torch.Tensor:
-        if key == "step":
-            group = next(g for g in self.optimizer.param_groups if any(p is parameter for p in g["params"]))
-            on_device = bool(group.get("capturable") or group.get("fused"))
-            return torch.empty(spec.shape, dtype=spec.dtype, device=parameter.device if on_device else "cpu")
-        floats = spec.dtype.is_floating_point and parameter.is_floating_point()
-        return torch.empty(spec.shape, dtype=parameter.dtype if floats else spec.dtype, device=parameter.device)
 
     def _layout(self, parameter: nn.Parameter) -> ShardSpec:
         """Return the layout of the model's parameter that one of `param_groups` is, or is a copy of."""

@@ -167,7 +167,9 @@ class OptimizerWrapper(OptimizerMethods):
                 " new ones cannot be added to them. Call optimizer.zero_grad() after step(), and clip after the last"
                 " backward()"
             )
-        self._revert_unscaling()
+        if self._accumulation.grad_factor != 1.0:
+            self._multiply(self._gradients(), 1.0 / self._accumulation.grad_factor)
+            self._accumulation.grad_factor = 1.0
         self._accumulation.is_unscaled = False
         self._accumulation.has_stepped = False
         self._accumulation.norm = None
@@ -228,7 +230,7 @@ class OptimizerWrapper(OptimizerMethods):
         if self._defers_step:
             return None
         self._unscale_gradients()
-        norm = self._remember_norm(norm_type)
+        norm = self._accumulation.norm = self._last_norm = self._total_norm(norm_type)
         if error_if_nonfinite and not torch.isfinite(norm):
             raise RuntimeError(
                 f"the gradient norm of order {norm_type} is {norm.item()}: a loss or a gradient is not finite. Find it"
@@ -262,17 +264,12 @@ class OptimizerWrapper(OptimizerMethods):
         """
         if self._accumulation.norm is None and self._accumulation.is_open:
             self._unscale_gradients()
-            self._remember_norm(2.0)
+            self._accumulation.norm = self._last_norm = self._total_norm(2.0)
         return None if self._last_norm is None else float(self._last_norm)
 
     def register_gradient_hook(self, hook: Callable[[Sequence[torch.Tensor]], None]) -> None:
         """Register `hook(gradients)`, called once per step with this rank's unscaled gradients."""
         self._gradient_hooks.append(hook)
-
-    def _remember_norm(self, norm_type: float) -> torch.Tensor:
-        norm = self._total_norm(norm_type)
-        self._accumulation.norm = self._last_norm = norm
-        return norm
 
     def _unscale_gradients(self) -> None:
         if self._accumulation.is_unscaled:
@@ -445,9 +442,11 @@ class OptimizerWrapper(OptimizerMethods):
     def _update_parameters(self) -> None:
         """Step the user's optimizer and write the result into the model."""
         if self._accumulation.factors is not None:
-            self._run_on_all_ranks(
-                lambda: self._step_fused(self._model_params_by_master(), self._model_grads_by_master())
-            )
+            pairs = [(master, self.model_parameter(master)) for master in self._optimized_parameters()]
+            copies = {master: parameter for master, parameter in pairs if parameter is not master}
+            weights = {master: parameter.detach() for master, parameter in copies.items()}
+            gradients = {master: one.grad for master, one in copies.items() if one.grad is not None}
+            self._run_on_all_ranks(lambda: self._step_fused(weights, gradients))
             return
         self._run_on_all_ranks(self.optim.step)
         if self.master_weights is not None:

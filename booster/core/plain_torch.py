@@ -25,6 +25,8 @@ from .model_wrapper import ModelWrapper
 # optimizer. It has none for its clipping functions, so a check wraps the function in their closures: scripts import
 # them by name before anything is boosted.
 
+_CLIPPING_FUNCTIONS = (nn.utils.clip_grad_norm_, nn.utils.clip_grads_with_norm_, nn.utils.clip_grad_value_)
+
 clip_by_norm = torch.no_grad()(inspect.unwrap(nn.utils.clip_grads_with_norm_))  # without the check
 clip_by_value = torch.no_grad()(inspect.unwrap(nn.utils.clip_grad_value_))
 
@@ -44,16 +46,12 @@ _num_boosted_backwards = 0
 
 def hook_clipping(optimizer: _Optimizer) -> None:
     """Let torch's clipping functions unscale the gradients of a boosted optimizer first."""
-    _wrap_clipping()
+    for function in _CLIPPING_FUNCTIONS:
+        _wrap(function)
     _optimizers.add(optimizer)
 
 
 @functools.cache
-def _wrap_clipping() -> None:
-    for function in (nn.utils.clip_grad_norm_, nn.utils.clip_grads_with_norm_, nn.utils.clip_grad_value_):
-        _wrap(function)
-
-
 def _wrap(function: Callable[..., Any]) -> None:
     own = inspect.unwrap(function)
 
@@ -62,7 +60,10 @@ def _wrap(function: Callable[..., Any]) -> None:
         if torch.compiler.is_compiling():
             return own(parameters, *args, **kwargs)
         members = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-        _unscale_gradients(members)
+        given = frozenset(id(one) for one in members)
+        for optimizer in list(_optimizers):
+            if optimizer._holds_any(given):
+                optimizer._unscale_param_grads(given)
         # An empty generator is passed on: torch warns about it.
         return own(members or parameters, *args, **kwargs)
 
@@ -74,13 +75,6 @@ def _wrap(function: Callable[..., Any]) -> None:
         for name, value in list(vars(module).items()):
             if value is function:
                 setattr(module, name, checked)
-
-
-def _unscale_gradients(parameters: Iterable[torch.Tensor]) -> None:
-    given = frozenset(id(one) for one in parameters)
-    for optimizer in list(_optimizers):
-        if optimizer._holds_any(given):
-            optimizer._unscale_param_grads(given)
 
 
 @contextmanager

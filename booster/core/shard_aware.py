@@ -116,6 +116,12 @@ class Shards:
         names: Names of all sharded parameters, in order of param groups, equal on all ranks.
         group: Sharding group, None for the world.
         shapes: Shapes of the parameters by name; optional, defaults to those of `parts`.
+
+    Attributes:
+        parts: This rank's shards.
+        names: Names of all sharded parameters.
+        shapes: Shapes of the parameters by name.
+        group: Sharding group, None for the world.
     """
 
     def __init__(
@@ -130,13 +136,8 @@ class Shards:
         self.names: Sequence[str] = tuple(names)
         known = {part.name: part.global_shape for part in parts} if shapes is None else shapes
         self.shapes: Mapping[str, tuple[int, ...]] = {name: tuple(shape) for name, shape in known.items()}
-        self._group = group
+        self.group = group
         self._by_parameter = {id(part.parameter): part for part in parts}
-
-    @property
-    def group(self) -> dist.ProcessGroup | None:
-        """Sharding group, None for the world."""
-        return self._group
 
     def shard_of(self, parameter: torch.Tensor) -> Shard | None:
         """Return the shard of an entry of `param_groups`, or None for an unsharded parameter."""
@@ -160,7 +161,7 @@ class Shards:
         """
         sizes = [lengths if isinstance(lengths, int) else lengths[name] for name in self.names]
         self._check(values, sizes)
-        device = self._device()
+        device = self.parts[0].parameter.device if self.parts else collective_device(self.group)
         rows = [
             values[name].detach().reshape(-1).to(device, torch.float32)
             if name in values
@@ -170,12 +171,9 @@ class Shards:
         if not rows:
             return {}
         total = torch.cat(rows)
-        if group_size(self._group) > 1:
-            total = all_reduce_sum(total.to(collective_device(self._group)), self._group).to(device)
+        if group_size(self.group) > 1:
+            total = all_reduce_sum(total.to(collective_device(self.group)), self.group).to(device)
         return dict(zip(self.names, total.split(sizes), strict=True))
-
-    def _device(self) -> torch.device:
-        return self.parts[0].parameter.device if self.parts else collective_device(self._group)
 
     def _check(self, values: Mapping[str, torch.Tensor], sizes: Sequence[int]) -> None:
         foreign = sorted(values.keys() - set(self.names))

@@ -51,13 +51,9 @@ _CONNECTION_LOST = re.compile(
 _SOURCE_FILE = re.compile(r"^\[\S+:\d+\] ")
 _ADVICE = re.compile(r"This is typically caused by|GLHF!")
 
-# Abort collectives that do not run through the group's backend: added by their implementation.
-_abort_callbacks: list[Callable[[dist.ProcessGroup], None]] = []
-
-
-def add_abort_callback(callback: Callable[[dist.ProcessGroup], None]) -> None:
-    """Call `callback(group)` whenever this rank aborts the collectives of a group."""
-    _abort_callbacks.append(callback)
+# Called with a group whose collectives this rank aborts: those that do not run through the group's backend are aborted
+# by the function that their implementation adds here.
+abort_callbacks: list[Callable[[dist.ProcessGroup], None]] = []
 
 
 @contextmanager
@@ -80,10 +76,11 @@ def _explain(collective: CollectiveId, group: dist.ProcessGroup, error: RuntimeE
     head, tail = f"rank {dist.get_rank()} could not finish {collective}", _backend_message(error, group)
     try:
         diagnosis = FailureDiagnosis(collective, group)
-        head = f"rank {dist.get_rank()} could not finish {diagnosis.describe()}"
+        head = f"rank {dist.get_rank()} could not finish {diagnosis.position}"
         _close_connections(group)
-        diagnosis.report()
-        result = diagnosis.diagnose(REPORT_SECONDS, _known_to_have_ended(error, group))
+        ended = error.ended_rank if isinstance(error, SharedMemoryError) else None
+        known_to_have_ended = [] if ended is None else [dist.get_global_rank(group, ended)]
+        result = diagnosis.diagnose(REPORT_SECONDS, known_to_have_ended)
         return f"{head}: {result}" if reported_failures() else f"{head}: {result}{tail}"
     except dist.DistError as failure:
         return (
@@ -98,12 +95,6 @@ def _backend_message(error: RuntimeError, group: dist.ProcessGroup) -> str:
         return "" if error.is_own_abort else f" (shared memory reports: {_first_line(error)})"
     is_of_gloo = "gloo" in str(dist.get_backend(group)) and "nccl" not in str(error).lower()
     return f" ({'gloo' if is_of_gloo else 'torch'} reports: {_first_line(error)})"
-
-
-def _known_to_have_ended(error: RuntimeError, group: dist.ProcessGroup) -> list[int]:
-    if not isinstance(error, SharedMemoryError) or error.ended_rank is None:
-        return []
-    return [dist.get_global_rank(group, error.ended_rank)]
 
 
 def report_failure(text: str) -> None:
@@ -152,7 +143,7 @@ def _close_connections(group: dist.ProcessGroup) -> None:
 
     Gloo closes a connection when a message times out.
     """
-    for abort in _abort_callbacks:
+    for abort in abort_callbacks:
         abort(group)
     if "gloo" not in str(dist.get_backend(group)):
         return

@@ -142,34 +142,33 @@ class FailureDiagnosis:
     Args:
         collective: Failed operation.
         group: Process group of the operation.
+
+    Attributes:
+        position: Operation and progress of this rank as text.
     """
 
     def __init__(self, collective: CollectiveId, group: dist.ProcessGroup) -> None:
-        self._store = _group_store(group)
+        self._store = _store(f"booster.failure/{group.group_name}")
         self._collective, self._rank = collective, dist.get_rank()
         self._progress = current_progress()
+        self.position = f"{collective}{format_phase(self._progress)}"
         pair = None if collective.peer is None else sorted((self._rank, collective.peer))
         self._ranks = dist.get_process_group_ranks(group) if pair is None else pair
         self._missing_key = "missing" if pair is None else f"missing/{pair[0]}-{pair[1]}"
         self._began = time.monotonic()
         self._first_heartbeats: dict[int, Heartbeat] = {}
 
-    def describe(self) -> str:
-        """Return the operation and this rank's progress as text. No communication."""
-        return f"{self._collective}{format_phase(self._progress)}"
-
-    def report(self) -> None:
-        """Write this rank's operation and progress into the store."""
-        note = {**asdict(self._collective), "where": progress_to_json(self._progress)}
-        self._store.set(_report_key(self._rank), json.dumps(note))
-
     def diagnose(self, seconds: float, ended: Sequence[int] = ()) -> str:
-        """Return a sentence about the missing ranks. All reporting ranks agree on which ones are missing.
+        """Write this rank's operation and progress into the store, and return a sentence about the missing ranks.
+
+        All reporting ranks agree on which ones are missing.
 
         Args:
             seconds: Time to wait for reports of other ranks.
             ended: Global ranks that are known to have ended; if there are any, nothing is waited for.
         """
+        note = {**asdict(self._collective), "where": progress_to_json(self._progress)}
+        self._store.set(f"at/{self._rank}", json.dumps(note))
         if not ended:
             self._first_heartbeats = read_heartbeats(self._unreported())
             self._wait_for_reports(seconds)
@@ -179,46 +178,44 @@ class FailureDiagnosis:
         left = _entries(self._store, _LEFT_KEY)
         if left and not self._store.check([self._missing_key]):
             ranks = sorted({rank for rank, _ in left})
-            return f"{format_ranks(ranks)} left the group after a failure: {_first_reason(left)}"
+            # The reason of a rank that left because of another one's failure; first failures are reported elsewhere.
+            reasons = [reason for _, reason in left if reason]
+            reason = reasons[0] if reasons and not reported_failures() else "see the log there"
+            return f"{format_ranks(ranks)} left the group after a failure: {reason}"
         self._store.compare_set(self._missing_key, "", json.dumps(list(ended) or self._unreported()))
         missing: list[int] = json.loads(self._store.get(self._missing_key))
         if self._rank in missing:
             return f"the other ranks had counted this rank as missing before it reported; {self._format_positions()}"
+        others = [progress for rank, (_, progress) in self._reports().items() if rank != self._rank]
+        waiting = [PeerStatus(progress=progress, state="waits") for progress in others]
         if missing:
             are = "is" if len(missing) == 1 else "are"
-            known = self._explain(missing)
-            waiting = [PeerStatus(progress=where, state="waits") for _, where in self._others()]
-            text = f"{format_ranks(missing)} {are} missing: {_join(known)}; {self._format_positions()}"
+            has_had_time = time.monotonic() - self._began >= _HEARTBEAT_SECONDS
+            known = _explain_ranks(missing, self._first_heartbeats if has_had_time else {})
+            states = "; ".join(one.text for one in known)
+            text = f"{format_ranks(missing)} {are} missing: {states}; {self._format_positions()}"
             return f"{text}{_likely_cause(known, waiting)}"
-        waiting = [PeerStatus(progress=where, state="waits") for _, where in self._others()]
         usual = likely_cause(self._progress, waiting)
         text = f"no rank is missing; {self._format_positions()}: all must make the same calls in the same order"
         return f"{text}. {usual}" if usual not in ("", CALLS) else text
 
     def _wait_for_reports(self, seconds: float) -> None:
-        keys = [_report_key(rank) for rank in self._ranks]
+        keys = [f"at/{rank}" for rank in self._ranks]
         deadline = time.monotonic() + seconds
         next_look = time.monotonic()
         while time.monotonic() < deadline:
             if self._store.check(keys) or any(self._store.check([key]) for key in (self._missing_key, _LEFT_KEY)):
                 return
             if time.monotonic() >= next_look:
-                if self._have_all_ended(self._unreported()):
+                unreported = self._unreported()
+                ended = {*exit_statuses(), *ended_processes(read_heartbeats(unreported))}
+                if unreported and ended.issuperset(unreported):
                     return
                 next_look = time.monotonic() + _ALIVE_CHECK_SECONDS
             time.sleep(_PAUSE_SECONDS)
 
-    def _have_all_ended(self, ranks: Sequence[int]) -> bool:
-        """Return whether the processes or programs of all of these ranks have ended."""
-        over = {*exit_statuses(), *ended_processes(read_heartbeats(ranks))}
-        return bool(ranks) and over.issuperset(ranks)
-
     def _unreported(self) -> list[int]:
-        return [rank for rank in self._ranks if not self._store.check([_report_key(rank)])]
-
-    def _explain(self, missing: Sequence[int]) -> list[_Explanation]:
-        has_had_time = time.monotonic() - self._began >= _HEARTBEAT_SECONDS
-        return _explain_ranks(missing, self._first_heartbeats if has_had_time else {})
+        return [rank for rank in self._ranks if not self._store.check([f"at/{rank}"])]
 
     def _format_positions(self) -> str:
         """Return the operation and progress of each rank that reported, as text."""
@@ -229,14 +226,11 @@ class FailureDiagnosis:
         ]
         return ", ".join(known[:_MAX_LISTED]) + _and_more(known)
 
-    def _others(self) -> list[tuple[CollectiveId, Progress]]:
-        return [report for rank, report in self._reports().items() if rank != self._rank]
-
     def _reports(self) -> dict[int, tuple[CollectiveId, Progress]]:
         unreported = self._unreported()
         reports = {}
         for rank in [one for one in self._ranks if one not in unreported]:
-            note = json.loads(self._store.get(_report_key(rank)))
+            note = json.loads(self._store.get(f"at/{rank}"))
             reports[rank] = (
                 CollectiveId(note["operation"], note["number"], note["peer"]),
                 progress_from_json(note["where"]),
@@ -251,7 +245,7 @@ def describe_last_heartbeats(ranks: Sequence[int]) -> str:
         RuntimeError: The process that serves the store has ended.
     """
     known = _explain_ranks(ranks, {})
-    return f"{_join(known)}{_likely_cause(known, [])}"
+    return f"{'; '.join(one.text for one in known)}{_likely_cause(known, [])}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -278,10 +272,6 @@ def _explain_ranks(ranks: Sequence[int], before: Mapping[int, Heartbeat]) -> lis
     return explanations
 
 
-def _join(explanations: Sequence[_Explanation]) -> str:
-    return "; ".join(one.text for one in explanations)
-
-
 def _likely_cause(explanations: Sequence[_Explanation], waiting: Sequence[PeerStatus]) -> str:
     """Return the likely cause as a further sentence, or "" where the cause is known to be another one."""
     peers = [one.peer for one in explanations if one.peer is not None]
@@ -289,12 +279,6 @@ def _likely_cause(explanations: Sequence[_Explanation], waiting: Sequence[PeerSt
         return ""
     cause = likely_cause(current_progress(), [*peers, *waiting])
     return f". {cause}" if cause else ""
-
-
-def _first_reason(left: Sequence[tuple[int, str]]) -> str:
-    """Return the reason of a rank that left because of another one's failure; first failures are reported elsewhere."""
-    reasons = [reason for _, reason in left if reason]
-    return reasons[0] if reasons and not reported_failures() else "see the log there"
 
 
 def _explain_rank(
@@ -341,18 +325,19 @@ def format_phase(progress: Progress) -> str:
 
 def reported_failures() -> list[str]:
     """Return the failures that ranks reported, the first one first: others may follow from it."""
-    notes = _entries(_failures_store(), _FAILURES_KEY)[:_MAX_FAILURES]
+    notes = _entries(_store("booster.failures"), _FAILURES_KEY)[:_MAX_FAILURES]
     return [f"rank {rank} had failed: {text}" for rank, text in notes]
 
 
 def append_failure(text: str) -> None:
     """Report the reason of this rank's failure to all ranks."""
-    _append(_failures_store(), _FAILURES_KEY, [dist.get_rank(), text])
+    _store("booster.failures").append(_FAILURES_KEY, json.dumps([dist.get_rank(), text]) + "\n")
 
 
 def report_group_abort(group: dist.ProcessGroup, reason: str) -> None:
     """Report to the group that this rank has aborted it, and the reason."""
-    _append(_group_store(group), _LEFT_KEY, [dist.get_rank(), reason])
+    store = _store(f"booster.failure/{group.group_name}")
+    store.append(_LEFT_KEY, json.dumps([dist.get_rank(), reason]) + "\n")
 
 
 def format_ranks(ranks: Sequence[int]) -> str:
@@ -360,24 +345,12 @@ def format_ranks(ranks: Sequence[int]) -> str:
     return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks[:_MAX_LISTED])) + _and_more(ranks)
 
 
-def _group_store(group: dist.ProcessGroup) -> TimeoutStore:
-    return TimeoutStore(_get_default_store(), f"booster.failure/{group.group_name}", ANSWER_SECONDS)
-
-
-def _failures_store() -> TimeoutStore:
-    return TimeoutStore(_get_default_store(), "booster.failures", ANSWER_SECONDS)
-
-
-def _append(store: TimeoutStore, key: str, entry: object) -> None:
-    store.append(key, json.dumps(entry) + "\n")
+def _store(prefix: str) -> TimeoutStore:
+    return TimeoutStore(_get_default_store(), prefix, ANSWER_SECONDS)
 
 
 def _entries(store: TimeoutStore, key: str) -> list[Any]:
     return [json.loads(line) for line in store.get(key).splitlines()] if store.check([key]) else []
-
-
-def _report_key(rank: int) -> str:
-    return f"at/{rank}"
 
 
 def _and_more(several: Sequence[object]) -> str:

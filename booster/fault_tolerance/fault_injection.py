@@ -16,7 +16,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch.distributed as dist
@@ -112,21 +112,13 @@ class Fault:
         return f"Fault.{self.action}(rank={self.rank}, at={self.at!r}{call}{late})"
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class _Injection:
     """Faults of one block, and the number of calls of each operation and phase on this rank."""
 
-    def __init__(self, faults: Sequence[Fault]) -> None:
-        self._faults = faults
-        self._calls: Counter[str] = Counter()
-        self._lock = threading.Lock()
-
-    def run_due(self, at: str, rank: int) -> None:
-        with self._lock:
-            self._calls[at] += 1
-            call = self._calls[at]
-        for fault in self._faults:
-            if (fault.rank, fault.at, fault.call) == (rank, at, call):
-                _act(fault)
+    faults: Sequence[Fault]
+    calls: Counter[str] = field(default_factory=Counter)
+    lock: threading.Lock = field(default_factory=threading.Lock)
 
 
 _active: tuple[_Injection, ...] = ()
@@ -152,7 +144,13 @@ def _activate(injections: tuple[_Injection, ...]) -> None:
 def maybe_inject_fault(at: str) -> None:
     """Run the faults that are due at the start of this operation or phase."""
     for injection in _active:
-        injection.run_due(at, dist.get_rank() if dist.is_available() and dist.is_initialized() else 0)
+        rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+        with injection.lock:
+            injection.calls[at] += 1
+            call = injection.calls[at]
+        for fault in injection.faults:
+            if (fault.rank, fault.at, fault.call) == (rank, at, call):
+                _act(fault)
 
 
 def _act(fault: Fault) -> None:

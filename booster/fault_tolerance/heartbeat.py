@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from torch.distributed.distributed_c10d import Store, _get_default_store
 from booster.errors import RankFailedError
 
 from .progress import CollectiveInfo, Progress, current_progress
-from .store import TimeoutStore, new_client
+from .store import TimeoutStore, call_with_timeout
 from .threads import join_at_exit
 from .timeouts import timeouts
 
@@ -122,9 +122,17 @@ def read_heartbeats(ranks: Iterable[int]) -> dict[int, Heartbeat]:
     return {rank: _heartbeat_from(store.get(str(rank))) for rank in ranks if store.check([str(rank)])}
 
 
-def exit_statuses() -> dict[int, tuple[str, str]]:
-    """Return state ("ended" or "failed") and reason of the ranks whose program is over. Raises as `read_heartbeats`."""
-    return _exits(_heartbeat_store(_get_default_store()))
+def exit_statuses(store: TimeoutStore | None = None) -> dict[int, tuple[str, str]]:
+    """Return state ("ended" or "failed") and reason of the ranks whose program is over. Raises as `read_heartbeats`.
+
+    Args:
+        store: Store of the heartbeats, optional; defaults to one with the main thread's client.
+    """
+    store = _heartbeat_store(_get_default_store()) if store is None else store
+    if not store.check([_EXITS_KEY]):
+        return {}
+    entries = [json.loads(line) for line in store.get(_EXITS_KEY).splitlines()]
+    return {rank: (state, text) for rank, state, text in entries}
 
 
 def heartbeat_interval(world_size: int) -> str:
@@ -185,7 +193,7 @@ class _HeartbeatThread:
             "started_at": psutil.Process().create_time(),
         }
         self._sequence = 0
-        self._stall = _StallTimer(Progress())
+        self._stall = _StallTimer()
         self._backend = str(dist.get_backend())
         self._lock = threading.Lock()  # one thread writes at a time, and the last heartbeat is written last
         self._stopping = threading.Event()
@@ -213,7 +221,11 @@ class _HeartbeatThread:
         is_first = True
         while is_first or not self._stopping.wait(seconds):
             is_first = False
-            if not self._is_current():
+            try:
+                is_current = dist.is_initialized() and _get_default_store() is self._default
+            except (RuntimeError, ValueError):  # the process group was destroyed between the two calls
+                return
+            if not is_current:
                 return
             with self._lock, suppress(RuntimeError):  # the store is gone, or will answer again later
                 if not self._stopping.is_set():
@@ -222,7 +234,7 @@ class _HeartbeatThread:
 
     def _check_stall(self, seconds: float) -> None:
         """Abort waits for ended ranks, and report a stall before the backend aborts the process."""
-        progress, ended = self._progress(), set(_exits(self._store))
+        progress, ended = self._progress(), set(exit_statuses(self._store))
         before = self._stall.seconds
         self._stall.update(progress, seconds, have_ended=bool(ended) and bool(progress.phases))
         if self._stall.seconds_with_ended >= _ENDED_RANK_TIMEOUT_SECONDS:
@@ -243,12 +255,6 @@ class _HeartbeatThread:
         )
         return "\n".join((head, *lines, *more))
 
-    def _is_current(self) -> bool:
-        try:
-            return dist.is_initialized() and _get_default_store() is self._default
-        except (RuntimeError, ValueError):  # the process group was destroyed between the two calls
-            return False
-
     def _progress(self) -> Progress:
         return current_progress(self._observed_thread)
 
@@ -268,8 +274,8 @@ class _HeartbeatThread:
 class _StallTimer:
     """Seconds that a thread has made no progress, in all and since some rank's program ended."""
 
-    def __init__(self, progress: Progress) -> None:
-        self._key = self._key_of(progress)
+    def __init__(self) -> None:
+        self._last = Progress()  # without the time in its phase
         self.seconds = 0.0
         self.seconds_with_ended = 0.0
 
@@ -281,19 +287,15 @@ class _StallTimer:
             seconds: Time since the last update.
             have_ended: If True, some rank's program has ended.
         """
-        key = self._key_of(progress)
-        is_stalled, self._key = key == self._key, key
+        last, self._last = self._last, replace(progress, seconds=0.0)
+        is_stalled = self._last == last
         self.seconds = self.seconds + seconds if is_stalled else 0.0
         self.seconds_with_ended = self.seconds_with_ended + seconds if is_stalled and have_ended else 0.0
-
-    @staticmethod
-    def _key_of(progress: Progress) -> tuple[object, ...]:
-        return progress.num_steps, progress.phases, progress.operation, progress.last_operation
 
 
 def _new_client(default: Any) -> Any:
     try:
-        return new_client(default, timeouts().setup)
+        return call_with_timeout(default.clone, timeouts().setup)
     except dist.DistError as error:
         raise RankFailedError(
             f"rank {dist.get_rank()} could not connect to the store of torch.distributed again: {error}. The process"
@@ -309,13 +311,6 @@ def _heartbeat_store(client: Any) -> TimeoutStore:
 def _heartbeat_from(text: bytes) -> Heartbeat:
     fields = json.loads(text)
     return Heartbeat(**{**fields, "progress": progress_from_json(fields["progress"])})
-
-
-def _exits(store: TimeoutStore) -> dict[int, tuple[str, str]]:
-    if not store.check([_EXITS_KEY]):
-        return {}
-    entries = [json.loads(line) for line in store.get(_EXITS_KEY).splitlines()]
-    return {rank: (state, text) for rank, state, text in entries}
 
 
 @cache

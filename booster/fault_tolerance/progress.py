@@ -303,12 +303,8 @@ def current_progress(thread_id: int | None = None) -> Progress:
 
 
 def _info_of(operation: Communication | _FinishedCollective, group: dist.ProcessGroup | None) -> CollectiveInfo:
-    return CollectiveInfo(name=operation.name, number=operation.number, ranks=_ranks_of(group), peer=operation.peer)
-
-
-def _ranks_of(group: dist.ProcessGroup | None) -> tuple[int, ...]:
-    """Return global ranks, or () if the group is destroyed, which the observed thread may do at any moment."""
     try:
-        return tuple(dist.get_process_group_ranks(group)) if dist.is_available() else ()
-    except (KeyError, ValueError):
-        return ()
+        ranks = tuple(dist.get_process_group_ranks(group)) if dist.is_available() else ()
+    except (KeyError, ValueError):  # the observed thread may destroy the group at any moment
+        ranks = ()
+    return CollectiveInfo(name=operation.name, number=operation.number, ranks=ranks, peer=operation.peer)

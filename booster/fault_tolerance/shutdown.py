@@ -52,7 +52,12 @@ def shutdown_barrier(error: BaseException | None, timeout_seconds: float) -> Non
         timeout_seconds: Longest timeout of a wait for another rank. Ranks that continue are waited for slightly longer.
     """
     if error is not None:
-        _report_and_abort(error)
+        text = f"{type(error).__name__}: {error}"
+        if not isinstance(error, RankFailedError):
+            report_failure(text)
+        stop_heartbeat(FAILED, text)
+        with suppress(RuntimeError):  # torch has destroyed a group already
+            abort_groups(list(_world.pg_map), text)
         return
     stop_heartbeat(ENDED)
     failed = _wait_for_exits(timeout_seconds)
@@ -60,20 +65,11 @@ def shutdown_barrier(error: BaseException | None, timeout_seconds: float) -> Non
         _exit_after_peer_failure(failed)
 
 
-def _report_and_abort(error: BaseException) -> None:
-    text = f"{type(error).__name__}: {error}"
-    if not isinstance(error, RankFailedError):
-        report_failure(text)
-    stop_heartbeat(FAILED, text)
-    with suppress(RuntimeError):  # torch has destroyed a group already
-        abort_groups(list(_world.pg_map), text)
-
-
 def _wait_for_exits(timeout_seconds: float) -> dict[int, str]:
     """Return the errors of failed ranks, once all have ended."""
     others = set(range(dist.get_world_size())) - {dist.get_rank()}
     deadline = time.monotonic() + timeout_seconds + _REPORT_SECONDS
-    stale_ranks = _StaleRanks()
+    sequences: dict[int, tuple[int, float]] = {}
     next_look = time.monotonic() + _CHECK_SECONDS
     with suppress(RuntimeError):  # the process that serves the store has ended, which is an exit, too
         while time.monotonic() < deadline:
@@ -85,7 +81,7 @@ def _wait_for_exits(timeout_seconds: float) -> dict[int, str]:
                 return failed
             if time.monotonic() >= next_look:
                 next_look = time.monotonic() + _CHECK_SECONDS
-                if running <= stale_ranks.of(running):
+                if running <= _stale_ranks(running, sequences):
                     return {}
             time.sleep(_PAUSE_SECONDS)
     return {}
@@ -101,21 +97,20 @@ def _wait_for_acknowledgements(ranks: set[int]) -> None:
             acknowledged = acknowledged_ranks()
 
 
-class _StaleRanks:
-    """Tracks which ranks have written no new heartbeat for _SILENCE_SECONDS."""
+def _stale_ranks(ranks: set[int], sequences: dict[int, tuple[int, float]]) -> set[int]:
+    """Return the ranks whose processes are gone, or which have written no heartbeat for _STALE_SECONDS.
 
-    def __init__(self) -> None:
-        self._sequences: dict[int, tuple[int, float]] = {}  # last sequence number, and when it was first read
-
-    def of(self, ranks: set[int]) -> set[int]:
-        """Return those of the ranks whose processes are gone or whose heartbeats have stopped."""
-        heartbeats, now = read_heartbeats(ranks), time.monotonic()
-        for rank in ranks:
-            sequence = heartbeats[rank].sequence if rank in heartbeats else 0
-            if rank not in self._sequences or self._sequences[rank][0] != sequence:
-                self._sequences[rank] = sequence, now
-        stale = {rank for rank in ranks if now - self._sequences[rank][1] > _STALE_SECONDS}
-        return stale.union(ended_processes(heartbeats))
+    Args:
+        ranks: Global ranks that are asked for.
+        sequences: Last sequence number of each rank's heartbeat, and when it was first read; updated.
+    """
+    heartbeats, now = read_heartbeats(ranks), time.monotonic()
+    for rank in ranks:
+        sequence = heartbeats[rank].sequence if rank in heartbeats else 0
+        if rank not in sequences or sequences[rank][0] != sequence:
+            sequences[rank] = sequence, now
+    stale = {rank for rank in ranks if now - sequences[rank][1] > _STALE_SECONDS}
+    return stale.union(ended_processes(heartbeats))
 
 
 def _exit_after_peer_failure(failed: dict[int, str]) -> None:

@@ -23,15 +23,6 @@ from .threads import join_at_exit
 _hung_clients: WeakKeyDictionary[Store, _PendingCall] = WeakKeyDictionary()  # unanswered request of a client
 
 
-def new_client(store: Any, seconds: float) -> Any:
-    """Return a separate client of a store, so that waits do not block other users of the first one.
-
-    Raises:
-        DistNetworkError: The process that serves it has ended, or did not answer in time.
-    """
-    return call_with_timeout(store.clone, seconds)
-
-
 class TimeoutStore:
     """Store whose calls raise `DistNetworkError` if no answer arrives in time.
 
@@ -90,7 +81,7 @@ class TimeoutStore:
     def _call(self, function: Callable[[], Any]) -> Any:
         hung = _hung_clients.get(self._client)
         if hung is not None and hung.is_alive():
-            raise _NoAnswerError(self._seconds)
+            raise _NoAnswerError(f"it did not answer within {self._seconds:g} s")
         call = _PendingCall(function)
         try:
             return call.result_within(self._seconds)
@@ -100,8 +91,7 @@ class TimeoutStore:
 
 
 class _NoAnswerError(dist.DistNetworkError):
-    def __init__(self, seconds: float) -> None:
-        super().__init__(f"it did not answer within {seconds:g} s")
+    """Call that did not return in time."""
 
 
 def call_with_timeout(function: Callable[[], Any], seconds: float) -> Any:
@@ -132,7 +122,7 @@ class _PendingCall(threading.Thread):
         self.start()
         self.join(seconds)
         if self.is_alive():
-            raise _NoAnswerError(seconds)
+            raise _NoAnswerError(f"it did not answer within {seconds:g} s")
         if self._error is not None:
             raise self._error
         return self._result
