@@ -9,13 +9,15 @@ reverse order of their creation. For an input that several layers share, nodes a
 
 followed by those of the matmuls. Backward first runs the matmuls, which compute input gradients only and leave the
 operands of weight gradients to the Deferred nodes. Then Communicate starts the all-reduce, the Deferred nodes compute
-weight gradients, and Wait waits. Any other order gives the same result. With `later_gradients`, the Deferred nodes put
-their operands into the queue. With create_graph=True everything is computed immediately by differentiable operations.
+weight gradients, and Wait waits. Any other order gives the same result. If their queue is deferring, the Deferred
+nodes put their operands into it. With create_graph=True everything is computed immediately by differentiable
+operations.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,17 +28,6 @@ from booster.comm import start_all_reduce
 from .deferred_wgrad import DeferredWGrad, deferred_wgrad, sum_of_matmuls
 from .group import TensorParallelGroup
 from .mappings import reduce_from_tp_region
-
-
-def can_overlap(x: torch.Tensor, weight: torch.Tensor, tp_group: TensorParallelGroup) -> bool:
-    """Whether a matmul's backward can be overlapped: both operands need gradients, and neither is cast."""
-    needs_both = torch.is_grad_enabled() and x.requires_grad and weight.requires_grad
-    return tp_group.size > 1 and needs_both and not needs_cast(x, weight) and x.dim() > 1
-
-
-def needs_cast(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether a matmul of both needs a cast: their dtypes differ, or autocast is enabled."""
-    return torch.is_autocast_enabled(x.device.type) or x.dtype != weight.dtype
 
 
 class AsyncGradInput:
@@ -52,7 +43,7 @@ class AsyncGradInput:
         pending = PendingAllReduce()
         view = wait_in_backward(x, pending)
         trained = [layer for layer in layers if layer.weight.requires_grad]
-        self._weights = {id(layer.weight): OverlappedWeight.of(layer) for layer in trained}
+        self._weights = {id(layer.weight): OverlappedWeight(layer) for layer in trained}
         self._x: torch.Tensor = _StartAllReduce.apply(view, tp_group, pending)  # type: ignore[no-untyped-call]
 
     def matmul(self, layer: nn.Module, *, is_transposed: bool) -> torch.Tensor:
@@ -62,11 +53,12 @@ class AsyncGradInput:
             layer: One of the known layers, or another one.
             is_transposed: If True, the weight is (inputs, outputs).
         """
-        deferred = self._weights.get(id(layer.weight)) or OverlappedWeight.of(layer)
+        deferred = self._weights.get(id(layer.weight)) or OverlappedWeight(layer)
         y: torch.Tensor = _OverlappedMatmul.apply(self._x, deferred.view, layer.bias, deferred.operands, is_transposed)  # type: ignore[no-untyped-call]
         return y
 
 
+@dataclass(slots=True)
 class PendingAllReduce:
     """All-reduce in flight between a Communicate and a Wait node.
 
@@ -74,8 +66,7 @@ class PendingAllReduce:
         wait: Function that waits for it, or None if none is in flight.
     """
 
-    def __init__(self) -> None:
-        self.wait: Callable[[], object] | None = None
+    wait: Callable[[], object] | None = None
 
 
 def wait_in_backward(x: torch.Tensor, pending: PendingAllReduce) -> torch.Tensor:
@@ -88,10 +79,10 @@ class WGradOperands:
     """Operands of a weight's gradient: pairs of matrices that matmul nodes leave to the weight's node.
 
     Args:
-        deferred: The weight's deferrable gradient; optional, defaults to computing it in backward.
+        deferred: The weight's deferrable gradient, or None if it is computed in backward.
     """
 
-    def __init__(self, deferred: DeferredWGrad | None = None) -> None:
+    def __init__(self, deferred: DeferredWGrad | None) -> None:
         self._deferred = deferred
         self._backward_id = -1
         self._pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -130,22 +121,16 @@ class OverlappedWeight:
     """A weight whose gradient is computed after nodes that were created later have started their communication.
 
     Args:
-        weight: The weight, which needs a gradient.
-        deferred: Its deferrable gradient, or None.
+        layer: Linear layer, whose weight needs a gradient.
 
     Attributes:
         operands: Operands of the gradient.
         view: View of the weight for matmuls.
     """
 
-    def __init__(self, weight: nn.Parameter, deferred: DeferredWGrad | None) -> None:
-        self.operands = WGradOperands(deferred)
-        self.view: torch.Tensor = _ComputeWGrad.apply(weight, self.operands)  # type: ignore[no-untyped-call]
-
-    @classmethod
-    def of(cls, layer: nn.Module) -> OverlappedWeight:
-        """Wrap a linear layer's weight."""
-        return cls(layer.weight, deferred_wgrad(layer))  # type: ignore[arg-type]
+    def __init__(self, layer: nn.Module) -> None:
+        self.operands = WGradOperands(deferred_wgrad(layer))
+        self.view: torch.Tensor = _ComputeWGrad.apply(layer.weight, self.operands)  # type: ignore[no-untyped-call]
 
 
 class _Wait(torch.autograd.Function):

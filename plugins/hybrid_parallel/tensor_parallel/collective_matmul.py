@@ -3,7 +3,7 @@
 Note [Collective matmul]
 The tokens of all ranks are chunked at the same offsets. A chunk is a tensor of equal shards (rank, sequences, tokens,
 features); ranks with fewer tokens pad their last shard with zeros. The chunks together have as many bytes as the
-unchunked collective of `regions`. Every chunk of a reduce-scatter is started as soon as it is computed, and all are
+unchunked collective of `mappings`. Every chunk of a reduce-scatter is started as soon as it is computed, and all are
 waited for at the end. All-gathers prefetch one chunk. Between ranks of one host transfers through shared memory happen
 in the wait, so that nothing overlaps; the result is the same.
 """
@@ -20,7 +20,7 @@ from torch import nn
 
 from booster.comm import AllGather, start_all_gather, start_reduce_scatter
 
-from .deferred_wgrad import DeferredWGrad
+from .deferred_wgrad import DeferredWGrad, weight_gradient_operands
 from .group import TensorParallelGroup
 from .mappings import all_gather_shards
 
@@ -52,24 +52,19 @@ class TokenChunks:
     Args:
         tp_group: The tensor-parallel group.
         sizes: Number of tokens of each rank, not all 0.
+
+    Attributes:
+        num_total: Number of tokens of all ranks.
     """
 
     def __init__(self, tp_group: TensorParallelGroup, sizes: Sequence[int]) -> None:
         self._tp_group = tp_group
         self._sizes = sizes
+        self.num_total = sum(sizes)
         longest = max(sizes)
         length = -(-longest // _NUM_CHUNKS)
+        self._offsets = list(itertools.accumulate(sizes[:-1], initial=0))
         self._ranges = [ChunkRange(start, min(length, longest - start)) for start in range(0, longest, length)]
-
-    @property
-    def num_local(self) -> int:
-        """Number of tokens of this rank."""
-        return self._sizes[self._tp_group.rank]
-
-    @property
-    def num_total(self) -> int:
-        """Number of tokens of all ranks."""
-        return sum(self._sizes)
 
     def all_gather(self, local: torch.Tensor) -> Iterator[tuple[ChunkRange, torch.Tensor]]:
         """All-gather chunk by chunk; while the caller computes, the next chunk is in flight.
@@ -107,19 +102,19 @@ class TokenChunks:
 
         Collective: yes.
         """
-        output = like.new_empty((*like.shape[:-2], self.num_local, num_features))
+        rank = self._tp_group.rank
+        output = like.new_empty((*like.shape[:-2], self._sizes[rank], num_features))
         in_flight = []
         for chunk in self._ranges:
             shards = compute(chunk)
-            in_flight.append(
-                (chunk, shards[self._tp_group.rank], start_reduce_scatter(shards.view(-1), self._tp_group.group))
-            )
+            reduction = start_reduce_scatter(shards.view(-1), self._tp_group.group)
+            in_flight.append((chunk, shards[rank], reduction))
 
         def wait() -> None:
             tokens = _as_3d(output)
             for chunk, shard, reduction in in_flight:
                 reduction.wait(shard.view(-1), accumulate=False)
-                start, length = self._local_range(chunk, self._tp_group.rank)
+                start, length = self._local_range(chunk, rank)
                 tokens.narrow(1, start, length).copy_(shard.narrow(1, 0, length))
             in_flight.clear()
 
@@ -134,7 +129,7 @@ class TokenChunks:
             full: Contiguous tensor of the tokens of all ranks.
         """
         full = _as_3d(full)
-        for rank, offset in enumerate(self._offsets()):
+        for rank, offset in enumerate(self._offsets):
             start, length = self._local_range(chunk, rank)
             full.narrow(1, offset + start, length).copy_(shards[rank].narrow(1, 0, length))
 
@@ -142,7 +137,7 @@ class TokenChunks:
         """Return the shards of a chunk, padded with zeros."""
         full = _as_3d(full)
         shards = full.new_empty((len(self._sizes), full.shape[0], chunk.length, full.shape[2]))
-        for rank, offset in enumerate(self._offsets()):
+        for rank, offset in enumerate(self._offsets):
             start, length = self._local_range(chunk, rank)
             _copy_padded(shards[rank], full.narrow(1, offset + start, length))
         return shards
@@ -151,9 +146,6 @@ class TokenChunks:
         shards = local.new_empty((len(self._sizes), local.shape[0], chunk.length, local.shape[2]))
         _copy_padded(shards[self._tp_group.rank], local.narrow(1, *self._local_range(chunk, self._tp_group.rank)))
         return chunk, shards, start_all_gather(shards.view(-1), self._tp_group.group)
-
-    def _offsets(self) -> Iterator[int]:
-        return itertools.accumulate(self._sizes[:-1], initial=0)
 
     def _local_range(self, chunk: ChunkRange, rank: int) -> tuple[int, int]:
         start = min(chunk.start, self._sizes[rank])
@@ -213,10 +205,9 @@ class _MatmulReduceScatter(torch.autograd.Function):
         chunks = TokenChunks(tp_group, sizes)
         matrix = weight.t() if is_transposed else weight
 
-        def product(chunk: ChunkRange) -> torch.Tensor:
-            return nn.functional.linear(chunks.read(x, chunk), matrix)
-
-        y, finish = chunks.reduce_scatter(product, x, matrix.shape[0])
+        y, finish = chunks.reduce_scatter(
+            lambda chunk: nn.functional.linear(chunks.read(x, chunk), matrix), x, matrix.shape[0]
+        )
         finish()
         return y
 
@@ -232,10 +223,11 @@ class _MatmulReduceScatter(torch.autograd.Function):
             full, grad_x = _all_gather_matmul(grad, weight, TokenChunks(ctx.ranks, ctx.sizes))
         grad_weight = None
         if x is not None and ctx.needs_input_grad[1]:
+            left, right = weight_gradient_operands(full, x, ctx.is_transposed)
             if ctx.deferred is not None and ctx.deferred.should_defer:
-                ctx.deferred.put(weight_gradient_operands(full, x, ctx.is_transposed))
+                ctx.deferred.put((left, right))
             else:
-                grad_weight = weight_gradient(full, x, ctx.is_transposed)
+                grad_weight = left.t() @ right
         return grad_x, grad_weight, None, None, None, None
 
 
@@ -250,17 +242,3 @@ def _all_gather_matmul(
         if weight is not None and grad_x is not None:
             chunks.write(shards @ weight, chunk, grad_x)
     return full, grad_x
-
-
-def weight_gradient(grad: torch.Tensor, x: torch.Tensor, is_transposed: bool) -> torch.Tensor:
-    """Return the gradient of a linear layer's weight from the gradient of its output and its input."""
-    left, right = weight_gradient_operands(grad, x, is_transposed)
-    return left.t() @ right
-
-
-def weight_gradient_operands(
-    grad: torch.Tensor, x: torch.Tensor, is_transposed: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the operands of `weight_gradient`: `left` and `right` of `left.t() @ right`."""
-    rows, inputs = grad.flatten(0, -2), x.flatten(0, -2)
-    return (inputs, rows) if is_transposed else (rows, inputs)

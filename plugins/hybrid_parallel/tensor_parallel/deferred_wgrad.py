@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 _Pair = tuple[torch.Tensor, torch.Tensor]
+_PLAIN = (torch.Tensor, nn.Parameter)  # other subclasses may override the matmul
 
 
 class WGradQueue(Protocol):
@@ -44,7 +45,14 @@ class DeferredWGrad:
     @property
     def should_defer(self) -> bool:
         """Whether the running backward has to defer this weight's gradient."""
-        return self.queue.is_deferring and not torch.is_grad_enabled() and _is_accumulated(self.weight)
+        if not self.queue.is_deferring or torch.is_grad_enabled():
+            return False
+        # A backward with other `inputs=` and `autograd.grad` do not accumulate into `.grad`.
+        try:
+            node = torch.autograd.graph.get_gradient_edge(self.weight).node
+            return torch._C._will_engine_execute_node(node)  # type: ignore[no-any-return]
+        except RuntimeError:  # raised if `autograd.grad` returns this gradient
+            return False
 
     def put(self, *pairs: _Pair) -> None:
         """Enqueue pairs of matrices; see `WGradQueue.put`."""
@@ -60,7 +68,7 @@ def deferred_wgrad(layer: nn.Module) -> DeferredWGrad | None:
     """Return the deferrable gradient of a layer's weight, or None if the layer has no queue or needs no gradient."""
     queue: Any = getattr(layer, "_gradient_keeper", None)
     weight: Any = layer.weight if queue is not None else None
-    if not _is_plain_tensor(weight) or not weight.is_leaf or not weight.requires_grad or not torch.is_grad_enabled():
+    if type(weight) not in _PLAIN or not weight.is_leaf or not weight.requires_grad or not torch.is_grad_enabled():
         return None
     return DeferredWGrad(weight, queue)
 
@@ -82,7 +90,12 @@ def deferrable_matmul(
         tracing or functorch has to see the matmul.
     """
     deferred = deferred_wgrad(layer)
-    if deferred is None or x.is_meta or not _is_plain_matmul(x, deferred.weight):
+    if deferred is None or x.is_meta or type(x) not in _PLAIN:
+        return None
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        return None
+    is_strided = x.is_floating_point() and x.layout is torch.strided and x.dim() > 1
+    if needs_cast(x, deferred.weight) or not is_strided:
         return None
     y: torch.Tensor = _DeferrableMatmul.apply(
         x.flatten(0, -2), deferred.weight, bias, deferred, is_transposed, num_outputs
@@ -106,24 +119,29 @@ def add_matmuls(total: torch.Tensor, pairs: Sequence[_Pair]) -> None:
         total[: left.shape[1], : right.shape[1]].addmm_(left.t(), right)
 
 
-def _is_plain_matmul(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    if not _is_plain_tensor(x) or torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
-        return False
-    is_cast = torch.is_autocast_enabled(x.device.type) or x.dtype != weight.dtype
-    return not is_cast and x.is_floating_point() and x.layout is torch.strided and x.dim() > 1
+def needs_cast(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether a matmul of both needs a cast: their dtypes differ, or autocast is enabled."""
+    return torch.is_autocast_enabled(x.device.type) or x.dtype != weight.dtype
 
 
-def _is_accumulated(weight: torch.Tensor) -> bool:
-    """Whether the running backward accumulates into `.grad`: not with other `inputs=`, nor in `autograd.grad`."""
-    try:
-        return torch._C._will_engine_execute_node(torch.autograd.graph.get_gradient_edge(weight).node)  # type: ignore[no-any-return]
-    except RuntimeError:  # raised if `autograd.grad` returns this gradient
-        return False
+def weight_matrix(weight: torch.Tensor, is_transposed: bool, num_outputs: int | None) -> torch.Tensor:
+    """Return a linear layer's weight, or its first rows, as (outputs, inputs)."""
+    matrix = weight.t() if is_transposed else weight
+    return matrix if num_outputs is None else matrix[:num_outputs]
 
 
-def _is_plain_tensor(x: object) -> bool:
-    """Whether a tensor is not of a subclass, which may override the matmul."""
-    return type(x) in (torch.Tensor, nn.Parameter)
+def weight_gradient_operands(
+    grad: torch.Tensor, x: torch.Tensor, is_transposed: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return `left` and `right` of a weight's gradient `left.t() @ right`.
+
+    Args:
+        grad: Gradient of the linear layer's output.
+        x: The layer's input.
+        is_transposed: If True, the weight is (inputs, outputs).
+    """
+    rows, inputs = grad.flatten(0, -2), x.flatten(0, -2)
+    return (inputs, rows) if is_transposed else (rows, inputs)
 
 
 class _DeferrableMatmul(torch.autograd.Function):
@@ -141,24 +159,18 @@ class _DeferrableMatmul(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.save_for_backward(x, weight if ctx.needs_input_grad[0] else None)
         ctx.deferred, ctx.is_transposed, ctx.num_outputs, ctx.shape = deferred, is_transposed, num_outputs, weight.shape
-        return nn.functional.linear(x, _matrix(weight, is_transposed, num_outputs), bias)
+        return nn.functional.linear(x, weight_matrix(weight, is_transposed, num_outputs), bias)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        grad_x = grad @ _matrix(weight, ctx.is_transposed, ctx.num_outputs) if needs_x else None
+        grad_x = grad @ weight_matrix(weight, ctx.is_transposed, ctx.num_outputs) if needs_x else None
         grad_weight = None
         if needs_weight:
-            pair = (x, grad) if ctx.is_transposed else (grad, x)
+            pair = weight_gradient_operands(grad, x, ctx.is_transposed)
             if ctx.deferred.should_defer:
                 ctx.deferred.put(pair)
             else:
                 grad_weight = sum_of_matmuls([pair], ctx.shape)
         return grad_x, grad_weight, grad.sum(0) if needs_bias else None, None, None, None
-
-
-def _matrix(weight: torch.Tensor, is_transposed: bool, num_outputs: int | None) -> torch.Tensor:
-    """Return the weight, or its first rows, as (outputs, inputs)."""
-    matrix = weight.t() if is_transposed else weight
-    return matrix if num_outputs is None else matrix[:num_outputs]

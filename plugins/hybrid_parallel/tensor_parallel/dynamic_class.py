@@ -21,11 +21,6 @@ def mixin_forward(module: nn.Module, mixin: type[nn.Module], config: object) -> 
     module._split = config  # type: ignore[assignment]
 
 
-def original_class(module: nn.Module) -> type[nn.Module]:
-    """Return a module's class before `mixin_forward`."""
-    return type(module).__mro__[2]
-
-
 @functools.cache
 def _derived(mixin: type[nn.Module], base: type[nn.Module]) -> type[nn.Module]:
     members = {"__module__": mixin.__module__, "forward": not_compiled(mixin.forward)}

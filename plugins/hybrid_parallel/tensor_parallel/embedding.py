@@ -1,7 +1,7 @@
 """Embeddings and output heads sharded over the vocabulary or the features.
 
 As with linear layers, the module's class is replaced by a subclass, and its parameters are already sharded. See
-`splits.vocabulary_rows` for the rows of each rank; padding rows are zero and stay zero.
+`shard_spec.vocabulary_rows` for the rows of each rank; padding rows are zero and stay zero.
 """
 
 from __future__ import annotations
@@ -172,17 +172,15 @@ class VocabParallelHead(nn.Module):
         """Return the logits without those of padding rows."""
         split = self._split
         x = shared_copy_to_tp_region(x, split.tp_group)
-        local = self._logits(x, split.stop - split.start)
+        num_rows = split.stop - split.start
+        if is_plain_linear(self):
+            bias: torch.Tensor | None = self.bias  # type: ignore[assignment]
+            local = matmul(self, x, None if bias is None else bias[:num_rows], num_outputs=num_rows)
+        else:
+            local = super().forward(x)[..., :num_rows]
         if split.gathers_output:
             return gather_from_tp_region(local, split.tp_group, split.sizes)
         return VocabParallelLogits.of(local, split.tp_group, split.sizes) if split.tp_group.size > 1 else local
-
-    def _logits(self, x: torch.Tensor, num_rows: int) -> torch.Tensor:
-        if not is_plain_linear(self):
-            padded: torch.Tensor = super().forward(x)
-            return padded[..., :num_rows]
-        bias: torch.Tensor | None = self.bias  # type: ignore[assignment]
-        return matmul(self, x, None if bias is None else bias[:num_rows], num_outputs=num_rows)
 
 
 def _vocab_shard(

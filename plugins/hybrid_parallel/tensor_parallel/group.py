@@ -23,8 +23,7 @@ class _Entry:
     """Outputs for one input tensor, which is referenced to keep its id unique."""
 
     x: torch.Tensor
-    version: int
-    saved_tensor_hooks: tuple[bool, Any]
+    conditions: tuple[object, ...]
     outputs: dict[nn.Module, tuple[torch.Tensor, torch.Tensor | None, _Output]]
 
 
@@ -49,12 +48,12 @@ class PrecomputedOutputs:
             outputs: Functions by layer that return the output; each is called at most once.
         """
         by_layer = {layer: (layer.weight, layer.bias, output) for layer, output in outputs.items()}
-        self._entries[id(x)] = _Entry(x, _version(x), _saved_tensor_hooks(), by_layer)  # type: ignore[arg-type]
+        self._entries[id(x)] = _Entry(x, _conditions(x), by_layer)  # type: ignore[arg-type]
 
     def pop(self, layer: nn.Module, x: torch.Tensor) -> torch.Tensor | None:
         """Remove and return a layer's output for an input, or None if it has to be computed."""
         entry = self._entries.get(id(x))
-        if entry is None or entry.version != _version(x) or entry.saved_tensor_hooks != _saved_tensor_hooks():
+        if entry is None or entry.conditions != _conditions(x):
             return None
         weight, bias, output = entry.outputs.pop(layer, (None, None, None))
         if output is None or layer.weight is not weight or layer.bias is not bias:
@@ -70,13 +69,10 @@ class PrecomputedOutputs:
         self._entries.clear()
 
 
-def _version(x: torch.Tensor) -> int:
-    return -1 if x.is_inference() else x._version
-
-
-def _saved_tensor_hooks() -> tuple[bool, Any]:
-    """Return whether grad mode is enabled, and the innermost saved-tensor hooks."""
-    return torch.is_grad_enabled(), torch._C._autograd._top_saved_tensors_default_hooks(True)
+def _conditions(x: torch.Tensor) -> tuple[object, ...]:
+    """Return the input's version, whether grad mode is enabled, and the innermost saved-tensor hooks."""
+    version = -1 if x.is_inference() else x._version
+    return version, torch.is_grad_enabled(), torch._C._autograd._top_saved_tensors_default_hooks(True)
 
 
 _Copy = TypeVar("_Copy")
@@ -89,6 +85,16 @@ class TensorParallelGroup:
         group: The process group; optional, defaults to the world.
         sequence_mode: "split_gather" or "ring" if the sequence is sharded over the group between the layers; optional,
             defaults to replicated hidden states.
+
+    Attributes:
+        group: The process group, None for the world.
+        size: Number of ranks.
+        rank: This rank in the group.
+        sequence_mode: As given.
+        shards_sequence: Whether hidden states are sharded along the sequence between the layers.
+        rng: RNG streams of this rank's parallel regions.
+        sequence_length: Number of tokens of the full sequence in the running stack, set by its splitter.
+        precomputed: Outputs of linear layers that were computed together with the gathering of their input.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None, *, sequence_mode: str | None = None) -> None:
@@ -96,9 +102,9 @@ class TensorParallelGroup:
         self.size = group_size(group)
         self.rank = group_rank(group)
         self.sequence_mode = sequence_mode
+        self.shards_sequence = sequence_mode is not None
         self.rng = TensorParallelRNG(self.rank, "tensor")
         self.sequence_length: int | None = None
-        """Number of tokens of the full sequence in the running stack, set by its splitter."""
         self.precomputed = PrecomputedOutputs()
         self._input: weakref.ref[torch.Tensor] | None = None
         self._version = -1
@@ -106,11 +112,6 @@ class TensorParallelGroup:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TensorParallelGroup:
         return self
-
-    @property
-    def shards_sequence(self) -> bool:
-        """Whether hidden states are sharded along the sequence between the layers."""
-        return self.sequence_mode is not None
 
     def shared_input(self, x: torch.Tensor, kind: type[_Copy], make: Callable[[torch.Tensor], _Copy]) -> _Copy:
         """Return `make(x)`, cached while consecutive calls pass the same tensor object.

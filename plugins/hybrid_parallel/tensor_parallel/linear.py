@@ -20,10 +20,10 @@ from torch import nn
 
 from booster.errors import ConfigError
 
-from .async_grad_reduce import AsyncGradInput, can_overlap, needs_cast
+from .async_grad_reduce import AsyncGradInput
 from .collective_matmul import is_chunked, matmul_reduce_scatter
-from .deferred_wgrad import deferrable_matmul, deferred_wgrad
-from .dynamic_class import mixin_forward, original_class
+from .deferred_wgrad import deferrable_matmul, deferred_wgrad, needs_cast, weight_matrix
+from .dynamic_class import mixin_forward
 from .group import TensorParallelGroup
 from .mappings import (
     gather_from_tp_region,
@@ -53,32 +53,25 @@ class ColumnParallelConfig:
     is_input_gathered: bool
     siblings: tuple[nn.Module, ...]
 
-    def enter_region(self, training: bool) -> None:
-        """Enter the region's RNG stream, unless the output is replicated or the stack's stream is used."""
-        tp_group = self.tp_group
-        if training and not self.gathers_output and not tp_group.shards_sequence and tp_group.size > 1:
-            tp_group.rng.enter()
-
     def prepare_input(self, x: torch.Tensor) -> torch.Tensor:
         """Return the input of this rank's shard."""
         return x if self.is_input_gathered else shared_copy_to_tp_region(x, self.tp_group)
 
     def matmul(self, module: nn.Module, x: torch.Tensor) -> torch.Tensor:
         """Return the output of a plain linear layer's shard; see Note [Async gradient all-reduce]."""
-        precomputed = self.tp_group.precomputed.pop(module, x)
+        tp_group = self.tp_group
+        precomputed = tp_group.precomputed.pop(module, x)
         if precomputed is not None:
             return precomputed
-        if self.is_input_gathered or not can_overlap(x, module.weight, self.tp_group):  # type: ignore[arg-type]
-            return matmul(module, self.prepare_input(x), _bias(module))
-        overlapped = self.tp_group.shared_input(x, AsyncGradInput, self._overlapped)
+        weight: torch.Tensor = module.weight  # type: ignore[assignment]
+        needs_both = torch.is_grad_enabled() and x.requires_grad and weight.requires_grad
+        can_overlap = tp_group.size > 1 and needs_both and not needs_cast(x, weight) and x.dim() > 1
+        if self.is_input_gathered or not can_overlap:
+            return matmul(module, self.prepare_input(x), module.bias)  # type: ignore[arg-type]
+        overlapped = tp_group.shared_input(
+            x, AsyncGradInput, lambda shared: AsyncGradInput(shared, self.siblings, tp_group)
+        )
         return overlapped.matmul(module, is_transposed=is_transposed(module))
-
-    def _overlapped(self, x: torch.Tensor) -> AsyncGradInput:
-        return AsyncGradInput(x, self.siblings, self.tp_group)
-
-    def finish_output(self, y: torch.Tensor) -> torch.Tensor:
-        """Return the layer's output from the shard's output."""
-        return gather_from_tp_region(y, self.tp_group, self.sizes) if self.gathers_output else y
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,10 +94,6 @@ class RowParallelConfig:
     scatters: bool
     sequence_dim: int
 
-    def prepare_input(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the input of this rank's shard."""
-        return scatter_to_tp_region(x, self.tp_group, self.sizes) if self.splits_input else x
-
     def finish_output(self, y: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """Return the layer's output from the shard's output.
 
@@ -122,20 +111,16 @@ class RowParallelConfig:
 
     def matmul_reduce_scatter(self, module: nn.Module, x: torch.Tensor) -> torch.Tensor | None:
         """Return the layer's output by a chunked matmul and reduce-scatter, or None if chunks are not used."""
-        weight, bias = module.weight, _bias(module)
-        if not (self.reduces and self.scatters) or needs_cast(x, weight):  # type: ignore[arg-type]
+        weight: torch.Tensor = module.weight  # type: ignore[assignment]
+        bias: torch.Tensor | None = module.bias  # type: ignore[assignment]
+        if not (self.reduces and self.scatters) or needs_cast(x, weight):
             return None
         dim, sizes = self._scatter_sizes(x)
         if not is_chunked(x, self.tp_group, dim, sizes):
             return None
         deferred = deferred_wgrad(module)
         y = matmul_reduce_scatter(
-            x,
-            weight,  # type: ignore[arg-type]
-            self.tp_group,
-            sizes,
-            is_transposed=is_transposed(module),
-            deferred=deferred,
+            x, weight, self.tp_group, sizes, is_transposed=is_transposed(module), deferred=deferred
         )
         return y if bias is None else y.add_(bias.to(y.dtype))
 
@@ -143,11 +128,6 @@ class RowParallelConfig:
         """Return the dimension of the tokens, and the number of tokens of each rank."""
         dim, length = (self.sequence_dim, None) if x.dim() > 2 else (0, self.tp_group.sequence_length)
         return dim, sizes_from_full(x.shape[dim], self.tp_group, length)
-
-    def leave_region(self) -> None:
-        """Leave the RNG stream that the preceding column-parallel layers entered."""
-        if not self.tp_group.shards_sequence:
-            self.tp_group.rng.leave()
 
 
 def make_column_parallel(
@@ -176,7 +156,7 @@ def make_column_parallel(
     """
     check_linear(module, "colwise")
     config = ColumnParallelConfig(tp_group, tuple(sizes), gathers_output, is_input_gathered, tuple(siblings))
-    _set_features(module, outputs=sizes[tp_group.rank])
+    setattr(module, "nf" if is_transposed(module) else "out_features", sizes[tp_group.rank])
     mixin_forward(module, ColumnParallel, config)
 
 
@@ -211,7 +191,7 @@ def make_row_parallel(
     check_linear(module, "rowwise")
     scatters = tp_group.shards_sequence if scatters_sequence is None else scatters_sequence
     config = RowParallelConfig(tp_group, tuple(sizes), splits_input, reduces, scatters, sequence_dim)
-    _set_features(module, inputs=sizes[tp_group.rank])
+    setattr(module, "nx" if is_transposed(module) else "in_features", sizes[tp_group.rank])
     mixin_forward(module, RowParallel, config)
 
 
@@ -222,39 +202,42 @@ class ColumnParallel(nn.Module):
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Return this rank's output features, or those of all ranks."""
-        config = self._split
-        config.enter_region(self.training)
-        y = (
-            config.matmul(self, x)
-            if is_plain_linear(self)
-            else super().forward(config.prepare_input(x), *args, **kwargs)
-        )
-        return config.finish_output(y)
+        config, tp_group = self._split, self._split.tp_group
+        # A gathered output is replicated. Where the sequence is sharded, the stack's RNG stream is used.
+        if self.training and not config.gathers_output and not tp_group.shards_sequence and tp_group.size > 1:
+            tp_group.rng.enter()
+        if is_plain_linear(self):
+            y = config.matmul(self, x)
+        else:
+            y = super().forward(config.prepare_input(x), *args, **kwargs)
+        return gather_from_tp_region(y, tp_group, config.sizes) if config.gathers_output else y
 
 
 class RowParallel(nn.Module):
     """Mixin of a row-parallel linear layer."""
 
     _split: RowParallelConfig
+    bias: torch.Tensor | None
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Return the reduced output, or this rank's partial output."""
-        config = self._split
-        x = config.prepare_input(x)
-        is_plain = is_plain_linear(self)
-        if is_plain and (output := config.matmul_reduce_scatter(self, x)) is not None:
-            return output  # the stack's RNG stream is used, so there is none to leave
-        y = matmul(self, x, None) if is_plain else self._without_bias(x, *args, **kwargs)
-        config.leave_region()
-        return config.finish_output(y, _bias(self))
-
-    def _without_bias(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        bias, self._parameters["bias"] = self._parameters.get("bias"), None
-        try:
-            y: torch.Tensor = super().forward(x, *args, **kwargs)
-        finally:
-            self._parameters["bias"] = bias
-        return y
+        config, tp_group = self._split, self._split.tp_group
+        if config.splits_input:
+            x = scatter_to_tp_region(x, tp_group, config.sizes)
+        if is_plain_linear(self):
+            output = config.matmul_reduce_scatter(self, x)
+            if output is not None:
+                return output  # the stack's RNG stream is used, so there is none to leave
+            y = matmul(self, x, None)
+        else:
+            bias, self._parameters["bias"] = self._parameters.get("bias"), None  # added after the reduction
+            try:
+                y = super().forward(x, *args, **kwargs)
+            finally:
+                self._parameters["bias"] = bias
+        if not tp_group.shards_sequence:
+            tp_group.rng.leave()  # the stream that the preceding column-parallel layers entered
+        return config.finish_output(y, self.bias)
 
 
 def matmul(
@@ -273,8 +256,7 @@ def matmul(
     if deferrable is not None:
         return deferrable
     weight: torch.Tensor = module.weight  # type: ignore[assignment]
-    weight = weight.t() if transposed else weight
-    return nn.functional.linear(x, weight if num_outputs is None else weight[:num_outputs], bias)
+    return nn.functional.linear(x, weight_matrix(weight, transposed, num_outputs), bias)
 
 
 def is_linear(module: nn.Module) -> bool:
@@ -291,12 +273,8 @@ def is_transposed(module: nn.Module) -> bool:
 
 def is_plain_linear(module: nn.Module) -> bool:
     """Whether a layer's forward only multiplies by its weight and adds its bias."""
-    base = original_class(module)
+    base = type(module).__mro__[2]  # the class before `mixin_forward`
     return base is nn.Linear or (is_transposed(module) and base.__name__ == "Conv1D")
-
-
-def _bias(module: nn.Module) -> torch.Tensor | None:
-    return module.bias  # type: ignore[return-value]
 
 
 def check_linear(module: nn.Module, style: str) -> None:
@@ -310,10 +288,3 @@ def check_linear(module: nn.Module, style: str) -> None:
             f"the plan gives the style {style!r} to a {type(module).__name__}, which is not a linear layer: leave it"
             " out of the plan, or give the style to the nn.Linear or Conv1D inside of it"
         )
-
-
-def _set_features(module: nn.Module, *, inputs: int | None = None, outputs: int | None = None) -> None:
-    input_name, output_name = ("nx", "nf") if is_transposed(module) else ("in_features", "out_features")
-    for name, size in ((input_name, inputs), (output_name, outputs)):
-        if size is not None:
-            setattr(module, name, size)

@@ -48,25 +48,34 @@ def reduce_from_tp_region(x: torch.Tensor, tp_group: TensorParallelGroup, *, ove
     return x if tp_group.size == 1 else _AllReduce.apply(x, tp_group, overwrites)  # type: ignore[no-untyped-call, no-any-return]
 
 
-def gather_from_tp_region(x: torch.Tensor, tp_group: TensorParallelGroup, sizes: Sequence[int]) -> torch.Tensor:
-    """All-gather a tensor along the last dimension. Backward: `scatter_to_tp_region`.
+def gather_from_tp_region(
+    x: torch.Tensor, tp_group: TensorParallelGroup, sizes: Sequence[int], dim: int = -1
+) -> torch.Tensor:
+    """All-gather a tensor along a dimension. Backward: `scatter_to_tp_region`.
 
     Args:
         x: Tensor with `sizes[rank]` features; the other dimensions are equal on all ranks.
         tp_group: The tensor-parallel group.
         sizes: Number of features of each rank.
+        dim: Dimension of the features.
 
     Collective: yes.
     """
-    return _gather(x, tp_group, -1, sizes)
+    if tp_group.size == 1:
+        return x
+    return _Gather.apply(x, tp_group, dim, tuple(sizes))  # type: ignore[no-untyped-call, no-any-return]
 
 
-def scatter_to_tp_region(x: torch.Tensor, tp_group: TensorParallelGroup, sizes: Sequence[int]) -> torch.Tensor:
-    """Return this rank's shard of a replicated tensor's last dimension. Backward: `gather_from_tp_region`.
+def scatter_to_tp_region(
+    x: torch.Tensor, tp_group: TensorParallelGroup, sizes: Sequence[int], dim: int = -1
+) -> torch.Tensor:
+    """Return this rank's shard of a replicated tensor along a dimension. Backward: `gather_from_tp_region`.
 
     Collective: in backward.
     """
-    return _scatter(x, tp_group, -1, sizes)
+    if tp_group.size == 1:
+        return x
+    return _Scatter.apply(x, tp_group, dim, tuple(sizes))  # type: ignore[no-untyped-call, no-any-return]
 
 
 def local_sequence_length(length: int, size: int, rank: int) -> int:
@@ -113,7 +122,7 @@ def reduce_scatter_sequence(
 
 def scatter_to_sequence_region(x: torch.Tensor, tp_group: TensorParallelGroup, dim: int = 1) -> torch.Tensor:
     """Return this rank's tokens of a replicated tensor. Backward: `gather_from_sequence_region`, collective."""
-    return _scatter(x, tp_group, dim, sizes_from_full(x.shape[dim], tp_group, None))
+    return scatter_to_tp_region(x, tp_group, sizes_from_full(x.shape[dim], tp_group, None), dim)
 
 
 def gather_from_sequence_region(
@@ -129,7 +138,7 @@ def gather_from_sequence_region(
 
     Collective: yes.
     """
-    return _gather(x, tp_group, dim, sizes_from_local(x.shape[dim], tp_group, length))
+    return gather_from_tp_region(x, tp_group, sizes_from_local(x.shape[dim], tp_group, length), dim)
 
 
 def all_gather_shards(x: torch.Tensor, tp_group: TensorParallelGroup, dim: int, sizes: Sequence[int]) -> torch.Tensor:
@@ -142,18 +151,6 @@ def reduce_scatter_shards(
 ) -> torch.Tensor:
     """Return `reduce_scatter_sequence` for given shard sizes. Collective: in forward and backward."""
     return _ReduceScatter.apply(x, tp_group, dim, tuple(sizes))  # type: ignore[no-untyped-call, no-any-return]
-
-
-def _gather(x: torch.Tensor, tp_group: TensorParallelGroup, dim: int, sizes: Sequence[int]) -> torch.Tensor:
-    if tp_group.size == 1:
-        return x
-    return _Gather.apply(x, tp_group, dim, tuple(sizes))  # type: ignore[no-untyped-call, no-any-return]
-
-
-def _scatter(x: torch.Tensor, tp_group: TensorParallelGroup, dim: int, sizes: Sequence[int]) -> torch.Tensor:
-    if tp_group.size == 1:
-        return x
-    return _Scatter.apply(x, tp_group, dim, tuple(sizes))  # type: ignore[no-untyped-call, no-any-return]
 
 
 def sizes_from_local(local_size: int, tp_group: TensorParallelGroup, length: int | None) -> list[int]:
@@ -216,7 +213,7 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        return _scatter(grad, ctx.ranks, ctx.dim, ctx.sizes), None, None, None
+        return scatter_to_tp_region(grad, ctx.ranks, ctx.sizes, ctx.dim), None, None, None
 
 
 class _Scatter(torch.autograd.Function):
@@ -230,7 +227,7 @@ class _Scatter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        return _gather(grad, ctx.ranks, ctx.dim, ctx.sizes), None, None, None
+        return gather_from_tp_region(grad, ctx.ranks, ctx.sizes, ctx.dim), None, None, None
 
 
 class _AllGather(torch.autograd.Function):

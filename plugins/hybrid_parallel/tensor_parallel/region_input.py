@@ -18,8 +18,9 @@ from torch import nn
 
 from booster.plugins.sharding.compiling import not_compiled
 
-from .async_grad_reduce import OverlappedWeight, PendingAllReduce, WGradOperands, needs_cast, wait_in_backward
-from .collective_matmul import ChunkRange, TokenChunks, is_chunked, weight_gradient
+from .async_grad_reduce import OverlappedWeight, PendingAllReduce, WGradOperands, wait_in_backward
+from .collective_matmul import ChunkRange, TokenChunks, is_chunked
+from .deferred_wgrad import needs_cast, weight_gradient_operands
 from .group import TensorParallelGroup
 from .linear import is_plain_linear, is_transposed
 from .mappings import (
@@ -120,7 +121,7 @@ class _LinearOperands:
     @classmethod
     def of(cls, module: nn.Module) -> _LinearOperands:
         weight: nn.Parameter = module.weight  # type: ignore[assignment]
-        deferred = OverlappedWeight.of(module) if weight.requires_grad and torch.is_grad_enabled() else None
+        deferred = OverlappedWeight(module) if weight.requires_grad and torch.is_grad_enabled() else None
         return cls(weight, module.bias, is_transposed(module), deferred)  # type: ignore[arg-type]
 
     def matrix(self, weight: torch.Tensor) -> torch.Tensor:
@@ -203,12 +204,9 @@ class _PrecomputedOutput(torch.autograd.Function):
         rows = grad.flatten(0, -2)
         grad_bias = rows.sum(0) if needs_bias else None
         grad_weight = None
-        if needs_weight and torch.is_grad_enabled():
-            grad_weight = weight_gradient(grad, full, ctx.is_transposed)
-        elif needs_weight:
-            inputs = full.flatten(0, -2)
-            left, right = (inputs, rows) if ctx.is_transposed else (rows, inputs)
-            grad_weight = ctx.operands.add(left, right, ctx.shape)
+        if needs_weight:
+            left, right = weight_gradient_operands(rows, full, ctx.is_transposed)
+            grad_weight = left.t() @ right if torch.is_grad_enabled() else ctx.operands.add(left, right, ctx.shape)
         return grad, None, grad_weight, grad_bias, None, None
 
 

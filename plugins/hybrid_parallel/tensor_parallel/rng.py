@@ -60,8 +60,14 @@ class TensorParallelRNG:
         if is_fake_world() or (self.is_entered and not force):
             return  # in a fake process group tensors have no values
         outer_states = _states()
-        seed = self._tag << _NUM_HASH_BITS | self._hash_of(outer_states)
-        _seed_generators(seed)
+        state_bytes = (state.cpu().numpy().tobytes() for state in outer_states)
+        state_hash = _hash(_NUM_HASH_BITS, self._axis.encode(), self._rank.to_bytes(8, "little"), *state_bytes)
+        seed = self._tag << _NUM_HASH_BITS | state_hash
+        for device in _devices():
+            if device.type == "cpu":
+                torch.default_generator.manual_seed(seed)
+            else:
+                torch.get_device_module(device.type).manual_seed(seed)
         self._region = _Region(seed, outer_states, _states())
 
     def leave(self) -> None:
@@ -73,17 +79,16 @@ class TensorParallelRNG:
             not torch.equal(seeded, current) for seeded, current in zip(region.seeded_states, _states(), strict=True)
         ]
         for device, outer_state, needs_step in zip(_devices(), region.outer_states, has_drawn, strict=True):
-            _set_state(device, outer_state)
+            if device.type == "cpu":
+                torch.set_rng_state(outer_state)
+            else:
+                torch.get_device_module(device.type).set_rng_state(outer_state, device)
             if needs_step:
                 torch.rand(1, device=device)
 
     def reset(self) -> None:
         """Leave a region that an aborted forward left open."""
         self.leave()
-
-    def _hash_of(self, states: tuple[torch.Tensor, ...]) -> int:
-        rank = self._rank.to_bytes(8, "little")
-        return _hash(_NUM_HASH_BITS, self._axis.encode(), rank, *(state.cpu().numpy().tobytes() for state in states))
 
 
 def _devices() -> tuple[torch.device, ...]:
@@ -98,21 +103,6 @@ def _states() -> tuple[torch.Tensor, ...]:
         torch.get_rng_state() if device.type == "cpu" else torch.get_device_module(device.type).get_rng_state(device)
         for device in _devices()
     )
-
-
-def _set_state(device: torch.device, state: torch.Tensor) -> None:
-    if device.type == "cpu":
-        torch.set_rng_state(state)
-    else:
-        torch.get_device_module(device.type).set_rng_state(state, device)
-
-
-def _seed_generators(seed: int) -> None:
-    for device in _devices():
-        if device.type == "cpu":
-            torch.default_generator.manual_seed(seed)
-        else:
-            torch.get_device_module(device.type).manual_seed(seed)
 
 
 def _hash(num_bits: int, *parts: bytes) -> int:

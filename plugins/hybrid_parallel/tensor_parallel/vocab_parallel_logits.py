@@ -15,9 +15,9 @@ arguments affect the last dimension.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from types import EllipsisType
 from typing import Any
 
 import torch
@@ -68,7 +68,9 @@ def vocab_parallel_cross_entropy(
         raise AssertionError("label_smoothing needs the number of classes")
     is_counted = target != ignore_index
     if vocab_size is not None and target.device.type == "cpu" and not isinstance(target, FakeTensor):
-        _check_targets(target[is_counted], vocab_size)
+        wrong = target[is_counted & ((target < 0) | (target >= vocab_size))]
+        if wrong.numel() > 0:
+            raise IndexError(f"Target {int(wrong[0])} is out of bounds.")
     losses = _TokenLosses.apply(  # type: ignore[no-untyped-call]
         local_logits, target, is_counted, tp_group, vocab_start, vocab_size or 0, label_smoothing
     )
@@ -97,11 +99,18 @@ class _TokenLosses(torch.autograd.Function):
         local_target = target - vocab_start
         is_local = is_counted & (local_target >= 0) & (local_target < logits.shape[-1])
         column = local_target.masked_fill(~is_local, 0).unsqueeze(-1)
-        max_logits = _max_logits(logits)
+        is_empty = logits.shape[-1] == 0
+        max_logits = logits.new_full(logits.shape[:-1], -torch.inf) if is_empty else logits.amax(-1)
+        max_logits = _upcast(max_logits)
         all_reduce_max(max_logits, tp_group.group)
         shifted = _upcast(logits) - max_logits.unsqueeze(-1)
-        partial_sums = [_target_logits(shifted, column, is_local), shifted.sum(-1), shifted.exp_().sum(-1)]
-        sums = torch.stack(partial_sums)
+        # the logit of every token's target; 0 if another rank holds it
+        target_logits = (
+            shifted.new_zeros(shifted.shape[:-1])
+            if is_empty
+            else shifted.gather(-1, column).squeeze(-1).masked_fill(~is_local, 0)
+        )
+        sums = torch.stack([target_logits, shifted.sum(-1), shifted.exp_().sum(-1)])
         all_reduce_sum(sums, tp_group.group)
         target_logits, logit_sums, denominator = sums
         losses = denominator.log() - target_logits
@@ -128,57 +137,19 @@ def _upcast(logits: torch.Tensor) -> torch.Tensor:
     return logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
 
 
-def _max_logits(logits: torch.Tensor) -> torch.Tensor:
-    wide = _upcast(logits[..., :0])
-    if logits.shape[-1] == 0:
-        return wide.new_full(logits.shape[:-1], -torch.inf)
-    return logits.amax(-1).to(wide.dtype)
-
-
-def _target_logits(shifted: torch.Tensor, column: torch.Tensor, is_local: torch.Tensor) -> torch.Tensor:
-    """Return the logit of every token's target; 0 if another rank holds it."""
-    if shifted.shape[-1] == 0:
-        return shifted.new_zeros(shifted.shape[:-1])
-    return shifted.gather(-1, column).squeeze(-1).masked_fill(~is_local, 0)
-
-
-def _check_targets(targets: torch.Tensor, vocab_size: int) -> None:
-    wrong = targets[(targets < 0) | (targets >= vocab_size)]
-    if wrong.numel() > 0:
-        raise IndexError(f"Target {int(wrong[0])} is out of bounds.")
-
-
 _PLAIN = (torch.Tensor, FakeTensor)  # other subclasses may override the operations
 
 
-def reads_metadata(function: Callable[..., Any]) -> bool:
-    """Whether a function reads only metadata of the logits: shape, dtype, device or graph."""
-    return function in _METADATA
+def _elementwise(function: Callable[..., torch.Tensor], logits: VocabParallelLogits, *args: Any, **kwargs: Any) -> Any:
+    return logits.with_local(function(logits.local, *args, **kwargs))
 
 
-def is_unsupported(function: Callable[..., Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a function modifies the tensor in place or hooks it, which would affect a rank's shard only."""
-    name = getattr(function, "__name__", "")
-    is_in_place = (name.endswith("_") and not name.endswith("__")) or name in _IN_PLACE
-    return is_in_place or kwargs.get("out") is not None
-
-
-def _elementwise(function: Callable[..., torch.Tensor]) -> Callable[..., Any]:
-    def apply(logits: VocabParallelLogits, *args: Any, **kwargs: Any) -> Any:
-        return logits.with_local(function(logits.local, *args, **kwargs))
-
-    return apply
-
-
-def _scale(function: Callable[..., torch.Tensor]) -> Callable[..., Any]:
-    def apply(logits: VocabParallelLogits, other: Any) -> Any:
-        # The gradient of a trained factor would be partial.
-        is_number = isinstance(other, (int, float)) or (
-            isinstance(other, torch.Tensor) and other.dim() == 0 and not other.requires_grad
-        )
-        return logits.with_local(function(logits.local, other)) if is_number else NotImplemented
-
-    return apply
+def _scale(function: Callable[..., torch.Tensor], logits: VocabParallelLogits, other: Any) -> Any:
+    # The gradient of a trained factor would be partial.
+    is_number = isinstance(other, (int, float)) or (
+        isinstance(other, torch.Tensor) and other.dim() == 0 and not other.requires_grad
+    )
+    return logits.with_local(function(logits.local, other)) if is_number else NotImplemented
 
 
 def _to(logits: VocabParallelLogits, *args: Any, **kwargs: Any) -> Any:
@@ -211,27 +182,22 @@ def _getitem(logits: VocabParallelLogits, index: Any) -> Any:
 
 def _keeps_last_dim(items: Sequence[Any], num_dims: int) -> bool:
     """Whether an index keeps the last dimension in full and in the last position."""
-    if not items or not all(_is_simple(item) for item in items):
+    num_indexed = 0
+    for item in items:
+        if type(item) in _PLAIN and item.dtype in (torch.int64, torch.bool):
+            num_indexed += item.dim() if item.dtype == torch.bool else 1
+        elif isinstance(item, (int, slice)):
+            num_indexed += not isinstance(item, bool)  # True adds a dimension
+        elif item is not None and item is not Ellipsis:
+            return False
+    if not items:
         return False
     if isinstance(items[-1], slice) and items[-1] == slice(None):
         return True
     has_ellipsis = any(item is Ellipsis for item in items)
     if has_ellipsis and items[-1] is not Ellipsis:
         return False
-    return sum(_num_dims_of(item) for item in items) < num_dims
-
-
-def _is_simple(item: Any) -> bool:
-    is_index = type(item) in _PLAIN and item.dtype in (torch.int64, torch.bool)
-    return item is None or isinstance(item, (int, slice, EllipsisType)) or is_index
-
-
-def _num_dims_of(item: Any) -> int:
-    if isinstance(item, torch.Tensor) and item.dtype == torch.bool:
-        return item.dim()
-    if isinstance(item, bool):
-        return 0
-    return int(isinstance(item, (int, slice, torch.Tensor)))
+    return num_indexed < num_dims
 
 
 def _cross_entropy(
@@ -256,7 +222,7 @@ def _cross_entropy(
         local,
         target,
         logits.tp_group,
-        logits.vocab_start,
+        sum(logits.sizes[: logits.tp_group.rank]),
         vocab_size=logits.shape[-1],
         ignore_index=ignore_index,
         reduction=reduction,
@@ -271,7 +237,7 @@ HANDLERS: Mapping[Callable[..., Any], Callable[..., Any]] = {
     **dict.fromkeys((torch.Tensor.view, torch.Tensor.reshape, torch.reshape), _reshape),
     **dict.fromkeys((torch.Tensor.flatten, torch.flatten), _flatten),
     **{
-        function: _elementwise(function)
+        function: functools.partial(_elementwise, function)
         for function in (
             torch.Tensor.float,
             torch.Tensor.double,
@@ -290,7 +256,7 @@ HANDLERS: Mapping[Callable[..., Any], Callable[..., Any]] = {
         )
     },
     **{
-        function: _scale(function)
+        function: functools.partial(_scale, function)
         for function in (
             torch.Tensor.mul,
             torch.mul,
@@ -317,6 +283,7 @@ _IN_PLACE = {
     "register_hook",
     "retain_grad",
 }
+"""Functions that modify or hook a tensor and whose name does not end with one underscore."""
 
 _METADATA = {
     getattr(torch.Tensor, name).__get__
@@ -360,14 +327,26 @@ _METADATA = {
     torch.Tensor.__len__,
     torch.Tensor.__hash__,
 }
+"""Functions that read only metadata of the logits: shape, dtype, device or graph."""
+
+_UNSUPPORTED = (
+    "on logits that are sharded over the vocabulary would affect this rank's shard only: call it on"
+    " `logits.full_tensor()`, or give parallel_output=False to the plugin"
+)
 
 
 class VocabParallelLogits(torch.Tensor):
-    """Logits sharded over the vocabulary, with the shape of the full logits. Created by `VocabParallelLogits.of`."""
+    """Logits sharded over the vocabulary, with the shape of the full logits. Created by `VocabParallelLogits.of`.
 
-    _local: torch.Tensor
-    _tp_group: TensorParallelGroup
-    _sizes: tuple[int, ...]
+    Attributes:
+        local: This rank's entries.
+        tp_group: The tensor-parallel group.
+        sizes: Number of entries of each rank.
+    """
+
+    local: torch.Tensor
+    tp_group: TensorParallelGroup
+    sizes: tuple[int, ...]
     _full: torch.Tensor | None
     _node: object
 
@@ -381,29 +360,9 @@ class VocabParallelLogits(torch.Tensor):
             sizes: Number of entries of each rank.
         """
         logits: VocabParallelLogits = _WrapLogits.apply(local, tp_group, tuple(sizes))  # type: ignore[no-untyped-call]
-        logits._local, logits._tp_group, logits._sizes, logits._full = local, tp_group, tuple(sizes), None
-        logits._node = logits.grad_fn
+        logits.local, logits.tp_group, logits.sizes = local, tp_group, tuple(sizes)
+        logits._full, logits._node = None, logits.grad_fn
         return logits
-
-    @property
-    def local(self) -> torch.Tensor:
-        """This rank's entries. Collective: no."""
-        return self._local
-
-    @property
-    def tp_group(self) -> TensorParallelGroup:
-        """The tensor-parallel group."""
-        return self._tp_group
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        """Number of entries of each rank."""
-        return self._sizes
-
-    @property
-    def vocab_start(self) -> int:
-        """Index of this rank's first entry."""
-        return sum(self._sizes[: self._tp_group.rank])
 
     @property
     def is_connected(self) -> bool:
@@ -415,18 +374,18 @@ class VocabParallelLogits(torch.Tensor):
         is_detached = self._full is not None and self._full.requires_grad < self.requires_grad
         if self._full is None or (is_detached and torch.is_grad_enabled()):
             if self.is_connected:
-                self._full = gather_from_tp_region(self._local, self._tp_group, self._sizes)
+                self._full = gather_from_tp_region(self.local, self.tp_group, self.sizes)
             else:
                 self._full = _GatherLogits.apply(self)  # type: ignore[no-untyped-call]
         return self._full  # type: ignore[return-value]
 
     def with_local(self, local: torch.Tensor) -> VocabParallelLogits:
         """Return logits with other local values of the same entries."""
-        return VocabParallelLogits.of(local, self._tp_group, self._sizes)
+        return VocabParallelLogits.of(local, self.tp_group, self.sizes)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """Return a description without values, so that a single rank may print it. Collective: no."""
-        return f"SplitLogits(shape={tuple(self.shape)}, dtype={self.dtype}, entries per rank={list(self._sizes)})"
+        return f"SplitLogits(shape={tuple(self.shape)}, dtype={self.dtype}, entries per rank={list(self.sizes)})"
 
     def __format__(self, specification: str) -> str:
         """Return `repr(self)`."""
@@ -442,11 +401,13 @@ class VocabParallelLogits(torch.Tensor):
     ) -> Any:
         """Run supported functions on shards, and all others on the gathered logits."""
         kwargs = dict(kwargs or {})
-        if reads_metadata(func):
+        if func in _METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        if is_unsupported(func, kwargs):
-            raise RuntimeError(_unsupported_message(func.__name__))
+        name = getattr(func, "__name__", "")
+        is_in_place = (name.endswith("_") and not name.endswith("__")) or name in _IN_PLACE
+        if is_in_place or kwargs.get("out") is not None:
+            raise RuntimeError(f"{name} {_UNSUPPORTED}")
         handler = HANDLERS.get(func)
         if handler is not None:
             logits, *others = args or (kwargs.pop("input"),)
@@ -468,21 +429,12 @@ class VocabParallelLogits(torch.Tensor):
     ) -> Any:
         """Gather for operations that bypassed `__torch_function__`."""
         if func._schema.is_mutable:  # type: ignore[attr-defined]
-            raise RuntimeError(_unsupported_message(str(func)))
-        args, kwargs = tree_map_only(VocabParallelLogits, _full_values, (tuple(args), dict(kwargs or {})))
+            raise RuntimeError(f"{func} {_UNSUPPORTED}")
+        with torch.no_grad():
+            args, kwargs = tree_map_only(
+                VocabParallelLogits, lambda logits: logits.full_tensor().detach(), (tuple(args), dict(kwargs or {}))
+            )
         return func(*args, **kwargs)
-
-
-def _full_values(logits: VocabParallelLogits) -> torch.Tensor:
-    with torch.no_grad():
-        return logits.full_tensor().detach()
-
-
-def _unsupported_message(name: str) -> str:
-    return (
-        f"{name} on logits that are sharded over the vocabulary would affect this rank's shard only: call it on"
-        " `logits.full_tensor()`, or give parallel_output=False to the plugin"
-    )
 
 
 class _WrapLogits(torch.autograd.Function):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -58,15 +58,9 @@ def check_divisible(what: str, size: int, num_shards: int) -> None:
         ConfigError: It is not; the message suggests the nearest valid sizes.
     """
     if size % num_shards or not size:
-        raise ConfigError(
-            f"{what} is {size}, which is not divisible by {num_shards} ranks: use"
-            f" {' or '.join(map(str, _nearest_divisible(size, num_shards)))}"
-        )
-
-
-def _nearest_divisible(size: int, num_shards: int) -> Sequence[int]:
-    below = size // num_shards * num_shards
-    return [below, below + num_shards] if below else [num_shards]
+        below = size // num_shards * num_shards
+        nearest = f"{below} or {below + num_shards}" if below else f"{num_shards}"
+        raise ConfigError(f"{what} is {size}, which is not divisible by {num_shards} ranks: use {nearest}")
 
 
 class RankMesh:
@@ -90,7 +84,8 @@ class RankMesh:
                 f" {group_size()}"
             )
         self.sizes: Mapping[str, int] = dict(sizes)
-        self.coordinates: Mapping[str, int] = dict(zip(sizes, self._coordinates_of(group_rank()), strict=True))
+        self._coordinates_by_rank = list(itertools.product(*(range(size) for size in sizes.values())))
+        self.coordinates: Mapping[str, int] = dict(zip(sizes, self._coordinates_by_rank[group_rank()], strict=True))
         self._groups: dict[tuple[str, ...], dist.ProcessGroup | None] = {}
 
     def group(self, *axes: str) -> dist.ProcessGroup | None:
@@ -118,18 +113,13 @@ class RankMesh:
                 dist.destroy_process_group(group)
         self._groups.clear()
 
-    def _coordinates_of(self, rank: int) -> tuple[int, ...]:
-        return list(itertools.product(*(range(size) for size in self.sizes.values())))[rank]
-
     def _new_group(self, axes: tuple[str, ...]) -> dist.ProcessGroup | None:
         if not is_initialized() or math.prod(self.sizes[axis] for axis in axes) == group_size():
             return None
         lines: dict[tuple[int, ...], list[int]] = {}
-        for rank in range(group_size()):
+        for rank, coordinates in enumerate(self._coordinates_by_rank):
             other_coordinates = tuple(
-                coordinate
-                for axis, coordinate in zip(self.sizes, self._coordinates_of(rank), strict=True)
-                if axis not in axes
+                coordinate for axis, coordinate in zip(self.sizes, coordinates, strict=True) if axis not in axes
             )
             lines.setdefault(other_coordinates, []).append(rank)
         return new_group_of_rows(list(lines.values()))

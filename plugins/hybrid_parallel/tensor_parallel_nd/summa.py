@@ -67,7 +67,7 @@ class _SummaFunction(torch.autograd.Function):
         ctx.grid, ctx.has_bias = mesh, bias is not None
         output = x.new_zeros(x.shape[0], weight.shape[0]) if bias is None else bias.repeat(x.shape[0], 1)
         for step in range(mesh.sizes["row"]):
-            output.addmm_(_broadcast_along_row(x, step, mesh), _broadcast_along_column(weight, step, mesh).t())
+            output.addmm_(_broadcast_block(x, step, "column", mesh), _broadcast_block(weight, step, "row", mesh).t())
         return output
 
     @staticmethod
@@ -76,6 +76,7 @@ class _SummaFunction(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         mesh: RankMesh = ctx.grid
         grad = grad.contiguous()
+        # Functions, so that the terms of one gradient are freed before those of the other are allocated.
         grad_x = _input_gradient(grad, weight, mesh) if ctx.needs_input_grad[0] else None
         grad_weight = _weight_gradient(grad, x, mesh) if ctx.needs_input_grad[1] else None
         grad_bias = None
@@ -84,15 +85,8 @@ class _SummaFunction(torch.autograd.Function):
         return grad_x, grad_weight, grad_bias, None
 
 
-def _broadcast_along_row(block: torch.Tensor, source: int, mesh: RankMesh) -> torch.Tensor:
-    return _broadcast_block(block, source, "column", mesh)
-
-
-def _broadcast_along_column(block: torch.Tensor, source: int, mesh: RankMesh) -> torch.Tensor:
-    return _broadcast_block(block, source, "row", mesh)
-
-
 def _broadcast_block(block: torch.Tensor, source: int, axis: str, mesh: RankMesh) -> torch.Tensor:
+    """Broadcast along a mesh axis: the ranks of one row differ in their column, and the other way round."""
     block = block.detach().contiguous()
     received = block if mesh.coordinates[axis] == source else torch.empty_like(block)
     broadcast([received], mesh.group(axis), source)
@@ -102,14 +96,14 @@ def _broadcast_block(block: torch.Tensor, source: int, axis: str, mesh: RankMesh
 def _input_gradient(grad: torch.Tensor, weight: torch.Tensor, mesh: RankMesh) -> torch.Tensor:
     terms = grad.new_empty(mesh.sizes["column"], grad.shape[0], weight.shape[1])
     for step, term in enumerate(terms):
-        torch.mm(grad, _broadcast_along_column(weight, step, mesh), out=term)
+        torch.mm(grad, _broadcast_block(weight, step, "row", mesh), out=term)
     return _reduce_scatter_terms(terms, "column", mesh)
 
 
 def _weight_gradient(grad: torch.Tensor, x: torch.Tensor, mesh: RankMesh) -> torch.Tensor:
     terms = grad.new_empty(mesh.sizes["row"], grad.shape[1], x.shape[1])
     for step, term in enumerate(terms):
-        torch.mm(grad.t(), _broadcast_along_row(x, step, mesh), out=term)
+        torch.mm(grad.t(), _broadcast_block(x, step, "column", mesh), out=term)
     return all_reduce_sum(_reduce_scatter_terms(terms, "row", mesh), mesh.group("depth"))
 
 

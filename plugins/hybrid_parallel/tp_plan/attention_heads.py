@@ -21,10 +21,11 @@ _KEY = frozenset(("k_proj", "key", "k", "wk", "to_k", "key_proj", "k_lin", "line
 _VALUE = frozenset(("v_proj", "value", "v", "wv", "to_v", "value_proj", "v_lin", "linear_v"))
 _FUSED = frozenset(("query_key_value", "qkv_proj", "c_attn", "qkv", "wqkv", "in_proj", "to_qkv", "qkv_linear"))
 
-_NUM_QUERY = ("num_attention_heads", "num_heads", "n_heads", "n_head", "num_q_heads", "heads", "nhead", "h")
-_NUM_KEY_VALUE = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_head_kv")
-_PER_GROUP = ("num_key_value_groups", "num_kv_groups", "n_rep")
-_HEAD_SIZE = ("head_dim", "attention_head_size", "key_value_proj_dim", "d_head", "head_size")
+# usual names of an attention's attributes
+NUM_QUERY_NAMES = ("num_attention_heads", "num_heads", "n_heads", "n_head", "num_q_heads", "heads", "nhead", "h")
+NUM_KEY_VALUE_NAMES = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_head_kv")
+PER_GROUP_NAMES = ("num_key_value_groups", "num_kv_groups", "n_rep")
+_HEAD_SIZE_NAMES = ("head_dim", "attention_head_size", "key_value_proj_dim", "d_head", "head_size")
 
 # Note [Attention heads]
 # The modules of an attention are recognized by name, because nothing else indicates how a linear layer's outputs are
@@ -76,7 +77,10 @@ def owner_of(name: str) -> str:
 def role_of(name: str) -> str:
     """Return "query", "key", "value" or "fused" by a module's name, or "" if it is not an input projection."""
     parent, _, leaf = name.rpartition(".")
-    return _role_of_leaf(leaf) or (_role_of_leaf(parent.rpartition(".")[2]) if leaf == "linear" else "")
+    if leaf == "linear":  # of a wrapper
+        leaf = parent.rpartition(".")[2]
+    roles = (("query", _QUERY), ("key", _KEY), ("value", _VALUE), ("fused", _FUSED))
+    return next((role for role, names in roles if leaf.lower() in names), "")
 
 
 def find_attentions(model: nn.Module, styles: Mapping[str, Style]) -> dict[str, Attention]:
@@ -88,9 +92,16 @@ def find_attentions(model: nn.Module, styles: Mapping[str, Style]) -> dict[str, 
     split = ("colwise", "packed_colwise")
     modules: dict[str, dict[str, str]] = {}
     for name, style in styles.items():
-        owner = owner_of(name)
-        if style.name in split and not style.blocks and (role_of(name) or _is_attention(model, owner)):
-            modules.setdefault(owner, {})[role_of(name)] = name
+        if style.name not in split or style.blocks:
+            continue
+        owner, role = owner_of(name), role_of(name)
+        # the projections of an attention may have unusual names
+        is_attention = role or (
+            "att" in owner.rpartition(".")[2].lower()
+            and _first_number(model.get_submodule(owner), NUM_QUERY_NAMES) is not None
+        )
+        if is_attention:
+            modules.setdefault(owner, {})[role] = name
     return {owner: _attention(model, owner, names, styles) for owner, names in modules.items()}
 
 
@@ -198,27 +209,21 @@ def _attention_of(name: str, style: Style, attentions: Mapping[str, Attention]) 
     return inside[0] if len(inside) == 1 else None
 
 
-def _is_attention(model: nn.Module, owner: str) -> bool:
-    """Whether a module is an attention whose projections have unusual names."""
-    is_named_so = "att" in owner.rpartition(".")[2].lower()
-    return is_named_so and _first_number(model.get_submodule(owner), _NUM_QUERY) is not None
-
-
 def _attention(model: nn.Module, owner: str, names: Mapping[str, str], styles: Mapping[str, Style]) -> Attention:
     module = model.get_submodule(owner)
     config = getattr(module, "config", None)
     layers = {role: model.get_submodule(name) for role, name in names.items() if role}
     sizes = {role: feature_sizes(layer)[1] for role, layer in layers.items()}
     given = next((styles[name].num_heads for role, name in names.items() if role in ("query", "fused")), None)
-    num_query = given or _first_number(module, _NUM_QUERY) or _first_number(config, _NUM_QUERY)
-    head_size = _first_number(module, _HEAD_SIZE)
+    num_query = given or _first_number(module, NUM_QUERY_NAMES) or _first_number(config, NUM_QUERY_NAMES)
+    head_size = _first_number(module, _HEAD_SIZE_NAMES)
     if num_query is None and head_size and "query" in sizes:
         num_query = sizes["query"] // head_size
     if num_query is None:
         raise ConfigError(
             f"the plan shards the projections of {owner!r}, whose number of heads is unknown (it has no attribute such"
-            f" as {_NUM_QUERY[1]!r}), so heads could be divided between ranks: write Style('colwise', num_heads=...)"
-            f" for {', '.join(repr(name) for name in names.values())}"
+            f" as {NUM_QUERY_NAMES[1]!r}), so heads could be divided between ranks: write Style('colwise',"
+            f" num_heads=...) for {', '.join(repr(name) for name in names.values())}"
         )
     num_key_value = _num_key_value(module, config, num_query, sizes, head_size)
     if num_query % num_key_value:
@@ -232,9 +237,9 @@ def _attention(model: nn.Module, owner: str, names: Mapping[str, str], styles: M
 def _num_key_value(
     module: nn.Module, config: object, num_query: int, sizes: Mapping[str, int], head_size: int | None
 ) -> int:
-    if number := _first_number(module, _NUM_KEY_VALUE):
+    if number := _first_number(module, NUM_KEY_VALUE_NAMES):
         return number
-    if per_group := _first_number(module, _PER_GROUP):
+    if per_group := _first_number(module, PER_GROUP_NAMES):
         return num_query // per_group
     if head_size and "fused" in sizes and "query" not in sizes:
         return max(1, (sizes["fused"] // head_size - num_query) // 2)
@@ -243,7 +248,7 @@ def _num_key_value(
             return num_query
         size = head_size or sizes["query"] // num_query
         return max(1, sizes["key"] // size)
-    return _first_number(config, _NUM_KEY_VALUE) or num_query
+    return _first_number(config, NUM_KEY_VALUE_NAMES) or num_query
 
 
 def _first_number(holder: object, names: tuple[str, ...]) -> int | None:
@@ -257,9 +262,3 @@ def _check_divides(name: str, size: int, num_blocks: int, what: str) -> None:
             f"the plan divides {size} features of {name!r} into {num_blocks} {what}, which is not a divisor: give the"
             " blocks into which the forward splits them, as Style(name, blocks=(Block(...), ...))"
         )
-
-
-def _role_of_leaf(leaf: str) -> str:
-    leaf = leaf.lower()
-    roles = (("query", _QUERY), ("key", _KEY), ("value", _VALUE), ("fused", _FUSED))
-    return next((role for role, names in roles if leaf in names), "")

@@ -7,7 +7,7 @@ import contextlib
 import functools
 import inspect
 import textwrap
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 import torch
@@ -17,7 +17,7 @@ from booster.errors import ConfigError
 from booster.plugins.hybrid_parallel.tensor_parallel.linear import is_linear
 from booster.plugins.hybrid_parallel.tensor_parallel.shard_spec import Block
 
-from .attention_heads import Attention
+from .attention_heads import NUM_KEY_VALUE_NAMES, NUM_QUERY_NAMES, PER_GROUP_NAMES, Attention
 from .equivalence_check import (
     UNSHARDED_SIZES_HINT,
     EquivalenceCheck,
@@ -27,10 +27,7 @@ from .equivalence_check import (
 )
 from .plan import AttributeChange, PartialPlan, Style, feature_sizes, find_stacks, generalize
 
-_NUM_QUERY = ("num_attention_heads", "num_heads", "n_heads", "n_head", "num_q_heads", "heads", "nhead", "h")
-_NUM_KEY_VALUE = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_head_kv")
-_PER_GROUP = ("num_key_value_groups", "num_kv_groups", "n_rep")
-_NUM_FEATURES = (
+_NUM_FEATURES_NAMES = (
     "all_head_size",
     "inner_dim",
     "split_size",
@@ -59,36 +56,23 @@ def head_attributes(
     """
     for name, attention in attentions.items():
         module = model.get_submodule(name)
-        query, key_value = _head_blocks(attention, _attention_blocks(attention, blocks))
-        yield from _changes(module, name, _NUM_QUERY, query, attention.num_query)
-        yield from _changes(module, name, _NUM_KEY_VALUE, key_value, attention.num_key_value)
-        per_group = attention.num_query // attention.num_key_value
-        for attribute in _present(module, _PER_GROUP, per_group):
+        num_query, num_key_value = attention.num_query, attention.num_key_value
+        prefix = f"{name}." if name else ""
+        own = [block for key, found in blocks.items() if key.startswith(prefix) for block in found]
+        # The smallest, because query projections may also contain a gate per head.
+        head_size = min((block.unit_size for block in own if block.num_units == num_query), default=1)
+        query = attention.query_block(head_size * num_query)
+        key_value = attention.key_value_block(head_size * num_key_value)
+        for attribute in _present(module, NUM_QUERY_NAMES, num_query):
+            yield AttributeChange(module=name, attribute=attribute, block=query)
+        for attribute in _present(module, NUM_KEY_VALUE_NAMES, num_key_value):
+            yield AttributeChange(module=name, attribute=attribute, block=key_value)
+        for attribute in _present(module, PER_GROUP_NAMES, num_query // num_key_value):
             yield AttributeChange(module=name, attribute=attribute, block=query, divisor=key_value)
         shaping = _shape_attributes(*_sources(type(module)))
-        for attribute in _present(module, _NUM_FEATURES, query.size):
+        for attribute in _present(module, _NUM_FEATURES_NAMES, query.size):
             if attribute in shaping:
                 yield AttributeChange(module=name, attribute=attribute, block=query, counts="features")
-
-
-def _attention_blocks(attention: Attention, blocks: Mapping[str, tuple[Block, ...]]) -> list[Block]:
-    prefix = f"{attention.name}." if attention.name else ""
-    return [block for name, found in blocks.items() if name.startswith(prefix) for block in found]
-
-
-def _head_blocks(attention: Attention, blocks: Iterable[Block]) -> tuple[Block, Block]:
-    """Return the blocks of query and of key-value heads; the head size is 1 if unknown."""
-    num_query, num_key_value = attention.num_query, attention.num_key_value
-    # The smallest, because query projections may also contain a gate per head.
-    size = min((one.unit_size for one in blocks if one.num_units == num_query), default=1)
-    return attention.query_block(size * num_query), attention.key_value_block(size * num_key_value)
-
-
-def _changes(
-    module: nn.Module, name: str, attributes: tuple[str, ...], block: Block, number: int
-) -> Iterator[AttributeChange]:
-    for attribute in _present(module, attributes, number):
-        yield AttributeChange(module=name, attribute=attribute, block=block)
 
 
 def _present(module: nn.Module, attributes: tuple[str, ...], number: int) -> list[str]:
@@ -110,25 +94,23 @@ def _shape_attributes(*sources: str) -> frozenset[str]:
     found: set[str] = set()
     for source in sources:
         for call in ast.walk(ast.parse(source)):
-            if isinstance(call, ast.Call) and _function_name(call) in _SHAPING:
-                found.update(_self_attributes(call))
+            if not isinstance(call, ast.Call):
+                continue
+            function = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
+            if function not in _SHAPING:
+                continue
+            arguments = (*call.args, *(keyword.value for keyword in call.keywords))
+            found.update(
+                node.attr
+                for argument in arguments
+                for node in ast.walk(argument)
+                if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self"
+            )
     return frozenset(found)
-
-
-def _function_name(call: ast.Call) -> str:
-    return call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
-
-
-def _self_attributes(call: ast.Call) -> Iterator[str]:
-    for argument in (*call.args, *(keyword.value for keyword in call.keywords)):
-        for node in ast.walk(argument):
-            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self":
-                yield node.attr
 
 
 _MAX_COLUMNS = 4  # layers that read one input: query, key, value, and a gate
 _TIED_REASON = "its weight is tied to another module's ('vocab' and 'vocab_head' in a plan shard embedding and head)"
-_NUM_HEADS = ("num_attention_heads", "num_heads", "n_heads", "n_head", "num_q_heads", "heads", "nhead", "h")
 
 
 def derive_plan(model: nn.Module, tp_size: int = 2) -> PartialPlan:
@@ -236,14 +218,10 @@ def _find_splits(module: nn.Module, held: list[str], tp_size: int) -> tuple[list
 
 
 def _find_equivalent(module: nn.Module, check: EquivalenceCheck, columns: list[str], row: str) -> SplitCandidate | None:
-    if not _have_same_input(check, columns):
-        return None
-    return next((split for split in _candidates(module, check, columns, row) if check.is_equivalent(split)), None)
-
-
-def _have_same_input(check: EquivalenceCheck, columns: list[str]) -> bool:
     first, *others = (check.calls[key][0] for key in columns)
-    return all(other.shape == first.shape and torch.equal(other, first) for other in others)
+    if not all(other.shape == first.shape and torch.equal(other, first) for other in others):
+        return None  # they do not read the same input
+    return next((split for split in _candidates(module, check, columns, row) if check.is_equivalent(split)), None)
 
 
 def _candidates(module: nn.Module, check: EquivalenceCheck, columns: list[str], row: str) -> Iterator[SplitCandidate]:
@@ -261,7 +239,7 @@ def _head_counts(
     module: nn.Module, check: EquivalenceCheck, inputs: int, outputs: dict[str, int]
 ) -> list[tuple[int, int]]:
     """Return the numbers of query and key-value heads that an attention may have, the likely ones first."""
-    own = [value for name in _NUM_HEADS if type(value := vars(module).get(name)) is int and value > 1]
+    own = [value for name in NUM_QUERY_NAMES if type(value := vars(module).get(name)) is int and value > 1]
     seen = sorted(set(check.num_heads), reverse=True)
     queries = dict.fromkeys([*own, *seen])
     numbers = [number for number in vars(module).values() if type(number) is int and number > 0]
@@ -285,21 +263,17 @@ def _candidates_by_heads(
     blocks_by_size = {inputs: (query,), inputs + 2 * key_value.size: (query, key_value, key_value)}
     blocks_by_size.setdefault(key_value.size, (key_value,))
     blocks_by_size.setdefault(2 * key_value.size, (key_value, key_value))
+    columns: list[dict[str, tuple[Block, ...]]] = []
     if all(size in blocks_by_size for size in outputs.values()):
-        columns = {key: blocks_by_size[size] for key, size in outputs.items()}
-        yield _add_attributes(module, attention, SplitCandidate(columns=columns, row=row, row_blocks=(query,)))
+        columns.append({key: blocks_by_size[size] for key, size in outputs.items()})
     if len(outputs) == 1:  # fused projection with the query, key and value features of each group consecutive
         key, size = next(iter(outputs.items()))
         groups = Block(num_units=num_key_value, unit_size=size // num_key_value)
         if groups.size == size:
-            yield _add_attributes(
-                module, attention, SplitCandidate(columns={key: (groups,)}, row=row, row_blocks=(query,))
-            )
-
-
-def _add_attributes(module: nn.Module, attention: Attention, split: SplitCandidate) -> SplitCandidate:
-    blocks = {**split.columns, split.row: split.row_blocks}
-    return replace(split, attributes=tuple(head_attributes(module, {"": attention}, blocks)))
+            columns.append({key: (groups,)})
+    for blocks in columns:
+        attributes = tuple(head_attributes(module, {"": attention}, {**blocks, row: (query,)}))
+        yield SplitCandidate(columns=blocks, row=row, row_blocks=(query,), attributes=attributes)
 
 
 def _tied_layers(model: nn.Module) -> set[str]:

@@ -7,7 +7,7 @@ import copy
 import inspect
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
@@ -47,7 +47,7 @@ _MAX_RANKS_TRIED = 32  # largest number of units for which a split is tried with
 # computation between the layers mixes features of different ranks, and nothing else reads these features. This holds
 # for any code: views, attention, activations, gates. It is done for two, three, five and the requested number of ranks,
 # and for one rank per head, because a wrong split may keep heads on one rank by chance at some numbers of ranks.
-# A user's plan is verified in the same way (users_proof.py), for its number of ranks.
+# A user's plan is verified in the same way (`verify_user_plan`), for its number of ranks.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,11 +87,18 @@ class EquivalenceCheck:
         self.arguments = arguments
         self.calls: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         repeated: set[str] = set()
-        handles = [
-            one.register_forward_hook(self._recorder(name, repeated))
-            for name, one in module.named_modules()
-            if is_linear(one)
-        ]
+        handles = []
+        for name, layer in module.named_modules():
+            if not is_linear(layer):
+                continue
+
+            def record(_: nn.Module, given: tuple[torch.Tensor, ...], output: torch.Tensor, name: str = name) -> None:
+                if name in self.calls or len(given) != 1:
+                    repeated.add(name)
+                else:
+                    self.calls[name] = (given[0].clone(), output.clone())
+
+            handles.append(layer.register_forward_hook(record))
         try:
             with _AttentionSizes() as sizes:
                 self.output = run(module, inputs, arguments)
@@ -107,8 +114,12 @@ class EquivalenceCheck:
         """Whether the module computes the same with these layers sharded."""
         num_units = split.row_blocks[0].num_units
         counts = {2, 3, 5, self._tp_size, num_units if num_units <= _MAX_RANKS_TRIED else 2}
-        possible = [count for count in sorted(counts) if count > 1 and _is_possible(split, count)]
-        cases = [(count, rank) for count in possible for rank in (0, count - 1)]
+        cases: list[tuple[int, int]] = []
+        for count in sorted(one for one in counts if one > 1):
+            with contextlib.suppress(ConfigError):  # such as more ranks than heads
+                for blocks in (*split.columns.values(), split.row_blocks):
+                    local_sizes(blocks, count)
+                cases += [(count, 0), (count, count - 1)]
         return bool(cases) and all(self._is_rank_equivalent(split, count, rank) for count, rank in cases)
 
     def _is_rank_equivalent(self, split: SplitCandidate, num_ranks: int, rank: int) -> bool:
@@ -131,15 +142,6 @@ class EquivalenceCheck:
             return False
         return len(seen) == 1 and all_close(seen[0], shard_spec.shard(full)) and all_close(result, self.output)
 
-    def _recorder(self, name: str, repeated: set[str]) -> object:
-        def record(_: nn.Module, given: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
-            if name in self.calls or len(given) != 1:
-                repeated.add(name)
-            else:
-                self.calls[name] = (given[0].clone(), output.clone())
-
-        return record
-
 
 def run_equivalence_check(module: nn.Module, tp_size: int = 2) -> EquivalenceCheck | str:
     """Run a copy of a module on random input.
@@ -158,20 +160,32 @@ def run_equivalence_check(module: nn.Module, tp_size: int = 2) -> EquivalenceChe
     try:
         copied = copy_as_float64(module)
     except RuntimeError as error:  # torch refuses to copy non-leaf tensors in attributes, as weight_norm has
-        return f"it cannot be copied ({str(error).splitlines()[0]})"
+        return f"it cannot be copied ({_first_line(error)})"
     reason = ""
     for inputs in tried:
         try:
             return EquivalenceCheck(copied, inputs, call, tp_size)
         except Exception as error:  # a user's forward may raise anything
-            reason = reason or f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+            reason = reason or f"{type(error).__name__}: {_first_line(error)}"
     return f"it cannot be run alone on a tensor of (batch, length, features) ({reason})"
 
 
 def sample_inputs(module: nn.Module) -> tuple[dict[str, object], Iterator[torch.Tensor]] | str:
     """Return a module's other arguments by name, and inputs to try; or the reason why it cannot be run."""
-    call = _arguments(module)
-    return call if isinstance(call, str) else (call, _inputs(module))
+    try:
+        parameters = list(inspect.signature(module.forward).parameters.values())
+    except (TypeError, ValueError):
+        return "its forward has no signature"
+    if not parameters:
+        return "its forward takes no input"
+    arguments: dict[str, object] = {}
+    for parameter in parameters[1:]:
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD) or parameter.default != parameter.empty:
+            continue
+        if "mask" not in parameter.name:
+            return f"its forward has the further argument {parameter.name!r}, whose value is unknown"
+        arguments[parameter.name] = None
+    return arguments, _inputs(module)
 
 
 def _inputs(module: nn.Module) -> Iterator[torch.Tensor]:
@@ -198,48 +212,23 @@ class _AttentionSizes(torch.overrides.TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _arguments(module: nn.Module) -> dict[str, object] | str:
-    """Return the arguments of a module's forward after the first, or the reason why they are unknown."""
-    try:
-        parameters = list(inspect.signature(module.forward).parameters.values())
-    except (TypeError, ValueError):
-        return "its forward has no signature"
-    call: dict[str, object] = {}
-    for parameter in parameters[1:]:
-        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD) or parameter.default != parameter.empty:
-            continue
-        if "mask" not in parameter.name:
-            return f"its forward has the further argument {parameter.name!r}, whose value is unknown"
-        call[parameter.name] = None
-    return call if parameters else "its forward takes no input"
-
-
 def copy_as_float64(module: nn.Module) -> nn.Module:
     """Return a copy in eval mode, in double precision and with random weights."""
-    memo = {id(one): one.new_empty(one.shape, dtype=_as_float64(one.dtype), device="cpu") for one in _tensors(module)}
+    copies: dict[int, torch.Tensor] = {}
     generator = torch.Generator().manual_seed(0)
-    for original in _tensors(module):
-        filled = memo[id(original)]
+    for original in (*module.parameters(), *module.buffers()):
+        dtype = torch.float64 if original.dtype.is_floating_point else original.dtype
+        copied = original.new_empty(original.shape, dtype=dtype, device="cpu")
         if isinstance(original, nn.Parameter):
-            memo[id(original)] = nn.Parameter(_random(filled, generator), requires_grad=False)
+            scale = max(1, copied.shape[-1]) ** -0.5 if copied.ndim > 1 else 1.0
+            values = copied.normal_(generator=generator) * scale if dtype.is_floating_point else copied.fill_(1)
+            copied = nn.Parameter(values, requires_grad=False)
         elif original.is_meta:
-            filled.fill_(1)  # probably a mask
+            copied.fill_(1)  # probably a mask
         else:
-            filled.copy_(original)
-    return copy.deepcopy(module, dict(memo)).eval()
-
-
-def _tensors(module: nn.Module) -> list[torch.Tensor]:
-    return [*module.parameters(), *module.buffers()]
-
-
-def _as_float64(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype.is_floating_point else dtype
-
-
-def _random(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    scale = max(1, tensor.shape[-1]) ** -0.5 if tensor.ndim > 1 else 1.0
-    return tensor.normal_(generator=generator) * scale if tensor.is_floating_point() else tensor.fill_(1)
+            copied.copy_(original)
+        copies[id(original)] = copied
+    return copy.deepcopy(module, dict(copies)).eval()
 
 
 def run(module: nn.Module, inputs: torch.Tensor, call: Mapping[str, object], *, seed: int = 2) -> list[torch.Tensor]:
@@ -254,15 +243,6 @@ def run(module: nn.Module, inputs: torch.Tensor, call: Mapping[str, object], *, 
     if not all(one is None or isinstance(one, torch.Tensor) for one in outputs):
         raise TypeError("its output is not a tensor")
     return [one for one in outputs if isinstance(one, torch.Tensor)]
-
-
-def _is_possible(split: SplitCandidate, num_ranks: int) -> bool:
-    try:
-        for blocks in (*split.columns.values(), split.row_blocks):
-            local_sizes(blocks, num_ranks)
-    except ConfigError:  # such as more ranks than heads
-        return False
-    return True
 
 
 def shard_layer(layer: nn.Module, style: str, blocks: tuple[Block, ...], num_ranks: int, rank: int) -> None:
@@ -294,13 +274,11 @@ def all_close(
 def module_signature(module: nn.Module, names: tuple[str, ...]) -> tuple[object, ...]:
     """Return a key that is equal for modules that differ in the values of their weights only."""
     shapes = tuple((name, tuple(one.shape)) for name, one in module.named_parameters())
-    kinds = tuple((name, type(one), _plain_attributes(one)) for name, one in module.named_modules())
-    return names, shapes, kinds
-
-
-def _plain_attributes(module: nn.Module) -> tuple[tuple[str, object], ...]:
-    plain = (int, float, bool, str)
-    return tuple((name, value) for name, value in vars(module).items() if type(value) in plain and "idx" not in name)
+    kinds = []
+    for name, one in module.named_modules():
+        plain = [(key, value) for key, value in vars(one).items() if type(value) in (int, float, bool, str)]
+        kinds.append((name, type(one), tuple(item for item in plain if "idx" not in item[0])))
+    return names, shapes, tuple(kinds)
 
 
 _SHARDED_OUTPUT = OPEN_STYLES | {"embedding_colwise"}
@@ -383,41 +361,25 @@ def _modules_to_run(plan: TensorParallelPlan, model: nn.Module) -> list[str]:
     found: dict[str, None] = {}
     for entries, others in ((columns, rows), (rows, columns)):
         for entry in entries:
-            found[_common_owner([entry, *nearby_entries(entry, others, stacks)])] = None
+            owners = [one.name.split(".")[:-1] for one in (entry, *nearby_entries(entry, others, stacks))]
+            common = itertools.takewhile(lambda parts: len(set(parts)) == 1, zip(*owners, strict=False))
+            found[".".join(parts[0] for parts in common)] = None
     return sorted(found, key=lambda name: -len(name.split(".")) if name else 0)
-
-
-def _common_owner(entries: list[PlannedEntry]) -> str:
-    owners = [entry.name.split(".")[:-1] for entry in entries]
-    common = itertools.takewhile(lambda parts: len(set(parts)) == 1, zip(*owners, strict=False))
-    return ".".join(parts[0] for parts in common)
 
 
 def _module_plan(name: str, plan: TensorParallelPlan) -> _ModulePlan:
     prefix = f"{name}." if name else ""
-
-    def local(entry: PlannedEntry) -> PlannedEntry:
-        return PlannedEntry(
-            name=entry.name.removeprefix(prefix),
-            style=entry.style,
-            blocks=entry.blocks,
-            dim=entry.dim,
-            is_parameter=entry.is_parameter,
-        )
-
+    entries = [
+        replace(entry, name=entry.name.removeprefix(prefix), region="", siblings=(), reason="")
+        for entry in plan.entries
+        if entry.name.startswith(prefix)
+    ]
     changes = [
-        AttributeChange(
-            module=f"{change.module}.".removeprefix(prefix).removesuffix("."),
-            attribute=change.attribute,
-            block=change.block,
-            counts=change.counts,
-            divisor=change.divisor,
-        )
+        replace(change, module=f"{change.module}.".removeprefix(prefix).removesuffix("."))
         for change in plan.attributes
         if f"{change.module}.".startswith(prefix)
     ]
-    entries = tuple(local(entry) for entry in plan.entries if entry.name.startswith(prefix))
-    return _ModulePlan(entries=entries, attributes=tuple(changes))
+    return _ModulePlan(entries=tuple(entries), attributes=tuple(changes))
 
 
 def _verify(name: str, module: nn.Module, module_plan: _ModulePlan, tp_size: int) -> str | None:
@@ -520,20 +482,16 @@ class _ReducedRow:
 
     def __call__(self, given: torch.Tensor) -> torch.Tensor:
         reference, output = next(self._calls)
-        expected = _split_input(self._entry, reference, *self._ranks)
+        spec = sharded_spec(reference.shape, reference.ndim - 1, self._entry.blocks, *self._ranks)
+        expected = spec.shard(reference)
         if not all_close(given, expected, _USER_PLAN_TOLERANCE):
-            self._mismatches.append(self._describe(given, reference, expected))
+            row = f"{self._entry.name!r} ({self._entry.style})"
+            mismatch = f"{row} does not get its rank's features of its input in the unsharded module"
+            if given.shape[-1:] == reference.shape[-1:] != expected.shape[-1:]:
+                count = reference.shape[-1]
+                mismatch = f"{row} gets all {count} features, which no colwise layer before it has sharded"
+            self._mismatches.append(mismatch)
         return output
-
-    def _describe(self, given: torch.Tensor, reference: torch.Tensor, expected: torch.Tensor) -> str:
-        row = f"{self._entry.name!r} ({self._entry.style})"
-        if given.shape[-1:] == reference.shape[-1:] and reference.shape[-1] != expected.shape[-1]:
-            return f"{row} gets all {reference.shape[-1]} features, which no colwise layer before it has sharded"
-        return f"{row} does not get its rank's features of its input in the unsharded module"
-
-
-def _split_input(entry: PlannedEntry, reference: torch.Tensor, num_ranks: int, rank: int) -> torch.Tensor:
-    return sharded_spec(reference.shape, reference.ndim - 1, entry.blocks, num_ranks, rank).shard(reference)
 
 
 def _raise_mismatch(name: str, module: nn.Module, module_plan: _ModulePlan, mismatch: str, tp_size: int) -> None:
@@ -647,17 +605,15 @@ def _compare(check: EquivalenceCheck, gathering: set[str], sharded: set[str]) ->
             differing,
         )
     try:
-        result = run(module, check.inputs[:, :num_tokens], check.arguments)
+        result: list[torch.Tensor] | str = run(module, check.inputs[:, :num_tokens], check.arguments)
     except Exception as error:  # a user's forward may raise anything
-        return _describe_mismatch(differing) or f"{type(error).__name__}: {error}"
+        result = f"{type(error).__name__}: {error}"
     if differing:
-        return _describe_mismatch(differing)
+        return f"the input of {differing[0]} is not (batch, length, features)"
+    if isinstance(result, str):
+        return result
     same = all_close(result, [one[:, :num_tokens] for one in check.output])
     return "" if same else "its output for some tokens depends on others"
-
-
-def _describe_mismatch(names: list[str]) -> str:
-    return f"the input of {names[0]} is not (batch, length, features)" if names else ""
 
 
 def _record(check: EquivalenceCheck, names: set[str]) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:

@@ -49,9 +49,13 @@ def explain(
         full += parameter.numel() * parameter.element_size() * is_new
         seen.add(id(parameter))
         style = (entry.style if entry else "replicated") + ("" if is_new else " (shared)")
-        key = (generalize(name), style, _shape_text(shape, tuple(parameter.shape)))
-        rows.setdefault(key, []).append(size)
-    table = [(*_add_count(key, len(sizes)), f"{sum(sizes):,}") for key, sizes in rows.items()]
+        local_text, full_text = ("x".join(map(str, sizes)) or "scalar" for sizes in (shape, parameter.shape))
+        shape_text = local_text if local_text == full_text else f"{local_text} of {full_text}"
+        rows.setdefault((generalize(name), style, shape_text), []).append(size)
+    table = [
+        (f"{name} ({len(sizes)})" if len(sizes) > 1 else name, style, shape_text, f"{sum(sizes):,}")
+        for (name, style, shape_text), sizes in rows.items()
+    ]
     lines = _align([_HEADER, *table])
     lines.append(f"rank {rank} of {tp_size} holds {local:,} of {full:,} bytes")
     lines.extend(_footer(plan))
@@ -87,16 +91,6 @@ def _local_shape(
             return shape  # a replicated bias, added after the reduction
         return sharded_spec(shape, 0, entry.blocks, tp_size, rank).local_shape
     return sharded_spec(shape, entry.dim, entry.blocks, tp_size, rank).local_shape
-
-
-def _shape_text(local: tuple[int, ...], full: tuple[int, ...]) -> str:
-    text = "x".join(str(size) for size in local) or "scalar"
-    return text if local == full else f"{text} of {'x'.join(str(size) for size in full)}"
-
-
-def _add_count(key: tuple[str, str, str], count: int) -> tuple[str, str, str]:
-    name, style, shape = key
-    return (f"{name} ({count})" if count > 1 else name), style, shape
 
 
 def _align(rows: Iterable[tuple[str, ...]]) -> list[str]:
@@ -215,10 +209,14 @@ class AttributeChange:
 
     def local_value(self, num_ranks: int, rank: int) -> int:
         """Return the attribute's value on a rank."""
-        value = _num_local_units(self.block, num_ranks, rank)
+        held = units_of_rank(self.block, num_ranks, rank)
+        value = held.stop - held.start
         if self.counts == "features":
             value *= self.block.unit_size
-        return value if self.divisor is None else value // _num_local_units(self.divisor, num_ranks, rank)
+        if self.divisor is None:
+            return value
+        divisor = units_of_rank(self.divisor, num_ranks, rank)
+        return value // (divisor.stop - divisor.start)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -264,11 +262,6 @@ class TensorParallelPlan:
     def entry_of(self, name: str) -> PlannedEntry | None:
         """Return the entry of a module or bare parameter, or None."""
         return next((entry for entry in self.entries if entry.name == name), None)
-
-
-def _num_local_units(block: Block, num_ranks: int, rank: int) -> int:
-    held = units_of_rank(block, num_ranks, rank)
-    return held.stop - held.start
 
 
 STYLES = frozenset(
@@ -454,20 +447,15 @@ def stack_layer_of(name: str, stacks: tuple[tuple[str, ...], ...]) -> str | None
 
 
 def _collect(module: nn.Module, name: str, found: list[tuple[str, ...]]) -> None:
-    if _is_stack(module, name):
-        found.append(tuple(f"{name}.{key}" if name else key for key, _ in module.named_children()))
+    children = {f"{name}.{key}" if name else key: child for key, child in module.named_children()}
+    is_list = isinstance(module, nn.ModuleList) or (isinstance(module, nn.Sequential) and len(children) > 1)
+    is_uniform = len({type(child) for child in children.values()}) == 1
+    is_experts = "expert" in name.rpartition(".")[2]
+    if is_list and is_uniform and not is_experts and all(_is_layer(child) for child in children.values()):
+        found.append(tuple(children))
         return
-    for key, child in module.named_children():
-        _collect(child, f"{name}.{key}" if name else key, found)
-
-
-def _is_stack(module: nn.Module, name: str) -> bool:
-    layers = list(module.children())
-    if not layers or "expert" in name.rpartition(".")[2]:
-        return False
-    if not isinstance(module, nn.ModuleList) and not (isinstance(module, nn.Sequential) and len(layers) > 1):
-        return False
-    return len({type(layer) for layer in layers}) == 1 and all(_is_layer(layer) for layer in layers)
+    for child_name, child in children.items():
+        _collect(child, child_name, found)
 
 
 def _is_layer(module: nn.Module) -> bool:

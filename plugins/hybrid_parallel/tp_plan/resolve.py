@@ -13,7 +13,7 @@ redundantly would be counted once per rank when the gradient of the region's inp
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
@@ -61,6 +61,9 @@ def resolve_ties(model: nn.Module, styles: Mapping[str, Style]) -> tuple[dict[st
         ConfigError: Modules that share a weight would be sharded differently.
     """
     resolved = dict(styles)
+    for name, style in styles.items():
+        if style.name == "vocab" and not _is_parameter(model, name) and is_linear(model.get_submodule(name)):
+            resolved[name] = Style("vocab_head")
     reasons: dict[str, str] = {}
     for names in _tied_modules(model):
         _resolve(model, names, resolved, reasons)
@@ -72,7 +75,9 @@ def resolve_ties(model: nn.Module, styles: Mapping[str, Style]) -> tuple[dict[st
 
 def _tied_modules(model: nn.Module) -> list[list[str]]:
     """Return the linear layers and embeddings of each tied weight, and of the output head's weight."""
-    head = _output_head(model)
+    candidates = (getattr(module, "get_output_embeddings", None) for module in model.modules())
+    heads = (get_head() for get_head in candidates if callable(get_head))
+    head = next((one for one in heads if one is not None), None)
     groups: dict[int, list[str]] = {}
     for name, module in model.named_modules():
         weight = getattr(module, "weight", None)
@@ -89,41 +94,27 @@ def _resolve(model: nn.Module, names: list[str], styles: dict[str, Style], reaso
     by_rows = all(style.name in _BY_ROWS for style in given.values())
     has_embedding = any(isinstance(model.get_submodule(name), nn.Embedding) for name in names)
     is_head = len(names) == 1
-    if not by_rows or not (has_embedding or is_head):
-        _check_same_style(names, given, styles)
+    is_vocabulary = by_rows and (has_embedding or is_head)
+    first_name, first_style = next(iter(given.items()))
+    if is_vocabulary:
+        conflicting = [name for name in names if name in styles and styles[name].name == "replicated"]
+    else:
+        conflicting = [name for name in names if given.get(name) != first_style]
+    if conflicting:
+        raise ConfigError(
+            f"the plan has {first_style.name!r} for {first_name!r}, which shares its weight with {conflicting[0]!r} of"
+            f" another style: give all of {', '.join(names)} the same style ('vocab' for embeddings, 'vocab_head' for"
+            " heads), or untie them"
+        )
+    if not is_vocabulary:
         return
     for name in names:
         style_name = "vocab" if isinstance(model.get_submodule(name), nn.Embedding) else "vocab_head"
-        if name in styles and styles[name].name == "replicated":
-            _raise_conflict(names, given, name)
         if name not in styles:
-            reasons[name] = f"shares its weight with {next(iter(given))}"
+            reasons[name] = f"shares its weight with {first_name}"
         elif styles[name].name != style_name:
             reasons[name] = "computes the logits"
         styles[name] = replace(styles.get(name, Style(style_name)), name=style_name)
-
-
-def _check_same_style(names: list[str], given: Mapping[str, Style], styles: dict[str, Style]) -> None:
-    first = next(iter(given.values()))
-    if any(name not in given or given[name] != first for name in names):
-        other = next(name for name in names if name not in given or given[name] != first)
-        _raise_conflict(names, given, other)
-
-
-def _raise_conflict(names: list[str], given: Mapping[str, Style], other: str) -> None:
-    name, style = next(iter(given.items()))
-    raise ConfigError(
-        f"the plan has {style.name!r} for {name!r}, which shares its weight with {other!r} of another style: give all"
-        f" of {', '.join(names)} the same style ('vocab' for embeddings, 'vocab_head' for heads), or untie them"
-    )
-
-
-def _output_head(model: nn.Module) -> nn.Module | None:
-    for module in model.modules():
-        get_head: Callable[[], nn.Module | None] | None = getattr(module, "get_output_embeddings", None)
-        if callable(get_head) and (head := get_head()) is not None:
-            return head if isinstance(head, nn.Module) else None
-    return None
 
 
 TENSOR_AXIS_MODES = frozenset({"split_gather", "ring"})
@@ -148,10 +139,16 @@ def find_siblings(
     """
     found = {name: group for group in known for name in group}
     groups: dict[tuple[str, str, int], list[str]] = {}
+    modules = dict(model.named_modules(remove_duplicate=False))
     for name, style in styles.items():
-        module = _module(model, name)
-        if style.name in COLUMN_STYLES and module is not None and is_linear(module) and name not in found:
-            groups.setdefault(_input_key(name, module), []).append(name)
+        module = modules.get(name)
+        if module is None or style.name not in COLUMN_STYLES or name in found or not is_linear(module):
+            continue
+        leaf = name.rpartition(".")[2]
+        source = leaf if leaf in _LATENT else ""
+        if is_cross_attention(name):
+            source = "query" if role_of(name) == "query" else "memory"
+        groups.setdefault((owner_of(name), source, feature_sizes(module)[0]), []).append(name)
     return found | {name: tuple(names) for names in groups.values() for name in names}
 
 
@@ -195,20 +192,22 @@ def sequence_parallel_modules(
         if stack_layer_of(name, stacks) is None or name in styles:
             _check_style(name, styles)
             continue
-        region = next((one for one in _ancestors(name) if one in inside), None)
+        region = name  # the innermost region that contains the module, or ""
+        while region and region not in inside:
+            region = region.rpartition(".")[0]
         has_parameters = any(True for _ in module.parameters(recurse=False))
-        if region is not None and has_parameters:
+        if region and has_parameters:
             raise ConfigError(
                 f"{name!r} is replicated, but computed between sharded layers of {region!r} from the full sequence, so"
                 " its gradient would be counted once per rank: use sequence_parallelism_mode='all_to_all', which has a"
                 " separate axis, or a plan that shards it"
             )
-        if region is None and _needs_all_tokens(name, module, inside):
+        if not region and _needs_all_tokens(name, module, inside):
             raise ConfigError(
                 f"{name!r} mixes tokens, but the plan does not shard it, so it would see only its rank's tokens: use"
                 " sequence_parallelism_mode='all_to_all', which has a separate axis, or a plan that shards it"
             )
-        if region is None and has_parameters:
+        if not region and has_parameters:
             found.append(name)
     return found
 
@@ -232,27 +231,6 @@ def _needs_all_tokens(name: str, module: nn.Module, regions: set[str]) -> bool:
     return has_parameters and not has_region and not is_linear(module) and any(word in kind for word in _MIXES_TOKENS)
 
 
-def _input_key(name: str, module: nn.Module) -> tuple[str, str, int]:
-    leaf = name.rpartition(".")[2]
-    source = leaf if leaf in _LATENT else ""
-    if is_cross_attention(name):
-        source = "query" if role_of(name) == "query" else "memory"
-    return owner_of(name), source, feature_sizes(module)[0]
-
-
-def _ancestors(name: str) -> Iterator[str]:
-    while name:
-        yield name
-        name = name.rpartition(".")[0]
-
-
-def _module(model: nn.Module, name: str) -> nn.Module | None:
-    try:
-        return model.get_submodule(name)
-    except AttributeError:
-        return None
-
-
 _SHARDED_EMBEDDINGS = frozenset({"vocab", "vocab_head", "embedding_colwise", "embedding_colwise_gather_output"})
 _WITH_REGION = COLUMN_STYLES | {"embedding_colwise"}
 
@@ -269,8 +247,7 @@ def resolve_plan(model: nn.Module, partial: PartialPlan, *, sequence_mode: str |
         ConfigError: The partial plan is not applicable to this model.
     """
     check_styles(model, partial.styles)
-    given = {name: _head_style(model, name, style) for name, style in partial.styles.items()}
-    styles, reasons = resolve_ties(model, given)
+    styles, reasons = resolve_ties(model, partial.styles)
     stacks = find_stacks(model)
     attentions = find_attentions(model, styles)
     if not (partial.is_derived or partial.is_user_plan):
@@ -310,11 +287,6 @@ def resolve_plan(model: nn.Module, partial: PartialPlan, *, sequence_mode: str |
         source=partial.source,
         notes=partial.notes,
     )
-
-
-def _head_style(model: nn.Module, name: str, style: Style) -> Style:
-    is_head = style.name == "vocab" and not _is_parameter(model, name) and is_linear(model.get_submodule(name))
-    return Style("vocab_head") if is_head else style
 
 
 def _weight(model: nn.Module, name: str, style: Style) -> tuple[torch.Tensor | None, int]:
@@ -411,26 +383,19 @@ def choose_plan(
         if plan is not None:
             read_user_plan(model, plan)  # report its mistakes already on one rank
         return TensorParallelPlan(stacks=find_stacks(model), source="no tensor parallelism")
-    _check_unsharded(model)
-    partial = _partial_plan(model, plan, tp_size)
-    resolved = resolve_plan(model, partial, sequence_mode=sequence_mode)
-    if partial.is_derived and sequence_mode in TENSOR_AXIS_MODES:
-        check_token_wise(resolved, model)
-    check_plan(resolved, model, tp_size, is_user_plan=partial.is_user_plan)
-    unverified = verify_user_plan(resolved, model, tp_size) if partial.is_user_plan else ()
-    return replace(resolved, is_derived=partial.is_derived, notes=(*resolved.notes, *unverified))
-
-
-def _partial_plan(model: nn.Module, plan: UserPlan | None, tp_size: int) -> PartialPlan:
-    if plan is not None:
-        return read_user_plan(model, plan)
-    return transformers_plan(model) or table_plan(model) or derive_plan(model, tp_size)
-
-
-def _check_unsharded(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if type(parameter) is not nn.Parameter and hasattr(parameter, "placements"):
             raise ConfigError(
                 f"the parameter {name!r} is a DTensor, so the model is already sharded: pass the unsharded model,"
                 " without a tp_plan of transformers or parallelize_module"
             )
+    if plan is not None:
+        partial = read_user_plan(model, plan)
+    else:
+        partial = transformers_plan(model) or table_plan(model) or derive_plan(model, tp_size)
+    resolved = resolve_plan(model, partial, sequence_mode=sequence_mode)
+    if partial.is_derived and sequence_mode in TENSOR_AXIS_MODES:
+        check_token_wise(resolved, model)
+    check_plan(resolved, model, tp_size, is_user_plan=partial.is_user_plan)
+    unverified = verify_user_plan(resolved, model, tp_size) if partial.is_user_plan else ()
+    return replace(resolved, is_derived=partial.is_derived, notes=(*resolved.notes, *unverified))

@@ -31,7 +31,10 @@ def transformers_plan(model: nn.Module) -> PartialPlan | None:
     found: dict[str, Style] = {}
     sources = []
     for name, module, config in pretrained_models(model):
-        styles = _transformers_styles(module)
+        given: dict[str, str] = getattr(module, "_tp_plan", None) or {}
+        plan = {key: read_style(key, style) for key, style in given.items() if style not in _EXPERT_PARALLEL}
+        names = [key for key, _ in module.named_modules()] + [key for key, _ in module.named_parameters()]
+        styles, _ = match_names(plan, names)  # patterns without a match belong to other models of the family
         if not any(style.name.startswith(("colwise", "packed_colwise", "moe_")) for style in styles.values()):
             continue
         found.update({f"{name}.{key}" if name else key: style for key, style in styles.items()})
@@ -39,14 +42,6 @@ def transformers_plan(model: nn.Module) -> PartialPlan | None:
     if not found:
         return None
     return PartialPlan(styles=found, source=f"transformers' own plan of {', '.join(sources)}")
-
-
-def _transformers_styles(module: nn.Module) -> dict[str, Style]:
-    """Return a model's styles. Patterns without a match belong to other models of the family."""
-    given: dict[str, str] = getattr(module, "_tp_plan", None) or {}
-    plan = {name: read_style(name, style) for name, style in given.items() if style not in _EXPERT_PARALLEL}
-    names = [name for name, _ in module.named_modules()] + [name for name, _ in module.named_parameters()]
-    return match_names(plan, names)[0]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,22 +188,18 @@ def table_plan(model: nn.Module) -> PartialPlan | None:
         if table is None:
             continue
         prefix = f"{name}." if name else ""
-        styles.update({f"{prefix}{key}": style for key, style in _styles_of(module, table, config).items()})
+        patterns = {**table.plan, **(table.customize(config) if table.customize else {})}
+        names = [key for key, _ in module.named_modules()]
+        base = str(getattr(module, "base_model_prefix", ""))
+        found, _ = match_names({key: read_style(key, style) for key, style in patterns.items()}, names, base)
+        found |= {key: Style("vocab_head") for key in names if key in table.heads}
+        styles.update({f"{prefix}{key}": style for key, style in found.items()})
         arguments.extend(_arguments_of(module, table, config, prefix))
         kinds.append(config.model_type)
     if not styles:
         return None
     source = f"the table for models of type {', '.join(kinds)}"
     return PartialPlan(styles=styles, source=source, arguments=tuple(arguments))
-
-
-def _styles_of(module: nn.Module, table: PlanTable, config: Any) -> dict[str, Style]:
-    plan = {**table.plan, **(table.customize(config) if table.customize else {})}
-    base = str(getattr(module, "base_model_prefix", ""))
-    names = [name for name, _ in module.named_modules()]
-    styles, _ = match_names({name: read_style(name, style) for name, style in plan.items()}, names, base)
-    head = Style("vocab_head")
-    return styles | {name: head for name in names if name in table.heads}
 
 
 def _arguments_of(module: nn.Module, table: PlanTable, config: Any, prefix: str) -> list[ShardedArgument]:

@@ -59,8 +59,8 @@ def check_plan(plan: TensorParallelPlan, model: nn.Module, tp_size: int, *, is_u
         ConfigError: The plan fails a check.
     """
     for entry in plan.entries:
-        _check_ranks(entry, tp_size)
-        _check_sizes(entry, model)
+        if entry.blocks:
+            _check_blocks(entry, model, tp_size)
     for change in plan.attributes:
         change.local_value(tp_size, 0)
     if is_user_plan:
@@ -89,20 +89,13 @@ def _raise_unsupported(name: str, style: Style, kind: str, expected: str) -> Non
     )
 
 
-def _check_ranks(entry: PlannedEntry, tp_size: int) -> None:
-    if not entry.blocks or entry.style.startswith("vocab"):
-        return
-    try:
-        local_sizes(entry.blocks, tp_size)
-    except ConfigError as error:
-        raise ConfigError(f"{entry.name!r} ({entry.style}): {error}") from error
-
-
-def _check_sizes(entry: PlannedEntry, model: nn.Module) -> None:
-    if not entry.blocks:
-        return
-    is_parameter = entry.is_parameter
-    tensor = model.get_parameter(entry.name if is_parameter else f"{entry.name}.weight")
+def _check_blocks(entry: PlannedEntry, model: nn.Module, tp_size: int) -> None:
+    if not entry.style.startswith("vocab"):  # vocabularies are padded
+        try:
+            local_sizes(entry.blocks, tp_size)
+        except ConfigError as error:
+            raise ConfigError(f"{entry.name!r} ({entry.style}): {error}") from error
+    tensor = model.get_parameter(entry.name if entry.is_parameter else f"{entry.name}.weight")
     if sum(block.size for block in entry.blocks) != tensor.shape[entry.dim]:
         raise ConfigError(
             f"the plan divides {tensor.shape[entry.dim]} features of {entry.name!r} into blocks of"
@@ -125,19 +118,19 @@ def _check_pairs(plan: TensorParallelPlan, model: nn.Module) -> None:
     for entry in columns:
         near = nearby_entries(entry, rows, stacks)
         if not near:
+            scope = stack_layer_of(entry.name, stacks) or "the model"
             raise ConfigError(
-                f"the plan has {entry.style!r} for {entry.name!r}, but no rowwise layer in"
-                f" {_scope(entry, stacks) or 'the model'!r} reads its sharded output: give the layer that follows it"
-                " 'rowwise', or this one 'colwise_gather_output'"
+                f"the plan has {entry.style!r} for {entry.name!r}, but no rowwise layer in {scope!r} reads its sharded"
+                " output: give the layer that follows it 'rowwise', or this one 'colwise_gather_output'"
             )
         if not any(_fits(entry, row) for row in near):
             _raise_size_mismatch(entry, near, model)
     for entry in rows:
         if not nearby_entries(entry, columns, stacks):
+            scope = stack_layer_of(entry.name, stacks) or "the model"
             raise ConfigError(
-                f"the plan has {entry.style!r} for {entry.name!r}, but no colwise layer in"
-                f" {_scope(entry, stacks) or 'the model'!r} shards its input: give the layers before it 'colwise', or"
-                " this one 'rowwise_split_input'"
+                f"the plan has {entry.style!r} for {entry.name!r}, but no colwise layer in {scope!r} shards its input:"
+                " give the layers before it 'colwise', or this one 'rowwise_split_input'"
             )
 
 
@@ -145,17 +138,13 @@ def nearby_entries(
     entry: PlannedEntry, others: Iterable[PlannedEntry], stacks: tuple[tuple[str, ...], ...]
 ) -> list[PlannedEntry]:
     """Return the others in the same layer of a stack, only those in the same or a neighboring module if there are."""
-    scope = _scope(entry, stacks)
-    found = [other for other in others if _scope(other, stacks) == scope]
+    layer = stack_layer_of(entry.name, stacks)
+    found = [other for other in others if stack_layer_of(other.name, stacks) == layer]
     for depth in (1, 2):
         outer = entry.name.rsplit(".", depth)[0]
         if close := [other for other in found if other.name.rsplit(".", depth)[0] == outer]:
             return close
     return found
-
-
-def _scope(entry: PlannedEntry, stacks: tuple[tuple[str, ...], ...]) -> str:
-    return stack_layer_of(entry.name, stacks) or ""
 
 
 def _fits(column: PlannedEntry, row: PlannedEntry) -> bool:
@@ -169,14 +158,13 @@ def _fits(column: PlannedEntry, row: PlannedEntry) -> bool:
 
 def _raise_size_mismatch(entry: PlannedEntry, rows: list[PlannedEntry], model: nn.Module) -> None:
     row = rows[0]
+    column_blocks, row_blocks = (
+        " + ".join(f"{block.num_units} x {block.unit_size}" for block in one.blocks) for one in (entry, row)
+    )
     inputs = feature_sizes(model.get_submodule(row.name))[0]
     outputs = feature_sizes(model.get_submodule(entry.name))[1]
     raise ConfigError(
-        f"the plan shards the {outputs} outputs of {entry.name!r} as {_describe(entry)} but the {inputs} inputs of"
-        f" {row.name!r} as {_describe(row)}: give both the same heads, as Style('colwise', num_heads=...) and"
+        f"the plan shards the {outputs} outputs of {entry.name!r} as {column_blocks} but the {inputs} inputs of"
+        f" {row.name!r} as {row_blocks}: give both the same heads, as Style('colwise', num_heads=...) and"
         " Style('rowwise', num_heads=...), or leave both out of the plan"
     )
-
-
-def _describe(entry: PlannedEntry) -> str:
-    return " + ".join(f"{block.num_units} x {block.unit_size}" for block in entry.blocks)
