@@ -151,9 +151,9 @@ class HybridOptimizer(ZeroOptimizer):
         param_grads = {param_grad.name: param_grad for param_grad in self._reducer.param_grads}
         for stages, group in self._sharing_groups.items():
             shared = [
-                param_grads[one.name]
-                for one in self.stage_model.tied_across_stages
-                if one.stages == stages and one.name in param_grads
+                param_grads[name]
+                for name, holders in self.stage_model.holders.items()
+                if holders == stages and name in self.stage_model.held and name in param_grads
             ]
             if not shared:
                 continue

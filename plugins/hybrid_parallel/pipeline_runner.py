@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -114,7 +115,7 @@ class PipelineRuntime:
         fetched = fetch(data_iter)
         error: Exception | None = fetched.error
         microbatches: list[Microbatch] = []
-        if fetched.status == 0:
+        if fetched.error is None and not fetched.has_ended:
             error, microbatches = _split(self._model.module, fetched.batch, self._arguments)
             self._warn_few_samples(len(microbatches))
         if error is not None and fetched.error is None:
@@ -130,7 +131,7 @@ class PipelineRuntime:
         if optimizer is not None:
             for observer in observers():
                 observer.on_forward(self._model, (fetched.batch,), {})
-        run = PipelineRun(microbatches)
+        run = PipelineRun(len(microbatches))
         self._model.last_pipeline_run = run
         self._microbatches, self._criterion, self._current = microbatches, criterion, run
         self._keeps_outputs = return_outputs
@@ -198,11 +199,14 @@ class PipelineRuntime:
         received = None if step.receives is None else self._p2p.recv_output(step.receives)
         boundary_in = None if received is None else StageActivation.from_tree(received.tree)
         check = (chunk.position, self._model.training)
-        with self._grad_for_first_forward(check):
+        # The first forward of a chunk needs a graph, which `check_independent` examines.
+        with nullcontext() if check in self._checked else torch.enable_grad():
             boundary, outputs = self._model.run_chunk(chunk, boundary_in, microbatch.batch)
             loss = None if boundary is not None else self._loss_of(outputs, step.action.microbatch)
             if check not in self._checked:
-                self._require_independent(boundary, loss, outputs)
+                tensors: list[torch.Tensor] = [] if loss is None else [loss]
+                map_tensors(tensors.append, outputs if boundary is None else boundary.to_tree())
+                self._model.check_independent(tensors)
                 self._checked.add(check)
         trains = torch.is_grad_enabled()
         live = _InFlightMicrobatch(received if trains else None, None, loss if trains else None)
@@ -217,15 +221,6 @@ class PipelineRuntime:
         if trains:
             self._live[_key(step)] = live
             self._current.peak_live = max(self._current.peak_live, len(self._live))
-
-    def _grad_for_first_forward(self, check: tuple[int, bool]) -> AbstractContextManager[Any]:
-        """Enable gradients for the first forward of each chunk, whose graph `_require_independent` checks."""
-        return nullcontext() if check in self._checked else torch.enable_grad()
-
-    def _require_independent(self, boundary: StageActivation | None, loss: torch.Tensor | None, outputs: Any) -> None:
-        tensors: list[torch.Tensor] = [] if loss is None else [loss]
-        map_tensors(tensors.append, outputs if boundary is None else boundary.to_tree())
-        self._model.check_independent(tensors)
 
     def _loss_of(self, outputs: Any, microbatch: int) -> torch.Tensor:
         try:
@@ -255,7 +250,7 @@ class PipelineRuntime:
                     torch.autograd.backward(live.sent.edges, gradients)
         if step.sends is not None:
             assert live.received is not None
-            self._p2p.send_gradients(step.sends, live.received.gradients())
+            self._p2p.send_gradients(step.sends, live.received)
 
     # Results.
 
@@ -393,7 +388,8 @@ def _link_groups(mesh: HybridMesh, division: StagePartition, device: torch.devic
     Their messages are ordered within a group, so a pending one would block those of the other direction.
     """
     groups: dict[tuple[int, int], dist.ProcessGroup | None] = {}
-    for one, other in division.linked_stages():
+    stages = [division.schedule.place(position, division.num_stages)[0] for position in range(len(division.bounds) - 1)]
+    for one, other in sorted({(min(pair), max(pair)) for pair in pairwise(stages) if pair[0] != pair[1]}):
         for ends in ((one, other), (other, one)):
             groups[ends] = group = mesh.subgroup("pp", ends)
             if group is not None:  # connects in a common order; otherwise a first send would block on its receiver

@@ -102,7 +102,6 @@ class PipelineArguments:
         if self.num_stages == 1:
             return
         self._check_microbatches()
-        self._check_schedule()
         self._check_division()
 
     # One by one.
@@ -165,17 +164,13 @@ class PipelineArguments:
                 f"num_microbatches={self.num_microbatches} and microbatch_size={self.microbatch_size} both say how a"
                 " batch is divided, and only one size of batches could fit both: leave one of them out"
             )
-
-    def _check_schedule(self) -> None:
         # If the number depends on the batch, only errors with any number of microbatches are raised.
         some = (self.num_positions, _MANY * self.num_positions)
         numbers = some if self.num_microbatches is None else (self.num_microbatches,)
-        errors = [error_of(functools.partial(self._check_works, number)) for number in numbers]
+        check = self.schedule.check
+        errors = [error_of(functools.partial(check, self.num_stages, number, self.num_chunks)) for number in numbers]
         if errors[-1] is not None and all(errors):
             raise errors[-1]
-
-    def _check_works(self, num_microbatches: int) -> None:
-        self.schedule.check(self.num_stages, num_microbatches, self.num_chunks)
 
     def _check_division(self) -> None:
         layers, split = self.num_layers_per_stage, self.split

@@ -40,9 +40,8 @@ class DeferredWeightGrads:
 
     def __init__(self) -> None:
         self._pending: dict[Hashable, dict[int, _PendingGrad]] = {}
-        self._current: dict[int, _PendingGrad] | None = (
-            None  # not thread-local, as backward may run in autograd's threads
-        )
+        # Not thread-local, as backward may run in autograd's threads.
+        self._current: dict[int, _PendingGrad] | None = None
         self._disabled_hooks: dict[int, _DisabledHooks] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DeferredWeightGrads:
@@ -127,7 +126,9 @@ def defer_weight_gradients(model: nn.Module, gradients: DeferredWeightGrads) -> 
         if isinstance(module, (ColumnParallel, RowParallel, VocabParallelHead)):
             set_wgrad_queue(module, gradients)
         elif is_linear_layer(module) and "forward" not in vars(module):
-            if "_gradient_keeper" not in vars(module) and _has_plain_forward(type(module)):
+            owner = next(base for base in type(module).__mro__ if "forward" in vars(base))
+            is_conv1d = owner.__name__ == "Conv1D" and owner.__module__ == "transformers.pytorch_utils"
+            if "_gradient_keeper" not in vars(module) and (owner is nn.Linear or is_conv1d):
                 module.__class__ = _deferring_class(type(module))  # type: ignore[arg-type]
             set_wgrad_queue(module, gradients)
 
@@ -145,18 +146,18 @@ class _PendingGrad:
             self._pairs.append((left.detach(), right.detach()))
             self._versions.append((left._version, right._version))
 
-    def compute(self) -> torch.Tensor:
-        """Return the gradient, and free its factors."""
-        return sum_of_matmuls(self._pop_pairs(), self.weight.shape)
+    def accumulate_or_compute(self) -> torch.Tensor | None:
+        """Accumulate into `.grad` in one pass, and free the factors.
 
-    def accumulate(self) -> bool:
-        """Accumulate into `.grad` in one pass; return False if there is no plain `.grad`, or tensor hooks need it."""
+        Returns:
+            None, or the gradient if there is no plain `.grad`, or tensor hooks need it.
+        """
         gradient = self.weight.grad
         is_plain = gradient is not None and gradient.layout == torch.strided and gradient.dtype == self.weight.dtype
         if gradient is None or not is_plain or self.weight._backward_hooks:
-            return False
+            return sum_of_matmuls(self._pop_pairs(), self.weight.shape)
         add_matmuls(gradient, self._pop_pairs())
-        return True
+        return None
 
     def _pop_pairs(self) -> list[_Pair]:
         pairs, self._pairs = self._pairs, []
@@ -182,7 +183,7 @@ class _DeferredGrad(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, None]:
-        return None if ctx.pending.accumulate() else ctx.pending.compute(), None
+        return ctx.pending.accumulate_or_compute(), None
 
 
 class _DisabledHooks:
@@ -195,13 +196,16 @@ class _DisabledHooks:
 
     def __init__(self, weight: torch.Tensor) -> None:
         self._has_arrived = False
-        self._changes: list[tuple[dict[int, Any], int, Any, Any]] = []
         self._handle: torch.utils.hooks.RemovableHandle | None = None
+        tensor_hooks: dict[int, Any] = weight._backward_hooks or {}
         followers: dict[int, Any] = weight._post_accumulate_grad_hooks or {}  # type: ignore[attr-defined]
-        for number, hook in list((weight._backward_hooks or {}).items()):
-            self._replace(weight._backward_hooks, number, hook, functools.partial(_unless_none, hook))  # type: ignore[arg-type]
-        for number, hook in list(followers.items()):
-            self._replace(followers, number, hook, functools.partial(self._call_if_arrived, hook))
+        self._changes: list[tuple[dict[int, Any], int, Any, Any]] = [
+            (hooks, number, hook, functools.partial(filtered_call, hook))
+            for hooks, filtered_call in ((tensor_hooks, _unless_none), (followers, self._call_if_arrived))
+            for number, hook in hooks.items()
+        ]
+        for hooks, number, _, ours in self._changes:
+            hooks[number] = ours
         if followers:
             self._handle = weight.register_hook(self._on_gradient)
 
@@ -213,10 +217,6 @@ class _DisabledHooks:
         if self._handle is not None:
             self._handle.remove()
 
-    def _replace(self, hooks: dict[int, Any], number: int, before: Any, ours: Any) -> None:
-        hooks[number] = ours
-        self._changes.append((hooks, number, before, ours))
-
     def _on_gradient(self, gradient: torch.Tensor | None) -> None:
         self._has_arrived = gradient is not None
 
@@ -227,12 +227,6 @@ class _DisabledHooks:
 
 def _unless_none(hook: Callable[[torch.Tensor], Any], gradient: torch.Tensor | None) -> Any:
     return None if gradient is None else hook(gradient)
-
-
-def _has_plain_forward(kind: type[nn.Module]) -> bool:
-    """Return whether a linear layer's class inherits its forward from `nn.Linear` or `Conv1D`."""
-    definer = next(base for base in kind.__mro__ if "forward" in vars(base))
-    return definer is nn.Linear or (definer.__name__ == "Conv1D" and definer.__module__ == "transformers.pytorch_utils")
 
 
 @functools.cache

@@ -8,7 +8,7 @@ import hashlib
 import itertools
 import re
 from collections.abc import Hashable, Iterator, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,7 +17,6 @@ import torch.distributed as dist
 from booster.comm import all_gather_equal, raise_on_all_ranks
 from booster.errors import ConfigError, DesyncError
 from booster.kernels.checksum import crc32
-from booster.pytree import map_tensors
 
 # Note [Batch dimension]
 # The size of dim 0 of the first tensor of a batch is its number of samples. Values with as many entries are split:
@@ -112,7 +111,10 @@ def join_outputs(outputs: Sequence[Any], num_samples: Sequence[int]) -> Any:
     if is_one_class and all(mapping.keys() == mappings[0].keys() for mapping in mappings):
         joined = {key: join_outputs([mapping[key] for mapping in mappings], num_samples) for key in mappings[0]}
         return _with_children(first, joined)
-    return first if all(_is_equal(output, first) for output in outputs) else list(outputs)
+    # Only types whose == returns a bool.
+    if isinstance(first, _COMPARABLE) and all(type(output) is type(first) and output == first for output in outputs):
+        return first
+    return list(outputs)
 
 
 def _sizes(size: int, num_microbatches: int | None, microbatch_size: int | None) -> list[int]:
@@ -144,7 +146,7 @@ def _split(tree: Any, samples: slice, size: int) -> Any:
 
 def _joined_tensors(tensors: Sequence[torch.Tensor], num_samples: Sequence[int]) -> Any:
     first = tensors[0]
-    is_alike = all(_kind(tensor) == _kind(first) for tensor in tensors)
+    is_alike = len({(one.dtype, one.device, one.dim(), one.shape[1:]) for one in tensors}) == 1
     if is_alike and all(one.dim() and one.shape[0] == count for one, count in zip(tensors, num_samples, strict=True)):
         return torch.cat(list(tensors))
     if is_alike and all(one.dim() == 0 for one in tensors) and first.is_floating_point():
@@ -154,11 +156,6 @@ def _joined_tensors(tensors: Sequence[torch.Tensor], num_samples: Sequence[int])
     if is_alike and all(one.shape == first.shape and torch.equal(one, first) for one in tensors[1:]):
         return first
     return list(tensors)
-
-
-def _kind(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Return the properties that tensors must share to be concatenated."""
-    return tensor.dtype, tensor.device, tensor.dim(), tensor.shape[1:]
 
 
 def _signature(tree: Any) -> Hashable:
@@ -180,11 +177,6 @@ def _text(value: Any) -> str:
 
 def _class_name(value: Any) -> str:
     return f"{type(value).__module__}.{type(value).__qualname__}"
-
-
-def _is_equal(one: Any, other: Any) -> bool:
-    # Only types whose == returns a bool.
-    return one is other or (type(one) is type(other) and isinstance(one, _COMPARABLE) and one == other)
 
 
 def _is_list_of(tree: Any, length: int) -> bool:
@@ -244,11 +236,6 @@ class NextBatch:
     error: Exception | None = None
     has_ended: bool = False
 
-    @property
-    def status(self) -> int:
-        """Kind of the result as a number."""
-        return _ENDED if self.has_ended else _HAS_BATCH if self.error is None else _FAILED
-
 
 def fetch(data_iter: Iterator[Any]) -> NextBatch:
     """Return the next result of an iterator."""
@@ -293,7 +280,7 @@ class BatchConsistency:
         compares = self._num_compared < _COMPARED_BATCHES
         self._num_compared += 1
         own = [
-            next_batch.status,
+            _ENDED if next_batch.has_ended else _HAS_BATCH if next_batch.error is None else _FAILED,
             self._data_rank,
             crc32(repr(signatures).encode()),
             _checksum(next_batch.batch, everywhere=compares),
@@ -339,19 +326,15 @@ class BatchConsistency:
 
 def _checksum(batch: Any, *, everywhere: bool) -> int:
     """Return a checksum of the batch's tensors in host memory, or of all of them if `everywhere`."""
-    sums: list[int] = []
-
-    def note(tensor: torch.Tensor) -> torch.Tensor:
-        if not everywhere and tensor.device.type != "cpu":
-            return tensor
-        content = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
-        sums.append(crc32(content))
-        return tensor
-
-    map_tensors(note, batch)
+    sums = [
+        crc32(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        for tensor in _tensors(batch)
+        if everywhere or tensor.device.type == "cpu"
+    ]
     return crc32(repr(sums).encode())
 
 
+@dataclass
 class PipelineRun:
     """Results of a stage for the last batch.
 
@@ -362,8 +345,7 @@ class PipelineRun:
         outputs: Outputs of the microbatches by index, if requested, on the stage with the last chunk.
     """
 
-    def __init__(self, microbatches: Sequence[Microbatch]) -> None:
-        self.num_microbatches = len(microbatches)
-        self.peak_live = 0
-        self.losses: list[torch.Tensor] = []
-        self.outputs: dict[int, Any] = {}
+    num_microbatches: int
+    peak_live: int = 0
+    losses: list[torch.Tensor] = field(default_factory=list)
+    outputs: dict[int, Any] = field(default_factory=dict)

@@ -19,7 +19,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -83,7 +83,7 @@ class TreeSpec:
 
     def encode(self) -> bytes:
         """Return the spec as JSON, equal for equal specs."""
-        tensors = [[_dtype_name(one.dtype), one.shape, one.requires_grad] for one in self.tensors]
+        tensors = [[str(one.dtype).removeprefix("torch."), one.shape, one.requires_grad] for one in self.tensors]
         return json.dumps([self.root, tensors], separators=(",", ":")).encode()
 
     @staticmethod
@@ -101,7 +101,10 @@ class TreeSpec:
         except ConfigError:
             raise
         except (ValueError, TypeError, IndexError, AttributeError) as error:
-            raise _malformed(content) from error
+            raise ConfigError(
+                f"{bytes(content[:80])!r} does not describe a tree of tensors, as a message between pipeline stages has"
+                " to: run the same program and the same version of the library on all ranks"
+            ) from error
 
 
 def flatten(tree: Any) -> tuple[list[torch.Tensor], TreeSpec]:
@@ -119,7 +122,8 @@ def flatten(tree: Any) -> tuple[list[torch.Tensor], TreeSpec]:
     """
     walk = _Flattener()
     root = walk.node(tree, "")
-    return walk.tensors, TreeSpec(root, tuple(_leaf_of(tensor) for tensor in walk.tensors))
+    leaves = tuple(TensorLeaf(tuple(one.shape), one.dtype, one.requires_grad) for one in walk.tensors)
+    return walk.tensors, TreeSpec(root, leaves)
 
 
 class _Flattener:
@@ -135,7 +139,11 @@ class _Flattener:
         if simple is not None:
             return simple
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
-            return self._dataclass(value, path)
+            names = [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
+            names += [name for name in getattr(value, "__dict__", ()) if name not in names]
+            attributes = tuple((name, self.node(getattr(value, name), f"{path}.{name}")) for name in names)
+            items = self._items(value, path) if isinstance(value, dict) else ()
+            return ("dataclass", _class_name(value, None, path), attributes, items)
         if isinstance(value, dict):
             return ("dict", _class_name(value, dict, path), self._items(value, path))
         for kind in (tuple, list):
@@ -158,13 +166,6 @@ class _Flattener:
             self._index_of[id(tensor)] = len(self.tensors)
             self.tensors.append(tensor)
         return self._index_of[id(tensor)]
-
-    def _dataclass(self, value: Any, path: str) -> _Node:
-        names = [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
-        names += [name for name in getattr(value, "__dict__", ()) if name not in names]
-        attributes = tuple((name, self.node(getattr(value, name), f"{path}.{name}")) for name in names)
-        items = self._items(value, path) if isinstance(value, dict) else ()
-        return ("dataclass", _class_name(value, None, path), attributes, items)
 
     def _items(self, value: Mapping[Any, Any], path: str) -> tuple[_Node, ...]:
         items = []
@@ -197,28 +198,18 @@ def _build(node: _Node, tensors: Sequence[torch.Tensor]) -> Any:
     if kind in ("none", "bool", "int", "str"):
         return node[1] if len(node) > 1 else None
     cls = _class_of(node)
-    if kind == "dataclass":
-        return _build_dataclass(cls, node, tensors)
-    if kind == "dict":
-        return _filled(cls.__new__(cls), node[2], tensors)
-    children = [_build(child, tensors) for child in node[2]]
-    make = getattr(cls, "_make", None)  # a namedtuple's constructor takes separate arguments
-    return cls(children) if make is None else make(children)
-
-
-def _build_dataclass(cls: Any, node: _Node, tensors: Sequence[torch.Tensor]) -> Any:
+    if kind in ("tuple", "list"):
+        children = [_build(child, tensors) for child in node[2]]
+        make = getattr(cls, "_make", None)  # a namedtuple's constructor takes separate arguments
+        return cls(children) if make is None else make(children)
     made = cls.__new__(cls)
-    if node[3]:
-        _filled(made, node[3], tensors)
-    for name, child in node[2]:
-        object.__setattr__(made, name, _build(child, tensors))  # frozen dataclasses raise in setattr
-    return made
-
-
-def _filled(mapping: Any, items: Sequence[tuple[_Node, _Node]], tensors: Sequence[torch.Tensor]) -> Any:
+    items = node[2] if kind == "dict" else node[3]
     for key, child in items:
-        mapping[_build(key, tensors)] = _build(child, tensors)
-    return mapping
+        made[_build(key, tensors)] = _build(child, tensors)
+    if kind == "dataclass":
+        for name, child in node[2]:
+            object.__setattr__(made, name, _build(child, tensors))  # frozen dataclasses raise in setattr
+    return made
 
 
 def _checked(node: Any, num_tensors: int) -> _Node:
@@ -234,22 +225,20 @@ def _checked(node: Any, num_tensors: int) -> _Node:
         float.fromhex(rest[0])
         return ("float", rest[0])
     if kind in ("tuple", "list"):
-        return _with_known_class((kind, rest[0], tuple(_checked(child, num_tensors) for child in rest[1])))
-    if kind == "dict":
-        return _with_known_class((kind, rest[0], _checked_items(rest[1], num_tensors)))
-    if kind == "dataclass":
+        checked: _Node = (kind, rest[0], tuple(_checked(child, num_tensors) for child in rest[1]))
+    elif kind == "dict":
+        checked = (kind, rest[0], _checked_items(rest[1], num_tensors))
+    elif kind == "dataclass":
         attributes = tuple((str(name), _checked(child, num_tensors)) for name, child in rest[1])
-        return _with_known_class((kind, rest[0], attributes, _checked_items(rest[2], num_tensors)))
-    raise ValueError(kind)
+        checked = (kind, rest[0], attributes, _checked_items(rest[2], num_tensors))
+    else:
+        raise ValueError(kind)
+    _class_of(checked)  # raises for an unknown class
+    return checked
 
 
 def _checked_items(items: Any, num_tensors: int) -> tuple[_Node, ...]:
     return tuple((_checked(key, num_tensors), _checked(child, num_tensors)) for key, child in items)
-
-
-def _with_known_class(node: _Node) -> _Node:
-    _class_of(node)
-    return node
 
 
 def _class_of(node: _Node) -> Any:
@@ -292,14 +281,6 @@ def _class_name(value: Any, plain: type | None, path: str) -> str | None:
     return name
 
 
-def _leaf_of(tensor: torch.Tensor) -> TensorLeaf:
-    return TensorLeaf(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
-
-
-def _dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
 def _dtype(name: str) -> torch.dtype:
     dtype = getattr(torch, name)
     if not isinstance(dtype, torch.dtype):
@@ -310,13 +291,6 @@ def _dtype(name: str) -> torch.dtype:
 def _what(value: Any, path: str) -> str:
     place = f" (at {path} of its output)" if path else ""
     return f"a layer returned a {type(value).__module__}.{type(value).__qualname__}{place}"
-
-
-def _malformed(content: bytes) -> ConfigError:
-    return ConfigError(
-        f"{bytes(content[:80])!r} does not describe a tree of tensors, as a message between pipeline stages has to: run"
-        " the same program and the same version of the library on all ranks"
-    )
 
 
 _MAX_CACHED_SPECS = 1024
@@ -350,10 +324,6 @@ class ReceivedActivation:
 
     tree: Any
     leaves: Sequence[torch.Tensor]
-
-    def gradients(self) -> list[torch.Tensor]:
-        """Return the leaves' gradients after backward, zeros where there are none."""
-        return [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in self.leaves]
 
 
 class StageP2P:
@@ -402,24 +372,28 @@ class StageP2P:
         """
         self._signatures = signatures
         self._with_gradients = with_gradients
+        schedule = self._division.schedule
+        sizes = (self._division.num_stages, len(signatures), self._division.num_chunks)
         if len(signatures) not in self._checked:
-            division = self._division
-            check_orders(division.schedule, division.num_stages, len(signatures), division.num_chunks)
+            check_orders(schedule, *sizes)
             self._checked.add(len(signatures))
-        self._steps = self._actions_of(self._stage)
+        self._steps = action_list(schedule, self._stage, *sizes, forward_only=not with_gradients)
         self._local: dict[Message, Any] = {}
         self._spec_of: dict[tuple[int, int], TreeSpec] = {}
         self._in_flight: dict[int, deque[Message]] = {}
         self._recv_index: dict[Message, tuple[int, int]] = {}
-        expected = incoming_messages(*self._arguments(self._stage), forward_only=not with_gradients)
+        expected = incoming_messages(schedule, self._stage, *sizes, forward_only=not with_gradients)
         for sender, messages in expected.items():
-            self._link_from(sender).expect([self._expected_specs(sender, message) for message in messages])
+            if sender not in self._incoming:
+                group, rank = self._ends(sender, self._stage)
+                self._incoming[sender] = RecvChannel(rank, group, partial(self._read_header, sender))
+            self._incoming[sender].expect([partial(self._expected_specs, sender, message) for message in messages])
             self._recv_index |= {message: (sender, index) for index, message in enumerate(messages)}
         peers = {step.sends.receiver for step in self._steps if step.sends} | set(expected)
         self._sent_at: dict[Message, int] = {}
         self._received_at: dict[Message, int] = {}
         for peer in peers - {self._stage}:
-            for place, step in enumerate(self._actions_of(peer)):
+            for place, step in enumerate(action_list(schedule, peer, *sizes, forward_only=not with_gradients)):
                 if step.sends is not None:
                     self._sent_at[step.sends] = place
                 if step.receives is not None:
@@ -471,7 +445,7 @@ class StageP2P:
         if is_own:
             tensors = self._local.pop(message)
         else:
-            tensors = [tensor.to(self._device) for tensor in self._recv(message)]
+            tensors = self._recv(message)
         spec = self._spec_of[message.microbatch, message.position]
         leaves, given = [], []
         for tensor, one in zip(tensors, spec.tensors, strict=True):
@@ -482,10 +456,11 @@ class StageP2P:
             given.append(tensor)
         return ReceivedActivation(spec.build(given), leaves)
 
-    def send_gradients(self, message: Message, gradients: Sequence[torch.Tensor]) -> None:
-        """Send gradients to the previous chunk."""
+    def send_gradients(self, message: Message, received: ReceivedActivation) -> None:
+        """Send the gradients of a received activation to the previous chunk, zeros where backward left none."""
+        gradients = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in received.leaves]
         if message.receiver == self._stage:
-            self._local[message] = list(gradients)
+            self._local[message] = gradients
         else:
             self._send(message, gradients, None)
 
@@ -498,7 +473,7 @@ class StageP2P:
         if message.sender == self._stage:
             gradients: list[torch.Tensor] = self._local.pop(message)
             return gradients
-        return [tensor.to(self._device) for tensor in self._recv(message)]
+        return self._recv(message)
 
     def wait(self) -> None:
         """Wait for all sends.
@@ -509,32 +484,22 @@ class StageP2P:
         for link in self._outgoing.values():
             link.wait()
 
-    def _actions_of(self, stage: int) -> list[StageAction]:
-        return action_list(*self._arguments(stage), forward_only=not self._with_gradients)
-
-    def _arguments(self, stage: int) -> tuple[Any, int, int, int, int]:
-        division = self._division
-        return division.schedule, stage, division.num_stages, len(self._signatures), division.num_chunks
-
     def _kind(self, message: Message) -> Hashable:
         return message.position, self._signatures[message.microbatch], self._with_gradients
 
-    def _expected_specs(self, sender: int, message: Message) -> Callable[[], Sequence[TensorSpec] | None]:
-        def gradient() -> Sequence[TensorSpec] | None:
-            spec = self._spec_of.get((message.microbatch, message.position + 1))
-            if spec is None:  # not sent yet
+    def _expected_specs(self, sender: int, message: Message) -> Sequence[TensorSpec] | None:
+        """Return the specs of an incoming message's tensors, or None if they are not known yet."""
+        if message.is_gradient:
+            sent = self._spec_of.get((message.microbatch, message.position + 1))
+            if sent is None:  # not sent yet
                 return None
-            return [TensorSpec(one.shape, one.dtype) for one in spec.tensors if one.requires_grad]
-
-        def output() -> Sequence[TensorSpec] | None:
-            spec = self._cached_specs.get(self._kind(message)) if self._caches else None
-            if spec is None:
-                self._headers_due[sender] = message
-                return None
-            self._spec_of[message.microbatch, message.position] = spec
-            return spec.specs
-
-        return gradient if message.is_gradient else output
+            return [TensorSpec(one.shape, one.dtype) for one in sent.tensors if one.requires_grad]
+        spec = self._cached_specs.get(self._kind(message)) if self._caches else None
+        if spec is None:
+            self._headers_due[sender] = message
+            return None
+        self._spec_of[message.microbatch, message.position] = spec
+        return spec.specs
 
     def _read_header(self, sender: int, header: bytes) -> Sequence[TensorSpec]:
         message = self._headers_due.pop(sender)
@@ -546,10 +511,13 @@ class StageP2P:
         sender, index = self._recv_index[message]
         _, tensors = self._incoming[sender].recv(index)
         self._complete_sends(sender, self._sent_at[message])
-        return tensors
+        return [tensor.to(self._device) for tensor in tensors]
 
     def _send(self, message: Message, tensors: Sequence[torch.Tensor], header: bytes | None) -> None:
-        self._link_to(message.receiver).send(tensors, header)
+        if message.receiver not in self._outgoing:
+            group, rank = self._ends(self._stage, message.receiver)
+            self._outgoing[message.receiver] = SendChannel(rank, group)
+        self._outgoing[message.receiver].send(tensors, header)
         self._in_flight.setdefault(message.receiver, deque()).append(message)
 
     def _complete_sends(self, peer: int, index: int) -> None:
@@ -561,18 +529,6 @@ class StageP2P:
             count += 1
         if count:
             self._outgoing[peer].finish(count)
-
-    def _link_to(self, receiver: int) -> SendChannel:
-        if receiver not in self._outgoing:
-            group, rank = self._ends(self._stage, receiver)
-            self._outgoing[receiver] = SendChannel(rank, group)
-        return self._outgoing[receiver]
-
-    def _link_from(self, sender: int) -> RecvChannel:
-        if sender not in self._incoming:
-            group, rank = self._ends(sender, self._stage)
-            self._incoming[sender] = RecvChannel(rank, group, lambda header: self._read_header(sender, header))
-        return self._incoming[sender]
 
 
 class _ReceivedTensor(torch.autograd.Function):

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -27,12 +28,12 @@ from .stage_forward import ChunkContext
 _ABSENT = "_pipeline_absent"  # attribute with the dropped tensors of a placeholder
 
 
+@dataclass(frozen=True, eq=False)
 class _DroppedTensors:
     """Dropped tensors of a module, by name: parameters on the meta device, and buffers."""
 
-    def __init__(self) -> None:
-        self.parameters: dict[str, nn.Parameter | None] = {}
-        self.buffers: dict[str, torch.Tensor | None] = {}
+    parameters: dict[str, nn.Parameter | None]
+    buffers: dict[str, torch.Tensor | None]
 
 
 def replace_by_meta(module: nn.Module, known: dict[int, nn.Parameter]) -> None:
@@ -53,9 +54,7 @@ def replace_by_meta(module: nn.Module, known: dict[int, nn.Parameter]) -> None:
 
 def drop_tensors(module: nn.Module) -> None:
     """Drop a module's direct parameters, on the meta device already, and its buffers. In place."""
-    absent = _DroppedTensors()
-    absent.parameters, absent.buffers = dict(module._parameters), dict(module._buffers)
-    module.__dict__[_ABSENT] = absent
+    module.__dict__[_ABSENT] = _DroppedTensors(dict(module._parameters), dict(module._buffers))
     module._parameters.clear()
     module._buffers.clear()
 
@@ -71,19 +70,21 @@ def cast_absent_tensors(model: nn.Module, dtype: torch.dtype | None) -> None:
                 parameter.data = parameter.data.to(dtype)
 
 
+@dataclass(eq=False)
 class PlaceholderModules:
     """Creates placeholders of modules, and detects results that depend on them.
 
-    Args:
+    Attributes:
         context: Context of the chunk forward in progress.
         device: Device of their outputs.
+        leaves: Scalar of each placeholder's outputs, by module name and dtype.
+        is_on_meta: Whether a placeholder is running on the meta device.
     """
 
-    def __init__(self, context: ChunkContext, device: torch.device) -> None:
-        self.context = context
-        self.device = device
-        self.leaves: dict[tuple[str, torch.dtype], torch.Tensor] = {}
-        self.is_on_meta = False
+    context: ChunkContext
+    device: torch.device
+    leaves: dict[tuple[str, torch.dtype], torch.Tensor] = field(default_factory=dict)
+    is_on_meta: bool = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PlaceholderModules:
         return self
@@ -136,16 +137,19 @@ class PlaceholderModules:
                 " pipeline's plan has it on another: it was taken for a module that runs before or after all layers by"
                 " the place where it is registered. Give execution_sequence= to say how your model runs"
             )
-        inside = list(module.modules())
+        dropped = [(one, one.__dict__[_ABSENT]) for one in module.modules() if _ABSENT in one.__dict__]
         self.is_on_meta = True
         try:
-            for one in inside:
-                _restore_on_meta(one)
-            outputs = call(*_to_meta(args), **_to_meta(kwargs))
+            for one, absent in dropped:
+                one._parameters.update(absent.parameters)
+                one._buffers.update(map_tensors(lambda tensor: tensor.to("meta"), absent.buffers))
+            args, kwargs = map_tensors(lambda tensor: tensor.detach().to("meta"), (args, kwargs))
+            outputs = call(*args, **kwargs)
         finally:
             self.is_on_meta = False
-            for one in inside:
-                _drop(one)
+            for one, _ in dropped:
+                one._parameters.clear()
+                one._buffers.clear()
         return map_tensors(lambda tensor: self.values(name, tensor), outputs)
 
 
@@ -173,24 +177,6 @@ class _Placeholder(nn.Module):
 
 
 _classes: dict[type[nn.Module], type[nn.Module]] = {}
-
-
-def _restore_on_meta(module: nn.Module) -> None:
-    """Restore the dropped tensors on the meta device."""
-    absent = module.__dict__.get(_ABSENT)
-    if absent is not None:
-        module._parameters.update(absent.parameters)
-        module._buffers.update({name: None if one is None else one.to("meta") for name, one in absent.buffers.items()})
-
-
-def _drop(module: nn.Module) -> None:
-    if _ABSENT in module.__dict__:
-        module._parameters.clear()
-        module._buffers.clear()
-
-
-def _to_meta(tree: Any) -> Any:
-    return map_tensors(lambda tensor: tensor.detach().to("meta"), tree)
 
 
 def _nodes_behind(tensors: Sequence[torch.Tensor]) -> list[Node]:

@@ -45,16 +45,20 @@ def shard_parameters(
     if optimizer is not None and optimizer.state:
         optimizer.load_state_dict(optimizer.state_dict())  # moves every state to its parameter's device
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    kept = {id(one) for module in model.modules() if id(module) not in absent_ids for one in _own_parameters(module)}
-    held = {names[key] for key in kept}
+    held = {
+        names[id(parameter)]
+        for module in model.modules()
+        if id(module) not in absent_ids
+        for parameter in module.parameters(recurse=False)
+    }
     before = dict(model.named_parameters())
     after: dict[str, nn.Parameter] = {}
     placeholders: dict[int, nn.Parameter] = {}
     dropped: list[nn.Parameter] = []  # keeps the objects alive, so that their ids stay unique
     for module in model.modules():
-        own = [names[id(one)] for one in _own_parameters(module)]
+        own = [names[id(one)] for one in module.parameters(recurse=False)]
         materializer.fill([module])
-        found = dict(zip(own, _own_parameters(module), strict=True))
+        found = dict(zip(own, module.parameters(recurse=False), strict=True))
         for name, parameter in found.items():
             names[id(parameter)] = name
             if name in held and name not in after:
@@ -75,10 +79,6 @@ def shard_parameters(
     if optimizer is not None:
         _repoint_optimizer(optimizer, before, after, held)
     return after
-
-
-def _own_parameters(module: nn.Module) -> list[nn.Parameter]:
-    return list(module.parameters(recurse=False))
 
 
 @torch.no_grad()

@@ -23,7 +23,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -95,15 +94,6 @@ class StagePartition:
             for chunk, position in enumerate(positions)
         ]
 
-    def linked_stages(self) -> list[tuple[int, int]]:
-        """Return the pairs of stages that communicate, ascending."""
-        stages = [self.schedule.place(position, self.num_stages)[0] for position in range(len(self.bounds) - 1)]
-        return sorted({(min(pair), max(pair)) for pair in pairwise(stages) if pair[0] != pair[1]})
-
-    def stage_of_gap(self, gap: int) -> int:
-        """Return the stage that runs the modules of a gap."""
-        return self.schedule.place(position_of_gap(gap, self.bounds), self.num_stages)[0]
-
     def stages_of(self, module_name: str) -> frozenset[int]:
         """Return the stages that hold a module's direct parameters.
 
@@ -114,12 +104,10 @@ class StagePartition:
 
     def _stage_of(self, module_name: str) -> int | None:
         """Return the stage of the layer or gap module that contains a module, or None."""
-        for index, unit in enumerate(self.plan.layers):
-            if _is_within(module_name, unit):
-                return self.stage_of_gap(index)  # the gap before a layer belongs to its chunk
-        for name, gap in self.plan.gaps.items():
+        # A layer is on the stage of the gap before it.
+        for name, gap in self.plan.places.items():
             if _is_within(module_name, name):
-                return self.stage_of_gap(gap)
+                return self.schedule.place(position_of_gap(gap, self.bounds), self.num_stages)[0]
         return None
 
     def module_stages(self, model: nn.Module) -> dict[int, frozenset[int]]:
@@ -133,10 +121,6 @@ class StagePartition:
             if (place := self._stage_of(name)) is not None:
                 found[id(module)] = found.get(id(module), frozenset()) | {place}
         return {id(module): found.get(id(module), everywhere) for module in model.modules()}
-
-    def stages_of_gap_module(self, model: nn.Module, name: str) -> frozenset[int]:
-        """Return the stages that hold a gap module, under any of its names."""
-        return self.module_stages(model)[id(model.get_submodule(name))]
 
     def parameter_stages(self, model: nn.Module) -> dict[str, tuple[int, ...]]:
         """Return the stages of each parameter, ascending, by its first name."""
@@ -262,7 +246,13 @@ class SharedBuffers:
             if not found:
                 continue
             if len(set(found.values())) > 1 or not one.is_replicated:
-                raise _conflict_error(one, list(found))
+                raise ConfigError(
+                    f"the persistent buffer {' = '.join(map(repr, one.names))} is on the pipeline stages"
+                    f" {', '.join(map(str, one.stages))} and was changed in a forward by {', '.join(map(str, found))}:"
+                    " every stage would continue with another value, and none with that of one process. Give every"
+                    " module a separate buffer, or register it with persistent=False if it is not part of the model's"
+                    " state, or use pp_size=1"
+                )
             broadcast([one.tensor], group, source=min(found))
 
     def _copies(self) -> list[torch.Tensor]:
@@ -278,15 +268,7 @@ def _differ(one: torch.Tensor, other: torch.Tensor) -> bool:
     return one.shape != other.shape or one.dtype != other.dtype or not torch.equal(_bytes(one), _bytes(other))
 
 
-def _conflict_error(buffer: PersistentBuffer, changers: Sequence[int]) -> ConfigError:
-    return ConfigError(
-        f"the persistent buffer {' = '.join(map(repr, buffer.names))} is on the pipeline stages"
-        f" {', '.join(map(str, buffer.stages))} and was changed in a forward by {', '.join(map(str, changers))}: every"
-        " stage would continue with another value, and none with that of one process. Give every module a separate"
-        " buffer, or register it with persistent=False if it is not part of the model's state, or use pp_size=1"
-    )
-
-
+@dataclass(frozen=True, slots=True, eq=False)
 class StageActivation:
     """Activation sent from one chunk to the next.
 
@@ -295,9 +277,8 @@ class StageActivation:
         skip_outputs: Outputs of complete modules that later chunks need, by module name.
     """
 
-    def __init__(self, output: Any, carried: Mapping[str, Any]) -> None:
-        self.output = output
-        self.skip_outputs = dict(carried)
+    output: Any
+    skip_outputs: Mapping[str, Any]
 
     def to_tree(self) -> dict[str, Any]:
         """Return the activation as containers."""
@@ -338,19 +319,19 @@ class ChunkForward:
         self.skip_outputs: dict[str, Any] = {} if received is None else dict(received.skip_outputs)
 
 
+@dataclass(eq=False)
 class ChunkContext:
     """Context of the layers and placeholders of one model: the chunk forward in progress.
 
     Attributes:
-        run: Chunk forward in progress, or None.
         plan: Stage plan of the model.
         buffers: Persistent buffers that other stages hold as well.
+        run: Chunk forward in progress, or None.
     """
 
-    def __init__(self, plan: StagePlan, buffers: SharedBuffers) -> None:
-        self.run: ChunkForward | None = None
-        self.plan = plan
-        self.buffers = buffers
+    plan: StagePlan
+    buffers: SharedBuffers
+    run: ChunkForward | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ChunkContext:
         return ChunkContext(self.plan, SharedBuffers((), 0))
@@ -394,8 +375,7 @@ def run_chunk(
         else:
             outputs = call_with_batch(model, batch)
     except ChunkDone as finished:
-        boundary = StageActivation(finished.output, run.skip_outputs)
-        return boundary, None
+        return StageActivation(finished.output, run.skip_outputs), None
     finally:
         context.run = None
         context.buffers.end_chunk()

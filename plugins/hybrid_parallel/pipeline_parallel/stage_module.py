@@ -26,21 +26,6 @@ from .stage_forward import (
 )
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class TiedParameter:
-    """A parameter on several stages, such as tied embeddings on the first and the last.
-
-    Attributes:
-        name: Logical name.
-        parameter: Parameter of this stage.
-        stages: Stages that hold it, ascending; the first one is its primary owner and writes it.
-    """
-
-    name: str
-    parameter: nn.Parameter
-    stages: tuple[int, ...]
-
-
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StageModel:
     """Model of one stage.
@@ -53,7 +38,8 @@ class StageModel:
         held: Logical names of this stage's parameters.
         logical_names: Logical names of this stage's parameters, by their names in the stage model.
         groups: Logical names in each of the optimizer's param groups.
-        holders: Stages of each parameter that is on several of them, by logical name, in an order equal on all ranks.
+        holders: Stages, ascending, of each parameter that is on several of them, such as tied embeddings, by logical
+            name, in an order equal on all ranks. The first stage is the primary owner and writes it.
         layouts: Shard spec of each parameter.
         context: State of the chunk forward that is running.
         placeholders: Placeholders of the modules of other stages.
@@ -73,15 +59,6 @@ class StageModel:
     placeholders: PlaceholderModules
     buffers: Mapping[str, PersistentBuffer]
     tied: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-
-    @property
-    def tied_across_stages(self) -> list[TiedParameter]:
-        """Parameters of this stage that are tied to other stages."""
-        return [
-            TiedParameter(name, self.parameters[name], stages)
-            for name, stages in self.holders.items()
-            if name in self.held
-        ]
 
 
 def build_stage(
@@ -149,10 +126,12 @@ def install_chunk_forward(model: nn.Module, stage_model: StageModel, stage: int)
         stage_model: Result of `build_stage`.
         stage: Index of this stage.
     """
-    plan, partition = stage_model.partition.plan, stage_model.partition
+    plan = stage_model.partition.plan
+    stages_of_module = stage_model.partition.module_stages(model)
     for name in plan.gaps:
-        if stage not in partition.stages_of_gap_module(model, name):
-            stage_model.placeholders.install(model.get_submodule(name), name)
+        module = model.get_submodule(name)
+        if stage not in stages_of_module[id(module)]:
+            stage_model.placeholders.install(module, name)
     if plan.sequence is not None:
         return
     for index, name in enumerate(plan.layers):

@@ -10,7 +10,7 @@ from torch import nn
 
 from booster.errors import ConfigError
 
-from .stage_plan import StagePlan
+from .stage_plan import StagePlan, listed
 
 # Note [Cost of a layer]
 # The compute per token of a module is that of its matmuls, proportional to the number of weight elements used by a
@@ -44,11 +44,11 @@ def partition_layers(
         return plan.bounds
     if num_units < num_positions:
         raise ConfigError(
-            f"the model has {num_units} layers to divide ({_listed(plan.layers)}), but the pipeline has {num_positions}"
+            f"the model has {num_units} layers to divide ({listed(plan.layers)}), but the pipeline has {num_positions}"
             f" places (pp_size x num_model_chunks), each of which needs at least one: make that product at most"
             f" {num_units}, or name smaller modules with split= or execution_sequence="
         )
-    return _optimal_bounds(_PrefixCosts(layer_costs(model, plan), gap_costs(model, plan)), num_units, num_positions)
+    return _optimal_bounds(_prefix_costs(model, plan), num_units, num_positions)
 
 
 def layer_costs(model: nn.Module, plan: StagePlan) -> list[float]:
@@ -68,8 +68,8 @@ def gap_costs(model: nn.Module, plan: StagePlan) -> list[float]:
 
 def chunk_costs(model: nn.Module, plan: StagePlan, bounds: tuple[int, ...]) -> list[float]:
     """Return the estimated cost of each chunk, with the modules in its gaps."""
-    prefix = _PrefixCosts(layer_costs(model, plan), gap_costs(model, plan))
-    return [prefix.cost(start, end) for start, end in pairwise(bounds)]
+    prefix = _prefix_costs(model, plan)
+    return [prefix[end] - prefix[start] for start, end in pairwise(bounds)]
 
 
 def position_of_gap(gap: int, bounds: tuple[int, ...]) -> int:
@@ -78,26 +78,22 @@ def position_of_gap(gap: int, bounds: tuple[int, ...]) -> int:
     return next((position for position in range(last) if gap < bounds[position + 1]), last)
 
 
-class _PrefixCosts:
-    """Prefix sums of the costs of layers and gaps."""
-
-    def __init__(self, units: list[float], gaps: list[float]) -> None:
-        own = [unit + gap for unit, gap in zip(units, gaps[:-1], strict=True)]
-        own[-1] += gaps[-1]
-        self._sums = [0.0, *accumulate(own)]
-
-    def cost(self, start: int, end: int) -> float:
-        return self._sums[end] - self._sums[start]
+def _prefix_costs(model: nn.Module, plan: StagePlan) -> list[float]:
+    """Return the prefix sums of the costs of layers and gaps: those up to each layer, from 0."""
+    gaps = gap_costs(model, plan)
+    own = [unit + gap for unit, gap in zip(layer_costs(model, plan), gaps[:-1], strict=True)]
+    own[-1] += gaps[-1]
+    return [0.0, *accumulate(own)]
 
 
-def _optimal_bounds(prefix: _PrefixCosts, num_units: int, num_chunks: int) -> tuple[int, ...]:
+def _optimal_bounds(prefix: list[float], num_units: int, num_chunks: int) -> tuple[int, ...]:
     """Return the optimal partition by dynamic programming, in layers^2 * chunks steps."""
     # Smallest maximum cost of the layers from `start` on, by number of chunks.
     largest = {(num_units, 0): 0.0}
     for chunks in range(1, num_chunks + 1):
         for start in range(num_units - chunks, -1, -1):
             largest[start, chunks] = min(
-                max(prefix.cost(start, end), largest[end, chunks - 1])
+                max(prefix[end] - prefix[start], largest[end, chunks - 1])
                 for end in range(start + 1, num_units + 1)
                 if (end, chunks - 1) in largest
             )
@@ -109,7 +105,7 @@ def _optimal_bounds(prefix: _PrefixCosts, num_units: int, num_chunks: int) -> tu
             options = [
                 (best[end, chunks - 1][0] + (end - start) ** 2, (end - start, *best[end, chunks - 1][1]))
                 for end in range(start + 1, num_units + 1)
-                if (end, chunks - 1) in best and prefix.cost(start, end) <= limit
+                if (end, chunks - 1) in best and prefix[end] - prefix[start] <= limit
             ]
             if options:
                 best[start, chunks] = min(options)
@@ -130,7 +126,7 @@ def _given_bounds(plan: StagePlan, num_positions: int, numbers: Sequence[int]) -
         )
     if sum(numbers) != num_units:
         raise ConfigError(
-            f"{given} adds up to {sum(numbers)} layers, but the model has {num_units} ({_listed(plan.layers)}): give"
+            f"{given} adds up to {sum(numbers)} layers, but the model has {num_units} ({listed(plan.layers)}): give"
             f" {num_positions} numbers whose sum is {num_units}"
         )
     return (0, *accumulate(numbers))
@@ -152,17 +148,13 @@ def _cost(module: nn.Module, share_of_experts: float) -> float:
     for name, one in module.named_modules():
         if isinstance(one, (nn.Embedding, nn.EmbeddingBag)):
             continue
-        share = share_of_experts if _is_routed(name) else 1.0
+        is_routed = any("expert" in part and "shared" not in part for part in name.split("."))
+        share = share_of_experts if is_routed else 1.0
         for parameter in one.parameters(recurse=False):
             if parameter.dim() >= 2 and id(parameter) not in seen:
                 seen.add(id(parameter))
                 cost += parameter.numel() * share
     return cost
-
-
-def _is_routed(name: str) -> bool:
-    """Whether a module belongs to routed experts."""
-    return any("expert" in part and "shared" not in part for part in name.split("."))
 
 
 def _share_of_experts(model: nn.Module) -> float:
@@ -179,7 +171,3 @@ def _share_of_experts(model: nn.Module) -> float:
 def _number(config: Any, *names: str) -> int:
     values = (getattr(config, name, None) for name in names)
     return next((value for value in values if type(value) is int and value > 0), 0)
-
-
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(names if len(names) <= 6 else [*names[:3], "...", *names[-2:]])

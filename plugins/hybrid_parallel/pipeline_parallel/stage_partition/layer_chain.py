@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from torch import nn
@@ -87,7 +87,12 @@ def find_chain(model: nn.Module) -> LayerChain:
     Raises:
         ConfigError: There is none, or it is ambiguous.
     """
-    _check_splittable(model)
+    for name, module, config in pretrained_models(model):
+        if reason := UNSPLITTABLE.get(config.model_type):
+            raise ConfigError(
+                f"{type(module).__name__}{f' (at {name})' if name else ''} {reason}, so its layers can't be divided"
+                " over stages: use pp_size=1, or a model with layers of their own"
+            )
     stacks = find_stacks(model)
     if (planned := _planned_chain(model, stacks)) is not None:
         return planned
@@ -107,20 +112,15 @@ def find_chain(model: nn.Module) -> LayerChain:
     raise _no_chain_error(model)
 
 
-def _check_splittable(model: nn.Module) -> None:
-    for name, module, config in pretrained_models(model):
-        if reason := UNSPLITTABLE.get(config.model_type):
-            raise ConfigError(
-                f"{type(module).__name__}{f' (at {name})' if name else ''} {reason}, so its layers can't be divided"
-                " over stages: use pp_size=1, or a model with layers of their own"
-            )
-
-
 def _planned_chain(model: nn.Module, stacks: tuple[tuple[str, ...], ...]) -> LayerChain | None:
     """Return the chain of transformers' pipeline plans, or None if there is not exactly one."""
+    modules = dict(model.named_modules())
     for prefix, module, config in pretrained_models(model):
         keys = [f"{prefix}.{key}" if prefix else key for key in (getattr(module, "_pp_plan", None) or {})]
-        planned = _planned_lists(model, keys)
+        lists = [key for key in keys if isinstance(modules.get(key), nn.ModuleList)]
+        # The layers of a list may be of several classes, as in hybrid models.
+        planned = [tuple(f"{key}.{own}" for own, _ in modules[key].named_children()) for key in lists]
+        planned = [items for items in planned if items]
         if len(planned) != 1:
             continue
         units = planned[0]
@@ -138,14 +138,6 @@ def _planned_chain(model: nn.Module, stacks: tuple[tuple[str, ...], ...]) -> Lay
     return None
 
 
-def _planned_lists(model: nn.Module, keys: Sequence[str]) -> list[tuple[str, ...]]:
-    """Return the layer lists of a plan; the layers may be of several classes, as in hybrid models."""
-    modules = dict(model.named_modules())
-    lists = [key for key in keys if isinstance(modules.get(key), nn.ModuleList)]
-    items = [tuple(f"{key}.{own}" for own, _ in modules[key].named_children()) for key in lists]
-    return [one for one in items if one]
-
-
 def _traced_chain(
     model: nn.Module, trace: Trace, stacks: tuple[tuple[str, ...], ...], lists: tuple[tuple[str, ...], ...]
 ) -> LayerChain:
@@ -161,7 +153,13 @@ def _traced_chain(
     for items in (*stacks, *lists):
         places = [trace.order(item) for item in items] if trace.runs_once(items) else []
         if len(items) > 1 and places and places == sorted(places):
-            raise _bypass_error(model, trace, items)
+            blocked = next(item for item in items[:-1] if not trace.may_split_after(item))
+            raise ConfigError(
+                f"the layers {items[0]!r} to {items[-1]!r} of {type(model).__name__} run one after the other, but what"
+                f" {trace.bypassing(blocked)!r} returns goes around {blocked!r} to what comes behind, and only a"
+                " layer's output travels from stage to stage: let the layers take it and hand it on with their output,"
+                " or use pp_size=1"
+            )
     raise _no_chain_error(model)
 
 
@@ -307,15 +305,6 @@ def _parent(items: tuple[str, ...]) -> str:
 
 def _num_parameters(model: nn.Module, items: tuple[str, ...]) -> int:
     return sum(parameter.numel() for item in items for parameter in model.get_submodule(item).parameters())
-
-
-def _bypass_error(model: nn.Module, trace: Trace, items: tuple[str, ...]) -> ConfigError:
-    blocked = next(item for item in items[:-1] if not trace.may_split_after(item))
-    return ConfigError(
-        f"the layers {items[0]!r} to {items[-1]!r} of {type(model).__name__} run one after the other, but what"
-        f" {trace.bypassing(blocked)!r} returns goes around {blocked!r} to what comes behind, and only a layer's"
-        " output travels from stage to stage: let the layers take it and hand it on with their output, or use pp_size=1"
-    )
 
 
 def _no_chain_error(model: nn.Module) -> ConfigError:

@@ -17,7 +17,7 @@ from booster.plugins.hybrid_parallel.tp_plan.tables import pretrained_models
 
 from .balance import chunk_costs, position_of_gap
 from .layer_chain import LayerChain, find_chain
-from .stage_plan import StagePlan, parameters_below, shared_parameter_names
+from .stage_plan import StagePlan, listed, parameters_below, shared_parameter_names
 from .tracing import Trace, containers_of, find_gaps, holds_parameters, outside_of, trace_calls
 
 
@@ -60,11 +60,7 @@ def _check_names(model: nn.Module, units: tuple[str, ...]) -> None:
             "execution_sequence has no names of modules, so there is nothing to divide over stages: name the model's"
             f" modules in the order in which they run, such as {known[:3]!r}"
         )
-    for name in units:
-        if name not in known:
-            near = difflib.get_close_matches(name, known, n=3)
-            hint = f"did you mean {' or '.join(map(repr, near))}?" if near else "take a name of model.named_modules()"
-            raise ConfigError(f"execution_sequence names {name!r}, but the model has no such module: {hint}")
+    _check_known("execution_sequence", units, known)
     if repeated := [name for name in dict.fromkeys(units) if units.count(name) > 1]:
         raise ConfigError(
             f"execution_sequence names {', '.join(map(repr, repeated))} more than once, but a module runs on one stage"
@@ -75,6 +71,14 @@ def _check_names(model: nn.Module, units: tuple[str, ...]) -> None:
             raise ConfigError(
                 f"execution_sequence names {name!r} and {around!r}, which holds it: name the one or the other"
             )
+
+
+def _check_known(argument: str, names: Iterable[str], known: list[str]) -> None:
+    for name in names:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=3)
+            hint = f"did you mean {' or '.join(map(repr, near))}?" if near else "take a name of model.named_modules()"
+            raise ConfigError(f"{argument} names {name!r}, but the model has no such module: {hint}")
 
 
 def _check_complete(model: nn.Module, units: tuple[str, ...]) -> None:
@@ -164,7 +168,7 @@ def _plan_around(model: nn.Module, names: tuple[str, ...]) -> StagePlan:
         known = units if chain is None else chain.layers
         raise ConfigError(
             f"split names {', '.join(map(repr, missing))}, where the model can't be cut: stages can begin at"
-            f" {_listed(known)}, or at modules that all have the same parent"
+            f" {listed(known)}, or at modules that all have the same parent"
         )
     source = f"the children of {_common_parent(names) or 'the model'} that have parameters"
     trace = trace_calls(model, (units,))
@@ -183,7 +187,7 @@ def _check_outside_of_layers(names: tuple[str, ...], layers: tuple[str, ...]) ->
         if layer := next((one for one in layers if name.startswith(f"{one}.")), None):
             raise ConfigError(
                 f"split names {name!r}, which is inside of {layer!r}, one layer of many that run one after the other:"
-                f" stages can begin at {_listed(layers[1:])}"
+                f" stages can begin at {listed(layers[1:])}"
             )
 
 
@@ -195,7 +199,7 @@ def _check_cuts(units: tuple[str, ...], names: tuple[str, ...], trace: Trace) ->
             raise ConfigError(
                 f"split names {name!r}, but what {trace.bypassing(before)!r} returns goes around {before!r} to what"
                 " comes behind, and only the output of the module before travels from stage to stage: "
-                + (f"of these modules stages can begin at {_listed(possible)}, or " if possible else "")
+                + (f"of these modules stages can begin at {listed(possible)}, or " if possible else "")
                 + "let the modules between take it and hand it on with their output"
             )
 
@@ -231,9 +235,7 @@ def _checked_names(model: nn.Module, split: Sequence[str]) -> tuple[str, ...]:
             " begin, such as split=['model.layers.4']"
         )
     known = [name for name, _ in model.named_modules(remove_duplicate=False) if name]
-    for name in split:
-        if name not in known:
-            raise ConfigError(f"split names {name!r}, but the model has no such module{_nearest(name, known)}")
+    _check_known("split", split, known)
     if repeated := [name for name in dict.fromkeys(split) if split.count(name) > 1]:
         raise ConfigError(
             f"split names {', '.join(map(repr, repeated))} more than once, which would make a stage without modules:"
@@ -245,7 +247,7 @@ def _checked_names(model: nn.Module, split: Sequence[str]) -> tuple[str, ...]:
 def _bounds(units: tuple[str, ...], names: tuple[str, ...]) -> tuple[int, ...]:
     if unknown := next((name for name in names if name not in units), None):
         raise ConfigError(
-            f"split names {unknown!r}, which is not in the execution sequence: stages can begin at {_listed(units)}"
+            f"split names {unknown!r}, which is not in the execution sequence: stages can begin at {listed(units)}"
         )
     starts = [units.index(name) for name in names]
     if 0 in starts:
@@ -257,19 +259,6 @@ def _bounds(units: tuple[str, ...], names: tuple[str, ...]) -> tuple[int, ...]:
         in_order = sorted(names, key=units.index)
         raise ConfigError(f"split={list(names)!r} is not in the order in which the modules run: write {in_order!r}")
     return (0, *starts, len(units))
-
-
-def _nearest(name: str, known: list[str]) -> str:
-    near = difflib.get_close_matches(name, known, n=3)
-    if near:
-        return f": did you mean {' or '.join(map(repr, near))}?"
-    return ": take a name of model.named_modules()"
-
-
-def _listed(names: Iterable[str]) -> str:
-    names = list(names)
-    shown = names if len(names) <= 6 else [*names[:3], "...", *names[-2:]]
-    return ", ".join(shown)
 
 
 _HEADER = ("stage", "chunk", "layers", "modules outside of them", "parameters", "MiB", "cost")
@@ -344,16 +333,12 @@ def _shared_lines(
     stages: dict[int, set[int]] = {}
     names: dict[int, list[str]] = {}
 
-    def hold(name: str, position: int) -> None:
+    for name, gap in plan.places.items():
+        stage = schedule.place(position_of_gap(gap, bounds), num_stages)[0]
         for full, parameter in parameters_below(model, name):
-            stages.setdefault(id(parameter), set()).add(schedule.place(position, num_stages)[0])
+            stages.setdefault(id(parameter), set()).add(stage)
             if full not in names.setdefault(id(parameter), []):
                 names[id(parameter)].append(full)
-
-    for index, name in enumerate(plan.layers):
-        hold(name, position_of_gap(index, bounds))
-    for name, gap in plan.gaps.items():
-        hold(name, position_of_gap(gap, bounds))
     lines = [f"held by all stages: {name}" for name in shared_parameter_names(model, plan)]
     for key, holders in stages.items():
         if len(holders) > 1:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
+
+from .tracing import containers_of
 
 # Note [Layers and gaps]
 # *Units* are the modules after which a chunk may end, usually the layers of a transformer. They run in sequence, and a
@@ -39,13 +41,23 @@ class StagePlan:
     bounds: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
-        places = set(self.layers) | set(self.gaps)
-        nested = [name for name in places for other in _parents(name) if other in places]
+        places = self.places.keys()
+        nested = [name for name in places if places & containers_of((name,))]
         outside = [name for name, gap in {**self.gaps, **self.skip_outputs}.items() if not 0 <= gap <= len(self.layers)]
         assert self.layers, "no units"
         assert len(set(self.layers)) == len(self.layers), f"units twice: {self.layers}"
         assert not nested, f"in another unit or gap module: {nested}"
         assert not outside, f"gaps outside of 0 to {len(self.layers)}: {outside}"
+
+    @property
+    def places(self) -> dict[str, int]:
+        """Gap of each gap module, and the gap before each layer, by name."""
+        return {**{name: index for index, name in enumerate(self.layers)}, **self.gaps}
+
+
+def listed(names: Sequence[str]) -> str:
+    """Return names as text, abbreviated if there are more than six."""
+    return ", ".join(names if len(names) <= 6 else [*names[:3], "...", *names[-2:]])
 
 
 def parameters_below(module: nn.Module, name: str) -> list[tuple[str, nn.Parameter]]:
@@ -59,16 +71,10 @@ def shared_parameter_names(model: nn.Module, plan: StagePlan) -> tuple[str, ...]
 
     A tied parameter is listed only under its names outside of units and gap modules.
     """
-    places = (*plan.layers, *plan.gaps)
     # Another name for a unit, or for a module around units, leads to parameters that have their place already.
-    placed = {id(module) for name in places for module in model.get_submodule(name).modules()}
+    placed = {id(module) for name in plan.places for module in model.get_submodule(name).modules()}
     names: list[str] = []
     for name, module in model.named_modules():
         if id(module) not in placed:
             names.extend(f"{name}.{key}" if name else key for key, _ in module.named_parameters(recurse=False))
     return tuple(names)
-
-
-def _parents(name: str) -> list[str]:
-    parts = name.split(".")
-    return [".".join(parts[:length]) for length in range(1, len(parts))]

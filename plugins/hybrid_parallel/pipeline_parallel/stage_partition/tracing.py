@@ -59,17 +59,17 @@ def _outermost(
         (f"{name}.{key}" if name else key, child) for key, child in module._modules.items() if child is not None
     ]
     with_units = [one for one in children if one[0] in containers or one[0] in index]
-    ordered = iter(sorted(with_units, key=lambda one: _first_unit(one[0], index)))
+    first_unit = {
+        full: min(number for unit, number in index.items() if f"{unit}.".startswith(f"{full}."))
+        for full, _ in with_units
+    }
+    ordered = iter(sorted(with_units, key=lambda one: first_unit[one[0]]))
     for own in children:
         full, child = next(ordered) if own in with_units else own
         if full in containers:
             yield from _outermost(child, full, index, containers)
         else:
             yield full, child
-
-
-def _first_unit(name: str, index: Mapping[str, int]) -> int:
-    return min(number for unit, number in index.items() if unit == name or unit.startswith(f"{name}."))
 
 
 class Trace:
@@ -104,7 +104,8 @@ class Trace:
 
     def runs_once(self, items: tuple[str, ...]) -> bool:
         """Return whether each module is called once, and none of their parameters is read without a call."""
-        return all(len(self._calls.get(item, ())) == 1 and not self._is_read(item) for item in items)
+        is_read = any(f"{owner}.".startswith(f"{item}.") for item in items for owner in self._reads)
+        return not is_read and all(len(self._calls.get(item, ())) == 1 for item in items)
 
     def is_chain(self, items: tuple[str, ...]) -> bool:
         """Return whether modules run once each, in this order, and the model may be split after all but the last."""
@@ -123,19 +124,13 @@ class Trace:
         )
 
     def bypassing(self, name: str) -> str:
-        """Return the name of a module or parameter whose value bypasses a module."""
+        """Return the name of a module or parameter whose value bypasses a module, at which no split is possible."""
         end = self.order(name)
-        for node in self._nodes[end + 1 :]:
-            for before in node.all_input_nodes:
-                if self._is_local[before] and self._index[before] < end:
-                    return self._origin(before)
-        raise ValueError(f"nothing goes around {name!r}")
-
-    def _origin(self, node: torch.fx.Node) -> str:
-        """Return the module or parameter that a value was last computed from."""
-        while node.op not in ("call_module", "get_attr"):
-            node = max((one for one in node.all_input_nodes if self._is_local[one]), key=self._index.__getitem__)
-        return str(node.target)
+        inputs = (before for node in self._nodes[end + 1 :] for before in node.all_input_nodes)
+        value = next(before for before in inputs if self._is_local[before] and self._index[before] < end)
+        while value.op not in ("call_module", "get_attr"):  # to the last computation with parameters
+            value = max((one for one in value.all_input_nodes if self._is_local[one]), key=self._index.__getitem__)
+        return str(value.target)
 
     def gaps(self, units: tuple[str, ...]) -> dict[str, int | None]:
         """Return the gap of each module that is called or whose parameters are read, or None if it has several."""
@@ -146,9 +141,6 @@ class Trace:
                 outermost = outside_of(name, containers_of(units))
                 found.setdefault(outermost, set()).update(sum(end < place for end in ends) for place in at)
         return {name: gaps.pop() if len(gaps) == 1 else None for name, gaps in found.items() if name not in units}
-
-    def _is_read(self, name: str) -> bool:
-        return any(owner == name or owner.startswith(f"{name}.") for owner in self._reads)
 
 
 def trace_calls(model: nn.Module, lists: Iterable[tuple[str, ...]]) -> Trace | None:
