@@ -67,8 +67,7 @@ class SynchronizedBatchNorm(_BatchNorm):
     """Batch normalization over all ranks of a group, for inputs of shape (batch, channels, ...).
 
     Parameters, buffers and evaluation mode are those of `torch.nn.BatchNorm*d`. In training, all ranks of the group
-    must
-    call it equally often.
+    must call it equally often.
 
     Args:
         source: Module to replace; its parameter and buffer objects are reused.
@@ -84,15 +83,15 @@ class SynchronizedBatchNorm(_BatchNorm):
         self.training = source.training
         self.group = group
 
-    def _check_input_dim(self, input: torch.Tensor) -> None:
-        if input.dim() < 2:
-            raise ValueError(f"expected an input of at least 2 dimensions (batch, channels, ...), got {input.dim()}")
-
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Return the normalized input in its dtype; statistics are computed in fp32 or higher."""
-        self._check_input_dim(input)
+        if input.dim() < 2:
+            raise ValueError(f"expected an input of at least 2 dimensions (batch, channels, ...), got {input.dim()}")
         if not self.training:
-            return self._forward_local(input)
+            use_batch = self.running_mean is None or self.running_var is None
+            return functional.batch_norm(
+                input, self.running_mean, self.running_var, self.weight, self.bias, use_batch, 0.0, self.eps
+            )
         weight = self.weight if self.weight is not None else input.new_ones(self.num_features)
         bias = self.bias if self.bias is not None else input.new_zeros(self.num_features)
         rows_NC = input.movedim(1, -1).reshape(-1, self.num_features)
@@ -105,12 +104,6 @@ class SynchronizedBatchNorm(_BatchNorm):
         self._update_running(mean_C, var_C, count)
         out: torch.Tensor = out_NC.reshape(input.movedim(1, -1).shape).movedim(-1, 1)
         return out.to(input.dtype)
-
-    def _forward_local(self, x: torch.Tensor) -> torch.Tensor:
-        use_batch = self.running_mean is None or self.running_var is None
-        return functional.batch_norm(
-            x, self.running_mean, self.running_var, self.weight, self.bias, use_batch, 0.0, self.eps
-        )
 
     @torch.no_grad()
     def _update_running(self, mean_C: torch.Tensor, var_C: torch.Tensor, count: torch.Tensor) -> None:
@@ -138,12 +131,9 @@ def convert_batch_norm(model: nn.Module, device: torch.device, group: dist.Proce
             if not isinstance(child, (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)):
                 continue
             if child not in replaced:
-                replaced[child] = _replacement(child, device, group)
+                replaced[child] = (
+                    nn.SyncBatchNorm.convert_sync_batchnorm(child, group)
+                    if has_sync_batch_norm(device)
+                    else SynchronizedBatchNorm(child, group)
+                )
             setattr(parent, name, replaced[child])
-
-
-def _replacement(module: _BatchNorm, device: torch.device, group: dist.ProcessGroup | None) -> nn.Module:
-    if has_sync_batch_norm(device):
-        converted: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(module, group)
-        return converted
-    return SynchronizedBatchNorm(module, group)

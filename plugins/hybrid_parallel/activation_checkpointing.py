@@ -158,20 +158,15 @@ def _check_num_layers_per_stage(config: GradientCheckpointConfig, numbers: Seque
 
 
 def _checkpoint_layer(layer: nn.Module) -> None:
-    if _has_own_checkpointing(layer):
+    transformers_layers = sys.modules.get("transformers.modeling_layers")  # without an import of transformers
+    own = getattr(transformers_layers, "GradientCheckpointingLayer", None)
+    if own is not None and isinstance(layer, own):
         # transformers' checkpointing also keeps the recomputation from filling the key-value cache twice.
         if not getattr(layer, "gradient_checkpointing", False):
             layer.gradient_checkpointing = True  # type: ignore[assignment]
             layer._gradient_checkpointing_func = _checkpoint  # type: ignore[assignment]
     elif type(layer) not in _classes.values():
         layer.__class__ = _checkpointed_class(type(layer))
-
-
-def _has_own_checkpointing(layer: nn.Module) -> bool:
-    """Whether the layer supports transformers' own checkpointing; does not import transformers."""
-    layers = sys.modules.get("transformers.modeling_layers")
-    kind = getattr(layers, "GradientCheckpointingLayer", None)
-    return kind is not None and isinstance(layer, kind)
 
 
 def _checkpointed_class(base: type[nn.Module]) -> type[nn.Module]:

@@ -286,16 +286,11 @@ class HybridArguments:
                 " multiplies the communication of zero_stage=1 by the number of microbatches, and cannot free the"
                 " gradients of tied weights earlier: give zero_stage=1, which shards optimizer states as well"
             )
-        if not _is_size(self.ddp_bucket_cap_mb):
-            raise ConfigError(
-                f"ddp_bucket_cap_mb must be a positive number, got {self.ddp_bucket_cap_mb!r}: give a size in MiB, such"
-                " as 25"
-            )
-        if not _is_size(self.zero_bucket_size_in_m):
-            raise ConfigError(
-                f"zero_bucket_size_in_m must be a positive number, got {self.zero_bucket_size_in_m!r}: give a size in"
-                " 2**20 elements, such as 12"
-            )
+        examples = {"ddp_bucket_cap_mb": "MiB, such as 25", "zero_bucket_size_in_m": "2**20 elements, such as 12"}
+        for name, example in examples.items():
+            size = getattr(self, name)
+            if not is_non_nan_number(size) or not 0 < size < float("inf"):
+                raise ConfigError(f"{name} must be a positive number, got {size!r}: give a size in {example}")
 
     def _pipeline_arguments(self) -> PipelineArguments:
         return PipelineArguments(
@@ -335,14 +330,15 @@ def _is_count(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
-def _is_size(value: Any) -> bool:
-    return is_non_nan_number(value) and 0 < value < float("inf")
-
-
 _MODE = "1d"
 _UNSUPPORTED_MODES = ("2d", "2.5d", "3d", "sequence")
 _EXAMPLE = "dict(pipeline=dict(size=2, num_microbatches=4), tensor=dict(size=4, mode='1d'))"
-_AXES = ("data", "pipeline", "tensor")
+_AXIS_EXAMPLES = {
+    "data": "dict(size=2)",
+    "pipeline": "dict(size=2, num_microbatches=4)",
+    "tensor": "dict(size=4, mode='1d')",
+}
+_AXES = tuple(_AXIS_EXAMPLES)
 _ARGUMENTS = {"pipeline": "pp_size", "tensor": "tp_size"}
 _PIPELINE_ARGUMENTS = (
     *("num_microbatches", "microbatch_size", "pp_style", "num_model_chunks", "num_layers_per_stage", "broadcast_loss"),
@@ -371,7 +367,9 @@ def arguments_from_config(config: Mapping[str, Any], extra: Mapping[str, Any] | 
     _check_mode(config.get("tensor", 1), sizes.get("tensor", 1))
     _check_data(sizes)
     arguments = {argument: sizes.get(axis, 1) for axis, argument in _ARGUMENTS.items()}
-    return _merge(arguments, _pipeline_arguments(config.get("pipeline", 1)), extra or {})
+    pipeline = config.get("pipeline")
+    given = pipeline if isinstance(pipeline, Mapping) else {}
+    return _merge(arguments, {name: given[name] for name in _PIPELINE_ARGUMENTS if name in given}, extra or {})
 
 
 def _check_names(config: Any) -> None:
@@ -397,7 +395,7 @@ def _size(axis: str, given: Any) -> int:
     size = given
     if isinstance(given, Mapping):
         if "size" not in given:
-            raise ConfigError(f"{axis}={dict(given)!r} has no 'size': write {axis}={_example(axis)}")
+            raise ConfigError(f"{axis}={dict(given)!r} has no 'size': write {axis}={_AXIS_EXAMPLES[axis]}")
         size = given["size"]
         _check_keys(axis, given)
     if not isinstance(size, int) or isinstance(size, bool) or size < 1:
@@ -413,41 +411,28 @@ def _check_keys(axis: str, given: Mapping[str, Any]) -> None:
     for key in given:
         if key not in known:
             raise ConfigError(
-                f"{axis}={dict(given)!r} has the unknown key {key!r}: write {axis}={_example(axis)}"
+                f"{axis}={dict(given)!r} has the unknown key {key!r}: write {axis}={_AXIS_EXAMPLES[axis]}"
                 + (f" (its keys are {', '.join(known)})" if axis == "pipeline" else "")
             )
 
 
-def _example(axis: str) -> str:
-    examples = {"tensor": "dict(size=4, mode='1d')", "pipeline": "dict(size=2, num_microbatches=4)"}
-    return examples.get(axis, "dict(size=2)")
-
-
-def _pipeline_arguments(given: Any) -> dict[str, Any]:
-    return {name: given[name] for name in _PIPELINE_ARGUMENTS if name in given} if isinstance(given, Mapping) else {}
-
-
 def _check_mode(given: Any, size: int) -> None:
     mode = given.get("mode") if isinstance(given, Mapping) else None
+    shown = repr(dict(given) if isinstance(given, Mapping) else given)
     if mode is None and size > 1:
         raise ConfigError(
-            f"tensor={_shown(given)} shards layers over {size} ranks but has no mode: write"
-            f" tensor=dict(size={size}, mode='1d')"
+            f"tensor={shown} shards layers over {size} ranks but has no mode: write tensor=dict(size={size}, mode='1d')"
         )
     if mode in _UNSUPPORTED_MODES:
         raise ConfigError(
-            f"tensor={_shown(given)}: mode {mode!r} is not supported yet: use mode='1d'"
+            f"tensor={shown}: mode {mode!r} is not supported yet: use mode='1d'"
             + (", or sequence_parallelism_mode='ring_attn' with sp_size, as arguments" if mode == "sequence" else "")
         )
     if mode not in (None, _MODE):
         raise ConfigError(
-            f"tensor={_shown(given)}: mode {mode!r} is unknown: use mode='1d' ({', '.join(_UNSUPPORTED_MODES)} are not"
+            f"tensor={shown}: mode {mode!r} is unknown: use mode='1d' ({', '.join(_UNSUPPORTED_MODES)} are not"
             " supported yet)"
         )
-
-
-def _shown(given: Any) -> str:
-    return repr(dict(given) if isinstance(given, Mapping) else given)
 
 
 def _check_data(sizes: Mapping[str, int]) -> None:

@@ -215,8 +215,7 @@ class _StageActivations:
         self._profile = profile
         self._modules = _module_memory(profile.intervals, (*stage_partition.plan.layers, *stage_partition.plan.gaps))
         self._chunks = {chunk.position: chunk for chunk in stage_partition.chunks(stage)}
-        self._kept = {position: self._kept_bytes(chunk) for position, chunk in self._chunks.items()}
-        self._transient = {position: self._transient_bytes(chunk) for position, chunk in self._chunks.items()}
+        self._chunk_bytes = {position: self._kept_and_transient(chunk) for position, chunk in self._chunks.items()}
         self._actions = action_list(
             stage_partition.schedule, stage, stage_partition.num_stages, num_microbatches, stage_partition.num_chunks
         )
@@ -229,30 +228,30 @@ class _StageActivations:
         live = peak = 0
         last = ActionKind.BACKWARD_WEIGHT if self._stage_partition.schedule.defers_weights else ActionKind.BACKWARD
         for action in self._actions:
+            kept, transient = self._chunk_bytes[action.position]
             if action.action.kind is ActionKind.FORWARD:
-                live += self._kept[action.position]
-            peak = max(peak, live + self._transient[action.position])
+                live += kept
+            peak = max(peak, live + transient)
             if action.action.kind is last:
-                live -= self._kept[action.position]
+                live -= kept
         gradients = tuple(MemoryInterval("gradient", name, 0, 0) for name in names)
         timeline = (*gradients, MemoryInterval("enter", "", peak, peak))
         return replace(self._profile, peaks=((peak, self._profile.gradients),), kept=peak, intervals=timeline)
 
-    def _kept_bytes(self, chunk: ModelChunk) -> int:
-        kept = sum(self._modules[name].kept for name in self._names_in(chunk))
+    def _kept_and_transient(self, chunk: ModelChunk) -> tuple[int, int]:
+        """Return the bytes of a microbatch that a chunk keeps until its backward, and those in addition at the peak."""
+        names = self._names_in(chunk)
+        kept = sum(self._modules[name].kept for name in names)
+        if not chunk.is_first:
+            kept += self._boundary_bytes(chunk.start)
+        transient = freed = 0
         if chunk.is_last:  # the loss, and operations outside of modules
             kept += max(0, self._profile.kept - sum(one.kept for one in self._modules.values()))
-        return kept + (0 if chunk.is_first else self._boundary_bytes(chunk.start))
-
-    def _transient_bytes(self, chunk: ModelChunk) -> int:
-        names = self._names_in(chunk)
-        transient = freed = 0
-        if chunk.is_last:
             transient = max(0, self._profile.worst_peak(0.0)[0] - self._profile.kept)
         for name in reversed(names):  # a module's backward runs after those of later modules freed their activations
             transient = max(transient, self._modules[name].transient - freed)
             freed += self._modules[name].kept
-        return transient
+        return kept, transient
 
     def _names_in(self, chunk: ModelChunk) -> list[str]:
         plan, bounds = self._stage_partition.plan, self._stage_partition.bounds

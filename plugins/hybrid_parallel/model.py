@@ -89,7 +89,7 @@ class HybridModel(ZeroModel):
         self.last_pipeline_run = None
         self.run_batch = None
         self._num_compared = self._num_losses = 0
-        self._is_rng_out_of_sync = self._has_replicated_batches
+        self._mark_rng_out_of_sync()
         self.register_load_hook(self._mark_rng_out_of_sync)
 
     @calls_compiled
@@ -188,33 +188,36 @@ class HybridModel(ZeroModel):
             return False
         if name in self._parameter_names:  # its shard spec marks the primary rank and stage
             return True
-        # A buffer has no shard spec: all tensor-parallel ranks hold it, and possibly several stages.
-        return self._tensor_rank == 0 and (self._stage_model is None or min(self._stages_of(name)) == self._stage)
-
-    def _stages_of(self, name: str) -> Sequence[int] | frozenset[int]:
-        """Return the stages that hold a state dict entry that is not a parameter."""
-        assert self._stage_model is not None
+        # Other entries have no shard spec: all tensor-parallel ranks hold them, and possibly several stages.
+        if self._tensor_rank != 0:
+            return False
+        if self._stage_model is None:
+            return True
         buffer = self._stage_model.buffers.get(name)
-        return self._stage_model.partition.stages_of(name.rpartition(".")[0]) if buffer is None else buffer.stages
+        stages = self._stage_model.partition.stages_of(name.rpartition(".")[0]) if buffer is None else buffer.stages
+        return min(stages) == self._stage
 
     def require_equal_copies(self) -> None:
-        buffers = self._own_buffers() if self._stage_model is None else self._stage_model.buffers
-        if not buffers or not self._parallel_groups:
-            return
-        differing = {name: None for group in self._parallel_groups for name in self._differing_buffers(group.group)}
-        error = _buffer_mismatch_error(list(differing)) if differing else None
-        raise_on_all_ranks(error)
-
-    def _own_buffers(self) -> dict[str, torch.Tensor]:
         state = self.module.state_dict().items()
-        return {name: one for name, one in state if name not in self._parameter_names and torch.is_tensor(one)}
-
-    def _differing_buffers(self, group: dist.ProcessGroup | None) -> list[str]:
-        """Return the buffers that differ from those of the group's first rank by more than rounding."""
-        own = self._own_buffers()
-        first = {name: buffer.detach().clone() for name, buffer in own.items()}
-        broadcast_joined(list(first.values()), group)
-        return [name for name, buffer in own.items() if not _is_close(buffer, first[name])]
+        own = {name: one for name, one in state if name not in self._parameter_names and torch.is_tensor(one)}
+        # A stage without buffers takes part in the collectives if another stage has some.
+        has_buffers = bool(own if self._stage_model is None else self._stage_model.buffers)
+        if not has_buffers or not self._parallel_groups:
+            return
+        differing: dict[str, None] = {}
+        for group in self._parallel_groups:
+            first = {name: buffer.detach().clone() for name, buffer in own.items()}
+            broadcast_joined(list(first.values()), group.group)
+            differing |= {name: None for name, buffer in own.items() if not _is_close(buffer, first[name])}
+        error = None
+        if differing:
+            error = CheckpointError(
+                "ranks that share layers or sequences have different values of the buffer"
+                f" {', '.join(map(repr, differing))} because each rank computes it from its shard, nothing was written:"
+                " compute it outside of the sharded layers, leave its module unsharded (a plan with 'replicated'), or"
+                " register it with persistent=False"
+            )
+        raise_on_all_ranks(error)
 
     def tied_names(self) -> dict[str, tuple[str, ...]]:
         if self._stage_model is None:
@@ -280,12 +283,9 @@ class HybridModel(ZeroModel):
             " outputs (where transformers' router_logits and hidden_states are unsharded), or do not shard such layers"
         )
 
-    @property
-    def _has_replicated_batches(self) -> bool:
-        return bool(self._parallel_groups) or self._stage_model is not None
-
     def _mark_rng_out_of_sync(self) -> None:
-        self._is_rng_out_of_sync = self._has_replicated_batches
+        """Synchronize the RNG state in the next training forward, if other ranks get the same batch."""
+        self._is_rng_out_of_sync = bool(self._parallel_groups) or self._stage_model is not None
 
     def sync_rng_state(self) -> None:
         """Synchronize the RNG state of ranks with the same batch, so that dropout outside of sharded layers is equal.
@@ -305,7 +305,14 @@ class HybridModel(ZeroModel):
         named = dict(self.module.named_parameters(remove_duplicate=False))
         if self._stage_model is not None:
             state_dict = self._stage_state_dict(state_dict)
-        local_state = {name: _local_shard(named.get(name), value) for name, value in state_dict.items()}
+        local_state: dict[str, Any] = {}
+        for name, value in state_dict.items():
+            parameter = named.get(name)
+            local_state[name] = value
+            if parameter is not None and isinstance(value, torch.Tensor) and value.shape != parameter.shape:
+                shard_spec = shard_spec_of(parameter)
+                if tuple(value.shape) == shard_spec.logical_shape:
+                    local_state[name] = shard_spec.shard(value)
         return super().load_state_dict(local_state, strict, assign)
 
     def _stage_state_dict(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
@@ -313,12 +320,13 @@ class HybridModel(ZeroModel):
         assert self._stage_model is not None
         stage_model = self._stage_model
         local_state = self.module.state_dict(keep_vars=True)
-        stages = stage_model.partition.stages_of
-
-        def is_remote(name: str) -> bool:
-            return name in stage_model.tied or self._stage not in stages(name.rpartition(".")[0])
-
-        found = {name: value for name, value in state_dict.items() if name in local_state or not is_remote(name)}
+        found = {}
+        for name, value in state_dict.items():
+            if name not in local_state:
+                is_tied = name in stage_model.tied
+                if is_tied or self._stage not in stage_model.partition.stages_of(name.rpartition(".")[0]):
+                    continue
+            found[name] = value
         for name in local_state:
             logical = self.logical_name(name)
             if name not in found and logical in state_dict:
@@ -347,18 +355,3 @@ def _is_close(buffer: torch.Tensor, first: torch.Tensor) -> bool:
     # The order of sums may differ between accelerators.
     largest = float(first.double().abs().nan_to_num(0.0, 0.0, 0.0).max())
     return torch.allclose(buffer.double(), first.double(), rtol=1e-3, atol=1e-3 * largest, equal_nan=True)
-
-
-def _buffer_mismatch_error(names: Sequence[str]) -> CheckpointError:
-    return CheckpointError(
-        f"ranks that share layers or sequences have different values of the buffer {', '.join(map(repr, names))}"
-        " because each rank computes it from its shard, nothing was written: compute it outside of the sharded layers,"
-        " leave its module unsharded (a plan with 'replicated'), or register it with persistent=False"
-    )
-
-
-def _local_shard(parameter: nn.Parameter | None, value: Any) -> Any:
-    if parameter is None or not isinstance(value, torch.Tensor) or value.shape == parameter.shape:
-        return value
-    shard_spec = shard_spec_of(parameter)
-    return shard_spec.shard(value) if tuple(value.shape) == shard_spec.logical_shape else value

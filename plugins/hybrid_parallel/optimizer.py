@@ -17,7 +17,6 @@ from booster.core.plain_torch import boosted_backward
 from booster.fault_tolerance.progress import in_phase
 from booster.interface import LossScaler, TensorSlice
 from booster.plugins.low_level_zero.config import ZeroSettings
-from booster.plugins.low_level_zero.grad_bucket import ParamGrad
 from booster.plugins.low_level_zero.optimizer import ZeroOptimizer
 from booster.plugins.sharding.optimizer import ShardedOptimizerState, ShardedPendingGradients
 
@@ -61,7 +60,7 @@ class HybridOptimizer(ZeroOptimizer):
     ) -> None:
         self.stage_model = stage_model
         self._sharing_groups = {} if sharing_groups is None else sharing_groups
-        self._stage = stage
+        self.stage = stage
         self._stage_group = stage_group
         super().__init__(optim, model, settings, loss_scaler=loss_scaler, is_primary=is_primary)
 
@@ -71,18 +70,14 @@ class HybridOptimizer(ZeroOptimizer):
         if self.stage_model is None:
             super()._record_group(index)
             return
-        names = (
-            self.stage_model.groups[index] if index < len(self.stage_model.groups) else self._names_of_new_group(index)
-        )
+        if index < len(self.stage_model.groups):
+            names = self.stage_model.groups[index]
+        else:  # a new group, whose parameters may be on any stage: collective over the stages
+            local_names = [self._names[id(one)] for one in self.param_groups[index]["params"]]
+            encoded, _ = all_gather_bytes(json.dumps(local_names).encode(), self._stage_group)
+            given = {name for encoded_names in encoded for name in json.loads(encoded_names)}
+            names = [name for name in self.stage_model.parameters if name in given]
         self.logical_groups.append([(name, self.stage_model.parameters[name]) for name in names])
-
-    def _names_of_new_group(self, index: int) -> list[str]:
-        """Return the names of a new group's parameters on all stages. Collective: over the stages."""
-        assert self.stage_model is not None
-        local_names = [self._names[id(one)] for one in self.param_groups[index]["params"]]
-        encoded, _ = all_gather_bytes(json.dumps(local_names).encode(), self._stage_group)
-        given = {name for encoded_names in encoded for name in json.loads(encoded_names)}
-        return [name for name in self.stage_model.parameters if name in given]
 
     def _sharded_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         if self.stage_model is None:
@@ -92,17 +87,9 @@ class HybridOptimizer(ZeroOptimizer):
         for group in self.logical_groups:
             yield from group
 
-    def holds(self, name: str) -> bool:
-        """Whether this stage holds a parameter of the model."""
-        return self.stage_model is None or name in self.stage_model.held
-
     def stages_of(self, name: str) -> tuple[int, ...]:
         """Return the stages that hold a parameter of this stage."""
-        return (self._stage,) if self.stage_model is None else self.stage_model.holders.get(name, (self._stage,))
-
-    def share_of(self, name: str) -> int:
-        """Return this stage's index among the stages that hold a parameter."""
-        return self.stages_of(name).index(self._stage)
+        return (self.stage,) if self.stage_model is None else self.stage_model.holders.get(name, (self.stage,))
 
     # Backward.
 
@@ -138,16 +125,14 @@ class HybridOptimizer(ZeroOptimizer):
 
     # Parameters of several stages.
 
-    def _reduce_gradients(self) -> float:
-        for param_grad, total in self._reduce_tied_gradients():
-            self._reducer.set_local(param_grad, total)
-        return super()._reduce_gradients()
-
     @torch.no_grad()
-    def _reduce_tied_gradients(self) -> Iterator[tuple[ParamGrad, torch.Tensor]]:
-        """Yield the all-reduced gradients of shared parameters that any stage used. Collective: over the stages."""
+    def _reduce_gradients(self) -> float:
+        """All-reduce the gradients of shared parameters that any stage used, then reduce over the data-parallel ranks.
+
+        Collective: over the stages and the data-parallel ranks.
+        """
         if self.stage_model is None:
-            return
+            return super()._reduce_gradients()
         param_grads = {param_grad.name: param_grad for param_grad in self._reducer.param_grads}
         for stages, group in self._sharing_groups.items():
             shared = [
@@ -162,7 +147,8 @@ class HybridOptimizer(ZeroOptimizer):
             for param_grad, gradient, is_used in zip(shared, own, all_reduce_max(used, group).tolist(), strict=True):
                 if is_used:
                     total = torch.zeros_like(param_grad.parameter) if gradient is None else gradient.detach().clone()
-                    yield param_grad, all_reduce_sum(total, group)
+                    self._reducer.set_local(param_grad, all_reduce_sum(total, group))
+        return super()._reduce_gradients()
 
     # Checkpoints.
 
@@ -186,13 +172,15 @@ class _StageAccumulatedGradients(ShardedPendingGradients):
     optimizer: HybridOptimizer
 
     def parameters(self) -> dict[str, nn.Parameter]:
-        return {name: one for name, one in super().parameters().items() if self.optimizer.holds(name)}
+        stage_model = self.optimizer.stage_model
+        assert stage_model is not None
+        return {name: one for name, one in super().parameters().items() if name in stage_model.held}
 
     def logical_parameters(self) -> dict[str, nn.Parameter]:
         return super().parameters()
 
     def summand_index(self, name: str) -> int:
-        return self.optimizer.share_of(name)
+        return self.optimizer.stages_of(name).index(self.optimizer.stage)
 
     def num_summands(self, name: str) -> int:
         return len(self.optimizer.stages_of(name))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -51,27 +52,27 @@ def shard_argument(modules: Mapping[str, nn.Module], split: ShardedArgument, tp_
     modules[split.module].register_forward_pre_hook(entry, with_kwargs=True)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class _LocalHeads:
     """Forward pre-hook that narrows a dimension in which units vary fastest, such as (batch * heads, ...)."""
 
-    def __init__(self, argument: str, dim: int, num_units: int, own: slice) -> None:
-        self._argument = argument
-        self._dim = dim
-        self._num_units = num_units
-        self._own = own
+    argument: str
+    dim: int
+    num_units: int
+    own: slice
 
     @not_compiled
     def __call__(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        value = kwargs.get(self._argument)
+        value = kwargs.get(self.argument)
         if not isinstance(value, torch.Tensor):
             return args, kwargs
         # A 3-d argument has batch and heads in one dimension, a 4-d one has them separate.
-        dim = 1 if self._dim == 0 and value.dim() == 4 else self._dim
-        if value.shape[dim] % self._num_units:
+        dim = 1 if self.dim == 0 and value.dim() == 4 else self.dim
+        if value.shape[dim] % self.num_units:
             return args, kwargs  # a mask that is the same for all heads
-        units = value.unflatten(dim, (-1, self._num_units))
-        own = units.narrow(dim + 1, self._own.start, self._own.stop - self._own.start).flatten(dim, dim + 1)
-        return args, {**kwargs, self._argument: own}
+        units = value.unflatten(dim, (-1, self.num_units))
+        own = _narrow(units, dim + 1, self.own).flatten(dim, dim + 1)
+        return args, {**kwargs, self.argument: own}
 
 
 # Note [Partial gradients]
@@ -193,7 +194,9 @@ def parallelize(
     Collective: no.
     """
     modules = dict(model.named_modules())
-    swap = _ModuleSwap(modules, plan, tp_group, vocabulary_multiple, parallel_output)
+    # Name prefixes of the modules inside stacks, where each rank holds its own tokens.
+    prefixes = tuple(f"{name}." for stack in plan.stacks for name in stack) if tp_group.shards_sequence else ()
+    swap = _ModuleSwap(modules, tp_group, prefixes, vocabulary_multiple, parallel_output)
     for entry in plan.entries:
         if not entry.is_parameter and entry.style not in _UNSWAPPED_STYLES:
             swap.apply(entry)
@@ -201,24 +204,24 @@ def parallelize(
         setattr(modules[change.module], change.attribute, change.local_value(tp_group.size, tp_group.rank))
     for split in plan.arguments:
         shard_argument(modules, split, tp_group)
-    _register_grad_all_reduces(model, plan, tp_group, shard_specs)
+    _register_grad_all_reduces(model, plan, tp_group, shard_specs, prefixes)
     if tp_group.shards_sequence:
         _shard_sequences(modules, plan, tp_group)
-        gather_returned_outputs(model)
+        model.register_forward_hook(gather_returned_outputs)
 
 
 class _ModuleSwap:
     def __init__(
         self,
         modules: Mapping[str, nn.Module],
-        plan: TensorParallelPlan,
         tp_group: TensorParallelGroup,
+        sequence_parallel_prefixes: tuple[str, ...],
         multiple: int,
         parallel_output: bool,
     ) -> None:
         self._modules = modules
         self._tp_group = tp_group
-        self._sequence_parallel_prefixes = _sequence_parallel_prefixes(plan, tp_group)
+        self._sequence_parallel_prefixes = sequence_parallel_prefixes
         self._multiple = multiple
         self._parallel_output = parallel_output
 
@@ -231,7 +234,7 @@ class _ModuleSwap:
                 tp_group,
                 sizes=sizes,
                 gathers_output=style == "colwise_gather_output",
-                is_input_gathered=self._is_input_gathered(entry),
+                is_input_gathered=tp_group.shards_sequence and entry.region != "",  # by the hook of its region
                 siblings=[self._modules[name] for name in entry.siblings],
             )
         elif style in ROW_STYLES:
@@ -268,10 +271,6 @@ class _ModuleSwap:
             raise AssertionError(f"check_plan() let the style {style!r} pass")
         makers[style](module, self._tp_group)
 
-    def _is_input_gathered(self, entry: PlannedEntry) -> bool:
-        """Whether the region's hook has already all-gathered the layer's input."""
-        return self._tp_group.shards_sequence and entry.region != ""
-
 
 def _num_rotary(model: nn.Module) -> int:
     """Return how many of a latent projection's features are the keys' rotary ones, from the transformers config."""
@@ -286,27 +285,22 @@ def _num_rotary(model: nn.Module) -> int:
     return number
 
 
-def _sequence_parallel_prefixes(plan: TensorParallelPlan, tp_group: TensorParallelGroup) -> tuple[str, ...]:
-    """Return the name prefixes of the modules inside stacks, where each rank holds its own tokens."""
-    return tuple(f"{name}." for stack in plan.stacks for name in stack) if tp_group.shards_sequence else ()
-
-
 def _register_grad_all_reduces(
     model: nn.Module,
     plan: TensorParallelPlan,
     tp_group: TensorParallelGroup,
     shard_specs: Mapping[str, Sequence[ShardSpec]],
+    sequence_parallel_prefixes: tuple[str, ...],
 ) -> None:
     """Register the all-reduces of partial gradients; see Note [Partial gradients]."""
     # With a single key-value head every rank holds the full column-parallel layer, but uses it for its own query heads.
     feature_styles = COLUMN_STYLES | {"replicated_with_grad_allreduce"}
     partial = {entry.name for entry in plan.entries if entry.style in feature_styles}
-    prefixes = _sequence_parallel_prefixes(plan, tp_group)
     for name, parameter in model.named_parameters():
         rank_specs = shard_specs[name]
         if not rank_specs[0].is_unsharded:
             all_reduce_shared_grad(parameter, rank_specs, tp_group.rank, tp_group.group)
-        elif name.rpartition(".")[0] in partial or name in partial or name.startswith(prefixes):
+        elif name.rpartition(".")[0] in partial or name in partial or name.startswith(sequence_parallel_prefixes):
             all_reduce_replicated_grad(parameter, tp_group.group)
 
 

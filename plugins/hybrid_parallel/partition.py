@@ -15,7 +15,7 @@ from booster.interface import ShardSpec
 from booster.mixed_precision.fp16 import log_rank_zero
 from booster.plugins.sharding.deferred_init import Materializer
 
-from .activation_checkpointing import GradientCheckpointConfig, check_stacks, checkpoint_layers
+from .activation_checkpointing import check_stacks, checkpoint_layers
 from .config import HybridArguments
 from .mesh import HybridMesh
 from .parallelize import parallelize
@@ -135,8 +135,8 @@ class ModelPartitioner:
     ) -> None:
         self._verbose = verbose
         self._arguments = arguments
-        self._mesh = mesh
         self._device = device
+        self._stage = mesh.rank("pp")
         pipeline = arguments.pipeline
         defers = pipeline is not None and pipeline.schedule.defers_weights
         self.weight_gradients = DeferredWeightGrads() if defers else None
@@ -223,7 +223,7 @@ class ModelPartitioner:
             )
         if self.sp_group is not None:
             check_only_attention_mixes_tokens(model, plan.stacks)
-        self._materializer(model).check()
+        Materializer(model, self._device, param_init_fn=None, sync=True).check()
         return PartitionPlan(plan, self.stage_partition(model))
 
     def apply(self, model: nn.Module, optimizer: Optimizer | None, partition_plan: PartitionPlan) -> StageModel | None:
@@ -242,12 +242,13 @@ class ModelPartitioner:
         shard_specs = self.shard_specs(model, plan)
         tensor_rank = 0 if self.tp_group is None else self.tp_group.rank
         local_specs = {name: rank_specs[tensor_rank] for name, rank_specs in shard_specs.items()}
+        materializer = Materializer(model, self._device, param_init_fn=None, sync=True)
         if stage_partition is None:
-            shard_parameters(model, optimizer, local_specs, self._materializer(model))
+            shard_parameters(model, optimizer, local_specs, materializer)
             self._parallelize(model, plan, shard_specs)
             return None
         stage_model = build_stage(
-            model, optimizer, local_specs, self._materializer(model), stage_partition, self._stage, self._device
+            model, optimizer, local_specs, materializer, stage_partition, self._stage, self._device
         )
         stage_specs = {name: shard_specs[logical] for name, logical in stage_model.logical_names.items()}
         self._parallelize(model, self._stage_plan(model, plan, stage_partition), stage_specs)
@@ -271,29 +272,21 @@ class ModelPartitioner:
             shard_parameter(parameter, shard_specs[name][tensor_rank])
         self._parallelize(model, plan, shard_specs)
 
-    @property
-    def _stage(self) -> int:
-        return self._mesh.rank("pp")
-
     def _stage_plan(
         self, model: nn.Module, plan: TensorParallelPlan, stage_partition: StagePartition
     ) -> TensorParallelPlan:
         """Return the plan restricted to this stage's modules, with stacks cut at the stage's bounds."""
         stages = stage_partition.module_stages(model)
         held = {name for name, module in model.named_modules() if self._stage in stages[id(module)]}
-
-        def is_held(name: str, is_parameter: bool = False) -> bool:
-            return (name.rpartition(".")[0] if is_parameter else name) in held
-
         return replace(
             plan,
             entries=tuple(
-                replace(entry, siblings=tuple(name for name in entry.siblings if is_held(name)))
+                replace(entry, siblings=tuple(name for name in entry.siblings if name in held))
                 for entry in plan.entries
-                if is_held(entry.name, entry.is_parameter)
+                if (entry.name.rpartition(".")[0] if entry.is_parameter else entry.name) in held
             ),
-            attributes=tuple(change for change in plan.attributes if is_held(change.module)),
-            arguments=tuple(split for split in plan.arguments if is_held(split.module)),
+            attributes=tuple(change for change in plan.attributes if change.module in held),
+            arguments=tuple(split for split in plan.arguments if split.module in held),
             stacks=tuple(
                 tuple(layers) for stack in plan.stacks for layers in stage_partition.layers_of(self._stage, stack)
             ),
@@ -310,28 +303,19 @@ class ModelPartitioner:
                 parallel_output=self._arguments.parallel_output,
             )
         if self.sp_group is not None:
-            self._shard_sequences(model, plan, self.sp_group)
-        if self._arguments.checkpointing is not None:
-            self._checkpoint_layers(model, plan, self._arguments.checkpointing)
-
-    def _checkpoint_layers(self, model: nn.Module, plan: TensorParallelPlan, config: GradientCheckpointConfig) -> None:
-        if self._arguments.pipeline is None:
+            use_sequence_attention(model)
+            modules = dict(model.named_modules())
             for stack in plan.stacks:
-                checkpoint_layers(model, stack, config)
-            return
-        layers = [name for stage_layers in plan.stacks for name in stage_layers]
-        checkpoint_layers(model, layers, config, stage=self._stage)
-
-    def _shard_sequences(self, model: nn.Module, plan: TensorParallelPlan, sp_group: SequenceParallelGroup) -> None:
-        use_sequence_attention(model)
-        modules = dict(model.named_modules())
-        for stack in plan.stacks:
-            attach_stack([modules[name] for name in stack], SequenceAxisSplitter(sp_group))
-        gather_returned_outputs(model)
+                attach_stack([modules[name] for name in stack], SequenceAxisSplitter(self.sp_group))
+            model.register_forward_hook(gather_returned_outputs)
+        checkpointing = self._arguments.checkpointing
+        if checkpointing is not None and self._arguments.pipeline is not None:
+            layers = [name for stage_layers in plan.stacks for name in stage_layers]
+            checkpoint_layers(model, layers, checkpointing, stage=self._stage)
+        elif checkpointing is not None:
+            for stack in plan.stacks:
+                checkpoint_layers(model, stack, checkpointing)
 
     def shard_specs(self, model: nn.Module, plan: TensorParallelPlan) -> dict[str, list[ShardSpec]]:
         """Return each parameter's shard specs by name, one per tensor-parallel rank. Collective: no."""
         return planned_shard_specs(model, plan, self._arguments.tp_size, self._arguments.make_vocab_size_divisible_by)
-
-    def _materializer(self, model: nn.Module) -> Materializer:
-        return Materializer(model, self._device, param_init_fn=None, sync=True)

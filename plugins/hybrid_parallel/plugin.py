@@ -188,6 +188,7 @@ class HybridParallelPlugin(DistributedPlugin):
         sizes = self._arguments.axis_sizes(group_size())
         self._mesh = HybridMesh(self._device.type, dp_outside=dp_outside, **sizes)
         self._mesh.group("dp")  # creation is collective; later calls may come from some ranks only
+        self._offloads = cpu_offload and self._device.type != "cpu"
         self._partitioner = ModelPartitioner(self._arguments, self._mesh, self._device, verbose=verbose)
         for line in self._arguments.remarks():
             log_rank_zero(line)
@@ -356,10 +357,6 @@ class HybridParallelPlugin(DistributedPlugin):
         return run_batch(
             data_iter, criterion, optimizer, return_loss=return_loss, return_outputs=return_outputs, num_items=num_items
         )
-
-    @property
-    def _offloads(self) -> bool:
-        return self._arguments.cpu_offload and self._device.type != "cpu"
 
     def _settings(self) -> ZeroSettings:
         arguments, mesh = self._arguments, self._mesh

@@ -59,29 +59,22 @@ class ZeroArguments:
             )
         if self.precision not in DTYPES:
             raise ConfigError(f"precision={self.precision!r} is not known: choose one of {', '.join(DTYPES)}")
-        self._check_numbers()
-        self._check_communication_dtype()
-        check_replicas(self.extra_dp_size, world_size)
-        for name in ("overlap_communication", "overlap_allgather", "cpu_offload", "master_weights", "cast_inputs"):
-            check_flag(name, getattr(self, name))
-        for name in ("sync_batch_norm", "broadcast_buffers"):
-            check_flag(name, getattr(self, name))
-
-    def _check_numbers(self) -> None:
         check_clipping(self.max_norm, self.norm_type)
         if not is_non_nan_number(self.reduce_bucket_size_in_m) or not 0 < self.reduce_bucket_size_in_m < float("inf"):
             raise ConfigError(
                 f"reduce_bucket_size_in_m={self.reduce_bucket_size_in_m!r} holds no gradient: give a number of 2**20"
                 " elements above 0, such as 12"
             )
-
-    def _check_communication_dtype(self) -> None:
-        allowed = (None, torch.float32, torch.bfloat16, torch.float16)
-        if self.communication_dtype not in allowed:
+        if self.communication_dtype not in (None, torch.float32, torch.bfloat16, torch.float16):
             raise ConfigError(
                 f"communication_dtype={self.communication_dtype!r} is not a dtype of gradient reduction: give"
                 " torch.float32, torch.bfloat16, torch.float16, or None for the gradients' own"
             )
+        check_replicas(self.extra_dp_size, world_size)
+        for name in ("overlap_communication", "overlap_allgather", "cpu_offload", "master_weights", "cast_inputs"):
+            check_flag(name, getattr(self, name))
+        for name in ("sync_batch_norm", "broadcast_buffers"):
+            check_flag(name, getattr(self, name))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

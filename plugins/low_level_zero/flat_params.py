@@ -100,24 +100,29 @@ class FlatLayout:
         shapes: Shapes of the parameters, in order.
         num_shards: Number of ranks that share the buffer.
         max_bucket_numel: Maximum number of elements of a bucket (but at least one aligned unit per shard).
+
+    Attributes:
+        numel: Number of elements, including padding.
+        shard_numel: Number of elements that each rank owns, including padding.
+        param_ranges: Ranges of the parameters, in order.
+        buckets: Buckets of equal size up to one unit, in buffer order.
     """
 
     def __init__(self, shapes: Sequence[Sequence[int]], num_shards: int, max_bucket_numel: int) -> None:
         self.num_shards = num_shards
-        self.param_ranges = _param_ranges(shapes)
-        used = self.param_ranges[-1].stop if self.param_ranges else 0
+        self.param_ranges: list[ParamRange] = []
+        used = 0
+        for shape in shapes:
+            start, used = used, used + math.prod(shape)
+            self.param_ranges.append(ParamRange(tuple(shape), start, used))
         unit = num_shards * _ALIGNMENT
         num_units = -(-used // unit)
         num_buckets = -(-num_units // max(1, max_bucket_numel // unit))
         # Equal sizes: a small last bucket would cost a separate message.
         cuts = [unit * (num_units * index // max(1, num_buckets)) for index in range(num_buckets + 1)]
         self.numel = num_units * unit
+        self.shard_numel = self.numel // num_shards
         self.buckets = [Bucket(cuts[i], cuts[i + 1], num_shards) for i in range(num_buckets)]
-
-    @property
-    def shard_numel(self) -> int:
-        """Number of elements that each rank owns, including padding."""
-        return self.numel // self.num_shards
 
     def params_in(self, bucket: Bucket) -> list[int]:
         """Return the indices of the parameters that have elements in a bucket."""
@@ -148,15 +153,6 @@ class FlatLayout:
             in_buffer=slice(start, stop),
             in_bucket_shard=slice(start - shard.start, stop - shard.start),
         )
-
-
-def _param_ranges(shapes: Sequence[Sequence[int]]) -> list[ParamRange]:
-    ranges, start = [], 0
-    for shape in shapes:
-        stop = start + math.prod(shape)
-        ranges.append(ParamRange(tuple(shape), start, stop))
-        start = stop
-    return ranges
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -201,6 +197,10 @@ class FlatGroup:
 
     Attributes:
         weights: Flat buffer, including padding.
+        device: Device of the weights.
+        masters: This rank's shard with the precision of the update, or None if the optimizer updates the weights.
+        updates_weights_in_place: Whether a fused optimizer step may write this rank's weights together with their
+            masters.
         owned: Shards of this rank, in bucket order.
     """
 
@@ -214,25 +214,12 @@ class FlatGroup:
         self.dtype = dtype
         shapes = [tuple(parameter.shape) for parameter in self.parameters]
         self.layout = FlatLayout(shapes, sharding.num_shards, sharding.max_bucket_numel)
-        device = self.parameters[0].device
-        self.weights = torch.zeros(self.layout.numel, dtype=dtype, device=device)
-        self.masters = self._new_masters(device)
+        self.device = self.parameters[0].device
+        self.weights = torch.zeros(self.layout.numel, dtype=dtype, device=self.device)
+        self.masters = self._new_masters()
+        self.updates_weights_in_place = self.masters is not None and self.masters.device == self.device
         self.owned = self._flatten(self.layout.owned_ranges(sharding.rank))
         self.record_versions()
-
-    @property
-    def device(self) -> torch.device:
-        """Device of the weights."""
-        return self.weights.device
-
-    @property
-    def updates_weights_in_place(self) -> bool:
-        """Whether a fused optimizer step may write this rank's weights together with their masters."""
-        return self.masters is not None and self.masters.device == self.device
-
-    def weights_of(self, owned: OwnedShard) -> torch.Tensor:
-        """Return the model weights of a shard."""
-        return self.weights[owned.range.in_buffer]
 
     def shard_storage(self, owned_range: OwnedRange) -> torch.Tensor:
         """Return the memory that the optimizer updates: the master weights, or the weights if there are none."""
@@ -265,21 +252,13 @@ class FlatGroup:
         """Return whether a weight was modified in place since `record_versions`, except through `.data`."""
         return self._versions != [parameter._version for parameter in self.parameters]
 
-    def first_moved_parameter(self) -> str | None:
-        """Return the name of a parameter whose data is no longer in the flat buffer, or None."""
-        start, size = self.weights.data_ptr(), self.weights.element_size()
-        for name, parameter, param_range in zip(self.names, self.parameters, self.layout.param_ranges, strict=True):
-            if parameter.data_ptr() != start + param_range.start * size and parameter.numel() > 0:
-                return name
-        return None
-
-    def _new_masters(self, device: torch.device) -> torch.Tensor | None:
+    def _new_masters(self) -> torch.Tensor | None:
         is_low = self.dtype in (torch.float16, torch.bfloat16)
-        moves = self.sharding.master_device not in (None, device)
+        moves = self.sharding.master_device not in (None, self.device)
         if not moves and not (is_low and self.sharding.keeps_masters):
             return None
         dtype = torch.float32 if is_low and self.sharding.keeps_masters else self.dtype
-        home = device if self.sharding.master_device is None else self.sharding.master_device
+        home = self.device if self.sharding.master_device is None else self.sharding.master_device
         return torch.zeros(self.layout.shard_numel, dtype=dtype, device=home)
 
     @torch.no_grad()

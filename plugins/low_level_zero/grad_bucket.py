@@ -59,11 +59,6 @@ class ParamGrad:
         """Gradient that is not reduced yet, in the parameter's shape, or None."""
         return self.parameter.grad if self.is_local else None
 
-    def clear(self) -> None:
-        """Release the local gradient."""
-        self.parameter.grad = self.source = None
-        self.num_issued = 0
-
     def mark_issued(self) -> None:
         """Count one issued bucket; after the last one, release the gradient."""
         self.num_issued += 1
@@ -183,10 +178,6 @@ class GradientStore(ABC):
     def detach_grad_shard(self, bucket: GradientBucket) -> None:
         """Move the gradient shard to memory that new local gradients do not overwrite."""
 
-    def zero_grad_shard(self, bucket: GradientBucket) -> None:
-        """Set the bucket's gradient shard to zeros."""
-        bucket.grad_shard = torch.zeros(bucket.bucket.shard_numel, dtype=bucket.sum_dtype, device=self._device)
-
 
 class ShardedGradients(GradientStore):
     """Stage 2: gradients stay in `.grad` until their bucket is issued; only this rank's shards are kept.
@@ -258,7 +249,11 @@ class FullGradients(GradientStore):
         local = self._flat[where.start : where.stop]
         for param_grad in bucket.param_grads:
             if param_grad.num_issued == 0:
-                param_grad.source, param_grad.is_local = self._take_grad(param_grad), False
+                param_grad.source, param_grad.is_local = None, False
+                if param_grad.parameter.grad is not None:
+                    self.receive(param_grad)  # it arrived outside booster.backward, or after its bucket was issued
+                    # Removed from `.grad`: autograd must not accumulate later gradients into it.
+                    param_grad.source, param_grad.parameter.grad = self._view(param_grad), None
             if param_grad.source is None:
                 local[param_grad.overlap(where)[1]].zero_()
             param_grad.mark_issued()
@@ -283,14 +278,6 @@ class FullGradients(GradientStore):
     def detach_grad_shard(self, bucket: GradientBucket) -> None:
         if bucket.grad_shard is not None and bucket.grad_shard.data_ptr() == self._shard_view(bucket).data_ptr():
             bucket.grad_shard = bucket.grad_shard.clone()
-
-    def _take_grad(self, param_grad: ParamGrad) -> torch.Tensor | None:
-        """Remove the gradient from `.grad`, so that later ones are not accumulated into it, and return it or None."""
-        if param_grad.parameter.grad is None:
-            return None
-        self.receive(param_grad)  # it arrived outside booster.backward, or after its bucket was issued
-        param_grad.parameter.grad = None
-        return self._view(param_grad)
 
     def _view(self, param_grad: ParamGrad) -> torch.Tensor:
         key = id(param_grad)

@@ -58,6 +58,9 @@ class _Group:
         arguments: Arguments of the plugin.
         num_shards: Number of ranks that share the buffer.
         max_bucket_numel: Maximum number of elements of a bucket.
+
+    Attributes:
+        weight_bytes: Bytes of all weights, including padding.
     """
 
     def __init__(
@@ -71,6 +74,7 @@ class _Group:
         self.named = named
         self.dtype = dtype
         self.layout = FlatLayout([shape for _, shape in named], num_shards, max_bucket_numel)
+        self.weight_bytes = self.layout.numel * dtype.itemsize
         is_low = dtype in LOW_PRECISION
         self.sum_dtype = torch.float32 if is_low else dtype
         self.has_masters = is_low and arguments.master_weights
@@ -95,21 +99,13 @@ class _Group:
 
     def shard_shapes(self) -> list[tuple[int, ...]]:
         """Return the shard shapes of the first rank, which has no padding and therefore the largest shards."""
-        return [
-            (numel,)
-            for index, number in _overlaps(self.layout)
-            if (numel := _owned_numel(self.layout, index, number)) > 0
-        ]
-
-    @property
-    def weight_bytes(self) -> int:
-        """Bytes of all weights, including padding."""
-        return self.layout.numel * self.dtype.itemsize
-
-    @property
-    def largest_bucket(self) -> int:
-        """Number of elements of the largest bucket."""
-        return max((bucket.numel for bucket in self.layout.buckets), default=0)
+        shapes: list[tuple[int, ...]] = []
+        for index, number in _overlaps(self.layout):
+            param_range, shard = self.layout.param_ranges[index], self.layout.buckets[number].shard_range(0)
+            numel = int(min(param_range.stop, shard.stop) - max(param_range.start, shard.start))
+            if numel > 0:
+                shapes.append((numel,))
+        return shapes
 
 
 def _overlaps(layout: FlatLayout) -> Iterator[tuple[int, int]]:
@@ -123,12 +119,6 @@ def _overlaps(layout: FlatLayout) -> Iterator[tuple[int, int]]:
             if layout.param_ranges[here].stop > layout.param_ranges[here].start:
                 yield here, number
             here += 1
-
-
-def _owned_numel(layout: FlatLayout, index: int, number: int) -> int:
-    """Return the number of elements of a parameter that the first rank owns in a bucket; none if negative."""
-    param_range, shard = layout.param_ranges[index], layout.buckets[number].shard_range(0)
-    return int(min(param_range.stop, shard.stop) - max(param_range.start, shard.start))
 
 
 class _Backward:
@@ -230,11 +220,12 @@ def zero_memory(
     worst = largest_moment(question.activations(arguments.dtype).intervals, backward)
     sums = sum(group.layout.shard_numel * group.sum_dtype.itemsize for group in groups)
     packed = sum(group.layout.shard_numel * group.sum_dtype.itemsize for group in groups if group.packs)
+    per_link = sum(group.layout.shard_numel * (group.sent_dtype.itemsize + group.dtype.itemsize) for group in groups)
     return RankMemory(
         steady_state=kept,
         backward=_with(kept, gradients=full + worst.held, activations=worst.activations),
         step=_with(kept, gradients=full + packed, activations=_step_bytes(question, groups)),
-        sent=_sent_bytes(groups, num_shards, num_replicas, sums),
+        sent=(num_shards - 1) * per_link + 2 * (num_replicas - 1) * sums // num_replicas,
         offloaded=elsewhere,
     )
 
@@ -272,7 +263,7 @@ def _buffer_bytes(groups: Sequence[_Group]) -> int:
     """Return the bytes of the persistent buffers for buckets in flight; see `BucketBuffers`."""
     found: dict[tuple[str, int, torch.dtype], int] = {}
     for group in groups:
-        numel = group.largest_bucket
+        numel = max((bucket.numel for bucket in group.layout.buckets), default=0)
         for turn in range(MAX_BUCKETS_IN_FLIGHT):
             if group.packs or group.sent_dtype != group.dtype:
                 key = ("sent", turn, group.sent_dtype)
@@ -291,11 +282,6 @@ def _step_bytes(question: MemoryRequest, groups: Sequence[_Group]) -> int:
         if group.main_dtype != group.sum_dtype:  # gradients in the dtype of the update
             rounded += group.layout.shard_numel * group.main_dtype.itemsize
     return most + rounded
-
-
-def _sent_bytes(groups: Sequence[_Group], num_shards: int, num_replicas: int, sums: int) -> int:
-    per_link = sum(group.layout.shard_numel * (group.sent_dtype.itemsize + group.dtype.itemsize) for group in groups)
-    return (num_shards - 1) * per_link + 2 * (num_replicas - 1) * sums // num_replicas
 
 
 def _with(kept: MemoryParts, *, gradients: int, activations: int) -> MemoryParts:

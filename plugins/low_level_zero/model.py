@@ -59,7 +59,16 @@ class ZeroModel(ModelWrapper):
         Collective over the group in training, if the model has buffers.
         """
         self._begin_run(args, kwargs)
-        with self._waiting():
+        waiting: AbstractContextManager[Any] = nullcontext()
+        if self._all_gather is not None and self._all_gather.is_pending:
+            # A compiled module reads its weights where no operator of torch is seen.
+            if torch.compiler.is_compiling() or any(
+                hasattr(one, "_orig_mod") or one._compiled_call_impl is not None for one in self.module.modules()
+            ):
+                self._all_gather.wait()
+            else:
+                waiting = WaitForParams(self._all_gather)
+        with waiting:
             outputs = super().forward(*args, **kwargs)
         self.wait_for_weights()
         return outputs
@@ -71,14 +80,6 @@ class ZeroModel(ModelWrapper):
     def _run_method(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self.wait_for_weights()
         return super()._run_method(method, *args, **kwargs)
-
-    def _waiting(self) -> AbstractContextManager[Any]:
-        if self._all_gather is None or not self._all_gather.is_pending:
-            return nullcontext()
-        if torch.compiler.is_compiling() or any(map(_is_compiled, self.module.modules())):
-            self._all_gather.wait()  # a compiled module reads its weights where no operator of torch is seen
-            return nullcontext()
-        return WaitForParams(self._all_gather)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients of the model and of its optimizer."""
@@ -125,7 +126,3 @@ class ZeroModel(ModelWrapper):
     def tensor_slices(self) -> list[TensorSlice]:
         self.wait_for_weights()
         return super().tensor_slices()
-
-
-def _is_compiled(module: nn.Module) -> bool:
-    return hasattr(module, "_orig_mod") or module._compiled_call_impl is not None

@@ -16,8 +16,7 @@ from booster.plugins.sharding.optimizer import ShardedOptimizer
 from booster.plugins.sharding.shard_states import shard_state
 
 from .config import ZeroSettings
-from .flat_params import FlatGroup, OwnedShard
-from .grad_bucket import GradientBucket, ParamGrad
+from .flat_params import FlatGroup
 from .model import ZeroModel
 from .param_all_gather import ParamAllGather
 from .reducer import GradientReducer
@@ -27,10 +26,8 @@ class ZeroOptimizer(ShardedOptimizer):
     """Optimizer with states, and in stage 2 gradients, sharded over the data-parallel ranks.
 
     `param_groups` hold this rank's shards in place of the trained parameters; frozen parameters stay unsharded. All
-    other
-    entries of a group are those of the user's optimizer. Rajbhandari et al., "ZeRO: Memory Optimizations Toward
-    Training
-    Trillion Parameter Models", SC 2020.
+    other entries of a group are those of the user's optimizer. Rajbhandari et al., "ZeRO: Memory Optimizations Toward
+    Training Trillion Parameter Models", SC 2020.
 
     Args:
         optim: The user's optimizer, elementwise or `ShardAware`.
@@ -75,12 +72,15 @@ class ZeroOptimizer(ShardedOptimizer):
     def _shard_group(self, index: int) -> None:
         """Shard the trainable parameters of a group that are not sharded yet."""
         group = self.param_groups[index]
-        order = {id(parameter): number for number, parameter in enumerate(self._model_order())}
+        order = {id(parameter): number for number, parameter in enumerate(self.model.unwrap().parameters())}
         new = [one for one in group["params"] if one.requires_grad and id(one) not in self._model_param_of]
         new.sort(key=lambda parameter: order[id(parameter)])
+        by_dtype: dict[torch.dtype, list[nn.Parameter]] = {}
+        for parameter in new:
+            casts_to = self._settings.dtype if parameter.is_floating_point() else None
+            by_dtype.setdefault(casts_to or parameter.dtype, []).append(parameter)
         shards: list[nn.Parameter] = []
-        for dtype in dict.fromkeys(self._weight_dtype(parameter) for parameter in new):
-            members = [parameter for parameter in new if self._weight_dtype(parameter) == dtype]
+        for dtype, members in by_dtype.items():
             named = [(self._names[id(parameter)], parameter) for parameter in members]
             flat = FlatGroup(index, named, dtype, self._settings.sharding)
             self._flat_groups.append(flat)
@@ -99,7 +99,7 @@ class ZeroOptimizer(ShardedOptimizer):
         settings = self._settings
         self._reducer = GradientReducer(
             self._flat_groups,
-            self._model_order(),
+            list(self.model.unwrap().parameters()),
             stage=settings.stage,
             overlaps=settings.overlaps,
             control_group=settings.control_group or settings.data_parallel_group,
@@ -117,13 +117,6 @@ class ZeroOptimizer(ShardedOptimizer):
         """Yield all parameters that are sharded over the gradient-norm group, in the same order on all its ranks."""
         for flat in self._flat_groups:
             yield from zip(flat.names, flat.parameters, strict=True)
-
-    def _model_order(self) -> list[nn.Parameter]:
-        return list(self.model.unwrap().parameters())
-
-    def _weight_dtype(self, parameter: nn.Parameter) -> torch.dtype:
-        casts = self._settings.dtype is not None and parameter.is_floating_point()
-        return self._settings.dtype if casts and self._settings.dtype is not None else parameter.dtype
 
     def _refresh_masters(self) -> None:
         for flat in self._flat_groups:
@@ -157,11 +150,20 @@ class ZeroOptimizer(ShardedOptimizer):
         self._reducer.finish()
         for bucket in self._reducer.buckets:
             for param_grad, owned in bucket.owned:
-                owned.shard.parameter.grad = _gradient_of(bucket, param_grad, owned)
+                parameter = owned.shard.parameter
+                if not param_grad.is_used:
+                    parameter.grad = None
+                elif bucket.grad_shard is None:  # no backward since zero_grad(set_to_none=False)
+                    parameter.grad = torch.zeros_like(parameter, requires_grad=False)
+                else:
+                    own = bucket.grad_shard[owned.range.in_bucket_shard]
+                    parameter.grad = own.to(device=parameter.device, dtype=parameter.dtype)
         return 1.0 / group_size(self.data_parallel_group)
 
     def _has_gradients(self) -> bool:
-        return self._reducer.has_gradients
+        return any(one.is_local for one in self._reducer.param_grads) or any(
+            bucket.grad_shard is not None for bucket in self._reducer.buckets
+        )
 
     # Step.
 
@@ -181,16 +183,13 @@ class ZeroOptimizer(ShardedOptimizer):
         if self._accumulation.num_backwards == 0:
             return
         self._restore_memory()
-        self._publish(are_rounded=self._accumulation.factors is not None)
+        self._publish_weights(are_rounded=self._accumulation.factors is not None)
 
     def _shard_memory(self) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
         for flat in self._flat_groups:
             yield from ((one.shard.parameter, flat.shard_storage(one.range)) for one in flat.owned)
 
-    def _publish_weights(self) -> None:
-        self._publish(are_rounded=False)
-
-    def _publish(self, *, are_rounded: bool) -> None:
+    def _publish_weights(self, *, are_rounded: bool = False) -> None:
         """All-gather the weights.
 
         Args:
@@ -211,16 +210,18 @@ class ZeroOptimizer(ShardedOptimizer):
             self._step_parts()
             return
         flats = [flat for flat in self._flat_groups if flat.updates_weights_in_place]
-        self._step_fused({one.shard.parameter: flat.weights_of(one) for flat in flats for one in flat.owned}, {})
+        rounded = {one.shard.parameter: flat.weights[one.range.in_buffer] for flat in flats for one in flat.owned}
+        self._step_fused(rounded, {})
 
     def _check_weights(self) -> None:
         for flat in self._flat_groups:
-            name = flat.first_moved_parameter()
-            if name is not None:
-                raise ConfigError(
-                    f"the memory of {name!r} was replaced after boost(), by model.to(), .half(), .data = or the like,"
-                    " so the optimizer's updates would not reach the model: do it before boost()"
-                )
+            begin, size = flat.weights.data_ptr(), flat.weights.element_size()
+            for name, parameter, param_range in zip(flat.names, flat.parameters, flat.layout.param_ranges, strict=True):
+                if parameter.data_ptr() != begin + param_range.start * size and parameter.numel() > 0:
+                    raise ConfigError(
+                        f"the memory of {name!r} was replaced after boost(), by model.to(), .half(), .data = or the"
+                        " like, so the optimizer's updates would not reach the model: do it before boost()"
+                    )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients and end the accumulation. No effect while `Booster.accumulate` collects microbatches."""
@@ -269,13 +270,5 @@ class ZeroOptimizer(ShardedOptimizer):
             for param_grad in used:
                 param_grad.is_used = True
             if used:
-                self._reducer.zero_grad_shard(bucket)
-
-
-def _gradient_of(bucket: GradientBucket, param_grad: ParamGrad, owned: OwnedShard) -> torch.Tensor | None:
-    if not param_grad.is_used:
-        return None
-    parameter = owned.shard.parameter
-    if bucket.grad_shard is None:  # no backward since zero_grad(set_to_none=False)
-        return torch.zeros_like(parameter, requires_grad=False)
-    return bucket.grad_shard[owned.range.in_bucket_shard].to(device=parameter.device, dtype=parameter.dtype)
+                numel, device = bucket.bucket.shard_numel, bucket.group.device
+                bucket.grad_shard = torch.zeros(numel, dtype=bucket.sum_dtype, device=device)

@@ -51,6 +51,10 @@ class GradientReducer:
         shard_group: Ranks that share the shards.
         replica_group: Ranks with replicas of this rank's shards, or None.
         communication_dtype: Dtype of the reduction; optional, defaults to the gradients' dtype.
+
+    Attributes:
+        param_grads: Gradients of all parameters.
+        buckets: All buckets, in the order in which they are reduced.
     """
 
     def __init__(
@@ -77,16 +81,12 @@ class GradientReducer:
         self._reduces_now = False
         self._next = 0
         self._hooks: list[Any] = []
-        self.param_grads, self._buckets = make_param_grads(groups, model_order)
-        self._stores: dict[int, GradientStore] = {id(group): self._new_store(group) for group in groups}
-        self._register_hooks()
-
-    def _new_store(self, group: FlatGroup) -> GradientStore:
-        # With one shard, a low-precision bucket is too small to be overwritten by its fp32 sums.
-        shards = self._stage == 2 or (group.sharding.num_shards == 1 and group.dtype.itemsize < 4)
-        return ShardedGradients(group, self._buffers) if shards else FullGradients(group, self._buffers)
-
-    def _register_hooks(self) -> None:
+        self.param_grads, self.buckets = make_param_grads(groups, model_order)
+        self._stores: dict[int, GradientStore] = {}
+        for group in groups:
+            # With one shard, a low-precision bucket is too small to be overwritten by its fp32 sums.
+            shards = stage == 2 or (group.sharding.num_shards == 1 and group.dtype.itemsize < 4)
+            self._stores[id(group)] = (ShardedGradients if shards else FullGradients)(group, self._buffers)
         # Weak reference: Python's garbage collector does not traverse a parameter's hooks, so a cycle would leak.
         reducer = weakref.ref(self)
         for index, param_grad in enumerate(self.param_grads):
@@ -114,15 +114,18 @@ class GradientReducer:
             yield
         finally:
             self._is_collecting = False
-        self._issue_rest()
+        if self._reduces_now:
+            for bucket in self.buckets[self._next :]:
+                self._issue(bucket)
+            self._next = len(self.buckets)
 
     def _begin_backward(self, reduces: bool) -> None:
-        self._wait_all()
+        self._wait()
         for param_grad, hook in zip(self.param_grads, self._hooks, strict=True):
             param_grad.has_arrived = False
             hooks = param_grad.parameter._post_accumulate_grad_hooks
             hooks[hook.id] = hooks.pop(hook.id)  # behind hooks that the user registered later: it removes the gradient
-        for bucket in self._buckets:
+        for bucket in self.buckets:
             bucket.num_missing, bucket.is_reducing = len(bucket.param_grads), False
             self._store_of(bucket).detach_grad_shard(bucket)
         self._next = 0
@@ -138,26 +141,16 @@ class GradientReducer:
         if self._reduces_now and not param_grad.has_arrived:
             for bucket in param_grad.buckets:
                 bucket.num_missing -= 1
-            self._issue_complete()
+            while self._next < len(self.buckets) and self.buckets[self._next].num_missing == 0:
+                self._issue(self.buckets[self._next])
+                self._next += 1
         param_grad.has_arrived = True
-
-    def _issue_complete(self) -> None:
-        while self._next < len(self._buckets) and self._buckets[self._next].num_missing == 0:
-            self._issue(self._buckets[self._next])
-            self._next += 1
-
-    def _issue_rest(self) -> None:
-        if self._reduces_now:
-            for bucket in self._buckets[self._next :]:
-                self._issue(bucket)
-            self._next = len(self._buckets)
 
     # Reducing.
 
     @torch.no_grad()
     def _issue(self, bucket: GradientBucket) -> None:
-        while len(self._in_flight) >= MAX_BUCKETS_IN_FLIGHT:
-            self._wait_oldest()
+        self._wait(MAX_BUCKETS_IN_FLIGHT - 1)
         self._buffers.next_bucket()
         dtype = self._communication_dtype or bucket.group.dtype
         send_buffer = self._store_of(bucket).send_buffer(bucket, dtype)
@@ -167,13 +160,11 @@ class GradientReducer:
         bucket.is_reducing = True
 
     @torch.no_grad()
-    def _wait_oldest(self) -> None:
-        bucket, work = self._in_flight.popleft()
-        self._store_of(bucket).finish_reduction(bucket, work)
-
-    def _wait_all(self) -> None:
-        while self._in_flight:
-            self._wait_oldest()
+    def _wait(self, max_in_flight: int = 0) -> None:
+        """Finish the reduction of the oldest buckets until at most this number is in flight."""
+        while len(self._in_flight) > max_in_flight:
+            bucket, work = self._in_flight.popleft()
+            self._store_of(bucket).finish_reduction(bucket, work)
 
     def _store_of(self, bucket: GradientBucket) -> GradientStore:
         return self._stores[id(bucket.group)]
@@ -186,23 +177,32 @@ class GradientReducer:
 
         Marks a parameter as used if any rank had a gradient for it. Collective over the data-parallel ranks.
         """
-        self._wait_all()
-        for bucket in self._sync_used_params():
+        for bucket in self.sync_used_params():
             self._store_of(bucket).detach_grad_shard(bucket)
             self._issue(bucket)
-        self._wait_all()
+        self._wait()
         for param_grad in self.param_grads:  # possibly only some buckets of an unused parameter were issued
             param_grad.num_issued, param_grad.source = 0, None
         if self._replica_group is not None:
-            for bucket in self._buckets:
+            for bucket in self.buckets:
                 if bucket.grad_shard is not None:
                     all_reduce_sum(bucket.grad_shard, self._replica_group)
 
-    def _sync_used_params(self) -> list[GradientBucket]:
-        """Return the buckets in which any rank has unreduced gradients, and mark parameters used on any rank."""
+    def sync_used_params(self) -> list[GradientBucket]:
+        """Mark every parameter for which any rank had a gradient in this accumulation as used.
+
+        Returns:
+            The buckets in which any rank has unreduced gradients.
+
+        Raises:
+            ConfigError: A `.grad` on any rank does not come from a backward.
+
+        Collective over the data-parallel ranks.
+        """
+        self._wait()
         if not self.param_grads:
             return []
-        local = [any(one.is_local for one in bucket.param_grads) for bucket in self._buckets]
+        local = [any(one.is_local for one in bucket.param_grads) for bucket in self.buckets]
         foreign = [one.name for one in self.param_grads if one.parameter.grad is not None and not one.is_local]
         flags = [one.is_used for one in self.param_grads] + local + [bool(foreign)]
         mask = torch.tensor(flags, dtype=torch.uint8, device=collective_device(self._control_group))
@@ -215,15 +215,7 @@ class GradientReducer:
             )
         for param_grad, is_used in zip(self.param_grads, flags, strict=False):
             param_grad.is_used = bool(is_used)
-        return [one for one, is_local in zip(self._buckets, flags[len(self.param_grads) :], strict=True) if is_local]
-
-    def sync_used_params(self) -> None:
-        """Mark every parameter for which any rank had a gradient in this accumulation as used.
-
-        Collective over the data-parallel ranks.
-        """
-        self._wait_all()
-        self._sync_used_params()
+        return [one for one, is_local in zip(self.buckets, flags[len(self.param_grads) :], strict=True) if is_local]
 
     def reset(self, *, keeps_use: bool = False) -> None:
         """Drop the gradients of this accumulation.
@@ -231,26 +223,13 @@ class GradientReducer:
         Args:
             keeps_use: If True, parameters that had a gradient keep a gradient of zero.
         """
-        self._wait_all()
+        self._wait()
         for param_grad in self.param_grads:
-            param_grad.clear()
+            param_grad.parameter.grad = param_grad.source = None
+            param_grad.num_issued = 0
             param_grad.is_used, param_grad.is_local = param_grad.is_used and keeps_use, False
-        for bucket in self._buckets:
+        for bucket in self.buckets:
             bucket.grad_shard = None
-
-    # Inspection.
-
-    @property
-    def has_gradients(self) -> bool:
-        """Whether this rank has gradients of this accumulation, reduced or not."""
-        return any(param_grad.is_local for param_grad in self.param_grads) or any(
-            bucket.grad_shard is not None for bucket in self._buckets
-        )
-
-    @property
-    def buckets(self) -> Sequence[GradientBucket]:
-        """All buckets, in the order in which they are reduced."""
-        return self._buckets
 
     def set_local(self, param_grad: ParamGrad, gradient: torch.Tensor) -> None:
         """Set this rank's unreduced gradient."""
@@ -258,10 +237,6 @@ class GradientReducer:
         param_grad.is_used = param_grad.is_local = True
         if param_grad.buckets:
             self._store_of(param_grad.buckets[0]).receive(param_grad)
-
-    def zero_grad_shard(self, bucket: GradientBucket) -> None:
-        """Set the gradient shard of a bucket to zeros."""
-        self._store_of(bucket).zero_grad_shard(bucket)
 
 
 def _on_grad_accumulated(reducer: weakref.ref[GradientReducer], index: int, parameter: torch.Tensor) -> None:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
+
+from booster.comm import AllReduce
 
 MAX_IN_FLIGHT = 2  # one bucket is reduced while the next one fills
 
@@ -54,7 +57,7 @@ class Bucket:
         is_issued: If True, it was issued in the current backward.
         waits_for_end: If True, it is only issued at the end of backward.
         is_discarded: If True, backward failed while it was in flight.
-        in_flight: Callable that waits for the all-reduce and returns the means; None if no reduction is in flight.
+        in_flight: All-reduce of the buffer, or future of a communication hook; None if no reduction is in flight.
     """
 
     index: int
@@ -65,7 +68,7 @@ class Bucket:
     is_issued: bool = False
     waits_for_end: bool = False
     is_discarded: bool = False
-    in_flight: Callable[[], list[torch.Tensor]] | None = field(default=None, repr=False)
+    in_flight: AllReduce | torch.futures.Future[Any] | None = field(default=None, repr=False)
 
 
 class GradBucket:

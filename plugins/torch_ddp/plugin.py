@@ -34,12 +34,10 @@ class TorchDDPPlugin(DistributedPlugin):
     """Data parallelism: every rank holds the full model and optimizer; gradients are averaged while backward runs.
 
     Memory per rank: full parameters, gradients and optimizer states, and the buffers of two buckets. Bytes sent per
-    rank
-    and step: 2(P-1)/P of the gradients. The arguments are those of torch's `DistributedDataParallel`. Parameter hooks
-    reduce the gradients, see Note [Gradient reduction]: every backward outside of `no_sync` leaves their mean in
-    `.grad`.
-    This includes plain `loss.backward()` calls and losses computed by any method of the model. Li et al., "PyTorch
-    Distributed: Experiences on Accelerating Data Parallel Training", VLDB 2020.
+    rank and step: 2(P-1)/P of the gradients. The arguments are those of torch's `DistributedDataParallel`. Parameter
+    hooks reduce the gradients, see Note [Gradient reduction]: every backward outside of `no_sync` leaves their mean in
+    `.grad`. This includes plain `loss.backward()` calls and losses computed by any method of the model. Li et al.,
+    "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", VLDB 2020.
 
     Collective: every rank must create it, with equal arguments.
 

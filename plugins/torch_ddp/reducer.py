@@ -6,7 +6,7 @@ import itertools
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -100,7 +100,8 @@ class Reducer:
         self._static_use: list[bool] | None = None
         self._trained: list[bool] = []
         self._buckets: list[Bucket] = []
-        sparse = _sparse_parameters(module)
+        embeddings = [one for one in module.modules() if isinstance(one, (nn.Embedding, nn.EmbeddingBag))]
+        sparse = {id(one.weight) for one in embeddings if one.sparse}
         self._grads = [ParamGrad(one, id(one) in sparse) for one in module.parameters()]
         for index, grad in enumerate(self._grads):
             grad.handle = _hook(grad.parameter, partial(_grad_ready, weakref.ref(self), index))
@@ -139,7 +140,11 @@ class Reducer:
                 self._may_be_local = True
             yield
         except BaseException:
-            self._discard()
+            # Restore the local gradients in flight, because other ranks may never reduce them.
+            for bucket in self._in_flight:
+                bucket.is_discarded = True
+                for grad in bucket.grads:
+                    grad.parameter.grad, grad.source = grad.source, None
             raise
         finally:
             _active, self._reduces_now = outer, False
@@ -204,7 +209,9 @@ class Reducer:
             bucket.num_missing, bucket.is_issued = len(bucket.grads), False
         for grad in self._grads:
             grad.has_arrived = False
-            _move_hook_last(grad)
+            hooks = grad.parameter._post_accumulate_grad_hooks
+            if grad.handle is not None and hooks is not None and len(hooks) > 1:
+                hooks[grad.handle.id] = hooks.pop(grad.handle.id)  # behind hooks that the user registered later
         self._next, self._reduces_now = 0, overlaps
 
     def _issue_complete(self) -> None:
@@ -229,34 +236,37 @@ class Reducer:
             else:
                 torch.mul(grad.source.detach(), scale, out=view)
         bucket.is_issued, bucket.is_discarded = True, False
-        bucket.in_flight = self._start(bucket)
+        if self._comm_hook is None:
+            flat = bucket.flat
+            real = flat.view(flat.dtype.to_real()) if flat.is_complex() else flat
+            bucket.in_flight = start_all_reduce(real, self._group)
+        else:
+            given = GradBucket(bucket, is_last=bucket is self._buckets[-1])
+            with translate_errors(CollectiveId("communication hook", bucket.index + 1), self._group):
+                bucket.in_flight = self._comm_hook(given)
         self._in_flight.append(bucket)
 
-    def _start(self, bucket: Bucket) -> Callable[[], list[torch.Tensor]]:
-        if self._comm_hook is not None:
-            given = GradBucket(bucket, is_last=bucket is self._buckets[-1])
-            with self._hook_errors(bucket):
-                future = self._comm_hook(given)
-            return partial(self._wait_for_hook, future, bucket)
-        flat = bucket.flat
-        real = flat.view(flat.dtype.to_real()) if flat.is_complex() else flat
-        return partial(_wait_for_sum, start_all_reduce(real, self._group), bucket)
-
-    def _hook_errors(self, bucket: Bucket) -> AbstractContextManager[None]:
-        return translate_errors(CollectiveId("communication hook", bucket.index + 1), self._group)
-
-    def _wait_for_hook(self, future: torch.futures.Future[Any], bucket: Bucket) -> list[torch.Tensor]:
-        with self._hook_errors(bucket):
-            result = future.wait()
-        flat = result[0] if isinstance(result, (list, tuple)) else result
-        return views_of(flat, [grad.parameter for grad in bucket.grads])
+    def _wait_for(self, bucket: Bucket) -> list[torch.Tensor]:
+        """Wait for a bucket in flight and return its means."""
+        work = bucket.in_flight
+        if isinstance(work, AllReduce):
+            work.wait()
+            means = bucket.views
+        else:
+            future = work
+            assert future is not None
+            with translate_errors(CollectiveId("communication hook", bucket.index + 1), self._group):
+                result = future.wait()
+            flat = result[0] if isinstance(result, (list, tuple)) else result
+            means = views_of(flat, [grad.parameter for grad in bucket.grads])
+        bucket.in_flight = None
+        return means
 
     @torch.no_grad()
     def _collect_oldest(self) -> None:
         """Wait for the oldest bucket in flight and store its means in `.grad`."""
         bucket = self._in_flight.popleft()
-        assert bucket.in_flight is not None
-        means, bucket.in_flight = bucket.in_flight(), None
+        means = self._wait_for(bucket)
         if bucket.is_discarded:
             return
         results = [self._result(*one) for one in zip(bucket.grads, bucket.views, strict=True)]
@@ -279,13 +289,6 @@ class Reducer:
         if grad.source is None:
             return torch.empty_like(grad.parameter.detach())
         return grad.source.detach() if grad.source.requires_grad else grad.source
-
-    def _discard(self) -> None:
-        """Restore the local gradients in flight: backward failed, and other ranks may never reduce them."""
-        for bucket in self._in_flight:
-            bucket.is_discarded = True
-            for grad in bucket.grads:
-                grad.parameter.grad, grad.source = grad.source, None
 
     def _drain(self) -> None:
         while self._in_flight:
@@ -358,16 +361,6 @@ class Reducer:
         self._buckets = form_buckets(dense, self._bucket_bytes, uses_views=self._uses_views)
 
 
-def _wait_for_sum(work: AllReduce, bucket: Bucket) -> list[torch.Tensor]:
-    work.wait()
-    return bucket.views
-
-
-def _sparse_parameters(module: nn.Module) -> set[int]:
-    embeddings = (one for one in module.modules() if isinstance(one, (nn.Embedding, nn.EmbeddingBag)) and one.sparse)
-    return {id(one.weight) for one in embeddings}
-
-
 def _sparse_mean(parameter: nn.Parameter, group: dist.ProcessGroup | None) -> torch.Tensor:
     """Return the mean of a gradient that is sparse along the rows, or missing, on each rank. Collective."""
     given = parameter.grad
@@ -389,13 +382,6 @@ def _hook(parameter: nn.Parameter, hook: Callable[[torch.Tensor], None]) -> Remo
     handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(hook)
     parameter.requires_grad_(is_trained)
     return handle
-
-
-def _move_hook_last(grad: ParamGrad) -> None:
-    """Move the reducer's hook behind hooks that the user registered later."""
-    hooks = grad.parameter._post_accumulate_grad_hooks
-    if grad.handle is not None and hooks is not None and len(hooks) > 1:
-        hooks[grad.handle.id] = hooks.pop(grad.handle.id)
 
 
 def _grad_ready(reducer: weakref.ref[Reducer], index: int, _: torch.Tensor) -> None:

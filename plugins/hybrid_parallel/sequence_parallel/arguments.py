@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
 
 # Besides hidden states, layers take rotary tables (.., tokens, features), position ids (batch, tokens) and the like,
 # which are sharded; attention masks, which attention needs in full; and other sequences to attend to, such as encoder
@@ -15,18 +13,6 @@ from torch import nn
 # sharded, unless it also has one column per token.
 _UNSHARDED_NAMES = ("mask", "bias", "encoder", "memory", "cross", "key_value", "cu_seq")
 _POSITION_NAMES = ("position", "rotary", "rope", "cos", "sin", "freqs")
-
-
-def parameter_names(module: nn.Module) -> tuple[str, ...]:
-    """Return the names of the positional parameters of a module's forward."""
-    parameters = inspect.signature(module.forward).parameters.values()
-    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return tuple(parameter.name for parameter in parameters if parameter.kind in kinds)
-
-
-def argument_name(names: Sequence[str], position: int) -> str:
-    """Return the name of a positional argument, or "" for one of `*args`."""
-    return names[position] if position < len(names) else ""
 
 
 def token_dim(name: str, tensor: torch.Tensor, length: int) -> int | None:

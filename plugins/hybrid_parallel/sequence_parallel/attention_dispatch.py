@@ -6,8 +6,6 @@ import functools
 import inspect
 import math
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -61,7 +59,10 @@ def sequence_attention(
 
     Collective: in forward and backward.
     """
-    query, key, value = _cast_by_autocast(query, key, value)
+    device_type = query.device.type
+    if torch.is_autocast_enabled(device_type) and query.dtype != torch.float64:
+        dtype = torch.get_autocast_dtype(device_type)
+        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     if length is None:
         length = int(all_reduce_numbers([query.shape[-2]], sp_group.group)[0])
     _check_heads(query, key, value, enable_gqa=enable_gqa)
@@ -73,14 +74,6 @@ def sequence_attention(
     return compute(
         query, key, value, sp_group, sharding, mask=attn_mask, dropout=dropout_p, is_causal=is_causal, scale=scale
     )
-
-
-def _cast_by_autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    device_type = tensors[0].device.type
-    if not torch.is_autocast_enabled(device_type) or tensors[0].dtype == torch.float64:
-        return tensors
-    dtype = torch.get_autocast_dtype(device_type)
-    return tuple(tensor.to(dtype) for tensor in tensors)
 
 
 def _check_heads(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, enable_gqa: bool) -> None:
@@ -233,13 +226,11 @@ def intercept_submodules(layer: nn.Module, stack: ShardedStack) -> None:
         ):
             submodule.__dict__[_STACK] = stack
             submodule.__class__ = subclass_of(type(submodule), "part", _submodule_members)
-            if {"query_length", "key_length"} <= set(_bias_arguments(submodule)):
+            compute_bias = getattr(submodule, "compute_bias", None)
+            if compute_bias is not None and {"query_length", "key_length"} <= set(
+                inspect.signature(compute_bias).parameters
+            ):
                 submodule.__class__ = subclass_of(type(submodule), "bias", _bias_members)
-
-
-def _bias_arguments(submodule: nn.Module) -> Sequence[str]:
-    compute_bias = getattr(submodule, "compute_bias", None)
-    return () if compute_bias is None else tuple(inspect.signature(compute_bias).parameters)
 
 
 def _submodule_members(base: type[nn.Module]) -> dict[str, Any]:
@@ -276,23 +267,17 @@ def _multi_head_attention(func: Any, args: Any, kwargs: Any) -> Any:
     """Run `F.multi_head_attention_forward`, which calls attention from torch's module while no mode is active."""
     layer = current_layer()
     before = layer.num_attentions if layer is not None else 0
-    with _patched_attention():
+    torch.nn.functional.scaled_dot_product_attention = _dispatch_attention  # type: ignore[assignment]
+    try:
         output = func(*args, **kwargs)
+    finally:
+        torch.nn.functional.scaled_dot_product_attention = _dense_attention
     if layer is not None and layer.num_attentions == before:
         raise ConfigError(
             "nn.MultiheadAttention was called with need_weights=True, so it does not use"
             " F.scaled_dot_product_attention, which sequence parallelism replaces: call it with need_weights=False"
         )
     return output
-
-
-@contextmanager
-def _patched_attention() -> Iterator[None]:
-    torch.nn.functional.scaled_dot_product_attention = _dispatch_attention  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        torch.nn.functional.scaled_dot_product_attention = _dense_attention
 
 
 IMPLEMENTATION = "booster_sequence_parallel"
@@ -380,7 +365,7 @@ def _attention_forward(
     is_causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
     mask = attention_mask
     if position_bias is not None:
-        mask = _add_bias(position_bias, _mask_rows(layer, attention_mask, position_bias), is_causal=is_causal)
+        mask = _add_bias(layer, position_bias, attention_mask, is_causal=is_causal)
     output = attend(
         layer,
         query,
@@ -417,19 +402,15 @@ def _dense_forward(
     return output
 
 
-def _mask_rows(layer: LayerContext, mask: torch.Tensor | None, bias: torch.Tensor) -> torch.Tensor | None:
-    """Return the mask's rows of the bias: all, or this rank's in attention to another sequence."""
-    if mask is None or mask.shape[-2] in (1, bias.shape[-2]):
-        return mask
-    sharding = layer.sp_group.sharding_of(mask.shape[-2])
-    return sharding.shard(mask, mask.dim() - 2, layer.sp_group.rank)
-
-
-def _add_bias(bias: torch.Tensor, mask: torch.Tensor | None, *, is_causal: bool) -> torch.Tensor:
+def _add_bias(layer: LayerContext, bias: torch.Tensor, mask: torch.Tensor | None, *, is_causal: bool) -> torch.Tensor:
+    """Return an additive mask from a position bias and a mask, which may have the rows of the full sequence."""
     if mask is None and is_causal:
         mask = torch.ones(bias.shape[-2:], dtype=torch.bool, device=bias.device).tril()
     if mask is None:
         return bias
+    if mask.shape[-2] not in (1, bias.shape[-2]):  # the bias has this rank's rows, in attention to another sequence
+        sharding = layer.sp_group.sharding_of(mask.shape[-2])
+        mask = sharding.shard(mask, mask.dim() - 2, layer.sp_group.rank)
     if mask.dtype == torch.bool:
         return torch.where(mask, bias, torch.finfo(bias.dtype).min)
     return bias + mask

@@ -178,7 +178,9 @@ def install_layer_context(
     if interception is None:
         layer.__class__ = subclass_of(type(layer), "running", _layer_members)
     else:
-        layer.__class__ = subclass_of(type(layer), "attending", _uncompiled_layer_members)
+        # Not compiled: a compiled graph would bypass the function mode and the thread's context.
+        uncompiled = functools.partial(_layer_members, decorate=not_compiled)
+        layer.__class__ = subclass_of(type(layer), "attending", uncompiled)
 
 
 def subclass_of(base: type[nn.Module], purpose: str, make: Callable[[Any], dict[str, Any]]) -> type[nn.Module]:
@@ -189,7 +191,7 @@ def subclass_of(base: type[nn.Module], purpose: str, make: Callable[[Any], dict[
     return _subclasses[base, purpose]
 
 
-def _layer_members(base: type[nn.Module]) -> dict[str, Any]:
+def _layer_members(base: type[nn.Module], *, decorate: Callable[[Any], Any] | None = None) -> dict[str, Any]:
     @functools.wraps(base.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         span: SequenceInfo | None = kwargs.pop(SEQUENCE_INFO, None)
@@ -210,12 +212,7 @@ def _layer_members(base: type[nn.Module]) -> dict[str, Any]:
             raise no_attention_error(base.__name__)
         return output
 
-    return {"forward": forward}
-
-
-def _uncompiled_layer_members(base: type[nn.Module]) -> dict[str, Any]:
-    """Not compiled: a compiled graph would bypass the function mode and the thread's context."""
-    return {"forward": not_compiled(_layer_members(base)["forward"])}
+    return {"forward": forward if decorate is None else decorate(forward)}
 
 
 def no_attention_error(layer: str) -> ConfigError:

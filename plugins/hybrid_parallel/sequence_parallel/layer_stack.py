@@ -18,7 +18,7 @@ from torch.nn.modules.conv import _ConvNd
 from booster.errors import ConfigError
 from booster.plugins.sharding.compiling import not_compiled
 
-from .arguments import argument_name, map_tensors, parameter_names
+from .arguments import map_tensors
 from .attention_dispatch import AttentionDispatchMode, intercept_submodules, use_sequence_attention
 from .layer_context import SEQUENCE_INFO, SequenceInfo, install_layer_context, is_in_backward, no_attention_error
 from .recorded_outputs import CapturedOutputs, mark_sharded
@@ -159,11 +159,6 @@ class LayerStack:
         self._forward = None
         return gathered
 
-    def mark_output(self, output: Any, length: int) -> None:
-        """Attach the gathering function to the hidden states of a layer before the last. Collective: no."""
-        if not is_in_backward():
-            mark_sharded(output, lambda x: self.splitter.gather(x, _TOKENS, length))
-
     def continue_length(self, x: torch.Tensor, index: int) -> int:
         """Return the full sequence length for a layer after the first."""
         if self._forward is None and not is_in_backward():
@@ -192,18 +187,24 @@ class LayerStack:
 
 
 class _LayerHooks:
-    """Hooks of one layer, without references to it."""
+    """Hooks of one layer, which the constructor registers; no reference to the layer is kept.
 
-    def __init__(self, stack: LayerStack, index: int, names: Sequence[str]) -> None:
+    Args:
+        layer: The layer.
+        stack: Its stack.
+        index: Index in the stack.
+        is_last: If True, it is the last layer of the stack.
+    """
+
+    def __init__(self, layer: nn.Module, stack: LayerStack, index: int, *, is_last: bool) -> None:
         self._stack = stack
         self._index = index
-        self._names = names
-        self._end: int | None = None
-
-    def attach(self, layer: nn.Module, *, is_last: bool) -> None:
+        self._is_last = is_last
+        kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        parameters = inspect.signature(layer.forward).parameters.values()
+        self._names = tuple(parameter.name for parameter in parameters if parameter.kind in kinds)
         layer.register_forward_pre_hook(self.pre_forward, with_kwargs=True)
-        handle = layer.register_forward_hook(self.post_last_forward if is_last else self.post_forward, with_kwargs=True)
-        self._end = handle.id if is_last else None
+        self._post_forward_id = layer.register_forward_hook(self.post_forward, with_kwargs=True).id
 
     @not_compiled
     def pre_forward(
@@ -213,8 +214,9 @@ class _LayerHooks:
         key = _hidden_key(args, kwargs)
         if self._index == 0:
             hidden, length = self._stack.begin(named[key], is_training=module.training)
-            if self._end is not None:  # run after transformers' hooks, which are registered at the first call
-                module._forward_hooks[self._end] = module._forward_hooks.pop(self._end)
+            if self._is_last:  # run after transformers' hooks, which are registered at the first call
+                hooks = module._forward_hooks
+                hooks[self._post_forward_id] = hooks.pop(self._post_forward_id)
         else:
             hidden, length = named[key], self._stack.continue_length(named[key], self._index)
         unsharded: list[int | str] = []
@@ -226,15 +228,20 @@ class _LayerHooks:
         return tuple(named.pop(position) for position in range(len(args))), named
 
     @not_compiled
-    def post_last_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        return self._stack.end(output, kwargs[SEQUENCE_INFO].length, is_training=module.training)
-
-    @not_compiled
-    def post_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        self._stack.mark_output(output, kwargs[SEQUENCE_INFO].length)
+    def post_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        """Gather the hidden states of the last layer, or mark those of another one as sharded."""
+        splitter, length = self._stack.splitter, kwargs[SEQUENCE_INFO].length
+        if self._is_last:
+            return self._stack.end(output, length, is_training=module.training)
+        if not is_in_backward():
+            mark_sharded(output, lambda x: splitter.gather(x, _TOKENS, length))
+        return None
 
     def _argument(self, key: int | str, value: Any, length: int, unsharded: list[int | str]) -> Any:
-        name = argument_name(self._names, key) if isinstance(key, int) else key
+        if isinstance(key, str):
+            name = key
+        else:
+            name = self._names[key] if key < len(self._names) else ""  # one of `*args`
         splitter = self._stack.splitter
 
         def change(tensor: torch.Tensor) -> torch.Tensor:
@@ -269,8 +276,7 @@ def attach_stack(layers: Sequence[nn.Module], splitter: SequenceSplitter) -> Lay
     """
     stack = LayerStack(splitter)
     for index, layer in enumerate(layers):
-        hooks = _LayerHooks(stack, index, parameter_names(layer))
-        hooks.attach(layer, is_last=index == len(layers) - 1)
+        _LayerHooks(layer, stack, index, is_last=index == len(layers) - 1)
         if stack.shards_attention:
             use_sequence_attention(layer)
             intercept_submodules(layer, stack)

@@ -79,11 +79,7 @@ def mark_sharded(output: Any, gather: GatherFunction) -> None:
         setattr(hidden, _GATHER, gather)
 
 
-def gather_returned_outputs(model: nn.Module) -> None:
-    """Gather sharded hidden states of layers in a model's output. Collective: no; the model's forward is."""
-    model.register_forward_hook(_gather_returned)
-
-
 @not_compiled
-def _gather_returned(module: nn.Module, args: Any, output: Any) -> Any:
+def gather_returned_outputs(module: nn.Module, args: Any, output: Any) -> Any:
+    """Gather sharded hidden states of layers in a model's output; a forward hook. Collective: yes."""
     return map_tensors(lambda one: getattr(one, _GATHER)(one) if hasattr(one, _GATHER) else one, output)

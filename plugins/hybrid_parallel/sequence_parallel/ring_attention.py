@@ -83,7 +83,8 @@ def block_attention(
         return _upcast(output), lse
     scores = _scores(query, key, block)
     lse = scores.logsumexp(-1)
-    weights = torch.exp(scores - _finite(lse).unsqueeze(-1))
+    finite_lse = lse.masked_fill(lse == -torch.inf, 0.0)
+    weights = torch.exp(scores - finite_lse.unsqueeze(-1))
     dropout_factors = _dropout_factors(weights, block)
     weights = weights if dropout_factors is None else weights * dropout_factors
     return weights @ _upcast(value), lse
@@ -179,10 +180,6 @@ def _dropout_factors(weights: torch.Tensor, block: AttentionBlock) -> torch.Tens
     return (draws >= block.dropout).to(weights.dtype) / max(1.0 - block.dropout, torch.finfo(weights.dtype).tiny)
 
 
-def _finite(lse: torch.Tensor) -> torch.Tensor:
-    return lse.masked_fill(lse == -torch.inf, 0.0)
-
-
 def _repeat_key_value(x: torch.Tensor, num_heads: int) -> torch.Tensor:
     return x if x.shape[1] == num_heads else x.repeat_interleave(num_heads // x.shape[1], 1)
 
@@ -255,18 +252,19 @@ class _Ring:
             return [_Tile(all_queries, all_keys, block)]
         if source == self.sp_group.rank:
             return [_Tile(all_queries, all_keys, replace(block, is_causal=True))]
+        first_chunk, _ = self.sharding.local_chunks(min(source, self.sp_group.rank))[0]
         if source < self.sp_group.rank:  # the source's first chunk precedes both local chunks, its last follows them
-            return [_Tile(all_queries, slice(0, _first_chunk(self.sharding, source)), block)]
-        return [_Tile(slice(_first_chunk(self.sharding, self.sp_group.rank), all_queries.stop), all_keys, block)]
+            return [_Tile(all_queries, first_chunk, block)]
+        return [_Tile(slice(first_chunk.stop, all_queries.stop), all_keys, block)]
 
     def _masked_tiles(self, source: int, mask: torch.Tensor, block: AttentionBlock) -> Iterator[_Tile]:
-        for queries, (start, stop) in _local_chunks(self.sharding, self.sp_group.rank):
-            rows = slice(start, stop) if mask.shape[-2] > 1 else slice(None)
-            for keys, columns in _local_chunks(self.sharding, source):
-                seen = mask[:, :, rows, slice(*columns)]
+        for queries, rows in self.sharding.local_chunks(self.sp_group.rank):
+            rows = rows if mask.shape[-2] > 1 else slice(None)
+            for keys, columns in self.sharding.local_chunks(source):
+                seen = mask[:, :, rows, columns]
                 if seen.numel() and (seen.dtype != torch.bool or bool(seen.any())):
                     seed = (block.seed + self.sp_group.size * (1 + 2 * queries.start + keys.start)) % 2**63
-                    yield _Tile(queries, keys, replace(block, mask=seen, seed=seed), rows, slice(*columns))
+                    yield _Tile(queries, keys, replace(block, mask=seen, seed=seed), rows, columns)
 
     def rotate(self, tensors: Sequence[torch.Tensor], source: int) -> list[torch.Tensor]:
         """Send tensors of a source's tokens to the next rank, and receive those of the previous source.
@@ -432,16 +430,3 @@ def _shift_padding_rows(mask: torch.Tensor) -> torch.Tensor:
     peaks = mask.detach().amax(-1, keepdim=True)
     is_low = (peaks > -torch.inf) & (peaks <= torch.finfo(mask.dtype).min / 2)
     return mask - peaks.masked_fill(~is_low, 0.0)
-
-
-def _first_chunk(sharding: SequenceSharding, rank: int) -> int:
-    start, stop = sharding.chunks(rank)[0]
-    return stop - start
-
-
-def _local_chunks(sharding: SequenceSharding, rank: int) -> Iterator[tuple[slice, tuple[int, int]]]:
-    """Yield the range of each of a rank's chunks in its local tokens and in the full sequence."""
-    offset = 0
-    for start, stop in sharding.chunks(rank):
-        yield slice(offset, offset + stop - start), (start, stop)
-        offset += stop - start

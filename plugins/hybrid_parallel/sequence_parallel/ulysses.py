@@ -78,17 +78,15 @@ def all_to_all_attention(
     if local.start == local.stop:
         output = query[..., :1].expand(*query.shape[:-1], value.shape[-1])
     else:
-        key, value = _repeat_key_value(key, value, local, num_heads=query.shape[1], per_group=_per_group(ranges))
+        num_heads, num_key_heads = ranges[-1].stop, ranges[-1].key_stop
+        per_group = num_heads // num_key_heads if num_key_heads else 1
+        key, value = _repeat_key_value(key, value, local, num_heads=query.shape[1], per_group=per_group)
         if mask is not None and mask.shape[1] > 1:
             mask = mask[:, local.start : local.stop]
         if mask is not None and mask.dtype != torch.bool:
             mask = mask.to(query.dtype)
         output = F.scaled_dot_product_attention(query, key, value, mask, dropout, is_causal, scale=scale)
     return _gather_heads(output, sp_group, sharding, ranges)
-
-
-def _per_group(ranges: Sequence[HeadRange]) -> int:
-    return ranges[-1].stop // ranges[-1].key_stop if ranges[-1].key_stop else 1
 
 
 def _repeat_key_value(
@@ -113,14 +111,18 @@ def _gather_tokens(
     batch, _, local_length, features = query.shape
     widths = (features, features, value.shape[-1])
     send_buffers = []
+    widths_of_ranks = []  # elements per token of each rank's query, key and value heads
     for heads_of_rank in ranges:
+        num_heads = heads_of_rank.stop - heads_of_rank.start
+        num_key_heads = heads_of_rank.key_stop - heads_of_rank.key_start
+        widths_of_ranks.append([num_heads * widths[0], num_key_heads * widths[1], num_key_heads * widths[2]])
         heads = (
             query[:, heads_of_rank.start : heads_of_rank.stop],
             key[:, heads_of_rank.key_start : heads_of_rank.key_stop],
             value[:, heads_of_rank.key_start : heads_of_rank.key_stop],
         )
         send_buffers.append(torch.cat([tensor.reshape(-1) for tensor in heads]))
-    per_token = [batch * sum(_head_widths(heads_of_rank, widths)) for heads_of_rank in ranges]
+    per_token = [batch * sum(widths_of_rank) for widths_of_rank in widths_of_ranks]
     received = _all_to_all(
         torch.cat(send_buffers),
         sp_group,
@@ -128,22 +130,13 @@ def _gather_tokens(
         output_sizes=[length * per_token[sp_group.rank] for length in lengths],
         largest_size=max(lengths) * max(per_token),
     )
-    own_widths = _head_widths(ranges[sp_group.rank], widths)
+    own_widths = widths_of_ranks[sp_group.rank]
     shards: list[list[torch.Tensor]] = [[], [], []]
     for length, buffer in zip(lengths, received, strict=True):
         flats = buffer.split([batch * length * size for size in own_widths])
         for target, flat, size, width in zip(shards, flats, own_widths, widths, strict=True):
             target.append(flat.view(batch, size // width, length, width))
     return shards
-
-
-def _head_widths(heads_of_rank: HeadRange, widths: Sequence[int]) -> list[int]:
-    """Return the number of elements per token of a rank's query, key and value heads."""
-    num_heads, num_key_heads = (
-        heads_of_rank.stop - heads_of_rank.start,
-        heads_of_rank.key_stop - heads_of_rank.key_start,
-    )
-    return [num_heads * widths[0], num_key_heads * widths[1], num_key_heads * widths[2]]
 
 
 def _gather_heads(

@@ -50,19 +50,20 @@ class SequenceSharding:
     def unshard(self, shards: list[torch.Tensor], dim: int) -> torch.Tensor:
         """Return the full sequence in its original order from all ranks' tokens, ordered by rank."""
         chunks = [
-            (start, shard.narrow(dim, offset, stop - start))
+            (full.start, shard.narrow(dim, local.start, local.stop - local.start))
             for rank, shard in enumerate(shards)
-            for offset, start, stop in self._chunks_with_offsets(rank)
+            for local, full in self.local_chunks(rank)
         ]
         chunks.sort(key=lambda placed: placed[0])
         return torch.cat([chunk for _, chunk in chunks], dim)
 
-    def _chunks_with_offsets(self, rank: int) -> list[tuple[int, int, int]]:
-        placed, offset = [], 0
+    def local_chunks(self, rank: int) -> list[tuple[slice, slice]]:
+        """Return the ranges of each of the rank's chunks in its local tokens and in the full sequence."""
+        ranges, offset = [], 0
         for start, stop in self.chunks(rank):
-            placed.append((offset, start, stop))
+            ranges.append((slice(offset, offset + stop - start), slice(start, stop)))
             offset += stop - start
-        return placed
+        return ranges
 
     def _chunk(self, index: int, count: int) -> tuple[int, int]:
         base, rest = divmod(self.length, count)
