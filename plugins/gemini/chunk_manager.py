@@ -127,7 +127,7 @@ class GradientReduction:
     def reduce_late_grads(self) -> None:
         """Reduce late gradients of any rank, and synchronize which gradients are expected.
 
-        Late are all gradients whose reduction has not started. Collective over the shard group.
+        A gradient is late if its reduction has not started. Collective over the shard group.
         """
         chunks = self._manager.chunks
         params = [param for chunk in chunks for param in chunk.params]
