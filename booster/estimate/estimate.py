@@ -325,7 +325,7 @@ class FakeTensorMemoryRequest(MemoryRequest):
     def _measure(
         self,
         dtype: torch.dtype | None,
-        divide: Callable[[nn.Module], None] | None,
+        shard: Callable[[nn.Module], None] | None,
         num_microbatches: int,
         outputs_fp32: bool,
     ) -> ActivationProfile:
@@ -334,8 +334,8 @@ class FakeTensorMemoryRequest(MemoryRequest):
         with self._mode, fake_collectives():
             if self.precision is not None:
                 self.precision.prepare(model)
-            if divide is not None:
-                divide(model)
+            if shard is not None:
+                shard(model)
             if dtype is not None:
                 for tensor in (*model.parameters(), *model.buffers()):
                     if tensor.is_floating_point():

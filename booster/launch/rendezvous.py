@@ -171,7 +171,7 @@ def _first_difference(infos: list[RankInfo]) -> str | None:
 def _missing(ranks: list[int], world_size: int, timeout_seconds: float) -> RankFailedError:
     return RankFailedError(
         f"rank(s) {ranks} of world_size={world_size} did not join the launch within {timeout_seconds:g} s: "
-        "look why they did not start, or allow more time with setup_timeout_seconds=..."
+        "check why they did not start, or allow more time with setup_timeout_seconds=..."
     )
 
 
@@ -190,7 +190,7 @@ def _connection_error(
         )
     return RankFailedError(
         f"rank {rank} on {socket.gethostname()} could not reach the store at {host}:{port} within "
-        f"{timeout_seconds:g} s ({_first_line(error)}): look whether rank 0 runs there and the port is open"
+        f"{timeout_seconds:g} s ({_first_line(error)}): check that rank 0 runs there and the port is open"
     )
 
 

@@ -88,11 +88,8 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
         ConfigError: The arguments are invalid; nothing was started.
     """
-    from .config import (
-        BenchmarkSettings,
-        find_configurations,  # here: other commands do not need torch
-        modes_from_text,
-    )
+    # Imported here, as these import torch, which the other commands do not need.
+    from .config import BenchmarkSettings, find_configurations, modes_from_text
     from .report import check_can_draw, draw
 
     settings = BenchmarkSettings(

@@ -229,7 +229,7 @@ def summarize(exits: Sequence[HostExit], signals: Sequence[signal.Signals]) -> E
     errors.sort(key=lambda pair: bool(pair[1]["is_consequence"]), reverse=True)
     failures = {rank: failure for host_exit in exits for rank, failure in host_exit.failures.items()}
     texts, code = [_lost_text(host_exit) for host_exit in lost], 0
-    # Without lost hosts, if enough remained.
+    # A run may succeed without the lost hosts, if enough remain.
     has_succeeded = any(host_exit.code == 0 for host_exit in exits) and not any(
         host_exit.was_terminated for host_exit in exits
     )

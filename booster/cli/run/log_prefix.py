@@ -101,7 +101,7 @@ class PrefixedOutput:
         self._lock = threading.Lock()
         self._pending: list[_Stream] = []  # not yet registered by the thread
         self._is_closing = False
-        self._thread = threading.Thread(target=self._forward_all, name="labelled_output", daemon=True)
+        self._thread = threading.Thread(target=self._forward_all, name="booster-rank-output", daemon=True)
         self._thread.start()
 
     def add(self, path: str, prefix: bytes, target: BinaryIO) -> None:

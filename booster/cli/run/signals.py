@@ -49,7 +49,7 @@ def terminate_on_signal(*, stdin_fd: int | None, clean_up: Callable[[], None]) -
     handlers = {number: signal.signal(number, end) for number in termination_signals()}
     previous_fd = signal.set_wakeup_fd(wake_fd, warn_on_full_buffer=False)
     watch_thread = threading.Thread(
-        target=_watch, args=(wake_read_fd, stdin_fd, done, clean_up), name="ends_when_told", daemon=True
+        target=_watch, args=(wake_read_fd, stdin_fd, done, clean_up), name="booster-signals", daemon=True
     )
     watch_thread.start()
     try:
