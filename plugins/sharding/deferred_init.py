@@ -86,7 +86,7 @@ class Materializer:
         self._group = group
 
     def check(self) -> None:
-        """Check whatever needs no communication.
+        """Check everything that needs no communication.
 
         Raises:
             ConfigError: Parameters are already sharded, have no shape, or have no initializer.

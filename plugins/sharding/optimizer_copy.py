@@ -115,7 +115,7 @@ def _copied(
         return copy_with_tensors(function, value, memo)
     except CopyError:
         raise
-    except Exception as error:  # whatever a foreign __deepcopy__ or __reduce__ raises
+    except Exception as error:  # a foreign __deepcopy__ or __reduce__ may raise anything
         raise CopyError(f"its {what}, a {type(value).__name__}, can't be copied ({error})") from error
 
 
