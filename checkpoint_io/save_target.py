@@ -40,7 +40,15 @@ class SaveTarget:
     ) -> None:
         self.path = as_path(checkpoint)
         check_size_per_shard(size_per_shard)
-        _check_prefix(prefix, shard)
+        if prefix is not None and not shard:
+            raise ConfigError(
+                f"prefix={prefix!r} goes into the names of shards, but shard=False writes to the path as it is: pass"
+                " shard=True, or leave prefix out"
+            )
+        if prefix is not None and not is_valid_prefix(prefix):
+            raise ConfigError(
+                f"prefix={prefix!r} is ambiguous within a file name: use letters, digits, '_' and '-', such as 'fp16'"
+            )
         if not shard:
             _check_suffix(self.path, use_safetensors)
         self.is_sharded = shard
@@ -87,20 +95,6 @@ def explain_missing_parents(storage: Storage, target: Path, action: str) -> Iter
         raise CheckpointError(
             f"{action} to {target} failed, because {reason} ({error}): give a path below a writable directory"
         ) from error
-
-
-def _check_prefix(prefix: str | None, shard: bool) -> None:
-    if prefix is None:
-        return
-    if not shard:
-        raise ConfigError(
-            f"prefix={prefix!r} goes into the names of shards, but shard=False writes to the path as it is: pass"
-            " shard=True, or leave prefix out"
-        )
-    if not is_valid_prefix(prefix):
-        raise ConfigError(
-            f"prefix={prefix!r} is ambiguous within a file name: use letters, digits, '_' and '-', such as 'fp16'"
-        )
 
 
 def _check_suffix(path: Path, use_safetensors: bool) -> None:

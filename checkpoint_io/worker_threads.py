@@ -41,19 +41,15 @@ def run_in_threads(work: Callable[[Job], None], jobs: Iterable[Job], num_threads
         loop()
     except BaseException as error:  # KeyboardInterrupt while threads are started
         queue.stop(error)
+    # An interrupt must not leave a thread behind, which would continue to write into files that the caller closes.
     for thread in threads:
-        _join(thread, queue)
+        while thread.is_alive():
+            try:
+                thread.join()
+            except BaseException as error:  # raised after all threads have ended
+                queue.stop(error)
     if queue.failure is not None:
         raise queue.failure
-
-
-def _join(thread: threading.Thread, queue: _Queue[Job]) -> None:
-    # An interrupt must not leave a thread behind, which would continue to write into files that the caller closes.
-    while thread.is_alive():
-        try:
-            thread.join()
-        except BaseException as error:  # raised after all threads have ended
-            queue.stop(error)
 
 
 class _Queue(Generic[Job]):

@@ -296,7 +296,16 @@ class Manifest:
         Raises:
             CheckpointError: Not a manifest, modified, or with names outside of the checkpoint's directory.
         """
-        document = _parse_checksummed(raw, source_name)
+        if len(raw) > MAX_JSON_BYTES:
+            raise _format_error(source_name, f"it has {len(raw)} bytes, but a manifest has at most {MAX_JSON_BYTES}")
+        body, checksum = raw[:-_CHECKSUM_BYTES], _CHECKSUM.fullmatch(raw[-_CHECKSUM_BYTES:])
+        if checksum is None:
+            raise _format_error(source_name, "it does not end with its own checksum")
+        if zlib.crc32(body) != int(checksum[1], 16):
+            raise _format_error(source_name, "its content and its own checksum do not match")
+        document = parse_json(raw, source_name)
+        if not isinstance(document, dict):
+            raise _format_error(source_name, "it is not a JSON object")
         if document.get("format") != _FORMAT or type(document.get("version")) is not int:
             raise _format_error(source_name, "it is not a manifest of this library")
         if document["version"] != FORMAT_VERSION:
@@ -314,21 +323,6 @@ class Manifest:
             documents=_parse_table(document["documents"], source_name, _parse_document),
             metadata=document["facts"],
         )
-
-
-def _parse_checksummed(raw: bytes, source_name: str) -> dict[str, Any]:
-    """Parse the document after verifying its checksum."""
-    if len(raw) > MAX_JSON_BYTES:
-        raise _format_error(source_name, f"it has {len(raw)} bytes, but a manifest has at most {MAX_JSON_BYTES}")
-    body, checksum = raw[:-_CHECKSUM_BYTES], _CHECKSUM.fullmatch(raw[-_CHECKSUM_BYTES:])
-    if checksum is None:
-        raise _format_error(source_name, "it does not end with its own checksum")
-    if zlib.crc32(body) != int(checksum[1], 16):
-        raise _format_error(source_name, "its content and its own checksum do not match")
-    document = parse_json(raw, source_name)
-    if not isinstance(document, dict):
-        raise _format_error(source_name, "it is not a JSON object")
-    return document
 
 
 def _parse_table(

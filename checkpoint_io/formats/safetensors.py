@@ -68,13 +68,20 @@ def encode_header(
         CheckpointError: A name or dtype that safetensors does not support, or a header above the size limit.
     """
     ranges: dict[str, TensorRange] = {}
+    document: dict[str, object] = {_METADATA: dict(metadata)} if metadata else {}
     stop = 0
     # The format forbids gaps; with wide dtypes first, every tensor is aligned nevertheless, so that it can be mapped.
     for name, spec in sorted(specs.items(), key=lambda item: -item[1].dtype.itemsize):
+        if name == _METADATA:
+            raise CheckpointError(f"a tensor is called {name!r}, which safetensors reserves: rename it")
+        if spec.dtype not in _NAMES:
+            raise CheckpointError(
+                f"{name!r} is {spec.dtype}, which safetensors cannot hold: convert it, or save with"
+                " use_safetensors=False"
+            )
         start, stop = stop, stop + math.prod(spec.shape) * spec.dtype.itemsize
         ranges[name] = TensorRange(spec=spec, start=start, stop=stop)
-    document: dict[str, object] = {_METADATA: dict(metadata)} if metadata else {}
-    document |= {name: _encode_entry(name, tensor_range) for name, tensor_range in ranges.items()}
+        document[name] = {"dtype": _NAMES[spec.dtype], "shape": list(spec.shape), "data_offsets": [start, stop]}
     try:
         raw = json.dumps(document, ensure_ascii=False, separators=(",", ":")).encode("utf-8")
     except UnicodeEncodeError as error:
@@ -106,23 +113,14 @@ def parse_header(raw: bytes, data_bytes: int, source_name: str) -> tuple[dict[st
     if not isinstance(metadata, dict) or not all(isinstance(text, str) for text in metadata.values()):
         raise _format_error(source_name, "its metadata is not an object of strings")
     ranges = {name: _parse_entry(name, entry, source_name) for name, entry in document.items()}
-    _check_contiguous(ranges, data_bytes, source_name)
+    offset = 0
+    for tensor_range in sorted(ranges.values(), key=lambda part: (part.start, part.stop)):
+        if tensor_range.start != offset:
+            raise _format_error(source_name, f"its tensors overlap or leave a gap at byte {offset}")
+        offset = tensor_range.stop
+    if offset != data_bytes:
+        raise _format_error(source_name, f"its tensors need {offset} bytes, but it has {data_bytes}")
     return ranges, metadata
-
-
-def _encode_entry(name: str, tensor_range: TensorRange) -> dict[str, object]:
-    if name == _METADATA:
-        raise CheckpointError(f"a tensor is called {name!r}, which safetensors reserves: rename it")
-    if tensor_range.spec.dtype not in _NAMES:
-        raise CheckpointError(
-            f"{name!r} is {tensor_range.spec.dtype}, which safetensors cannot hold: convert it, or save with"
-            " use_safetensors=False"
-        )
-    return {
-        "dtype": _NAMES[tensor_range.spec.dtype],
-        "shape": list(tensor_range.spec.shape),
-        "data_offsets": [tensor_range.start, tensor_range.stop],
-    }
 
 
 def _parse_entry(name: str, entry: object, source_name: str) -> TensorRange:
@@ -148,16 +146,6 @@ def _are_sizes(values: object) -> bool:
     if not isinstance(values, list) or len(values) > 64:
         return False
     return all(type(value) is int and 0 <= value < 2**63 for value in values)
-
-
-def _check_contiguous(ranges: Mapping[str, TensorRange], data_bytes: int, source_name: str) -> None:
-    offset = 0
-    for tensor_range in sorted(ranges.values(), key=lambda part: (part.start, part.stop)):
-        if tensor_range.start != offset:
-            raise _format_error(source_name, f"its tensors overlap or leave a gap at byte {offset}")
-        offset = tensor_range.stop
-    if offset != data_bytes:
-        raise _format_error(source_name, f"its tensors need {offset} bytes, but it has {data_bytes}")
 
 
 def _format_error(source_name: str, reason: str) -> CheckpointError:

@@ -175,25 +175,22 @@ class _SafetensorsFile:
         self.num_bytes = storage.size(file)
         self._storage = storage
         self._file = file
-        head = self._read_head()
-        self._data_start = len(head)
-        self._ranges, self.metadata = parse_header(
-            head[HEADER_LENGTH_BYTES:], self.num_bytes - len(head), str(self.path)
-        )
-        self.specs = {name: tensor_range.spec for name, tensor_range in self._ranges.items()}
-        self.embedded_record = embedded_record(head, self.num_bytes, self.metadata, self.specs, str(self.path))
-
-    def _read_head(self) -> bytes:
         if self.num_bytes < HEADER_LENGTH_BYTES:
             raise CheckpointError(f"{self.path} is truncated: it has {self.num_bytes} bytes. Take another copy of it")
-        length = _read_bytes(self._storage, self._file, 0, HEADER_LENGTH_BYTES)
+        length = _read_bytes(storage, file, 0, HEADER_LENGTH_BYTES)
         header_bytes = int.from_bytes(length, "little")
         if header_bytes > MAX_HEADER_BYTES or HEADER_LENGTH_BYTES + header_bytes > self.num_bytes:
             raise CheckpointError(
                 f"{self.path} is truncated or not a safetensors file: its header should have {header_bytes} bytes. Take"
                 " another copy of it"
             )
-        return length + _read_bytes(self._storage, self._file, HEADER_LENGTH_BYTES, header_bytes)
+        head = length + _read_bytes(storage, file, HEADER_LENGTH_BYTES, header_bytes)
+        self._data_start = len(head)
+        self._ranges, self.metadata = parse_header(
+            head[HEADER_LENGTH_BYTES:], self.num_bytes - len(head), str(self.path)
+        )
+        self.specs = {name: tensor_range.spec for name, tensor_range in self._ranges.items()}
+        self.embedded_record = embedded_record(head, self.num_bytes, self.metadata, self.specs, str(self.path))
 
     def locate(self, name: str) -> tuple[OpenFile, int] | None:
         return self._file, self._data_start + self._ranges[name].start

@@ -284,7 +284,18 @@ class _CheckpointOpener:
         self._requires_manifest = requires_manifest
 
     def open(self, path: Path) -> StoredCheckpoint:
-        directory = self._directory_reader(path)
+        directory: DirectoryReader | None = None
+        try:
+            directory = DirectoryReader(self._storage, path)
+        except NotADirectoryError:
+            pass
+        except FileNotFoundError as error:
+            if path.name not in self._sibling_names(path):  # else it is a dangling link, and opening it raises
+                raise CheckpointError(
+                    f"{path} does not exist: give a file or a directory that holds a {self._kind.name}"
+                ) from error
+        except (OSError, ValueError) as error:  # ValueError: a NUL in the name
+            raise cannot_open(path, error) from error
         if directory is not None:
             return self._open_directory(directory, _find_file_names(directory, self._kind))
         if path.suffix == ".json":
@@ -301,21 +312,6 @@ class _CheckpointOpener:
             if file_names is not None and name == file_names.manifest and file_names.may_have_written(path.name):
                 return self._open_with_manifest(open_directory(self._storage, path.parent), file_names, only=path.name)
         return self._open_single(path, lambda: open_tensor_file(self._storage, path))
-
-    def _directory_reader(self, path: Path) -> DirectoryReader | None:
-        """Return a reader if the path is a directory, or None for other existing paths."""
-        try:
-            return DirectoryReader(self._storage, path)
-        except NotADirectoryError:
-            return None
-        except FileNotFoundError as error:
-            if path.name in self._sibling_names(path):  # a dangling link: opening it raises
-                return None
-            raise CheckpointError(
-                f"{path} does not exist: give a file or a directory that holds a {self._kind.name}"
-            ) from error
-        except (OSError, ValueError) as error:  # ValueError: a NUL in the name
-            raise cannot_open(path, error) from error
 
     def _sibling_names(self, path: Path) -> Sequence[str]:
         try:

@@ -59,7 +59,15 @@ class _Verifier(threading.local):
     def verify(self, batch: Sequence[_ChecksummedRange]) -> None:
         for recorded in batch:
             record = recorded.record
-            found = self._crc32(record)
+            spec = self._stored.specs[record.name]
+            box = full_box(spec.shape) if record.box is None else record.box
+            itemsize = spec.dtype.itemsize
+            step, found = BUFFER_BYTES // itemsize, 0
+            for start in range(*record.span, step):
+                stop = min(start + step, record.span[1])
+                chunk = self._buffer[: (stop - start) * itemsize]
+                self._reader.read(record.name, box, (start, stop), chunk)
+                found = crc32(chunk.data, found)
             if found != record.crc32:
                 where = "its own header" if self._stored.manifest is None else self._stored.path.name
                 first, last = record.span
@@ -68,18 +76,6 @@ class _Verifier(threading.local):
                     f" checksum {found:08x}, but {where} records {record.crc32:08x}, so nothing was loaded. Take"
                     ' another copy of the checkpoint, or pass verify="structure" to load it as it is'
                 )
-
-    def _crc32(self, record: RangeRecord) -> int:
-        spec = self._stored.specs[record.name]
-        box = full_box(spec.shape) if record.box is None else record.box
-        itemsize = spec.dtype.itemsize
-        step, checksum = BUFFER_BYTES // itemsize, 0
-        for start in range(*record.span, step):
-            stop = min(start + step, record.span[1])
-            chunk = self._buffer[: (stop - start) * itemsize]
-            self._reader.read(record.name, box, (start, stop), chunk)
-            checksum = crc32(chunk.data, checksum)
-        return checksum
 
 
 def _share_of(stored: StoredCheckpoint, share: int, num_shares: int) -> Iterator[_ChecksummedRange]:

@@ -70,7 +70,19 @@ class FilePlacement:
 def sort_by_file_offset(deduped: DedupedShards, tensor_offsets: TensorOffsets) -> FilePlacement:
     """Return the shards in file order; a strided shard is placed by its first byte."""
     tiles = deduped.tiles
-    logical, is_strided = _locate(deduped, tensor_offsets.shapes)
+    numbers: dict[tuple[int, ...], int] = {}
+    shape_of = np.array([numbers.setdefault(shape, len(numbers)) for shape in tensor_offsets.shapes], dtype=np.int64)
+    distinct = list(numbers)
+    keys, pair_of = np.unique(shape_of[tiles.tensor] * len(deduped.boxes) + tiles.box, return_inverse=True)
+    pairs = [(distinct[key // len(deduped.boxes)], deduped.boxes[key % len(deduped.boxes)]) for key in keys.tolist()]
+    runs = np.array([run_length(shape, box) for shape, box in pairs], dtype=np.int64)[pair_of]
+    starts = np.array([run_start(shape, box, 0) for shape, box in pairs], dtype=np.int64)[pair_of]
+    logical = starts + tiles.start  # first element in the flattened tensor
+    # Beyond the first run of a box, the offset is no longer linear in the element count.
+    for row in np.flatnonzero(tiles.start >= runs).tolist():
+        shape, box = pairs[pair_of[row]]
+        logical[row] = run_start(shape, box, int(tiles.start[row]))
+    is_strided = tiles.start // runs != (tiles.stop - 1) // runs
     itemsize = tensor_offsets.itemsize[tiles.tensor]
     offset = tensor_offsets.offset[tiles.tensor] + logical * itemsize
     file = tensor_offsets.file[tiles.tensor]
@@ -88,24 +100,6 @@ def sort_by_file_offset(deduped: DedupedShards, tensor_offsets: TensorOffsets) -
         primary=deduped.primary[order],
         replicas=deduped.replicas[order],
     )
-
-
-def _locate(deduped: DedupedShards, shapes: Sequence[tuple[int, ...]]) -> tuple[np.ndarray, np.ndarray]:
-    """Return each shard's first element in its flattened tensor, and whether it has more than one run."""
-    tiles = deduped.tiles
-    numbers: dict[tuple[int, ...], int] = {}
-    shape_of = np.array([numbers.setdefault(shape, len(numbers)) for shape in shapes], dtype=np.int64)
-    distinct = list(numbers)
-    keys, pair_of = np.unique(shape_of[tiles.tensor] * len(deduped.boxes) + tiles.box, return_inverse=True)
-    pairs = [(distinct[key // len(deduped.boxes)], deduped.boxes[key % len(deduped.boxes)]) for key in keys.tolist()]
-    runs = np.array([run_length(shape, box) for shape, box in pairs], dtype=np.int64)[pair_of]
-    starts = np.array([run_start(shape, box, 0) for shape, box in pairs], dtype=np.int64)[pair_of]
-    logical = starts + tiles.start
-    # Beyond the first run of a box, the offset is no longer linear in the element count.
-    for row in np.flatnonzero(tiles.start >= runs).tolist():
-        shape, box = pairs[pair_of[row]]
-        logical[row] = run_start(shape, box, int(tiles.start[row]))
-    return logical, tiles.start // runs != (tiles.stop - 1) // runs
 
 
 # On a shared file system (NFS), two hosts that write into one file may overwrite each other's pages. So each file is
@@ -132,7 +126,13 @@ def assign_hosts(
     """
     num_ranks = np.bincount(host_of_rank)
     sizes = np.bincount(file_of_shard, weights=bytes_of_shard, minlength=num_files)
-    bytes_per_host = _bytes_per_host(file_of_shard, bytes_of_shard, replicas, replica_sets, num_files, host_of_rank)
+    # Bytes per file and host that at least one rank of the host holds.
+    bytes_per_host = np.zeros((num_files, len(num_ranks)))
+    pairs, pair_of = np.unique(file_of_shard * max(len(replica_sets), 1) + replicas, return_inverse=True)
+    bytes_of_pair = np.bincount(pair_of, weights=bytes_of_shard)
+    for pair, size in zip(pairs.tolist(), bytes_of_pair.tolist(), strict=True):
+        file, number = divmod(pair, len(replica_sets))
+        bytes_per_host[file, np.unique(host_of_rank[replica_sets[number]])] += size
     fair = sizes.sum() * num_ranks / len(host_of_rank)
     loads = np.zeros(len(num_ranks))
     chosen = np.zeros(num_files, dtype=np.int64)
@@ -142,25 +142,6 @@ def assign_hosts(
         chosen[file] = np.lexsort((loads, -bytes_per_host[file], ~is_open))[0]
         loads[chosen[file]] += sizes[file]
     return chosen
-
-
-def _bytes_per_host(
-    file_of_shard: np.ndarray,
-    bytes_of_shard: np.ndarray,
-    replicas: np.ndarray,
-    replica_sets: Sequence[np.ndarray],
-    num_files: int,
-    host_of_rank: np.ndarray,
-) -> np.ndarray:
-    """Return bytes per file and host that at least one rank of the host holds."""
-    num_hosts = int(host_of_rank.max()) + 1
-    pairs, pair_of = np.unique(file_of_shard * max(len(replica_sets), 1) + replicas, return_inverse=True)
-    sizes = np.bincount(pair_of, weights=bytes_of_shard)
-    bytes_per_host = np.zeros((num_files, num_hosts))
-    for pair, size in zip(pairs.tolist(), sizes.tolist(), strict=True):
-        file, number = divmod(pair, len(replica_sets))
-        bytes_per_host[file, np.unique(host_of_rank[replica_sets[number]])] += size
-    return bytes_per_host
 
 
 def usable_replicas(
@@ -256,18 +237,13 @@ class _ReplicaSets:
         self.sizes = np.array([len(ranks) for ranks in sets], dtype=np.int64)
         self._firsts = np.cumsum(self.sizes) - self.sizes
         self._ranks = np.concatenate([np.zeros(0, dtype=np.int64), *sets])
-        self._num_ranks = num_ranks
-        self._keys = np.repeat(np.arange(len(sets)), self.sizes) * num_ranks + self._ranks
+        self.num_ranks = num_ranks
+        self.keys = np.repeat(np.arange(len(sets)), self.sizes) * num_ranks + self._ranks
 
     def member(self, number: np.ndarray, index: np.ndarray) -> np.ndarray:
         """Return the rank at each index of each set."""
         ranks: np.ndarray = self._ranks[self._firsts[number] + index]
         return ranks
-
-    def substitute_for(self, rank: np.ndarray, number: np.ndarray) -> np.ndarray:
-        """Return each rank, or where it is not of the set, one of the set in its stead."""
-        is_member = np.isin(number * self._num_ranks + rank, self._keys)
-        return np.where(is_member, rank, self.member(number, rank % self.sizes[number]))
 
 
 def balance_writes(deduped: DedupedShards, tensor_offsets: TensorOffsets, host_of_rank: np.ndarray) -> RangeColumns:
@@ -304,7 +280,15 @@ def balance_writes(deduped: DedupedShards, tensor_offsets: TensorOffsets, host_o
 
 def _split_regions(shards: FilePlacement, sets: _ReplicaSets) -> _SplitPoints:
     """Return the split points of regions with several replicas; see Note [Write balancing]."""
-    shard, region = _shards_by_region(shards, sets)
+    # Regions large enough to split, by region and file order.
+    key = (shards.file * len(sets.sizes) + shards.replicas) * 2 + shards.is_strided
+    _, region = np.unique(key, return_inverse=True)
+    region_bytes = np.bincount(region, weights=shards.num_bytes)
+    is_split = (region_bytes[region] >= _MIN_REGION_BYTES) & (sets.sizes[shards.replicas] > 1)
+    shard = np.flatnonzero(is_split)
+    shard = shard[np.argsort(region[shard], kind="stable")]
+    region = np.cumsum(changes(region[shard])) - 1
+
     num_bytes = shards.num_bytes[shard]
     begin = np.cumsum(num_bytes) - num_bytes
     first = np.flatnonzero(changes(region))
@@ -333,20 +317,16 @@ def _split_regions(shards: FilePlacement, sets: _ReplicaSets) -> _SplitPoints:
     )
 
 
-def _shards_by_region(shards: FilePlacement, sets: _ReplicaSets) -> tuple[np.ndarray, np.ndarray]:
-    """Return the shards of regions large enough to split, by region and file order, and the region of each."""
-    key = (shards.file * len(sets.sizes) + shards.replicas) * 2 + shards.is_strided
-    _, region = np.unique(key, return_inverse=True)
-    sizes = np.bincount(region, weights=shards.num_bytes)
-    is_split = (sizes[region] >= _MIN_REGION_BYTES) & (sets.sizes[shards.replicas] > 1)
-    shard = np.flatnonzero(is_split)
-    shard = shard[np.argsort(region[shard], kind="stable")]
-    return shard, np.cumsum(changes(region[shard])) - 1
-
-
 def _split_ranges(shards: FilePlacement, splits: _SplitPoints) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return shard, first byte and last byte within the shard, for each range between split points or block ends."""
-    shard_of_block, block = _blocks(shards)
+    # Blocks are aligned in the file or, for strided shards, within the shard.
+    origin = np.where(shards.is_strided, 0, shards.offset)
+    first = origin // BLOCK_BYTES
+    counts = (origin + shards.num_bytes - 1) // BLOCK_BYTES - first + 1
+    shard_of_block = np.repeat(np.arange(len(counts)), counts)
+    number = np.arange(len(shard_of_block)) - np.repeat(np.cumsum(counts) - counts, counts)
+    block = np.maximum((first[shard_of_block] + number) * BLOCK_BYTES - origin[shard_of_block], 0)
+
     row = np.searchsorted(splits.offset, splits.split, side="right") - 1
     offset = splits.split - splits.offset[row]
     # A split point may lie before, between or after the shards of its region, and then splits none.
@@ -360,16 +340,6 @@ def _split_ranges(shards: FilePlacement, splits: _SplitPoints) -> tuple[np.ndarr
     return shard, begin, np.where(is_last, shards.num_bytes[shard], np.roll(begin, -1))
 
 
-def _blocks(shards: FilePlacement) -> tuple[np.ndarray, np.ndarray]:
-    """Return shard and first byte of every block, aligned in the file or, for strided shards, within the shard."""
-    origin = np.where(shards.is_strided, 0, shards.offset)
-    first = origin // BLOCK_BYTES
-    counts = (origin + shards.num_bytes - 1) // BLOCK_BYTES - first + 1
-    shard = np.repeat(np.arange(len(counts)), counts)
-    number = np.arange(len(shard)) - np.repeat(np.cumsum(counts) - counts, counts)
-    return shard, np.maximum((first[shard] + number) * BLOCK_BYTES - origin[shard], 0)
-
-
 def _owners(
     shards: FilePlacement, sets: _ReplicaSets, splits: _SplitPoints, shard: np.ndarray, begin: np.ndarray
 ) -> np.ndarray:
@@ -377,7 +347,10 @@ def _owners(
     row_of_shard = np.full(len(shards.index), -1, dtype=np.int64)
     row_of_shard[splits.shard] = np.arange(len(splits.shard))
     row = row_of_shard[shard]
-    owner = sets.substitute_for(shards.primary[shard], shards.replicas[shard])
+    primary, number = shards.primary[shard], shards.replicas[shard]
+    # A primary that is not in the set, as it is on another host, is replaced by a rank of the set.
+    is_member = np.isin(number * sets.num_ranks + primary, sets.keys)
+    owner = np.where(is_member, primary, sets.member(number, primary % sets.sizes[number]))
     is_split = np.flatnonzero(row >= 0)
     row = row[is_split]
     region = splits.region[row]

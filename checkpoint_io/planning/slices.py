@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
 import numpy as np
 import torch
@@ -77,7 +76,7 @@ def byte_runs(
     first_run, end = start // length, (stop - 1) // length + 1
     if end - first_run == 1:  # fast path: the usual case, often for 100,000 slices
         logical = run_start(shape, box, start) * itemsize
-        yield RunBlock(logical=_column(logical), local=_column(0), length=_column((stop - start) * itemsize))
+        yield RunBlock(*np.array([[logical], [0], [(stop - start) * itemsize]], dtype=np.int64))
         return
     for first in range(first_run, end, max_runs):
         runs = np.arange(first, min(first + max_runs, end), dtype=np.int64)
@@ -85,10 +84,6 @@ def byte_runs(
         size = np.minimum((runs + 1) * length, stop) - begin
         starts = _starts(shape, box, partial, runs) + (begin - runs * length)
         yield RunBlock(logical=starts * itemsize, local=(begin - start) * itemsize, length=size * itemsize)
-
-
-def _column(value: int) -> np.ndarray:
-    return np.array([value], dtype=np.int64)
 
 
 def _last_partial(shape: Sequence[int], box: Box) -> int:
@@ -110,8 +105,6 @@ def _starts(shape: Sequence[int], box: Box, partial: int, runs: np.ndarray) -> n
         runs = runs // length
     return starts
 
-
-K = TypeVar("K", bound=Hashable)
 
 _PRIMARY, _SHARED, _FULL = 1, 2, 4
 _MAX_NUMEL = 2**63 - 1
@@ -151,9 +144,11 @@ class SliceTable:
         boxes: dict[Box, int] = {}
         return cls(
             names=[each.name for each in slices],
-            spec_of=_integers([_intern(specs, (each.dtype, tuple(each.global_shape))) for each in slices]),
+            spec_of=_integers(
+                [specs.setdefault((each.dtype, tuple(each.global_shape)), len(specs)) for each in slices]
+            ),
             specs=[TensorSpec(shape=shape, dtype=dtype) for dtype, shape in specs],
-            box_of=_integers([_intern(boxes, each.box) for each in slices]),
+            box_of=_integers([boxes.setdefault(each.box, len(boxes)) for each in slices]),
             boxes=list(boxes),
             starts=_integers([each.span[0] for each in slices]),
             stops=_integers([each.span[1] for each in slices]),
@@ -170,7 +165,10 @@ class SliceTable:
         A slice that is a full tensor takes its name, the index of its dtype and shape, and one digit. Box and span
         follow from the shape, so the columns `box`, `start` and `stop` cover the other slices only.
         """
-        is_shard = ~self._is_full()
+        numbers = {box: number for number, box in enumerate(self.boxes)}
+        full = _integers([numbers.get(full_box(spec.shape), -1) for spec in self.specs])[self.spec_of]
+        numel = _numels(self.specs)[self.spec_of]
+        is_shard = ~((self.box_of == full) & (self.starts == 0) & (self.stops == numel))
         used, box_of = np.unique(self.box_of[is_shard], return_inverse=True)
         flags = _PRIMARY * self.is_primary + _SHARED * self.is_shared + _FULL * ~is_shard
         columns = {
@@ -191,10 +189,9 @@ class SliceTable:
         columns = json.loads(raw)
         specs = [TensorSpec(shape=tuple(shape), dtype=getattr(torch, dtype)) for dtype, shape in columns["specs"]]
         boxes: dict[Box, int] = {}
-        numbers = _integers(
-            [_intern(boxes, tuple((offset, length) for offset, length in pairs)) for pairs in columns["boxes"]]
-        )
-        full = _integers([_intern(boxes, full_box(spec.shape)) for spec in specs])
+        stored_boxes = [tuple((offset, length) for offset, length in pairs) for pairs in columns["boxes"]]
+        numbers = _integers([boxes.setdefault(box, len(boxes)) for box in stored_boxes])
+        full = _integers([boxes.setdefault(full_box(spec.shape), len(boxes)) for spec in specs])
         flags = np.frombuffer(columns["flags"].encode("ascii"), dtype=np.uint8) - _DIGIT_ZERO
         is_shard, spec_of = flags & _FULL == 0, _integers(columns["spec"])
         box_of, starts = full[spec_of], np.zeros(len(spec_of), dtype=np.int64)
@@ -212,17 +209,6 @@ class SliceTable:
             is_primary=flags & _PRIMARY != 0,
             is_shared=flags & _SHARED != 0,
         )
-
-    def _is_full(self) -> np.ndarray:
-        numbers = {box: number for number, box in enumerate(self.boxes)}
-        full = _integers([numbers.get(full_box(spec.shape), -1) for spec in self.specs])[self.spec_of]
-        numel = _numels(self.specs)[self.spec_of]
-        is_full: np.ndarray = (self.box_of == full) & (self.starts == 0) & (self.stops == numel)
-        return is_full
-
-
-def _intern(numbers: dict[K, int], value: K) -> int:
-    return numbers.setdefault(value, len(numbers))
 
 
 def _numels(specs: Sequence[TensorSpec]) -> np.ndarray:

@@ -115,7 +115,13 @@ class PlannedPart:
             return {}
         found = dict(self.part.documents)
         if self.plan.index is not None:
-            found[self.plan.index] = json_bytes(self._index())
+            specs, names = self.plan.specs, self.part.parameter_names
+            counted = None if names is None else sum(specs[name].numel for name in names if name in specs)
+            file_plan = FilePlan(
+                files={file.name: tuple(file.tensors) for file in self.plan.files}, index=self.plan.index
+            )
+            sizes = {name: spec.num_bytes for name, spec in specs.items()}
+            found[self.plan.index] = json_bytes(index_document(file_plan, sizes, counted))
         documents = {
             name: DocumentRecord(num_bytes=len(raw), crc32=zlib.crc32(raw)) for name, raw in sorted(found.items())
         }
@@ -143,14 +149,6 @@ class PlannedPart:
         return RangeRecord(
             name=write_range.name, box=None if is_full_box else write_range.box, span=write_range.span, crc32=crc32
         )
-
-    def _index(self) -> dict[str, Any]:
-        plan = self.plan
-        names = self.part.parameter_names
-        counted = None if names is None else sum(plan.specs[name].numel for name in names if name in plan.specs)
-        files = FilePlan(files={file.name: tuple(file.tensors) for file in plan.files}, index=plan.index)
-        sizes = {name: spec.num_bytes for name, spec in plan.specs.items()}
-        return index_document(files, sizes, counted)
 
 
 def model_part(model: ModelWrapper, target: SaveTarget, folder: str = "") -> CheckpointPart:
