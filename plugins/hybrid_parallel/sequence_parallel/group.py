@@ -37,7 +37,7 @@ class SequenceParallelGroup:
 
     def reset(self) -> None:
         """Reset the state of an aborted forward."""
-        self.rng.reset()
+        self.rng.leave()
 
     def __deepcopy__(self, memo: dict[int, object]) -> SequenceParallelGroup:
         return self

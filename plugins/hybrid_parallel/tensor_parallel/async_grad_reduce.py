@@ -150,16 +150,16 @@ class _Wait(torch.autograd.Function):
 class _StartAllReduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, tp_group: TensorParallelGroup, pending: PendingAllReduce) -> torch.Tensor:
-        ctx.ranks, ctx.pending = tp_group, pending
+        ctx.tp_group, ctx.pending = tp_group, pending
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         if torch.is_grad_enabled():
-            return reduce_from_tp_region(grad, ctx.ranks), None, None
+            return reduce_from_tp_region(grad, ctx.tp_group), None, None
         # Only matmuls read the input, and nothing else references their gradients, so that they can be overwritten.
         grad = grad.contiguous()
-        ctx.pending.wait = start_all_reduce(grad, ctx.ranks.group).wait
+        ctx.pending.wait = start_all_reduce(grad, ctx.tp_group.group).wait
         return grad, None, None
 
 

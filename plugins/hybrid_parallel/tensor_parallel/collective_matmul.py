@@ -201,7 +201,7 @@ class _MatmulReduceScatter(torch.autograd.Function):
     ) -> torch.Tensor:
         needs_x, needs_weight = ctx.needs_input_grad[:2]
         ctx.save_for_backward(x if needs_weight else None, weight if needs_x else None)
-        ctx.ranks, ctx.sizes, ctx.is_transposed, ctx.deferred = tp_group, sizes, is_transposed, deferred
+        ctx.tp_group, ctx.sizes, ctx.is_transposed, ctx.deferred = tp_group, sizes, is_transposed, deferred
         chunks = TokenChunks(tp_group, sizes)
         matrix = weight.t() if is_transposed else weight
 
@@ -217,10 +217,10 @@ class _MatmulReduceScatter(torch.autograd.Function):
         if weight is not None and ctx.is_transposed:
             weight = weight.t()
         if torch.is_grad_enabled():
-            full = all_gather_shards(grad, ctx.ranks, grad.dim() - 2, ctx.sizes)
+            full = all_gather_shards(grad, ctx.tp_group, grad.dim() - 2, ctx.sizes)
             grad_x = None if weight is None else full @ weight
         else:
-            full, grad_x = _all_gather_matmul(grad, weight, TokenChunks(ctx.ranks, ctx.sizes))
+            full, grad_x = _all_gather_matmul(grad, weight, TokenChunks(ctx.tp_group, ctx.sizes))
         grad_weight = None
         if x is not None and ctx.needs_input_grad[1]:
             left, right = weight_gradient_operands(full, x, ctx.is_transposed)

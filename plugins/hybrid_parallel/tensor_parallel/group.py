@@ -137,4 +137,4 @@ class TensorParallelGroup:
         """Drop shared inputs and open regions, at the start and end of a forward and after backward."""
         self._input, self._copy = None, None
         self.precomputed.clear()
-        self.rng.reset()
+        self.rng.leave()  # a region that an aborted forward left open

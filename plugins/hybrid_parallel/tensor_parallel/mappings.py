@@ -179,18 +179,18 @@ def sizes_from_full(full_size: int, tp_group: TensorParallelGroup, length: int |
 class _Copy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, tp_group: TensorParallelGroup) -> torch.Tensor:
-        ctx.ranks = tp_group
+        ctx.tp_group = tp_group
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return reduce_from_tp_region(grad, ctx.ranks), None
+        return reduce_from_tp_region(grad, ctx.tp_group), None
 
 
 class _AllReduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, tp_group: TensorParallelGroup, overwrites: bool) -> torch.Tensor:
-        ctx.ranks = tp_group
+        ctx.tp_group = tp_group
         if overwrites and x.is_contiguous():
             ctx.mark_dirty(x)
         else:
@@ -200,7 +200,7 @@ class _AllReduce(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return copy_to_tp_region(grad, ctx.ranks), None, None
+        return copy_to_tp_region(grad, ctx.tp_group), None, None
 
 
 class _Gather(torch.autograd.Function):
@@ -208,12 +208,12 @@ class _Gather(torch.autograd.Function):
     def forward(
         ctx: Any, x: torch.Tensor, tp_group: TensorParallelGroup, dim: int, sizes: Sequence[int]
     ) -> torch.Tensor:
-        ctx.ranks, ctx.dim, ctx.sizes = tp_group, dim, sizes
+        ctx.tp_group, ctx.dim, ctx.sizes = tp_group, dim, sizes
         return all_gather_uneven(x, tp_group, dim, sizes)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        return scatter_to_tp_region(grad, ctx.ranks, ctx.sizes, ctx.dim), None, None, None
+        return scatter_to_tp_region(grad, ctx.tp_group, ctx.sizes, ctx.dim), None, None, None
 
 
 class _Scatter(torch.autograd.Function):
@@ -221,13 +221,13 @@ class _Scatter(torch.autograd.Function):
     def forward(
         ctx: Any, x: torch.Tensor, tp_group: TensorParallelGroup, dim: int, sizes: Sequence[int]
     ) -> torch.Tensor:
-        ctx.ranks, ctx.dim, ctx.sizes = tp_group, dim, sizes
+        ctx.tp_group, ctx.dim, ctx.sizes = tp_group, dim, sizes
         shard = x.narrow(dim, sum(sizes[: tp_group.rank]), sizes[tp_group.rank])
         return shard.clone(memory_format=torch.contiguous_format)  # callers may modify it in place
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        return gather_from_tp_region(grad, ctx.ranks, ctx.sizes, ctx.dim), None, None, None
+        return gather_from_tp_region(grad, ctx.tp_group, ctx.sizes, ctx.dim), None, None, None
 
 
 class _AllGather(torch.autograd.Function):
@@ -235,12 +235,12 @@ class _AllGather(torch.autograd.Function):
     def forward(
         ctx: Any, x: torch.Tensor, tp_group: TensorParallelGroup, dim: int, sizes: Sequence[int]
     ) -> torch.Tensor:
-        ctx.ranks, ctx.dim, ctx.sizes = tp_group, dim, sizes
+        ctx.tp_group, ctx.dim, ctx.sizes = tp_group, dim, sizes
         return all_gather_uneven(x, tp_group, dim, sizes)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        return reduce_scatter_shards(grad, ctx.ranks, ctx.dim, ctx.sizes), None, None, None
+        return reduce_scatter_shards(grad, ctx.tp_group, ctx.dim, ctx.sizes), None, None, None
 
 
 class _ReduceScatter(torch.autograd.Function):
@@ -248,14 +248,14 @@ class _ReduceScatter(torch.autograd.Function):
     def forward(
         ctx: Any, x: torch.Tensor, tp_group: TensorParallelGroup, dim: int, sizes: Sequence[int]
     ) -> torch.Tensor:
-        ctx.ranks, ctx.dim, ctx.sizes = tp_group, dim, sizes
+        ctx.tp_group, ctx.dim, ctx.sizes = tp_group, dim, sizes
         shard, wait = start_reduce_scatter_uneven(x, tp_group, dim, sizes)
         wait()
         return shard
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        return all_gather_shards(grad, ctx.ranks, ctx.dim, ctx.sizes), None, None, None
+        return all_gather_shards(grad, ctx.tp_group, ctx.dim, ctx.sizes), None, None, None
 
 
 def all_gather_uneven(x: torch.Tensor, tp_group: TensorParallelGroup, dim: int, sizes: Sequence[int]) -> torch.Tensor:

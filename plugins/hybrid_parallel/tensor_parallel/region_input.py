@@ -149,7 +149,7 @@ class _AllGatherMatmul(torch.autograd.Function):
         layers: Sequence[_LinearOperands],
     ) -> tuple[torch.Tensor, ...]:
         ctx.set_materialize_grads(False)
-        ctx.way, ctx.pending, ctx.layers = geometry, pending, layers
+        ctx.geometry, ctx.pending, ctx.layers = geometry, pending, layers
         ctx.save_for_backward(*(layer.weight for layer in layers))
         chunks = geometry.chunks(x)
         if chunks is not None:
@@ -167,7 +167,7 @@ class _AllGatherMatmul(torch.autograd.Function):
         terms = [(grad, layer.matrix(weight)) for grad, layer, weight in triples if grad is not None]
         if not terms and grad_full is None:
             return None, None, None, None
-        geometry: _GatherGeometry = ctx.way
+        geometry: _GatherGeometry = ctx.geometry
         if torch.is_grad_enabled():
             total = sum((grad @ matrix for grad, matrix in terms), 0 if grad_full is None else grad_full)
             return reduce_scatter_shards(total, geometry.tp_group, geometry.dim, geometry.sizes), None, None, None  # type: ignore[arg-type]

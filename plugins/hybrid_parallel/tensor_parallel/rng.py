@@ -86,10 +86,6 @@ class TensorParallelRNG:
             if needs_step:
                 torch.rand(1, device=device)
 
-    def reset(self) -> None:
-        """Leave a region that an aborted forward left open."""
-        self.leave()
-
 
 def _devices() -> tuple[torch.device, ...]:
     """Return the devices whose generators are seeded: the CPU, and the accelerator if it is initialized."""

@@ -2,15 +2,10 @@
 
 Logits are the largest activation of a language model, and mostly only cast, reshaped and passed to a cross-entropy, all
 of which work on shards. So a vocabulary-parallel head returns a tensor subclass with the shape of the full logits that
-holds a shard. The operations in `split_operations` keep it sharded. Any other operation first gathers the logits, once,
-and continues with a plain tensor: slower, but correct. Functions that bypass torch's override mechanism, such as a
-user's autograd function, are handled below autograd: the tensor's graph contains `_WrapLogits`, whose backward returns
-this rank's shard of a full gradient. The gathering is collective, so all ranks must apply the same operations.
-
-Operations of vocabulary-parallel logits that work on a rank's shard.
-
-Each handler takes the logits and the operation's other arguments, and returns its result, or `NotImplemented` if the
-arguments affect the last dimension.
+holds a shard. The operations in `HANDLERS` keep it sharded. Any other operation first gathers the logits, once, and
+continues with a plain tensor: slower, but correct. Functions that bypass torch's override mechanism, such as a user's
+autograd function, are handled below autograd: the tensor's graph contains `_WrapLogits`, whose backward returns this
+rank's shard of a full gradient. The gathering is collective, so all ranks must apply the same operations.
 """
 
 from __future__ import annotations
@@ -230,6 +225,8 @@ def _cross_entropy(
     )
 
 
+# Each handler takes the logits and the operation's other arguments, and returns its result, or `NotImplemented` if the
+# arguments affect the last dimension.
 HANDLERS: Mapping[Callable[..., Any], Callable[..., Any]] = {
     nn.functional.cross_entropy: _cross_entropy,
     torch.Tensor.__getitem__: _getitem,
@@ -385,7 +382,8 @@ class VocabParallelLogits(torch.Tensor):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """Return a description without values, so that a single rank may print it. Collective: no."""
-        return f"SplitLogits(shape={tuple(self.shape)}, dtype={self.dtype}, entries per rank={list(self.sizes)})"
+        shape, sizes = tuple(self.shape), list(self.sizes)
+        return f"VocabParallelLogits(shape={shape}, dtype={self.dtype}, entries per rank={sizes})"
 
     def __format__(self, specification: str) -> str:
         """Return `repr(self)`."""
@@ -440,7 +438,7 @@ class VocabParallelLogits(torch.Tensor):
 class _WrapLogits(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, local: torch.Tensor, tp_group: TensorParallelGroup, sizes: Sequence[int]) -> torch.Tensor:
-        ctx.ranks, ctx.sizes = tp_group, sizes
+        ctx.tp_group, ctx.sizes = tp_group, sizes
         shape = (*local.shape[:-1], sum(sizes))
         return torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined, no-any-return]
             VocabParallelLogits, shape, dtype=local.dtype, device=local.device
@@ -448,8 +446,8 @@ class _WrapLogits(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        start = sum(ctx.sizes[: ctx.ranks.rank])
-        return grad.narrow(-1, start, ctx.sizes[ctx.ranks.rank]), None, None
+        start = sum(ctx.sizes[: ctx.tp_group.rank])
+        return grad.narrow(-1, start, ctx.sizes[ctx.tp_group.rank]), None, None
 
 
 class _GatherLogits(torch.autograd.Function):

@@ -8,7 +8,17 @@ from .linear_3d import LINEAR_3D_ACTIVATIONS, Linear3D
 from .mesh import BlockLayout, RankMesh, linear_3d_mesh, summa_mesh
 from .summa import SUMMA_ACTIVATIONS, SummaLinear
 
-__all__ = ["shard_mlp"]
+__all__ = [
+    "LINEAR_3D_ACTIVATIONS",
+    "SUMMA_ACTIVATIONS",
+    "BlockLayout",
+    "Linear3D",
+    "RankMesh",
+    "SummaLinear",
+    "linear_3d_mesh",
+    "shard_mlp",
+    "summa_mesh",
+]
 
 
 def shard_mlp(layer: nn.Module, mesh: RankMesh, first: str = "up", second: str = "down") -> None:
@@ -32,16 +42,3 @@ def shard_mlp(layer: nn.Module, mesh: RankMesh, first: str = "up", second: str =
             setattr(layer, name, SummaLinear(linear, mesh))
         else:
             setattr(layer, name, Linear3D(linear, mesh, is_second=is_second))
-
-
-__all__ = [
-    "LINEAR_3D_ACTIVATIONS",
-    "SUMMA_ACTIVATIONS",
-    "BlockLayout",
-    "Linear3D",
-    "RankMesh",
-    "SummaLinear",
-    "linear_3d_mesh",
-    "shard_mlp",
-    "summa_mesh",
-]

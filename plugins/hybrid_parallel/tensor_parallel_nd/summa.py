@@ -64,7 +64,7 @@ class _SummaFunction(torch.autograd.Function):
         ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, mesh: RankMesh
     ) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.grid, ctx.has_bias = mesh, bias is not None
+        ctx.mesh, ctx.has_bias = mesh, bias is not None
         output = x.new_zeros(x.shape[0], weight.shape[0]) if bias is None else bias.repeat(x.shape[0], 1)
         for step in range(mesh.sizes["row"]):
             output.addmm_(_broadcast_block(x, step, "column", mesh), _broadcast_block(weight, step, "row", mesh).t())
@@ -74,7 +74,7 @@ class _SummaFunction(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        mesh: RankMesh = ctx.grid
+        mesh: RankMesh = ctx.mesh
         grad = grad.contiguous()
         # Functions, so that the terms of one gradient are freed before those of the other are allocated.
         grad_x = _input_gradient(grad, weight, mesh) if ctx.needs_input_grad[0] else None

@@ -1,6 +1,4 @@
-"""Choose the source of a model's plan: the user, transformers, built-in tables or the module graph.
-
-Parallel regions of a plan, modules with a common input, and requirements of a sharded sequence.
+"""Choose the source of a model's plan, and resolve everything that follows from its styles.
 
 In the modes that shard the sequence over the tensor-parallel ranks, each rank holds some of the tokens between regions.
 The module that contains the column-parallel layers of one input gathers the tokens at its own input, so that its other
