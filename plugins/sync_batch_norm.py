@@ -71,7 +71,7 @@ class SynchronizedBatchNorm(_BatchNorm):
 
     Args:
         source: Module to replace; its parameter and buffer objects are reused.
-        group: Ranks to normalize over; None for the world group.
+        group: Ranks to normalize over; optional, defaults to the world group.
     """
 
     def __init__(self, source: _BatchNorm, group: dist.ProcessGroup | None) -> None:

@@ -57,7 +57,7 @@ def parse_checkpoint_config(
     """Return the config of an argument `gradient_checkpoint_config`, or None if no layer is recomputed.
 
     Args:
-        given: Config, dict of its fields, True for all layers, or False or None for none.
+        given: Config, dict of its fields, True for all layers, or False for none; optional, defaults to none.
         num_stages: Number of pipeline stages.
 
     Raises:

@@ -116,7 +116,7 @@ class _LocalMemoryRequest(MemoryRequest):
     Args:
         full: Request for the full model.
         local: The model with the rank's shards.
-        held: Names of the parameters that the rank holds, or None for all.
+        held: Names of the parameters that the rank holds; optional, defaults to all.
         profile: Profile of the rank's activations.
     """
 

@@ -99,7 +99,7 @@ def all_reduce_shared_grad(
         parameter: This rank's shard.
         shard_specs: Shard specs of the parameter, one per rank.
         rank: This rank in the group.
-        group: The process group; None is the world.
+        group: The process group; optional, defaults to the world group.
 
     Collective: no; every backward is, over the group, also on ranks without shared elements.
     """
@@ -295,12 +295,16 @@ def _register_grad_all_reduces(
     """Register the all-reduces of partial gradients; see Note [Partial gradients]."""
     # With a single key-value head every rank holds the full column-parallel layer, but uses it for its own query heads.
     feature_styles = COLUMN_STYLES | {"replicated_with_grad_allreduce"}
-    partial = {entry.name for entry in plan.entries if entry.style in feature_styles}
+    partial_names = {entry.name for entry in plan.entries if entry.style in feature_styles}
     for name, parameter in model.named_parameters():
         rank_specs = shard_specs[name]
         if not rank_specs[0].is_unsharded:
             all_reduce_shared_grad(parameter, rank_specs, tp_group.rank, tp_group.group)
-        elif name.rpartition(".")[0] in partial or name in partial or name.startswith(sequence_parallel_prefixes):
+        elif (
+            name.rpartition(".")[0] in partial_names
+            or name in partial_names
+            or name.startswith(sequence_parallel_prefixes)
+        ):
             all_reduce_replicated_grad(parameter, tp_group.group)
 
 

@@ -84,10 +84,10 @@ class ZeroSettings:
     Attributes:
         stage: ZeRO stage: 1 shards optimizer states, 2 also gradients.
         sharding: Sharding of the weights.
-        dtype: Dtype that weights are cast to; None keeps the model's.
-        data_parallel_group: All data-parallel ranks; None for the world group.
+        dtype: Dtype that weights are cast to; optional, defaults to no cast.
+        data_parallel_group: All data-parallel ranks; optional, defaults to the world group.
         control_group: CPU group of the same ranks; optional, defaults to `data_parallel_group`.
-        shard_group: Ranks that share the shards; None for the world group.
+        shard_group: Ranks that share the shards; optional, defaults to the world group.
         replica_group: Ranks with replicas of this rank's shards, if any.
         grad_norm_group: Ranks that hold the full gradient together; optional, defaults to `shard_group`.
         communication_dtype: Dtype of gradient reduction; optional, defaults to the gradients' dtype.

@@ -165,7 +165,7 @@ class Sharding:
         is_primary: If True, this rank saves its shards; its replicas do not.
         max_bucket_numel: Maximum number of elements of a bucket.
         keeps_masters: If True, low-precision weights have fp32 master weights.
-        master_device: Device of master weights and optimizer states; None for the weights' device.
+        master_device: Device of master weights and optimizer states; optional, defaults to the weights' device.
     """
 
     num_shards: int

@@ -29,7 +29,7 @@ class ZeroModel(ModelWrapper):
 
     Args:
         module: The user's model.
-        group: Ranks that hold replicas; None for the world group.
+        group: Ranks that hold replicas; optional, defaults to the world group.
         is_primary: If True, this rank saves what is equal on all ranks.
         broadcasts_buffers: If True, broadcast the first rank's buffers before each forward in training.
     """

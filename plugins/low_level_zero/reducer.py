@@ -49,7 +49,7 @@ class GradientReducer:
         control_group: All data-parallel ranks, for the all-reduce of used parameters. On an accelerator this is a CPU
             group, which avoids a device synchronization.
         shard_group: Ranks that share the shards.
-        replica_group: Ranks with replicas of this rank's shards, or None.
+        replica_group: Ranks with replicas of this rank's shards; optional, defaults to no replicas.
         communication_dtype: Dtype of the reduction; optional, defaults to the gradients' dtype.
 
     Attributes:
@@ -85,8 +85,8 @@ class GradientReducer:
         self._stores: dict[int, GradientStore] = {}
         for group in groups:
             # With one shard, a low-precision bucket is too small to be overwritten by its fp32 sums.
-            shards = stage == 2 or (group.sharding.num_shards == 1 and group.dtype.itemsize < 4)
-            self._stores[id(group)] = (ShardedGradients if shards else FullGradients)(group, self._buffers)
+            is_sharded = stage == 2 or (group.sharding.num_shards == 1 and group.dtype.itemsize < 4)
+            self._stores[id(group)] = (ShardedGradients if is_sharded else FullGradients)(group, self._buffers)
         # Weak reference: Python's garbage collector does not traverse a parameter's hooks, so a cycle would leak.
         reducer = weakref.ref(self)
         for index, param_grad in enumerate(self.param_grads):

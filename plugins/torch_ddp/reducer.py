@@ -55,7 +55,7 @@ class Reducer:
 
     Args:
         module: The user's model; no reference is kept.
-        group: Ranks that hold replicas; None for the world group.
+        group: Ranks that hold replicas; optional, defaults to the world group.
         control_group: CPU group of the same ranks, which avoids a device synchronization for the all-reduce of used
             parameters; optional, defaults to `group`.
         bucket_bytes: Size of a bucket; a larger parameter has a separate bucket.

@@ -225,7 +225,7 @@ def intercept_submodules(layer: nn.Module, stack: ShardedStack) -> None:
             and not isinstance(submodule, nn.ModuleList)
         ):
             submodule.__dict__[_STACK] = stack
-            submodule.__class__ = subclass_of(type(submodule), "part", _submodule_members)
+            submodule.__class__ = subclass_of(type(submodule), "submodule", _submodule_members)
             compute_bias = getattr(submodule, "compute_bias", None)
             if compute_bias is not None and {"query_length", "key_length"} <= set(
                 inspect.signature(compute_bias).parameters

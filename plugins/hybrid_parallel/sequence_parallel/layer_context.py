@@ -18,7 +18,7 @@ from booster.plugins.sharding.compiling import not_compiled
 from .group import SequenceParallelGroup
 from .splitters import SequenceSplitter
 
-SEQUENCE_INFO = "sequence_span"
+SEQUENCE_INFO = "sequence_info"
 """Name of the argument with which a stack's hooks pass a `SequenceInfo` to a layer's forward."""
 _STACK, _INTERCEPTION = "_sequence_stack", "_sequence_interception"
 
@@ -194,13 +194,13 @@ def subclass_of(base: type[nn.Module], purpose: str, make: Callable[[Any], dict[
 def _layer_members(base: type[nn.Module], *, decorate: Callable[[Any], Any] | None = None) -> dict[str, Any]:
     @functools.wraps(base.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        span: SequenceInfo | None = kwargs.pop(SEQUENCE_INFO, None)
+        info: SequenceInfo | None = kwargs.pop(SEQUENCE_INFO, None)
         stack, interception = self.__dict__[_STACK], self.__dict__[_INTERCEPTION]
-        if span is not None:
-            stack.splitter.begin_layer(span.length)
-        if interception is None or (span is None and not is_in_backward()):
+        if info is not None:
+            stack.splitter.begin_layer(info.length)
+        if interception is None or (info is None and not is_in_backward()):
             return base.forward(self, *args, **kwargs)
-        running = _layer_context(stack, span, args, kwargs)
+        running = _layer_context(stack, info, args, kwargs)
         with enter_layer(running), interception():
             try:
                 output = base.forward(self, *args, **kwargs)

@@ -23,7 +23,7 @@ from booster.pytree import map_tensors
 from .arguments import map_tensors as map_noted
 
 GatherFunction = Callable[[torch.Tensor], torch.Tensor]
-_GATHER = "_join_tokens"
+_GATHER = "_gather_tokens"
 
 
 class CapturedOutputs:

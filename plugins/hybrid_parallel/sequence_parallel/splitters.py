@@ -93,13 +93,13 @@ class _ScatterTokens(Function):
     def forward(
         ctx: Any, x: torch.Tensor, sp_group: SequenceParallelGroup, sharding: SequenceSharding, dim: int
     ) -> torch.Tensor:
-        ctx.ranks, ctx.order, ctx.dim = sp_group, sharding, dim
+        ctx.sp_group, ctx.sharding, ctx.dim = sp_group, sharding, dim
         return sharding.shard(x, dim, sp_group.rank).clone()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return _gather(grad, ctx.ranks, ctx.order, ctx.dim).div_(ctx.ranks.size), None, None, None
+        return _gather(grad, ctx.sp_group, ctx.sharding, ctx.dim).div_(ctx.sp_group.size), None, None, None
 
 
 class _GatherTokens(Function):
@@ -107,26 +107,26 @@ class _GatherTokens(Function):
     def forward(
         ctx: Any, x: torch.Tensor, sp_group: SequenceParallelGroup, sharding: SequenceSharding, dim: int
     ) -> torch.Tensor:
-        ctx.ranks, ctx.order, ctx.dim = sp_group, sharding, dim
+        ctx.sp_group, ctx.sharding, ctx.dim = sp_group, sharding, dim
         return _gather(x, sp_group, sharding, dim)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return ctx.order.shard(grad, ctx.dim, ctx.ranks.rank) * ctx.ranks.size, None, None, None
+        return ctx.sharding.shard(grad, ctx.dim, ctx.sp_group.rank) * ctx.sp_group.size, None, None, None
 
 
 class _CopyReplicated(Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, sp_group: SequenceParallelGroup) -> torch.Tensor:
-        ctx.ranks = sp_group
+        ctx.sp_group = sp_group
         return x.view_as(x)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        total = all_reduce_sum(grad.float() if grad.itemsize < 4 else grad.clone(), ctx.ranks.group)
-        return total.div_(ctx.ranks.size).to(grad.dtype), None
+        total = all_reduce_sum(grad.float() if grad.itemsize < 4 else grad.clone(), ctx.sp_group.group)
+        return total.div_(ctx.sp_group.size).to(grad.dtype), None
 
 
 class SequenceSplitter(Protocol):

@@ -183,14 +183,14 @@ class _AllToAll(Function):
         output_sizes: list[int],
         largest_size: int,
     ) -> torch.Tensor:
-        ctx.ranks, ctx.sizes = sp_group, (send_sizes, output_sizes, largest_size)
+        ctx.sp_group, ctx.sizes = sp_group, (send_sizes, output_sizes, largest_size)
         return _all_to_all_uneven(send_buffer, sp_group, send_sizes, output_sizes, largest_size)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         send_sizes, output_sizes, largest_size = ctx.sizes
-        return _all_to_all_uneven(grad, ctx.ranks, output_sizes, send_sizes, largest_size), None, None, None, None
+        return _all_to_all_uneven(grad, ctx.sp_group, output_sizes, send_sizes, largest_size), None, None, None, None
 
 
 def _all_to_all_uneven(
