@@ -81,7 +81,7 @@ def check_coverage(shapes: Sequence[tuple[int, ...]], boxes: Sequence[Box], tile
         tiles: Shards, in any order.
 
     Raises:
-        UncheckableError: A tensor has more boxes, or more sharded dimensions, than the check supports.
+        CoverageLimitError: A tensor has more boxes, or more sharded dimensions, than the check supports.
     """
     tiles = tiles.select(np.flatnonzero(tiles.start < tiles.stop))
     tiles = tiles.select(np.lexsort((tiles.start, tiles.box, tiles.tensor)))

@@ -41,7 +41,7 @@ class FilePlacement:
     """Shards in file order, as columns.
 
     Attributes:
-        index: Index in HeldParts.
+        index: Index of the shard in `DedupedShards`.
         tensor: Tensor index.
         box: Box index.
         start: First element of the span.
