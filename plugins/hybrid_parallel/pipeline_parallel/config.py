@@ -59,7 +59,7 @@ class PipelineArguments:
         """Return the number of microbatches of a batch.
 
         Raises:
-            ConfigError: It has fewer samples than `num_microbatches`.
+            ConfigError: The batch has fewer samples than `num_microbatches`.
         """
         if self.num_microbatches is not None and self.num_microbatches > batch_size:
             raise ConfigError(
@@ -104,7 +104,7 @@ class PipelineArguments:
         self._check_microbatches()
         self._check_division()
 
-    # One by one.
+    # Checks of single arguments.
 
     def _check_numbers(self) -> None:
         for name in ("num_microbatches", "microbatch_size"):
@@ -150,7 +150,7 @@ class PipelineArguments:
                 " 'head'], or leave it out"
             )
 
-    # Together.
+    # Checks of combinations.
 
     def _check_microbatches(self) -> None:
         if self.num_microbatches is None and self.microbatch_size is None:

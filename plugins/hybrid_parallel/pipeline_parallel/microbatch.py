@@ -251,7 +251,7 @@ class BatchConsistency:
     """Compares batches and options over the ranks.
 
     Args:
-        group: CPU group of all ranks; None for the world group.
+        group: CPU group of all ranks; optional, defaults to the world group.
         data_rank: Data-parallel rank; ranks with the same one must have equal batches.
     """
 
@@ -275,7 +275,7 @@ class BatchConsistency:
 
         Raises:
             StopIteration: The iterators of all ranks are exhausted.
-            DesyncError: Those of some ranks are; or batches or options differ.
+            DesyncError: Only the iterators of some ranks are exhausted, or batches or options differ.
         """
         compares = self._num_compared < _COMPARED_BATCHES
         self._num_compared += 1

@@ -112,7 +112,7 @@ class PlaceholderModules:
         """Check that tensors do not depend on outputs of placeholders.
 
         Raises:
-            ConfigError: They do; the message has the module's name.
+            ConfigError: A tensor depends on one; the message has the module's name.
         """
         names = {id(leaf): name for (name, _), leaf in self.leaves.items()}
         for node in _nodes_behind(tensors):
