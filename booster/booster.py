@@ -109,7 +109,11 @@ class Booster(CheckpointMethods):
             DesyncError: The ranks have different models, optimizers, other arguments, plugins or versions, or are at
                 another call. Nothing was changed.
         """
-        self._check_open()
+        if is_closed(self.plugin):
+            raise ConfigError(
+                "this Booster is closed, which has released its plugin's process groups: make a new plugin and a new"
+                " Booster"
+            )
         checked = verify_same_across_ranks(
             self.plugin, self.mixed_precision, model, optimizer, criterion, dataloader, lr_scheduler
         )
@@ -148,13 +152,6 @@ class Booster(CheckpointMethods):
             barrier()  # no rank waits for this one in these groups any more
             mark_closed(self.plugin)
             self.plugin.close()
-
-    def _check_open(self) -> None:
-        if is_closed(self.plugin):
-            raise ConfigError(
-                "this Booster is closed, which has released its plugin's process groups: make a new plugin and a new"
-                " Booster"
-            )
 
     def unwrap_model(self, model: nn.Module) -> nn.Module:
         """Return the user's model inside of a boosted one; other modules are returned unchanged."""

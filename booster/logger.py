@@ -135,12 +135,8 @@ class _StderrHandler(logging.StreamHandler[TextIO]):
         logging.Handler.__init__(self)
 
     @property
-    def stream(self) -> TextIO:
+    def stream(self) -> TextIO:  # type: ignore[override]  # read-only: it always writes to sys.stderr
         return sys.stderr
-
-    @stream.setter
-    def stream(self, value: TextIO) -> None:
-        raise AttributeError("this handler always writes to sys.stderr")
 
 
 def _rank_and_world_size() -> tuple[int, int]:

@@ -190,8 +190,8 @@ def _states_of(state: Mapping[str, torch.Tensor]) -> tuple[tuple[Any, ...], tupl
     if not 0 <= position <= len(numpy_words):  # numpy would read beyond its memory
         raise ValueError(f"numpy's generator has position {position} of {len(numpy_words)} numbers")
     gauss = _cached_normal(state[_NUMPY_GAUSS])
-    numpy_words = np.array(numpy_words, dtype=np.uint32)
-    return python_state, (_NUMPY_KIND, numpy_words, position, int(gauss is not None), gauss or 0.0)
+    numpy_key = np.array(numpy_words, dtype=np.uint32)
+    return python_state, (_NUMPY_KIND, numpy_key, position, int(gauss is not None), gauss or 0.0)
 
 
 def _cached_normal(tensor: torch.Tensor) -> float | None:

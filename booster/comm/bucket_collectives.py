@@ -16,7 +16,7 @@ import torch.distributed as dist
 from booster.kernels.shared_memory import can_reduce
 
 from .collective_op import CollectiveOp, start_op
-from .collectives import group_rank, group_size
+from .collectives import group_rank, group_size, wait_all
 from .fake import is_fake_world
 from .pending_work import PendingWork
 from .shared_memory import GroupMemory
@@ -79,7 +79,7 @@ class ReduceScatter:
 class AllGather:
     """All-gather in flight, started by `start_all_gather`."""
 
-    def __init__(self, wait: Callable[[], None]) -> None:
+    def __init__(self, wait: Callable[[], None] | None = None) -> None:
         self._wait = wait
 
     def wait(self) -> None:
@@ -88,21 +88,9 @@ class AllGather:
         Raises:
             RankFailedError: A rank is lost or too late; the message names it.
         """
-        self._wait()
-
-
-class P2PMessages:
-    """Messages in flight of an operation; none in a group of one rank."""
-
-    def __init__(self, operation: CollectiveOp | None = None, works: Sequence[dist.Work] = ()) -> None:
-        self._operation = operation
-        self._works = works
-
-    def wait(self) -> None:
-        if self._operation is not None:
-            for work in self._works:
-                self._operation.wait(work)
-        self._works = ()
+        if self._wait is not None:
+            self._wait()
+            self._wait = None  # frees the messages
 
 
 def start_reduce_scatter(
@@ -125,7 +113,7 @@ def start_reduce_scatter(
     shards = _shards(payload, size)
     local_shard = shards[rank]
     if size == 1:
-        return ReduceScatter(local_shard, partial(_sum_received, P2PMessages(), local_shard, ()))
+        return ReduceScatter(local_shard, partial(_sum_into, local_shard, ()))
     if isinstance(received, torch.Tensor):
         _check_recv_buffer(received, local_shard, size - 1)
     volume = (size - 1) * local_shard.nbytes
@@ -133,14 +121,14 @@ def start_reduce_scatter(
     if not _use_p2p(payload):
         with operation.translate_errors():
             work = _reduce_scatter_single(local_shard, payload.detach(), group=group, async_op=True)
-        return ReduceScatter(local_shard, partial(_sum_received, P2PMessages(operation, (work,)), local_shard, ()))
+        return ReduceScatter(local_shard, partial(_sum_received, operation, [work], local_shard, ()))
     group_memory = operation.memory_for(payload) if can_reduce(payload.dtype) else None
     if group_memory is not None:
         shared = SharedMemoryReduceScatter(group_memory, operation, payload.detach(), local_shard)
         return ReduceScatter(local_shard, shared.wait, shared.set_output)
     copies = _recv_buffers(received, local_shard, size - 1)
-    messages = _exchange(operation, shards, copies, rank)
-    return ReduceScatter(local_shard, partial(_sum_received, messages, local_shard, copies))
+    works = _exchange(operation, shards, copies, rank)
+    return ReduceScatter(local_shard, partial(_sum_received, operation, works, local_shard, copies))
 
 
 def start_all_gather(buffer: torch.Tensor, group: dist.ProcessGroup | None = None) -> AllGather:
@@ -157,19 +145,20 @@ def start_all_gather(buffer: torch.Tensor, group: dist.ProcessGroup | None = Non
     shards = _shards(buffer, size)
     local_shard = shards[rank]
     if size == 1:
-        return AllGather(P2PMessages().wait)
+        return AllGather()
     volume = (size - 1) * local_shard.nbytes
     operation = start_op("all_gather", group, sent=volume, received=volume)
     if not _use_p2p(buffer):
         with operation.translate_errors():
             work = _all_gather_single(buffer.detach(), local_shard, group=group, async_op=True)
-        return AllGather(P2PMessages(operation, (work,)).wait)
+        return AllGather(partial(operation.wait, work))
     group_memory = operation.memory_for(buffer)
     if group_memory is not None:
         gather = partial(group_memory.memory.all_gather, buffer.detach(), local_shard, operation.number)
         return AllGather(PendingWork(group_memory, operation.translate_errors, gather).wait)
     incoming = [*shards[rank + 1 :], *shards[:rank]]
-    return AllGather(_exchange(operation, [local_shard] * size, incoming, rank).wait)
+    works = _exchange(operation, [local_shard] * size, incoming, rank)
+    return AllGather(partial(wait_all, operation, works))
 
 
 class SharedMemoryReduceScatter:
@@ -190,7 +179,7 @@ class SharedMemoryReduceScatter:
         self.set_output(output, accumulate)
         self._work.wait()
         if self._early_sum is not None:
-            _sum_into(output, self._early_sum, (), accumulate)
+            _sum_into(self._early_sum, (), output, accumulate)
 
     def set_output(self, output: torch.Tensor, accumulate: bool) -> None:
         """See `ReduceScatter.set_output`."""
@@ -201,7 +190,8 @@ class SharedMemoryReduceScatter:
     def _run(self) -> None:
         output = self._output
         if output is None:
-            output = self._early_sum = torch.empty_like(self._local_shard, dtype=_sum_dtype(self._local_shard))
+            dtype = torch.float32 if self._local_shard.dtype in _LOW_PRECISION else self._local_shard.dtype
+            output = self._early_sum = torch.empty_like(self._local_shard, dtype=dtype)
         self._memory.reduce_scatter(self._payload, output, self._number, accumulate=self._accumulates)
         del self._payload, self._local_shard
 
@@ -240,7 +230,7 @@ def _check_recv_buffer(received: torch.Tensor, local_shard: torch.Tensor, num_co
 
 def _exchange(
     operation: CollectiveOp, outgoing: Sequence[torch.Tensor], incoming: Sequence[torch.Tensor], rank: int
-) -> P2PMessages:
+) -> list[dist.Work]:
     """Start a message to and from each other rank; receives are waited for first.
 
     Args:
@@ -256,7 +246,7 @@ def _exchange(
     ]
     # In reverse order of the receives: rank r sends first to r - 1, which waits for r first.
     sends = [operation.send_to(outgoing[other], other, operation.tag) for other in reversed(others)]
-    return P2PMessages(operation, receives + sends)
+    return receives + sends
 
 
 def _check_output(output: torch.Tensor, local_shard: torch.Tensor) -> None:
@@ -266,23 +256,20 @@ def _check_output(output: torch.Tensor, local_shard: torch.Tensor) -> None:
         )
 
 
-def _sum_dtype(local_shard: torch.Tensor) -> torch.dtype:
-    return torch.float32 if local_shard.dtype in _LOW_PRECISION else local_shard.dtype
-
-
 def _sum_received(
-    messages: P2PMessages,
+    operation: CollectiveOp,
+    works: Sequence[dist.Work],
     local_shard: torch.Tensor,
     received: Sequence[torch.Tensor],
     output: torch.Tensor,
     accumulate: bool,
 ) -> None:
-    messages.wait()
-    _sum_into(output, local_shard, received, accumulate)
+    wait_all(operation, works)
+    _sum_into(local_shard, received, output, accumulate)
 
 
 def _sum_into(
-    output: torch.Tensor, local_shard: torch.Tensor, received: Sequence[torch.Tensor], accumulate: bool
+    local_shard: torch.Tensor, received: Sequence[torch.Tensor], output: torch.Tensor, accumulate: bool
 ) -> None:
     if local_shard.device.type != "cpu":  # the backend has summed into `local_shard`
         _ = output.add_(local_shard) if accumulate else output.copy_(local_shard)
@@ -293,7 +280,8 @@ def _sum_into(
         for target, terms in blocks:
             _sum_directly(target, terms)
         return
-    total, scratch = local_shard.new_empty((2, min(local_shard.numel(), _BLOCK_NUMEL)), dtype=_sum_dtype(local_shard))
+    dtype = torch.float32 if local_shard.dtype in _LOW_PRECISION else local_shard.dtype
+    total, scratch = local_shard.new_empty((2, min(local_shard.numel(), _BLOCK_NUMEL)), dtype=dtype)
     for target, (first, *rest) in blocks:
         block_total, converted = total[: target.numel()], scratch[: target.numel()]
         block_total.copy_(first)

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from booster.errors import BoosterError, DesyncError, RankFailedError
+from booster.fault_tolerance.failure_diagnosis import format_ranks
 
 from .collectives import all_gather_bytes, all_gather_equal, all_reduce_numbers, global_rank_of, group_rank, group_size
 from .fake import is_fake_world
@@ -25,7 +26,6 @@ from .fake import is_fake_world
 # or the texts behind the digests.
 _NO_ERROR, _ERROR = b"\0", b"\1"
 
-_MAX_LISTED = 10  # ranks in a message
 _MAX_VALUES = 6  # different values in a message
 
 
@@ -172,6 +172,4 @@ def _join(texts: Iterable[str]) -> str:
 
 
 def _format_ranks(ranks: Sequence[int], group: dist.ProcessGroup | None) -> str:
-    names = ", ".join(str(global_rank_of(rank, group)) for rank in ranks[:_MAX_LISTED])
-    more = f" and {len(ranks) - _MAX_LISTED} more" if len(ranks) > _MAX_LISTED else ""
-    return f"{'rank' if len(ranks) == 1 else 'ranks'} {names}{more}"
+    return format_ranks([global_rank_of(rank, group) for rank in ranks])

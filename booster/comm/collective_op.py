@@ -85,6 +85,9 @@ _HEADER_KIND = 3
 _SMALL_KINDS = {"all_reduce": 4, "broadcast": 5, "all_gather": 6}
 _SMALL_SIZES = 2**16 + 1
 
+_MAX_SMALL_BYTES = 64 * 2**10  # of a small collective, see Note [Small collectives]
+_MAX_SMALL_RANKS = 64
+
 _numbers: WeakKeyDictionary[dist.ProcessGroup, Counter[tuple[str, int | None]]] = WeakKeyDictionary()
 _numbers_lock = threading.Lock()
 
@@ -151,7 +154,12 @@ class CollectiveOp:
             return memory_of(self.group, tensor)
 
     def run(
-        self, tensor: torch.Tensor, in_memory: Callable[[SharedMemory], None], by_backend: Callable[[], object]
+        self,
+        tensor: torch.Tensor,
+        *,
+        in_memory: Callable[[SharedMemory], None],
+        by_backend: Callable[[], object],
+        by_messages: Callable[[], None] | None = None,
     ) -> None:
         """Run a collective of this tensor and wait for it.
 
@@ -159,17 +167,28 @@ class CollectiveOp:
             tensor: Tensor that is sent or received.
             in_memory: Implementation through the group's shared memory.
             by_backend: Implementation for groups without shared memory.
+            by_messages: Implementation by point-to-point messages, optional; used for small tensors over gloo, see Note
+                [Small collectives].
 
         Raises:
             RankFailedError: A rank is lost or too late; the message names it.
         """
         group_memory = self.memory_for(tensor)
-        if group_memory is None:
-            with self.waiting():
-                by_backend()
-        else:
+        if group_memory is not None:
             flush_pending()  # first: if it fails, this operation has not started
             PendingWork(group_memory, self.translate_errors, lambda: in_memory(group_memory.memory)).wait()
+            return
+        with self.waiting():
+            if (
+                by_messages is not None
+                and (tensor.nbytes <= _MAX_SMALL_BYTES and dist.get_world_size(self.group) <= _MAX_SMALL_RANKS)
+                and (tensor.device.type == "cpu" and "gloo" in str(dist.get_backend(self.group)))
+                # In this mode torch compares all calls itself, and counts messages: a broadcast's differ between ranks.
+                and dist.get_debug_level() != dist.DebugLevel.DETAIL  # type: ignore[attr-defined]
+            ):
+                by_messages()
+            else:
+                by_backend()
 
     @contextmanager
     def waiting(self) -> Iterator[None]:

@@ -28,18 +28,7 @@ from booster.kernels.shared_memory import SharedMemory, can_reduce
 from .collective_op import CollectiveOp, start_op
 from .fake import is_fake_world
 
-_MAX_BYTES = 64 * 2**10
-_MAX_RANKS = 64
 _LOW_PRECISION = (torch.float16, torch.bfloat16)
-
-
-def use_p2p(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> bool:
-    """Return whether a collective of this tensor without shared memory is made of point-to-point messages."""
-    is_small = tensor.nbytes <= _MAX_BYTES and dist.get_world_size(group) <= _MAX_RANKS
-    is_by_gloo = tensor.device.type == "cpu" and "gloo" in str(dist.get_backend(group))
-    # In this mode torch compares all calls itself, and counts messages: a broadcast's differ between ranks.
-    is_checked = dist.get_debug_level() == dist.DebugLevel.DETAIL  # type: ignore[attr-defined]
-    return is_small and is_by_gloo and not is_checked
 
 
 def p2p_all_gather(operation: CollectiveOp, joined: torch.Tensor, source: torch.Tensor) -> None:
@@ -51,7 +40,7 @@ def p2p_all_gather(operation: CollectiveOp, joined: torch.Tensor, source: torch.
     if mine.numel() == 0:
         return
     others, tag = [other for other in range(size) if other != rank], operation.small_tag(mine.nbytes)
-    _wait_all(
+    wait_all(
         operation,
         [operation.receive_from(rows[other], other, tag) for other in others]
         + [operation.send_to(mine, other, tag) for other in others],
@@ -77,12 +66,13 @@ def p2p_broadcast(operation: CollectiveOp, buffer: torch.Tensor, source: int) ->
     flat, tag = buffer.view(-1), operation.small_tag(buffer.nbytes)
     if rank == source:
         others = [other for other in range(size) if other != rank]
-        _wait_all(operation, [operation.send_to(flat, other, tag) for other in others])
+        wait_all(operation, [operation.send_to(flat, other, tag) for other in others])
     else:
-        _wait_all(operation, [operation.receive_from(flat, source, tag)])
+        wait_all(operation, [operation.receive_from(flat, source, tag)])
 
 
-def _wait_all(operation: CollectiveOp, works: Sequence[dist.Work]) -> None:
+def wait_all(operation: CollectiveOp, works: Sequence[dist.Work]) -> None:
+    """Wait for messages of an operation, in order; see `CollectiveOp.wait`."""
     for work in works:
         operation.wait(work)
 
@@ -150,14 +140,12 @@ def all_gather_equal(tensor: torch.Tensor, group: dist.ProcessGroup | None = Non
     joined = source.new_empty((size * source.shape[0], *source.shape[1:]))
     volume = joined.nbytes - source.nbytes
     operation = start_op("all_gather", group, sent=volume, received=volume)
-
-    def by_backend() -> None:
-        if use_p2p(source, group):
-            p2p_all_gather(operation, joined, source)
-        else:
-            _all_gather_single(joined, source, group=group)
-
-    operation.run(source, lambda memory: memory.all_gather(joined, source, operation.number), by_backend)
+    operation.run(
+        source,
+        in_memory=lambda memory: memory.all_gather(joined, source, operation.number),
+        by_messages=lambda: p2p_all_gather(operation, joined, source),
+        by_backend=lambda: _all_gather_single(joined, source, group=group),
+    )
     return joined.to(device)
 
 
@@ -194,20 +182,17 @@ def _all_reduce(tensor: torch.Tensor, operator: Literal["sum", "max"], group: di
     size = group_size(group)
     volume = 2 * (size - 1) * tensor.nbytes // size
     operation = start_op("all_reduce", group, sent=volume, received=volume)
-
-    is_plain = can_reduce(tensor.dtype) and tensor.is_contiguous()
-
-    def by_backend() -> None:
-        if is_plain and use_p2p(tensor, group):
-            p2p_all_reduce(operation, tensor, operator)
-        else:
-            dist.all_reduce(tensor, dist.ReduceOp.SUM if operator == "sum" else dist.ReduceOp.MAX, group=group)
-
-    if is_plain:
-        operation.run(tensor, lambda memory: memory.all_reduce(tensor, operator, operation.number), by_backend)
+    reduce_op = dist.ReduceOp.SUM if operator == "sum" else dist.ReduceOp.MAX
+    if can_reduce(tensor.dtype) and tensor.is_contiguous():
+        operation.run(
+            tensor,
+            in_memory=lambda memory: memory.all_reduce(tensor, operator, operation.number),
+            by_messages=lambda: p2p_all_reduce(operation, tensor, operator),
+            by_backend=lambda: dist.all_reduce(tensor, reduce_op, group=group),
+        )
     elif not is_fake_world():  # left to the backend, which raises if it cannot reduce it either
         with operation.waiting():
-            by_backend()
+            dist.all_reduce(tensor, reduce_op, group=group)
 
 
 # Shared memory exchanges blocks of equal length. Uneven ones are exchanged in rounds: each moves the next elements of
@@ -355,13 +340,13 @@ def broadcast(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup | None =
 
 
 def _broadcast(operation: CollectiveOp, buffer: torch.Tensor, source: int) -> None:
-    def by_backend() -> None:
-        if use_p2p(buffer, operation.group):
-            p2p_broadcast(operation, buffer, source)
-        else:
-            dist.broadcast(buffer, src=global_rank_of(source, operation.group), group=operation.group)
-
-    operation.run(buffer, lambda memory: memory.broadcast(buffer, source, operation.number), by_backend)
+    sender = global_rank_of(source, operation.group)
+    operation.run(
+        buffer,
+        in_memory=lambda memory: memory.broadcast(buffer, source, operation.number),
+        by_messages=lambda: p2p_broadcast(operation, buffer, source),
+        by_backend=lambda: dist.broadcast(buffer, src=sender, group=operation.group),
+    )
 
 
 def barrier(group: dist.ProcessGroup | None = None) -> None:

@@ -5,15 +5,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import DebugLevel, get_debug_level, set_debug_level
 
 from booster.errors import ConfigError
-
-if TYPE_CHECKING:
-    import torch
 
 # Note [Fake process group]
 # The memory of a rank can be measured by running its program on fake tensors. Data of other ranks has no values either,
@@ -71,14 +68,7 @@ def fake_world(num_ranks: int) -> Iterator[None]:
 class FakeSharedMemory:
     """Shared memory whose collectives leave their outputs unchanged."""
 
-    def all_gather(self, output: torch.Tensor, payload: torch.Tensor, number: int) -> None: ...
+    def _do_nothing(self, *arguments: Any, **options: Any) -> None:
+        pass
 
-    def all_reduce(self, tensor: torch.Tensor, operator: str, number: int) -> None: ...
-
-    def all_to_all(self, output: torch.Tensor, payload: torch.Tensor, number: int) -> None: ...
-
-    def broadcast(self, tensor: torch.Tensor, source: int, number: int) -> None: ...
-
-    def reduce_scatter(self, payload: torch.Tensor, output: torch.Tensor, number: int, **options: Any) -> None: ...
-
-    def abort(self) -> None: ...
+    all_gather = all_reduce = all_to_all = broadcast = reduce_scatter = abort = _do_nothing

@@ -63,13 +63,13 @@ def receive(tensor: torch.Tensor, sender: int, group: dist.ProcessGroup) -> None
     operation.wait(operation.receive_from(tensor, sender, operation.tag))
 
 
+@dataclass(slots=True, eq=False)
 class TensorSend:
     """Send in flight, started by `start_send_tensor`."""
 
-    def __init__(self, operation: CollectiveOp, works: Sequence[dist.Work], buffers: Sequence[torch.Tensor]) -> None:
-        self._operation = operation
-        self._works = works
-        self._buffers = buffers  # must live until they are sent
+    _operation: CollectiveOp
+    _works: Sequence[dist.Work]
+    _buffers: Sequence[torch.Tensor]  # must live until they are sent
 
     def wait(self) -> None:
         """Wait until the receiver has the tensor, and it may be changed.
@@ -82,15 +82,15 @@ class TensorSend:
         self._works, self._buffers = (), ()
 
 
+@dataclass(slots=True, eq=False)
 class TensorReceive:
     """Receive in flight, started by `start_receive_tensor`."""
 
-    def __init__(self, operation: CollectiveOp, sender: int, header: torch.Tensor, work: dist.Work) -> None:
-        self._operation = operation
-        self._sender = sender
-        self._header = header
-        self._work = work
-        self._tensor: torch.Tensor | None = None
+    _operation: CollectiveOp
+    _sender: int
+    _header: torch.Tensor
+    _work: dist.Work
+    _tensor: torch.Tensor | None = None
 
     def wait(self) -> torch.Tensor:
         """Wait for the tensor and return it, contiguous, on the backend's device.
@@ -226,12 +226,6 @@ class _SentMessage:
     tensors: Sequence[_TensorInFlight]
     header: TensorSend | None
 
-    def wait(self) -> None:
-        if self.header is not None:
-            self.header.wait()
-        for one in self.tensors:
-            one.operation.wait(one.work)
-
 
 @dataclass(frozen=True, slots=True)
 class _ReceivedMessage:
@@ -307,7 +301,11 @@ class SendChannel:
             RankFailedError: The receiver is lost or too late.
         """
         for _ in range(min(count, len(self._messages))):
-            self._messages[0].wait()  # kept if it fails: gloo may still read its tensors
+            message = self._messages[0]  # kept if the wait fails: gloo may still read its tensors
+            if message.header is not None:
+                message.header.wait()
+            for one in message.tensors:
+                one.operation.wait(one.work)
             self._messages.popleft()
 
 

@@ -43,14 +43,9 @@ from .shared_memory import release_shared_memory, set_shared_memory_timeout
 
 _MIN_GROUPS_TO_COLLECT = 16  # the garbage collector is not run for fewer groups
 
-_tracked: WeakSet[dist.ProcessGroup] = WeakSet()
+_tracked: WeakSet[dist.ProcessGroup] = WeakSet()  # destroyed once they are unused
 _released: WeakSet[dist.ProcessGroup] = WeakSet()
 _num_to_collect = _MIN_GROUPS_TO_COLLECT
-
-
-def track_group(group: dist.ProcessGroup) -> None:
-    """Register a group to be destroyed once it is unused. No communication."""
-    _tracked.add(group)
 
 
 def release_groups(groups: Iterable[dist.ProcessGroup | None]) -> None:
@@ -101,8 +96,7 @@ class _ReleasedName:
     def shutdown(self) -> None:
         pass
 
-    def abort(self) -> None:
-        pass
+    abort = shutdown
 
 
 def _take_last(left: list[Any]) -> tuple[Any, int]:
@@ -257,7 +251,7 @@ def new_group(
     if not isinstance(group, dist.ProcessGroup):  # torch's value for ranks outside of the group
         return None
     _register(group)
-    track_group(group)
+    _tracked.add(group)
     return group
 
 
@@ -297,7 +291,7 @@ def new_mesh(device_type: str, shape: Sequence[int], names: Sequence[str]) -> De
         for group in mesh.get_all_groups():
             if group is not world:
                 _register(group)
-                track_group(group)
+                _tracked.add(group)
         return mesh
     places = torch.arange(math.prod(shape)).view(*shape)
     groups = [

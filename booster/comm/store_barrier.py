@@ -166,7 +166,8 @@ class BarrierRound:
         """Return the payloads of all ranks (on rank 0, unless shared) and the shared one."""
         own_key, own_payload = self._reports[self._rank], b"" if is_shared else payload
         head = {"phase": self._phase, "error": error and serialize_error(error, _MAX_TEXT)}
-        self._store.set(own_key, self._with_chunks(own_key, head, own_payload))
+        value, num_own_chunks = self._with_chunks(own_key, head, own_payload)
+        self._store.set(own_key, value)
         payloads: list[bytes] = []
         if self._rank == 0:
             if self._wait(self._reports, or_key="verdict"):
@@ -178,7 +179,7 @@ class BarrierRound:
         (outcome,), (shared,) = self._read(["verdict"])
         failure = outcome["error"]
         if failure is None or not failure["is_late"]:
-            self._delete(own_key, _num_chunks(own_payload))
+            self._delete(own_key, num_own_chunks)
             if self._store.add("left", 1) == self._size:
                 self._delete("verdict", outcome["num_chunks"])
                 self._store.delete_key("left")
@@ -252,18 +253,19 @@ class BarrierRound:
         return {"class": name, "text": text, "is_late": False}
 
     def _write_outcome(self, failure: dict[str, Any] | None, payload: bytes = b"") -> None:
-        value = self._with_chunks("verdict", {"error": failure}, payload)
+        value, _ = self._with_chunks("verdict", {"error": failure}, payload)
         self._store.compare_set("verdict", "", value)
 
     # Values of any size: a line of JSON and the first bytes under the key, the rest in chunks, which are written
     # before.
 
-    def _with_chunks(self, key: str, head: dict[str, Any], payload: bytes) -> bytes:
-        num_chunks = _num_chunks(payload)
+    def _with_chunks(self, key: str, head: dict[str, Any], payload: bytes) -> tuple[bytes, int]:
+        """Write all chunks but the first; return the value of the key and the number of chunks."""
+        num_chunks = max(1, -(-len(payload) // _CHUNK_BYTES))
         for number in range(1, num_chunks):
             self._store.set(f"{key}/{number}", payload[number * _CHUNK_BYTES : (number + 1) * _CHUNK_BYTES])
         line = json.dumps({**head, "num_chunks": num_chunks}).encode("ascii")
-        return line + b"\n" + payload[:_CHUNK_BYTES]
+        return line + b"\n" + payload[:_CHUNK_BYTES], num_chunks
 
     def _read(self, keys: Sequence[str]) -> tuple[list[dict[str, Any]], list[bytes]]:
         """Return heads and payloads of existing keys."""
@@ -283,10 +285,6 @@ class BarrierRound:
         for number in range(1, num_chunks):
             self._store.delete_key(f"{key}/{number}")
         self._store.delete_key(key)
-
-
-def _num_chunks(payload: bytes) -> int:
-    return max(1, -(-len(payload) // _CHUNK_BYTES))
 
 
 def clone_store(group: dist.ProcessGroup | None, name: str, answer_seconds: float = _ANSWER_SECONDS) -> TimeoutStore:

@@ -22,7 +22,11 @@ def move_to_device(model: nn.Module, optimizer: Optimizer | None, device: torch.
     """
     error: Exception | None = None
     try:
-        _move(model, optimizer, device)
+        check_materialized(model)
+        materialize(model, device)
+        model.to(device)
+        if optimizer is not None and optimizer.state:
+            optimizer.load_state_dict(optimizer.state_dict())  # moves every state to its parameter's device
     except Exception as raised:  # raised again on all ranks
         error = raised
     raise_on_all_ranks(error)
@@ -36,14 +40,6 @@ def check_materialized(model: nn.Module) -> None:
                 f"parameter {name!r} is on the meta device and has no values: build the model on a real device, or call"
                 " model.to_empty(device=...) and initialise it before boost()"
             )
-
-
-def _move(model: nn.Module, optimizer: Optimizer | None, device: torch.device) -> None:
-    check_materialized(model)
-    materialize(model, device)
-    model.to(device)
-    if optimizer is not None and optimizer.state:
-        optimizer.load_state_dict(optimizer.state_dict())  # moves every state to its parameter's device
 
 
 def sync_module_states(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:

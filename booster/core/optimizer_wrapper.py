@@ -279,7 +279,8 @@ class OptimizerWrapper(OptimizerMethods):
             return
         if self._needs_no_unscaling():
             self._accumulation.is_unscaled = True
-            self._notify_gradients()
+            for observer in observers():
+                observer.on_gradients(self, self._named_gradients)
             return
         scale = 1.0 if self.loss_scaler is None else self.loss_scaler.scale
         factor = self._unscale_factor(scale) * self._reduce_gradients()
@@ -297,9 +298,6 @@ class OptimizerWrapper(OptimizerMethods):
         self._accumulation.is_unscaled = True
         for hook in self._gradient_hooks:
             hook(gradients)
-        self._notify_gradients()
-
-    def _notify_gradients(self) -> None:
         for observer in observers():
             observer.on_gradients(self, self._named_gradients)
 

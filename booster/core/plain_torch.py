@@ -7,7 +7,7 @@ import inspect
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,6 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from booster.errors import ConfigError
 
 from .model_wrapper import ModelWrapper
+from .optimizer_methods import OptimizerMethods
 
 # Note [Plain torch]
 # `torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)` clips nothing if the boosted optimizer stores the gradients,
@@ -31,20 +32,12 @@ clip_by_norm = torch.no_grad()(inspect.unwrap(nn.utils.clip_grads_with_norm_))  
 clip_by_value = torch.no_grad()(inspect.unwrap(nn.utils.clip_grad_value_))
 
 
-class _Optimizer(Protocol):
-    def _holds_any(self, parameters: frozenset[int]) -> bool: ...
-
-    def _unscale_param_grads(self, parameters: frozenset[int]) -> None: ...
-
-    _is_stepping: bool
-
-
-_optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
+_optimizers: weakref.WeakSet[OptimizerMethods] = weakref.WeakSet()
 _refused: weakref.WeakKeyDictionary[ModelWrapper, list[weakref.ref[nn.Parameter]]] = weakref.WeakKeyDictionary()
 _num_boosted_backwards = 0
 
 
-def hook_clipping(optimizer: _Optimizer) -> None:
+def hook_clipping(optimizer: OptimizerMethods) -> None:
     """Let torch's clipping functions unscale the gradients of a boosted optimizer first."""
     for function in _CLIPPING_FUNCTIONS:
         _wrap(function)

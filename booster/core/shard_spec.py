@@ -71,11 +71,6 @@ class ShardSpec:
         return len(self.regions) == 1 and self.local_shape == self.logical_shape == _lengths(self.regions[0].local)
 
     @property
-    def owns_all(self) -> bool:
-        """Whether all blocks are primary."""
-        return all(region.is_primary for region in self.regions)
-
-    @property
     def has_padding(self) -> bool:
         """Whether some elements of this rank's tensor are outside of all blocks."""
         return sum(math.prod(_lengths(region.local)) for region in self.regions) < math.prod(self.local_shape)
@@ -94,9 +89,9 @@ class ShardSpec:
             tensor: 1-D tensor of the elements of the flat range.
             span: First element and one past the last, in the row-major flattening of this rank's tensor.
         """
-        if self.owns_all and not self.has_padding:
-            return [tensor]
         regions = [region for region in self.regions if region.is_primary]
+        if len(regions) == len(self.regions) and not self.has_padding:
+            return [tensor]
         return [view for region in regions for view, _ in _overlaps(region, self.local_shape, tensor, span)]
 
     def slices(
@@ -141,7 +136,7 @@ class ShardSpec:
         """
         span = (0, max(1, math.prod(self.local_shape))) if span is None else span
         if math.prod(self.logical_shape) == 0:
-            return span[0] == 0 and self.owns_all
+            return span[0] == 0 and all(region.is_primary for region in self.regions)
         for region in self.regions:
             if (
                 region.is_primary
@@ -236,7 +231,10 @@ def _overlaps(
     dims. The intersection of each of them with the block is a box.
     """
     for box in _boxes(local_shape, *span):
-        intersection = tuple(_intersection(one, other) for one, other in zip(box, region.local, strict=True))
+        intersection = []
+        for (start, length), (other_start, other_length) in zip(box, region.local, strict=True):
+            first = max(start, other_start)
+            intersection.append((first, min(start + length, other_start + other_length) - first))
         if any(length <= 0 for _, length in intersection):
             continue
         inside = flat[_flat_index([offset for offset, _ in box], local_shape) - span[0] :]
@@ -249,11 +247,6 @@ def _overlaps(
             )
         )
         yield view[_index(within)], logical
-
-
-def _intersection(one: tuple[int, int], other: tuple[int, int]) -> tuple[int, int]:
-    start = max(one[0], other[0])
-    return start, min(sum(one), sum(other)) - start
 
 
 def _boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:

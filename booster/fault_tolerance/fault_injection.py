@@ -127,18 +127,15 @@ _active: tuple[_Injection, ...] = ()
 @contextmanager
 def inject_faults(*faults: Fault) -> Iterator[None]:
     """Inject the faults into all threads of this process in the block; blocks may be nested."""
+    global _active
     injection = _Injection(faults)
-    _activate((*_active, injection))
+    _active = (*_active, injection)
+    call_on_entry(maybe_inject_fault)
     try:
         yield
     finally:
-        _activate(tuple(other for other in _active if other is not injection))
-
-
-def _activate(injections: tuple[_Injection, ...]) -> None:
-    global _active
-    _active = injections
-    call_on_entry(maybe_inject_fault if injections else None)
+        _active = tuple(other for other in _active if other is not injection)
+        call_on_entry(maybe_inject_fault if _active else None)
 
 
 def maybe_inject_fault(at: str) -> None:

@@ -210,21 +210,14 @@ def observers() -> tuple[StepCallback, ...]:
 def observe_phases(observer: StepCallback) -> Iterator[None]:
     """Notify the observer of this thread's phases in the block. Blocks may be nested. No communication."""
     state = _current.state
-    _attribute_if_observed(state)
+    # The time so far belongs to the observers so far, also before one is removed.
+    state.attribute_time(time.perf_counter())
     state.observers = (*state.observers, observer)
     try:
         yield
     finally:
-        _attribute_if_observed(state)
-        state.observers = tuple(other for other in state.observers if other is not observer)
-
-
-def _attribute_if_observed(state: _ThreadState) -> None:
-    """Attribute the time so far to the current observers, before one is added or removed."""
-    if state.observers:
         state.attribute_time(time.perf_counter())
-    else:
-        state.attributed_until = time.perf_counter()
+        state.observers = tuple(other for other in state.observers if other is not observer)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
