@@ -24,13 +24,6 @@ from .sampler import BatchPosition, EpochSampler
 from .worker_seeding import SeededDataset, WorkerInit
 
 
-def encode_state(entries: dict[str, Any], generator: torch.Generator | None) -> dict[str, Any]:
-    """Add the generator's state, base64-encoded, to the entries of a loader state."""
-    if generator is None:
-        return entries
-    return entries | {"generator": base64.b64encode(bytes(generator.get_state().tolist())).decode("ascii")}
-
-
 def decode_state(
     state: Mapping[str, Any], expected: set[str], *, has_generator: bool
 ) -> tuple[Mapping[str, Any], torch.Tensor | None]:
@@ -57,11 +50,9 @@ def decode_state(
             f"with{'' if has_generator else 'out'} one: the random numbers would differ; create the loader with the"
             " same `generator` argument as when the state was saved"
         )
-    return state, _decode_generator(state["generator"]) if has_generator else None
-
-
-def _decode_generator(text: str) -> torch.Tensor:
-    return torch.tensor(list(base64.b64decode(text)), dtype=torch.uint8)
+    if not has_generator:
+        return state, None
+    return state, torch.tensor(list(base64.b64decode(state["generator"])), dtype=torch.uint8)
 
 
 class Iteration(Protocol):
@@ -300,9 +291,15 @@ class DistributedDataLoader(DataLoader[T_co]):
 
         Collective: no. The state is the same on every rank, except for the user's `generator`.
         """
-        sampler = self.epoch_sampler
-        cursor = {"epoch": self._cursor.epoch, sampler.position_key: self._cursor.position}
-        return encode_state(sampler.settings() | cursor | {"in_epoch": self._cursor.position > 0}, self._user_generator)
+        state = self.epoch_sampler.settings() | {
+            "epoch": self._cursor.epoch,
+            self.epoch_sampler.position_key: self._cursor.position,
+            "in_epoch": self._cursor.position > 0,
+        }
+        if self._user_generator is not None:
+            generator_bytes = bytes(self._user_generator.get_state().tolist())
+            state["generator"] = base64.b64encode(generator_bytes).decode("ascii")
+        return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a position; the next `iter()` resumes there.
@@ -332,13 +329,13 @@ class DistributedDataLoader(DataLoader[T_co]):
     @property
     def is_last_batch(self) -> bool:
         """Whether the current batch is the last of its epoch. False outside of an iteration."""
-        iteration = self._iteration()
+        iteration = active_iteration(self)
         return iteration is not None and iteration.position.is_last
 
     @property
     def current_batch_samples(self) -> int:
         """Number of samples in this rank's current batch, repeats included; 0 outside of an iteration."""
-        iteration = self._iteration()
+        iteration = active_iteration(self)
         return 0 if iteration is None else iteration.position.num_samples
 
     @property
@@ -348,8 +345,5 @@ class DistributedDataLoader(DataLoader[T_co]):
         Nonzero only in the last batch of an epoch. Always 0 outside of an iteration and with a
         `distributed_sampler_cls`, whose repeats are unknown.
         """
-        iteration = self._iteration()
+        iteration = active_iteration(self)
         return 0 if iteration is None else iteration.position.num_repeated
-
-    def _iteration(self) -> Iteration | None:
-        return active_iteration(self)

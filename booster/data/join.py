@@ -68,7 +68,9 @@ class JoinIterator(Iterator[T_co]):
         """Return the next batch, or None if some rank has none; record whether it is the last one. Collective."""
         read, error = None, None
         try:
-            read = self._read()
+            if self._reader is None:
+                self._reader = _reader_of(self._batches)
+            read = self._reader.read()
         except RankFailedError:  # of a collective inside: the others raise it, too, or cannot be reached
             self.close()
             raise
@@ -79,22 +81,15 @@ class JoinIterator(Iterator[T_co]):
         if num_failed:
             self.close()
             raise_on_all_ranks(error)
-        if num_ended or num_ending:
-            self._end(num_left, is_common=max(num_ended, num_ending) == group_size(), has_batch=not num_ended)
-        return None if num_ended else read
-
-    def _read(self) -> _ReadBatch[T_co] | None:
-        if self._reader is None:
-            self._reader = _reader_of(self._batches)
-        return self._reader.read()
-
-    def _end(self, num_left: int, *, is_common: bool, has_batch: bool) -> None:
+        if not num_ended and not num_ending:
+            return read
         self._has_ended = True
-        if not is_common:
+        if max(num_ended, num_ending) < group_size():  # not all ranks end here by themselves
             left = all_gather_equal(torch.tensor([num_left])).tolist()
-            _log_end([rank for rank, num in enumerate(left) if num == min(left)], self._num_batches + has_batch)
+            _log_end([rank for rank, num in enumerate(left) if num == min(left)], self._num_batches + (not num_ended))
             if self._reader is not None:
                 self._reader.truncate()
+        return None if num_ended else read
 
 
 def _log_end(ended: Sequence[int], num_batches: int) -> None:

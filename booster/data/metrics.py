@@ -53,20 +53,14 @@ class _RankRows:
     num_samples: int
     num_repeated: int
 
-    def to_text(self) -> str:
-        return json.dumps(asdict(self))
-
     @classmethod
     def from_text(cls, text: str) -> _RankRows:
+        """Return the object of which `json.dumps(asdict(...))` is the text."""
         fields = json.loads(text)
         blocks = tuple(
             _TensorRows(**(block | {"row_shape": tuple(block["row_shape"])})) for block in fields.pop("tensors")
         )
         return cls(tensors=blocks, **fields)
-
-    def has_row_per_sample(self, index: int) -> bool:
-        """Whether a tensor may have one row for each sample of the batch."""
-        return not self.tensors[index].is_scalar and self.tensors[index].num_rows == self.num_samples
 
 
 def gather_for_metrics(data: Any, group: dist.ProcessGroup | None = None) -> Any:
@@ -84,7 +78,7 @@ def gather_for_metrics(data: Any, group: dist.ProcessGroup | None = None) -> Any
     map_tensors(tensors.append, data)
     error = _unsupported(tensors, data)
     own = None if error is not None else _local_rows(tensors)
-    texts = all_gather_text("gather_for_metrics()", [] if own is None else [own.to_text()], group, error)
+    texts = all_gather_text("gather_for_metrics()", [] if own is None else [json.dumps(asdict(own))], group, error)
     ranks = [_RankRows.from_text(fact) for (fact,) in texts]
     _check_matching(ranks, group)
     joined = iter([_concatenated(tensor, index, ranks, group) for index, tensor in enumerate(tensors)])
@@ -108,18 +102,18 @@ def _unsupported(tensors: Sequence[torch.Tensor], data: Any) -> ConfigError | No
 
 
 def _local_rows(tensors: Sequence[torch.Tensor]) -> _RankRows:
+    rows = []
+    for tensor in tensors:
+        num_rows, *row_shape = tensor.shape or (1,)
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        is_scalar = tensor.dim() == 0
+        rows.append(_TensorRows(dtype=dtype, row_shape=tuple(row_shape), num_rows=num_rows, is_scalar=is_scalar))
     position = active_position()
     return _RankRows(
-        tensors=tuple(_tensor_rows(tensor) for tensor in tensors),
+        tensors=tuple(rows),
         num_samples=0 if position is None else position.num_samples,
         num_repeated=0 if position is None else position.num_repeated_local,
     )
-
-
-def _tensor_rows(tensor: torch.Tensor) -> _TensorRows:
-    num_rows, *row_shape = tensor.shape or (1,)
-    dtype = str(tensor.dtype).removeprefix("torch.")
-    return _TensorRows(dtype=dtype, row_shape=tuple(row_shape), num_rows=num_rows, is_scalar=tensor.dim() == 0)
 
 
 def _check_matching(ranks: Sequence[_RankRows], group: dist.ProcessGroup | None) -> None:
@@ -161,8 +155,11 @@ def _concatenated(
 ) -> torch.Tensor:
     """Return the rows of all ranks, without repeats."""
     blocks = [one.tensors[index] for one in ranks]
-    is_per_sample = all(one.has_row_per_sample(index) for one in ranks)
-    counts = [one.tensors[index].num_rows - is_per_sample * one.num_repeated for one in ranks]
+    # Whether the tensor may have one row for each sample, on all ranks.
+    is_per_sample = all(
+        not block.is_scalar and block.num_rows == one.num_samples for block, one in zip(blocks, ranks, strict=True)
+    )
+    counts = [block.num_rows - is_per_sample * one.num_repeated for block, one in zip(blocks, ranks, strict=True)]
     own = tensor.detach().reshape(tensor.shape or (1,))[: counts[group_rank(group)]]
     if len(counts) == 1:
         return own

@@ -80,9 +80,7 @@ def prepare_dataloader(
     Raises:
         ConfigError: The dataset is empty, no batch is left, a rank or size is out of range, or arguments contradict.
     """
-    _check_dataset(dataset)
-    _check_options(kwargs)
-    _check_plain_arguments(shuffle=shuffle, drop_last=drop_last, pin_memory=pin_memory)
+    _check_arguments(dataset, kwargs, shuffle=shuffle, drop_last=drop_last, pin_memory=pin_memory)
     check_seed(seed)
     options = {"num_workers": num_workers, "pin_memory": pin_memory, **kwargs}
     if isinstance(dataset, IterableDataset):
@@ -221,12 +219,12 @@ def _create_loader(kind: Callable[..., DataLoader[Any]], *args: Any, **options: 
         ) from error
 
 
-def _check_plain_arguments(**flags: Any) -> None:
-    for name, value in flags.items():
-        check_flag(name, value)
-
-
-def _check_options(options: dict[str, Any]) -> None:
+def _check_arguments(dataset: Any, options: dict[str, Any], **flags: Any) -> None:
+    if isinstance(dataset, DataLoader):
+        raise ConfigError(
+            f"prepare_dataloader({type(dataset).__name__}) takes a dataset, got a loader: pass loader.dataset, or pass"
+            " the loader to boost()"
+        )
     for name in ("collate_fn", "worker_init_fn"):
         if options.get(name) is not None and not callable(options[name]):
             raise ConfigError(f"prepare_dataloader({name}={options[name]!r}) is not callable: pass a function")
@@ -247,6 +245,8 @@ def _check_options(options: dict[str, Any]) -> None:
             "prepare_dataloader(in_order=False): the order of batches would depend on the timing of workers, so ranks"
             " would not read the same global batch and no position could be saved. Leave in_order out"
         )
+    for name, value in flags.items():
+        check_flag(name, value)
 
 
 def _check_iterable(dataset: Any, dp_size: int, shuffle: bool, distributed_sampler_cls: Any) -> None:
@@ -261,14 +261,6 @@ def _check_iterable(dataset: Any, dp_size: int, shuffle: bool, distributed_sampl
         raise ConfigError(
             f"prepare_dataloader({name}) for {dp_size} ranks: an IterableDataset cannot be sharded from outside, and"
             " each rank would read the same data. Yield only this rank's shard and set dataset.is_sharded = True"
-        )
-
-
-def _check_dataset(dataset: Any) -> None:
-    if isinstance(dataset, DataLoader):
-        raise ConfigError(
-            f"prepare_dataloader({type(dataset).__name__}) takes a dataset, got a loader: pass loader.dataset, or pass"
-            " the loader to boost()"
         )
 
 

@@ -96,6 +96,9 @@ class DistributedBatchSampler(Sampler[list[int]]):
         seed: Seed of the orders, the same on all ranks.
         drop_last: If True, drop an incomplete last global batch instead of repeating samples.
 
+    Attributes:
+        global_batch_size: Number of samples in a complete batch of all ranks.
+
     Raises:
         ConfigError: The dataset is empty, a rank or size is out of range, or `drop_last` leaves no batch.
 
@@ -124,6 +127,7 @@ class DistributedBatchSampler(Sampler[list[int]]):
         self.shuffle = bool(shuffle)
         self.seed = seed
         self.drop_last = bool(drop_last)
+        self.global_batch_size = batch_size * dp_size
         self._check_not_empty()
         self._epoch = 0
         self._position = 0
@@ -139,26 +143,18 @@ class DistributedBatchSampler(Sampler[list[int]]):
             )
 
     @property
-    def global_batch_size(self) -> int:
-        """Number of samples in a complete batch of all ranks."""
-        return self.batch_size * self.dp_size
-
-    @property
     def num_repeated(self) -> int:
         """Number of samples that an epoch repeats, over all ranks."""
-        return self._num_repeated_from(0)
+        return self._num_repeated_and_dropped(0)[0]
 
     @property
     def num_dropped(self) -> int:
         """Number of samples that an epoch drops, over all ranks."""
-        return self._num_dropped_from(0)
+        return self._num_repeated_and_dropped(0)[1]
 
-    def _num_repeated_from(self, position: int) -> int:
+    def _num_repeated_and_dropped(self, position: int) -> tuple[int, int]:
         tail = (self.num_samples - position) % self.global_batch_size
-        return 0 if self.drop_last else -tail % self.dp_size
-
-    def _num_dropped_from(self, position: int) -> int:
-        return (self.num_samples - position) % self.global_batch_size if self.drop_last else 0
+        return (0, tail) if self.drop_last else (-tail % self.dp_size, 0)
 
     def set_epoch(self, epoch: int) -> None:
         """Start the next `iter()` at the start of this epoch."""
@@ -201,7 +197,13 @@ class DistributedBatchSampler(Sampler[list[int]]):
             batch_position = self.batch_at(position)
             first = position + self.dp_rank * batch_position.num_samples
             positions = range(first, first + batch_position.num_samples)
-            yield SampleBatch(self._indices_at(order, positions), stream=f"{self.seed}/{epoch}", start=first)
+            indices: Sequence[int]
+            if positions.stop <= self.num_samples:
+                indices = positions if order is None else order[positions.start : positions.stop].tolist()
+            else:  # repeats from the start of the order
+                repeated = [index % self.num_samples for index in positions]
+                indices = repeated if order is None else order[repeated].tolist()
+            yield SampleBatch(indices, stream=f"{self.seed}/{epoch}", start=first)
             position = batch_position.stop
 
     def _order(self, epoch: int) -> torch.Tensor | None:
@@ -210,12 +212,6 @@ class DistributedBatchSampler(Sampler[list[int]]):
             return None
         generator = torch.Generator().manual_seed(derive_seed("order", self.seed, epoch))
         return torch.randperm(self.num_samples, generator=generator)
-
-    def _indices_at(self, order: torch.Tensor | None, positions: range) -> Sequence[int]:
-        places = positions if positions.stop <= self.num_samples else [i % self.num_samples for i in positions]
-        if order is None:
-            return places
-        return order[places.start : places.stop].tolist() if isinstance(places, range) else order[places].tolist()
 
     def stream_seed(self, epoch: int) -> int:
         """A seed for this epoch and rank, for what workers draw before their first sample."""
@@ -244,8 +240,8 @@ class DistributedBatchSampler(Sampler[list[int]]):
         """Format the numbers of repeated or dropped samples; None if the epoch is even or already logged."""
         given = f"{self.num_samples} samples, batch_size={self.batch_size} on {self.dp_size} ranks"
         epoch = f"the epoch resumed after {position} samples" if position else "every epoch"
-        repeated, dropped = self._num_repeated_from(position), self._num_dropped_from(position)
-        if position and (repeated, dropped) == (self.num_repeated, self.num_dropped):
+        repeated, dropped = self._num_repeated_and_dropped(position)
+        if position and (repeated, dropped) == self._num_repeated_and_dropped(0):
             return None  # logged before
         if repeated:
             return f"{given}: {epoch} repeats {repeated} at its end to give all ranks the same number"

@@ -63,11 +63,11 @@ class SeededDataset:
         if getattr(self.dataset, "__getitems__", None):
             seed_worker(batch.seed_of(0))
             return self.dataset.__getitems__(list(batch))
-        return [self._read(index, batch.seed_of(offset)) for offset, index in enumerate(batch)]
-
-    def _read(self, index: int, seed: int) -> Any:
-        seed_worker(seed)
-        return self.dataset[index]
+        samples = []
+        for offset, index in enumerate(batch):
+            seed_worker(batch.seed_of(offset))
+            samples.append(self.dataset[index])
+        return samples
 
 
 class WorkerInit:

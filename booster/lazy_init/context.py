@@ -117,16 +117,15 @@ class _RawReads(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        if func is torch.Tensor.__deepcopy__ and _is_plain(args[0]) and op_log_of(args[0]) is not None:
-            return _deep_copy(args[0], args[1])
+        if func is torch.Tensor.__deepcopy__:
+            source = args[0]
+            is_plain = type(source) is torch.Tensor and source.is_leaf and source.grad is None
+            if is_plain and op_log_of(source) is not None:
+                return _deep_copy(source, args[1])
         if func in _RAW_READS:
             for tensor in tensors_in((args, kwargs or {})):
                 materialize_in_place(tensor)
         return func(*args, **(kwargs or {}))
-
-
-def _is_plain(tensor: torch.Tensor) -> bool:
-    return type(tensor) is torch.Tensor and tensor.is_leaf and tensor.grad is None
 
 
 def _deep_copy(tensor: torch.Tensor, memo: dict[Any, Any]) -> torch.Tensor:

@@ -36,31 +36,12 @@ _ALIASES = frozenset({_GET_DATA, torch.Tensor.detach})
 _METADATA_FUNCTIONS = _functions(
     *("shape", "size", "dim", "ndim", "ndimension", "numel", "nelement", "stride", "storage_offset", "__len__"),
     *("dtype", "device", "layout", "itemsize", "nbytes", "element_size", "type", "names", "has_names", "get_device"),
-    *(
-        "is_floating_point",
-        "is_complex",
-        "is_signed",
-        "is_contiguous",
-        "is_conj",
-        "is_neg",
-        "is_pinned",
-        "is_inference",
-    ),
+    *("is_floating_point", "is_complex", "is_signed", "is_contiguous", "is_conj", "is_neg", "is_pinned"),
+    *("is_inference", "requires_grad", "requires_grad_", "is_leaf", "grad", "grad_fn", "output_nr", "retains_grad"),
     *("is_cpu", "is_cuda", "is_meta", "is_mps", "is_xpu", "is_mkldnn", "is_quantized", "is_sparse", "is_sparse_csr"),
     *("is_nested", "is_vulkan", "is_mtia", "is_ipu", "is_maia", "is_hpu", "is_xla", "is_shared"),
-    *(
-        "requires_grad",
-        "requires_grad_",
-        "is_leaf",
-        "grad",
-        "grad_fn",
-        "output_nr",
-        "retains_grad",
-        "_version",
-        "_base",
-    ),
-    *("_is_view", "_backward_hooks", "_post_accumulate_grad_hooks", "register_hook", "__hash__", "grad_dtype"),
-    *("register_post_accumulate_grad_hook", "_is_zerotensor", "__dir__", "_base", "is_inference"),
+    *("_version", "_base", "_is_view", "_backward_hooks", "_post_accumulate_grad_hooks", "register_hook", "__hash__"),
+    *("grad_dtype", "register_post_accumulate_grad_hook", "_is_zerotensor", "__dir__"),
 ) | {
     torch.is_floating_point,
     torch.is_complex,
@@ -122,7 +103,8 @@ def guard_lazy_tensors() -> None:
 
 def _call_guarded(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if function is torch.Tensor.__repr__:
-        return _description(args[0])
+        with torch._C.DisableTorchFunction():
+            return f"{type(args[0]).__name__}(size={tuple(args[0].shape)}, dtype={args[0].dtype})"
     if function not in _METADATA_FUNCTIONS and function not in _ALIASES and function != _SET_DATA:
         name = getattr(function, "__name__", str(function))
         if name in ("__get__", "__set__"):
@@ -138,11 +120,6 @@ def _call_guarded(function: Callable[..., Any], args: tuple[Any, ...], kwargs: d
     elif function == _SET_DATA:
         refresh_class(args[0])
     return result
-
-
-def _description(tensor: torch.Tensor) -> str:
-    with torch._C.DisableTorchFunction():
-        return f"{type(tensor).__name__}(size={tuple(tensor.shape)}, dtype={tensor.dtype})"
 
 
 def materialize_tensor(tensor: torch.Tensor) -> torch.Tensor:

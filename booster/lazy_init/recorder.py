@@ -71,39 +71,6 @@ def is_random(operator: Any) -> bool:
     return torch.Tag.nondeterministic_seeded in operator.tags
 
 
-def is_rng_deterministic(operator: Any) -> bool:
-    """Return whether the draws of a random in-place operator are independent of tensor values."""
-    return operator.overloadpacket in _RNG_DETERMINISTIC
-
-
-def is_predictable(operator: Any) -> bool:
-    """Return whether meta tensors determine the geometry of the result."""
-    if is_random(operator):
-        return operator.overloadpacket in _IN_PLACE_RANDOM_OPS
-    return operator.overloadpacket in _PREDICTABLE or torch.Tag.pointwise in operator.tags
-
-
-def in_place_random_op(operator: Any) -> Any:
-    """Return the in-place operator that draws the same numbers as a random factory."""
-    return _IN_PLACE_RANDOM_OPS[operator.overloadpacket]
-
-
-def is_view(operator: Any) -> bool:
-    """Return whether an operator only returns views of its arguments."""
-    results = operator._schema.returns
-    return not written_arguments(operator) and any(result.alias_info is not None for result in results)
-
-
-def is_metadata_only(operator: Any) -> bool:
-    """Return whether an operator neither reads nor writes values."""
-    return is_view(operator) or operator.overloadpacket in _METADATA_MUTATIONS
-
-
-def mutates_metadata(operator: Any) -> bool:
-    """Return whether the result is a view with a conjugate or negative bit."""
-    return operator.overloadpacket in _METADATA_VIEWS
-
-
 def written_arguments(operator: Any) -> list[str]:
     """Return the names of the arguments that an operator writes to."""
     arguments = operator._schema.arguments
@@ -120,15 +87,6 @@ def tensors_in(tree: Any) -> list[torch.Tensor]:
     found: list[torch.Tensor] = []
     map_arguments(lambda value: found.append(value) if isinstance(value, torch.Tensor) else None, tree)
     return found
-
-
-def written_tensors(operator: Any, arguments: Arguments) -> Iterator[torch.Tensor]:
-    """Yield the tensors that a call writes to."""
-    names = set(written_arguments(operator))
-    for position, argument in enumerate(operator._schema.arguments):
-        if argument.name in names:
-            given = arguments[0][position] if position < len(arguments[0]) else arguments[1].get(argument.name)
-            yield from tensors_in([given])
 
 
 def num_real_bytes(arguments: Arguments) -> int:
@@ -209,21 +167,15 @@ def materialize_arguments(arguments: Arguments) -> Arguments:
         if record is None:
             return leaf
         if id(record) not in storages:
-            if not _count_read(leaf, record):
+            record.num_reads += 1
+            if record.num_reads > _MAX_READS:
+                materialize_in_place(leaf)
                 return leaf
             storages[id(record)] = replay(record)
         return view_of(storages[id(record)], Geometry.of(leaf))
 
     real: Arguments = map_arguments(value_of, arguments)
     return real
-
-
-def _count_read(tensor: torch.Tensor, record: OpLog) -> bool:
-    """Count a read, and return whether the tensor is still lazy."""
-    record.num_reads += 1
-    if record.num_reads > _MAX_READS:
-        materialize_in_place(tensor)
-    return op_log_of(tensor) is not None
 
 
 _MAX_REPLAY = 64  # dependencies of an op log; above, the value is materialized
@@ -263,14 +215,14 @@ class Recorder(TorchDispatchMode):
             return NotImplemented  # the subclass decomposes the call into others, which are dispatched here
         arguments: Arguments = (args, kwargs or {})
         with torch._C.DisableTorchFunction():
-            if mutates_metadata(func):
+            if func.overloadpacket in _METADATA_VIEWS:
                 for tensor in tensors_in(arguments):
                     materialize_in_place(tensor)
-            if is_metadata_only(func):
+            written = written_arguments(func)
+            is_view = not written and any(result.alias_info is not None for result in func._schema.returns)
+            if is_view or func.overloadpacket in _METADATA_MUTATIONS:
                 return func(*arguments[0], **arguments[1])
-            if written_arguments(func):
-                return self._write(func, arguments)
-            return self._make(func, arguments)
+            return self._write(func, arguments, written) if written else self._make(func, arguments)
 
     def record_fill(self, function: Callable[..., Any], arguments: Arguments, again: Callable[..., Any]) -> None:
         """Record a random initializer of a lazy tensor as one call, regardless of its reads in between.
@@ -288,10 +240,12 @@ class Recorder(TorchDispatchMode):
             function(self._scratch_like(target), *rest, **kwargs)
         record.writes.append(call)
 
-    def _write(self, operator: Any, arguments: Arguments) -> Any:
-        if self._is_recordable_write(operator, arguments) and self._record_write(operator, arguments):
+    def _write(self, operator: Any, arguments: Arguments, written: list[str]) -> Any:
+        if self._is_recordable_write(operator, arguments, written) and self._record_write(operator, arguments):
             return arguments[0][0]
-        for tensor in written_tensors(operator, arguments):
+        names = [argument.name for argument in operator._schema.arguments]
+        values = dict(zip(names, arguments[0], strict=False)) | arguments[1]
+        for tensor in tensors_in([values[name] for name in written if name in values]):
             if operator.overloadpacket is torch.ops.aten.resize_ and op_log_of(tensor) is not None:
                 raise ConfigError(
                     f"{operator} of a tensor of this LazyInitContext is not supported: build the module that calls it"
@@ -301,17 +255,17 @@ class Recorder(TorchDispatchMode):
         args, kwargs = materialize_arguments(arguments)
         return operator(*args, **kwargs)
 
-    def _is_recordable_write(self, operator: Any, arguments: Arguments) -> bool:
+    def _is_recordable_write(self, operator: Any, arguments: Arguments, written: list[str]) -> bool:
         """Return whether a call writes only to its first argument, reproducibly."""
         target = arguments[0][0] if arguments[0] else None
         if not isinstance(target, torch.Tensor) or op_log_of(target) is None:
             return False
-        if written_arguments(operator) != [operator._schema.arguments[0].name] or len(operator._schema.returns) != 1:
+        if written != [operator._schema.arguments[0].name] or len(operator._schema.returns) != 1:
             return False
         if not are_dense_cpu(arguments) or num_real_bytes(arguments) > self._min_lazy_bytes:
             return False
         if is_random(operator):
-            return is_rng_deterministic(operator)
+            return operator.overloadpacket in _RNG_DETERMINISTIC
         try:
             args, kwargs = to_meta(arguments)
             operator(*args, **kwargs)
@@ -340,7 +294,11 @@ class Recorder(TorchDispatchMode):
         if not are_dense_cpu(arguments):
             args, kwargs = materialize_arguments(arguments)
             return operator(*args, **kwargs)
-        if is_predictable(operator):
+        if is_random(operator):
+            is_predictable = operator.overloadpacket in _IN_PLACE_RANDOM_OPS
+        else:
+            is_predictable = operator.overloadpacket in _PREDICTABLE or torch.Tag.pointwise in operator.tags
+        if is_predictable:
             lazy = self._lazy_from_meta(operator, arguments)
             if lazy is not None:
                 return lazy
@@ -365,7 +323,8 @@ class Recorder(TorchDispatchMode):
         if len(_dependencies(call)) > _MAX_REPLAY:
             return None
         if is_random(operator):
-            in_place_random_op(operator)(self._scratch_like(twin), generator=arguments[1].get("generator"))
+            fill = _IN_PLACE_RANDOM_OPS[operator.overloadpacket]
+            fill(self._scratch_like(twin), generator=arguments[1].get("generator"))
         return self._lazy(call, 0, twin)
 
     def _scratch_like(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -57,7 +57,7 @@ def check_steps(name: str, steps: Any, minimum: int = 0) -> int:
     """Return a number of steps as an int.
 
     Raises:
-        ConfigError: It is not an integer of at least `min_nodes`.
+        ConfigError: It is not an integer of at least `minimum`.
     """
     if isinstance(steps, bool) or not isinstance(steps, Integral):
         hint = f"int({steps!r} * total_steps)" if isinstance(steps, float) and 0 < steps < 1 else "an int"
@@ -100,7 +100,7 @@ def check_number(name: str, value: Any, *, minimum: float = 0.0, is_minimum_allo
     """Return a number as a float.
 
     Raises:
-        ConfigError: It is not a finite number, or less than `min_nodes`.
+        ConfigError: It is not a finite number, or is out of range.
     """
     is_number = isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
     if not is_number or value < minimum or (value == minimum and not is_minimum_allowed):
@@ -224,6 +224,9 @@ class Schedule(LRScheduler):
     """
 
     SETTINGS: ClassVar[tuple[str, ...]] = ("total_steps",)
+    _FINAL_LR: ClassVar[str | None] = None
+    """Name of the setting with the final learning rate, below which no group may start."""
+
     total_steps: int
 
     def _check(self, optimizer: Optimizer, last_epoch: int) -> None:
@@ -236,10 +239,8 @@ class Schedule(LRScheduler):
     def _check_learning_rate(self, group: dict[str, Any], index: int) -> None:
         base_lr = group.get("initial_lr", group["lr"])
         check_learning_rate(base_lr, index)
-        self._check_base_lr(base_lr, index)
-
-    def _check_base_lr(self, base_lr: LearningRate, index: int) -> None:
-        """Raise ConfigError if a group's learning rate is not valid for the schedule."""
+        if self._FINAL_LR is not None:
+            check_floor(self._FINAL_LR, getattr(self, self._FINAL_LR), base_lr, index)
 
     def _group_keys(self, optimizer: Optimizer) -> tuple[str, ...]:
         """Return the keys of the optimizer's groups that the schedule writes."""

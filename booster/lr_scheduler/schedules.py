@@ -14,7 +14,6 @@ from .base import (
     CurveSchedule,
     LearningRate,
     Schedule,
-    check_floor,
     check_fraction,
     check_learning_rate,
     check_milestones,
@@ -47,15 +46,13 @@ class CosineAnnealingLR(Schedule, lr_scheduler.CosineAnnealingLR):
     """
 
     SETTINGS = ("total_steps", "eta_min")
+    _FINAL_LR = "eta_min"
 
     def __init__(self, optimizer: Optimizer, total_steps: int, eta_min: float = 0.0, last_epoch: int = -1) -> None:
         self.total_steps = check_total_steps(total_steps)
         self.eta_min = check_number("eta_min", eta_min)
         self._check(optimizer, last_epoch)
         super().__init__(optimizer, self.total_steps, self.eta_min, last_epoch)
-
-    def _check_base_lr(self, base_lr: LearningRate, index: int) -> None:
-        check_floor("eta_min", self.eta_min, base_lr, index)
 
     def _closed_form(self, base_lr: LearningRate, step: int, index: int) -> LearningRate:
         return cosine_annealing(base_lr, step, self.total_steps, self.eta_min)
@@ -78,6 +75,7 @@ class CosineAnnealingWarmupLR(CurveSchedule):
     """
 
     SETTINGS = ("total_steps", "warmup_steps", "eta_min")
+    _FINAL_LR = "eta_min"
 
     def __init__(
         self,
@@ -92,9 +90,6 @@ class CosineAnnealingWarmupLR(CurveSchedule):
         self.eta_min = check_number("eta_min", eta_min)
         self._check(optimizer, last_epoch)
         super().__init__(optimizer, last_epoch)
-
-    def _check_base_lr(self, base_lr: LearningRate, index: int) -> None:
-        check_floor("eta_min", self.eta_min, base_lr, index)
 
     def _closed_form(self, base_lr: LearningRate, step: int, index: int) -> LearningRate:
         if step < self.warmup_steps:
@@ -174,6 +169,7 @@ class FlatAnnealingWarmupLR(CurveSchedule):
     """
 
     SETTINGS = ("total_steps", "warmup_steps", "pct_start", "eta_min")
+    _FINAL_LR = "eta_min"
 
     def __init__(
         self,
@@ -190,9 +186,6 @@ class FlatAnnealingWarmupLR(CurveSchedule):
         self.eta_min = check_number("eta_min", eta_min)
         self._check(optimizer, last_epoch)
         super().__init__(optimizer, last_epoch)
-
-    def _check_base_lr(self, base_lr: LearningRate, index: int) -> None:
-        check_floor("eta_min", self.eta_min, base_lr, index)
 
     def _closed_form(self, base_lr: LearningRate, step: int, index: int) -> LearningRate:
         if step < self.warmup_steps:
@@ -463,6 +456,7 @@ class PolynomialLR(Schedule, lr_scheduler.PolynomialLR):
     """
 
     SETTINGS = ("total_steps", "end_lr", "power")
+    _FINAL_LR = "end_lr"
 
     def __init__(
         self, optimizer: Optimizer, total_steps: int, end_lr: float = 1e-4, power: float = 1.0, last_epoch: int = -1
@@ -472,9 +466,6 @@ class PolynomialLR(Schedule, lr_scheduler.PolynomialLR):
         self.power = check_number("power", power, is_minimum_allowed=False)
         self._check(optimizer, last_epoch)
         super().__init__(optimizer, self.total_steps, self.power, last_epoch)
-
-    def _check_base_lr(self, base_lr: LearningRate, index: int) -> None:
-        check_floor("end_lr", self.end_lr, base_lr, index)
 
     def get_lr(self) -> list[LearningRate]:
         """Return the learning rates of all groups; internal to `step`, users call `get_last_lr`."""
@@ -507,6 +498,7 @@ class PolynomialWarmupLR(CurveSchedule):
     """
 
     SETTINGS = ("total_steps", "warmup_steps", "end_lr", "power")
+    _FINAL_LR = "end_lr"
 
     def __init__(
         self,
@@ -523,9 +515,6 @@ class PolynomialWarmupLR(CurveSchedule):
         self.power = check_number("power", power, is_minimum_allowed=False)
         self._check(optimizer, last_epoch)
         super().__init__(optimizer, last_epoch)
-
-    def _check_base_lr(self, base_lr: LearningRate, index: int) -> None:
-        check_floor("end_lr", self.end_lr, base_lr, index)
 
     def _closed_form(self, base_lr: LearningRate, step: int, index: int) -> LearningRate:
         if step < self.warmup_steps:

@@ -18,6 +18,7 @@ from booster.errors import ConfigError
 from booster.interface.mixed_precision import MixedPrecision
 from booster.lazy_init import materialize
 from booster.pytree import map_tensors
+from booster.validation import check_flag
 
 from .loss_scaler import LossScalerConfig
 
@@ -51,7 +52,12 @@ class Fp32MasterWeights:
             # In place: optimizers such as LBFGS keep the list itself.
             group["params"][:] = [self._create_master(parameter, originals) for parameter in group["params"]]
         for pair in self._pairs:
-            _move_state(optim, pair)
+            if pair.model_param in optim.state:
+                state = optim.state.pop(pair.model_param)
+                optim.state[pair.master] = {
+                    key: value.float() if isinstance(value, torch.Tensor) and value.dtype in LOW_PRECISION else value
+                    for key, value in state.items()
+                }
 
     def __len__(self) -> int:
         return len(self._pairs)
@@ -110,16 +116,6 @@ def _fp32_gradient(pair: _MasterPair) -> torch.Tensor | None:
     if pair.grad is None:
         pair.grad = torch.empty_like(pair.master)
     return pair.grad.copy_(source)
-
-
-def _move_state(optim: Optimizer, pair: _MasterPair) -> None:
-    if pair.model_param in optim.state:
-        state = optim.state.pop(pair.model_param)
-        optim.state[pair.master] = {key: _fp32_state(value) for key, value in state.items()}
-
-
-def _fp32_state(value: Any) -> Any:
-    return value.float() if isinstance(value, torch.Tensor) and value.dtype in LOW_PRECISION else value
 
 
 BATCH_NORMS = _BatchNorm  # includes the synchronized batch norms of plugins
@@ -187,7 +183,8 @@ class Fp16Weights:
             if self._keep_batchnorm_fp32 and isinstance(module, BATCH_NORMS):
                 continue
             for parameter in module.parameters(recurse=False):
-                if self._keep_originals and self._is_rounded(parameter):
+                is_cast = parameter.is_floating_point() and parameter.dtype != self.dtype
+                if self._keep_originals and is_cast:
                     originals[parameter] = parameter.detach().to(torch.float32)
                 _cast_in_place(parameter, self.dtype)
             for buffer in module.buffers(recurse=False):
@@ -195,9 +192,6 @@ class Fp16Weights:
             if isinstance(module, nn.RNNBase):
                 module.flatten_parameters()  # cuDNN needs contiguous weights, which the cast has separated
         return originals
-
-    def _is_rounded(self, parameter: nn.Parameter) -> bool:
-        return parameter.is_floating_point() and parameter.dtype != self.dtype
 
 
 def _cast_in_place(tensor: torch.Tensor, dtype: torch.dtype) -> None:
@@ -210,16 +204,12 @@ def _cast_in_place(tensor: torch.Tensor, dtype: torch.dtype) -> None:
 
 def cast_floats(dtype: torch.dtype, tree: Any) -> Any:
     """Cast all floating-point tensors of a pytree to `dtype`."""
-    return map_tensors(_cast_if(lambda tensor: tensor.is_floating_point(), dtype), tree)
+    return map_tensors(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, tree)
 
 
 def low_precision_to_fp32(tree: Any) -> Any:
     """Cast all float16 and bfloat16 tensors of a pytree to fp32."""
-    return map_tensors(_cast_if(lambda tensor: tensor.dtype in LOW_PRECISION, torch.float32), tree)
-
-
-def _cast_if(is_cast: Callable[[torch.Tensor], bool], dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
-    return lambda tensor: tensor.to(dtype) if is_cast(tensor) else tensor
+    return map_tensors(lambda tensor: tensor.float() if tensor.dtype in LOW_PRECISION else tensor, tree)
 
 
 class FP16NaiveMixedPrecision(MixedPrecision):
@@ -258,8 +248,8 @@ class FP16NaiveMixedPrecision(MixedPrecision):
         log_num_zeros_in_grad: bool = False,
         verbose: bool = False,
     ) -> None:
-        _check_flag("log_num_zeros_in_grad", log_num_zeros_in_grad)
-        _check_flag("verbose", verbose)
+        check_flag("log_num_zeros_in_grad", log_num_zeros_in_grad)
+        check_flag("verbose", verbose)
         self._loss_scale = LossScalerConfig(
             initial_scale=initial_scale,
             growth_factor=growth_factor,
@@ -325,8 +315,11 @@ class FP16NaiveMixedPrecision(MixedPrecision):
         return low_precision_to_fp32(outputs)
 
     def _count_zeros(self, gradients: Sequence[torch.Tensor]) -> None:
-        counts = [gradient.numel() - _num_nonzero(gradient) for gradient in gradients]
-        self.num_zeros_in_grad = sum(counts)
+        num_zeros = 0
+        for gradient in gradients:
+            stored = gradient.coalesce().values() if gradient.is_sparse else gradient
+            num_zeros += gradient.numel() - int(torch.count_nonzero(stored))
+        self.num_zeros_in_grad = num_zeros
         log_rank_zero(f"zeros in the gradients: {self.num_zeros_in_grad}")
 
 
@@ -335,13 +328,3 @@ def log_rank_zero(message: str) -> None:
     from booster.logger import get_dist_logger  # deferred: the import is only needed for logging
 
     get_dist_logger("booster").info(message, ranks=[0])
-
-
-def _num_nonzero(gradient: torch.Tensor) -> int:
-    stored = gradient.coalesce().values() if gradient.is_sparse else gradient
-    return int(torch.count_nonzero(stored))
-
-
-def _check_flag(name: str, value: Any) -> None:
-    if not isinstance(value, bool):
-        raise ConfigError(f"{name} must be a bool, got {value!r}: pass True or False")

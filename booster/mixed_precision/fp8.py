@@ -148,7 +148,12 @@ class FP8MixedPrecision(AutocastMixedPrecision):
             ConfigError: No layer is selected, or a trainable parameter is float16.
         """
         check_no_float16_weights(model, "fp8")
-        selected = [module for name, module in model.named_modules() if self._is_selected(name, module)]
+        selected = [
+            module
+            for name, module in model.named_modules()
+            if type(module) in (nn.Linear, Float8Linear)
+            and (self._module_filter is None or self._module_filter(name, module))
+        ]
         if not selected:
             cause = "it has no nn.Linear" if self._module_filter is None else "module_filter selected no nn.Linear"
             raise ConfigError(
@@ -173,11 +178,6 @@ class FP8MixedPrecision(AutocastMixedPrecision):
         if self._emulate is False:
             _check_native(device_type_of(model))
         return super().configure(model, optimizer, criterion)
-
-    def _is_selected(self, name: str, module: nn.Module) -> bool:
-        if type(module) is not nn.Linear and type(module) is not Float8Linear:
-            return False
-        return self._module_filter is None or bool(self._module_filter(name, module))
 
 
 def _check_native(device_type: str) -> None:

@@ -77,7 +77,10 @@ class DynamicLossScaler:
         """
         before = self._scale
         if found_nonfinite:
-            self._count_overflow()
+            self._num_clean_steps = 0
+            self._num_overflows = min(self._num_overflows + 1, self.hysteresis)
+            if self._num_overflows >= self.hysteresis:
+                self._scale = self._clamp(self._scale * self.backoff_factor)
         else:
             self._count_clean_step()
         if self._report is None or not (found_nonfinite or self._scale != before):
@@ -110,12 +113,6 @@ class DynamicLossScaler:
         self._scale = self._clamp(float(state["scale"]))
         self._num_clean_steps = int(state["num_clean_steps"])
         self._num_overflows = int(state["num_overflows"])
-
-    def _count_overflow(self) -> None:
-        self._num_clean_steps = 0
-        self._num_overflows = min(self._num_overflows + 1, self.hysteresis)
-        if self._num_overflows >= self.hysteresis:
-            self._scale = self._clamp(self._scale * self.backoff_factor)
 
     def _why_unchanged(self) -> str:
         """Explain why the last overflow did not reduce the scale."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -14,12 +13,19 @@ from torch.optim import Optimizer
 from booster.errors import CheckpointError, ConfigError
 
 from .adam_update import MOMENTS, AdamGroupUpdate, AdamParamUpdate, Hyperparameters, StepArguments, check_no_variants
-from .base import _NoCast, init_moments, init_step_counter, moment_dtype, wrap_states
+from .base import (
+    _NoCast,
+    check_decay_rates,
+    check_learning_rate,
+    check_non_negative,
+    init_moments,
+    init_step_counter,
+    moment_dtype,
+    wrap_states,
+)
 from .nvme_offload.settings import OffloadSettings
 from .nvme_offload.states import DiskStates
 from .step import AdamStep
-
-_NON_NEGATIVE = ("lr", "eps", "weight_decay")
 
 
 def check_bool(name: str, value: object) -> None:
@@ -42,26 +48,10 @@ def check_hyperparameters(group: Mapping[str, Any]) -> None:
         ConfigError: A value is out of range, or the group enables an unsupported variant.
     """
     check_no_variants(group)
-    lr = group["lr"]
-    if isinstance(lr, Tensor) and lr.numel() != 1:
-        raise ConfigError(f"lr is a tensor of shape {tuple(lr.shape)}: give one with one element, or a number")
-    for name in _NON_NEGATIVE:
-        value = group[name]
-        if not _is_number(value) or not (float(value) >= 0 and math.isfinite(float(value))):
-            raise ConfigError(f"{name}={value!r} is out of range: give a finite non-negative number")
-    _check_betas(group["betas"])
-
-
-def _check_betas(betas: object) -> None:
-    is_pair = isinstance(betas, Sequence) and not isinstance(betas, str) and len(betas) == 2
-    if not is_pair or not all(_is_number(beta) and 0.0 <= float(beta) < 1.0 for beta in betas):  # type: ignore[attr-defined]
-        raise ConfigError(
-            f"betas={betas!r} is not a pair of decay rates: give two numbers in [0, 1), such as (0.9, 0.999)"
-        )
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, Tensor) or (isinstance(value, (int, float)) and not isinstance(value, bool))
+    check_learning_rate(group)
+    check_non_negative(group, "eps")
+    check_non_negative(group, "weight_decay")
+    check_decay_rates(group, "betas", 2, example=(0.9, 0.999))
 
 
 def check_state_dict(state_dict: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> None:
@@ -154,12 +144,9 @@ class AdamBase(Optimizer):
         check_hyperparameters(defaults)
         defaults["betas"] = tuple(betas)
         self._offload = offload
-        self._init_disk_states()
-        super().__init__(params, defaults)
-
-    def _init_disk_states(self) -> None:
-        self._disk = DiskStates(self._offload)
+        self._disk = DiskStates(offload)
         self._failed_step: AdamStep | None = None
+        super().__init__(params, defaults)
 
     # Param groups.
 
@@ -280,10 +267,13 @@ class AdamBase(Optimizer):
         """Yield each parameter to update with its gradient, checked."""
         for parameter in group["params"]:
             gradient = gradients.get(parameter) if gradients else None
-            if gradient is not None:
-                _check_same_shape_and_device(gradient, parameter)
-            else:
+            if gradient is None:
                 gradient = parameter.grad
+            elif gradient.shape != parameter.shape or gradient.device != parameter.device:
+                raise ConfigError(
+                    f"a parameter of shape {tuple(parameter.shape)} on {parameter.device} was given a gradient of shape"
+                    f" {tuple(gradient.shape)} on {gradient.device}: shape and device must match"
+                )
             if gradient is None:
                 continue
             self._check_parameter(parameter)
@@ -382,7 +372,8 @@ class AdamBase(Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         if "_disk" not in self.__dict__:  # a copy: states from the disk are in memory until its first step
-            self._init_disk_states()
+            self._disk = DiskStates(self._offload)
+            self._failed_step = None
         for group in self.param_groups:
             for key, value in self.defaults.items():
                 group.setdefault(key, value)
@@ -398,14 +389,6 @@ class AdamBase(Optimizer):
         if memory.device == value.device and memory.dtype == value.dtype and not self._disk.holds(parameter):
             return value  # torch's optimizers use the loaded tensors without a copy as well
         return memory if memory.data_ptr() == value.data_ptr() else memory.copy_(value)
-
-
-def _check_same_shape_and_device(gradient: Tensor, parameter: Tensor) -> None:
-    if gradient.shape != parameter.shape or gradient.device != parameter.device:
-        raise ConfigError(
-            f"a parameter of shape {tuple(parameter.shape)} on {parameter.device} was given a gradient of shape"
-            f" {tuple(gradient.shape)} on {gradient.device}: shape and device must match"
-        )
 
 
 class FusedAdam(AdamBase):

@@ -98,10 +98,6 @@ class AdamGroupUpdate:
     hyperparameters: Hyperparameters
     updates: list[AdamParamUpdate]
 
-    def subset(self, updates: list[AdamParamUpdate]) -> AdamGroupUpdate:
-        """Return a group of some of the updates, with the same hyperparameters."""
-        return AdamGroupUpdate(self.hyperparameters, updates)
-
 
 def check_no_variants(group: Mapping[str, Any]) -> None:
     """Check that a param group enables neither AMSGrad nor differentiable updates.
@@ -177,7 +173,7 @@ def update_on_host(group: AdamGroupUpdate, arguments: StepArguments) -> None:
         group: Updates of CPU parameters, with complete states.
         arguments: Arguments of the step.
     """
-    rows = [update if _is_all_contiguous(update) else _kernel_arguments(update) for update in group.updates]
+    rows = [_kernel_arguments(update) for update in group.updates]
     run_kernel(rows, group.hyperparameters, arguments)
     for row, update in zip(rows, group.updates, strict=True):
         if isinstance(row, KernelArguments):
@@ -216,15 +212,13 @@ def increment_steps(updates: Sequence[AdamParamUpdate]) -> None:
         torch._foreach_add_([update.step for update in updates], torch.ones(()), alpha=1.0)
 
 
-def _is_all_contiguous(update: AdamParamUpdate) -> bool:
-    copy = update.model_param
-    # The moments have the parameter's strides.
-    is_contiguous = update.parameter.is_contiguous() and update.gradient.is_contiguous()
-    return is_contiguous and (copy is None or copy.is_contiguous())
-
-
-def _kernel_arguments(update: AdamParamUpdate) -> KernelArguments:
+def _kernel_arguments(update: AdamParamUpdate) -> KernelArguments | AdamParamUpdate:
+    """Return the update itself if its tensors are contiguous, else flat tensors of it."""
     parameter, copy = update.parameter, update.model_param
+    # The moments have the parameter's strides.
+    is_contiguous = parameter.is_contiguous() and update.gradient.is_contiguous()
+    if is_contiguous and (copy is None or copy.is_contiguous()):
+        return update
     like = parameter if is_dense(parameter) else parameter.contiguous()
     return KernelArguments(
         flat_view(like),
@@ -280,6 +274,10 @@ def _update_same_dtype(
     # The kernel requires a single dtype, and unscales the gradients in place.
     must_copy = divisor is not None and not arguments.zero_grads
     gradients = [update.gradient.to(update.parameter.dtype, copy=must_copy) for update in updates]
+    # An infinite step number disables bias correction: 1 - beta ** inf = 1.
+    step_numbers = [update.next_step if hyperparameters.bias_correction else math.inf for update in updates]
+    # Filled on the device, as copies would synchronize.
+    step_tensors = {number: torch.full((), number, dtype=torch.float32, device=device) for number in set(step_numbers)}
     step = torch._fused_adamw_ if hyperparameters.decoupled_weight_decay else torch._fused_adam_
     lr = hyperparameters.lr
     step(
@@ -288,7 +286,7 @@ def _update_same_dtype(
         [update.exp_avg for update in updates],
         [update.exp_avg_sq for update in updates],
         [],
-        _step_numbers(updates, device, bias_correction=hyperparameters.bias_correction),
+        [step_tensors[number] for number in step_numbers],
         lr=lr.to(device) if isinstance(lr, Tensor) and not lr.is_cpu else float(lr),
         beta1=hyperparameters.betas[0],
         beta2=hyperparameters.betas[1],
@@ -305,14 +303,6 @@ def _update_same_dtype(
         torch._foreach_copy_([copy for copy, _ in copies], [parameter for _, parameter in copies])
     if arguments.zero_grads:
         torch._foreach_zero_([update.gradient for update in updates])
-
-
-def _step_numbers(updates: Sequence[AdamParamUpdate], device: torch.device, *, bias_correction: bool) -> list[Tensor]:
-    """Return the step numbers as device tensors, filled on the device, as copies would synchronize."""
-    # An infinite step number disables bias correction: 1 - beta ** inf = 1.
-    counts = [update.next_step if bias_correction else math.inf for update in updates]
-    tensors = {count: torch.full((), count, dtype=torch.float32, device=device) for count in set(counts)}
-    return [tensors[count] for count in counts]
 
 
 def _inv_grad_scale(arguments: StepArguments, device: torch.device) -> Tensor | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -125,17 +125,17 @@ class OptimizerBase(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 result = closure()
-        steps = list(self._param_updates())
+        steps = [
+            self._param_update(parameter, parameter.grad, group)
+            for group in self.param_groups
+            for parameter in group["params"]
+            if parameter.grad is not None and parameter.numel() > 0
+        ]
         self._update(steps)
         for step in steps:
-            step.write_back()
+            if step.weights is not step.parameter:
+                step.parameter.copy_(step.weights)
         return result
-
-    def _param_updates(self) -> Iterator[ParamUpdate]:
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None and parameter.numel() > 0:
-                    yield self._param_update(parameter, parameter.grad, group)
 
     def _param_update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> ParamUpdate:
         if gradient.layout is not torch.strided:
@@ -241,13 +241,12 @@ class OptimizerBase(Optimizer):
                 group.setdefault(key, value)
         for parameter, values in self.state.items():
             for key, value in values.items():
-                if isinstance(value, _NoCast):
-                    values[key] = self._load_state_tensor(parameter, key, value.tensor)
-
-    def _load_state_tensor(self, parameter: Tensor, key: str, value: Tensor) -> Any:
-        if self._state_shape(parameter, key) is None:
-            return int(value) if key == "step" else value
-        return value.to(parameter.device, _state_dtype(parameter))
+                if not isinstance(value, _NoCast):
+                    continue
+                if self._state_shape(parameter, key) is not None:
+                    values[key] = value.tensor.to(parameter.device, _state_dtype(parameter))
+                else:
+                    values[key] = int(value.tensor) if key == "step" else value.tensor
 
 
 def _state_dtype(parameter: Tensor) -> torch.dtype:
@@ -276,17 +275,14 @@ def init_moments(state: dict[str, Any], parameter: Tensor) -> None:
         value = state.get(key)
         if value is None:
             state[key] = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
-        elif not _is_kernel_ready(value, parameter, dtype):
+            continue
+        if parameter.is_cpu and value.is_cpu and parameter.is_contiguous():
+            is_same_layout = value.is_contiguous()
+        else:
+            is_same_layout = value.device == parameter.device and value.stride() == parameter.stride()
+        if value.dtype is not dtype or not is_same_layout:
             like = parameter if is_dense(parameter) else parameter.contiguous()
             state[key] = match_strides(value, like, dtype)
-
-
-def _is_kernel_ready(value: Tensor, parameter: Tensor, dtype: torch.dtype) -> bool:
-    if value.dtype is not dtype:
-        return False
-    if parameter.is_cpu and value.is_cpu and parameter.is_contiguous():
-        return value.is_contiguous()
-    return value.device == parameter.device and value.stride() == parameter.stride()
 
 
 def check_learning_rate(group: Mapping[str, Any]) -> None:

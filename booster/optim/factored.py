@@ -60,8 +60,9 @@ class FactoredStatistics:
         for block in self._step.blocks(tensor):
             if block.is_owned:
                 squares = block.view.square()
-                rows[_rows_of(block.box)] += squares.sum(dim=-1, keepdim=True)
-                columns[_columns_of(block.box)] += squares.sum(dim=-2, keepdim=True)
+                of_rows, of_columns = _row_and_column_slices(block.box)
+                rows[of_rows] += squares.sum(dim=-1, keepdim=True)
+                columns[of_columns] += squares.sum(dim=-2, keepdim=True)
         return torch.cat([rows.flatten(), columns.flatten()])
 
     def means(self, sums: Tensor) -> tuple[Tensor, Tensor]:
@@ -82,18 +83,16 @@ class FactoredStatistics:
         column_factors = columns.rsqrt()
         result = torch.zeros_like(tensor)
         for source, target in zip(self._step.blocks(tensor), self._step.blocks(result), strict=True):
-            torch.mul(source.view, row_factors[_rows_of(source.box)], out=target.view)
-            target.view.mul_(column_factors[_columns_of(source.box)])
+            of_rows, of_columns = _row_and_column_slices(source.box)
+            torch.mul(source.view, row_factors[of_rows], out=target.view)
+            target.view.mul_(column_factors[of_columns])
         return result
 
 
-def _rows_of(box: Sequence[tuple[int, int]]) -> tuple[slice, ...]:
-    return (*(slice(offset, offset + length) for offset, length in box[:-1]), slice(None))
-
-
-def _columns_of(box: Sequence[tuple[int, int]]) -> tuple[slice, ...]:
-    *matrices, _, (offset, length) = box
-    return (*(slice(start, start + size) for start, size in matrices), slice(None), slice(offset, offset + length))
+def _row_and_column_slices(box: Sequence[tuple[int, int]]) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
+    """Return the indices of a block in the row and column states."""
+    *matrices, rows, columns = (slice(offset, offset + length) for offset, length in box)
+    return (*matrices, rows, slice(None)), (*matrices, slice(None), columns)
 
 
 class FactoredBase(OptimizerBase):
@@ -260,8 +259,12 @@ class Adafactor(FactoredBase):
         return [(total[-1] / step.numel).sqrt() for step, total in zip(batch.updates, totals, strict=True)]
 
     def _apply(self, step: ParamUpdate, update: Tensor, scale: Tensor) -> None:
-        group = step.group
-        rate: Tensor | float = _rate(group, step.state["step"])
+        group, number = step.group, step.state["step"]
+        rate: Tensor | float
+        if group["relative_step"]:
+            rate = min(1e-6 * number if group["warmup_init"] else 1e-2, 1.0 / math.sqrt(number))
+        else:
+            rate = float(group["lr"])
         if group["scale_parameter"]:
             rate = scale.clamp(min=group["eps"][1]) * rate
         update.mul_(rate)
@@ -270,12 +273,6 @@ class Adafactor(FactoredBase):
         if group["weight_decay"]:
             step.weights.mul_(1 - group["weight_decay"] * rate)
         step.weights.sub_(update)
-
-
-def _rate(group: Mapping[str, Any], number: int) -> float:
-    if not group["relative_step"]:
-        return float(group["lr"])
-    return min(1e-6 * number if group["warmup_init"] else 1e-2, 1.0 / math.sqrt(number))
 
 
 def _check_rate(group: Mapping[str, Any]) -> None:
@@ -352,36 +349,26 @@ class CAME(FactoredBase):
             )
             for step, total in zip(batch.updates, sums, strict=True):
                 step.state["step"] = step.state.get("step", 0) + 1
-                self._update_second_moment(step, "exp_avg_sq", total, step.gradient, index=0)
+                decay, eps = step.group["betas"][1], step.group["eps"][0]
+                self._update_factored_second_moment(step, "exp_avg_sq", total, step.gradient, decay=decay, eps=eps)
             updates = [self._preconditioned(step, "exp_avg_sq", step.gradient) for step in batch.updates]
             self._clip(batch, updates)
-            differences = [
-                self._update_first_moment(step, update) for step, update in zip(batch.updates, updates, strict=True)
-            ]
-            del updates
-            pairs = list(zip(batch.updates, differences, strict=True))
+            pairs = []
+            for step, update in zip(batch.updates, updates, strict=True):
+                beta1 = step.group["betas"][0]
+                first = self._state_tensor(step, "exp_avg").mul_(beta1).add_(update, alpha=1 - beta1)
+                pairs.append((step, update.sub_(first)))  # the difference, in the update's memory
             sums = batch.reduced_sums(
                 [self._sums_of_squares(step, difference) for step, difference in pairs], num_row_and_column_sums
             )
             for (step, difference), total in zip(pairs, sums, strict=True):
                 self._apply(step, difference, total)
 
-    def _update_second_moment(
-        self, step: ParamUpdate, moment: str, sums: Tensor, tensor: Tensor, *, index: int
-    ) -> None:
-        decay, eps = step.group["betas"][index + 1], step.group["eps"][index]
-        self._update_factored_second_moment(step, moment, sums, tensor, decay=decay, eps=eps)
-
-    def _update_first_moment(self, step: ParamUpdate, update: Tensor) -> Tensor:
-        """Update the first moment; return the difference of update and moment, in the update's memory."""
-        beta1 = step.group["betas"][0]
-        first = self._state_tensor(step, "exp_avg").mul_(beta1).add_(update, alpha=1 - beta1)
-        return update.sub_(first)
-
     def _apply(self, step: ParamUpdate, difference: Tensor, sums: Tensor) -> None:
         lr, update = float(step.group["lr"]), self._state_tensor(step, "exp_avg")
         if len(step.shape) >= 2:
-            self._update_second_moment(step, "exp_avg_res", sums, difference, index=1)
+            decay, eps = step.group["betas"][2], step.group["eps"][1]
+            self._update_factored_second_moment(step, "exp_avg_res", sums, difference, decay=decay, eps=eps)
             update = self._preconditioned(step, "exp_avg_res", update)
         step.weights.mul_(1 - lr * step.group["weight_decay"])
         step.weights.sub_(update, alpha=lr)

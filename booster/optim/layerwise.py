@@ -328,17 +328,11 @@ class Lars(OptimizerBase):
         for batch in UpdateBatch.split(steps, self._shards):
             norms = weight_and_update_norms(batch, [step.gradient for step in batch.updates])
             for step, (weight_norm, gradient_norm) in zip(batch.updates, norms, strict=True):
-                self._update_one(step, _lars_ratio(step.group, weight_norm, gradient_norm))
-
-    def _update_one(self, step: ParamUpdate, ratio: Tensor) -> None:
-        group = step.group
-        update = step.gradient.add(step.weights, alpha=group["weight_decay"]).mul_(ratio * float(group["lr"]))
-        if group["momentum"]:
-            update = self._state_tensor(step, "momentum_buffer").mul_(group["momentum"]).add_(update)
-        step.weights.sub_(update)
-
-
-def _lars_ratio(group: Mapping[str, Any], weight_norm: Tensor, gradient_norm: Tensor) -> Tensor:
-    denominator = gradient_norm + group["weight_decay"] * weight_norm + group["eps"]
-    is_nonzero = (weight_norm > 0) & (gradient_norm > 0)
-    return torch.where(is_nonzero, group["eeta"] * weight_norm / denominator, torch.ones_like(weight_norm))
+                group = step.group
+                denominator = gradient_norm + group["weight_decay"] * weight_norm + group["eps"]
+                is_nonzero = (weight_norm > 0) & (gradient_norm > 0)
+                ratio = torch.where(is_nonzero, group["eeta"] * weight_norm / denominator, torch.ones_like(weight_norm))
+                update = step.gradient.add(step.weights, alpha=group["weight_decay"]).mul_(ratio * float(group["lr"]))
+                if group["momentum"]:
+                    update = self._state_tensor(step, "momentum_buffer").mul_(group["momentum"]).add_(update)
+                step.weights.sub_(update)

@@ -49,7 +49,9 @@ class ParamUpdate:
 
     def blocks(self, tensor: Tensor) -> list[ShardBlock]:
         """Return the blocks of the full parameter that a tensor of the parameter's shape covers."""
-        return [full_block(tensor)] if self.shard is None else self.shard.blocks(tensor)
+        if self.shard is not None:
+            return self.shard.blocks(tensor)
+        return [ShardBlock(view=tensor, box=tuple((0, size) for size in tensor.shape), is_owned=True)]
 
     def sum_of_squares(self, tensor: Tensor) -> Tensor:
         """Return this rank's addend to the full parameter's sum of squares, a 0-dim tensor."""
@@ -57,11 +59,6 @@ class ParamUpdate:
         if not views:
             return torch.zeros((), dtype=tensor.dtype, device=tensor.device)
         return torch.stack(torch._foreach_norm(views)).square().sum()
-
-    def write_back(self) -> None:
-        """Round the fp32 copy of the weights, if there is one, into the parameter."""
-        if self.weights is not self.parameter:
-            self.parameter.copy_(self.weights)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -138,8 +135,3 @@ class UpdateBatch:
             other = by_name.get(name)
             by_name[name] = value if other is None else other.to(value.device) + value
         return shards.sum_over_ranks(by_name, {name: length_of(shards.shapes[name]) for name in shards.names})
-
-
-def full_block(tensor: Tensor) -> ShardBlock:
-    """Return the block that covers a full parameter."""
-    return ShardBlock(view=tensor, box=tuple((0, size) for size in tensor.shape), is_owned=True)

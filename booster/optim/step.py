@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .adam_update import AdamGroupUpdate, AdamParamUpdate, StepArguments, update_on_device, update_on_host
 from .nvme_offload.pipeline import defer_sigint
-from .nvme_offload.states import DiskStates, OffloadedStep
+from .nvme_offload.states import DiskStates
 
 # Note [Failed disk steps]
 # Chunks of states are updated one after the other, in parameter order. After a disk failure the chunks before it are
@@ -34,6 +34,7 @@ class AdamStep:
 
     def __init__(self, groups: Sequence[AdamGroupUpdate], arguments: StepArguments, disk: DiskStates) -> None:
         self._groups = groups
+        self._num_updates = sum(len(group.updates) for group in groups)
         self._arguments = arguments
         self._disk = disk
         self._on_device = deque(_select(groups, lambda one: not one.is_cpu))
@@ -53,17 +54,14 @@ class AdamStep:
             update_on_device(self._on_device[0], self._arguments)
             self._on_device.popleft()
         if self._on_disk is not None:
-            self._run_disk(self._on_disk)
+            try:
+                self._on_disk.run(self._disk.buffers, self._update_in_memory)
+            except OSError as error:
+                while self._on_disk.is_done and self._update_in_memory():  # only a write failed: complete the rest
+                    pass
+                raise OSError(error.errno, self._failure_message(error)) from error
         while self._update_in_memory():
             pass
-
-    def _run_disk(self, work: OffloadedStep) -> None:
-        try:
-            work.run(self._disk.buffers, self._update_in_memory)
-        except OSError as error:
-            while work.is_done and self._update_in_memory():  # only a write failed: complete the rest
-                pass
-            raise OSError(error.errno, self._failure_message(error)) from error
 
     @property
     def is_started(self) -> bool:
@@ -113,10 +111,6 @@ class AdamStep:
             self._in_memory.popleft()
         return True
 
-    @property
-    def _num_updates(self) -> int:
-        return sum(len(group.updates) for group in self._groups)
-
     def _remaining_updates(self) -> list[AdamParamUpdate]:
         in_memory = [update for group in self._in_memory for update in group.updates]
         return in_memory + ([] if self._on_disk is None else [update for update, _ in self._on_disk.unfinished()])
@@ -141,8 +135,12 @@ class AdamStep:
 
 
 def _select(groups: Sequence[AdamGroupUpdate], predicate: Callable[[Tensor], bool]) -> list[AdamGroupUpdate]:
-    selected = [group.subset([update for update in group.updates if predicate(update.parameter)]) for group in groups]
-    return [part for part in selected if part.updates]
+    selected = []
+    for group in groups:
+        updates = [update for update in group.updates if predicate(update.parameter)]
+        if updates:
+            selected.append(AdamGroupUpdate(group.hyperparameters, updates))
+    return selected
 
 
 def _batches(groups: Sequence[AdamGroupUpdate]) -> Iterator[AdamGroupUpdate]:
@@ -152,10 +150,10 @@ def _batches(groups: Sequence[AdamGroupUpdate]) -> Iterator[AdamGroupUpdate]:
         for update in group.updates:
             batch.append(update)
             if sum(one.parameter.numel() for one in batch) >= _BATCH_NUMEL:
-                yield group.subset(batch)
+                yield AdamGroupUpdate(group.hyperparameters, batch)
                 batch = []
         if batch:
-            yield group.subset(batch)
+            yield AdamGroupUpdate(group.hyperparameters, batch)
 
 
 def _scalar_arguments(arguments: StepArguments) -> tuple[float, float, bool]:

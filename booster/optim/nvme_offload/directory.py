@@ -77,13 +77,10 @@ def _file_system(path: Path) -> str:
 
 
 def _host() -> str:
+    name = socket.gethostname()
     with suppress(OSError):  # without /proc there are no pid namespaces
-        return _digest(f"{socket.gethostname()} {os.readlink('/proc/self/ns/pid')}")
-    return _digest(socket.gethostname())
-
-
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:8]
+        name = f"{name} {os.readlink('/proc/self/ns/pid')}"
+    return hashlib.sha256(name.encode()).hexdigest()[:8]
 
 
 def _remove_stale(parent: Path) -> None:

@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from booster.kernels.disk_io import DiskQueue, IOTicket, aligned_buffer
+from booster.kernels.disk_io import DiskQueue, IOTicket
 
 from .state_file import StateBlocks, StateFile
 
@@ -41,15 +41,6 @@ ChunkRef = tuple[StateFile, int]  # file and chunk index
 # cost 2 * CHUNK_BYTES of memory each.
 NUM_BUFFERS = 3
 _NUM_THREADS = 4  # for queues that use threads: two planes being read and two being written
-
-
-def new_buffers(num_bytes: int) -> list[StateBlocks]:
-    """Allocate the buffers of a pipeline.
-
-    Args:
-        num_bytes: Size of the largest chunk.
-    """
-    return [(aligned_buffer(num_bytes), aligned_buffer(num_bytes)) for _ in range(NUM_BUFFERS)]
 
 
 @dataclass(slots=True, eq=False)
@@ -89,7 +80,7 @@ class Pipeline:
     """Processes chunks in order, overlapping computation with disk I/O.
 
     Args:
-        buffers: Buffers for the chunks in memory.
+        buffers: `NUM_BUFFERS` buffers, each as large as the largest chunk.
         compute: Function that updates the states of a chunk in its buffer.
         idle: Function that does other work while a read is in flight; it returns False when none is left.
     """
@@ -121,7 +112,11 @@ class Pipeline:
         while self._writing and self._writing[0].is_done():
             self._finish_write()
         while self._free and len(self._reading) < len(todo):
-            self._start_read(queue, todo[len(self._reading)])
+            chunk = todo[len(self._reading)]
+            started = _Transfer(chunk, self._free.pop())
+            self._reading.append(started)
+            file, index = chunk
+            started.tickets = file.read(queue, index, started.blocks)
         if not self._reading:
             if self._writing:
                 self._finish_write()
@@ -146,12 +141,6 @@ class Pipeline:
             self._free.append(transfer.buffer)
             raise
         self._writing.append(transfer)
-
-    def _start_read(self, queue: DiskQueue, chunk: ChunkRef) -> None:
-        transfer = _Transfer(chunk, self._free.pop())
-        self._reading.append(transfer)
-        file, index = chunk
-        transfer.tickets = file.read(queue, index, transfer.blocks)
 
     def _finish_write(self) -> None:
         transfer = self._writing[0]

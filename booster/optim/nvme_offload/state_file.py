@@ -159,16 +159,18 @@ class BlockMapping:
         """Return `numel` elements from byte `start`, with a separate storage, so that saving it saves nothing else."""
         return torch.frombuffer(self._memory, dtype=dtype, count=numel, offset=start)
 
-    def map_file(self, start: int, num_bytes: int, descriptor: int, offset: int) -> None:
-        """Map the bytes from `start` to the file at `offset`; all arguments are multiples of the page size."""
-        self._map(start, num_bytes, mmap.MAP_SHARED, descriptor, offset)
+    def remap(self, start: int, num_bytes: int, descriptor: int | None = None, offset: int = 0) -> None:
+        """Map the bytes from `start` to a file, or to zeroed anonymous memory.
 
-    def map_anonymous(self, start: int, num_bytes: int) -> None:
-        """Map the bytes from `start` to zeroed anonymous memory."""
-        self._map(start, num_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
-
-    def _map(self, start: int, num_bytes: int, flags: int, descriptor: int, offset: int) -> None:
+        Args:
+            start: Start of the range, a multiple of the page size as the other numbers are.
+            num_bytes: Size of the range.
+            descriptor: File descriptor; optional, defaults to anonymous memory.
+            offset: Start of the range in the file.
+        """
         address = self._address + start
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS if descriptor is None else mmap.MAP_SHARED
+        descriptor = -1 if descriptor is None else descriptor
         if _mmap(address, num_bytes, _READ_WRITE, flags | _MAP_FIXED, descriptor, offset) != address:
             code = ctypes.get_errno()
             raise OSError(code, f"mapping {num_bytes} bytes: {os.strerror(code)}")
@@ -193,6 +195,10 @@ class StateFile:
         parameters: Parameters of the states: dense CPU tensors with at least one element.
         dtypes: dtype of each parameter's states.
 
+    Attributes:
+        layout: Layout of a plane.
+        moments: States of each parameter, shaped like it; always the same tensors.
+
     Raises:
         ConfigError: The disk has too little free space.
     """
@@ -200,31 +206,22 @@ class StateFile:
     def __init__(self, path: Path, parameters: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> None:
         self.path = path
         self.parameters = list(parameters)
-        self._dtypes = list(dtypes)
+        self.dtypes = list(dtypes)
         sizes = [(one.numel(), dtype.itemsize) for one, dtype in zip(parameters, dtypes, strict=True)]
         self.layout = BlockLayout(sizes)
+        self._num_bytes = 4 * self.layout.num_bytes
         self._descriptor = _create(path, self._num_bytes)
         weakref.finalize(self, os.close, self._descriptor)
         self._mapping = BlockMapping(self._descriptor, 2 * self.layout.num_bytes)
         self._locations = [_ChunkLocation.FIRST_COPY] * len(self.layout.chunks)
-        self._unwritten = set(
-            range(len(self.layout.chunks))
-        )  # never written, neither by a step nor through the mapping
+        # Never written, neither by a step nor through the mapping.
+        self._unwritten = set(range(len(self.layout.chunks)))
         self._used: set[int] = set()
-        self._moments = [self._moments_of(index) for index in range(len(self.parameters))]
-
-    def moments(self, index: int) -> tuple[Tensor, Tensor]:
-        """Return the states of a parameter, shaped like it; always the same tensors."""
-        return self._moments[index]
-
-    @property
-    def dtypes(self) -> set[torch.dtype]:
-        """Distinct dtypes of the states."""
-        return set(self._dtypes)
-
-    def dtype(self, index: int) -> torch.dtype:
-        """Return the dtype of a parameter's states."""
-        return self._dtypes[index]
+        self.moments: list[tuple[Tensor, Tensor]] = []
+        for one, dtype, start in zip(self.parameters, self.dtypes, self.layout.starts, strict=True):
+            first = self._mapping.tensor(start, one.numel(), dtype)
+            second = self._mapping.tensor(self.layout.num_bytes + start, one.numel(), dtype)
+            self.moments.append((view_like(first, one), view_like(second, one)))
 
     # I/O of a step.
 
@@ -254,14 +251,14 @@ class StateFile:
         location = self._write_location(index)
         chunk = self.layout.chunks[index]
         for start, offset in zip(self._starts(index), self._offsets(index, location), strict=True):
-            self._mapping.map_file(start, chunk.num_bytes, self._descriptor, offset)
+            self._mapping.remap(start, chunk.num_bytes, self._descriptor, offset)
         self._locations[index] = location
         self._unwritten.discard(index)
 
     def keep_in_memory(self, index: int, blocks: StateBlocks) -> None:
         """Make a copy in memory of the chunk's new states, which could not be written, the valid one."""
         for start, block in zip(self._starts(index), blocks, strict=True):
-            self._mapping.map_anonymous(start, block.numel())
+            self._mapping.remap(start, block.numel())
         self._locations[index] = _ChunkLocation.MEMORY
         self._unwritten.discard(index)
         for block, mapped in zip(blocks, self._mapped(index), strict=True):
@@ -273,7 +270,7 @@ class StateFile:
         """Set the states of a parameter to zero."""
         if index in self._used:
             self.mark_modified(index)
-            for moment in self._moments[index]:
+            for moment in self.moments[index]:
                 moment.zero_()
         self._used.add(index)
 
@@ -285,7 +282,7 @@ class StateFile:
         """
         self.check()
         self._used.add(index)
-        num_bytes = self.parameters[index].numel() * self._dtypes[index].itemsize
+        num_bytes = self.parameters[index].numel() * self.dtypes[index].itemsize
         self._unwritten.difference_update(self.layout.chunks_of(index, num_bytes))
 
     def remove(self) -> None:
@@ -316,10 +313,6 @@ class StateFile:
                 " some states are lost: load them from a checkpoint"
             )
 
-    @property
-    def _num_bytes(self) -> int:
-        return 4 * self.layout.num_bytes
-
     def _write_location(self, index: int) -> _ChunkLocation:
         is_first = self._locations[index] is _ChunkLocation.FIRST_COPY
         return _ChunkLocation.SECOND_COPY if is_first else _ChunkLocation.FIRST_COPY
@@ -338,12 +331,6 @@ class StateFile:
     def _mapped(self, index: int) -> list[Tensor]:
         num_bytes = self.layout.chunks[index].num_bytes
         return [self._mapping.tensor(start, num_bytes, torch.uint8) for start in self._starts(index)]
-
-    def _moments_of(self, index: int) -> tuple[Tensor, Tensor]:
-        parameter, dtype, start = self.parameters[index], self._dtypes[index], self.layout.starts[index]
-        first = self._mapping.tensor(start, parameter.numel(), dtype)
-        second = self._mapping.tensor(self.layout.num_bytes + start, parameter.numel(), dtype)
-        return view_like(first, parameter), view_like(second, parameter)
 
 
 def _create(path: Path, num_bytes: int) -> int:

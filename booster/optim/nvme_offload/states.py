@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from booster.errors import ConfigError
+from booster.kernels.disk_io import aligned_buffer
 from booster.logger import get_dist_logger
 from booster.optim.adam_update import (
     MOMENTS,
@@ -30,7 +31,7 @@ from booster.optim.adam_update import (
 from booster.optim.base import moment_dtype
 
 from .directory import ScratchDirectory
-from .pipeline import ChunkRef, Pipeline, new_buffers
+from .pipeline import NUM_BUFFERS, ChunkRef, Pipeline
 from .settings import OffloadSettings
 from .state_file import StateBlocks, StateFile, StateRange
 
@@ -71,7 +72,7 @@ class OffloadedStep:
             (file, number)
             for file in files
             for number, chunk in enumerate(file.layout.chunks)
-            if any(self._update_of(file, state_range) is not None for state_range in chunk.ranges)
+            if any(id(file.parameters[state_range.index]) in self._updates for state_range in chunk.ranges)
         )
 
     def run(self, buffers: list[StateBlocks], idle: Callable[[], bool]) -> None:
@@ -98,31 +99,26 @@ class OffloadedStep:
             if entry.num_left > 0:
                 yield entry.update, entry.num_left
 
-    def _update_of(self, file: StateFile, state_range: StateRange) -> _PendingUpdate | None:
-        return self._updates.get(id(file.parameters[state_range.index]))
-
     def _compute(self, chunk: ChunkRef, blocks: StateBlocks) -> None:
         file, chunk_index = chunk
         pairs = [
-            (self._update_of(file, state_range), state_range) for state_range in file.layout.chunks[chunk_index].ranges
+            (self._updates.get(id(file.parameters[state_range.index])), state_range)
+            for state_range in file.layout.chunks[chunk_index].ranges
         ]
         found = [(entry, state_range) for entry, state_range in pairs if entry is not None]
-        typed = {dtype: (blocks[0].view(dtype), blocks[1].view(dtype)) for dtype in file.dtypes}
+        typed = {dtype: (blocks[0].view(dtype), blocks[1].view(dtype)) for dtype in set(file.dtypes)}
         for _, members in groupby(found, key=lambda pair: id(pair[0].group)):
             entries = list(members)
             rows = [
-                _operands(entry, state_range, file.dtype(state_range.index), typed) for entry, state_range in entries
+                _operands(entry, state_range, file.dtypes[state_range.index], typed) for entry, state_range in entries
             ]
             run_kernel(rows, entries[0][0].group.hyperparameters, self._arguments)
-            self._count([entry for entry, _ in entries], [state_range for _, state_range in entries])
-
-    def _count(self, entries: Sequence[_PendingUpdate], state_ranges: Sequence[StateRange]) -> None:
-        for entry, state_range in zip(entries, state_ranges, strict=True):
-            entry.num_left -= state_range.stop - state_range.start
-        complete = [entry for entry in entries if entry.num_left == 0]
-        increment_steps([entry.update for entry in complete])
-        for entry in complete:
-            _write_back(entry, self._arguments)
+            for entry, state_range in entries:
+                entry.num_left -= state_range.stop - state_range.start
+            complete = [entry for entry, _ in entries if entry.num_left == 0]
+            increment_steps([entry.update for entry in complete])
+            for entry in complete:
+                _write_back(entry, self._arguments)
 
 
 def _pending_update(group: AdamGroupUpdate, update: AdamParamUpdate) -> _PendingUpdate:
@@ -167,16 +163,15 @@ def _operands(
 
 def _write_back(entry: _PendingUpdate, arguments: StepArguments) -> None:
     """Copy results from reordered temporaries back into the caller's tensors."""
-    update, like = entry.update, entry.update.parameter
+    update = entry.update
+    pairs: list[tuple[Tensor, Tensor]] = []
     if update.model_param is not None and entry.working_copy is not None:
-        _copy_back(update.model_param, entry.working_copy, like)
+        pairs.append((update.model_param, entry.working_copy))
     if arguments.zero_grads:
-        _copy_back(update.gradient, entry.gradient, like)
-
-
-def _copy_back(tensor: Tensor, memory: Tensor, like: Tensor) -> None:
-    if tensor.data_ptr() != memory.data_ptr():
-        tensor.copy_(view_like(memory, like))
+        pairs.append((update.gradient, entry.gradient))
+    for tensor, memory in pairs:
+        if tensor.data_ptr() != memory.data_ptr():
+            tensor.copy_(view_like(memory, update.parameter))
 
 
 class DiskStates:
@@ -215,7 +210,12 @@ class DiskStates:
             return
         chosen = self._choose(new)
         file = self._new_file(chosen) if chosen else None
-        self._drop_removed(all_parameters)
+        # Drop parameters that the optimizer no longer has, and files that contain only such parameters.
+        alive = set(all_parameters)
+        self._locations = {parameter: location for parameter, location in self._locations.items() if parameter in alive}
+        for unused in [one for one in self._files if alive.isdisjoint(one.parameters)]:
+            self._files.remove(unused)
+            unused.remove()
         self._locations |= dict.fromkeys(new)
         if file is not None:
             self._add(file)
@@ -237,10 +237,13 @@ class DiskStates:
         """
         file, index = self._location(parameter)
         if not file.is_complete:
-            self._replace(file)
+            new_file = self._new_file(file.parameters)
+            self._files.remove(file)
+            file.remove()
+            self._add(new_file)
             file, index = self._location(parameter)
         file.mark_modified(index)
-        return file.moments(index)[MOMENTS.index(key)]
+        return file.moments[index][MOMENTS.index(key)]
 
     def adopt(self, parameter: Tensor, state: dict[str, Any]) -> None:
         """Replace a parameter's state tensors by those on disk, with the same values (zeros if there are none).
@@ -249,7 +252,7 @@ class DiskStates:
             CheckpointError: The file is truncated.
         """
         file, index = self._location(parameter)
-        moments = file.moments(index)
+        moments = file.moments[index]
         values = [state.get(key) for key in MOMENTS]
         if all(value is moment for value, moment in zip(values, moments, strict=True)):
             return
@@ -286,7 +289,7 @@ class DiskStates:
         largest = max((file.layout.chunks[0].num_bytes for file in self._files), default=0)
         if not self._buffers or self._buffers[0][0].numel() < largest:
             self._buffers = []
-            self._buffers = new_buffers(largest)
+            self._buffers = [(aligned_buffer(largest), aligned_buffer(largest)) for _ in range(NUM_BUFFERS)]
         return self._buffers
 
     def _location(self, parameter: Tensor) -> tuple[StateFile, int]:
@@ -296,17 +299,14 @@ class DiskStates:
 
     def _choose(self, parameters: Sequence[Tensor]) -> list[Tensor]:
         on_host = [one for one in parameters if one.device.type == "cpu"]
-        budget = self._settings.fraction * sum(self._num_bytes(one) for one in on_host)
+        sizes = [one.numel() * moment_dtype(one).itemsize for one in on_host]
+        budget = self._settings.fraction * sum(sizes)
         chosen = []
-        for parameter in on_host:
-            num_bytes = self._num_bytes(parameter)
+        for parameter, num_bytes in zip(on_host, sizes, strict=True):
             if 0 < num_bytes <= budget and is_dense(parameter):
                 chosen.append(parameter)
                 budget -= num_bytes
         return chosen
-
-    def _num_bytes(self, parameter: Tensor) -> int:
-        return parameter.numel() * moment_dtype(parameter).itemsize
 
     def _new_file(self, parameters: Sequence[Tensor]) -> StateFile:
         parent = self._settings.directory
@@ -323,17 +323,3 @@ class DiskStates:
     def _add(self, file: StateFile) -> None:
         self._files.append(file)
         self._locations |= {parameter: (file, index) for index, parameter in enumerate(file.parameters)}
-
-    def _replace(self, file: StateFile) -> None:
-        new_file = self._new_file(file.parameters)
-        self._files.remove(file)
-        file.remove()
-        self._add(new_file)
-
-    def _drop_removed(self, parameters: Sequence[Tensor]) -> None:
-        """Drop parameters that the optimizer no longer has, and files that contain only such parameters."""
-        alive = set(parameters)
-        self._locations = {parameter: location for parameter, location in self._locations.items() if parameter in alive}
-        for file in [one for one in self._files if alive.isdisjoint(one.parameters)]:
-            self._files.remove(file)
-            file.remove()
