@@ -75,16 +75,12 @@ def register_iteration(iteration: Iteration) -> None:
     if _active_iterations and _active_iterations[-1]() is iteration:
         return
     unregister_iteration(iteration)
-    _active_iterations.append(weakref.ref(iteration, _forget))
+    _active_iterations.append(weakref.ref(iteration))
 
 
 def unregister_iteration(iteration: Iteration) -> None:
-    """Remove an iteration, if registered."""
-    _active_iterations[:] = [ref for ref in _active_iterations if ref() is not iteration]
-
-
-def _forget(dead: weakref.ref[Iteration]) -> None:
-    _active_iterations[:] = [ref for ref in _active_iterations if ref is not dead]
+    """Remove an iteration, if registered, and references to iterations that no longer exist."""
+    _active_iterations[:] = [ref for ref in _active_iterations if ref() is not None and ref() is not iteration]
 
 
 def active_iteration(loader: DistributedDataLoader[Any] | None = None) -> Iteration | None:

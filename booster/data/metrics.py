@@ -80,8 +80,10 @@ def gather_for_metrics(data: Any, group: dist.ProcessGroup | None = None) -> Any
     own = None if error is not None else _local_rows(tensors)
     texts = all_gather_text("gather_for_metrics()", [] if own is None else [json.dumps(asdict(own))], group, error)
     ranks = [_RankRows.from_text(fact) for (fact,) in texts]
-    _check_matching(ranks, group)
-    joined = iter([_concatenated(tensor, index, ranks, group) for index, tensor in enumerate(tensors)])
+    references = _check_matching(ranks, group)
+    joined = iter(
+        [_concatenated(tensor, index, ranks, references[index], group) for index, tensor in enumerate(tensors)]
+    )
     return map_tensors(lambda _: next(joined), data)
 
 
@@ -116,7 +118,8 @@ def _local_rows(tensors: Sequence[torch.Tensor]) -> _RankRows:
     )
 
 
-def _check_matching(ranks: Sequence[_RankRows], group: dist.ProcessGroup | None) -> None:
+def _check_matching(ranks: Sequence[_RankRows], group: dist.ProcessGroup | None) -> list[_TensorRows]:
+    """Return, for each tensor, rows with the dtype and row shape of the concatenated one."""
     counts = [len(one.tensors) for one in ranks]
     if len(set(counts)) > 1:
         raise DesyncError(
@@ -124,20 +127,18 @@ def _check_matching(ranks: Sequence[_RankRows], group: dist.ProcessGroup | None)
             + _by_ranks([f"{count} tensors" for count in counts], group)
             + ". Pass the same structure on every rank, with torch.empty(0) where one has no rows"
         )
+    references = []
     for index in range(counts[0]):
         blocks = [one.tensors[index] for one in ranks]
-        reference = _reference(blocks)
+        reference = next((block for block in blocks if not block.fits_any), blocks[0])
         if not all(block.fits(reference) for block in blocks):
             raise DesyncError(
                 f"gather_for_metrics() cannot concatenate the ranks' tensors, number {index + 1} of {counts[0]}: "
                 + _by_ranks([str(block) for block in blocks], group)
                 + ". They may differ in dim 0 only: pad or convert them to one shape and dtype before"
             )
-
-
-def _reference(blocks: Sequence[_TensorRows]) -> _TensorRows:
-    """Return a block with dtype and row shape of the concatenated tensor."""
-    return next((block for block in blocks if not block.fits_any), blocks[0])
+        references.append(reference)
+    return references
 
 
 def _by_ranks(texts: Sequence[str], group: dist.ProcessGroup | None) -> str:
@@ -151,7 +152,11 @@ def _by_ranks(texts: Sequence[str], group: dist.ProcessGroup | None) -> str:
 
 
 def _concatenated(
-    tensor: torch.Tensor, index: int, ranks: Sequence[_RankRows], group: dist.ProcessGroup | None
+    tensor: torch.Tensor,
+    index: int,
+    ranks: Sequence[_RankRows],
+    reference: _TensorRows,
+    group: dist.ProcessGroup | None,
 ) -> torch.Tensor:
     """Return the rows of all ranks, without repeats."""
     blocks = [one.tensors[index] for one in ranks]
@@ -163,7 +168,6 @@ def _concatenated(
     own = tensor.detach().reshape(tensor.shape or (1,))[: counts[group_rank(group)]]
     if len(counts) == 1:
         return own
-    reference = _reference(blocks)
     dtype, shape = getattr(torch, reference.dtype), (sum(counts), *reference.row_shape)
     row_bytes = dtype.itemsize * math.prod(reference.row_shape)
     if max(counts) * row_bytes == 0:

@@ -71,12 +71,6 @@ def is_random(operator: Any) -> bool:
     return torch.Tag.nondeterministic_seeded in operator.tags
 
 
-def written_arguments(operator: Any) -> list[str]:
-    """Return the names of the arguments that an operator writes to."""
-    arguments = operator._schema.arguments
-    return [argument.name for argument in arguments if argument.alias_info is not None and argument.alias_info.is_write]
-
-
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 _MAX_READS = 16  # reads of a lazy value (each one a replay) after which it is materialized
@@ -218,8 +212,9 @@ class Recorder(TorchDispatchMode):
             if func.overloadpacket in _METADATA_VIEWS:
                 for tensor in tensors_in(arguments):
                     materialize_in_place(tensor)
-            written = written_arguments(func)
-            is_view = not written and any(result.alias_info is not None for result in func._schema.returns)
+            schema = func._schema
+            written = [one.name for one in schema.arguments if one.alias_info is not None and one.alias_info.is_write]
+            is_view = not written and any(result.alias_info is not None for result in schema.returns)
             if is_view or func.overloadpacket in _METADATA_MUTATIONS:
                 return func(*arguments[0], **arguments[1])
             return self._write(func, arguments, written) if written else self._make(func, arguments)
@@ -343,17 +338,16 @@ class Recorder(TorchDispatchMode):
         known = {storage_of(tensor).data_ptr() for tensor in tensors_in(arguments)}  # type: ignore[union-attr]
         if len(addresses) < len(storages) or len(set(addresses)) < len(addresses) or known & set(addresses):
             return False
-        num_bytes = sum(storage.nbytes() for storage in storages if storage is not None)
-        return self._is_large(results) and kept_bytes * 2 <= num_bytes
-
-    def _is_large(self, results: Any) -> bool:
-        return any(tensor.untyped_storage().nbytes() >= self._min_lazy_bytes for tensor in tensors_in(results))
+        sizes = [storage.nbytes() for storage in storages if storage is not None]
+        return any(size >= self._min_lazy_bytes for size in sizes) and kept_bytes * 2 <= sum(sizes)
 
     def _lazy_results(self, call: RecordedCall, results: Any) -> Any:
         if isinstance(results, torch.Tensor):
             return self._lazy(call, 0, results)
         kept = [
-            self._lazy(call, index, result) if self._is_large([result]) else result
+            self._lazy(call, index, result)
+            if isinstance(result, torch.Tensor) and result.untyped_storage().nbytes() >= self._min_lazy_bytes
+            else result
             for index, result in enumerate(results)
         ]
         return type(results)(kept)

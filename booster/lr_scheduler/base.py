@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from numbers import Integral, Real
 from typing import Any, ClassVar
@@ -33,11 +32,6 @@ def polynomial_decay(base_lr: LearningRate, step: int, num_steps: int, end_lr: f
     """Polynomial decay from `base_lr` at step 0 to `end_lr` at step `num_steps`."""
     left: float = (1 - step / num_steps) ** power
     return end_lr + (base_lr - end_lr) * left
-
-
-def multi_step_decay(base_lr: LearningRate, step: int, milestones: Sequence[int], gamma: float) -> LearningRate:
-    """Decay by `gamma` at each milestone up to this step."""
-    return base_lr * gamma ** bisect_right(milestones, step)
 
 
 def check_optimizer(optimizer: Any, scheduler: str) -> None:

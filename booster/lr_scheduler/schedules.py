@@ -1,8 +1,9 @@
-"""Cosine annealing, with and without warmup."""
+"""Learning rate schedules: those of torch, and variants with warmup, with a fixed total number of steps."""
 
 from __future__ import annotations
 
 import types
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -25,7 +26,6 @@ from .base import (
     copy_hyperparameter,
     cosine_annealing,
     linear_warmup,
-    multi_step_decay,
     polynomial_decay,
 )
 
@@ -272,7 +272,7 @@ class MultiStepLR(Schedule, lr_scheduler.MultiStepLR):
         super().__init__(optimizer, steps, self.gamma, last_epoch)
 
     def _closed_form(self, base_lr: LearningRate, step: int, index: int) -> LearningRate:
-        return multi_step_decay(base_lr, step, sorted(self.milestones.elements()), self.gamma)
+        return base_lr * self.gamma ** bisect_right(sorted(self.milestones.elements()), step)
 
 
 class MultiStepWarmupLR(CurveSchedule):
@@ -314,7 +314,7 @@ class MultiStepWarmupLR(CurveSchedule):
     def _closed_form(self, base_lr: LearningRate, step: int, index: int) -> LearningRate:
         if step < self.warmup_steps:
             return linear_warmup(base_lr, step, self.warmup_steps)
-        return multi_step_decay(base_lr, step, self.milestones, self.gamma)
+        return base_lr * self.gamma ** bisect_right(self.milestones, step)
 
 
 class OneCycleLR(Schedule, lr_scheduler.OneCycleLR):

@@ -237,7 +237,7 @@ class AdamBase(Optimizer):
                     "the last step did not finish, and this call has other gradients, which would mix two steps: call"
                     " step() with the gradients of the failed step, or load a checkpoint of model and optimizer"
                 )
-        self._disk.prepare(self._parameters())
+        self.prepare_states()
         groups = [
             AdamGroupUpdate(
                 hyperparameters_of_group, [self._param_update(*pair, model_params.get(pair[0])) for pair in pairs]
@@ -284,9 +284,6 @@ class AdamBase(Optimizer):
                 )
             yield parameter, gradient
 
-    def _parameters(self) -> list[Tensor]:
-        return [parameter for group in self.param_groups for parameter in group["params"]]
-
     # States.
 
     def _param_update(self, parameter: Tensor, gradient: Tensor, model_param: Tensor | None) -> AdamParamUpdate:
@@ -305,7 +302,7 @@ class AdamBase(Optimizer):
         Raises:
             ConfigError: The disk has too little free space.
         """
-        self._disk.prepare(self._parameters())
+        self._disk.prepare([parameter for group in self.param_groups for parameter in group["params"]])
 
     def allocate_state(self, parameter: Tensor, key: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor | None:
         """Allocate a state that is about to be filled; see `StateAllocator`.
@@ -379,16 +376,16 @@ class AdamBase(Optimizer):
                 group.setdefault(key, value)
         for parameter, values in self.state.items():
             for key, value in values.items():
-                if isinstance(value, _NoCast):
-                    values[key] = self._load_state_tensor(parameter, key, value.tensor)
-
-    def _load_state_tensor(self, parameter: Tensor, key: str, value: Tensor) -> Tensor:
-        memory = self.allocate_state(parameter, key, tuple(value.shape), value.dtype)
-        if memory is None:
-            return value.to(parameter.device)
-        if memory.device == value.device and memory.dtype == value.dtype and not self._disk.holds(parameter):
-            return value  # torch's optimizers use the loaded tensors without a copy as well
-        return memory if memory.data_ptr() == value.data_ptr() else memory.copy_(value)
+                if not isinstance(value, _NoCast):
+                    continue
+                loaded = value.tensor
+                memory = self.allocate_state(parameter, key, tuple(loaded.shape), loaded.dtype)
+                if memory is None:
+                    values[key] = loaded.to(parameter.device)
+                elif (memory.device, memory.dtype) == (loaded.device, loaded.dtype) and not self._disk.holds(parameter):
+                    values[key] = loaded  # torch's optimizers use the loaded tensors without a copy as well
+                else:
+                    values[key] = memory if memory.data_ptr() == loaded.data_ptr() else memory.copy_(loaded)
 
 
 class FusedAdam(AdamBase):

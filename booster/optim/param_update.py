@@ -43,10 +43,6 @@ class ParamUpdate:
         """Number of elements of the full parameter."""
         return math.prod(self.shape)
 
-    def owned(self, tensor: Tensor) -> list[Tensor]:
-        """Return the elements of a tensor of the parameter's shape that this rank adds to sums over the full one."""
-        return [tensor] if self.shard is None else self.shard.owned(tensor)
-
     def blocks(self, tensor: Tensor) -> list[ShardBlock]:
         """Return the blocks of the full parameter that a tensor of the parameter's shape covers."""
         if self.shard is not None:
@@ -55,7 +51,8 @@ class ParamUpdate:
 
     def sum_of_squares(self, tensor: Tensor) -> Tensor:
         """Return this rank's addend to the full parameter's sum of squares, a 0-dim tensor."""
-        views = [view for view in self.owned(tensor) if view.numel() > 0]
+        owned = [tensor] if self.shard is None else self.shard.owned(tensor)
+        views = [view for view in owned if view.numel() > 0]
         if not views:
             return torch.zeros((), dtype=tensor.dtype, device=tensor.device)
         return torch.stack(torch._foreach_norm(views)).square().sum()

@@ -91,7 +91,11 @@ class AdamStep:
             gradients: Gradients by `id` of their parameter.
             arguments: Arguments of the call.
         """
-        return _scalar_arguments(arguments) == _scalar_arguments(self._arguments) and all(
+        given, own = (
+            (one.grad_scale, 1.0 if one.clip_coef is None else float(one.clip_coef), one.zero_grads)
+            for one in (arguments, self._arguments)
+        )
+        return given == own and all(
             key in gradients and _checksum(gradients[key]) == checksum for key, checksum in self._checksums.items()
         )
 
@@ -154,11 +158,6 @@ def _batches(groups: Sequence[AdamGroupUpdate]) -> Iterator[AdamGroupUpdate]:
                 batch = []
         if batch:
             yield AdamGroupUpdate(group.hyperparameters, batch)
-
-
-def _scalar_arguments(arguments: StepArguments) -> tuple[float, float, bool]:
-    tensor = arguments.clip_coef
-    return arguments.grad_scale, 1.0 if tensor is None else float(tensor), arguments.zero_grads
 
 
 def _checksum(gradient: Tensor) -> int:

@@ -87,25 +87,24 @@ def _remove_stale(parent: Path) -> None:
     host = _host()
     for entry in parent.iterdir():
         match = _NAME.fullmatch(entry.name)
-        if match is None or match["host"] != host or not _is_own_directory(entry):
+        if match is None or match["host"] != host:
             continue
-        if not _is_running(int(match["process"]), int(match["start"])):
+        if _is_stale(entry, int(match["process"]), int(match["start"])):
             get_dist_logger().info(f"removing {entry}: stale files of an ended process")
             shutil.rmtree(entry, ignore_errors=True)  # another starting process may remove it at the same time
 
 
-def _is_own_directory(path: Path) -> bool:
+def _is_stale(path: Path, process: int, start: int) -> bool:
+    """Return whether a path is a directory of this user whose process has ended."""
     try:
         status = path.lstat()
     except FileNotFoundError:  # removed by another process
         return False
-    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()
-
-
-def _is_running(process: int, start: int) -> bool:
-    try:
-        return bool(abs(psutil.Process(process).create_time() - start) <= _START_TIME_TOLERANCE_SECONDS)
-    except psutil.NoSuchProcess:
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
         return False
-    except psutil.Error:  # it exists, but access is denied
+    try:
+        return bool(abs(psutil.Process(process).create_time() - start) > _START_TIME_TOLERANCE_SECONDS)
+    except psutil.NoSuchProcess:
         return True
+    except psutil.Error:  # it exists, but access is denied
+        return False
