@@ -32,21 +32,7 @@ from booster.checkpoint_io.tools.inspect import (
 from booster.checkpoint_io.training_state.document import TrainingDocument
 from booster.errors import CheckpointError, ConfigError
 
-_UNITS = ("B", "kB", "MB", "GB", "TB")
-
-
-def size_text(num_bytes: float) -> str:
-    """Format a size with a decimal unit."""
-    unit = 0
-    while num_bytes >= 1000 and unit < len(_UNITS) - 1:
-        num_bytes /= 1000
-        unit += 1
-    return f"{num_bytes:.0f} {_UNITS[unit]}" if unit == 0 else f"{num_bytes:.2f} {_UNITS[unit]}"
-
-
-def count_text(count: int, noun: str) -> str:
-    """Format a count and its noun, in the plural unless it is 1."""
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+from .text import count_text, size_text
 
 
 def escape_control(text: str) -> str:

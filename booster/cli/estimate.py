@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from booster.errors import ConfigError
 
+from .text import count_text
+
 if TYPE_CHECKING:
     from booster.estimate.model_sources import ModelSource
 
@@ -218,7 +220,7 @@ def _title(arguments: argparse.Namespace, source: ModelSource) -> str:
         str(numel),
     )
     batch = f"a batch of {source.batch_text} per rank" if source.batch_text else "the batch of the script"
-    ranks = "1 rank" if arguments.nproc == 1 else f"{arguments.nproc} ranks"
+    ranks = count_text(arguments.nproc, "rank")
     return f"{source.name}: {count} parameters in {arguments.dtype}, {batch}, {arguments.optimizer}, {ranks}"
 
 

@@ -11,6 +11,8 @@ from typing import Any
 
 from booster.errors import ConfigError
 
+from .text import count_text
+
 
 def add_parser(commands: Any) -> None:
     """Add the parser of `booster plot` to argparse's subparsers."""
@@ -42,7 +44,7 @@ def plot(arguments: argparse.Namespace) -> int:
     runs = [read_run(log, name) for log, name in zip(arguments.logs, _names(arguments.logs), strict=True)]
     for log, run in zip(arguments.logs, runs, strict=True):
         if run.num_invalid_lines:
-            lines = "1 line" if run.num_invalid_lines == 1 else f"{run.num_invalid_lines} lines"
+            lines = count_text(run.num_invalid_lines, "line")
             print(f"{log}: skipped {lines} without a valid record, as a killed run leaves", file=sys.stderr)
     draw_runs(runs, output)
     print(f"{output}: {', '.join(f'{run.name} ({len(run.records)} steps)' for run in runs)}")

@@ -114,7 +114,7 @@ def rendezvous(store: Store, rank: int, info: RankInfo, timeout_seconds: float) 
     except dist.DistError as error:
         raise RankFailedError(
             f"rank {rank} waited {timeout_seconds:g} s at the launch for rank 0 to see all {info.world_size} ranks, "
-            "and it never did: look at rank 0's output, or allow more time with setup_timeout_seconds=..."
+            "which did not happen: check rank 0's output, or allow more time with setup_timeout_seconds=..."
         ) from error
     if outcome["missing"]:
         raise _missing(outcome["missing"], info.world_size, timeout_seconds)
@@ -221,7 +221,7 @@ def report_missing_ranks(store: Store, rank: int, world_size: int) -> Iterator[N
     except RuntimeError as error:
         raise RankFailedError(
             f"rank {rank} could not connect with all ranks at the launch: {_missing_ranks(store, rank, world_size)};"
-            f" torch reports: {str(error).splitlines()[0]}"
+            f" torch reports: {_first_line(error)}"
         ) from error
     if world_size > 1:
         with suppress(RuntimeError):  # rank 0 and its store are gone: the next collective raises
@@ -235,7 +235,7 @@ def _missing_ranks(store: Store, rank: int, world_size: int) -> str:
     except RuntimeError:  # the store is gone
         return "rank 0, whose process serves the store, has ended, or its host cannot be reached any more"
     if not waiting:
-        return "no rank is missing; look at the others' output, and at the network between them"
+        return "no rank is missing: check the output of the other ranks, and the network between them"
     names = f"rank{'s' * (len(waiting) > 1)} {', '.join(map(str, waiting))}"
     return (
         f"{names} did not report, though present at the rendezvous: see the log there, whether it was killed or hangs"

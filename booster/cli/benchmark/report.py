@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from booster.cli.text import count_text
 from booster.errors import ConfigError
 
 from .config import INNER_FACTOR, SERIAL, BenchmarkSettings, Configuration, Skipped
@@ -88,10 +89,10 @@ def describe(settings: BenchmarkSettings, device: str) -> str:
     """Return a one-line description of the benchmark."""
     inner = INNER_FACTOR * settings.hidden
     return (
-        f"MLP of {_count(settings.layers, 'layer')} {settings.hidden} -> {inner} -> {settings.hidden}, batch"
-        f" {settings.batch} x {_count(settings.sequence, 'token')}, fp32, AdamW, on {device};"
-        f" {_count(settings.num_ranks, 'rank')}, median of {_count(settings.profile_steps, 'step')}, largest of the"
-        " ranks"
+        f"MLP of {count_text(settings.layers, 'layer')} {settings.hidden} -> {inner} -> {settings.hidden}, batch"
+        f" {settings.batch} x {count_text(settings.sequence, 'token')}, fp32, AdamW, on {device};"
+        f" {count_text(settings.num_ranks, 'rank')}, median of {count_text(settings.profile_steps, 'step')}, largest of"
+        " the ranks"
     )
 
 
@@ -156,10 +157,6 @@ def _loss_status(result: BenchmarkResult) -> str:
     if result.error is None:
         return "equal"
     return "not compared" if result.loss_difference is None else "WRONG"
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 _MEBI = 2**20

@@ -15,6 +15,8 @@ from pathlib import Path
 
 from booster.errors import ConfigError
 
+from .node_config import split_words
+
 # No leading "-": ssh would parse it as an option.
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.%-]*")
 
@@ -216,7 +218,8 @@ def host_commands(
     Raises:
         ConfigError: --ssh-options can't be parsed.
     """
-    ssh = ["ssh", *_split_words(arguments.ssh_options or ""), *_SSH_OPTIONS]
+    ssh_options = split_words("--ssh-options", arguments.ssh_options or "", "ssh's options as in a shell")
+    ssh = ["ssh", *ssh_options, *_SSH_OPTIONS]
     if arguments.ssh_port is not None:
         ssh += ["-p", str(arguments.ssh_port)]
     if arguments.ssh_user is not None:
@@ -287,13 +290,3 @@ def _run_options(
         *("--max-restarts", str(arguments.max_restarts)),
         *("--extra-launch-args", extra),
     ]
-
-
-def _split_words(text: str) -> list[str]:
-    try:
-        return shlex.split(text)
-    except ValueError as error:
-        raise ConfigError(
-            f"--ssh-options={text!r} can't be parsed ({error}): write ssh's options as in a shell, with quotes around "
-            "values that contain spaces"
-        ) from error

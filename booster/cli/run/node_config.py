@@ -73,7 +73,7 @@ def parse_extra_arguments(text: str) -> ExtraArguments:
         ConfigError: A name is unknown or repeated, or its value has the wrong type.
     """
     extra = ExtraArguments()
-    for word in _split_words(text):
+    for word in split_words("--extra-launch-args", text, "name=value"):
         name, equals, value = word.lstrip("-").partition("=")
         name = name.replace("-", "_")
         parse = _LAUNCH.get(name) or _RENDEZVOUS.get(name)
@@ -94,13 +94,22 @@ def parse_extra_arguments(text: str) -> ExtraArguments:
     return extra
 
 
-def _split_words(text: str) -> list[str]:
+def split_words(option: str, text: str, form: str) -> list[str]:
+    """Split the value of an option into words as a shell does.
+
+    Args:
+        option: Name of the option, for the message.
+        text: Value of the option.
+        form: What to write in it, for the message.
+
+    Raises:
+        ConfigError: A quote is not closed.
+    """
     try:
         return shlex.split(text)
     except ValueError as error:
         raise ConfigError(
-            f"--extra-launch-args={text!r} can't be parsed ({error}): write name=value, with quotes around values that "
-            "contain spaces"
+            f"{option}={text!r} can't be parsed ({error}): write {form}, with quotes around values that contain spaces"
         ) from error
 
 
