@@ -478,6 +478,11 @@ class ShardedOptimizer(OptimizerWrapper):
             self._cached_norm = torch.full_like(self._cached_norm, math.nan)
         return found_anywhere
 
+    def _apply_factors(self) -> None:
+        if self._accumulation.factors is not None:
+            self._cached_norm = None  # of the scaled gradients
+        super()._apply_factors()
+
     def clip_grad_by_norm(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> torch.Tensor | None:

@@ -10,8 +10,10 @@ from harness import distributed
 from oracles.weight_swapping_optimizers import ReplacingSGD, ScheduleFreeSGD, SignSAM, SwapSWA
 from strategies import FP32, HALF, Pair, assert_masters_are_shown, batch
 
+from booster import Booster
 from booster.errors import BoosterError, ConfigError
 from booster.optim import HybridAdam
+from booster.plugins import GeminiPlugin, HybridParallelPlugin, LowLevelZeroPlugin
 
 
 @pytest.mark.parametrize("strategy", FP32)
@@ -157,6 +159,19 @@ def test_a_method_that_updates_from_scaled_gradients_is_refused(strategy):
     pair.booster.backward(pair.losses(0)[0], pair.optimizer)
     with pytest.raises(ConfigError, match="loss scale outside of step"):
         pair.optimizer.first_step()
+
+
+@pytest.mark.parametrize(
+    ("plugin", "options"), [(LowLevelZeroPlugin, {"stage": 2}), (GeminiPlugin, {}), (HybridParallelPlugin, {})]
+)
+@distributed(2)
+def test_the_norm_after_a_method_is_that_of_unscaled_gradients(plugin, options):
+    pair = Pair(Booster(plugin=plugin(precision="fp16", initial_scale=2.0**10, **options)), HybridAdam)
+    pair.backward(0)
+    pair.optimizer.prepare_states()
+    expected = torch.nn.utils.get_total_norm([one.grad for one in pair.plain.parameters()])
+    assert pair.optimizer.get_grad_norm() == pytest.approx(float(expected), rel=1e-2)  # float16 has 11 bits
+    assert pair.optimizer.clip_grad_by_norm(1.0).item() == pytest.approx(float(expected), rel=1e-2)
 
 
 @pytest.mark.parametrize("strategy", ["zero1", "gemini", "fsdp"])
