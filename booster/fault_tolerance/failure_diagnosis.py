@@ -18,6 +18,7 @@ from .heartbeat import (
     ended_processes,
     exit_statuses,
     heartbeat_interval,
+    heartbeat_interval_text,
     progress_from_json,
     progress_to_json,
     read_heartbeats,
@@ -113,7 +114,7 @@ def _activity(progress: Progress) -> str:
 
 
 _PAUSE_SECONDS = 0.02
-_HEARTBEAT_SECONDS = 2.5  # a live process writes another heartbeat in this time
+_HEARTBEAT_INTERVALS = 2.5  # a live process writes another heartbeat in this time
 _MAX_LISTED = 10  # ranks in a message
 _MAX_FAILURES = 3  # in a message
 _FAILURES_KEY = "notes"
@@ -155,7 +156,7 @@ class FailureDiagnosis:
         pair = None if collective.peer is None else sorted((self._rank, collective.peer))
         self._ranks = dist.get_process_group_ranks(group) if pair is None else pair
         self._missing_key = "missing" if pair is None else f"missing/{pair[0]}-{pair[1]}"
-        self._began = time.monotonic()
+        self._next_heartbeat = time.monotonic() + _HEARTBEAT_INTERVALS * heartbeat_interval(dist.get_world_size())
         self._first_heartbeats: dict[int, Heartbeat] = {}
 
     def diagnose(self, seconds: float, ended: Sequence[int] = ()) -> str:
@@ -190,8 +191,7 @@ class FailureDiagnosis:
         waiting = [PeerStatus(progress=progress, state="waits") for progress in others]
         if missing:
             are = "is" if len(missing) == 1 else "are"
-            has_had_time = time.monotonic() - self._began >= _HEARTBEAT_SECONDS
-            known = _explain_ranks(missing, self._first_heartbeats if has_had_time else {})
+            known = _explain_ranks(missing, self._first_heartbeats if time.monotonic() >= self._next_heartbeat else {})
             states = "; ".join(one.text for one in known)
             text = f"{format_ranks(missing)} {are} missing: {states}; {self._format_positions()}"
             return f"{text}{_likely_cause(known, waiting)}"
@@ -289,7 +289,7 @@ def _explain_rank(
     before: Mapping[int, Heartbeat],
 ) -> _Explanation:
     age = max(0.0, time.time() - heartbeat.time)  # by two hosts' clocks, whose difference in a cluster is much smaller
-    interval = f"heartbeats come {heartbeat_interval(dist.get_world_size())}"
+    interval = f"heartbeats come {heartbeat_interval_text(dist.get_world_size())}"
     last = (
         f"last heartbeat, {age:.1f} s ago ({interval}, so it may have continued since), reported: {heartbeat.progress}"
     )
@@ -308,7 +308,7 @@ def _explain_rank(
     if heartbeat.sequence > before[rank].sequence:
         alive = f"rank {rank}'s process is alive, {heartbeat.progress}: it is busy, hangs, or makes other calls"
         return _Explanation(text=alive, peer=PeerStatus(progress=heartbeat.progress, state="busy"))
-    since = f"none has come since: it is stopped, or host {heartbeat.host} is lost"
+    since = f"none has come since: it is stopped or killed, or host {heartbeat.host} is lost"
     return _Explanation(
         text=f"rank {rank}'s last heartbeat, {age:.1f} s ago ({interval}), reported: {heartbeat.progress}; {since}"
     )

@@ -135,13 +135,14 @@ def exit_statuses(store: TimeoutStore | None = None) -> dict[int, tuple[str, str
     return {rank: (state, text) for rank, state, text in entries}
 
 
-def heartbeat_interval(world_size: int) -> str:
+def heartbeat_interval_text(world_size: int) -> str:
     """Return the heartbeat interval of a world as text."""
-    seconds = _seconds_between(world_size)
+    seconds = heartbeat_interval(world_size)
     return "once a second" if seconds == 1 else f"every {seconds:.1f} s"
 
 
-def _seconds_between(world_size: int) -> float:
+def heartbeat_interval(world_size: int) -> float:
+    """Return the heartbeat interval of a world in seconds."""
     return _INTERVAL_SECONDS * max(1.0, world_size / _HEARTBEATS_PER_SECOND)
 
 
@@ -217,7 +218,7 @@ class _HeartbeatThread:
             self._store.append(_EXITS_KEY, json.dumps([self._rank, state, text]) + "\n")
 
     def _run(self) -> None:
-        seconds = _seconds_between(self._size)
+        seconds = heartbeat_interval(self._size)
         is_first = True
         while is_first or not self._stopping.wait(seconds):
             is_first = False

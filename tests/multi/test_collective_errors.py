@@ -34,7 +34,8 @@ from booster.comm import (
     use_shared_memory,
 )
 from booster.errors import RankFailedError
-from booster.fault_tolerance import collective_errors
+from booster.fault_tolerance import collective_errors, failure_diagnosis, heartbeat
+from booster.fault_tolerance.progress import Progress
 from booster.kernels.shared_memory import SharedMemoryError, is_available
 
 GROUP_SECONDS = 2
@@ -223,6 +224,31 @@ def test_a_message_that_never_comes_names_its_sender(uses_header):
     assert text.startswith("rank 0 could not finish receive number 1 from rank 1: rank 1 is missing")
 
 
+def _wait_with_rare_heartbeats(seconds_between):
+    group = _impatient_group()
+    collective_errors.REPORT_SECONDS = 3.0
+    failure_diagnosis.heartbeat_interval = lambda world_size: seconds_between
+    failure_diagnosis.read_heartbeats = lambda ranks: dict.fromkeys(ranks, _HEARTBEAT)
+    if dist.get_rank() == 1:
+        return "silent"
+    with pytest.raises(RankFailedError) as caught:
+        receive(torch.empty(3), 1, group)
+    return str(caught.value)
+
+
+_HEARTBEAT = heartbeat.Heartbeat(  # on another host, whose processes can't be seen
+    sequence=1, time=0.0, progress=Progress(), state="running", host="a", process_id=1, host_id="a", started_at=0.0
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("seconds_between", "is_known"), [(1.0, True), (4.0, False)])
+def test_a_rank_is_not_called_stopped_before_its_next_heartbeat(seconds_between, is_known):
+    text = run_ranks(_wait_with_rare_heartbeats, 2, seconds_between, fresh=True)[0]
+    assert "rank 1 is missing" in text
+    assert ("it is stopped or killed" in text) == is_known
+
+
 def _wait_in_a_subgroup():
     collective_errors.REPORT_SECONDS = 2.0
     group = dist.new_group([1, 3], timeout=timedelta(seconds=GROUP_SECONDS))
@@ -253,7 +279,8 @@ SERVED_BY_RANK_0 = """\
 import os, sys
 from booster.comm import barrier
 from booster.errors import RankFailedError
-from booster.fault_tolerance import collective_errors
+from booster.fault_tolerance import collective_errors, failure_diagnosis, heartbeat
+from booster.fault_tolerance.progress import Progress
 from booster.launch import launch_from_torch
 
 collective_errors.REPORT_SECONDS = 1.0

@@ -18,7 +18,7 @@ from booster.fault_tolerance.failure_diagnosis import SAVES, TRAINING, describe_
 from booster.fault_tolerance.heartbeat import (
     Heartbeat,
     ended_processes,
-    heartbeat_interval,
+    heartbeat_interval_text,
     progress_from_json,
     progress_to_json,
 )
@@ -86,7 +86,7 @@ def test_surroundings_are_phases_and_step(place, text):
 
 @pytest.mark.parametrize(("world_size", "words"), [(2, "once a second"), (1024, "every 4.0 s")])
 def test_how_often_a_rank_speaks(world_size, words):
-    assert heartbeat_interval(world_size) == words
+    assert heartbeat_interval_text(world_size) == words
 
 
 class _Missing:

@@ -24,7 +24,7 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import PContext
 from torch.distributed.launcher import api
 
-from booster.fault_tolerance.heartbeat import heartbeat_interval, progress_from_json
+from booster.fault_tolerance.heartbeat import heartbeat_interval_text, progress_from_json
 from booster.fault_tolerance.threads import join_at_exit
 
 from .exit_report import Failure, RankFailure, has_error_report, report_time, restart_line
@@ -67,7 +67,7 @@ def describe_last_heartbeats(
     if thread.is_alive() or not heartbeats:
         return ""
     more = [f"and {world_size - _MAX_LISTED} more ranks"] if world_size > _MAX_LISTED else []
-    interval = f"sent {heartbeat_interval(world_size)}, so a rank may have continued after its last one"
+    interval = f"sent {heartbeat_interval_text(world_size)}, so a rank may have continued after its last one"
     return f"booster run: last heartbeats of the ranks ({interval}): {'; '.join([*heartbeats, *more])}"
 
 
