@@ -68,7 +68,7 @@ def gather_for_metrics(data: Any, group: dist.ProcessGroup | None = None) -> Any
 
     Args:
         data: Tensors, in any nesting.
-        group: Data-parallel group, optional; defaults to the world.
+        group: Data-parallel group; optional, defaults to the world.
 
     Raises:
         ConfigError: The data has no tensor, or one that is not dense.
