@@ -1,8 +1,8 @@
 """Distributed data loader with resumable epochs, and the registry of active iterations.
 
-The facade looks up there whether a batch is the last of its epoch. An iteration is registered from its first batch
-until it ends, is closed or is garbage collected (as after `break` in a `for` loop). The registry holds weak references,
-so it does not keep iterations alive.
+The registry shows whether a batch is the last of its epoch. An iteration is registered from its first batch until it
+ends, is closed or is garbage collected (as after `break` in a `for` loop). The registry holds weak references, so it
+does not keep iterations alive.
 """
 
 from __future__ import annotations

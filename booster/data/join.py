@@ -19,9 +19,9 @@ from .sampler import BatchPosition
 # Note [Uneven inputs]
 # Before each batch the ranks sum three numbers: how many ranks have no batch left, how many have their last one, and
 # how many have failed. If any rank has none, all end here. If it is the last one of any rank, it is the last of all,
-# and is marked as such, so that `accumulate` ends its step there. This requires that each batch comes with whether
-# another one follows: our loaders report it; from other iterators one batch is prefetched. An error of a prefetched batch is raised in its place,
-# after the batches before it.
+# and is marked as such, so that `accumulate` ends its step there. So it must be known with each batch whether another
+# one follows: our loaders report that; from other iterators one batch is prefetched. An error of a prefetched batch is
+# raised in its place, after the batches before it.
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
