@@ -57,8 +57,18 @@ def mark_boosted(model: nn.Module, optimizer: Optimizer | None) -> None:
         _boosted.add(optimizer)
 
 
-def register_model(plugin: Plugin, model: ModelWrapper) -> None:
-    """Record a boosted model of the plugin, which `mark_closed` closes."""
+def register_model(plugin: Plugin, model: Any, optimizer: Any | None) -> None:
+    """Record a boosted model of the plugin, which `mark_closed` closes.
+
+    Raises:
+        ConfigError: The plugin's `configure` returned something else than wrappers.
+    """
+    for name, value, wrapper in (("model", model, ModelWrapper), ("optimizer", optimizer, OptimizerWrapper)):
+        if not (isinstance(value, wrapper) or (value is None and name == "optimizer")):
+            raise ConfigError(
+                f"{type(plugin).__name__} returned a {type(value).__name__} as the boosted {name}: its configure() or"
+                f" _wrap() must return a {wrapper.__name__} around it"
+            )
     _models_of.setdefault(plugin, weakref.WeakSet()).add(model)
 
 

@@ -127,7 +127,7 @@ class Booster(CheckpointMethods):
             boosted, wrapped, criterion = self.mixed_precision.configure(
                 boosted, wrapped, criterion, **_without_none(prepared=prepared)
             )
-        register_model(self.plugin, boosted)
+        register_model(self.plugin, boosted, wrapped)
         return boosted, wrapped, criterion, dataloader, lr_scheduler
 
     @timeout_scope("checkpoint")

@@ -152,8 +152,8 @@ class SharedMemory:
 
         Args:
             send_buffer: Equal shards, one per rank.
-            output: Tensor of the size of a shard, of the payload's dtype, or fp32 if that has 16 bits. It may alias
-                this rank's shard of the payload.
+            output: Tensor of the size of a shard, of the buffer's dtype, or fp32 if that has 16 bits. It may alias
+                this rank's shard of `send_buffer`.
             sequence_number: Sequence number among the group's reduce_scatter calls.
             accumulate: If True, the sum is added to `output`.
         """
@@ -180,7 +180,7 @@ class SharedMemory:
         )
 
     def all_to_all(self, output: torch.Tensor, send_buffer: torch.Tensor, sequence_number: int) -> None:
-        """Send shard r of the payload to rank r, which stores it at this rank's index. The tensors must not overlap."""
+        """Send shard r of `send_buffer` to rank r, which stores it at this rank's index. The tensors must not overlap."""
         _check_contiguous(output, send_buffer)
         if (output.numel(), output.dtype) != (
             send_buffer.numel(),

@@ -44,9 +44,9 @@ def arguments_of(cls: type[Arguments], given: Mapping[str, Any]) -> Arguments:
 class DistributedPlugin(Plugin):
     """Base of plugins that need an initialized process group; each rank computes on one device.
 
-    The constructor of a subclass calls `super().__init__()`, stores its arguments, and calls `self._agree(...)`. Only
+    The constructor of a subclass calls `super().__init__()`, stores its arguments, and calls `self._verify_arguments(...)`. Only
     then may it create process groups: with different arguments, ranks would wait for each other until the timeout.
-    It defines `place` and `_wrap`.
+    It defines `place`, `_wrap`, `supported_precisions` and `control_precision`.
 
     Raises:
         ConfigError: `launch` was not called.
@@ -61,7 +61,7 @@ class DistributedPlugin(Plugin):
         release_unused_groups()  # of deleted plugins
         self._device = current_device()
 
-    def _agree(self, check: Callable[[], object]) -> None:
+    def _verify_arguments(self, check: Callable[[], object]) -> None:
         """Raise on all ranks if `check` raises on any, or if the ranks' arguments differ. Collective."""
         error = error_of(check)
         check_same_across_ranks(

@@ -97,7 +97,7 @@ class CollectiveOp:
     """Collective or message that has started on this rank.
 
     Attributes:
-        name: Name of the operation, one of `OPERATIONS`.
+        name: Name of the operation, one of `fault_injection.OPERATIONS`.
         group: Process group, None for the world.
         number: Sequence number among this rank's operations of that name in the group (and with that peer), from 1.
         peer: Global rank of the other end of a message, None for collectives.
@@ -135,7 +135,7 @@ class CollectiveOp:
             return _check_in_group(dist.irecv(tensor, src=peer, group=self.group, tag=tag))
 
     def wait(self, work: dist.Work) -> None:
-        """Wait for one `Action` of the operation, at most for the group's timeout.
+        """Wait for one `Work` of the operation, at most for the group's timeout.
 
         Raises:
             RankFailedError: A rank is lost or too late; the message names it.
@@ -222,7 +222,7 @@ def start_op(
     """Start an operation on this rank, in a group of several ranks.
 
     Args:
-        name: Name of the operation, one of `OPERATIONS`.
+        name: Name of the operation, one of `fault_injection.OPERATIONS`.
         group: Process group, None for the world.
         sent: Bytes that this rank sends.
         received: Bytes that it receives; those of a message of unknown size are recorded when it is known.

@@ -28,9 +28,9 @@ from .pending_work import flush_pending
 
 # Note [Error barrier]
 # Every phase has separate keys. Each rank writes `report/<rank>`: its error, if any, and its payload. Rank 0 waits for
-# all reports and writes the `outcome`; the others wait for that. The verdict is written by compare_set, so once: a rank
-# whose wait times out writes one too, naming the ranks without a report. The first one applies to every rank, also to
-# one that arrives later. So no rank continues where another timed out.
+# all reports and writes the `verdict`; the others wait for it. It is written by compare_set, so once: a rank whose wait
+# times out writes one too, naming the ranks without a report. The first one applies to every rank, also to one that
+# arrives later. So no rank continues where another timed out.
 # A rank deletes its report once the verdict shows that rank 0 has read it; the last reader deletes the verdict. After a
 # timeout the keys stay: a late rank must still find them. The verdict of a timeout is written early if the program or
 # the process of a missing rank has ended.

@@ -22,11 +22,12 @@ from .tensor_slice import TensorSlice
 # During an accumulation each rank holds a local scaled gradient g_r. The ranks of a sharding group hold shards of the
 # sum R of gradients that they have reduced already; every group has its own R. The step uses a multiple of D = 1/W (sum
 # g_r + sum R) over the W ranks. (Whether backward() has averaged already does not matter: then every g_r is D.) W'
-# ranks that load must compute the same step, so - without num_items D must be equal. Every rank gets the mean of the
-# stored g_r, and W'/W times the sum of all R is   distributed evenly over the ranks that hold sums: 1/W' times (W' mean
-# g_r + W'/W sum R) is D; - with num_items the step multiplies D by W / (items of all ranks), so W D must be equal.
-# Every rank gets 1/W' of the   sum of g_r and 1/W' of the sum of items, and the sum of all R is distributed evenly.
-# Later gradients then add to the   same two sums, and an item has the same weight before and after the load.
+# ranks that load must compute the same step:
+# - Without num_items, D must be equal. Every rank gets the mean of the stored g_r, and W'/W times the sum of all R is
+#   distributed evenly over the ranks that hold sums: 1/W' times (W' mean g_r + W'/W sum R) is D.
+# - With num_items, the step multiplies D by W / (items of all ranks), so W D must be equal. Every rank gets 1/W' of the
+#   sum of g_r and 1/W' of the sum of items, and the sum of all R is distributed evenly. Later gradients then add to the
+#   same two sums, and an item has the same weight before and after the load.
 # A rank without shards is a group of one, and adds its share of the R to its local gradient.
 # Ranks that share a model's layers hold shards of one g_r: they count as one, the *data rank*.
 # If W' = W every rank gets its own g_r, and if the groups are equal, too, its own shard of R, bit for bit. Scaled

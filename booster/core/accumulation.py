@@ -31,7 +31,7 @@ class UnscaleFactors:
 
     Attributes:
         grad_scale: Factor that unscales and averages.
-        coefficient: Clip coefficient as a 0-dim tensor (no device sync), or None.
+        clip_coef: Clip coefficient as a 0-dim tensor (no device sync), or None.
     """
 
     grad_scale: float = 1.0
@@ -60,8 +60,9 @@ class UnscaleFactors:
 
 # Note [Accumulation]
 # An accumulation is one or more backward() calls between two zero_grad() calls, followed by at most one step(). Before
-# the step the gradients are *scaled*: multiplied by the loss scale, averaged over the data-parallel ranks, and neither
-# divided by the number of items nor by the number of microbatches, because neither is known before the last backward().
+# the step the gradients are *scaled*: multiplied by the loss scale, averaged or (where they are sharded) summed over the
+# data-parallel ranks, and neither divided by the number of items nor by the number of microbatches, because neither is
+# known before the last backward().
 # The first reader (clip, norm, step) *unscales* them: one multiplication makes them the gradients of one process. A
 # later backward() would mix scaled with unscaled gradients, and is refused.
 # With the last microbatch of `Booster.accumulate`, if the optimizer uses `p.grad`, it is unscaled right after

@@ -53,7 +53,8 @@ class ModelWrapper(nn.Module, metaclass=_ConstructionMarker):
         module: The user's model.
         forward_module: Module that runs the forward, such as a `DistributedDataParallel` around `module`; optional,
             defaults to `module`.
-        is_primary: True on exactly one of the ranks that hold the same parameters: the one that writes them.
+        is_primary: True on exactly one of the ranks that hold the same parameters. Its values are the reference; the
+            others write parts of equal copies.
     """
 
     module: nn.Module
@@ -309,7 +310,9 @@ class ModelWrapper(nn.Module, metaclass=_ConstructionMarker):
         return {names[0]: tuple(names[1:]) for names in self._tied(self.module.state_dict()) if len(names) > 1}
 
     def require_equal_copies(self) -> None:
-        """Check that ranks that compute a batch together have equal copies of tensors that one saves. Collective.
+        """Check that ranks which should hold equal copies of tensors do. Collective.
+
+        Called by every rank before a save of the model; does nothing by default.
 
         Raises:
             CheckpointError: They differ; on all ranks.

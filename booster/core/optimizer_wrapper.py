@@ -53,7 +53,9 @@ class OptimizerWrapper(OptimizerMethods):
 
     Methods that only the user's optimizer has are called through it; see Note [Weight-writing methods].
 
-    A plugin that shards gradients or states subclasses this and overrides the methods under "Overridden by plugins".
+    A plugin that shards gradients or states, or communicates elsewhere than in backward, subclasses this and overrides
+    the methods under "Overridden by plugins". `_end_step` follows every step, also a skipped one. A method that writes
+    weights writes those of `_optimized_parameters()`, and calls `_publish_weights()`, which copies masters to the model.
 
     Args:
         optim: The user's optimizer.
@@ -433,7 +435,7 @@ class OptimizerWrapper(OptimizerMethods):
     def _reduce_gradients(self) -> float:
         """Reduce gradients over ranks at the end of an accumulation; return the factor that makes them the mean.
 
-        Here backward has averaged them. Collective.
+        By default they are averaged in backward. Collective.
         """
         return 1.0
 

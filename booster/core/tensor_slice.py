@@ -28,8 +28,8 @@ class TensorSlice:
         span: First element and one past the last, in the row-major flattening of the box.
         tensor: The `span[1] - span[0]` elements in that order, on any device or memory tier.
         primary: True on exactly one of the ranks that hold the same elements; that rank writes and counts them.
-        shared: Whether all ranks that hold these elements have equal bits, so that they may share the writing. If
-            False, only the primary's count, as with buffers, which may drift apart.
+        shared: Whether all ranks that hold these elements hold the same bits. If True, each of them writes a part. If
+            False, the primary rank writes all of them: its values count where ranks differ, as buffers may.
     """
 
     name: str

@@ -37,8 +37,15 @@ class Plugin(ConfigFingerprint, ABC):
 
     `Booster.boost` calls, on every rank and in this order: `check` and `config_fingerprint`, compared over ranks;
     `place` on the user's objects, `MixedPrecision.prepare` unless the plugin controls precision, `configure`,
-    `MixedPrecision.configure`. What one of them finds out for the next one it returns: a plugin keeps nothing about a
-    model between the calls.
+    `MixedPrecision.configure`. Each passes its result on to the next: a plugin keeps nothing about a model between the
+    calls. A result of None is not passed, so that methods may lack the argument.
+
+    Checkpoints are written from slices of the model and of the optimizer's states. Several ranks may hold the same
+    elements; exactly one of them is `is_primary` in the wrappers' constructors. If they do not hold the same bits, the
+    wrappers' slices must have `shared=False`; otherwise each of those ranks writes a part. See `TensorSlice` and
+    `ModelWrapper.require_equal_copies`.
+
+    Plugins over several ranks derive from `booster.plugins.base.DistributedPlugin`.
     """
 
     @abstractmethod
@@ -144,7 +151,10 @@ class Plugin(ConfigFingerprint, ABC):
     def no_sync(
         self, model: ModelWrapper | None = None, optimizer: OptimizerWrapper | None = None
     ) -> AbstractContextManager[None]:
-        """Return a context in which backward() accumulates local gradients."""
+        """Return a context in which backward() accumulates local gradients.
+
+        Overridden by plugins that reduce gradients in backward.
+        """
         return nullcontext()
 
     def execute_pipeline(

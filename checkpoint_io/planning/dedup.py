@@ -179,7 +179,7 @@ def _primary_rows(
         raise CheckpointError(
             f"elements {span[0]} to {span[1]} of box {box} of {names[same.tensor[0]]!r} are marked primary"
             f" {primaries.max()} times, by {_format_ranks(same, ranks_of)}, so nothing was written: mark each shard"
-            " primary on exactly one rank"
+            " primary on exactly one rank, by `is_primary` of the model's or optimizer's wrapper"
         )
     is_written = primaries[shard] == 1
     return rows.at(np.flatnonzero(is_written)), np.cumsum(is_new[is_written]) - 1

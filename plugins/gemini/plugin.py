@@ -156,7 +156,7 @@ class GeminiPlugin(DistributedPlugin):
         self._placement_arguments = arguments_of(PlacementArguments, given)
         self._loss_scale = arguments_of(LossScalerConfig, given)
         self._new_loss_scaler = functools.partial(new_loss_scaler, self._loss_scale, verbose=verbose)
-        self._agree(self._check_arguments)
+        self._verify_arguments(self._check_arguments)
         self._placement = self._make_placement()
         self._make_groups()
 

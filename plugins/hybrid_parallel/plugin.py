@@ -184,7 +184,7 @@ class HybridParallelPlugin(DistributedPlugin):
         self._arguments = arguments_of(HybridArguments, given)
         self._loss_scale = arguments_of(LossScalerConfig, given)
         self._new_loss_scaler = functools.partial(new_loss_scaler, self._loss_scale, verbose=verbose)
-        self._agree(lambda: self._check_arguments(verbose))
+        self._verify_arguments(lambda: self._check_arguments(verbose))
         sizes = self._arguments.axis_sizes(group_size())
         self._mesh = HybridMesh(self._device.type, dp_outside=dp_outside, **sizes)
         self._mesh.group("dp")  # creation is collective; later calls may come from some ranks only

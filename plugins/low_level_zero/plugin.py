@@ -114,7 +114,7 @@ class LowLevelZeroPlugin(DistributedPlugin):
         self._arguments = arguments_of(ZeroArguments, given)
         self._loss_scale = arguments_of(LossScalerConfig, given)
         self._new_loss_scaler = functools.partial(new_loss_scaler, self._loss_scale, verbose=verbose)
-        self._agree(lambda: self._check_arguments(verbose))
+        self._verify_arguments(lambda: self._check_arguments(verbose))
         # Neighbouring ranks share the shards, because they are likely to be on one machine.
         self._mesh = new_mesh(self._device.type, (extra_dp_size, group_size() // extra_dp_size), ("replica", "shard"))
         self._control_group = None if self._device.type == "cpu" else new_cpu_group()

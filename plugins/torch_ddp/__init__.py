@@ -1,1 +1,1 @@
-"""Data parallelism with torch's DistributedDataParallel."""
+"""Data parallelism with replicated parameters: gradients are averaged in buckets during backward."""

@@ -79,7 +79,7 @@ class TorchDDPPlugin(DistributedPlugin):
             "static_graph": static_graph,
         }
         self._sync_batch_norm = sync_batch_norm
-        self._agree(self._check_arguments)
+        self._verify_arguments(self._check_arguments)
         self._control_group = None if self._device.type == "cpu" else new_cpu_group()
 
     def _groups(self) -> list[dist.ProcessGroup | None]:

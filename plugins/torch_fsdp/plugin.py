@@ -123,7 +123,7 @@ class TorchFSDPPlugin(DistributedPlugin):
         self._arguments = arguments_of(FSDPArguments, given)
         self._loss_scale = arguments_of(LossScalerConfig, given)
         self._new_loss_scaler = functools.partial(new_loss_scaler, self._loss_scale, verbose=verbose)
-        self._agree(self._check_arguments)
+        self._verify_arguments(self._check_arguments)
         self._make_groups()
 
     def _check_arguments(self) -> None:

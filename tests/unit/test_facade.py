@@ -272,6 +272,15 @@ def test_plugins_and_precisions_that_pass_nothing_on_take_no_arguments_for_it():
 
 
 class TestMistakes:
+    def test_a_plugin_that_wraps_nothing(self):
+        class Forgetful(SingleDevicePlugin):
+            def configure(self, model, optimizer=None, *others):
+                return (super().configure(model, optimizer, *others)[0], optimizer, None, None, None)
+
+        raw = nn.Linear(2, 1)
+        with pytest.raises(ConfigError, match="Forgetful returned a SGD as the boosted optimizer"):
+            Booster(plugin=Forgetful()).boost(raw, torch.optim.SGD(raw.parameters(), lr=1.0))
+
     def test_boosting_twice(self):
         booster = Booster(device="cpu")
         raw = nn.Linear(2, 1)
