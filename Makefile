@@ -9,8 +9,8 @@ SECONDS ?= 600
 CYCLES ?= 100
 SEED ?=
 
-# Long runs: all cases of a subject, each of at most 20 minutes; `make test-all` is all of them.
-SUBJECTS := gemini fsdp zero pipeline hybrid tensor checkpoints launch faults optim core
+# Long runs: all cases of a subject, or of a part of it, which takes at most 20 minutes; `make test-all` is all of them.
+SUBJECTS := $(shell $(PYTHON) tests/subjects.py)
 
 .PHONY: install demo test test-ranks test-unit test-all test-optimized test-wheel soak lint format bench clean $(SUBJECTS:%=test-%)
 
@@ -44,7 +44,7 @@ test-all: $(STAMP)
 	$(BIN)/pytest -m "not gpu" --durations=20
 
 $(SUBJECTS:%=test-%): test-%: $(STAMP)
-	TORCH_DISTRIBUTED_DEBUG=OFF $(BIN)/pytest -m "not gpu" --durations=20 $$($(BIN)/python tests/subjects.py $*)
+	TORCH_DISTRIBUTED_DEBUG=OFF $(BIN)/pytest -m "not gpu" --durations=20 $$($(PYTHON) tests/subjects.py $*)
 
 # A chain of kills and starts on other numbers of ranks with other plugins, for at most so many seconds, compared with a run
 # of one process. Without a SEED a new one is drawn, and printed.

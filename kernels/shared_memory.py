@@ -180,7 +180,7 @@ class SharedMemory:
         )
 
     def all_to_all(self, output: torch.Tensor, send_buffer: torch.Tensor, sequence_number: int) -> None:
-        """Send shard r of `send_buffer` to rank r, which stores it at this rank's index. The tensors must not overlap."""
+        """Send shard r of `send_buffer` to rank r, which stores it at this rank's index. No overlap is allowed."""
         _check_contiguous(output, send_buffer)
         if (output.numel(), output.dtype) != (
             send_buffer.numel(),

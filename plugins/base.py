@@ -44,9 +44,9 @@ def arguments_of(cls: type[Arguments], given: Mapping[str, Any]) -> Arguments:
 class DistributedPlugin(Plugin):
     """Base of plugins that need an initialized process group; each rank computes on one device.
 
-    The constructor of a subclass calls `super().__init__()`, stores its arguments, and calls `self._verify_arguments(...)`. Only
-    then may it create process groups: with different arguments, ranks would wait for each other until the timeout.
-    It defines `place`, `_wrap`, `supported_precisions` and `control_precision`.
+    The constructor of a subclass calls `super().__init__()`, stores its arguments, and calls
+    `self._verify_arguments(...)`. Only then may it create process groups: with different arguments, ranks would wait
+    for each other until the timeout. It defines `place`, `_wrap`, `supported_precisions` and `control_precision`.
 
     Raises:
         ConfigError: `launch` was not called.

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Iterator
 
 import pytest
-from default_run import leave_cases_to_the_long_run
+from default_run import leave_cases_to_the_long_run, select_part
 
 # Set by pytest around the phases of a test, and by torch's compiler when an optimizer first imports it.
 _FOREIGN_VARIABLES = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"}
@@ -31,9 +31,15 @@ def _no_leaks() -> Iterator[None]:
         pytest.fail("the test left behind: " + "; ".join(leaks), pytrace=False)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--part", default="1/1", help="the cases of one part of several, such as 2/7")
+
+
 @pytest.hookimpl(tryfirst=True)  # before pytest looks at the marks
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     leave_cases_to_the_long_run(items)
+    part, num_parts = map(int, config.getoption("--part").split("/"))
+    select_part(items, part, num_parts)
 
 
 def pytest_sessionfinish() -> None:

@@ -1,4 +1,4 @@
-"""Cases of large grids that the default run takes; `make test-all` takes all of them.
+"""Selection of cases: those of large grids that the default run takes, and the parts of `make test-all`.
 
 The default run has to end in six minutes on two cores. Of each test function with parameters it takes one case on
 several ranks, or `CASES_OF_ONE_PROCESS`, chosen by a checksum of their names: the same ones in every run, spread over
@@ -26,3 +26,8 @@ def leave_cases_to_the_long_run(items: Iterable[pytest.Item]) -> None:
         cases.sort(key=lambda case: zlib.crc32(case.name.encode()))
         for case in cases[1 if is_of_ranks else CASES_OF_ONE_PROCESS :]:
             case.add_marker(pytest.mark.slow)
+
+
+def select_part(items: list[pytest.Item], part: int, num_parts: int) -> None:
+    """Remove the cases of all other parts; parts count from 1. A checksum spreads every grid over all parts."""
+    items[:] = [item for item in items if zlib.crc32(item.nodeid.encode()) % num_parts == part - 1]

@@ -1,6 +1,6 @@
-"""Subjects of the tests: the long runs `make test-SUBJECT`.
+"""Subjects of the tests: the long runs `make test-SUBJECT`, and their parts `make test-SUBJECT-1`, ...
 
-Run: python tests/subjects.py [SUBJECT], which prints the files of a subject, or the subjects.
+Run: python tests/subjects.py [SUBJECT[-PART]], which prints the arguments of pytest, or the subjects and their parts.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 TESTS = Path(__file__).parent
+# Each part takes at most 20 minutes on two cores; conftest.py selects the cases of a part by a checksum of their names.
+NUM_PARTS = {"gemini": 1, "fsdp": 1, "zero": 1, "pipeline": 1, "hybrid": 1, "tensor": 1, "checkpoints": 1}
 # The first subject with a pattern that matches takes a file; "core" takes the rest.
 SUBJECTS: dict[str, tuple[str, ...]] = {
     "gemini": ("*/test_gemini*", "*/test_chunk_*", "*/test_disk_*", "*/test_nvme_*"),
@@ -53,10 +55,27 @@ def files_of(subject: str) -> list[Path]:
     return [path for path in sorted(TESTS.rglob("test_*.py")) if subject_of(path) == subject]
 
 
+def targets() -> list[str]:
+    """Return all subjects and, of those with several, all parts."""
+    return [
+        target
+        for subject in (*SUBJECTS, "core")
+        for parts in [NUM_PARTS.get(subject, 1)]
+        for target in (subject, *(f"{subject}-{part}" for part in range(1, parts + 1) if parts > 1))
+    ]
+
+
+def arguments_of(target: str) -> list[str]:
+    """Return the arguments of pytest for a subject or a part of it."""
+    subject, _, part = target.partition("-")
+    selection = [f"--part={part}/{NUM_PARTS[subject]}"] if part else []
+    return [*selection, *(str(path.relative_to(TESTS.parent)) for path in files_of(subject))]
+
+
 if __name__ == "__main__":
     if len(sys.argv) == 1:
-        print(*SUBJECTS, "core")
-    elif sys.argv[1] in (*SUBJECTS, "core"):
-        print(*(path.relative_to(TESTS.parent) for path in files_of(sys.argv[1])))
+        print(*targets())
+    elif sys.argv[1] in targets():
+        print(*arguments_of(sys.argv[1]))
     else:
-        sys.exit(f"{sys.argv[1]!r} is not a subject: choose one of {', '.join((*SUBJECTS, 'core'))}")
+        sys.exit(f"{sys.argv[1]!r} is not a subject: choose one of {', '.join(targets())}")

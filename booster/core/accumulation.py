@@ -60,8 +60,8 @@ class UnscaleFactors:
 
 # Note [Accumulation]
 # An accumulation is one or more backward() calls between two zero_grad() calls, followed by at most one step(). Before
-# the step the gradients are *scaled*: multiplied by the loss scale, averaged or (where they are sharded) summed over the
-# data-parallel ranks, and neither divided by the number of items nor by the number of microbatches, because neither is
+# the step the gradients are *scaled*: multiplied by the loss scale, averaged over the data-parallel ranks (summed where
+# they are sharded), and neither divided by the number of items nor by the number of microbatches, because neither is
 # known before the last backward().
 # The first reader (clip, norm, step) *unscales* them: one multiplication makes them the gradients of one process. A
 # later backward() would mix scaled with unscaled gradients, and is refused.

@@ -55,7 +55,7 @@ class OptimizerWrapper(OptimizerMethods):
 
     A plugin that shards gradients or states, or communicates elsewhere than in backward, subclasses this and overrides
     the methods under "Overridden by plugins". `_end_step` follows every step, also a skipped one. A method that writes
-    weights writes those of `_optimized_parameters()`, and calls `_publish_weights()`, which copies masters to the model.
+    weights writes those of `_optimized_parameters()` and calls `_publish_weights()`, which copies masters to the model.
 
     Args:
         optim: The user's optimizer.

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
+import subprocess
 import threading
+from types import SimpleNamespace
 
 import pytest
+from default_run import select_part
 from harness import RankFailure, RanksFailed, distributed, run_ranks
 from harness.messages import pack_arguments
 from harness.reference import reference_to, resolve
-from subjects import SUBJECTS, TESTS, files_of
+from subjects import SUBJECTS, TESTS, arguments_of, files_of, targets
 
 pytest_plugins = ["pytester"]
 
@@ -139,6 +143,21 @@ def _conftest_source() -> str:
 
 
 def test_every_subject_has_files_and_a_target():
-    names = [*SUBJECTS, "core"]
-    assert all(len(files_of(name)) > 5 for name in names)
-    assert f"SUBJECTS := {' '.join(names)}\n" in (TESTS.parent / "Makefile").read_text()
+    assert all(len(files_of(name)) > 5 for name in (*SUBJECTS, "core"))
+    command = ["make", "--dry-run", *(f"test-{target}" for target in targets())]
+    environment = {**os.environ, "MAKEFLAGS": ""}  # without the options of the make that runs the tests
+    printed = subprocess.run(command, cwd=TESTS.parent, env=environment, capture_output=True, text=True)
+    for target in targets():
+        assert f"subjects.py {target})" in printed.stdout, printed.stderr
+        assert all((TESTS.parent / one).is_file() for one in arguments_of(target) if not one.startswith("--part="))
+
+
+def test_parts_have_every_case_once():
+    names = [f"test_a.py::test_b[{index}]" for index in range(100)]
+    found = []
+    for part in (1, 2, 3):
+        items = [SimpleNamespace(nodeid=name) for name in names]
+        select_part(items, part, 3)
+        assert len(items) > 20
+        found += [item.nodeid for item in items]
+    assert sorted(found) == sorted(names)
