@@ -177,7 +177,7 @@ class Plugin(ConfigFingerprint, ABC):
             optimizer.backward(loss, num_items=num_items)
         return {"loss": loss.detach() if return_loss else None, "outputs": outputs if return_outputs else None}
 
-    def estimate_memory(self, question: MemoryRequest) -> RankMemory:
+    def estimate_memory(self, request: MemoryRequest) -> RankMemory:
         """Return the memory of training a model on the rank that needs the most. See `booster.estimate_memory`.
 
         Called on one rank with a fake process group: see Note [Fake process group].

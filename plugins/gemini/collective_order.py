@@ -75,7 +75,7 @@ class OrderNegotiation:
         own = torch.tensor([numbers], dtype=torch.int64, device=collective_device(self.group))
         requests = [_request_from_row(row) for row in all_gather_equal(own, self.group).tolist()]
         if all(post.is_done for post in requests) and len({post.phase for post in requests}) > 1:
-            backward = [global_rank_of(rank, self.group) for rank, post in enumerate(requests) if post.phase]
+            backward = [global_rank_of(rank, self.group) for rank, one in enumerate(requests) if one.phase]
             raise DesyncError(
                 f"ranks {backward} have finished a backward while the others have finished a forward: {UNEVEN_CALLS}"
             )
@@ -83,11 +83,11 @@ class OrderNegotiation:
 
 
 def _request_from_row(row: Sequence[int]) -> RankRequest:
-    phase, num_ready, is_closing, has_leftovers, *wants = row
+    phase, num_ready, is_done, has_late_grads, *gather_requests = row
     return RankRequest(
         phase=PassKind(phase),
-        gather_requests=tuple(chunk for chunk in wants if chunk >= 0),
+        gather_requests=tuple(chunk for chunk in gather_requests if chunk >= 0),
         num_ready=num_ready,
-        is_done=bool(is_closing),
-        has_late_grads=bool(has_leftovers),
+        is_done=bool(is_done),
+        has_late_grads=bool(has_late_grads),
     )

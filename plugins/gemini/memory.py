@@ -113,7 +113,7 @@ class _Chunks:
 
 
 def gemini_memory(
-    question: MemoryRequest,
+    request: MemoryRequest,
     settings: GeminiSettings,
     placement: Placement,
     *,
@@ -123,7 +123,7 @@ def gemini_memory(
     """Return the memory and traffic of a rank.
 
     Args:
-        question: Model and optimizer.
+        request: Model and optimizer.
         settings: Sharding settings.
         placement: Placement policy.
         num_replicas: Number of replicas of this rank's shards.
@@ -133,19 +133,19 @@ def gemini_memory(
         ConfigError: The placement's budget is too small.
     """
     is_cpu = settings.device.type == "cpu"
-    model = _ModuleWalk(question.activations(settings.dtype, outputs_fp32=outputs_fp32).intervals, question.model)
+    model = _ModuleWalk(request.activations(settings.dtype, outputs_fp32=outputs_fp32).intervals, request.model)
     with fake_collectives():
-        found = _make(question, settings, placement)
+        found = _make(request, settings, placement)
         model.run(found, is_cpu=is_cpu)
         _migrate(found.manager)
         with count_communication() as count:
             worst = model.run(found, is_cpu=is_cpu)
-    return _memory(question, found, worst, sent=sum(count.sent.values()), num_replicas=num_replicas)
+    return _memory(request, found, worst, sent=sum(count.sent.values()), num_replicas=num_replicas)
 
 
-def _make(question: MemoryRequest, settings: GeminiSettings, placement: Placement) -> _Chunks:
-    trained = {id(one) for one in question.trained}
-    named, infos, module_of = describe_params(question.model, trained, settings.dtype)
+def _make(request: MemoryRequest, settings: GeminiSettings, placement: Placement) -> _Chunks:
+    trained = {id(one) for one in request.trained}
+    named, infos, module_of = describe_params(request.model, trained, settings.dtype)
     plan = plan_model(infos, module_of, settings, settings.num_shards)
     settings = replace(settings, device=_META)
     on_meta = [(name, nn.Parameter(torch.empty(0, device=_META), requires_grad=False)) for name, _ in named]
@@ -164,7 +164,7 @@ def _make(question: MemoryRequest, settings: GeminiSettings, placement: Placemen
     )
     found = _Chunks(manager, {param.name: param for chunk in chunks for param in chunk.params}, settings)
     for chunk in chunks:
-        _note_updated(found, chunk, question)
+        _note_updated(found, chunk, request)
     manager.state_bytes = lambda chunk: (
         found.masters[chunk.index] + found.states[chunk.index] if chunk.layout.trains else 0
     )
@@ -176,7 +176,7 @@ def _make(question: MemoryRequest, settings: GeminiSettings, placement: Placemen
     return found
 
 
-def _note_updated(found: _Chunks, chunk: Chunk, question: MemoryRequest) -> None:
+def _note_updated(found: _Chunks, chunk: Chunk, request: MemoryRequest) -> None:
     """Record the master and state bytes of a chunk on the first rank, whose shard has no waste."""
     layout = chunk.layout
     dtype = found.settings.master_dtype(layout)
@@ -185,7 +185,7 @@ def _note_updated(found: _Chunks, chunk: Chunk, question: MemoryRequest) -> None
     owned = sum(part.span[1] - part.span[0] for part in parts)
     shapes = [place.shape for place in layout.regions] if layout.trains else []
     found.shapes[chunk.index] = [(part.span[1] - part.span[0],) for part in parts]
-    found.states[chunk.index] = question.state_bytes(shapes, dtype, owned / max(1, layout.used_numel))
+    found.states[chunk.index] = request.state_bytes(shapes, dtype, owned / max(1, layout.used_numel))
 
 
 def _fill(chunk: Chunk, manager: ChunkManager, settings: GeminiSettings) -> None:
@@ -201,25 +201,25 @@ def _fill(chunk: Chunk, manager: ChunkManager, settings: GeminiSettings) -> None
 
 def _migrate(manager: ChunkManager) -> None:
     """Move the shards to the placement's locations after the traced step."""
-    homes = manager.choose_locations()
-    if homes == manager.locations:
+    locations = manager.choose_locations()
+    if locations == manager.locations:
         return
-    manager.locations, tier = homes, manager.needed_tier()
+    manager.locations, tier = locations, manager.needed_tier()
     for chunk in manager.chunks:
-        chunk.migrate_weights(tier if chunk.index in homes.weights else None)
+        chunk.migrate_weights(tier if chunk.index in locations.weights else None)
 
 
 class _ModuleWalk:
     """Forward and backward as calls of a chunk manager.
 
     Args:
-        course: Memory intervals of the step.
+        intervals: Memory intervals of the step.
         model: Model of the step.
     """
 
-    def __init__(self, course: Sequence[MemoryInterval], model: nn.Module) -> None:
+    def __init__(self, intervals: Sequence[MemoryInterval], model: nn.Module) -> None:
         names = {id(parameter): name for name, parameter in reversed(list(model.named_parameters()))}
-        self._course = course
+        self._intervals = intervals
         self._own = {
             name: [names[id(one)] for one in module.parameters(recurse=False)] for name, module in model.named_modules()
         }
@@ -240,39 +240,39 @@ class _ModuleWalk:
         manager.other_bytes = lambda: others
         manager.begin_forward(trains=True)
         worst, held = Moment(0, 0), manager.bytes_in_memory
-        for stretch in self._course:
-            self._notify(found, stretch)
+        for interval in self._intervals:
+            self._notify(found, interval)
             if manager.phase is PassKind.FORWARD:
-                others = stretch.begin if is_cpu else stretch.activations
+                others = interval.begin if is_cpu else interval.activations
                 manager.note_other_bytes()
-            if stretch.event == "gradient" or stretch.name == "" or self._own[stretch.name]:  # others move nothing
+            if interval.event == "gradient" or interval.name == "" or self._own[interval.name]:  # others move nothing
                 held = manager.bytes_in_memory
-            worst = max(worst, Moment(stretch.activations, held), key=lambda one: one.total)
+            worst = max(worst, Moment(interval.activations, held), key=lambda one: one.total)
         manager.end_backward()
         last = Moment(0, manager.bytes_in_memory)
         manager.reduction.reset()
         return max(worst, last, key=lambda one: one.total)
 
-    def _notify(self, found: _Chunks, stretch: MemoryInterval) -> None:
+    def _notify(self, found: _Chunks, interval: MemoryInterval) -> None:
         manager = found.manager
-        if stretch.event == "gradient":
-            param = found.params[stretch.name]
+        if interval.event == "gradient":
+            param = found.params[interval.name]
             if param.chunk.layout.trains:
                 param.parameter.grad = torch.empty(param.region.shape, dtype=param.chunk.layout.dtype, device=_META)
                 manager.reduction.on_grad_ready(param)
             return
-        own = [found.params[name] for name in self._own[stretch.name]]
-        if stretch.event == "enter" and own:
+        own = [found.params[name] for name in self._own[interval.name]]
+        if interval.event == "enter" and own:
             manager.need(own)
             for chunk, params in _by_chunk(own):
                 chunk.pin(params)
-        elif stretch.event == "leave":
+        elif interval.event == "leave":
             for chunk, params in _by_chunk(own):
                 chunk.unpin(params)
-            if stretch.name == "":
+            if interval.name == "":
                 manager.end_forward(trains=True)
                 manager.phase = PassKind.BACKWARD
-        elif stretch.event == "backward" and stretch.name not in self._looks_up:
+        elif interval.event == "backward" and interval.name not in self._looks_up:
             for param in own:
                 manager.need_in_backward(param)
 
@@ -282,7 +282,7 @@ def _by_chunk(params: Sequence[ChunkParam]) -> Iterator[tuple[Chunk, list[ChunkP
         yield chunk, [param for param in params if param.chunk is chunk]
 
 
-def _memory(question: MemoryRequest, found: _Chunks, worst: Moment, *, sent: int, num_replicas: int) -> RankMemory:
+def _memory(request: MemoryRequest, found: _Chunks, worst: Moment, *, sent: int, num_replicas: int) -> RankMemory:
     manager, settings = found.manager, found.settings
     shards = sum(chunk.bytes_in_memory for chunk in manager.chunks)
     sums = {chunk.index: chunk.grad_shard.num_bytes for chunk in manager.chunks if chunk.layout.trains}
@@ -290,7 +290,7 @@ def _memory(question: MemoryRequest, found: _Chunks, worst: Moment, *, sent: int
     states = {index: found.masters[index] + size for index, size in found.states.items()}
     offloaded_states = sum(size for index, size in states.items() if index in manager.locations.states)
     kept = {"parameters": shards, "optimizer_states": sum(states.values()) - offloaded_states}
-    buffers = cast_bytes(question.model.buffers(), settings.dtype)
+    buffers = cast_bytes(request.model.buffers(), settings.dtype)
     gathered = worst.held - shards
     shared = 2 * (num_replicas - 1) * sum(sums.values()) // num_replicas
     kept_weights = sum(chunk.weights.num_bytes for chunk in manager.chunks if chunk.is_kept_gathered)
@@ -298,13 +298,13 @@ def _memory(question: MemoryRequest, found: _Chunks, worst: Moment, *, sent: int
     return RankMemory(
         steady_state=MemoryParts(**kept, buffers=buffers),
         backward=MemoryParts(**kept, activations=worst.activations, buffers=buffers + gathered),
-        step=MemoryParts(**kept, gradients=in_memory, activations=_step_bytes(question, found), buffers=buffers),
+        step=MemoryParts(**kept, gradients=in_memory, activations=_step_bytes(request, found), buffers=buffers),
         sent=sent + shared + sent_after_step,
         offloaded=offloaded_states + (0 if manager.tier is None else manager.tier.bytes_held),
     )
 
 
-def _step_bytes(question: MemoryRequest, found: _Chunks) -> int:
+def _step_bytes(request: MemoryRequest, found: _Chunks) -> int:
     by_dtype: dict[torch.dtype, list[tuple[int, ...]]] = {}
     rounded = 0
     for chunk in found.manager.chunks:
@@ -313,4 +313,4 @@ def _step_bytes(question: MemoryRequest, found: _Chunks) -> int:
             by_dtype.setdefault(dtype, []).extend(found.shapes[chunk.index])
             if dtype != chunk.grad_shard.dtype:  # gradients in the dtype of the update
                 rounded += chunk.layout.shard_numel * dtype.itemsize
-    return rounded + max((question.step_bytes(shapes, dtype) for dtype, shapes in by_dtype.items()), default=0)
+    return rounded + max((request.step_bytes(shapes, dtype) for dtype, shapes in by_dtype.items()), default=0)

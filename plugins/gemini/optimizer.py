@@ -141,13 +141,13 @@ class GeminiOptimizer(ShardedOptimizer):
     def _migrate_chunks(self) -> None:
         """Move all shards to the locations of the placement policy. Collective over the shard group."""
         manager, settings = self._manager, self._settings
-        homes = manager.choose_locations()
-        if homes == manager.locations:
+        locations = manager.choose_locations()
+        if locations == manager.locations:
             return
-        manager.locations, tier = homes, manager.needed_tier()
+        manager.locations, tier = locations, manager.needed_tier()
         for chunk in manager.chunks:
-            weights_tier = tier if chunk.index in homes.weights else None
-            states_tier = tier if chunk.index in homes.states else None
+            weights_tier = tier if chunk.index in locations.weights else None
+            states_tier = tier if chunk.index in locations.states else None
             chunk.migrate_weights(weights_tier)
             update = self._updates.get(chunk.index)
             if update is None:

@@ -264,9 +264,9 @@ class GeminiPlugin(DistributedPlugin):
         """Return a context without effect: every backward reduces, because no rank keeps unsharded gradients."""
         return nullcontext()
 
-    def estimate_memory(self, question: MemoryRequest) -> RankMemory:
+    def estimate_memory(self, request: MemoryRequest) -> RankMemory:
         return gemini_memory(
-            question,
+            request,
             self._settings(),
             self._placement,
             num_replicas=self._mesh.size(0),

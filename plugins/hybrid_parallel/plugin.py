@@ -394,8 +394,8 @@ class HybridParallelPlugin(DistributedPlugin):
             )
         return optimizer.no_sync()
 
-    def estimate_memory(self, question: MemoryRequest) -> RankMemory:
-        return hybrid_memory(question, self._arguments, self._mesh, self._partitioner, offloads=self._offloads)
+    def estimate_memory(self, request: MemoryRequest) -> RankMemory:
+        return hybrid_memory(request, self._arguments, self._mesh, self._partitioner, offloads=self._offloads)
 
     @classmethod
     def settings_for(cls, num_ranks: int) -> list[dict[str, Any]]:

@@ -184,7 +184,7 @@ class _Backward:
 
 
 def zero_memory(
-    question: MemoryRequest,
+    request: MemoryRequest,
     arguments: ZeroArguments,
     *,
     num_shards: int,
@@ -195,49 +195,49 @@ def zero_memory(
     """Return the memory and traffic of a rank.
 
     Args:
-        question: Model and optimizer.
+        request: Model and optimizer.
         arguments: Arguments of the plugin.
         num_shards: Number of ranks that share the shards.
         num_replicas: Number of replicas of this rank's shards.
         offloads: If True, masters and states are in the host memory of an accelerator.
         max_bucket_numel: Maximum number of elements of a bucket; optional, defaults to that of the arguments.
     """
-    named = list(question.model.named_parameters())
+    named = list(request.model.named_parameters())
     bucket_numel = arguments.max_bucket_numel if max_bucket_numel is None else max_bucket_numel
-    groups = _groups(question, named, arguments, num_shards, bucket_numel)
-    trained = {id(one) for one in question.trained}
+    groups = _groups(request, named, arguments, num_shards, bucket_numel)
+    trained = {id(one) for one in request.trained}
     frozen = [one for _, one in named if id(one) not in trained]
-    masters, states = _updated_bytes(question, groups)
+    masters, states = _updated_bytes(request, groups)
     elsewhere = masters + states if offloads else 0
     full = sum(0 if group.packs else group.weight_bytes for group in groups)
     kept = MemoryParts(
         parameters=sum(group.weight_bytes for group in groups) + cast_bytes(frozen, arguments.dtype),
         gradients=full,
         optimizer_states=0 if offloads else masters + states,
-        buffers=cast_bytes(question.model.buffers(), arguments.dtype) + _buffer_bytes(groups),
+        buffers=cast_bytes(request.model.buffers(), arguments.dtype) + _buffer_bytes(groups),
     )
     backward = _Backward(groups, {name: index for index, (name, _) in enumerate(named)})
-    worst = largest_moment(question.activations(arguments.dtype).intervals, backward)
+    worst = largest_moment(request.activations(arguments.dtype).intervals, backward)
     sums = sum(group.layout.shard_numel * group.sum_dtype.itemsize for group in groups)
     packed = sum(group.layout.shard_numel * group.sum_dtype.itemsize for group in groups if group.packs)
     per_link = sum(group.layout.shard_numel * (group.sent_dtype.itemsize + group.dtype.itemsize) for group in groups)
     return RankMemory(
         steady_state=kept,
         backward=_with(kept, gradients=full + worst.held, activations=worst.activations),
-        step=_with(kept, gradients=full + packed, activations=_step_bytes(question, groups)),
+        step=_with(kept, gradients=full + packed, activations=_step_bytes(request, groups)),
         sent=(num_shards - 1) * per_link + 2 * (num_replicas - 1) * sums // num_replicas,
         offloaded=elsewhere,
     )
 
 
 def _groups(
-    question: MemoryRequest,
+    request: MemoryRequest,
     named: Sequence[tuple[str, nn.Parameter]],
     arguments: ZeroArguments,
     num_shards: int,
     max_bucket_numel: int,
 ) -> list[_Group]:
-    trained = {id(one) for one in question.trained}
+    trained = {id(one) for one in request.trained}
     by_dtype: dict[torch.dtype, list[tuple[str, tuple[int, ...]]]] = {}
     for name, parameter in named:
         if id(parameter) in trained:
@@ -247,14 +247,14 @@ def _groups(
     return [_Group(members, dtype, arguments, num_shards, max_bucket_numel) for dtype, members in by_dtype.items()]
 
 
-def _updated_bytes(question: MemoryRequest, groups: Sequence[_Group]) -> tuple[int, int]:
+def _updated_bytes(request: MemoryRequest, groups: Sequence[_Group]) -> tuple[int, int]:
     """Return the bytes of this rank's masters and states."""
     masters = states = 0
     for group in groups:
         shapes = [shape for _, shape in group.named]
         numel = sum(param_range.stop - param_range.start for param_range in group.layout.param_ranges)
         owned = sum(shape[0] for shape in group.shard_shapes())
-        states += question.state_bytes(shapes, group.main_dtype, owned / max(1, numel))
+        states += request.state_bytes(shapes, group.main_dtype, owned / max(1, numel))
         masters += 4 * group.layout.shard_numel if group.has_masters else 0
     return masters, states
 
@@ -274,11 +274,11 @@ def _buffer_bytes(groups: Sequence[_Group]) -> int:
     return sum(found.values())
 
 
-def _step_bytes(question: MemoryRequest, groups: Sequence[_Group]) -> int:
+def _step_bytes(request: MemoryRequest, groups: Sequence[_Group]) -> int:
     most = 0
     rounded = 0
     for group in groups:
-        most = max(most, question.step_bytes(group.shard_shapes(), group.main_dtype))
+        most = max(most, request.step_bytes(group.shard_shapes(), group.main_dtype))
         if group.main_dtype != group.sum_dtype:  # gradients in the dtype of the update
             rounded += group.layout.shard_numel * group.main_dtype.itemsize
     return most + rounded

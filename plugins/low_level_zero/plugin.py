@@ -219,9 +219,9 @@ class LowLevelZeroPlugin(DistributedPlugin):
             )
         return optimizer.no_sync()
 
-    def estimate_memory(self, question: MemoryRequest) -> RankMemory:
+    def estimate_memory(self, request: MemoryRequest) -> RankMemory:
         return zero_memory(
-            question,
+            request,
             self._arguments,
             num_shards=self._mesh.size(1),
             num_replicas=self._mesh.size(0),

@@ -48,18 +48,18 @@ class Moment:
         return self.activations + self.held
 
 
-def largest_moment(course: Sequence[MemoryInterval], holder: HoldsGradients) -> Moment:
+def largest_moment(intervals: Sequence[MemoryInterval], holder: HoldsGradients) -> Moment:
     """Return the point of largest total memory.
 
     Args:
-        course: Intervals of a forward and backward.
+        intervals: Intervals of a forward and backward.
         holder: Model of the plugin's gradient memory.
     """
     worst = Moment(0, 0)
-    for stretch in course:
-        if stretch.event == "gradient":
-            worst = max(worst, Moment(stretch.begin, holder.receive(stretch.name)), key=lambda one: one.total)
-        worst = max(worst, Moment(stretch.activations, holder.num_bytes), key=lambda one: one.total)
+    for interval in intervals:
+        if interval.event == "gradient":
+            worst = max(worst, Moment(interval.begin, holder.receive(interval.name)), key=lambda one: one.total)
+        worst = max(worst, Moment(interval.activations, holder.num_bytes), key=lambda one: one.total)
     return max(worst, Moment(0, holder.finish()), key=lambda one: one.total)
 
 

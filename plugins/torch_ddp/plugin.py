@@ -151,13 +151,13 @@ class TorchDDPPlugin(DistributedPlugin):
         reducer = wrapper.reducer if isinstance(wrapper, DDPModel) else None
         return nullcontext() if reducer is None else reducer.no_sync()
 
-    def estimate_memory(self, question: MemoryRequest) -> RankMemory:
+    def estimate_memory(self, request: MemoryRequest) -> RankMemory:
         size, uses_views = self.dp_size, self._arguments["gradient_as_bucket_view"]
-        averaged = question.activations().gradients if size > 1 else 0
-        trained = [one for one in question.prepared_model().parameters() if one.requires_grad]
+        averaged = request.activations().gradients if size > 1 else 0
+        trained = [one for one in request.prepared_model().parameters() if one.requires_grad]
         buckets = bucket_buffer_bytes(trained, self._bucket_bytes, uses_views=uses_views) if size > 1 else 0
         return replica_memory(
-            question,
+            request,
             bucket_bytes=buckets,
             sent=2 * (size - 1) * averaged // size,
             gradient_as_bucket_view=uses_views and size > 1,

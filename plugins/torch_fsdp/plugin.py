@@ -250,9 +250,9 @@ class TorchFSDPPlugin(DistributedPlugin):
             )
         return optimizer.no_sync()
 
-    def estimate_memory(self, question: MemoryRequest) -> RankMemory:
+    def estimate_memory(self, request: MemoryRequest) -> RankMemory:
         is_cpu = self._device.type == "cpu"
-        return fsdp_memory(question, self._builder(), is_cpu=is_cpu, offloads=self._arguments.offloads and not is_cpu)
+        return fsdp_memory(request, self._builder(), is_cpu=is_cpu, offloads=self._arguments.offloads and not is_cpu)
 
     @classmethod
     def settings_for(cls, num_ranks: int) -> list[dict[str, Any]]:

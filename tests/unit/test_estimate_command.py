@@ -114,7 +114,7 @@ def test_what_does_not_fit_and_what_cannot_be_run_is_told(script, capsys):
 
 
 def test_a_fault_of_one_plugin_does_not_hide_the_others(script, capsys, monkeypatch):
-    def fails(self, question):
+    def fails(self, request):
         raise ZeroDivisionError("broken")
 
     monkeypatch.setattr(TorchDDPPlugin, "estimate_memory", fails)
