@@ -1,9 +1,14 @@
-"""Deprecated names of public attributes."""
+"""Deprecated names of public attributes and arguments."""
 
 from __future__ import annotations
 
+import functools
 import warnings
-from typing import Any
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
+
+P = ParamSpec("P")
+Result = TypeVar("Result")
 
 
 class DeprecatedAlias:
@@ -23,3 +28,24 @@ class DeprecatedAlias:
         message = f"{owner.__name__}.{self._old_name} is deprecated: use {self.name}"
         warnings.warn(message, DeprecationWarning, stacklevel=2)
         return getattr(owner if instance is None else instance, self.name)
+
+
+def renamed_arguments(**names: str) -> Callable[[Callable[P, Result]], Callable[P, Result]]:
+    """Return a decorator of functions that take keyword arguments by their old names, too, and warn then.
+
+    Args:
+        names: Current name by old name. Removed in version 0.2.
+    """
+
+    def decorate(function: Callable[P, Result]) -> Callable[P, Result]:
+        @functools.wraps(function)
+        def call(*args: P.args, **kwargs: P.kwargs) -> Result:
+            for old in names.keys() & kwargs.keys():
+                message = f"the argument {old} of {function.__qualname__} is deprecated: use {names[old]}"
+                warnings.warn(message, DeprecationWarning, stacklevel=2)
+                kwargs[names[old]] = kwargs.pop(old)
+            return function(*args, **kwargs)
+
+        return call
+
+    return decorate

@@ -57,12 +57,12 @@ class OptimizerPassThrough(Optimizer):
             return value
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            return self._call_own(functools.partial(value, *args, **kwargs))
+            return self._call_user_method(functools.partial(value, *args, **kwargs))
 
         functools.update_wrapper(call, value)
         return call
 
-    def _call_own(self, method: Callable[[], Any]) -> Any:
+    def _call_user_method(self, method: Callable[[], Any]) -> Any:
         """Call a method that only the user's optimizer has."""
         return method()
 
@@ -226,7 +226,7 @@ class OptimizerMethods(OptimizerParameters):
         self._unscale_gradients()
         self._apply_factors()
 
-    def _call_own(self, method: Callable[[], Any]) -> Any:
+    def _call_user_method(self, method: Callable[[], Any]) -> Any:
         """Call the method with unscaled gradients, and update the model if it wrote weights.
 
         Collective if ranks hold shards: every rank must call it.

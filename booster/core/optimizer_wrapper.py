@@ -477,9 +477,9 @@ class OptimizerWrapper(OptimizerMethods):
         assert self._fused_update is not None
         assert factors is not None
         self._fused_update.fused_step(
-            multiplier=factors.grad_scale,
-            multiplier_tensor=factors.clip_coef,
-            working_copies=model_params,
+            grad_scale=factors.grad_scale,
+            clip_coef=factors.clip_coef,
+            model_params=model_params,
             gradients=gradients,
         )
 

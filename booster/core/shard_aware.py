@@ -263,18 +263,18 @@ class FusedUpdate(Protocol):
     def fused_step(
         self,
         *,
-        multiplier: float = 1.0,
-        multiplier_tensor: Tensor | None = None,
-        working_copies: Mapping[nn.Parameter, Tensor] | None = None,
+        grad_scale: float = 1.0,
+        clip_coef: Tensor | None = None,
+        model_params: Mapping[nn.Parameter, Tensor] | None = None,
         gradients: Mapping[nn.Parameter, Tensor] | None = None,
         zero_grads: bool = False,
     ) -> None:
         """Update the parameters as `step()` would with unscaled gradients; runs the same hooks.
 
         Args:
-            multiplier: Factor that unscales the stored gradients: 1 / loss scale, 1 / ranks and the like.
-            multiplier_tensor: Further fp32 factor with one element, which is not read on the host: a clip coefficient.
-            working_copies: Low-precision weights by their fp32 master weights; they are rounded from the updated
+            grad_scale: Factor that unscales the stored gradients: 1 / loss scale, 1 / ranks and the like.
+            clip_coef: Further fp32 factor with one element, which is not read on the host: a clip coefficient.
+            model_params: Low-precision weights by their fp32 master weights; they are rounded from the updated
                 masters.
             gradients: Gradients used in place of `parameter.grad`; may be of lower precision than the parameter.
             zero_grads: If True, set the used gradients to zero; by default they are unchanged.

@@ -117,7 +117,7 @@ _PAUSE_SECONDS = 0.02
 _HEARTBEAT_INTERVALS = 2.5  # a live process writes another heartbeat in this time
 _MAX_LISTED = 10  # ranks in a message
 _MAX_FAILURES = 3  # in a message
-_FAILURES_KEY = "notes"
+_FAILURES_KEY = "failures"
 _LEFT_KEY = "left"
 _ALIVE_CHECK_SECONDS = 0.25  # between two checks of which processes are alive
 
@@ -168,12 +168,12 @@ class FailureDiagnosis:
             seconds: Time to wait for reports of other ranks.
             ended: Global ranks that are known to have ended; if there are any, nothing is waited for.
         """
-        note = {**asdict(self._collective), "where": progress_to_json(self._progress)}
-        self._store.set(f"at/{self._rank}", json.dumps(note))
+        report = {**asdict(self._collective), "where": progress_to_json(self._progress)}
+        self._store.set(f"at/{self._rank}", json.dumps(report))
         if not ended:
             self._first_heartbeats = read_heartbeats(self._unreported())
             self._wait_for_reports(seconds)
-        return "".join(f"{note}; " for note in reported_failures()) + self._agree_on_missing(ended)
+        return "".join(f"{report}; " for report in reported_failures()) + self._agree_on_missing(ended)
 
     def _agree_on_missing(self, ended: Sequence[int]) -> str:
         left = _entries(self._store, _LEFT_KEY)
@@ -230,10 +230,10 @@ class FailureDiagnosis:
         unreported = self._unreported()
         reports = {}
         for rank in [one for one in self._ranks if one not in unreported]:
-            note = json.loads(self._store.get(f"at/{rank}"))
+            report = json.loads(self._store.get(f"at/{rank}"))
             reports[rank] = (
-                CollectiveId(note["operation"], note["number"], note["peer"]),
-                progress_from_json(note["where"]),
+                CollectiveId(report["operation"], report["number"], report["peer"]),
+                progress_from_json(report["where"]),
             )
         return reports
 
@@ -256,17 +256,19 @@ class _Explanation:
     peer: PeerStatus | None = None
 
 
-def _explain_ranks(ranks: Sequence[int], before: Mapping[int, Heartbeat]) -> list[_Explanation]:
+def _explain_ranks(ranks: Sequence[int], first_heartbeats: Mapping[int, Heartbeat]) -> list[_Explanation]:
     """Return the states of global ranks.
 
     Args:
         ranks: Global ranks.
-        before: Their heartbeats of some seconds ago. A rank without a new one since has stopped.
+        first_heartbeats: Their heartbeats of some seconds ago. A rank without a new one since has stopped.
     """
     chosen = ranks[:_MAX_LISTED]
-    heartbeats, ends = read_heartbeats(chosen), exit_statuses()
-    gone = set(ended_processes(heartbeats))
-    explanations = [_explain_rank(rank, heartbeats[rank], ends, gone, before) for rank in chosen if rank in heartbeats]
+    heartbeats, exits = read_heartbeats(chosen), exit_statuses()
+    ended = set(ended_processes(heartbeats))
+    explanations = [
+        _explain_rank(rank, heartbeats[rank], exits, ended, first_heartbeats) for rank in chosen if rank in heartbeats
+    ]
     if len(explanations) < len(chosen):
         explanations.append(_Explanation(text="see the log there, whether it ended, hangs or runs something else"))
     return explanations
@@ -284,28 +286,28 @@ def _likely_cause(explanations: Sequence[_Explanation], waiting: Sequence[PeerSt
 def _explain_rank(
     rank: int,
     heartbeat: Heartbeat,
-    ends: Mapping[int, tuple[str, str]],
-    gone: Iterable[int],
-    before: Mapping[int, Heartbeat],
+    exits: Mapping[int, tuple[str, str]],
+    ended: Iterable[int],
+    first_heartbeats: Mapping[int, Heartbeat],
 ) -> _Explanation:
     age = max(0.0, time.time() - heartbeat.time)  # by two hosts' clocks, whose difference in a cluster is much smaller
     interval = f"heartbeats come {heartbeat_interval_text(dist.get_world_size())}"
     last = (
         f"last heartbeat, {age:.1f} s ago ({interval}, so it may have continued since), reported: {heartbeat.progress}"
     )
-    if rank in ends:
-        state, text = ends[rank]
+    if rank in exits:
+        state, text = exits[rank]
         after = f"after {heartbeat.progress.num_steps} steps"
         if state == ENDED:
             other = PeerStatus(progress=heartbeat.progress, state="ended")
             return _Explanation(text=f"rank {rank}'s program ended {after}, while others continue", peer=other)
         return _Explanation(text=f"rank {rank}'s program failed {after}: {text}")
-    if rank in gone:
+    if rank in ended:
         process = f"rank {rank}'s process {heartbeat.process_id} on host {heartbeat.host}"
         return _Explanation(text=f"{process} has ended without a report (was it killed?); its {last}")
-    if rank not in before:
+    if rank not in first_heartbeats:
         return _Explanation(text=f"on host {heartbeat.host}, rank {rank}'s {last}")
-    if heartbeat.sequence > before[rank].sequence:
+    if heartbeat.sequence > first_heartbeats[rank].sequence:
         alive = f"rank {rank}'s process is alive, {heartbeat.progress}: it is busy, hangs, or makes other calls"
         return _Explanation(text=alive, peer=PeerStatus(progress=heartbeat.progress, state="busy"))
     since = f"none has come since: it is stopped or killed, or host {heartbeat.host} is lost"
@@ -325,8 +327,8 @@ def format_phase(progress: Progress) -> str:
 
 def reported_failures() -> list[str]:
     """Return the failures that ranks reported, the first one first: others may follow from it."""
-    notes = _entries(_store("booster.failures"), _FAILURES_KEY)[:_MAX_FAILURES]
-    return [f"rank {rank} had failed: {text}" for rank, text in notes]
+    failures = _entries(_store("booster.failures"), _FAILURES_KEY)[:_MAX_FAILURES]
+    return [f"rank {rank} had failed: {text}" for rank, text in failures]
 
 
 def append_failure(text: str) -> None:

@@ -43,7 +43,7 @@ ANSWER_SECONDS = 3.0  # an error about a lost rank waits for the store as long a
 
 _INTERVAL_SECONDS = 1.0
 _HEARTBEATS_PER_SECOND = 256
-_EXITS_KEY = "ends"
+_EXITS_KEY = "exits"
 _ACKNOWLEDGED_KEY = "known"
 # A wait for a rank whose program has ended is aborted after this time: data which that rank sent before its end arrives
 # sooner.

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from booster.deprecation import renamed_arguments
 from booster.errors import CheckpointError, ConfigError
 
 from .adam_update import MOMENTS, AdamGroupUpdate, AdamParamUpdate, Hyperparameters, StepArguments, check_no_variants
@@ -200,14 +201,15 @@ class AdamBase(Optimizer):
         self._update(StepArguments(clip_coef=None if scale is None else scale.reciprocal()), {}, {})
         return result
 
+    @renamed_arguments(multiplier="grad_scale", multiplier_tensor="clip_coef", working_copies="model_params")
     @Optimizer.profile_hook_step
     @torch.no_grad()
     def fused_step(
         self,
         *,
-        multiplier: float = 1.0,
-        multiplier_tensor: Tensor | None = None,
-        working_copies: Mapping[nn.Parameter, Tensor] | None = None,
+        grad_scale: float = 1.0,
+        clip_coef: Tensor | None = None,
+        model_params: Mapping[nn.Parameter, Tensor] | None = None,
         gradients: Mapping[nn.Parameter, Tensor] | None = None,
         zero_grads: bool = False,
     ) -> None:
@@ -217,8 +219,8 @@ class AdamBase(Optimizer):
             ConfigError: See `step`.
             OSError: See `step`.
         """
-        arguments = StepArguments(float(multiplier), multiplier_tensor, zero_grads)
-        self._update(arguments, gradients or {}, working_copies or {})
+        arguments = StepArguments(float(grad_scale), clip_coef, zero_grads)
+        self._update(arguments, gradients or {}, model_params or {})
 
     def _update(
         self, arguments: StepArguments, gradients: Mapping[Any, Tensor], model_params: Mapping[Any, Tensor]

@@ -539,12 +539,12 @@ class ShardedOptimizer(OptimizerWrapper):
                 members[:] = [one for one in members if one is not placeholder]
                 self.optim.state.pop(placeholder, None)
 
-    def _call_own(self, method: Callable[[], Any]) -> Any:
+    def _call_user_method(self, method: Callable[[], Any]) -> Any:
         if self._is_stepping:  # called by a user's hook in a step, which publishes the weights itself
             return method()
         self._is_stepping = True
         try:
-            return super()._call_own(method)
+            return super()._call_user_method(method)
         finally:
             self._is_stepping = False
 

@@ -17,20 +17,18 @@ class FusedSGD(torch.optim.SGD):
         return super().step(closure)
 
     @torch.no_grad()
-    def fused_step(
-        self, *, multiplier=1.0, multiplier_tensor=None, working_copies=None, gradients=None, zero_grads=False
-    ):
+    def fused_step(self, *, grad_scale=1.0, clip_coef=None, model_params=None, gradients=None, zero_grads=False):
         self.num_fused += 1
         for group in self.param_groups:
             for parameter in group["params"]:
                 raw = (gradients or {}).get(parameter, parameter.grad)
                 if raw is None:
                     continue
-                gradient = raw.float() * multiplier
-                if multiplier_tensor is not None:
-                    gradient *= multiplier_tensor
+                gradient = raw.float() * grad_scale
+                if clip_coef is not None:
+                    gradient *= clip_coef
                 parameter.sub_(gradient, alpha=group["lr"])
-                if parameter in (working_copies or {}):
-                    working_copies[parameter].copy_(parameter.flatten().view_as(working_copies[parameter]))
+                if parameter in (model_params or {}):
+                    model_params[parameter].copy_(parameter.flatten().view_as(model_params[parameter]))
                 if zero_grads:
                     raw.zero_()

@@ -12,6 +12,7 @@ from torch import nn
 from booster import BF16MixedPrecision, Booster
 from booster.core.shard_aware import full_step
 from booster.interface import TensorSlice
+from booster.optim import CPUAdam
 
 
 def test_the_old_name_returns_the_fingerprint():
@@ -83,3 +84,17 @@ def test_an_optimizer_with_the_old_name_of_full_step():
         assert entered == [True]
     with full_step(torch.optim.SGD([torch.nn.Parameter(torch.ones(1))])):
         assert entered == [True]
+
+
+def test_old_arguments_of_fused_steps():
+    weights = [nn.Parameter(torch.ones(3)) for _ in range(2)]
+    for weight in weights:
+        weight.grad = torch.full_like(weight, 64.0)
+    for weight, name in zip(weights, ("multiplier", "grad_scale"), strict=True):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            CPUAdam([weight]).fused_step(**{name: 1 / 64})
+        texts = [str(one.message) for one in caught if one.category is DeprecationWarning]
+        assert bool(texts) == (name == "multiplier")
+        assert all(text.endswith("fused_step is deprecated: use grad_scale") for text in texts)
+    assert torch.equal(*weights)

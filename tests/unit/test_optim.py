@@ -231,7 +231,7 @@ def test_closures_and_hooks():
 
     assert optimizer.step(closure).item() == 3.0
     assert optimizer.step(closure).item() < 3.0
-    optimizer.fused_step(multiplier=0.5)
+    optimizer.fused_step(grad_scale=0.5)
     assert seen == ["before", "after"] * 3
 
 
@@ -381,10 +381,10 @@ def test_a_fused_step_is_the_steps_one_by_one():
             other.grad = low[one].float() * (coefficient / 64)
             one.grad = None
         optimizer.fused_step(
-            multiplier=1 / 64,
-            multiplier_tensor=coefficient,
+            grad_scale=1 / 64,
+            clip_coef=coefficient,
             gradients=low,
-            working_copies=dict(zip(ours, weights, strict=True)),
+            model_params=dict(zip(ours, weights, strict=True)),
             zero_grads=True,
         )
         reference.step()

@@ -86,9 +86,7 @@ def test_a_fused_step(tmp_path):
     for step in range(3):
         for optimizer, copies in zip((offloaded, plain), weights, strict=True):
             give_gradients(params_of(optimizer), step)
-            optimizer.fused_step(
-                multiplier=0.25, multiplier_tensor=torch.tensor(0.7), working_copies=copies, zero_grads=True
-            )
+            optimizer.fused_step(grad_scale=0.25, clip_coef=torch.tensor(0.7), model_params=copies, zero_grads=True)
             assert not any(parameter.grad.any() for parameter in params_of(optimizer))
     assert_alike(offloaded, plain)
     for one, other in zip(*(copies.values() for copies in weights), strict=True):

@@ -49,7 +49,7 @@ class _PendingUpdate:
     update: AdamParamUpdate
     parameter: Tensor
     gradient: Tensor
-    working_copy: Tensor | None
+    model_copy: Tensor | None
     numel: int
     num_left: int
 
@@ -128,7 +128,7 @@ def _pending_update(group: AdamGroupUpdate, update: AdamParamUpdate) -> _Pending
         update=update,
         parameter=_contiguous(parameter),
         gradient=_contiguous(match_strides(update.gradient, parameter)),
-        working_copy=None if copy is None else _contiguous(match_strides(copy, parameter)),
+        model_copy=None if copy is None else _contiguous(match_strides(copy, parameter)),
         numel=parameter.numel(),
         num_left=parameter.numel(),
     )
@@ -149,9 +149,9 @@ def _operands(
     start, numel = state_range.offset // dtype.itemsize, state_range.stop - state_range.start
     moments = first.narrow(0, start, numel), second.narrow(0, start, numel)
     if entry.numel == numel:
-        return KernelArguments(entry.parameter, entry.gradient, *moments, entry.working_copy, entry.update.next_step)
+        return KernelArguments(entry.parameter, entry.gradient, *moments, entry.model_copy, entry.update.next_step)
     elements = slice(state_range.start, state_range.stop)
-    copy = entry.working_copy
+    copy = entry.model_copy
     return KernelArguments(
         entry.parameter.view(-1)[elements],
         entry.gradient.view(-1)[elements],
@@ -165,8 +165,8 @@ def _write_back(entry: _PendingUpdate, arguments: StepArguments) -> None:
     """Copy results from reordered temporaries back into the caller's tensors."""
     update = entry.update
     pairs: list[tuple[Tensor, Tensor]] = []
-    if update.model_param is not None and entry.working_copy is not None:
-        pairs.append((update.model_param, entry.working_copy))
+    if update.model_param is not None and entry.model_copy is not None:
+        pairs.append((update.model_param, entry.model_copy))
     if arguments.zero_grads:
         pairs.append((update.gradient, entry.gradient))
     for tensor, memory in pairs:
