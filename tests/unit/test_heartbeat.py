@@ -132,7 +132,7 @@ SAID = f"{ONCE}, so it may have continued since), reported: after 3 steps, outsi
             {},
             True,
             f"rank 1's last heartbeat, {ONCE}), reported: after 3 steps, outside of all phases; none has come since: it"
-            " is stopped, or host vm is lost",
+            " is stopped or killed, or host vm is lost",
         ),
     ],
     ids=["ended", "failed", "killed", "unknown", "busy", "stopped"],
@@ -176,7 +176,7 @@ class _World:
         self.ends = heartbeat._heartbeat_store(self.store)
 
     def other_ends(self):
-        self.ends.append("ends", '[1, "ended", ""]\n')
+        self.ends.append(heartbeat._EXITS_KEY, '[1, "ended", ""]\n')
 
     def stand(self, seconds):
         for _ in range(seconds):
