@@ -29,7 +29,7 @@ from booster.interface import (
 )
 from booster.mixed_precision import mixed_precision_from_name
 from booster.mixed_precision.fp16 import cast_floats
-from booster.pytree import map_tensors
+from booster.pytree import iter_tensors, map_tensors
 from booster.registry import plugin_from_name
 from booster.single_device import SingleDevicePlugin
 from booster.validation import is_number
@@ -287,9 +287,7 @@ class FakeTensorMemoryRequest(MemoryRequest):
 
     @property
     def batch_size(self) -> int:
-        sizes: list[int] = []
-        map_tensors(lambda tensor: sizes.append(tensor.shape[0] if tensor.dim() else 1), self._batch)
-        return max(sizes, default=1)
+        return max((tensor.shape[0] if tensor.dim() else 1 for tensor in iter_tensors(self._batch)), default=1)
 
     def prepared_model(self) -> nn.Module:
         model = fake_copy(self.model, self._mode)
@@ -341,11 +339,9 @@ class FakeTensorMemoryRequest(MemoryRequest):
                     if tensor.is_floating_point():
                         tensor.data = tensor.data.to(dtype)
             batch = _largest_microbatch(self._batch, num_microbatches)
-            before: list[torch.Tensor] = []
-            map_tensors(lambda tensor: before.append(tensor), batch)
             try:
                 return measure_activations(
-                    model, lambda: self._loss(model, batch, dtype, outputs_fp32), existing=before
+                    model, lambda: self._loss(model, batch, dtype, outputs_fp32), existing=list(iter_tensors(batch))
                 )
             except BoosterError:
                 raise
