@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from booster.comm import fake_collectives, fake_world, group_size, is_initialized
 from booster.core.model_wrapper import call_with_batch
-from booster.errors import BoosterError, ConfigError
+from booster.errors import BoosterError, ConfigError, first_line
 from booster.interface import (
     ActivationProfile,
     FusedUpdate,
@@ -346,14 +346,13 @@ class FakeTensorMemoryRequest(MemoryRequest):
             except BoosterError:
                 raise
             except Exception as error:
-                first_line = (str(error).strip().splitlines() or [""])[0][:200]
                 advice = "check that it runs on a real batch of these shapes and with this criterion"
                 if isinstance(error, (DataDependentOutputException, DynamicOutputShapeException)):
                     advice = "a forward with data-dependent control flow can't be measured; give a batch for which it"
                     advice += " has none"
                 raise ConfigError(
                     f"{type(model).__name__} can't be run on fake tensors to measure its activations"
-                    f" ({type(error).__name__}: {first_line}): {advice}"
+                    f" ({type(error).__name__}: {first_line(error)[:200]}): {advice}"
                 ) from error
 
     def _loss(self, model: nn.Module, batch: Any, dtype: torch.dtype | None, outputs_fp32: bool) -> torch.Tensor:

@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from booster.comm import all_gather_bytes, all_reduce_numbers
 from booster.core.accumulation import any_nonfinite
-from booster.errors import ConfigError, NonfiniteError
+from booster.errors import ConfigError, NonfiniteError, format_list
 from booster.fault_tolerance.progress import StepCallback, current_progress, observe_phases
 from booster.interface import ModelWrapper, OptimizerWrapper
 from booster.logger import get_dist_logger
@@ -295,6 +295,4 @@ def _format_gradients(reports: Sequence[_GradientReport]) -> str:
 
 
 def _format_names(names: Sequence[str]) -> str:
-    shown = ", ".join(repr(name) for name in names[:_MAX_NAMES])
-    more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
-    return f"{shown}{more}" if names else "none"
+    return format_list(map(repr, names), _MAX_NAMES) or "none"
