@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from booster.core.shard_aware import Shards
 from booster.errors import ConfigError
+from booster.validation import check_flag, is_non_nan_number
 
 from .adam_update import MOMENTS, is_dense, match_strides
 from .param_update import ParamUpdate
@@ -338,20 +339,20 @@ def check_decay_rates(group: Mapping[str, Any], name: str, count: int, *, exampl
         )
 
 
-def check_bool(group: Mapping[str, Any], name: str) -> None:
-    """Check that a hyperparameter is a bool.
+def check_flags(group: Mapping[str, Any], *names: str) -> None:
+    """Check that hyperparameters are bools.
 
     Raises:
-        ConfigError: It is not, which often means that positional arguments are in the wrong order.
+        ConfigError: One is not, which often means that positional arguments are in the wrong order.
     """
-    if not isinstance(group[name], bool):
-        raise ConfigError(
-            f"{name} must be a bool, got {group[name]!r}, so positional arguments may be in the wrong order: pass True"
-            " or False, and arguments after lr by keyword"
+    for name in names:
+        check_flag(
+            name,
+            group[name],
+            reason=", so positional arguments may be in the wrong order",
+            advice="pass True or False, and arguments after lr by keyword",
         )
 
 
 def _is_number(value: object) -> bool:
-    if isinstance(value, Tensor):
-        return value.numel() == 1
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+    return value.numel() == 1 if isinstance(value, Tensor) else is_non_nan_number(value)

@@ -12,7 +12,7 @@ from torch import Tensor
 from booster.deprecation import DeprecatedAlias
 from booster.errors import ConfigError
 
-from .base import OptimizerBase, check_bool, check_decay_rates, check_learning_rate, check_non_negative
+from .base import OptimizerBase, check_decay_rates, check_flags, check_learning_rate, check_non_negative
 from .param_update import ParamUpdate, UpdateBatch
 
 
@@ -77,7 +77,7 @@ class Lamb(OptimizerBase):
         check_decay_rates(group, "betas", 2, example=(0.9, 0.999))
         check_non_negative(group, "eps", is_positive=True, why="divides 0 by 0 where an element never had a gradient")
         check_non_negative(group, "weight_decay")
-        check_bool(group, "adam")
+        check_flags(group, "adam")
 
     def _update(self, steps: list[ParamUpdate]) -> None:
         for batch in UpdateBatch.split(steps, self._shards):
@@ -150,7 +150,7 @@ class FusedLAMB(OptimizerBase):
     ) -> None:
         if amsgrad:
             raise ConfigError("amsgrad=True has no meaning in LAMB, and apex refuses it as well: leave it out")
-        check_bool({"set_grad_none": set_grad_none}, "set_grad_none")
+        check_flags({"set_grad_none": set_grad_none}, "set_grad_none")
         defaults = {
             "lr": lr,
             "bias_correction": bias_correction,
@@ -174,8 +174,7 @@ class FusedLAMB(OptimizerBase):
         check_non_negative(group, "eps", is_positive=True, why="divides 0 by 0 where an element never had a gradient")
         check_non_negative(group, "weight_decay")
         check_non_negative(group, "max_grad_norm")
-        for name in ("bias_correction", "adam_w_mode", "grad_averaging", "use_nvlamb"):
-            check_bool(group, name)
+        check_flags(group, "bias_correction", "adam_w_mode", "grad_averaging", "use_nvlamb")
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Reset the gradients.
