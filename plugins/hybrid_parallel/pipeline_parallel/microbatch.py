@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from booster.comm import all_gather_equal, raise_on_all_ranks
+from booster.comm import LOW_PRECISION, all_gather_equal, raise_on_all_ranks
 from booster.errors import ConfigError, DesyncError
 from booster.kernels.checksum import crc32
 from booster.pytree import children_of, iter_tensors, with_children
@@ -28,7 +28,6 @@ from booster.pytree import children_of, iter_tensors, with_children
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 _MAX_REPR = 64
 _COMPARABLE = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
-_HALF_DTYPES = (torch.float16, torch.bfloat16)
 
 
 @dataclass
@@ -150,7 +149,7 @@ def _joined_tensors(tensors: Sequence[torch.Tensor], num_samples: Sequence[int])
     if is_alike and all(one.dim() and one.shape[0] == count for one, count in zip(tensors, num_samples, strict=True)):
         return torch.cat(list(tensors))
     if is_alike and all(one.dim() == 0 for one in tensors) and first.is_floating_point():
-        dtype = torch.float32 if first.dtype in _HALF_DTYPES else first.dtype
+        dtype = torch.float32 if first.dtype in LOW_PRECISION else first.dtype
         weights = torch.tensor(num_samples, dtype=dtype, device=first.device) / sum(num_samples)
         return (torch.stack(list(tensors)).to(dtype) * weights).sum().to(first.dtype)
     if is_alike and all(one.shape == first.shape and torch.equal(one, first) for one in tensors[1:]):
