@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from booster.errors import ConfigError
 
@@ -73,9 +73,7 @@ class RecordedCall:
     default_dtype: torch.dtype
 
     def references(self) -> Iterator[LazyReference]:
-        found: list[LazyReference] = []
-        tree_map(lambda value: found.append(value) if isinstance(value, LazyReference) else None, self.arguments)
-        return iter(found)
+        return (leaf for leaf in tree_leaves(self.arguments) if isinstance(leaf, LazyReference))
 
 
 @dataclass(slots=True, eq=False)

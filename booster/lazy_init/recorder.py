@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from booster.errors import ConfigError
 
@@ -78,9 +78,7 @@ _MAX_READS = 16  # reads of a lazy value (each one a replay) after which it is m
 
 def tensors_in(tree: Any) -> list[torch.Tensor]:
     """Return the tensors of nested tuples, lists and dicts."""
-    found: list[torch.Tensor] = []
-    tree_map(lambda value: found.append(value) if isinstance(value, torch.Tensor) else None, tree)
-    return found
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
 def num_real_bytes(arguments: Arguments) -> int:
@@ -96,8 +94,7 @@ def are_dense_cpu(arguments: Arguments) -> bool:
         return False
     if layout is not None and layout is not torch.strided:
         return False
-    generators: list[torch.Generator] = []
-    tree_map(lambda leaf: generators.append(leaf) if isinstance(leaf, torch.Generator) else None, arguments)
+    generators = [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, torch.Generator)]
     if any(generator.device.type != "cpu" for generator in generators):
         return False
     return all(storage_of(tensor) is not None for tensor in tensors_in(arguments))
