@@ -1,6 +1,8 @@
-"""Exceptions of the library for problems that its user can fix."""
+"""Exceptions of the library for problems that its user can fix, and the text of their messages."""
 
 from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
 
 
 class BoosterError(Exception):
@@ -25,3 +27,19 @@ class RankFailedError(BoosterError):
 
 class NonfiniteError(BoosterError):
     """Loss or gradient with inf or nan on some rank: the message names its origin. Nothing was updated."""
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's text, "" if it has none."""
+    return str(error).strip().partition("\n")[0].rstrip()
+
+
+def format_list(items: Iterable[object], limit: int = 10) -> str:
+    """Return the first items as text, and the number of further ones: "a, b and 3 more"."""
+    texts = [str(item) for item in items]
+    return ", ".join(texts[:limit]) + (f" and {len(texts) - limit} more" if len(texts) > limit else "")
+
+
+def format_ranks(ranks: Sequence[int], limit: int = 10) -> str:
+    """Return ranks as text: "rank 1", or "ranks 1, 2 and 3 more"."""
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {format_list(ranks, limit)}"

@@ -1,10 +1,15 @@
-"""Mapping a function over all tensors of a nested batch or model output."""
+"""Walk over the tensors of a nested batch or model output.
+
+`torch.utils._pytree` knows containers by their exact, registered class. It takes a user's dataclass, a `UserDict` or a
+subclass of dict for a leaf, and rebuilds containers in which nothing has changed. Registering users' classes would
+change how torch.compile and FSDP2 treat them, so this walk asks what a container can do instead.
+"""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -27,49 +32,48 @@ def map_tensors(function: Callable[[torch.Tensor], Any], tree: Any) -> Any:
     """
     if isinstance(tree, torch.Tensor):
         return function(tree)
+    held = children_of(tree)
+    if held is None:
+        return tree
+    return with_children(tree, {key: map_tensors(function, child) for key, child in held.items()})
+
+
+def iter_tensors(tree: Any) -> Iterator[torch.Tensor]:
+    """Yield every tensor of `tree`, in the order of `map_tensors`."""
+    if isinstance(tree, torch.Tensor):
+        yield tree
+    for child in (children_of(tree) or {}).values():
+        yield from iter_tensors(child)
+
+
+def children_of(tree: Any) -> Mapping[Any, Any] | None:
+    """Return the children of a container by key, index or field name, or None."""
+    if isinstance(tree, torch.Tensor):
+        return None
     if isinstance(tree, MutableMapping):
-        return _map_mapping(function, tree)
+        return dict(tree.items())
     if isinstance(tree, (list, tuple)):
-        return _map_sequence(function, tree)
+        return dict(enumerate(tree))
     if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
-        return _map_dataclass(function, tree)
-    return tree
+        return {
+            field.name: getattr(tree, field.name) for field in dataclasses.fields(tree) if hasattr(tree, field.name)
+        }
+    return None
 
 
-def _map_mapping(function: Callable[[torch.Tensor], Any], tree: MutableMapping[Any, Any]) -> Any:
-    changed = _changes(function, dict(tree.items()))
+def with_children(tree: Any, replacements: Mapping[Any, Any]) -> Any:
+    """Return a container of the same class with these children; the same object if none has changed."""
+    before = children_of(tree) or {}
+    changed = {key: child for key, child in replacements.items() if child is not before[key]}
     if not changed:
         return tree
-    result = copy.copy(tree)  # keeps the default factory, attributes and order of subclasses
-    for key, value in changed.items():
-        result[key] = value
+    if isinstance(tree, tuple):
+        make = getattr(type(tree), "_make", None)  # a namedtuple's constructor takes its fields one by one
+        return make(replacements.values()) if make is not None else type(tree)(replacements.values())
+    result = copy.copy(tree)  # keeps a default factory, attributes and the order
+    for key, child in changed.items():
+        if isinstance(tree, (MutableMapping, list)):
+            result[key] = child
+        else:
+            object.__setattr__(result, key, child)  # frozen dataclasses raise in setattr
     return result
-
-
-def _map_sequence(function: Callable[[torch.Tensor], Any], tree: list[Any] | tuple[Any, ...]) -> Any:
-    changed = _changes(function, dict(enumerate(tree)))
-    if not changed:
-        return tree
-    values = [changed.get(index, value) for index, value in enumerate(tree)]
-    if isinstance(tree, list):
-        result = copy.copy(tree)
-        result[:] = values
-        return result
-    make = getattr(type(tree), "_make", None)  # a namedtuple's constructor takes its fields one by one
-    return make(values) if make is not None else type(tree)(values)
-
-
-def _map_dataclass(function: Callable[[torch.Tensor], Any], tree: Any) -> Any:
-    fields = {field.name: getattr(tree, field.name) for field in dataclasses.fields(tree) if hasattr(tree, field.name)}
-    changed = _changes(function, fields)
-    if not changed:
-        return tree
-    result = copy.copy(tree)
-    for name, value in changed.items():
-        object.__setattr__(result, name, value)  # frozen dataclasses refuse setattr; the copy is ours
-    return result
-
-
-def _changes(function: Callable[[torch.Tensor], Any], items: dict[Any, Any]) -> dict[Any, Any]:
-    mapped = {key: map_tensors(function, value) for key, value in items.items()}
-    return {key: value for key, value in mapped.items() if value is not items[key]}

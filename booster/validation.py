@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from numbers import Integral
 from os import PathLike
-from typing import Any, SupportsFloat
+from typing import Any, SupportsFloat, TypeGuard
 
 import torch
 from torch import nn
@@ -24,10 +24,22 @@ def is_int(value: Any) -> bool:
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 
-def check_flag(name: str, value: Any) -> None:
-    """Raise `ConfigError` unless an argument is a bool."""
+def is_count(value: Any, minimum: int = 1) -> TypeGuard[int]:
+    """Return whether `value` is an int of at least `minimum`, and not a bool."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= minimum
+
+
+def check_flag(name: str, value: Any, *, reason: str = "", advice: str = "pass True or False") -> None:
+    """Raise `ConfigError` unless an argument is a bool.
+
+    Args:
+        name: Name of the argument.
+        value: The argument.
+        reason: What the value suggests, for the message.
+        advice: What to write instead, for the message.
+    """
     if not isinstance(value, bool):
-        raise ConfigError(f"{name} must be a bool, got {value!r}: pass True or False")
+        raise ConfigError(f"{name} must be a bool, got {value!r}{reason}: {advice}")
 
 
 def check_path(name: str, value: Any) -> None:
@@ -99,8 +111,7 @@ def check_replicas(extra_dp_size: Any, world_size: int) -> None:
     Raises:
         ConfigError: They cannot.
     """
-    is_count = isinstance(extra_dp_size, int) and not isinstance(extra_dp_size, bool) and extra_dp_size >= 1
-    if not is_count or world_size % extra_dp_size:
+    if not is_count(extra_dp_size) or world_size % extra_dp_size:
         raise ConfigError(
             f"extra_dp_size={extra_dp_size!r} does not divide the {world_size} ranks into equal groups that each hold"
             " all shards: give a divisor of the world size, or 1"

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterable, Iterator
-from typing import Generic, TypeVar
+from collections import deque
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
 Job = TypeVar("Job")
 
@@ -14,64 +15,47 @@ def run_in_threads(work: Callable[[Job], None], jobs: Iterable[Job], num_threads
 
     Args:
         work: Function that runs one job.
-        jobs: Jobs; iterated under a lock.
+        jobs: Jobs.
         num_threads: Number of threads, including the calling one.
 
     Raises:
         BaseException: Exception of the first job that failed. No job starts after that.
     """
-    queue = _Queue(jobs)
+    remaining = deque(jobs)  # its methods are thread-safe
+    failures: list[BaseException] = []
 
-    def loop() -> None:
+    def stop(error: BaseException) -> None:
+        failures.append(error)
+        remaining.clear()
+
+    def run_remaining() -> None:
         try:
-            for job in queue:
+            while True:
+                try:
+                    job = remaining.popleft()
+                except IndexError:
+                    return
                 work(job)
         except BaseException as error:  # raised below, in the calling thread
-            queue.stop(error)
+            stop(error)
 
-    threads: list[threading.Thread] = []
+    # The calling thread works too, so that all jobs run where no thread can be started: at interpreter exit.
+    pool = ThreadPoolExecutor(max(1, num_threads - 1), thread_name_prefix="booster-checkpoint")
     try:
-        for number in range(1, num_threads):
-            thread = threading.Thread(target=loop, name=f"booster-checkpoint-{number}")
-            try:
-                thread.start()
-            except RuntimeError:  # no new threads at interpreter exit: the calling thread runs all jobs
-                break
-            threads.append(thread)
-        loop()
+        for _ in range(num_threads - 1):
+            pool.submit(run_remaining)
+    except RuntimeError:
+        pass
     except BaseException as error:  # KeyboardInterrupt while threads are started
-        queue.stop(error)
+        stop(error)
+    run_remaining()
     # An interrupt must not leave a thread behind, which would continue to write into files that the caller closes.
-    for thread in threads:
-        while thread.is_alive():
-            try:
-                thread.join()
-            except BaseException as error:  # raised after all threads have ended
-                queue.stop(error)
-    if queue.failure is not None:
-        raise queue.failure
-
-
-class _Queue(Generic[Job]):
-    """Thread-safe iterator over jobs that stops at the first failure."""
-
-    def __init__(self, jobs: Iterable[Job]) -> None:
-        self._jobs = iter(jobs)
-        self._lock = threading.Lock()
-        self.failure: BaseException | None = None
-
-    def stop(self, failure: BaseException) -> None:
-        with self._lock:
-            if self.failure is None:
-                self.failure = failure
-
-    def __iter__(self) -> Iterator[Job]:
-        while True:
-            with self._lock:
-                if self.failure is not None:
-                    return
-                try:
-                    job = next(self._jobs)
-                except StopIteration:
-                    return
-            yield job
+    is_shut_down = False
+    while not is_shut_down:
+        try:
+            pool.shutdown()
+            is_shut_down = True
+        except BaseException as error:  # raised after all threads have ended
+            stop(error)
+    if failures:
+        raise failures[0]

@@ -13,6 +13,8 @@ from typing import Any, Literal
 
 import torch
 
+from booster.errors import format_ranks
+
 from .loader import load_kernel
 
 MAX_RANKS = 64
@@ -238,8 +240,7 @@ class SharedMemory:
             ranks_of.setdefault(text, []).append(rank)
         calls: list[str] = []
         for text, ranks in ranks_of.items():
-            shown = ", ".join(map(str, ranks[:10])) + (f" and {len(ranks) - 10} more" if len(ranks) > 10 else "")
-            calls.append(f"{text} on {'rank' if len(ranks) == 1 else 'ranks'} {shown} of the group")
+            calls.append(f"{text} on {format_ranks(ranks)} of the group")
         return ", ".join(calls)
 
 

@@ -14,6 +14,7 @@ from .bucket_collectives import (
 from .checks import all_gather_text, check_same_across_ranks, raise_on_all_ranks
 from .collective_op import CommunicationCount, count_communication
 from .collectives import (
+    LOW_PRECISION,
     all_gather_bytes,
     all_gather_equal,
     all_reduce_max,
@@ -57,6 +58,7 @@ from .shared_memory import transport, use_shared_memory
 from .store_barrier import ErrorBarrier
 
 __all__ = [
+    "LOW_PRECISION",
     "AllGather",
     "AllReduce",
     "CommunicationCount",

@@ -11,8 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from booster.errors import BoosterError, DesyncError, RankFailedError
-from booster.fault_tolerance.failure_diagnosis import format_ranks
+from booster.errors import BoosterError, DesyncError, RankFailedError, format_ranks
 
 from .collectives import all_gather_bytes, all_gather_equal, all_reduce_numbers, global_rank_of, group_rank, group_size
 from .fake import is_fake_world

@@ -28,7 +28,8 @@ from booster.kernels.shared_memory import SharedMemory, can_reduce
 from .collective_op import CollectiveOp, start_op
 from .fake import is_fake_world
 
-_LOW_PRECISION = (torch.float16, torch.bfloat16)
+# Sums of these dtypes are computed in fp32, and so are the updates of their parameters.
+LOW_PRECISION = (torch.float16, torch.bfloat16)
 
 
 def p2p_all_gather(operation: CollectiveOp, joined: torch.Tensor, source: torch.Tensor) -> None:
@@ -51,7 +52,7 @@ def p2p_all_reduce(operation: CollectiveOp, tensor: torch.Tensor, operator: Lite
     """Reduce a contiguous tensor in place, in rank order, to equal bits on every rank; 16-bit dtypes in fp32."""
     rows = tensor.new_empty((dist.get_world_size(operation.group), tensor.numel()))
     p2p_all_gather(operation, rows, tensor)
-    total = rows[0].float() if tensor.dtype in _LOW_PRECISION else rows[0]
+    total = rows[0].float() if tensor.dtype in LOW_PRECISION else rows[0]
     for row in rows[1:]:
         if operator == "sum":
             total += row

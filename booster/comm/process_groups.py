@@ -21,8 +21,8 @@ from torch.distributed import DebugLevel, get_debug_level  # type: ignore[attr-d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import Store, _get_default_store, _world
 
-from booster.errors import ConfigError, RankFailedError
-from booster.fault_tolerance.failure_diagnosis import format_phase, format_ranks
+from booster.errors import ConfigError, RankFailedError, first_line, format_ranks
+from booster.fault_tolerance.failure_diagnosis import format_phase
 from booster.fault_tolerance.progress import current_progress
 from booster.fault_tolerance.store import TimeoutStore, call_with_timeout
 from booster.fault_tolerance.timeouts import timeouts
@@ -339,7 +339,7 @@ class _Arrivals:
         head = (
             f"rank {dist.get_rank()} could not make a group of {format_ranks(self._ranks)} within {seconds:g} s{phase}"
         )
-        tail = f"torch reports: {str(error).strip().splitlines()[0]}"
+        tail = f"torch reports: {first_line(error)}"
         try:
             store = TimeoutStore(self._client, self._prefix, _ANSWER_SECONDS)
             missing = [rank for rank in self._expected if not store.check([str(rank)])]

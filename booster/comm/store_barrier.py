@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 from torch.distributed.distributed_c10d import Store, _get_default_store
 
-from booster.errors import DesyncError, RankFailedError
-from booster.fault_tolerance.failure_diagnosis import describe_last_heartbeats, format_phase, format_ranks
+from booster.errors import DesyncError, RankFailedError, first_line, format_ranks
+from booster.fault_tolerance.failure_diagnosis import describe_last_heartbeats, format_phase
 from booster.fault_tolerance.heartbeat import ended_processes, exit_statuses, read_heartbeats
 from booster.fault_tolerance.progress import current_progress
 from booster.fault_tolerance.store import TimeoutStore, call_with_timeout
@@ -80,7 +80,7 @@ class ErrorBarrier:
     def _store_error(self, phase: str, failure: dist.DistError) -> RankFailedError:
         return RankFailedError(
             f"rank {dist.get_rank()} lost the store of torch.distributed at {phase} of {self._name!r}"
-            f"{format_phase(current_progress())}: {str(failure).splitlines()[0]}. The process that serves it (rank 0 or"
+            f"{format_phase(current_progress())}: {first_line(failure)}. The process that serves it (rank 0 or"
             " the launcher) has ended or is stopped, see its log"
         )
 

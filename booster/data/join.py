@@ -9,7 +9,7 @@ from typing import Generic, Protocol, TypeVar
 import torch
 
 from booster.comm import all_gather_equal, all_reduce_numbers, group_size, raise_on_all_ranks
-from booster.errors import ConfigError, RankFailedError
+from booster.errors import ConfigError, RankFailedError, format_ranks
 from booster.fault_tolerance.progress import in_phase
 from booster.logger import get_dist_logger
 
@@ -26,7 +26,6 @@ from .sampler import BatchPosition
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 _UNKNOWN_POSITION = BatchPosition(num_samples=0, num_repeated=0, num_repeated_local=0, stop=0, is_last=False)
-_MAX_LISTED = 10  # ranks in a message
 
 
 class JoinIterator(Iterator[T_co]):
@@ -94,8 +93,7 @@ class JoinIterator(Iterator[T_co]):
 
 def _log_end(ended: Sequence[int], num_batches: int) -> None:
     logger = get_dist_logger("booster.data")
-    ranks = ("rank " if len(ended) == 1 else "ranks ") + ", ".join(map(str, ended[:_MAX_LISTED]))
-    ranks += f" and {len(ended) - _MAX_LISTED} more" if len(ended) > _MAX_LISTED else ""
+    ranks = format_ranks(ended)
     if num_batches == 0:
         logger.warning(f"join_uneven() ends before the first batch: {ranks} had none", ranks=[0])
     else:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from booster.comm import all_gather_equal, all_gather_text, global_rank_of, group_rank
 from booster.errors import ConfigError, DesyncError
-from booster.pytree import map_tensors
+from booster.pytree import iter_tensors, map_tensors
 
 from .dataloader import active_position
 
@@ -74,16 +74,13 @@ def gather_for_metrics(data: Any, group: dist.ProcessGroup | None = None) -> Any
         ConfigError: The data has no tensor, or one that is not dense.
         DesyncError: The ranks' tensors do not match.
     """
-    tensors: list[torch.Tensor] = []
-    map_tensors(tensors.append, data)
-    error = _unsupported(tensors, data)
-    own = None if error is not None else _local_rows(tensors)
+    local = list(iter_tensors(data))
+    error = _unsupported(local, data)
+    own = None if error is not None else _local_rows(local)
     texts = all_gather_text("gather_for_metrics()", [] if own is None else [json.dumps(asdict(own))], group, error)
     ranks = [_RankRows.from_text(fact) for (fact,) in texts]
     references = _check_matching(ranks, group)
-    joined = iter(
-        [_concatenated(tensor, index, ranks, references[index], group) for index, tensor in enumerate(tensors)]
-    )
+    joined = iter([_concatenated(tensor, index, ranks, references[index], group) for index, tensor in enumerate(local)])
     return map_tensors(lambda _: next(joined), data)
 
 

@@ -20,6 +20,7 @@ import torch
 from torch.utils.data import BatchSampler, Sampler
 
 from booster.errors import ConfigError
+from booster.validation import is_count
 
 from .worker_seeding import SampleBatch, derive_seed
 
@@ -76,7 +77,7 @@ def check_data_parallel(dp_rank: int, dp_size: int, batch_size: int) -> None:
         raise ConfigError(
             f"dp_rank={dp_rank} of dp_size={dp_size} is not in 0..dp_size-1: pass dp_rank and dp_size of the plugin"
         )
-    if not isinstance(batch_size, int) or isinstance(batch_size, bool) or batch_size < 1:
+    if not is_count(batch_size):
         raise ConfigError(
             f"batch_size={batch_size!r} is not a number of samples per rank and batch: pass a positive int"
         )

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from booster.comm import count_communication
 from booster.interface.memory import ActivationProfile, MemoryInterval
-from booster.pytree import map_tensors
+from booster.pytree import iter_tensors
 
 # Note [Activation memory]
 # The model runs forward and backward on fake tensors, which have shapes, dtypes and storage sizes, but no memory. Each
@@ -123,14 +123,8 @@ class _StorageTracker(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         result = _run(func, args, kwargs or {})
-        found = result if isinstance(result, (tuple, list)) else (result,)
-        for one in found:
-            if isinstance(one, torch.Tensor):
-                self._track(one)
-            elif isinstance(one, (tuple, list)):
-                for inner in one:
-                    if isinstance(inner, torch.Tensor):
-                        self._track(inner)
+        for tensor in iter_tensors(result):
+            self._track(tensor)
         return result
 
     def add_event(self, event: str, name: str, returned: int = 0) -> None:
@@ -193,16 +187,12 @@ def _track_gradients(model: nn.Module, tracker: _StorageTracker) -> Iterator[Non
 @contextmanager
 def _track_modules(model: nn.Module, tracker: _StorageTracker) -> Iterator[None]:
     def watch(name: str, module: nn.Module) -> list[Any]:
-        def expect_backward(tensor: torch.Tensor) -> torch.Tensor:
-            if tensor.requires_grad and isinstance(tensor, FakeTensor):  # vocab-parallel logits refuse hooks
-                tensor.register_hook(lambda _: tracker.add_event("backward", name))
-            return tensor
-
         def leave(_: nn.Module, inputs: Any, outputs: Any) -> None:
-            sizes: dict[int, int] = {}
-            map_tensors(lambda tensor: sizes.setdefault(id(tensor), tensor.numel() * tensor.itemsize), outputs)
+            sizes = {id(tensor): tensor.numel() * tensor.itemsize for tensor in iter_tensors(outputs)}
             tracker.add_event("leave", name, sum(sizes.values()))
-            map_tensors(expect_backward, outputs)
+            for tensor in iter_tensors(outputs):
+                if tensor.requires_grad and isinstance(tensor, FakeTensor):  # vocab-parallel logits refuse hooks
+                    tensor.register_hook(lambda _: tracker.add_event("backward", name))
 
         return [
             module.register_forward_pre_hook(lambda *_: tracker.add_event("enter", name)),

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from booster.comm import fake_collectives, fake_world, group_size, is_initialized
 from booster.core.model_wrapper import call_with_batch
-from booster.errors import BoosterError, ConfigError
+from booster.errors import BoosterError, ConfigError, first_line
 from booster.interface import (
     ActivationProfile,
     FusedUpdate,
@@ -29,7 +29,7 @@ from booster.interface import (
 )
 from booster.mixed_precision import mixed_precision_from_name
 from booster.mixed_precision.fp16 import cast_floats
-from booster.pytree import map_tensors
+from booster.pytree import iter_tensors, map_tensors
 from booster.registry import plugin_from_name
 from booster.single_device import SingleDevicePlugin
 from booster.validation import is_number
@@ -287,9 +287,7 @@ class FakeTensorMemoryRequest(MemoryRequest):
 
     @property
     def batch_size(self) -> int:
-        sizes: list[int] = []
-        map_tensors(lambda tensor: sizes.append(tensor.shape[0] if tensor.dim() else 1), self._batch)
-        return max(sizes, default=1)
+        return max((tensor.shape[0] if tensor.dim() else 1 for tensor in iter_tensors(self._batch)), default=1)
 
     def prepared_model(self) -> nn.Module:
         model = fake_copy(self.model, self._mode)
@@ -341,23 +339,20 @@ class FakeTensorMemoryRequest(MemoryRequest):
                     if tensor.is_floating_point():
                         tensor.data = tensor.data.to(dtype)
             batch = _largest_microbatch(self._batch, num_microbatches)
-            before: list[torch.Tensor] = []
-            map_tensors(lambda tensor: before.append(tensor), batch)
             try:
                 return measure_activations(
-                    model, lambda: self._loss(model, batch, dtype, outputs_fp32), existing=before
+                    model, lambda: self._loss(model, batch, dtype, outputs_fp32), existing=list(iter_tensors(batch))
                 )
             except BoosterError:
                 raise
             except Exception as error:
-                first_line = (str(error).strip().splitlines() or [""])[0][:200]
                 advice = "check that it runs on a real batch of these shapes and with this criterion"
                 if isinstance(error, (DataDependentOutputException, DynamicOutputShapeException)):
                     advice = "a forward with data-dependent control flow can't be measured; give a batch for which it"
                     advice += " has none"
                 raise ConfigError(
                     f"{type(model).__name__} can't be run on fake tensors to measure its activations"
-                    f" ({type(error).__name__}: {first_line}): {advice}"
+                    f" ({type(error).__name__}: {first_line(error)[:200]}): {advice}"
                 ) from error
 
     def _loss(self, model: nn.Module, batch: Any, dtype: torch.dtype | None, outputs_fp32: bool) -> torch.Tensor:

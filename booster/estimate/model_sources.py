@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from booster.errors import BoosterError, ConfigError
-from booster.pytree import map_tensors
+from booster.pytree import iter_tensors
 
 from .estimate import default_criterion
 
@@ -518,9 +518,7 @@ def _from_parts(text: str, parts: tuple[Any, ...], batch: int | None, sequence: 
             f"--model {text} returns its own batch, but --batch or --seq was given too: omit them, or return the model"
             " alone"
         )
-    found: list[torch.Tensor] = []
-    map_tensors(lambda tensor: found.append(tensor), parts[1])
-    if not found:
+    if next(iter_tensors(parts[1]), None) is None:
         raise ConfigError(
             f"--model {text} returned {_format_type(parts[1])} as a batch, which has no tensor: return the inputs of"
             " the model's forward: a tensor, a tuple, or a dict by name"
@@ -572,10 +570,8 @@ def _on_meta(dtype: torch.dtype) -> Iterator[None]:
 
 
 def _mean_of_first(outputs: Any, batch: Any) -> torch.Tensor:
-    found: list[torch.Tensor] = []
     first = next(iter(outputs.values())) if isinstance(outputs, Mapping) else outputs
-    map_tensors(lambda tensor: found.append(tensor), first)
-    return found[0].float().mean()
+    return next(iter_tensors(first)).float().mean()
 
 
 def _transformers(name: str) -> Any:

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_group, _world
 
-from booster.errors import RankFailedError
+from booster.errors import RankFailedError, first_line
 from booster.kernels.shared_memory import SharedMemoryError
 
 from .failure_diagnosis import CollectiveId, FailureDiagnosis, append_failure, report_group_abort, reported_failures
@@ -84,7 +84,7 @@ def _explain(collective: CollectiveId, group: dist.ProcessGroup, error: RuntimeE
         return f"{head}: {result}" if reported_failures() else f"{head}: {result}{tail}"
     except dist.DistError as failure:
         return (
-            f"{head}, and the store of torch.distributed is gone too ({_first_line(failure)}): the process that serves"
+            f"{head}, and the store of torch.distributed is gone too ({_reason(failure)}): the process that serves"
             f" it (rank 0 or the launcher) has ended or is stopped, see its log{tail}"
         )
 
@@ -92,9 +92,9 @@ def _explain(collective: CollectiveId, group: dist.ProcessGroup, error: RuntimeE
 def _backend_message(error: RuntimeError, group: dist.ProcessGroup) -> str:
     """Return the transport's error in parentheses, or "" where this rank aborted the wait itself; see `abort_waits`."""
     if isinstance(error, SharedMemoryError):
-        return "" if error.is_own_abort else f" (shared memory reports: {_first_line(error)})"
+        return "" if error.is_own_abort else f" (shared memory reports: {_reason(error)})"
     is_of_gloo = "gloo" in str(dist.get_backend(group)) and "nccl" not in str(error).lower()
-    return f" ({'gloo' if is_of_gloo else 'torch'} reports: {_first_line(error)})"
+    return f" ({'gloo' if is_of_gloo else 'torch'} reports: {_reason(error)})"
 
 
 def report_failure(text: str) -> None:
@@ -155,8 +155,7 @@ def _close_connections(group: dist.ProcessGroup) -> None:
                     work.wait(_AT_ONCE)
 
 
-def _first_line(error: Exception) -> str:
+def _reason(error: Exception) -> str:
     """Return the first line of an error's text, without gloo's source position and general advice."""
-    lines = str(error).strip().splitlines()
-    text = _ADVICE.split(_SOURCE_FILE.sub("", lines[0]), maxsplit=1)[0].rstrip(" .") if lines else ""
+    text = _ADVICE.split(_SOURCE_FILE.sub("", first_line(error)), maxsplit=1)[0].rstrip(" .")
     return text[:_MAX_TEXT] or type(error).__name__

@@ -11,6 +11,8 @@ from typing import Any, Literal
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
+from booster.errors import format_list, format_ranks
+
 from .heartbeat import (
     ANSWER_SECONDS,
     ENDED,
@@ -224,7 +226,7 @@ class FailureDiagnosis:
             f"rank {rank} is at {collective}{format_phase(progress)}"
             for rank, (collective, progress) in reports.items()
         ]
-        return ", ".join(known[:_MAX_LISTED]) + _and_more(known)
+        return format_list(known, _MAX_LISTED)
 
     def _reports(self) -> dict[int, tuple[CollectiveId, Progress]]:
         unreported = self._unreported()
@@ -342,18 +344,9 @@ def report_group_abort(group: dist.ProcessGroup, reason: str) -> None:
     store.append(_LEFT_KEY, json.dumps([dist.get_rank(), reason]) + "\n")
 
 
-def format_ranks(ranks: Sequence[int]) -> str:
-    """Return the ranks as text."""
-    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks[:_MAX_LISTED])) + _and_more(ranks)
-
-
 def _store(prefix: str) -> TimeoutStore:
     return TimeoutStore(_get_default_store(), prefix, ANSWER_SECONDS)
 
 
 def _entries(store: TimeoutStore, key: str) -> list[Any]:
     return [json.loads(line) for line in store.get(key).splitlines()] if store.check([key]) else []
-
-
-def _and_more(several: Sequence[object]) -> str:
-    return f" and {len(several) - _MAX_LISTED} more" if len(several) > _MAX_LISTED else ""

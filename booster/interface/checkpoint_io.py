@@ -17,6 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from booster.core.model_wrapper import ModelWrapper
 from booster.core.optimizer_wrapper import OptimizerWrapper
 from booster.errors import ConfigError
+from booster.validation import is_count
 
 _FOLDER = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_\-]*")
 
@@ -125,7 +126,7 @@ class SaveOptions:
 
 def check_size_per_shard(size_per_shard: Any) -> None:
     """Raise `ConfigError` unless `size_per_shard` is a positive integer."""
-    if isinstance(size_per_shard, bool) or not isinstance(size_per_shard, int) or size_per_shard < 1:
+    if not is_count(size_per_shard):
         raise ConfigError(f"size_per_shard={size_per_shard!r} is not a size in MB: give an integer of at least 1")
 
 

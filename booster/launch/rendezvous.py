@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]  # no __all__ there
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from booster.errors import BoosterError, ConfigError, RankFailedError
+from booster.errors import BoosterError, ConfigError, RankFailedError, first_line
 
 # torch's elastic launcher keeps its store over a restart of the ranks, with the addresses of the dead ones in it, and
 # init_method="env://" reads those. Separate keys per attempt, and per launch within a process (a script may destroy its
@@ -181,21 +181,17 @@ def _connection_error(
     if serves and "failed to listen" not in str(error):
         return ConfigError(
             f"rank 0 serves the store on {socket.gethostname()}, but cannot reach it at {host}:{port} within "
-            f"{timeout_seconds:g} s ({_first_line(error)}): give the address of rank 0's host as host"
+            f"{timeout_seconds:g} s ({first_line(error)}): give the address of rank 0's host as host"
         )
     if serves:
         return ConfigError(
-            f"rank 0 cannot serve at port={port} of this host ({_first_line(error)}): choose a free port, equal on all "
+            f"rank 0 cannot serve at port={port} of this host ({first_line(error)}): choose a free port, equal on all "
             "ranks"
         )
     return RankFailedError(
         f"rank {rank} on {socket.gethostname()} could not reach the store at {host}:{port} within "
-        f"{timeout_seconds:g} s ({_first_line(error)}): check that rank 0 runs there and the port is open"
+        f"{timeout_seconds:g} s ({first_line(error)}): check that rank 0 runs there and the port is open"
     )
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).splitlines()[0]
 
 
 _REPORT_SECONDS = 3.0
@@ -221,7 +217,7 @@ def report_missing_ranks(store: Store, rank: int, world_size: int) -> Iterator[N
     except RuntimeError as error:
         raise RankFailedError(
             f"rank {rank} could not connect with all ranks at the launch: {_missing_ranks(store, rank, world_size)};"
-            f" torch reports: {_first_line(error)}"
+            f" torch reports: {first_line(error)}"
         ) from error
     if world_size > 1:
         with suppress(RuntimeError):  # rank 0 and its store are gone: the next collective raises

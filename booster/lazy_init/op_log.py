@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves, tree_map
 
 from booster.errors import ConfigError
 
@@ -72,9 +73,7 @@ class RecordedCall:
     default_dtype: torch.dtype
 
     def references(self) -> Iterator[LazyReference]:
-        found: list[LazyReference] = []
-        map_arguments(lambda value: found.append(value) if isinstance(value, LazyReference) else None, self.arguments)
-        return iter(found)
+        return (leaf for leaf in tree_leaves(self.arguments) if isinstance(leaf, LazyReference))
 
 
 @dataclass(slots=True, eq=False)
@@ -100,15 +99,6 @@ class OpLog:
 
 
 LogPrefix = tuple[OpLog, int]  # log and number of its writes
-
-
-def map_arguments(function: Callable[[Any], Any], tree: Any) -> Any:
-    """Apply a function to every leaf of nested tuples, lists and dicts."""
-    if type(tree) in (tuple, list):
-        return type(tree)(map_arguments(function, value) for value in tree)
-    if type(tree) is dict:
-        return {name: map_arguments(function, value) for name, value in tree.items()}
-    return function(tree)
 
 
 def view_of(storage: torch.UntypedStorage, geometry: Geometry) -> torch.Tensor:
@@ -171,7 +161,7 @@ class _Replay:
                 return view_of(own_storage, argument.geometry)
             return view_of(self._value(argument.prefix), argument.geometry)
 
-        args, kwargs = map_arguments(value_of, call.arguments)
+        args, kwargs = tree_map(value_of, call.arguments)
         with _call_settings(call):
             return call.function(*args, **kwargs)
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves, tree_map
 
 from booster.errors import ConfigError
 
@@ -21,7 +22,6 @@ from .op_log import (
     OpLog,
     RecordedCall,
     make_lazy,
-    map_arguments,
     materialize_in_place,
     op_log_of,
     replay,
@@ -78,9 +78,7 @@ _MAX_READS = 16  # reads of a lazy value (each one a replay) after which it is m
 
 def tensors_in(tree: Any) -> list[torch.Tensor]:
     """Return the tensors of nested tuples, lists and dicts."""
-    found: list[torch.Tensor] = []
-    map_arguments(lambda value: found.append(value) if isinstance(value, torch.Tensor) else None, tree)
-    return found
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
 def num_real_bytes(arguments: Arguments) -> int:
@@ -96,8 +94,7 @@ def are_dense_cpu(arguments: Arguments) -> bool:
         return False
     if layout is not None and layout is not torch.strided:
         return False
-    generators: list[torch.Generator] = []
-    map_arguments(lambda leaf: generators.append(leaf) if isinstance(leaf, torch.Generator) else None, arguments)
+    generators = [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, torch.Generator)]
     if any(generator.device.type != "cpu" for generator in generators):
         return False
     return all(storage_of(tensor) is not None for tensor in tensors_in(arguments))
@@ -109,7 +106,7 @@ def freeze_generators(arguments: Arguments) -> Arguments:
     def freeze(leaf: Any) -> Any:
         return GeneratorState(leaf.get_state()) if isinstance(leaf, torch.Generator) else leaf
 
-    frozen: Arguments = map_arguments(freeze, arguments)
+    frozen: Arguments = tree_map(freeze, arguments)
     return frozen
 
 
@@ -126,7 +123,7 @@ def record_call(operator: Any, arguments: Arguments, random_state: torch.Tensor 
 
     return RecordedCall(
         function=operator,
-        arguments=map_arguments(keep, freeze_generators(arguments)),
+        arguments=tree_map(keep, freeze_generators(arguments)),
         rng_state=random_state,
         default_dtype=torch.get_default_dtype(),
     )
@@ -148,7 +145,7 @@ def to_meta(arguments: Arguments) -> Arguments:
             return leaf
         return torch.empty_strided(leaf.size(), leaf.stride(), dtype=leaf.dtype, device="meta")
 
-    twins: Arguments = map_arguments(twin, arguments)
+    twins: Arguments = tree_map(twin, arguments)
     return twins
 
 
@@ -168,7 +165,7 @@ def materialize_arguments(arguments: Arguments) -> Arguments:
             storages[id(record)] = replay(record)
         return view_of(storages[id(record)], Geometry.of(leaf))
 
-    real: Arguments = map_arguments(value_of, arguments)
+    real: Arguments = tree_map(value_of, arguments)
     return real
 
 

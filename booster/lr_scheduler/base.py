@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from numbers import Integral, Real
+from numbers import Real
 from typing import Any, ClassVar
 
 import torch
@@ -14,13 +14,9 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from booster.errors import ConfigError
+from booster.validation import is_int
 
 LearningRate = float | Tensor
-
-
-def linear_warmup(base_lr: LearningRate, step: int, num_steps: int) -> LearningRate:
-    """Linear warmup: base / n, 2 base / n, ..., base."""
-    return base_lr * ((step + 1) / num_steps)
 
 
 def cosine_annealing(base_lr: LearningRate, step: int, num_steps: int, eta_min: float) -> LearningRate:
@@ -53,7 +49,7 @@ def check_steps(name: str, steps: Any, minimum: int = 0) -> int:
     Raises:
         ConfigError: It is not an integer of at least `minimum`.
     """
-    if isinstance(steps, bool) or not isinstance(steps, Integral):
+    if not is_int(steps):
         hint = f"int({steps!r} * total_steps)" if isinstance(steps, float) and 0 < steps < 1 else "an int"
         raise ConfigError(f"{name}={steps!r} is not an integer number of steps: give {hint}")
     if steps < minimum:
@@ -67,7 +63,7 @@ def check_total_steps(total_steps: Any) -> int:
     Raises:
         ConfigError: It is not a positive integer.
     """
-    if isinstance(total_steps, bool) or not isinstance(total_steps, Integral):
+    if not is_int(total_steps):
         raise ConfigError(
             f"total_steps={total_steps!r} is not an integer: give the total number of training steps right after the"
             " optimizer, before the arguments of torch's scheduler of this name"
@@ -90,14 +86,18 @@ def check_warmup_steps(warmup_steps: Any, total_steps: int) -> int:
     return steps
 
 
+def _is_real(value: Any) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)  # also numpy's, which are converted to float
+
+
 def check_number(name: str, value: Any, *, minimum: float = 0.0, is_minimum_allowed: bool = True) -> float:
     """Return a number as a float.
 
     Raises:
         ConfigError: It is not a finite number, or is out of range.
     """
-    is_number = isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
-    if not is_number or value < minimum or (value == minimum and not is_minimum_allowed):
+    is_finite = _is_real(value) and math.isfinite(value)
+    if not is_finite or value < minimum or (value == minimum and not is_minimum_allowed):
         bound = f"{minimum} or more" if is_minimum_allowed else f"more than {minimum}"
         raise ConfigError(f"{name}={value!r} is out of range: give a finite number of {bound}")
     return float(value)
@@ -110,8 +110,7 @@ def check_fraction(name: str, value: Any, *, is_one_allowed: bool) -> float:
         ConfigError: It is not a number from 0 to 1, or is 1 and that is not allowed.
     """
     bounds = "from 0 to 1" if is_one_allowed else "of at least 0 and less than 1"
-    is_number = isinstance(value, Real) and not isinstance(value, bool)
-    if not is_number or not (0 <= value < 1 or (value == 1 and is_one_allowed)):
+    if not _is_real(value) or not (0 <= value < 1 or (value == 1 and is_one_allowed)):
         raise ConfigError(f"{name}={value!r} is not a fraction of the steps: give a number {bounds}")
     return float(value)
 
@@ -155,8 +154,7 @@ def check_learning_rate(lr: Any, index: int) -> None:
     Raises:
         ConfigError: It is not.
     """
-    is_number = (isinstance(lr, Real) and not isinstance(lr, bool)) or (isinstance(lr, Tensor) and lr.numel() == 1)
-    if not is_number:
+    if not _is_real(lr) and not (isinstance(lr, Tensor) and lr.numel() == 1):
         raise ConfigError(
             f"param group {index} has lr={lr!r}, which is not a number: build the optimizer with a number as lr"
         )
@@ -181,8 +179,7 @@ def check_last_epoch(last_epoch: Any, total_steps: int, groups: Sequence[dict[st
     Raises:
         ConfigError: It is out of range, or the groups lack keys that are required for resuming.
     """
-    is_int = isinstance(last_epoch, Integral) and not isinstance(last_epoch, bool)
-    if not is_int or not -1 <= int(last_epoch) < total_steps:
+    if not is_int(last_epoch) or not -1 <= int(last_epoch) < total_steps:
         raise ConfigError(
             f"last_epoch={last_epoch!r} is not a step of total_steps={total_steps}: give -1 to start, or the number of"
             f" steps taken minus one, up to {total_steps - 1}"
@@ -370,7 +367,25 @@ class Schedule(LRScheduler):
 
 
 class CurveSchedule(Schedule):
-    """Base class of schedules that torch does not have: closed form only."""
+    """Base class of schedules that torch does not have: closed form only, after a linear warmup.
+
+    Warmup steps have 1/n, 2/n, ..., n/n of the learning rate.
+    """
+
+    warmup_steps: int
+
+    def __init__(self, optimizer: Optimizer, last_epoch: int) -> None:
+        self._check(optimizer, last_epoch)
+        super().__init__(optimizer, last_epoch)
+
+    @abstractmethod
+    def _after_warmup(self, base_lr: LearningRate, step: int, num_steps: int) -> LearningRate:
+        """Return the learning rate of a group after `step` of the `num_steps` steps after warmup."""
+
+    def _closed_form(self, base_lr: LearningRate, step: int, index: int) -> LearningRate:
+        if step < self.warmup_steps:
+            return base_lr * ((step + 1) / self.warmup_steps)
+        return self._after_warmup(base_lr, step - self.warmup_steps, self.total_steps - self.warmup_steps)
 
     def get_lr(self) -> list[LearningRate]:
         """Return the learning rates of all groups; internal to `step`, users call `get_last_lr`."""

@@ -25,7 +25,6 @@ from .base import (
     check_warmup_steps,
     copy_hyperparameter,
     cosine_annealing,
-    linear_warmup,
     polynomial_decay,
 )
 
@@ -88,13 +87,10 @@ class CosineAnnealingWarmupLR(CurveSchedule):
         self.total_steps = check_total_steps(total_steps)
         self.warmup_steps = check_warmup_steps(warmup_steps, self.total_steps)
         self.eta_min = check_number("eta_min", eta_min)
-        self._check(optimizer, last_epoch)
         super().__init__(optimizer, last_epoch)
 
-    def _closed_form(self, base_lr: LearningRate, step: int, index: int) -> LearningRate:
-        if step < self.warmup_steps:
-            return linear_warmup(base_lr, step, self.warmup_steps)
-        return cosine_annealing(base_lr, step - self.warmup_steps, self.total_steps - self.warmup_steps, self.eta_min)
+    def _after_warmup(self, base_lr: LearningRate, step: int, num_steps: int) -> LearningRate:
+        return cosine_annealing(base_lr, step, num_steps, self.eta_min)
 
 
 class StepLR(Schedule, lr_scheduler.StepLR):
@@ -184,14 +180,11 @@ class FlatAnnealingWarmupLR(CurveSchedule):
         self.warmup_steps = check_warmup_steps(warmup_steps, self.total_steps)
         self.pct_start = check_fraction("pct_start", pct_start, is_one_allowed=False)
         self.eta_min = check_number("eta_min", eta_min)
-        self._check(optimizer, last_epoch)
         super().__init__(optimizer, last_epoch)
 
-    def _closed_form(self, base_lr: LearningRate, step: int, index: int) -> LearningRate:
-        if step < self.warmup_steps:
-            return linear_warmup(base_lr, step, self.warmup_steps)
-        flat_end = self.warmup_steps + int((self.total_steps - self.warmup_steps) * self.pct_start)
-        return cosine_annealing(base_lr, max(0, step - flat_end), self.total_steps - flat_end, self.eta_min)
+    def _after_warmup(self, base_lr: LearningRate, step: int, num_steps: int) -> LearningRate:
+        num_flat = int(num_steps * self.pct_start)
+        return cosine_annealing(base_lr, max(0, step - num_flat), num_steps - num_flat, self.eta_min)
 
 
 class FlatAnnealingLR(FlatAnnealingWarmupLR):
@@ -232,13 +225,10 @@ class LinearWarmupLR(CurveSchedule):
     def __init__(self, optimizer: Optimizer, total_steps: int, warmup_steps: int = 0, last_epoch: int = -1) -> None:
         self.total_steps = check_total_steps(total_steps)
         self.warmup_steps = check_warmup_steps(warmup_steps, self.total_steps)
-        self._check(optimizer, last_epoch)
         super().__init__(optimizer, last_epoch)
 
-    def _closed_form(self, base_lr: LearningRate, step: int, index: int) -> LearningRate:
-        if step < self.warmup_steps:
-            return linear_warmup(base_lr, step, self.warmup_steps)
-        return polynomial_decay(base_lr, step - self.warmup_steps, self.total_steps - self.warmup_steps, 0.0, 1.0)
+    def _after_warmup(self, base_lr: LearningRate, step: int, num_steps: int) -> LearningRate:
+        return polynomial_decay(base_lr, step, num_steps, 0.0, 1.0)
 
 
 class MultiStepLR(Schedule, lr_scheduler.MultiStepLR):
@@ -308,13 +298,10 @@ class MultiStepWarmupLR(CurveSchedule):
         self.warmup_steps = check_warmup_steps(warmup_steps, self.total_steps)
         self.milestones = check_milestones(milestones, self.total_steps, self.warmup_steps)
         self.gamma = check_number("gamma", gamma, is_minimum_allowed=False)
-        self._check(optimizer, last_epoch)
         super().__init__(optimizer, last_epoch)
 
-    def _closed_form(self, base_lr: LearningRate, step: int, index: int) -> LearningRate:
-        if step < self.warmup_steps:
-            return linear_warmup(base_lr, step, self.warmup_steps)
-        return base_lr * self.gamma ** bisect_right(self.milestones, step)
+    def _after_warmup(self, base_lr: LearningRate, step: int, num_steps: int) -> LearningRate:
+        return base_lr * self.gamma ** bisect_right(self.milestones, step + self.warmup_steps)
 
 
 class OneCycleLR(Schedule, lr_scheduler.OneCycleLR):
@@ -513,14 +500,10 @@ class PolynomialWarmupLR(CurveSchedule):
         self.warmup_steps = check_warmup_steps(warmup_steps, self.total_steps)
         self.end_lr = check_number("end_lr", end_lr)
         self.power = check_number("power", power, is_minimum_allowed=False)
-        self._check(optimizer, last_epoch)
         super().__init__(optimizer, last_epoch)
 
-    def _closed_form(self, base_lr: LearningRate, step: int, index: int) -> LearningRate:
-        if step < self.warmup_steps:
-            return linear_warmup(base_lr, step, self.warmup_steps)
-        num_steps = self.total_steps - self.warmup_steps
-        return polynomial_decay(base_lr, step - self.warmup_steps, num_steps, self.end_lr, self.power)
+    def _after_warmup(self, base_lr: LearningRate, step: int, num_steps: int) -> LearningRate:
+        return polynomial_decay(base_lr, step, num_steps, self.end_lr, self.power)
 
 
 Function = Callable[[int], float]

@@ -16,6 +16,7 @@ from booster.core.model_wrapper import ModelWrapper
 from booster.core.optimizer_wrapper import OptimizerWrapper
 from booster.errors import ConfigError
 from booster.interface import LossScaler, MixedPrecision
+from booster.validation import is_non_nan_number
 
 from .autocast import AutocastMixedPrecision, check_no_float16_weights
 from .fp16 import Fp16Weights, OriginalWeights, attach_masters, cast_floats, log_rank_zero, low_precision_to_fp32
@@ -167,7 +168,7 @@ def _check_limits(options: ApexOptions) -> None:
             " leave it out, or pass loss_scale='dynamic'"
         )
     for name, value in (("min_loss_scale", low), ("max_loss_scale", high)):
-        if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0):
+        if value is not None and not (is_non_nan_number(value) and value > 0):
             raise ConfigError(f"{name}={value!r} is not a loss scale: pass a positive number, for example 2**24")
 
 

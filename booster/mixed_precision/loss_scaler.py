@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from booster.errors import CheckpointError, ConfigError
+from booster.validation import is_count, is_non_nan_number
 
 # The smallest scale whose reciprocal is finite in fp32.
 _SMALLEST_SCALE = 2.0**-126
@@ -173,21 +174,21 @@ class ConstantLossScaler:
         _check_state(state)
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+def _is_finite(value: Any) -> bool:
+    return is_non_nan_number(value) and math.isfinite(value)
 
 
 def _check_scale(name: str, value: Any) -> None:
-    if not _is_number(value) or not _SMALLEST_SCALE <= value < 2.0**128:
+    if not _is_finite(value) or not _SMALLEST_SCALE <= value < 2.0**128:
         raise ConfigError(f"{name}={value!r} is not a finite positive fp32 number: pass a scale such as 2**16")
 
 
 def _check_factors(growth_factor: Any, backoff_factor: Any) -> None:
-    if not _is_number(growth_factor) or growth_factor <= 1:
+    if not _is_finite(growth_factor) or growth_factor <= 1:
         raise ConfigError(
             f"growth_factor={growth_factor!r} does not raise the loss scale: pass a number above 1, such as 2.0"
         )
-    if not _is_number(backoff_factor) or not 0 < backoff_factor < 1:
+    if not _is_finite(backoff_factor) or not 0 < backoff_factor < 1:
         raise ConfigError(
             f"backoff_factor={backoff_factor!r} does not lower the loss scale: pass a number between 0 and 1, such as"
             " 0.5"
@@ -195,7 +196,7 @@ def _check_factors(growth_factor: Any, backoff_factor: Any) -> None:
 
 
 def _check_count(name: str, value: Any) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+    if not is_count(value):
         raise ConfigError(f"{name}={value!r} is not a number of steps: pass a positive int")
 
 
@@ -212,7 +213,7 @@ def _check_limits(initial: float, low: Any, high: Any) -> None:
 
 def _check_state(state: Mapping[str, Any]) -> None:
     keys = ("scale", "num_clean_steps", "num_overflows") if "num_clean_steps" in state else ("scale",)
-    if all(_is_number(state.get(key)) and state[key] >= 0 for key in keys) and state["scale"] > 0:
+    if all(_is_finite(state.get(key)) and state[key] >= 0 for key in keys) and state["scale"] > 0:
         return
     raise CheckpointError(
         f"{dict(state)!r} is not a loss scaler's state, which has a positive scale and two counts: load"

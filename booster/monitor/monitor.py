@@ -22,7 +22,7 @@ from booster.device import max_memory_allocated
 from booster.errors import BoosterError, ConfigError, DesyncError
 from booster.fault_tolerance.progress import Phase, observe_phases
 from booster.interface import ModelWrapper, OptimizerWrapper
-from booster.validation import check_flag
+from booster.validation import check_flag, is_count, is_non_nan_number
 
 from .loggers import (
     RESERVED_NAMES,
@@ -69,8 +69,7 @@ class MonitorConfig:
             if getattr(self, name) is not None:
                 _check_count(name, getattr(self, name))
         seconds: Any = self.hang_seconds
-        is_number = isinstance(seconds, (int, float)) and not isinstance(seconds, bool)
-        if seconds is not None and not (is_number and 0 < seconds < math.inf):
+        if seconds is not None and not (is_non_nan_number(seconds) and 0 < seconds < math.inf):
             raise ConfigError(
                 f"hang_seconds={seconds!r} is not a positive number of seconds: pass more than a slow step takes with"
                 " evaluation and saving, or leave it out"
@@ -92,7 +91,7 @@ def _check_path(name: str, value: Any, expected: str) -> None:
 
 
 def _check_count(name: str, value: Any) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+    if not is_count(value):
         raise ConfigError(f"{name}={value!r} is not a number of steps: pass a positive int")
 
 

@@ -15,11 +15,11 @@ from torch.utils.hooks import RemovableHandle
 
 from booster.comm import all_gather_bytes, all_reduce_numbers
 from booster.core.accumulation import any_nonfinite
-from booster.errors import ConfigError, NonfiniteError
+from booster.errors import ConfigError, NonfiniteError, format_list
 from booster.fault_tolerance.progress import StepCallback, current_progress, observe_phases
 from booster.interface import ModelWrapper, OptimizerWrapper
 from booster.logger import get_dist_logger
-from booster.pytree import map_tensors
+from booster.pytree import iter_tensors
 
 # Note [Nonfinite detection]
 # In forward, each rank records the modules that computed nonfinite outputs from finite inputs, in order of completion;
@@ -113,7 +113,7 @@ class _NonfiniteDetector(StepCallback):
         self._handles.append(module.register_forward_hook(after, with_kwargs=True))
 
     def _record_output(self, name: str, inputs: Any, output: Any) -> None:
-        for tensor in _tensors(output):
+        for tensor in iter_tensors(output):
             # Tensor subclasses that wrap other ranks' values have no local gradient to check.
             if tensor.requires_grad and type(tensor) is torch.Tensor:
                 tensor.register_hook(lambda gradient: self._record_gradient_at(name, gradient))
@@ -191,15 +191,9 @@ class _NonfiniteDetector(StepCallback):
         get_dist_logger("booster").warning(text if skips_step else f"{text}. {_LOGGED}", ranks=[0])
 
 
-def _tensors(tree: Any) -> list[torch.Tensor]:
-    found: list[torch.Tensor] = []
-    map_tensors(found.append, tree)
-    return found
-
-
 @torch.no_grad()
 def _has_nonfinite(tree: Any) -> bool:
-    return any(_is_nonfinite(tensor.detach()) for tensor in map(_local_values, _tensors(tree)))
+    return any(_is_nonfinite(tensor.detach()) for tensor in map(_local_values, iter_tensors(tree)))
 
 
 def _local_values(tensor: torch.Tensor) -> torch.Tensor:
@@ -301,6 +295,4 @@ def _format_gradients(reports: Sequence[_GradientReport]) -> str:
 
 
 def _format_names(names: Sequence[str]) -> str:
-    shown = ", ".join(repr(name) for name in names[:_MAX_NAMES])
-    more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
-    return f"{shown}{more}" if names else "none"
+    return format_list(map(repr, names), _MAX_NAMES) or "none"

@@ -19,6 +19,7 @@ from torch.distributed.distributed_c10d import _get_default_group
 
 from booster.comm import group_rank, group_size, is_initialized
 from booster.comm.store_barrier import RankStore
+from booster.errors import format_ranks
 from booster.fault_tolerance.heartbeat import progress_from_json, progress_to_json
 from booster.fault_tolerance.progress import CollectiveInfo, Progress, current_progress
 from booster.fault_tolerance.threads import join_at_exit
@@ -93,13 +94,9 @@ def _format_missing(waiting: Sequence[int], statuses: Mapping[int, RankStatus]) 
     assert collective is not None
     ranks = collective.ranks if collective.peer is None else (collective.peer,)
     missing = [other for other in ranks if other != rank and not _has_entered(collective, rank, statuses.get(other))]
-    head = f"{_listed(waiting)} {'wait' if len(waiting) > 1 else 'waits'} in {collective}"
-    return f"{head}; missing: {_listed(missing)}" if missing else f"{head}; all its ranks have entered it"
-
-
-def _listed(ranks: Sequence[int]) -> str:
-    shown = ", ".join(map(str, ranks[:_MAX_RANKS])) + (" and more" if len(ranks) > _MAX_RANKS else "")
-    return f"{'ranks' if len(ranks) > 1 else 'rank'} {shown}"
+    head = f"{format_ranks(waiting, _MAX_RANKS)} {'wait' if len(waiting) > 1 else 'waits'} in {collective}"
+    entered = f"missing: {format_ranks(missing, _MAX_RANKS)}" if missing else "all its ranks have entered it"
+    return f"{head}; {entered}"
 
 
 def _has_entered(collective: CollectiveInfo, rank: int, other: RankStatus | None) -> bool:

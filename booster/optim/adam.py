@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from booster.deprecation import renamed_arguments
 from booster.errors import CheckpointError, ConfigError
+from booster.validation import check_flag
 
 from .adam_update import MOMENTS, AdamGroupUpdate, AdamParamUpdate, Hyperparameters, StepArguments, check_no_variants
 from .base import (
@@ -28,18 +29,7 @@ from .nvme_offload.settings import OffloadSettings
 from .nvme_offload.states import DiskStates
 from .step import AdamStep
 
-
-def check_bool(name: str, value: object) -> None:
-    """Check that an argument is a bool.
-
-    Raises:
-        ConfigError: It is not, which often means that arguments were passed in torch's order.
-    """
-    if not isinstance(value, bool):
-        raise ConfigError(
-            f"{name} must be a bool, got {value!r}: give arguments after lr by keyword, as their order is not that of"
-            " torch.optim.AdamW"
-        )
+_KEYWORD_ADVICE = "give arguments after lr by keyword, as their order is not that of torch.optim.AdamW"
 
 
 def check_hyperparameters(group: Mapping[str, Any]) -> None:
@@ -129,8 +119,8 @@ class AdamBase(Optimizer):
         adamw_mode: bool,
         offload: OffloadSettings,
     ) -> None:
-        check_bool("bias_correction", bias_correction)
-        check_bool("adamw_mode", adamw_mode)
+        for name, value in (("bias_correction", bias_correction), ("adamw_mode", adamw_mode)):
+            check_flag(name, value, advice=_KEYWORD_ADVICE)
         defaults: dict[str, Any] = {
             "lr": lr,
             "betas": betas,

@@ -12,8 +12,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from booster.comm import LOW_PRECISION
 from booster.core.shard_aware import Shards
 from booster.errors import ConfigError
+from booster.validation import check_flag, is_non_nan_number
 
 from .adam_update import MOMENTS, is_dense, match_strides
 from .param_update import ParamUpdate
@@ -37,9 +39,6 @@ def wrap_states(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, A
         for index, values in state_dict["state"].items()
     }
     return {**state_dict, "state": wrapped}
-
-
-_LOW_PRECISION = (torch.float16, torch.bfloat16)
 
 
 class OptimizerBase(Optimizer):
@@ -250,14 +249,14 @@ class OptimizerBase(Optimizer):
 
 
 def _state_dtype(parameter: Tensor) -> torch.dtype:
-    return torch.float32 if parameter.dtype in _LOW_PRECISION else parameter.dtype
+    return torch.float32 if parameter.dtype in LOW_PRECISION else parameter.dtype
 
 
 def moment_dtype(parameter: Tensor) -> torch.dtype:
     """Return the dtype of a parameter's moments."""
     dtype = parameter.dtype
     # torch's fused kernels on accelerators require the same dtype for parameter and states.
-    return torch.float32 if dtype in _LOW_PRECISION and parameter.is_cpu else dtype
+    return torch.float32 if dtype in LOW_PRECISION and parameter.is_cpu else dtype
 
 
 def init_step_counter(state: dict[str, Any]) -> Tensor:
@@ -338,20 +337,20 @@ def check_decay_rates(group: Mapping[str, Any], name: str, count: int, *, exampl
         )
 
 
-def check_bool(group: Mapping[str, Any], name: str) -> None:
-    """Check that a hyperparameter is a bool.
+def check_flags(group: Mapping[str, Any], *names: str) -> None:
+    """Check that hyperparameters are bools.
 
     Raises:
-        ConfigError: It is not, which often means that positional arguments are in the wrong order.
+        ConfigError: One is not, which often means that positional arguments are in the wrong order.
     """
-    if not isinstance(group[name], bool):
-        raise ConfigError(
-            f"{name} must be a bool, got {group[name]!r}, so positional arguments may be in the wrong order: pass True"
-            " or False, and arguments after lr by keyword"
+    for name in names:
+        check_flag(
+            name,
+            group[name],
+            reason=", so positional arguments may be in the wrong order",
+            advice="pass True or False, and arguments after lr by keyword",
         )
 
 
 def _is_number(value: object) -> bool:
-    if isinstance(value, Tensor):
-        return value.numel() == 1
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+    return value.numel() == 1 if isinstance(value, Tensor) else is_non_nan_number(value)

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from booster.errors import ConfigError
+from booster.validation import is_non_nan_number
 
-from .base import OptimizerBase, check_bool, check_decay_rates, check_learning_rate, check_non_negative
+from .base import OptimizerBase, check_decay_rates, check_flags, check_learning_rate, check_non_negative
 from .param_update import ParamUpdate, UpdateBatch
 
 # Note [Factored second moments]
@@ -221,13 +222,12 @@ class Adafactor(FactoredBase):
         super().__init__(params, defaults)
 
     def _check_group(self, group: Mapping[str, Any]) -> None:
-        for name in ("scale_parameter", "relative_step", "warmup_init"):
-            check_bool(group, name)
+        check_flags(group, "scale_parameter", "relative_step", "warmup_init")
         _check_rate(group)
         self._check_eps(group)
         check_non_negative(group, "clip_threshold", is_positive=True, why="would clip every update to nothing")
         rate = group["decay_rate"]
-        if isinstance(rate, bool) or not isinstance(rate, (int, float)) or not -1.0 <= rate < 0.0:
+        if not is_non_nan_number(rate) or not -1.0 <= rate < 0.0:
             raise ConfigError(
                 f"decay_rate={rate!r} is out of range, as the decay 1 - t ** decay_rate must grow from 0 to 1: give a"
                 " number in [-1, 0), such as -0.8"

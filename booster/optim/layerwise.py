@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from torch import Tensor
 from booster.deprecation import DeprecatedAlias
 from booster.errors import ConfigError
 
-from .base import OptimizerBase, check_bool, check_decay_rates, check_learning_rate, check_non_negative
+from .base import OptimizerBase, check_decay_rates, check_flags, check_learning_rate, check_non_negative
 from .param_update import ParamUpdate, UpdateBatch
 
 
@@ -38,7 +39,34 @@ def trust_ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
     return torch.where(is_nonzero, numerator / denominator, torch.ones_like(numerator))
 
 
-class Lamb(OptimizerBase):
+class _LambBase(OptimizerBase):
+    """LAMB but for the arithmetic of its update: moments, checks, and steps scaled by the trust ratios."""
+
+    _moments = ("exp_avg", "exp_avg_sq")
+    _flags: ClassVar[tuple[str, ...]]
+    """Hyperparameters that are bools."""
+
+    def _check_group(self, group: Mapping[str, Any]) -> None:
+        check_learning_rate(group)
+        check_decay_rates(group, "betas", 2, example=(0.9, 0.999))
+        check_non_negative(group, "eps", is_positive=True, why="divides 0 by 0 where an element never had a gradient")
+        check_non_negative(group, "weight_decay")
+        check_flags(group, *self._flags)
+
+    @abstractmethod
+    def _has_trust_ratio(self, group: Mapping[str, Any]) -> bool:
+        """Return whether a group's updates are scaled by trust ratios."""
+
+    def _apply(self, batch: UpdateBatch, updates: Sequence[Tensor]) -> None:
+        """Subtract the updates, which are overwritten. Collective over the ranks of the batch's shards."""
+        norms = weight_and_update_norms(batch, updates)
+        for step, update, pair in zip(batch.updates, updates, norms, strict=True):
+            if self._has_trust_ratio(step.group):
+                update.mul_(trust_ratio(*pair))
+            step.weights.sub_(update, alpha=float(step.group["lr"]))
+
+
+class Lamb(_LambBase):
     """LAMB (You et al., "Large Batch Optimization for Deep Learning", ICLR 2020, Algorithm 2), phi(z) = z.
 
     Moments have bias correction, as in the paper; cybertronai's and ColossalAI's `Lamb` have none, and
@@ -59,7 +87,7 @@ class Lamb(OptimizerBase):
         ConfigError: A hyperparameter or a parameter is invalid.
     """
 
-    _moments = ("exp_avg", "exp_avg_sq")
+    _flags = ("adam",)
 
     def __init__(
         self,
@@ -72,21 +100,12 @@ class Lamb(OptimizerBase):
     ) -> None:
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "adam": adam})
 
-    def _check_group(self, group: Mapping[str, Any]) -> None:
-        check_learning_rate(group)
-        check_decay_rates(group, "betas", 2, example=(0.9, 0.999))
-        check_non_negative(group, "eps", is_positive=True, why="divides 0 by 0 where an element never had a gradient")
-        check_non_negative(group, "weight_decay")
-        check_bool(group, "adam")
+    def _has_trust_ratio(self, group: Mapping[str, Any]) -> bool:
+        return not group["adam"]
 
     def _update(self, steps: list[ParamUpdate]) -> None:
         for batch in UpdateBatch.split(steps, self._shards):
-            updates = [self._adam_update(step) for step in batch.updates]
-            norms = weight_and_update_norms(batch, updates)
-            for step, update, pair in zip(batch.updates, updates, norms, strict=True):
-                if not step.group["adam"]:
-                    update.mul_(trust_ratio(*pair))
-                step.weights.sub_(update, alpha=float(step.group["lr"]))
+            self._apply(batch, [self._adam_update(step) for step in batch.updates])
 
     def _adam_update(self, step: ParamUpdate) -> Tensor:
         (beta1, beta2), state = step.group["betas"], step.state
@@ -99,7 +118,7 @@ class Lamb(OptimizerBase):
         return update.add_(step.weights, alpha=step.group["weight_decay"])
 
 
-class FusedLAMB(OptimizerBase):
+class FusedLAMB(_LambBase):
     """LAMB (You et al., "Large Batch Optimization for Deep Learning", ICLR 2020, Algorithm 2) with apex's options.
 
     Unlike the paper, and like apex's FusedLAMB, it first clips the global gradient norm to `max_grad_norm`, and uses a
@@ -128,7 +147,7 @@ class FusedLAMB(OptimizerBase):
         ConfigError: A hyperparameter or a parameter is invalid.
     """
 
-    _moments = ("exp_avg", "exp_avg_sq")
+    _flags = ("bias_correction", "adam_w_mode", "grad_averaging", "use_nvlamb")
     _set_grad_none = True
     _initial_grads: dict[Tensor, Tensor] | None = None
     _step_grad_norm: Tensor | None = None
@@ -150,7 +169,7 @@ class FusedLAMB(OptimizerBase):
     ) -> None:
         if amsgrad:
             raise ConfigError("amsgrad=True has no meaning in LAMB, and apex refuses it as well: leave it out")
-        check_bool({"set_grad_none": set_grad_none}, "set_grad_none")
+        check_flags({"set_grad_none": set_grad_none}, "set_grad_none")
         defaults = {
             "lr": lr,
             "bias_correction": bias_correction,
@@ -169,13 +188,11 @@ class FusedLAMB(OptimizerBase):
         return {**super().__getstate__(), "_set_grad_none": self._set_grad_none}
 
     def _check_group(self, group: Mapping[str, Any]) -> None:
-        check_learning_rate(group)
-        check_decay_rates(group, "betas", 2, example=(0.9, 0.999))
-        check_non_negative(group, "eps", is_positive=True, why="divides 0 by 0 where an element never had a gradient")
-        check_non_negative(group, "weight_decay")
+        super()._check_group(group)
         check_non_negative(group, "max_grad_norm")
-        for name in ("bias_correction", "adam_w_mode", "grad_averaging", "use_nvlamb"):
-            check_bool(group, name)
+
+    def _has_trust_ratio(self, group: Mapping[str, Any]) -> bool:
+        return bool(group["weight_decay"] or group["use_nvlamb"])
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Reset the gradients.
@@ -208,12 +225,7 @@ class FusedLAMB(OptimizerBase):
         else:
             norm = self._step_grad_norm
         for batch in UpdateBatch.join(steps, self._shards):
-            updates = _per_group(batch.updates, lambda some: self._adam_updates(some, norm))
-            norms = weight_and_update_norms(batch, updates)
-            for step, update, pair in zip(batch.updates, updates, norms, strict=True):
-                if step.group["weight_decay"] or step.group["use_nvlamb"]:
-                    update.mul_(trust_ratio(*pair))
-                step.weights.sub_(update, alpha=float(step.group["lr"]))
+            self._apply(batch, _per_group(batch.updates, lambda some: self._adam_updates(some, norm)))
 
     def _gradient_norm(self, steps: list[ParamUpdate]) -> Tensor | None:
         """Return the global gradient norm, or None if no group clips. Collective."""

@@ -12,7 +12,7 @@ from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
 
 from booster.errors import ConfigError
 
-from .base import OptimizerBase, check_bool, check_learning_rate, check_non_negative
+from .base import OptimizerBase, check_flags, check_learning_rate, check_non_negative
 from .param_update import ParamUpdate
 
 
@@ -66,8 +66,7 @@ class FusedSGD(OptimizerBase):
         check_learning_rate(group)
         for name in ("momentum", "dampening", "weight_decay"):
             check_non_negative(group, name)
-        for name in ("nesterov", "wd_after_momentum"):
-            check_bool(group, name)
+        check_flags(group, "nesterov", "wd_after_momentum")
         if group["nesterov"] and (not group["momentum"] or group["dampening"]):
             raise ConfigError(
                 f"nesterov=True needs momentum and no dampening, got momentum={group['momentum']!r} and"

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from booster.checkpoint_io.layout import FileNames
-from booster.errors import CheckpointError, ConfigError
+from booster.errors import CheckpointError, ConfigError, format_list
 from booster.interface import TensorSpec
 
 from .json import parse_json
@@ -85,10 +85,7 @@ def check_index_entries(names: Iterable[str], specs: Mapping[str, TensorSpec], p
 
 def format_names(names: Iterable[str]) -> str:
     """Format the first ten names for a message, and the number of further ones."""
-    names = list(names)
-    text = ", ".join(repr(name[:200]) for name in names[:_MAX_LISTED])
-    more = f" and {len(names) - _MAX_LISTED} more" if len(names) > _MAX_LISTED else ""
-    return f"{text}{more}" or "nothing"
+    return format_list((repr(name[:200]) for name in names), _MAX_LISTED) or "nothing"
 
 
 # transformers' save_pretrained writes the config with the model's class and dtype, without attributes of the file that

@@ -34,7 +34,7 @@ from booster.checkpoint_io.saving.part import (
 from booster.checkpoint_io.saving.save import Saver, SaveRequest
 from booster.checkpoint_io.storage import Storage
 from booster.comm import all_gather_bytes, check_same_across_ranks
-from booster.errors import CheckpointError
+from booster.errors import CheckpointError, format_list
 from booster.interface import AccumulatedGradients, TensorSlice
 from booster.interface.checkpoint_io import RandomState, SaveOptions, TrainingParts
 from booster.logger import get_dist_logger
@@ -160,9 +160,8 @@ def _warn_no_training_state(storage: Storage, root: Path) -> None:
     """Warn that a run starts from scratch although the directory is not empty: the path may be wrong. Rank 0 only."""
     names = sorted(storage.names(root)) if storage.kind(root) is not None else []
     if names:
-        more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
         get_dist_logger().warning(
-            f"{root} holds {', '.join(names[:_MAX_NAMES])}{more}, but no training state: nothing is loaded, as"
+            f"{root} holds {format_list(names, _MAX_NAMES)}, but no training state: nothing is loaded, as"
             " missing_ok=True allows"
         )
 

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from booster.comm import broadcast
+from booster.comm import LOW_PRECISION, broadcast
 from booster.lazy_init import is_lazy, materialize_tensor
 
 from .chunk import Chunk
@@ -17,8 +17,6 @@ from .chunk_search import default_step, plan_chunks, search_chunk_numel
 from .chunk_shard import ChunkShard
 from .config import GeminiSettings
 from .tiers import Tier
-
-LOW_PRECISION = (torch.float16, torch.bfloat16)
 
 
 def describe_params(

@@ -11,17 +11,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from booster.comm import LOW_PRECISION
 from booster.device import current_device, free_memory
 from booster.errors import ConfigError
 from booster.plugins.sharding.precision import DTYPES
-from booster.validation import check_clipping, check_flag, check_replicas, is_non_nan_number
+from booster.validation import check_clipping, check_flag, check_replicas, is_count, is_non_nan_number
 
 from .chunk_layout import ChunkLayout
 from .placement import Placement, make_placement
 from .tiers import Tier
 
 _MEBI = 2**20
-_LOW_PRECISION = (torch.float16, torch.bfloat16)
 _FLAGS = (
     "enable_gradient_accumulation",
     "master_weights",
@@ -157,14 +157,14 @@ class GeminiArguments:
                 f"search_range_m={self.search_range_m!r} is not a range of chunk sizes: give a number of 2**20"
                 " elements, such as 32, or 0 for chunks of min_chunk_size_m"
             )
-        if self.hidden_dim is not None and not _is_count(self.hidden_dim, 1):
+        if self.hidden_dim is not None and not is_count(self.hidden_dim):
             raise ConfigError(
                 f"hidden_dim={self.hidden_dim!r} is not a step between chunk sizes: give the model's hidden size,"
                 " or None"
             )
         config: Any = self.chunk_config_dict
         is_valid = config is None or (
-            isinstance(config, Mapping) and set(config) == {"chunk_size"} and _is_count(config["chunk_size"], 1)
+            isinstance(config, Mapping) and set(config) == {"chunk_size"} and is_count(config["chunk_size"])
         )
         if not is_valid:
             raise ConfigError(
@@ -173,7 +173,7 @@ class GeminiArguments:
             )
 
     def _check_ranks(self, world_size: int) -> None:
-        if not _is_count(self.tp_size, 1):
+        if not is_count(self.tp_size):
             raise ConfigError(f"tp_size={self.tp_size!r} is not a number of ranks: give an integer from 1")
         if self.tp_size > 1:
             raise ConfigError(
@@ -298,13 +298,9 @@ class GeminiSettings:
 
     def master_dtype(self, layout: ChunkLayout) -> torch.dtype:
         """Return the dtype of the shard that the optimizer updates; the weights' dtype for a frozen chunk."""
-        is_low = layout.dtype in _LOW_PRECISION
+        is_low = layout.dtype in LOW_PRECISION
         return torch.float32 if is_low and self.keeps_master_weights and layout.trains else layout.dtype
 
     def master_device(self, states_tier: Tier | None) -> torch.device:
         """Return the device of the update of a chunk with states in a tier, or in memory if that is None."""
         return self.device if states_tier is None else torch.device("cpu")  # disk states are mapped into host memory
-
-
-def _is_count(value: Any, least: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least

@@ -14,7 +14,7 @@ from torch import nn
 
 from booster.comm import all_gather_equal, broadcast, collective_device, raise_on_all_ranks, start_all_gather
 from booster.device import memory_allocated
-from booster.errors import CheckpointError, ConfigError
+from booster.errors import CheckpointError, ConfigError, format_list
 from booster.interface import ModelWrapper, TensorSlice
 from booster.kernels.checksum import crc32
 from booster.lazy_init import is_lazy, materialize_tensor
@@ -206,11 +206,10 @@ class GeminiModel(ModelWrapper):
         for chunk in written:
             if not chunk.was_modified_while_sharded():
                 continue
-            names = [repr(param.name) for param in chunk.params]
-            listed = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+            names = format_list((repr(param.name) for param in chunk.params), 4)
             raise ConfigError(
                 "a parameter was modified while its weights were sharded over the ranks, so the change is lost:"
-                f" one of {listed}. Change weights inside of `with model.gathered():`"
+                f" one of {names}. Change weights inside of `with model.gathered():`"
             )
 
     def _require_unmoved(self) -> None:

@@ -19,6 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from booster.errors import ConfigError
 from booster.plugins.sharding.compiling import not_compiled
 from booster.plugins.sharding.deferred_init import sharded_copy_error
+from booster.pytree import iter_tensors
 
 from .chunk import Chunk, ChunkParam
 from .chunk_manager import ChunkManager
@@ -530,10 +531,4 @@ def _unseen() -> AbstractContextManager[Any]:
 
 
 def _parameters_in(output: Any) -> Iterator[nn.Parameter]:
-    if isinstance(output, nn.Parameter):
-        yield output
-    elif isinstance(output, (tuple, list)):
-        for one in output:
-            yield from _parameters_in(one)
-    elif isinstance(output, dict):
-        yield from _parameters_in(tuple(output.values()))
+    return (one for one in iter_tensors(output) if isinstance(one, nn.Parameter))

@@ -9,6 +9,7 @@ from fractions import Fraction
 from typing import Any, ClassVar, Protocol
 
 from booster.errors import ConfigError
+from booster.validation import is_count, is_non_nan_number
 
 from .tracer import Trace, TraceEvent
 
@@ -544,16 +545,16 @@ def evictions(candidates: Mapping[int, int], next_use: Callable[[int], int | Non
 
 
 def _check_fraction(name: str, value: Any) -> None:
-    if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 <= value <= 1:
+    if not is_non_nan_number(value) or not 0 <= value <= 1:
         raise ConfigError(f"{name}={value!r} is not a fraction: give a number from 0 to 1")
 
 
 def _check_counts(max_prefetch: Any, budget: Any) -> None:
-    if not isinstance(max_prefetch, int) or isinstance(max_prefetch, bool) or max_prefetch < 0:
+    if not is_count(max_prefetch, minimum=0):
         raise ConfigError(
             f"max_prefetch={max_prefetch!r} is not a number of chunks: give an integer, such as 1, or 0 for none"
         )
-    if budget is not None and (not isinstance(budget, int) or isinstance(budget, bool) or budget <= 0):
+    if budget is not None and not is_count(budget):
         raise ConfigError(
             f"device_memory_budget={budget!r} is not a number of bytes: give an integer above 0, such as"
             " 8 * 2**30, or None"

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from booster.errors import ConfigError
-from booster.validation import is_non_nan_number
+from booster.validation import is_count, is_non_nan_number
 
 # Only a layer's forward is recomputed, not its hooks: a hook that shards hidden states runs once, outside. Collectives
 # in the forward are repeated on all ranks. Random numbers repeat: torch restores the default generator, and the RNG
@@ -145,7 +145,7 @@ def _check_num_layers_per_stage(config: GradientCheckpointConfig, numbers: Seque
             f"{given} and ratio={config.ratio!r} both set the number of recomputed layers: leave one of them out"
         )
     is_list = isinstance(numbers, Sequence) and not isinstance(numbers, str | bytes)
-    if not is_list or any(not isinstance(one, int) or isinstance(one, bool) or one < 0 for one in numbers):
+    if not is_list or any(not is_count(one, minimum=0) for one in numbers):
         raise ConfigError(
             f"{given} must be a list of non-negative integers: give the number of recomputed layers of each pipeline"
             " stage"

@@ -13,7 +13,7 @@ from booster.comm import group_size
 from booster.errors import ConfigError
 from booster.plugins.low_level_zero.config import ZeroArguments
 from booster.plugins.sharding.precision import DTYPES
-from booster.validation import check_flag, is_non_nan_number
+from booster.validation import check_flag, is_count, is_non_nan_number
 
 from .activation_checkpointing import GradientCheckpointConfig, parse_checkpoint_config
 from .pipeline_parallel.config import PipelineArguments, RankIndependentRepr
@@ -174,12 +174,12 @@ class HybridArguments:
 
     def _check_counts(self) -> None:
         for name in ("tp_size", "pp_size", "sp_size"):
-            if not (_is_count(getattr(self, name)) or (name == "sp_size" and self.sp_size is None)):
+            if not (is_count(getattr(self, name)) or (name == "sp_size" and self.sp_size is None)):
                 raise ConfigError(
                     f"{name}={getattr(self, name)!r} is not a number of ranks: give a positive integer"
                     f"{', or None' * (name == 'sp_size')}"
                 )
-        if not _is_count(self.make_vocab_size_divisible_by):
+        if not is_count(self.make_vocab_size_divisible_by):
             raise ConfigError(
                 f"make_vocab_size_divisible_by must be a positive integer, got {self.make_vocab_size_divisible_by!r}:"
                 " give a multiple for the size of the vocabulary, such as 64"
@@ -326,10 +326,6 @@ class HybridArguments:
         )
 
 
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
-
-
 _MODE = "1d"
 _UNSUPPORTED_MODES = ("2d", "2.5d", "3d", "sequence")
 _EXAMPLE = "dict(pipeline=dict(size=2, num_microbatches=4), tensor=dict(size=4, mode='1d'))"
@@ -398,7 +394,7 @@ def _size(axis: str, given: Any) -> int:
             raise ConfigError(f"{axis}={dict(given)!r} has no 'size': write {axis}={_AXIS_EXAMPLES[axis]}")
         size = given["size"]
         _check_keys(axis, given)
-    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+    if not is_count(size):
         raise ConfigError(f"{axis}={given!r} is not a number of ranks: give a positive integer, as in {axis}=2")
     return size
 

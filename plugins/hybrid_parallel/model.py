@@ -24,7 +24,7 @@ from booster.kernels.checksum import crc32
 from booster.plugins.low_level_zero.model import ZeroModel
 from booster.plugins.sharding.buffer_pool import broadcast_joined
 from booster.plugins.sharding.compiling import calls_compiled, not_compiled
-from booster.pytree import map_tensors
+from booster.pytree import iter_tensors
 from booster.rng_state import get_rng_state, set_rng_state
 
 from .pipeline_parallel.microbatch import PipelineRun
@@ -237,14 +237,10 @@ class HybridModel(ZeroModel):
         if self._num_compared >= _COMPARED_BATCHES:
             return
         self._num_compared += 1
-        fingerprint: list[str] = []
-
-        def add(tensor: torch.Tensor) -> torch.Tensor:
+        fingerprint = []
+        for tensor in iter_tensors((args, kwargs)):
             content = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
             fingerprint.append(f"{tensor.dtype} {tuple(tensor.shape)}, checksum {crc32(content)}")
-            return tensor
-
-        map_tensors(add, (args, kwargs))
         what = (
             "the model's arguments, which must be equal on ranks that share layers or sequences (shard the data by"
             " plugin.dp_rank and plugin.dp_size, as the loaders of boost() and plugin.prepare_dataloader() do),"

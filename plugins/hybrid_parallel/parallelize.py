@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from booster.comm import all_reduce_sum
+from booster.comm import LOW_PRECISION, all_reduce_sum
 from booster.errors import ConfigError
 from booster.interface import ShardSpec
 from booster.plugins.sharding.compiling import not_compiled
@@ -163,7 +163,7 @@ def _narrow(tensor: torch.Tensor, dim: int, span: slice) -> torch.Tensor:
 
 
 def _reduction_dtype(gradient: torch.Tensor) -> torch.dtype:
-    return torch.float32 if gradient.dtype in (torch.float16, torch.bfloat16) else gradient.dtype
+    return torch.float32 if gradient.dtype in LOW_PRECISION else gradient.dtype
 
 
 _UNSWAPPED_STYLES = frozenset({"replicated", "sequence", "replicated_with_grad_allreduce", "local_params"})

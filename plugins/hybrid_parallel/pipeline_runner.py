@@ -17,7 +17,7 @@ from booster.core.optimizer_wrapper import check_scalar_loss
 from booster.errors import ConfigError, RankFailedError
 from booster.fault_tolerance.progress import Phase, in_phase, observers
 from booster.mixed_precision.fp16 import log_rank_zero
-from booster.pytree import map_tensors
+from booster.pytree import iter_tensors, map_tensors
 from booster.rng_state import fork_rng_state, get_rng_state, set_rng_state
 
 from .mesh import AXES, HybridMesh
@@ -204,9 +204,9 @@ class PipelineRuntime:
             boundary, outputs = self._model.run_chunk(chunk, boundary_in, microbatch.batch)
             loss = None if boundary is not None else self._loss_of(outputs, step.action.microbatch)
             if check not in self._checked:
-                tensors: list[torch.Tensor] = [] if loss is None else [loss]
-                map_tensors(tensors.append, outputs if boundary is None else boundary.to_tree())
-                self._model.check_independent(tensors)
+                results = [loss] if loss is not None else []
+                results += iter_tensors(outputs if boundary is None else boundary.to_tree())
+                self._model.check_independent(results)
                 self._checked.add(check)
         trains = torch.is_grad_enabled()
         live = _InFlightMicrobatch(received if trains else None, None, loss if trains else None)

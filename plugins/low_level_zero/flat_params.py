@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from booster.comm import LOW_PRECISION
 from booster.interface import Shard, shard_spec_of
 from booster.plugins.sharding.masters import follow_weights
 
@@ -253,7 +254,7 @@ class FlatGroup:
         return self._versions != [parameter._version for parameter in self.parameters]
 
     def _new_masters(self) -> torch.Tensor | None:
-        is_low = self.dtype in (torch.float16, torch.bfloat16)
+        is_low = self.dtype in LOW_PRECISION
         moves = self.sharding.master_device not in (None, self.device)
         if not moves and not (is_low and self.sharding.keeps_masters):
             return None

@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from booster.comm import LOW_PRECISION
 from booster.interface import MemoryParts, MemoryRequest, RankMemory
-from booster.plugins.sharding.memory import LOW_PRECISION, cast_bytes, largest_moment
+from booster.plugins.sharding.memory import cast_bytes, largest_moment
 
 from .config import ZeroArguments
 from .flat_params import Bucket, FlatLayout

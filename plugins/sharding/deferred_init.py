@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 from booster.comm import all_gather_equal, broadcast, check_same_across_ranks, group_size, raise_on_all_ranks
-from booster.errors import ConfigError, DesyncError
+from booster.errors import ConfigError, DesyncError, format_list
 from booster.kernels.checksum import crc32
 from booster.lazy_init import is_lazy, materialize_own
 from booster.rng_state import get_rng_state, set_rng_state, set_seed
@@ -248,7 +248,7 @@ class Materializer:
         names = [name for (name, _), is_other in zip(named, differs, strict=True) if is_other]
         if names:
             raise DesyncError(
-                f"the ranks have different values of {_listed(names)}: pass sync_module_states=True, which gives all"
+                f"the ranks have different values of {_named(names)}: pass sync_module_states=True, which gives all"
                 " ranks those of rank 0, or seed every rank alike before the model is built"
             )
 
@@ -274,7 +274,7 @@ class Materializer:
             kind = type(modules[name]).__name__
             if not _initialisers(_lineage(name, modules)):
                 raise ConfigError(
-                    f"{_listed(list(own_names))} of module {name!r} ({kind}) on the meta device can't be given values:"
+                    f"{_named(list(own_names))} of module {name!r} ({kind}) on the meta device can't be given values:"
                     f" {kind} has no reset_parameters() and is not part of a transformers model. Give param_init_fn,"
                     " write a reset_parameters(), or build the model in a LazyInitContext"
                 )
@@ -363,7 +363,7 @@ class Materializer:
         unwritten = [own for own, (tensor, version) in before.items() if _is_unwritten(after[own], tensor, version)]
         if unwritten:
             raise ConfigError(
-                f"{_listed(unwritten)} of module {name!r} ({type(module).__name__}), on the meta device, got no"
+                f"{_named(unwritten)} of module {name!r} ({type(module).__name__}), on the meta device, got no"
                 " values of its initialisation: give param_init_fn, let reset_parameters() write it, or build the model"
                 " in a LazyInitContext"
             )
@@ -381,9 +381,8 @@ def _set_table(table: dict[str, Any], content: dict[str, Any]) -> None:
     table.update(content)
 
 
-def _listed(names: Sequence[str]) -> str:
-    listed = ", ".join(repr(name) for name in names[:_MOST_NAMED])
-    return listed if len(names) <= _MOST_NAMED else f"{listed} and {len(names) - _MOST_NAMED} more"
+def _named(names: Sequence[str]) -> str:
+    return format_list(map(repr, names), _MOST_NAMED)
 
 
 def _lineage(name: str, modules: dict[str, nn.Module]) -> list[nn.Module]:

@@ -9,11 +9,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from booster.comm import LOW_PRECISION
 from booster.errors import ConfigError
 from booster.interface import MemoryParts, MemoryRequest, RankMemory
 from booster.interface.memory import MemoryInterval
 from booster.plugins.sharding.buffer_pool import BufferPool
-from booster.plugins.sharding.memory import LOW_PRECISION, Moment, cast_bytes
+from booster.plugins.sharding.memory import Moment, cast_bytes
 
 from .wrap import FSDPModelBuilder, WrapPlan
 

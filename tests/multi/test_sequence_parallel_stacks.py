@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -141,6 +142,10 @@ class Attention(nn.Module):
         return self.projections[3](output.transpose(1, 2).flatten(2))
 
 
+class Table(NamedTuple):
+    factors: torch.Tensor
+
+
 class Block(nn.Module):
     def __init__(self, width, crosses, dropout):
         super().__init__()
@@ -151,7 +156,7 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x, memory, table, checkpoints=False):
-        x = x * (1 + table)
+        x = x * (1 + table.factors)
         normed = self.norms[0](x)
         if checkpoints:
             x = x + checkpoint(self.attention, normed, is_causal=True, use_reentrant=False)
@@ -163,7 +168,10 @@ class Block(nn.Module):
 
 
 class UserModel(nn.Module):
-    """Pre-norm blocks that look at another sequence too, whose length equals a rank's share of the own one."""
+    """Pre-norm blocks that look at another sequence too, whose length equals a rank's share of the own one.
+
+    Their table of factors per token comes in a container.
+    """
 
     def __init__(self, *, crosses=True, dropout=0.0):
         super().__init__()
@@ -177,7 +185,7 @@ class UserModel(nn.Module):
     def forward(self, ids, others):
         x, memory = self.embedding(ids), self.other(others)
         for block in self.blocks:
-            table = self.table[: ids.shape[1]]
+            table = Table(self.table[: ids.shape[1]])
             if self.checkpoints_layers:
                 x = checkpoint(block, x, memory, table, use_reentrant=False)
             else:

@@ -109,7 +109,7 @@ ALLOWED = {
         "self._saver.wait": SAVES,
     },
     "checkpoint_io/worker_threads.py": {
-        "thread.join": OWN_THREADS,
+        "pool.shutdown": OWN_THREADS,
     },
     "kernels/disk_io.py": {
         "self._request.result": "it is asked for once the request is done",
@@ -191,6 +191,7 @@ def _unending(source):
             or (name in SUBPROCESS and last == "subprocess")
             or (name in OF_A_STORE and "store" in last and len(node.args) < 2)
             or (name == "put" and "queue" in last)
+            or (name == "shutdown" and last in ("pool", "executor"))
         )
         if is_listed and "timeout" not in named:
             found.add(ast.unparse(node.func))

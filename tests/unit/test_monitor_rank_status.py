@@ -76,6 +76,6 @@ def test_who_has_left_says_so():
 
 def test_a_large_world_is_cut_short():
     text = format_report({0: at(operation(1, ranks=tuple(range(64))))}, 64)
-    assert "and more" in text
+    assert "and 47 more" in text
     assert "and 48 more ranks" in text
     assert len(text.splitlines()) < 20

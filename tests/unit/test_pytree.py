@@ -1,4 +1,4 @@
-"""map_tensors reaches every tensor of a nested structure and leaves all the rest alone."""
+"""The walk reaches every tensor of a nested structure and leaves all the rest alone."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.nn.utils.rnn import pack_sequence
 
-from booster.pytree import map_tensors
+from booster.pytree import iter_tensors, map_tensors
 
 Pair = namedtuple("Pair", "left right")
 
@@ -93,6 +93,22 @@ def test_mappings_keep_what_their_class_adds():
     wrapped = map_tensors(double, UserDict(x=ones()))
     assert isinstance(wrapped, UserDict)
     assert wrapped["x"].dtype == torch.float64
+
+
+def test_iteration_has_the_order_of_the_map():
+    tree = {
+        "b": Pair(ones(), [ones(), "a"]),
+        "a": Batch(ones(), "n", inner=UserDict(x=ones())),
+        "c": (3, Frozen(ones(), 1)),
+    }
+    visited = []
+    map_tensors(lambda tensor: visited.append(tensor) or tensor, tree)
+    found = list(iter_tensors(tree))
+    assert len(found) == 5
+    assert all(one is other for one, other in zip(found, visited, strict=True))
+    shared = ones()
+    assert len(list(iter_tensors([shared, shared]))) == 2
+    assert list(iter_tensors(SimpleNamespace(x=ones()))) == []
 
 
 def test_packed_sequence():

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from booster.errors import ConfigError, RankFailedError
+from booster.errors import ConfigError, RankFailedError, first_line
 
 from . import launcher_protocol
 from .exit_report import exit_code_of, report
@@ -92,7 +92,7 @@ def _launch(arguments: argparse.Namespace, num_ranks: int, log_dir: str, output:
             "machines again"
         ) from error
     except (DistError, RendezvousError) as error:
-        reason = str(error.__cause__ or error).strip().splitlines()[0]
+        reason = first_line(error.__cause__ or error)
         raise ConfigError(
             f"the rendezvous at {config.rdzv_endpoint} failed ({reason}): check that all machines of the run were "
             "started, the address is machine 0's, and its port is open and free, or change them with --master-addr and "

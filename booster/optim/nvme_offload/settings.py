@@ -6,6 +6,7 @@ import os
 from dataclasses import dataclass
 
 from booster.errors import ConfigError
+from booster.validation import is_non_nan_number
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,8 +28,7 @@ class OffloadSettings:
         Raises:
             ConfigError: The fraction is not a number in [0, 1], or the directory is not writable.
         """
-        is_number = isinstance(fraction, (int, float)) and not isinstance(fraction, bool)
-        if not is_number or not 0.0 <= fraction <= 1.0:
+        if not is_non_nan_number(fraction) or not 0.0 <= fraction <= 1.0:
             raise ConfigError(
                 f"nvme_offload_fraction={fraction!r} is not a fraction: give a number from 0 (all optimizer states in"
                 " memory) to 1 (all on disk)"

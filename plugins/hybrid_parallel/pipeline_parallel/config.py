@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from booster.errors import ConfigError
-from booster.validation import error_of
+from booster.validation import error_of, is_count
 
 from .schedules import PipelineSchedule, schedule_from_name, schedule_names
 
@@ -108,17 +108,17 @@ class PipelineArguments:
 
     def _check_numbers(self) -> None:
         for name in ("num_microbatches", "microbatch_size"):
-            if getattr(self, name) is not None and not _is_count(getattr(self, name)):
+            if getattr(self, name) is not None and not is_count(getattr(self, name)):
                 raise ConfigError(
                     f"{name}={getattr(self, name)!r} is not a number: give a whole number from 1, or None"
                 )
-        if not _is_count(self.num_chunks):
+        if not is_count(self.num_chunks):
             raise ConfigError(
                 f"num_model_chunks={self.num_chunks!r} is not a number of model chunks per stage: give a whole"
                 " number from 1"
             )
         layers = self.num_layers_per_stage
-        if layers is not None and not _is_list_of(_is_count, layers):
+        if layers is not None and not _is_list_of(is_count, layers):
             raise ConfigError(
                 f"num_layers_per_stage={layers!r} does not say how many layers each stage holds: give a list of whole"
                 " numbers from 1, such as [3, 5] for two stages, or None to divide them by their costs"
@@ -220,7 +220,3 @@ def _is_list_of(belongs: Callable[[Any], bool], value: Any) -> bool:
 
 def _is_name(value: Any) -> bool:
     return isinstance(value, str) and bool(value)
-
-
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1

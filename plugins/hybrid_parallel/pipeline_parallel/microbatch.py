@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import hashlib
 import itertools
 import re
-from collections.abc import Hashable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from booster.comm import all_gather_equal, raise_on_all_ranks
+from booster.comm import LOW_PRECISION, all_gather_equal, raise_on_all_ranks
 from booster.errors import ConfigError, DesyncError
 from booster.kernels.checksum import crc32
+from booster.pytree import children_of, iter_tensors, with_children
 
 # Note [Batch dimension]
 # The size of dim 0 of the first tensor of a batch is its number of samples. Values with as many entries are split:
@@ -28,7 +28,6 @@ from booster.kernels.checksum import crc32
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 _MAX_REPR = 64
 _COMPARABLE = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
-_HALF_DTYPES = (torch.float16, torch.bfloat16)
 
 
 @dataclass
@@ -53,7 +52,7 @@ def batch_size(batch: Any) -> int:
     Raises:
         ConfigError: There is no such tensor.
     """
-    for tensor in _tensors(batch):
+    for tensor in iter_tensors(batch):
         if tensor.dim():
             return tensor.shape[0]
     raise ConfigError(
@@ -105,12 +104,12 @@ def join_outputs(outputs: Sequence[Any], num_samples: Sequence[int]) -> Any:
         return _joined_tensors(outputs, num_samples)
     if all(_is_list_of(output, count) for output, count in zip(outputs, num_samples, strict=True)):
         return list(itertools.chain.from_iterable(outputs))
-    children = [_children(output) for output in outputs]
+    children = [children_of(output) for output in outputs]
     mappings = [child for child in children if child is not None]
     is_one_class = len(mappings) == len(outputs) and all(type(output) is type(first) for output in outputs)
     if is_one_class and all(mapping.keys() == mappings[0].keys() for mapping in mappings):
         joined = {key: join_outputs([mapping[key] for mapping in mappings], num_samples) for key in mappings[0]}
-        return _with_children(first, joined)
+        return with_children(first, joined)
     # Only types whose == returns a bool.
     if isinstance(first, _COMPARABLE) and all(type(output) is type(first) and output == first for output in outputs):
         return first
@@ -138,10 +137,10 @@ def _split(tree: Any, samples: slice, size: int) -> Any:
         part = copy.copy(tree)  # keeps its class
         part[:] = tree[samples]
         return part
-    children = _children(tree)
+    children = children_of(tree)
     if children is None:
         return tree
-    return _with_children(tree, {key: _split(child, samples, size) for key, child in children.items()})
+    return with_children(tree, {key: _split(child, samples, size) for key, child in children.items()})
 
 
 def _joined_tensors(tensors: Sequence[torch.Tensor], num_samples: Sequence[int]) -> Any:
@@ -150,7 +149,7 @@ def _joined_tensors(tensors: Sequence[torch.Tensor], num_samples: Sequence[int])
     if is_alike and all(one.dim() and one.shape[0] == count for one, count in zip(tensors, num_samples, strict=True)):
         return torch.cat(list(tensors))
     if is_alike and all(one.dim() == 0 for one in tensors) and first.is_floating_point():
-        dtype = torch.float32 if first.dtype in _HALF_DTYPES else first.dtype
+        dtype = torch.float32 if first.dtype in LOW_PRECISION else first.dtype
         weights = torch.tensor(num_samples, dtype=dtype, device=first.device) / sum(num_samples)
         return (torch.stack(list(tensors)).to(dtype) * weights).sum().to(first.dtype)
     if is_alike and all(one.shape == first.shape and torch.equal(one, first) for one in tensors[1:]):
@@ -161,7 +160,7 @@ def _joined_tensors(tensors: Sequence[torch.Tensor], num_samples: Sequence[int])
 def _signature(tree: Any) -> Hashable:
     if isinstance(tree, torch.Tensor) or (hasattr(tree, "shape") and hasattr(tree, "dtype")):
         return _class_name(tree), tuple(tree.shape), str(tree.dtype)
-    children = _children(tree)
+    children = children_of(tree)
     if children is not None:
         return _class_name(tree), tuple((_text(key), _signature(child)) for key, child in children.items())
     if isinstance(tree, (set, frozenset)):
@@ -181,47 +180,7 @@ def _class_name(value: Any) -> str:
 
 def _is_list_of(tree: Any, length: int) -> bool:
     """Return whether it is a list of `length` values without tensors."""
-    return isinstance(tree, list) and len(tree) == length and next(_tensors(tree), None) is None
-
-
-def _tensors(tree: Any) -> Iterator[torch.Tensor]:
-    if isinstance(tree, torch.Tensor):
-        yield tree
-    for child in (_children(tree) or {}).values():
-        yield from _tensors(child)
-
-
-def _children(tree: Any) -> Mapping[Any, Any] | None:
-    """Return the children of a container by key, index or field name, or None."""
-    if isinstance(tree, torch.Tensor):
-        return None
-    if isinstance(tree, MutableMapping):
-        return dict(tree.items())
-    if isinstance(tree, (list, tuple)):
-        return dict(enumerate(tree))
-    if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
-        return {
-            field.name: getattr(tree, field.name) for field in dataclasses.fields(tree) if hasattr(tree, field.name)
-        }
-    return None
-
-
-def _with_children(tree: Any, children: Mapping[Any, Any]) -> Any:
-    """Return a container of the same class with these children; the same object if none has changed."""
-    before = _children(tree) or {}
-    changed = {key: child for key, child in children.items() if child is not before[key]}
-    if not changed:
-        return tree
-    if isinstance(tree, tuple):
-        make = getattr(type(tree), "_make", None)  # a namedtuple's constructor takes its fields one by one
-        return make(children.values()) if make is not None else type(tree)(children.values())
-    result = copy.copy(tree)  # keeps a default factory, attributes and the order
-    for key, child in changed.items():
-        if isinstance(tree, (MutableMapping, list)):
-            result[key] = child
-        else:
-            object.__setattr__(result, key, child)  # frozen dataclasses raise in setattr
-    return result
+    return isinstance(tree, list) and len(tree) == length and next(iter_tensors(tree), None) is None
 
 
 _HAS_BATCH, _ENDED, _FAILED = range(3)
@@ -328,7 +287,7 @@ def _checksum(batch: Any, *, everywhere: bool) -> int:
     """Return a checksum of the batch's tensors in host memory, or of all of them if `everywhere`."""
     sums = [
         crc32(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
-        for tensor in _tensors(batch)
+        for tensor in iter_tensors(batch)
         if everywhere or tensor.device.type == "cpu"
     ]
     return crc32(repr(sums).encode())

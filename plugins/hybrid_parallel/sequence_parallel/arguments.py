@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
 
 # Besides hidden states, layers take rotary tables (.., tokens, features), position ids (batch, tokens) and the like,
@@ -35,14 +32,3 @@ def token_dim(name: str, tensor: torch.Tensor, length: int) -> int | None:
     if count == 3 and sizes[0] == length and sizes[1] == 1:
         return 0
     return None
-
-
-def map_tensors(value: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Apply a function to all tensors of an argument, including those in tuples, lists and dicts."""
-    if isinstance(value, torch.Tensor):
-        return function(value)
-    if type(value) in (tuple, list):
-        return type(value)(map_tensors(one, function) for one in value)
-    if type(value) is dict:
-        return {key: map_tensors(one, function) for key, one in value.items()}
-    return value

@@ -17,8 +17,8 @@ from torch.nn.modules.conv import _ConvNd
 
 from booster.errors import ConfigError
 from booster.plugins.sharding.compiling import not_compiled
+from booster.pytree import map_tensors
 
-from .arguments import map_tensors
 from .attention_dispatch import AttentionDispatchMode, intercept_submodules, use_sequence_attention
 from .layer_context import SEQUENCE_INFO, SequenceInfo, install_layer_context, is_in_backward, no_attention_error
 from .recorded_outputs import CapturedOutputs, mark_sharded
@@ -255,7 +255,7 @@ class _LayerHooks:
             is_new = self._index == 0 or is_states
             return self._stack.replicated(tensor, is_new=is_new) if needs_sharing else tensor
 
-        return map_tensors(value, change)
+        return map_tensors(change, value)
 
 
 def attach_stack(layers: Sequence[nn.Module], splitter: SequenceSplitter) -> LayerStack:

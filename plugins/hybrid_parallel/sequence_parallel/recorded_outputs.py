@@ -20,8 +20,6 @@ from booster.errors import ConfigError
 from booster.plugins.sharding.compiling import not_compiled
 from booster.pytree import map_tensors
 
-from .arguments import map_tensors as map_noted
-
 GatherFunction = Callable[[torch.Tensor], torch.Tensor]
 _GATHER = "_gather_tokens"
 
@@ -68,7 +66,7 @@ class CapturedOutputs:
 
         for key, values in self._lists.items():
             values[self._lengths_before[key] :] = [
-                map_noted(value, gathered) for value in values[self._lengths_before[key] :]
+                map_tensors(gathered, value) for value in values[self._lengths_before[key] :]
             ]
 
 

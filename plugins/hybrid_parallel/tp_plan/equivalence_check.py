@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import nn
 
-from booster.errors import ConfigError
+from booster.errors import ConfigError, first_line
 from booster.plugins.hybrid_parallel.tensor_parallel.linear import is_linear
 from booster.plugins.hybrid_parallel.tensor_parallel.shard_spec import Block, local_sizes, sharded_spec
 
@@ -160,13 +160,13 @@ def run_equivalence_check(module: nn.Module, tp_size: int = 2) -> EquivalenceChe
     try:
         copied = copy_as_float64(module)
     except RuntimeError as error:  # torch refuses to copy non-leaf tensors in attributes, as weight_norm has
-        return f"it cannot be copied ({_first_line(error)})"
+        return f"it cannot be copied ({first_line(error)})"
     reason = ""
     for inputs in tried:
         try:
             return EquivalenceCheck(copied, inputs, call, tp_size)
         except Exception as error:  # a user's forward may raise anything
-            reason = reason or f"{type(error).__name__}: {_first_line(error)}"
+            reason = reason or f"{type(error).__name__}: {first_line(error)}"
     return f"it cannot be run alone on a tensor of (batch, length, features) ({reason})"
 
 
@@ -390,7 +390,7 @@ def _verify(name: str, module: nn.Module, module_plan: _ModulePlan, tp_size: int
     try:
         reference_module = copy_as_float64(module)
     except RuntimeError as error:  # torch refuses to copy non-leaf tensors in attributes, as weight_norm has
-        return f"it cannot be copied ({_first_line(error)})"
+        return f"it cannot be copied ({first_line(error)})"
     reference = _run_reference(reference_module, module_plan)
     if isinstance(reference, str):
         return reference
@@ -413,7 +413,7 @@ def _run_reference(reference_module: nn.Module, module_plan: _ModulePlan) -> _Re
             recorded.output = run(_add_recorders(reference_module, module_plan, recorded), one, arguments)
             again = run(_shared_copy(reference_module), one, arguments, seed=3)
         except Exception as error:  # a user's forward may raise anything
-            reason = reason or f"{type(error).__name__}: {_first_line(error)}"
+            reason = reason or f"{type(error).__name__}: {first_line(error)}"
             continue
         if not all_close(recorded.output, again, _USER_PLAN_TOLERANCE):
             return "its output is random or not finite"
@@ -454,7 +454,7 @@ def _find_mismatch(
     try:
         output = run(module, reference.inputs, reference.arguments)
     except Exception as error:  # a user's forward may raise anything
-        return mismatches[0] if mismatches else f"it raises {type(error).__name__}: {_first_line(error)}"
+        return mismatches[0] if mismatches else f"it raises {type(error).__name__}: {first_line(error)}"
     if mismatches:
         return mismatches[0]
     return (
@@ -530,10 +530,6 @@ def _hints(module: nn.Module, module_plan: _ModulePlan, mismatch: str) -> Iterat
     if "which no colwise layer" not in mismatch and mismatch.startswith("it raises"):
         yield swapped
     yield "leave the module's layers out of the plan, so that they are not sharded."
-
-
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).splitlines()), "")
 
 
 def check_token_wise(plan: TensorParallelPlan, model: nn.Module) -> None:

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from booster.errors import ConfigError
+from booster.errors import ConfigError, format_list
 
 from .communication import StageAction, action_list
 from .schedule import Action, ActionKind, PipelineSchedule
@@ -245,8 +245,8 @@ def _check_complete(
         if actions:
             each = ", ".join(kind.value for kind in kinds)
             raise ConfigError(
-                f"{where} {mistake} {_listed(actions)}, but a stage does {each} once for each of {num_microbatches}"
-                f" microbatches and {num_chunks} chunks: return exactly those"
+                f"{where} {mistake} {format_list(actions, _MAX_NAMED)}, but a stage does {each} once for each of"
+                f" {num_microbatches} microbatches and {num_chunks} chunks: return exactly those"
             )
 
 
@@ -257,8 +257,3 @@ def _check_sequence(where: str, order: Sequence[Action]) -> None:
         if needed and needed not in done:
             raise ConfigError(f"{where} has {action} before {needed}, of which it needs the result: put it behind")
         done.add(action)
-
-
-def _listed(actions: Sequence[Action]) -> str:
-    more = f" and {len(actions) - _MAX_NAMED} more" if len(actions) > _MAX_NAMED else ""
-    return ", ".join(map(str, actions[:_MAX_NAMED])) + more

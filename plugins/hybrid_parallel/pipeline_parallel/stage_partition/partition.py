@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from booster.errors import ConfigError
+from booster.errors import ConfigError, format_list
 from booster.plugins.hybrid_parallel.pipeline_parallel.schedules import PipelineSchedule
 from booster.plugins.hybrid_parallel.pipeline_parallel.schedules.simulation import simulate
 from booster.plugins.hybrid_parallel.tp_plan.tables import pretrained_models
@@ -86,10 +86,9 @@ def _check_complete(model: nn.Module, units: tuple[str, ...]) -> None:
     missing = [name for name, parameter in model.named_parameters() if id(parameter) not in held]
     if missing:
         owners = list(dict.fromkeys(name.rpartition(".")[0] or f"the model's own {name}" for name in missing))
-        shown = ", ".join(owners[:5]) + (f" and {len(owners) - 5} more" if len(owners) > 5 else "")
         raise ConfigError(
-            f"execution_sequence leaves out modules with parameters ({shown}), which no stage would hold: add their"
-            " names where they run, or remove them from the model"
+            f"execution_sequence leaves out modules with parameters ({format_list(owners, 5)}), which no stage would"
+            " hold: add their names where they run, or remove them from the model"
         )
 
 
