@@ -13,8 +13,8 @@ from torch.utils.data import DataLoader
 
 from .boost_checks import check_boosted_model, check_optimizer, check_scheduler, check_stateful_loader
 from .checkpoint_io import CheckpointIO
+from .checkpoint_io.checkpoint_io import as_optimizer_wrapper
 from .checkpoint_io.loading.load import check_verify
-from .checkpoint_io.training_state.plain_optimizer import as_optimizer_wrapper
 from .comm import check_same_across_ranks, group_rank, timeout_scope
 from .consistency import training_fingerprint
 from .errors import ConfigError

@@ -1,11 +1,16 @@
-"""File layout of Hugging Face: shards and file names, as pure functions."""
+"""Target of a save, and the file layout of Hugging Face: shards and file names."""
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+
+from booster.errors import ConfigError
+from booster.interface.checkpoint_io import check_size_per_shard
 
 # O_DIRECT requires memory, offset and length in multiples of this. So data starts at a page, and ranks that write into
 # one file split it at pages.
@@ -164,3 +169,79 @@ def index_document(plan: FilePlan, sizes: Mapping[str, int], num_parameters: int
         "metadata": {**parameter_count, "total_size": sum(sizes.values())},
         "weight_map": dict(sorted(file_of.items())),
     }
+
+
+MEGABYTE = 10**6
+
+
+class SaveTarget:
+    """Path and format of a save; see `CheckpointIO.save_model` for the arguments.
+
+    Attributes:
+        path: File or directory.
+        is_sharded: Whether the path is a directory of shards.
+        max_shard_bytes: Maximum shard size.
+        names: File names.
+
+    Raises:
+        ConfigError: Invalid or contradictory arguments.
+    """
+
+    def __init__(
+        self,
+        checkpoint: str | os.PathLike[str],
+        kind: FileKind,
+        shard: bool,
+        prefix: str | None,
+        size_per_shard: int,
+        use_safetensors: bool,
+    ) -> None:
+        self.path = as_path(checkpoint)
+        check_size_per_shard(size_per_shard)
+        if prefix is not None and not shard:
+            raise ConfigError(
+                f"prefix={prefix!r} goes into the names of shards, but shard=False writes to the path as it is: pass"
+                " shard=True, or leave prefix out"
+            )
+        if prefix is not None and not is_valid_prefix(prefix):
+            raise ConfigError(
+                f"prefix={prefix!r} is ambiguous within a file name: use letters, digits, '_' and '-', such as 'fp16'"
+            )
+        if not shard:
+            _check_suffix(self.path, use_safetensors)
+        self.is_sharded = shard
+        self.max_shard_bytes = size_per_shard * MEGABYTE
+        self.names: FileNames = kind.names(is_safetensors=use_safetensors, prefix=prefix)
+
+
+def as_path(checkpoint: str | os.PathLike[str]) -> Path:
+    """Convert the user's path.
+
+    Raises:
+        ConfigError: The path is empty.
+    """
+    text = os.fspath(checkpoint)
+    if not text:
+        raise ConfigError("the checkpoint's path is empty: give a file or a directory")
+    return Path(text)
+
+
+def _check_suffix(path: Path, use_safetensors: bool) -> None:
+    allowed, other = (SAFETENSORS_SUFFIXES, BIN_SUFFIXES) if use_safetensors else (BIN_SUFFIXES, SAFETENSORS_SUFFIXES)
+    if path.suffix in allowed:
+        return
+    if not path.suffix:
+        raise ConfigError(
+            f"{path} has no suffix, but shard=False, the default, writes one file whose suffix determines its format:"
+            f" pass shard=True to write a directory, or give a name that ends in {' or '.join(allowed)}, such as"
+            f" {f'{path}{allowed[0]}'!r}"
+        )
+    if path.suffix not in other:
+        raise ConfigError(
+            f"{path} ends in {path.suffix!r}, but shard=False, the default, writes one file: pass shard=True to write a"
+            f" directory, or give a name that ends in {' or '.join(allowed)}"
+        )
+    raise ConfigError(
+        f"{path} ends in {path.suffix!r}, but use_safetensors={use_safetensors} writes another format: pass"
+        f" use_safetensors={not use_safetensors}, or give a name that ends in {' or '.join(allowed)}"
+    )

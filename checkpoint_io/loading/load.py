@@ -14,16 +14,15 @@ import torch
 
 from booster.checkpoint_io.formats.optimizer_values import MASTER_SUFFIX, parse_values
 from booster.checkpoint_io.layout import MODEL, OPTIMIZER, FileKind
-from booster.checkpoint_io.ranks import CheckpointGroup
+from booster.checkpoint_io.parallel import CheckpointGroup
 from booster.checkpoint_io.storage import Storage
 from booster.comm import all_gather_bytes, check_same_across_ranks
 from booster.errors import CheckpointError, ConfigError
 from booster.interface import ModelWrapper, OptimizerState, OptimizerWrapper, TensorSlice, TensorSpec
 from booster.logger import get_dist_logger
 
-from .ranges import read_slices
+from .ranges import read_slices, verify_ranges
 from .reader import StoredCheckpoint, open_checkpoint
-from .verify import verify_ranges
 
 MAX_LISTED = 10
 _INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import zlib
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
@@ -16,10 +18,9 @@ import torch
 
 from booster.checkpoint_io.commit import Transaction
 from booster.checkpoint_io.formats.manifest import FORMAT_VERSION, DocumentRecord, Manifest
+from booster.checkpoint_io.parallel import CheckpointGroup, as_checkpoint_error
 from booster.checkpoint_io.planning.save_plan import SavePlan, WriteRange, plan_save
 from booster.checkpoint_io.planning.slices import SliceTable
-from booster.checkpoint_io.ranks import CheckpointGroup, as_checkpoint_error
-from booster.checkpoint_io.save_target import explain_missing_parents
 from booster.checkpoint_io.storage import Storage
 from booster.comm import ErrorBarrier, all_gather_bytes, all_gather_equal, check_same_across_ranks, new_cpu_group
 from booster.errors import CheckpointError
@@ -215,6 +216,35 @@ def _options(request: SaveRequest) -> tuple[str, ...]:
         f" {part.is_sharded}, index: {part.always_index}"
         for part in request.parts
     )
+
+
+@contextmanager
+def explain_missing_parents(storage: Storage, target: Path, action: str) -> Iterator[None]:
+    """Replace an error by one that names the missing parent directory, if that is the cause.
+
+    Args:
+        storage: Storage of the target.
+        target: File or directory to write; the block creates its parents.
+        action: Description of the operation for messages.
+
+    Raises:
+        CheckpointError: The parents could not be created.
+        OSError: Any other error of the block.
+    """
+    try:
+        yield
+    except OSError as error:
+        parent = Path(os.path.realpath(target.parent))
+        existing = parent
+        while storage.kind(existing) is None:
+            existing = existing.parent
+        if existing == parent and storage.kind(existing) == "directory":
+            raise
+        is_directory = storage.kind(existing) == "directory"
+        reason = f"the directory {parent} cannot be created" if is_directory else f"{existing} is not a directory"
+        raise CheckpointError(
+            f"{action} to {target} failed, because {reason} ({error}): give a path below a writable directory"
+        ) from error
 
 
 class Saver:

@@ -20,17 +20,17 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from booster.checkpoint_io.copy_elements import copy_elements, needs_no_conversion, synchronize_devices
-from booster.checkpoint_io.formats.file_image import FileImage
-from booster.checkpoint_io.formats.safetensors import bytes_of
+from booster.checkpoint_io.copy_elements import bytes_of, copy_elements, needs_no_conversion, synchronize_devices
 from booster.checkpoint_io.layout import PAGE_BYTES
+from booster.checkpoint_io.parallel import run_in_threads
 from booster.checkpoint_io.planning.save_plan import BLOCK_BYTES, SavePlan, WriteRange
 from booster.checkpoint_io.planning.slices import byte_runs, run_length, run_start
 from booster.checkpoint_io.storage import OpenFile, Storage
-from booster.checkpoint_io.worker_threads import run_in_threads
 from booster.comm import receive, send
 from booster.interface import TensorSlice
 from booster.kernels.checksum import crc32
+
+from .part import FileImage
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer

@@ -19,10 +19,9 @@ import torch
 from booster.checkpoint_io.commit import Transaction, list_directory, resolve
 from booster.checkpoint_io.formats.json import MAX_JSON_BYTES
 from booster.checkpoint_io.formats.optimizer_values import MASTER_SUFFIX, parse_values
-from booster.checkpoint_io.layout import MODEL, OPTIMIZER, SAFETENSORS_SUFFIXES, SINGLE_FILE_SUFFIXES
+from booster.checkpoint_io.layout import MODEL, OPTIMIZER, SAFETENSORS_SUFFIXES, SINGLE_FILE_SUFFIXES, SaveTarget
 from booster.checkpoint_io.loading.reader import StoredCheckpoint
-from booster.checkpoint_io.ranks import CheckpointGroup
-from booster.checkpoint_io.save_target import SaveTarget
+from booster.checkpoint_io.parallel import CheckpointGroup
 from booster.checkpoint_io.saving.part import CheckpointPart
 from booster.checkpoint_io.saving.save import Saver, SaveRequest
 from booster.checkpoint_io.storage import OpenFile, Storage

@@ -18,12 +18,11 @@ from booster.checkpoint_io.commit import resolve
 from booster.checkpoint_io.formats import json_values
 from booster.checkpoint_io.formats.json import MAX_JSON_BYTES
 from booster.checkpoint_io.formats.manifest import Manifest
-from booster.checkpoint_io.layout import GRADIENTS, MODEL, OPTIMIZER, RANDOM_STATE, FileKind
+from booster.checkpoint_io.layout import GRADIENTS, MODEL, OPTIMIZER, RANDOM_STATE, FileKind, SaveTarget, as_path
 from booster.checkpoint_io.loading.load import Load, Loader, ModelLoad, OptimizerLoad
 from booster.checkpoint_io.loading.ranges import read_slices
 from booster.checkpoint_io.loading.reader import StoredCheckpoint
-from booster.checkpoint_io.ranks import CheckpointGroup
-from booster.checkpoint_io.save_target import SaveTarget, as_path
+from booster.checkpoint_io.parallel import CheckpointGroup
 from booster.checkpoint_io.saving.part import (
     CheckpointPart,
     model_part,
@@ -40,8 +39,7 @@ from booster.interface.checkpoint_io import RandomState, SaveOptions, TrainingPa
 from booster.logger import get_dist_logger
 
 from .accumulated_gradients import GradientsLoad, gradients_part
-from .document import PerRank, TrainingDocument
-from .plain_optimizer import scheduler_document, scheduler_state
+from .document import PerRank, TrainingDocument, scheduler_document, scheduler_state
 from .retention import LATEST, TRAINING_STATE, TRAINING_STATE_MANIFEST, StepDirectories, read_training_manifest
 
 
