@@ -84,14 +84,17 @@ class GeneralCheckpointIO(CheckpointIO):
         an older save with the same prefix and format are removed. `shard=False` writes just that file, no configs.
         """
 
-        def prepare() -> tuple[SaveTarget, CheckpointPart]:
-            to = SaveTarget(checkpoint, MODEL, shard, prefix, size_per_shard, use_safetensors)
-            return to, model_part(wrapped, to)
-
         action = "saving the model"
         wrapped = self.ranks.run_on_all_ranks(lambda: as_model_wrapper(model, is_primary=self.ranks.rank == 0), action)
         wrapped.require_equal_copies()
-        self._save(prepare, action, use_async)
+        self._save(
+            lambda: (
+                target := SaveTarget(checkpoint, MODEL, shard, prefix, size_per_shard, use_safetensors),
+                model_part(wrapped, target),
+            ),
+            action,
+            use_async,
+        )
 
     def load_model(
         self,

@@ -32,9 +32,17 @@ class FileKind:
 
     def names(self, *, is_safetensors: bool, prefix: str | None = None) -> FileNames:
         """Return the file names in one format and with one prefix."""
-        if is_safetensors:
-            return FileNames(stem=self.safetensors_stem, suffix="safetensors", prefix=prefix)
-        return FileNames(stem=self.bin_stem, suffix="bin", prefix=prefix)
+        stem, suffix = (self.safetensors_stem, "safetensors") if is_safetensors else (self.bin_stem, "bin")
+        variant = f".{prefix}" if prefix else ""
+        return FileNames(
+            stem=stem,
+            suffix=suffix,
+            prefix=prefix,
+            single=f"{stem}{variant}.{suffix}",
+            index=f"{stem}.{suffix}.index{variant}.json",
+            manifest=f"{stem}.{suffix}.manifest{variant}.json",
+            groups=f"optimizer_groups{variant}.json",
+        )
 
     def names_of(self, file_name: str) -> FileNames | None:
         """Return the file names that an index, a manifest or a single file of this kind belongs to, else None."""
@@ -61,31 +69,19 @@ class FileNames:
         stem: Start of every tensor file's name.
         suffix: "safetensors" or "bin".
         prefix: Hugging Face's `variant`, between stem and number.
+        single: Name of an unsharded tensor file.
+        index: Name of the index, which maps tensors to shards.
+        manifest: Name of the manifest, with sizes and checksums of all other files.
+        groups: Name of the file with the optimizer's plain values.
     """
 
     stem: str
     suffix: str
     prefix: str | None
-
-    @property
-    def single(self) -> str:
-        """Name of an unsharded tensor file."""
-        return f"{self.stem}{self._variant}.{self.suffix}"
-
-    @property
-    def index(self) -> str:
-        """Name of the index, which maps tensors to shards."""
-        return f"{self.stem}.{self.suffix}.index{self._variant}.json"
-
-    @property
-    def manifest(self) -> str:
-        """Name of the manifest, with sizes and checksums of all other files."""
-        return f"{self.stem}.{self.suffix}.manifest{self._variant}.json"
-
-    @property
-    def groups(self) -> str:
-        """Name of the file with the optimizer's plain values."""
-        return f"optimizer_groups{self._variant}.json"
+    single: str
+    index: str
+    manifest: str
+    groups: str
 
     def shard(self, number: int, num_shards: int) -> str:
         """Return the name of a shard; numbers start at 1."""

@@ -58,7 +58,10 @@ class CheckpointGroup:
             results.append(action())
         except Exception as error:  # raised below on every rank
             failure = as_checkpoint_error(error, action_name)
-        raise_on_all_ranks(failure, self.group)
+        if self.size > 1:
+            raise_on_all_ranks(failure, self.group)
+        elif failure is not None:
+            raise failure
         return results[0]
 
 
@@ -82,6 +85,10 @@ def run_in_threads(work: Callable[[Job], None], jobs: Iterable[Job], num_threads
     Raises:
         BaseException: Exception of the first job that failed. No job starts after that.
     """
+    if num_threads <= 1:
+        for job in jobs:
+            work(job)
+        return
     queue = _Queue(jobs)
 
     def loop() -> None:

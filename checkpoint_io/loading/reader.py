@@ -9,6 +9,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
@@ -349,13 +350,13 @@ def open_checkpoint(
             time.sleep(min(_FIRST_PAUSE_SECONDS * 2**num_attempts, _LONGEST_PAUSE_SECONDS))
 
 
+@dataclass(frozen=True, slots=True)
 class _CheckpointOpener:
-    """State of one `open_checkpoint` call."""
+    """Arguments of one `open_checkpoint` call."""
 
-    def __init__(self, storage: Storage, kind: FileKind, requires_manifest: bool) -> None:
-        self._storage = storage
-        self._kind = kind
-        self._requires_manifest = requires_manifest
+    _storage: Storage
+    _kind: FileKind
+    _requires_manifest: bool
 
     def open(self, path: Path) -> StoredCheckpoint:
         directory: DirectoryReader | None = None
@@ -417,7 +418,8 @@ class _CheckpointOpener:
         failure: CheckpointError | None = None
         with ExitStack() as stack:
             try:
-                found = stack.enter_context(self._open_manifest_files(directory, file_names, raw, only))
+                found = self._open_manifest_files(directory, file_names, raw, only)
+                stack.callback(found.close)
             except CheckpointError as error:
                 failure = error
             if open_directory(self._storage, directory.path).read(file_names.manifest) != raw:

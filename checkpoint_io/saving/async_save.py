@@ -295,10 +295,7 @@ class AsyncSaves:
         A rank whose own save is still in flight waits for it before it raises.
         """
         with self._changed:
-            is_unused = self._num_arenas == 0
             failed = bool(self._failures)
-        if is_unused:  # equal on every rank: saves are collective
-            return
         try:
             raise_on_all_ranks(
                 CheckpointError("a save in the background failed") if failed else None, self._ranks.group

@@ -31,6 +31,7 @@ from booster.checkpoint_io.layout import (
     index_document,
 )
 from booster.checkpoint_io.planning.save_plan import PlannedFile, SavePlan, WriteRange
+from booster.checkpoint_io.planning.slices import full_box
 from booster.errors import ConfigError
 from booster.interface import ModelWrapper, OptimizerWrapper, TensorSlice, TensorSpec
 
@@ -119,6 +120,7 @@ class FileImage:
         offsets: Offset of each tensor in the file; a multiple of its item size.
         specs: Shape and dtype of each tensor.
         is_packed: Whether tensors are contiguous, from a multiple of `PAGE_BYTES` to the end of the file.
+        data_start: Offset of the tensors in a packed file, 0 in others.
     """
 
     fragments: tuple[tuple[int, bytes], ...]
@@ -126,16 +128,12 @@ class FileImage:
     offsets: Mapping[str, int]
     specs: Mapping[str, TensorSpec]
     is_packed: bool
+    data_start: int = 0
 
     @property
     def head(self) -> bytes:
         """First fragment: in a packed file, all bytes before the tensors."""
         return self.fragments[0][1]
-
-    @property
-    def data_start(self) -> int:
-        """Offset of the tensors in a packed file, 0 in others."""
-        return len(self.head) if self.is_packed else 0
 
 
 def safetensors_image(file: PlannedFile, metadata: Mapping[str, str]) -> FileImage:
@@ -157,6 +155,7 @@ def safetensors_image(file: PlannedFile, metadata: Mapping[str, str]) -> FileIma
         offsets={name: len(head) + start for name, start in starts.items()},
         specs=file.tensors,
         is_packed=True,
+        data_start=len(head),
     )
 
 
@@ -211,25 +210,22 @@ class CheckpointPart:
 Images = dict[int, FileImage]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PlannedPart:
     """Checkpoint part with its save plan.
 
-    Args:
+    Attributes:
         part: Part to save.
         plan: Save plan.
-        single_name: File name if the part is not sharded.
-        images: Cache of file images (everything but the data) for this plan; extended here.
-
-    Attributes:
         file_names: Names of the tensor files.
+        images: Cache of file images (everything but the data) for this plan; extended here.
     """
 
-    def __init__(self, part: CheckpointPart, plan: SavePlan, single_name: str, images: Images) -> None:
-        self.part = part
-        self.plan = plan
-        self.file_names = [file.name for file in plan.files] if part.is_sharded else [single_name]
-        self._images = images
-        self._ranges: dict[int, list[WriteRange]] = {}
+    part: CheckpointPart
+    plan: SavePlan
+    file_names: list[str]
+    images: Images
+    _ranges: dict[int, list[WriteRange]] = field(default_factory=dict, init=False)
 
     def path_of(self, directory: Path, index: int) -> Path:
         """Return the path of a tensor file."""
@@ -237,8 +233,8 @@ class PlannedPart:
 
     def image(self, index: int) -> FileImage:
         """Return the image of a tensor file: everything but the data."""
-        if index in self._images:
-            return self._images[index]
+        if index in self.images:
+            return self.images[index]
         file, values = self.plan.files[index], self.part.values
         if self.part.names.suffix == "safetensors":
             metadata = {"format": "pt"}
@@ -247,18 +243,18 @@ class PlannedPart:
             if self.part.is_sharded:
                 metadata[MANIFEST_KEY] = self.part.names.manifest
             else:
-                records = [self._range_record(write_range, 0) for write_range in self._ranges_of_file(0)]
+                records = self._records(0, None)
                 metadata = with_placeholder(metadata, records)
-            self._images[index] = safetensors_image(file, metadata)
+            self.images[index] = safetensors_image(file, metadata)
         else:
-            self._images[index] = torch_image(file, values)
-        return self._images[index]
+            self.images[index] = torch_image(file, values)
+        return self.images[index]
 
     def completed_head(self, crcs: Mapping[WriteRange, int]) -> bytes | None:
         """Return the head with the checksums of the data, or None if the file does not embed its checksums."""
         if self.part.is_sharded or self.part.names.suffix != "safetensors":
             return None
-        return completed_head(self.image(0).head, [crcs[write_range] for write_range in self._ranges_of_file(0)])
+        return completed_head(self.image(0).head, [record.crc32 for record in self._records(0, crcs)])
 
     def small_files(self, crcs: Mapping[WriteRange, int], metadata: Mapping[str, Any]) -> dict[str, bytes]:
         """Return documents, index and manifest by name; the manifest is last.
@@ -288,23 +284,26 @@ class PlannedPart:
                 num_bytes=image.num_bytes,
                 head_bytes=len(image.head),
                 head_crc32=zlib.crc32(image.head),
-                ranges=tuple(self._range_record(each, crcs[each]) for each in self._ranges_of_file(index)),
+                ranges=tuple(self._records(index, crcs)),
             )
         manifest = Manifest(kind=self.part.kind.name, files=files, documents=documents, metadata=dict(metadata))
         return found | {self.part.names.manifest: manifest.encode()}
 
-    def _ranges_of_file(self, index: int) -> list[WriteRange]:
+    def _records(self, index: int, crcs: Mapping[WriteRange, int] | None) -> list[RangeRecord]:
+        """Return the records of a file's ranges, with zeros for checksums that are not known yet."""
         if not self._ranges:
             for write_range in self.plan.all_ranges():
                 self._ranges.setdefault(write_range.file, []).append(write_range)
-        return self._ranges.get(index, [])
-
-    def _range_record(self, write_range: WriteRange, crc32: int) -> RangeRecord:
-        shape = self.plan.specs[write_range.name].shape
-        is_full_box = write_range.box == tuple((0, size) for size in shape)
-        return RangeRecord(
-            name=write_range.name, box=None if is_full_box else write_range.box, span=write_range.span, crc32=crc32
-        )
+        full_boxes = {name: full_box(spec.shape) for name, spec in self.plan.files[index].tensors.items()}
+        return [
+            RangeRecord(
+                name=each.name,
+                box=None if each.box == full_boxes[each.name] else each.box,
+                span=each.span,
+                crc32=0 if crcs is None else crcs[each],
+            )
+            for each in self._ranges.get(index, [])
+        ]
 
 
 # transformers' save_pretrained writes the config with the model's class and dtype, without attributes of the file that
@@ -323,7 +322,7 @@ def config_documents(model: nn.Module) -> dict[str, bytes]:
     """
     documents: dict[str, bytes] = {}
     config: Any = getattr(model, "config", None)
-    if not _has_json_text(config):
+    if config is None or not _has_json_text(config):
         return documents
     config_copy = copy.deepcopy(config)
     if hasattr(config_copy, "architectures"):
