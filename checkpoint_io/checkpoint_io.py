@@ -19,7 +19,7 @@ from booster.interface.checkpoint_io import CheckpointIO, SaveOptions, TrainingP
 from .commit import Transaction
 from .formats import json_values
 from .formats.json import MAX_JSON_BYTES, json_bytes
-from .layout import MODEL, OPTIMIZER, SaveTarget, as_path
+from .layout import MODEL, OPTIMIZER, as_path, save_target
 from .loading.load import Loader, ModelLoad, OptimizerLoad
 from .parallel import CheckpointGroup
 from .saving.part import CheckpointPart, model_part, optimizer_part, optimizer_values, save_metadata
@@ -83,14 +83,20 @@ class GeneralCheckpointIO(CheckpointIO):
         With `shard=True`, a model that fits into one shard becomes `model.safetensors` without an index, and files of
         an older save with the same prefix and format are removed. `shard=False` writes just that file, no configs.
         """
-
         action = "saving the model"
         wrapped = self.ranks.run_on_all_ranks(lambda: as_model_wrapper(model, is_primary=self.ranks.rank == 0), action)
         wrapped.require_equal_copies()
         self._save(
-            lambda: (
-                target := SaveTarget(checkpoint, MODEL, shard, prefix, size_per_shard, use_safetensors),
-                model_part(wrapped, target),
+            lambda: model_part(
+                wrapped,
+                save_target(
+                    checkpoint,
+                    MODEL,
+                    shard=shard,
+                    prefix=prefix,
+                    size_per_shard=size_per_shard,
+                    use_safetensors=use_safetensors,
+                ),
             ),
             action,
             use_async,
@@ -135,13 +141,20 @@ class GeneralCheckpointIO(CheckpointIO):
         action = "saving the optimizer"
         target, wrapped = self.ranks.run_on_all_ranks(
             lambda: (
-                SaveTarget(checkpoint, OPTIMIZER, shard, prefix, size_per_shard, use_safetensors),
+                save_target(
+                    checkpoint,
+                    OPTIMIZER,
+                    shard=shard,
+                    prefix=prefix,
+                    size_per_shard=size_per_shard,
+                    use_safetensors=use_safetensors,
+                ),
                 as_optimizer_wrapper(optimizer, is_primary=self.ranks.rank == 0),
             ),
             action,
         )
         values = self.ranks.run_on_all_ranks(lambda: optimizer_values(wrapped), action)
-        self._save(lambda: (target, optimizer_part(wrapped, target, values)), action, use_async)
+        self._save(lambda: optimizer_part(wrapped, target, values), action, use_async)
 
     def load_optimizer(
         self,
@@ -235,11 +248,11 @@ class GeneralCheckpointIO(CheckpointIO):
         """Wait until no save is in flight; see `CheckpointIO.wait`. Collective over the group."""
         self.saver.wait()
 
-    def _save(self, prepare: Callable[[], tuple[SaveTarget, CheckpointPart]], action: str, use_async: bool) -> None:
-        target, part = self.ranks.run_on_all_ranks(prepare, action)
+    def _save(self, prepare: Callable[[], CheckpointPart], action: str, use_async: bool) -> None:
+        part = self.ranks.run_on_all_ranks(prepare, action)
         request = SaveRequest(
-            target=target.path,
-            is_directory=target.is_sharded,
+            target=part.target.path,
+            is_directory=part.target.is_sharded,
             parts=[part],
             metadata=save_metadata(self.ranks.size),
             action=action,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -170,44 +170,63 @@ def index_document(plan: FilePlan, sizes: Mapping[str, int], num_parameters: int
 MEGABYTE = 10**6
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SaveTarget:
-    """Path and format of a save; see `CheckpointIO.save_model` for the arguments.
+    """Path and format of a part of a save.
 
     Attributes:
         path: File or directory.
-        is_sharded: Whether the path is a directory of shards.
-        max_shard_bytes: Maximum shard size.
+        kind: Kind of part.
         names: File names.
+        is_sharded: If True, write into a directory. If False, write the one file that the path names.
+        max_shard_bytes: Maximum file size; a single larger tensor gets its own larger file.
+    """
+
+    path: Path
+    kind: FileKind
+    names: FileNames
+    is_sharded: bool
+    max_shard_bytes: int
+
+    def with_kind(self, kind: FileKind) -> SaveTarget:
+        """Return the target of a part of another kind in the same directory, always of safetensors."""
+        return replace(self, kind=kind, names=kind.names(is_safetensors=True))
+
+
+def save_target(
+    checkpoint: str | os.PathLike[str],
+    kind: FileKind,
+    *,
+    shard: bool,
+    prefix: str | None = None,
+    size_per_shard: int = 1,
+    use_safetensors: bool,
+) -> SaveTarget:
+    """Return the target for the arguments of a save; see `CheckpointIO.save_model`.
 
     Raises:
         ConfigError: Invalid or contradictory arguments.
     """
-
-    def __init__(
-        self,
-        checkpoint: str | os.PathLike[str],
-        kind: FileKind,
-        shard: bool,
-        prefix: str | None,
-        size_per_shard: int,
-        use_safetensors: bool,
-    ) -> None:
-        self.path = as_path(checkpoint)
-        check_size_per_shard(size_per_shard)
-        if prefix is not None and not shard:
-            raise ConfigError(
-                f"prefix={prefix!r} goes into the names of shards, but shard=False writes to the path as it is: pass"
-                " shard=True, or leave prefix out"
-            )
-        if prefix is not None and not is_valid_prefix(prefix):
-            raise ConfigError(
-                f"prefix={prefix!r} is ambiguous within a file name: use letters, digits, '_' and '-', such as 'fp16'"
-            )
-        if not shard:
-            _check_suffix(self.path, use_safetensors)
-        self.is_sharded = shard
-        self.max_shard_bytes = size_per_shard * MEGABYTE
-        self.names: FileNames = kind.names(is_safetensors=use_safetensors, prefix=prefix)
+    path = as_path(checkpoint)
+    check_size_per_shard(size_per_shard)
+    if prefix is not None and not shard:
+        raise ConfigError(
+            f"prefix={prefix!r} goes into the names of shards, but shard=False writes to the path as it is: pass"
+            " shard=True, or leave prefix out"
+        )
+    if prefix is not None and not is_valid_prefix(prefix):
+        raise ConfigError(
+            f"prefix={prefix!r} is ambiguous within a file name: use letters, digits, '_' and '-', such as 'fp16'"
+        )
+    if not shard:
+        _check_suffix(path, use_safetensors)
+    return SaveTarget(
+        path=path,
+        kind=kind,
+        names=kind.names(is_safetensors=use_safetensors, prefix=prefix),
+        is_sharded=shard,
+        max_shard_bytes=size_per_shard * MEGABYTE,
+    )
 
 
 def as_path(checkpoint: str | os.PathLike[str]) -> Path:

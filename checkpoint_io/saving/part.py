@@ -21,11 +21,7 @@ from booster.checkpoint_io.formats.manifest import MANIFEST_KEY, DocumentRecord,
 from booster.checkpoint_io.formats.safetensors import encode_header
 from booster.checkpoint_io.formats.tensor_files import GROUPS_KEY, completed_head, with_placeholder
 from booster.checkpoint_io.layout import (
-    MODEL,
-    OPTIMIZER,
     PAGE_BYTES,
-    FileKind,
-    FileNames,
     FilePlan,
     SaveTarget,
     index_document,
@@ -183,11 +179,8 @@ class CheckpointPart:
     """Model, optimizer or another set of tensors, with its small files.
 
     Attributes:
-        kind: Kind of part.
-        names: File names.
+        target: Path and format.
         slices: Slices on this rank.
-        max_shard_bytes: Maximum file size; a single larger tensor gets its own larger file.
-        is_sharded: If True, write into a directory. If False, write the one file that the target names.
         always_index: If True, number the files and write an index even for a single file.
         folder: Subdirectory of the target; empty for the target itself.
         documents: Further files by name, such as a model's config.
@@ -195,11 +188,8 @@ class CheckpointPart:
         parameter_names: Parameters whose elements the index counts. Optional, defaults to no count.
     """
 
-    kind: FileKind
-    names: FileNames
+    target: SaveTarget
     slices: Sequence[TensorSlice]
-    max_shard_bytes: int
-    is_sharded: bool
     always_index: bool = False
     folder: str = ""
     documents: Mapping[str, bytes] = field(default_factory=dict)
@@ -236,12 +226,12 @@ class PlannedPart:
         if index in self.images:
             return self.images[index]
         file, values = self.plan.files[index], self.part.values
-        if self.part.names.suffix == "safetensors":
+        if self.part.target.names.suffix == "safetensors":
             metadata = {"format": "pt"}
             if values is not None:
                 metadata[GROUPS_KEY] = values
-            if self.part.is_sharded:
-                metadata[MANIFEST_KEY] = self.part.names.manifest
+            if self.part.target.is_sharded:
+                metadata[MANIFEST_KEY] = self.part.target.names.manifest
             else:
                 records = self._records(0, None)
                 metadata = with_placeholder(metadata, records)
@@ -252,7 +242,7 @@ class PlannedPart:
 
     def completed_head(self, crcs: Mapping[WriteRange, int]) -> bytes | None:
         """Return the head with the checksums of the data, or None if the file does not embed its checksums."""
-        if self.part.is_sharded or self.part.names.suffix != "safetensors":
+        if self.part.target.is_sharded or self.part.target.names.suffix != "safetensors":
             return None
         return completed_head(self.image(0).head, [record.crc32 for record in self._records(0, crcs)])
 
@@ -263,7 +253,7 @@ class PlannedPart:
             crcs: Checksum of every written range.
             metadata: JSON metadata of the save.
         """
-        if not self.part.is_sharded:
+        if not self.part.target.is_sharded:
             return {}
         found = dict(self.part.documents)
         if self.plan.index is not None:
@@ -286,8 +276,8 @@ class PlannedPart:
                 head_crc32=zlib.crc32(image.head),
                 ranges=tuple(self._records(index, crcs)),
             )
-        manifest = Manifest(kind=self.part.kind.name, files=files, documents=documents, metadata=dict(metadata))
-        return found | {self.part.names.manifest: manifest.encode()}
+        manifest = Manifest(kind=self.part.target.kind.name, files=files, documents=documents, metadata=dict(metadata))
+        return found | {self.part.target.names.manifest: manifest.encode()}
 
     def _records(self, index: int, crcs: Mapping[WriteRange, int] | None) -> list[RangeRecord]:
         """Return the records of a file's ranges, with zeros for checksums that are not known yet."""
@@ -368,11 +358,8 @@ def model_part(model: ModelWrapper, target: SaveTarget, folder: str = "") -> Che
         folder: Subdirectory of the target.
     """
     return CheckpointPart(
-        kind=MODEL,
-        names=target.names,
+        target=target,
         slices=model.tensor_slices(),
-        max_shard_bytes=target.max_shard_bytes,
-        is_sharded=target.is_sharded,
         folder=folder,
         documents=config_documents(model.unwrap()) if target.is_sharded else {},
         parameter_names=frozenset(name for name, _ in model.named_parameters()),
@@ -400,11 +387,8 @@ def optimizer_part(optimizer: OptimizerWrapper, target: SaveTarget, values: str,
         folder: Subdirectory of the target.
     """
     return CheckpointPart(
-        kind=OPTIMIZER,
-        names=target.names,
+        target=target,
         slices=optimizer.checkpoint_state().slices(),
-        max_shard_bytes=target.max_shard_bytes,
-        is_sharded=target.is_sharded,
         always_index=True,
         folder=folder,
         documents={target.names.groups: values.encode("utf-8")} if target.is_sharded else {},

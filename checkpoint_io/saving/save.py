@@ -110,9 +110,10 @@ class Planner:
         """
         ranks, parts = self._ranks, request.parts
         options = tuple(
-            f"{part.kind.name} {part.folder}/{part.names} of at most {part.max_shard_bytes} bytes a file, sharded:"
-            f" {part.is_sharded}, index: {part.always_index}"
+            f"{to.kind.name} {part.folder}/{to.names} of at most {to.max_shard_bytes} bytes a file, sharded:"
+            f" {to.is_sharded}, index: {part.always_index}"
             for part in parts
+            for to in (part.target,)
         )
         tables = ranks.run_on_all_ranks(lambda: [_encoded_table(part.slices) for part in parts], request.action)
         tables_digest = sha256(b"".join(sha256(table).digest() for table in tables)).digest()
@@ -134,7 +135,7 @@ class Planner:
                 PlannedPart(
                     part=part,
                     plan=plan,
-                    file_names=[file.name for file in plan.files] if part.is_sharded else [request.target.name],
+                    file_names=[file.name for file in plan.files] if part.target.is_sharded else [request.target.name],
                     images=images if part.values is None else Images(),
                 )
                 for part, (plan, images) in zip(parts, plans, strict=True)
@@ -187,9 +188,9 @@ class Planner:
             lambda: plan_save(
                 [SliceTable.decode(raw) for raw in tables],
                 table_of_rank,
-                part.names,
-                max_shard_bytes=part.max_shard_bytes,
-                is_sharded=part.is_sharded,
+                part.target.names,
+                max_shard_bytes=part.target.max_shard_bytes,
+                is_sharded=part.target.is_sharded,
                 always_index=part.always_index,
                 host_of_rank=hosts,
             ),
@@ -431,7 +432,7 @@ class _SaveJob:
                     self._storage.sync(file)
             for name, content in planned_part.small_files(part_crcs, metadata).items():
                 self._storage.write_file(directory / planned_part.part.folder / name, content)
-                if name == planned_part.part.names.manifest:
+                if name == planned_part.part.target.names.manifest:
                     documents[f"{planned_part.part.folder}/{name}".lstrip("/")] = content
         if self._request.manifest_name is not None:
             for name in self._request.documents:
@@ -469,7 +470,7 @@ class _SaveJob:
     def _is_stale(self, name: str) -> bool:
         folder, _, base = name.rpartition("/")
         of_component = any(
-            planned_part.part.folder == folder and planned_part.part.names.may_have_written(base)
+            planned_part.part.folder == folder and planned_part.part.target.names.may_have_written(base)
             for planned_part in self._planned
         )
         return of_component or (self._request.is_stale is not None and self._request.is_stale(name))
