@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from functools import wraps
 from os import PathLike
-from typing import Any, TypeAlias
+from typing import Any, ParamSpec, TypeAlias, TypeVar
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -13,12 +14,12 @@ from torch.utils.data import DataLoader
 
 from .boost_checks import check_boosted_model, check_optimizer, check_scheduler, check_stateful_loader
 from .checkpoint_io import CheckpointIO
+from .checkpoint_io.checkpoint_io import as_optimizer_wrapper
 from .checkpoint_io.loading.load import check_verify
-from .checkpoint_io.training_state.plain_optimizer import as_optimizer_wrapper
-from .comm import check_same_across_ranks, group_rank, timeout_scope
+from .comm import check_same_across_ranks, group_rank, group_size, timeout_scope
 from .consistency import training_fingerprint
 from .errors import ConfigError
-from .fault_tolerance.progress import in_phase
+from .fault_tolerance.progress import Phase
 from .interface import MixedPrecision, ModelWrapper, OptimizerWrapper, Plugin
 from .interface.checkpoint_io import SaveOptions, TrainingParts
 from .rng_state import ProcessRNG
@@ -30,6 +31,24 @@ Schedulers: TypeAlias = LRScheduler | Mapping[str, LRScheduler]
 Loaders: TypeAlias = DataLoader[Any] | Mapping[str, DataLoader[Any]]
 
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def _checkpoint_call(phase: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Decorator: run the function in a phase and, if there are other ranks to wait for, with the checkpoint timeout."""
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        @wraps(function)
+        def within(*args: P.args, **kwargs: P.kwargs) -> R:
+            with Phase(phase), timeout_scope("checkpoint") if group_size() > 1 else nullcontext():
+                return function(*args, **kwargs)
+
+        return within
+
+    return decorate
+
+
 class CheckpointMethods:
     """Checkpoint methods of `Booster`. Every method is collective."""
 
@@ -37,8 +56,7 @@ class CheckpointMethods:
     mixed_precision: MixedPrecision | None
     _checkpoint_io: CheckpointIO
 
-    @in_phase("save")
-    @timeout_scope("checkpoint")
+    @_checkpoint_call("save")
     def save(
         self,
         path: str | PathLike[str],
@@ -108,8 +126,7 @@ class CheckpointMethods:
             use_async=use_async,
         )
 
-    @in_phase("load")
-    @timeout_scope("checkpoint")
+    @_checkpoint_call("load")
     def load(
         self,
         path: str | PathLike[str],
@@ -154,8 +171,7 @@ class CheckpointMethods:
             parts = self._parts("load", model, optimizer, lr_scheduler, dataloader)
         return self._checkpoint_io.load_training_state(path, parts, strict=strict, verify=verify, missing_ok=missing_ok)
 
-    @in_phase("save")
-    @timeout_scope("checkpoint")
+    @_checkpoint_call("save")
     def wait_for_checkpoints(self) -> None:
         """Wait for all background saves. Collective.
 
@@ -176,8 +192,7 @@ class CheckpointMethods:
             random_state=ProcessRNG(self.plugin.device),
         )
 
-    @in_phase("save")
-    @timeout_scope("checkpoint")
+    @_checkpoint_call("save")
     def save_model(
         self,
         model: ModelWrapper,
@@ -207,8 +222,7 @@ class CheckpointMethods:
             use_async=use_async,
         )
 
-    @in_phase("load")
-    @timeout_scope("checkpoint")
+    @_checkpoint_call("load")
     def load_model(
         self,
         model: ModelWrapper,
@@ -225,8 +239,7 @@ class CheckpointMethods:
             check_boosted_model(model, "load_model")
         self._checkpoint_io.load_model(model, checkpoint, strict=strict, verify=verify)
 
-    @in_phase("save")
-    @timeout_scope("checkpoint")
+    @_checkpoint_call("save")
     def save_optimizer(
         self,
         optimizer: OptimizerWrapper | Optimizer,
@@ -257,8 +270,7 @@ class CheckpointMethods:
             use_async=use_async,
         )
 
-    @in_phase("load")
-    @timeout_scope("checkpoint")
+    @_checkpoint_call("load")
     def load_optimizer(
         self,
         optimizer: OptimizerWrapper | Optimizer,
@@ -273,8 +285,7 @@ class CheckpointMethods:
             check_optimizer(optimizer, "load_optimizer")
         self._checkpoint_io.load_optimizer(optimizer, checkpoint, verify=verify)
 
-    @in_phase("save")
-    @timeout_scope("checkpoint")
+    @_checkpoint_call("save")
     def save_lr_scheduler(self, lr_scheduler: LRScheduler, checkpoint: str | PathLike[str]) -> None:
         """Save the scheduler; see `CheckpointIO.save_lr_scheduler`. Collective."""
         with _checks_on_all_ranks("save_lr_scheduler"):
@@ -282,8 +293,7 @@ class CheckpointMethods:
             check_scheduler(lr_scheduler, "save_lr_scheduler")
         self._checkpoint_io.save_lr_scheduler(lr_scheduler, checkpoint)
 
-    @in_phase("load")
-    @timeout_scope("checkpoint")
+    @_checkpoint_call("load")
     def load_lr_scheduler(self, lr_scheduler: LRScheduler, checkpoint: str | PathLike[str]) -> None:
         """Load the scheduler; see `CheckpointIO.load_lr_scheduler`. Collective."""
         with _checks_on_all_ranks("load_lr_scheduler"):
@@ -309,6 +319,9 @@ def _checks_on_all_ranks(caller: str) -> Iterator[list[str]]:
         DesyncError: Ranks are at other calls, or their lines differ.
     """
     lines: list[str] = []
+    if group_size() == 1:
+        yield lines
+        return
     try:
         yield lines
     except Exception as error:  # raised on the other ranks, too

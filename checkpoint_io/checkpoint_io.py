@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch.distributed as dist
@@ -12,20 +13,19 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from booster.errors import ConfigError
-from booster.interface import OptimizerWrapper
+from booster.interface import AccumulatedGradients, ModelWrapper, OptimizerState, OptimizerWrapper, TensorSlice
 from booster.interface.checkpoint_io import CheckpointIO, SaveOptions, TrainingParts
 
 from .commit import Transaction
 from .formats import json_values
 from .formats.json import MAX_JSON_BYTES, json_bytes
-from .layout import MODEL, OPTIMIZER
+from .layout import MODEL, OPTIMIZER, as_path, save_target
 from .loading.load import Loader, ModelLoad, OptimizerLoad
-from .ranks import CheckpointGroup
-from .save_target import SaveTarget, as_path, explain_missing_parents
+from .parallel import CheckpointGroup
 from .saving.part import CheckpointPart, model_part, optimizer_part, optimizer_values, save_metadata
-from .saving.save import Saver, SaveRequest
+from .saving.save import Saver, SaveRequest, explain_missing_parents
 from .storage import Storage
-from .training_state.plain_optimizer import as_model_wrapper, as_optimizer_wrapper, scheduler_document, scheduler_state
+from .training_state.document import scheduler_document, scheduler_state
 from .training_state.save_load import TrainingStateIO
 
 
@@ -83,15 +83,24 @@ class GeneralCheckpointIO(CheckpointIO):
         With `shard=True`, a model that fits into one shard becomes `model.safetensors` without an index, and files of
         an older save with the same prefix and format are removed. `shard=False` writes just that file, no configs.
         """
-
-        def prepare() -> tuple[SaveTarget, CheckpointPart]:
-            to = SaveTarget(checkpoint, MODEL, shard, prefix, size_per_shard, use_safetensors)
-            return to, model_part(wrapped, to)
-
         action = "saving the model"
         wrapped = self.ranks.run_on_all_ranks(lambda: as_model_wrapper(model, is_primary=self.ranks.rank == 0), action)
         wrapped.require_equal_copies()
-        self._save(prepare, action, use_async)
+        self._save(
+            lambda: model_part(
+                wrapped,
+                save_target(
+                    checkpoint,
+                    MODEL,
+                    shard=shard,
+                    prefix=prefix,
+                    size_per_shard=size_per_shard,
+                    use_safetensors=use_safetensors,
+                ),
+            ),
+            action,
+            use_async,
+        )
 
     def load_model(
         self,
@@ -132,13 +141,20 @@ class GeneralCheckpointIO(CheckpointIO):
         action = "saving the optimizer"
         target, wrapped = self.ranks.run_on_all_ranks(
             lambda: (
-                SaveTarget(checkpoint, OPTIMIZER, shard, prefix, size_per_shard, use_safetensors),
+                save_target(
+                    checkpoint,
+                    OPTIMIZER,
+                    shard=shard,
+                    prefix=prefix,
+                    size_per_shard=size_per_shard,
+                    use_safetensors=use_safetensors,
+                ),
                 as_optimizer_wrapper(optimizer, is_primary=self.ranks.rank == 0),
             ),
             action,
         )
         values = self.ranks.run_on_all_ranks(lambda: optimizer_values(wrapped), action)
-        self._save(lambda: (target, optimizer_part(wrapped, target, values)), action, use_async)
+        self._save(lambda: optimizer_part(wrapped, target, values), action, use_async)
 
     def load_optimizer(
         self,
@@ -232,13 +248,119 @@ class GeneralCheckpointIO(CheckpointIO):
         """Wait until no save is in flight; see `CheckpointIO.wait`. Collective over the group."""
         self.saver.wait()
 
-    def _save(self, prepare: Callable[[], tuple[SaveTarget, CheckpointPart]], action: str, use_async: bool) -> None:
-        target, part = self.ranks.run_on_all_ranks(prepare, action)
+    def _save(self, prepare: Callable[[], CheckpointPart], action: str, use_async: bool) -> None:
+        part = self.ranks.run_on_all_ranks(prepare, action)
         request = SaveRequest(
-            target=target.path,
-            is_directory=target.is_sharded,
+            target=part.target.path,
+            is_directory=part.target.is_sharded,
             parts=[part],
             metadata=save_metadata(self.ranks.size),
             action=action,
         )
         self.saver.save(request, use_async=use_async)
+
+
+# A boosted optimizer's states are named after the model's parameters. A plain optimizer has names only if it was built
+# from them, `AdamW(model.named_parameters())`; then its checkpoint equals that of a boosted one. Otherwise the name is
+# the index over all groups, as in torch's state_dict, and matches only an optimizer that is built the same way.
+
+
+def as_model_wrapper(model: nn.Module, *, is_primary: bool) -> ModelWrapper:
+    """Return a boosted model unchanged, and wrap any other module.
+
+    Args:
+        model: Model.
+        is_primary: Whether this rank's values of a plain module are written.
+
+    Raises:
+        ConfigError: `model` is not a module.
+    """
+    if isinstance(model, ModelWrapper):
+        return model
+    if not isinstance(model, nn.Module):
+        raise ConfigError(
+            f"a {type(model).__name__} was given for the model: give the one that boost() returned, or a"
+            " torch.nn.Module"
+        )
+    return _PlainModel(model, is_primary=is_primary)
+
+
+class _PlainModel(ModelWrapper):
+    """Plain module: replicated on every rank, with values that may differ between ranks."""
+
+    def tensor_slices(self) -> list[TensorSlice]:
+        return [replace(tensor_slice, shared=False) for tensor_slice in super().tensor_slices()]
+
+
+def as_optimizer_wrapper(optimizer: OptimizerWrapper | Optimizer, *, is_primary: bool) -> OptimizerWrapper:
+    """Return a boosted optimizer unchanged, and wrap any other.
+
+    Args:
+        optimizer: Optimizer.
+        is_primary: Whether this rank's state of a plain optimizer is written.
+
+    Raises:
+        ConfigError: `optimizer` is not an optimizer.
+    """
+    if isinstance(optimizer, OptimizerWrapper):
+        return optimizer
+    if not isinstance(optimizer, Optimizer):
+        raise ConfigError(
+            f"a {type(optimizer).__name__} was given for the optimizer: give the one that boost() returned, or a"
+            " torch.optim.Optimizer"
+        )
+    return _PlainOptimizer(optimizer, is_primary)
+
+
+class _PlainOptimizer(OptimizerWrapper):
+    """Plain optimizer: replicated on every rank."""
+
+    def __init__(self, optim: Optimizer, is_primary: bool) -> None:
+        super().__init__(optim, _NamedParameters(optim, is_primary), is_primary=is_primary)
+
+    def checkpoint_state(self) -> OptimizerState:
+        return _PlainState(self)
+
+    def pending_gradients(self) -> AccumulatedGradients:
+        return _UnmanagedGradients(self)
+
+
+class _UnmanagedGradients(AccumulatedGradients):
+    """Gradients of a plain optimizer. Without `booster.backward` their accumulation is unknown: they are left alone."""
+
+    @property
+    def has_gradients(self) -> bool:
+        return False
+
+    def clear(self) -> None:
+        """Do nothing."""
+
+
+class _PlainState(OptimizerState):
+    def slices(self) -> list[TensorSlice]:
+        # Plain optimizers are not synchronized between ranks: only the primary rank's state is written.
+        return [replace(tensor_slice, shared=False) for tensor_slice in super().slices()]
+
+
+class _NamedParameters(ModelWrapper):
+    """Parameters of a plain optimizer as a model; stored fp32 master weights are loaded into them."""
+
+    def __init__(self, optim: Optimizer, is_primary: bool) -> None:
+        super().__init__(nn.Module(), is_primary=is_primary)
+        named: dict[str, nn.Parameter] = {}
+        number = 0
+        for group in optim.param_groups:
+            names = group.get("param_names", [None] * len(group["params"]))
+            for name, parameter in zip(names, group["params"], strict=True):
+                named[str(number) if name is None else name] = parameter
+                number += 1
+        self.__dict__["_named"] = named  # not registered: names may contain dots
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        yield from self._named.items()
+
+    def tensor_slices(self) -> list[TensorSlice]:
+        return [
+            TensorSlice.full(name, parameter.detach(), primary=self._is_primary, shared=False)
+            for name, parameter in self._named.items()
+        ]

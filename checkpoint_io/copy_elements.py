@@ -1,10 +1,11 @@
-"""Copies a flat range of a tensor into host memory, for any strides, device and dtype."""
+"""Bytes of tensors in host memory: copies of a flat range of a tensor with any strides, device and dtype."""
 
 from __future__ import annotations
 
 import ctypes
 import math
 from collections.abc import Iterable, Iterator
+from typing import cast
 
 import torch
 
@@ -59,6 +60,14 @@ def needs_no_conversion(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
         and not tensor.is_conj()
         and not tensor.is_neg()
     )
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """Return the memory of a contiguous CPU tensor; writes modify the tensor."""
+    if tensor.numel() == 0:
+        return memoryview(bytearray())
+    flat = tensor.as_strided((tensor.numel(),), (1,))  # view() rejects odd strides of a single element
+    return memoryview(cast("bytearray", flat.view(torch.uint8).numpy()))
 
 
 def synchronize_devices(tensors: Iterable[torch.Tensor]) -> bool:

@@ -1,11 +1,16 @@
-"""File layout of Hugging Face: shards and file names, as pure functions."""
+"""Target of a save, and the file layout of Hugging Face: shards and file names."""
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
+
+from booster.errors import ConfigError
+from booster.interface.checkpoint_io import check_size_per_shard
 
 # O_DIRECT requires memory, offset and length in multiples of this. So data starts at a page, and ranks that write into
 # one file split it at pages.
@@ -27,9 +32,17 @@ class FileKind:
 
     def names(self, *, is_safetensors: bool, prefix: str | None = None) -> FileNames:
         """Return the file names in one format and with one prefix."""
-        if is_safetensors:
-            return FileNames(stem=self.safetensors_stem, suffix="safetensors", prefix=prefix)
-        return FileNames(stem=self.bin_stem, suffix="bin", prefix=prefix)
+        stem, suffix = (self.safetensors_stem, "safetensors") if is_safetensors else (self.bin_stem, "bin")
+        variant = f".{prefix}" if prefix else ""
+        return FileNames(
+            stem=stem,
+            suffix=suffix,
+            prefix=prefix,
+            single=f"{stem}{variant}.{suffix}",
+            index=f"{stem}.{suffix}.index{variant}.json",
+            manifest=f"{stem}.{suffix}.manifest{variant}.json",
+            groups=f"optimizer_groups{variant}.json",
+        )
 
     def names_of(self, file_name: str) -> FileNames | None:
         """Return the file names that an index, a manifest or a single file of this kind belongs to, else None."""
@@ -56,31 +69,19 @@ class FileNames:
         stem: Start of every tensor file's name.
         suffix: "safetensors" or "bin".
         prefix: Hugging Face's `variant`, between stem and number.
+        single: Name of an unsharded tensor file.
+        index: Name of the index, which maps tensors to shards.
+        manifest: Name of the manifest, with sizes and checksums of all other files.
+        groups: Name of the file with the optimizer's plain values.
     """
 
     stem: str
     suffix: str
     prefix: str | None
-
-    @property
-    def single(self) -> str:
-        """Name of an unsharded tensor file."""
-        return f"{self.stem}{self._variant}.{self.suffix}"
-
-    @property
-    def index(self) -> str:
-        """Name of the index, which maps tensors to shards."""
-        return f"{self.stem}.{self.suffix}.index{self._variant}.json"
-
-    @property
-    def manifest(self) -> str:
-        """Name of the manifest, with sizes and checksums of all other files."""
-        return f"{self.stem}.{self.suffix}.manifest{self._variant}.json"
-
-    @property
-    def groups(self) -> str:
-        """Name of the file with the optimizer's plain values."""
-        return f"optimizer_groups{self._variant}.json"
+    single: str
+    index: str
+    manifest: str
+    groups: str
 
     def shard(self, number: int, num_shards: int) -> str:
         """Return the name of a shard; numbers start at 1."""
@@ -164,3 +165,98 @@ def index_document(plan: FilePlan, sizes: Mapping[str, int], num_parameters: int
         "metadata": {**parameter_count, "total_size": sum(sizes.values())},
         "weight_map": dict(sorted(file_of.items())),
     }
+
+
+MEGABYTE = 10**6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveTarget:
+    """Path and format of a part of a save.
+
+    Attributes:
+        path: File or directory.
+        kind: Kind of part.
+        names: File names.
+        is_sharded: If True, write into a directory. If False, write the one file that the path names.
+        max_shard_bytes: Maximum file size; a single larger tensor gets its own larger file.
+    """
+
+    path: Path
+    kind: FileKind
+    names: FileNames
+    is_sharded: bool
+    max_shard_bytes: int
+
+    def with_kind(self, kind: FileKind) -> SaveTarget:
+        """Return the target of a part of another kind in the same directory, always of safetensors."""
+        return replace(self, kind=kind, names=kind.names(is_safetensors=True))
+
+
+def save_target(
+    checkpoint: str | os.PathLike[str],
+    kind: FileKind,
+    *,
+    shard: bool,
+    prefix: str | None = None,
+    size_per_shard: int = 1,
+    use_safetensors: bool,
+) -> SaveTarget:
+    """Return the target for the arguments of a save; see `CheckpointIO.save_model`.
+
+    Raises:
+        ConfigError: Invalid or contradictory arguments.
+    """
+    path = as_path(checkpoint)
+    check_size_per_shard(size_per_shard)
+    if prefix is not None and not shard:
+        raise ConfigError(
+            f"prefix={prefix!r} goes into the names of shards, but shard=False writes to the path as it is: pass"
+            " shard=True, or leave prefix out"
+        )
+    if prefix is not None and not is_valid_prefix(prefix):
+        raise ConfigError(
+            f"prefix={prefix!r} is ambiguous within a file name: use letters, digits, '_' and '-', such as 'fp16'"
+        )
+    if not shard:
+        _check_suffix(path, use_safetensors)
+    return SaveTarget(
+        path=path,
+        kind=kind,
+        names=kind.names(is_safetensors=use_safetensors, prefix=prefix),
+        is_sharded=shard,
+        max_shard_bytes=size_per_shard * MEGABYTE,
+    )
+
+
+def as_path(checkpoint: str | os.PathLike[str]) -> Path:
+    """Convert the user's path.
+
+    Raises:
+        ConfigError: The path is empty.
+    """
+    text = os.fspath(checkpoint)
+    if not text:
+        raise ConfigError("the checkpoint's path is empty: give a file or a directory")
+    return Path(text)
+
+
+def _check_suffix(path: Path, use_safetensors: bool) -> None:
+    allowed, other = (SAFETENSORS_SUFFIXES, BIN_SUFFIXES) if use_safetensors else (BIN_SUFFIXES, SAFETENSORS_SUFFIXES)
+    if path.suffix in allowed:
+        return
+    if not path.suffix:
+        raise ConfigError(
+            f"{path} has no suffix, but shard=False, the default, writes one file whose suffix determines its format:"
+            f" pass shard=True to write a directory, or give a name that ends in {' or '.join(allowed)}, such as"
+            f" {f'{path}{allowed[0]}'!r}"
+        )
+    if path.suffix not in other:
+        raise ConfigError(
+            f"{path} ends in {path.suffix!r}, but shard=False, the default, writes one file: pass shard=True to write a"
+            f" directory, or give a name that ends in {' or '.join(allowed)}"
+        )
+    raise ConfigError(
+        f"{path} ends in {path.suffix!r}, but use_safetensors={use_safetensors} writes another format: pass"
+        f" use_safetensors={not use_safetensors}, or give a name that ends in {' or '.join(allowed)}"
+    )

@@ -13,10 +13,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from booster.checkpoint_io.copy_elements import bytes_of
 from booster.errors import CheckpointError
 
 from .json import parse_document
-from .safetensors import bytes_of, to_contiguous_cpu
+from .safetensors import to_contiguous_cpu
 
 # Note [Tagged JSON]
 # A value without a JSON equivalent is written as an object with one key that begins with "$": {"$tuple": [1, 2]}. To be

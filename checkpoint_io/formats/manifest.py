@@ -8,6 +8,7 @@ import re
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, TypeVar
 
 import numpy as np
@@ -253,7 +254,7 @@ class Manifest:
             raw_facts = json.dumps({"facts": self.metadata}, allow_nan=False).encode("ascii")
         except (TypeError, ValueError, RecursionError) as error:
             raise CheckpointError(f"the facts of a manifest are not JSON values: {error}") from None
-        parse_json(raw_facts, "what goes into the manifest as facts")
+        _check_facts(raw_facts)
         document = {
             "format": _FORMAT,
             "version": FORMAT_VERSION,
@@ -323,6 +324,11 @@ class Manifest:
             documents=_parse_table(document["documents"], source_name, _parse_document),
             metadata=document["facts"],
         )
+
+
+@lru_cache(maxsize=4)  # all parts of a save have the same facts, and so have most saves of a process
+def _check_facts(raw: bytes) -> None:
+    parse_json(raw, "what goes into the manifest as facts")
 
 
 def _parse_table(

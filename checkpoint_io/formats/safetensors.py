@@ -6,7 +6,6 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import cast
 
 import torch
 
@@ -160,11 +159,3 @@ def num_bytes(tensor: torch.Tensor) -> int:
 def to_contiguous_cpu(tensor: torch.Tensor) -> torch.Tensor:
     """Return a contiguous CPU tensor without gradient; shares memory if the tensor already is one."""
     return tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
-
-
-def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """Return the memory of a contiguous CPU tensor; writes modify the tensor."""
-    if tensor.numel() == 0:
-        return memoryview(bytearray())
-    flat = tensor.as_strided((tensor.numel(),), (1,))  # view() rejects odd strides of a single element
-    return memoryview(cast("bytearray", flat.view(torch.uint8).numpy()))

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import torch
 
+from booster.checkpoint_io.copy_elements import bytes_of
 from booster.checkpoint_io.layout import SAFETENSORS_SUFFIXES, SINGLE_FILE_SUFFIXES
 from booster.checkpoint_io.storage import OpenFile, Storage
 from booster.errors import CheckpointError
@@ -21,7 +22,7 @@ from booster.interface import TensorSpec
 
 from .json import parse_json
 from .manifest import FileRecord, RangeRecord, check_ranges_cover, decode_ranges, encode_ranges
-from .safetensors import HEADER_LENGTH_BYTES, MAX_HEADER_BYTES, bytes_of, parse_header
+from .safetensors import HEADER_LENGTH_BYTES, MAX_HEADER_BYTES, parse_header
 
 # A directory has a manifest; a single file embeds its checksums. Its metadata holds the ranges with their checksums
 # under RECORD_KEY, and the checksum of the full head, up to the first byte of data, under HEAD_KEY. Every checksum has

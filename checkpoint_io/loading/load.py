@@ -7,23 +7,21 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Protocol
 
 import torch
 
 from booster.checkpoint_io.formats.optimizer_values import MASTER_SUFFIX, parse_values
 from booster.checkpoint_io.layout import MODEL, OPTIMIZER, FileKind
-from booster.checkpoint_io.ranks import CheckpointGroup
+from booster.checkpoint_io.parallel import CheckpointGroup
 from booster.checkpoint_io.storage import Storage
 from booster.comm import all_gather_bytes, check_same_across_ranks
 from booster.errors import CheckpointError, ConfigError
 from booster.interface import ModelWrapper, OptimizerState, OptimizerWrapper, TensorSlice, TensorSpec
 from booster.logger import get_dist_logger
 
-from .ranges import read_slices
+from .ranges import read_slices, verify_ranges
 from .reader import StoredCheckpoint, open_checkpoint
-from .verify import verify_ranges
 
 MAX_LISTED = 10
 _INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
@@ -47,8 +45,8 @@ class Match:
     unexpected: list[str] = field(default_factory=list)
     differing: list[str] = field(default_factory=list)
 
-    def check(self, source_name: str, *, strict: bool) -> None:
-        """Raise one error that lists all mismatches.
+    def check(self, source_name: str, *, strict: bool) -> Match:
+        """Return the match itself, or raise one error that lists all mismatches.
 
         Args:
             source_name: Name of the checkpoint for messages.
@@ -67,6 +65,7 @@ class Match:
             raise CheckpointError(
                 f"no tensor of {source_name} fits the model, so nothing was loaded:{self.format_mismatches()}"
             )
+        return self
 
     def format_mismatches(self) -> str:
         """Format all mismatches, one per line; empty if there are none."""
@@ -156,7 +155,7 @@ class Load(Protocol):
         ...
 
 
-class Loader:
+class Loader(ExitStack):
     """Opens and verifies checkpoints for one process group; a context manager that closes them.
 
     Args:
@@ -169,36 +168,32 @@ class Loader:
     """
 
     def __init__(self, ranks: CheckpointGroup, storage: Storage, verify: str = "checksums") -> None:
+        super().__init__()
         check_verify(verify)
         self.ranks = ranks
         self.storage = storage
         self._verify = verify
-        self._open = ExitStack()
-
-    def __enter__(self) -> Loader:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self._open.close()
 
     def open(self, path: Path, kind: FileKind) -> StoredCheckpoint:
         """Open a checkpoint and check its structure; it stays open until the loader is closed. Collective."""
-        check_same_across_ranks("what they load", [f"a {kind.name} from {path}"], self.ranks.group)
+        if self.ranks.size > 1:
+            check_same_across_ranks("what they load", [f"a {kind.name} from {path}"], self.ranks.group)
 
         def open_stored() -> StoredCheckpoint:
             timeout = 0.0 if self.ranks.rank == 0 else _VISIBILITY_TIMEOUT_SECONDS
             is_required = self._verify == "checksums"
             stored = open_checkpoint(self.storage, path, kind, timeout_seconds=timeout, requires_manifest=is_required)
-            return self._open.enter_context(stored)
+            self.callback(stored.close)
+            return stored
 
         action, rank = f"loading the {kind.name} from {path}", self.ranks.rank
         # Rank 0 runs first, so that the other ranks find on disk what rank 0 found.
         first = self.ranks.run_on_all_ranks(lambda: [open_stored()] if rank == 0 else [], action)
         stored = self.ranks.run_on_all_ranks(lambda: first[0] if rank == 0 else open_stored(), action)
-        # A concurrent save could show some ranks the old checkpoint and others the new one, each consistent.
-        check_same_across_ranks(f"the {kind.name} that they found at {path}", [stored.fingerprint], self.ranks.group)
+        if self.ranks.size > 1:
+            # A concurrent save could show some ranks the old checkpoint and others the new one, each consistent.
+            what = f"the {kind.name} that they found at {path}"
+            check_same_across_ranks(what, [stored.fingerprint], self.ranks.group)
         return stored
 
     def verify(self, stored: StoredCheckpoint) -> None:
@@ -213,10 +208,13 @@ class Loader:
 
     def names_of_all_ranks(self, names: Collection[str]) -> frozenset[str]:
         """Return the union of the ranks' names. Collective."""
+        if self.ranks.size == 1:
+            return frozenset(names)
         payloads, _ = all_gather_bytes(json.dumps(sorted(names)).encode(), self.ranks.group)
         return frozenset(name for raw in payloads for name in json.loads(raw))
 
 
+@dataclass(slots=True, eq=False)
 class ModelLoad:
     """Load of a model.
 
@@ -230,12 +228,13 @@ class ModelLoad:
         strict: If False, load only tensors that match in name and shape.
     """
 
-    def __init__(self, loader: Loader, model: ModelWrapper, path: Path, *, strict: bool) -> None:
-        self._loader = loader
-        self._model = model
-        self._path = path
-        self._strict = strict
-        self._action = f"loading the model from {path}"
+    _loader: Loader
+    _model: ModelWrapper
+    _path: Path
+    strict: bool
+    # From `check` for `fill`: the open checkpoint, and stored name and slice of what it fills.
+    _stored: StoredCheckpoint = field(init=False)
+    _source_and_slice: list[tuple[str, TensorSlice]] = field(init=False)
 
     def check(self) -> None:
         """Open, match and verify. Collective.
@@ -243,28 +242,22 @@ class ModelLoad:
         Raises:
             CheckpointError: Missing, unexpected or differing names, or damaged files.
         """
-        loader, ranks = self._loader, self._loader.ranks
+        loader, ranks, action = self._loader, self._loader.ranks, f"loading the model from {self._path}"
         self._stored = stored = loader.open(self._path, MODEL)
-        slices, tied = ranks.run_on_all_ranks(
-            lambda: (self._model.tensor_slices(), self._model.tied_names()), self._action
-        )
+        slices, tied = ranks.run_on_all_ranks(lambda: (self._model.tensor_slices(), self._model.tied_names()), action)
         names = loader.names_of_all_ranks(
             {name for tensor_slice in slices for name in (tensor_slice.name, *tied.get(tensor_slice.name, ()))}
         )
-
-        def match() -> Match:
-            found = match_names(stored.specs, slices, tied, names)
-            found.check(str(self._path), strict=self._strict)
-            return found
-
-        matched = ranks.run_on_all_ranks(match, self._action)
-        if self._strict:
-            ranks.run_on_all_ranks(lambda: _check_duplicates(stored, matched), self._action)
+        matched = ranks.run_on_all_ranks(
+            lambda: match_names(stored.specs, slices, tied, names).check(str(self._path), strict=self.strict), action
+        )
+        if self.strict:
+            ranks.run_on_all_ranks(lambda: _check_duplicates(stored, matched), action)
         elif ranks.rank == 0 and matched.format_mismatches():
-            get_dist_logger().warning(f"{self._action} with strict=False leaves out:{matched.format_mismatches()}")
+            get_dist_logger().warning(f"{action} with strict=False leaves out:{matched.format_mismatches()}")
         loader.verify(stored)
         # Masters too: the file may have more precision than the model weights.
-        all_slices = [*slices, *ranks.run_on_all_ranks(self._model.master_slices, self._action)]
+        all_slices = [*slices, *ranks.run_on_all_ranks(self._model.master_slices, action)]
         self._source_and_slice = [
             (matched.sources[tensor_slice.name], tensor_slice)
             for tensor_slice in all_slices
@@ -273,7 +266,7 @@ class ModelLoad:
 
     def fill(self) -> None:
         """Read this rank's slices into the model's memory. Collective."""
-        self._loader.ranks.run_on_all_ranks(self._read, self._action)
+        self._loader.ranks.run_on_all_ranks(self._read, f"loading the model from {self._path}")
 
     def _read(self) -> None:
         read_slices(self._stored, self._source_and_slice)

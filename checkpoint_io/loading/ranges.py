@@ -1,22 +1,24 @@
-"""Parallel reading of the bytes of this rank's slices, in place where possible."""
+"""Parallel reading of the bytes of this rank's slices, in place where possible, and verification of checksums."""
 
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 
-from booster.checkpoint_io.copy_elements import copy_elements, needs_no_conversion
-from booster.checkpoint_io.formats.safetensors import bytes_of
-from booster.checkpoint_io.planning.slices import Box, RunBlock, byte_runs, run_length, run_start
+from booster.checkpoint_io.copy_elements import bytes_of, copy_elements, needs_no_conversion
+from booster.checkpoint_io.formats.manifest import RangeRecord
+from booster.checkpoint_io.formats.tensor_files import TensorFile
+from booster.checkpoint_io.parallel import run_in_threads
+from booster.checkpoint_io.planning.slices import Box, RunBlock, byte_runs, full_box, run_length, run_start
 from booster.checkpoint_io.storage import OpenFile
-from booster.checkpoint_io.worker_threads import run_in_threads
+from booster.errors import CheckpointError
 from booster.interface import TensorSlice
+from booster.kernels.checksum import crc32
 
 from .reader import StoredCheckpoint
 
@@ -30,6 +32,7 @@ _LONG_RUN_BYTES = 256  # from here on, copying each run is faster than indexing 
 _UNSIGNED: dict[int, type[np.unsignedinteger[Any]]] = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 
+@dataclass(slots=True, eq=False)
 class ElementReader:
     """Reads elements of a checkpoint's tensors. Not thread-safe.
 
@@ -37,9 +40,8 @@ class ElementReader:
         stored: Open checkpoint.
     """
 
-    def __init__(self, stored: StoredCheckpoint) -> None:
-        self._stored = stored
-        self._scratch: np.ndarray | None = None
+    _stored: StoredCheckpoint
+    _scratch: np.ndarray | None = field(default=None, init=False)
 
     def read(self, name: str, box: Box, span: tuple[int, int], out: np.ndarray) -> None:
         """Fill a buffer with the elements of a slice, in slice order, in the stored dtype.
@@ -199,33 +201,28 @@ def read_slices(
         memory = np.frombuffer(bytes_of(tensor), dtype=np.uint8) if is_plain else None
         targets.append(_FillTarget(name, tensor_slice, tensor, dtype, memory))
     batches = list(_batches(targets))
-    run_in_threads(_SliceReader(stored).fill, batches, min(num_threads, len(batches)))
+    run_in_threads(lambda batch: _fill(stored, batch), batches, min(num_threads, len(batches)))
     for target in targets:
         if target.memory is not None and not target.tensor.is_inference():
             torch.autograd.graph.increment_version(target.tensor)  # as a copy_ would
 
 
-class _SliceReader(threading.local):
-    """Fills ranges with buffers per thread."""
-
-    def __init__(self, stored: StoredCheckpoint) -> None:
-        self._reader = ElementReader(stored)
-        self._staging: np.ndarray | None = None
-
-    def fill(self, batch: Sequence[_ReadRange]) -> None:
-        for read_range in batch:
-            target, start, stop = read_range.target, read_range.start, read_range.stop
-            itemsize = target.dtype.itemsize
-            if target.memory is not None:
-                out = target.memory[start * itemsize : stop * itemsize]
-            else:
-                if self._staging is None:
-                    self._staging = np.empty(STAGING_BYTES, dtype=np.uint8)
-                out = self._staging[: (stop - start) * itemsize]
-            first = target.destination.span[0]
-            self._reader.read(target.stored_name, target.destination.box, (first + start, first + stop), out)
-            if target.memory is None:
-                assign_elements(target.tensor, start, torch.from_numpy(out).view(target.dtype))
+def _fill(stored: StoredCheckpoint, batch: Sequence[_ReadRange]) -> None:
+    reader = ElementReader(stored)
+    staging: np.ndarray | None = None
+    for read_range in batch:
+        target, start, stop = read_range.target, read_range.start, read_range.stop
+        itemsize = target.dtype.itemsize
+        if target.memory is not None:
+            out = target.memory[start * itemsize : stop * itemsize]
+        else:
+            if staging is None:
+                staging = np.empty(STAGING_BYTES, dtype=np.uint8)
+            out = staging[: (stop - start) * itemsize]
+        first = target.destination.span[0]
+        reader.read(target.stored_name, target.destination.box, (first + start, first + stop), out)
+        if target.memory is None:
+            assign_elements(target.tensor, start, torch.from_numpy(out).view(target.dtype))
 
 
 def _batches(targets: Sequence[_FillTarget]) -> Iterator[list[_ReadRange]]:
@@ -242,5 +239,81 @@ def _batches(targets: Sequence[_FillTarget]) -> Iterator[list[_ReadRange]]:
             if free_bytes <= 0:
                 yield batch
                 batch, free_bytes = [], READ_BYTES
+    if batch:
+        yield batch
+
+
+NUM_THREADS = 4
+BATCH_BYTES = 16 * 2**20
+BUFFER_BYTES = 2**20  # small enough to stay in cache between read and checksum
+
+
+@dataclass(frozen=True, slots=True)
+class _ChecksummedRange:
+    file: TensorFile
+    record: RangeRecord
+    num_bytes: int
+
+
+def verify_ranges(stored: StoredCheckpoint, share: int, num_shares: int) -> None:
+    """Verify one share of the checksummed data. Not collective.
+
+    Data without checksums, as in files of other programs, is skipped. Heads, index and param groups were verified when
+    the checkpoint was opened. Other documents, such as a config that the user may edit, do not matter for a load.
+
+    Args:
+        stored: Open checkpoint.
+        share: Index of the share, from 0.
+        num_shares: Number of shares of about equal size.
+
+    Raises:
+        CheckpointError: Data differs from its checksum; the message names file and tensor.
+    """
+    batches = list(_batches_of_share(stored, share, num_shares))
+    run_in_threads(lambda batch: _verify(stored, batch), batches, min(NUM_THREADS, len(batches)))
+
+
+def _verify(stored: StoredCheckpoint, batch: Sequence[_ChecksummedRange]) -> None:
+    reader, buffer = ElementReader(stored), np.empty(BUFFER_BYTES, dtype=np.uint8)
+    for recorded in batch:
+        record = recorded.record
+        spec = stored.specs[record.name]
+        box = full_box(spec.shape) if record.box is None else record.box
+        itemsize = spec.dtype.itemsize
+        step, found = BUFFER_BYTES // itemsize, 0
+        for start in range(*record.span, step):
+            stop = min(start + step, record.span[1])
+            chunk = buffer[: (stop - start) * itemsize]
+            reader.read(record.name, box, (start, stop), chunk)
+            found = crc32(chunk.data, found)
+        if found != record.crc32:
+            where = "its own header" if stored.manifest is None else stored.path.name
+            first, last = record.span
+            raise CheckpointError(
+                f"{recorded.file.path} is damaged: elements {first} to {last} of {record.name!r} have the checksum"
+                f" {found:08x}, but {where} records {record.crc32:08x}, so nothing was loaded. Take another copy of the"
+                ' checkpoint, or pass verify="structure" to load it as it is'
+            )
+
+
+def _batches_of_share(stored: StoredCheckpoint, share: int, num_shares: int) -> Iterator[list[_ChecksummedRange]]:
+    """Yield the ranges whose first byte, counted over all ranges, is in the share, in batches for the threads."""
+    recorded = [
+        _ChecksummedRange(file, each, (each.span[1] - each.span[0]) * file.specs[each.name].dtype.itemsize)
+        for file in stored.files
+        if (record := stored.record_of(file)) is not None
+        for each in record.ranges
+    ]
+    total, begin = sum(each.num_bytes for each in recorded), 0
+    batch: list[_ChecksummedRange] = []
+    free_bytes = BATCH_BYTES
+    for each in recorded:
+        if begin * num_shares // max(total, 1) == share:
+            batch.append(each)
+            free_bytes -= each.num_bytes
+        begin += each.num_bytes
+        if free_bytes <= 0:
+            yield batch
+            batch, free_bytes = [], BATCH_BYTES
     if batch:
         yield batch

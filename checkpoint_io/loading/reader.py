@@ -7,25 +7,29 @@ import os
 import re
 import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
 from booster.checkpoint_io.commit import paths_in
-from booster.checkpoint_io.formats.index import check_file_name, check_index_entries, format_names, parse_index
-from booster.checkpoint_io.formats.json import MAX_JSON_BYTES
+from booster.checkpoint_io.formats.json import MAX_JSON_BYTES, parse_json
 from booster.checkpoint_io.formats.manifest import MANIFEST_KEY, FileRecord, Manifest, check_ranges_cover
 from booster.checkpoint_io.formats.tensor_files import GROUPS_KEY, TensorFile, open_tensor_file
 from booster.checkpoint_io.layout import OPTIMIZER, SINGLE_FILE_SUFFIXES, FileKind, FileNames
 from booster.checkpoint_io.storage import OpenFile, Storage
-from booster.errors import CheckpointError
+from booster.errors import CheckpointError, format_list
 from booster.interface import TensorSpec
 
 T = TypeVar("T")
+
+MAX_TENSORS = 1_000_000
+_MAX_NAME = 255  # limit of file systems
+_MAX_LISTED = 10
 
 _NUM_ATTEMPTS = 3  # a file may be moved between listing and opening, and again by the next commit
 _TRANSIENT = (errno.ENOENT, errno.ESTALE)
@@ -226,6 +230,74 @@ def read_recorded(directory: DirectoryReader, name: str, manifest: Manifest) -> 
     return raw
 
 
+def parse_index(raw: bytes, source_name: str, file_names: FileNames) -> dict[str, list[str]]:
+    """Return the tensors of every file in an index.
+
+    Args:
+        raw: Content of the index.
+        source_name: Path of the index for messages.
+        file_names: File names of this checkpoint.
+
+    Raises:
+        CheckpointError: Not an index, or an index with names other than tensor files in the same directory.
+    """
+    document = parse_json(raw, source_name)
+    weight_map = document.get("weight_map") if isinstance(document, dict) else None
+    if not isinstance(weight_map, dict) or len(weight_map) > MAX_TENSORS:
+        raise CheckpointError(
+            f"{source_name} has no weight_map, or one of more than a million tensors: it is damaged or not an index."
+            " Take another copy of it"
+        )
+    if not weight_map:
+        # The index of an optimizer without states has no entries, but there is one shard, without tensors.
+        return {file_names.shard(1, 1): []}
+    named: dict[str, list[str]] = {}
+    for name, file_name in weight_map.items():
+        if not isinstance(file_name, str) or file_name not in named:
+            check_file_name(file_name, source_name, file_names)
+        named.setdefault(file_name, []).append(name)
+    return named
+
+
+def check_file_name(file_name: Any, source_name: str, file_names: FileNames) -> None:
+    """Check that an untrusted name is that of a tensor file in the same directory.
+
+    Raises:
+        CheckpointError: The name is a path, hidden, not printable, or has another suffix.
+    """
+    is_plain = (
+        isinstance(file_name, str)
+        and len(file_name.encode("utf-8", "surrogatepass")) <= _MAX_NAME
+        and not file_name.startswith(".")
+        and not any(character in '/\\:*?"<>|' or not character.isprintable() for character in file_name)
+        and file_name.endswith(f".{file_names.suffix}")
+    )
+    if not is_plain:
+        raise CheckpointError(
+            f"{source_name} names the file {str(file_name)[:200]!r}: it may name only .{file_names.suffix} files beside"
+            " itself. Do not trust this checkpoint"
+        )
+
+
+def check_index_entries(names: Iterable[str], specs: Mapping[str, TensorSpec], path: object, index: str) -> None:
+    """Check that a file holds the tensors that the index assigns to it.
+
+    Raises:
+        CheckpointError: Tensors are missing; the message lists them.
+    """
+    missing = [name for name in names if name not in specs]
+    if missing:
+        raise CheckpointError(
+            f"{path} lacks {len(missing)} tensors that {index} assigns to it, such as {format_names(missing)}: the"
+            " files are from different saves, or one is damaged"
+        )
+
+
+def format_names(names: Iterable[str]) -> str:
+    """Format the first ten names for a message, and the number of further ones."""
+    return format_list((repr(name[:200]) for name in names), _MAX_LISTED) or "nothing"
+
+
 # Another process may commit a new checkpoint into a directory while this process opens it. No file of a commit is moved
 # to its place before its manifest is visible (see Note [Commit]). So if the manifest is the same before the first file
 # is opened and after the last, all files belong to one save. Otherwise, or if a listed file is missing, opening is
@@ -275,13 +347,13 @@ def open_checkpoint(
             time.sleep(min(_FIRST_PAUSE_SECONDS * 2**num_attempts, _LONGEST_PAUSE_SECONDS))
 
 
+@dataclass(frozen=True, slots=True)
 class _CheckpointOpener:
-    """State of one `open_checkpoint` call."""
+    """Arguments of one `open_checkpoint` call."""
 
-    def __init__(self, storage: Storage, kind: FileKind, requires_manifest: bool) -> None:
-        self._storage = storage
-        self._kind = kind
-        self._requires_manifest = requires_manifest
+    _storage: Storage
+    _kind: FileKind
+    _requires_manifest: bool
 
     def open(self, path: Path) -> StoredCheckpoint:
         directory: DirectoryReader | None = None
@@ -343,7 +415,8 @@ class _CheckpointOpener:
         failure: CheckpointError | None = None
         with ExitStack() as stack:
             try:
-                found = stack.enter_context(self._open_manifest_files(directory, file_names, raw, only))
+                found = self._open_manifest_files(directory, file_names, raw, only)
+                stack.callback(found.close)
             except CheckpointError as error:
                 failure = error
             if open_directory(self._storage, directory.path).read(file_names.manifest) != raw:

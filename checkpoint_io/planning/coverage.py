@@ -5,11 +5,15 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from .slices import Box
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 _MAX_CORNERS = 2**18  # per batch, and per tensor: 65,536 boxes along two dimensions
 _MAX_SHARDED_DIMS = 8
@@ -23,7 +27,7 @@ _MAX_SHARDED_DIMS = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tiles:
-    """Shards of tensors as int64 columns; each lies within its tensor.
+    """Shards of tensors as int64 columns; each lies within its tensor. Subclasses add columns.
 
     Attributes:
         tensor: Tensor index.
@@ -37,9 +41,9 @@ class Tiles:
     start: np.ndarray
     stop: np.ndarray
 
-    def select(self, rows: np.ndarray) -> Tiles:
-        """Select rows."""
-        return Tiles(tensor=self.tensor[rows], box=self.box[rows], start=self.start[rows], stop=self.stop[rows])
+    def select(self, rows: np.ndarray) -> Self:
+        """Select rows of all columns."""
+        return type(self)(**{column.name: getattr(self, column.name)[rows] for column in fields(self)})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -61,21 +61,14 @@ class SliceIndices:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Rows:
-    """Slices of all distinct tables as columns; `number` is the index within the table."""
+class _Rows(Tiles):
+    """Slices of all distinct tables; `number` is the index within the table."""
 
-    tensor: np.ndarray
     spec: np.ndarray
-    box: np.ndarray
-    start: np.ndarray
-    stop: np.ndarray
     table: np.ndarray
     number: np.ndarray
     is_primary: np.ndarray
     is_shared: np.ndarray
-
-    def at(self, rows: np.ndarray) -> _Rows:
-        return _Rows(**{field.name: getattr(self, field.name)[rows] for field in fields(self)})
 
 
 def dedup_shards(tables: Sequence[SliceTable], table_of_rank: Sequence[int]) -> DedupedShards:
@@ -93,10 +86,10 @@ def dedup_shards(tables: Sequence[SliceTable], table_of_rank: Sequence[int]) -> 
     ranks_of = np.split(by_table, np.searchsorted(of_rank[by_table], np.arange(1, len(tables))))
     names, specs, boxes, rows = _merge(tables, of_rank)
     tensor_specs = _verify_specs(names, specs, rows, ranks_of)
-    rows = rows.at(np.flatnonzero(rows.start < rows.stop))
-    rows = rows.at(np.lexsort((rows.number, rows.table, rows.stop, rows.start, rows.box, rows.tensor)))
+    rows = rows.select(np.flatnonzero(rows.start < rows.stop))
+    rows = rows.select(np.lexsort((rows.number, rows.table, rows.stop, rows.start, rows.box, rows.tensor)))
     written, shard = _primary_rows(names, boxes, rows, ranks_of)
-    shards = written.at(np.flatnonzero(written.is_primary))
+    shards = written.select(np.flatnonzero(written.is_primary))
     tiles = Tiles(tensor=shards.tensor, box=shards.box, start=shards.start, stop=shards.stop)
     _check_coverage(names, tensor_specs, boxes, tiles, rows, ranks_of)
     # If the primary's copy is not marked shared, it has no replicas.
@@ -174,7 +167,7 @@ def _primary_rows(
     weights = np.where(rows.is_primary, num_ranks[rows.table], 0)
     primaries = np.bincount(shard, weights=weights).astype(np.int64)
     if (primaries > 1).any():
-        same = rows.at(np.flatnonzero((shard == np.argmax(primaries > 1)) & rows.is_primary))
+        same = rows.select(np.flatnonzero((shard == np.argmax(primaries > 1)) & rows.is_primary))
         box, span = boxes[same.box[0]], (int(same.start[0]), int(same.stop[0]))
         raise CheckpointError(
             f"elements {span[0]} to {span[1]} of box {box} of {names[same.tensor[0]]!r} are marked primary"
@@ -182,7 +175,7 @@ def _primary_rows(
             " primary on exactly one rank, by `is_primary` of the model's or optimizer's wrapper"
         )
     is_written = primaries[shard] == 1
-    return rows.at(np.flatnonzero(is_written)), np.cumsum(is_new[is_written]) - 1
+    return rows.select(np.flatnonzero(is_written)), np.cumsum(is_new[is_written]) - 1
 
 
 def _check_coverage(
@@ -199,19 +192,19 @@ def _check_coverage(
         raise CheckpointError(f"{names[error.tensor]!r} {error}, so nothing was written: use fewer shards") from None
     if violation is None:
         return
-    of_tensor = rows.at(np.flatnonzero(rows.tensor == violation.tensor))
+    of_tensor = rows.select(np.flatnonzero(rows.tensor == violation.tensor))
     spans = zip(of_tensor.box.tolist(), of_tensor.start.tolist(), of_tensor.stop.tolist(), strict=True)
     covers = np.array([contains(boxes[box], (start, stop), violation.index) for box, start, stop in spans], dtype=bool)
     element = (
         f"element {violation.index} of {names[violation.tensor]!r}, which is {_format_spec(specs[violation.tensor])},"
     )
     if violation.num_covers > 1:
-        ranks = _format_ranks(of_tensor.at(np.flatnonzero(covers & of_tensor.is_primary)), ranks_of)
+        ranks = _format_ranks(of_tensor.select(np.flatnonzero(covers & of_tensor.is_primary)), ranks_of)
         raise CheckpointError(
             f"{element} is in more than one primary slice, on {ranks}, so nothing was written: primary slices of a"
             " tensor must not overlap"
         )
-    ranks = _format_ranks(of_tensor.at(np.flatnonzero(covers)), ranks_of)
+    ranks = _format_ranks(of_tensor.select(np.flatnonzero(covers)), ranks_of)
     raise CheckpointError(
         f"{element} is in no primary slice (other copies: {ranks}), so nothing was written: mark each shard primary"
         " on exactly one rank"

@@ -12,7 +12,7 @@ import numpy as np
 from booster.checkpoint_io.layout import PAGE_BYTES, FileNames, FilePlan, plan_files
 from booster.interface import TensorSpec
 
-from .coverage import changes
+from .coverage import Tiles, changes
 from .dedup import DedupedShards, dedup_shards
 from .slices import Box, SliceTable, run_length, run_start
 
@@ -37,14 +37,11 @@ class TensorOffsets:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FilePlacement:
-    """Shards in file order, as columns.
+class FilePlacement(Tiles):
+    """Shards in file order.
 
     Attributes:
         index: Index of the shard in `DedupedShards`.
-        tensor: Tensor index.
-        box: Box index.
-        start: First element of the span.
         file: File index.
         itemsize: Bytes per element.
         num_bytes: Size in bytes.
@@ -55,9 +52,6 @@ class FilePlacement:
     """
 
     index: np.ndarray
-    tensor: np.ndarray
-    box: np.ndarray
-    start: np.ndarray
     file: np.ndarray
     itemsize: np.ndarray
     num_bytes: np.ndarray
@@ -82,24 +76,22 @@ def sort_by_file_offset(deduped: DedupedShards, tensor_offsets: TensorOffsets) -
     for row in np.flatnonzero(tiles.start >= runs).tolist():
         shape, box = pairs[pair_of[row]]
         logical[row] = run_start(shape, box, int(tiles.start[row]))
-    is_strided = tiles.start // runs != (tiles.stop - 1) // runs
     itemsize = tensor_offsets.itemsize[tiles.tensor]
-    offset = tensor_offsets.offset[tiles.tensor] + logical * itemsize
-    file = tensor_offsets.file[tiles.tensor]
-    order = np.lexsort((offset, file))
-    return FilePlacement(
-        index=order,
-        tensor=tiles.tensor[order],
-        box=tiles.box[order],
-        start=tiles.start[order],
-        file=file[order],
-        itemsize=itemsize[order],
-        num_bytes=((tiles.stop - tiles.start) * itemsize)[order],
-        is_strided=is_strided[order],
-        offset=offset[order],
-        primary=deduped.primary[order],
-        replicas=deduped.replicas[order],
+    placement = FilePlacement(
+        tensor=tiles.tensor,
+        box=tiles.box,
+        start=tiles.start,
+        stop=tiles.stop,
+        index=np.arange(len(tiles.tensor)),
+        file=tensor_offsets.file[tiles.tensor],
+        itemsize=itemsize,
+        num_bytes=(tiles.stop - tiles.start) * itemsize,
+        is_strided=tiles.start // runs != (tiles.stop - 1) // runs,
+        offset=tensor_offsets.offset[tiles.tensor] + logical * itemsize,
+        primary=deduped.primary,
+        replicas=deduped.replicas,
     )
+    return placement.select(np.lexsort((placement.offset, placement.file)))
 
 
 # On a shared file system (NFS), two hosts that write into one file may overwrite each other's pages. So each file is
@@ -198,17 +190,13 @@ _MIN_REGION_BYTES = 2**20  # below this, a second writer costs more than it save
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RangeColumns:
-    """`WriteRange`s in plan order, as int64 columns; `start` and `stop` are the span."""
+class RangeColumns(Tiles):
+    """`WriteRange`s in plan order; `start` and `stop` are the span."""
 
     owner: np.ndarray
     writer: np.ndarray
     slice_index: np.ndarray
-    tensor: np.ndarray
     file: np.ndarray
-    box: np.ndarray
-    start: np.ndarray
-    stop: np.ndarray
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -255,20 +243,15 @@ def balance_writes(deduped: DedupedShards, tensor_offsets: TensorOffsets, host_o
         host_of_rank: Host index of each rank.
     """
     shards = sort_by_file_offset(deduped, tensor_offsets)
-    host_of_file = assign_hosts(
-        shards.file, shards.num_bytes, shards.replicas, deduped.replica_sets, tensor_offsets.num_files, host_of_rank
-    )
-    host = host_of_file[shards.file]
-    replicas, usable = usable_replicas(host, shards.replicas, deduped.replica_sets, host_of_rank)
-    shards = replace(shards, replicas=replicas)
-    sets = _ReplicaSets(usable, len(host_of_rank))
-    splits = _split_regions(shards, sets)
-    shard, begin, end = _split_ranges(shards, splits)
-    owner = _owners(shards, sets, splits, shard, begin)
+    if len(host_of_rank) == 1:  # one rank writes everything, from its own memory
+        shard, begin, end = _split_ranges(shards, None)
+        owner = writer = np.zeros(len(shard), dtype=np.int64)
+    else:
+        shard, begin, end, owner, writer = _share_ranges(shards, deduped.replica_sets, tensor_offsets, host_of_rank)
     itemsize, start = shards.itemsize[shard], shards.start[shard]
     return RangeColumns(
         owner=owner,
-        writer=assign_writers(owner, host[shard], host_of_rank),
+        writer=writer,
         slice_index=deduped.slice_indices.lookup(shards.index[shard], owner),
         tensor=shards.tensor[shard],
         file=shards.file[shard],
@@ -276,6 +259,23 @@ def balance_writes(deduped: DedupedShards, tensor_offsets: TensorOffsets, host_o
         start=start + begin // itemsize,
         stop=start + end // itemsize,
     )
+
+
+def _share_ranges(
+    shards: FilePlacement, replica_sets: Sequence[np.ndarray], tensor_offsets: TensorOffsets, host_of_rank: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Return shard, first byte and last byte within the shard, owner and writer of each range."""
+    host_of_file = assign_hosts(
+        shards.file, shards.num_bytes, shards.replicas, replica_sets, tensor_offsets.num_files, host_of_rank
+    )
+    host = host_of_file[shards.file]
+    replicas, usable = usable_replicas(host, shards.replicas, replica_sets, host_of_rank)
+    shards = replace(shards, replicas=replicas)
+    sets = _ReplicaSets(usable, len(host_of_rank))
+    splits = _split_regions(shards, sets)
+    shard, begin, end = _split_ranges(shards, splits)
+    owner = _owners(shards, sets, splits, shard, begin)
+    return shard, begin, end, owner, assign_writers(owner, host[shard], host_of_rank)
 
 
 def _split_regions(shards: FilePlacement, sets: _ReplicaSets) -> _SplitPoints:
@@ -317,7 +317,7 @@ def _split_regions(shards: FilePlacement, sets: _ReplicaSets) -> _SplitPoints:
     )
 
 
-def _split_ranges(shards: FilePlacement, splits: _SplitPoints) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _split_ranges(shards: FilePlacement, splits: _SplitPoints | None) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return shard, first byte and last byte within the shard, for each range between split points or block ends."""
     # Blocks are aligned in the file or, for strided shards, within the shard.
     origin = np.where(shards.is_strided, 0, shards.offset)
@@ -325,17 +325,18 @@ def _split_ranges(shards: FilePlacement, splits: _SplitPoints) -> tuple[np.ndarr
     counts = (origin + shards.num_bytes - 1) // BLOCK_BYTES - first + 1
     shard_of_block = np.repeat(np.arange(len(counts)), counts)
     number = np.arange(len(shard_of_block)) - np.repeat(np.cumsum(counts) - counts, counts)
-    block = np.maximum((first[shard_of_block] + number) * BLOCK_BYTES - origin[shard_of_block], 0)
-
-    row = np.searchsorted(splits.offset, splits.split, side="right") - 1
-    offset = splits.split - splits.offset[row]
-    # A split point may lie before, between or after the shards of its region, and then splits none.
-    is_inside = (row >= 0) & (offset < shards.num_bytes[splits.shard[row]])
-    shard = np.concatenate([shard_of_block, splits.shard[row[is_inside]]])
-    begin = np.concatenate([block, offset[is_inside]])
-    order = np.lexsort((begin, shard))
-    order = order[changes(shard[order], begin[order])]
-    shard, begin = shard[order], begin[order]
+    shard = shard_of_block
+    begin = np.maximum((first[shard_of_block] + number) * BLOCK_BYTES - origin[shard_of_block], 0)
+    if splits is not None:
+        row = np.searchsorted(splits.offset, splits.split, side="right") - 1
+        offset = splits.split - splits.offset[row]
+        # A split point may lie before, between or after the shards of its region, and then splits none.
+        is_inside = (row >= 0) & (offset < shards.num_bytes[splits.shard[row]])
+        shard = np.concatenate([shard, splits.shard[row[is_inside]]])
+        begin = np.concatenate([begin, offset[is_inside]])
+        order = np.lexsort((begin, shard))
+        order = order[changes(shard[order], begin[order])]
+        shard, begin = shard[order], begin[order]
     is_last = np.append(shard[1:] != shard[:-1], True)[: len(shard)]
     return shard, begin, np.where(is_last, shards.num_bytes[shard], np.roll(begin, -1))
 
@@ -444,7 +445,7 @@ class SavePlan:
 
     def _at(self, rows: np.ndarray) -> Iterator[WriteRange]:
         columns = self._ranges
-        for owner, writer, slice_index, tensor, file, box, start, stop in zip(
+        for tensor, box, start, stop, owner, writer, slice_index, file in zip(
             *(getattr(columns, column.name)[rows].tolist() for column in fields(columns)), strict=True
         ):
             yield WriteRange(

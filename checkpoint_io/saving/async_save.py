@@ -12,9 +12,8 @@ import torch
 
 from booster.checkpoint_io.copy_elements import copy_elements, synchronize_devices
 from booster.checkpoint_io.layout import PAGE_BYTES
+from booster.checkpoint_io.parallel import CheckpointGroup, run_in_threads
 from booster.checkpoint_io.planning.save_plan import BLOCK_BYTES, WriteRange
-from booster.checkpoint_io.ranks import CheckpointGroup
-from booster.checkpoint_io.worker_threads import run_in_threads
 from booster.comm import raise_on_all_ranks
 from booster.errors import CheckpointError
 from booster.interface import TensorSlice
@@ -296,10 +295,7 @@ class AsyncSaves:
         A rank whose own save is still in flight waits for it before it raises.
         """
         with self._changed:
-            is_unused = self._num_arenas == 0
             failed = bool(self._failures)
-        if is_unused:  # equal on every rank: saves are collective
-            return
         try:
             raise_on_all_ranks(
                 CheckpointError("a save in the background failed") if failed else None, self._ranks.group

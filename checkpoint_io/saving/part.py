@@ -2,25 +2,176 @@
 
 from __future__ import annotations
 
+import copy
+import os
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 
 import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from booster.checkpoint_io.formats import json_values
-from booster.checkpoint_io.formats.file_image import FileImage, safetensors_image, torch_image
-from booster.checkpoint_io.formats.index import config_documents
 from booster.checkpoint_io.formats.json import json_bytes
 from booster.checkpoint_io.formats.manifest import MANIFEST_KEY, DocumentRecord, FileRecord, Manifest, RangeRecord
+from booster.checkpoint_io.formats.safetensors import encode_header
 from booster.checkpoint_io.formats.tensor_files import GROUPS_KEY, completed_head, with_placeholder
-from booster.checkpoint_io.layout import MODEL, OPTIMIZER, FileKind, FileNames, FilePlan, index_document
-from booster.checkpoint_io.planning.save_plan import SavePlan, WriteRange
-from booster.checkpoint_io.save_target import SaveTarget
-from booster.interface import ModelWrapper, OptimizerWrapper, TensorSlice
+from booster.checkpoint_io.layout import (
+    PAGE_BYTES,
+    FilePlan,
+    SaveTarget,
+    index_document,
+)
+from booster.checkpoint_io.planning.save_plan import PlannedFile, SavePlan, WriteRange
+from booster.checkpoint_io.planning.slices import full_box
+from booster.errors import ConfigError
+from booster.interface import ModelWrapper, OptimizerWrapper, TensorSlice, TensorSpec
+
+# `torch.serialization.skip_data` makes `torch.save` seek over the bytes of storages instead of writing them, and fake
+# tensors need no memory. The archive is written to a recorder that keeps the written bytes and the seeks. Seeks come in
+# the order of the tensors, because each tensor has its own storage. The result is deterministic, so every rank can
+# compute it.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TorchArchive:
+    """Archive without its tensors.
+
+    Attributes:
+        fragments: Offset and content of all bytes other than tensors, by offset.
+        num_bytes: Size of the archive.
+        offsets: Offset of each tensor.
+    """
+
+    fragments: tuple[tuple[int, bytes], ...]
+    num_bytes: int
+    offsets: dict[str, int]
+
+
+def torch_archive(specs: Mapping[str, TensorSpec], values: str | None) -> TorchArchive:
+    """Compute the archive that `torch.save` writes for a dictionary of such tensors.
+
+    Args:
+        specs: Tensors, in the order of the dictionary.
+        values: Text to store as `{"state": tensors, "values": text}`. Optional, defaults to the tensors alone.
+    """
+    with FakeTensorMode():
+        tensors = {name: torch.empty(spec.shape, dtype=spec.dtype, device="cpu") for name, spec in specs.items()}
+    recorder = _Recorder()
+    with torch.serialization.skip_data(materialize_fake_tensors=True):
+        torch.save(tensors if values is None else {"state": tensors, "values": values}, cast("IO[bytes]", recorder))
+    return TorchArchive(
+        fragments=tuple((offset, bytes(content)) for offset, content in recorder.fragments),
+        num_bytes=recorder.position,
+        offsets=_offsets(specs, recorder),
+    )
+
+
+class _Recorder:
+    """File object that records writes and forward seeks."""
+
+    def __init__(self) -> None:
+        self.fragments: list[tuple[int, bytearray]] = []
+        self.seeks: list[tuple[int, int]] = []
+        self.position = 0
+
+    def write(self, content: Any) -> int:
+        if not self.fragments or self.fragments[-1][0] + len(self.fragments[-1][1]) != self.position:
+            self.fragments.append((self.position, bytearray()))
+        self.fragments[-1][1].extend(content)
+        self.position += len(content)
+        return len(content)
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        assert whence == os.SEEK_CUR, "torch.save steps forward only"
+        self.seeks.append((self.position, offset))
+        self.position += offset
+        return self.position
+
+    def flush(self) -> None:
+        """Do nothing; `torch.save` requires the method."""
+
+
+def _offsets(specs: Mapping[str, TensorSpec], recorder: _Recorder) -> dict[str, int]:
+    seeks = iter(recorder.seeks)
+    offsets: dict[str, int] = {}
+    for name, spec in specs.items():
+        offset, num_bytes = next(seeks) if spec.num_bytes else (0, 0)  # empty storages cause no seek
+        assert num_bytes == spec.num_bytes, f"torch.save left {num_bytes} bytes for {name}, not {spec.num_bytes}"
+        offsets[name] = offset
+    return offsets
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileImage:
+    """Tensor file without the tensor data. Rank 0 writes the fragments when it creates the file, all ranks the tensors.
+
+    Attributes:
+        fragments: Offset and content of all bytes other than tensors, by offset.
+        num_bytes: Size of the file.
+        offsets: Offset of each tensor in the file; a multiple of its item size.
+        specs: Shape and dtype of each tensor.
+        is_packed: Whether tensors are contiguous, from a multiple of `PAGE_BYTES` to the end of the file.
+        data_start: Offset of the tensors in a packed file, 0 in others.
+    """
+
+    fragments: tuple[tuple[int, bytes], ...]
+    num_bytes: int
+    offsets: Mapping[str, int]
+    specs: Mapping[str, TensorSpec]
+    is_packed: bool
+    data_start: int = 0
+
+    @property
+    def head(self) -> bytes:
+        """First fragment: in a packed file, all bytes before the tensors."""
+        return self.fragments[0][1]
+
+
+def safetensors_image(file: PlannedFile, metadata: Mapping[str, str]) -> FileImage:
+    """Build the image of a safetensors file; the header is padded so that the data is page-aligned.
+
+    Args:
+        file: Planned file.
+        metadata: Metadata strings.
+
+    Raises:
+        CheckpointError: A name or dtype that safetensors does not support, or a header above the size limit.
+    """
+    head, ranges = encode_header(file.tensors, metadata, alignment=PAGE_BYTES)
+    starts = {name: tensor_range.start for name, tensor_range in ranges.items()}
+    assert starts == file.starts, f"{file.name}: the plan puts tensors elsewhere than the file's header"
+    return FileImage(
+        fragments=((0, head),),
+        num_bytes=len(head) + file.data_bytes,
+        offsets={name: len(head) + start for name, start in starts.items()},
+        specs=file.tensors,
+        is_packed=True,
+        data_start=len(head),
+    )
+
+
+def torch_image(file: PlannedFile, values: str | None) -> FileImage:
+    """Build the image of a `torch.save` file without the tensors' data, in memory for the rest only.
+
+    Args:
+        file: Planned file.
+        values: Optimizer's plain values as JSON, stored beside the tensors. Optional, defaults to a plain dictionary
+            of tensors.
+    """
+
+    archive = torch_archive(file.tensors, values)
+    return FileImage(
+        fragments=archive.fragments,
+        num_bytes=archive.num_bytes,
+        offsets=archive.offsets,
+        specs=file.tensors,
+        is_packed=False,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,11 +179,8 @@ class CheckpointPart:
     """Model, optimizer or another set of tensors, with its small files.
 
     Attributes:
-        kind: Kind of part.
-        names: File names.
+        target: Path and format.
         slices: Slices on this rank.
-        max_shard_bytes: Maximum file size; a single larger tensor gets its own larger file.
-        is_sharded: If True, write into a directory. If False, write the one file that the target names.
         always_index: If True, number the files and write an index even for a single file.
         folder: Subdirectory of the target; empty for the target itself.
         documents: Further files by name, such as a model's config.
@@ -40,11 +188,8 @@ class CheckpointPart:
         parameter_names: Parameters whose elements the index counts. Optional, defaults to no count.
     """
 
-    kind: FileKind
-    names: FileNames
+    target: SaveTarget
     slices: Sequence[TensorSlice]
-    max_shard_bytes: int
-    is_sharded: bool
     always_index: bool = False
     folder: str = ""
     documents: Mapping[str, bytes] = field(default_factory=dict)
@@ -55,25 +200,22 @@ class CheckpointPart:
 Images = dict[int, FileImage]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PlannedPart:
     """Checkpoint part with its save plan.
 
-    Args:
+    Attributes:
         part: Part to save.
         plan: Save plan.
-        single_name: File name if the part is not sharded.
-        images: Cache of file images (everything but the data) for this plan; extended here.
-
-    Attributes:
         file_names: Names of the tensor files.
+        images: Cache of file images (everything but the data) for this plan; extended here.
     """
 
-    def __init__(self, part: CheckpointPart, plan: SavePlan, single_name: str, images: Images) -> None:
-        self.part = part
-        self.plan = plan
-        self.file_names = [file.name for file in plan.files] if part.is_sharded else [single_name]
-        self._images = images
-        self._ranges: dict[int, list[WriteRange]] = {}
+    part: CheckpointPart
+    plan: SavePlan
+    file_names: list[str]
+    images: Images
+    _ranges: dict[int, list[WriteRange]] = field(default_factory=dict, init=False)
 
     def path_of(self, directory: Path, index: int) -> Path:
         """Return the path of a tensor file."""
@@ -81,28 +223,28 @@ class PlannedPart:
 
     def image(self, index: int) -> FileImage:
         """Return the image of a tensor file: everything but the data."""
-        if index in self._images:
-            return self._images[index]
+        if index in self.images:
+            return self.images[index]
         file, values = self.plan.files[index], self.part.values
-        if self.part.names.suffix == "safetensors":
+        if self.part.target.names.suffix == "safetensors":
             metadata = {"format": "pt"}
             if values is not None:
                 metadata[GROUPS_KEY] = values
-            if self.part.is_sharded:
-                metadata[MANIFEST_KEY] = self.part.names.manifest
+            if self.part.target.is_sharded:
+                metadata[MANIFEST_KEY] = self.part.target.names.manifest
             else:
-                records = [self._range_record(write_range, 0) for write_range in self._ranges_of_file(0)]
+                records = self._records(0, None)
                 metadata = with_placeholder(metadata, records)
-            self._images[index] = safetensors_image(file, metadata)
+            self.images[index] = safetensors_image(file, metadata)
         else:
-            self._images[index] = torch_image(file, values)
-        return self._images[index]
+            self.images[index] = torch_image(file, values)
+        return self.images[index]
 
     def completed_head(self, crcs: Mapping[WriteRange, int]) -> bytes | None:
         """Return the head with the checksums of the data, or None if the file does not embed its checksums."""
-        if self.part.is_sharded or self.part.names.suffix != "safetensors":
+        if self.part.target.is_sharded or self.part.target.names.suffix != "safetensors":
             return None
-        return completed_head(self.image(0).head, [crcs[write_range] for write_range in self._ranges_of_file(0)])
+        return completed_head(self.image(0).head, [record.crc32 for record in self._records(0, crcs)])
 
     def small_files(self, crcs: Mapping[WriteRange, int], metadata: Mapping[str, Any]) -> dict[str, bytes]:
         """Return documents, index and manifest by name; the manifest is last.
@@ -111,7 +253,7 @@ class PlannedPart:
             crcs: Checksum of every written range.
             metadata: JSON metadata of the save.
         """
-        if not self.part.is_sharded:
+        if not self.part.target.is_sharded:
             return {}
         found = dict(self.part.documents)
         if self.plan.index is not None:
@@ -132,23 +274,79 @@ class PlannedPart:
                 num_bytes=image.num_bytes,
                 head_bytes=len(image.head),
                 head_crc32=zlib.crc32(image.head),
-                ranges=tuple(self._range_record(each, crcs[each]) for each in self._ranges_of_file(index)),
+                ranges=tuple(self._records(index, crcs)),
             )
-        manifest = Manifest(kind=self.part.kind.name, files=files, documents=documents, metadata=dict(metadata))
-        return found | {self.part.names.manifest: manifest.encode()}
+        manifest = Manifest(kind=self.part.target.kind.name, files=files, documents=documents, metadata=dict(metadata))
+        return found | {self.part.target.names.manifest: manifest.encode()}
 
-    def _ranges_of_file(self, index: int) -> list[WriteRange]:
+    def _records(self, index: int, crcs: Mapping[WriteRange, int] | None) -> list[RangeRecord]:
+        """Return the records of a file's ranges, with zeros for checksums that are not known yet."""
         if not self._ranges:
             for write_range in self.plan.all_ranges():
                 self._ranges.setdefault(write_range.file, []).append(write_range)
-        return self._ranges.get(index, [])
+        full_boxes = {name: full_box(spec.shape) for name, spec in self.plan.files[index].tensors.items()}
+        return [
+            RangeRecord(
+                name=each.name,
+                box=None if each.box == full_boxes[each.name] else each.box,
+                span=each.span,
+                crc32=0 if crcs is None else crcs[each],
+            )
+            for each in self._ranges.get(index, [])
+        ]
 
-    def _range_record(self, write_range: WriteRange, crc32: int) -> RangeRecord:
-        shape = self.plan.specs[write_range.name].shape
-        is_full_box = write_range.box == tuple((0, size) for size in shape)
-        return RangeRecord(
-            name=write_range.name, box=None if is_full_box else write_range.box, span=write_range.span, crc32=crc32
-        )
+
+# transformers' save_pretrained writes the config with the model's class and dtype, without attributes of the file that
+# it was read from, and without compile settings. Here the same is done to a copy, which is asked for its JSON text:
+# save_pretrained itself writes files and would bypass the storage.
+
+
+def config_documents(model: nn.Module) -> dict[str, bytes]:
+    """Return the contents of `config.json` and `generation_config.json`, if the model has such configs.
+
+    Args:
+        model: User's model. Any config with a `to_json_string` method is supported.
+
+    Raises:
+        ConfigError: A config cannot be written as JSON.
+    """
+    documents: dict[str, bytes] = {}
+    config: Any = getattr(model, "config", None)
+    if config is None or not _has_json_text(config):
+        return documents
+    config_copy = copy.deepcopy(config)
+    if hasattr(config_copy, "architectures"):
+        config_copy.architectures = [type(model).__name__]
+    if hasattr(config_copy, "dtype"):
+        dtypes = (parameter.dtype for parameter in model.parameters() if parameter.is_floating_point())
+        config_copy.dtype = str(next(dtypes, torch.get_default_dtype())).removeprefix("torch.")
+    documents["config.json"] = _config_json(config_copy, "config")
+    generation_config: Any = getattr(model, "generation_config", None)
+    can_generate = getattr(model, "can_generate", None)
+    if _has_json_text(generation_config) and (can_generate is None or can_generate()):
+        documents["generation_config.json"] = _config_json(copy.deepcopy(generation_config), "generation_config")
+    return documents
+
+
+def _has_json_text(config: Any) -> bool:
+    return not isinstance(config, type) and callable(getattr(config, "to_json_string", None))
+
+
+def _config_json(config: Any, what: str) -> bytes:
+    if hasattr(config, "transformers_weights"):
+        del config.transformers_weights
+    if getattr(config, "compile_config", None) is not None:
+        config.compile_config = None
+    try:
+        text = config.to_json_string()
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"the model's {what} cannot be written as JSON: {error}. Remove values other than strings, numbers, lists"
+            " and dicts from it"
+        ) from error
+    if not isinstance(text, str):
+        raise ConfigError(f"the model's {what}.to_json_string() returned a {type(text).__name__}: it must return a str")
+    return text.encode("utf-8")
 
 
 def model_part(model: ModelWrapper, target: SaveTarget, folder: str = "") -> CheckpointPart:
@@ -160,11 +358,8 @@ def model_part(model: ModelWrapper, target: SaveTarget, folder: str = "") -> Che
         folder: Subdirectory of the target.
     """
     return CheckpointPart(
-        kind=MODEL,
-        names=target.names,
+        target=target,
         slices=model.tensor_slices(),
-        max_shard_bytes=target.max_shard_bytes,
-        is_sharded=target.is_sharded,
         folder=folder,
         documents=config_documents(model.unwrap()) if target.is_sharded else {},
         parameter_names=frozenset(name for name, _ in model.named_parameters()),
@@ -192,11 +387,8 @@ def optimizer_part(optimizer: OptimizerWrapper, target: SaveTarget, values: str,
         folder: Subdirectory of the target.
     """
     return CheckpointPart(
-        kind=OPTIMIZER,
-        names=target.names,
+        target=target,
         slices=optimizer.checkpoint_state().slices(),
-        max_shard_bytes=target.max_shard_bytes,
-        is_sharded=target.is_sharded,
         always_index=True,
         folder=folder,
         documents={target.names.groups: values.encode("utf-8")} if target.is_sharded else {},

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import zlib
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
@@ -16,10 +18,9 @@ import torch
 
 from booster.checkpoint_io.commit import Transaction
 from booster.checkpoint_io.formats.manifest import FORMAT_VERSION, DocumentRecord, Manifest
+from booster.checkpoint_io.parallel import CheckpointGroup, as_checkpoint_error
 from booster.checkpoint_io.planning.save_plan import SavePlan, WriteRange, plan_save
 from booster.checkpoint_io.planning.slices import SliceTable
-from booster.checkpoint_io.ranks import CheckpointGroup, as_checkpoint_error
-from booster.checkpoint_io.save_target import explain_missing_parents
 from booster.checkpoint_io.storage import Storage
 from booster.comm import ErrorBarrier, all_gather_bytes, all_gather_equal, check_same_across_ranks, new_cpu_group
 from booster.errors import CheckpointError
@@ -59,10 +60,6 @@ class SaveRequest:
     is_related: Callable[[str], bool] | None = None
     after_commit: Callable[[], None] | None = None
     action: str = "saving"
-
-    def transaction(self, storage: Storage) -> Transaction:
-        """Return a new transaction for the target."""
-        return Transaction(storage, self.target, is_directory=self.is_directory, is_related=self.is_related)
 
 
 # Every rank sends a fingerprint: request, digest of its slice table, and host. If all fingerprints equal those of an
@@ -112,9 +109,20 @@ class Planner:
             DesyncError: The ranks requested different saves.
         """
         ranks, parts = self._ranks, request.parts
+        options = tuple(
+            f"{to.kind.name} {part.folder}/{to.names} of at most {to.max_shard_bytes} bytes a file, sharded:"
+            f" {to.is_sharded}, index: {part.always_index}"
+            for part in parts
+            for to in (part.target,)
+        )
         tables = ranks.run_on_all_ranks(lambda: [_encoded_table(part.slices) for part in parts], request.action)
-        names, digests, hosts = self._exchange_fingerprints(request, tables)
-        key = (_options(request), digests, hosts)
+        tables_digest = sha256(b"".join(sha256(table).digest() for table in tables)).digest()
+        name = ""
+        digests: tuple[bytes, ...] = (tables_digest,)
+        hosts: tuple[int, ...] = (0,)
+        if ranks.size > 1:
+            name, digests, hosts = self._exchange_fingerprints(request, options, tables_digest)
+        key = (options, digests, hosts)
         plans = self._plan_cache.get(key)
         if plans is None:
             plans = [
@@ -124,8 +132,13 @@ class Planner:
 
         def complete() -> list[PlannedPart]:
             planned = [
-                PlannedPart(component, plan, request.target.name, images if component.values is None else Images())
-                for component, (plan, images) in zip(parts, plans, strict=True)
+                PlannedPart(
+                    part=part,
+                    plan=plan,
+                    file_names=[file.name for file in plan.files] if part.target.is_sharded else [request.target.name],
+                    images=images if part.values is None else Images(),
+                )
+                for part, (plan, images) in zip(parts, plans, strict=True)
             ]
             # Building the images raises for names and dtypes that the file format does not support.
             needed = sum(one.image(index).num_bytes for one in planned for index in range(len(one.plan.files)))
@@ -137,19 +150,19 @@ class Planner:
         self._plan_cache.move_to_end(key)
         while len(self._plan_cache) > _MAX_CACHED_PLANS:
             self._plan_cache.popitem(last=False)
-        return SaveSession(name=names[0].hex(), parts=planned, host_of_rank=hosts)
+        return SaveSession(name=name, parts=planned, host_of_rank=hosts)
 
     def _exchange_fingerprints(
-        self, request: SaveRequest, tables: Sequence[bytes]
-    ) -> tuple[list[bytes], tuple[bytes, ...], tuple[int, ...]]:
+        self, request: SaveRequest, options: Sequence[str], tables_digest: bytes
+    ) -> tuple[str, tuple[bytes, ...], tuple[int, ...]]:
+        """Return the save's name, and the tables' digest and the host index of every rank. Collective."""
         description = [
             f"{request.action} to {request.target}",
             f"is_directory={request.is_directory}",
             f"format {FORMAT_VERSION}",
-            *_options(request),
+            *options,
         ]
         request_digest = sha256("\n".join(description).encode()).digest()
-        tables_digest = sha256(b"".join(sha256(table).digest() for table in tables)).digest()
         host_digest = sha256(self._ranks.host.encode()).digest()[:_HOST_BYTES]
         local = torch.frombuffer(
             bytearray(uuid4().bytes + request_digest + tables_digest + host_digest), dtype=torch.uint8
@@ -165,17 +178,19 @@ class Planner:
         hosts = [fingerprint[2 * _DIGEST_BYTES :] for fingerprint in rest]
         numbers = {host: number for number, host in enumerate(dict.fromkeys(hosts))}
         digests = tuple(fingerprint[_DIGEST_BYTES : 2 * _DIGEST_BYTES] for fingerprint in rest)
-        return names, digests, tuple(numbers[host] for host in hosts)
+        return names[0].hex(), digests, tuple(numbers[host] for host in hosts)
 
     def _new_plan(self, part: CheckpointPart, table: bytes, hosts: Sequence[int], action: str) -> SavePlan:
-        tables, table_of_rank = all_gather_bytes(table, self._ranks.group)
+        tables, table_of_rank = [table], [0]
+        if self._ranks.size > 1:
+            tables, table_of_rank = all_gather_bytes(table, self._ranks.group)
         return self._ranks.run_on_all_ranks(
             lambda: plan_save(
                 [SliceTable.decode(raw) for raw in tables],
                 table_of_rank,
-                part.names,
-                max_shard_bytes=part.max_shard_bytes,
-                is_sharded=part.is_sharded,
+                part.target.names,
+                max_shard_bytes=part.target.max_shard_bytes,
+                is_sharded=part.target.is_sharded,
                 always_index=part.always_index,
                 host_of_rank=hosts,
             ),
@@ -187,7 +202,10 @@ class Planner:
             return
         free = self._storage.free_bytes(request.target)
         if free < needed:  # leftovers of a killed save may take as much as this save needs
-            request.transaction(self._storage).clear_leftovers()
+            leftovers = Transaction(
+                self._storage, request.target, is_directory=request.is_directory, is_related=request.is_related
+            )
+            leftovers.clear_leftovers()
             free = self._storage.free_bytes(request.target)
         if free < needed:
             raise CheckpointError(
@@ -209,12 +227,33 @@ def _encoded_table(slices: Sequence[TensorSlice]) -> bytes:
     return SliceTable.from_slices(slices).encode()
 
 
-def _options(request: SaveRequest) -> tuple[str, ...]:
-    return tuple(
-        f"{part.kind.name} {part.folder}/{part.names} of at most {part.max_shard_bytes} bytes a file, sharded:"
-        f" {part.is_sharded}, index: {part.always_index}"
-        for part in request.parts
-    )
+@contextmanager
+def explain_missing_parents(storage: Storage, target: Path, action: str) -> Iterator[None]:
+    """Replace an error by one that names the missing parent directory, if that is the cause.
+
+    Args:
+        storage: Storage of the target.
+        target: File or directory to write; the block creates its parents.
+        action: Description of the operation for messages.
+
+    Raises:
+        CheckpointError: The parents could not be created.
+        OSError: Any other error of the block.
+    """
+    try:
+        yield
+    except OSError as error:
+        parent = Path(os.path.realpath(target.parent))
+        existing = parent
+        while storage.kind(existing) is None:
+            existing = existing.parent
+        if existing == parent and storage.kind(existing) == "directory":
+            raise
+        is_directory = storage.kind(existing) == "directory"
+        reason = f"the directory {parent} cannot be created" if is_directory else f"{existing} is not a directory"
+        raise CheckpointError(
+            f"{action} to {target} failed, because {reason} ({error}): give a path below a writable directory"
+        ) from error
 
 
 class Saver:
@@ -231,7 +270,7 @@ class Saver:
         self._storage = storage
         self._timeout_seconds = timeout_seconds
         self._planner = Planner(ranks, storage)
-        self._async = AsyncSaves(ranks)
+        self._async: AsyncSaves | None = None  # made by the first save in the background
         self._relay: Relay | None = None
 
     def save(self, request: SaveRequest, *, use_async: bool = False) -> None:
@@ -245,16 +284,18 @@ class Saver:
             CheckpointError: Writing failed on some rank; the target is unchanged.
             DesyncError: The ranks requested different saves.
         """
-        if use_async:
+        if self._async is not None and use_async:
             self._async.raise_failures()
-        else:
+        elif self._async is not None:
             self._async.wait()  # otherwise an earlier async save would later overwrite this one
         with Phase("save plan"):
             session = self._planner.plan(request)
         planned = session.parts
-        barrier = ErrorBarrier(
-            self._ranks.group, name=f"checkpoint/{session.name}", timeout_seconds=self._timeout_seconds
-        )
+        barrier: ErrorBarrier | None = None
+        if self._ranks.size > 1:
+            barrier = ErrorBarrier(
+                self._ranks.group, name=f"checkpoint/{session.name}", timeout_seconds=self._timeout_seconds
+            )
         relay: Relay | None = None
         if len(set(session.host_of_rank)) > 1:
             self._relay = self._relay or Relay(new_cpu_group(self._ranks.group), self._ranks.rank)
@@ -269,6 +310,7 @@ class Saver:
             copies = [stage_slices(one.plan.ranges_owned_by(rank), one.part.slices, arena) for one in planned]
             return _SaveJob(self._ranks, self._storage, request, planned, copies, barrier, relay).run_in_background
 
+        self._async = self._async or AsyncSaves(self._ranks)
         self._async.start(stage, request.action)
 
     def wait(self) -> None:
@@ -277,41 +319,34 @@ class Saver:
         Raises:
             CheckpointError: A save failed on some rank.
         """
-        self._async.wait()
+        if self._async is not None:
+            self._async.wait()
 
 
+@dataclass(slots=True, eq=False)
 class _SaveJob:
-    """Phases of a save after planning. They call no collectives, so they can run in the background."""
+    """Phases of a save after planning. They call no collectives, so they can run in the background.
 
-    def __init__(
-        self,
-        ranks: CheckpointGroup,
-        storage: Storage,
-        request: SaveRequest,
-        planned: Sequence[PlannedPart],
-        slices: Sequence[Sequence[TensorSlice]],
-        barrier: ErrorBarrier,
-        relay: Relay | None,
-    ) -> None:
-        self._rank = ranks.rank
-        self._storage = storage
-        self._request = request
-        self._planned = planned
-        self._slices = slices
-        self._barrier = barrier
-        self._relay = relay
-        self._transaction: Transaction | None = None
-        self._action = f"{request.action} to {request.target}"
+    Without a barrier there is only one rank: a phase that fails just raises.
+    """
+
+    _ranks: CheckpointGroup
+    _storage: Storage
+    _request: SaveRequest
+    _planned: Sequence[PlannedPart]
+    _slices: Sequence[Sequence[TensorSlice]]
+    _barrier: ErrorBarrier | None
+    _relay: Relay | None
+    _transaction: Transaction | None = field(default=None, init=False)
 
     def run(self) -> None:
         """Write and commit."""
         try:
             with Phase("save write"):
-                directory = Path(self._on_rank_zero("creating the files", self._create).decode())
-                crcs = self._write(directory)
-                reports = self._barrier.gather("writing", *crcs)
+                directory = Path(self._run_phase("creating the files", self._create, on_rank_zero=True)[0].decode())
+                reports = self._run_phase("writing", lambda: self._write(directory))
             with Phase("commit"):
-                self._on_rank_zero("committing", lambda: self._commit(directory, reports))
+                self._run_phase("committing", lambda: self._commit(directory, reports), on_rank_zero=True)
         finally:
             if self._transaction is not None:
                 self._transaction.abort()  # no effect after a commit
@@ -320,23 +355,36 @@ class _SaveJob:
         """Write and commit. The last gather keeps rank 0, which may host the store, alive until all ranks are done."""
         with Phase("save"):
             self.run()
-            self._barrier.gather("leaving")
+            if self._barrier is not None:
+                self._barrier.gather("leaving")
 
-    def _on_rank_zero(self, phase: str, action: Callable[[], bytes]) -> bytes:
-        payload: bytes | None = None
-        failure: Exception | None = None
-        if self._rank == 0:
-            try:
+    def _run_phase(self, phase: str, action: Callable[[], bytes], *, on_rank_zero: bool = False) -> list[bytes]:
+        """Run an action on all ranks, or on rank 0 alone; a failure is raised on every rank.
+
+        Returns:
+            The results by rank, on rank 0; or rank 0's result alone, on every rank.
+        """
+        action_name = f"{self._request.action} to {self._request.target}"
+        if self._barrier is None:
+            return [self._ranks.run_on_all_ranks(action, action_name)]
+        payload, failure = b"", None
+        try:
+            if self._ranks.rank == 0 or not on_rank_zero:
                 payload = action()
-            except Exception as error:  # raised by the barrier, on every rank
-                failure = as_checkpoint_error(error, self._action)
-        return self._barrier.share(phase, payload, failure)
+        except Exception as error:  # raised by the barrier, on every rank
+            failure = as_checkpoint_error(error, action_name)
+        if on_rank_zero:
+            return [self._barrier.share(phase, payload, failure)]
+        return self._barrier.gather(phase, payload, failure)
 
     # Rank 0, before the write.
 
     def _create(self) -> bytes:
-        self._transaction = self._request.transaction(self._storage)
-        with explain_missing_parents(self._storage, self._request.target, self._request.action):
+        request = self._request
+        self._transaction = Transaction(
+            self._storage, request.target, is_directory=request.is_directory, is_related=request.is_related
+        )
+        with explain_missing_parents(self._storage, request.target, request.action):
             directory = self._transaction.begin()
         for folder in sorted({planned_part.part.folder for planned_part in self._planned} - {""}):
             self._storage.make_directory(directory / folder)
@@ -352,25 +400,22 @@ class _SaveJob:
 
     # Every rank.
 
-    def _write(self, directory: Path) -> tuple[bytes, Exception | None]:
-        """Write this rank's ranges; return their checksums in plan order, and the failure if there is one."""
-        crcs = array("I")
-        try:
-            for planned_part, slices in zip(self._planned, self._slices, strict=True):
-                ranges = planned_part.plan.ranges_written_by(self._rank)
-                files = [
-                    (planned_part.path_of(directory, index), planned_part.image(index))
-                    for index in range(len(planned_part.plan.files))
-                ]
-                local_ranges = [each for each in ranges if each.owner == self._rank]
-                local_crcs = write_ranges(self._storage, files, local_ranges, slices)
-                checksums = dict(zip(local_ranges, local_crcs, strict=True))
-                if self._relay is not None:
-                    checksums |= self._relay.exchange(self._storage, planned_part.plan, files, slices)
-                crcs.extend(checksums[write_range] for write_range in ranges)
-        except Exception as error:  # raised by the barrier, on every rank
-            return b"", as_checkpoint_error(error, self._action)
-        return crcs.tobytes(), None
+    def _write(self, directory: Path) -> bytes:
+        """Write this rank's ranges; return their checksums in plan order."""
+        crcs, rank = array("I"), self._ranks.rank
+        for planned_part, slices in zip(self._planned, self._slices, strict=True):
+            ranges = planned_part.plan.ranges_written_by(rank)
+            files = [
+                (planned_part.path_of(directory, index), planned_part.image(index))
+                for index in range(len(planned_part.plan.files))
+            ]
+            local_ranges = [each for each in ranges if each.owner == rank]
+            local_crcs = write_ranges(self._storage, files, local_ranges, slices)
+            checksums = dict(zip(local_ranges, local_crcs, strict=True))
+            if self._relay is not None:
+                checksums |= self._relay.exchange(self._storage, planned_part.plan, files, slices)
+            crcs.extend(checksums[write_range] for write_range in ranges)
+        return crcs.tobytes()
 
     # Rank 0, after the write.
 
@@ -387,7 +432,7 @@ class _SaveJob:
                     self._storage.sync(file)
             for name, content in planned_part.small_files(part_crcs, metadata).items():
                 self._storage.write_file(directory / planned_part.part.folder / name, content)
-                if name == planned_part.part.names.manifest:
+                if name == planned_part.part.target.names.manifest:
                     documents[f"{planned_part.part.folder}/{name}".lstrip("/")] = content
         if self._request.manifest_name is not None:
             for name in self._request.documents:
@@ -416,15 +461,16 @@ class _SaveJob:
                 position += len(ranges)
             if position != len(crcs):
                 raise CheckpointError(
-                    f"{self._action}: rank {rank} wrote {len(crcs)} ranges, but {position} were planned: the ranks run"
-                    " different versions of torch-booster, install the same one on all"
+                    f"{self._request.action} to {self._request.target}: rank {rank} wrote {len(crcs)} ranges, but"
+                    f" {position} were planned: the ranks run different versions of torch-booster, install the same one"
+                    " on all"
                 )
         return checksums
 
     def _is_stale(self, name: str) -> bool:
         folder, _, base = name.rpartition("/")
         of_component = any(
-            planned_part.part.folder == folder and planned_part.part.names.may_have_written(base)
+            planned_part.part.folder == folder and planned_part.part.target.names.may_have_written(base)
             for planned_part in self._planned
         )
         return of_component or (self._request.is_stale is not None and self._request.is_stale(name))

@@ -20,17 +20,17 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from booster.checkpoint_io.copy_elements import copy_elements, needs_no_conversion, synchronize_devices
-from booster.checkpoint_io.formats.file_image import FileImage
-from booster.checkpoint_io.formats.safetensors import bytes_of
+from booster.checkpoint_io.copy_elements import bytes_of, copy_elements, needs_no_conversion, synchronize_devices
 from booster.checkpoint_io.layout import PAGE_BYTES
+from booster.checkpoint_io.parallel import run_in_threads
 from booster.checkpoint_io.planning.save_plan import BLOCK_BYTES, SavePlan, WriteRange
 from booster.checkpoint_io.planning.slices import byte_runs, run_length, run_start
 from booster.checkpoint_io.storage import OpenFile, Storage
-from booster.checkpoint_io.worker_threads import run_in_threads
 from booster.comm import receive, send
 from booster.interface import TensorSlice
 from booster.kernels.checksum import crc32
+
+from .part import FileImage
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 _UNSUPPORTED = (errno.EINVAL, errno.EOPNOTSUPP)
 
 
+@dataclass(slots=True, eq=False)
 class OutputFile:
     """File that already exists in full size.
 
@@ -53,14 +54,13 @@ class OutputFile:
         is_direct: Whether to try O_DIRECT.
     """
 
-    def __init__(self, storage: Storage, path: Path, *, num_jobs: int, is_direct: bool) -> None:
-        self._storage = storage
-        self._path = path
-        self._num_jobs = num_jobs
-        self._is_direct = is_direct
-        self._lock = threading.Lock()
-        self._cached: OpenFile | None = None
-        self._direct: OpenFile | None = None
+    _storage: Storage
+    _path: Path
+    _num_jobs: int
+    _is_direct: bool
+    _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
+    _cached: OpenFile | None = field(default=None, init=False)
+    _direct: OpenFile | None = field(default=None, init=False)
 
     def open(self) -> None:
         """Open the file unless it is open."""
@@ -111,6 +111,7 @@ class OutputFile:
             self._storage.close(file)
 
 
+@dataclass(slots=True, eq=False)
 class BufferedFileWriter:
     """Staging buffer over a file: collects bytes in file order and writes them when it is full.
 
@@ -119,11 +120,11 @@ class BufferedFileWriter:
         buffer: Staging buffer; its first byte maps to a page boundary of the file.
     """
 
-    def __init__(self, file: OutputFile, buffer: torch.Tensor) -> None:
-        self._file = file
-        self._buffer = buffer
-        self._bytes = bytes_of(buffer)
-        self._start = self._stop = 0  # buffered range, as file offsets
+    _file: OutputFile
+    _buffer: torch.Tensor
+    # Buffered range, as file offsets.
+    _start: int = field(default=0, init=False)
+    _stop: int = field(default=0, init=False)
 
     def reserve(self, offset: int, num_bytes: int) -> torch.Tensor:
         """Return buffer memory for the bytes at file offset `offset`; the caller fills it before the next call.
@@ -131,7 +132,7 @@ class BufferedFileWriter:
         The result may be smaller than requested.
         """
         base = self._start // PAGE_BYTES * PAGE_BYTES
-        if offset != self._stop or offset - base == len(self._bytes):
+        if offset != self._stop or offset - base == self._buffer.numel():
             self.flush()
             self._start = self._stop = offset
             base = offset // PAGE_BYTES * PAGE_BYTES
@@ -146,18 +147,18 @@ class BufferedFileWriter:
 
     def flush(self) -> None:
         """Write the buffered bytes: full pages in one call, then the edges."""
-        start, stop = self._start, self._stop
+        start, stop, buffered = self._start, self._stop, bytes_of(self._buffer)
         base = start // PAGE_BYTES * PAGE_BYTES
         self._start = self._stop = 0
         first, last = -(-start // PAGE_BYTES) * PAGE_BYTES, stop // PAGE_BYTES * PAGE_BYTES
         if first >= last:
             first = last = stop
         if start < first:
-            self._file.write(self._bytes[start - base : first - base], start)
+            self._file.write(buffered[start - base : first - base], start)
         if first < last:
-            self._file.write_pages(self._bytes[first - base : last - base], first)
+            self._file.write_pages(buffered[first - base : last - base], first)
         if last < stop:
-            self._file.write(self._bytes[last - base : stop - base], last)
+            self._file.write(buffered[last - base : stop - base], last)
 
 
 _HUGE_PAGE_BYTES = 2 * 2**20
@@ -305,7 +306,7 @@ def write_ranges(
     outputs: dict[int, OutputFile] = {}
     for file, file_jobs in jobs_of.items():
         is_direct = sum(job.num_bytes for job in file_jobs) >= _MIN_DIRECT_BYTES
-        outputs[file] = OutputFile(storage, files[file][0], num_jobs=len(file_jobs), is_direct=is_direct)
+        outputs[file] = OutputFile(storage, files[file][0], len(file_jobs), is_direct)
 
     def work(job: _WriteJob) -> None:
         output = outputs[job.file]

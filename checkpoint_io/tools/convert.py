@@ -19,10 +19,9 @@ import torch
 from booster.checkpoint_io.commit import Transaction, list_directory, resolve
 from booster.checkpoint_io.formats.json import MAX_JSON_BYTES
 from booster.checkpoint_io.formats.optimizer_values import MASTER_SUFFIX, parse_values
-from booster.checkpoint_io.layout import MODEL, OPTIMIZER, SAFETENSORS_SUFFIXES, SINGLE_FILE_SUFFIXES
+from booster.checkpoint_io.layout import MODEL, OPTIMIZER, SAFETENSORS_SUFFIXES, SINGLE_FILE_SUFFIXES, save_target
 from booster.checkpoint_io.loading.reader import StoredCheckpoint
-from booster.checkpoint_io.ranks import CheckpointGroup
-from booster.checkpoint_io.save_target import SaveTarget
+from booster.checkpoint_io.parallel import CheckpointGroup
 from booster.checkpoint_io.saving.part import CheckpointPart
 from booster.checkpoint_io.saving.save import Saver, SaveRequest
 from booster.checkpoint_io.storage import OpenFile, Storage
@@ -182,15 +181,12 @@ def consolidate(
         ConfigError: The target is inside the source's directory, is a directory, has another suffix, or exists.
         CheckpointError: The source is damaged, or writing failed.
     """
-    save_target = SaveTarget(target, part.kind, False, None, 1, target.suffix in SAFETENSORS_SUFFIXES)
+    file = save_target(target, part.kind, shard=False, use_safetensors=target.suffix in SAFETENSORS_SUFFIXES)
     check_target(storage, source, target, overwrites=overwrites)
     with part.open(storage, verifies=True) as stored:
         checkpoint_part = CheckpointPart(
-            kind=part.kind,
-            names=save_target.names,
+            target=file,
             slices=[TensorSlice.full(*named, primary=True) for named in mmap_tensors(stored).items()],
-            max_shard_bytes=save_target.max_shard_bytes,
-            is_sharded=False,
             values=None if stored.groups is None else stored.groups.decode("utf-8", "surrogatepass"),
         )
     request = SaveRequest(target=target, is_directory=False, parts=[checkpoint_part], action="consolidating")
@@ -212,20 +208,24 @@ def _parts(
         if part.kind not in (MODEL, OPTIMIZER):
             is_safetensors = True  # the only format of these parts
         prefix = None if part.names is None else part.names.prefix
-        save_target = SaveTarget(target, part.kind, True, prefix, conversion.size_per_shard, is_safetensors)
+        shards = save_target(
+            target,
+            part.kind,
+            shard=True,
+            prefix=prefix,
+            size_per_shard=conversion.size_per_shard,
+            use_safetensors=is_safetensors,
+        )
         # The documents of a directory go with its first part, which is the model if there is one.
         documents = {} if part.folder in folders else dict(_documents(storage, source, part.folder, notes))
         folders.add(part.folder)
         if part.kind == MODEL and conversion.dtype is not None and _CONFIG in documents:
             documents[_CONFIG] = with_dtype(documents[_CONFIG], dtype_name(conversion.dtype), _CONFIG)
         if part.kind == OPTIMIZER and stored.groups is not None:
-            documents[save_target.names.groups] = stored.groups
+            documents[shards.names.groups] = stored.groups
         yield CheckpointPart(
-            kind=part.kind,
-            names=save_target.names,
+            target=shards,
             slices=_convert_dtypes(part, mmap_tensors(stored), conversion.dtype, notes),
-            max_shard_bytes=save_target.max_shard_bytes,
-            is_sharded=True,
             always_index=part.kind == OPTIMIZER,
             folder=part.folder,
             documents=documents,
@@ -392,7 +392,7 @@ def export_optimizer(
         CheckpointError: The source is damaged, values cannot be loaded by torch, or writing failed.
     """
     part = source.only_part(OPTIMIZER)
-    SaveTarget(target, OPTIMIZER, False, None, 1, use_safetensors=False)  # checks the target's name
+    save_target(target, OPTIMIZER, shard=False, use_safetensors=False)  # checks the target's name
     check_target(storage, source, target, overwrites=overwrites)
     with part.open(storage, verifies=True) as stored:
         if stored.groups is None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from booster.checkpoint_io.layout import GRADIENTS
+from booster.checkpoint_io.layout import GRADIENTS, SaveTarget
 from booster.checkpoint_io.loading.load import Loader
 from booster.checkpoint_io.loading.ranges import read_slices
 from booster.checkpoint_io.loading.reader import StoredCheckpoint
@@ -34,7 +34,7 @@ from booster.interface import (
 _NAME = re.compile(r"(rank|reduced)(\d+)(?:share(\d{1,6}))?\.(.+)", re.DOTALL)
 
 
-def gradients_part(pending: AccumulatedGradients, *, folder: str, max_shard_bytes: int) -> CheckpointPart:
+def gradients_part(pending: AccumulatedGradients, target: SaveTarget, folder: str) -> CheckpointPart:
     """Build the checkpoint part of this rank's accumulated gradients of an optimizer.
 
     Raises:
@@ -52,11 +52,8 @@ def gradients_part(pending: AccumulatedGradients, *, folder: str, max_shard_byte
         for tensor_slice in pending.reduced()
     ]
     return CheckpointPart(
-        kind=GRADIENTS,
-        names=GRADIENTS.names(is_safetensors=True),
+        target=target.with_kind(GRADIENTS),
         slices=[*local, *reduced],
-        max_shard_bytes=max_shard_bytes,
-        is_sharded=True,
         folder=folder,
     )
 

@@ -18,12 +18,20 @@ from booster.checkpoint_io.commit import resolve
 from booster.checkpoint_io.formats import json_values
 from booster.checkpoint_io.formats.json import MAX_JSON_BYTES
 from booster.checkpoint_io.formats.manifest import Manifest
-from booster.checkpoint_io.layout import GRADIENTS, MODEL, OPTIMIZER, RANDOM_STATE, FileKind
+from booster.checkpoint_io.layout import (
+    GRADIENTS,
+    MODEL,
+    OPTIMIZER,
+    RANDOM_STATE,
+    FileKind,
+    SaveTarget,
+    as_path,
+    save_target,
+)
 from booster.checkpoint_io.loading.load import Load, Loader, ModelLoad, OptimizerLoad
 from booster.checkpoint_io.loading.ranges import read_slices
 from booster.checkpoint_io.loading.reader import StoredCheckpoint
-from booster.checkpoint_io.ranks import CheckpointGroup
-from booster.checkpoint_io.save_target import SaveTarget, as_path
+from booster.checkpoint_io.parallel import CheckpointGroup
 from booster.checkpoint_io.saving.part import (
     CheckpointPart,
     model_part,
@@ -40,24 +48,14 @@ from booster.interface.checkpoint_io import RandomState, SaveOptions, TrainingPa
 from booster.logger import get_dist_logger
 
 from .accumulated_gradients import GradientsLoad, gradients_part
-from .document import PerRank, TrainingDocument
-from .plain_optimizer import scheduler_document, scheduler_state
+from .document import PerRank, TrainingDocument, scheduler_document, scheduler_state
 from .retention import LATEST, TRAINING_STATE, TRAINING_STATE_MANIFEST, StepDirectories, read_training_manifest
 
 
-def per_rank_part(
-    kind: FileKind, tensors: Mapping[str, torch.Tensor], rank: int, *, folder: str, max_shard_bytes: int
-) -> CheckpointPart:
-    """Build a checkpoint part of this rank's tensors, named `rank<r>.<name>`; each rank writes its own."""
+def random_state_part(tensors: Mapping[str, torch.Tensor], rank: int, target: SaveTarget) -> CheckpointPart:
+    """Build the checkpoint part of this rank's random state, named `rank<r>.<name>`; each rank writes its own."""
     slices = [TensorSlice.full(f"rank{rank}.{name}", tensor, primary=True) for name, tensor in tensors.items()]
-    return CheckpointPart(
-        kind=kind,
-        names=kind.names(is_safetensors=True),
-        slices=slices,
-        max_shard_bytes=max_shard_bytes,
-        is_sharded=True,
-        folder=folder,
-    )
+    return CheckpointPart(target=target.with_kind(RANDOM_STATE), slices=slices)
 
 
 class RandomStateLoad:
@@ -462,17 +460,22 @@ class TrainingStateIO:
         options: SaveOptions,
     ) -> Iterator[CheckpointPart]:
         to_model, to_optimizer = (
-            SaveTarget(target, kind, True, None, options.size_per_shard, options.use_safetensors)
+            save_target(
+                target,
+                kind,
+                shard=True,
+                size_per_shard=options.size_per_shard,
+                use_safetensors=options.use_safetensors,
+            )
             for kind in (MODEL, OPTIMIZER)
         )
-        rank, limit = self._ranks.rank, to_model.max_shard_bytes
         for name, model in parts.models.items():
             yield model_part(model, to_model, name)
         for name, optimizer in parts.optimizers.items():
             yield optimizer_part(optimizer, to_optimizer, gathered.optimizer_values[name], name)
         for name, pending in gathered.accumulated.items():
-            yield gradients_part(pending, folder=name, max_shard_bytes=limit)
-        yield per_rank_part(RANDOM_STATE, random_state, rank, folder="", max_shard_bytes=limit)
+            yield gradients_part(pending, to_model, name)
+        yield random_state_part(random_state, self._ranks.rank, to_model)
 
     def _facts(
         self, metadata: Mapping[str, Any], step: int | None, root: Path, folders: StepDirectories

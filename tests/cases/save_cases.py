@@ -13,7 +13,7 @@ import torch.distributed as dist
 from oracles.faulting_storage import UnsyncedStorage
 from torch import nn
 
-from booster.checkpoint_io import GeneralCheckpointIO, save_target
+from booster.checkpoint_io import GeneralCheckpointIO, layout
 from booster.errors import CheckpointError
 from booster.interface import ModelWrapper, TensorSlice
 
@@ -86,11 +86,11 @@ class SplitModel(ModelWrapper):
 @contextmanager
 def small_shards(num_bytes=SHARD_BYTES):
     """Counts `size_per_shard` in smaller units than megabytes."""
-    before, save_target.MEGABYTE = save_target.MEGABYTE, num_bytes
+    before, layout.MEGABYTE = layout.MEGABYTE, num_bytes
     try:
         yield
     finally:
-        save_target.MEGABYTE = before
+        layout.MEGABYTE = before
 
 
 # How each kind of save is called: the name below the root, and the options.

@@ -7,7 +7,8 @@ from save_cases import small_shards
 from torch import nn
 
 from booster.checkpoint_io import GeneralCheckpointIO
-from booster.checkpoint_io.formats.safetensors import bytes_of, to_contiguous_cpu
+from booster.checkpoint_io.copy_elements import bytes_of
+from booster.checkpoint_io.formats.safetensors import to_contiguous_cpu
 from booster.interface import ModelWrapper, TensorSlice
 
 

@@ -108,7 +108,7 @@ ALLOWED = {
     "checkpoint_io/training_state/save_load.py": {
         "self._saver.wait": SAVES,
     },
-    "checkpoint_io/worker_threads.py": {
+    "checkpoint_io/parallel.py": {
         "pool.shutdown": OWN_THREADS,
     },
     "kernels/disk_io.py": {

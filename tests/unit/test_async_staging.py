@@ -8,12 +8,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from booster.checkpoint_io.formats.file_image import safetensors_image
 from booster.checkpoint_io.layout import MODEL, PAGE_BYTES
 from booster.checkpoint_io.planning.save_plan import WriteRange, plan_save
 from booster.checkpoint_io.planning.slices import SliceTable
 from booster.checkpoint_io.saving import async_save
 from booster.checkpoint_io.saving.async_save import Arena, stage_slices
+from booster.checkpoint_io.saving.part import safetensors_image
 from booster.checkpoint_io.saving.writer import read_range, write_ranges
 from booster.checkpoint_io.storage import Storage
 from booster.interface import TensorSlice

@@ -11,8 +11,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from booster.checkpoint_io.formats.file_image import safetensors_image, torch_image
 from booster.checkpoint_io.planning.save_plan import PlannedFile
+from booster.checkpoint_io.saving.part import safetensors_image, torch_image
 from booster.errors import CheckpointError
 from booster.interface import TensorSpec
 

@@ -33,7 +33,7 @@ def form(request):
 @pytest.fixture
 def tiny_shards(monkeypatch):
     """Counts shards in bytes in place of MB, so that small models have several."""
-    monkeypatch.setattr("booster.checkpoint_io.save_target.MEGABYTE", 1)
+    monkeypatch.setattr("booster.checkpoint_io.layout.MEGABYTE", 1)
 
 
 # Models.

@@ -24,8 +24,8 @@ from transformers import (
 )
 
 from booster.checkpoint_io import GeneralCheckpointIO
-from booster.checkpoint_io.formats.index import config_documents
 from booster.checkpoint_io.layout import MODEL, index_document, plan_files
+from booster.checkpoint_io.saving.part import config_documents
 from booster.errors import CheckpointError, ConfigError
 from booster.interface import ModelWrapper
 
@@ -93,7 +93,7 @@ def _quiet():
 @pytest.fixture
 def tiny_shards(monkeypatch):
     """Counts shards in bytes in place of MB, so that small models have several."""
-    monkeypatch.setattr("booster.checkpoint_io.save_target.MEGABYTE", 1)
+    monkeypatch.setattr("booster.checkpoint_io.layout.MEGABYTE", 1)
 
 
 def _build(make, seed):

@@ -12,9 +12,8 @@ from torch import nn
 
 from booster.checkpoint_io.layout import MODEL
 from booster.checkpoint_io.loading import ranges
-from booster.checkpoint_io.loading.ranges import assign_elements, read_slices
+from booster.checkpoint_io.loading.ranges import assign_elements, read_slices, verify_ranges
 from booster.checkpoint_io.loading.reader import open_checkpoint
-from booster.checkpoint_io.loading.verify import verify_ranges
 from booster.checkpoint_io.storage import Storage
 from booster.errors import CheckpointError
 from booster.interface import TensorSlice

@@ -16,12 +16,12 @@ import torch
 from harness import distributed
 from safetensors.torch import load_file
 
-from booster.checkpoint_io.formats.file_image import safetensors_image, torch_image
 from booster.checkpoint_io.layout import MODEL, PAGE_BYTES
 from booster.checkpoint_io.planning import slices as byte_runs
 from booster.checkpoint_io.planning.save_plan import WriteRange, plan_save
 from booster.checkpoint_io.planning.slices import SliceTable
 from booster.checkpoint_io.saving import writer
+from booster.checkpoint_io.saving.part import safetensors_image, torch_image
 from booster.checkpoint_io.saving.writer import STAGING, StagingBuffers, read_range, write_range_bytes, write_ranges
 from booster.checkpoint_io.storage import Storage
 from booster.interface import TensorSlice

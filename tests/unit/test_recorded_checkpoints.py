@@ -24,8 +24,8 @@ from booster.checkpoint_io.formats.tensor_files import (
 )
 from booster.checkpoint_io.layout import MODEL, OPTIMIZER
 from booster.checkpoint_io.loading.load import match_names
+from booster.checkpoint_io.loading.ranges import verify_ranges
 from booster.checkpoint_io.loading.reader import open_checkpoint
-from booster.checkpoint_io.loading.verify import verify_ranges
 from booster.checkpoint_io.storage import Storage
 from booster.errors import CheckpointError
 from booster.interface import TensorSlice, TensorSpec

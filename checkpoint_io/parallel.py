@@ -1,10 +1,12 @@
-"""Process group of a checkpoint call: errors on one rank are raised on all ranks, before anything changes."""
+"""Actions on all ranks of a checkpoint call or in threads; the first failure is raised on all ranks, in the caller."""
 
 from __future__ import annotations
 
 import socket
 import uuid
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 import torch.distributed as dist
@@ -13,6 +15,7 @@ from booster.comm import group_rank, group_size, raise_on_all_ranks
 from booster.errors import BoosterError, CheckpointError
 
 T = TypeVar("T")
+Job = TypeVar("Job")
 
 
 class CheckpointGroup:
@@ -56,7 +59,10 @@ class CheckpointGroup:
             results.append(action())
         except Exception as error:  # raised below on every rank
             failure = as_checkpoint_error(error, action_name)
-        raise_on_all_ranks(failure, self.group)
+        if self.size > 1:
+            raise_on_all_ranks(failure, self.group)
+        elif failure is not None:
+            raise failure
         return results[0]
 
 
@@ -67,3 +73,58 @@ def as_checkpoint_error(error: Exception, action_name: str) -> Exception:
     failure = CheckpointError(f"{action_name} failed: {error}. Check the path, its permissions and the free space")
     failure.__cause__ = error
     return failure
+
+
+def run_in_threads(work: Callable[[Job], None], jobs: Iterable[Job], num_threads: int) -> None:
+    """Run all jobs, in any order, and return when all threads have ended.
+
+    Args:
+        work: Function that runs one job.
+        jobs: Jobs.
+        num_threads: Number of threads, including the calling one.
+
+    Raises:
+        BaseException: Exception of the first job that failed. No job starts after that.
+    """
+    if num_threads <= 1:
+        for job in jobs:
+            work(job)
+        return
+    remaining = deque(jobs)  # its methods are thread-safe
+    failures: list[BaseException] = []
+
+    def stop(error: BaseException) -> None:
+        failures.append(error)
+        remaining.clear()
+
+    def run_remaining() -> None:
+        try:
+            while True:
+                try:
+                    job = remaining.popleft()
+                except IndexError:
+                    return
+                work(job)
+        except BaseException as error:  # raised below, in the calling thread
+            stop(error)
+
+    # The calling thread works too, so that all jobs run where no thread can be started: at interpreter exit.
+    pool = ThreadPoolExecutor(max(1, num_threads - 1), thread_name_prefix="booster-checkpoint")
+    try:
+        for _ in range(num_threads - 1):
+            pool.submit(run_remaining)
+    except RuntimeError:
+        pass
+    except BaseException as error:  # KeyboardInterrupt while threads are started
+        stop(error)
+    run_remaining()
+    # An interrupt must not leave a thread behind, which would continue to write into files that the caller closes.
+    is_shut_down = False
+    while not is_shut_down:
+        try:
+            pool.shutdown()
+            is_shut_down = True
+        except BaseException as error:  # raised after all threads have ended
+            stop(error)
+    if failures:
+        raise failures[0]
