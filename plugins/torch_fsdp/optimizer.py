@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from booster.comm import all_reduce_max, all_reduce_sum, broadcast, collective_device, group_rank, group_size
+from booster.comm import all_reduce_max, all_reduce_sum, collective_device, group_size
 from booster.errors import ConfigError
-from booster.fault_tolerance.progress import in_phase
 from booster.interface import LossScaler, Shard, Shards
 from booster.plugins.sharding.optimizer import ShardedOptimizer
 from booster.plugins.sharding.shard_states import shard_state
@@ -25,70 +23,6 @@ from .model import FSDPModel
 from .param_group import ParamGroup, ShardedParam
 from .param_redistribution import ParamRedistribution, RowSharded, assign_owners
 from .shard_update import OwnedUpdate, OwnedUpdates, ParamUpdate, ReplicatedParam, ReplicatedUpdate, ShardUpdate
-
-_OWNER = 0
-
-
-def run_closure_step(
-    step: Callable[[Callable[[], torch.Tensor]], Any],
-    evaluate: Callable[[], torch.Tensor],
-    broadcast_weights: Callable[[], None],
-    *,
-    shard_group: dist.ProcessGroup | None,
-    data_parallel_group: dist.ProcessGroup | None,
-) -> Any:
-    """Run an optimizer step with a closure, and return its result on all ranks.
-
-    An optimizer that needs all parameters at once runs on the first rank of the shard group. The closure is a forward
-    and backward on data of all ranks. Each time the optimizer calls it, the first rank notifies the others. Then all
-    ranks receive the current weights, evaluate, and reduce their gradients. The loss that the optimizer receives is the
-    mean over all ranks, as in one process.
-
-    Args:
-        step: Step of the optimizer, called with a closure on the first rank of the shard group.
-        evaluate: Computes the loss and sets the optimizer's gradients. Collective.
-        broadcast_weights: Broadcasts the optimizer's weights to all ranks. Collective.
-        shard_group: Group that the parameters are sharded over.
-        data_parallel_group: Group that the data are divided over; None for the world group.
-
-    Collective over the data-parallel ranks.
-    """
-
-    def evaluate_on_all_ranks() -> torch.Tensor:
-        broadcast_weights()
-        loss = evaluate().detach().float().reshape(1).to(collective_device(data_parallel_group))
-        return (all_reduce_sum(loss, data_parallel_group) / group_size(data_parallel_group)).reshape(())
-
-    if group_rank(shard_group) != _OWNER:
-        return _run_without_optimizer(evaluate_on_all_ranks, broadcast_weights, shard_group)
-
-    def closure_on_owner() -> torch.Tensor:
-        _broadcast_flag(True, shard_group)
-        return evaluate_on_all_ranks()
-
-    result = step(closure_on_owner)
-    _broadcast_flag(False, shard_group)
-    broadcast_weights()
-    return result
-
-
-def _run_without_optimizer(
-    evaluate_on_all_ranks: Callable[[], torch.Tensor],
-    broadcast_weights: Callable[[], None],
-    group: dist.ProcessGroup | None,
-) -> Any:
-    first: torch.Tensor | None = None
-    while _broadcast_flag(False, group):
-        loss = evaluate_on_all_ranks()
-        first = loss if first is None else first
-    broadcast_weights()
-    return first
-
-
-def _broadcast_flag(evaluates: bool, group: dist.ProcessGroup | None) -> bool:
-    flag = torch.tensor([evaluates], dtype=torch.uint8, device=collective_device(group))
-    broadcast([flag], group, source=_OWNER)
-    return bool(flag.item())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -194,16 +128,11 @@ class FSDPOptimizer(ShardedOptimizer):
         settings = self._settings
         places = [self.model.param_of[id(one)] for one in parameters]
         sharded = [_row_sharded(place[1]) for place in places if not isinstance(place, ReplicatedParam)]
-        if settings.kind is OptimizerKind.GLOBAL:
-            owners = iter([0] * len(sharded))
-        else:
-            owners = iter(assign_owners(sharded, group_size(settings.shard_group)))
+        owners = iter(assign_owners(sharded, group_size(settings.shard_group)))
         updates: list[ParamUpdate] = []
         for found in places:
             if isinstance(found, ReplicatedParam):
                 is_flat = settings.kind is OptimizerKind.ELEMENTWISE
-                if settings.kind is OptimizerKind.GLOBAL:
-                    found.owner = 0
                 updates.append(
                     ReplicatedUpdate(
                         self.model.replicated_params,
@@ -385,48 +314,6 @@ class FSDPOptimizer(ShardedOptimizer):
     def _publish_weights(self) -> None:
         for update in self._updates:
             update.write_weights()
-        self._broadcast_weights()
-
-    @in_phase("step")
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """Update the parameters, as in `ShardedOptimizer.step`. LBFGS may call the closure several times.
-
-        Raises:
-            ConfigError: As in `ShardedOptimizer.step`; and for a closure of an optimizer over all parameters together
-                with loss scaling or master weights.
-        """
-        if closure is None or self._defers_step or self._settings.kind is not OptimizerKind.GLOBAL:
-            return super().step(closure)
-        if self.loss_scaler is not None or any(one.has_master for one in self.shards.parts):
-            raise ConfigError(
-                f"{type(self.optim).__name__}.step(closure) computes gradients inside of the step, where they cannot be"
-                " unscaled: use fp32 or mixed_precision='bf16' with an optimizer that needs a closure"
-            )
-        self._check_weights()
-        self.model.reshard()
-        self._owned.gather_weights()
-        self._is_stepping = True
-        try:
-            result = run_closure_step(
-                lambda driving: self.optim.step(driving),  # type: ignore[arg-type, return-value]
-                lambda: self._evaluate(closure),
-                self._broadcast_weights,
-                shard_group=self._settings.shard_group,
-                data_parallel_group=self.data_parallel_group,
-            )
-        finally:
-            self._is_stepping = False
-        self._end_step()
-        return result
-
-    def _evaluate(self, closure: Callable[[], Any]) -> torch.Tensor:
-        with torch.enable_grad():
-            loss = torch.as_tensor(closure())
-        self._unscale_gradients()
-        self._clip_to_max_norm()
-        return loss
-
-    def _broadcast_weights(self) -> None:
         self.model.reshard()
         self.model.replicated_params.broadcast_weights(include_unused=True)
         self._owned.scatter_weights(include_unused=True)
@@ -434,7 +321,10 @@ class FSDPOptimizer(ShardedOptimizer):
 
     def _step_shards(self) -> None:
         if self._accumulation.factors is None:
-            self._step_by_kind()
+            if self._settings.kind is OptimizerKind.ELEMENTWISE:
+                self._step_parts()
+            else:
+                self.optim.step()  # PER_PARAM optimizers were probed with empty groups as well
             return
         copies = {
             update.shard.parameter: update.weights.view(update.shard.parameter.shape)
@@ -442,15 +332,6 @@ class FSDPOptimizer(ShardedOptimizer):
             if update.shard is not None and update.rounds_in_place
         }
         self._step_fused(copies, {})
-
-    def _step_by_kind(self) -> None:
-        if self._settings.kind is OptimizerKind.ELEMENTWISE:
-            self._step_parts()
-        elif self._settings.kind is OptimizerKind.PER_PARAM or self.shards.parts or not self._updates:
-            self.optim.step()  # PER_PARAM optimizers were probed with empty groups as well
-        else:  # another rank has all parameters; only the step's hooks run here
-            Optimizer.profile_hook_step(lambda _: None)(self.optim)
-            self.optim._opt_called = True  # type: ignore[attr-defined]  # checked by LR schedulers
 
     def _write_weights(self) -> None:
         for update in self._updates:
