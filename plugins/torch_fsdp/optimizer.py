@@ -12,15 +12,15 @@ from torch import nn
 from torch.optim import Optimizer
 
 from booster.comm import all_reduce_max, all_reduce_sum, collective_device, group_size
-from booster.errors import ConfigError
 from booster.interface import LossScaler, Shard, Shards
-from booster.plugins.sharding.optimizer import ShardedOptimizer
+from booster.plugins.sharding.optimizer import ShardedOptimizer, replaced_memory_error
 from booster.plugins.sharding.shard_states import shard_state
 
 from .collective_order import CollectiveKind
 from .config import OptimizerKind
+from .fsdp2_internals import ShardedParam
 from .model import FSDPModel
-from .param_group import ParamGroup, ShardedParam
+from .param_group import ParamGroup
 from .param_redistribution import ParamRedistribution, RowSharded, assign_owners
 from .shard_update import OwnedUpdate, OwnedUpdates, ParamUpdate, ReplicatedParam, ReplicatedUpdate, ShardUpdate
 
@@ -284,10 +284,7 @@ class FSDPOptimizer(ShardedOptimizer):
         self.model.check_not_moved()
         for update in self._updates:
             if update.has_moved():
-                raise ConfigError(
-                    f"the memory of {update.param.name!r} was replaced after boost(), by model.to(), .half(), .data ="
-                    " or the like, so that the optimizer's updates would not reach the model: do it before boost()"
-                )
+                raise replaced_memory_error(update.param.name)
 
     def _fetch_weights(self) -> None:
         self.model.reshard()
@@ -407,7 +404,7 @@ class FSDPOptimizer(ShardedOptimizer):
             return
         group = next(group for group in self.model.fsdp_groups if param in group.params)
         buffer = torch.empty(param.shape, dtype=group.reduce_dtype, device=group.device)
-        param.state.unsharded_accumulated_grad = buffer.copy_(gradient)
+        param.set_accumulated_grad(buffer.copy_(gradient))
 
 
 def _row_sharded(param: ShardedParam) -> RowSharded:

@@ -15,7 +15,8 @@ from booster.interface import Shard
 from booster.mixed_precision.fp16 import LOW_PRECISION
 from booster.plugins.sharding.masters import update_master
 
-from .param_group import ParamGroup, ShardedParam
+from .fsdp2_internals import ShardedParam
+from .param_group import ParamGroup
 from .param_redistribution import ParamRedistribution
 
 
