@@ -22,7 +22,15 @@ from .fsdp2_internals import ShardedParam
 from .model import FSDPModel
 from .param_group import ParamGroup
 from .param_redistribution import ParamRedistribution, RowSharded, assign_owners
-from .shard_update import OwnedUpdate, OwnedUpdates, ParamUpdate, ReplicatedParam, ReplicatedUpdate, ShardUpdate
+from .shard_update import (
+    OwnedUpdate,
+    OwnedUpdates,
+    ParamUpdate,
+    ReplicatedParam,
+    ReplicatedUpdate,
+    ShardUpdate,
+    shard_of,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,9 +104,9 @@ class FSDPOptimizer(ShardedOptimizer):
     def _replace_originals(self) -> None:
         """Replace the parameters from before boost() by the model's current ones."""
         for group in self.param_groups:
-            originals, members = list(group["params"]), group["params"]
-            members[:] = [self.model.current_param_of.get(id(one), one) for one in originals]
-            for original, shown in zip(originals, members, strict=True):
+            originals, params = list(group["params"]), group["params"]
+            params[:] = [self.model.current_param_of.get(id(one), one) for one in originals]
+            for original, shown in zip(originals, params, strict=True):
                 self._original_ids[self._names[id(shown)]] = id(original)
                 if shown is not original and original in self.optim.state:
                     self.optim.state[shown] = self.optim.state.pop(original)
@@ -125,29 +133,23 @@ class FSDPOptimizer(ShardedOptimizer):
         self._register_shards()
 
     def _updates_of(self, parameters: Sequence[nn.Parameter], group_index: int) -> list[ParamUpdate]:
-        settings = self._settings
+        settings, is_primary = self._settings, self._settings.is_primary
+        is_elementwise = settings.kind is OptimizerKind.ELEMENTWISE
         places = [self.model.param_of[id(one)] for one in parameters]
         sharded = [_row_sharded(place[1]) for place in places if not isinstance(place, ReplicatedParam)]
         owners = iter(assign_owners(sharded, group_size(settings.shard_group)))
         updates: list[ParamUpdate] = []
-        for found in places:
-            if isinstance(found, ReplicatedParam):
-                is_flat = settings.kind is OptimizerKind.ELEMENTWISE
-                updates.append(
-                    ReplicatedUpdate(
-                        self.model.replicated_params,
-                        found,
-                        group_index,
-                        is_primary=settings.is_primary,
-                        is_flat=is_flat,
-                    )
+        for place in places:
+            if isinstance(place, ReplicatedParam):
+                replicated = self.model.replicated_params
+                update: ParamUpdate = ReplicatedUpdate(
+                    replicated, place, group_index, is_primary=is_primary, is_flat=is_elementwise
                 )
-            elif settings.kind is OptimizerKind.ELEMENTWISE:
-                group, param = found
-                updates.append(ShardUpdate(group, param, group_index, is_primary=settings.is_primary))
+            elif is_elementwise:
+                update = ShardUpdate(*place, group_index, is_primary=is_primary)
             else:
-                group, param = found
-                updates.append(OwnedUpdate(group, param, group_index, next(owners), is_primary=settings.is_primary))
+                update = OwnedUpdate(*place, group_index, next(owners), is_primary=is_primary)
+            updates.append(update)
         return updates
 
     def _register_shards(self) -> None:
@@ -228,37 +230,37 @@ class FSDPOptimizer(ShardedOptimizer):
 
     def _reduce_unreduced_grads(self) -> None:
         """Reduce local gradients, and all-reduce over the replicas. Collective."""
-        model, whole = self.model, self.model.replicated_params
+        model, replicated = self.model, self.model.replicated_params
         model.collective_order.synchronize_end(CollectiveKind.GRADIENTS_READ)
-        for one in whole.params:
+        for one in replicated.params:
             one.is_used = one.is_used or one.parameter.grad is not None
-        *has_local, reduces_whole = self._any_rank(
-            [*(group.has_unreduced_grads for group in model.fsdp_groups), whole.has_gradients]
+        *has_local, reduces_replicated = self._any_rank(
+            [*(group.has_unreduced_grads for group in model.fsdp_groups), replicated.has_gradients]
         )
         for group, reduces in zip(model.fsdp_groups, has_local, strict=True):
             if reduces:
                 group.reduce_unreduced_grads()
-        summed = self._sync_is_used()
+        reduced_groups = self._sync_is_used()
         replica_group = self._settings.replica_group
-        for group in summed if replica_group is not None else ():
-            sums = group.reduced_grads()
-            reduced = all_reduce_sum(sums.to(collective_device(replica_group)), replica_group)
-            if reduced.data_ptr() != sums.data_ptr():
-                sums.copy_(reduced)
-        if reduces_whole:
-            whole.reduce()
+        for group in reduced_groups if replica_group is not None else ():
+            gradients = group.reduced_grads()
+            reduced = all_reduce_sum(gradients.to(collective_device(replica_group)), replica_group)
+            if reduced.data_ptr() != gradients.data_ptr():
+                gradients.copy_(reduced)
+        if reduces_replicated:
+            replicated.reduce()
 
     def _sync_is_used(self) -> list[ParamGroup]:
         """All-reduce `is_used`; return the parameter groups with reduced gradients on any rank. Collective."""
         groups = self.model.fsdp_groups
-        members: list[ShardedParam | ReplicatedParam] = [
+        params: list[ShardedParam | ReplicatedParam] = [
             *self.model.sharded_params,
             *self.model.replicated_params.params,
         ]
-        agreed = self._any_rank([*(one.is_used for one in members), *(group.has_reduced_grads for group in groups)])
-        for param, is_used in zip(members, agreed, strict=False):
+        agreed = self._any_rank([*(one.is_used for one in params), *(group.has_reduced_grads for group in groups)])
+        for param, is_used in zip(params, agreed, strict=False):
             param.is_used = is_used
-        return [group for group, has_sums in zip(groups, agreed[len(members) :], strict=True) if has_sums]
+        return [group for group, is_reduced in zip(groups, agreed[len(params) :], strict=True) if is_reduced]
 
     def _any_rank(self, flags: Sequence[bool]) -> list[bool]:
         group = self._settings.control_group or self.data_parallel_group
@@ -349,13 +351,11 @@ class FSDPOptimizer(ShardedOptimizer):
     def _grad_shards(self) -> Iterator[tuple[Shard, ParamUpdate]]:
         """Yield the shards of reduced gradients: this rank's rows, and full replicated parameters on their owners."""
         for update in self._updates:
-            param = update.param
-            if isinstance(update, ShardUpdate) and update.shard is not None:
-                yield update.shard, update
-            elif isinstance(param, ShardedParam):
-                start, stop = param.flat_range
-                if stop > start and not isinstance(update, ShardUpdate):
-                    yield _row_shard(param, update, is_primary=self._settings.is_primary), update
+            if isinstance(update, OwnedUpdate):
+                param, group_index = update.param, update.group_index
+                if param.shard.numel() > 0:
+                    is_primary = self._settings.is_primary
+                    yield shard_of(param, param.flat_range, param.shard, group_index, is_primary=is_primary), update
             elif update.shard is not None:
                 yield update.shard, update
 
@@ -376,9 +376,9 @@ class FSDPOptimizer(ShardedOptimizer):
             self._allocate_grads(allocate)
         found = []
         for shard, update in self._grad_shards():
-            sums = update.reduced_grad()
-            if sums is not None and update.param.is_used:
-                found.append((shard, sums))
+            gradient = update.reduced_grad()
+            if gradient is not None and update.param.is_used:
+                found.append((shard, gradient))
         return found
 
     def _allocate_grads(self, names: Collection[str]) -> None:
@@ -409,16 +409,3 @@ class FSDPOptimizer(ShardedOptimizer):
 
 def _row_sharded(param: ShardedParam) -> RowSharded:
     return RowSharded(name=param.name, shape=param.shape, dtype=param.shard.dtype)
-
-
-def _row_shard(param: ShardedParam, update: ParamUpdate, *, is_primary: bool) -> Shard:
-    return Shard(
-        name=param.name,
-        global_shape=param.shape,
-        span=param.flat_range,
-        parameter=nn.Parameter(param.shard.detach(), requires_grad=False),
-        model_param=param.parameter,
-        group_index=update.group_index,
-        has_master=False,
-        is_primary=is_primary,
-    )

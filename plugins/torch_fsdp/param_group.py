@@ -282,13 +282,13 @@ class ParamGroup:
         """Whether this rank has unreduced gradients."""
         return any(one.has_unreduced_grad for one in self.params)
 
-    def grad_shard_of(self, member: ShardedParam) -> torch.Tensor | None:
+    def grad_shard_of(self, param: ShardedParam) -> torch.Tensor | None:
         """Return this rank's shard of a parameter's reduced gradient, flat, or None if there is none."""
-        if not self.has_reduced_grads or member not in self._buffer_params:
+        if not self.has_reduced_grads or param not in self._buffer_params:
             return None
         assert self._grad_buffer is not None
-        start = sum(one.padded_numel for one in self._buffer_params[: self._buffer_params.index(member)])
-        first, last = member.flat_range
+        start = sum(one.padded_numel for one in self._buffer_params[: self._buffer_params.index(param)])
+        first, last = param.flat_range
         return self._grad_buffer[start : start + last - first]
 
     def clear_grads(self, *, keep_used: bool = False) -> None:
@@ -300,42 +300,42 @@ class ParamGroup:
 
     def reduced_grads(self) -> torch.Tensor:
         """Return the buffer of reduced gradients for the current trainable parameters; new ones start as zeros."""
-        members = self.trainable_params
-        if self._grad_buffer is not None and self.has_reduced_grads and members == self._buffer_params:
+        params = self.trainable_params
+        if self._grad_buffer is not None and self.has_reduced_grads and params == self._buffer_params:
             return self._grad_buffer
-        kept = {one: grad.clone() for one in members if (grad := self.grad_shard_of(one)) is not None}
-        numel = sum(one.padded_numel for one in members)
-        if self._grad_buffer is None or members != self._buffer_params:
-            device = torch.device("cpu") if self._offloads else self.device
-            self._grad_buffer = torch.empty(numel, dtype=self.grad_dtype, device=device)
-            self._buffer_params = members
-        self._grad_buffer.zero_()
+        kept = {one: grad.clone() for one in params if (grad := self.grad_shard_of(one)) is not None}
+        buffer = self._buffer_of(params).zero_()
         self.has_reduced_grads = True
         for one, gradient in kept.items():
             own = self.grad_shard_of(one)
             assert own is not None
             own.copy_(gradient)
+        return buffer
+
+    def _buffer_of(self, params: tuple[ShardedParam, ...]) -> torch.Tensor:
+        """Return the buffer, newly allocated for other parameters; its content is undefined."""
+        if self._grad_buffer is None or params != self._buffer_params:
+            device = torch.device("cpu") if self._offloads else self.device
+            numel = sum(one.padded_numel for one in params)
+            self._grad_buffer = torch.empty(numel, dtype=self.grad_dtype, device=device)
+            self._buffer_params = params
         return self._grad_buffer
 
     def reduce_output(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Return the output tensor that FSDP2 passes to the reduce-scatter."""
         if self._reads_fsdp_grads:
             return torch.empty(numel, dtype=dtype, device=self.device)
-        self._allocate_grad_buffer()
-        assert self._grad_buffer is not None
-        assert self._grad_buffer.numel() == numel
-        return self._grad_buffer
+        buffer = self._output_buffer()
+        assert buffer.numel() == numel
+        return buffer
 
-    def _allocate_grad_buffer(self) -> None:
-        """Allocate the buffer; its content is undefined unless `has_reduced_grads`."""
-        members = self.trainable_params
-        if self.has_reduced_grads and members != self._buffer_params:
+    def _output_buffer(self) -> torch.Tensor:
+        """Return the buffer for a reduce-scatter; its content is undefined unless `has_reduced_grads`."""
+        params = self.trainable_params
+        if self.has_reduced_grads and params != self._buffer_params:
             self.coordinator.wait_in_flight()
-            self.reduced_grads()
-        elif self._grad_buffer is None or members != self._buffer_params:
-            numel = sum(one.padded_numel for one in members)
-            self._grad_buffer = torch.empty(numel, dtype=self.grad_dtype, device=self.device)
-            self._buffer_params = members
+            return self.reduced_grads()
+        return self._buffer_of(params)
 
     def reduce(self, send_buffer: torch.Tensor, output: torch.Tensor) -> None:
         """Reduce-scatter gradients, in the collective order. Collective over `process_group`.
@@ -411,11 +411,11 @@ class ParamGroup:
         self.coordinator.wait_in_flight()
         if contributes:
             self._mark_used()
-        members = self.trainable_params
-        numel = sum(one.padded_numel for one in members)
+        params = self.trainable_params
+        numel = sum(one.padded_numel for one in params)
         send_buffer = torch.zeros(numel * self.num_ranks, dtype=self.reduce_dtype, device=self.device)
         grid, start = send_buffer.view(self.num_ranks, -1), 0
-        for one in members if contributes else ():
+        for one in params if contributes else ():
             gradient = one.unreduced_grad()
             if gradient is not None:
                 _copy_to_rows(gradient.reshape(-1), grid[:, start : start + one.padded_numel])
@@ -428,10 +428,9 @@ class ParamGroup:
             work.wait(output, accumulate=False)
             self.reduced_grads().add_(output.to("cpu"))
             return
-        self._allocate_grad_buffer()
-        assert self._grad_buffer is not None
+        buffer = self._output_buffer()
         accumulate, self.has_reduced_grads = self.has_reduced_grads, True
-        work.wait(self._grad_buffer, accumulate=accumulate)
+        work.wait(buffer, accumulate=accumulate)
 
 
 def _copy_to_rows(flat: torch.Tensor, grid: torch.Tensor) -> None:
