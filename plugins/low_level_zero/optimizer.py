@@ -10,9 +10,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from booster.comm import group_size
-from booster.errors import ConfigError
 from booster.interface import LossScaler, Shard, Shards, shard_spec_of
-from booster.plugins.sharding.optimizer import ShardedOptimizer
+from booster.plugins.sharding.optimizer import ShardedOptimizer, replaced_memory_error
 from booster.plugins.sharding.shard_states import shard_state
 
 from .config import ZeroSettings
@@ -218,10 +217,7 @@ class ZeroOptimizer(ShardedOptimizer):
             begin, size = flat.weights.data_ptr(), flat.weights.element_size()
             for name, parameter, param_range in zip(flat.names, flat.parameters, flat.layout.param_ranges, strict=True):
                 if parameter.data_ptr() != begin + param_range.start * size and parameter.numel() > 0:
-                    raise ConfigError(
-                        f"the memory of {name!r} was replaced after boost(), by model.to(), .half(), .data = or the"
-                        " like, so the optimizer's updates would not reach the model: do it before boost()"
-                    )
+                    raise replaced_memory_error(name)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients and end the accumulation. No effect while `Booster.accumulate` collects microbatches."""

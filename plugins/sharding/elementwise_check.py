@@ -358,8 +358,8 @@ _OF_EACH_DIM = 2
 def find_coupling(optimizer: Optimizer) -> str | None:
     """Return the reason why updates of different parameters depend on each other, or None if they are independent.
 
-    An optimizer that can't be tried counts as coupled, because stepping all parameters together is always right. The
-    optimizer, its parameters, hooks, random number generators and class attributes stay unchanged.
+    An optimizer that can't be tried counts as coupled. The optimizer, its parameters, hooks, random number generators
+    and class attributes stay unchanged.
 
     Args:
         optimizer: The user's optimizer, with unsharded parameters.

@@ -610,6 +610,18 @@ class ShardedOptimizer(OptimizerWrapper):
         return ShardedPendingGradients(self)
 
 
+def replaced_memory_error(name: str) -> ConfigError:
+    """Return the error of updating a parameter whose memory was replaced.
+
+    Args:
+        name: Name of the parameter in the model.
+    """
+    return ConfigError(
+        f"the memory of {name!r} was replaced after boost(), by model.to(), .half(), .data = or the like, so that the"
+        " optimizer's updates would not reach the model: do it before boost()"
+    )
+
+
 def _refuse_unwrapped_step(wrapper: weakref.ref[ShardedOptimizer], *_: Any) -> None:
     alive = wrapper()
     if alive is not None and not alive._is_stepping:

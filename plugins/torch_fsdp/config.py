@@ -600,7 +600,6 @@ class OptimizerKind(IntEnum):
 
     ELEMENTWISE = 0  # any elements of parameters
     PER_PARAM = 1  # one full parameter
-    GLOBAL = 2  # all full parameters
 
 
 def kind_of(optimizer: optim.Optimizer) -> OptimizerKind:
@@ -612,7 +611,7 @@ def kind_of(optimizer: optim.Optimizer) -> OptimizerKind:
         optimizer: The user's optimizer, before its parameters are sharded.
 
     Raises:
-        ConfigError: The optimizer can't run on sharded parameters.
+        ConfigError: The optimizer can't run on sharded parameters, as its updates need all of them at once.
     """
     if sharding_obstacle(optimizer) is None:
         return OptimizerKind.ELEMENTWISE
@@ -621,8 +620,14 @@ def kind_of(optimizer: optim.Optimizer) -> OptimizerKind:
             f"{type(optimizer).__name__} takes sparse gradients, but gradients of sharded parameters are dense: use"
             " torch.optim.AdamW, and embeddings without sparse=True"
         )
-    if isinstance(optimizer, optim.LBFGS):
-        return OptimizerKind.GLOBAL
     if type(optimizer) in _PER_PARAM_CLASSES:
         return OptimizerKind.PER_PARAM
-    return OptimizerKind.GLOBAL if find_coupling(optimizer) is not None else OptimizerKind.PER_PARAM
+    is_lbfgs = isinstance(optimizer, optim.LBFGS)
+    coupling = "it needs dot products over all parameters" if is_lbfgs else find_coupling(optimizer)
+    if coupling is not None:
+        raise ConfigError(
+            f"{type(optimizer).__name__} needs all parameters at once, and each rank has a shard of them: {coupling}."
+            " Use an optimizer that updates each parameter by itself, such as torch.optim.AdamW or Muon, or"
+            " TorchDDPPlugin, under which every rank has all parameters"
+        )
+    return OptimizerKind.PER_PARAM

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import math
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
@@ -13,9 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
-from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from booster.comm import all_gather_equal, collective_device, raise_on_all_ranks
@@ -24,25 +21,14 @@ from booster.interface import ModelWrapper, TensorSlice
 from booster.kernels.checksum import crc32
 from booster.plugins.sharding.buffer_pool import broadcast_joined
 from booster.plugins.sharding.deferred_init import sharded_copy_error
+from booster.plugins.sharding.optimizer import replaced_memory_error
 
-from .autograd_hooks import InputGradHook
 from .collective_order import CollectiveKind, CollectiveOrder
-from .outputs import ViewSafeOutputs
-from .param_group import ParamGroup, ShardedParam
+from .fsdp2_internals import DEEPCOPY, ShardedParam, detached_from_fsdp, original_class
+from .param_group import ParamGroup
 from .shard_update import ReplicatedParam, ReplicatedParams
 
-DEEPCOPY = "__deepcopy__"  # in the instance's attributes, which `copy` looks up before the class
-
-_HOOKS = (
-    "_forward_pre_hooks",
-    "_forward_hooks",
-    "_state_dict_pre_hooks",
-    "_load_state_dict_pre_hooks",
-    "_load_state_dict_post_hooks",
-)
 _GENERATE_SYNC_FLAG = "_is_fsdp_managed_module"
-# Modules of this package whose hooks do not belong into a copy.
-_HOOK_MODULES = frozenset({ViewSafeOutputs.__module__, InputGradHook.__module__, ParamGroup.__module__})
 
 
 @contextmanager
@@ -58,32 +44,9 @@ def summon_full_params(param_groups: Sequence[ParamGroup]) -> Iterator[Callable[
     """
     with ExitStack() as stack:
         for param_group in param_groups:
-            stack.enter_context(_unsharded(param_group))
+            stack.enter_context(param_group.fsdp2.unsharded(param_group.gather()))
             stack.enter_context(_without_generate_sync(param_group.module))  # type: ignore[arg-type]
         yield lambda: _write_back(param_groups)
-
-
-@contextmanager
-def _unsharded(param_group: ParamGroup) -> Iterator[None]:
-    group, state = param_group.group, param_group.module._get_fsdp_state()
-    for member, full_param in param_group.gather().items():
-        member.state._setattr_on_modules(nn.Parameter(full_param, requires_grad=member.requires_grad))
-        member.state.sharded_state = ShardedState.UNSHARDED
-    group._sharded_state = ShardedState.UNSHARDED
-    policy, state._mp_policy = state._mp_policy, MixedPrecisionPolicy()
-    blocked = ("_to_sharded", "_to_sharded_post_forward")
-    for name in blocked:
-        setattr(group, name, lambda: None)
-    try:
-        yield
-    finally:
-        for name in blocked:
-            delattr(group, name)
-        state._mp_policy = policy
-        group._sharded_state = ShardedState.SHARDED
-        for member in param_group.params:
-            member.state._setattr_on_modules(member.state.sharded_param)
-            member.state.sharded_state = ShardedState.SHARDED
 
 
 @contextmanager
@@ -102,50 +65,9 @@ def _without_generate_sync(model: nn.Module) -> Iterator[None]:
 @torch.no_grad()
 def _write_back(param_groups: Sequence[ParamGroup]) -> None:
     for param_group in param_groups:
-        for member in param_group.params:
-            info = member.state._module_info
-            full_param = getattr(info.module, info.param_name).detach()
-            start, stop = member.flat_range
-            member.shard.copy_(full_param.reshape(-1)[start:stop])
-
-
-@contextmanager
-def detached_from_fsdp(model: nn.Module) -> Iterator[None]:
-    """Remove temporarily what `fully_shard` has added to the modules of a model.
-
-    Args:
-        model: Model with unsharded weights, see `summon_full_params`.
-    """
-    undo: list[Callable[[], None]] = []
-    try:
-        for module in model.modules():
-            _detach_module(module, undo)
-        yield
-    finally:
-        for restore in reversed(undo):
-            restore()
-
-
-def _detach_module(module: nn.Module, undo: list[Callable[[], None]]) -> None:
-    if isinstance(module, FSDPModule):
-        sharded = type(module)
-        module.__class__ = sharded.__mro__[2]
-        undo.append(lambda: setattr(module, "__class__", sharded))
-    for key in (STATE_KEY, REGISTRY_KEY, DEEPCOPY):
-        if key in module.__dict__:
-            value = module.__dict__.pop(key)
-            undo.append(lambda key=key, value=value: module.__dict__.__setitem__(key, value))  # type: ignore[misc]
-    for name in _HOOKS:
-        hooks = getattr(module, name)
-        kept: OrderedDict[int, Any] = OrderedDict()
-        for key, hook in hooks.items():
-            function = getattr(hook, "hook", hook)  # torch wraps some hooks
-            defined_in = getattr(function, "__module__", None) or ""
-            if not defined_in.startswith("torch.distributed.fsdp") and defined_in not in _HOOK_MODULES:
-                kept[key] = hook
-        if len(kept) < len(hooks):
-            setattr(module, name, kept)
-            undo.append(lambda name=name, hooks=hooks: setattr(module, name, hooks))  # type: ignore[misc]
+        for param in param_group.params:
+            start, stop = param.flat_range
+            param.shard.copy_(param.shown.detach().reshape(-1)[start:stop])
 
 
 class FSDPModel(ModelWrapper):
@@ -255,11 +177,8 @@ class FSDPModel(ModelWrapper):
             ConfigError: Updates would not reach the model.
         """
         for param in self.sharded_params:
-            if param.state._sharded_param_data.data_ptr() != param.data_ptr:
-                raise ConfigError(
-                    f"the memory of {param.name!r} was replaced after boost(), by model.to(), .half(), .data = or the"
-                    " like, so that the optimizer's updates would not reach the model: do it before boost()"
-                )
+            if param.has_moved():
+                raise replaced_memory_error(param.name)
 
     @contextmanager
     def backward(self, *, sync_gradients: bool) -> Iterator[None]:
@@ -274,8 +193,7 @@ class FSDPModel(ModelWrapper):
         if self._is_gathered:
             raise ConfigError("backward() inside of `with model.gathered():`: leave the block first")
         for group in self.fsdp_groups:
-            if group.group.reduce_grads != sync_gradients:
-                group.module.set_requires_gradient_sync(sync_gradients, recurse=False)
+            group.module.set_requires_gradient_sync(sync_gradients, recurse=False)
         with self._reset_on_error():
             yield
         self.collective_order.synchronize_end(CollectiveKind.BACKWARD_END)
@@ -304,15 +222,12 @@ class FSDPModel(ModelWrapper):
         """Free gathered weights, which do not follow changes of the shards."""
         if not self._is_gathered:
             for group in self.fsdp_groups:
-                group.group._to_sharded()
+                group.fsdp2.reshard()
 
     def bump_versions(self) -> None:
         """Bump the weights' version counters, so that backward through an older graph raises."""
-        gathered = (getattr(param.state, "_unsharded_param", None) for param in self.sharded_params)
-        changed = [one for one in gathered if one is not None] + [
-            one.parameter for one in self.replicated_params.params
-        ]
-        torch.autograd.graph.increment_version(changed)
+        unsharded = [one.unsharded_param for one in self.sharded_params if one.unsharded_param is not None]
+        torch.autograd.graph.increment_version([*unsharded, *(one.parameter for one in self.replicated_params.params)])
 
     def check_may_step(self) -> None:
         """Check that an update of the shards would not be lost.
@@ -471,9 +386,7 @@ class FSDPModel(ModelWrapper):
             if param is None or not isinstance(value, torch.Tensor) or tuple(value.shape) != param.shape:
                 continue
             full_tensor = value.full_tensor() if isinstance(value, DTensor) else value
-            start, stop = param.flat_range
-            rows = full_tensor.detach().reshape(-1)[start:stop].to(param.shard.device).view(param.state.sharded_size)
-            found[name] = param.state.to_sharded_dtensor(rows)
+            found[name] = param.sharded(full_tensor)
         return found
 
     def notify_loaded(self) -> None:
@@ -547,6 +460,6 @@ def _copy_sharded(model: weakref.ref[FSDPModel], sharded: weakref.ref[nn.Module]
     boosted, module = model(), sharded()
     assert module is not None
     if boosted is None or not boosted._is_gathered:
-        raise sharded_copy_error(type(module).__mro__[2])
+        raise sharded_copy_error(original_class(module))
     with detached_from_fsdp(boosted.module):
         return copy.deepcopy(module, memo)

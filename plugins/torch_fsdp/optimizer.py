@@ -2,93 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from booster.comm import all_reduce_max, all_reduce_sum, broadcast, collective_device, group_rank, group_size
-from booster.errors import ConfigError
-from booster.fault_tolerance.progress import in_phase
+from booster.comm import all_reduce_max, all_reduce_sum, collective_device, group_size
 from booster.interface import LossScaler, Shard, Shards
-from booster.plugins.sharding.optimizer import ShardedOptimizer
+from booster.plugins.sharding.optimizer import ShardedOptimizer, replaced_memory_error
 from booster.plugins.sharding.shard_states import shard_state
 
 from .collective_order import CollectiveKind
 from .config import OptimizerKind
+from .fsdp2_internals import ShardedParam
 from .model import FSDPModel
-from .param_group import ParamGroup, ShardedParam
+from .param_group import ParamGroup
 from .param_redistribution import ParamRedistribution, RowSharded, assign_owners
-from .shard_update import OwnedUpdate, OwnedUpdates, ParamUpdate, ReplicatedParam, ReplicatedUpdate, ShardUpdate
-
-_OWNER = 0
-
-
-def run_closure_step(
-    step: Callable[[Callable[[], torch.Tensor]], Any],
-    evaluate: Callable[[], torch.Tensor],
-    broadcast_weights: Callable[[], None],
-    *,
-    shard_group: dist.ProcessGroup | None,
-    data_parallel_group: dist.ProcessGroup | None,
-) -> Any:
-    """Run an optimizer step with a closure, and return its result on all ranks.
-
-    An optimizer that needs all parameters at once runs on the first rank of the shard group. The closure is a forward
-    and backward on data of all ranks. Each time the optimizer calls it, the first rank notifies the others. Then all
-    ranks receive the current weights, evaluate, and reduce their gradients. The loss that the optimizer receives is the
-    mean over all ranks, as in one process.
-
-    Args:
-        step: Step of the optimizer, called with a closure on the first rank of the shard group.
-        evaluate: Computes the loss and sets the optimizer's gradients. Collective.
-        broadcast_weights: Broadcasts the optimizer's weights to all ranks. Collective.
-        shard_group: Group that the parameters are sharded over.
-        data_parallel_group: Group that the data are divided over; None for the world group.
-
-    Collective over the data-parallel ranks.
-    """
-
-    def evaluate_on_all_ranks() -> torch.Tensor:
-        broadcast_weights()
-        loss = evaluate().detach().float().reshape(1).to(collective_device(data_parallel_group))
-        return (all_reduce_sum(loss, data_parallel_group) / group_size(data_parallel_group)).reshape(())
-
-    if group_rank(shard_group) != _OWNER:
-        return _run_without_optimizer(evaluate_on_all_ranks, broadcast_weights, shard_group)
-
-    def closure_on_owner() -> torch.Tensor:
-        _broadcast_flag(True, shard_group)
-        return evaluate_on_all_ranks()
-
-    result = step(closure_on_owner)
-    _broadcast_flag(False, shard_group)
-    broadcast_weights()
-    return result
-
-
-def _run_without_optimizer(
-    evaluate_on_all_ranks: Callable[[], torch.Tensor],
-    broadcast_weights: Callable[[], None],
-    group: dist.ProcessGroup | None,
-) -> Any:
-    first: torch.Tensor | None = None
-    while _broadcast_flag(False, group):
-        loss = evaluate_on_all_ranks()
-        first = loss if first is None else first
-    broadcast_weights()
-    return first
-
-
-def _broadcast_flag(evaluates: bool, group: dist.ProcessGroup | None) -> bool:
-    flag = torch.tensor([evaluates], dtype=torch.uint8, device=collective_device(group))
-    broadcast([flag], group, source=_OWNER)
-    return bool(flag.item())
+from .shard_update import (
+    OwnedUpdate,
+    OwnedUpdates,
+    ParamUpdate,
+    ReplicatedParam,
+    ReplicatedUpdate,
+    ShardUpdate,
+    shard_of,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,9 +104,9 @@ class FSDPOptimizer(ShardedOptimizer):
     def _replace_originals(self) -> None:
         """Replace the parameters from before boost() by the model's current ones."""
         for group in self.param_groups:
-            originals, members = list(group["params"]), group["params"]
-            members[:] = [self.model.current_param_of.get(id(one), one) for one in originals]
-            for original, shown in zip(originals, members, strict=True):
+            originals, params = list(group["params"]), group["params"]
+            params[:] = [self.model.current_param_of.get(id(one), one) for one in originals]
+            for original, shown in zip(originals, params, strict=True):
                 self._original_ids[self._names[id(shown)]] = id(original)
                 if shown is not original and original in self.optim.state:
                     self.optim.state[shown] = self.optim.state.pop(original)
@@ -191,34 +133,23 @@ class FSDPOptimizer(ShardedOptimizer):
         self._register_shards()
 
     def _updates_of(self, parameters: Sequence[nn.Parameter], group_index: int) -> list[ParamUpdate]:
-        settings = self._settings
+        settings, is_primary = self._settings, self._settings.is_primary
+        is_elementwise = settings.kind is OptimizerKind.ELEMENTWISE
         places = [self.model.param_of[id(one)] for one in parameters]
         sharded = [_row_sharded(place[1]) for place in places if not isinstance(place, ReplicatedParam)]
-        if settings.kind is OptimizerKind.GLOBAL:
-            owners = iter([0] * len(sharded))
-        else:
-            owners = iter(assign_owners(sharded, group_size(settings.shard_group)))
+        owners = iter(assign_owners(sharded, group_size(settings.shard_group)))
         updates: list[ParamUpdate] = []
-        for found in places:
-            if isinstance(found, ReplicatedParam):
-                is_flat = settings.kind is OptimizerKind.ELEMENTWISE
-                if settings.kind is OptimizerKind.GLOBAL:
-                    found.owner = 0
-                updates.append(
-                    ReplicatedUpdate(
-                        self.model.replicated_params,
-                        found,
-                        group_index,
-                        is_primary=settings.is_primary,
-                        is_flat=is_flat,
-                    )
+        for place in places:
+            if isinstance(place, ReplicatedParam):
+                replicated = self.model.replicated_params
+                update: ParamUpdate = ReplicatedUpdate(
+                    replicated, place, group_index, is_primary=is_primary, is_flat=is_elementwise
                 )
-            elif settings.kind is OptimizerKind.ELEMENTWISE:
-                group, param = found
-                updates.append(ShardUpdate(group, param, group_index, is_primary=settings.is_primary))
+            elif is_elementwise:
+                update = ShardUpdate(*place, group_index, is_primary=is_primary)
             else:
-                group, param = found
-                updates.append(OwnedUpdate(group, param, group_index, next(owners), is_primary=settings.is_primary))
+                update = OwnedUpdate(*place, group_index, next(owners), is_primary=is_primary)
+            updates.append(update)
         return updates
 
     def _register_shards(self) -> None:
@@ -299,37 +230,37 @@ class FSDPOptimizer(ShardedOptimizer):
 
     def _reduce_unreduced_grads(self) -> None:
         """Reduce local gradients, and all-reduce over the replicas. Collective."""
-        model, whole = self.model, self.model.replicated_params
+        model, replicated = self.model, self.model.replicated_params
         model.collective_order.synchronize_end(CollectiveKind.GRADIENTS_READ)
-        for one in whole.params:
+        for one in replicated.params:
             one.is_used = one.is_used or one.parameter.grad is not None
-        *has_local, reduces_whole = self._any_rank(
-            [*(group.has_unreduced_grads for group in model.fsdp_groups), whole.has_gradients]
+        *has_local, reduces_replicated = self._any_rank(
+            [*(group.has_unreduced_grads for group in model.fsdp_groups), replicated.has_gradients]
         )
         for group, reduces in zip(model.fsdp_groups, has_local, strict=True):
             if reduces:
                 group.reduce_unreduced_grads()
-        summed = self._sync_is_used()
+        reduced_groups = self._sync_is_used()
         replica_group = self._settings.replica_group
-        for group in summed if replica_group is not None else ():
-            sums = group.reduced_grads()
-            reduced = all_reduce_sum(sums.to(collective_device(replica_group)), replica_group)
-            if reduced.data_ptr() != sums.data_ptr():
-                sums.copy_(reduced)
-        if reduces_whole:
-            whole.reduce()
+        for group in reduced_groups if replica_group is not None else ():
+            gradients = group.reduced_grads()
+            reduced = all_reduce_sum(gradients.to(collective_device(replica_group)), replica_group)
+            if reduced.data_ptr() != gradients.data_ptr():
+                gradients.copy_(reduced)
+        if reduces_replicated:
+            replicated.reduce()
 
     def _sync_is_used(self) -> list[ParamGroup]:
         """All-reduce `is_used`; return the parameter groups with reduced gradients on any rank. Collective."""
         groups = self.model.fsdp_groups
-        members: list[ShardedParam | ReplicatedParam] = [
+        params: list[ShardedParam | ReplicatedParam] = [
             *self.model.sharded_params,
             *self.model.replicated_params.params,
         ]
-        agreed = self._any_rank([*(one.is_used for one in members), *(group.has_reduced_grads for group in groups)])
-        for param, is_used in zip(members, agreed, strict=False):
+        agreed = self._any_rank([*(one.is_used for one in params), *(group.has_reduced_grads for group in groups)])
+        for param, is_used in zip(params, agreed, strict=False):
             param.is_used = is_used
-        return [group for group, has_sums in zip(groups, agreed[len(members) :], strict=True) if has_sums]
+        return [group for group, is_reduced in zip(groups, agreed[len(params) :], strict=True) if is_reduced]
 
     def _any_rank(self, flags: Sequence[bool]) -> list[bool]:
         group = self._settings.control_group or self.data_parallel_group
@@ -355,10 +286,7 @@ class FSDPOptimizer(ShardedOptimizer):
         self.model.check_not_moved()
         for update in self._updates:
             if update.has_moved():
-                raise ConfigError(
-                    f"the memory of {update.param.name!r} was replaced after boost(), by model.to(), .half(), .data ="
-                    " or the like, so that the optimizer's updates would not reach the model: do it before boost()"
-                )
+                raise replaced_memory_error(update.param.name)
 
     def _fetch_weights(self) -> None:
         self.model.reshard()
@@ -385,48 +313,6 @@ class FSDPOptimizer(ShardedOptimizer):
     def _publish_weights(self) -> None:
         for update in self._updates:
             update.write_weights()
-        self._broadcast_weights()
-
-    @in_phase("step")
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """Update the parameters, as in `ShardedOptimizer.step`. LBFGS may call the closure several times.
-
-        Raises:
-            ConfigError: As in `ShardedOptimizer.step`; and for a closure of an optimizer over all parameters together
-                with loss scaling or master weights.
-        """
-        if closure is None or self._defers_step or self._settings.kind is not OptimizerKind.GLOBAL:
-            return super().step(closure)
-        if self.loss_scaler is not None or any(one.has_master for one in self.shards.parts):
-            raise ConfigError(
-                f"{type(self.optim).__name__}.step(closure) computes gradients inside of the step, where they cannot be"
-                " unscaled: use fp32 or mixed_precision='bf16' with an optimizer that needs a closure"
-            )
-        self._check_weights()
-        self.model.reshard()
-        self._owned.gather_weights()
-        self._is_stepping = True
-        try:
-            result = run_closure_step(
-                lambda driving: self.optim.step(driving),  # type: ignore[arg-type, return-value]
-                lambda: self._evaluate(closure),
-                self._broadcast_weights,
-                shard_group=self._settings.shard_group,
-                data_parallel_group=self.data_parallel_group,
-            )
-        finally:
-            self._is_stepping = False
-        self._end_step()
-        return result
-
-    def _evaluate(self, closure: Callable[[], Any]) -> torch.Tensor:
-        with torch.enable_grad():
-            loss = torch.as_tensor(closure())
-        self._unscale_gradients()
-        self._clip_to_max_norm()
-        return loss
-
-    def _broadcast_weights(self) -> None:
         self.model.reshard()
         self.model.replicated_params.broadcast_weights(include_unused=True)
         self._owned.scatter_weights(include_unused=True)
@@ -434,7 +320,10 @@ class FSDPOptimizer(ShardedOptimizer):
 
     def _step_shards(self) -> None:
         if self._accumulation.factors is None:
-            self._step_by_kind()
+            if self._settings.kind is OptimizerKind.ELEMENTWISE:
+                self._step_parts()
+            else:
+                self.optim.step()  # PER_PARAM optimizers were probed with empty groups as well
             return
         copies = {
             update.shard.parameter: update.weights.view(update.shard.parameter.shape)
@@ -442,15 +331,6 @@ class FSDPOptimizer(ShardedOptimizer):
             if update.shard is not None and update.rounds_in_place
         }
         self._step_fused(copies, {})
-
-    def _step_by_kind(self) -> None:
-        if self._settings.kind is OptimizerKind.ELEMENTWISE:
-            self._step_parts()
-        elif self._settings.kind is OptimizerKind.PER_PARAM or self.shards.parts or not self._updates:
-            self.optim.step()  # PER_PARAM optimizers were probed with empty groups as well
-        else:  # another rank has all parameters; only the step's hooks run here
-            Optimizer.profile_hook_step(lambda _: None)(self.optim)
-            self.optim._opt_called = True  # type: ignore[attr-defined]  # checked by LR schedulers
 
     def _write_weights(self) -> None:
         for update in self._updates:
@@ -471,13 +351,11 @@ class FSDPOptimizer(ShardedOptimizer):
     def _grad_shards(self) -> Iterator[tuple[Shard, ParamUpdate]]:
         """Yield the shards of reduced gradients: this rank's rows, and full replicated parameters on their owners."""
         for update in self._updates:
-            param = update.param
-            if isinstance(update, ShardUpdate) and update.shard is not None:
-                yield update.shard, update
-            elif isinstance(param, ShardedParam):
-                start, stop = param.flat_range
-                if stop > start and not isinstance(update, ShardUpdate):
-                    yield _row_shard(param, update, is_primary=self._settings.is_primary), update
+            if isinstance(update, OwnedUpdate):
+                param, group_index = update.param, update.group_index
+                if param.shard.numel() > 0:
+                    is_primary = self._settings.is_primary
+                    yield shard_of(param, param.flat_range, param.shard, group_index, is_primary=is_primary), update
             elif update.shard is not None:
                 yield update.shard, update
 
@@ -498,9 +376,9 @@ class FSDPOptimizer(ShardedOptimizer):
             self._allocate_grads(allocate)
         found = []
         for shard, update in self._grad_shards():
-            sums = update.reduced_grad()
-            if sums is not None and update.param.is_used:
-                found.append((shard, sums))
+            gradient = update.reduced_grad()
+            if gradient is not None and update.param.is_used:
+                found.append((shard, gradient))
         return found
 
     def _allocate_grads(self, names: Collection[str]) -> None:
@@ -526,21 +404,8 @@ class FSDPOptimizer(ShardedOptimizer):
             return
         group = next(group for group in self.model.fsdp_groups if param in group.params)
         buffer = torch.empty(param.shape, dtype=group.reduce_dtype, device=group.device)
-        param.state.unsharded_accumulated_grad = buffer.copy_(gradient)
+        param.set_accumulated_grad(buffer.copy_(gradient))
 
 
 def _row_sharded(param: ShardedParam) -> RowSharded:
     return RowSharded(name=param.name, shape=param.shape, dtype=param.shard.dtype)
-
-
-def _row_shard(param: ShardedParam, update: ParamUpdate, *, is_primary: bool) -> Shard:
-    return Shard(
-        name=param.name,
-        global_shape=param.shape,
-        span=param.flat_range,
-        parameter=nn.Parameter(param.shard.detach(), requires_grad=False),
-        model_param=param.parameter,
-        group_index=update.group_index,
-        has_master=False,
-        is_primary=is_primary,
-    )

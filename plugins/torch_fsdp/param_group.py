@@ -3,21 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
-from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, TrainingState
-from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ShardedState
-from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from booster.comm import AllGather as Gathering
 from booster.comm import group_rank, group_size, start_all_gather, start_reduce_scatter
@@ -26,134 +18,7 @@ from booster.plugins.sharding.buffer_pool import BufferPool
 
 from .autograd_hooks import InputGradHook
 from .collective_order import CollectiveKind, CollectiveOrder, CollectiveRequest
-
-
-# One parameter has several tensors: the user's from before boost(), the sharded one that the model shows between
-# forwards, and the gathered one that forwards use and that autograd accumulates the unreduced gradient into. The user
-# sees one parameter. So all of them share one dictionary of attributes and of hooks, and the last assignment to
-# requires_grad of any of them holds for all.
-def _share_attributes(original: torch.Tensor, other: torch.Tensor) -> None:
-    if other.__dict__ is original.__dict__:
-        return
-    original.__dict__.update(other.__dict__)
-    other.__dict__ = original.__dict__
-    with torch._C.DisableTorchFunctionSubclass():
-        for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
-            if getattr(original, name) is None:
-                setattr(original, name, OrderedDict())
-            setattr(other, name, getattr(original, name))
-    if type(other) is nn.Parameter:
-        other.__class__ = type(original)  # type: ignore[assignment]
-
-
-@contextmanager
-def hide_post_accumulate_hooks(members: Iterable[ShardedParam]) -> Iterator[None]:
-    """Hide the hooks of sharded parameters from FSDP2.
-
-    FSDP2 would call them with the reduced gradient, which is still in flight here.
-    """
-    kept = [(one.parameter, hooks) for one in members if (hooks := one.parameter._post_accumulate_grad_hooks)]
-    for parameter, _ in kept:
-        parameter._post_accumulate_grad_hooks = None  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        for parameter, hooks in kept:
-            parameter._post_accumulate_grad_hooks = hooks
-
-
-@dataclass(slots=True, eq=False)
-class ShardedParam:
-    """A sharded parameter of a parameter group.
-
-    Attributes:
-        name: First name in the model.
-        names: All names in the model.
-        original: The user's tensor from before boost(), emptied.
-        parameter: DTensor that the model shows between forwards.
-        state: FSDP2's `FSDPParam`.
-        rank: This rank's index in the group that the parameter is sharded over.
-        is_used: Whether a backward of this accumulation produced a gradient.
-        data_ptr: Data pointer of this rank's shard when the model was boosted.
-        shape: Shape of the unsharded parameter.
-        padded_numel: Elements of every rank's shard, with padding.
-        flat_range: This rank's flat range of the row-major parameter.
-    """
-
-    name: str
-    names: tuple[str, ...]
-    original: nn.Parameter = field(repr=False)
-    parameter: nn.Parameter
-    state: FSDPParam = field(repr=False)
-    rank: int
-    is_used: bool = False
-    data_ptr: int = field(init=False, repr=False)
-    shape: tuple[int, ...] = field(init=False, repr=False)
-    padded_numel: int = field(init=False, repr=False)
-    flat_range: tuple[int, int] = field(init=False, repr=False)
-    _requires_grad: bool = field(init=False, repr=False)
-
-    def __post_init__(self) -> None:
-        self.data_ptr = self.state._sharded_param_data.data_ptr()
-        self.shape = tuple(self.parameter.shape)
-        self.padded_numel = self.state.padded_sharded_param_size.numel()
-        numel = math.prod(self.shape)
-        start = min(numel, self.rank * self.padded_numel)
-        self.flat_range = (start, min(numel, start + self.padded_numel))
-        self._requires_grad = self.parameter.requires_grad
-        _share_attributes(self.original, self.parameter)
-        self.state._setattr_on_modules = self._set_on_modules  # type: ignore[assignment, method-assign]
-
-    def _set_on_modules(self, parameter: nn.Parameter) -> None:
-        """Replacement of `FSDPParam._setattr_on_modules`."""
-        _share_attributes(self.original, parameter)
-        parameter.requires_grad_(self.requires_grad)
-        FSDPParam._setattr_on_modules(self.state, parameter)
-
-    @property
-    def shard(self) -> torch.Tensor:
-        """This rank's shard without padding, flat, in the memory that FSDP2 gathers from."""
-        start, stop = self.flat_range
-        return self.state._sharded_param_data[: stop - start]
-
-    @property
-    def requires_grad(self) -> bool:
-        """Whether the parameter requires gradients."""
-        return self.sync_requires_grad()
-
-    def sync_requires_grad(self) -> bool:
-        """Apply the last change of requires_grad on any of the tensors to all of them, and return it."""
-        info = self.state._module_info
-        tensors = [self.original, self.parameter, getattr(info.module, info.param_name)]
-        if any(one.requires_grad != self._requires_grad for one in tensors):
-            self._requires_grad = not self._requires_grad
-            for one in tensors:
-                one.requires_grad_(self._requires_grad)
-        return self._requires_grad
-
-    @property
-    def has_unreduced_grad(self) -> bool:
-        """Whether this rank has an unreduced gradient."""
-        full_param = getattr(self.state, "_unsharded_param", None)
-        return self.state.unsharded_accumulated_grad is not None or (
-            full_param is not None and full_param.grad is not None
-        )
-
-    def unreduced_grad(self) -> torch.Tensor | None:
-        """Return this rank's unreduced, unsharded gradient, still scaled."""
-        accumulated = self.state.unsharded_accumulated_grad
-        full_param = getattr(self.state, "_unsharded_param", None)
-        fresh: torch.Tensor | None = None if full_param is None else full_param.grad
-        if accumulated is None or fresh is None:
-            return fresh if accumulated is None else accumulated
-        return accumulated + fresh
-
-    def clear_unreduced_grad(self) -> None:
-        """Drop the unreduced gradient."""
-        self.state.unsharded_accumulated_grad = None
-        full_param = getattr(self.state, "_unsharded_param", None)
-        if full_param is not None:
-            full_param.grad = None
+from .fsdp2_internals import AllGather, FSDP2ParamGroup, ReduceScatter, ShardedParam, fsdp2_param_groups
 
 
 def allocate(pool: BufferPool, size: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -193,8 +58,7 @@ class ParamGroupAllGather(AllGather):
     ) -> dist.Work | None:
         """Start the all-gather, in the collective order; it is in place, the input is a view of the output."""
         owner = self._param_group
-        in_backward = owner.group._training_state in (TrainingState.PRE_BACKWARD, TrainingState.POST_BACKWARD)
-        kind = CollectiveKind.BACKWARD_GATHER if in_backward else CollectiveKind.FORWARD_GATHER
+        kind = CollectiveKind.BACKWARD_GATHER if owner.fsdp2.is_in_backward else CollectiveKind.FORWARD_GATHER
         owner.coordinator.synchronize(CollectiveRequest(kind, owner.index))
         work = start_all_gather(output_tensor, group)
         if async_op:
@@ -262,8 +126,8 @@ class ParamGroup:
         index: Index among the parameter groups of the model.
         name: Name of the module in the model.
         module: Module that `fully_shard` was applied to.
-        group: FSDP2's parameter group.
-        members: Parameters of the group.
+        fsdp2: FSDP2's parameter group.
+        params: Parameters of the group.
         coordinator: Coordinator of all parameter groups of the model.
         pool: Memory for collectives, shared by all parameter groups of the model.
 
@@ -271,6 +135,7 @@ class ParamGroup:
         device: Device that the weights are gathered on.
         process_group: Ranks that the parameters are sharded over.
         num_ranks: Size of `process_group`.
+        compute_dtype: Dtype of gathered weights in forward and backward; None for that of the shards.
         reduce_dtype: Dtype of the gradients in the reduce-scatter.
         grad_dtype: Dtype of the reduced gradients.
         on_gradients: Callback of a backward that produces gradients here, or None.
@@ -281,26 +146,27 @@ class ParamGroup:
         index: int,
         name: str,
         module: FSDPModule,
-        group: FSDPParamGroup,
-        members: Sequence[ShardedParam],
+        fsdp2: FSDP2ParamGroup,
+        params: Sequence[ShardedParam],
         coordinator: CollectiveOrder,
         pool: BufferPool,
     ) -> None:
         self.index = index
         self.name = name
         self.module = module
-        self.group = group
-        self.params = tuple(members)
+        self.fsdp2 = fsdp2
+        self.params = tuple(params)
         self.pool = pool
         self.coordinator = coordinator
-        self.device = group.device
-        assert isinstance(group.mesh_info, FSDPMeshInfo)
-        self.process_group = group.mesh_info.shard_process_group
+        self.device = fsdp2.device
+        self.process_group = fsdp2.process_group
         self.num_ranks = group_size(self.process_group)
-        policy = group.mp_policy
-        self.reduce_dtype: torch.dtype = policy.reduce_dtype or policy.param_dtype or self.params[0].shard.dtype
+        self.compute_dtype = fsdp2.mp_policy.param_dtype
+        self.reduce_dtype: torch.dtype = (
+            fsdp2.mp_policy.reduce_dtype or self.compute_dtype or self.params[0].shard.dtype
+        )
         self.grad_dtype = self.reduce_dtype if self.reduce_dtype.itemsize >= 4 else torch.float32
-        self._offloads = any(one.state.offload_to_cpu for one in self.params)
+        self._offloads = any(one.is_offloaded for one in self.params)
         # Whether gradients are read from FSDP2's: with one rank (no collective), or with CPU offload.
         self._reads_fsdp_grads = self.num_ranks == 1 or self._offloads
         self._grad_buffer: torch.Tensor | None = None
@@ -313,42 +179,45 @@ class ParamGroup:
 
     def _hook_submodules(self) -> None:
         """Run FSDP2's forward hooks around submodules that are called directly, as by a method of the user's model."""
-        infos = [member.state._module_info for member in self.params]
-        submodules = {submodule: None for info in infos for submodule in (info.module, *info.shared_modules)}
-        for submodule in submodules:
+        for submodule in dict.fromkeys(module for param in self.params for module in param.modules):
             if submodule is not cast(nn.Module, self.module):
                 submodule.register_forward_pre_hook(self._enter_submodule, prepend=True, with_kwargs=True)
                 submodule.register_forward_hook(self._leave_submodule)
 
     def _enter_submodule(self, submodule: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        state = self.module._get_fsdp_state()
-        is_idle = state._training_state is TrainingState.IDLE and self.group._training_state is TrainingState.IDLE
         # Recomputation by activation checkpointing runs in backward, where the weights are gathered already.
-        if not is_idle or torch._C._current_graph_task_id() != -1:
+        if not self.fsdp2.is_idle or torch._C._current_graph_task_id() != -1:
             return None
         self._running_submodule = submodule
-        hooked: tuple[Any, Any] = state._pre_forward(cast(nn.Module, self.module), args, kwargs)
-        return hooked
+        self._unshard_for_inference()
+        return self.fsdp2.pre_forward(args, kwargs)
 
     def _leave_submodule(self, submodule: nn.Module, args: Any, output: Any) -> Any:
         if self._running_submodule is not submodule:
             return output
         self._running_submodule = None
         self.input_hook.bind_to_outputs(submodule, args, output)
-        return self.module._get_fsdp_state()._post_forward(cast(nn.Module, self.module), args, output)
+        return self.fsdp2.post_forward(args, output)
+
+    def _unshard_for_inference(self, *unused: Any) -> None:
+        """Gather the weights outside of inference mode.
+
+        FSDP2 keeps the tensors of the first forward, and those of inference mode could not be trained later.
+        """
+        if torch.is_inference_mode_enabled():
+            with torch.inference_mode(False), torch.no_grad():
+                self.module.unshard()
 
     def _install_collectives(self, module: FSDPModule) -> None:
         module.set_custom_all_gather(ParamGroupAllGather(self))
         module.set_custom_reduce_scatter(ParamGroupReduceScatter(self))
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
-        if self.device.type == "cpu" and hasattr(module, "_set_unshard_async_op"):
-            module._set_unshard_async_op(True)  # gloo has no streams: an immediate wait would prevent overlap
-        self.group.post_backward = self._post_backward  # type: ignore[method-assign]
-        self.group.unshard = partial(_without_inference_mode, self.group.unshard)  # type: ignore[method-assign]
-        self.group.wait_for_unshard = partial(_without_inference_mode, self.group.wait_for_unshard)  # type: ignore[method-assign]
-        self.input_hook = InputGradHook(module, self._post_backward)  # type: ignore[arg-type]
-        self.group._register_post_backward_hook = self.input_hook.register  # type: ignore[method-assign]
+        if self.device.type == "cpu":
+            self.fsdp2.unshard_asynchronously()
+        self.input_hook = InputGradHook(cast(nn.Module, module), self._post_backward)
+        self.fsdp2.replace_post_backward(self._post_backward, self.input_hook.register)
+        cast(nn.Module, module).register_forward_pre_hook(self._unshard_for_inference, prepend=True)
 
     @property
     def trainable_params(self) -> tuple[ShardedParam, ...]:
@@ -368,12 +237,12 @@ class ParamGroup:
         if kind is CollectiveKind.REDUCE:
             self.reduce_unreduced_grads(contributes=False)
             return
-        if kind is CollectiveKind.BACKWARD_GATHER and self.group._use_post_forward_mesh:
+        if kind is CollectiveKind.BACKWARD_GATHER and self.fsdp2.reshards_to_fewer_ranks:
             raise DesyncError(
                 f"another rank uses {self.name!r} in a backward and this rank does not, which an integer"
                 " reshard_after_forward does not support: pass True or False, or use the same modules on every rank"
             )
-        self._gathered(self.params[0].state.mp_policy.param_dtype)
+        self._gathered(self.compute_dtype)
 
     # Weights.
 
@@ -401,7 +270,7 @@ class ParamGroup:
         rank, start = group_rank(self.process_group), 0
         own = buffer[rank * numel : (rank + 1) * numel]
         for one in self.params:
-            own[start : start + one.padded_numel].copy_(one.state._sharded_param_data)
+            own[start : start + one.padded_numel].copy_(one.padded_shard)
             start += one.padded_numel
         start_all_gather(buffer, self.process_group).wait()
         return buffer
@@ -413,13 +282,13 @@ class ParamGroup:
         """Whether this rank has unreduced gradients."""
         return any(one.has_unreduced_grad for one in self.params)
 
-    def grad_shard_of(self, member: ShardedParam) -> torch.Tensor | None:
+    def grad_shard_of(self, param: ShardedParam) -> torch.Tensor | None:
         """Return this rank's shard of a parameter's reduced gradient, flat, or None if there is none."""
-        if not self.has_reduced_grads or member not in self._buffer_params:
+        if not self.has_reduced_grads or param not in self._buffer_params:
             return None
         assert self._grad_buffer is not None
-        start = sum(one.padded_numel for one in self._buffer_params[: self._buffer_params.index(member)])
-        first, last = member.flat_range
+        start = sum(one.padded_numel for one in self._buffer_params[: self._buffer_params.index(param)])
+        first, last = param.flat_range
         return self._grad_buffer[start : start + last - first]
 
     def clear_grads(self, *, keep_used: bool = False) -> None:
@@ -431,42 +300,42 @@ class ParamGroup:
 
     def reduced_grads(self) -> torch.Tensor:
         """Return the buffer of reduced gradients for the current trainable parameters; new ones start as zeros."""
-        members = self.trainable_params
-        if self._grad_buffer is not None and self.has_reduced_grads and members == self._buffer_params:
+        params = self.trainable_params
+        if self._grad_buffer is not None and self.has_reduced_grads and params == self._buffer_params:
             return self._grad_buffer
-        kept = {one: grad.clone() for one in members if (grad := self.grad_shard_of(one)) is not None}
-        numel = sum(one.padded_numel for one in members)
-        if self._grad_buffer is None or members != self._buffer_params:
-            device = torch.device("cpu") if self._offloads else self.device
-            self._grad_buffer = torch.empty(numel, dtype=self.grad_dtype, device=device)
-            self._buffer_params = members
-        self._grad_buffer.zero_()
+        kept = {one: grad.clone() for one in params if (grad := self.grad_shard_of(one)) is not None}
+        buffer = self._buffer_of(params).zero_()
         self.has_reduced_grads = True
         for one, gradient in kept.items():
             own = self.grad_shard_of(one)
             assert own is not None
             own.copy_(gradient)
+        return buffer
+
+    def _buffer_of(self, params: tuple[ShardedParam, ...]) -> torch.Tensor:
+        """Return the buffer, newly allocated for other parameters; its content is undefined."""
+        if self._grad_buffer is None or params != self._buffer_params:
+            device = torch.device("cpu") if self._offloads else self.device
+            numel = sum(one.padded_numel for one in params)
+            self._grad_buffer = torch.empty(numel, dtype=self.grad_dtype, device=device)
+            self._buffer_params = params
         return self._grad_buffer
 
     def reduce_output(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Return the output tensor that FSDP2 passes to the reduce-scatter."""
         if self._reads_fsdp_grads:
             return torch.empty(numel, dtype=dtype, device=self.device)
-        self._allocate_grad_buffer()
-        assert self._grad_buffer is not None
-        assert self._grad_buffer.numel() == numel
-        return self._grad_buffer
+        buffer = self._output_buffer()
+        assert buffer.numel() == numel
+        return buffer
 
-    def _allocate_grad_buffer(self) -> None:
-        """Allocate the buffer; its content is undefined unless `has_reduced_grads`."""
-        members = self.trainable_params
-        if self.has_reduced_grads and members != self._buffer_params:
+    def _output_buffer(self) -> torch.Tensor:
+        """Return the buffer for a reduce-scatter; its content is undefined unless `has_reduced_grads`."""
+        params = self.trainable_params
+        if self.has_reduced_grads and params != self._buffer_params:
             self.coordinator.wait_in_flight()
-            self.reduced_grads()
-        elif self._grad_buffer is None or members != self._buffer_params:
-            numel = sum(one.padded_numel for one in members)
-            self._grad_buffer = torch.empty(numel, dtype=self.grad_dtype, device=self.device)
-            self._buffer_params = members
+            return self.reduced_grads()
+        return self._buffer_of(params)
 
     def reduce(self, send_buffer: torch.Tensor, output: torch.Tensor) -> None:
         """Reduce-scatter gradients, in the collective order. Collective over `process_group`.
@@ -492,15 +361,14 @@ class ParamGroup:
         self.coordinator.in_flight = lambda: work.wait(output, accumulate=accumulate)
 
     def _post_backward(self, *unused: Any) -> None:
-        """Replacement of `FSDPParamGroup.post_backward`; see Note [Gradient buffer]."""
-        if not hasattr(self.params[0].state, "_unsharded_param"):
+        """Replacement of FSDP2's post-backward; see Note [Gradient buffer]."""
+        if self.params[0].unsharded_param is None:
             return  # gradients loaded from a checkpoint, which FSDP2 cannot hold before the first all-gather
         if self.on_gradients is not None and self.has_unreduced_grads:
             self.on_gradients()
-        if self.group.reduce_grads and self._mark_used():
+        if self.fsdp2.reduces_grads and self._mark_used():
             self._fill_missing_grads()
-        with hide_post_accumulate_hooks(self.params):
-            FSDPParamGroup.post_backward(self.group)
+        self.fsdp2.post_backward(self.params)
         self._take_fsdp_grads()
 
     def _mark_used(self) -> bool:
@@ -512,33 +380,26 @@ class ParamGroup:
     @torch.no_grad()
     def _fill_missing_grads(self) -> None:
         """Give every trainable parameter a gradient, all of one dtype."""
-        accumulates = any(one.state.unsharded_accumulated_grad is not None for one in self.params)
+        accumulates = any(one.has_accumulated_grad for one in self.params)
         for one in self.trainable_params:
-            gradient = one.unreduced_grad()
-            full_param = one.state.unsharded_param
+            gradient, unsharded_param = one.unreduced_grad(), one.unsharded_param
+            assert unsharded_param is not None
             if gradient is None:
-                gradient = torch.zeros_like(full_param, requires_grad=False)
+                gradient = torch.zeros_like(unsharded_param, requires_grad=False)
             if accumulates:
-                one.clear_unreduced_grad()
-                one.state.unsharded_accumulated_grad = gradient.to(self.reduce_dtype)
-            elif full_param.grad is None:
-                full_param.grad = gradient
+                one.set_accumulated_grad(gradient.to(self.reduce_dtype))
+            elif unsharded_param.grad is None:
+                unsharded_param.grad = gradient
 
     @torch.no_grad()
     def _take_fsdp_grads(self) -> None:
         for one in self.params:
-            gradient: Any = one.state.sharded_param.grad
-            if gradient is None:
-                continue
-            one.state.sharded_param.grad = None
-            if self._reads_fsdp_grads:
-                if one.state.grad_offload_event is not None:
-                    one.state.grad_offload_event.synchronize()
-                    one.state.grad_offload_event = None
+            gradient = one.take_reduced_grad()
+            if gradient is not None and self._reads_fsdp_grads:
                 self.reduced_grads()
                 own = self.grad_shard_of(one)
                 assert own is not None
-                own.add_(gradient._local_tensor.reshape(-1))
+                own.add_(gradient)
 
     @torch.no_grad()
     def reduce_unreduced_grads(self, *, contributes: bool = True) -> None:
@@ -550,51 +411,32 @@ class ParamGroup:
         self.coordinator.wait_in_flight()
         if contributes:
             self._mark_used()
-        members = self.trainable_params
-        numel = sum(one.padded_numel for one in members)
+        params = self.trainable_params
+        numel = sum(one.padded_numel for one in params)
         send_buffer = torch.zeros(numel * self.num_ranks, dtype=self.reduce_dtype, device=self.device)
         grid, start = send_buffer.view(self.num_ranks, -1), 0
-        for one in members if contributes else ():
+        for one in params if contributes else ():
             gradient = one.unreduced_grad()
             if gradient is not None:
                 _copy_to_rows(gradient.reshape(-1), grid[:, start : start + one.padded_numel])
                 one.clear_unreduced_grad()
             start += one.padded_numel
-        context = self.group.comm_ctx
-        if self.device.type != "cpu" and hasattr(context, "reduce_scatter_stream"):  # it may still reduce
-            torch.accelerator.current_stream().wait_stream(context.reduce_scatter_stream)
+        self.fsdp2.wait_for_reduce_scatter()
         work = start_reduce_scatter(send_buffer, self.process_group)
         if self._offloads:
             output = torch.empty(numel, dtype=self.grad_dtype, device=self.device)
             work.wait(output, accumulate=False)
             self.reduced_grads().add_(output.to("cpu"))
             return
-        self._allocate_grad_buffer()
-        assert self._grad_buffer is not None
+        buffer = self._output_buffer()
         accumulate, self.has_reduced_grads = self.has_reduced_grads, True
-        work.wait(self._grad_buffer, accumulate=accumulate)
-
-
-def _without_inference_mode(function: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-    # Tensors allocated under inference mode could not be trained later; FSDP2 keeps those of the first forward.
-    with torch.inference_mode(False), torch.no_grad():
-        function(*args, **kwargs)
+        work.wait(buffer, accumulate=accumulate)
 
 
 def _copy_to_rows(flat: torch.Tensor, grid: torch.Tensor) -> None:
     rows = flat.split(grid.shape[1]) if grid.shape[1] else ()
     for row, values in zip(grid, rows, strict=False):
         row[: values.numel()].copy_(values)
-
-
-def fsdp_param_groups(module: FSDPModule) -> list[FSDPParamGroup]:
-    """Return FSDP2's parameter groups of a module; empty if the module has no parameters of its own."""
-    state = module._get_fsdp_state()
-    groups = getattr(state, "_fsdp_param_groups", None)
-    if groups is None:  # before torch 2.12 there was one at most
-        group = state._fsdp_param_group
-        groups = [] if group is None else [group]
-    return list(groups)
 
 
 def build_param_groups(
@@ -615,20 +457,21 @@ def build_param_groups(
     """
     index = 0
     for name, module in modules:
-        for group in fsdp_param_groups(module):
-            assert isinstance(group.mesh_info, FSDPMeshInfo)
-            rank = group_rank(group.mesh_info.shard_process_group)
-            members = [_sharded_param(state, names_of, originals, rank) for state in group.fsdp_params]
-            yield ParamGroup(index, name, module, group, members, coordinator, pool)
+        for fsdp2 in fsdp2_param_groups(module):
+            rank = group_rank(fsdp2.process_group)
+            params = []
+            for fsdp_param in fsdp2.fsdp_params:
+                parameter = fsdp_param.sharded_param
+                all_names = names_of[id(parameter)]
+                params.append(
+                    ShardedParam(
+                        name=all_names[0],
+                        names=all_names,
+                        original=originals[id(parameter)],
+                        parameter=parameter,
+                        fsdp_param=fsdp_param,
+                        rank=rank,
+                    )
+                )
+            yield ParamGroup(index, name, module, fsdp2, params, coordinator, pool)
             index += 1
-
-
-def _sharded_param(
-    state: FSDPParam, names_of: dict[int, tuple[str, ...]], originals: dict[int, nn.Parameter], rank: int
-) -> ShardedParam:
-    assert state.sharded_state is ShardedState.SHARDED
-    parameter = state.sharded_param
-    names = names_of[id(parameter)]
-    return ShardedParam(
-        name=names[0], names=names, original=originals[id(parameter)], parameter=parameter, state=state, rank=rank
-    )

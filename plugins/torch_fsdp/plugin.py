@@ -204,9 +204,9 @@ class TorchFSDPPlugin(DistributedPlugin):
                 loss_scaler=self._new_loss_scaler() if scales else None,
                 is_primary=self.dp_rank == 0,
             )
-        for unit in boosted.fsdp_groups if optimizer is None else ():
-            unit.on_gradients = refuse_plain_gradient
-        untrained = [member.parameter for member in boosted.replicated_params.params] if optimizer is None else []
+        for group in boosted.fsdp_groups if optimizer is None else ():
+            group.on_gradients = refuse_plain_gradient
+        untrained = [param.parameter for param in boosted.replicated_params.params] if optimizer is None else []
         refuse_plain_training(boosted, untrained=untrained, originals=originals)
         if policy is not None:
             boosted.precision = FSDPPrecision(policy)

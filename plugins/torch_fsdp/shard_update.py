@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
@@ -14,7 +14,8 @@ from booster.comm import LOW_PRECISION, all_reduce_sum, broadcast, collective_de
 from booster.interface import Shard
 from booster.plugins.sharding.masters import update_master
 
-from .param_group import ParamGroup, ShardedParam
+from .fsdp2_internals import ShardedParam
+from .param_group import ParamGroup
 from .param_redistribution import ParamRedistribution
 
 
@@ -58,18 +59,18 @@ class ReplicatedParams:
     """All replicated parameters of a model.
 
     Args:
-        members: Parameters, equal on all ranks.
+        params: Parameters, equal on all ranks.
         data_parallel_group: Group over which gradients are summed; None for the world group.
         shard_group: Group that the owners belong to.
     """
 
     def __init__(
         self,
-        members: Sequence[ReplicatedParam],
+        params: Sequence[ReplicatedParam],
         data_parallel_group: dist.ProcessGroup | None,
         shard_group: dist.ProcessGroup | None,
     ) -> None:
-        self.params = tuple(members)
+        self.params = tuple(params)
         self._data_parallel_group = data_parallel_group
         self._shard_group = shard_group
 
@@ -78,9 +79,9 @@ class ReplicatedParams:
         """Whether this rank has any gradient, reduced or not."""
         return any(one.reduced_grad is not None or one.parameter.grad is not None for one in self.params)
 
-    def owns(self, member: ReplicatedParam) -> bool:
+    def owns(self, param: ReplicatedParam) -> bool:
         """Return whether this rank updates the parameter."""
-        return group_rank(self._shard_group) == member.owner
+        return group_rank(self._shard_group) == param.owner
 
     @torch.no_grad()
     def reduce(self) -> None:
@@ -91,17 +92,17 @@ class ReplicatedParams:
         """
         used = [one for one in self.params if one.requires_grad and one.is_used]
         for dtype in dict.fromkeys(one.grad_dtype for one in used):
-            members = [one for one in used if one.grad_dtype == dtype]
+            same_dtype = [one for one in used if one.grad_dtype == dtype]
             device = collective_device(self._data_parallel_group)
             contributions: list[torch.Tensor] = []
-            for one in members:
+            for one in same_dtype:
                 gradient = torch.zeros_like(one.parameter) if one.parameter.grad is None else one.parameter.grad
                 part = gradient.detach().reshape(-1).to(dtype)
                 contributions.append((part if one.reduced_grad is None else part + one.reduced_grad).to(device))
             flat = torch.cat(contributions)
             if group_size(self._data_parallel_group) > 1:
                 flat = all_reduce_sum(flat, self._data_parallel_group)
-            for one, part in zip(members, flat.split([one.parameter.numel() for one in members]), strict=True):
+            for one, part in zip(same_dtype, flat.split([one.parameter.numel() for one in same_dtype]), strict=True):
                 one.parameter.grad = None
                 one.reduced_grad = part.to(one.parameter.device) if self.owns(one) else None
 
@@ -173,13 +174,13 @@ class ParamUpdate(ABC):
         """Set the shard's gradient to the reduced one; None if no rank used the parameter."""
         if self.shard is None:
             return
-        parameter, sums = self.shard.parameter, self.reduced_grad()
+        parameter, gradient = self.shard.parameter, self.reduced_grad()
         if not self.param.is_used:
             parameter.grad = None
-        elif sums is None:  # zero_grad(set_to_none=False), and nothing since
+        elif gradient is None:  # zero_grad(set_to_none=False), and nothing since
             parameter.grad = torch.zeros_like(parameter, requires_grad=False)
         else:
-            parameter.grad = sums.view(parameter.shape).to(device=parameter.device, dtype=parameter.dtype)
+            parameter.grad = gradient.view(parameter.shape).to(device=parameter.device, dtype=parameter.dtype)
 
     def has_moved(self) -> bool:
         """Return whether the weights were reallocated, so that updates would not reach them."""
@@ -217,16 +218,13 @@ class ParamUpdate(ABC):
         return shard.parameter
 
 
-class ShardUpdate(ParamUpdate):
-    """A sharded parameter, whose shard is updated in place, in the memory that FSDP2 gathers from."""
+class _ShardedParamUpdate(ParamUpdate):
+    """A sharded parameter, of whose weights and gradients every rank has its rows."""
 
-    def __init__(self, unit: ParamGroup, member: ShardedParam, group_index: int, *, is_primary: bool) -> None:
+    def __init__(self, group: ParamGroup, param: ShardedParam, group_index: int) -> None:
         super().__init__(group_index)
-        self.group = unit
-        self._param = member
-        start, stop = member.flat_range
-        if stop > start:
-            self.shard = _shard_of(member, (start, stop), member.shard, group_index, is_primary=is_primary)
+        self.group = group
+        self._param = param
 
     @property
     def param(self) -> ShardedParam:
@@ -240,29 +238,59 @@ class ShardUpdate(ParamUpdate):
         return self.group.grad_shard_of(self._param)
 
 
+class ShardUpdate(_ShardedParamUpdate):
+    """A sharded parameter, whose shard is updated in place, in the memory that FSDP2 gathers from."""
+
+    def __init__(self, group: ParamGroup, param: ShardedParam, group_index: int, *, is_primary: bool) -> None:
+        super().__init__(group, param, group_index)
+        if param.shard.numel() > 0:
+            self.shard = shard_of(param, param.flat_range, param.shard, group_index, is_primary=is_primary)
+
+
+class OwnedUpdate(_ShardedParamUpdate):
+    """A sharded parameter, which is redistributed to its owner and updated there unsharded."""
+
+    def __init__(
+        self, group: ParamGroup, param: ShardedParam, group_index: int, owner: int, *, is_primary: bool
+    ) -> None:
+        super().__init__(group, param, group_index)
+        self.owner = owner
+        if param.rank == owner:
+            memory = torch.empty(param.shape, dtype=param.shard.dtype, device=param.shard.device)
+            self.shard = shard_of(param, (0, memory.numel()), memory, group_index, is_primary=is_primary)
+
+    @property
+    def memory(self) -> None:
+        return None
+
+    def set_gradient(self) -> None:
+        """No-op, as `OwnedUpdates.gather_gradients` sets all gradients in one collective."""
+
+    def write_weights(self) -> None:
+        """No-op, as `OwnedUpdates.scatter_weights` writes all weights in one collective."""
+
+    def refresh_master(self) -> None:
+        """No-op, as the owners receive the current weights before every step."""
+
+
 class ReplicatedUpdate(ParamUpdate):
     """A replicated parameter, which its owner updates."""
 
     def __init__(
         self,
         replicated: ReplicatedParams,
-        member: ReplicatedParam,
+        param: ReplicatedParam,
         group_index: int,
         *,
         is_primary: bool,
         is_flat: bool,
     ) -> None:
         super().__init__(group_index)
-        self._param = member
-        if replicated.owns(member) and member.parameter.numel() > 0:
-            memory = member.parameter.detach()
-            self.shard = _shard_of(
-                member,
-                (0, memory.numel()),
-                memory.view(-1) if is_flat else memory,
-                group_index,
-                is_primary=is_primary,
-            )
+        self._param = param
+        if replicated.owns(param) and param.parameter.numel() > 0:
+            weights = param.parameter.detach()
+            memory = weights.view(-1) if is_flat else weights
+            self.shard = shard_of(param, (0, weights.numel()), memory, group_index, is_primary=is_primary)
 
     @property
     def param(self) -> ReplicatedParam:
@@ -280,45 +308,6 @@ class ReplicatedUpdate(ParamUpdate):
         if shard is None or shard.has_master:
             return False
         return shard.parameter.data_ptr() != self._param.parameter.data_ptr()
-
-
-class OwnedUpdate(ParamUpdate):
-    """A sharded parameter, which is redistributed to its owner and updated there unsharded."""
-
-    def __init__(
-        self, unit: ParamGroup, member: ShardedParam, group_index: int, owner: int, *, is_primary: bool
-    ) -> None:
-        super().__init__(group_index)
-        self.group = unit
-        self.owner = owner
-        self._param = member
-        if member.rank == owner:
-            memory = torch.empty(member.shape, dtype=member.shard.dtype, device=member.shard.device)
-            self.shard = _shard_of(member, (0, memory.numel()), memory, group_index, is_primary=is_primary)
-
-    @property
-    def param(self) -> ShardedParam:
-        return self._param
-
-    @property
-    def weights(self) -> torch.Tensor:
-        return self._param.shard
-
-    def reduced_grad(self) -> torch.Tensor | None:
-        return self.group.grad_shard_of(self._param)
-
-    @property
-    def memory(self) -> None:
-        return None
-
-    def set_gradient(self) -> None:
-        """No-op, as `OwnedUpdates.gather_gradients` sets all gradients in one collective."""
-
-    def write_weights(self) -> None:
-        """No-op, as `OwnedUpdates.scatter_weights` writes all weights in one collective."""
-
-    def refresh_master(self) -> None:
-        """No-op, as the owners receive the current weights before every step."""
 
 
 class OwnedUpdates:
@@ -342,11 +331,11 @@ class OwnedUpdates:
         used = {index: one for index, one in enumerate(self.updates) if one.param.is_used}
         for dtype in dict.fromkeys(one.group.grad_dtype for one in used.values()):
             chosen = {index: one for index, one in used.items() if one.group.grad_dtype == dtype}
-            sums: dict[int, torch.Tensor] = {}
+            reduced_grads: dict[int, torch.Tensor] = {}
             for index, one in chosen.items():
-                reduced = one.reduced_grad()
-                sums[index] = torch.zeros_like(one.weights, dtype=dtype) if reduced is None else reduced
-            for index, full_grad in self._redistribution.to_owners(sums, indices=chosen, dtype=dtype).items():
+                gradient = one.reduced_grad()
+                reduced_grads[index] = torch.zeros_like(one.weights, dtype=dtype) if gradient is None else gradient
+            for index, full_grad in self._redistribution.to_owners(reduced_grads, indices=chosen, dtype=dtype).items():
                 shard = chosen[index].shard
                 assert shard is not None
                 shard.parameter.grad = full_grad.to(device=shard.parameter.device, dtype=shard.parameter.dtype)
@@ -380,20 +369,29 @@ class OwnedUpdates:
         self._redistribution.from_owners(full_params, shards, indices=chosen)
 
 
-def _shard_of(
-    member: ShardedParam | ReplicatedParam,
+def shard_of(
+    param: ShardedParam | ReplicatedParam,
     span: tuple[int, int],
     memory: torch.Tensor,
     group_index: int,
     *,
     is_primary: bool,
 ) -> Shard:
+    """Return a shard of a parameter in given memory.
+
+    Args:
+        param: Parameter.
+        span: Flat range of the shard.
+        memory: Memory of the shard, flat or in the shape of the parameter.
+        group_index: Index of the parameter's param group.
+        is_primary: If True, this rank writes the shard; False on the other replicas.
+    """
     return Shard(
-        name=member.name,
-        global_shape=member.shape,
+        name=param.name,
+        global_shape=param.shape,
         span=span,
         parameter=nn.Parameter(memory.detach()),
-        model_param=member.parameter,
+        model_param=param.parameter,
         group_index=group_index,
         has_master=False,
         is_primary=is_primary,
@@ -414,13 +412,4 @@ def new_master(shard: Shard, unrounded: torch.Tensor | None) -> Shard:
         values = unrounded.detach().reshape(-1)[slice(*shard.span)].to(rounded.device, torch.float32, copy=True)
         values = values.view(rounded.shape)
         update_master(values, rounded)
-    return Shard(
-        name=shard.name,
-        global_shape=shard.global_shape,
-        span=shard.span,
-        parameter=nn.Parameter(values),
-        model_param=shard.model_param,
-        group_index=shard.group_index,
-        has_master=True,
-        is_primary=shard.is_primary,
-    )
+    return replace(shard, parameter=nn.Parameter(values), has_master=True)

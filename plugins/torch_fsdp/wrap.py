@@ -19,13 +19,15 @@ from torch.nn.utils.parametrize import ParametrizationList
 
 from booster.comm import check_same_across_ranks, group_size
 from booster.errors import ConfigError
+from booster.mixed_precision.fp16 import cast_floats
 from booster.plugins.sharding.buffer_pool import BufferPool
 from booster.plugins.sharding.deferred_init import Materializer
 
+from .autograd_hooks import ViewSafeOutputs
 from .collective_order import CollectiveOrder
 from .config import PrecisionDtypes, Strategy, check_reshard_after_forward
+from .fsdp2_internals import initialize_root
 from .model import FSDPModel
-from .outputs import ViewSafeOutputs, add_dtype_boundary, modules_with_forward
 from .param_group import build_param_groups
 from .param_redistribution import RowSharded, assign_owners
 from .shard_update import ReplicatedParam, ReplicatedParams
@@ -346,7 +348,7 @@ class FSDPModelBuilder:
         model_dtype = None if self.precision_dtypes is None else self.precision_dtypes.param_dtype
         if self.precision_dtypes is None or model_dtype is None:
             return
-        ignored = [one for module in self.ignored_modules for one in modules_with_forward(module)]
+        ignored = [one for module in self.ignored_modules for one in _modules_with_forward(module)]
         inside = {part for module in ignored for part in module.modules()}
         kept = [
             one
@@ -354,7 +356,7 @@ class FSDPModelBuilder:
             if isinstance(one, self.precision_dtypes.own_dtype_classes) and one not in inside
         ]
         for module in dict.fromkeys([*ignored, *kept]):
-            add_dtype_boundary(module, model_dtype)
+            _add_dtype_boundary(module, model_dtype)
 
     def _plans(self, model: nn.Module, replicated: set[str]) -> list[tuple[WrapPlan, list[nn.Module]]]:
         """Return the wrapped modules, root last, with the submodules that they own; extends `replicated` in place."""
@@ -433,7 +435,7 @@ class FSDPModelBuilder:
             names[id(parameter)] = (*names.get(id(parameter), ()), name)
         shard_group = self.mesh.get_group("shard")
         if isinstance(model, FSDPModule):
-            model._get_fsdp_state()._lazy_init()  # otherwise the first module that runs would become FSDP2's root
+            initialize_root(model)
         collective_order = CollectiveOrder(self.order_group)
         modules = [(name, module) for name, module in model.named_modules() if isinstance(module, FSDPModule)]
         param_groups = list(build_param_groups(modules, names, originals, collective_order, BufferPool(device)))
@@ -452,6 +454,33 @@ class FSDPModelBuilder:
             writes_shards=self.mesh.get_local_rank("replica") == 0,
             broadcasts_buffers=self.broadcasts_buffers,
         )
+
+
+def _add_dtype_boundary(module: nn.Module, model_dtype: torch.dtype) -> None:
+    """Cast a module's inputs to the dtype of its weights, and its outputs to the dtype of the model, by hooks.
+
+    FSDP1 does so for `_module_classes_to_ignore`; FSDP2 leaves it to the user.
+
+    Args:
+        module: Module with weights, not sharded yet.
+        model_dtype: Compute dtype of the rest of the model.
+    """
+    module_dtype = next((one.dtype for one in module.parameters() if one.is_floating_point()), model_dtype)
+    if module_dtype != model_dtype:
+        module.register_forward_pre_hook(
+            lambda _, args, kwargs: (cast_floats(module_dtype, args), cast_floats(module_dtype, kwargs)),
+            with_kwargs=True,
+        )
+        module.register_forward_hook(lambda _, __, output: cast_floats(model_dtype, output))
+
+
+def _modules_with_forward(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield the module, or its children if it is a container without a forward."""
+    if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+        for child in module.children():
+            yield from _modules_with_forward(child)
+    else:
+        yield module
 
 
 def _check_model(model: nn.Module, ignored_modules: Sequence[nn.Module]) -> None:

@@ -1,4 +1,4 @@
-"""TorchFSDPPlugin: optimizers that need whole parameters, or all of them at once, step as in one process."""
+"""TorchFSDPPlugin: optimizers that need whole parameters step as in one process, those that need all are refused."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ import torch.distributed as dist
 from fsdp_twins import STRATEGIES, FSDPTwins, small_units
 from gemini_models import WIDTH, Stack, square_loss
 from harness import distributed, run_ranks
+from oracles.made_up_optimizers import ClipsGlobally, NeedsClosure
 from oracles.shard_aware_lamb import ShardAwareLamb
 from torch import nn
 
-from booster import Booster, CheckpointError, ConfigError, DesyncError
-from booster.plugins import TorchFSDPPlugin
+from booster import Booster, ConfigError, DesyncError
+from booster.plugins import TorchDDPPlugin, TorchFSDPPlugin
 
 SLOW = pytest.mark.slow
 
@@ -25,7 +26,6 @@ def slow(*values):
     return pytest.param(*values, marks=SLOW)
 
 
-ONE_LEVEL = pytest.mark.parametrize("strategy", ["full", slow("grad op"), "none"])
 ELEMENTWISE = ("Adam", "AdamW", "SGD", "NAdam", "RAdam", "Adamax", "Adadelta", "Adagrad", "RMSprop", "ASGD")
 
 
@@ -100,14 +100,6 @@ def lamb(model):
     first = list(model.blocks.parameters())
     rest = [one for one in model.parameters() if all(one is not other for other in first)]
     return ShardAwareLamb([{"params": first, "lr": 0.02}, {"params": rest}], lr=0.01, weight_decay=0.1)
-
-
-def lbfgs(model):
-    return torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3, history_size=4)
-
-
-def lbfgs_searching(model):
-    return torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=4, line_search_fn="strong_wolfe")
 
 
 WHOLE = {
@@ -222,60 +214,6 @@ def test_steps_before_boost_of_optimizers_of_whole_parameters_are_remembered(nam
     WholeTwins(build, optimizer=after_steps).train().assert_equal()
 
 
-# LBFGS.
-
-
-class ClosureTwins(FSDPTwins):
-    """Twins whose optimizers compute the gradients themselves."""
-
-    def train(self, steps=range(4)):
-        for step in steps:
-            expected = self.plain_optimizer.step(lambda step=step: self._plain_closure(step))
-            found = self.optimizer.step(lambda step=step: self._closure(step))
-            mean = torch.as_tensor(found).detach().clone()
-            dist.all_reduce(mean)
-            torch.testing.assert_close(mean / self.size, expected.detach(), rtol=1e-4, atol=1e-6)
-        return self
-
-    def _plain_closure(self, step):
-        self.plain_optimizer.zero_grad()
-        losses = [square_loss(self.plain(self.batch(step, rank))) / self.size for rank in range(self.size)]
-        for loss in losses:
-            loss.backward()
-        return torch.stack(losses).sum()
-
-    def _closure(self, step):
-        self.optimizer.zero_grad()
-        loss = square_loss(self.model(self.batch(step)))
-        self.booster.backward(loss, self.optimizer)
-        return loss
-
-    def assert_equal(self) -> None:
-        """Curvatures are quotients of small differences: they multiply what sums in another order differ by."""
-        expected = dict(self.plain.state_dict())
-        torch.testing.assert_close(dict(self.model.state_dict()), expected, rtol=1e-3, atol=1e-4)
-        assert all(not torch.equal(tensor, self.initial[name]) for name, tensor in expected.items())
-
-
-def step_lbfgs(arguments, is_searching=False):
-    ClosureTwins(Odd, optimizer=lbfgs_searching if is_searching else lbfgs, **arguments).train(range(3)).assert_equal()
-
-
-@pytest.mark.parametrize("world_size", [slow(2), 3])
-@ONE_LEVEL
-def test_lbfgs_equals_one_process(strategy, world_size):
-    run_ranks(step_lbfgs, world_size, STRATEGIES[strategy])
-
-
-@pytest.mark.parametrize("world_size", [2, slow(3)])
-def test_lbfgs_with_a_line_search_equals_one_process(world_size):
-    run_ranks(step_lbfgs, world_size, {}, True)
-
-
-def test_lbfgs_over_replicas_equals_one_process():
-    run_ranks(step_lbfgs, 4, STRATEGIES["hybrid"])
-
-
 # What can't be.
 
 
@@ -290,6 +228,80 @@ def test_sparse_adam_is_refused_on_all_ranks(only_one):
         Booster(plugin=TorchFSDPPlugin()).boost(model, optimizer)
     assert torch.equal(model.weight, before)
     assert optimizer.param_groups[0]["params"][0] is model.weight
+
+
+# Each way of needing all parameters at once: a closure over all of them, a norm of all gradients, one number for all.
+TOGETHER = {
+    "LBFGS": (lambda model: torch.optim.LBFGS(model.parameters()), "it needs dot products over all parameters"),
+    "ClipsGlobally": (
+        lambda model: ClipsGlobally(model.parameters(), max_norm=1.0),
+        "came out different without the others",
+    ),
+    "NeedsClosure": (lambda model: NeedsClosure(model.parameters()), "raised TypeError"),
+}
+
+
+@pytest.mark.parametrize("only_one", [False, True])
+@pytest.mark.parametrize("name", TOGETHER)
+@distributed(world_size=2)
+def test_optimizers_of_all_parameters_at_once_are_refused_on_all_ranks(name, only_one):
+    model = nn.Linear(4, 4)
+    make, why = TOGETHER[name]
+    optimizer = torch.optim.AdamW(model.parameters()) if only_one and dist.get_rank() == 0 else make(model)
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    booster = Booster(plugin=TorchFSDPPlugin())
+    with pytest.raises(ConfigError, match=f"{name} needs all parameters at once.*{why}.*or TorchDDPPlugin"):
+        booster.boost(model, optimizer)
+    assert all(torch.equal(model.state_dict()[key], value) for key, value in before.items())
+    found = [one for group in optimizer.param_groups for one in group["params"]]
+    assert all(one is parameter for one, parameter in zip(found, model.parameters(), strict=True))
+    booster.boost(model, torch.optim.AdamW(model.parameters()))
+
+
+class DDPTwins(FSDPTwins):
+    """Twins under the plugin that the refusal names, with an optimizer that computes the gradients itself."""
+
+    def make_plugin(self, **arguments):
+        return TorchDDPPlugin(**arguments)
+
+    def closure_steps(self, num_steps):
+        for step in range(num_steps):
+            expected = self.plain_optimizer.step(lambda step=step: self._plain_closure(step))
+            found = self.optimizer.step(lambda step=step: self._closure(step))
+            torch.testing.assert_close(found.detach(), expected.detach(), rtol=1e-4, atol=1e-6)
+        return self
+
+    def _plain_closure(self, step):
+        self.plain_optimizer.zero_grad()
+        losses = [square_loss(self.plain(self.batch(step, rank))) / self.size for rank in range(self.size)]
+        for loss in losses:
+            loss.backward()
+        return torch.stack(losses).sum()
+
+    def _closure(self, step):
+        self.optimizer.zero_grad()
+        loss = square_loss(self.model(self.batch(step)))
+        self.booster.backward(loss, self.optimizer)
+        mean = loss.detach() / self.size  # what a line search compares has to be the same on all ranks
+        dist.all_reduce(mean)
+        return mean
+
+    def assert_equal(self) -> None:
+        """Curvatures are quotients of small differences: they multiply what sums in another order differ by."""
+        expected = dict(self.plain.state_dict())
+        torch.testing.assert_close(dict(self.model.state_dict()), expected, rtol=1e-3, atol=1e-4)
+        assert all(not torch.equal(tensor, self.initial[name]) for name, tensor in expected.items())
+
+
+@pytest.mark.parametrize("line_search", [None, "strong_wolfe"])
+@distributed(world_size=2)
+def test_lbfgs_under_the_plugin_that_the_refusal_names_equals_one_process(line_search):
+    def lbfgs(model):
+        return torch.optim.LBFGS(
+            model.parameters(), lr=0.1 if line_search is None else 0.5, max_iter=3, line_search_fn=line_search
+        )
+
+    DDPTwins(Odd, optimizer=lbfgs).closure_steps(3).assert_equal()
 
 
 @distributed(world_size=2)
@@ -392,16 +404,3 @@ def test_states_of_whole_parameters_load_into_another_world(tmp_path, name, sour
         for name, tensor in after.items():
             distance = torch.linalg.vector_norm(found_after[name] - tensor)
             assert distance <= 1e-5 * torch.linalg.vector_norm(tensor), f"{name}: {distance} {tensor.norm()}"
-
-
-@distributed(world_size=2)
-def test_what_lbfgs_remembers_is_refused_by_a_checkpoint_as_under_any_plugin(tmp_path):
-    twins = ClosureTwins(Odd, optimizer=lbfgs).train(range(2))
-    with pytest.raises(CheckpointError, match="LBFGS has a list as state"):
-        twins.booster.save(tmp_path / "c", twins.model, twins.optimizer)
-    twins.booster.save_model(twins.model, tmp_path / "m", shard=True)
-    before = {name: tensor.clone() for name, tensor in twins.model.state_dict().items()}
-    other = FSDPTwins(Odd, optimizer=lbfgs)
-    other.booster.load_model(other.model, tmp_path / "m")
-    torch.testing.assert_close(dict(other.model.state_dict()), before, rtol=0, atol=0)
-    twins.train([2])

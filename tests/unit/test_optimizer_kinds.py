@@ -1,4 +1,4 @@
-"""What optimizers have to see at once, found out without touching them."""
+"""What optimizers have to see at once, found out without touching them; those that have to see all are refused."""
 
 from __future__ import annotations
 
@@ -138,8 +138,8 @@ WHOLES = {
     "one parameter": lambda parameters: made_up.TrustRatio(parameters[:1]),
 }
 TOGETHER = {
-    "LBFGS": (optim.LBFGS, None),  # by name
-    "MyLBFGS": (type("MyLBFGS", (optim.LBFGS,), {}), None),
+    "LBFGS": (optim.LBFGS, "it needs dot products over all parameters"),  # by class
+    "MyLBFGS": (type("MyLBFGS", (optim.LBFGS,), {}), "it needs dot products over all parameters"),
     "MyAdafactor": (MyAdafactor, "came out different without the others"),
     "ClipsGlobally": (partial(made_up.ClipsGlobally, max_norm=1.0), "came out different without the others"),
     "ClipsGlobally seldom": (partial(made_up.ClipsGlobally, max_norm=1e4), "came out different without the others"),
@@ -174,14 +174,13 @@ def test_what_has_to_see_whole_parameters(name):
 def test_what_has_to_see_everything(name):
     make, seen = TOGETHER[name]
     optimizer = make(make_parameters())
-    assert kind_of(optimizer) is OptimizerKind.GLOBAL
-    if seen is not None:
-        with pytest.raises(AssertionError, match=seen):
-            raise AssertionError(find_coupling(optimizer))
+    cls = type(optimizer).__name__
+    with pytest.raises(ConfigError, match=f"{cls} needs all parameters at once.*: .*{seen}.* or TorchDDPPlugin"):
+        kind_of(optimizer)
 
 
 def test_the_largest_kind_serves_all():
-    assert max(OptimizerKind) is OptimizerKind.GLOBAL
+    assert max(OptimizerKind) is OptimizerKind.PER_PARAM
     assert min(OptimizerKind) is OptimizerKind.ELEMENTWISE
 
 
@@ -205,10 +204,9 @@ def test_parameters_that_are_kept_elsewhere_are_refused():
 def test_every_torch_optimizer_has_a_kind():
     every = {thing for thing in vars(optim).values() if isinstance(thing, type) and issubclass(thing, optim.Optimizer)}
     kinds = {}
-    for cls in every - {optim.Optimizer, optim.SparseAdam}:
+    for cls in every - {optim.Optimizer, optim.SparseAdam, optim.LBFGS}:
         kinds.setdefault(kind_of(cls(matrices())), set()).add(cls)
     assert kinds[OptimizerKind.PER_PARAM] == {optim.Adafactor, optim.Muon}
-    assert kinds[OptimizerKind.GLOBAL] == {optim.LBFGS}
 
 
 def test_groups_keep_their_hyperparameters():
@@ -304,7 +302,11 @@ def test_the_optimizer_is_left_as_it_was(name):
     settings = copy.deepcopy(groups)
     numbers = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].copy()
     find_coupling(optimizer)
-    kind_of(optimizer)
+    if name in TOGETHER:
+        with pytest.raises(ConfigError):
+            kind_of(optimizer)
+    else:
+        kind_of(optimizer)
     assert torch.equal(torch.get_rng_state(), numbers[0])
     assert random.getstate() == numbers[1]
     assert np.array_equal(np.random.get_state()[1], numbers[2])

@@ -1,0 +1,412 @@
+"""The part of torch's FSDP2 that is used here and is not public; no other module of this folder accesses any of it.
+
+FSDP2's setters determine the collectives, the divide factor, the synchronization of gradients and resharding after
+forward. They do not give access to the rest, which stands here with the reason. tests/unit/test_fsdp2_internals.py
+checks that every name exists with the expected signature.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, _common_utils
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather as AllGather  # the bases of custom collectives
+from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter as ReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, TrainingState
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ShardedState
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
+
+# FSDP2's search for tensors in outputs; before torch 2.13 it searched pytrees.
+_collect: Callable[[Any], Sequence[torch.Tensor]] | None = getattr(_common_utils, "collect_grad_tensors", None)
+
+
+def hooked_tensors(output: Any) -> Sequence[torch.Tensor]:
+    """Return the tensors of an output that FSDP2 finds, to register its backward hooks on."""
+    if _collect is not None:
+        return _collect(output)
+    return [one for one in tree_leaves(output) if isinstance(one, torch.Tensor) and one.requires_grad]
+
+
+# One parameter has several tensors: the user's from before boost(), the sharded one that the model shows between
+# forwards, and the unsharded one that forwards use and that autograd accumulates the unreduced gradient into. The user
+# sees one parameter. So all of them share one dictionary of attributes and of hooks, and the last assignment to
+# requires_grad of any of them holds for all.
+def _share_attributes(original: torch.Tensor, other: torch.Tensor) -> None:
+    if other.__dict__ is original.__dict__:
+        return
+    original.__dict__.update(other.__dict__)
+    other.__dict__ = original.__dict__
+    with torch._C.DisableTorchFunctionSubclass():
+        for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+            if getattr(original, name) is None:
+                setattr(original, name, OrderedDict())
+            setattr(other, name, getattr(original, name))
+    if type(other) is nn.Parameter:
+        other.__class__ = type(original)  # type: ignore[assignment]
+
+
+@dataclass(slots=True, eq=False)
+class ShardedParam:
+    """A sharded parameter of a parameter group.
+
+    The optimizer updates the shard in place, so its memory must be that which FSDP2 gathers from, and a step reads and
+    clears gradients that were not reduced. FSDP2 shows neither.
+
+    Attributes:
+        name: First name in the model.
+        names: All names in the model.
+        original: The user's tensor from before boost(), emptied.
+        parameter: DTensor that the model shows between forwards.
+        fsdp_param: FSDP2's `FSDPParam`.
+        rank: This rank's index in the group that the parameter is sharded over.
+        is_used: Whether a backward of this accumulation produced a gradient.
+        shape: Shape of the unsharded parameter.
+        padded_numel: Elements of every rank's shard, with padding.
+        flat_range: This rank's flat range of the row-major parameter.
+    """
+
+    name: str
+    names: tuple[str, ...]
+    original: nn.Parameter = field(repr=False)
+    parameter: nn.Parameter
+    fsdp_param: FSDPParam = field(repr=False)
+    rank: int
+    is_used: bool = False
+    shape: tuple[int, ...] = field(init=False, repr=False)
+    padded_numel: int = field(init=False, repr=False)
+    flat_range: tuple[int, int] = field(init=False, repr=False)
+    _data_ptr: int = field(init=False, repr=False)
+    _requires_grad: bool = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self._data_ptr = self.padded_shard.data_ptr()
+        self.shape = tuple(self.parameter.shape)
+        self.padded_numel = self.fsdp_param.padded_sharded_param_size.numel()
+        numel = math.prod(self.shape)
+        start = min(numel, self.rank * self.padded_numel)
+        self.flat_range = (start, min(numel, start + self.padded_numel))
+        self._requires_grad = self.parameter.requires_grad
+        _share_attributes(self.original, self.parameter)
+        self.fsdp_param._setattr_on_modules = self.set_on_modules  # type: ignore[assignment, method-assign]
+
+    def set_on_modules(self, parameter: nn.Parameter) -> None:
+        """Show a tensor of this parameter in the model; replacement of `FSDPParam._setattr_on_modules`."""
+        _share_attributes(self.original, parameter)
+        parameter.requires_grad_(self.requires_grad)
+        FSDPParam._setattr_on_modules(self.fsdp_param, parameter)
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        """Modules that hold the parameter; several if it is tied."""
+        info = self.fsdp_param._module_info
+        return [info.module, *info.shared_modules]
+
+    @property
+    def shown(self) -> nn.Parameter:
+        """The tensor that the model shows now."""
+        info = self.fsdp_param._module_info
+        return cast(nn.Parameter, getattr(info.module, info.param_name))
+
+    @property
+    def padded_shard(self) -> torch.Tensor:
+        """This rank's shard with padding, flat, in the memory that FSDP2 gathers from."""
+        return self.fsdp_param._sharded_param_data
+
+    @property
+    def shard(self) -> torch.Tensor:
+        """This rank's shard without padding, flat, in the memory that FSDP2 gathers from."""
+        start, stop = self.flat_range
+        return self.padded_shard[: stop - start]
+
+    def has_moved(self) -> bool:
+        """Return whether the memory of the shard was replaced since boost()."""
+        return self.padded_shard.data_ptr() != self._data_ptr
+
+    def sharded(self, full_tensor: torch.Tensor) -> DTensor:
+        """Return a DTensor of this rank's rows of a tensor in the shape of the parameter."""
+        start, stop = self.flat_range
+        rows = full_tensor.detach().reshape(-1)[start:stop].to(self.shard.device)
+        return self.fsdp_param.to_sharded_dtensor(rows.view(self.fsdp_param.sharded_size))
+
+    @property
+    def is_offloaded(self) -> bool:
+        """Whether the shard is in host memory while the model runs on an accelerator."""
+        return self.fsdp_param.offload_to_cpu
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether the parameter requires gradients."""
+        return self.sync_requires_grad()
+
+    def sync_requires_grad(self) -> bool:
+        """Apply the last change of requires_grad on any of the tensors to all of them, and return it."""
+        tensors = [self.original, self.parameter, self.shown]
+        if any(one.requires_grad != self._requires_grad for one in tensors):
+            self._requires_grad = not self._requires_grad
+            for one in tensors:
+                one.requires_grad_(self._requires_grad)
+        return self._requires_grad
+
+    @property
+    def unsharded_param(self) -> nn.Parameter | None:
+        """The parameter that forwards use, whose memory is freed between them; None before the first all-gather."""
+        return getattr(self.fsdp_param, "_unsharded_param", None)
+
+    # Gradients. `unsharded_accumulated_grad` is that of earlier backwards in the dtype of the reduction.
+
+    @property
+    def has_unreduced_grad(self) -> bool:
+        """Whether this rank has an unreduced gradient."""
+        unsharded_param = self.unsharded_param
+        return self.has_accumulated_grad or (unsharded_param is not None and unsharded_param.grad is not None)
+
+    @property
+    def has_accumulated_grad(self) -> bool:
+        """Whether this rank has an unreduced gradient of earlier backwards."""
+        return self.fsdp_param.unsharded_accumulated_grad is not None
+
+    def unreduced_grad(self) -> torch.Tensor | None:
+        """Return this rank's unreduced, unsharded gradient, still scaled."""
+        accumulated = self.fsdp_param.unsharded_accumulated_grad
+        unsharded_param = self.unsharded_param
+        fresh: torch.Tensor | None = None if unsharded_param is None else unsharded_param.grad
+        if accumulated is None or fresh is None:
+            return fresh if accumulated is None else accumulated
+        return accumulated + fresh
+
+    def set_accumulated_grad(self, gradient: torch.Tensor) -> None:
+        """Set the unreduced gradient to one of earlier backwards."""
+        self.clear_unreduced_grad()
+        self.fsdp_param.unsharded_accumulated_grad = gradient
+
+    def clear_unreduced_grad(self) -> None:
+        """Drop the unreduced gradient."""
+        self.fsdp_param.unsharded_accumulated_grad = None
+        if self.unsharded_param is not None:
+            self.unsharded_param.grad = None
+
+    def take_reduced_grad(self) -> torch.Tensor | None:
+        """Remove and return the shard of the gradient that FSDP2 has reduced, flat, or None."""
+        gradient: Any = self.fsdp_param.sharded_param.grad
+        if gradient is None:
+            return None
+        self.fsdp_param.sharded_param.grad = None
+        if self.fsdp_param.grad_offload_event is not None:
+            self.fsdp_param.grad_offload_event.synchronize()
+            self.fsdp_param.grad_offload_event = None
+        return cast(torch.Tensor, gradient._local_tensor.reshape(-1))
+
+
+@contextmanager
+def _without_post_accumulate_hooks(params: Iterable[ShardedParam]) -> Iterator[None]:
+    """Hide the hooks of sharded parameters, which FSDP2 would call with a gradient whose reduction is in flight."""
+    kept = [(one.parameter, hooks) for one in params if (hooks := one.parameter._post_accumulate_grad_hooks)]
+    for parameter, _ in kept:
+        parameter._post_accumulate_grad_hooks = None  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        for parameter, hooks in kept:
+            parameter._post_accumulate_grad_hooks = hooks
+
+
+class FSDP2ParamGroup:
+    """FSDP2's parameter group of a module, with the state of the module.
+
+    Args:
+        module: Module that `fully_shard` was applied to.
+        group: FSDP2's parameter group.
+
+    Attributes:
+        fsdp_params: FSDP2's parameters.
+        device: Device that the weights are gathered on.
+        process_group: Ranks that the parameters are sharded over.
+        mp_policy: Mixed precision.
+    """
+
+    def __init__(self, module: FSDPModule, group: FSDPParamGroup) -> None:
+        assert isinstance(group.mesh_info, FSDPMeshInfo)
+        self._module = cast(nn.Module, module)
+        self._state = module._get_fsdp_state()
+        self._group = group
+        self.fsdp_params = tuple(group.fsdp_params)
+        self.device = group.device
+        self.process_group = group.mesh_info.shard_process_group
+        self.mp_policy = group.mp_policy
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether neither a forward nor a backward of the module runs."""
+        states = (self._state._training_state, self._group._training_state)
+        return states == (TrainingState.IDLE, TrainingState.IDLE)
+
+    @property
+    def is_in_backward(self) -> bool:
+        """Whether a backward of the module runs."""
+        return self._group._training_state in (TrainingState.PRE_BACKWARD, TrainingState.POST_BACKWARD)
+
+    @property
+    def reshards_to_fewer_ranks(self) -> bool:
+        """Whether `reshard_after_forward` is a number of ranks."""
+        return self._group._use_post_forward_mesh
+
+    @property
+    def reduces_grads(self) -> bool:
+        """Whether the backward reduces gradients, as set by `set_requires_gradient_sync`."""
+        return self._group.reduce_grads
+
+    def unshard_asynchronously(self) -> None:
+        """Let the all-gather run while FSDP2 continues: gloo has no streams, so an immediate wait prevents overlap."""
+        self._group.unshard_async_op = True
+
+    # FSDP2 has no hook around its post-backward, where a group's gradients are counted, completed and taken. And it
+    # registers it by an autograd function whose outputs can't be modified in place (see `InputGradHook`).
+
+    def replace_post_backward(
+        self,
+        post_backward: Callable[..., None],
+        register: Callable[[tuple[Any, ...], dict[str, Any]], tuple[tuple[Any, ...], dict[str, Any]]],
+    ) -> None:
+        """Replace the group's post-backward, and how it is registered on the inputs of a forward."""
+        self._group.post_backward = post_backward  # type: ignore[method-assign]
+        self._group._register_post_backward_hook = register  # type: ignore[assignment, method-assign]
+
+    def post_backward(self, params: Iterable[ShardedParam]) -> None:
+        """Run FSDP2's own post-backward.
+
+        Args:
+            params: Parameters of the group.
+        """
+        with _without_post_accumulate_hooks(params):
+            FSDPParamGroup.post_backward(self._group)
+
+    # `register_fsdp_forward_method` needs the names of the methods that call submodules, which only the user has.
+
+    def pre_forward(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Run FSDP2's hook before the module's forward."""
+        hooked: tuple[Any, Any] = self._state._pre_forward(self._module, args, kwargs)
+        return hooked
+
+    def post_forward(self, args: Any, output: Any) -> Any:
+        """Run FSDP2's hook after the module's forward."""
+        return self._state._post_forward(self._module, args, output)
+
+    def reshard(self) -> None:
+        """Free unsharded weights; `FSDPModule.reshard` keeps those of the root where its forward has raised."""
+        self._group._to_sharded()
+
+    def wait_for_reduce_scatter(self) -> None:
+        """Let the current stream wait for reduce-scatters, on an accelerator."""
+        context = self._group.comm_ctx
+        if self.device.type != "cpu" and hasattr(context, "reduce_scatter_stream"):  # set by the first forward
+            torch.accelerator.current_stream().wait_stream(context.reduce_scatter_stream)
+
+    # `FSDPModule.unshard` gathers in the compute dtype, for the next forward.
+
+    @contextmanager
+    def unsharded(self, full_params: Mapping[ShardedParam, torch.Tensor]) -> Iterator[None]:
+        """Context in which the model shows unsharded weights, and its forwards use them as they are.
+
+        Args:
+            full_params: Unsharded weights of all parameters of the group, which is not gathered.
+        """
+        group, state = self._group, self._state
+        for param, full_param in full_params.items():
+            param.set_on_modules(nn.Parameter(full_param, requires_grad=param.requires_grad))
+            param.fsdp_param.sharded_state = ShardedState.UNSHARDED
+        group._sharded_state = ShardedState.UNSHARDED
+        policy, state._mp_policy = state._mp_policy, MixedPrecisionPolicy()
+        blocked = ("_to_sharded", "_to_sharded_post_forward")
+        for name in blocked:
+            setattr(group, name, lambda: None)
+        try:
+            yield
+        finally:
+            for name in blocked:
+                delattr(group, name)
+            state._mp_policy = policy
+            group._sharded_state = ShardedState.SHARDED
+            for param in full_params:
+                param.set_on_modules(param.fsdp_param.sharded_param)  # type: ignore[arg-type]
+                param.fsdp_param.sharded_state = ShardedState.SHARDED
+
+
+def initialize_root(module: FSDPModule) -> None:
+    """Make a module FSDP2's root; otherwise the first module that runs would become it."""
+    module._get_fsdp_state()._lazy_init()
+
+
+def fsdp2_param_groups(module: FSDPModule) -> list[FSDP2ParamGroup]:
+    """Return FSDP2's parameter groups of a module; empty if the module has no parameters of its own."""
+    state = module._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:  # before torch 2.12 there was one at most
+        group = state._fsdp_param_group
+        groups = [] if group is None else [group]
+    return [FSDP2ParamGroup(module, group) for group in groups]
+
+
+DEEPCOPY = "__deepcopy__"  # in the instance's attributes, which `copy` looks up before FSDP2's, which always raises
+_HOOKS = (
+    "_forward_pre_hooks",
+    "_forward_hooks",
+    "_state_dict_pre_hooks",
+    "_load_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks",
+)
+
+
+def original_class(module: nn.Module) -> type[nn.Module]:
+    """Return the user's class of a module that `fully_shard` was applied to."""
+    return type(module).__mro__[2]
+
+
+@contextmanager
+def detached_from_fsdp(model: nn.Module) -> Iterator[None]:
+    """Remove temporarily what `fully_shard` and this package have added to the modules of a model.
+
+    Args:
+        model: Model with unsharded weights.
+    """
+    undo: list[Callable[[], None]] = []
+    try:
+        for module in model.modules():
+            _detach_module(module, undo)
+        yield
+    finally:
+        for restore in reversed(undo):
+            restore()
+
+
+def _detach_module(module: nn.Module, undo: list[Callable[[], None]]) -> None:
+    if isinstance(module, FSDPModule):
+        sharded = type(module)
+        module.__class__ = cast(Any, original_class(module))
+        undo.append(lambda: setattr(module, "__class__", sharded))
+    for key in (STATE_KEY, REGISTRY_KEY, DEEPCOPY):
+        if key in module.__dict__:
+            value = module.__dict__.pop(key)
+            undo.append(lambda key=key, value=value: module.__dict__.__setitem__(key, value))  # type: ignore[misc]
+    for name in _HOOKS:
+        hooks = getattr(module, name)
+        kept = OrderedDict((key, hook) for key, hook in hooks.items() if not _is_own_hook(hook))
+        if len(kept) < len(hooks):
+            setattr(module, name, kept)
+            undo.append(lambda name=name, hooks=hooks: setattr(module, name, hooks))  # type: ignore[misc]
+
+
+def _is_own_hook(hook: Any) -> bool:
+    """Whether a module's hook is FSDP2's or of this package, and not the user's."""
+    function = getattr(hook, "hook", hook)  # torch wraps some hooks
+    defined_in = getattr(function, "__module__", None) or ""
+    return defined_in.startswith(("torch.distributed.fsdp", __package__))
