@@ -20,7 +20,7 @@ from booster.comm import (
 )
 from booster.errors import CheckpointError, ConfigError
 from booster.interface import ModelWrapper, set_shard_spec, shard_spec_of
-from booster.kernels.checksum import crc32
+from booster.kernels.checksum import tensor_crc32
 from booster.plugins.low_level_zero.model import ZeroModel
 from booster.plugins.sharding.buffer_pool import broadcast_joined
 from booster.plugins.sharding.compiling import calls_compiled, not_compiled
@@ -240,8 +240,7 @@ class HybridModel(ZeroModel):
         fingerprint: list[str] = []
 
         def add(tensor: torch.Tensor) -> torch.Tensor:
-            content = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
-            fingerprint.append(f"{tensor.dtype} {tuple(tensor.shape)}, checksum {crc32(content)}")
+            fingerprint.append(f"{tensor.dtype} {tuple(tensor.shape)}, checksum {tensor_crc32(tensor)}")
             return tensor
 
         map_tensors(add, (args, kwargs))

@@ -12,8 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from booster.comm import all_gather_bytes, all_reduce_max, all_reduce_sum, collective_device
-from booster.core.optimizer_wrapper import check_scalar_loss
-from booster.core.plain_torch import boosted_backward
+from booster.core.accumulation import boosted_backward, check_scalar_loss
 from booster.fault_tolerance.progress import in_phase
 from booster.interface import LossScaler, TensorSlice
 from booster.plugins.low_level_zero.config import ZeroSettings

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from booster.comm import abort_groups, all_reduce_numbers, all_reduce_sum, group_rank, report_failure
-from booster.core.optimizer_wrapper import check_scalar_loss
+from booster.core.accumulation import check_scalar_loss
 from booster.errors import ConfigError, RankFailedError
 from booster.fault_tolerance.progress import Phase, in_phase, observers
 from booster.mixed_precision.fp16 import log_rank_zero
