@@ -125,6 +125,7 @@ class OptimizerWrapper(Optimizer):
         """
         self.model.require_open()
         check_scalar_loss(loss)
+        self.model._check_loss(loss)
         self._begin_accumulation(num_items)
         for observer in observers():
             observer.on_loss(self, loss, num_items)

@@ -251,7 +251,7 @@ class HybridModel(ZeroModel):
         check_same_across_ranks(what, fingerprint, self._replica_group)
 
     @not_compiled
-    def check_same_loss(self, loss: torch.Tensor) -> None:
+    def _check_loss(self, loss: torch.Tensor) -> None:
         """Check that ranks with the same batch have the same loss, in the first backwards only.
 
         Ranks compute everything outside of sharded layers redundantly. Losses differ if one depends on a rank's shard

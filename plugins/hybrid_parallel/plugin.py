@@ -21,6 +21,7 @@ from booster.mixed_precision.loss_scaler import LossScalerConfig
 from booster.plugins.base import DistributedPlugin, WrappedPair, arguments_of
 from booster.plugins.low_level_zero.config import ZeroSettings
 from booster.plugins.low_level_zero.flat_params import Sharding
+from booster.plugins.low_level_zero.optimizer import ZeroOptimizer
 from booster.plugins.sharding.elementwise import require_elementwise
 from booster.plugins.sharding.optimizer import new_loss_scaler
 from booster.plugins.sharding.precision import DTYPES, WeightPrecision
@@ -32,7 +33,7 @@ from .config import HybridArguments, arguments_from_config
 from .memory import hybrid_memory, hybrid_settings
 from .mesh import HybridMesh
 from .model import HybridModel
-from .optimizer import HybridOptimizer
+from .optimizer import StagePart
 from .partition import ModelPartitioner, PartitionPlan
 from .pipeline_parallel.placeholders import cast_absent_tensors
 from .pipeline_parallel.schedules import PipelineSchedule
@@ -295,7 +296,7 @@ class HybridParallelPlugin(DistributedPlugin):
 
     def _wrap(self, model: nn.Module, optimizer: Optimizer | None, stage_model: StageModel | None) -> WrappedPair:
         arguments, mesh = self._arguments, self._mesh
-        groups = tied_param_groups(mesh, stage_model)
+        tied_groups = tied_param_groups(mesh, stage_model)
         boosted = HybridModel(
             model,
             tp_group=self._partitioner.tp_group,
@@ -309,14 +310,15 @@ class HybridParallelPlugin(DistributedPlugin):
         )
         wrapped = None
         if optimizer is not None:
-            wrapped = HybridOptimizer(
+            part = None
+            if stage_model is not None:
+                stage, stage_group = mesh.rank("pp"), mesh.group("pp")
+                part = StagePart(stage_model, stage=stage, stage_group=stage_group, tied_groups=tied_groups)
+            wrapped = ZeroOptimizer(
                 optimizer,
                 boosted,
                 self._settings(),
-                stage_model=stage_model,
-                sharing_groups=groups,
-                stage=mesh.rank("pp"),
-                stage_group=mesh.group("pp"),
+                part=part,
                 loss_scaler=self._new_loss_scaler() if arguments.precision == "fp16" else None,
                 is_primary=mesh.rank("dp", "sp") == 0 and mesh.rank("pp") == 0,
             )
@@ -349,7 +351,7 @@ class HybridParallelPlugin(DistributedPlugin):
             return super().execute_pipeline(
                 data_iter, model, criterion, optimizer, return_loss, return_outputs, num_items=num_items
             )
-        if optimizer is not None and (not isinstance(optimizer, HybridOptimizer) or optimizer.model is not model):
+        if optimizer is not None and (not isinstance(optimizer, ZeroOptimizer) or optimizer.model is not model):
             raise ConfigError(
                 f"execute_pipeline() got a {type(optimizer).__name__} that was not boosted together with this model and"
                 " would not receive its gradients: pass the optimizer that boost() returned with the model"
@@ -387,7 +389,7 @@ class HybridParallelPlugin(DistributedPlugin):
     def no_sync(
         self, model: ModelWrapper | None = None, optimizer: OptimizerWrapper | None = None
     ) -> AbstractContextManager[None]:
-        if not isinstance(optimizer, HybridOptimizer):
+        if not isinstance(optimizer, ZeroOptimizer):
             raise ConfigError(
                 "no_sync() needs the boosted optimizer, which holds the gradients: write"
                 " booster.no_sync(model, optimizer)"

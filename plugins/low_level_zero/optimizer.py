@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from typing import TypeAlias
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from booster.comm import group_size
+from booster.core.accumulation import boosted_backward
 from booster.errors import ConfigError
 from booster.interface import LossScaler, Shard, Shards, shard_spec_of
-from booster.plugins.sharding.optimizer import ShardedOptimizer
+from booster.plugins.sharding.optimizer import ShardedOptimizer, ShardedOptimizerState, ShardedPendingGradients
 from booster.plugins.sharding.shard_states import shard_state
 
 from .config import ZeroSettings
@@ -20,6 +22,48 @@ from .flat_params import FlatGroup
 from .model import ZeroModel
 from .param_all_gather import ParamAllGather
 from .reducer import GradientReducer
+
+NamedParameters: TypeAlias = list[tuple[str, nn.Parameter]]
+
+
+class ModelPart:
+    """Part of the model that this rank holds: all of it, unless a plugin with pipeline stages overrides the methods."""
+
+    def logical_group(self, index: int, local: NamedParameters) -> NamedParameters:
+        """Return the members of a param group on all ranks that share the gradient norm, equal on all of them.
+
+        Args:
+            index: Index of the param group.
+            local: Members on this rank.
+
+        Collective over those ranks for groups that are added after boost().
+        """
+        return local
+
+    def sharded_parameters(
+        self, local: Iterable[tuple[str, nn.Parameter]], groups: Iterable[NamedParameters]
+    ) -> NamedParameters:
+        """Return all parameters that are sharded over the gradient-norm group, in the same order on all its ranks.
+
+        Args:
+            local: Sharded parameters of this rank.
+            groups: Results of `logical_group`.
+        """
+        return list(local)
+
+    def reduce_tied_gradients(self, reducer: GradientReducer) -> None:
+        """All-reduce gradients of parameters that other parts use too, before the data-parallel reduction.
+
+        Collective over the parts.
+        """
+
+    def checkpoint_state(self, optimizer: ZeroOptimizer) -> ShardedOptimizerState:
+        """Return the checkpoint view of the optimizer's state."""
+        return ShardedOptimizerState(optimizer)
+
+    def pending_gradients(self, optimizer: ZeroOptimizer) -> ShardedPendingGradients:
+        """Return the checkpoint view of the accumulated gradients."""
+        return ShardedPendingGradients(optimizer)
 
 
 class ZeroOptimizer(ShardedOptimizer):
@@ -33,6 +77,7 @@ class ZeroOptimizer(ShardedOptimizer):
         optim: The user's optimizer, elementwise or `ShardAware`.
         model: The boosted model.
         settings: Sharding settings.
+        part: Part of the model that this rank holds; optional, defaults to all of it.
         loss_scaler: Loss scaler for fp16; optional, defaults to no scaling.
         is_primary: If True, this rank saves what is equal on all ranks.
     """
@@ -45,6 +90,7 @@ class ZeroOptimizer(ShardedOptimizer):
         model: ZeroModel,
         settings: ZeroSettings,
         *,
+        part: ModelPart | None = None,
         loss_scaler: LossScaler | None = None,
         is_primary: bool = True,
     ) -> None:
@@ -60,6 +106,7 @@ class ZeroOptimizer(ShardedOptimizer):
             is_primary=is_primary,
         )
         self._settings = settings
+        self._part = ModelPart() if part is None else part
         self._synchronizes = True
         self._flat_groups: list[FlatGroup] = []
         for index in range(len(optim.param_groups)):
@@ -68,6 +115,10 @@ class ZeroOptimizer(ShardedOptimizer):
         self._connect()
 
     # Sharding.
+
+    def _record_group(self, index: int) -> None:
+        super()._record_group(index)
+        self.logical_groups[index] = self._part.logical_group(index, self.logical_groups[index])
 
     def _shard_group(self, index: int) -> None:
         """Shard the trainable parameters of a group that are not sharded yet."""
@@ -110,13 +161,10 @@ class ZeroOptimizer(ShardedOptimizer):
         self.param_all_gather = ParamAllGather(self._reducer.buckets, settings.shard_group)
         self.model.connect(self.param_all_gather, self.zero_grad)
         shards = [one.shard for flat in self._flat_groups for one in flat.owned]
-        shapes = {name: shard_spec_of(parameter).logical_shape for name, parameter in self._sharded_parameters()}
+        local = (one for flat in self._flat_groups for one in zip(flat.names, flat.parameters, strict=True))
+        sharded = self._part.sharded_parameters(local, self.logical_groups)
+        shapes = {name: shard_spec_of(parameter).logical_shape for name, parameter in sharded}
         self._use_shards(Shards(shards, list(shapes), self._grad_norm_group, shapes=shapes))
-
-    def _sharded_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield all parameters that are sharded over the gradient-norm group, in the same order on all its ranks."""
-        for flat in self._flat_groups:
-            yield from zip(flat.names, flat.parameters, strict=True)
 
     def _refresh_masters(self) -> None:
         for flat in self._flat_groups:
@@ -143,10 +191,24 @@ class ZeroOptimizer(ShardedOptimizer):
         finally:
             self._synchronizes = before
 
+    @contextmanager
+    def accumulate_microbatches(self, num_items: float | None) -> Iterator[None]:
+        """Count all microbatches' backwards in the block as one backward().
+
+        Args:
+            num_items: Number of items that the loss averages; see `Booster.backward`.
+
+        Collective: yes.
+        """
+        self._begin_accumulation(num_items)
+        with self.no_sync(), boosted_backward(), self._backward_context():
+            yield
+
     # Gradients.
 
     def _reduce_gradients(self) -> float:
         self._cached_norm = None
+        self._part.reduce_tied_gradients(self._reducer)
         self._reducer.finish()
         for bucket in self._reducer.buckets:
             for param_grad, owned in bucket.owned:
@@ -230,7 +292,13 @@ class ZeroOptimizer(ShardedOptimizer):
         super().zero_grad()
         self._reducer.reset(keeps_use=not set_to_none)
 
-    # Accumulated gradients in checkpoints.
+    # Checkpoints.
+
+    def checkpoint_state(self) -> ShardedOptimizerState:
+        return self._part.checkpoint_state(self)
+
+    def pending_gradients(self) -> ShardedPendingGradients:
+        return self._part.pending_gradients(self)
 
     def local_gradients(self) -> dict[str, torch.Tensor]:
         """Return this rank's unreduced, unscaled gradients by name, in the parameters' shapes."""
