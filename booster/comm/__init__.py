@@ -14,6 +14,7 @@ from .bucket_collectives import (
 from .checks import all_gather_text, check_same_across_ranks, raise_on_all_ranks
 from .collective_op import CommunicationCount, count_communication
 from .collectives import (
+    LOW_PRECISION,
     all_gather_bytes,
     all_gather_equal,
     all_reduce_max,
@@ -28,6 +29,7 @@ from .collectives import (
     group_rank,
     group_size,
     is_initialized,
+    sum_dtype,
 )
 from .fake import fake_collectives, fake_world, is_fake_world
 from .p2p import (
@@ -57,6 +59,7 @@ from .shared_memory import transport, use_shared_memory
 from .store_barrier import ErrorBarrier
 
 __all__ = [
+    "LOW_PRECISION",
     "AllGather",
     "AllReduce",
     "CommunicationCount",
@@ -109,6 +112,7 @@ __all__ = [
     "start_receive_tensor",
     "start_reduce_scatter",
     "start_send_tensor",
+    "sum_dtype",
     "timeout_scope",
     "transport",
     "use_shared_memory",

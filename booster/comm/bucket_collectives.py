@@ -16,7 +16,7 @@ import torch.distributed as dist
 from booster.kernels.shared_memory import can_reduce
 
 from .collective_op import CollectiveOp, start_op
-from .collectives import group_rank, group_size, wait_all
+from .collectives import LOW_PRECISION, group_rank, group_size, sum_dtype, wait_all
 from .fake import is_fake_world
 from .pending_work import PendingWork
 from .shared_memory import GroupMemory
@@ -31,7 +31,6 @@ from .shared_memory import GroupMemory
 
 # Elements summed at a time: values converted to fp32 stay in the cache. Fewer cost more calls than they save misses.
 _BLOCK_NUMEL = 2**18
-_LOW_PRECISION = (torch.float16, torch.bfloat16)
 
 # torch 2.13 renamed both and warns at each call of the old names.
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -190,7 +189,7 @@ class SharedMemoryReduceScatter:
     def _run(self) -> None:
         output = self._output
         if output is None:
-            dtype = torch.float32 if self._local_shard.dtype in _LOW_PRECISION else self._local_shard.dtype
+            dtype = sum_dtype(self._local_shard.dtype)
             output = self._early_sum = torch.empty_like(self._local_shard, dtype=dtype)
         self._memory.reduce_scatter(self._payload, output, self._number, accumulate=self._accumulates)
         del self._payload, self._local_shard
@@ -276,11 +275,11 @@ def _sum_into(
         return
     terms_by_block = zip(*(part.split(_BLOCK_NUMEL) for part in (local_shard, *received)), strict=True)
     blocks = zip(output.split(_BLOCK_NUMEL), terms_by_block, strict=True)
-    if local_shard.dtype == output.dtype and local_shard.dtype not in _LOW_PRECISION and not accumulate:
+    if local_shard.dtype == output.dtype and local_shard.dtype not in LOW_PRECISION and not accumulate:
         for target, terms in blocks:
             _sum_directly(target, terms)
         return
-    dtype = torch.float32 if local_shard.dtype in _LOW_PRECISION else local_shard.dtype
+    dtype = sum_dtype(local_shard.dtype)
     total, scratch = local_shard.new_empty((2, min(local_shard.numel(), _BLOCK_NUMEL)), dtype=dtype)
     for target, (first, *rest) in blocks:
         block_total, converted = total[: target.numel()], scratch[: target.numel()]
@@ -340,7 +339,7 @@ def start_all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup | None = Non
         reduce = partial(group_memory.memory.all_reduce, tensor, "sum", operation.number)
         return AllReduce(PendingWork(group_memory, operation.translate_errors, reduce).wait)
     # gloo rounds a sum of 16-bit numbers after every addition
-    is_widened = tensor.dtype in _LOW_PRECISION and tensor.device.type == "cpu"
+    is_widened = tensor.dtype in LOW_PRECISION and tensor.device.type == "cpu"
     total = tensor.float() if is_widened else tensor
     with operation.translate_errors():
         work = dist.all_reduce(total, dist.ReduceOp.SUM, group=group, async_op=True)

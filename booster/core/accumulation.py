@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from booster.comm import all_reduce_numbers, group_size
+from booster.comm import all_reduce_numbers, group_size, sum_dtype
 from booster.errors import ConfigError
 from booster.kernels.flat_buffers import sum_of_squares, supports_sum_of_squares
 from booster.validation import is_number
@@ -176,8 +176,7 @@ def gradient_norm(gradients: Sequence[torch.Tensor], norm_type: float) -> torch.
     """
     if norm_type == 2.0 and supports_sum_of_squares(gradients):
         return torch.tensor(math.sqrt(sum_of_squares(gradients)), dtype=torch.float32)
-    wide = [one.float() if one.dtype in (torch.float16, torch.bfloat16) else one for one in gradients]
-    return nn.utils.get_total_norm(wide, norm_type)
+    return nn.utils.get_total_norm([one.to(sum_dtype(one.dtype)) for one in gradients], norm_type)
 
 
 @torch.no_grad()

@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
+from booster.comm import LOW_PRECISION
 from booster.core.model_wrapper import ModelWrapper
 from booster.core.optimizer_wrapper import OptimizerWrapper
 from booster.core.tensor_slice import TensorSlice
@@ -21,8 +22,6 @@ from booster.pytree import map_tensors
 from booster.validation import check_flag
 
 from .loss_scaler import LossScalerConfig
-
-LOW_PRECISION = (torch.float16, torch.bfloat16)
 
 
 @dataclass(slots=True)

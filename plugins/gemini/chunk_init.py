@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from booster.comm import broadcast
+from booster.comm import broadcast, sum_dtype
 from booster.lazy_init import is_lazy, materialize_tensor
 
 from .chunk import Chunk
@@ -17,8 +17,6 @@ from .chunk_search import default_step, plan_chunks, search_chunk_numel
 from .chunk_shard import ChunkShard
 from .config import GeminiSettings
 from .tiers import Tier
-
-LOW_PRECISION = (torch.float16, torch.bfloat16)
 
 
 def describe_params(
@@ -91,7 +89,7 @@ def make_chunk(
         rank=settings.rank,
         group=settings.shard_group,
         device=settings.device,
-        sum_dtype=torch.float32 if layout.dtype in LOW_PRECISION else layout.dtype,
+        sum_dtype=sum_dtype(layout.dtype),
         sum_device=settings.device,
     )
 

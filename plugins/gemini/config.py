@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from booster.comm import sum_dtype
 from booster.device import current_device, free_memory
 from booster.errors import ConfigError
 from booster.plugins.sharding.precision import DTYPES
@@ -21,7 +22,6 @@ from .placement import Placement, make_placement
 from .tiers import Tier
 
 _MEBI = 2**20
-_LOW_PRECISION = (torch.float16, torch.bfloat16)
 _FLAGS = (
     "enable_gradient_accumulation",
     "master_weights",
@@ -298,8 +298,7 @@ class GeminiSettings:
 
     def master_dtype(self, layout: ChunkLayout) -> torch.dtype:
         """Return the dtype of the shard that the optimizer updates; the weights' dtype for a frozen chunk."""
-        is_low = layout.dtype in _LOW_PRECISION
-        return torch.float32 if is_low and self.keeps_master_weights and layout.trains else layout.dtype
+        return sum_dtype(layout.dtype) if self.keeps_master_weights and layout.trains else layout.dtype
 
     def master_device(self, states_tier: Tier | None) -> torch.device:
         """Return the device of the update of a chunk with states in a tier, or in memory if that is None."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from booster.comm import LOW_PRECISION, sum_dtype
 from booster.interface import Shard, shard_spec_of
 from booster.plugins.sharding.masters import follow_weights
 
@@ -253,11 +254,11 @@ class FlatGroup:
         return self._versions != [parameter._version for parameter in self.parameters]
 
     def _new_masters(self) -> torch.Tensor | None:
-        is_low = self.dtype in (torch.float16, torch.bfloat16)
+        is_low = self.dtype in LOW_PRECISION
         moves = self.sharding.master_device not in (None, self.device)
         if not moves and not (is_low and self.sharding.keeps_masters):
             return None
-        dtype = torch.float32 if is_low and self.sharding.keeps_masters else self.dtype
+        dtype = sum_dtype(self.dtype) if self.sharding.keeps_masters else self.dtype
         home = self.device if self.sharding.master_device is None else self.sharding.master_device
         return torch.zeros(self.layout.shard_numel, dtype=dtype, device=home)
 

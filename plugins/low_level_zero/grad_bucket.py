@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from booster.comm import ReduceScatter
+from booster.comm import ReduceScatter, sum_dtype
 
 from .flat_params import Bucket, FlatGroup, OwnedShard, ParamRange
 
@@ -91,7 +91,7 @@ class GradientBucket:
     @property
     def sum_dtype(self) -> torch.dtype:
         """Dtype of gradient sums: fp32 for low-precision weights."""
-        return torch.float32 if self.group.dtype in (torch.float16, torch.bfloat16) else self.group.dtype
+        return sum_dtype(self.group.dtype)
 
 
 def make_param_grads(

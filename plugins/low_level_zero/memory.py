@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from booster.comm import LOW_PRECISION, sum_dtype
 from booster.interface import MemoryParts, MemoryRequest, RankMemory
-from booster.plugins.sharding.memory import LOW_PRECISION, cast_bytes, largest_moment
+from booster.plugins.sharding.memory import cast_bytes, largest_moment
 
 from .config import ZeroArguments
 from .flat_params import Bucket, FlatLayout
@@ -76,9 +77,9 @@ class _Group:
         self.layout = FlatLayout([shape for _, shape in named], num_shards, max_bucket_numel)
         self.weight_bytes = self.layout.numel * dtype.itemsize
         is_low = dtype in LOW_PRECISION
-        self.sum_dtype = torch.float32 if is_low else dtype
+        self.sum_dtype = sum_dtype(dtype)
         self.has_masters = is_low and arguments.master_weights
-        self.main_dtype = torch.float32 if self.has_masters else dtype
+        self.main_dtype = self.sum_dtype if self.has_masters else dtype
         # With one shard, a low-precision bucket is too small to be overwritten by its fp32 sums.
         self.packs = arguments.stage == 2 or (num_shards == 1 and is_low)
         self.sent_dtype = arguments.communication_dtype or dtype

@@ -10,8 +10,6 @@ import torch
 
 from booster.interface.memory import MemoryInterval
 
-LOW_PRECISION = (torch.float16, torch.bfloat16)
-
 
 class HoldsGradients(Protocol):
     """Model of the gradient memory of a plugin during backward."""

@@ -10,9 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from booster.comm import all_reduce_sum, broadcast, collective_device, group_rank, group_size
+from booster.comm import LOW_PRECISION, all_reduce_sum, broadcast, collective_device, group_rank, group_size
 from booster.interface import Shard
-from booster.mixed_precision.fp16 import LOW_PRECISION
 from booster.plugins.sharding.masters import update_master
 
 from .param_group import ParamGroup, ShardedParam
