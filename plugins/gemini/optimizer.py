@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from booster.comm import all_reduce_max, all_reduce_sum, collective_device, group_size
 from booster.errors import ConfigError
 from booster.interface import LossScaler, Shard, Shards, TensorSpec
+from booster.plugins.sharding.config import GradClipConfig
 from booster.plugins.sharding.masters import update_master
 from booster.plugins.sharding.optimizer import ShardedOptimizer, ShardedOptimizerState
 from booster.plugins.sharding.shard_states import shard_state
@@ -81,8 +82,7 @@ class GeminiOptimizer(ShardedOptimizer):
             model,
             data_parallel_group=settings.data_parallel_group,
             shard_group=settings.shard_group,
-            max_norm=settings.max_norm,
-            norm_type=settings.norm_type,
+            clip=GradClipConfig(max_norm=settings.max_norm, norm_type=settings.norm_type),
             loss_scaler=loss_scaler,
             is_primary=is_primary,
         )

@@ -17,7 +17,7 @@ from booster.comm import group_size, new_cpu_group, new_mesh, timeout_scope
 from booster.core.module_sync import check_materialized
 from booster.core.plain_torch import refuse_plain_training
 from booster.interface import MemoryRequest, ModelWrapper, OptimizerWrapper, RankMemory
-from booster.mixed_precision.loss_scaler import LossScalerConfig
+from booster.mixed_precision.loss_scaler import LossScaleConfig
 from booster.plugins.base import DistributedPlugin, WrappedPair, arguments_of
 from booster.plugins.sharding.elementwise import require_elementwise
 from booster.plugins.sharding.optimizer import new_loss_scaler
@@ -154,7 +154,7 @@ class GeminiPlugin(DistributedPlugin):
         super().__init__()
         self._arguments = arguments_of(GeminiArguments, given)
         self._placement_arguments = arguments_of(PlacementArguments, given)
-        self._loss_scale = arguments_of(LossScalerConfig, given)
+        self._loss_scale = arguments_of(LossScaleConfig, given)
         self._new_loss_scaler = functools.partial(new_loss_scaler, self._loss_scale, verbose=verbose)
         self._verify_arguments(self._check_arguments)
         self._placement = self._make_placement()

@@ -231,7 +231,7 @@ class FullGradients(GradientStore):
     def __init__(self, group: FlatGroup, buffers: BucketBuffers) -> None:
         super().__init__(group, buffers)
         self._flat = torch.zeros(group.layout.numel, dtype=group.dtype, device=group.device)
-        self._rank = group.sharding.rank
+        self._rank = group.groups.rank
         self._views: dict[int, torch.Tensor] = {}
 
     def receive(self, param_grad: ParamGrad) -> None:

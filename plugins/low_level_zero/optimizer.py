@@ -14,10 +14,11 @@ from booster.comm import group_size
 from booster.core.accumulation import boosted_backward
 from booster.errors import ConfigError
 from booster.interface import LossScaler, Shard, Shards, shard_spec_of
+from booster.plugins.sharding.config import ShardGroups
 from booster.plugins.sharding.optimizer import ShardedOptimizer, ShardedOptimizerState, ShardedPendingGradients
 from booster.plugins.sharding.shard_states import shard_state
 
-from .config import ZeroSettings
+from .config import ZeroConfig
 from .flat_params import FlatGroup
 from .model import ZeroModel
 from .param_all_gather import ParamAllGather
@@ -76,7 +77,8 @@ class ZeroOptimizer(ShardedOptimizer):
     Args:
         optim: The user's optimizer, elementwise or `ShardAware`.
         model: The boosted model.
-        settings: Sharding settings.
+        config: Options of ZeRO.
+        groups: Process groups of the shards.
         part: Part of the model that this rank holds; optional, defaults to all of it.
         loss_scaler: Loss scaler for fp16; optional, defaults to no scaling.
         is_primary: If True, this rank saves what is equal on all ranks.
@@ -88,7 +90,8 @@ class ZeroOptimizer(ShardedOptimizer):
         self,
         optim: Optimizer,
         model: ZeroModel,
-        settings: ZeroSettings,
+        config: ZeroConfig,
+        groups: ShardGroups,
         *,
         part: ModelPart | None = None,
         loss_scaler: LossScaler | None = None,
@@ -97,15 +100,15 @@ class ZeroOptimizer(ShardedOptimizer):
         super().__init__(
             optim,
             model,
-            data_parallel_group=settings.data_parallel_group,
-            shard_group=settings.shard_group,
-            grad_norm_group=settings.grad_norm_group,
-            max_norm=settings.max_norm,
-            norm_type=settings.norm_type,
+            data_parallel_group=groups.data_parallel_group,
+            shard_group=groups.shard_group,
+            grad_norm_group=groups.grad_norm_group,
+            clip=config.clip,
             loss_scaler=loss_scaler,
             is_primary=is_primary,
         )
-        self._settings = settings
+        self._config = config
+        self._groups = groups
         self._part = ModelPart() if part is None else part
         self._synchronizes = True
         self._flat_groups: list[FlatGroup] = []
@@ -128,12 +131,12 @@ class ZeroOptimizer(ShardedOptimizer):
         new.sort(key=lambda parameter: order[id(parameter)])
         by_dtype: dict[torch.dtype, list[nn.Parameter]] = {}
         for parameter in new:
-            casts_to = self._settings.dtype if parameter.is_floating_point() else None
+            casts_to = self._config.dtype if parameter.is_floating_point() else None
             by_dtype.setdefault(casts_to or parameter.dtype, []).append(parameter)
         shards: list[nn.Parameter] = []
         for dtype, members in by_dtype.items():
             named = [(self._names[id(parameter)], parameter) for parameter in members]
-            flat = FlatGroup(index, named, dtype, self._settings.sharding)
+            flat = FlatGroup(index, named, dtype, self._config, self._groups)
             self._flat_groups.append(flat)
             for parameter in members:
                 own = [one.shard for one in flat.owned if one.shard.model_param is parameter]
@@ -147,18 +150,9 @@ class ZeroOptimizer(ShardedOptimizer):
     def _connect(self) -> None:
         """Create the reducer, the all-gather, and the shards that a `ShardAware` optimizer receives, for all flat
         groups."""
-        settings = self._settings
-        self._reducer = GradientReducer(
-            self._flat_groups,
-            list(self.model.unwrap().parameters()),
-            stage=settings.stage,
-            overlaps=settings.overlaps,
-            control_group=settings.control_group or settings.data_parallel_group,
-            shard_group=settings.shard_group,
-            replica_group=settings.replica_group,
-            communication_dtype=settings.communication_dtype,
-        )
-        self.param_all_gather = ParamAllGather(self._reducer.buckets, settings.shard_group)
+        model_order = list(self.model.unwrap().parameters())
+        self._reducer = GradientReducer(self._flat_groups, model_order, self._config, self._groups)
+        self.param_all_gather = ParamAllGather(self._reducer.buckets, self._groups.shard_group)
         self.model.connect(self.param_all_gather, self.zero_grad)
         shards = [one.shard for flat in self._flat_groups for one in flat.owned]
         local = (one for flat in self._flat_groups for one in zip(flat.names, flat.parameters, strict=True))
@@ -264,7 +258,7 @@ class ZeroOptimizer(ShardedOptimizer):
             torch.autograd.graph.increment_version(flat.parameters)
             flat.record_versions()
         self.param_all_gather.start()
-        if not self._settings.overlap_param_gather:
+        if not self._config.overlap_allgather:
             self.param_all_gather.wait()
 
     def _step_shards(self) -> None:

@@ -16,6 +16,7 @@ from booster.comm import all_reduce_max, all_reduce_sum, broadcast, collective_d
 from booster.errors import ConfigError
 from booster.fault_tolerance.progress import in_phase
 from booster.interface import LossScaler, Shard, Shards
+from booster.plugins.sharding.config import GradClipConfig
 from booster.plugins.sharding.optimizer import ShardedOptimizer
 from booster.plugins.sharding.shard_states import shard_state
 
@@ -141,8 +142,7 @@ class FSDPOptimizer(ShardedOptimizer):
             model,
             data_parallel_group=None,
             shard_group=settings.shard_group,
-            max_norm=settings.max_norm,
-            norm_type=settings.norm_type,
+            clip=GradClipConfig(max_norm=settings.max_norm, norm_type=settings.norm_type),
             loss_scaler=loss_scaler,
             is_primary=is_primary,
         )
