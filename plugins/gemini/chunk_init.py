@@ -51,7 +51,7 @@ def plan_model(
     infos: Sequence[ParamInfo], module_of: Sequence[int], settings: GeminiSettings, num_shards: int
 ) -> ChunkPlan:
     """Return the layout of all parameters, equal on all ranks. No communication."""
-    chunks = settings.chunks
+    chunks = settings.config.chunks
     if chunks.numel is not None:
         return plan_chunks(infos, num_shards=num_shards, chunk_numel=chunks.numel, module_of=module_of)
     found = search_chunk_numel(

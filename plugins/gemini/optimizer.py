@@ -14,7 +14,6 @@ from torch.optim import Optimizer
 from booster.comm import all_reduce_max, all_reduce_sum, collective_device, group_size
 from booster.errors import ConfigError
 from booster.interface import LossScaler, Shard, Shards, TensorSpec
-from booster.plugins.sharding.config import GradClipConfig
 from booster.plugins.sharding.masters import update_master
 from booster.plugins.sharding.optimizer import ShardedOptimizer, ShardedOptimizerState
 from booster.plugins.sharding.shard_states import shard_state
@@ -82,7 +81,7 @@ class GeminiOptimizer(ShardedOptimizer):
             model,
             data_parallel_group=settings.data_parallel_group,
             shard_group=settings.shard_group,
-            clip=GradClipConfig(max_norm=settings.max_norm, norm_type=settings.norm_type),
+            clip=settings.config.clip,
             loss_scaler=loss_scaler,
             is_primary=is_primary,
         )
