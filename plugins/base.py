@@ -39,7 +39,7 @@ WrappedPair: TypeAlias = tuple[ModelWrapper, OptimizerWrapper | None]
 def arguments_of(cls: type[Arguments], given: Mapping[str, Any]) -> Arguments:
     """Create a config from the constructor arguments that have the names of its fields.
 
-    A field that is no argument is a nested config, which is created in the same way.
+    A field without an argument of its name is a nested config, which is created in the same way.
     """
     names = [field.name for field in fields(cls)]  # type: ignore[arg-type]  # a dataclass
     nested = {} if given.keys() >= set(names) else get_type_hints(cls)
