@@ -24,6 +24,7 @@ from .booster_checkpoint import CheckpointMethods
 from .checkpoint_io import CheckpointIO
 from .comm import barrier, group_rank, timeout_scope
 from .consistency import verify_same_across_ranks
+from .core.plain_torch import hook_clipping
 from .data.dataloader import active_position
 from .data.join import JoinIterator
 from .data.metrics import gather_for_metrics
@@ -127,6 +128,8 @@ class Booster(CheckpointMethods):
             boosted, wrapped, criterion = self.mixed_precision.configure(
                 boosted, wrapped, criterion, **_without_none(prepared=prepared)
             )
+        if wrapped is not None:
+            hook_clipping(wrapped)
         register_model(self.plugin, boosted, wrapped)
         return boosted, wrapped, criterion, dataloader, lr_scheduler
 

@@ -6,6 +6,8 @@ import zlib
 from types import ModuleType
 from typing import TYPE_CHECKING
 
+import torch
+
 from .loader import load_kernel
 
 if TYPE_CHECKING:
@@ -28,6 +30,15 @@ def crc32(data: Buffer, value: int = 0) -> int:
     if native is None:
         return zlib.crc32(data, value)
     return int(native.crc32(data, value & 0xFFFFFFFF))
+
+
+def tensor_crc32(*tensors: torch.Tensor) -> int:
+    """Return the checksum of the elements of tensors, one after another."""
+    value = 0
+    for tensor in tensors:
+        content = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        value = crc32(content.numpy().data, value)
+    return value
 
 
 def _native() -> ModuleType | None:

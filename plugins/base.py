@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias, TypeVar, get_type_hints
 
 import torch
 import torch.distributed as dist
@@ -37,8 +37,44 @@ WrappedPair: TypeAlias = tuple[ModelWrapper, OptimizerWrapper | None]
 
 
 def arguments_of(cls: type[Arguments], given: Mapping[str, Any]) -> Arguments:
-    """Create a dataclass object from the constructor arguments that have the names of its fields."""
-    return cls(**{field.name: given[field.name] for field in fields(cls)})  # type: ignore[arg-type]  # a dataclass
+    """Create a config from the constructor arguments that have the names of its fields.
+
+    A field without an argument of its name is a nested config, which is created in the same way.
+    """
+    names = [field.name for field in fields(cls)]  # type: ignore[arg-type]  # a dataclass
+    nested = {} if given.keys() >= set(names) else get_type_hints(cls)
+    return cls(**{name: given[name] if name in given else arguments_of(nested[name], given) for name in names})
+
+
+class PluginConfig(ABC):
+    """Base of the frozen dataclasses of a plugin's options, which have the names of its constructor arguments.
+
+    Attributes:
+        per_rank: Names of options that may differ between ranks.
+    """
+
+    __slots__ = ()
+    per_rank: ClassVar[frozenset[str]] = frozenset({"verbose"})
+
+    @abstractmethod
+    def check(self, world_size: int) -> None:
+        """Check all options.
+
+        Raises:
+            ConfigError: An option is invalid.
+        """
+
+    @property
+    def fingerprint(self) -> list[str]:
+        """Options that must be equal on all ranks."""
+        lines: list[str] = []
+        for name in (field.name for field in fields(self)):  # type: ignore[arg-type]  # a dataclass
+            value = getattr(self, name)
+            if hasattr(value, "fingerprint"):  # a nested config
+                lines += value.fingerprint
+            elif name not in self.per_rank:
+                lines.append(f"{name}={value!r}")
+        return lines
 
 
 class DistributedPlugin(Plugin):

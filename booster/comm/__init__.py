@@ -29,6 +29,7 @@ from .collectives import (
     group_rank,
     group_size,
     is_initialized,
+    sum_dtype,
 )
 from .fake import fake_collectives, fake_world, is_fake_world
 from .p2p import (
@@ -111,6 +112,7 @@ __all__ = [
     "start_receive_tensor",
     "start_reduce_scatter",
     "start_send_tensor",
+    "sum_dtype",
     "timeout_scope",
     "transport",
     "use_shared_memory",

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from booster.kernels.shared_memory import can_reduce
 
 from .collective_op import CollectiveOp, start_op
-from .collectives import LOW_PRECISION, group_rank, group_size, wait_all
+from .collectives import LOW_PRECISION, group_rank, group_size, sum_dtype, wait_all
 from .fake import is_fake_world
 from .pending_work import PendingWork
 from .shared_memory import GroupMemory
@@ -189,7 +189,7 @@ class SharedMemoryReduceScatter:
     def _run(self) -> None:
         output = self._output
         if output is None:
-            dtype = torch.float32 if self._local_shard.dtype in LOW_PRECISION else self._local_shard.dtype
+            dtype = sum_dtype(self._local_shard.dtype)
             output = self._early_sum = torch.empty_like(self._local_shard, dtype=dtype)
         self._memory.reduce_scatter(self._payload, output, self._number, accumulate=self._accumulates)
         del self._payload, self._local_shard
@@ -279,7 +279,7 @@ def _sum_into(
         for target, terms in blocks:
             _sum_directly(target, terms)
         return
-    dtype = torch.float32 if local_shard.dtype in LOW_PRECISION else local_shard.dtype
+    dtype = sum_dtype(local_shard.dtype)
     total, scratch = local_shard.new_empty((2, min(local_shard.numel(), _BLOCK_NUMEL)), dtype=dtype)
     for target, (first, *rest) in blocks:
         block_total, converted = total[: target.numel()], scratch[: target.numel()]

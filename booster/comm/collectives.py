@@ -28,8 +28,12 @@ from booster.kernels.shared_memory import SharedMemory, can_reduce
 from .collective_op import CollectiveOp, start_op
 from .fake import is_fake_world
 
-# Sums of these dtypes are computed in fp32, and so are the updates of their parameters.
 LOW_PRECISION = (torch.float16, torch.bfloat16)
+
+
+def sum_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which elements are summed and updated: fp32 for fp16 and bf16, else their own."""
+    return torch.float32 if dtype in LOW_PRECISION else dtype
 
 
 def p2p_all_gather(operation: CollectiveOp, joined: torch.Tensor, source: torch.Tensor) -> None:
@@ -52,7 +56,7 @@ def p2p_all_reduce(operation: CollectiveOp, tensor: torch.Tensor, operator: Lite
     """Reduce a contiguous tensor in place, in rank order, to equal bits on every rank; 16-bit dtypes in fp32."""
     rows = tensor.new_empty((dist.get_world_size(operation.group), tensor.numel()))
     p2p_all_gather(operation, rows, tensor)
-    total = rows[0].float() if tensor.dtype in LOW_PRECISION else rows[0]
+    total = rows[0].to(sum_dtype(tensor.dtype))
     for row in rows[1:]:
         if operator == "sum":
             total += row

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from booster.comm import all_reduce_numbers, group_size
+from booster.comm import all_reduce_numbers, group_size, sum_dtype
 from booster.errors import ConfigError
 from booster.kernels.flat_buffers import sum_of_squares, supports_sum_of_squares
 from booster.validation import is_number
@@ -50,12 +52,16 @@ class UnscaleFactors:
     @torch.no_grad()
     def apply_to(self, gradients: Sequence[torch.Tensor]) -> None:
         """Multiply the gradients in place."""
-        if not gradients:
-            return
         if self.grad_scale != 1.0:
-            torch._foreach_mul_(list(gradients), self.grad_scale)
+            multiply(gradients, self.grad_scale)
         if self.clip_coef is not None:
-            torch._foreach_mul_(list(gradients), self.clip_coef)
+            multiply(gradients, self.clip_coef)
+
+
+def multiply(gradients: Sequence[torch.Tensor], factor: float | torch.Tensor) -> None:
+    """Multiply gradients in place, by one kernel for all."""
+    if gradients:
+        torch._foreach_mul_(list(gradients), factor)
 
 
 # Note [Accumulation]
@@ -138,6 +144,8 @@ class AccumulationState:
         Raises:
             ConfigError: The items of all ranks sum to zero.
         """
+        if self.grad_factor != 1.0:  # they are unscaled already
+            return 1.0
         factor = 1.0 / loss_scale
         if self.num_items is not None:
             total = all_reduce_numbers([self.num_items], group)[0]
@@ -168,8 +176,7 @@ def gradient_norm(gradients: Sequence[torch.Tensor], norm_type: float) -> torch.
     """
     if norm_type == 2.0 and supports_sum_of_squares(gradients):
         return torch.tensor(math.sqrt(sum_of_squares(gradients)), dtype=torch.float32)
-    wide = [one.float() if one.dtype in (torch.float16, torch.bfloat16) else one for one in gradients]
-    return nn.utils.get_total_norm(wide, norm_type)
+    return nn.utils.get_total_norm([one.to(sum_dtype(one.dtype)) for one in gradients], norm_type)
 
 
 @torch.no_grad()
@@ -187,3 +194,40 @@ def any_nonfinite(gradients: Sequence[torch.Tensor]) -> bool:
         return not math.isfinite(sum_of_squares(dense))
     maxima = torch.stack([norm.float() for norm in torch._foreach_norm(dense, float("inf"))])
     return not bool(torch.isfinite(maxima).all())
+
+
+def check_scalar_loss(loss: Any) -> None:
+    """Raise `ConfigError` unless the loss is a tensor with one element that requires a gradient."""
+    if not isinstance(loss, torch.Tensor):
+        raise ConfigError(
+            f"the loss is a {type(loss).__name__}, not a tensor: pass the tensor that the criterion returned"
+        )
+    if loss.numel() != 1:
+        raise ConfigError(
+            f"the loss has shape {tuple(loss.shape)}, and backward() needs one number: reduce it, for example with"
+            " loss.mean()"
+        )
+    if not loss.requires_grad:
+        raise ConfigError(
+            "the loss does not depend on any parameter that requires a gradient: compute it outside of torch.no_grad()"
+            " and without detach(), and check requires_grad of the parameters"
+        )
+
+
+_num_boosted_backwards = 0
+
+
+@contextmanager
+def boosted_backward() -> Iterator[None]:
+    """Context of autograd in the backward of a boosted optimizer."""
+    global _num_boosted_backwards
+    _num_boosted_backwards += 1
+    try:
+        yield
+    finally:
+        _num_boosted_backwards -= 1
+
+
+def is_in_boosted_backward() -> bool:
+    """Return whether a boosted optimizer's backward is running."""
+    return _num_boosted_backwards > 0

@@ -124,13 +124,16 @@ class ModelWrapper(nn.Module, metaclass=_ConstructionMarker):
         vars(self)["training"] = mode
         return self
 
-    # Overridden by plugins: around a forward, and around a method that runs modules.
+    # Overridden by plugins: around a forward, around a method that runs modules, and before a backward.
 
     def _begin_run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Called before modules run. Collective; does nothing by default."""
 
     def _end_run(self) -> None:
         """Called after modules have run. Collective; does nothing by default."""
+
+    def _check_loss(self, loss: torch.Tensor) -> None:
+        """Called with every loss before its backward. Collective; does nothing by default."""
 
     def _run_method(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a method of the user's module; see Note [Attributes of the boosted model]."""

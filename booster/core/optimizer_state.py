@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from booster.errors import CheckpointError
 
 from .accumulation import AccumulationState
+from .model_wrapper import ModelWrapper
 from .precision import LossScaler, MasterWeights
 from .shard_aware import StateAllocator
 from .shard_spec import ShardSpec, shard_spec_of
@@ -45,8 +46,10 @@ class TensorSpec:
 
 
 class StatefulOptimizer(Protocol):
-    """Boosted optimizer as a checkpoint uses it; implemented by `OptimizerWrapper`, which documents the members."""
+    """What checkpoints use of `OptimizerWrapper`, which creates the views of its state and therefore imports them."""
 
+    optim: Optimizer
+    model: ModelWrapper
     data_parallel_group: dist.ProcessGroup | None
     is_primary: bool
     loss_scaler: LossScaler | None
@@ -54,24 +57,10 @@ class StatefulOptimizer(Protocol):
     num_skipped_steps: int
 
     @property
-    def model(self) -> nn.Module: ...
-
-    @property
     def accumulation(self) -> AccumulationState: ...
 
     @property
     def num_microbatches(self) -> int: ...
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]: ...
-
-    @property
-    def state(self) -> Any: ...
-
-    @property
-    def defaults(self) -> dict[str, Any]: ...
-
-    def unwrap(self) -> Optimizer: ...
 
     def model_parameter(self, parameter: nn.Parameter) -> nn.Parameter: ...
 
@@ -95,7 +84,7 @@ class OptimizerState:
 
     def __init__(self, optimizer: StatefulOptimizer) -> None:
         self.optimizer = optimizer
-        own = optimizer.unwrap()
+        own = optimizer.optim
         self._allocator = own if isinstance(own, StateAllocator) else None
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
@@ -124,11 +113,11 @@ class OptimizerState:
         groups = [
             {key: value for key, value in group.items() if key not in _NAME_KEYS}
             | {"params": [name for name, _ in members]}
-            for group, members in zip(self.optimizer.param_groups, logical, strict=True)
+            for group, members in zip(self.optimizer.optim.param_groups, logical, strict=True)
         ]
         scaler = self.optimizer.loss_scaler
         return {
-            "optimizer": type(self.optimizer.unwrap()).__name__,
+            "optimizer": type(self.optimizer.optim).__name__,
             "param_groups": groups,
             "shapes": {name: list(self._layout(one).logical_shape) for members in logical for name, one in members},
             "numbers": self._all_numbers(),
@@ -171,10 +160,10 @@ class OptimizerState:
         scaler = self.optimizer.loss_scaler
         if scaler is not None and values["loss_scaler"] is not None:
             scaler.load_state_dict(values["loss_scaler"])  # first: it raises for a malformed state
-        for group, stored in zip(self.optimizer.param_groups, values["param_groups"], strict=True):
+        for group, stored in zip(self.optimizer.optim.param_groups, values["param_groups"], strict=True):
             group.update({key: value for key, value in stored.items() if key not in _NAME_KEYS})
         held = {name: self._held(name, parameter) for name, parameter in self.named_parameters().items()}
-        state = self.optimizer.state
+        state = self.optimizer.optim.state
         state.clear()
         for full_name, spec in specs.items():
             name, key = full_name.rsplit(".", 1)
@@ -196,7 +185,7 @@ class OptimizerState:
         working = self.optimizer.model_parameter
         return [
             [(names[id(working(parameter))], parameter) for parameter in group["params"]]
-            for group in self.optimizer.param_groups
+            for group in self.optimizer.optim.param_groups
         ]
 
     def _held(self, name: str, parameter: nn.Parameter) -> list[nn.Parameter]:
@@ -243,7 +232,7 @@ class OptimizerState:
             floats = spec.dtype.is_floating_point and parameter.is_floating_point()
             dtype, device = parameter.dtype if floats else spec.dtype, parameter.device
             if key == "step":
-                group = next(g for g in self.optimizer.param_groups if any(p is parameter for p in g["params"]))
+                group = next(g for g in self.optimizer.optim.param_groups if any(p is parameter for p in g["params"]))
                 on_device = bool(group.get("capturable") or group.get("fused"))
                 dtype, device = spec.dtype, parameter.device if on_device else torch.device("cpu")
             memory = torch.empty(spec.shape, dtype=dtype, device=device)
@@ -259,19 +248,19 @@ class OptimizerState:
         return shard_spec_of(self.optimizer.model_parameter(parameter), parameter.shape)
 
     def _state_tensors(self, parameter: nn.Parameter) -> Iterator[tuple[str, torch.Tensor]]:
-        for key, value in self.optimizer.state.get(parameter, {}).items():
+        for key, value in self.optimizer.optim.state.get(parameter, {}).items():
             if isinstance(value, torch.Tensor):
                 yield key, value
 
     def _numbers(self, name: str, parameter: nn.Parameter) -> dict[str, Any]:
         if self._allocator is not None:
             self._allocator.check_states()  # here, because every save reads numbers first and compares them over ranks
-        state = self.optimizer.state.get(parameter, {})
+        state = self.optimizer.optim.state.get(parameter, {})
         numbers = {key: value for key, value in state.items() if not isinstance(value, torch.Tensor)}
         for key, value in numbers.items():
             if value is not None and not isinstance(value, (bool, int, float, str)):
                 raise CheckpointError(
-                    f"{type(self.optimizer.unwrap()).__name__} has a {type(value).__name__} as state {key!r} of"
+                    f"{type(self.optimizer.optim).__name__} has a {type(value).__name__} as state {key!r} of"
                     f" {name!r}, and a checkpoint without pickle stores tensors and plain values: save the model alone"
                 )
         return numbers
@@ -279,10 +268,10 @@ class OptimizerState:
     def _other_kind(self, values: Mapping[str, Any]) -> Iterator[str]:
         # Several classes may compute the same update, such as Adam and a faster implementation: they have the same
         # hyperparameters. A class that lacks some of them computes another update.
-        optimizer = self.optimizer.unwrap()
+        optimizer = self.optimizer.optim
         ours, theirs = type(optimizer).__name__, values.get("optimizer")
         stored = {key for group in values["param_groups"] for key in group}
-        lost = sorted(set(self.optimizer.defaults) - stored - _IMPLEMENTATION_CHOICES)
+        lost = sorted(set(self.optimizer.optim.defaults) - stored - _IMPLEMENTATION_CHOICES)
         if theirs != ours and lost and values["param_groups"]:
             yield f"the state is of a {theirs}, which lacks {', '.join(lost)}, and this is a {ours}"
         is_uncorrected = any(group.get("bias_correction") is False for group in values["param_groups"])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -13,38 +15,38 @@ from torch.optim import Optimizer
 
 from booster.comm import all_reduce_numbers, raise_on_all_ranks
 from booster.deprecation import DeprecatedAlias
-from booster.errors import BoosterError, ConfigError
+from booster.errors import ConfigError
 from booster.fault_tolerance.progress import end_step, in_phase, observers
+from booster.kernels.checksum import tensor_crc32
 
 from .accumulated_gradients import AccumulatedGradients
-from .accumulation import AccumulationState, UnscaleFactors, any_nonfinite, gradient_norm
+from .accumulation import (
+    AccumulationState,
+    UnscaleFactors,
+    any_nonfinite,
+    boosted_backward,
+    check_scalar_loss,
+    gradient_norm,
+    multiply,
+)
 from .model_wrapper import ModelWrapper
-from .optimizer_methods import OptimizerMethods
 from .optimizer_state import OptimizerState
-from .plain_torch import boosted_backward, clip_by_norm, clip_by_value, hook_clipping
 from .precision import LossScaler, MasterWeights
-from .shard_aware import FusedUpdate, StateAllocator
+from .shard_aware import FusedUpdate, update_on_all_ranks
+
+# torch's functions, without the check of Note [Plain torch]
+_clip_by_norm = torch.no_grad()(inspect.unwrap(nn.utils.clip_grads_with_norm_))
+_clip_by_value = torch.no_grad()(inspect.unwrap(nn.utils.clip_grad_value_))
+
+# Note [Weight-writing methods]
+# An optimizer may have methods that write weights outside of step(): `train` and `eval` of a schedule-free one swap
+# them, `first_step` of SAM moves them. If the optimizer updates shards or master weights, the model must follow. Which
+# methods write is unknown, and a rank sees its own shards only. So all ranks call every method that the wrapper lacks,
+# compare a checksum of their shards before and after, and update the model if any rank's has changed. The method gets
+# the gradients of step(); if it clears them all, the accumulation has ended.
 
 
-def check_scalar_loss(loss: Any) -> None:
-    """Raise `ConfigError` unless the loss is a tensor with one element that requires a gradient."""
-    if not isinstance(loss, torch.Tensor):
-        raise ConfigError(
-            f"the loss is a {type(loss).__name__}, not a tensor: pass the tensor that the criterion returned"
-        )
-    if loss.numel() != 1:
-        raise ConfigError(
-            f"the loss has shape {tuple(loss.shape)}, and backward() needs one number: reduce it, for example with"
-            " loss.mean()"
-        )
-    if not loss.requires_grad:
-        raise ConfigError(
-            "the loss does not depend on any parameter that requires a gradient: compute it outside of torch.no_grad()"
-            " and without detach(), and check requires_grad of the parameters"
-        )
-
-
-class OptimizerWrapper(OptimizerMethods):
+class OptimizerWrapper(Optimizer):
     """Boosted optimizer.
 
     It is a `torch.optim.Optimizer`, so any torch LR scheduler works on it; `param_groups`, `state` and `defaults` are
@@ -64,6 +66,9 @@ class OptimizerWrapper(OptimizerMethods):
         is_primary: True on exactly one of the ranks that hold the same optimizer states.
     """
 
+    _is_stepping = False
+    _num_own_step_hooks = 0
+
     def __init__(
         self,
         optim: Optimizer,
@@ -72,7 +77,8 @@ class OptimizerWrapper(OptimizerMethods):
         data_parallel_group: dist.ProcessGroup | None = None,
         is_primary: bool = True,
     ) -> None:
-        super().__init__(optim)
+        # Optimizer.__init__ is not called: it would make a second set of groups and states.
+        self.optim = optim
         self.model = model
         self.data_parallel_group = data_parallel_group
         self.is_primary = is_primary
@@ -83,25 +89,14 @@ class OptimizerWrapper(OptimizerMethods):
         self._num_steps = 0
         self._accumulation = AccumulationState()
         self._defers_step = False
+        self._is_last_microbatch = False
         self._counts_next_backward = False
         self._num_microbatches = 0
         self._last_norm: torch.Tensor | None = None
         self._gradient_hooks: list[Callable[[Sequence[torch.Tensor]], None]] = []
         self._fused_update = optim if isinstance(optim, FusedUpdate) else None
-        hook_clipping(self)
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group to the user's optimizer.
-
-        Raises:
-            ConfigError: The optimizer has master weights, which are made by boost().
-        """
-        if self.master_weights is not None:
-            raise ConfigError(
-                "add_param_group() after boost() would leave the new parameters without fp32 master weights: add the"
-                " group before boost()"
-            )
-        self.optim.add_param_group(param_group)
+    # Backward.
 
     @in_phase("backward")
     def backward(
@@ -130,6 +125,7 @@ class OptimizerWrapper(OptimizerMethods):
         """
         self.model.require_open()
         check_scalar_loss(loss)
+        self.model._check_loss(loss)
         self._begin_accumulation(num_items)
         for observer in observers():
             observer.on_loss(self, loss, num_items)
@@ -170,7 +166,7 @@ class OptimizerWrapper(OptimizerMethods):
                 " backward()"
             )
         if self._accumulation.grad_factor != 1.0:
-            self._multiply(self._gradients(), 1.0 / self._accumulation.grad_factor)
+            multiply(self._gradients(), 1.0 / self._accumulation.grad_factor)
             self._accumulation.grad_factor = 1.0
         self._accumulation.is_unscaled = False
         self._accumulation.has_stepped = False
@@ -179,6 +175,16 @@ class OptimizerWrapper(OptimizerMethods):
         if self._counts_next_backward:  # a microbatch may have several backward() calls, and counts once
             self._accumulation.num_averaged += 1
             self._counts_next_backward = False
+
+    def _unscale_in_place(self) -> None:
+        """Unscale `p.grad` after the last microbatch's backward(). Collective if num_items was given.
+
+        A further backward() of the same microbatch reverts it, see `_begin_accumulation`.
+        """
+        if self._is_last_microbatch and self._uses_param_grads():
+            self._accumulation.grad_factor = self._accumulation.unscale_factor(1.0, self.data_parallel_group)
+            if self._accumulation.grad_factor != 1.0:
+                multiply(self._gradients(), self._accumulation.grad_factor)
 
     @contextmanager
     def microbatch(self, is_last: bool) -> Iterator[None]:
@@ -209,6 +215,8 @@ class OptimizerWrapper(OptimizerMethods):
     def num_microbatches(self) -> int:
         """Number of microbatches of `Booster.accumulate` since the last step."""
         return self._num_microbatches
+
+    # Clipping.
 
     @in_phase("clip")
     def clip_grad_by_norm(
@@ -241,7 +249,7 @@ class OptimizerWrapper(OptimizerMethods):
         if self._accumulation.factors is not None:
             self._accumulation.factors.clip(max_norm, norm)
         elif not self._accumulation.found_nonfinite:
-            clip_by_norm(self._optimized_parameters(), max_norm, norm)
+            _clip_by_norm(self._optimized_parameters(), max_norm, norm)
         return norm
 
     @in_phase("clip")
@@ -254,7 +262,7 @@ class OptimizerWrapper(OptimizerMethods):
             return
         self._unscale_gradients()
         self._apply_factors()
-        clip_by_value(self._optimized_parameters(), clip_value)
+        _clip_by_value(self._optimized_parameters(), clip_value)
 
     @in_phase("clip")
     def get_grad_norm(self) -> float | None:
@@ -273,48 +281,7 @@ class OptimizerWrapper(OptimizerMethods):
         """Register `hook(gradients)`, called once per step with this rank's unscaled gradients."""
         self._gradient_hooks.append(hook)
 
-    def _unscale_gradients(self) -> None:
-        if self._accumulation.is_unscaled:
-            return
-        if self._accumulation.num_backwards == 0:
-            self._check_no_plain_backward()
-            return
-        if self._needs_no_unscaling():
-            self._accumulation.is_unscaled = True
-            for observer in observers():
-                observer.on_gradients(self, self._named_gradients)
-            return
-        scale = 1.0 if self.loss_scaler is None else self.loss_scaler.scale
-        factor = self._unscale_factor(scale) * self._reduce_gradients()
-        if self._can_fuse_unscaling():
-            self._accumulation.factors = UnscaleFactors(factor)
-        elif self.master_weights is not None:
-            self.master_weights.copy_gradients()
-        gradients = self._gradients()
-        if factor != 1.0 and self._accumulation.factors is None:
-            self._multiply(gradients, factor)
-        if self.loss_scaler is not None:
-            self._accumulation.found_nonfinite = self._any_nonfinite(gradients)
-        has_changed = factor != 1.0 or self._accumulation.grad_factor != 1.0
-        self._accumulation.was_unscaled = has_changed or self.master_weights is not None
-        self._accumulation.is_unscaled = True
-        for hook in self._gradient_hooks:
-            hook(gradients)
-        for observer in observers():
-            observer.on_gradients(self, self._named_gradients)
-
-    def _needs_no_unscaling(self) -> bool:
-        """Whether unscaling would traverse the gradients and change none: the step of a plain fp32 loop."""
-        accumulation = self._accumulation
-        is_plain = self.loss_scaler is None and self.master_weights is None and not self._gradient_hooks
-        return is_plain and accumulation.num_items is None and accumulation.num_averaged <= 1
-
-    def _check_no_plain_backward(self) -> None:
-        if (self.loss_scaler is not None or self.master_weights is not None) and self._has_gradients():
-            raise ConfigError(
-                "some gradients were not computed by booster.backward(loss, optimizer): with this mixed precision they"
-                " lack the loss scale. Replace loss.backward() by booster.backward(loss, optimizer)"
-            )
+    # Step.
 
     @in_phase("step")
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
@@ -379,6 +346,233 @@ class OptimizerWrapper(OptimizerMethods):
     def _is_accumulating(self) -> bool:
         """Whether `Booster.accumulate` has accumulated gradients without a step."""
         return self._accumulation.num_averaged > 0 and self._accumulation.is_open
+
+    # Unscaling; see Note [Accumulation] and Note [Fused unscaling].
+
+    def _unscale_gradients(self) -> None:
+        if self._accumulation.is_unscaled:
+            return
+        if self._accumulation.num_backwards == 0:
+            self._check_no_plain_backward()
+            return
+        gradients = [] if self._needs_no_unscaling() else self._reduce_and_unscale()
+        self._accumulation.is_unscaled = True
+        for hook in self._gradient_hooks:
+            hook(gradients)
+        for observer in observers():
+            observer.on_gradients(self, self._named_gradients)
+
+    def _reduce_and_unscale(self) -> list[torch.Tensor]:
+        accumulation = self._accumulation
+        scale = 1.0 if self.loss_scaler is None else self.loss_scaler.scale
+        factor = accumulation.unscale_factor(scale, self.data_parallel_group) * self._reduce_gradients()
+        if self._can_fuse_unscaling():
+            accumulation.factors = UnscaleFactors(factor)
+        elif self.master_weights is not None:
+            self.master_weights.copy_gradients()
+        gradients = self._gradients()
+        if factor != 1.0 and accumulation.factors is None:
+            multiply(gradients, factor)
+        if self.loss_scaler is not None:
+            accumulation.found_nonfinite = self._any_nonfinite(gradients)
+        has_changed = factor != 1.0 or accumulation.grad_factor != 1.0
+        accumulation.was_unscaled = has_changed or self.master_weights is not None
+        return gradients
+
+    def _needs_no_unscaling(self) -> bool:
+        """Whether unscaling would traverse the gradients and change none: the step of a plain fp32 loop."""
+        accumulation = self._accumulation
+        is_plain = self.loss_scaler is None and self.master_weights is None and not self._gradient_hooks
+        return is_plain and accumulation.num_items is None and accumulation.num_averaged <= 1
+
+    def _check_no_plain_backward(self) -> None:
+        if (self.loss_scaler is not None or self.master_weights is not None) and self._has_gradients():
+            raise ConfigError(
+                "some gradients were not computed by booster.backward(loss, optimizer): with this mixed precision they"
+                " lack the loss scale. Replace loss.backward() by booster.backward(loss, optimizer)"
+            )
+
+    def _can_fuse_unscaling(self) -> bool:
+        """Whether the step itself may multiply the gradients; see Note [Fused unscaling]."""
+        return self._fused_update is not None and self.master_weights is not None and not self._has_hooks()
+
+    def _has_hooks(self) -> bool:
+        """Whether the user's hooks read unscaled gradients, or may write weights after the update."""
+        steps = (*self.optim._optimizer_step_pre_hooks.values(), *self.optim._optimizer_step_post_hooks.values())
+        return bool(self._gradient_hooks) or len(steps) > self._num_own_step_hooks
+
+    def _apply_factors(self) -> None:
+        """Unscale gradients where that was left to the step; see Note [Fused unscaling]."""
+        factors, self._accumulation.factors = self._accumulation.factors, None
+        if factors is None:
+            return
+        if self.master_weights is not None:
+            self.master_weights.copy_gradients()
+        factors.apply_to(self._gradients())
+
+    # Parameters, of which `param_groups` may hold fp32 copies.
+
+    def model_parameter(self, parameter: nn.Parameter) -> nn.Parameter:
+        """Return the model's parameter for one of `param_groups`, which may be its fp32 copy."""
+        return parameter if self.master_weights is None else self.master_weights.model_parameter(parameter)
+
+    working_parameter = DeprecatedAlias("model_parameter")
+
+    def group_parameters(self, index: int) -> list[nn.Parameter]:
+        """Return the model's full parameters of a param group, whatever shard of them this rank updates."""
+        return [self.model_parameter(parameter) for parameter in self.param_groups[index]["params"]]
+
+    def group_masters(self, index: int) -> list[nn.Parameter]:
+        """Return the fp32 copies in a param group that this rank updates in place of the model's parameters."""
+        return [one for one in self.param_groups[index]["params"] if self.model_parameter(one) is not one]
+
+    def _optimized_parameters(self) -> list[nn.Parameter]:
+        return [parameter for group in self.optim.param_groups for parameter in group["params"]]
+
+    def _model_parameters(self) -> list[nn.Parameter]:
+        return [self.model_parameter(parameter) for parameter in self._optimized_parameters()]
+
+    def _named_gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield this rank's gradients with the user's names of their parameters."""
+        is_scaled = self._accumulation.factors is not None
+        names = {id(one): self.model.logical_name(name) for name, one in self.model.named_parameters()}
+        for parameter in self._optimized_parameters():
+            model_parameter = self.model_parameter(parameter)
+            gradient = model_parameter.grad if is_scaled else parameter.grad
+            if gradient is not None:
+                yield names.get(id(model_parameter), "a parameter outside of the model"), gradient
+
+    def _has_gradients(self) -> bool:
+        return any(parameter.grad is not None for parameter in self._model_parameters())
+
+    def _gradients(self) -> list[torch.Tensor]:
+        """Return this rank's gradients as the optimizer will use them."""
+        is_scaled = self._accumulation.factors is not None
+        parameters = self._model_parameters() if is_scaled else self._optimized_parameters()
+        return [parameter.grad for parameter in parameters if parameter.grad is not None]
+
+    # The user's optimizer.
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """The user's optimizer's groups, which LR schedulers change."""
+        return self.optim.param_groups
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        """The user's optimizer's states."""
+        return self.optim.state
+
+    @property
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+        """The user's optimizer's default hyperparameters."""
+        return self.optim.defaults
+
+    def unwrap(self) -> Optimizer:
+        """Return the user's optimizer."""
+        return self.optim
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.optim!r})"
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group to the user's optimizer.
+
+        Raises:
+            ConfigError: The optimizer has master weights, which are made by boost().
+        """
+        if self.master_weights is not None:
+            raise ConfigError(
+                "add_param_group() after boost() would leave the new parameters without fp32 master weights: add the"
+                " group before boost()"
+            )
+        self.optim.add_param_group(param_group)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "optim":  # not set yet: __init__ did not run
+            raise AttributeError(name)
+        value = getattr(self.optim, name)
+        if not (inspect.isroutine(value) or isinstance(value, functools.partial)):
+            return value
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return self._call_user_method(functools.partial(value, *args, **kwargs))
+
+        functools.update_wrapper(call, value)
+        return call
+
+    def _call_user_method(self, method: Callable[[], Any]) -> Any:
+        """Call the method with unscaled gradients, and update the model if it wrote weights.
+
+        Collective if ranks hold shards: every rank must call it.
+
+        Raises:
+            ConfigError: It updates weights from loss-scaled gradients, where an overflow cannot be skipped.
+        """
+        has_gradients = self._accumulation.is_open and not self._defers_step
+        if has_gradients:
+            self._unscale_gradients()
+            self._apply_factors()
+        if not self._has_copies():
+            return method()
+        self._fetch_weights()
+        digest, result, failure = self._checksum(), None, None
+        try:
+            result = method()
+        except Exception as error:  # raised on all ranks below
+            failure = error
+        self._restore_memory()
+        has_written = digest != self._checksum()
+        has_cleared = has_gradients and all(one.grad is None for one in self._optimized_parameters())
+        has_written, has_failed, keeps_gradients = self._any_rank(
+            [has_written, failure is not None, has_gradients and not has_cleared]
+        )
+        if has_written:
+            self._publish_weights()
+        if has_failed:
+            raise_on_all_ranks(failure, self.data_parallel_group)
+        if has_written and has_gradients and self.loss_scaler is not None:
+            raise ConfigError(
+                f"a method of {type(self.optim).__name__} updates weights from gradients with a loss scale outside of"
+                " step(), where an overflow cannot be skipped: use bf16 or fp32"
+            )
+        if has_gradients and not keeps_gradients:
+            self.zero_grad()
+        return result
+
+    def _checksum(self) -> int:
+        """Return a checksum of the trained parameters; writes to `.data` change no version counter."""
+        return tensor_crc32(*(one for one in self._optimized_parameters() if one.requires_grad))
+
+    # Clipping by torch's functions; see Note [Plain torch].
+
+    def _holds_any(self, parameters: frozenset[int]) -> bool:
+        """Return whether any of these, by `id`, is a parameter of the optimizer or of the model it updates."""
+        own = (*self._optimized_parameters(), *self._model_parameters())
+        return any(id(one) in parameters for one in own)
+
+    def _unscale_param_grads(self, parameters: frozenset[int]) -> None:
+        """Unscale `p.grad` of these parameters. Collective if backward() was given num_items.
+
+        Raises:
+            ConfigError: Their gradients are stored elsewhere, or the accumulation has not ended.
+        """
+        if self._defers_step:
+            raise ConfigError(
+                "torch's clipping was called inside of accumulate() before the last microbatch, where gradients are"
+                " incomplete: write booster.clip_grad_norm_(optimizer, max_norm), which takes effect with the last one,"
+                " or clip where accumulate() yields True"
+            )
+        pairs = ((one, self.model_parameter(one)) for one in self._optimized_parameters())
+        if any(id(working) in parameters for one, working in pairs if working is not one):
+            raise ConfigError(
+                "torch's clipping was given parameters with fp32 master weights, which have other gradients: it would"
+                " change nothing. Write booster.clip_grad_norm_(optimizer, max_norm)"
+            )
+        self._unscale_gradients()
+        self._apply_factors()
+
+    # Checkpoints.
 
     def state_dict(self) -> dict[str, Any]:
         """Return the user's optimizer's `state_dict`, with the loss scaler's state under "loss_scaler"."""
@@ -457,18 +651,7 @@ class OptimizerWrapper(OptimizerMethods):
 
         Collective if `StateAllocator.can_fail_alone`.
         """
-        if not (isinstance(self.optim, StateAllocator) and self.optim.can_fail_alone):
-            update()
-            return
-        failure: Exception | None = None
-        try:
-            if not self._accumulation.was_updated_locally:
-                update()
-            self._accumulation.was_updated_locally = True
-        except (OSError, BoosterError) as error:  # raised on all ranks below
-            failure = error
-        raise_on_all_ranks(failure, self.data_parallel_group)
-        self._accumulation.was_updated_locally = False
+        update_on_all_ranks(update, self.optim, self._accumulation, self.data_parallel_group)
 
     def _step_fused(
         self, model_params: Mapping[nn.Parameter, torch.Tensor], gradients: Mapping[nn.Parameter, torch.Tensor]
@@ -483,21 +666,6 @@ class OptimizerWrapper(OptimizerMethods):
             gradients=gradients,
         )
 
-    def _can_fuse_unscaling(self) -> bool:
-        """Whether the step itself may multiply the gradients; see Note [Fused unscaling]."""
-        return self._fused_update is not None and self.master_weights is not None and not self._has_hooks()
-
-    def _has_hooks(self) -> bool:
-        """Whether the user's hooks read unscaled gradients, or may write weights after the update."""
-        steps = (*self.optim._optimizer_step_pre_hooks.values(), *self.optim._optimizer_step_post_hooks.values())
-        return bool(self._gradient_hooks) or len(steps) > self._num_own_step_hooks
-
-    def _gradients(self) -> list[torch.Tensor]:
-        """Return this rank's gradients as the optimizer will use them."""
-        is_scaled = self._accumulation.factors is not None
-        parameters = self._model_parameters() if is_scaled else self._optimized_parameters()
-        return [parameter.grad for parameter in parameters if parameter.grad is not None]
-
     def _total_norm(self, norm_type: float) -> torch.Tensor:
         """Return the norm of all unscaled gradients over all ranks, as a 0-dim tensor."""
         if self._accumulation.factors is None:
@@ -507,3 +675,41 @@ class OptimizerWrapper(OptimizerMethods):
     def _any_nonfinite(self, gradients: Sequence[torch.Tensor]) -> bool:
         """Return whether any rank of the world holds an inf or nan; see Note [Skip decision]. Collective."""
         return all_reduce_numbers([float(any_nonfinite(gradients))])[0] > 0
+
+    def _any_rank(self, flags: Sequence[bool]) -> list[bool]:
+        """Return for each flag whether it is True on any rank. Collective if ranks may differ."""
+        return list(flags)
+
+    def _uses_param_grads(self) -> bool:
+        """Whether the optimizer uses the gradients that backward() leaves in `p.grad`."""
+        return self.loss_scaler is None and self.master_weights is None
+
+    def _has_copies(self) -> bool:
+        """Whether the model computes with copies of the optimizer's parameters."""
+        return self.master_weights is not None
+
+    def _fetch_weights(self) -> None:
+        """Copy changed or moved weights of the model into the optimizer's parameters. Collective."""
+
+    def _restore_memory(self) -> None:
+        """Undo replacements of the optimizer's memory by `p.data = ...`, keeping the values."""
+
+    def _publish_weights(self) -> None:
+        """Write the optimizer's parameters into the model, on all ranks. Collective."""
+        if self.master_weights is not None:
+            self.master_weights.copy_to_model()
+
+
+def _forward_to_user(name: str) -> Callable[..., Any]:
+    def method(self: OptimizerWrapper, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self.optim, name)(*args, **kwargs)
+
+    method.__name__ = name
+    method.__doc__ = f"Call the user's optimizer's `{name}`."
+    return method
+
+
+# The inherited versions would write into hook tables that the user's optimizer never reads.
+for _event in ("step", "state_dict", "load_state_dict"):
+    for _name in (f"register_{_event}_pre_hook", f"register_{_event}_post_hook"):
+        setattr(OptimizerWrapper, _name, _forward_to_user(_name))

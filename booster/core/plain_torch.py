@@ -5,8 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import weakref
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -16,8 +15,9 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from booster.errors import ConfigError
 
+from .accumulation import is_in_boosted_backward
 from .model_wrapper import ModelWrapper
-from .optimizer_methods import OptimizerMethods
+from .optimizer_wrapper import OptimizerWrapper
 
 # Note [Plain torch]
 # `torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)` clips nothing if the boosted optimizer stores the gradients,
@@ -28,16 +28,11 @@ from .optimizer_methods import OptimizerMethods
 
 _CLIPPING_FUNCTIONS = (nn.utils.clip_grad_norm_, nn.utils.clip_grads_with_norm_, nn.utils.clip_grad_value_)
 
-clip_by_norm = torch.no_grad()(inspect.unwrap(nn.utils.clip_grads_with_norm_))  # without the check
-clip_by_value = torch.no_grad()(inspect.unwrap(nn.utils.clip_grad_value_))
-
-
-_optimizers: weakref.WeakSet[OptimizerMethods] = weakref.WeakSet()
+_optimizers: weakref.WeakSet[OptimizerWrapper] = weakref.WeakSet()
 _refused: weakref.WeakKeyDictionary[ModelWrapper, list[weakref.ref[nn.Parameter]]] = weakref.WeakKeyDictionary()
-_num_boosted_backwards = 0
 
 
-def hook_clipping(optimizer: OptimizerMethods) -> None:
+def hook_clipping(optimizer: OptimizerWrapper) -> None:
     """Let torch's clipping functions unscale the gradients of a boosted optimizer first."""
     for function in _CLIPPING_FUNCTIONS:
         _wrap(function)
@@ -70,17 +65,6 @@ def _wrap(function: Callable[..., Any]) -> None:
                 setattr(module, name, checked)
 
 
-@contextmanager
-def boosted_backward() -> Iterator[None]:
-    """Context of autograd in the backward of a boosted optimizer."""
-    global _num_boosted_backwards
-    _num_boosted_backwards += 1
-    try:
-        yield
-    finally:
-        _num_boosted_backwards -= 1
-
-
 def refuse_plain_training(
     model: ModelWrapper, *, untrained: Iterable[nn.Parameter], originals: Iterable[nn.Parameter] = ()
 ) -> None:
@@ -111,7 +95,7 @@ def refuse_plain_gradient(*_: Any) -> None:
     Raises:
         ConfigError: It was not computed in a boosted optimizer's backward.
     """
-    if _num_boosted_backwards == 0:
+    if not is_in_boosted_backward():
         raise ConfigError(
             "loss.backward() computes gradients of a model that was boosted without an optimizer, and gradients are"
             " reduced over ranks for boosted optimizers only: write model, optimizer, *_ = booster.boost(model,"

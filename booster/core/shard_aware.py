@@ -8,7 +8,7 @@ optimizer computes these from the shards of all ranks.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
@@ -16,10 +16,12 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
-from booster.comm import all_reduce_sum, collective_device, group_size
-from booster.errors import ConfigError
+from booster.comm import all_reduce_sum, collective_device, group_size, raise_on_all_ranks
+from booster.errors import BoosterError, ConfigError
 
+from .accumulation import AccumulationState
 from .shard_spec import Box, ShardSpec, _overlaps, is_sharded, shard_spec_of
 from .tensor_slice import TensorSlice
 
@@ -313,3 +315,30 @@ class StateAllocator(Protocol):
     def check_states(self) -> None:
         """Raise `CheckpointError` unless the states are complete and readable."""
         ...
+
+
+def update_on_all_ranks(
+    update: Callable[[], Any], optim: Optimizer, accumulation: AccumulationState, group: dist.ProcessGroup | None
+) -> None:
+    """Run an optimizer's update; a failure on any rank is raised on all, and the next call retries.
+
+    Args:
+        update: Update of this rank's parameters.
+        optim: The user's optimizer.
+        accumulation: State of the accumulation that ends with the update.
+        group: Ranks that update together.
+
+    Collective over `group` if `StateAllocator.can_fail_alone`.
+    """
+    if not (isinstance(optim, StateAllocator) and optim.can_fail_alone):
+        update()
+        return
+    failure: Exception | None = None
+    try:
+        if not accumulation.was_updated_locally:
+            update()
+        accumulation.was_updated_locally = True
+    except (OSError, BoosterError) as error:  # raised on all ranks below
+        failure = error
+    raise_on_all_ranks(failure, group)
+    accumulation.was_updated_locally = False

@@ -1,4 +1,19 @@
-"""Contracts between the facade, the plugins, mixed precision and the checkpoints."""
+"""What authors of plugins, mixed precisions and optimizers implement or derive from.
+
+This folder holds the contracts alone: `Plugin`, `MixedPrecision`, `CheckpointIO` (in `checkpoint_io.py`) and the memory
+estimates. The other names are re-exported from `booster.core`, which holds the code that all plugins share:
+
+- `ModelWrapper` and `OptimizerWrapper` are the results of `Plugin.configure`. A plugin derives from them and overrides
+  the methods under "Overridden by plugins".
+- `TensorSlice`, `OptimizerState` and `AccumulatedGradients` describe to a checkpoint what a rank holds.
+- `ShardSpec` and its functions describe which elements of a parameter a rank holds.
+- `ShardAware`, `FusedUpdate` and `StateAllocator` are protocols of optimizers that know about shards (`Shards`),
+  unscale gradients in their step, or allocate their states.
+- `LossScaler` and `MasterWeights` are what a `MixedPrecision` gives to an `OptimizerWrapper`.
+
+A plugin over several ranks derives from `booster.plugins.base.DistributedPlugin`. One that shards the optimizer has a
+`booster.plugins.sharding.optimizer.ShardedOptimizer`.
+"""
 
 from booster.core.accumulated_gradients import AccumulatedGradients, AccumulationCounters, ReducedShards
 from booster.core.model_wrapper import ModelWrapper

@@ -16,7 +16,7 @@ from booster.errors import ConfigError
 from booster.interface import LossScaler, MixedPrecision
 
 from .fp16 import low_precision_to_fp32
-from .loss_scaler import LossScalerConfig
+from .loss_scaler import LossScaleConfig
 
 
 class AutocastMixedPrecision(MixedPrecision):
@@ -86,7 +86,7 @@ class FP16TorchMixedPrecision(AutocastMixedPrecision):
         growth_interval: int = 2000,
     ) -> None:
         super().__init__(torch.float16)
-        self._loss_scale = LossScalerConfig(
+        self._loss_scale = LossScaleConfig(
             initial_scale=init_scale,
             growth_factor=growth_factor,
             backoff_factor=backoff_factor,

@@ -21,7 +21,7 @@ from booster.lazy_init import materialize
 from booster.pytree import map_tensors
 from booster.validation import check_flag
 
-from .loss_scaler import LossScalerConfig
+from .loss_scaler import LossScaleConfig
 
 
 @dataclass(slots=True)
@@ -249,7 +249,7 @@ class FP16NaiveMixedPrecision(MixedPrecision):
     ) -> None:
         check_flag("log_num_zeros_in_grad", log_num_zeros_in_grad)
         check_flag("verbose", verbose)
-        self._loss_scale = LossScalerConfig(
+        self._loss_scale = LossScaleConfig(
             initial_scale=initial_scale,
             growth_factor=growth_factor,
             backoff_factor=backoff_factor,

@@ -222,7 +222,7 @@ def _check_state(state: Mapping[str, Any]) -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LossScalerConfig:
+class LossScaleConfig:
     """Arguments of `DynamicLossScaler`."""
 
     initial_scale: float

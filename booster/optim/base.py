@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from booster.comm import LOW_PRECISION
+from booster.comm import sum_dtype
 from booster.core.shard_aware import Shards
 from booster.errors import ConfigError
 from booster.validation import check_flag, is_non_nan_number
@@ -249,14 +249,14 @@ class OptimizerBase(Optimizer):
 
 
 def _state_dtype(parameter: Tensor) -> torch.dtype:
-    return torch.float32 if parameter.dtype in LOW_PRECISION else parameter.dtype
+    return sum_dtype(parameter.dtype)
 
 
 def moment_dtype(parameter: Tensor) -> torch.dtype:
     """Return the dtype of a parameter's moments."""
     dtype = parameter.dtype
     # torch's fused kernels on accelerators require the same dtype for parameter and states.
-    return torch.float32 if dtype in LOW_PRECISION and parameter.is_cpu else dtype
+    return sum_dtype(dtype) if parameter.is_cpu else dtype
 
 
 def init_step_counter(state: dict[str, Any]) -> Tensor:

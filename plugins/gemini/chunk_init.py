@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from booster.comm import LOW_PRECISION, broadcast
+from booster.comm import broadcast, sum_dtype
 from booster.lazy_init import is_lazy, materialize_tensor
 
 from .chunk import Chunk
@@ -51,7 +51,7 @@ def plan_model(
     infos: Sequence[ParamInfo], module_of: Sequence[int], settings: GeminiSettings, num_shards: int
 ) -> ChunkPlan:
     """Return the layout of all parameters, equal on all ranks. No communication."""
-    chunks = settings.chunks
+    chunks = settings.config.chunks
     if chunks.numel is not None:
         return plan_chunks(infos, num_shards=num_shards, chunk_numel=chunks.numel, module_of=module_of)
     found = search_chunk_numel(
@@ -89,7 +89,7 @@ def make_chunk(
         rank=settings.rank,
         group=settings.shard_group,
         device=settings.device,
-        sum_dtype=torch.float32 if layout.dtype in LOW_PRECISION else layout.dtype,
+        sum_dtype=sum_dtype(layout.dtype),
         sum_device=settings.device,
     )
 

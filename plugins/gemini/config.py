@@ -1,4 +1,4 @@
-"""Arguments of the plugin with their checks, and the settings derived from them."""
+"""Options of the plugin with their checks, and the process groups of the chunks."""
 
 from __future__ import annotations
 
@@ -11,30 +11,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from booster.comm import LOW_PRECISION
+from booster.comm import sum_dtype
 from booster.device import current_device, free_memory
 from booster.errors import ConfigError
+from booster.plugins.sharding.config import ShardedConfig, ShardGroups
 from booster.plugins.sharding.precision import DTYPES
-from booster.validation import check_clipping, check_flag, check_replicas, is_count, is_non_nan_number
+from booster.validation import check_flag, check_replicas, is_count, is_non_nan_number
 
 from .chunk_layout import ChunkLayout
 from .placement import Placement, make_placement
 from .tiers import Tier
 
 _MEBI = 2**20
-_FLAGS = (
-    "enable_gradient_accumulation",
-    "master_weights",
-    "pin_memory",
-    "force_outputs_fp32",
-    "strict_ddp_mode",
-    "enable_async_reduce",
-    "verbose",
-    "sync_batch_norm",
-    "broadcast_buffers",
-)
-# Arguments that may differ between ranks, because they do not affect collectives.
-_OF_ONE_RANK = frozenset({"device_memory_budget", "offload_dir", "pin_memory", "verbose"})
+_FLAGS = ("enable_gradient_accumulation", "pin_memory", "force_outputs_fp32", "enable_async_reduce")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,37 +44,100 @@ class ChunkSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GeminiArguments:
-    """Arguments of `GeminiPlugin`."""
+class PlacementConfig:
+    """Options of `GeminiPlugin` that determine the placement of chunks."""
+
+    placement_policy: str
+    shard_param_frac: float
+    offload_optim_frac: float
+    offload_param_frac: float
+    warmup_non_model_data_ratio: float
+    steady_cuda_cap_ratio: float
+    gpu_margin_mem_ratio: float
+    strict_ddp_mode: bool
+
+    @property
+    def fingerprint(self) -> list[str]:
+        """Return the arguments that must be equal on all ranks."""
+        return [f"{name}={getattr(self, name)!r}" for name in self.__slots__]
+
+    def make(self, *, max_prefetch: int, device_memory_budget: int | None, device: torch.device) -> Placement:
+        """Create the placement policy.
+
+        Args:
+            max_prefetch: Number of chunks gathered ahead.
+            device_memory_budget: Bytes of the compute tier. Optional: "auto" defaults to the free memory of the
+                accelerator, or to this process's share of the host's free memory; others default to no limit.
+            device: Device of the compute tier.
+
+        Raises:
+            ConfigError: An argument is invalid, or two arguments contradict each other.
+        """
+        check_flag("strict_ddp_mode", self.strict_ddp_mode)
+        if self.strict_ddp_mode:
+            self._check_strict()
+        if device_memory_budget is None and self.placement_policy == "auto":
+            device_memory_budget = free_memory(device)
+        placement = make_placement(
+            self.placement_policy,
+            shard_param_frac=0.0 if self.strict_ddp_mode else self.shard_param_frac,
+            offload_optim_frac=self.offload_optim_frac,
+            offload_param_frac=self.offload_param_frac,
+            warmup_non_model_data_ratio=self.warmup_non_model_data_ratio,
+            steady_cuda_cap_ratio=self.steady_cuda_cap_ratio,
+            gpu_margin_mem_ratio=self.gpu_margin_mem_ratio,
+            max_prefetch=max_prefetch,
+            budget=device_memory_budget,
+        )
+        if device_memory_budget is None and self.placement_policy == "const":
+            raise ConfigError(
+                "placement_policy='const' keeps model data within device_memory_budget bytes, and none are given: give"
+                " device_memory_budget, or choose 'static' or 'auto'"
+            )
+        return placement
+
+    def _check_strict(self) -> None:
+        """Check that all weights can stay unsharded."""
+        if self.placement_policy != "static":
+            raise ConfigError(
+                f"strict_ddp_mode=True keeps all weights unsharded, and placement_policy="
+                f"{self.placement_policy!r} decides that itself: choose 'static', or leave strict_ddp_mode out"
+            )
+        if self.shard_param_frac not in (0, 1):  # 1 is the default
+            raise ConfigError(
+                f"shard_param_frac={self.shard_param_frac!r} shards weights, and strict_ddp_mode=True keeps all of"
+                " them unsharded: give one of the two"
+            )
+        if self.offload_param_frac != 0:
+            raise ConfigError(
+                f"offload_param_frac={self.offload_param_frac!r} offloads weights, and strict_ddp_mode=True keeps all"
+                " of them unsharded: give one of the two"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GeminiConfig(ShardedConfig):
+    """Options of `GeminiPlugin` by their names there, where they are documented."""
+
+    # They do not affect collectives.
+    per_rank = frozenset({"device_memory_budget", "offload_dir", "pin_memory", "verbose"})
 
     chunk_config_dict: Mapping[str, Any] | None
     chunk_init_device: torch.device | str | None
     memstats: Any
     enable_gradient_accumulation: bool
     max_prefetch: int
-    precision: str
-    master_weights: bool
     pin_memory: bool
     force_outputs_fp32: bool
-    strict_ddp_mode: bool
     search_range_m: float
     hidden_dim: int | None
     min_chunk_size_m: float
-    max_norm: float
-    norm_type: float
     tp_size: int
     extra_dp_size: int
     enable_async_reduce: bool
-    verbose: bool
     device_memory_budget: int | None
     offload_dir: str | os.PathLike[str] | None
-    sync_batch_norm: bool
-    broadcast_buffers: bool
-
-    @property
-    def dtype(self) -> torch.dtype | None:
-        """Dtype of the weights; None keeps the model's."""
-        return DTYPES[self.precision]
+    placement: PlacementConfig
 
     @property
     def chunks(self) -> ChunkSettings:
@@ -98,22 +150,12 @@ class GeminiArguments:
             step_numel=self.hidden_dim,
         )
 
-    @property
-    def fingerprint(self) -> list[str]:
-        """Return the arguments that must be equal on all ranks."""
-        return [f"{name}={getattr(self, name)!r}" for name in self.__slots__ if name not in _OF_ONE_RANK]
-
     def check(self, world_size: int) -> None:
-        """Check all arguments.
-
-        Raises:
-            ConfigError: An argument is invalid.
-        """
         if not isinstance(self.precision, str) or self.precision not in DTYPES:
             raise ConfigError(f"precision={self.precision!r} is not known: choose one of {', '.join(DTYPES)}")
         for name in _FLAGS:
             check_flag(name, getattr(self, name))
-        check_clipping(self.max_norm, self.norm_type)
+        self._check_shared()
         self._check_sizes()
         self._check_ranks(world_size)
         self._check_places()
@@ -121,6 +163,17 @@ class GeminiArguments:
             raise ConfigError(
                 f"memstats={self.memstats!r} is not supported: the first step is traced as it runs. Leave it out"
             )
+        self.make_placement(current_device())
+
+    def make_placement(self, device: torch.device) -> Placement:
+        """Create the placement policy of a rank whose compute tier is on `device`.
+
+        Raises:
+            ConfigError: An option is invalid, or two of them contradict each other.
+        """
+        return self.placement.make(
+            max_prefetch=self.max_prefetch, device_memory_budget=self.device_memory_budget, device=device
+        )
 
     def _check_places(self) -> None:
         if self.chunk_init_device is not None:
@@ -184,122 +237,24 @@ class GeminiArguments:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PlacementArguments:
-    """Arguments of `GeminiPlugin` that determine the placement of chunks."""
-
-    placement_policy: str
-    shard_param_frac: float
-    offload_optim_frac: float
-    offload_param_frac: float
-    warmup_non_model_data_ratio: float
-    steady_cuda_cap_ratio: float
-    gpu_margin_mem_ratio: float
-    strict_ddp_mode: bool
-
-    @property
-    def fingerprint(self) -> list[str]:
-        """Return the arguments that must be equal on all ranks."""
-        return [f"{name}={getattr(self, name)!r}" for name in self.__slots__]
-
-    def make(self, *, max_prefetch: int, device_memory_budget: int | None, device: torch.device) -> Placement:
-        """Create the placement policy.
-
-        Args:
-            max_prefetch: Number of chunks gathered ahead.
-            device_memory_budget: Bytes of the compute tier. Optional: "auto" defaults to the free memory of the
-                accelerator, or to this process's share of the host's free memory; others default to no limit.
-            device: Device of the compute tier.
-
-        Raises:
-            ConfigError: An argument is invalid, or two arguments contradict each other.
-        """
-        if self.strict_ddp_mode:
-            self._check_strict()
-        if device_memory_budget is None and self.placement_policy == "auto":
-            device_memory_budget = free_memory(device)
-        placement = make_placement(
-            self.placement_policy,
-            shard_param_frac=0.0 if self.strict_ddp_mode else self.shard_param_frac,
-            offload_optim_frac=self.offload_optim_frac,
-            offload_param_frac=self.offload_param_frac,
-            warmup_non_model_data_ratio=self.warmup_non_model_data_ratio,
-            steady_cuda_cap_ratio=self.steady_cuda_cap_ratio,
-            gpu_margin_mem_ratio=self.gpu_margin_mem_ratio,
-            max_prefetch=max_prefetch,
-            budget=device_memory_budget,
-        )
-        if device_memory_budget is None and self.placement_policy == "const":
-            raise ConfigError(
-                "placement_policy='const' keeps model data within device_memory_budget bytes, and none are given: give"
-                " device_memory_budget, or choose 'static' or 'auto'"
-            )
-        return placement
-
-    def _check_strict(self) -> None:
-        """Check that all weights can stay unsharded."""
-        if self.placement_policy != "static":
-            raise ConfigError(
-                f"strict_ddp_mode=True keeps all weights unsharded, and placement_policy="
-                f"{self.placement_policy!r} decides that itself: choose 'static', or leave strict_ddp_mode out"
-            )
-        if self.shard_param_frac not in (0, 1):  # 1 is the default
-            raise ConfigError(
-                f"shard_param_frac={self.shard_param_frac!r} shards weights, and strict_ddp_mode=True keeps all of"
-                " them unsharded: give one of the two"
-            )
-        if self.offload_param_frac != 0:
-            raise ConfigError(
-                f"offload_param_frac={self.offload_param_frac!r} offloads weights, and strict_ddp_mode=True keeps all"
-                " of them unsharded: give one of the two"
-            )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GeminiSettings:
-    """Sharding settings of a model.
+class GeminiSettings(ShardGroups):
+    """Options of the plugin, and where the shards of the chunks are.
 
     Attributes:
-        chunks: Chunk sizes.
-        rank: Rank of this process in the shard group.
-        num_shards: Number of shards.
+        config: Options of the plugin.
         is_first: If True, this is the first of all ranks, whose weights are broadcast.
-        is_primary: If True, this rank saves its shards; its replicas do not.
         device: Device of the compute tier.
-        dtype: Dtype that weights are cast to; None keeps the model's.
-        keeps_master_weights: If True, low-precision weights have fp32 masters.
-        data_parallel_group: All data-parallel ranks; None for the world group.
-        control_group: CPU group of the same ranks; optional, defaults to `data_parallel_group`.
-        shard_group: Ranks that share the shards; None for the world group.
         order_group: CPU group of the ranks of `shard_group`.
-        replica_group: Ranks with replicas of this rank's shards, if any.
-        max_prefetch: Number of chunks gathered ahead.
-        reduces_asynchronously: If True, reductions overlap with backward.
-        max_norm: Maximum gradient norm at every step; 0 disables clipping.
-        norm_type: Order of the norm.
     """
 
-    chunks: ChunkSettings
-    rank: int
-    num_shards: int
+    config: GeminiConfig
     is_first: bool
-    is_primary: bool
     device: torch.device
-    dtype: torch.dtype | None
-    keeps_master_weights: bool
-    data_parallel_group: dist.ProcessGroup | None = None
-    control_group: dist.ProcessGroup | None = None
-    shard_group: dist.ProcessGroup | None = None
     order_group: dist.ProcessGroup | None = None
-    replica_group: dist.ProcessGroup | None = None
-    max_prefetch: int = 0
-    reduces_asynchronously: bool = True
-    max_norm: float = 0.0
-    norm_type: float = 2.0
 
     def master_dtype(self, layout: ChunkLayout) -> torch.dtype:
         """Return the dtype of the shard that the optimizer updates; the weights' dtype for a frozen chunk."""
-        is_low = layout.dtype in LOW_PRECISION
-        return torch.float32 if is_low and self.keeps_master_weights and layout.trains else layout.dtype
+        return sum_dtype(layout.dtype) if self.config.master_weights and layout.trains else layout.dtype
 
     def master_device(self, states_tier: Tier | None) -> torch.device:
         """Return the device of the update of a chunk with states in a tier, or in memory if that is None."""

@@ -133,7 +133,7 @@ def gemini_memory(
         ConfigError: The placement's budget is too small.
     """
     is_cpu = settings.device.type == "cpu"
-    model = _ModuleWalk(request.activations(settings.dtype, outputs_fp32=outputs_fp32).intervals, request.model)
+    model = _ModuleWalk(request.activations(settings.config.dtype, outputs_fp32=outputs_fp32).intervals, request.model)
     with fake_collectives():
         found = _make(request, settings, placement)
         model.run(found, is_cpu=is_cpu)
@@ -145,7 +145,7 @@ def gemini_memory(
 
 def _make(request: MemoryRequest, settings: GeminiSettings, placement: Placement) -> _Chunks:
     trained = {id(one) for one in request.trained}
-    named, infos, module_of = describe_params(request.model, trained, settings.dtype)
+    named, infos, module_of = describe_params(request.model, trained, settings.config.dtype)
     plan = plan_model(infos, module_of, settings, settings.num_shards)
     settings = replace(settings, device=_META)
     on_meta = [(name, nn.Parameter(torch.empty(0, device=_META), requires_grad=False)) for name, _ in named]
@@ -153,13 +153,13 @@ def _make(request: MemoryRequest, settings: GeminiSettings, placement: Placement
     tier = _CountingTier()
     manager = ChunkManager(
         chunks,
-        negotiation=_FakeNegotiation(settings.order_group, 2 + settings.max_prefetch),  # type: ignore[arg-type]
+        negotiation=_FakeNegotiation(settings.order_group, 2 + settings.config.max_prefetch),  # type: ignore[arg-type]
         device=_META,
         placement=placement,
         control_group=settings.control_group or settings.data_parallel_group,
         make_tier=lambda: tier,
-        max_prefetch=settings.max_prefetch,
-        reduces_asynchronously=settings.reduces_asynchronously,
+        max_prefetch=settings.config.max_prefetch,
+        reduces_asynchronously=settings.config.enable_async_reduce,
         other_bytes=lambda: 0,
     )
     found = _Chunks(manager, {param.name: param for chunk in chunks for param in chunk.params}, settings)
@@ -290,7 +290,7 @@ def _memory(request: MemoryRequest, found: _Chunks, worst: Moment, *, sent: int,
     states = {index: found.masters[index] + size for index, size in found.states.items()}
     offloaded_states = sum(size for index, size in states.items() if index in manager.locations.states)
     kept = {"parameters": shards, "optimizer_states": sum(states.values()) - offloaded_states}
-    buffers = cast_bytes(request.model.buffers(), settings.dtype)
+    buffers = cast_bytes(request.model.buffers(), settings.config.dtype)
     gathered = worst.held - shards
     shared = 2 * (num_replicas - 1) * sum(sums.values()) // num_replicas
     kept_weights = sum(chunk.weights.num_bytes for chunk in manager.chunks if chunk.is_kept_gathered)

@@ -494,20 +494,20 @@ class GeminiModelBuilder:
             verbose: If True, log the waste of the chunks.
         """
         settings = self._settings
-        named, infos, module_of = describe_params(model, trained, settings.dtype)
+        named, infos, module_of = describe_params(model, trained, settings.config.dtype)
         plan = plan_model(infos, module_of, settings, settings.num_shards)
         if verbose:
             log_rank_zero(f"GeminiPlugin: {plan.waste.describe()}")
         chunks = [make_chunk(index, layout, named, settings) for index, layout in enumerate(plan.chunks)]
         manager = ChunkManager(
             chunks,
-            negotiation=OrderNegotiation(settings.order_group, 2 + settings.max_prefetch),
+            negotiation=OrderNegotiation(settings.order_group, 2 + settings.config.max_prefetch),
             device=settings.device,
             placement=self._placement,
             control_group=settings.control_group or settings.data_parallel_group,
             make_tier=self._make_tier,
-            max_prefetch=settings.max_prefetch,
-            reduces_asynchronously=settings.reduces_asynchronously,
+            max_prefetch=settings.config.max_prefetch,
+            reduces_asynchronously=settings.config.enable_async_reduce,
             other_bytes=lambda: 0,
         )
         self._locations = manager.locations = manager.choose_locations()
@@ -560,7 +560,7 @@ class GeminiModelBuilder:
         plan = plan_chunks(
             infos,
             num_shards=self._settings.num_shards,
-            chunk_numel=max(largest, self._settings.chunks.numel or self._settings.chunks.min_numel),
+            chunk_numel=max(largest, self._settings.config.chunks.numel or self._settings.config.chunks.min_numel),
         )
         chunks = [
             make_chunk(first_index + index, layout, members, self._settings) for index, layout in enumerate(plan.chunks)

@@ -81,8 +81,7 @@ class GeminiOptimizer(ShardedOptimizer):
             model,
             data_parallel_group=settings.data_parallel_group,
             shard_group=settings.shard_group,
-            max_norm=settings.max_norm,
-            norm_type=settings.norm_type,
+            clip=settings.config.clip,
             loss_scaler=loss_scaler,
             is_primary=is_primary,
         )

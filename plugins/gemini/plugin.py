@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -17,22 +16,20 @@ from booster.comm import group_size, new_cpu_group, new_mesh, timeout_scope
 from booster.core.module_sync import check_materialized
 from booster.core.plain_torch import refuse_plain_training
 from booster.interface import MemoryRequest, ModelWrapper, OptimizerWrapper, RankMemory
-from booster.mixed_precision.loss_scaler import LossScalerConfig
-from booster.plugins.base import DistributedPlugin, WrappedPair, arguments_of
+from booster.plugins.base import WrappedPair, arguments_of
 from booster.plugins.sharding.elementwise import require_elementwise
-from booster.plugins.sharding.optimizer import new_loss_scaler
-from booster.plugins.sharding.precision import DTYPES, WeightPrecision
+from booster.plugins.sharding.plugin import ShardedPlugin
+from booster.plugins.sharding.precision import WeightPrecision
 from booster.plugins.sync_batch_norm import convert_batch_norm
 from booster.validation import check_memory_is_apart
 
-from .config import GeminiArguments, GeminiSettings, PlacementArguments
+from .config import GeminiConfig, GeminiSettings
 from .memory import gemini_memory
 from .model import GeminiModelBuilder, place_buffers
 from .optimizer import GeminiOptimizer
-from .placement import Placement
 
 
-class GeminiPlugin(DistributedPlugin):
+class GeminiPlugin(ShardedPlugin):
     """ZeRO stage 3 with chunks: weights, gradients and optimizer states are sharded over ranks and memory tiers.
 
     Parameters are stored in *chunks* of equal size. Every rank keeps its shard of each chunk. A chunk's weights are
@@ -108,6 +105,8 @@ class GeminiPlugin(DistributedPlugin):
         DesyncError: The ranks' arguments differ.
     """
 
+    _config: GeminiConfig
+
     @timeout_scope("setup")
     def __init__(
         self,
@@ -152,31 +151,13 @@ class GeminiPlugin(DistributedPlugin):
     ) -> None:
         given = dict(locals())
         super().__init__()
-        self._arguments = arguments_of(GeminiArguments, given)
-        self._placement_arguments = arguments_of(PlacementArguments, given)
-        self._loss_scale = arguments_of(LossScalerConfig, given)
-        self._new_loss_scaler = functools.partial(new_loss_scaler, self._loss_scale, verbose=verbose)
-        self._verify_arguments(self._check_arguments)
-        self._placement = self._make_placement()
+        self._config = arguments_of(GeminiConfig, given)
+        self._check_config()
+        self._placement = self._config.make_placement(self._device)
         self._make_groups()
 
-    def _check_arguments(self) -> None:
-        self._arguments.check(group_size())
-        self._make_placement()
-        self._loss_scale.check()
-
-    def config_fingerprint(self) -> list[str]:
-        return [*self._arguments.fingerprint, *self._placement_arguments.fingerprint, *self._loss_scale.fingerprint]
-
-    def _make_placement(self) -> Placement:
-        return self._placement_arguments.make(
-            max_prefetch=self._arguments.max_prefetch,
-            device_memory_budget=self._arguments.device_memory_budget,
-            device=self._device,
-        )
-
     def _make_groups(self) -> None:
-        num_replicas = self._arguments.extra_dp_size
+        num_replicas = self._config.extra_dp_size
         # Neighbouring ranks share the shards, because they are likely to be on one machine.
         self._mesh = new_mesh(self._device.type, (num_replicas, group_size() // num_replicas), ("replica", "shard"))
         is_cpu = self._device.type == "cpu"
@@ -187,18 +168,8 @@ class GeminiPlugin(DistributedPlugin):
     def _groups(self) -> list[dist.ProcessGroup | None]:
         return [*self._mesh.get_all_groups(), self._control_group, self._order_group]
 
-    def supported_precisions(self) -> list[str]:
-        return list(DTYPES)
-
-    def control_precision(self) -> bool:
-        return True
-
     def axis_sizes(self) -> dict[str, int]:
         return {"replica": self._mesh.size(0), "shard": self._mesh.size(1)}
-
-    def reduction_dtype(self, parameter_dtype: torch.dtype) -> torch.dtype:
-        is_summed_in_fp32 = self._device.type == "cpu" and parameter_dtype.itemsize < 4
-        return torch.float32 if is_summed_in_fp32 else parameter_dtype
 
     def check(self, model: nn.Module, optimizer: Optimizer | None) -> None:
         if optimizer is not None:
@@ -208,28 +179,26 @@ class GeminiPlugin(DistributedPlugin):
 
     def place(self, model: nn.Module, optimizer: Optimizer | None, checked: None = None) -> None:
         place_buffers(model, self._device)
-        if self._arguments.sync_batch_norm and self.dp_size > 1:
+        if self._config.sync_batch_norm and self.dp_size > 1:
             convert_batch_norm(model, self._device)
 
     def _wrap(self, model: nn.Module, optimizer: Optimizer | None, placed: None) -> WrappedPair:
-        arguments, is_primary = self._arguments, self.dp_rank == 0
+        config, is_primary = self._config, self.dp_rank == 0
         settings = self._settings()
         trained = (
             set() if optimizer is None else {id(one) for group in optimizer.param_groups for one in group["params"]}
         )
-        assembly = GeminiModelBuilder(
-            settings, self._placement, offload_dir=arguments.offload_dir, pins=arguments.pin_memory
-        )
-        broadcasts = arguments.broadcast_buffers and self.dp_size > 1
+        assembly = GeminiModelBuilder(settings, self._placement, offload_dir=config.offload_dir, pins=config.pin_memory)
+        broadcasts = config.broadcast_buffers and self.dp_size > 1
         boosted = assembly.build(
-            model, trained, is_primary=is_primary, broadcasts_buffers=broadcasts, verbose=arguments.verbose
+            model, trained, is_primary=is_primary, broadcasts_buffers=broadcasts, verbose=config.verbose
         )
         wrapped = None
         if optimizer is not None:
-            scaler = self._new_loss_scaler() if arguments.precision == "fp16" else None
+            scaler = self._new_loss_scaler()
             wrapped = GeminiOptimizer(optimizer, boosted, settings, loss_scaler=scaler, is_primary=is_primary)
-        if arguments.dtype is not None:
-            precision = WeightPrecision(arguments.dtype, cast_inputs=True, outputs_fp32=arguments.force_outputs_fp32)
+        if config.dtype is not None:
+            precision = WeightPrecision(config.dtype, cast_inputs=True, outputs_fp32=config.force_outputs_fp32)
             precision.cast(model)  # only buffers are left
             boosted.precision = precision
         if self.dp_size > 1:
@@ -237,25 +206,18 @@ class GeminiPlugin(DistributedPlugin):
         return boosted, wrapped
 
     def _settings(self) -> GeminiSettings:
-        arguments = self._arguments
-        has_replicas = arguments.extra_dp_size > 1
+        has_replicas = self._config.extra_dp_size > 1
         return GeminiSettings(
-            chunks=arguments.chunks,
+            config=self._config,
             rank=self._mesh.get_local_rank("shard"),
             num_shards=self._mesh.size(1),
             is_first=self.dp_rank == 0,
             is_primary=self._mesh.get_local_rank("replica") == 0,
             device=self._device,
-            dtype=arguments.dtype,
-            keeps_master_weights=arguments.master_weights,
             control_group=self._control_group,
             shard_group=self._mesh.get_group("shard") if has_replicas else None,
             order_group=self._order_group,
             replica_group=self._mesh.get_group("replica") if has_replicas else None,
-            max_prefetch=arguments.max_prefetch,
-            reduces_asynchronously=arguments.enable_async_reduce,
-            max_norm=float(arguments.max_norm),
-            norm_type=float(arguments.norm_type),
         )
 
     def no_sync(
@@ -270,7 +232,7 @@ class GeminiPlugin(DistributedPlugin):
             self._settings(),
             self._placement,
             num_replicas=self._mesh.size(0),
-            outputs_fp32=self._arguments.force_outputs_fp32,
+            outputs_fp32=self._config.force_outputs_fp32,
         )
 
     @classmethod

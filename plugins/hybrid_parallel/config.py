@@ -1,17 +1,19 @@
-"""Arguments of the plugin and their checks."""
+"""Options of the plugin and their checks."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 import torch
 
 from booster.comm import group_size
 from booster.errors import ConfigError
-from booster.plugins.low_level_zero.config import ZeroArguments
+from booster.plugins.base import arguments_of
+from booster.plugins.low_level_zero.config import ZeroConfig
+from booster.plugins.sharding.config import ShardedConfig
 from booster.plugins.sharding.precision import DTYPES
 from booster.validation import check_flag, is_count, is_non_nan_number
 
@@ -31,17 +33,15 @@ _FLAGS = (
     *("enable_sequence_parallelism", "parallel_output", "dp_outside", "broadcast_buffers", "find_unused_parameters"),
     *("check_reduction", "gradient_as_bucket_view", "static_graph", "broadcast_loss", "enable_metadata_cache"),
 )
-_MEBI = 2**20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HybridArguments:
-    """Arguments of `HybridParallelPlugin`, by its names."""
+class HybridConfig(ShardedConfig):
+    """Options of `HybridParallelPlugin` by their names there, where they are documented."""
 
     tp_size: int
     pp_size: int
     sp_size: int | None
-    precision: str
     zero_stage: int
     enable_sequence_parallelism: bool
     sequence_parallelism_mode: str | None
@@ -50,9 +50,6 @@ class HybridArguments:
     custom_policy: Mapping[str, Any] | None
     make_vocab_size_divisible_by: int
     dp_outside: bool
-    max_norm: float
-    norm_type: float
-    broadcast_buffers: bool
     ddp_bucket_cap_mb: float
     find_unused_parameters: bool
     check_reduction: bool
@@ -63,7 +60,6 @@ class HybridArguments:
     communication_dtype: torch.dtype | None
     overlap_communication: bool
     overlap_allgather: bool
-    master_weights: bool
     cast_inputs: bool
     gradient_checkpoint_config: GradientCheckpointConfig | Mapping[str, Any] | bool | None
     num_microbatches: int | None
@@ -75,7 +71,6 @@ class HybridArguments:
     enable_metadata_cache: bool
     split: Sequence[str] | None
     execution_sequence: Sequence[str | Callable[..., Any]] | RankIndependentRepr | None
-    sync_batch_norm: bool
 
     def __post_init__(self) -> None:
         # Ranks compare the reprs of all fields, which must not contain addresses.
@@ -87,9 +82,8 @@ class HybridArguments:
     # Derived values; valid after `check`.
 
     @property
-    def dtype(self) -> torch.dtype | None:
-        """Dtype of the weights, or None if it is unchanged."""
-        return self.zero_arguments().dtype
+    def reduce_dtype(self) -> torch.dtype | None:
+        return self.communication_dtype
 
     @property
     def sequence_mode(self) -> str | None:
@@ -131,13 +125,6 @@ class HybridArguments:
         """Arguments of pipeline parallelism, or None with a single stage."""
         return self._pipeline_arguments() if self.pp_size > 1 else None
 
-    @property
-    def max_bucket_numel(self) -> int:
-        """Elements of a gradient bucket: `ddp_bucket_cap_mb` MiB of fp32, or ZeRO's bucket size."""
-        if self.zero_stage == 0:
-            return max(1, int(self.ddp_bucket_cap_mb * _MEBI) // torch.float32.itemsize)
-        return self.zero_arguments().max_bucket_numel
-
     def axis_sizes(self, world_size: int) -> dict[str, int]:
         """Return the number of ranks along each axis; dp is the remaining factor."""
         sizes = {"pp": self.pp_size, "sp": (self.sp_size or 1) if self.sp_axis_mode else 1, "tp": self.tp_size}
@@ -156,11 +143,6 @@ class HybridArguments:
     # Checks.
 
     def check(self, world_size: int) -> None:
-        """Check all arguments.
-
-        Raises:
-            ConfigError: An argument is invalid.
-        """
         for name in _FLAGS:
             check_flag(name, getattr(self, name))
         self._check_counts()
@@ -169,7 +151,7 @@ class HybridArguments:
         self._check_world(world_size)
         self._check_plan()
         self._check_gradients()
-        self.zero_arguments().check(world_size)
+        self.zero().check(world_size)
         parse_checkpoint_config(self.gradient_checkpoint_config, self.pp_size)
 
     def _check_counts(self) -> None:
@@ -306,24 +288,15 @@ class HybridArguments:
             execution_sequence=RankIndependentRepr.unwrap(self.execution_sequence),
         )
 
-    def zero_arguments(self) -> ZeroArguments:
-        """Return the equivalent arguments of the ZeRO plugin, whose checks apply here as well."""
-        return ZeroArguments(
-            stage=max(1, self.zero_stage),
-            precision=self.precision,
-            max_norm=self.max_norm,
-            norm_type=self.norm_type,
-            reduce_bucket_size_in_m=self.zero_bucket_size_in_m,
-            communication_dtype=self.communication_dtype,
-            overlap_communication=self.overlap_communication,
-            overlap_allgather=self.overlap_allgather,
-            cpu_offload=self.cpu_offload,
-            master_weights=self.master_weights,
-            cast_inputs=self.cast_inputs,
-            extra_dp_size=1,
-            sync_batch_norm=self.sync_batch_norm,
-            broadcast_buffers=self.broadcast_buffers,
-        )
+    def zero(self) -> ZeroConfig:
+        """Return the equivalent options of ZeRO, whose checks apply here as well.
+
+        Without ZeRO the shards are those of a group of one rank, and a bucket has `ddp_bucket_cap_mb` MiB of fp32.
+        """
+        given = {name: getattr(self, name) for name in (field.name for field in fields(self))}
+        bucket_size = self.ddp_bucket_cap_mb if self.zero_stage == 0 else self.zero_bucket_size_in_m
+        own = {"stage": max(1, self.zero_stage), "reduce_bucket_size_in_m": bucket_size, "extra_dp_size": 1}
+        return arguments_of(ZeroConfig, given | own)
 
 
 _MODE = "1d"

@@ -15,7 +15,7 @@ from booster.interface import ActivationProfile, MemoryRequest, RankMemory
 from booster.interface.memory import MemoryInterval
 from booster.plugins.low_level_zero.memory import zero_memory
 
-from .config import HybridArguments
+from .config import HybridConfig
 from .mesh import HybridMesh
 from .partition import ModelPartitioner
 from .pipeline_parallel.schedules.communication import action_list
@@ -33,7 +33,7 @@ _plans: WeakKeyDictionary[nn.Module, dict[str, TensorParallelPlan]] = WeakKeyDic
 
 def hybrid_memory(
     request: MemoryRequest,
-    arguments: HybridArguments,
+    arguments: HybridConfig,
     mesh: HybridMesh,
     partitioner: ModelPartitioner,
     *,
@@ -95,14 +95,13 @@ def hybrid_settings(num_ranks: int) -> list[dict[str, Any]]:
 
 
 def _memory(
-    request: _LocalMemoryRequest, arguments: HybridArguments, mesh: HybridMesh, sent: int, *, offloads: bool
+    request: _LocalMemoryRequest, arguments: HybridConfig, mesh: HybridMesh, sent: int, *, offloads: bool
 ) -> RankMemory:
     num_data_ranks = mesh.size("dp", "sp")
     is_sharded = arguments.zero_stage > 0
     memory = zero_memory(
         request,
-        arguments.zero_arguments(),
-        max_bucket_numel=arguments.max_bucket_numel,
+        arguments.zero(),
         num_shards=num_data_ranks if is_sharded else 1,
         num_replicas=1 if is_sharded else num_data_ranks,
         offloads=offloads,

@@ -20,7 +20,7 @@ from booster.comm import (
 )
 from booster.errors import CheckpointError, ConfigError
 from booster.interface import ModelWrapper, set_shard_spec, shard_spec_of
-from booster.kernels.checksum import crc32
+from booster.kernels.checksum import tensor_crc32
 from booster.plugins.low_level_zero.model import ZeroModel
 from booster.plugins.sharding.buffer_pool import broadcast_joined
 from booster.plugins.sharding.compiling import calls_compiled, not_compiled
@@ -237,10 +237,10 @@ class HybridModel(ZeroModel):
         if self._num_compared >= _COMPARED_BATCHES:
             return
         self._num_compared += 1
-        fingerprint = []
-        for tensor in iter_tensors((args, kwargs)):
-            content = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
-            fingerprint.append(f"{tensor.dtype} {tuple(tensor.shape)}, checksum {crc32(content)}")
+        fingerprint = [
+            f"{tensor.dtype} {tuple(tensor.shape)}, checksum {tensor_crc32(tensor)}"
+            for tensor in iter_tensors((args, kwargs))
+        ]
         what = (
             "the model's arguments, which must be equal on ranks that share layers or sequences (shard the data by"
             " plugin.dp_rank and plugin.dp_size, as the loaders of boost() and plugin.prepare_dataloader() do),"
@@ -248,7 +248,7 @@ class HybridModel(ZeroModel):
         check_same_across_ranks(what, fingerprint, self._replica_group)
 
     @not_compiled
-    def check_same_loss(self, loss: torch.Tensor) -> None:
+    def _check_loss(self, loss: torch.Tensor) -> None:
         """Check that ranks with the same batch have the same loss, in the first backwards only.
 
         Ranks compute everything outside of sharded layers redundantly. Losses differ if one depends on a rank's shard

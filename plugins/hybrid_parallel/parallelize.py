@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from booster.comm import LOW_PRECISION, all_reduce_sum
+from booster.comm import all_reduce_sum, sum_dtype
 from booster.errors import ConfigError
 from booster.interface import ShardSpec
 from booster.plugins.sharding.compiling import not_compiled
@@ -109,7 +109,7 @@ def all_reduce_shared_grad(
 
 
 def _all_reduced(group: dist.ProcessGroup | None, gradient: torch.Tensor) -> torch.Tensor:
-    total = gradient.detach().to(_reduction_dtype(gradient), memory_format=torch.contiguous_format, copy=True)
+    total = gradient.detach().to(sum_dtype(gradient.dtype), memory_format=torch.contiguous_format, copy=True)
     return all_reduce_sum(total, group).to(gradient.dtype)
 
 
@@ -148,7 +148,7 @@ def _all_reduced_slices(
     dim: int, length: int, slices: SlicePairs, group: dist.ProcessGroup | None, gradient: torch.Tensor
 ) -> torch.Tensor:
     shape = [*gradient.shape[:dim], length, *gradient.shape[dim + 1 :]]
-    shared = torch.zeros(shape, dtype=_reduction_dtype(gradient), device=gradient.device)
+    shared = torch.zeros(shape, dtype=sum_dtype(gradient.dtype), device=gradient.device)
     for local, position in slices:
         _narrow(shared, dim, position).copy_(_narrow(gradient, dim, local))
     all_reduce_sum(shared, group)
@@ -160,10 +160,6 @@ def _all_reduced_slices(
 
 def _narrow(tensor: torch.Tensor, dim: int, span: slice) -> torch.Tensor:
     return tensor.narrow(dim, span.start, span.stop - span.start)
-
-
-def _reduction_dtype(gradient: torch.Tensor) -> torch.dtype:
-    return torch.float32 if gradient.dtype in LOW_PRECISION else gradient.dtype
 
 
 _UNSWAPPED_STYLES = frozenset({"replicated", "sequence", "replicated_with_grad_allreduce", "local_params"})

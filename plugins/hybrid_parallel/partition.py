@@ -16,7 +16,7 @@ from booster.mixed_precision.fp16 import log_rank_zero
 from booster.plugins.sharding.deferred_init import Materializer
 
 from .activation_checkpointing import check_stacks, checkpoint_layers
-from .config import HybridArguments
+from .config import HybridConfig
 from .mesh import HybridMesh
 from .parallelize import parallelize
 from .pipeline_parallel.deferred_wgrad import DeferredWeightGrads, defer_weight_gradients
@@ -131,7 +131,7 @@ class ModelPartitioner:
     """
 
     def __init__(
-        self, arguments: HybridArguments, mesh: HybridMesh, device: torch.device, *, verbose: bool = False
+        self, arguments: HybridConfig, mesh: HybridMesh, device: torch.device, *, verbose: bool = False
     ) -> None:
         self._verbose = verbose
         self._arguments = arguments

@@ -13,16 +13,16 @@ import torch.distributed as dist
 from torch import nn
 
 from booster.comm import abort_groups, all_reduce_numbers, all_reduce_sum, group_rank, report_failure
-from booster.core.optimizer_wrapper import check_scalar_loss
+from booster.core.accumulation import check_scalar_loss
 from booster.errors import ConfigError, RankFailedError
 from booster.fault_tolerance.progress import Phase, in_phase, observers
 from booster.mixed_precision.fp16 import log_rank_zero
+from booster.plugins.low_level_zero.optimizer import ZeroOptimizer
 from booster.pytree import iter_tensors, map_tensors
 from booster.rng_state import fork_rng_state, get_rng_state, set_rng_state
 
 from .mesh import AXES, HybridMesh
 from .model import HybridModel
-from .optimizer import HybridOptimizer
 from .pipeline_parallel.config import PipelineArguments
 from .pipeline_parallel.deferred_wgrad import DeferredWeightGrads
 from .pipeline_parallel.microbatch import BatchConsistency, Microbatch, PipelineRun, fetch, join_outputs, split_batch
@@ -93,7 +93,7 @@ class PipelineRuntime:
         self,
         data_iter: Iterator[Any],
         criterion: Callable[[Any, Any], torch.Tensor],
-        optimizer: HybridOptimizer | None,
+        optimizer: ZeroOptimizer | None,
         *,
         return_loss: bool,
         return_outputs: bool,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -17,22 +16,21 @@ from booster.core.plain_torch import refuse_plain_training
 from booster.errors import ConfigError
 from booster.interface import MemoryRequest, ModelWrapper, OptimizerWrapper, RankMemory
 from booster.mixed_precision.fp16 import log_rank_zero
-from booster.mixed_precision.loss_scaler import LossScalerConfig
-from booster.plugins.base import DistributedPlugin, WrappedPair, arguments_of
-from booster.plugins.low_level_zero.config import ZeroSettings
-from booster.plugins.low_level_zero.flat_params import Sharding
+from booster.plugins.base import WrappedPair, arguments_of
+from booster.plugins.low_level_zero.optimizer import ZeroOptimizer
+from booster.plugins.sharding.config import ShardGroups
 from booster.plugins.sharding.elementwise import require_elementwise
-from booster.plugins.sharding.optimizer import new_loss_scaler
-from booster.plugins.sharding.precision import DTYPES, WeightPrecision
+from booster.plugins.sharding.plugin import ShardedPlugin
+from booster.plugins.sharding.precision import WeightPrecision
 from booster.plugins.sync_batch_norm import convert_batch_norm
-from booster.validation import check_flag, check_memory_is_apart, error_of
+from booster.validation import check_memory_is_apart, error_of
 
 from .activation_checkpointing import GradientCheckpointConfig
-from .config import HybridArguments, arguments_from_config
+from .config import HybridConfig, arguments_from_config
 from .memory import hybrid_memory, hybrid_settings
 from .mesh import HybridMesh
 from .model import HybridModel
-from .optimizer import HybridOptimizer
+from .optimizer import StagePart
 from .partition import ModelPartitioner, PartitionPlan
 from .pipeline_parallel.placeholders import cast_absent_tensors
 from .pipeline_parallel.schedules import PipelineSchedule
@@ -41,7 +39,7 @@ from .pipeline_runner import build_runtime, tied_param_groups
 from .tp_plan.plan import UserPlan
 
 
-class HybridParallelPlugin(DistributedPlugin):
+class HybridParallelPlugin(ShardedPlugin):
     """Tensor, sequence and pipeline parallelism, together with data parallelism or ZeRO.
 
     The ranks form a mesh of (dp, pp, sp, tp). The ranks of a tp group hold shards of the same layers (Shoeybi et al.,
@@ -128,6 +126,8 @@ class HybridParallelPlugin(DistributedPlugin):
     Collective: yes, with the same arguments on all ranks but for `verbose`.
     """
 
+    _config: HybridConfig
+
     @timeout_scope("setup")
     def __init__(
         self,
@@ -181,31 +181,20 @@ class HybridParallelPlugin(DistributedPlugin):
     ) -> None:
         given = dict(locals())
         super().__init__()
-        self._arguments = arguments_of(HybridArguments, given)
-        self._loss_scale = arguments_of(LossScalerConfig, given)
-        self._new_loss_scaler = functools.partial(new_loss_scaler, self._loss_scale, verbose=verbose)
-        self._verify_arguments(lambda: self._check_arguments(verbose))
-        sizes = self._arguments.axis_sizes(group_size())
+        self._config = arguments_of(HybridConfig, given)
+        self._check_config()
+        sizes = self._config.axis_sizes(group_size())
         self._mesh = HybridMesh(self._device.type, dp_outside=dp_outside, **sizes)
         self._mesh.group("dp")  # creation is collective; later calls may come from some ranks only
         self._offloads = cpu_offload and self._device.type != "cpu"
-        self._partitioner = ModelPartitioner(self._arguments, self._mesh, self._device, verbose=verbose)
-        for line in self._arguments.remarks():
+        self._partitioner = ModelPartitioner(self._config, self._mesh, self._device, verbose=verbose)
+        for line in self._config.remarks():
             log_rank_zero(line)
         if cpu_offload and self._device.type == "cpu":
             log_rank_zero("cpu_offload=True has no effect: weights and states are already in host memory")
 
-    def _check_arguments(self, verbose: bool) -> None:
-        self._arguments.check(group_size())
-        check_flag("verbose", verbose)
-        self._loss_scale.check()
-
     def _groups(self) -> list[dist.ProcessGroup | None]:
         return self._mesh.groups()
-
-    def config_fingerprint(self) -> list[str]:
-        fingerprint = [f"{name}={getattr(self._arguments, name)!r}" for name in HybridArguments.__slots__]
-        return [*fingerprint, *self._loss_scale.fingerprint]
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], **arguments: Any) -> HybridParallelPlugin:
@@ -214,7 +203,7 @@ class HybridParallelPlugin(DistributedPlugin):
         Args:
             config: Axis sizes as integers or dicts with a `size`, such as
                 dict(pipeline=dict(size=2, num_microbatches=4), tensor=dict(size=2, mode="1d")). The `pipeline` dict
-                may contain the plugin's other pipeline arguments.
+                may contain the plugin's other pipeline config.
             **arguments: Further arguments of the plugin.
 
         Raises:
@@ -226,12 +215,6 @@ class HybridParallelPlugin(DistributedPlugin):
         if error is not None:
             check_same_across_ranks(f"making a {cls.__name__}", [], error=error)
         return cls(**read)
-
-    def supported_precisions(self) -> list[str]:
-        return list(DTYPES)
-
-    def control_precision(self) -> bool:
-        return True
 
     @property
     def dp_size(self) -> int:
@@ -247,7 +230,7 @@ class HybridParallelPlugin(DistributedPlugin):
 
         True on the last pipeline stage, with pp_style="zbv" on the first, and on every rank without a pipeline.
         """
-        pipeline = self._arguments.pipeline
+        pipeline = self._config.pipeline
         if pipeline is None:
             return True
         end = pipeline.schedule.place(pipeline.num_positions - 1, pipeline.num_stages)
@@ -259,11 +242,6 @@ class HybridParallelPlugin(DistributedPlugin):
 
     def axis_sizes(self) -> dict[str, int]:
         return self._mesh.axis_sizes()
-
-    def reduction_dtype(self, parameter_dtype: torch.dtype) -> torch.dtype:
-        if self._device.type == "cpu" and parameter_dtype.itemsize < 4:
-            return torch.float32
-        return self._arguments.communication_dtype or parameter_dtype
 
     def explain(self, model: nn.Module) -> str:
         """Return a table of a model's plan: module, style, local shape, bytes, and the reasons for unsharded modules.
@@ -289,13 +267,13 @@ class HybridParallelPlugin(DistributedPlugin):
     def place(
         self, model: nn.Module, optimizer: Optimizer | None, checked: PartitionPlan | None = None
     ) -> StageModel | None:
-        if self._arguments.sync_batch_norm and self.dp_size > 1:
+        if self._config.sync_batch_norm and self.dp_size > 1:
             convert_batch_norm(model, self._device, self._mesh.group("dp"))
         return self._partitioner.apply(model, optimizer, checked or self._partitioner.check(model))
 
     def _wrap(self, model: nn.Module, optimizer: Optimizer | None, stage_model: StageModel | None) -> WrappedPair:
-        arguments, mesh = self._arguments, self._mesh
-        groups = tied_param_groups(mesh, stage_model)
+        config, mesh = self._config, self._mesh
+        tied_groups = tied_param_groups(mesh, stage_model)
         boosted = HybridModel(
             model,
             tp_group=self._partitioner.tp_group,
@@ -303,30 +281,32 @@ class HybridParallelPlugin(DistributedPlugin):
             data_group=mesh.group("dp", "sp"),
             replica_group=mesh.group("pp", "sp", "tp"),
             is_primary=mesh.rank("dp", "sp") == 0,
-            broadcasts_buffers=arguments.broadcast_buffers and mesh.size("dp", "sp") > 1,
+            broadcasts_buffers=config.broadcast_buffers and mesh.size("dp", "sp") > 1,
             stage_model=stage_model,
             stage=mesh.rank("pp"),
         )
         wrapped = None
         if optimizer is not None:
-            wrapped = HybridOptimizer(
+            part = None
+            if stage_model is not None:
+                stage, stage_group = mesh.rank("pp"), mesh.group("pp")
+                part = StagePart(stage_model, stage=stage, stage_group=stage_group, tied_groups=tied_groups)
+            wrapped = ZeroOptimizer(
                 optimizer,
                 boosted,
-                self._settings(),
-                stage_model=stage_model,
-                sharing_groups=groups,
-                stage=mesh.rank("pp"),
-                stage_group=mesh.group("pp"),
-                loss_scaler=self._new_loss_scaler() if arguments.precision == "fp16" else None,
+                config.zero(),
+                self._shard_groups(),
+                part=part,
+                loss_scaler=self._new_loss_scaler(),
                 is_primary=mesh.rank("dp", "sp") == 0 and mesh.rank("pp") == 0,
             )
-        if stage_model is not None and arguments.pipeline is not None:
+        if stage_model is not None and config.pipeline is not None:
             weight_gradients = self._partitioner.weight_gradients
-            runtime = build_runtime(boosted, stage_model, arguments.pipeline, mesh, self._device, weight_gradients)
+            runtime = build_runtime(boosted, stage_model, config.pipeline, mesh, self._device, weight_gradients)
             boosted.run_batch = runtime.run
-            cast_absent_tensors(model, arguments.dtype)
-        if arguments.dtype is not None:
-            precision = WeightPrecision(arguments.dtype, cast_inputs=arguments.cast_inputs)
+            cast_absent_tensors(model, config.dtype)
+        if config.dtype is not None:
+            precision = WeightPrecision(config.dtype, cast_inputs=config.cast_inputs)
             precision.cast(model)  # frozen parameters and buffers; the others are cast already
             boosted.precision = precision
         if mesh.size("dp", "sp") > 1:
@@ -349,7 +329,7 @@ class HybridParallelPlugin(DistributedPlugin):
             return super().execute_pipeline(
                 data_iter, model, criterion, optimizer, return_loss, return_outputs, num_items=num_items
             )
-        if optimizer is not None and (not isinstance(optimizer, HybridOptimizer) or optimizer.model is not model):
+        if optimizer is not None and (not isinstance(optimizer, ZeroOptimizer) or optimizer.model is not model):
             raise ConfigError(
                 f"execute_pipeline() got a {type(optimizer).__name__} that was not boosted together with this model and"
                 " would not receive its gradients: pass the optimizer that boost() returned with the model"
@@ -358,36 +338,24 @@ class HybridParallelPlugin(DistributedPlugin):
             data_iter, criterion, optimizer, return_loss=return_loss, return_outputs=return_outputs, num_items=num_items
         )
 
-    def _settings(self) -> ZeroSettings:
-        arguments, mesh = self._arguments, self._mesh
-        replicas, shards = (("dp", "sp"), ()) if arguments.zero_stage == 0 else ((), ("dp", "sp"))
-        return ZeroSettings(
-            stage=max(1, arguments.zero_stage),
-            sharding=Sharding(
-                num_shards=mesh.size(*shards),
-                rank=mesh.rank(*shards),
-                is_primary=mesh.rank(*replicas) == 0,
-                max_bucket_numel=arguments.max_bucket_numel,
-                keeps_masters=arguments.master_weights,
-                master_device=torch.device("cpu") if self._offloads else None,
-            ),
-            dtype=arguments.dtype,
+    def _shard_groups(self) -> ShardGroups:
+        mesh = self._mesh
+        replicas, shards = (("dp", "sp"), ()) if self._config.zero_stage == 0 else ((), ("dp", "sp"))
+        return ShardGroups(
+            num_shards=mesh.size(*shards),
+            rank=mesh.rank(*shards),
+            is_primary=mesh.rank(*replicas) == 0,
             data_parallel_group=mesh.group("dp", "sp"),
             control_group=mesh.cpu_group("dp", "sp"),
             shard_group=mesh.group(*shards),
             replica_group=mesh.group(*replicas) if mesh.size(*replicas) > 1 else None,
             grad_norm_group=mesh.group(*shards, "pp", "tp"),
-            communication_dtype=arguments.communication_dtype,
-            overlaps=arguments.overlap_communication,
-            overlap_param_gather=arguments.overlap_allgather,
-            max_norm=float(arguments.max_norm),
-            norm_type=float(arguments.norm_type),
         )
 
     def no_sync(
         self, model: ModelWrapper | None = None, optimizer: OptimizerWrapper | None = None
     ) -> AbstractContextManager[None]:
-        if not isinstance(optimizer, HybridOptimizer):
+        if not isinstance(optimizer, ZeroOptimizer):
             raise ConfigError(
                 "no_sync() needs the boosted optimizer, which holds the gradients: write"
                 " booster.no_sync(model, optimizer)"
@@ -395,7 +363,7 @@ class HybridParallelPlugin(DistributedPlugin):
         return optimizer.no_sync()
 
     def estimate_memory(self, request: MemoryRequest) -> RankMemory:
-        return hybrid_memory(request, self._arguments, self._mesh, self._partitioner, offloads=self._offloads)
+        return hybrid_memory(request, self._config, self._mesh, self._partitioner, offloads=self._offloads)
 
     @classmethod
     def settings_for(cls, num_ranks: int) -> list[dict[str, Any]]:

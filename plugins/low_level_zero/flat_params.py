@@ -9,9 +9,12 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from booster.comm import LOW_PRECISION
+from booster.comm import sum_dtype
 from booster.interface import Shard, shard_spec_of
+from booster.plugins.sharding.config import ShardGroups
 from booster.plugins.sharding.masters import follow_weights
+
+from .config import ZeroConfig
 
 # Shards start at multiples of 64 bytes in half precision, aligned for vector instructions.
 _ALIGNMENT = 32
@@ -156,27 +159,6 @@ class FlatLayout:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sharding:
-    """Sharding of the weights.
-
-    Attributes:
-        num_shards: Number of ranks that share the weights' updates.
-        rank: Index of this rank among them.
-        is_primary: If True, this rank saves its shards; its replicas do not.
-        max_bucket_numel: Maximum number of elements of a bucket.
-        keeps_masters: If True, low-precision weights have fp32 master weights.
-        master_device: Device of master weights and optimizer states; optional, defaults to the weights' device.
-    """
-
-    num_shards: int
-    rank: int
-    is_primary: bool
-    max_bucket_numel: int
-    keeps_masters: bool
-    master_device: torch.device | None
-
-
 @dataclass(frozen=True, slots=True)
 class OwnedShard:
     """A shard and its range."""
@@ -194,7 +176,8 @@ class FlatGroup:
         group_index: Index of the param group.
         named: Parameters with their names, in the model's registration order.
         dtype: New dtype of the weights.
-        sharding: Sharding of the buffer.
+        config: Options of ZeRO.
+        groups: Ranks that share the buffer.
 
     Attributes:
         weights: Flat buffer, including padding.
@@ -206,20 +189,25 @@ class FlatGroup:
     """
 
     def __init__(
-        self, group_index: int, named: Sequence[tuple[str, nn.Parameter]], dtype: torch.dtype, sharding: Sharding
+        self,
+        group_index: int,
+        named: Sequence[tuple[str, nn.Parameter]],
+        dtype: torch.dtype,
+        config: ZeroConfig,
+        groups: ShardGroups,
     ) -> None:
         self.group_index = group_index
-        self.sharding = sharding
+        self.groups = groups
         self.names = [name for name, _ in named]
         self.parameters = [parameter for _, parameter in named]
         self.dtype = dtype
         shapes = [tuple(parameter.shape) for parameter in self.parameters]
-        self.layout = FlatLayout(shapes, sharding.num_shards, sharding.max_bucket_numel)
+        self.layout = FlatLayout(shapes, groups.num_shards, config.max_bucket_numel)
         self.device = self.parameters[0].device
         self.weights = torch.zeros(self.layout.numel, dtype=dtype, device=self.device)
-        self.masters = self._new_masters()
+        self.masters = self._new_masters(config)
         self.updates_weights_in_place = self.masters is not None and self.masters.device == self.device
-        self.owned = self._flatten(self.layout.owned_ranges(sharding.rank))
+        self.owned = self._flatten(self.layout.owned_ranges(groups.rank))
         self.record_versions()
 
     def shard_storage(self, owned_range: OwnedRange) -> torch.Tensor:
@@ -236,7 +224,7 @@ class FlatGroup:
             return
         for bucket in self.layout.buckets:
             master = self.masters[bucket.offset_in_shard : bucket.offset_in_shard + bucket.shard_numel]
-            self.weights[bucket.shard_range(self.sharding.rank)].copy_(master, non_blocking=True)
+            self.weights[bucket.shard_range(self.groups.rank)].copy_(master, non_blocking=True)
 
     @torch.no_grad()
     def refresh_masters(self) -> None:
@@ -253,13 +241,11 @@ class FlatGroup:
         """Return whether a weight was modified in place since `record_versions`, except through `.data`."""
         return self._versions != [parameter._version for parameter in self.parameters]
 
-    def _new_masters(self) -> torch.Tensor | None:
-        is_low = self.dtype in LOW_PRECISION
-        moves = self.sharding.master_device not in (None, self.device)
-        if not moves and not (is_low and self.sharding.keeps_masters):
+    def _new_masters(self, config: ZeroConfig) -> torch.Tensor | None:
+        dtype = sum_dtype(self.dtype) if config.master_weights else self.dtype
+        home = torch.device("cpu") if config.cpu_offload else self.device
+        if dtype == self.dtype and home == self.device:
             return None
-        dtype = torch.float32 if is_low and self.sharding.keeps_masters else self.dtype
-        home = self.device if self.sharding.master_device is None else self.sharding.master_device
         return torch.zeros(self.layout.shard_numel, dtype=dtype, device=home)
 
     @torch.no_grad()
@@ -291,5 +277,5 @@ class FlatGroup:
             model_param=self.parameters[index],
             group_index=self.group_index,
             has_master=self.masters is not None and self.masters.dtype != self.dtype,
-            is_primary=self.sharding.is_primary,
+            is_primary=self.groups.is_primary,
         )

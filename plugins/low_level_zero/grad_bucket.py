@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from booster.comm import LOW_PRECISION, ReduceScatter
+from booster.comm import ReduceScatter, sum_dtype
 
 from .flat_params import Bucket, FlatGroup, OwnedShard, ParamRange
 
@@ -91,7 +91,7 @@ class GradientBucket:
     @property
     def sum_dtype(self) -> torch.dtype:
         """Dtype of gradient sums: fp32 for low-precision weights."""
-        return torch.float32 if self.group.dtype in LOW_PRECISION else self.group.dtype
+        return sum_dtype(self.group.dtype)
 
 
 def make_param_grads(
@@ -231,7 +231,7 @@ class FullGradients(GradientStore):
     def __init__(self, group: FlatGroup, buffers: BucketBuffers) -> None:
         super().__init__(group, buffers)
         self._flat = torch.zeros(group.layout.numel, dtype=group.dtype, device=group.device)
-        self._rank = group.sharding.rank
+        self._rank = group.groups.rank
         self._views: dict[int, torch.Tensor] = {}
 
     def receive(self, param_grad: ParamGrad) -> None:

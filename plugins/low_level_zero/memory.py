@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from booster.comm import LOW_PRECISION
+from booster.comm import LOW_PRECISION, sum_dtype
 from booster.interface import MemoryParts, MemoryRequest, RankMemory
 from booster.plugins.sharding.memory import cast_bytes, largest_moment
 
-from .config import ZeroArguments
+from .config import ZeroConfig
 from .flat_params import Bucket, FlatLayout
 from .reducer import MAX_BUCKETS_IN_FLIGHT
 
@@ -56,9 +56,8 @@ class _Group:
     Args:
         named: Names and shapes in the model's order.
         dtype: Dtype of weights and gradients.
-        arguments: Arguments of the plugin.
+        config: Options of ZeRO.
         num_shards: Number of ranks that share the buffer.
-        max_bucket_numel: Maximum number of elements of a bucket.
 
     Attributes:
         weight_bytes: Bytes of all weights, including padding.
@@ -68,21 +67,20 @@ class _Group:
         self,
         named: Sequence[tuple[str, tuple[int, ...]]],
         dtype: torch.dtype,
-        arguments: ZeroArguments,
+        config: ZeroConfig,
         num_shards: int,
-        max_bucket_numel: int,
     ) -> None:
         self.named = named
         self.dtype = dtype
-        self.layout = FlatLayout([shape for _, shape in named], num_shards, max_bucket_numel)
+        self.layout = FlatLayout([shape for _, shape in named], num_shards, config.max_bucket_numel)
         self.weight_bytes = self.layout.numel * dtype.itemsize
         is_low = dtype in LOW_PRECISION
-        self.sum_dtype = torch.float32 if is_low else dtype
-        self.has_masters = is_low and arguments.master_weights
-        self.main_dtype = torch.float32 if self.has_masters else dtype
+        self.sum_dtype = sum_dtype(dtype)
+        self.has_masters = is_low and config.master_weights
+        self.main_dtype = self.sum_dtype if self.has_masters else dtype
         # With one shard, a low-precision bucket is too small to be overwritten by its fp32 sums.
-        self.packs = arguments.stage == 2 or (num_shards == 1 and is_low)
-        self.sent_dtype = arguments.communication_dtype or dtype
+        self.packs = config.stage == 2 or (num_shards == 1 and is_low)
+        self.sent_dtype = config.communication_dtype or dtype
 
     def buckets(self) -> list[_FlatBucket]:
         """Return the buckets with their gradients, in buffer order."""
@@ -186,39 +184,36 @@ class _Backward:
 
 def zero_memory(
     request: MemoryRequest,
-    arguments: ZeroArguments,
+    config: ZeroConfig,
     *,
     num_shards: int,
     num_replicas: int,
     offloads: bool,
-    max_bucket_numel: int | None = None,
 ) -> RankMemory:
     """Return the memory and traffic of a rank.
 
     Args:
         request: Model and optimizer.
-        arguments: Arguments of the plugin.
+        config: Options of ZeRO.
         num_shards: Number of ranks that share the shards.
         num_replicas: Number of replicas of this rank's shards.
         offloads: If True, masters and states are in the host memory of an accelerator.
-        max_bucket_numel: Maximum number of elements of a bucket; optional, defaults to that of the arguments.
     """
     named = list(request.model.named_parameters())
-    bucket_numel = arguments.max_bucket_numel if max_bucket_numel is None else max_bucket_numel
-    groups = _groups(request, named, arguments, num_shards, bucket_numel)
+    groups = _groups(request, named, config, num_shards)
     trained = {id(one) for one in request.trained}
     frozen = [one for _, one in named if id(one) not in trained]
     masters, states = _updated_bytes(request, groups)
     elsewhere = masters + states if offloads else 0
     full = sum(0 if group.packs else group.weight_bytes for group in groups)
     kept = MemoryParts(
-        parameters=sum(group.weight_bytes for group in groups) + cast_bytes(frozen, arguments.dtype),
+        parameters=sum(group.weight_bytes for group in groups) + cast_bytes(frozen, config.dtype),
         gradients=full,
         optimizer_states=0 if offloads else masters + states,
-        buffers=cast_bytes(request.model.buffers(), arguments.dtype) + _buffer_bytes(groups),
+        buffers=cast_bytes(request.model.buffers(), config.dtype) + _buffer_bytes(groups),
     )
     backward = _Backward(groups, {name: index for index, (name, _) in enumerate(named)})
-    worst = largest_moment(request.activations(arguments.dtype).intervals, backward)
+    worst = largest_moment(request.activations(config.dtype).intervals, backward)
     sums = sum(group.layout.shard_numel * group.sum_dtype.itemsize for group in groups)
     packed = sum(group.layout.shard_numel * group.sum_dtype.itemsize for group in groups if group.packs)
     per_link = sum(group.layout.shard_numel * (group.sent_dtype.itemsize + group.dtype.itemsize) for group in groups)
@@ -234,18 +229,17 @@ def zero_memory(
 def _groups(
     request: MemoryRequest,
     named: Sequence[tuple[str, nn.Parameter]],
-    arguments: ZeroArguments,
+    config: ZeroConfig,
     num_shards: int,
-    max_bucket_numel: int,
 ) -> list[_Group]:
     trained = {id(one) for one in request.trained}
     by_dtype: dict[torch.dtype, list[tuple[str, tuple[int, ...]]]] = {}
     for name, parameter in named:
         if id(parameter) in trained:
-            casts = arguments.dtype is not None and parameter.is_floating_point()
-            dtype = arguments.dtype if casts and arguments.dtype is not None else parameter.dtype
+            casts = config.dtype is not None and parameter.is_floating_point()
+            dtype = config.dtype if casts and config.dtype is not None else parameter.dtype
             by_dtype.setdefault(dtype, []).append((name, tuple(parameter.shape)))
-    return [_Group(members, dtype, arguments, num_shards, max_bucket_numel) for dtype, members in by_dtype.items()]
+    return [_Group(members, dtype, config, num_shards) for dtype, members in by_dtype.items()]
 
 
 def _updated_bytes(request: MemoryRequest, groups: Sequence[_Group]) -> tuple[int, int]:

@@ -2,23 +2,73 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from typing import TypeAlias
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from booster.comm import group_size
+from booster.core.accumulation import boosted_backward
 from booster.interface import LossScaler, Shard, Shards, shard_spec_of
-from booster.plugins.sharding.optimizer import ShardedOptimizer, replaced_memory_error
+from booster.plugins.sharding.config import ShardGroups
+from booster.plugins.sharding.optimizer import (
+    ShardedOptimizer,
+    ShardedOptimizerState,
+    ShardedPendingGradients,
+    replaced_memory_error,
+)
 from booster.plugins.sharding.shard_states import shard_state
 
-from .config import ZeroSettings
+from .config import ZeroConfig
 from .flat_params import FlatGroup
 from .model import ZeroModel
 from .param_all_gather import ParamAllGather
 from .reducer import GradientReducer
+
+NamedParameters: TypeAlias = list[tuple[str, nn.Parameter]]
+
+
+class ModelPart:
+    """Part of the model that this rank holds: all of it, unless a plugin with pipeline stages overrides the methods."""
+
+    def logical_group(self, index: int, local: NamedParameters) -> NamedParameters:
+        """Return the members of a param group on all ranks that share the gradient norm, equal on all of them.
+
+        Args:
+            index: Index of the param group.
+            local: Members on this rank.
+
+        Collective over those ranks for groups that are added after boost().
+        """
+        return local
+
+    def sharded_parameters(
+        self, local: Iterable[tuple[str, nn.Parameter]], groups: Iterable[NamedParameters]
+    ) -> NamedParameters:
+        """Return all parameters that are sharded over the gradient-norm group, in the same order on all its ranks.
+
+        Args:
+            local: Sharded parameters of this rank.
+            groups: Results of `logical_group`.
+        """
+        return list(local)
+
+    def reduce_tied_gradients(self, reducer: GradientReducer) -> None:
+        """All-reduce gradients of parameters that other parts use too, before the data-parallel reduction.
+
+        Collective over the parts.
+        """
+
+    def checkpoint_state(self, optimizer: ZeroOptimizer) -> ShardedOptimizerState:
+        """Return the checkpoint view of the optimizer's state."""
+        return ShardedOptimizerState(optimizer)
+
+    def pending_gradients(self, optimizer: ZeroOptimizer) -> ShardedPendingGradients:
+        """Return the checkpoint view of the accumulated gradients."""
+        return ShardedPendingGradients(optimizer)
 
 
 class ZeroOptimizer(ShardedOptimizer):
@@ -31,7 +81,9 @@ class ZeroOptimizer(ShardedOptimizer):
     Args:
         optim: The user's optimizer, elementwise or `ShardAware`.
         model: The boosted model.
-        settings: Sharding settings.
+        config: Options of ZeRO.
+        groups: Process groups of the shards.
+        part: Part of the model that this rank holds; optional, defaults to all of it.
         loss_scaler: Loss scaler for fp16; optional, defaults to no scaling.
         is_primary: If True, this rank saves what is equal on all ranks.
     """
@@ -42,23 +94,26 @@ class ZeroOptimizer(ShardedOptimizer):
         self,
         optim: Optimizer,
         model: ZeroModel,
-        settings: ZeroSettings,
+        config: ZeroConfig,
+        groups: ShardGroups,
         *,
+        part: ModelPart | None = None,
         loss_scaler: LossScaler | None = None,
         is_primary: bool = True,
     ) -> None:
         super().__init__(
             optim,
             model,
-            data_parallel_group=settings.data_parallel_group,
-            shard_group=settings.shard_group,
-            grad_norm_group=settings.grad_norm_group,
-            max_norm=settings.max_norm,
-            norm_type=settings.norm_type,
+            data_parallel_group=groups.data_parallel_group,
+            shard_group=groups.shard_group,
+            grad_norm_group=groups.grad_norm_group,
+            clip=config.clip,
             loss_scaler=loss_scaler,
             is_primary=is_primary,
         )
-        self._settings = settings
+        self._config = config
+        self._groups = groups
+        self._part = ModelPart() if part is None else part
         self._synchronizes = True
         self._flat_groups: list[FlatGroup] = []
         for index in range(len(optim.param_groups)):
@@ -68,6 +123,10 @@ class ZeroOptimizer(ShardedOptimizer):
 
     # Sharding.
 
+    def _record_group(self, index: int) -> None:
+        super()._record_group(index)
+        self.logical_groups[index] = self._part.logical_group(index, self.logical_groups[index])
+
     def _shard_group(self, index: int) -> None:
         """Shard the trainable parameters of a group that are not sharded yet."""
         group = self.param_groups[index]
@@ -76,12 +135,12 @@ class ZeroOptimizer(ShardedOptimizer):
         new.sort(key=lambda parameter: order[id(parameter)])
         by_dtype: dict[torch.dtype, list[nn.Parameter]] = {}
         for parameter in new:
-            casts_to = self._settings.dtype if parameter.is_floating_point() else None
+            casts_to = self._config.dtype if parameter.is_floating_point() else None
             by_dtype.setdefault(casts_to or parameter.dtype, []).append(parameter)
         shards: list[nn.Parameter] = []
         for dtype, members in by_dtype.items():
             named = [(self._names[id(parameter)], parameter) for parameter in members]
-            flat = FlatGroup(index, named, dtype, self._settings.sharding)
+            flat = FlatGroup(index, named, dtype, self._config, self._groups)
             self._flat_groups.append(flat)
             for parameter in members:
                 own = [one.shard for one in flat.owned if one.shard.model_param is parameter]
@@ -95,27 +154,15 @@ class ZeroOptimizer(ShardedOptimizer):
     def _connect(self) -> None:
         """Create the reducer, the all-gather, and the shards that a `ShardAware` optimizer receives, for all flat
         groups."""
-        settings = self._settings
-        self._reducer = GradientReducer(
-            self._flat_groups,
-            list(self.model.unwrap().parameters()),
-            stage=settings.stage,
-            overlaps=settings.overlaps,
-            control_group=settings.control_group or settings.data_parallel_group,
-            shard_group=settings.shard_group,
-            replica_group=settings.replica_group,
-            communication_dtype=settings.communication_dtype,
-        )
-        self.param_all_gather = ParamAllGather(self._reducer.buckets, settings.shard_group)
+        model_order = list(self.model.unwrap().parameters())
+        self._reducer = GradientReducer(self._flat_groups, model_order, self._config, self._groups)
+        self.param_all_gather = ParamAllGather(self._reducer.buckets, self._groups.shard_group)
         self.model.connect(self.param_all_gather, self.zero_grad)
         shards = [one.shard for flat in self._flat_groups for one in flat.owned]
-        shapes = {name: shard_spec_of(parameter).logical_shape for name, parameter in self._sharded_parameters()}
+        local = (one for flat in self._flat_groups for one in zip(flat.names, flat.parameters, strict=True))
+        sharded = self._part.sharded_parameters(local, self.logical_groups)
+        shapes = {name: shard_spec_of(parameter).logical_shape for name, parameter in sharded}
         self._use_shards(Shards(shards, list(shapes), self._grad_norm_group, shapes=shapes))
-
-    def _sharded_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield all parameters that are sharded over the gradient-norm group, in the same order on all its ranks."""
-        for flat in self._flat_groups:
-            yield from zip(flat.names, flat.parameters, strict=True)
 
     def _refresh_masters(self) -> None:
         for flat in self._flat_groups:
@@ -142,10 +189,24 @@ class ZeroOptimizer(ShardedOptimizer):
         finally:
             self._synchronizes = before
 
+    @contextmanager
+    def accumulate_microbatches(self, num_items: float | None) -> Iterator[None]:
+        """Count all microbatches' backwards in the block as one backward().
+
+        Args:
+            num_items: Number of items that the loss averages; see `Booster.backward`.
+
+        Collective: yes.
+        """
+        self._begin_accumulation(num_items)
+        with self.no_sync(), boosted_backward(), self._backward_context():
+            yield
+
     # Gradients.
 
     def _reduce_gradients(self) -> float:
         self._cached_norm = None
+        self._part.reduce_tied_gradients(self._reducer)
         self._reducer.finish()
         for bucket in self._reducer.buckets:
             for param_grad, owned in bucket.owned:
@@ -201,7 +262,7 @@ class ZeroOptimizer(ShardedOptimizer):
             torch.autograd.graph.increment_version(flat.parameters)
             flat.record_versions()
         self.param_all_gather.start()
-        if not self._settings.overlap_param_gather:
+        if not self._config.overlap_allgather:
             self.param_all_gather.wait()
 
     def _step_shards(self) -> None:
@@ -226,7 +287,13 @@ class ZeroOptimizer(ShardedOptimizer):
         super().zero_grad()
         self._reducer.reset(keeps_use=not set_to_none)
 
-    # Accumulated gradients in checkpoints.
+    # Checkpoints.
+
+    def checkpoint_state(self) -> ShardedOptimizerState:
+        return self._part.checkpoint_state(self)
+
+    def pending_gradients(self) -> ShardedPendingGradients:
+        return self._part.pending_gradients(self)
 
     def local_gradients(self) -> dict[str, torch.Tensor]:
         """Return this rank's unreduced, unscaled gradients by name, in the parameters' shapes."""

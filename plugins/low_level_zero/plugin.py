@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -17,22 +16,21 @@ from booster.core.plain_torch import refuse_plain_training
 from booster.errors import ConfigError
 from booster.interface import MemoryRequest, ModelWrapper, OptimizerWrapper, RankMemory
 from booster.mixed_precision.fp16 import log_rank_zero
-from booster.mixed_precision.loss_scaler import LossScalerConfig
-from booster.plugins.base import DistributedPlugin, WrappedPair, arguments_of
+from booster.plugins.base import WrappedPair, arguments_of
+from booster.plugins.sharding.config import ShardGroups
 from booster.plugins.sharding.elementwise import require_elementwise
-from booster.plugins.sharding.optimizer import new_loss_scaler
-from booster.plugins.sharding.precision import DTYPES, WeightPrecision
+from booster.plugins.sharding.plugin import ShardedPlugin
+from booster.plugins.sharding.precision import WeightPrecision
 from booster.plugins.sync_batch_norm import convert_batch_norm
-from booster.validation import check_flag, check_memory_is_apart
+from booster.validation import check_memory_is_apart
 
-from .config import ZeroArguments, ZeroSettings
-from .flat_params import Sharding
+from .config import ZeroConfig
 from .memory import zero_memory
 from .model import ZeroModel
 from .optimizer import ZeroOptimizer
 
 
-class LowLevelZeroPlugin(DistributedPlugin):
+class LowLevelZeroPlugin(ShardedPlugin):
     """ZeRO stages 1 and 2: every rank holds all weights and updates its shard of them.
 
     Memory per rank of P, N parameters with Adam: fp32 4N weights + 4N (stage 1) or 4N/P (stage 2) gradients + 8N/P
@@ -82,6 +80,8 @@ class LowLevelZeroPlugin(DistributedPlugin):
         DesyncError: The ranks' arguments differ.
     """
 
+    _config: ZeroConfig
+
     @timeout_scope("setup")
     def __init__(
         self,
@@ -111,10 +111,8 @@ class LowLevelZeroPlugin(DistributedPlugin):
     ) -> None:
         given = dict(locals())
         super().__init__()
-        self._arguments = arguments_of(ZeroArguments, given)
-        self._loss_scale = arguments_of(LossScalerConfig, given)
-        self._new_loss_scaler = functools.partial(new_loss_scaler, self._loss_scale, verbose=verbose)
-        self._verify_arguments(lambda: self._check_arguments(verbose))
+        self._config = arguments_of(ZeroConfig, given)
+        self._check_config()
         # Neighbouring ranks share the shards, because they are likely to be on one machine.
         self._mesh = new_mesh(self._device.type, (extra_dp_size, group_size() // extra_dp_size), ("replica", "shard"))
         self._control_group = None if self._device.type == "cpu" else new_cpu_group()
@@ -124,24 +122,8 @@ class LowLevelZeroPlugin(DistributedPlugin):
     def _groups(self) -> list[dist.ProcessGroup | None]:
         return [*self._mesh.get_all_groups(), self._control_group]
 
-    def _check_arguments(self, verbose: bool) -> None:
-        self._arguments.check(group_size())
-        check_flag("verbose", verbose)
-        self._loss_scale.check()
-
-    def supported_precisions(self) -> list[str]:
-        return list(DTYPES)
-
-    def control_precision(self) -> bool:
-        return True
-
     def axis_sizes(self) -> dict[str, int]:
         return {"replica": self._mesh.size(0), "shard": self._mesh.size(1)}
-
-    def reduction_dtype(self, parameter_dtype: torch.dtype) -> torch.dtype:
-        if self._device.type == "cpu" and parameter_dtype.itemsize < 4:
-            return torch.float32
-        return self._arguments.communication_dtype or parameter_dtype
 
     def check(self, model: nn.Module, optimizer: Optimizer | None) -> None:
         check_materialized(model)
@@ -150,63 +132,45 @@ class LowLevelZeroPlugin(DistributedPlugin):
         require_elementwise(optimizer)
         trained = [one for group in optimizer.param_groups for one in group["params"] if one.requires_grad]
         check_memory_is_apart(model, trained)
-        if self._arguments.communication_dtype is not None and any(
-            one.dtype.itemsize > 4 for one in trained if self._arguments.dtype is None
+        if self._config.communication_dtype is not None and any(
+            one.dtype.itemsize > 4 for one in trained if self._config.dtype is None
         ):
             raise ConfigError(
-                f"communication_dtype={self._arguments.communication_dtype} would shorten the gradients of parameters"
+                f"communication_dtype={self._config.communication_dtype} would shorten the gradients of parameters"
                 " that have more than 32 bits: leave it out"
             )
 
     def place(self, model: nn.Module, optimizer: Optimizer | None, checked: None = None) -> None:
         move_to_device(model, optimizer, self._device)
         sync_module_states(model)
-        if self._arguments.sync_batch_norm and self.dp_size > 1:
+        if self._config.sync_batch_norm and self.dp_size > 1:
             convert_batch_norm(model, self._device)
 
-    def config_fingerprint(self) -> list[str]:
-        lines = [f"{name}={getattr(self._arguments, name)!r}" for name in ZeroArguments.__slots__]
-        return [*lines, *self._loss_scale.fingerprint]
-
     def _wrap(self, model: nn.Module, optimizer: Optimizer | None, placed: None) -> WrappedPair:
-        arguments, is_primary = self._arguments, self.dp_rank == 0
-        broadcasts = arguments.broadcast_buffers and self.dp_size > 1
+        config, is_primary = self._config, self.dp_rank == 0
+        broadcasts = config.broadcast_buffers and self.dp_size > 1
         boosted = ZeroModel(model, None, is_primary=is_primary, broadcasts_buffers=broadcasts)
         wrapped = None
         if optimizer is not None:
-            scaler = self._new_loss_scaler() if arguments.precision == "fp16" else None
-            wrapped = ZeroOptimizer(optimizer, boosted, self._settings(), loss_scaler=scaler, is_primary=is_primary)
-        if arguments.dtype is not None:
-            precision = WeightPrecision(arguments.dtype, cast_inputs=arguments.cast_inputs)
+            scaler, groups = self._new_loss_scaler(), self._shard_groups()
+            wrapped = ZeroOptimizer(optimizer, boosted, config, groups, loss_scaler=scaler, is_primary=is_primary)
+        if config.dtype is not None:
+            precision = WeightPrecision(config.dtype, cast_inputs=config.cast_inputs)
             precision.cast(model)  # only frozen parameters and buffers are left
             boosted.precision = precision
         if self.dp_size > 1:
             refuse_plain_training(boosted, untrained=model.parameters() if optimizer is None else ())
         return boosted, wrapped
 
-    def _settings(self) -> ZeroSettings:
-        arguments = self._arguments
-        has_replicas = arguments.extra_dp_size > 1
-        offloads = arguments.cpu_offload and self._device.type != "cpu"
-        return ZeroSettings(
-            stage=arguments.stage,
-            sharding=Sharding(
-                num_shards=self._mesh.size(1),
-                rank=self._mesh.get_local_rank("shard"),
-                is_primary=self._mesh.get_local_rank("replica") == 0,
-                max_bucket_numel=arguments.max_bucket_numel,
-                keeps_masters=arguments.master_weights,
-                master_device=torch.device("cpu") if offloads else None,
-            ),
-            dtype=arguments.dtype,
+    def _shard_groups(self) -> ShardGroups:
+        has_replicas = self._config.extra_dp_size > 1
+        return ShardGroups(
+            num_shards=self._mesh.size(1),
+            rank=self._mesh.get_local_rank("shard"),
+            is_primary=self._mesh.get_local_rank("replica") == 0,
             control_group=self._control_group,
             shard_group=self._mesh.get_group("shard") if has_replicas else None,
             replica_group=self._mesh.get_group("replica") if has_replicas else None,
-            communication_dtype=arguments.communication_dtype,
-            overlaps=arguments.overlap_communication,
-            overlap_param_gather=arguments.overlap_allgather,
-            max_norm=float(arguments.max_norm),
-            norm_type=float(arguments.norm_type),
         )
 
     def no_sync(
@@ -222,10 +186,10 @@ class LowLevelZeroPlugin(DistributedPlugin):
     def estimate_memory(self, request: MemoryRequest) -> RankMemory:
         return zero_memory(
             request,
-            self._arguments,
+            self._config,
             num_shards=self._mesh.size(1),
             num_replicas=self._mesh.size(0),
-            offloads=self._arguments.cpu_offload and self._device.type != "cpu",
+            offloads=self._config.cpu_offload and self._device.type != "cpu",
         )
 
     @classmethod

@@ -10,12 +10,13 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from booster.comm import ReduceScatter, all_reduce_max, all_reduce_sum, collective_device, start_reduce_scatter
 from booster.errors import ConfigError
+from booster.plugins.sharding.config import ShardGroups
 
+from .config import ZeroConfig
 from .flat_params import FlatGroup
 from .grad_bucket import (
     BucketBuffers,
@@ -44,13 +45,10 @@ class GradientReducer:
     Args:
         groups: Flat groups.
         model_order: Model parameters in registration order.
-        stage: ZeRO stage. Stage 1 keeps local gradients until they are reduced; stage 2 reduces them in every backward.
-        overlaps: If True, buckets are reduced while backward continues.
-        control_group: All data-parallel ranks, for the all-reduce of used parameters. On an accelerator this is a CPU
-            group, which avoids a device synchronization.
-        shard_group: Ranks that share the shards.
-        replica_group: Ranks with replicas of this rank's shards; optional, defaults to no replicas.
-        communication_dtype: Dtype of the reduction; optional, defaults to the gradients' dtype.
+        config: Options of ZeRO. Stage 1 keeps local gradients until they are reduced; stage 2 reduces them in every
+            backward.
+        shard_groups: Process groups of the reductions. The used parameters are all-reduced over the control group, a
+            CPU group on an accelerator, which avoids a device synchronization.
 
     Attributes:
         param_grads: Gradients of all parameters.
@@ -61,20 +59,15 @@ class GradientReducer:
         self,
         groups: Sequence[FlatGroup],
         model_order: Sequence[nn.Parameter],
-        *,
-        stage: int,
-        overlaps: bool,
-        control_group: dist.ProcessGroup | None,
-        shard_group: dist.ProcessGroup | None,
-        replica_group: dist.ProcessGroup | None,
-        communication_dtype: torch.dtype | None,
+        config: ZeroConfig,
+        shard_groups: ShardGroups,
     ) -> None:
-        self._stage = stage
-        self._overlaps = overlaps or stage == 2
-        self._control_group = control_group
-        self._shard_group = shard_group
-        self._replica_group = replica_group
-        self._communication_dtype = communication_dtype
+        self._stage = config.stage
+        self._overlaps = config.overlap_communication or config.stage == 2
+        self._control_group = shard_groups.control_group or shard_groups.data_parallel_group
+        self._shard_group = shard_groups.shard_group
+        self._replica_group = shard_groups.replica_group
+        self._communication_dtype = config.communication_dtype
         self._buffers = BucketBuffers(MAX_BUCKETS_IN_FLIGHT)
         self._in_flight: deque[tuple[GradientBucket, ReduceScatter]] = deque()
         self._is_collecting = False
@@ -85,7 +78,7 @@ class GradientReducer:
         self._stores: dict[int, GradientStore] = {}
         for group in groups:
             # With one shard, a low-precision bucket is too small to be overwritten by its fp32 sums.
-            is_sharded = stage == 2 or (group.sharding.num_shards == 1 and group.dtype.itemsize < 4)
+            is_sharded = config.stage == 2 or (shard_groups.num_shards == 1 and group.dtype.itemsize < 4)
             self._stores[id(group)] = (ShardedGradients if is_sharded else FullGradients)(group, self._buffers)
         # Weak reference: Python's garbage collector does not traverse a parameter's hooks, so a cycle would leak.
         reducer = weakref.ref(self)

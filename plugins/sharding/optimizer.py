@@ -47,8 +47,9 @@ from booster.interface import (
 )
 from booster.kernels.flat_buffers import sum_of_squares, supports_sum_of_squares
 from booster.mixed_precision.fp16 import log_rank_zero
-from booster.mixed_precision.loss_scaler import DynamicLossScaler, LossScalerConfig
+from booster.mixed_precision.loss_scaler import DynamicLossScaler, LossScaleConfig
 
+from .config import GradClipConfig
 from .elementwise import takes_empty_groups
 from .masters import follow_weights
 
@@ -255,8 +256,7 @@ class ShardedOptimizer(OptimizerWrapper):
         shard_group: Ranks that share the shards; None for the world group.
         grad_norm_group: Ranks that hold the full gradient together, each element on one of them; optional, defaults to
             `shard_group`.
-        max_norm: Maximum gradient norm at every step; 0 disables clipping.
-        norm_type: Order of the norm.
+        clip: Clipping at every step.
         loss_scaler: Loss scaler for fp16; optional, defaults to no scaling.
         is_primary: If True, this rank saves what is equal on all ranks.
 
@@ -275,16 +275,14 @@ class ShardedOptimizer(OptimizerWrapper):
         data_parallel_group: dist.ProcessGroup | None,
         shard_group: dist.ProcessGroup | None,
         grad_norm_group: dist.ProcessGroup | None = None,
-        max_norm: float,
-        norm_type: float,
+        clip: GradClipConfig,
         loss_scaler: LossScaler | None = None,
         is_primary: bool = True,
     ) -> None:
         super().__init__(optim, model, data_parallel_group=data_parallel_group, is_primary=is_primary)
         self.loss_scaler = loss_scaler
         self._grad_norm_group = shard_group if grad_norm_group is None else grad_norm_group
-        self._max_norm = max_norm
-        self._norm_type = norm_type
+        self._clip = clip
         self._cached_norm: torch.Tensor | None = None
         self._is_stepping = False
         optim.register_step_pre_hook(partial(_refuse_unwrapped_step, weakref.ref(self)))
@@ -582,13 +580,13 @@ class ShardedOptimizer(OptimizerWrapper):
 
     def _clip_to_max_norm(self) -> None:
         accumulation = self._accumulation
-        if self._max_norm <= 0 or accumulation.has_stepped:
+        if self._clip.max_norm <= 0 or accumulation.has_stepped:
             return
         self._unscale_gradients()  # includes gradients of a plain loss.backward()
         if accumulation.num_backwards == 0:
             return
         norm_of_user = accumulation.norm
-        self.clip_grad_by_norm(self._max_norm, self._norm_type)
+        self.clip_grad_by_norm(float(self._clip.max_norm), float(self._clip.norm_type))
         if norm_of_user is not None:
             accumulation.norm = self._last_norm = norm_of_user
 
@@ -631,7 +629,7 @@ def _refuse_unwrapped_step(wrapper: weakref.ref[ShardedOptimizer], *_: Any) -> N
         )
 
 
-def new_loss_scaler(arguments: LossScalerConfig, *, verbose: bool) -> DynamicLossScaler:
+def new_loss_scaler(arguments: LossScaleConfig, *, verbose: bool) -> DynamicLossScaler:
     """Return a loss scaler that logs on rank 0.
 
     Args:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, fields
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -11,14 +12,14 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
-from booster.comm import new_cpu_group, timeout_scope
+from booster.comm import group_size, new_cpu_group, timeout_scope
 from booster.core.accumulation import AccumulationState
 from booster.core.module_sync import check_materialized, move_to_device, sync_module_states
 from booster.errors import ConfigError
 from booster.interface import MemoryRequest, ModelWrapper, OptimizerWrapper, RankMemory
 from booster.interface.memory import replica_memory
 from booster.mixed_precision import mixed_precision_names
-from booster.plugins.base import DistributedPlugin, WrappedPair
+from booster.plugins.base import DistributedPlugin, PluginConfig, WrappedPair, arguments_of
 from booster.plugins.sync_batch_norm import convert_batch_norm
 from booster.pytree import map_tensors
 from booster.validation import check_flag, is_non_nan_number
@@ -28,6 +29,33 @@ from .reducer import CommHook, Reducer
 
 # Reducers of the user's models, which may outlive their wrappers. As attributes they would be copied and pickled.
 _reducers: WeakKeyDictionary[nn.Module, Reducer] = WeakKeyDictionary()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DDPConfig(PluginConfig):
+    """Options of `TorchDDPPlugin`, which documents them."""
+
+    broadcast_buffers: bool
+    bucket_cap_mb: float
+    find_unused_parameters: bool
+    check_reduction: bool
+    gradient_as_bucket_view: bool
+    static_graph: bool
+    sync_batch_norm: bool
+
+    @property
+    def bucket_bytes(self) -> int:
+        """Size of a bucket."""
+        return int(self.bucket_cap_mb * 2**20)
+
+    def check(self, world_size: int) -> None:
+        if not is_non_nan_number(self.bucket_cap_mb) or not self.bucket_cap_mb > 0:
+            raise ConfigError(
+                f"bucket_cap_mb={self.bucket_cap_mb!r} holds no gradient: give a size in MiB above 0, such as 25"
+            )
+        for name in (field.name for field in fields(self)):
+            if name != "bucket_cap_mb":
+                check_flag(name, getattr(self, name))
 
 
 class TorchDDPPlugin(DistributedPlugin):
@@ -69,32 +97,14 @@ class TorchDDPPlugin(DistributedPlugin):
         *,
         sync_batch_norm: bool = True,
     ) -> None:
+        given = dict(locals())
         super().__init__()
-        self._arguments: dict[str, Any] = {
-            "broadcast_buffers": broadcast_buffers,
-            "bucket_cap_mb": bucket_cap_mb,
-            "find_unused_parameters": find_unused_parameters,
-            "check_reduction": check_reduction,
-            "gradient_as_bucket_view": gradient_as_bucket_view,
-            "static_graph": static_graph,
-        }
-        self._sync_batch_norm = sync_batch_norm
-        self._verify_arguments(self._check_arguments)
+        self._config = arguments_of(DDPConfig, given)
+        self._verify_arguments(lambda: self._config.check(group_size()))
         self._control_group = None if self._device.type == "cpu" else new_cpu_group()
 
     def _groups(self) -> list[dist.ProcessGroup | None]:
         return [self._control_group]
-
-    def _check_arguments(self) -> None:
-        bucket_cap_mb = self._arguments["bucket_cap_mb"]
-        if not is_non_nan_number(bucket_cap_mb) or not bucket_cap_mb > 0:
-            raise ConfigError(
-                f"bucket_cap_mb={bucket_cap_mb!r} holds no gradient: give a size in MiB above 0, such as 25"
-            )
-        for name, value in self._arguments.items():
-            if name != "bucket_cap_mb":
-                check_flag(name, value)
-        check_flag("sync_batch_norm", self._sync_batch_norm)
 
     def supported_precisions(self) -> list[str]:
         return ["fp32", *mixed_precision_names()]
@@ -103,8 +113,7 @@ class TorchDDPPlugin(DistributedPlugin):
         return False
 
     def config_fingerprint(self) -> list[str]:
-        arguments = self._arguments | {"sync_batch_norm": self._sync_batch_norm}
-        return [f"{name}={value!r}" for name, value in arguments.items()]
+        return self._config.fingerprint
 
     def check(self, model: nn.Module, optimizer: Optimizer | None) -> None:
         check_materialized(model)
@@ -112,7 +121,7 @@ class TorchDDPPlugin(DistributedPlugin):
     def place(self, model: nn.Module, optimizer: Optimizer | None, checked: None = None) -> None:
         move_to_device(model, optimizer, self._device)
         sync_module_states(model)
-        if self._sync_batch_norm and self.dp_size > 1:
+        if self._config.sync_batch_norm and self.dp_size > 1:
             convert_batch_norm(model, self._device)
 
     def _wrap(self, model: nn.Module, optimizer: Optimizer | None, placed: None) -> WrappedPair:
@@ -124,23 +133,18 @@ class TorchDDPPlugin(DistributedPlugin):
         return boosted, wrapped
 
     def _new_reducer(self, model: nn.Module, *, has_optimizer: bool) -> Reducer:
-        arguments = self._arguments
-        has_collectives = self._sync_batch_norm and any(isinstance(one, _BatchNorm) for one in model.modules())
-        is_order_fixed = self._device.type != "cpu" and not arguments["find_unused_parameters"]
+        has_collectives = self._config.sync_batch_norm and any(isinstance(one, _BatchNorm) for one in model.modules())
+        is_order_fixed = self._device.type != "cpu" and not self._config.find_unused_parameters
         return Reducer(
             model,
             control_group=self._control_group,
-            bucket_bytes=self._bucket_bytes,
-            uses_views=arguments["gradient_as_bucket_view"],
-            is_static=arguments["static_graph"],
+            bucket_bytes=self._config.bucket_bytes,
+            uses_views=self._config.gradient_as_bucket_view,
+            is_static=self._config.static_graph,
             overlaps=is_order_fixed or not has_collectives,
-            broadcasts_buffers=arguments["broadcast_buffers"],
+            broadcasts_buffers=self._config.broadcast_buffers,
             has_optimizer=has_optimizer,
         )
-
-    @property
-    def _bucket_bytes(self) -> int:
-        return int(self._arguments["bucket_cap_mb"] * 2**20)
 
     def no_sync(
         self, model: ModelWrapper | None = None, optimizer: OptimizerWrapper | None = None
@@ -152,10 +156,10 @@ class TorchDDPPlugin(DistributedPlugin):
         return nullcontext() if reducer is None else reducer.no_sync()
 
     def estimate_memory(self, request: MemoryRequest) -> RankMemory:
-        size, uses_views = self.dp_size, self._arguments["gradient_as_bucket_view"]
+        size, uses_views = self.dp_size, self._config.gradient_as_bucket_view
         averaged = request.activations().gradients if size > 1 else 0
         trained = [one for one in request.prepared_model().parameters() if one.requires_grad]
-        buckets = bucket_buffer_bytes(trained, self._bucket_bytes, uses_views=uses_views) if size > 1 else 0
+        buckets = bucket_buffer_bytes(trained, self._config.bucket_bytes, uses_views=uses_views) if size > 1 else 0
         return replica_memory(
             request,
             bucket_bytes=buckets,

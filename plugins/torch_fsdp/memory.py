@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from booster.comm import LOW_PRECISION
+from booster.comm import sum_dtype
 from booster.errors import ConfigError
 from booster.interface import MemoryParts, MemoryRequest, RankMemory
 from booster.interface.memory import MemoryInterval
@@ -356,7 +356,7 @@ def _units(
                 reduce_dtype=policy.reduce_dtype or policy.param_dtype or dtype,
                 reshards=not is_root if reshards is None else reshards,
                 is_root=is_root,
-                update_dtype=torch.float32 if request.keeps_masters and dtype in LOW_PRECISION else dtype,
+                update_dtype=sum_dtype(dtype) if request.keeps_masters else dtype,
             ),
         )
 

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from booster.comm import all_reduce_max, all_reduce_sum, collective_device, group_size
 from booster.interface import LossScaler, Shard, Shards
+from booster.plugins.sharding.config import GradClipConfig
 from booster.plugins.sharding.optimizer import ShardedOptimizer, replaced_memory_error
 from booster.plugins.sharding.shard_states import shard_state
 
@@ -83,8 +84,7 @@ class FSDPOptimizer(ShardedOptimizer):
             model,
             data_parallel_group=None,
             shard_group=settings.shard_group,
-            max_norm=settings.max_norm,
-            norm_type=settings.norm_type,
+            clip=GradClipConfig(max_norm=settings.max_norm, norm_type=settings.norm_type),
             loss_scaler=loss_scaler,
             is_primary=is_primary,
         )

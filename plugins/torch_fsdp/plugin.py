@@ -21,7 +21,7 @@ from booster.errors import ConfigError
 from booster.interface import MemoryRequest, ModelWrapper, OptimizerWrapper, RankMemory
 from booster.mixed_precision import mixed_precision_names
 from booster.mixed_precision.fp16 import log_rank_zero
-from booster.mixed_precision.loss_scaler import LossScalerConfig
+from booster.mixed_precision.loss_scaler import LossScaleConfig
 from booster.plugins.base import DistributedPlugin, WrappedPair, arguments_of
 from booster.plugins.sharding.deferred_init import Materializer
 from booster.plugins.sharding.optimizer import new_loss_scaler
@@ -121,7 +121,7 @@ class TorchFSDPPlugin(DistributedPlugin):
         given = dict(locals())
         super().__init__()
         self._arguments = arguments_of(FSDPArguments, given)
-        self._loss_scale = arguments_of(LossScalerConfig, given)
+        self._loss_scale = arguments_of(LossScaleConfig, given)
         self._new_loss_scaler = functools.partial(new_loss_scaler, self._loss_scale, verbose=verbose)
         self._verify_arguments(self._check_arguments)
         self._make_groups()

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
+
 import pytest
 import torch
 
 from booster.device import free_memory
 from booster.errors import ConfigError
+from booster.plugins import GeminiPlugin
+from booster.plugins.base import arguments_of
 from booster.plugins.gemini.chunk_layout import ChunkLayout
-from booster.plugins.gemini.config import ChunkSettings, GeminiSettings, PlacementArguments
+from booster.plugins.gemini.config import GeminiConfig, GeminiSettings, PlacementConfig
 from booster.plugins.gemini.nvme_tier import DiskTier
 from booster.plugins.gemini.placement import AutoPlacement, ConstPlacement, StaticPlacement
 from booster.plugins.gemini.tiers import HostTier
@@ -27,21 +31,19 @@ DEFAULTS = {
 
 
 def placement(budget=None, max_prefetch=0, **arguments):
-    chosen = PlacementArguments(**DEFAULTS | arguments)
+    chosen = PlacementConfig(**DEFAULTS | arguments)
     return chosen.make(max_prefetch=max_prefetch, device_memory_budget=budget, device=CPU)
 
 
 def settings(device=CPU, keeps_masters=True):
-    chunks = ChunkSettings(numel=None, min_numel=1, search_range_numel=0, step_numel=None)
+    given = {name: parameter.default for name, parameter in inspect.signature(GeminiPlugin).parameters.items()}
     return GeminiSettings(
-        chunks=chunks,
+        config=arguments_of(GeminiConfig, given | {"master_weights": keeps_masters}),
         rank=0,
         num_shards=1,
         is_first=True,
         is_primary=True,
         device=device,
-        dtype=None,
-        keeps_master_weights=keeps_masters,
     )
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import re
-from dataclasses import fields
 
 import pytest
 import torch
@@ -12,8 +11,9 @@ import torch
 from booster.errors import ConfigError
 from booster.launch.config import Config
 from booster.plugins import HybridParallelPlugin
+from booster.plugins.base import arguments_of
 from booster.plugins.hybrid_parallel.activation_checkpointing import GradientCheckpointConfig
-from booster.plugins.hybrid_parallel.config import SEQUENCE_MODES, HybridArguments, arguments_from_config
+from booster.plugins.hybrid_parallel.config import SEQUENCE_MODES, HybridConfig, arguments_from_config
 from booster.plugins.hybrid_parallel.mesh import AXES, mesh_order, rank_groups
 
 NAN, INF = float("nan"), float("inf")
@@ -28,12 +28,14 @@ DEFAULTS = {
     **{"overlap_communication": True, "overlap_allgather": False, "master_weights": True, "cast_inputs": True},
     **{"gradient_checkpoint_config": None, "num_microbatches": None, "microbatch_size": None, "pp_style": "1f1b"},
     **{"num_model_chunks": 1, "num_layers_per_stage": None, "broadcast_loss": True, "enable_metadata_cache": True},
-    **{"split": None, "execution_sequence": None, "sync_batch_norm": True},
+    **{"split": None, "execution_sequence": None, "sync_batch_norm": True, "verbose": False},
+    **{"initial_scale": 2**16, "min_scale": 1, "growth_factor": 2, "backoff_factor": 0.5, "growth_interval": 1000},
+    **{"hysteresis": 2, "max_scale": 2**32},
 }
 
 
 def arguments(**given):
-    return HybridArguments(**(DEFAULTS | given))
+    return arguments_of(HybridConfig, DEFAULTS | given)
 
 
 def refused(world_size=8, **given):
@@ -91,9 +93,10 @@ def test_a_value_that_cannot_be_is_refused(name, value, instead):
 
 
 def test_every_argument_has_a_default_that_can_be():
-    assert {field.name for field in fields(HybridArguments)} == set(DEFAULTS)
     given = inspect.signature(HybridParallelPlugin).parameters
-    assert {name: given[name].default for name in DEFAULTS} == DEFAULTS
+    assert {name: parameter.default for name, parameter in given.items()} == DEFAULTS
+    compared = [line.partition("=")[0] for line in arguments().fingerprint]
+    assert sorted([*compared, "verbose"]) == sorted(DEFAULTS)
     arguments().check(1)
     assert arguments().remarks() == []
 
@@ -195,10 +198,10 @@ def test_a_plan_by_its_two_names():
 
 
 def test_size_of_a_bucket():
-    assert arguments(ddp_bucket_cap_mb=25).max_bucket_numel == 25 * 2**20 // 4
-    assert arguments(ddp_bucket_cap_mb=1e-9).max_bucket_numel == 1
+    assert arguments(ddp_bucket_cap_mb=25).zero().max_bucket_numel == 25 * 2**20 // 4
+    assert arguments(ddp_bucket_cap_mb=1e-9).zero().max_bucket_numel == 1
     for stage in (1, 2):
-        assert arguments(zero_stage=stage, zero_bucket_size_in_m=8).max_bucket_numel == 2 * 2**20
+        assert arguments(zero_stage=stage, zero_bucket_size_in_m=8).zero().max_bucket_numel == 2 * 2**20
 
 
 def test_formats_of_weights():

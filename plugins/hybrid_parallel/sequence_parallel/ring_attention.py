@@ -15,7 +15,7 @@ import torch
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from booster.comm import all_to_all_single
+from booster.comm import all_to_all_single, sum_dtype
 
 from .group import SequenceParallelGroup
 from .zigzag import SequenceSharding
@@ -189,7 +189,7 @@ def _sum_groups(grad: torch.Tensor, num_groups: int) -> torch.Tensor:
 
 
 def _upcast(x: torch.Tensor) -> torch.Tensor:
-    return x.float() if x.itemsize < 4 else x
+    return x.to(sum_dtype(x.dtype))
 
 
 _MAX_SCORES = 2**26  # attention scores that are materialized at a time without a fused kernel

@@ -20,7 +20,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_map_only
 
-from booster.comm import LOW_PRECISION, all_reduce_max, all_reduce_sum
+from booster.comm import all_reduce_max, all_reduce_sum, sum_dtype
 
 from .group import TensorParallelGroup
 from .mappings import gather_from_tp_region
@@ -129,7 +129,7 @@ class _TokenLosses(torch.autograd.Function):
 
 
 def _upcast(logits: torch.Tensor) -> torch.Tensor:
-    return logits.float() if logits.dtype in LOW_PRECISION else logits
+    return logits.to(sum_dtype(logits.dtype))
 
 
 _PLAIN = (torch.Tensor, FakeTensor)  # other subclasses may override the operations

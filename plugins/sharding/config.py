@@ -1,0 +1,94 @@
+"""Configs that the plugins with sharded optimizers share, and the process groups of their shards."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from booster.mixed_precision.loss_scaler import LossScaleConfig
+from booster.plugins.base import PluginConfig
+from booster.validation import check_clipping, check_flag
+
+from .precision import DTYPES
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GradClipConfig:
+    """Clipping of the gradients at every step.
+
+    Attributes:
+        max_norm: Maximum norm; 0 disables clipping.
+        norm_type: Order of the norm.
+    """
+
+    max_norm: float
+    norm_type: float
+
+    @property
+    def fingerprint(self) -> list[str]:
+        """Options that must be equal on all ranks."""
+        return [f"{name}={getattr(self, name)!r}" for name in self.__slots__]
+
+    def check(self) -> None:
+        """Check both.
+
+        Raises:
+            ConfigError: One of them is invalid.
+        """
+        check_clipping(self.max_norm, self.norm_type)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardedConfig(PluginConfig):
+    """Options of every plugin that casts the weights to one dtype and shards the optimizer."""
+
+    precision: str
+    master_weights: bool
+    sync_batch_norm: bool
+    broadcast_buffers: bool
+    verbose: bool
+    clip: GradClipConfig
+    loss_scale: LossScaleConfig
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """Dtype of the weights; None keeps the model's."""
+        return DTYPES[self.precision]
+
+    @property
+    def reduce_dtype(self) -> torch.dtype | None:
+        """Dtype of gradient reduction; None for the gradients' dtype."""
+        return None
+
+    def _check_shared(self) -> None:
+        for name in ("master_weights", "sync_batch_norm", "broadcast_buffers", "verbose"):
+            check_flag(name, getattr(self, name))
+        self.clip.check()
+        self.loss_scale.check()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardGroups:
+    """Process groups that the shards are distributed over.
+
+    Attributes:
+        num_shards: Number of ranks that share the shards.
+        rank: Rank of this process among them.
+        is_primary: If True, this rank saves its shards; its replicas do not.
+        data_parallel_group: All data-parallel ranks; optional, defaults to the world group.
+        control_group: CPU group of the same ranks; optional, defaults to `data_parallel_group`.
+        shard_group: Ranks that share the shards; optional, defaults to the world group.
+        replica_group: Ranks with replicas of this rank's shards, if any.
+        grad_norm_group: Ranks that hold the full gradient together; optional, defaults to `shard_group`.
+    """
+
+    num_shards: int
+    rank: int
+    is_primary: bool
+    data_parallel_group: dist.ProcessGroup | None = None
+    control_group: dist.ProcessGroup | None = None
+    shard_group: dist.ProcessGroup | None = None
+    replica_group: dist.ProcessGroup | None = None
+    grad_norm_group: dist.ProcessGroup | None = None
