@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 from collections.abc import Iterator, Sequence
@@ -13,6 +14,9 @@ import torch
 from booster.interface import TensorSlice, TensorSpec
 
 Box = tuple[tuple[int, int], ...]  # per dimension the offset and the length, in elements
+
+
+_integers = functools.partial(np.array, dtype=np.int64)
 
 
 # Note [Runs of a box]: let `k` be the last dimension that the box does not fill. The product of the box's lengths from
@@ -214,7 +218,3 @@ class SliceTable:
 def _numels(specs: Sequence[TensorSpec]) -> np.ndarray:
     # A shape beyond 64 bits is rejected later by the plan, where the tensor's name is known.
     return _integers([min(math.prod(spec.shape), _MAX_NUMEL) for spec in specs])
-
-
-def _integers(values: Sequence[int]) -> np.ndarray:
-    return np.array(values, dtype=np.int64)
