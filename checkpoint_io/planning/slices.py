@@ -217,4 +217,5 @@ class SliceTable:
 
 def _numels(specs: Sequence[TensorSpec]) -> np.ndarray:
     # A shape beyond 64 bits is rejected later by the plan, where the tensor's name is known.
-    return _integers([min(math.prod(spec.shape), _MAX_NUMEL) for spec in specs])
+    numels: np.ndarray = _integers([min(math.prod(spec.shape), _MAX_NUMEL) for spec in specs])
+    return numels

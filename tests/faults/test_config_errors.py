@@ -41,8 +41,7 @@ ASSERTS = {
         "len(set(self.layers)) == len(self.layers)": "names of modules differ",
         "not nested": "units are found from the outside in",
         "not outside": "gaps are counted between units",
-        "state.sharded_state is ShardedState.SHARDED": "units are resharded before",
-        "self._grad_buffer.numel() == numel": "buffers are made of that size",
+        "buffer.numel() == numel": "buffers are made of that size",
     },
     "checkpoint_io": {
         "starts == file.starts": "the plan computes both",
@@ -51,11 +50,11 @@ ASSERTS = {
     },
     "kernels": {
         "len(steps) == len(params)": "the optimizers make both lists",
-        "is_one_number": "the loss scaler makes it",
+        "is_scalar": "the loss scaler makes it",
         "tensor.device.type == 'cpu'": "the disk tier gives host memory",
         "tensor.is_contiguous()": "the disk tier gives flat blocks",
-        "bits % ALIGNMENT == 0 or not _is_direct(descriptor)": "aligned by the disk tier",
-        "offset >= 0": "places come from the allocator of the file",
+        "(address | num_bytes | offset) % ALIGNMENT == 0 or not _is_direct(descriptor)": "aligned by the disk tier",
+        "offset >= 0": "offsets come from the allocator of the file",
     },
 }
 
