@@ -19,7 +19,7 @@ from booster.interface import ModelWrapper, TensorSlice
 from booster.kernels.checksum import crc32
 from booster.lazy_init import is_lazy, materialize_tensor
 from booster.mixed_precision.fp16 import log_rank_zero
-from booster.plugins.sharding.buffer_pool import broadcast_joined
+from booster.plugins.sharding.buffer_pool import broadcast_coalesced
 
 from .chunk import Chunk, ChunkParam, any_modified_while_sharded
 from .chunk_init import describe_params, fill_chunk, make_chunk, plan_model
@@ -85,7 +85,7 @@ class GeminiModel(ModelWrapper):
     def _begin_run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._require_unmoved()
         if self._broadcasts_buffers and self.training and torch.is_grad_enabled():
-            broadcast_joined(list(self.module.buffers()), self._settings.data_parallel_group)
+            broadcast_coalesced(list(self.module.buffers()), self._settings.data_parallel_group)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients of the model and of its optimizer."""

@@ -22,7 +22,7 @@ from booster.errors import CheckpointError, ConfigError
 from booster.interface import ModelWrapper, set_shard_spec, shard_spec_of
 from booster.kernels.checksum import tensor_crc32
 from booster.plugins.low_level_zero.model import ZeroModel
-from booster.plugins.sharding.buffer_pool import broadcast_joined
+from booster.plugins.sharding.buffer_pool import broadcast_coalesced
 from booster.plugins.sharding.compiling import calls_compiled, not_compiled
 from booster.pytree import iter_tensors
 from booster.rng_state import get_rng_state, set_rng_state
@@ -138,7 +138,7 @@ class HybridModel(ZeroModel):
         """Prepare the forwards of a batch's microbatches. Collective: yes."""
         self.wait_for_weights()
         if self.training and self._broadcasts_buffers:
-            broadcast_joined(list(self.module.buffers()), self._group)
+            broadcast_coalesced(list(self.module.buffers()), self._group)
 
     def end_batch(self, stage_group: dist.ProcessGroup | None) -> None:
         """Synchronize shared buffers after the forwards of a batch's microbatches. Collective: over the stages."""
@@ -207,7 +207,7 @@ class HybridModel(ZeroModel):
         differing: dict[str, None] = {}
         for group in self._parallel_groups:
             first = {name: buffer.detach().clone() for name, buffer in own.items()}
-            broadcast_joined(list(first.values()), group.group)
+            broadcast_coalesced(list(first.values()), group.group)
             differing |= {name: None for name, buffer in own.items() if not _is_close(buffer, first[name])}
         error = None
         if differing:

@@ -13,7 +13,7 @@ from torch import nn
 
 from booster.errors import ConfigError
 from booster.interface import ModelWrapper, TensorSlice
-from booster.plugins.sharding.buffer_pool import broadcast_joined
+from booster.plugins.sharding.buffer_pool import broadcast_coalesced
 
 from .param_all_gather import WaitForParams
 
@@ -75,7 +75,7 @@ class ZeroModel(ModelWrapper):
 
     def _begin_run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._broadcasts_buffers and self.training and torch.is_grad_enabled():
-            broadcast_joined(list(self.module.buffers()), self._group)
+            broadcast_coalesced(list(self.module.buffers()), self._group)
 
     def _run_method(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self.wait_for_weights()

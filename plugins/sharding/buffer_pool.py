@@ -120,7 +120,7 @@ def _references(memory: torch.Tensor) -> int:
 
 @not_compiled
 @torch.no_grad()
-def broadcast_joined(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup | None) -> None:
+def broadcast_coalesced(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup | None) -> None:
     """Broadcast the first rank's tensors in place, with one message per dtype. Collective over the group."""
     for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
         members = [tensor for tensor in tensors if tensor.dtype == dtype]

@@ -463,10 +463,10 @@ class ShardedOptimizer(OptimizerWrapper):
     def _any_nonfinite(self, gradients: Sequence[torch.Tensor]) -> bool:
         counted = self._counted_gradients()
         # They have elements that another rank contributes to the norm, such as tp replicas.
-        cut = (part.parameter for part in self.shards.parts if is_sharded(part.model_param))
-        uncounted = [parameter.grad for parameter in cut if parameter.grad is not None]
-        if any_nonfinite(uncounted):
-            counted.append(uncounted[0].new_full((1,), math.nan))  # reaches all ranks of the group
+        sharded = (part.parameter for part in self.shards.parts if is_sharded(part.model_param))
+        non_primary = [parameter.grad for parameter in sharded if parameter.grad is not None]
+        if any_nonfinite(non_primary):
+            counted.append(non_primary[0].new_full((1,), math.nan))  # reaches all ranks of the group
         self._cached_norm = norm_over_ranks(counted, 2.0, self._grad_norm_group)
         found = not bool(torch.isfinite(self._cached_norm))
         if group_size(self._grad_norm_group) == group_size():

@@ -19,7 +19,7 @@ from booster.comm import AllReduce, all_reduce_max, all_reduce_sparse, collectiv
 from booster.errors import ConfigError
 from booster.fault_tolerance.collective_errors import translate_errors
 from booster.fault_tolerance.failure_diagnosis import CollectiveId
-from booster.plugins.sharding.buffer_pool import broadcast_joined
+from booster.plugins.sharding.buffer_pool import broadcast_coalesced
 
 from .buckets import MAX_IN_FLIGHT, Bucket, GradBucket, ParamGrad, form_buckets, move_into_view, views_of
 
@@ -315,7 +315,7 @@ class Reducer:
             grad.unclaimed = None
         module = self._module()
         if self._broadcasts_buffers and module is not None:
-            broadcast_joined(list(module.buffers()), self._group)
+            broadcast_coalesced(list(module.buffers()), self._group)
         self._note_reduced()
 
     def _note_reduced(self) -> None:

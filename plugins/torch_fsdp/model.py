@@ -19,7 +19,7 @@ from booster.comm import all_gather_equal, collective_device, raise_on_all_ranks
 from booster.errors import CheckpointError, ConfigError
 from booster.interface import ModelWrapper, TensorSlice
 from booster.kernels.checksum import crc32
-from booster.plugins.sharding.buffer_pool import broadcast_joined
+from booster.plugins.sharding.buffer_pool import broadcast_coalesced
 from booster.plugins.sharding.deferred_init import sharded_copy_error
 from booster.plugins.sharding.optimizer import replaced_memory_error
 
@@ -158,7 +158,7 @@ class FSDPModel(ModelWrapper):
         if not self._is_local_forward:
             self.check_not_moved()
             if self._broadcasts_buffers and self.training and torch.is_grad_enabled():
-                broadcast_joined(list(self.module.buffers()), None)
+                broadcast_coalesced(list(self.module.buffers()), None)
 
     def _end_run(self) -> None:
         if not self._is_local_forward:

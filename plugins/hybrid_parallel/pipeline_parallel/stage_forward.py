@@ -202,16 +202,16 @@ class SharedBuffers:
         self._at_start: list[torch.Tensor] | None = None
         self._live_from: list[torch.Tensor] = []
 
-    def begin_chunk(self, *, is_first: bool, is_live: bool) -> None:
+    def begin_chunk(self, *, is_first: bool, is_computing: bool) -> None:
         """Start a chunk forward.
 
         Args:
             is_first: If True, it is the stage's first chunk in the model.
-            is_live: If True, the run is live from the start.
+            is_computing: If True, the chunk computes from the start.
         """
-        self._live_from = self._copies() if is_live else []
+        self._live_from = self._copies() if is_computing else []
         # The stage's first chunk has run the same code before the units already.
-        self._at_start = None if is_live or is_first else self._copies()
+        self._at_start = None if is_computing or is_first else self._copies()
 
     @torch.no_grad()
     def begin_live(self) -> None:
@@ -367,8 +367,8 @@ def run_chunk(
     """
     run = ChunkForward(chunk, received)
     context.run = run
-    is_live = run.is_computing or context.plan.sequence is not None
-    context.buffers.begin_chunk(is_first=chunk.chunk == 0, is_live=is_live)
+    is_computing = run.is_computing or context.plan.sequence is not None
+    context.buffers.begin_chunk(is_first=chunk.chunk == 0, is_computing=is_computing)
     try:
         if context.plan.sequence is not None:
             outputs = _run_sequence(model, context.plan.sequence, run, batch)
