@@ -76,7 +76,7 @@ def build_buffer_copy(state: TrainingState) -> Actions:
 
 
 def _own_part(state: TrainingState) -> list[torch.Tensor]:
-    """Returns one rank's share of all elements, as the pieces of the tensors that it lies in."""
+    """Returns one rank's share of all elements, as the parts of the tensors that it lies in."""
     flat = [tensor.detach().view(-1) for tensor in state.tensors.values()]
     total, rank, size = sum(map(len, flat)), dist.get_rank(), dist.get_world_size()
     start, stop, parts = rank * total // size, (rank + 1) * total // size, []

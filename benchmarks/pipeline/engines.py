@@ -29,9 +29,9 @@ class Style:
     Attributes:
         name: Our `pp_style`.
         torch_class: torch's class of the same schedule.
-        num_chunks: Pieces of the model on each stage.
+        num_chunks: Chunks of the model on each stage.
         target: The most that a step may take of the time that the schedule allows.
-        is_v: The second piece of the first stage is the last one of the model.
+        is_v: The second chunk of the first stage is the last one of the model.
         has_bubble: The allowed time has the stages' wait in it.
     """
 
@@ -47,7 +47,7 @@ class Style:
         return num_microbatches + (num_stages - 1) / self.num_chunks * self.has_bubble
 
     def positions(self, stage: int, num_stages: int = NUM_STAGES) -> list[int]:
-        """Returns which pieces of the model a stage holds, by their places in it."""
+        """Returns which chunks of the model a stage holds, by their places in it."""
         if self.is_v:
             return [stage, 2 * num_stages - 1 - stage]
         return [chunk * num_stages + stage for chunk in range(self.num_chunks)]
@@ -88,8 +88,8 @@ def engines_of(size: str, styles: Sequence[str] = tuple(STYLES)) -> list[Engine]
     return engines
 
 
-def _piece(size: GPTSize, position: int, num_positions: int) -> Stack:
-    """Returns one of equally long pieces of the model."""
+def _chunk(size: GPTSize, position: int, num_positions: int) -> Stack:
+    """Returns one of equally long chunks of the model."""
     bounds = [size.layers * place // num_positions for place in (position, position + 1)]
     return Stack(list(make_stack(size).blocks[slice(*bounds)]))
 
@@ -101,7 +101,7 @@ def _build_alone(size_name: str) -> Step:
     """
     size = PIPELINE_SIZES[size_name]
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
-    batch, half = stack_batches(size), _piece(size, rank, num_ranks)
+    batch, half = stack_batches(size), _chunk(size, rank, num_ranks)
     gradient = torch.full((1, size.sequence, size.width), 1e-6)
 
     def step(index: int) -> torch.Tensor:
@@ -124,11 +124,11 @@ def _build_torch(size_name: str, style_name: str) -> Step:
     size, style = PIPELINE_SIZES[size_name], STYLES[style_name]
     rank, num_positions = dist.get_rank(), NUM_STAGES * style.num_chunks
     positions, batch = style.positions(rank), stack_batches(size)
-    pieces = [_piece(size, position, num_positions) for position in positions]
+    chunks = [_chunk(size, position, num_positions) for position in positions]
     cpu = torch.device("cpu")
     stages = [
-        pipelining.PipelineStage(piece, position, num_positions, cpu)
-        for piece, position in zip(pieces, positions, strict=True)
+        pipelining.PipelineStage(chunk, position, num_positions, cpu)
+        for chunk, position in zip(chunks, positions, strict=True)
     ]
 
     def loss_of_microbatch(outputs: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
@@ -145,8 +145,8 @@ def _build_torch(size_name: str, style_name: str) -> Step:
         inputs = (x,) if 0 in positions else ()
         losses: list[torch.Tensor] = []
         schedule.step(*inputs, **({"target": x, "losses": losses} if has_end else {}))
-        for piece in pieces:
-            piece.zero_grad()
+        for chunk in chunks:
+            chunk.zero_grad()
         loss = torch.stack(losses).sum().detach() if has_end else torch.zeros(())
         dist.broadcast(loss, rank_of_end)  # as ours does
         return loss

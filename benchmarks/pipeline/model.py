@@ -14,7 +14,7 @@ __all__ = ["NUM_STAGES", "PIPELINE_SIZES", "Stack", "make_stack", "next_features
 NUM_STAGES = 2
 _NUM_BATCHES = 4  # they come again after that: a step must not wait for data
 
-# A sample is a microbatch. Eight layers, so that two stages of two pieces each have two layers in every piece.
+# A sample is a microbatch. Eight layers, so that two stages of two chunks each have two layers in every chunk.
 PIPELINE_SIZES = {
     "tiny": GPTSize(width=32, layers=4, heads=2, vocabulary=1, sequence=16, samples=4),
     "512": GPTSize(width=512, layers=8, heads=8, vocabulary=1, sequence=256, samples=8),

@@ -89,6 +89,6 @@ def simulated_table(results: Sequence[Simulated]) -> str:
     rows: list[list[Any]] = [["schedule", "p", "m", "v", "bubble", "formula", "", "live, first stage", "last stage"]]
     for one in results:
         numbers = [one.num_stages, one.num_microbatches, one.num_chunks]
-        shares = [f"{one.bubble:.4%}", f"{one.formula:.4%}", "" if one.agrees else "DIFFERS"]
+        shares = [f"{one.bubble:.4%}", f"{one.formula:.4%}", "" if one.agrees else "MISMATCH"]
         rows.append([one.schedule, *map(str, numbers), *shares, f"{one.peak_live[0]:g}", f"{one.peak_live[-1]:g}"])
     return "\n".join(["simulated bubbles, and live activations in microbatches of a stage", *align(rows)])

@@ -42,7 +42,7 @@ _WITHOUT_SHARED_MEMORY = {"BOOSTER_SHARED_MEMORY": "off"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class ComparisonKind:
     """Comparisons of one kind.
 
     Attributes:
@@ -59,8 +59,8 @@ class Part:
 
 
 _PARTS = {
-    "stages": Part(title="", engines=engines_of, targets=speed_targets, memory_targets=memory_targets),
-    "fsdp": Part(title=", FSDP2", engines=fsdp_engines_of, targets=wrapper_targets),
+    "stages": ComparisonKind(title="", engines=engines_of, targets=speed_targets, memory_targets=memory_targets),
+    "fsdp": ComparisonKind(title=", FSDP2", engines=fsdp_engines_of, targets=wrapper_targets),
 }
 
 
@@ -109,17 +109,17 @@ def _runs(options: argparse.Namespace) -> Iterator[tuple[Comparison, list[Memory
                 yield _compare(part, size, precision, options)
 
 
-def _parts(options: argparse.Namespace) -> list[Part]:
+def _parts(options: argparse.Namespace) -> list[ComparisonKind]:
     """Returns the parts that were asked for, less those of which no engine was."""
     return [part for part in _asked(options) if options.engines is None or _has_engine(part, options.engines)]
 
 
-def _asked(options: argparse.Namespace) -> list[Part]:
+def _asked(options: argparse.Namespace) -> list[ComparisonKind]:
     return list(_PARTS.values()) if options.part is None else [_PARTS[options.part]]
 
 
 def _compare(
-    part: Part, size: str, precision: str, options: argparse.Namespace
+    part: ComparisonKind, size: str, precision: str, options: argparse.Namespace
 ) -> tuple[Comparison, list[MemoryRow], list[Target]]:
     environment = ENVIRONMENT | (_WITHOUT_SHARED_MEMORY if options.no_shared_memory else {})
     world = World(size=_NUM_RANKS, timeout_seconds=_TIMEOUT_SECONDS, environment=environment)
@@ -157,7 +157,7 @@ def _has_engines(options: argparse.Namespace) -> bool:
     return all(any(_has_engine(part, [name]) for part in _asked(options)) for name in options.engines or ())
 
 
-def _has_engine(part: Part, parts: Sequence[str]) -> bool:
+def _has_engine(part: ComparisonKind, parts: Sequence[str]) -> bool:
     return any(_is_named(engine.name, parts) for engine in part.engines("tiny", "fp32"))
 
 

@@ -194,8 +194,7 @@ def kernels() -> Section:
 def _kernels() -> Sequence[Finding]:
     from booster.device import device_type
     from booster.kernels.build import KERNELS
-    from booster.kernels.loader import kernel_mode
-    from booster.kernels.registry import kernel_status
+    from booster.kernels.loader import kernel_mode, kernel_status
 
     is_required = kernel_mode() == "native"
     findings = []

@@ -34,8 +34,7 @@ def plot(arguments: argparse.Namespace) -> int:
         ConfigError: A log can't be read or holds no step, or the image can't be written.
     """
     # Imported here, as these import torch, which the other commands do not need.
-    from booster.monitor.loggers import read_run
-    from booster.monitor.plots import draw_runs
+    from booster.monitor.loggers import draw_runs, read_run
 
     output = Path(arguments.output)
     for log in arguments.logs:

@@ -205,7 +205,7 @@ def _payload(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class TensorSpec:
+class TensorMeta:
     """Shape and dtype of a tensor."""
 
     shape: tuple[int, ...]
@@ -323,16 +323,16 @@ class RecvChannel:
     """
 
     def __init__(
-        self, sender: int, group: dist.ProcessGroup | None, read_header: Callable[[bytes], Sequence[TensorSpec]]
+        self, sender: int, group: dist.ProcessGroup | None, read_header: Callable[[bytes], Sequence[TensorMeta]]
     ) -> None:
         _check_peer(sender, group, "have a channel")
         self._sender = sender
         self._group = group
         self._read_header = read_header
-        self._descriptions: Sequence[Callable[[], Sequence[TensorSpec] | None]] = ()
+        self._descriptions: Sequence[Callable[[], Sequence[TensorMeta] | None]] = ()
         self._messages: list[_ReceivedMessage | None] = []  # as far as begun; None: taken
 
-    def expect(self, descriptions: Sequence[Callable[[], Sequence[TensorSpec] | None]]) -> None:
+    def expect(self, descriptions: Sequence[Callable[[], Sequence[TensorMeta] | None]]) -> None:
         """Set the next messages, in order; all earlier ones must have been taken. No communication.
 
         Args:
@@ -388,7 +388,7 @@ class RecvChannel:
         self._messages[index] = None
         return message.header, message.tensors
 
-    def _start(self, header: bytes | None, specs: Sequence[TensorSpec]) -> _ReceivedMessage:
+    def _start(self, header: bytes | None, specs: Sequence[TensorMeta]) -> _ReceivedMessage:
         device, peer = collective_device(self._group), global_rank_of(self._sender, self._group)
         tensors = [torch.empty(spec.shape, dtype=spec.dtype, device=device) for spec in specs]
         works = []

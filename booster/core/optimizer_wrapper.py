@@ -365,7 +365,7 @@ class OptimizerWrapper(Optimizer):
     def _reduce_and_unscale(self) -> list[torch.Tensor]:
         accumulation = self._accumulation
         scale = 1.0 if self.loss_scaler is None else self.loss_scaler.scale
-        factor = accumulation.unscale_factor(scale, self.data_parallel_group) * self._reduce_gradients()
+        factor = accumulation.unscale_factor(scale, self.data_parallel_group) * self._finish_reduction()
         if self._can_fuse_unscaling():
             accumulation.factors = UnscaleFactors(factor)
         elif self.master_weights is not None:
@@ -611,10 +611,11 @@ class OptimizerWrapper(Optimizer):
     restore_window = DeprecatedAlias("restore_accumulation")
     micro_step = DeprecatedAlias("microbatch")
     num_micro_steps = DeprecatedAlias("num_microbatches")
+    adopt_masters = DeprecatedAlias("use_master_weights")
 
     # Overridden by plugins.
 
-    def adopt_masters(self, originals: Mapping[int, torch.Tensor]) -> bool:
+    def use_master_weights(self, originals: Mapping[int, torch.Tensor]) -> bool:
         """Return True if the optimizer updates its own fp32 master weights, without `master_weights`.
 
         Args:
@@ -626,7 +627,7 @@ class OptimizerWrapper(Optimizer):
         """Return the context of autograd."""
         return nullcontext()
 
-    def _reduce_gradients(self) -> float:
+    def _finish_reduction(self) -> float:
         """Reduce gradients over ranks at the end of an accumulation; return the factor that makes them the mean.
 
         By default they are averaged in backward. Collective.
@@ -649,7 +650,7 @@ class OptimizerWrapper(Optimizer):
     def _run_on_all_ranks(self, update: Callable[[], Any]) -> None:
         """Run `update`; a failure on any rank is raised on all, and the next call retries.
 
-        Collective if `StateAllocator.can_fail_alone`.
+        Collective if `StateAllocator.may_fail_locally`.
         """
         update_on_all_ranks(update, self.optim, self._accumulation, self.data_parallel_group)
 

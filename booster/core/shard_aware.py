@@ -308,7 +308,7 @@ class StateAllocator(Protocol):
         ...
 
     @property
-    def can_fail_alone(self) -> bool:
+    def may_fail_locally(self) -> bool:
         """Whether a step may fail on one rank alone, as a disk access does."""
         ...
 
@@ -328,9 +328,9 @@ def update_on_all_ranks(
         accumulation: State of the accumulation that ends with the update.
         group: Ranks that update together.
 
-    Collective over `group` if `StateAllocator.can_fail_alone`.
+    Collective over `group` if `StateAllocator.may_fail_locally`.
     """
-    if not (isinstance(optim, StateAllocator) and optim.can_fail_alone):
+    if not (isinstance(optim, StateAllocator) and optim.may_fail_locally):
         update()
         return
     failure: Exception | None = None

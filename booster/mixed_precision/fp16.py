@@ -141,7 +141,7 @@ def attach_masters(model: ModelWrapper, optimizer: OptimizerWrapper, originals: 
             " returned, also from an override of prepare()"
         )
     values = {id(parameter): value for parameter, value in originals.items()}
-    if optimizer.adopt_masters(values):
+    if optimizer.use_master_weights(values):
         return
     masters = Fp32MasterWeights(optimizer.unwrap(), values)
     optimizer.master_weights = masters

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from booster.deprecation import renamed_arguments
+from booster.deprecation import DeprecatedAlias, renamed_arguments
 from booster.errors import CheckpointError, ConfigError
 from booster.validation import check_flag
 
@@ -311,9 +311,11 @@ class AdamBase(Optimizer):
         return torch.empty(shape, dtype=moment_dtype(parameter), device=parameter.device)
 
     @property
-    def can_fail_alone(self) -> bool:
+    def may_fail_locally(self) -> bool:
         """True if states are on disk; see `StateAllocator`."""
         return self._offload.fraction > 0
+
+    can_fail_alone = DeprecatedAlias("may_fail_locally")
 
     def check_states(self) -> None:
         """Check that the states are complete and readable.

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from booster.comm import sum_dtype
 from booster.core.shard_aware import Shards
+from booster.deprecation import DeprecatedAlias
 from booster.errors import ConfigError
 from booster.validation import check_flag, is_non_nan_number
 
@@ -187,9 +188,11 @@ class OptimizerBase(Optimizer):
         return torch.empty(shape, dtype=_state_dtype(parameter), device=parameter.device)
 
     @property
-    def can_fail_alone(self) -> bool:
+    def may_fail_locally(self) -> bool:
         """False, as a step fails on all ranks or on none."""
         return False
+
+    can_fail_alone = DeprecatedAlias("may_fail_locally")
 
     def check_states(self) -> None:
         """Do nothing, as states in memory can always be read."""

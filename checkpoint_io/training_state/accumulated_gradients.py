@@ -58,7 +58,7 @@ def gradients_part(pending: AccumulatedGradients, target: SaveTarget, folder: st
     )
 
 
-class GradientsLoad:
+class AccumulatedGradientsLoad:
     """Load of accumulated gradients; see Note [Accumulated gradients].
 
     Args:

@@ -47,7 +47,7 @@ from booster.interface import AccumulatedGradients, TensorSlice
 from booster.interface.checkpoint_io import RandomState, SaveOptions, TrainingParts
 from booster.logger import get_dist_logger
 
-from .accumulated_gradients import GradientsLoad, gradients_part
+from .accumulated_gradients import AccumulatedGradientsLoad, gradients_part
 from .document import PerRank, TrainingDocument, scheduler_document, scheduler_state
 from .retention import LATEST, TRAINING_STATE, TRAINING_STATE_MANIFEST, StepDirectories, read_training_manifest
 
@@ -258,7 +258,7 @@ def _loads(
         if name in document.gradients:
             per_rank = document.per_rank
             counts = [per_rank.values[index]["gradients"][name] for index in per_rank.of_rank]
-            yield GradientsLoad(loader, optimizer, directory / name, counts)
+            yield AccumulatedGradientsLoad(loader, optimizer, directory / name, counts)
 
 
 def _fill_dataloaders(document: TrainingDocument, parts: TrainingParts, rank: int) -> None:

@@ -132,7 +132,7 @@ class Collectives {
 
     // Makes all calls fail on all ranks. Takes no lock, as another thread may be within a call.
     void abort() const {
-        if (is_usable()) waiter_.abort(HUNG_UP, rank_);
+        if (is_usable()) waiter_.abort(ABORTED, rank_);
     }
 
     // The calls of the ranks at the step where they differed: operation, number, length, type, detail.

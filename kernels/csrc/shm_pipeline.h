@@ -45,7 +45,7 @@ class Pipeline {
     void compare(const CallInfo& call, uint64_t step) const {
         for (int rank = 0; rank < segment_.num_ranks(); ++rank) {
             if (segment_.rank_state(rank).at[step % NUM_PARITIES].call == call) continue;
-            waiter_.give_up(DIFFERS, rank_, step);
+            waiter_.fail(MISMATCH, rank_, step);
         }
     }
 

@@ -28,9 +28,9 @@ enum Reason : uint32_t {
     NO_REASON = 0,
     TIMED_OUT = 1,    // the rank's wait timed out
     PEER_ENDED = 2,   // the rank's process has ended
-    DIFFERS = 3,      // the ranks are in different calls; detected by the rank
+    MISMATCH = 3,      // the ranks are in different calls; detected by the rank
     INTERRUPTED = 4,  // the rank was interrupted by a Python signal
-    HUNG_UP = 5,      // the rank called abort()
+    ABORTED = 5,      // the rank called abort()
 };
 
 // Thrown when a collective fails; the same on all ranks, as the first reason stays.
@@ -102,17 +102,17 @@ class Waiter {
     }
 
     // Aborts the memory for all ranks; see Note [Abortion]. The first reason stays.
-    void abort(Reason reason, int about, uint64_t step = 0) const {
+    void abort(Reason reason, int failed_rank, uint64_t step = 0) const {
         Header& header = segment_.header();
         uint64_t expected = 0;
         if (header.abort_reason.load() == 0) header.abort_step.store(step);
-        header.abort_reason.compare_exchange_strong(expected, Failure::pack(reason, about));
+        header.abort_reason.compare_exchange_strong(expected, Failure::pack(reason, failed_rank));
         for (Counter& counter : header.written) wake(counter.value);
         for (Counter& counter : header.consumed) wake(counter.value);
     }
 
-    [[noreturn]] void give_up(Reason reason, int about, uint64_t step = 0) const {
-        abort(reason, about, step);
+    [[noreturn]] void fail(Reason reason, int failed_rank, uint64_t step = 0) const {
+        abort(reason, failed_rank, step);
         throw Failure::unpack(segment_.header().abort_reason.load());
     }
 
@@ -165,7 +165,7 @@ class Waiter {
             if (reaches(value, target_of(step))) return;
             require_intact();
             const int64_t left = deadline - now();
-            if (left <= 0) give_up(TIMED_OUT, rank_);
+            if (left <= 0) fail(TIMED_OUT, rank_);
             if (!sleep_on(word, value, left < SLICE_NANOSECONDS ? left : SLICE_NANOSECONDS)) {
                 look_after_peers(phase, step);
                 if (has_interrupt_()) interrupt();
@@ -189,7 +189,7 @@ class Waiter {
         for (int rank = 0; rank < segment_.num_ranks(); ++rank) {
             if (rank == rank_ || !is_behind(phase, step, rank) || !peers_[rank].has_ended()) continue;
             // It may have completed the phase before its process ended.
-            if (is_behind(phase, step, rank)) give_up(PEER_ENDED, rank);
+            if (is_behind(phase, step, rank)) fail(PEER_ENDED, rank);
         }
     }
 

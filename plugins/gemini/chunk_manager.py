@@ -482,7 +482,7 @@ class ChunkManager:
         while self.pool.bytes_in_use + num_bytes > budget and self.reduction.finish_oldest():
             pass
         self._evict(num_bytes, budget, only_unneeded=False)
-        return self.pool.take(num_bytes)
+        return self.pool.acquire(num_bytes)
 
     def _gather_budget(self) -> int:
         now = 0 if self._cursor is None else self._cursor.now

@@ -41,7 +41,7 @@ class GeminiOptimizerState(ShardedOptimizerState):
         dtype = parameter.dtype if is_converted else own.dtype
         if self._allocator is not None:
             allocated = super()._new_state_tensor(parameter, key, spec)
-            if self._allocator.can_fail_alone:  # the allocator uses a separate disk
+            if self._allocator.may_fail_locally:  # the allocator uses a separate disk
                 return allocated
             dtype = allocated.dtype
         state = self.optimizer.new_state(parameter, key, dtype)
@@ -225,7 +225,7 @@ class GeminiOptimizer(ShardedOptimizer):
 
     # Gradients.
 
-    def _reduce_gradients(self) -> float:
+    def _finish_reduction(self) -> float:
         self._cached_norm = None
         for update in self._agree_on_use():
             if self._settings.replica_group is not None:

@@ -87,14 +87,14 @@ class OwnedRange:
         bucket: Index of the bucket.
         span: Range in the row-major flattening of the parameter.
         in_buffer: Range in the flat buffer.
-        in_bucket_shard: Range in the rank's shard of the bucket.
+        range_in_shard: Range in the rank's shard of the bucket.
     """
 
     param: int
     bucket: int
     span: tuple[int, int]
     in_buffer: slice
-    in_bucket_shard: slice
+    range_in_shard: slice
 
 
 class FlatLayout:
@@ -155,7 +155,7 @@ class FlatLayout:
             bucket=number,
             span=(start - param_range.start, stop - param_range.start),
             in_buffer=slice(start, stop),
-            in_bucket_shard=slice(start - shard.start, stop - shard.start),
+            range_in_shard=slice(start - shard.start, stop - shard.start),
         )
 
 
@@ -215,7 +215,7 @@ class FlatGroup:
         if self.masters is None:
             return self.weights[owned_range.in_buffer]
         start = self.layout.buckets[owned_range.bucket].offset_in_shard
-        return self.masters[start + owned_range.in_bucket_shard.start : start + owned_range.in_bucket_shard.stop]
+        return self.masters[start + owned_range.range_in_shard.start : start + owned_range.range_in_shard.stop]
 
     @torch.no_grad()
     def write_weights(self) -> None:

@@ -140,7 +140,7 @@ class BucketBuffers:
         """Switch to the buffers of the oldest bucket in flight, whose collective must be complete."""
         self._turn = (self._turn + 1) % self._num_buckets
 
-    def take(
+    def get(
         self, what: str, numel: int, dtype: torch.dtype, device: torch.device, *, per_bucket: bool = True
     ) -> torch.Tensor:
         """Return an uninitialized buffer of the current bucket or (`per_bucket=False`) of all buckets."""
@@ -190,7 +190,7 @@ class ShardedGradients(GradientStore):
 
     def send_buffer(self, bucket: GradientBucket, dtype: torch.dtype) -> torch.Tensor:
         where = bucket.bucket
-        buffer = self._buffers.take("sent", where.numel, dtype, bucket.group.device)
+        buffer = self._buffers.get("sent", where.numel, dtype, bucket.group.device)
         targets, sources = [], []
         for param_grad in bucket.param_grads:
             if param_grad.num_issued == 0:
@@ -260,7 +260,7 @@ class FullGradients(GradientStore):
         _zero_padding(local, bucket)
         if dtype == local.dtype:
             return local
-        return self._buffers.take("sent", where.numel, dtype, local.device).copy_(local)
+        return self._buffers.get("sent", where.numel, dtype, local.device).copy_(local)
 
     def finish_reduction(self, bucket: GradientBucket, work: ReduceScatter) -> None:
         if bucket.grad_shard is not None:
@@ -271,7 +271,7 @@ class FullGradients(GradientStore):
             work.wait(bucket.grad_shard, accumulate=False)
             return
         numel = bucket.bucket.shard_numel
-        sums = self._buffers.take("sums", numel, bucket.sum_dtype, self._flat.device, per_bucket=False)
+        sums = self._buffers.get("sums", numel, bucket.sum_dtype, self._flat.device, per_bucket=False)
         work.wait(sums, accumulate=False)  # writing in place would overwrite gradients that are still being summed
         bucket.grad_shard.copy_(sums)
 

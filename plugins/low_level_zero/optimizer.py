@@ -204,7 +204,7 @@ class ZeroOptimizer(ShardedOptimizer):
 
     # Gradients.
 
-    def _reduce_gradients(self) -> float:
+    def _finish_reduction(self) -> float:
         self._cached_norm = None
         self._part.reduce_tied_gradients(self._reducer)
         self._reducer.finish()
@@ -216,7 +216,7 @@ class ZeroOptimizer(ShardedOptimizer):
                 elif bucket.grad_shard is None:  # no backward since zero_grad(set_to_none=False)
                     parameter.grad = torch.zeros_like(parameter, requires_grad=False)
                 else:
-                    own = bucket.grad_shard[owned.range.in_bucket_shard]
+                    own = bucket.grad_shard[owned.range.range_in_shard]
                     parameter.grad = own.to(device=parameter.device, dtype=parameter.dtype)
         return 1.0 / group_size(self.data_parallel_group)
 
@@ -243,20 +243,20 @@ class ZeroOptimizer(ShardedOptimizer):
         if self._accumulation.num_backwards == 0:
             return
         self._restore_memory()
-        self._publish_weights(are_rounded=self._accumulation.factors is not None)
+        self._publish_weights(are_weights_written=self._accumulation.factors is not None)
 
     def _shard_memory(self) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
         for flat in self._flat_groups:
             yield from ((one.shard.parameter, flat.shard_storage(one.range)) for one in flat.owned)
 
-    def _publish_weights(self, *, are_rounded: bool = False) -> None:
+    def _publish_weights(self, *, are_weights_written: bool = False) -> None:
         """All-gather the weights.
 
         Args:
-            are_rounded: If True, the fused optimizer step already wrote the weights next to their masters.
+            are_weights_written: If True, the fused optimizer step already wrote the weights next to their masters.
         """
         for flat in self._flat_groups:
-            if not (are_rounded and flat.updates_weights_in_place):
+            if not (are_weights_written and flat.updates_weights_in_place):
                 flat.write_weights()
             # Autograd does not see writes through the flat buffer, and would accept a graph from before the step.
             torch.autograd.graph.increment_version(flat.parameters)
@@ -314,7 +314,7 @@ class ZeroOptimizer(ShardedOptimizer):
         else:
             self._allocate_grad_shards(allocate)
         return [
-            (owned.shard, bucket.grad_shard[owned.range.in_bucket_shard])
+            (owned.shard, bucket.grad_shard[owned.range.range_in_shard])
             for bucket in self._reducer.buckets
             if bucket.grad_shard is not None
             for param_grad, owned in bucket.owned

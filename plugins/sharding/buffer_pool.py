@@ -61,20 +61,20 @@ class BufferPool:
         self._device = device
         self._free: list[Buffer] = []
         self._viewed: list[Buffer] = []
-        self._taken_bytes = 0
+        self._acquired_bytes = 0
 
     @property
     def bytes_in_use(self) -> int:
         """Bytes of buffers that are taken, or released but still viewed."""
         self._collect()
-        return self._taken_bytes + sum(buffer.num_bytes for buffer in self._viewed)
+        return self._acquired_bytes + sum(buffer.num_bytes for buffer in self._viewed)
 
     @property
     def bytes_held(self) -> int:
         """Bytes of all buffers."""
         return self.bytes_in_use + sum(buffer.num_bytes for buffer in self._free)
 
-    def take(self, num_bytes: int) -> Buffer:
+    def acquire(self, num_bytes: int) -> Buffer:
         """Return an uninitialized buffer of at least `num_bytes` bytes."""
         self._collect()
         fitting = [buffer for buffer in self._free if buffer.num_bytes >= num_bytes]
@@ -86,12 +86,12 @@ class BufferPool:
             with torch.inference_mode(False):  # code outside inference mode must be able to write to it
                 memory = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
             buffer = Buffer(memory, _references(memory))
-        self._taken_bytes += buffer.num_bytes
+        self._acquired_bytes += buffer.num_bytes
         return buffer
 
     def release(self, buffer: Buffer) -> None:
         """Release a buffer; the caller has dropped its own views."""
-        self._taken_bytes -= buffer.num_bytes
+        self._acquired_bytes -= buffer.num_bytes
         self._viewed.append(buffer)
         self._collect()
 

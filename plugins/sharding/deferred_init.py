@@ -49,7 +49,7 @@ class _TensorLocation(NamedTuple):
 class Materializer:
     """Materializes meta and lazy modules, one unit at a time, with equal values on all ranks.
 
-    Call `check()`, then `place_real()`, then `fill()` for each unit right before it is sharded.
+    Call `check()`, then `sync_initialized()`, then `fill()` for each unit right before it is sharded.
 
     A parameter of a lazy model stays the same object. A parameter on the meta device is replaced by a new one under all
     its names; `replaced` maps the old one's `id` to it. The mapping holds weak references to the unsharded parameters:
@@ -110,7 +110,7 @@ class Materializer:
         return [f"{name}: {tuple(t.shape)} {t.dtype} requires_grad={t.requires_grad}" for name, t in named]
 
     @torch.no_grad()
-    def place_real(self) -> None:
+    def sync_initialized(self) -> None:
         """Move tensors that have values on all ranks to the device, and broadcast or compare them.
 
         Collective over the group.

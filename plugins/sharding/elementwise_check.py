@@ -22,8 +22,8 @@ from booster.interface import Shard
 from booster.rng_state import get_rng_state, set_rng_state, set_seed
 
 from .optimizer_copy import (
+    CheckFailed,
     CopyError,
-    ObstacleFound,
     ParamKey,
     TrialResult,
     check_is_conclusive,
@@ -141,7 +141,7 @@ class TrialSteps:
 
         Raises:
             CopyError: The optimizer can't be copied.
-            ObstacleFound: Its step raised.
+            CheckFailed: Its step raised.
         """
         set_seed(seed)
         full_params = {param_key: self._make_parameter(param_key) for param_key in self._shapes}
@@ -210,7 +210,7 @@ def _call(copied: Optimizer, name: str, what: str) -> None:
     try:
         getattr(type(copied), name)(copied)  # an instance attribute `step` is the wrapper of an LR scheduler
     except Exception as error:
-        raise ObstacleFound(f"on {what} its {name}() raised {type(error).__name__}: {error}") from error
+        raise CheckFailed(f"on {what} its {name}() raised {type(error).__name__}: {error}") from error
 
 
 def _raise_learning_rates(copied: Optimizer) -> None:
@@ -259,7 +259,7 @@ def find_obstacle(optimizer: Optimizer) -> str | None:
             trial.compare()
         except CopyError as error:
             return f"{error}, so it could not be tried out"
-        except ObstacleFound as found:
+        except CheckFailed as found:
             return _RANDOM if trial.is_random() else str(found)
     return None
 
@@ -280,7 +280,7 @@ class _ShardTrial:
         self._steps = TrialSteps(optimizer, self._shapes)
 
     def compare(self) -> None:
-        """Raise ObstacleFound if shards are updated differently from full parameters."""
+        """Raise CheckFailed if shards are updated differently from full parameters."""
         full = self._steps.run()
         check_is_conclusive(full)
         check_state_shapes(full, self._shapes)
@@ -292,7 +292,7 @@ class _ShardTrial:
         """Return whether the result depends on the random seed."""
         try:
             first, second = (self._steps.run(seed=seed).weights for seed in (1, 2))
-        except ObstacleFound:
+        except CheckFailed:
             return False
         return any(
             not torch.allclose(first[param_key], second[param_key], rtol=0, atol=0, equal_nan=True)
@@ -373,11 +373,11 @@ def find_coupling(optimizer: Optimizer) -> str | None:
             full = trial.run_as_they_are()
         except CopyError as error:
             return f"{error}, so it could not be tried out"
-        except ObstacleFound as found:
+        except CheckFailed as found:
             return str(found)
         try:
             trial.compare(full, [trial.shapes.keys()])
-        except ObstacleFound as found:
+        except CheckFailed as found:
             raise ConfigError(
                 f"{type(optimizer).__name__} does not follow its param_groups, in which sharded training puts other"
                 f" parameters: when they were exchanged, {found}. Let its step() take every parameter from"
@@ -385,7 +385,7 @@ def find_coupling(optimizer: Optimizer) -> str | None:
             ) from None
         try:
             trial.compare(full, trial.parts())
-        except ObstacleFound as found:
+        except CheckFailed as found:
             return str(found)
     return None
 
@@ -434,7 +434,7 @@ class _SubsetTrial:
         return full
 
     def compare(self, full: TrialResult, parts: Iterable[Collection[ParamKey]]) -> None:
-        """Raise ObstacleFound if a subset of the parameters is updated differently from all parameters."""
+        """Raise CheckFailed if a subset of the parameters is updated differently from all parameters."""
         for part in parts:
             compare_exactly(full, self._run(set(part)), self.shapes)
 

@@ -176,7 +176,7 @@ _STATE_TOLERANCE = 1e-4
 _LARGEST_FREE_STATE = 32  # maximum elements of a state whose shape is unrelated to the parameter's
 
 
-class ObstacleFound(Exception):
+class CheckFailed(Exception):
     """The optimizer is not of the tested kind; the message has the observed difference."""
 
 
@@ -218,36 +218,36 @@ def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def check_is_conclusive(full: TrialResult) -> None:
-    """Raise ObstacleFound if a comparison would be meaningless."""
+    """Raise CheckFailed if a comparison would be meaningless."""
     for param_key, weights in full.weights.items():
         if not bool(torch.isfinite(weights).all()):
-            raise ObstacleFound(
+            raise CheckFailed(
                 f"a few steps with the hyperparameters of param_groups[{param_key[0]}] made non-finite weights,"
                 " so it could not be tried out"
             )
     if all(torch.equal(rows[0], rows[-1]) for rows in full.weights.values()):
-        raise ObstacleFound("a few steps did not change any weight, so it could not be tried out")
+        raise CheckFailed("a few steps did not change any weight, so it could not be tried out")
 
 
 def check_state_shapes(full: TrialResult, shapes: Mapping[ParamKey, tuple[int, ...]]) -> None:
-    """Raise ObstacleFound if a state can't be sharded, or if a trial on shards could take too long."""
+    """Raise CheckFailed if a state can't be sharded, or if a trial on shards could take too long."""
     for param_key, states in full.states.items():
         shape = shapes[param_key]
         for key, value in states.items():
             # A naive Shampoo allocates a square matrix per dimension: 10^8 elements for a flat shard of 10^4.
             if isinstance(value, torch.Tensor) and tuple(value.shape) != shape and value.numel() > _LARGEST_FREE_STATE:
-                raise ObstacleFound(
+                raise CheckFailed(
                     f"for a parameter of shape {shape} it keeps a state {key} of shape {tuple(value.shape)}, which"
                     " can't be divided with the parameter's elements"
                 )
 
 
 def compare(full: TrialResult, ranks: Sequence[TrialResult], shapes: Mapping[ParamKey, tuple[int, ...]]) -> None:
-    """Raise ObstacleFound if the concatenated shards of the ranks differ from the full parameters."""
+    """Raise CheckFailed if the concatenated shards of the ranks differ from the full parameters."""
     for param_key, expected in full.weights.items():
         joined = torch.cat([result.weights[param_key] for result in ranks if param_key in result.weights], dim=1)
         if not _are_same_weights(joined, expected):
-            raise ObstacleFound(
+            raise CheckFailed(
                 f"a parameter of shape {shapes[param_key]} came out different when two ranks updated shards of it"
                 f" (hyperparameters of param_groups[{param_key[0]}])"
             )
@@ -259,13 +259,13 @@ def compare(full: TrialResult, ranks: Sequence[TrialResult], shapes: Mapping[Par
     for result in ranks:
         for index, (expected_numbers, numbers) in enumerate(zip(full.numbers, result.numbers, strict=True)):
             for key in _differing(expected_numbers, numbers, _is_close):
-                raise ObstacleFound(
+                raise CheckFailed(
                     f"param_groups[{index}][{key!r}] came out different on ranks with shards of parameters"
                 )
 
 
 def compare_exactly(full: TrialResult, part: TrialResult, shapes: Mapping[ParamKey, tuple[int, ...]]) -> None:
-    """Raise ObstacleFound if a subset of the parameters is not bitwise equal to the same parameters among all.
+    """Raise CheckFailed if a subset of the parameters is not bitwise equal to the same parameters among all.
 
     Args:
         full: Result of all parameters.
@@ -274,17 +274,17 @@ def compare_exactly(full: TrialResult, part: TrialResult, shapes: Mapping[ParamK
     """
     for param_key, weights in part.weights.items():
         if not _are_same_bits(weights, full.weights[param_key]):
-            raise ObstacleFound(
+            raise CheckFailed(
                 f"a parameter of shape {shapes[param_key]} came out different without the others (hyperparameters of"
                 f" param_groups[{param_key[0]}])"
             )
         for key in _differing(full.states[param_key], part.states[param_key], _are_same_bits):
-            raise ObstacleFound(
+            raise CheckFailed(
                 f"its state {key} of a parameter of shape {shapes[param_key]} came out different without the others"
             )
     for index, (expected, found) in enumerate(zip(full.numbers, part.numbers, strict=True)):
         for key in _differing(expected, found, _are_same_bits):
-            raise ObstacleFound(f"param_groups[{index}][{key!r}] came out different without some parameters")
+            raise CheckFailed(f"param_groups[{index}][{key!r}] came out different without some parameters")
 
 
 def _are_same_bits(found: torch.Tensor, expected: torch.Tensor) -> bool:
@@ -305,11 +305,11 @@ def _compare_states(full: Mapping[str, Any], parts: Sequence[Mapping[str, Any]],
     for part in parts:
         shared = {key: value for key, value in part.items() if key not in divided}
         for key in _differing({key: full[key] for key in full.keys() - divided}, shared, _is_close):
-            raise ObstacleFound(f"its state {key} came out different for a shard of a parameter of shape {shape}")
+            raise CheckFailed(f"its state {key} came out different for a shard of a parameter of shape {shape}")
     for key in divided:
         joined = [part[key].reshape(-1) for part in parts if isinstance(part.get(key), torch.Tensor)]
         if not joined or not _is_close(torch.cat(joined), full[key].reshape(-1)):
-            raise ObstacleFound(f"its state {key} came out different for shards of a parameter of shape {shape}")
+            raise CheckFailed(f"its state {key} came out different for shards of a parameter of shape {shape}")
 
 
 def _differing(

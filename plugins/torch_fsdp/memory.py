@@ -104,7 +104,7 @@ class _Buffers:
         if self._pool is None:
             self._num_bytes += num_bytes
             return torch.empty(num_bytes, dtype=torch.uint8, device=_META)
-        buffer = self._pool.take(num_bytes)
+        buffer = self._pool.acquire(num_bytes)
         view = buffer.view(num_bytes, torch.uint8)
         self._pool.release(buffer)
         return view

@@ -173,7 +173,7 @@ class FSDPOptimizer(ShardedOptimizer):
 
     # Masters.
 
-    def adopt_masters(self, originals: Mapping[int, torch.Tensor]) -> bool:
+    def use_master_weights(self, originals: Mapping[int, torch.Tensor]) -> bool:
         """Create fp32 master weights of low-precision shards; return True, as this class implements them."""
         self._keeps_masters = True
         replaced: dict[int, nn.Parameter] = {}
@@ -219,7 +219,7 @@ class FSDPOptimizer(ShardedOptimizer):
 
     # Gradients.
 
-    def _reduce_gradients(self) -> float:
+    def _finish_reduction(self) -> float:
         self._cached_norm = None
         self._reduce_unreduced_grads()
         for update in self._updates:

@@ -29,7 +29,7 @@ def allocate(pool: BufferPool, size: Sequence[int], dtype: torch.dtype, device: 
     numel = math.prod(int(one) for one in size)
     if device.type != "cpu" or numel == 0:
         return torch.empty(numel, dtype=dtype, device=device)
-    buffer = pool.take(numel * dtype.itemsize)
+    buffer = pool.acquire(numel * dtype.itemsize)
     memory = buffer.view(numel, dtype)
     pool.release(buffer)
     return memory

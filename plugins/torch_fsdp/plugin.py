@@ -179,7 +179,7 @@ class TorchFSDPPlugin(DistributedPlugin):
         if optimizer is not None:  # each rank has tested its own optimizer: a larger kind is valid for smaller ones
             mine = torch.tensor([checked], dtype=torch.int64, device=collective_device(self._control_group))
             kind = OptimizerKind(int(all_reduce_max(mine, self._control_group)))
-        self._materializer(model).place_real()
+        self._materializer(model).sync_initialized()
         if self._arguments.sync_batch_norm and self.dp_size > 1:
             convert_batch_norm(model, self._device)
         return kind

@@ -17,7 +17,7 @@ _MAX_VERSIONS = 1000  # more than that, and float32 holds no more of them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class SaveResult:
     """What a rank saw of a save with a fault.
 
     Attributes:
@@ -112,7 +112,7 @@ def _save_with_fault(fault, versions, use_async, clean, syncs, *, is_followed):
         versions.save(1)
         names = set(names_below(versions.root))
         found_next = versions.look() if names == set(clean) else f"names {sorted(names ^ set(clean))}"
-    return Outcome(
+    return SaveResult(
         error=error, seconds=seconds, failed=storage.faults, debris=debris, found=found, found_next=found_next
     )
 

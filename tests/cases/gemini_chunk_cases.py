@@ -72,7 +72,7 @@ class Bench:
 
     def take(self, num_bytes):
         self.num_taken += 1
-        buffer = self.pool.take(num_bytes)
+        buffer = self.pool.acquire(num_bytes)
         buffer.memory.fill_(0xFF)  # nan
         return buffer
 

@@ -192,7 +192,7 @@ class Stack(nn.Module):
             )
         if self.way == "nested":
             return checkpoint(lambda y: checkpoint(block, y, use_reentrant=False), x, use_reentrant=False)
-        if self.way == "pieces of a block":
+        if self.way == "parts of a block":
             first = block.first
             y = checkpoint(lambda y: torch.tanh(F.linear(y, first.weight, first.bias)), x, use_reentrant=False)
             return x + torch.tanh(checkpoint(block.second, y, use_reentrant=False))
@@ -211,7 +211,7 @@ CHECKPOINTED = (
     "every second",
     "selective",
     "nested",
-    "pieces of a block",
+    "parts of a block",
     "whole, reentrant",
     "whole, non-reentrant",
     "save_on_cpu",

@@ -38,7 +38,7 @@ AXES: dict[str, tuple[int, dict[str, Any]]] = {
 
 
 def num_layers_for(model: str, num_pieces: int) -> int | None:
-    """Returns how many layers a model needs for each piece to have one; None: it has enough."""
+    """Returns how many layers a model needs for each chunk to have one; None: it has enough."""
     if get_model(model).construct_deep is None:
         return None
     # Two stacks follow each other in an encoder-decoder model.
@@ -46,8 +46,8 @@ def num_layers_for(model: str, num_pieces: int) -> int | None:
     return needed if needed > 2 or model == "tied_lm" else None
 
 
-def num_pieces_of(schedule: str, pp_size: int) -> int:
-    """Returns into how many pieces a schedule divides a model."""
+def num_chunks_of(schedule: str, pp_size: int) -> int:
+    """Returns into how many chunks a schedule divides a model."""
     return pp_size * SCHEDULES[schedule].get("num_model_chunks", 1)
 
 
@@ -67,7 +67,7 @@ def assert_pipeline_equals_serial(
     plugin_arguments |= arguments or {}
     if "microbatch_size" in plugin_arguments:
         del plugin_arguments["num_microbatches"]
-    settings.setdefault("num_layers", num_layers_for(model, num_pieces_of(schedule, pp_size)))
+    settings.setdefault("num_layers", num_layers_for(model, num_chunks_of(schedule, pp_size)))
     settings.setdefault("samples_per_rank", microbatches)
     # SGD in low precision: its update is linear in the gradient, so that an error is the gradient's own.
     settings.setdefault("optimizer", "adamw" if settings.get("precision") is None else "sgd")

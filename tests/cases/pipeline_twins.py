@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from hybrid_twins import ATOL, RTOL, adamw
 from oracles.joined_slices import joined_over_ranks
-from pipeline_cases import SCHEDULES, num_layers_for, num_pieces_of
+from pipeline_cases import SCHEDULES, num_chunks_of, num_layers_for
 from torch import nn
 from zoo import Batch, WholeBatches, get_model, split_batch
 
@@ -42,7 +42,7 @@ class StagedTwins:
         make_plugin: Callable[[], Any] | None = None,
         **arguments: Any,
     ) -> None:
-        self.whole = WholeBatches(get_model(name, num_layers_for(name, num_pieces_of(schedule, pp_size))))
+        self.whole = WholeBatches(get_model(name, num_layers_for(name, num_chunks_of(schedule, pp_size))))
         given = {"precision": "fp32", "num_microbatches": 2, "zero_bucket_size_in_m": 0.004, **SCHEDULES[schedule]}
         given |= arguments
         if "microbatch_size" in arguments:

@@ -22,13 +22,13 @@ __all__ = ["FixedScale", "ShardedByHand", "cut_at_random"]
 
 
 def cut_at_random(numel: int, num_ranks: int, seed: str) -> list[tuple[int, tuple[int, int]]]:
-    """Returns pieces of a parameter, each with its rank: any number of them on any rank, in any order."""
+    """Returns shards of a parameter, each with its rank: any number of them on any rank, in any order."""
     rng = random.Random(seed)
     cuts = sorted(rng.sample(range(1, numel), min(numel - 1, rng.randrange(2 * num_ranks + 1)))) if numel > 1 else []
     bounds = [0, *cuts, numel]
-    pieces = [(rng.randrange(num_ranks), span) for span in itertools.pairwise(bounds) if span[0] < span[1]]
-    rng.shuffle(pieces)
-    return pieces
+    shards = [(rng.randrange(num_ranks), span) for span in itertools.pairwise(bounds) if span[0] < span[1]]
+    rng.shuffle(shards)
+    return shards
 
 
 class FixedScale:
@@ -84,8 +84,8 @@ class ShardedByHand(OptimizerWrapper):
 
     @torch.no_grad()
     def _cut(self, name: str, parameter: nn.Parameter, index: int, group) -> list[Shard]:
-        pieces = cut_at_random(parameter.numel(), group_size(group), f"{self._seed} {name}")
-        spans = [span for rank, span in pieces if rank == group_rank(group)]
+        shards = cut_at_random(parameter.numel(), group_size(group), f"{self._seed} {name}")
+        spans = [span for rank, span in shards if rank == group_rank(group)]
         has_master = self._has_masters and parameter.dtype in (torch.float16, torch.bfloat16)
         found = []
         for span in spans:

@@ -101,14 +101,14 @@ class SlicedModel(ModelWrapper):
         assert wrong == 0, f"{wrong} elements of rank {self._rank} are not those of their place"
 
     def _expected(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yields pieces of this rank's memory, each with the values that belong there."""
+        """Yields shards of this rank's memory, each with the values that belong there."""
         seeds = {name: index for index, name in enumerate(self._shapes)}
         for (name, box, span), memory in zip(self._parts, self._memory, strict=True):
             for start in range(span[0], span[1], _CHUNK_ELEMENTS):
                 stop = min(start + _CHUNK_ELEMENTS, span[1])
                 index = _logical_index(self._shapes[name], box, torch.arange(start, stop))
                 values = logical_values(seeds[name], index).to(memory.dtype)
-                yield from _pieces(memory, start - span[0], values)
+                yield from _regions(memory, start - span[0], values)
 
 
 def logical_values(seed: int, index: torch.Tensor) -> torch.Tensor:
@@ -116,7 +116,7 @@ def logical_values(seed: int, index: torch.Tensor) -> torch.Tensor:
     return _VALUES[(index + seed * 1009) % _PERIOD]
 
 
-def _pieces(memory: torch.Tensor, start: int, values: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+def _regions(memory: torch.Tensor, start: int, values: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     if memory.is_contiguous():
         yield memory.view(-1)[start : start + len(values)], values
         return

@@ -11,7 +11,7 @@ from torch import nn
 from booster import Booster
 from booster.plugins import LowLevelZeroPlugin
 
-TINY_BUCKETS = 1e-6  # the smallest that there are: one aligned piece a rank
+TINY_BUCKETS = 1e-6  # the smallest that there are: one aligned shard a rank
 
 
 def mlp() -> nn.Module:

@@ -44,7 +44,7 @@ class SoakFailed(AssertionError):
 
 
 @dataclass(slots=True, kw_only=True)
-class Outcome:
+class CycleResult:
     """What the ranks of a cycle wrote down, and how they ended."""
 
     diaries: list[list[dict[str, Any]]]
@@ -162,7 +162,7 @@ class Soak:
         )
         shutil.rmtree(folder)
 
-    def _start(self, cycle: Cycle, folder: Path, root: Path, *, dump: bool = False) -> Outcome:
+    def _start(self, cycle: Cycle, folder: Path, root: Path, *, dump: bool = False) -> CycleResult:
         folder.mkdir()
         port = _free_port()
         begin = time.monotonic()
@@ -179,14 +179,14 @@ class Soak:
         outputs = [_text(folder / f"rank-{rank}.txt") for rank in range(cycle.world_size)]
         codes = [process.exitcode or 0 for process in processes]
         _check(not late, f"{cycle}: ranks {late} did not end:\n" + "\n".join(outputs))
-        return Outcome(
+        return CycleResult(
             diaries=[_lines(folder / f"rank-{rank}.jsonl") for rank in range(cycle.world_size)],
             codes=codes,
             outputs=outputs,
             killed={rank for rank, code in enumerate(codes) if code == -signal.SIGKILL},
         )
 
-    def _judge(self, number: int, cycle: Cycle, outcome: Outcome) -> None:
+    def _judge(self, number: int, cycle: Cycle, outcome: CycleResult) -> None:
         for rank, (code, diary) in enumerate(zip(outcome.codes, outcome.diaries, strict=True)):
             has_ended = any(event["event"] == "end" for event in diary)
             if rank not in outcome.killed:
@@ -211,7 +211,7 @@ class Soak:
         self.num_trained += len(outcome.steps("step"))
         self._note_saves(outcome, starts)
 
-    def _note_saves(self, outcome: Outcome, starts: set[int]) -> None:
+    def _note_saves(self, outcome: CycleResult, starts: set[int]) -> None:
         self.possible = (starts or self.possible) | outcome.steps("saving")
         if starts:
             self.durable = min(starts)

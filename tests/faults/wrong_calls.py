@@ -16,7 +16,7 @@ from pathlib import Path
 if __name__ == "__main__":
     sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "cases")]
 
-from faults.mistakes.running import Outcome, defects, outcomes
+from faults.mistakes.running import CallResult, defects, outcomes
 
 SNAPSHOT = Path(__file__).with_name("config_errors.txt")
 # What a message ends with tells what to write instead: a sentence or a part of one that begins with such a word.
@@ -30,7 +30,7 @@ _ADVICE = re.compile(
 )
 
 
-def found_defects(found: dict[str, list[Outcome]]) -> list[str]:
+def found_defects(found: dict[str, list[CallResult]]) -> list[str]:
     """Returns what is wrong with any of the refusals."""
     listed = [f"{name}: {defect}" for name, ranks in found.items() for defect in defects(ranks)]
     listed += [
@@ -41,7 +41,7 @@ def found_defects(found: dict[str, list[Outcome]]) -> list[str]:
     return listed
 
 
-def snapshot_of(found: dict[str, list[Outcome]]) -> str:
+def snapshot_of(found: dict[str, list[CallResult]]) -> str:
     """Returns the text that is kept: a line for each wrong call."""
     lines = []
     for name, ranks in found.items():
@@ -50,7 +50,7 @@ def snapshot_of(found: dict[str, list[Outcome]]) -> str:
     return "".join(lines)
 
 
-def difference(found: dict[str, list[Outcome]]) -> str:
+def difference(found: dict[str, list[CallResult]]) -> str:
     """Returns how the messages differ from the kept ones; empty where they don't."""
     kept, now = SNAPSHOT.read_text().splitlines(), snapshot_of(found).splitlines()
     return "\n".join(difflib.unified_diff(kept, now, SNAPSHOT.name, "what is said now", lineterm="", n=0))

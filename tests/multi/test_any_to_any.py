@@ -37,7 +37,7 @@ PLANS = {
 # Stages run all of their layers in every step. Of these models, the last does not.
 STAGED_MODELS = ("multi_output_groups", "tied_lm")
 SPLITS = {"multi_output_groups": ["norm"]}
-DEPTHS = {"tied_lm": 4}  # a layer for each of two pieces on two stages
+DEPTHS = {"tied_lm": 4}  # a layer for each of two model chunks on two stages
 
 
 @dataclass(frozen=True)

@@ -119,7 +119,7 @@ def assert_figures(figures):
     weights = 4 * 2 * (2 * 16 * 64 + 64 + 16)
     assert figures["serial"]["sent_bytes"] == figures["serial"]["communications"] == 0
     assert figures["serial"]["peak_bytes"] > 4 * weights
-    # All three send every gradient and, as often, every update, up to what fills up pieces.
+    # All three send every gradient and, as often, every update, up to what fills up shards.
     assert 0 <= figures["dp=4"]["sent_bytes"] - 2 * 3 * weights // 4 < 100  # and which parameters were used
     for stage in (1, 2):
         assert figures[f"zero{stage} dp=4"]["sent_bytes"] == pytest.approx(2 * 3 * weights // 4, rel=0.05)

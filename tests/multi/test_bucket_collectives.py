@@ -20,7 +20,7 @@ def _payload(rank, numel, dtype, draw=0):
 
 
 def _sum_of_piece(rank, size, numel, dtype, draw=0):
-    """Returns the piece summed in fp32: the own one first, then those of rank + 1, rank + 2, ..."""
+    """Returns the shard summed in fp32: the own one first, then those of rank + 1, rank + 2, ..."""
     start, stop = rank * numel, (rank + 1) * numel
     total = torch.zeros(numel)
     for distance in range(size):
@@ -89,7 +89,7 @@ def test_all_gather_brings_every_piece(world_size, dtype):
 
 @distributed([2, 3, 4])
 def test_several_under_way_find_their_own_messages(world_size):
-    """Pieces of different lengths, finished in another order than started, beside all-gathers and an all-reduce."""
+    """Shards of different lengths, finished in another order than started, beside all-gathers and an all-reduce."""
     rank = dist.get_rank()
     lengths = [70_000, 3, 20_000, 1]
     payloads = [_payload(rank, world_size * numel, torch.float32, draw) for draw, numel in enumerate(lengths)]

@@ -1,4 +1,4 @@
-"""Checkpoints under GeminiPlugin: what is saved is whole, wherever its pieces are, and loads into any other layout."""
+"""Checkpoints under GeminiPlugin: what is saved is whole, wherever its shards are, and loads into any other layout."""
 
 from __future__ import annotations
 
@@ -493,7 +493,7 @@ def test_an_unfrozen_layer_is_saved_and_loaded(tmp_path, policy, precision):
     assert_same(stored(other.save(tmp_path / "b")), expected)
     job.train(5).load(tmp_path / "b").train(3)
     other.train(3)
-    torch.testing.assert_close(dict(job.weights()), dict(other.weights()))  # other pieces are summed in another order
+    torch.testing.assert_close(dict(job.weights()), dict(other.weights()))  # other shards are summed in another order
     assert_same(stored(with_late_parameters(policy, precision).load(tmp_path / "a").save(tmp_path / "d")), expected)
 
 

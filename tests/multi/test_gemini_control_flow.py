@@ -146,7 +146,7 @@ def test_every_loop_trains_as_in_one_process(loop, way, policy):
 
 
 @pytest.mark.parametrize("policy", ["static", "prefetch"])
-@pytest.mark.parametrize("way", ["reentrant", "non-reentrant", "whole, reentrant", "pieces of a block"])
+@pytest.mark.parametrize("way", ["reentrant", "non-reentrant", "whole, reentrant", "parts of a block"])
 @distributed(world_size=2)
 def test_a_plain_backward_through_activation_checkpoints(way, policy):
     twins = Twins(lambda: Stack(way=way), build_plain=Stack, calls_plain_backward=True, **POLICIES[policy])

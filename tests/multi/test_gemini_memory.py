@@ -57,7 +57,7 @@ def live_bytes(ignored: set[int]) -> int:
 
 
 def _mapped_ranges() -> list[tuple[int, int]]:
-    """Addresses of files of offloaded pieces."""
+    """Addresses of files of offloaded shards."""
     with open("/proc/self/maps") as lines:
         rows = [line.split() for line in lines if "booster-states-" in line]
     return [(int(row[0].split("-")[0], 16), int(row[0].split("-")[1], 16)) for row in rows]
@@ -112,7 +112,7 @@ def serial_losses(world_size: int, steps: int) -> list[float]:
 
 
 def states_bytes(world_size: int, waste: int) -> int:
-    """Weights and Adam's moments of one rank, each over equal pieces."""
+    """Weights and Adam's moments of one rank, each over equal shards."""
     return 3 * (4 * NUM_WEIGHTS + waste) // world_size
 
 

@@ -14,7 +14,7 @@ from booster.comm import (
     Fault,
     RecvChannel,
     SendChannel,
-    TensorSpec,
+    TensorMeta,
     abort_groups,
     all_reduce_sum,
     count_communication,
@@ -30,7 +30,7 @@ PATIENT = timedelta(minutes=5)
 
 
 def spec_of(tensor):
-    return TensorSpec(tuple(tensor.shape), tensor.dtype)
+    return TensorMeta(tuple(tensor.shape), tensor.dtype)
 
 
 def read_number(header):
@@ -126,7 +126,7 @@ def test_both_ways_at_once_around_a_ring():
     outgoing = {other: SendChannel(other, None) for other in others}
     shapes = [(index * 1000, 3) for index in range(8)]
     for link in incoming.values():
-        link.expect([lambda shape=shape: [TensorSpec(shape, torch.float32)] for shape in shapes])
+        link.expect([lambda shape=shape: [TensorMeta(shape, torch.float32)] for shape in shapes])
         link.post_recvs(len(shapes))
     for shape in shapes:
         for other, link in outgoing.items():
@@ -220,7 +220,7 @@ def _patient_group(ranks=None):
 
 def _expecting(sender, group, *, is_known=True):
     link = RecvChannel(sender, group, no_header)
-    link.expect([lambda: [TensorSpec((100,), torch.float32)] if is_known else None])
+    link.expect([lambda: [TensorMeta((100,), torch.float32)] if is_known else None])
     return link
 
 
@@ -249,7 +249,7 @@ def _one_hangs_up(way):
         return _fail("ValueError: no such\ntoken", [group])
     links = [RecvChannel(1, group, no_header)] if way == "posted" else []
     for link in links:
-        link.expect([lambda: [TensorSpec((1,), torch.float32)], lambda: [TensorSpec((100,), torch.float32)]])
+        link.expect([lambda: [TensorMeta((1,), torch.float32)], lambda: [TensorMeta((100,), torch.float32)]])
         link.post_recvs(2)
     dist.barrier()
     if way == "posted":

@@ -1,4 +1,4 @@
-"""Pieces of parameters come together at their owners and go back, bit for bit, by one all-to-all each way."""
+"""Shards of parameters come together at their owners and go back, bit for bit, by one all-to-all each way."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ def whole_of(member, draw=0, dtype=None):
     return (numbers * 50 + 128).to(dtype or member.dtype).view(member.shape)
 
 
-def pieces_of(members, draw=0, dtype=None, leave_out_empty=False):
-    pieces = {}
+def shards_of(members, draw=0, dtype=None, leave_out_empty=False):
+    shards = {}
     for index, member in enumerate(members):
         start, stop = row_range(member.shape, dist.get_rank(), dist.get_world_size())
         if stop > start or not leave_out_empty:
-            pieces[index] = whole_of(member, draw, dtype).reshape(-1)[start:stop].clone()
-    return pieces
+            shards[index] = whole_of(member, draw, dtype).reshape(-1)[start:stop].clone()
+    return shards
 
 
 def assert_same(found, expected):
@@ -83,21 +83,21 @@ def test_there_and_back(world_size, uses_memory, leave_out_empty):
         owners = assign_owners(members, world_size)
         exchange = ParamRedistribution(members, owners, None, CPU)
         mine = {index for index, owner in enumerate(owners) if owner == dist.get_rank()}
-        pieces = pieces_of(members, leave_out_empty=leave_out_empty)
+        shards = shards_of(members, leave_out_empty=leave_out_empty)
         out, back = wire_bytes(members, owners)
         with count_communication() as count:
-            wholes = exchange.to_owners(pieces)
+            wholes = exchange.to_owners(shards)
         assert_same(wholes, {index: whole_of(members[index]) for index in mine})
-        assert_same(pieces, pieces_of(members, leave_out_empty=leave_out_empty))
+        assert_same(shards, shards_of(members, leave_out_empty=leave_out_empty))
         assert count.calls == (Counter(all_to_all=1) if world_size > 1 else Counter())
         assert (count.sent["all_to_all"], count.received["all_to_all"]) == (out, back)
 
         changed = {index: whole_of(members[index], draw=1) for index in mine}
-        addresses = {index: piece.data_ptr() for index, piece in pieces.items()}
+        addresses = {index: shard.data_ptr() for index, shard in shards.items()}
         with count_communication() as count:
-            exchange.from_owners(changed, pieces)
-        assert_same(pieces, pieces_of(members, draw=1, leave_out_empty=leave_out_empty))
-        assert addresses == {index: piece.data_ptr() for index, piece in pieces.items()}
+            exchange.from_owners(changed, shards)
+        assert_same(shards, shards_of(members, draw=1, leave_out_empty=leave_out_empty))
+        assert addresses == {index: shard.data_ptr() for index, shard in shards.items()}
         assert count.calls == (Counter(all_to_all=1) if world_size > 1 else Counter())
         assert (count.sent["all_to_all"], count.received["all_to_all"]) == (back, out)
 
@@ -111,19 +111,19 @@ def test_subsets_and_other_dtypes(world_size, uses_memory):
         exchange = ParamRedistribution(members, owners, None, CPU)
         for indices in ([6, 2], [1], [4], [], [7, 0, 3]):
             for dtype in (torch.float32, torch.float64, torch.bfloat16):
-                pieces = pieces_of(members, 2, dtype)
+                shards = shards_of(members, 2, dtype)
                 with count_communication() as count:
-                    wholes = exchange.to_owners(pieces, indices=indices, dtype=dtype)
+                    wholes = exchange.to_owners(shards, indices=indices, dtype=dtype)
                 mine = [index for index in indices if owners[index] == dist.get_rank()]
                 assert_same(wholes, {index: whole_of(members[index], 2, dtype) for index in mine})
                 out, back = wire_bytes(members, owners, indices, dtype)
                 assert (count.sent["all_to_all"], count.received["all_to_all"]) == (out, back)
                 assert count.calls["all_to_all"] == int(indices != [4] and indices != [])
                 exchange.from_owners(
-                    {index: -whole for index, whole in wholes.items()}, pieces, indices=indices, dtype=dtype
+                    {index: -whole for index, whole in wholes.items()}, shards, indices=indices, dtype=dtype
                 )
-                for index, before in pieces_of(members, 2, dtype).items():
-                    assert torch.equal(pieces[index], -before if index in indices else before)
+                for index, before in shards_of(members, 2, dtype).items():
+                    assert torch.equal(shards[index], -before if index in indices else before)
 
 
 @distributed([2, 3, 4])
@@ -133,12 +133,12 @@ def test_a_rank_may_own_nothing_and_one_everything(world_size, uses_memory):
         members = mixed_members()
         for owner in (0, world_size - 1):
             exchange = ParamRedistribution(members, [owner] * len(members), None, CPU)
-            pieces = pieces_of(members, leave_out_empty=True)
-            wholes = exchange.to_owners(pieces)
+            shards = shards_of(members, leave_out_empty=True)
+            wholes = exchange.to_owners(shards)
             is_owner = dist.get_rank() == owner
             assert_same(wholes, dict(enumerate(map(whole_of, members))) if is_owner else {})
-            exchange.from_owners({index: whole_of(members[index], draw=3) for index in wholes}, pieces)
-            assert_same(pieces, pieces_of(members, draw=3, leave_out_empty=True))
+            exchange.from_owners({index: whole_of(members[index], draw=3) for index in wholes}, shards)
+            assert_same(shards, shards_of(members, draw=3, leave_out_empty=True))
 
 
 @distributed([2])
@@ -149,8 +149,8 @@ def test_rows_that_lie_at_their_owner_are_not_sent():
     ]
     exchange = ParamRedistribution(members, [0, 1], None, CPU)
     with count_communication() as count:
-        wholes = exchange.to_owners(pieces_of(members))
-        exchange.from_owners(wholes, pieces_of(members))
+        wholes = exchange.to_owners(shards_of(members))
+        exchange.from_owners(wholes, shards_of(members))
     assert count.calls == Counter()
     assert_same(wholes, {dist.get_rank(): whole_of(members[dist.get_rank()])})
 
@@ -165,11 +165,11 @@ def test_groups_exchange_among_themselves(uses_memory):
         members = mixed_members()
         owners = assign_owners(members, 2)
         exchange = ParamRedistribution(members, owners, group, CPU)
-        pieces = {
+        shards = {
             index: whole_of(member, draw).reshape(-1)[slice(*row_range(member.shape, place, 2))]
             for index, member in enumerate(members)
         }
-        wholes = exchange.to_owners(pieces)
+        wholes = exchange.to_owners(shards)
         mine = [index for index, owner in enumerate(owners) if owner == place]
         assert_same(wholes, {index: whole_of(members[index], draw) for index in mine})
 
@@ -178,11 +178,11 @@ def test_groups_exchange_among_themselves(uses_memory):
 def test_parameters_may_be_given_and_need_no_certain_layout_when_whole(world_size):
     member = RowSharded(name="p0", shape=(7, 3), dtype=torch.float32)
     exchange = ParamRedistribution([member], [1], None, CPU)
-    pieces = {0: torch.nn.Parameter(pieces_of([member])[0])}
-    wholes = exchange.to_owners(pieces)
+    shards = {0: torch.nn.Parameter(shards_of([member])[0])}
+    wholes = exchange.to_owners(shards)
     transposed = {index: torch.nn.Parameter((2 * whole).t().contiguous().t()) for index, whole in wholes.items()}
-    exchange.from_owners(transposed, pieces)
-    assert torch.equal(pieces[0].detach(), 2 * pieces_of([member])[0])
+    exchange.from_owners(transposed, shards)
+    assert torch.equal(shards[0].detach(), 2 * shards_of([member])[0])
 
 
 @distributed([2])
@@ -201,10 +201,10 @@ def test_memory_of_a_rank_is_what_it_sends_and_twice_what_it_owns():
     with going_by_memory(False):
         member = RowSharded(name="p0", shape=(4096, 4), dtype=torch.float32)
         exchange = ParamRedistribution([member], [0], None, CPU)
-        pieces = pieces_of([member])
+        shards = shards_of([member])
         with SeesSizes() as seen:
-            wholes = exchange.to_owners(pieces)
-            exchange.from_owners(wholes, pieces)
+            wholes = exchange.to_owners(shards)
+            exchange.from_owners(wholes, shards)
         whole_bytes = 4 * member.numel
         assert seen.largest == (whole_bytes if dist.get_rank() == 0 else whole_bytes // 2)
 

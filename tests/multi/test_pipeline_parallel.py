@@ -15,8 +15,8 @@ from pipeline_cases import (
     SEQUENCES,
     TIED,
     assert_pipeline_equals_serial,
+    num_chunks_of,
     num_layers_for,
-    num_pieces_of,
     take_features,
 )
 from zoo import TRANSFORMERS_MODULES, WholeBatches, get_model
@@ -210,8 +210,8 @@ NAMES = [*DEEP, *SEQUENCES]
 
 
 def enough_pieces(model: str, schedule: str, pp_size: int) -> bool:
-    pieces = num_pieces_of(schedule, pp_size)
-    return model != "named_chain" and (model != "unlike_sequence" or pieces <= 4)
+    chunks = num_chunks_of(schedule, pp_size)
+    return model != "named_chain" and (model != "unlike_sequence" or chunks <= 4)
 
 
 GRID = [

@@ -57,7 +57,7 @@ def train(model, optimizer, steps, *, first=0):
 
 
 def held():
-    """Returns what this process holds: threads, open files, pieces of shared memory, entries of torch's tables."""
+    """Returns what this process holds: threads, open files, segments of shared memory, entries of torch's tables."""
     shared = [line.split()[-2:] for line in Path("/proc/self/maps").read_text().splitlines() if "memfd:" in line]
     return Counter(
         threads=len(os.listdir("/proc/self/task")),

@@ -28,7 +28,7 @@ from booster.interface.checkpoint_io import SaveOptions, TrainingParts
 
 
 @dataclass(frozen=True)
-class Place:
+class Layout:
     """How an optimizer is held: whole by every rank, or in shards by each of some groups of ranks."""
 
     size: int
@@ -73,7 +73,7 @@ def sum_of(name: str, group: int) -> torch.Tensor:
     return numbers(name, "summed by", group, shape=SHAPES[name])
 
 
-def total(place: Place) -> dict[str, torch.Tensor]:
+def total(place: Layout) -> dict[str, torch.Tensor]:
     """The sum of all gradients that a place starts with, by name: W times D."""
     found = {name: torch.zeros(SHAPES[name]) for name in USED}
     for rank in range(place.size):
@@ -88,7 +88,7 @@ def items_of(rank: int) -> float:
     return 3.0 + rank
 
 
-def make(place: Place, seed: int, *, scale: float | None = None, dtype=torch.float32):
+def make(place: Layout, seed: int, *, scale: float | None = None, dtype=torch.float32):
     net = Net().to(dtype)
     optimizer = torch.optim.SGD(
         [{"params": [net.own, net.frozen, net.both]}, {"params": [net.reduced, net.neither, net.mostly]}], lr=0.1
@@ -106,7 +106,7 @@ def make(place: Place, seed: int, *, scale: float | None = None, dtype=torch.flo
     return ShardedByHand(optimizer, model, seed=seed, group=group, loss_scaler=scaler)
 
 
-def put_gradients(wrapped, place: Place, factor: float = 1.0) -> None:
+def put_gradients(wrapped, place: Layout, factor: float = 1.0) -> None:
     own = own_gradients(group_rank(), place.size)
     if not place.is_sharded:
         for name, parameter in wrapped.model.named_parameters():
@@ -152,7 +152,7 @@ def load_state(wrapped, path: str) -> None:
     GeneralCheckpointIO().load_training_state(path, parts_of(wrapped))
 
 
-def save(path: str, place: Place, seed: int, has_items: bool, scale: float | None = None, dtype=torch.float32):
+def save(path: str, place: Layout, seed: int, has_items: bool, scale: float | None = None, dtype=torch.float32):
     wrapped = make(place, seed, scale=scale, dtype=dtype)
     put_gradients(wrapped, place, scale or 1.0)
     accumulation = AccumulationState(num_backwards=3, num_averaged=2)
@@ -162,7 +162,7 @@ def save(path: str, place: Place, seed: int, has_items: bool, scale: float | Non
     return held(wrapped)
 
 
-def load(path: str, place: Place, seed: int, scale: float | None = None, dtype=torch.float32, saves_to=None):
+def load(path: str, place: Layout, seed: int, scale: float | None = None, dtype=torch.float32, saves_to=None):
     wrapped = make(place, seed, scale=scale, dtype=dtype)
     put_gradients(wrapped, place, 1000.0)
     if place.is_sharded:
@@ -176,7 +176,7 @@ def load(path: str, place: Place, seed: int, scale: float | None = None, dtype=t
     return held(wrapped), wrapped.accumulation.num_items
 
 
-def assert_same_step(saved: Place, loaded: Place, of_rank, has_items: bool, *, factor=1.0, rtol=1e-6) -> None:
+def assert_same_step(saved: Layout, loaded: Layout, of_rank, has_items: bool, *, factor=1.0, rtol=1e-6) -> None:
     """The loaded gradients are those of the same step; see Note [Accumulated gradients]."""
     found = sum_of_all([holding for holding, _ in of_rank])
     assert found.keys() == {name for name, gradient in total(saved).items() if name in found or bool(gradient.any())}
@@ -192,10 +192,10 @@ def assert_same_step(saved: Place, loaded: Place, of_rank, has_items: bool, *, f
 
 
 PLACES = [
-    *(Place(size) for size in (1, 2, 3, 4)),
-    Place(4, num_groups=2),
-    Place(2, num_groups=2),
-    *(Place(size, is_sharded=False) for size in (1, 2, 3)),
+    *(Layout(size) for size in (1, 2, 3, 4)),
+    Layout(4, num_groups=2),
+    Layout(2, num_groups=2),
+    *(Layout(size, is_sharded=False) for size in (1, 2, 3)),
 ]
 
 
@@ -229,7 +229,7 @@ def assert_bitwise(before, after) -> None:
 
 @pytest.mark.parametrize("scale", [None, 2.0**12])
 def test_another_cut_of_the_same_ranks_takes_over_every_bit(tmp_path, scale):
-    place, path = Place(4, num_groups=2), str(tmp_path / "c")
+    place, path = Layout(4, num_groups=2), str(tmp_path / "c")
     before = run_ranks(save, 4, path, place, 5, False, scale, torch.bfloat16)
     after = [holding for holding, _ in run_ranks(load, 4, path, place, 6, scale, torch.bfloat16)]
     assert before[0].keys() != after[0].keys()
@@ -242,7 +242,7 @@ def test_another_cut_of_the_same_ranks_takes_over_every_bit(tmp_path, scale):
 @pytest.mark.parametrize("has_items", [False, True], ids=["mean", "items"])
 @pytest.mark.parametrize("stored_scale", [None, 2.0**10])
 def test_through_an_optimizer_without_shards_and_back(tmp_path, has_items, stored_scale):
-    first, between, last = Place(3), Place(2, is_sharded=False), Place(4)
+    first, between, last = Layout(3), Layout(2, is_sharded=False), Layout(4)
     paths = [str(tmp_path / name) for name in "ab"]
     run_ranks(save, first.size, paths[0], first, 1, has_items, stored_scale)
     run_ranks(load, between.size, paths[0], between, 1, saves_to=paths[1])  # which has no scale
@@ -250,17 +250,17 @@ def test_through_an_optimizer_without_shards_and_back(tmp_path, has_items, store
     assert_same_step(first, last, of_rank, has_items, factor=2.0**6)
 
 
-@pytest.mark.parametrize("place", [Place(2), Place(3), Place(2, is_sharded=False)], ids=str)
+@pytest.mark.parametrize("place", [Layout(2), Layout(3), Layout(2, is_sharded=False)], ids=str)
 def test_another_loss_scale(tmp_path, place):
-    saved, path = Place(2), str(tmp_path / "c")
+    saved, path = Layout(2), str(tmp_path / "c")
     run_ranks(save, saved.size, path, saved, 1, False, 2.0**10)
     of_rank = run_ranks(load, place.size, path, place, 3)
     assert_same_step(saved, place, of_rank, False, factor=1.0)
 
 
-@pytest.mark.parametrize("place", [Place(3), Place(3, is_sharded=False)], ids=str)
+@pytest.mark.parametrize("place", [Layout(3), Layout(3, is_sharded=False)], ids=str)
 def test_sums_are_kept_in_fp32_for_half_weights(tmp_path, place):
-    saved, path = Place(2), str(tmp_path / "c")
+    saved, path = Layout(2), str(tmp_path / "c")
     run_ranks(save, saved.size, path, saved, 1, False, None, torch.bfloat16)
     of_rank = run_ranks(load, place.size, path, place, 3, None, torch.bfloat16)
     sums = [tensor for holding, _ in of_rank for key, tensor in holding.items() if key[0] == "sum"]
@@ -273,7 +273,7 @@ def test_sums_are_kept_in_fp32_for_half_weights(tmp_path, place):
 
 @distributed(world_size=4)
 def test_only_a_file_with_sums_has_the_new_format(tmp_path):
-    wrapped = make(Place(4), 3)
+    wrapped = make(Layout(4), 3)
     for name in ("own", "reduced"):
         wrapped.set_local_gradient(name, torch.ones(SHAPES[name]))
     wrapped.restore_accumulation(AccumulationState(num_backwards=1), 0)
@@ -298,18 +298,18 @@ def test_only_a_file_with_sums_has_the_new_format(tmp_path):
 @distributed(world_size=4)
 @pytest.mark.parametrize("seed", range(3))
 def test_sums_alone_wait_even_on_ranks_that_hold_none(tmp_path, seed):
-    wrapped = make(Place(4), seed)
+    wrapped = make(Layout(4), seed)
     wrapped.set_sum("reduced", torch.tensor(3.0))
     wrapped.restore_accumulation(AccumulationState(num_backwards=1), 0)
     save_state(wrapped, tmp_path / "a")
-    other = make(Place(4), seed + 10)
-    put_gradients(other, Place(4))
+    other = make(Layout(4), seed + 10)
+    put_gradients(other, Layout(4))
     load_state(other, tmp_path / "a")
     assert not other.local_gradients()
     found = [(shard.name, memory.tolist()) for shard, memory in other.reduced_gradients()]
     holders = [shard for shard in other.shards.parts if shard.name == "reduced"]
     assert found == [("reduced", [3.0])] * len(holders)
-    after_step = make(Place(4), seed)
+    after_step = make(Layout(4), seed)
     after_step.set_sum("reduced", torch.tensor(3.0))
     after_step.restore_accumulation(AccumulationState(num_backwards=1, has_stepped=True), 0)
     save_state(after_step, tmp_path / "a")
@@ -321,7 +321,7 @@ def test_sums_alone_wait_even_on_ranks_that_hold_none(tmp_path, seed):
 
 @distributed(world_size=3)
 def test_a_sum_that_was_made_in_part_is_zero_in_the_rest(tmp_path):
-    place = Place(3)
+    place = Layout(3)
     wrapped = make(place, 1)
     wrapped.set_sum("both", torch.ones(7, 13))
     first = next(shard for shard in wrapped.shards.parts if shard.name == "both")
@@ -338,8 +338,8 @@ def test_a_sum_that_was_made_in_part_is_zero_in_the_rest(tmp_path):
 
 @distributed(world_size=2)
 def test_final_gradients_are_refused(tmp_path):
-    wrapped = make(Place(2), 1)
-    put_gradients(wrapped, Place(2))
+    wrapped = make(Layout(2), 1)
+    put_gradients(wrapped, Layout(2))
     wrapped.restore_accumulation(AccumulationState(num_backwards=1, is_unscaled=True, was_unscaled=True), 0)
     with pytest.raises(ConfigError, match="between clipping"):
         save_state(wrapped, tmp_path / "a")
@@ -348,12 +348,12 @@ def test_final_gradients_are_refused(tmp_path):
 
 @distributed(world_size=2)
 def test_a_gradient_of_what_is_frozen_here_is_refused(tmp_path):
-    wrapped = make(Place(2, is_sharded=False), 1)
+    wrapped = make(Layout(2, is_sharded=False), 1)
     wrapped.model.unwrap().frozen.grad = torch.ones(3, 2)
     wrapped.restore_accumulation(AccumulationState(num_backwards=1), 0)
     save_state(wrapped, tmp_path / "a")
-    other = make(Place(2), 1)
-    put_gradients(other, Place(2))
+    other = make(Layout(2), 1)
+    put_gradients(other, Layout(2))
     before = held(other)
     with pytest.raises(CheckpointError, match=r"a gradient of 'frozen' with shape \(3, 2\)"):
         load_state(other, tmp_path / "a")
@@ -361,8 +361,8 @@ def test_a_gradient_of_what_is_frozen_here_is_refused(tmp_path):
 
 
 def test_a_tensor_that_is_no_gradient_is_refused(tmp_path, monkeypatch):
-    wrapped = make(Place(1, is_sharded=False), 1)
-    put_gradients(wrapped, Place(1, is_sharded=False))
+    wrapped = make(Layout(1, is_sharded=False), 1)
+    put_gradients(wrapped, Layout(1, is_sharded=False))
     wrapped.restore_accumulation(AccumulationState(num_backwards=1), 0)
     real = accumulated_gradients.CheckpointPart
 

@@ -244,7 +244,7 @@ def test_any_cut_loads_into_any_other(tmp_path, saved, loaded, kind, seed, form)
 
 def test_the_random_cuts_are_of_every_kind():
     cuts = [[cut_at_random(numel, 4, f"{seed} {numel}") for numel in (91, 5, 1)] for seed in range(200)]
-    of_rank = [[sum(rank == 0 for rank, _ in pieces) for pieces in one] for one in cuts]
+    of_rank = [[sum(rank == 0 for rank, _ in shards) for shards in one] for one in cuts]
     assert any(counts[0] > 1 for counts in of_rank)
     assert any(sum(counts) == 0 for counts in of_rank)
     assert any(len({rank for rank, _ in one[1]}) > 1 for one in cuts)

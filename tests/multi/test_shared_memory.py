@@ -104,12 +104,12 @@ def test_a_reduce_scatter_has_the_bits_of_gloo_s(world_size, dtype, accumulate):
 @pytest.mark.parametrize("dtype", MOVED)
 def test_an_all_gather_brings_every_piece(world_size, dtype):
     for numel in _lengths(dtype, world_size):
-        pieces = [_values(dtype, numel, draw=3, rank=rank) for rank in range(world_size)]
+        shards = [_values(dtype, numel, draw=3, rank=rank) for rank in range(world_size)]
         buffer = torch.zeros(world_size * numel, dtype=dtype)
-        buffer[dist.get_rank() * numel : (dist.get_rank() + 1) * numel] = pieces[dist.get_rank()]
+        buffer[dist.get_rank() * numel : (dist.get_rank() + 1) * numel] = shards[dist.get_rank()]
         start_all_gather(buffer).wait()
-        assert _same(buffer, torch.cat(pieces))
-        assert _same(all_gather_equal(pieces[dist.get_rank()]), torch.cat(pieces))
+        assert _same(buffer, torch.cat(shards))
+        assert _same(all_gather_equal(shards[dist.get_rank()]), torch.cat(shards))
 
 
 def _sum_from_rank_0(dtype, numel, world_size):
@@ -206,8 +206,8 @@ def test_misaligned_tensors(world_size):
         whole.copy_(_values(torch.float32, len(whole), draw=9))
         output = torch.empty(40_000)[start : start + len(whole) // 2]
         start_reduce_scatter(whole).wait(output, accumulate=False)
-        pieces = [_values(torch.float32, len(whole), 9, rank).chunk(2)[dist.get_rank()] for rank in range(2)]
-        assert torch.equal(output, pieces[0] + pieces[1])
+        shards = [_values(torch.float32, len(whole), 9, rank).chunk(2)[dist.get_rank()] for rank in range(2)]
+        assert torch.equal(output, shards[0] + shards[1])
         start_all_gather(whole).wait()
         assert torch.equal(
             whole, torch.cat([_values(torch.float32, len(whole), 9, rank).chunk(2)[rank] for rank in (0, 1)])
@@ -220,21 +220,21 @@ def test_misaligned_tensors(world_size):
 def test_results_that_go_past_the_caches(world_size, dtype, start):
     """As they do from 8 MiB on; aligned and not, and with an end that fills no vector."""
     rank, numel = dist.get_rank(), 8 * 2**20 // dtype.itemsize + 5
-    pieces = [_values(dtype, 2 * numel, 12, other).chunk(2) for other in range(2)]
-    payload, memory = torch.cat(pieces[rank]), torch.zeros(2 * numel + start, dtype=dtype)
+    shards = [_values(dtype, 2 * numel, 12, other).chunk(2) for other in range(2)]
+    payload, memory = torch.cat(shards[rank]), torch.zeros(2 * numel + start, dtype=dtype)
     output = memory[start : start + numel]
     start_reduce_scatter(payload).wait(output, accumulate=False)
-    assert torch.equal(output, (pieces[0][rank].float() + pieces[1][rank].float()).to(dtype))
+    assert torch.equal(output, (shards[0][rank].float() + shards[1][rank].float()).to(dtype))
     wide = torch.zeros(numel + start)[start:]
     start_reduce_scatter(payload).wait(wide, accumulate=False)
-    assert torch.equal(wide, pieces[rank][rank].float() + pieces[1 - rank][rank].float())
+    assert torch.equal(wide, shards[rank][rank].float() + shards[1 - rank][rank].float())
     whole = memory[start:]
     all_to_all_single(whole, payload)
-    assert torch.equal(whole, torch.cat([pieces[0][rank], pieces[1][rank]]))
+    assert torch.equal(whole, torch.cat([shards[0][rank], shards[1][rank]]))
     start_all_gather(whole).wait()
-    assert torch.equal(whole, torch.cat([pieces[0][0], pieces[1][1]]))
+    assert torch.equal(whole, torch.cat([shards[0][0], shards[1][1]]))
     broadcast([whole.copy_(payload)], source=1)
-    assert torch.equal(whole, torch.cat(pieces[1]))
+    assert torch.equal(whole, torch.cat(shards[1]))
 
 
 # More ranks than processors

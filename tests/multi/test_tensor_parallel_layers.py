@@ -198,9 +198,9 @@ def sum_shared_heads(cut, model):
     """Sums the gradients of heads that several ranks hold, as hooks of the plugin do."""
     for parameter, layout in cut.layouts.items():
         whole = torch.zeros(layout.logical_shape)
-        for piece in layout.regions:
-            target = tuple(slice(start, start + size) for start, size in piece.logical)
-            whole[target] = parameter.grad[tuple(slice(start, start + size) for start, size in piece.local)]
+        for region in layout.regions:
+            target = tuple(slice(start, start + size) for start, size in region.logical)
+            whole[target] = parameter.grad[tuple(slice(start, start + size) for start, size in region.local)]
         dist.all_reduce(whole)
         parameter.grad = layout.shard(whole)
 

@@ -356,7 +356,7 @@ def test_an_unfrozen_layer_is_saved_and_loaded(tmp_path, strategy, ignores):
     assert_same(stored(other.save(tmp_path / "b")), expected)
     job.train(5).load(tmp_path / "b").train(3)
     other.train(3)
-    torch.testing.assert_close(dict(job.weights()), dict(other.weights()))  # other pieces are summed in another order
+    torch.testing.assert_close(dict(job.weights()), dict(other.weights()))  # other shards are summed in another order
     assert_same(
         stored(with_late_parameters(strategy, ignores=ignores).load(tmp_path / "a").save(tmp_path / "d")), expected
     )

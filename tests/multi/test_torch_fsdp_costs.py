@@ -109,13 +109,13 @@ def test_bytes_on_the_wire_equal_theory(strategy, precision, element):
     with count_communication() as count:
         step(booster, model, optimizer)
     rows = -(-WIDTH // size)
-    piece = element * rows * (WIDTH + 1)  # of a unit, with padding
+    shard = element * rows * (WIDTH + 1)  # of a unit, with padding
     num_units = DEPTH + 1
     gathers = num_units + (DEPTH if strategy == "FULL_SHARD" else 0)  # the root stays gathered
     for name, calls in (("all_gather", gathers), ("reduce_scatter", num_units)):
         assert count.calls[name] == calls
         for bytes_moved in (count.sent[name], count.received[name]):
-            assert bytes_moved == calls * (size - 1) * piece
+            assert bytes_moved == calls * (size - 1) * shard
     # What ranks say to each other: whose turn it is, what was used, the norm.
     assert sum(count.sent.values()) - count.sent["all_gather"] - count.sent["reduce_scatter"] < 1024
 

@@ -41,7 +41,7 @@ def _fill(model, **arguments):
     """Returns the values by name. Collective."""
     materializer = Materializer(model, CPU, **{"param_init_fn": None, "sync": False, **arguments})
     materializer.check()
-    materializer.place_real()
+    materializer.sync_initialized()
     for module in reversed(list(model.modules())):
         materializer.fill([module])
     return {name: tensor.detach() for name, tensor in (*model.named_parameters(), *model.named_buffers())}
@@ -127,7 +127,7 @@ def test_ranks_without_values_receive_those_of_rank_0(way):
     old = dict(model.named_parameters())
     materializer = Materializer(model, CPU, param_init_fn=None, sync=True)
     materializer.check()
-    materializer.place_real()
+    materializer.sync_initialized()
     assert [one.is_meta for one in model.parameters()] == [dist.get_rank() > 0] * len(old)
     materializer.fill(list(model.modules()))
     for (name, parameter), wanted in zip(model.named_parameters(), expected.parameters(), strict=True):

@@ -79,8 +79,8 @@ def test_sparse_gradients_are_refused():
         FSDPTwins(lambda: Lookup(sparse=True))
 
 
-# In "pieces of a block", the model itself reads weights and calls layers of its blocks, which must not be units then.
-UNITS_FOR = {"pieces of a block": {"auto_wrap_policy": small_units(10**9)}}
+# In "parts of a block", the model itself reads weights and calls layers of its blocks, which must not be units then.
+UNITS_FOR = {"parts of a block": {"auto_wrap_policy": small_units(10**9)}}
 
 
 @pytest.mark.parametrize(
@@ -98,7 +98,7 @@ def test_activation_checkpoints_and_hooks_of_saved_tensors_equal_one_process_wit
     twins.train().assert_equal()
 
 
-@pytest.mark.parametrize("way", ["reentrant", "non-reentrant", "whole, reentrant", "pieces of a block"])
+@pytest.mark.parametrize("way", ["reentrant", "non-reentrant", "whole, reentrant", "parts of a block"])
 @distributed(world_size=2)
 def test_a_plain_backward_through_activation_checkpoints(way):
     arguments = UNITS_FOR.get(way, {})

@@ -135,7 +135,7 @@ def train_whole(name, arguments):
     WholeTwins(build, optimizer=optimizer, **arguments).train().assert_equal()
 
 
-# By default each optimizer in pieces of an odd world, and on ranks that hold everything.
+# By default each optimizer in shards of an odd world, and on ranks that hold everything.
 @pytest.mark.parametrize(
     ("name", "strategy", "world_size"),
     [

@@ -59,9 +59,9 @@ def random_spans(source: random.Random, box, num_cuts: int):
 
 
 def random_partition(source: random.Random, shape, num_ranks: int):
-    """Returns (rank, box, span) of pieces that tile the shape; a rank may have none or several."""
-    pieces = []
+    """Returns (rank, box, span) of shards that tile the shape; a rank may have none or several."""
+    shards = []
     for box in random_boxes(source, shape, source.choice([0, 0, num_ranks - 1, num_ranks + 2])):
         for span in random_spans(source, box, source.choice([0, 0, num_ranks])):
-            pieces.append((source.randrange(num_ranks), box, span))
-    return pieces
+            shards.append((source.randrange(num_ranks), box, span))
+    return shards

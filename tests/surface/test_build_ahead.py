@@ -19,7 +19,7 @@ PARTS = ("booster", "plugins", "kernels", "checkpoint_io", "pyproject.toml", "se
 LOAD_ALL = """
 import booster
 from booster.kernels.loader import load_kernel
-from booster.kernels.registry import kernel_status
+from booster.kernels.loader import kernel_status
 from booster.kernels.build import KERNELS
 print(booster.__file__)
 assert all(load_kernel(name) is not None for name in KERNELS)

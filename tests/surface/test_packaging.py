@@ -55,7 +55,7 @@ def test_walking_the_package_ends_and_finds_every_folder():
     names = {module.name for module in pkgutil.walk_packages(booster.__path__, "booster.", onerror=lambda name: None)}
     assert {"booster.booster", "booster.plugins.torch_ddp.plugin", "booster.checkpoint_io.checkpoint_io"} <= names
     assert not any(name.startswith("booster.booster.") for name in names)  # in a checkout it would go on for ever
-    assert importlib.import_module("booster.kernels.registry")
+    assert importlib.import_module("booster.kernels.loader")
 
 
 def test_importing_does_nothing():

@@ -72,36 +72,36 @@ LOOKS = {
 
 @pytest.mark.parametrize("kind", LOOKS)
 def test_a_buffer_is_not_handed_out_while_somebody_looks_at_it(pool, kind):
-    buffer = pool.take(NUM_BYTES)
+    buffer = pool.acquire(NUM_BYTES)
     home = address(buffer)
     look = LOOKS[kind](weights_in(buffer))
     assert buffer.num_views > 0
     pool.release(buffer)
     for _ in range(3):
-        other = pool.take(NUM_BYTES)
+        other = pool.acquire(NUM_BYTES)
         assert address(other) != home
         pool.release(other)
     assert pool.bytes_in_use == NUM_BYTES  # that one alone: it is held, though it was not taken
     del look
     assert buffer.num_views == 0
     assert pool.bytes_in_use == 0
-    both = [pool.take(NUM_BYTES), pool.take(NUM_BYTES)]
+    both = [pool.acquire(NUM_BYTES), pool.acquire(NUM_BYTES)]
     assert home in [address(one) for one in both]
 
 
 def test_what_is_looked_at_does_not_change(pool):
-    buffer = pool.take(NUM_BYTES)
+    buffer = pool.acquire(NUM_BYTES)
     look = weights_in(buffer).fill_(1.5)
     pool.release(buffer)
     for value in range(5):
-        other = pool.take(NUM_BYTES)
+        other = pool.acquire(NUM_BYTES)
         weights_in(other).fill_(value)
         pool.release(other)
     assert torch.equal(look, torch.full_like(look, 1.5))
 
 
 def test_the_last_look_counts(pool):
-    buffer = pool.take(NUM_BYTES)
+    buffer = pool.acquire(NUM_BYTES)
     flat = weights_in(buffer)
     looks = [flat, flat[1:], flat.view(32, 32), flat.detach()]
     del flat
@@ -113,13 +113,13 @@ def test_the_last_look_counts(pool):
         assert pool.bytes_in_use == NUM_BYTES
     looks.clear()
     assert pool.bytes_in_use == 0
-    assert pool.take(NUM_BYTES) is buffer
+    assert pool.acquire(NUM_BYTES) is buffer
 
 
 def test_memory_is_used_again(pool):
     homes = set()
     for _ in range(10):
-        buffer = pool.take(NUM_BYTES)
+        buffer = pool.acquire(NUM_BYTES)
         homes.add(address(buffer))
         pool.release(buffer)
     assert len(homes) == 1
@@ -127,24 +127,24 @@ def test_memory_is_used_again(pool):
 
 
 def test_the_smallest_that_fits_is_taken(pool):
-    taken = [pool.take(size) for size in (300, 100, 200)]
+    taken = [pool.acquire(size) for size in (300, 100, 200)]
     for buffer in taken:
         pool.release(buffer)
     assert pool.bytes_held == 600
-    assert pool.take(150) is taken[2]
-    assert pool.take(150) is taken[0]
-    assert pool.take(100) is taken[1]
+    assert pool.acquire(150) is taken[2]
+    assert pool.acquire(150) is taken[0]
+    assert pool.acquire(100) is taken[1]
     assert pool.bytes_in_use == pool.bytes_held == 600
 
 
 def test_buffers_that_are_too_small_are_freed_for_a_larger_one(pool):
-    pool.release(pool.take(100))
-    pool.take(1000)
+    pool.release(pool.acquire(100))
+    pool.acquire(1000)
     assert pool.bytes_held == 1000
 
 
 def test_a_buffer_shows_its_elements_in_any_format(pool):
-    buffer = pool.take(64)
+    buffer = pool.acquire(64)
     buffer.view(16, torch.float32).copy_(torch.arange(16.0))
     assert torch.equal(buffer.view(4, torch.float32), torch.arange(4.0))
     assert buffer.view(16, torch.bfloat16).dtype is torch.bfloat16
@@ -153,14 +153,14 @@ def test_a_buffer_shows_its_elements_in_any_format(pool):
 
 
 def test_a_chunk_without_elements_takes_no_memory(pool):
-    buffer = pool.take(0)
+    buffer = pool.acquire(0)
     assert buffer.view(0, torch.float32).shape == (0,)
     pool.release(buffer)
     assert pool.bytes_held == 0
 
 
 def test_trim_frees_what_is_unused_and_nothing_else(pool):
-    free, looked_at, taken = (pool.take(NUM_BYTES) for _ in range(3))
+    free, looked_at, taken = (pool.acquire(NUM_BYTES) for _ in range(3))
     look = weights_in(looked_at)
     pool.release(free)
     pool.release(looked_at)
@@ -184,7 +184,7 @@ def test_random_use(seed):
         action = generator.choice(["take", "take", "look", "give back", "give back", "close", "trim"])
         if action == "take":
             size = generator.choice([0, 8, 64, 512, 4096])
-            taken.append(pool.take(size))
+            taken.append(pool.acquire(size))
             assert taken[-1].num_bytes >= size
         elif action == "look" and taken:
             buffer = generator.choice(taken)
@@ -221,7 +221,7 @@ def blind_pool(monkeypatch):
 def test_who_cannot_count_uses_no_buffer_twice(blind_pool, kind):
     homes, looks = set(), []
     for _ in range(5):
-        buffer = blind_pool.take(NUM_BYTES)
+        buffer = blind_pool.acquire(NUM_BYTES)
         assert address(buffer) not in homes
         homes.add(address(buffer))
         looks.append(LOOKS[kind](weights_in(buffer)))
@@ -231,7 +231,7 @@ def test_who_cannot_count_uses_no_buffer_twice(blind_pool, kind):
 
 
 def test_who_cannot_count_still_knows_what_is_taken(blind_pool):
-    buffer = blind_pool.take(NUM_BYTES)
+    buffer = blind_pool.acquire(NUM_BYTES)
     assert blind_pool.bytes_in_use == blind_pool.bytes_held == NUM_BYTES
     look = weights_in(buffer).fill_(3.0)
     blind_pool.release(buffer)

@@ -25,7 +25,7 @@ def native():
     return module
 
 
-def _piece(source, most_bytes):
+def _content(source, most_bytes):
     start = source.randrange(0, 130)
     return memoryview(_DATA)[start : start + source.randrange(0, most_bytes)]
 
@@ -39,18 +39,18 @@ def test_the_check_value_of_the_standard(native):
 def test_every_length_and_alignment_up_to_two_steps(native):
     for instruction_set in native.instruction_sets():
         for length in range(1100):
-            piece = memoryview(_DATA)[length % 67 : length % 67 + length]
-            assert native.crc32(piece, 0, instruction_set) == zlib.crc32(piece), (instruction_set, length)
+            content = memoryview(_DATA)[length % 67 : length % 67 + length]
+            assert native.crc32(content, 0, instruction_set) == zlib.crc32(content), (instruction_set, length)
 
 
 @pytest.mark.parametrize(("seed", "most_bytes"), [(1, 200), (2, 5000), (3, 300_000)])
 def test_random_pieces_after_random_values(native, seed, most_bytes):
     source = random.Random(seed)
     for _ in range(2000 if most_bytes < 10_000 else 300):
-        piece, value = _piece(source, most_bytes), source.getrandbits(32)
-        expected = zlib.crc32(piece, value)
+        content, value = _content(source, most_bytes), source.getrandbits(32)
+        expected = zlib.crc32(content, value)
         for instruction_set in native.instruction_sets():
-            assert native.crc32(piece, value, instruction_set) == expected, (instruction_set, piece.nbytes, value)
+            assert native.crc32(content, value, instruction_set) == expected, (instruction_set, content.nbytes, value)
 
 
 @pytest.mark.parametrize("seed", range(20))

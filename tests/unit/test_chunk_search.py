@@ -120,15 +120,15 @@ def test_parts_of_all_ranks_tile_every_parameter(seed):
         owners = torch.zeros(chunk.numel, dtype=torch.int64)
         covered = [0] * len(chunk.regions)
         for rank in range(chunk.num_shards):
-            piece = chunk.shard_range(rank)
-            assert piece.stop - piece.start == chunk.shard_numel
+            shard = chunk.shard_range(rank)
+            assert shard.stop - shard.start == chunk.shard_numel
             for part in chunk.parts(rank):
                 place = chunk.regions[part.region_index]
                 start, stop = part.span
                 assert start == covered[part.region_index] < stop
                 covered[part.region_index] = stop
                 assert part.in_chunk == slice(place.start + start, place.start + stop)
-                assert part.in_shard == slice(part.in_chunk.start - piece.start, part.in_chunk.stop - piece.start)
+                assert part.in_shard == slice(part.in_chunk.start - shard.start, part.in_chunk.stop - shard.start)
                 assert 0 <= part.in_shard.start < part.in_shard.stop <= chunk.shard_numel
                 owners[part.in_chunk] += 1
         assert covered == [parameters[place.index].numel for place in chunk.regions]
@@ -138,7 +138,7 @@ def test_parts_of_all_ranks_tile_every_parameter(seed):
 
 @SEEDS
 def test_sizes(seed):
-    """Pieces are aligned in every format. Chunks that several share have one size, but for the last of each kind."""
+    """Shards are aligned in every format. Chunks that several share have one size, but for the last of each kind."""
     _, _, plan = random_plan(seed)
     shared = {}
     for chunk in plan.chunks:

@@ -63,14 +63,14 @@ def _content(descriptor):
     return Path(f"/proc/self/fd/{descriptor}").read_bytes()
 
 
-def _pieces(generator, num_bytes, count, unit=1):
-    """Returns the limits of pieces that cover all of it, some of them empty."""
+def _extents(generator, num_bytes, count, unit=1):
+    """Returns the limits of extents that cover all of it, some of them empty."""
     cuts = sorted(generator.randint(0, num_bytes // unit) * unit for _ in range(count - 1))
     return list(zip([0, *cuts], [*cuts, num_bytes], strict=True))
 
 
-def _write_and_read_back(queue, descriptor, data, pieces, generator, make_buffer):
-    shuffled = generator.sample(pieces, len(pieces))
+def _write_and_read_back(queue, descriptor, data, extents, generator, make_buffer):
+    shuffled = generator.sample(extents, len(extents))
     tickets = [queue.write(descriptor, data[start:end], start) for start, end in shuffled]
     for ticket in generator.sample(tickets, len(tickets)):
         ticket.wait()
@@ -86,15 +86,15 @@ def _write_and_read_back(queue, descriptor, data, pieces, generator, make_buffer
 def test_random_requests(queue, plain_file, seed):
     generator = random.Random(seed)
     data = random_bytes(generator.randint(1, 4 * MIB), seed)
-    pieces = _pieces(generator, data.numel(), 300)
-    _write_and_read_back(queue, plain_file, data, pieces, generator, lambda n: torch.empty(n, dtype=torch.uint8))
+    extents = _extents(generator, data.numel(), 300)
+    _write_and_read_back(queue, plain_file, data, extents, generator, lambda n: torch.empty(n, dtype=torch.uint8))
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_random_direct_requests(queue, direct_file, seed):
     generator = random.Random(seed)
-    pieces = _pieces(generator, 4 * MIB, 150, ALIGNMENT)
-    _write_and_read_back(queue, direct_file, aligned_random(4 * MIB, seed), pieces, generator, aligned_buffer)
+    extents = _extents(generator, 4 * MIB, 150, ALIGNMENT)
+    _write_and_read_back(queue, direct_file, aligned_random(4 * MIB, seed), extents, generator, aligned_buffer)
 
 
 def test_tensors_of_any_dtype_and_shape(queue, plain_file):

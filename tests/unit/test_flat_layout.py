@@ -32,14 +32,14 @@ def test_every_element_has_one_owner(seed, num_shards):
             assert (
                 owned.in_buffer.start
                 == param_range.start + owned.span[0]
-                == bucket.shard_range(rank).start + owned.in_bucket_shard.start
+                == bucket.shard_range(rank).start + owned.range_in_shard.start
             )
             assert (
                 owned.in_buffer.stop
                 == param_range.start + owned.span[1]
-                == bucket.shard_range(rank).start + owned.in_bucket_shard.stop
+                == bucket.shard_range(rank).start + owned.range_in_shard.stop
             )
-            assert 0 <= owned.in_bucket_shard.start < owned.in_bucket_shard.stop <= bucket.shard_numel
+            assert 0 <= owned.range_in_shard.start < owned.range_in_shard.stop <= bucket.shard_numel
     used = sum(torch.Size(shape).numel() for shape in shapes)
     assert bool((owner[:used] >= 0).all())
     assert bool((owner[used:] == -1).all())
@@ -60,7 +60,7 @@ def test_buckets_tile_the_buffer_in_equal_aligned_pieces(seed, num_shards):
         assert bucket.numel == bucket.shard_numel * num_shards
         for rank in range(num_shards):
             assert bucket.shard_range(rank).start % 32 == 0
-    # The pieces of a rank follow each other in its shard.
+    # The shards of a rank follow each other in its shard.
     ends = [0, *(bucket.offset_in_shard + bucket.shard_numel for bucket in layout.buckets)]
     assert [bucket.offset_in_shard for bucket in layout.buckets] == ends[:-1]
 

@@ -16,7 +16,7 @@ from booster.kernels.float8 import (
     scaled_matmul,
     scaled_matmul_reference,
 )
-from booster.kernels.registry import kernel_status
+from booster.kernels.loader import kernel_status
 from booster.mixed_precision.fp8 import Float8Linear
 
 FORMATS = [FORWARD_DTYPE, GRADIENT_DTYPE]

@@ -132,7 +132,7 @@ def test_bytes_in_memory_are_those_of_pieces_and_kept_weights(tmp_path):
     bench.chunk.drop_gradients()
     assert bench.chunk.bytes_in_memory == 2 * numel
     kept = Bench(kept=True)
-    assert kept.chunk.bytes_in_memory == 4 * numel  # its piece is a part of it
+    assert kept.chunk.bytes_in_memory == 4 * numel  # its shard is a part of it
     tier = DiskTier(str(tmp_path))
     offloaded = Bench(weights_tier=tier, sums_tier=tier)
     offloaded.receive(0, offloaded.gradient(0))
@@ -246,9 +246,9 @@ def test_ranks_may_have_weights_and_gradients_in_different_places():
         bench.chunk.finish_gather()
     assert bench.shows_weights()
     bench.reduce()
-    pieces = [torch.empty(bench.chunk.grad_shard.numel) for _ in range(size)]
-    dist.all_gather(pieces, bench.chunk.grad_shard.as_tensor())
-    for index, sums in enumerate(of_ranks(bench.layout, pieces)):
+    shards = [torch.empty(bench.chunk.grad_shard.numel) for _ in range(size)]
+    dist.all_gather(shards, bench.chunk.grad_shard.as_tensor())
+    for index, sums in enumerate(of_ranks(bench.layout, shards)):
         expected = bench.gradient(index, 1)
         if index in (1, 3):
             expected = expected + bench.gradient(index, 0)
@@ -267,9 +267,9 @@ def test_sums_are_over_ranks_and_backwards(dtype, tmp_path):
         for index in ALL:
             bench.receive(index, bench.gradient(index, 10 * seed + rank))
         bench.reduce()
-    pieces = [torch.empty(bench.chunk.grad_shard.numel) for _ in range(size)]
-    dist.all_gather(pieces, bench.chunk.grad_shard.as_tensor().clone())
-    for index, sums in enumerate(of_ranks(bench.layout, pieces)):
+    shards = [torch.empty(bench.chunk.grad_shard.numel) for _ in range(size)]
+    dist.all_gather(shards, bench.chunk.grad_shard.as_tensor().clone())
+    for index, sums in enumerate(of_ranks(bench.layout, shards)):
         terms = [bench.gradient(index, 10 * seed + other).float() for seed in range(2) for other in range(size)]
         torch.testing.assert_close(sums, torch.stack(terms).sum(0), rtol=1e-6, atol=1e-5)
     tier.close()

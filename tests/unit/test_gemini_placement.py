@@ -27,9 +27,9 @@ NOTHING = frozenset()
 
 
 def chunk_bytes(payload, *, num_ranks=2, trains=True):
-    piece = payload // num_ranks
+    shard = payload // num_ranks
     return ChunkBytes(
-        gathered=payload, weights=piece, gradients=piece if trains else 0, states=3 * piece if trains else 0
+        gathered=payload, weights=shard, gradients=shard if trains else 0, states=3 * shard if trains else 0
     )
 
 
@@ -183,7 +183,7 @@ def test_a_module_of_several_chunks_gets_all_of_them():
 
 
 def test_a_static_budget_gives_fewer_payloads_before_it_is_refused():
-    sizes = equal_chunks(4, payload=100)  # pieces at home: 4 * (50 + 50 + 150)
+    sizes = equal_chunks(4, payload=100)  # shards at home: 4 * (50 + 50 + 150)
     for budget, gathered in ((2000, 500), (1400, 400), (1250, 250), (1200, 200)):
         placement = StaticPlacement(max_prefetch=3, budget=budget)
         assert placement.gather_budget(sizes, placement.locations(sizes, None), None, 0) == gathered

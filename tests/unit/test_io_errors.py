@@ -15,7 +15,14 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
-from fault_cases import Outcome, all_wrong_with, faults_at_every_operation, operations_of, saves_with_faults, wrong_with
+from fault_cases import (
+    SaveResult,
+    all_wrong_with,
+    faults_at_every_operation,
+    operations_of,
+    saves_with_faults,
+    wrong_with,
+)
 from harness import distributed, run_ranks
 from oracles.faulting_storage import ERRORS, HICCUPS, Fault, UnsyncedStorage
 from save_cases import NEW, names_below, read, save
@@ -46,7 +53,7 @@ def test_an_error_at_every_operation(tmp_path, case, use_async, errors):
 
 
 FAULT = Fault(rank=1, at=3, error="ENOSPC")
-GOOD = Outcome(
+GOOD = SaveResult(
     error=("CheckpointError", "rank 1 failed: No space left on device: '/saves/m.safetensors'"),
     seconds=0.1,
     failed=[(3, "write")],

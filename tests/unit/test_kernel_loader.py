@@ -12,8 +12,7 @@ from tiny_kernel import CODE, TINY, num_compiled, tiny_kernel, write_compiler, w
 from booster.errors import ConfigError
 from booster.kernels import build, loader
 from booster.kernels.build import find_toolchain
-from booster.kernels.loader import BuildCache, default_folder, find_built, load_kernel
-from booster.kernels.registry import kernel_status
+from booster.kernels.loader import BuildCache, default_folder, find_built, kernel_status, load_kernel
 
 
 @pytest.fixture

@@ -35,7 +35,7 @@ def _header(raw):
     return raw[8 : 8 + int.from_bytes(raw[:8], "little")]
 
 
-class Place:
+class ReplacedDocument:
     """A checkpoint in which one document is replaced.
 
     Args:
@@ -59,21 +59,21 @@ class Place:
         return raw
 
 
-class HeaderPlace(Place):
+class HeaderPlace(ReplacedDocument):
     """The header of a safetensors file."""
 
     def file(self, raw):
         return with_head_crc32(with_header(raw, self.good[8 + len(_header(self.good)) :]))
 
 
-class ManifestPlace(Place):
+class ManifestPlace(ReplacedDocument):
     """A manifest, whose own checksum is made to fit."""
 
     def file(self, raw):
         return with_seal(raw)
 
 
-class RecordedPlace(Place):
+class RecordedPlace(ReplacedDocument):
     """A document that a manifest vouches for; the manifest is made to fit."""
 
     def __init__(self, root, name, document):
@@ -121,7 +121,7 @@ def _ours(root):
 def _place(kind, root):
     """Returns a fresh checkpoint with the place of this kind."""
     if kind == "foreign index":
-        return Place(_foreign(root), INDEX, (root / INDEX).read_text())
+        return ReplacedDocument(_foreign(root), INDEX, (root / INDEX).read_text())
     if kind == "foreign header":
         save_file(_tensors(), path := root.with_suffix(".safetensors"))
         return HeaderPlace(path, path.name, _header(path.read_bytes()).decode())

@@ -73,22 +73,22 @@ def test_one_rank_has_everything_already():
     exchange = ParamRedistribution(
         [RowSharded(name="w", shape=(7, 3), dtype=torch.float32)], [0], None, torch.device("cpu")
     )
-    piece = whole.reshape(-1).clone()
-    wholes = exchange.to_owners({0: piece})
+    shard = whole.reshape(-1).clone()
+    wholes = exchange.to_owners({0: shard})
     assert list(wholes) == [0]
     assert torch.equal(wholes[0], whole)
     wholes[0].mul_(2)
-    assert torch.equal(piece, whole.reshape(-1))  # in new memory
-    exchange.from_owners(wholes, {0: piece})
-    assert torch.equal(piece, 2 * whole.reshape(-1))
+    assert torch.equal(shard, whole.reshape(-1))  # in new memory
+    exchange.from_owners(wholes, {0: shard})
+    assert torch.equal(shard, 2 * whole.reshape(-1))
 
 
 def test_mistakes_are_seen_before_anything_is_sent():
     member = RowSharded(name="w", shape=(4, 2), dtype=torch.float32)
     exchange = ParamRedistribution([member], [0], None, torch.device("cpu"))
-    for pieces in ({}, {0: torch.empty(7)}, {0: torch.empty(8, dtype=torch.float64)}, {0: torch.empty(16)[::2]}):
+    for shards in ({}, {0: torch.empty(7)}, {0: torch.empty(8, dtype=torch.float64)}, {0: torch.empty(16)[::2]}):
         with pytest.raises(AssertionError, match=r"not 8 contiguous torch\.float32"):
-            exchange.to_owners(pieces)
+            exchange.to_owners(shards)
     for wholes in ({}, {0: torch.empty(2, 4)}, {0: torch.empty(4, 2, dtype=torch.float16)}):
         with pytest.raises(AssertionError, match="rank 0 owns"):
             exchange.from_owners(wholes, {0: torch.empty(8)})

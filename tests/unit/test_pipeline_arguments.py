@@ -156,10 +156,10 @@ def test_a_value_that_cannot_be_is_refused_with_any_number_of_stages(given, inst
         ({"pp_size": 4}, "pp_size=4 without num_microbatches and microbatch_size does not say"),
         ({"pp_size": 4}, "give num_microbatches=8, or microbatch_size=1"),
         ({**TWO, "microbatch_size": 2}, "num_microbatches=4 and microbatch_size=2 both say how a batch is divided"),
-        ({**TWO, "num_layers_per_stage": [1, 2, 3]}, "has 3 numbers, and pp_size=2 divides a model into 2 pieces"),
+        ({**TWO, "num_layers_per_stage": [1, 2, 3]}, "has 3 numbers, and pp_size=2 divides a model into 2 chunks"),
         (
             {**TWO, "pp_style": "zbv", "num_model_chunks": 2, "num_layers_per_stage": [1, 2]},
-            "pp_size=2 with num_model_chunks=2 divides a model into 4 pieces: give 4 numbers",
+            "pp_size=2 with num_model_chunks=2 divides a model into 4 chunks: give 4 numbers",
         ),
         ({**TWO, "num_layers_per_stage": [1, 2], "split": ["a"]}, "both say where a model is divided"),
         (

@@ -56,13 +56,13 @@ def test_the_simulator_agrees_with_all_formulas(bench):
     results = bench.simulated.simulate_all()
     assert len(results) == len(bench.simulated.CASES) == 30
     assert all(one.agrees for one in results)
-    assert "DIFFERS" not in bench.simulated.simulated_table(results)
+    assert "MISMATCH" not in bench.simulated.simulated_table(results)
 
 
 def test_a_bubble_that_differs_from_its_formula_fails_the_script(bench, monkeypatch, capsys):
     monkeypatch.setitem(bench.simulated._FORMULAS, "1f1b", lambda p, m, v: p / (m + p))
     assert bench.script.main(["--part", "simulated"]) == 1
-    assert capsys.readouterr().out.count("DIFFERS") == 6
+    assert capsys.readouterr().out.count("MISMATCH") == 6
     monkeypatch.undo()
     assert bench.script.main(["--part", "simulated"]) == 0
 

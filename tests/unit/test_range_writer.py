@@ -145,7 +145,7 @@ def _random_tensor(shape, dtype, generator):
     return torch.randint(0, 2, shape, generator=generator).to(dtype)
 
 
-def _pieces(choose, total, count):
+def _ranges(choose, total, count):
     cuts = sorted(choose.choices(range(total + 1), k=count - 1))
     return list(zip([0, *cuts], [*cuts, total], strict=True))
 
@@ -159,11 +159,11 @@ def _split(name, tensor, num_ranks, choose, stored):
         for rank in range(num_ranks):
             yield rank, replace(whole, primary=rank == 0, dtype=stored)
     elif how == "span":
-        for rank, (start, stop) in enumerate(_pieces(choose, tensor.numel(), num_ranks)):
+        for rank, (start, stop) in enumerate(_ranges(choose, tensor.numel(), num_ranks)):
             part = tensor.reshape(-1)[start:stop]
             yield rank, replace(whole, span=(start, stop), tensor=part, primary=True, dtype=stored)
     else:
-        for rank, (start, stop) in enumerate(_pieces(choose, shape[how], num_ranks)):
+        for rank, (start, stop) in enumerate(_ranges(choose, shape[how], num_ranks)):
             box = tuple((start, stop - start) if dim == how else (0, size) for dim, size in enumerate(shape))
             block = tensor.narrow(how, start, stop - start)  # strided, and never copied here
             yield (
@@ -459,7 +459,7 @@ def _shared_case(directory, num_ranks):
         tensor = torch.rand(200_000 + 37 * number, generator=generator)
         expected[f"tensor.{number}"] = tensor
         whole = TensorSlice.full(f"tensor.{number}", tensor, primary=True)
-        for rank, (start, stop) in enumerate(_pieces(choose, tensor.numel(), num_ranks)):
+        for rank, (start, stop) in enumerate(_ranges(choose, tensor.numel(), num_ranks)):
             slices_of[rank].append(replace(whole, span=(start, stop), tensor=tensor[start:stop]))
     expected["shared"] = torch.rand(1_000_003, generator=generator)
     for rank in range(num_ranks):

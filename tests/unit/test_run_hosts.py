@@ -226,8 +226,8 @@ def test_options_that_cannot_work(arguments, message, capsys):
 def test_lines_are_the_same_however_they_arrive(size):
     text = b"one\n\nthree\r\n 10%\r 20%\r\r 30%\nlast"
     splitter = LineBuffer()
-    pieces = [text[start : start + size] for start in range(0, len(text), size)]
-    lines = [line for piece in pieces for line in splitter.add(piece)] + splitter.flush()
+    fragments = [text[start : start + size] for start in range(0, len(text), size)]
+    lines = [line for fragment in fragments for line in splitter.add(fragment)] + splitter.flush()
     shown = [line.strip(b"\r\n") for line in lines]
     assert [line for line in shown if line] == [b"one", b"three", b" 10%", b" 20%", b" 30%", b"last"]
     assert lines[-1] == b"last\n"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from booster.plugins.hybrid_parallel.sequence_parallel.arguments import token_dim
+from booster.plugins.hybrid_parallel.sequence_parallel.splitters import token_dim
 from booster.plugins.hybrid_parallel.sequence_parallel.ulysses import head_ranges
 from booster.plugins.hybrid_parallel.sequence_parallel.zigzag import SequenceSharding
 

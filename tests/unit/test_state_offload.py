@@ -144,16 +144,16 @@ def test_every_element_has_one_place(seed):
     counted = [0] * count
     for number, chunk in enumerate(planes.chunks):
         assert chunk.start == sum(one.num_bytes for one in planes.chunks[:number])
-        for piece in chunk.ranges:
-            itemsize = sizes[piece.index][1]
-            assert counted[piece.index] == piece.start
-            counted[piece.index] = piece.stop
-            start = chunk.start + piece.offset
-            assert start == planes.starts[piece.index] + piece.start * itemsize
+        for state_range in chunk.ranges:
+            itemsize = sizes[state_range.index][1]
+            assert counted[state_range.index] == state_range.start
+            counted[state_range.index] = state_range.stop
+            start = chunk.start + state_range.offset
+            assert start == planes.starts[state_range.index] + state_range.start * itemsize
             assert start % 256 == 0
-            assert number in planes.chunks_of(piece.index, sizes[piece.index][0] * itemsize)
-            num_bytes = (piece.stop - piece.start) * itemsize
-            assert piece.offset + num_bytes <= chunk.num_bytes
+            assert number in planes.chunks_of(state_range.index, sizes[state_range.index][0] * itemsize)
+            num_bytes = (state_range.stop - state_range.start) * itemsize
+            assert state_range.offset + num_bytes <= chunk.num_bytes
             seen[start : start + num_bytes] += 1
     assert counted == [numel for numel, _ in sizes]
     assert int(seen.max()) == 1

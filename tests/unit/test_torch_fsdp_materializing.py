@@ -77,7 +77,7 @@ def _materializer(model, **arguments):
 def _filled(model, units=None, **arguments):
     materializer = _materializer(model, **arguments)
     materializer.check()
-    materializer.place_real()
+    materializer.sync_initialized()
     for unit in units or [list(model.modules())]:
         materializer.fill(unit)
     return materializer
@@ -223,7 +223,7 @@ def test_what_has_values_in_a_module_keeps_them():
 def test_place_real_touches_nothing_without_values():
     model = nn.Sequential(nn.Linear(2, 2), _on_meta(lambda: nn.Linear(2, 2)))
     before = list(model.parameters())
-    _materializer(model).place_real()
+    _materializer(model).sync_initialized()
     assert all(one is other for one, other in zip(model.parameters(), before, strict=True))
     assert [one.is_meta for one in model.parameters()] == [False, False, True, True]
 
@@ -414,7 +414,7 @@ def test_a_parameter_that_nothing_initialises_is_refused_before_anything_is_chan
     with pytest.raises(ConfigError, match=r"'scale' of module '0' \(_Custom\).*param_init_fn.*LazyInitContext"):
         _materializer(model).check()
     with pytest.raises(ConfigError, match="'scale'"):
-        _materializer(model, sync=True).place_real()
+        _materializer(model, sync=True).sync_initialized()
     assert all(parameter.is_meta for parameter in model.parameters())
 
 

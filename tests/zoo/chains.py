@@ -1,4 +1,4 @@
-"""Models that are divided into pieces that follow each other: what stands between layers differs in each."""
+"""Models that are divided into chunks that follow each other: what stands between layers differs in each."""
 
 from __future__ import annotations
 

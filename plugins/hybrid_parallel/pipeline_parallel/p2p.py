@@ -25,7 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from booster.comm import RecvChannel, SendChannel, TensorSpec
+from booster.comm import RecvChannel, SendChannel, TensorMeta
 from booster.errors import ConfigError
 
 from .schedules import Message, StageAction, action_list, check_orders, incoming_messages
@@ -71,9 +71,9 @@ class TreeSpec:
     tensors: tuple[TensorLeaf, ...]
 
     @cached_property
-    def specs(self) -> tuple[TensorSpec, ...]:
+    def specs(self) -> tuple[TensorMeta, ...]:
         """Shapes and dtypes of the tensors."""
-        return tuple(TensorSpec(tensor.shape, tensor.dtype) for tensor in self.tensors)
+        return tuple(TensorMeta(tensor.shape, tensor.dtype) for tensor in self.tensors)
 
     def build(self, tensors: Sequence[torch.Tensor]) -> Any:
         """Return the tree with these tensors, as many as `self.tensors`."""
@@ -487,13 +487,13 @@ class StageP2P:
     def _kind(self, message: Message) -> Hashable:
         return message.position, self._signatures[message.microbatch], self._with_gradients
 
-    def _expected_specs(self, sender: int, message: Message) -> Sequence[TensorSpec] | None:
+    def _expected_specs(self, sender: int, message: Message) -> Sequence[TensorMeta] | None:
         """Return the specs of an incoming message's tensors, or None if they are not known yet."""
         if message.is_gradient:
             sent = self._spec_of.get((message.microbatch, message.position + 1))
             if sent is None:  # not sent yet
                 return None
-            return [TensorSpec(one.shape, one.dtype) for one in sent.tensors if one.requires_grad]
+            return [TensorMeta(one.shape, one.dtype) for one in sent.tensors if one.requires_grad]
         spec = self._cached_specs.get(self._kind(message)) if self._caches else None
         if spec is None:
             self._headers_due[sender] = message
@@ -501,7 +501,7 @@ class StageP2P:
         self._spec_of[message.microbatch, message.position] = spec
         return spec.specs
 
-    def _read_header(self, sender: int, header: bytes) -> Sequence[TensorSpec]:
+    def _read_header(self, sender: int, header: bytes) -> Sequence[TensorMeta]:
         message = self._headers_due.pop(sender)
         spec = TreeSpec.decode(header)
         self._cached_specs[self._kind(message)] = self._spec_of[message.microbatch, message.position] = spec

@@ -41,7 +41,7 @@ def shard_parameters(
 
     Collective: yes.
     """
-    materializer.place_real()
+    materializer.sync_initialized()
     if optimizer is not None and optimizer.state:
         optimizer.load_state_dict(optimizer.state_dict())  # moves every state to its parameter's device
     names = {id(parameter): name for name, parameter in model.named_parameters()}

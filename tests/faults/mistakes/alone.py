@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from faults.mistakes.models import boosted, pair, plugin
-from faults.mistakes.wrong_call import Place, WrongCall
+from faults.mistakes.wrong_call import CallSite, WrongCall
 from torch.optim.lr_scheduler import StepLR
 
 from booster import Booster
@@ -49,7 +49,7 @@ _CALLS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
 
 
 def _made(kind: Any, right: dict[str, Any], wrong: dict[str, Any]) -> WrongCall:
-    def prepare(place: Place) -> Callable[[], Any]:
+    def prepare(place: CallSite) -> Callable[[], Any]:
         arguments = {**right, **wrong} if place.is_wrong else right
         return lambda: kind(**arguments)
 
@@ -58,7 +58,7 @@ def _made(kind: Any, right: dict[str, Any], wrong: dict[str, Any]) -> WrongCall:
 
 
 def _boosted(name: str, what: str, wrong: Callable[[Any, Any], tuple[Any, ...]]) -> WrongCall:
-    def prepare(place: Place) -> Callable[[], Any]:
+    def prepare(place: CallSite) -> Callable[[], Any]:
         booster = Booster(plugin=plugin(name))
         given = wrong(*pair()) if place.is_wrong else pair()
         return lambda: booster.boost(*given)
@@ -67,7 +67,7 @@ def _boosted(name: str, what: str, wrong: Callable[[Any, Any], tuple[Any, ...]])
 
 
 def _called(what: str, right: Callable[..., Any], wrong: Callable[..., Any]) -> WrongCall:
-    def prepare(place: Place) -> Callable[[], Any]:
+    def prepare(place: CallSite) -> Callable[[], Any]:
         booster, model, optimizer = boosted("zero")
         call = wrong if place.is_wrong else right
         return lambda: call(booster, model, optimizer)
@@ -76,7 +76,7 @@ def _called(what: str, right: Callable[..., Any], wrong: Callable[..., Any]) -> 
 
 
 def _scheduler() -> WrongCall:
-    def prepare(place: Place) -> Callable[[], Any]:
+    def prepare(place: CallSite) -> Callable[[], Any]:
         booster, _model, optimizer = boosted()
         given = optimizer if place.is_wrong else StepLR(optimizer, 1)
         return lambda: booster.save_lr_scheduler(given, "s.json")

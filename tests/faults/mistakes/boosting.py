@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from faults.mistakes.models import Pair, batches, boosted, pair, plugin
-from faults.mistakes.wrong_call import Place, WrongCall
+from faults.mistakes.wrong_call import CallSite, WrongCall
 from torch import nn
 from torch.optim.lr_scheduler import StepLR
 
@@ -45,7 +45,7 @@ _BOOSTS: dict[str, Callable[[Any, Any], tuple[Any, ...]]] = {
 
 
 def _boost(name: str, what: str, arguments: Callable[[], tuple[Any, ...]]) -> WrongCall:
-    def prepare(_: Place) -> Callable[[], Any]:
+    def prepare(_: CallSite) -> Callable[[], Any]:
         booster = Booster(plugin=plugin(name))
         given = arguments()
         return lambda: booster.boost(*given)
@@ -54,7 +54,7 @@ def _boost(name: str, what: str, arguments: Callable[[], tuple[Any, ...]]) -> Wr
 
 
 def _boosted_again(name: str) -> WrongCall:
-    def prepare(_: Place) -> Callable[[], Any]:
+    def prepare(_: CallSite) -> Callable[[], Any]:
         booster, model, optimizer = boosted(name)
         return lambda: booster.boost(model, optimizer)
 
@@ -62,7 +62,7 @@ def _boosted_again(name: str) -> WrongCall:
 
 
 def _users_again() -> WrongCall:
-    def prepare(_: Place) -> Callable[[], Any]:
+    def prepare(_: CallSite) -> Callable[[], Any]:
         booster, model, _optimizer = boosted()
         users = model.unwrap()
         return lambda: booster.boost(users)
@@ -71,7 +71,7 @@ def _users_again() -> WrongCall:
 
 
 def _optimizer_again() -> WrongCall:
-    def prepare(_: Place) -> Callable[[], Any]:
+    def prepare(_: CallSite) -> Callable[[], Any]:
         booster, _model, optimizer = boosted()
         model = pair()[0]
         return lambda: booster.boost(model, optimizer)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from faults.mistakes.models import boosted
-from faults.mistakes.wrong_call import Place, WrongCall, calling
+from faults.mistakes.wrong_call import CallSite, WrongCall, calling
 from torch.optim.lr_scheduler import StepLR
 
 from booster import GeneralCheckpointIO
@@ -18,7 +18,7 @@ WORLD_SIZE = 2
 def _call(
     what: str, call: Callable[[Any, Any, Any], Any], name: str = "ddp", refusal: str = "ConfigError"
 ) -> WrongCall:
-    def prepare(_: Place) -> Callable[[], Any]:
+    def prepare(_: CallSite) -> Callable[[], Any]:
         booster, model, optimizer = boosted(name)
         return lambda: call(booster, model, optimizer)
 
@@ -31,7 +31,7 @@ def _no_place(what: str, call: Callable[[Any, Any, Any], Any]) -> WrongCall:
 
 
 def _of_scheduler(what: str, call: Callable[[Any, Any], Any]) -> WrongCall:
-    def prepare(_: Place) -> Callable[[], Any]:
+    def prepare(_: CallSite) -> Callable[[], Any]:
         booster, _model, optimizer = boosted()
         scheduler = StepLR(optimizer, 1)
         return lambda: call(booster, scheduler)

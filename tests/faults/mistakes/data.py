@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from faults.mistakes.models import pair, plugin
-from faults.mistakes.wrong_call import Place, WrongCall
+from faults.mistakes.wrong_call import CallSite, WrongCall
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 
 from booster import Booster, DistCoordinator
@@ -26,7 +26,7 @@ class _Sampler:
 
 
 def _load(what: str, **arguments: Any) -> WrongCall:
-    def prepare(_: Place) -> Callable[[], Any]:
+    def prepare(_: CallSite) -> Callable[[], Any]:
         booster = Booster(plugin=plugin("ddp"))
         given = {"dataset": torch.ones(8, 3), "batch_size": 2, **arguments}
         return lambda: booster.prepare_dataloader(**given)
@@ -35,7 +35,7 @@ def _load(what: str, **arguments: Any) -> WrongCall:
 
 
 def _boost(what: str, make: Callable[[], Any]) -> WrongCall:
-    def prepare(_: Place) -> Callable[[], Any]:
+    def prepare(_: CallSite) -> Callable[[], Any]:
         booster, (model, optimizer), loader = Booster(plugin=plugin("ddp")), pair(), make()
         return lambda: booster.boost(model, optimizer, None, loader)
 
@@ -43,7 +43,7 @@ def _boost(what: str, make: Callable[[], Any]) -> WrongCall:
 
 
 def _coordinate(what: str, call: Callable[[DistCoordinator], Any]) -> WrongCall:
-    def prepare(_: Place) -> Callable[[], Any]:
+    def prepare(_: CallSite) -> Callable[[], Any]:
         coordinator = DistCoordinator()
         return lambda: call(coordinator)
 

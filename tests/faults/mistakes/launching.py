@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from faults.mistakes.wrong_call import Place, WrongCall, calling
+from faults.mistakes.wrong_call import CallSite, WrongCall, calling
 
 import booster
 from booster import Booster, Config, LazyInitContext, launch_from_openmpi, launch_from_slurm, launch_from_torch
@@ -26,7 +26,7 @@ def _launch(**wrong: Any) -> WrongCall:
 
 
 def _from(function: Callable[..., Any], what: str, variables: dict[str, str], **arguments: Any) -> WrongCall:
-    def prepare(_: Place) -> Callable[[], Any]:
+    def prepare(_: CallSite) -> Callable[[], Any]:
         for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
             os.environ.pop(name, None)
         os.environ.update(variables)

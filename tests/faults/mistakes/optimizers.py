@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from faults.mistakes.models import pair
-from faults.mistakes.wrong_call import Place, WrongCall, call_text
+from faults.mistakes.wrong_call import CallSite, WrongCall, call_text
 
 from booster import lr_scheduler, optim
 
@@ -59,7 +59,7 @@ _SCHEDULES: dict[Any, list[dict[str, Any]]] = {
 
 
 def _optimizer(kind: Any, arguments: dict[str, Any]) -> WrongCall:
-    def prepare(_: Place) -> Callable[[], Any]:
+    def prepare(_: CallSite) -> Callable[[], Any]:
         model, _optimizer = pair()
         return lambda: kind(model.parameters(), **arguments)
 
@@ -67,7 +67,7 @@ def _optimizer(kind: Any, arguments: dict[str, Any]) -> WrongCall:
 
 
 def _schedule(kind: Any, arguments: dict[str, Any]) -> WrongCall:
-    def prepare(_: Place) -> Callable[[], Any]:
+    def prepare(_: CallSite) -> Callable[[], Any]:
         optimizer = pair()[1]
         return lambda: kind(optimizer, **arguments)
 
@@ -82,7 +82,7 @@ def wrong_calls() -> list[WrongCall]:
 
 
 def _schedule_of_a_model() -> WrongCall:
-    def prepare(_: Place) -> Callable[[], Any]:
+    def prepare(_: CallSite) -> Callable[[], Any]:
         model = pair()[0]
         return lambda: lr_scheduler.CosineAnnealingLR(model, 10)  # type: ignore[arg-type]
 

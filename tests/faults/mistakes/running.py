@@ -16,10 +16,10 @@ import torch.distributed as dist
 from allocations import Allocations
 from faults.mistakes import all_wrong_calls
 from faults.mistakes.watching import Watched
-from faults.mistakes.wrong_call import Place, WrongCall
+from faults.mistakes.wrong_call import CallSite, WrongCall
 from harness import run_ranks
 
-__all__ = ["MESSAGE_BYTES", "Outcome", "defects", "outcomes"]
+__all__ = ["MESSAGE_BYTES", "CallResult", "defects", "outcomes"]
 
 # What ranks may need for a moment to tell each other of an error. Every tensor of the calls' models is larger.
 MESSAGE_BYTES = 4096
@@ -35,7 +35,7 @@ _VARYING = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class CallResult:
     """What a wrong call did on one rank.
 
     Attributes:
@@ -57,13 +57,13 @@ class Outcome:
     peak_bytes: int = 0
 
 
-def outcomes(directory: Path) -> dict[str, list[Outcome]]:
+def outcomes(directory: Path) -> dict[str, list[CallResult]]:
     """Makes all wrong calls; returns for each what happened on each rank.
 
     Args:
         directory: An empty one for the ranks to work in.
     """
-    found: dict[str, list[Outcome]] = {}
+    found: dict[str, list[CallResult]] = {}
     for world_size in (1, 2):
         place = directory / f"ranks-{world_size}"
         place.mkdir()
@@ -75,7 +75,7 @@ def outcomes(directory: Path) -> dict[str, list[Outcome]]:
     return found
 
 
-def defects(ranks: Sequence[Outcome]) -> list[str]:
+def defects(ranks: Sequence[CallResult]) -> list[str]:
     """Returns what is wrong with how a wrong call was refused on the ranks, in words."""
     found = []
     for rank, outcome in enumerate(ranks):
@@ -96,10 +96,10 @@ def _without_messenger(message: str) -> str:
     return re.sub(r"^rank \d+ failed, so rank \d+ stops too: ", "", message)
 
 
-def make_calls(directory: str, world_size: int) -> list[Outcome]:
+def make_calls(directory: str, world_size: int) -> list[CallResult]:
     """Makes the wrong calls of this number of ranks one after the other, on a rank."""
     calls = all_wrong_calls(world_size)
-    place = Place(rank=dist.get_rank(), directory=Path(directory))
+    place = CallSite(rank=dist.get_rank(), directory=Path(directory))
     if world_size == 1:
         dist.destroy_process_group()  # as before a launch
     os.environ.update(_WIDE_TERMINAL)
@@ -110,7 +110,7 @@ def make_calls(directory: str, world_size: int) -> list[Outcome]:
     return [_weighed(one, allocations) for one in made]
 
 
-def _make(call: WrongCall, place: Place, allocations: Allocations, *, is_watched: bool = True) -> Outcome:
+def _make(call: WrongCall, place: CallSite, allocations: Allocations, *, is_watched: bool = True) -> CallResult:
     print(call.name, flush=True)  # so that the output of a rank that hangs ends with where
     with _captured() as printed, _kept_environment():
         prepared = call.prepare(place)
@@ -124,7 +124,9 @@ def _make(call: WrongCall, place: Place, allocations: Allocations, *, is_watched
         changes = watched.changes()
     for pattern, shown in ((re.escape(str(place.directory)), "<path>"), *_VARYING):
         message = re.sub(pattern, shown, message)
-    return Outcome(name=call.name, refusal=call.refusal, error_type=error_type, message=message, changes=tuple(changes))
+    return CallResult(
+        name=call.name, refusal=call.refusal, error_type=error_type, message=message, changes=tuple(changes)
+    )
 
 
 def _error_of(prepared: Callable[[], Any], printed: io.TextIOWrapper) -> tuple[str | None, str]:
@@ -146,7 +148,7 @@ def _last_line(printed: io.TextIOWrapper) -> str:
     return lines[-1] if lines else ""
 
 
-def _weighed(made: Outcome, allocations: Allocations) -> Outcome:
+def _weighed(made: CallResult, allocations: Allocations) -> CallResult:
     begin, end = f"{made.name} begins", f"{made.name} ends"
     before = allocations.at(begin)
     return replace(made, kept_bytes=allocations.at(end) - before, peak_bytes=allocations.peak(begin, end) - before)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from faults.mistakes.models import batches, boosted
-from faults.mistakes.wrong_call import Place, WrongCall
+from faults.mistakes.wrong_call import CallSite, WrongCall
 from torch import nn
 
 WORLD_SIZE = 2
@@ -96,7 +96,7 @@ _BACKWARDS: dict[str, Callable[[Any, Any, torch.Tensor], Any]] = {
 
 
 def _on_boosted(name: str, what: str, call: Call) -> WrongCall:
-    def prepare(_: Place) -> Callable[[], Any]:
+    def prepare(_: CallSite) -> Callable[[], Any]:
         booster, model, optimizer = boosted(name)
         return lambda: call(booster, model, optimizer)
 
@@ -104,7 +104,7 @@ def _on_boosted(name: str, what: str, call: Call) -> WrongCall:
 
 
 def _backward(name: str, what: str, call: Callable[[Any, Any, torch.Tensor], Any]) -> WrongCall:
-    def prepare(_: Place) -> Callable[[], Any]:
+    def prepare(_: CallSite) -> Callable[[], Any]:
         booster, model, optimizer = boosted(name)
         outputs = model(batches()[0])
         return lambda: call(booster, optimizer, outputs)
@@ -113,7 +113,7 @@ def _backward(name: str, what: str, call: Callable[[Any, Any, torch.Tensor], Any
 
 
 def _backward_after_clipping(name: str) -> WrongCall:
-    def prepare(_: Place) -> Callable[[], Any]:
+    def prepare(_: CallSite) -> Callable[[], Any]:
         booster, model, optimizer = boosted(name)
         booster.backward(model(batches()[0]).mean(), optimizer)
         loss = model(batches()[0]).mean()
@@ -124,7 +124,7 @@ def _backward_after_clipping(name: str) -> WrongCall:
 
 
 def _items_of_one_part() -> WrongCall:
-    def prepare(_: Place) -> Callable[[], Any]:
+    def prepare(_: CallSite) -> Callable[[], Any]:
         booster, model, optimizer = boosted()
         with booster.no_sync(model, optimizer):
             booster.backward(model(batches()[0]).sum(), optimizer, 4)
@@ -135,7 +135,7 @@ def _items_of_one_part() -> WrongCall:
 
 
 def _group_added(name: str) -> WrongCall:
-    def prepare(_: Place) -> Callable[[], Any]:
+    def prepare(_: CallSite) -> Callable[[], Any]:
         optimizer = boosted(name)[2]
         group = {"params": [nn.Parameter(torch.ones(2000))]}
         return lambda: optimizer.add_param_group(group)
@@ -144,7 +144,7 @@ def _group_added(name: str) -> WrongCall:
 
 
 def _closure_under_scaling() -> WrongCall:
-    def prepare(_: Place) -> Callable[[], Any]:
+    def prepare(_: CallSite) -> Callable[[], Any]:
         optimizer = boosted(mixed_precision="fp16")[2]
         return lambda: optimizer.step(lambda: torch.ones(()))
 

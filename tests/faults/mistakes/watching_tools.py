@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from faults.mistakes.models import batches, boosted, pair
-from faults.mistakes.wrong_call import Place, WrongCall
+from faults.mistakes.wrong_call import CallSite, WrongCall
 
 from booster import Monitor, estimate_memory
 
@@ -41,7 +41,7 @@ _ESTIMATES: list[dict[str, Any]] = [
 
 
 def _monitor(arguments: dict[str, Any]) -> WrongCall:
-    def prepare(_: Place) -> Callable[[], Any]:
+    def prepare(_: CallSite) -> Callable[[], Any]:
         _booster, model, optimizer = boosted()
         return lambda: Monitor(model, optimizer, **arguments)
 
@@ -50,7 +50,7 @@ def _monitor(arguments: dict[str, Any]) -> WrongCall:
 
 
 def _monitor_of(what: str, objects: Callable[[Any, Any], tuple[Any, Any]]) -> WrongCall:
-    def prepare(_: Place) -> Callable[[], Any]:
+    def prepare(_: CallSite) -> Callable[[], Any]:
         given = objects(*boosted()[1:])
         return lambda: Monitor(*given)
 
@@ -58,7 +58,7 @@ def _monitor_of(what: str, objects: Callable[[Any, Any], tuple[Any, Any]]) -> Wr
 
 
 def _closed_monitor() -> WrongCall:
-    def prepare(_: Place) -> Callable[[], Any]:
+    def prepare(_: CallSite) -> Callable[[], Any]:
         monitor = Monitor(*boosted()[1:])
         return lambda: monitor.log(loss=0.5)
 
@@ -66,7 +66,7 @@ def _closed_monitor() -> WrongCall:
 
 
 def _estimate(arguments: dict[str, Any]) -> WrongCall:
-    def prepare(_: Place) -> Callable[[], Any]:
+    def prepare(_: CallSite) -> Callable[[], Any]:
         model, batch = pair()[0], batches()[0]
         given = {"plugin": "low_level_zero", "batch": batch, "criterion": lambda out, _: out.mean(), **arguments}
         return lambda: estimate_memory(model, **given)

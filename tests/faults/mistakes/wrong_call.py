@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Place", "WrongCall", "call_text", "calling"]
+__all__ = ["CallSite", "WrongCall", "call_text", "calling"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class CallSite:
     """Where a wrong call is made."""
 
     rank: int
@@ -34,7 +34,7 @@ class WrongCall:
     """
 
     name: str
-    prepare: Callable[[Place], Callable[[], Any]]
+    prepare: Callable[[CallSite], Callable[[], Any]]
     refusal: str = "ConfigError"
 
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from .communication import Message, StageAction, action_list, incoming_messages
 from .gpipe import GPipe
-from .interleaved import Interleaved
-from .one_forward_one_backward import OneForwardOneBackward
+from .one_forward_one_backward import Interleaved, OneForwardOneBackward
 from .schedule import Action, ActionKind, PipelineSchedule, register_schedule, schedule_from_name, schedule_names
 from .simulation import Costs, Timeline, check_orders, simulate
 from .zero_bubble_v import ZeroBubbleV
