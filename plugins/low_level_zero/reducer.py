@@ -148,7 +148,7 @@ class GradientReducer:
         dtype = self._communication_dtype or bucket.group.dtype
         send_buffer = self._store_of(bucket).send_buffer(bucket, dtype)
         others = bucket.bucket.numel - bucket.bucket.shard_numel
-        received = partial(self._buffers.take, "received", others, dtype, send_buffer.device)
+        received = partial(self._buffers.get, "received", others, dtype, send_buffer.device)
         self._in_flight.append((bucket, start_reduce_scatter(send_buffer, self._shard_group, received)))
         bucket.is_reducing = True
 
