@@ -17,8 +17,7 @@ from .core.module_sync import move_to_device
 from .data import shard_dataloader
 from .device import current_device
 from .errors import ConfigError
-from .interface import Boosted, MemoryRequest, ModelWrapper, OptimizerWrapper, Plugin, RankMemory
-from .interface.memory import replica_memory
+from .interface import Boosted, ModelWrapper, OptimizerWrapper, Plugin
 from .mixed_precision import mixed_precision_names
 
 if TYPE_CHECKING:
@@ -90,9 +89,6 @@ class SingleDevicePlugin(Plugin):
         if dataloader is not None:
             dataloader = shard_dataloader(dataloader, dp_rank=0, dp_size=1)  # the sample order of several ranks
         return boosted, wrapped, criterion, dataloader, lr_scheduler
-
-    def estimate_memory(self, request: MemoryRequest) -> RankMemory:
-        return replica_memory(request)
 
     def control_checkpoint_io(self) -> bool:
         return False

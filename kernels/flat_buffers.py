@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import increment_version
 
 from .loader import load_kernel
@@ -26,6 +27,8 @@ def supports_sum_of_squares(tensors: Sequence[torch.Tensor]) -> bool:
 
     These are contiguous fp32, bf16 or fp16 tensors.
     """
+    if _are_fake(tensors):
+        return True  # no values are read
     return all(map(_is_supported, tensors)) and load_kernel("flat_buffers") is not None
 
 
@@ -39,6 +42,8 @@ def sum_of_squares(tensors: Sequence[torch.Tensor]) -> float:
     Args:
         tensors: Floating-point tensors; `supports_sum_of_squares` returns whether the kernel supports them.
     """
+    if _are_fake(tensors):
+        return 1.0
     table = _table(tensors)
     native = None if table is None else load_kernel("flat_buffers")
     if native is None:
@@ -58,6 +63,8 @@ def pack(tensors: Sequence[torch.Tensor], flat: torch.Tensor, scale: float = 1.0
         scale: Factor.
     """
     views = _split(flat, tensors)
+    if _are_fake([flat]):
+        return
     table = _copy_table(tensors, flat, scale)
     native = None if table is None else load_kernel("flat_buffers")
     if native is None:
@@ -77,6 +84,8 @@ def unpack(flat: torch.Tensor, tensors: Sequence[torch.Tensor], scale: float = 1
         scale: Factor.
     """
     views = _split(flat, tensors)
+    if _are_fake([flat]):
+        return
     table = _copy_table(tensors, flat, scale)
     native = None if table is None else load_kernel("flat_buffers")
     if native is None:
@@ -84,6 +93,10 @@ def unpack(flat: torch.Tensor, tensors: Sequence[torch.Tensor], scale: float = 1
     else:
         native.unpack(table, *_arguments(flat, scale))
         increment_version(tensors)
+
+
+def _are_fake(tensors: Sequence[torch.Tensor]) -> bool:
+    return bool(tensors) and isinstance(tensors[0], FakeTensor)
 
 
 def _is_supported(tensor: torch.Tensor) -> bool:

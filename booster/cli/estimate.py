@@ -113,7 +113,7 @@ def estimate(arguments: argparse.Namespace) -> int:
         least_communication,
         least_memory,
     )
-    from booster.estimate.estimate import FakeTensorMemoryRequest, OptimizerMemory
+    from booster.estimate.estimate import TrainingRecipe
 
     for option, number in (("--nproc", arguments.nproc), ("--batch", arguments.batch), ("--seq", arguments.seq)):
         if number is not None and number < 1:
@@ -122,16 +122,16 @@ def estimate(arguments: argparse.Namespace) -> int:
     device_memory = None if memory is None else bytes_from_text(memory, "--device-memory")
     settings = _settings(arguments.settings, "--settings")
     candidates = find_candidates(arguments.plugin, arguments.nproc, settings, arguments.mixed_precision)
-    optimizer = OptimizerMemory.of(_optimizer(arguments.optimizer, arguments.optimizer_settings))
+    optimizer = _optimizer(arguments.optimizer, arguments.optimizer_settings)
     source = _load_model(arguments)
-    request = FakeTensorMemoryRequest(source.model, optimizer, source.batch, source.criterion)
+    recipe = TrainingRecipe(model=source.model, batch=source.batch, optimizer=optimizer, criterion=source.criterion)
     numbers = itertools.count(1)
 
     def show(name: str) -> None:  # on stderr, so that stdout has the table alone
         print(f"[{next(numbers)}/{len(candidates)}] {name}", file=sys.stderr, flush=True)
 
     try:
-        results = compare(request, candidates, arguments.nproc, device_memory=device_memory, on_start=show)
+        results = compare(recipe, candidates, arguments.nproc, device_memory=device_memory, on_start=show)
     except KeyboardInterrupt:
         print("booster estimate: interrupted by Ctrl-C", file=sys.stderr)
         return 130

@@ -132,6 +132,37 @@ def all_reduce_numbers(numbers: Sequence[float], group: dist.ProcessGroup | None
     return [float(number) for number in packed.tolist()]
 
 
+def any_rank(flags: Sequence[bool], group: dist.ProcessGroup | None = None) -> list[bool]:
+    """Return the logical or of each flag over the ranks of the group.
+
+    Collective: every rank of the group must call it, with equally many flags.
+    """
+    return [bool(flag) for flag in _max_of_numbers(flags, torch.uint8, group)]
+
+
+def max_of_numbers(numbers: Sequence[int], group: dist.ProcessGroup | None = None) -> list[int]:
+    """Return the maximum of each number over the ranks of the group; see `any_rank`. Collective."""
+    return _max_of_numbers(numbers, torch.int64, group)
+
+
+def _max_of_numbers(numbers: Sequence[int], dtype: torch.dtype, group: dist.ProcessGroup | None) -> list[int]:
+    if group_size(group) == 1 or not numbers or is_fake_world():
+        return list(numbers)
+    packed = torch.tensor(numbers, dtype=dtype, device=collective_device(group))
+    return all_reduce_max(packed, group).tolist()  # type: ignore[no-any-return]
+
+
+def all_gather_numbers(numbers: Sequence[int], group: dist.ProcessGroup | None = None) -> list[list[int]]:
+    """Return the numbers of each rank of the group, in rank order.
+
+    Collective: every rank of the group must call it, with equally many numbers.
+    """
+    if group_size(group) == 1 or is_fake_world():
+        return [list(numbers)] * group_size(group)
+    packed = torch.tensor([numbers], dtype=torch.int64, device=collective_device(group))
+    return all_gather_equal(packed, group).tolist()  # type: ignore[no-any-return]
+
+
 def all_gather_equal(tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
     """Return the ranks' tensors concatenated along dim 0 in rank order; a scalar counts as one element.
 
@@ -344,6 +375,15 @@ def broadcast(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup | None =
             tensor.detach().copy_(buffer)
 
 
+def broadcast_numbers(numbers: Sequence[int], group: dist.ProcessGroup | None = None, source: int = 0) -> list[int]:
+    """Return the numbers of rank `source` of the group. Collective, with equally many numbers on every rank."""
+    if group_size(group) == 1 or is_fake_world():
+        return list(numbers)
+    packed = torch.tensor(numbers, dtype=torch.int64, device=collective_device(group))
+    broadcast([packed], group, source)
+    return packed.tolist()  # type: ignore[no-any-return]
+
+
 def _broadcast(operation: CollectiveOp, buffer: torch.Tensor, source: int) -> None:
     sender = global_rank_of(source, operation.group)
     operation.run(
@@ -375,8 +415,8 @@ def all_gather_bytes(payload: bytes, group: dist.ProcessGroup | None = None) -> 
     Collective: every rank of the group must call it.
     """
     size = group_size(group)
-    if size == 1:
-        return [payload], [0]
+    if size == 1 or is_fake_world():
+        return [payload], [0] * size
     digest = hashlib.sha256(payload).digest() + len(payload).to_bytes(8, "little")
     gathered = all_gather_equal(tensor_of_bytes(digest), group).view(size, len(digest))
     digests = [bytes(row.numpy()) for row in gathered]

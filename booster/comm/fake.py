@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import DebugLevel, get_debug_level, set_debug_level
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from booster.errors import ConfigError
 
@@ -18,11 +22,94 @@ from booster.errors import ConfigError
 # consistency checks pass, as all ranks equal this one. Calls and bytes are counted as usual. Without a launch
 # `fake_world` makes a world of any size, with torch's fake backend; after a launch its groups are used.
 _is_fake = False
+_PAGE_BYTES = 4096
 
 
 def is_fake_world() -> bool:
     """Return whether collectives are fake now; see Note [Fake process group]."""
     return _is_fake
+
+
+def host_value(tensor: torch.Tensor, *, fake: float = 1.0) -> float:
+    """Return a tensor's only element as a number of the host, which waits for an accelerator.
+
+    Args:
+        tensor: Tensor with one element.
+        fake: Value in its place on a fake tensor, which has none.
+    """
+    return fake if _is_fake and isinstance(tensor, FakeTensor) else tensor.item()
+
+
+on_offload: Callable[[torch.Tensor], None] | None = None  # set by a simulation that counts memory
+
+
+def mark_offloaded(tensor: torch.Tensor) -> None:
+    """Report that a fake tensor stands for memory of another tier: host memory beside an accelerator, or files."""
+    if on_offload is not None:
+        on_offload(tensor)
+
+
+def real_tensors() -> AbstractContextManager[Any]:
+    """Return a context in which new tensors have values, also in a fake world."""
+    return _disable_current_modes() if _is_fake else nullcontext()
+
+
+@contextmanager
+def fake_addresses() -> Iterator[None]:
+    """Give fake tensors distinct addresses in the block, so that `data_ptr()` tells which share memory."""
+    find_address = torch.UntypedStorage.data_ptr
+    bases: weakref.WeakKeyDictionary[torch.UntypedStorage, int] = weakref.WeakKeyDictionary()
+    next_base = _PAGE_BYTES
+
+    def address_of_storage(storage: torch.UntypedStorage) -> int:
+        nonlocal next_base
+        if storage.device.type != "meta" or storage.nbytes() == 0:
+            return find_address(storage)
+        if storage not in bases:
+            bases[storage] = next_base
+            next_base += -(-storage.nbytes() // _PAGE_BYTES) * _PAGE_BYTES
+        return bases[storage]
+
+    def address(tensor: torch.Tensor) -> int:
+        begin = address_of_storage(tensor.untyped_storage())
+        return begin and begin + tensor.storage_offset() * tensor.itemsize
+
+    FakeTensor.data_ptr = address
+    torch.UntypedStorage.data_ptr = address_of_storage
+    try:
+        yield
+    finally:
+        del FakeTensor.data_ptr
+        del torch.UntypedStorage.data_ptr
+
+
+class FakeHeaders:
+    """Headers of channels between fake ranks, which are simulated one after another in one process.
+
+    A rank receives what the sender sent when it was simulated. If the sender has not been simulated yet, it receives
+    this rank's own last header: stages of a pipeline pass on activations of the same shapes.
+    """
+
+    def __init__(self) -> None:
+        self._sent: dict[tuple[int, int], list[bytes]] = {}
+        self._last = b""
+
+    def open(self, sender: int, receiver: int) -> None:
+        """Forget the headers of an earlier simulation of the sender."""
+        self._sent[sender, receiver] = []
+
+    def send(self, sender: int, receiver: int, header: bytes) -> None:
+        """Record a header."""
+        self._sent[sender, receiver].append(header)
+        self._last = header
+
+    def receive(self, sender: int, receiver: int, index: int) -> bytes:
+        """Return the header at an index of those from the sender."""
+        headers = self._sent.get((sender, receiver), [])
+        return headers[index] if index < len(headers) else self._last
+
+
+fake_headers = FakeHeaders()
 
 
 @contextmanager
@@ -37,8 +124,8 @@ def fake_collectives() -> Iterator[None]:
 
 
 @contextmanager
-def fake_world(num_ranks: int) -> Iterator[None]:
-    """Make this process rank 0 of a fake world of `num_ranks` ranks in the block.
+def fake_world(num_ranks: int, rank: int = 0) -> Iterator[None]:
+    """Make this process rank `rank` of a fake world of `num_ranks` ranks in the block.
 
     Raises:
         ConfigError: A process group exists already.
@@ -55,7 +142,7 @@ def fake_world(num_ranks: int) -> Iterator[None]:
     level = get_debug_level()
     set_debug_level(DebugLevel.OFF)  # TORCH_DISTRIBUTED_DEBUG=DETAIL would wait for real ranks in the store
     try:
-        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=num_ranks)
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=num_ranks)
         with fake_collectives():
             yield
     finally:

@@ -13,7 +13,7 @@ from booster.errors import ConfigError
 
 from .collective_op import CollectiveOp, record, start_op
 from .collectives import collective_device, global_rank_of, group_rank, group_size, tensor_of_bytes
-from .fake import is_fake_world
+from .fake import fake_headers, is_fake_world
 from .process_groups import new_group
 
 # The header of a tensor is a message of fixed length: the dtype's index in this list, the number of dimensions, and the
@@ -249,6 +249,8 @@ class SendChannel:
         _check_peer(receiver, group, "have a channel")
         self._receiver = receiver
         self._group = group
+        if is_fake_world():
+            fake_headers.open(group_rank(), global_rank_of(receiver, group))
         self._messages: deque[_SentMessage] = deque()
 
     @property
@@ -276,7 +278,9 @@ class SendChannel:
                 )
         payloads = [_payload(tensor, device) for tensor in tensors]
         ahead = None
-        if header is not None:
+        if header is not None and is_fake_world():
+            fake_headers.send(group_rank(), global_rank_of(self._receiver, self._group), header)
+        elif header is not None:
             ahead = start_send_tensor(tensor_of_bytes(header), self._receiver, self._group)
         peer, started = global_rank_of(self._receiver, self._group), []
         for payload in payloads:
@@ -329,6 +333,7 @@ class RecvChannel:
         self._sender = sender
         self._group = group
         self._read_header = read_header
+        self._num_headers = 0
         self._descriptions: Sequence[Callable[[], Sequence[TensorMeta] | None]] = ()
         self._messages: list[_ReceivedMessage | None] = []  # as far as begun; None: taken
 
@@ -378,7 +383,7 @@ class RecvChannel:
         while len(self._messages) <= index:
             self.post_recvs(index + 1)
             if len(self._messages) <= index:
-                header = bytes(receive_tensor(self._sender, self._group).cpu().numpy())
+                header = self._receive_header()
                 self._messages.append(self._start(header, self._read_header(header)))
         message = self._messages[index]
         if message is None:
@@ -387,6 +392,12 @@ class RecvChannel:
             one.operation.wait(one.work)
         self._messages[index] = None
         return message.header, message.tensors
+
+    def _receive_header(self) -> bytes:
+        self._num_headers += 1
+        if is_fake_world():
+            return fake_headers.receive(global_rank_of(self._sender, self._group), group_rank(), self._num_headers - 1)
+        return bytes(receive_tensor(self._sender, self._group).cpu().numpy())
 
     def _start(self, header: bytes | None, specs: Sequence[TensorMeta]) -> _ReceivedMessage:
         device, peer = collective_device(self._group), global_rank_of(self._sender, self._group)

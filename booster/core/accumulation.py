@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from booster.comm import all_reduce_numbers, group_size, sum_dtype
+from booster.comm import all_reduce_numbers, group_size, host_value, sum_dtype
 from booster.errors import ConfigError
 from booster.kernels.flat_buffers import sum_of_squares, supports_sum_of_squares
 from booster.validation import is_number
@@ -193,7 +193,7 @@ def any_nonfinite(gradients: Sequence[torch.Tensor]) -> bool:
     if supports_sum_of_squares(dense):
         return not math.isfinite(sum_of_squares(dense))
     maxima = torch.stack([norm.float() for norm in torch._foreach_norm(dense, float("inf"))])
-    return not bool(torch.isfinite(maxima).all())
+    return not host_value(torch.isfinite(maxima).all())
 
 
 def check_scalar_loss(loss: Any) -> None:

@@ -24,7 +24,8 @@ def move_to_device(model: nn.Module, optimizer: Optimizer | None, device: torch.
     try:
         check_materialized(model)
         materialize(model, device)
-        model.to(device)
+        if any(tensor.device != device for tensor in (*model.parameters(), *model.buffers())):
+            model.to(device)
         if optimizer is not None and optimizer.state:
             optimizer.load_state_dict(optimizer.state_dict())  # moves every state to its parameter's device
     except Exception as raised:  # raised again on all ranks

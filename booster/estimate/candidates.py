@@ -12,12 +12,12 @@ import torch
 
 from booster.comm import fake_world
 from booster.errors import BoosterError, ConfigError
-from booster.interface import MixedPrecision, Plugin
+from booster.interface import Plugin
 from booster.mixed_precision import mixed_precision_from_name
 from booster.registry import plugin_class, plugin_from_name, plugin_names
 from booster.single_device import SingleDevicePlugin
 
-from .estimate import FakeTensorMemoryRequest, MemoryEstimate, estimate_request
+from .estimate import MemoryEstimate, TrainingRecipe, estimate_recipe
 
 ONE_DEVICE = "none"  # name of Booster(plugin=None) on the command line
 _PRECISIONS = (None, "bf16")  # candidates, if the Booster controls the precision
@@ -120,7 +120,7 @@ def find_candidates(
 
 
 def compare(
-    request: FakeTensorMemoryRequest,
+    recipe: TrainingRecipe,
     candidates: Sequence[Candidate],
     num_ranks: int,
     *,
@@ -130,18 +130,17 @@ def compare(
     """Estimate each candidate.
 
     Args:
-        request: Model, optimizer and batch.
+        recipe: Model, optimizer and batch.
         candidates: Plugins and settings.
         num_ranks: World size of the fake process group.
         device_memory: Available memory per rank in bytes.
         on_start: Callback for progress, called with the name of each candidate before its estimate.
     """
-    precisions: dict[str, MixedPrecision] = {}
     results: list[CandidateResult] = []
     for candidate in candidates:
         on_start(candidate.name)
         started = time.monotonic()
-        result = _estimate_candidate(request, candidate, num_ranks, device_memory, precisions)
+        result = _estimate_candidate(recipe, candidate, num_ranks, device_memory)
         results.append(replace(result, seconds=time.monotonic() - started))
     return results
 
@@ -188,29 +187,24 @@ def _total(result: CandidateResult) -> int:
 
 
 def _estimate_candidate(
-    request: FakeTensorMemoryRequest,
-    candidate: Candidate,
-    num_ranks: int,
-    device_memory: int | None,
-    precisions: dict[str, MixedPrecision],
+    recipe: TrainingRecipe, candidate: Candidate, num_ranks: int, device_memory: int | None
 ) -> CandidateResult:
     try:
         with fake_world(num_ranks):
-            plugin = _make_plugin(candidate)
-            precision = None
-            if candidate.mixed_precision not in (None, "fp32"):
-                # One object for all candidates: cached measurements are keyed by it.
-                name = str(candidate.mixed_precision)
-                precision = precisions.setdefault(name, mixed_precision_from_name(name))
-            estimate = estimate_request(request, plugin, mixed_precision=precision, device_memory=device_memory)
-            dp_size = plugin.dp_size
+            dp_size = _make_plugin(candidate).dp_size
+        estimate = estimate_recipe(
+            recipe,
+            None if candidate.plugin == ONE_DEVICE else candidate.plugin,
+            num_ranks=num_ranks,
+            settings=candidate.settings,
+            mixed_precision=candidate.mixed_precision,
+            device_memory=device_memory,
+        )
     except BoosterError as error:
         return CandidateResult(candidate=candidate, reason=str(error))
     except Exception as error:  # a bug in one plugin must not hide other estimates: it is reported, with exit code 1
         return CandidateResult(candidate=candidate, reason=f"{type(error).__name__}: {error}", is_internal_error=True)
-    return CandidateResult(
-        candidate=candidate, estimate=replace(estimate, settings=candidate.settings), dp_size=dp_size
-    )
+    return CandidateResult(candidate=candidate, estimate=estimate, dp_size=dp_size)
 
 
 def _make_plugin(candidate: Candidate) -> Plugin:

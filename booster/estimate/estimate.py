@@ -5,36 +5,29 @@ from __future__ import annotations
 import copy
 import gc
 import math
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import Optimizer
 
 from booster.comm import fake_collectives, fake_world, group_size, is_initialized
-from booster.core.model_wrapper import call_with_batch
-from booster.errors import BoosterError, ConfigError, first_line
-from booster.interface import (
-    ActivationProfile,
-    FusedUpdate,
-    MemoryParts,
-    MemoryRequest,
-    MixedPrecision,
-    Plugin,
-    RankMemory,
-)
+from booster.errors import ConfigError
+from booster.interface import MemoryParts, MixedPrecision, Plugin, RankMemory
 from booster.mixed_precision import mixed_precision_from_name
-from booster.mixed_precision.fp16 import cast_floats
-from booster.pytree import iter_tensors, map_tensors
+from booster.pytree import map_tensors
 from booster.registry import plugin_from_name
 from booster.single_device import SingleDevicePlugin
 from booster.validation import is_number
 
-from .activations import measure_activations, measure_peak
+from .repeated_layers import extrapolate, find_repeated_layers, truncate_layers
+from .simulation import SimulatedMemory, Training, simulate
+
+_DEPTHS = (4, 6)  # see Note [Layer extrapolation]
 
 
 def new_fake_mode() -> FakeTensorMode:
@@ -88,151 +81,6 @@ def _like(tensor: torch.Tensor, device: str) -> torch.Tensor:
     return torch.empty_strided(tuple(tensor.shape), strides, dtype=tensor.dtype, device=device)
 
 
-# Dimensions of the small parameters: a state's dimension of this size is the parameter's.
-_SIZES = (7, 11, 13, 17, 19, 23)
-_PROBE_NUMEL = 4096
-_NEGLIGIBLE = 0.05  # fraction of a parameter: small tensors such as factors
-
-
-@dataclass(frozen=True, slots=True)
-class _StateShape:
-    """Shape of a state tensor relative to its parameter.
-
-    Attributes:
-        dims: Dimensions that it shares with the parameter.
-        constant: Product of its other dimensions.
-        element_bytes: Bytes per element.
-    """
-
-    dims: tuple[int, ...]
-    constant: int
-    element_bytes: int
-
-
-class OptimizerMemory:
-    """Memory of an optimizer's states and of the temporaries of its step.
-
-    Args:
-        make: Function that creates the optimizer for a list of parameters.
-    """
-
-    def __init__(self, make: Callable[[list[nn.Parameter]], Optimizer]) -> None:
-        self._make = make
-        self._states: dict[tuple[int, torch.dtype], list[_StateShape]] = {}
-        self._ratios: dict[torch.dtype, tuple[float, bool]] = {}
-        self.is_fused = isinstance(make([nn.Parameter(torch.zeros(_SIZES[0]))]), FusedUpdate)
-
-    @classmethod
-    def of(cls, optimizer: Any) -> OptimizerMemory:
-        """Create it from an optimizer, or from a function that creates one for a list of parameters.
-
-        Raises:
-            ConfigError: The argument is neither.
-        """
-        if isinstance(optimizer, Optimizer):
-            return cls(lambda parameters: _copy_over(optimizer, parameters))
-        if not callable(optimizer):
-            raise ConfigError(
-                f"optimizer={optimizer!r} is not an optimizer: give one over the model's parameters, or a function that"
-                " creates one from a list of parameters, such as torch.optim.AdamW"
-            )
-        return cls(lambda parameters: _make_optimizer(optimizer, parameters))
-
-    def state_bytes(self, shapes: Iterable[Sequence[int]], dtype: torch.dtype, fraction: float = 1.0) -> int:
-        """See `MemoryRequest.state_bytes`."""
-        total = 0.0
-        for shape in shapes:
-            for state in self._state_shapes(min(len(shape), len(_SIZES)), dtype):
-                numel = state.constant * math.prod(shape[dim] for dim in state.dims)
-                is_elementwise = len(state.dims) == min(len(shape), len(_SIZES))
-                total += numel * state.element_bytes * (fraction if is_elementwise else 1.0)
-        return round(total)
-
-    def step_bytes(self, shapes: Iterable[Sequence[int]], dtype: torch.dtype) -> int:
-        """See `MemoryRequest.step_bytes`."""
-        ratio, is_of_all = self._ratio(dtype)
-        sizes = [math.prod(shape) * dtype.itemsize for shape in shapes]
-        return round(ratio * (sum(sizes) if is_of_all else max(sizes, default=0)))
-
-    def _state_shapes(self, num_dims: int, dtype: torch.dtype) -> list[_StateShape]:
-        key = (num_dims, dtype)
-        if key not in self._states:
-            shape = _SIZES[:num_dims]
-            parameter = nn.Parameter(torch.zeros(shape, dtype=dtype))
-            parameter.grad = torch.zeros_like(parameter)
-            optimizer = self._make([parameter])
-            optimizer.step()
-            self._states[key] = [
-                _state_shape(value, shape)
-                for value in optimizer.state[parameter].values()
-                if isinstance(value, torch.Tensor) and value.numel() > 1
-            ]
-        return self._states[key]
-
-    def _ratio(self, dtype: torch.dtype) -> tuple[float, bool]:
-        """Return temporary memory of a step relative to a parameter, and whether it scales with all or the largest."""
-        if dtype not in self._ratios:
-            try:
-                single, double = (self._measure_step(number, dtype) for number in (1, 2))
-            except (RuntimeError, NotImplementedError, TypeError):  # a compiled step, which rejects fake tensors
-                single = double = 0.0
-            is_of_all = double > 1.5 * single
-            self._ratios[dtype] = (single if single > _NEGLIGIBLE else 0.0, is_of_all)
-        return self._ratios[dtype]
-
-    def _measure_step(self, num_parameters: int, dtype: torch.dtype) -> float:
-        if self.is_fused:
-            return 0.0
-        with new_fake_mode():
-            parameters = [nn.Parameter(torch.empty(_PROBE_NUMEL, dtype=dtype)) for _ in range(num_parameters)]
-            optimizer = self._make(parameters)
-            for _ in range(2):  # the first step allocates the states
-                for parameter in parameters:
-                    parameter.grad = torch.empty_like(parameter)
-                states = [one for state in optimizer.state.values() for one in state.values()]
-                state_tensors = [one for one in states if isinstance(one, torch.Tensor)]
-                grads = [one.grad for one in parameters if one.grad is not None]
-                taken = measure_peak(optimizer.step, [*parameters, *grads, *state_tensors])
-        return taken / (_PROBE_NUMEL * dtype.itemsize)
-
-
-def _state_shape(state: torch.Tensor, shape: tuple[int, ...]) -> _StateShape:
-    dims: list[int] = []
-    constant = 1
-    for size in state.shape:
-        if size in shape:
-            dims.append(shape.index(size))
-        else:
-            constant *= size
-    return _StateShape(tuple(dims), constant, state.element_size())
-
-
-def _copy_over(optimizer: Optimizer, parameters: list[nn.Parameter]) -> Optimizer:
-    """Return a copy of an optimizer with the settings of its first group, over other parameters."""
-    first = optimizer.param_groups[0]
-    memo: dict[int, Any] = {id(optimizer.state): type(optimizer.state)(dict)}
-    for group in optimizer.param_groups:
-        memo[id(group["params"])] = parameters if group is first else []
-        for one in group["params"]:
-            memo[id(one)] = parameters[0]
-    made = copy.deepcopy(optimizer, memo)
-    made.param_groups = [made.param_groups[0]]
-    return made
-
-
-def _make_optimizer(make: Callable[..., Any], parameters: list[nn.Parameter]) -> Optimizer:
-    optimizer = make(parameters)
-    if not isinstance(optimizer, Optimizer):
-        raise ConfigError(
-            f"optimizer={make!r} returned a {type(optimizer).__name__} for a list of parameters: give a function that"
-            " returns a torch.optim.Optimizer"
-        )
-    return optimizer
-
-
-_Key = tuple[Any, ...]
-
-
 def default_criterion(outputs: Any, batch: Any) -> torch.Tensor:
     """Return the model's own loss: `outputs.loss`, or its output if that is a single number.
 
@@ -251,129 +99,76 @@ def default_criterion(outputs: Any, batch: Any) -> torch.Tensor:
     return loss
 
 
-class FakeTensorMemoryRequest(MemoryRequest):
-    """Implementation of `MemoryRequest` by fake tensors.
+def _fake_optimizer(optimizer: Any, parameters: Mapping[int, nn.Parameter]) -> Optimizer:
+    """Return a copy of an optimizer, or a new one, over fake parameters.
 
     Args:
-        model: User's model; with real values, on the meta device or lazily initialized.
-        optimizer: Memory of the optimizer.
+        optimizer: Optimizer over the model's parameters, or a function that creates one for a list of parameters.
+        parameters: Fake parameters by the `id` of the model's.
+
+    Raises:
+        ConfigError: It is neither.
+    """
+    if isinstance(optimizer, Optimizer):
+        return _copy_over(optimizer, parameters)
+    if not callable(optimizer):
+        raise ConfigError(
+            f"optimizer={optimizer!r} is not an optimizer: give one over the model's parameters, or a function that"
+            " creates one from a list of parameters, such as torch.optim.AdamW"
+        )
+    made = optimizer([one for one in parameters.values() if one.requires_grad])
+    if not isinstance(made, Optimizer):
+        raise ConfigError(
+            f"optimizer={optimizer!r} returned a {type(made).__name__} for a list of parameters: give a function that"
+            " returns a torch.optim.Optimizer"
+        )
+    return made
+
+
+def _copy_over(optimizer: Optimizer, parameters: Mapping[int, nn.Parameter]) -> Optimizer:
+    """Return a copy of an optimizer without states, over other parameters; those without one are left out."""
+    memo: dict[int, Any] = {id(optimizer.state): type(optimizer.state)(dict)}
+    for group in optimizer.param_groups:
+        memo[id(group["params"])] = [parameters[id(one)] for one in group["params"] if id(one) in parameters]
+        memo |= {id(one): parameters.get(id(one)) for one in group["params"]}
+    made = copy.deepcopy(optimizer, memo)
+    made.param_groups = [group for group in made.param_groups if group["params"]]
+    return made
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingRecipe:
+    """What is trained, as the user gave it; never changed.
+
+    Attributes:
+        model: Model with real values, on the meta device or lazily initialized.
         batch: Batch of one rank, as for `execute_pipeline`; only shapes and dtypes matter.
+        optimizer: Optimizer over parameters of the model, or a function that creates one from a list of parameters.
         criterion: Function of (outputs, batch) that returns the loss.
-        trained: `id`s of the parameters that the optimizer updates; optional, defaults to all that require gradients.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizer: OptimizerMemory,
-        batch: Any,
-        criterion: Callable[[Any, Any], torch.Tensor],
-        trained: set[int] | None = None,
-    ) -> None:
-        self._mode = new_fake_mode()
-        self._optimizer = optimizer
-        self._batch = fake_batch(batch, self._mode)
-        self._criterion = criterion
-        self.model = _copy(model, "meta")
-        pairs = zip(model.parameters(), self.model.parameters(), strict=True)
-        is_trained = [copied for own, copied in pairs if own.requires_grad and (trained is None or id(own) in trained)]
-        self.trained: Sequence[nn.Parameter] = is_trained
-        self.precision: MixedPrecision | None = None
-        self._profiles: dict[_Key, ActivationProfile] = {}
+    model: nn.Module
+    batch: Any
+    optimizer: Any = torch.optim.AdamW
+    criterion: Callable[[Any, Any], torch.Tensor] = default_criterion
 
-    @property
-    def is_fused(self) -> bool:
-        return self._optimizer.is_fused
+    def make_fake(self, mode: FakeTensorMode, layers: tuple[str, int] | None = None) -> Training:
+        """Return a copy of everything as fake tensors.
 
-    @property
-    def batch_size(self) -> int:
-        return max((tensor.shape[0] if tensor.dim() else 1 for tensor in iter_tensors(self._batch)), default=1)
-
-    def prepared_model(self) -> nn.Module:
-        model = fake_copy(self.model, self._mode)
-        if self.precision is not None:
-            with self._mode:
-                self.precision.prepare(model)
-        return model
-
-    def state_bytes(self, shapes: Iterable[Sequence[int]], dtype: torch.dtype, share: float = 1.0) -> int:
-        return self._optimizer.state_bytes(shapes, dtype, share)
-
-    def step_bytes(self, shapes: Iterable[Sequence[int]], dtype: torch.dtype) -> int:
-        return self._optimizer.step_bytes(shapes, dtype)
-
-    def activations(
-        self,
-        dtype: torch.dtype | None = None,
-        *,
-        shard: Callable[[nn.Module], None] | None = None,
-        sharding_key: Hashable = None,
-        num_microbatches: int = 1,
-        outputs_fp32: bool = True,
-    ) -> ActivationProfile:
-        key = (dtype, sharding_key, num_microbatches, self.precision, outputs_fp32 or dtype is None)
-        is_known = shard is None or sharding_key is not None
-        if is_known and key in self._profiles:
-            return self._profiles[key]
-        profile = self._measure(dtype, shard, num_microbatches, outputs_fp32)
-        if is_known:
-            self._profiles[key] = profile
-        return profile
-
-    def _measure(
-        self,
-        dtype: torch.dtype | None,
-        shard: Callable[[nn.Module], None] | None,
-        num_microbatches: int,
-        outputs_fp32: bool,
-    ) -> ActivationProfile:
-        model = fake_copy(self.model, self._mode)
-        model.train()
-        with self._mode, fake_collectives():
-            if self.precision is not None:
-                self.precision.prepare(model)
-            if shard is not None:
-                shard(model)
-            if dtype is not None:
-                for tensor in (*model.parameters(), *model.buffers()):
-                    if tensor.is_floating_point():
-                        tensor.data = tensor.data.to(dtype)
-            batch = _largest_microbatch(self._batch, num_microbatches)
-            try:
-                return measure_activations(
-                    model, lambda: self._loss(model, batch, dtype, outputs_fp32), existing=list(iter_tensors(batch))
-                )
-            except BoosterError:
-                raise
-            except Exception as error:
-                advice = "check that it runs on a real batch of these shapes and with this criterion"
-                if isinstance(error, (DataDependentOutputException, DynamicOutputShapeException)):
-                    advice = "a forward with data-dependent control flow can't be measured; give a batch for which it"
-                    advice += " has none"
-                raise ConfigError(
-                    f"{type(model).__name__} can't be run on fake tensors to measure its activations"
-                    f" ({type(error).__name__}: {first_line(error)[:200]}): {advice}"
-                ) from error
-
-    def _loss(self, model: nn.Module, batch: Any, dtype: torch.dtype | None, outputs_fp32: bool) -> torch.Tensor:
-        precision = self.precision
-        inputs = batch if dtype is None else cast_floats(dtype, batch)
-        if precision is None:
-            outputs = call_with_batch(model, inputs)
-            if dtype is not None and outputs_fp32:  # replaced, so that the uncast outputs are freed
-                outputs = cast_floats(torch.float32, outputs)
-            return self._criterion(outputs, batch)
-        _, kwargs = precision.convert_inputs((), {"batch": inputs})
-        with precision.forward_context("cpu"):
-            outputs = precision.convert_outputs(call_with_batch(model, kwargs["batch"]))
-        return self._criterion(outputs, batch)
-
-
-def _largest_microbatch(batch: Any, num_microbatches: int) -> Any:
-    """Return the largest microbatch of a batch split along dimension 0."""
-    if num_microbatches == 1:
-        return batch
-    return map_tensors(lambda one: one[: -(-one.shape[0] // num_microbatches)].clone() if one.dim() else one, batch)
+        Args:
+            mode: Mode of the fake tensors.
+            layers: Name of a list of layers and the number of them that the copy keeps; optional, defaults to all.
+        """
+        model = fake_copy(self.model, mode)
+        pairs = zip(self.model.parameters(), model.parameters(), strict=True)
+        parameters = {id(given): copied for given, copied in pairs}
+        if layers is not None:
+            truncate_layers(model, *layers)
+            kept = {id(one) for one in model.parameters()}
+            parameters = {key: one for key, one in parameters.items() if id(one) in kept}
+        with mode:
+            optimizer = _fake_optimizer(self.optimizer, parameters)
+        return Training(model, optimizer, fake_batch(self.batch, mode), self.criterion)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -438,14 +233,14 @@ def estimate_memory(
 ) -> MemoryEstimate:
     """Estimate the memory for training a model on a rank: parameters, gradients, states, activations, buffers.
 
-    The model is not allocated, and nothing is communicated. Activations are measured by a forward and backward on fake
-    tensors. Not a collective: may be called on a single rank.
+    The plugin trains the model for a few steps on fake tensors: the model is not allocated, and nothing is communicated
+    (Note [Simulated training]). Not a collective: may be called on a single rank.
 
     Args:
         model: Model with real values, on the meta device (`with torch.device("meta")`) or built in a `LazyInitContext`.
             Not modified.
-        plugin: Name of a plugin, with `settings` and `num_ranks`; or a `Plugin` of the launched world; optional,
-            defaults to a single device.
+        plugin: Name of a plugin, with `settings` and `num_ranks`; or a `Plugin` of the launched world, for the memory
+            of this rank; optional, defaults to a single device.
         batch: Batch of one rank, as for `execute_pipeline`: a mapping of keyword arguments, a tuple, or a tensor. Only
             shapes and dtypes matter, so meta tensors may be used.
         optimizer: Optimizer over parameters of the model, or a function that creates one from a list of parameters.
@@ -469,14 +264,9 @@ def estimate_memory(
         >>> f"{estimate.peak.parameters:,}"  # fp16 by default, with padding of the flat buffer
         '8,405,248'
     """
-    trained = None
-    if isinstance(optimizer, Optimizer):
-        trained = {id(one) for group in optimizer.param_groups for one in group["params"]}
-    request = FakeTensorMemoryRequest(
-        model, OptimizerMemory.of(optimizer), batch, criterion or default_criterion, trained
-    )
-    return estimate_request(
-        request,
+    recipe = TrainingRecipe(model=model, batch=batch, optimizer=optimizer, criterion=criterion or default_criterion)
+    return estimate_recipe(
+        recipe,
         plugin,
         num_ranks=num_ranks,
         settings=settings,
@@ -485,8 +275,8 @@ def estimate_memory(
     )
 
 
-def estimate_request(
-    request: FakeTensorMemoryRequest,
+def estimate_recipe(
+    recipe: TrainingRecipe,
     plugin: str | Plugin | None,
     *,
     num_ranks: int | None = None,
@@ -494,7 +284,7 @@ def estimate_request(
     mixed_precision: str | MixedPrecision | None = None,
     device_memory: int | None = None,
 ) -> MemoryEstimate:
-    """Return the estimate for a request that is reused for several plugins; see `estimate_memory`."""
+    """Return the estimate of a recipe that is reused for several plugins; see `estimate_memory`."""
     if settings is not None and not isinstance(settings, Mapping):
         raise ConfigError(
             f"settings={settings!r} is a {type(settings).__name__}: give the plugin's arguments by name, such as"
@@ -505,21 +295,61 @@ def estimate_request(
             f"device_memory={device_memory!r} is not a positive number of bytes: give the memory of a device, such as"
             " 80 * 2**30, or omit it"
         )
-    with _plugin_in_world(plugin, num_ranks, settings) as plugin_object, _without_garbage_collection():
-        if mixed_precision not in (None, "fp32") and plugin_object.control_precision():
-            raise ConfigError(
-                f"mixed_precision={mixed_precision!r} was given with {type(plugin_object).__name__}, which has its own"
-                " precision: give it in settings=, such as {'precision': 'bf16'}"
+    is_launched = is_initialized()  # then this process's own rank is the only one that can be simulated
+    found: dict[int, MemoryEstimate] = {}
+    ranks: Sequence[int] = (0,)
+    while len(found) < len(ranks):
+        rank = ranks[len(found)]
+        with _plugin_in_world(plugin, num_ranks, rank, settings) as made:
+            if mixed_precision not in (None, "fp32") and made.control_precision():
+                raise ConfigError(
+                    f"mixed_precision={mixed_precision!r} was given with {type(made).__name__}, which has its own"
+                    " precision: give it in settings=, such as {'precision': 'bf16'}"
+                )
+            if is_launched and len(made.representative_ranks()) > 1:
+                raise ConfigError(
+                    f"{type(made).__name__} of a launched world has pipeline stages, which receive what other ranks"
+                    " compute: estimate by its name before the launch, such as estimate_memory(model,"
+                    " 'hybrid_parallel', num_ranks=8, settings={'pp_size': 2, 'num_microbatches': 4}, batch=batch)"
+                )
+            if not is_launched:
+                ranks = made.representative_ranks()
+            found[rank] = MemoryEstimate(
+                plugin=type(made).__name__,
+                settings=dict(settings or {}),
+                num_ranks=group_size(),
+                memory=_simulate(recipe, made, _precision(mixed_precision)),
+                device_memory=device_memory,
             )
-        request.precision = _precision(mixed_precision)
-        memory = plugin_object.estimate_memory(request)
-        return MemoryEstimate(
-            plugin=type(plugin_object).__name__,
-            settings=dict(settings or {}),
-            num_ranks=group_size(),
-            memory=memory,
-            device_memory=device_memory,
-        )
+    most = max(found.values(), key=lambda one: one.total)
+    sent = max(one.sent for one in found.values())
+    return replace(most, memory=replace(most.memory, sent=sent))
+
+
+def _simulate(recipe: TrainingRecipe, plugin: Plugin, precision: MixedPrecision | None) -> RankMemory:
+    def run(num_layers: int | None = None) -> SimulatedMemory:
+        mode = new_fake_mode()
+        layers = None if name is None or num_layers is None else (name, num_layers)
+        with _without_garbage_collection():
+            return simulate(
+                lambda: recipe.make_fake(mode, layers), plugin, precision, mode, layers=layers and layers[0]
+            )
+
+    name = find_repeated_layers(recipe.model)
+    if name is None:
+        return run().summary()
+    num_layers = len(recipe.model.get_submodule(name)._modules)
+    divisor = plugin.layer_divisor()
+    depths = tuple(divisor * math.ceil(depth / divisor) for depth in _DEPTHS)
+    if depths[0] == depths[1]:
+        depths = (depths[0], depths[0] + divisor)
+    if depths[1] >= num_layers:
+        return run().summary()
+    try:
+        few, more = (run(depth) for depth in depths)
+        return extrapolate(few, more, depths=depths, num_layers=num_layers).summary()
+    except Exception:  # any error of a model that depends on its layers: the full run reports real ones
+        return run().summary()
 
 
 @contextmanager
@@ -536,9 +366,9 @@ def _without_garbage_collection() -> Iterator[None]:
 
 @contextmanager
 def _plugin_in_world(
-    plugin: str | Plugin | None, num_ranks: int | None, settings: Mapping[str, Any] | None
+    plugin: str | Plugin | None, num_ranks: int | None, rank: int, settings: Mapping[str, Any] | None
 ) -> Iterator[Plugin]:
-    """Yield the plugin, with its process group or a fake one."""
+    """Yield the plugin, with its process group or a fake one in which this process is `rank`."""
     if isinstance(plugin, Plugin):
         if settings or num_ranks not in (None, group_size()):
             raise ConfigError(
@@ -561,7 +391,7 @@ def _plugin_in_world(
         with fake_collectives():
             yield plugin_from_name(plugin, **(settings or {})) if plugin else SingleDevicePlugin("cpu")
         return
-    with fake_world(world_size):
+    with fake_world(world_size, rank):
         yield plugin_from_name(plugin, **(settings or {})) if plugin else SingleDevicePlugin("cpu")
 
 

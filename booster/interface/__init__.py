@@ -24,20 +24,18 @@ from booster.core.shard_aware import FusedUpdate, Shard, ShardAware, Shards, Sta
 from booster.core.shard_spec import ShardRegion, ShardSpec, set_shard_spec, shard_spec_of
 from booster.core.tensor_slice import TensorSlice
 
-from .memory import ActivationProfile, MemoryParts, MemoryRequest, RankMemory
+from .memory import MemoryParts, RankMemory
 from .mixed_precision import MixedPrecision
 from .plugin import Boosted, Plugin
 
 __all__ = [
     "AccumulatedGradients",
     "AccumulationCounters",
-    "ActivationProfile",
     "Boosted",
     "FusedUpdate",
     "LossScaler",
     "MasterWeights",
     "MemoryParts",
-    "MemoryRequest",
     "MixedPrecision",
     "ModelWrapper",
     "OptimizerState",

@@ -17,10 +17,8 @@ from torch.utils.data import DataLoader, Dataset
 from booster.core.config_fingerprint import ConfigFingerprint
 from booster.core.model_wrapper import ModelWrapper, call_with_batch
 from booster.core.optimizer_wrapper import OptimizerWrapper
-from booster.errors import ConfigError
 
 from .checkpoint_io import CheckpointIO
-from .memory import MemoryRequest, RankMemory
 
 Boosted: TypeAlias = tuple[
     ModelWrapper,
@@ -173,22 +171,22 @@ class Plugin(ConfigFingerprint, ABC):
         with nullcontext() if optimizer is not None else torch.no_grad():
             outputs = call_with_batch(model, batch)
             loss = criterion(outputs, batch)
+        if not return_outputs:
+            outputs = None  # backward needs only what autograd has saved
         if optimizer is not None:
             optimizer.backward(loss, num_items=num_items)
-        return {"loss": loss.detach() if return_loss else None, "outputs": outputs if return_outputs else None}
+        return {"loss": loss.detach() if return_loss else None, "outputs": outputs}
 
-    def estimate_memory(self, request: MemoryRequest) -> RankMemory:
-        """Return the memory of training a model on the rank that needs the most. See `booster.estimate_memory`.
+    def representative_ranks(self) -> list[int]:
+        """Return ranks that cover all that differ in memory, for `booster.estimate_memory`: one of each pipeline stage.
 
-        Called on one rank with a fake process group: see Note [Fake process group].
-
-        Raises:
-            ConfigError: The plugin has no estimate, or cannot train the model.
+        The estimate is that of the one that needs the most.
         """
-        raise ConfigError(
-            f"{type(self).__name__} has no memory estimate: choose another plugin, or define its method"
-            " estimate_memory()"
-        )
+        return [0]
+
+    def layer_divisor(self) -> int:
+        """Return what the number of layers must be a multiple of so that all stages hold equally many."""
+        return 1
 
     @classmethod
     def settings_for(cls, num_ranks: int) -> list[dict[str, Any]]:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from booster.comm import host_value
 from booster.errors import ConfigError
 from booster.kernels.adam import adam_step
 
@@ -88,7 +89,7 @@ class AdamParamUpdate:
     @property
     def next_step(self) -> float:
         """Number of steps, this one included."""
-        return self.step.item() + 1
+        return host_value(self.step) + 1
 
 
 @dataclass(frozen=True, slots=True)

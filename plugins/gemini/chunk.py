@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -11,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from booster.comm import AllGather, ReduceScatter, start_all_gather, start_reduce_scatter
+from booster.comm import AllGather, ReduceScatter, host_value, start_all_gather, start_reduce_scatter
 from booster.plugins.sharding.buffer_pool import Buffer
 
 from .chunk_layout import ChunkLayout, ParamRegion
@@ -135,7 +136,7 @@ def any_modified_while_sharded(chunks: Sequence[Chunk]) -> bool:
     for dtype, blanks in by_dtype.items():
         placeholders = torch.stack(blanks)
         is_number = dtype.is_floating_point or dtype.is_complex
-        if bool((~placeholders.isnan()).any() if is_number else (placeholders != 0).any()):
+        if host_value((~placeholders.isnan()).any() if is_number else (placeholders != 0).any(), fake=0):
             return True
     return False
 
@@ -275,8 +276,8 @@ class Chunk:
 
     def was_modified_while_sharded(self) -> bool:
         """Whether a parameter was modified while it was sharded. Such a write is lost."""
-        value = self.placeholder.item()
         is_number = self.layout.dtype.is_floating_point or self.layout.dtype.is_complex
+        value = host_value(self.placeholder, fake=math.nan if is_number else 0)
         was_written = value == value if is_number else value != 0
         if was_written:
             self.placeholder.copy_(placeholder(self.layout.dtype, self.placeholder.device))

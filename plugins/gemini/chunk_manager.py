@@ -10,7 +10,7 @@ from itertools import chain
 import torch
 import torch.distributed as dist
 
-from booster.comm import all_reduce_max, broadcast, collective_device, raise_on_all_ranks
+from booster.comm import any_rank, broadcast_numbers, raise_on_all_ranks
 from booster.errors import ConfigError
 from booster.plugins.sharding.buffer_pool import Buffer, BufferPool
 
@@ -138,17 +138,14 @@ class GradientReduction:
                 param.is_expected = param.is_used
         flags = left + [param.is_expected or param.is_used for param in params]
         group = self._manager.negotiation.group
-        mask = torch.tensor(flags, dtype=torch.uint8, device=collective_device(group))
-        agreed = all_reduce_max(mask, group).tolist()
+        agreed = any_rank(flags, group)
         for param, is_expected in zip(params, agreed[len(chunks) :], strict=True):
-            param.is_expected = bool(is_expected)
+            param.is_expected = is_expected
         for chunk in chunks:
             chunk.update_expected()
         if not self._knows_order:
             order = [*dict.fromkeys([*self._completed, *self._order])]
-            numbers = torch.tensor([len(self._completed), *order], dtype=torch.int64, device=collective_device(group))
-            broadcast([numbers], group)
-            num_completed, *order = numbers.tolist()
+            num_completed, *order = broadcast_numbers([len(self._completed), *order], group)
             if num_completed > 0:
                 self._order_to_come = order
         for chunk, is_left in zip(chunks, agreed, strict=False):

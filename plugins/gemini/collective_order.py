@@ -6,10 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
-import torch
 import torch.distributed as dist
 
-from booster.comm import all_gather_equal, collective_device, global_rank_of, group_size
+from booster.comm import all_gather_numbers, global_rank_of, group_size
 from booster.errors import DesyncError
 from booster.validation import UNEVEN_CALLS
 
@@ -72,8 +71,7 @@ class OrderNegotiation:
         gather_requests = list(request.gather_requests[: self.max_gather_requests])
         gather_requests += [-1] * (self.max_gather_requests - len(gather_requests))
         numbers = [request.phase, request.num_ready, request.is_done, request.has_late_grads, *gather_requests]
-        own = torch.tensor([numbers], dtype=torch.int64, device=collective_device(self.group))
-        requests = [_request_from_row(row) for row in all_gather_equal(own, self.group).tolist()]
+        requests = [_request_from_row(row) for row in all_gather_numbers(numbers, self.group)]
         if all(post.is_done for post in requests) and len({post.phase for post in requests}) > 1:
             backward = [global_rank_of(rank, self.group) for rank, one in enumerate(requests) if one.phase]
             raise DesyncError(

@@ -12,7 +12,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from booster.comm import all_gather_equal, broadcast, collective_device, raise_on_all_ranks, start_all_gather
+from booster.comm import (
+    all_gather_equal,
+    broadcast,
+    collective_device,
+    is_fake_world,
+    raise_on_all_ranks,
+    start_all_gather,
+)
 from booster.device import memory_allocated
 from booster.errors import CheckpointError, ConfigError, format_list
 from booster.interface import ModelWrapper, TensorSlice
@@ -530,6 +537,8 @@ class GeminiModelBuilder:
     def _make_tier(self) -> Tier:
         if self._settings.device.type != "cpu" and self._offload_dir is None:
             return HostTier(self._pins)
+        if is_fake_world():
+            return HostTier(False, name="disk")
         return DiskTier(self._offload_dir)
 
     def _other_bytes(self, boosted: GeminiModel) -> int:

@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.hooks import RemovableHandle
 
+from booster.comm import is_fake_world
 from booster.errors import ConfigError
 from booster.plugins.sharding.compiling import not_compiled
 from booster.plugins.sharding.deferred_init import sharded_copy_error
@@ -527,7 +528,8 @@ def _is_autograd_running() -> bool:
 
 def _unseen() -> AbstractContextManager[Any]:
     """Hide this package's operators in the block from dispatch modes that record or store the model's operators."""
-    return _disable_current_modes() if torch._C._len_torch_dispatch_stack() > 0 else nullcontext()
+    is_seen = torch._C._len_torch_dispatch_stack() == 0 or is_fake_world()
+    return nullcontext() if is_seen else _disable_current_modes()
 
 
 def _parameters_in(output: Any) -> Iterator[nn.Parameter]:

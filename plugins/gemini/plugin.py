@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from booster.comm import group_size, new_cpu_group, new_mesh, timeout_scope
 from booster.core.module_sync import check_materialized
 from booster.core.plain_torch import refuse_plain_training
-from booster.interface import MemoryRequest, ModelWrapper, OptimizerWrapper, RankMemory
+from booster.interface import ModelWrapper, OptimizerWrapper
 from booster.plugins.base import WrappedPair, arguments_of
 from booster.plugins.sharding.elementwise import require_elementwise
 from booster.plugins.sharding.plugin import ShardedPlugin
@@ -24,7 +24,6 @@ from booster.plugins.sync_batch_norm import convert_batch_norm
 from booster.validation import check_memory_is_apart
 
 from .config import GeminiConfig, GeminiSettings
-from .memory import gemini_memory
 from .model import GeminiModelBuilder, place_buffers
 from .optimizer import GeminiOptimizer
 
@@ -225,15 +224,6 @@ class GeminiPlugin(ShardedPlugin):
     ) -> AbstractContextManager[None]:
         """Return a context without effect: every backward reduces, because no rank keeps unsharded gradients."""
         return nullcontext()
-
-    def estimate_memory(self, request: MemoryRequest) -> RankMemory:
-        return gemini_memory(
-            request,
-            self._settings(),
-            self._placement,
-            num_replicas=self._mesh.size(0),
-            outputs_fp32=self._config.force_outputs_fp32,
-        )
 
     @classmethod
     def settings_for(cls, num_ranks: int) -> list[dict[str, Any]]:

@@ -7,6 +7,7 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
+from booster.comm import mark_offloaded
 from booster.device import device_type
 
 
@@ -105,17 +106,19 @@ class HostTier:
     Args:
         pin_memory: If True, blocks are pinned, so that copies overlap with computation; no effect without an
             accelerator. torch may round pinned memory up to a power of two.
+        name: Kind of the tier; "disk" for fake memory in place of files, in a simulation.
     """
 
-    name: Literal["host"] = "host"
-
-    def __init__(self, pin_memory: bool) -> None:
+    def __init__(self, pin_memory: bool, name: Literal["host", "disk"] = "host") -> None:
+        self.name = name
         self.bytes_held = 0
         self._is_pinned = pin_memory and device_type() != "cpu"
 
     def new_block(self, num_bytes: int) -> TierBlock:
         """Return an empty block."""
-        block = _HostBlock(self, torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=self._is_pinned))
+        memory = torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=self._is_pinned)
+        mark_offloaded(memory)
+        block = _HostBlock(self, memory)
         self.bytes_held += num_bytes
         return block
 

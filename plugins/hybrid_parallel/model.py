@@ -16,6 +16,8 @@ from booster.comm import (
     check_same_across_ranks,
     collective_device,
     group_size,
+    host_value,
+    is_fake_world,
     raise_on_all_ranks,
 )
 from booster.errors import CheckpointError, ConfigError
@@ -234,7 +236,7 @@ class HybridModel(ZeroModel):
 
     def _check_same_batch(self, args: Any, kwargs: dict[str, Any]) -> None:
         """Check that ranks sharing layers or sequences got the same batch, in the first forwards only."""
-        if self._num_compared >= _COMPARED_BATCHES:
+        if self._num_compared >= _COMPARED_BATCHES or is_fake_world():
             return
         self._num_compared += 1
         fingerprint = [
@@ -262,10 +264,15 @@ class HybridModel(ZeroModel):
 
         Collective: over the ranks that get the same batch.
         """
-        if not self._parallel_groups or self._stage_model is not None or self._num_losses >= _COMPARED_BATCHES:
+        if (
+            not self._parallel_groups
+            or self._stage_model is not None
+            or self._num_losses >= _COMPARED_BATCHES
+            or is_fake_world()
+        ):
             return
         self._num_losses += 1
-        value = float(loss.detach())
+        value = float(host_value(loss.detach()))
         extremes = [value, -value, 0.0] if math.isfinite(value) else [0.0, 0.0, 1.0]  # not finite: fp16 overflow
         packed = torch.tensor(extremes, dtype=torch.float64, device=collective_device(self._replica_group))
         largest, negated, overflows = all_reduce_max(packed, self._replica_group).tolist()
@@ -289,7 +296,7 @@ class HybridModel(ZeroModel):
         Only at the first forward in training and the first after a load, which may have derived the RNG states from
         those of another number of ranks.
         """
-        if not self._is_rng_out_of_sync:
+        if not self._is_rng_out_of_sync or is_fake_world():
             return
         state = get_rng_state(next(self.module.parameters()).device)
         broadcast(list(state.values()), self._replica_group)

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from booster.comm import all_gather_bytes, all_reduce_max, all_reduce_sum, collective_device
+from booster.comm import all_gather_bytes, all_reduce_sum, any_rank
 from booster.interface import TensorSlice
 from booster.plugins.low_level_zero.optimizer import ModelPart, NamedParameters, ZeroOptimizer
 from booster.plugins.low_level_zero.reducer import GradientReducer
@@ -76,8 +76,8 @@ class StagePart(ModelPart):
             if not tied:
                 continue
             own = [param_grad.local for param_grad in tied]
-            used = torch.tensor([one is not None for one in own], dtype=torch.uint8, device=collective_device(group))
-            for param_grad, gradient, is_used in zip(tied, own, all_reduce_max(used, group).tolist(), strict=True):
+            used = any_rank([one is not None for one in own], group)
+            for param_grad, gradient, is_used in zip(tied, own, used, strict=True):
                 if is_used:
                     total = torch.zeros_like(param_grad.parameter) if gradient is None else gradient.detach().clone()
                     reducer.set_local(param_grad, all_reduce_sum(total, group))

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from booster.comm import check_same_across_ranks, group_size, timeout_scope
 from booster.core.plain_torch import refuse_plain_training
 from booster.errors import ConfigError
-from booster.interface import MemoryRequest, ModelWrapper, OptimizerWrapper, RankMemory
+from booster.interface import ModelWrapper, OptimizerWrapper
 from booster.mixed_precision.fp16 import log_rank_zero
 from booster.plugins.base import WrappedPair, arguments_of
 from booster.plugins.low_level_zero.optimizer import ZeroOptimizer
@@ -27,7 +27,6 @@ from booster.validation import check_memory_is_apart, error_of
 
 from .activation_checkpointing import GradientCheckpointConfig
 from .config import HybridConfig, arguments_from_config
-from .memory import hybrid_memory, hybrid_settings
 from .mesh import HybridMesh
 from .model import HybridModel
 from .optimizer import StagePart
@@ -37,6 +36,8 @@ from .pipeline_parallel.schedules import PipelineSchedule
 from .pipeline_parallel.stage_module import StageModel
 from .pipeline_runner import build_runtime, tied_param_groups
 from .tp_plan.plan import UserPlan
+
+_MAX_TENSOR_RANKS = 8  # of the candidates of `booster estimate`: those of one host
 
 
 class HybridParallelPlugin(ShardedPlugin):
@@ -362,9 +363,19 @@ class HybridParallelPlugin(ShardedPlugin):
             )
         return optimizer.no_sync()
 
-    def estimate_memory(self, request: MemoryRequest) -> RankMemory:
-        return hybrid_memory(request, self._config, self._mesh, self._partitioner, offloads=self._offloads)
+    def representative_ranks(self) -> list[int]:
+        return [self._mesh.device_mesh.mesh[0, stage, 0, 0].item() for stage in range(self._config.pp_size)]
+
+    def layer_divisor(self) -> int:
+        return 1 if self._config.pipeline is None else self._config.pipeline.num_positions
 
     @classmethod
     def settings_for(cls, num_ranks: int) -> list[dict[str, Any]]:
-        return hybrid_settings(num_ranks)
+        """Return combinations of tp_size and pp_size, with ZeRO 1 over the other ranks."""
+        divisors = [size for size in range(1, num_ranks + 1) if num_ranks % size == 0]
+        found: list[dict[str, Any]] = []
+        for tp_size in (size for size in divisors if size <= _MAX_TENSOR_RANKS):
+            for pp_size in (size for size in divisors if (num_ranks // tp_size) % size == 0 and tp_size * size > 1):
+                settings = {"tp_size": tp_size, "pp_size": pp_size, "zero_stage": 1, "precision": "bf16"}
+                found.append(settings | ({"num_microbatches": 2 * pp_size} if pp_size > 1 else {}))
+        return found

@@ -14,7 +14,7 @@ from booster.comm import group_size, new_cpu_group, new_mesh, timeout_scope
 from booster.core.module_sync import check_materialized, move_to_device, sync_module_states
 from booster.core.plain_torch import refuse_plain_training
 from booster.errors import ConfigError
-from booster.interface import MemoryRequest, ModelWrapper, OptimizerWrapper, RankMemory
+from booster.interface import ModelWrapper, OptimizerWrapper
 from booster.mixed_precision.fp16 import log_rank_zero
 from booster.plugins.base import WrappedPair, arguments_of
 from booster.plugins.sharding.config import ShardGroups
@@ -25,7 +25,6 @@ from booster.plugins.sync_batch_norm import convert_batch_norm
 from booster.validation import check_memory_is_apart
 
 from .config import ZeroConfig
-from .memory import zero_memory
 from .model import ZeroModel
 from .optimizer import ZeroOptimizer
 
@@ -182,15 +181,6 @@ class LowLevelZeroPlugin(ShardedPlugin):
                 " booster.no_sync(model, optimizer)"
             )
         return optimizer.no_sync()
-
-    def estimate_memory(self, request: MemoryRequest) -> RankMemory:
-        return zero_memory(
-            request,
-            self._config,
-            num_shards=self._mesh.size(1),
-            num_replicas=self._mesh.size(0),
-            offloads=self._config.cpu_offload and self._device.type != "cpu",
-        )
 
     @classmethod
     def settings_for(cls, num_ranks: int) -> list[dict[str, Any]]:

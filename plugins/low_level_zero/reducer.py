@@ -12,7 +12,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from booster.comm import ReduceScatter, all_reduce_max, all_reduce_sum, collective_device, start_reduce_scatter
+from booster.comm import (
+    ReduceScatter,
+    all_reduce_sum,
+    any_rank,
+    start_reduce_scatter,
+)
 from booster.errors import ConfigError
 from booster.plugins.sharding.config import ShardGroups
 
@@ -198,8 +203,7 @@ class GradientReducer:
         local = [any(one.is_local for one in bucket.param_grads) for bucket in self.buckets]
         foreign = [one.name for one in self.param_grads if one.parameter.grad is not None and not one.is_local]
         flags = [one.is_used for one in self.param_grads] + local + [bool(foreign)]
-        mask = torch.tensor(flags, dtype=torch.uint8, device=collective_device(self._control_group))
-        flags = all_reduce_max(mask, self._control_group).tolist()
+        flags = any_rank(flags, self._control_group)
         if flags.pop():
             raise ConfigError(
                 f"the .grad of {foreign[0] if foreign else 'a parameter on another rank'!r} was set by hand, which the"
@@ -207,7 +211,7 @@ class GradientReducer:
                 " the true ones to be changed in place"
             )
         for param_grad, is_used in zip(self.param_grads, flags, strict=False):
-            param_grad.is_used = bool(is_used)
+            param_grad.is_used = is_used
         return [one for one, is_local in zip(self.buckets, flags[len(self.param_grads) :], strict=True) if is_local]
 
     def reset(self, *, keeps_use: bool = False) -> None:

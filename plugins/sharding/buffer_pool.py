@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -83,7 +84,8 @@ class BufferPool:
             self._free.remove(buffer)
         else:
             self._free.clear()  # too small, and useless next to a larger buffer
-            with torch.inference_mode(False):  # code outside inference mode must be able to write to it
+            # Code outside inference mode must be able to write to it. Leaving it leaves modes such as fake ones, too.
+            with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
                 memory = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
             buffer = Buffer(memory, _references(memory))
         self._acquired_bytes += buffer.num_bytes

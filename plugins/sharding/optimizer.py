@@ -24,6 +24,7 @@ from booster.comm import (
     collective_device,
     global_rank_of,
     group_size,
+    host_value,
     raise_on_all_ranks,
 )
 from booster.core.accumulation import any_nonfinite
@@ -468,7 +469,7 @@ class ShardedOptimizer(OptimizerWrapper):
         if any_nonfinite(non_primary):
             counted.append(non_primary[0].new_full((1,), math.nan))  # reaches all ranks of the group
         self._cached_norm = norm_over_ranks(counted, 2.0, self._grad_norm_group)
-        found = not bool(torch.isfinite(self._cached_norm))
+        found = not host_value(torch.isfinite(self._cached_norm))
         if group_size(self._grad_norm_group) == group_size():
             return found
         found_anywhere = all_reduce_numbers([float(found)])[0] > 0

@@ -16,15 +16,13 @@ from booster.comm import group_size, new_cpu_group, timeout_scope
 from booster.core.accumulation import AccumulationState
 from booster.core.module_sync import check_materialized, move_to_device, sync_module_states
 from booster.errors import ConfigError
-from booster.interface import MemoryRequest, ModelWrapper, OptimizerWrapper, RankMemory
-from booster.interface.memory import replica_memory
+from booster.interface import ModelWrapper, OptimizerWrapper
 from booster.mixed_precision import mixed_precision_names
 from booster.plugins.base import DistributedPlugin, PluginConfig, WrappedPair, arguments_of
 from booster.plugins.sync_batch_norm import convert_batch_norm
 from booster.pytree import map_tensors
 from booster.validation import check_flag, is_non_nan_number
 
-from .buckets import bucket_buffer_bytes
 from .reducer import CommHook, Reducer
 
 # Reducers of the user's models, which may outlive their wrappers. As attributes they would be copied and pickled.
@@ -154,18 +152,6 @@ class TorchDDPPlugin(DistributedPlugin):
         wrapper = model if model is not None or optimizer is None else optimizer.model
         reducer = wrapper.reducer if isinstance(wrapper, DDPModel) else None
         return nullcontext() if reducer is None else reducer.no_sync()
-
-    def estimate_memory(self, request: MemoryRequest) -> RankMemory:
-        size, uses_views = self.dp_size, self._config.gradient_as_bucket_view
-        averaged = request.activations().gradients if size > 1 else 0
-        trained = [one for one in request.prepared_model().parameters() if one.requires_grad]
-        buckets = bucket_buffer_bytes(trained, self._config.bucket_bytes, uses_views=uses_views) if size > 1 else 0
-        return replica_memory(
-            request,
-            bucket_bytes=buckets,
-            sent=2 * (size - 1) * averaged // size,
-            gradient_as_bucket_view=uses_views and size > 1,
-        )
 
 
 class DDPModel(ModelWrapper):

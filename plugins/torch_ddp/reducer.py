@@ -15,7 +15,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from booster.comm import AllReduce, all_reduce_max, all_reduce_sparse, collective_device, group_size, start_all_reduce
+from booster.comm import (
+    AllReduce,
+    all_reduce_sparse,
+    any_rank,
+    group_size,
+    start_all_reduce,
+)
 from booster.errors import ConfigError
 from booster.fault_tolerance.collective_errors import translate_errors
 from booster.fault_tolerance.failure_diagnosis import CollectiveId
@@ -336,18 +342,11 @@ class Reducer:
                 )
             return self._static_use, [False] * len(self._buckets)
         repeated = [any(grad.is_local for grad in bucket.grads) for bucket in self._buckets]
-        flags = self._agree(mine + repeated)
+        flags = any_rank(mine + repeated, self._control_group)
         used = flags[: len(mine)]
         if self._is_static:
             self._static_use = used
         return used, flags[len(mine) :]
-
-    def _agree(self, flags: list[bool]) -> list[bool]:
-        """Return the logical or of each flag over the ranks. Collective over the group."""
-        if not flags:
-            return []
-        mask = torch.tensor(flags, dtype=torch.uint8, device=collective_device(self._control_group))
-        return [bool(one) for one in all_reduce_max(mask, self._control_group).tolist()]
 
     def _form_buckets(self) -> None:
         """Assign trainable parameters to buckets, if the set of trainable parameters has changed."""

@@ -6,10 +6,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
-import torch
 import torch.distributed as dist
 
-from booster.comm import all_gather_equal, all_reduce_max, collective_device, global_rank_of, group_rank, group_size
+from booster.comm import (
+    all_gather_numbers,
+    global_rank_of,
+    group_rank,
+    group_size,
+    max_of_numbers,
+)
 from booster.errors import DesyncError
 from booster.validation import UNEVEN_CALLS
 
@@ -101,8 +106,8 @@ class CollectiveOrder:
         while not self.is_off:
             first, last = self._agree_on_next(request)
             if first.kind in _ENDS and first != last:  # on all ranks, so they can exchange their positions
-                mine = torch.tensor([[request.kind, global_rank_of(group_rank(self._group), self._group)]])
-                kinds = all_gather_equal(mine.to(collective_device(self._group)), self._group).tolist()
+                mine = [request.kind, global_rank_of(group_rank(self._group), self._group)]
+                kinds = all_gather_numbers(mine, self._group)
                 positions = ", ".join(f"rank {rank} is at {_ENDS[CollectiveKind(kind)]}" for kind, rank in kinds)
                 raise DesyncError(f"{positions}: {UNEVEN_CALLS}")
             if first == request:
@@ -129,8 +134,7 @@ class CollectiveOrder:
         num_groups = len(self.participants)
         number = request.sequence_number(num_groups)
         # The largest of the negative numbers is the smallest number.
-        mine = torch.tensor([-number, number], dtype=torch.int64, device=collective_device(self._group))
-        first, last = all_reduce_max(mine, self._group).tolist()
+        first, last = max_of_numbers([-number, number], self._group)
         return CollectiveRequest.from_sequence_number(-first, num_groups), CollectiveRequest.from_sequence_number(
             last, num_groups
         )

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from booster.comm import all_reduce_max, all_reduce_sum, collective_device, group_size
+from booster.comm import all_reduce_sum, any_rank, collective_device, group_size
 from booster.interface import LossScaler, Shard, Shards
 from booster.plugins.sharding.config import GradClipConfig
 from booster.plugins.sharding.optimizer import ShardedOptimizer, replaced_memory_error
@@ -257,15 +257,11 @@ class FSDPOptimizer(ShardedOptimizer):
             *self.model.sharded_params,
             *self.model.replicated_params.params,
         ]
-        agreed = self._any_rank([*(one.is_used for one in params), *(group.has_reduced_grads for group in groups)])
+        flags = [*(one.is_used for one in params), *(group.has_reduced_grads for group in groups)]
+        agreed = any_rank(flags, self._settings.control_group or self.data_parallel_group)
         for param, is_used in zip(params, agreed, strict=False):
             param.is_used = is_used
         return [group for group, is_reduced in zip(groups, agreed[len(params) :], strict=True) if is_reduced]
-
-    def _any_rank(self, flags: Sequence[bool]) -> list[bool]:
-        group = self._settings.control_group or self.data_parallel_group
-        mask = torch.tensor(flags, dtype=torch.uint8, device=collective_device(group))
-        return [bool(flag) for flag in all_reduce_max(mask, group).tolist()] if flags else []
 
     def _has_gradients(self) -> bool:
         return self.model.replicated_params.has_gradients or any(

@@ -15,10 +15,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffload, MixedPrecision, MixedPrecisionPolicy, OffloadPolicy, ShardingStrategy
 from torch.optim import Optimizer
 
-from booster.comm import all_reduce_max, collective_device, group_size, new_cpu_group, timeout_scope
+from booster.comm import group_size, max_of_numbers, new_cpu_group, timeout_scope
 from booster.core.plain_torch import refuse_plain_gradient, refuse_plain_training
 from booster.errors import ConfigError
-from booster.interface import MemoryRequest, ModelWrapper, OptimizerWrapper, RankMemory
+from booster.interface import ModelWrapper, OptimizerWrapper
 from booster.mixed_precision import mixed_precision_names
 from booster.mixed_precision.fp16 import log_rank_zero
 from booster.mixed_precision.loss_scaler import LossScaleConfig
@@ -29,7 +29,6 @@ from booster.plugins.sync_batch_norm import convert_batch_norm
 from booster.validation import check_memory_is_apart
 
 from .config import FSDPArguments, FSDPPrecision, OptimizerKind, groups_of, kind_of
-from .memory import fsdp_memory
 from .optimizer import FSDPOptimizer, OptimizerSettings
 from .wrap import FSDPModelBuilder
 
@@ -177,8 +176,7 @@ class TorchFSDPPlugin(DistributedPlugin):
     ) -> OptimizerKind:
         kind = checked
         if optimizer is not None:  # each rank has tested its own optimizer: a larger kind is valid for smaller ones
-            mine = torch.tensor([checked], dtype=torch.int64, device=collective_device(self._control_group))
-            kind = OptimizerKind(int(all_reduce_max(mine, self._control_group)))
+            kind = OptimizerKind(max_of_numbers([checked], self._control_group)[0])
         self._materializer(model).sync_initialized()
         if self._arguments.sync_batch_norm and self.dp_size > 1:
             convert_batch_norm(model, self._device)
@@ -249,10 +247,6 @@ class TorchFSDPPlugin(DistributedPlugin):
                 " booster.no_sync(model, optimizer)"
             )
         return optimizer.no_sync()
-
-    def estimate_memory(self, request: MemoryRequest) -> RankMemory:
-        is_cpu = self._device.type == "cpu"
-        return fsdp_memory(request, self._builder(), is_cpu=is_cpu, offloads=self._arguments.offloads and not is_cpu)
 
     @classmethod
     def settings_for(cls, num_ranks: int) -> list[dict[str, Any]]:

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.utils.parametrize import ParametrizationList
 
-from booster.comm import check_same_across_ranks, group_size
+from booster.comm import check_same_across_ranks, group_size, is_fake_world
 from booster.errors import ConfigError
 from booster.mixed_precision.fp16 import cast_floats
 from booster.plugins.sharding.buffer_pool import BufferPool
@@ -489,6 +489,11 @@ def _check_model(model: nn.Module, ignored_modules: Sequence[nn.Module]) -> None
             f"the model is a {type(model).__name__}, which has no forward, but FSDP gathers weights in forward: write"
             " a module around it with forward(self, part, *args) that returns self.parts[part](*args), or boost each"
             " child with a separate optimizer"
+        )
+    if ignored_modules and is_fake_world():
+        raise ConfigError(
+            "ignored_modules are modules of the model that is passed to boost(), but an estimate uses a copy of it:"
+            " leave ignored_modules out of this plugin; their parameters are then sharded like the rest"
         )
     own = set(model.modules())
     foreign = [module for module in ignored_modules if module not in own]

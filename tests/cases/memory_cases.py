@@ -52,18 +52,35 @@ def next_token_loss(logits, ids):
     return functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten())
 
 
-def trained(
-    make_plugin, *, optimizer=torch.optim.AdamW, precision=None, stages=False, make_model=LanguageModel, batch=BATCH
-):
-    """Returns what was estimated, and what was allocated and sent in the third step."""
-    ids = torch.randint(0, VOCABULARY, (batch, TOKENS))
+def trained(make_plugin, *, make_model=LanguageModel, batch=BATCH, optimizer=torch.optim.AdamW, precision=None):
+    """Returns what was estimated on this rank, and what was allocated and sent in the third step."""
     plugin = None if make_plugin is None else make_plugin()
-    with torch.device("meta"):
-        on_meta = make_model()
-    estimate = estimate_memory(
-        on_meta, plugin, batch=ids, optimizer=optimizer, criterion=next_token_loss, mixed_precision=precision
-    )
+    given = {"make_model": make_model, "batch": batch, "optimizer": optimizer, "precision": precision}
+    estimate = estimated(plugin, **given)
     del plugin
+    return estimate, measured(make_plugin, **given)
+
+
+def estimated(plugin, *, make_model=LanguageModel, batch=BATCH, optimizer=torch.optim.AdamW, precision=None, **world):
+    """Returns the estimate."""
+    with torch.device("meta"):
+        model, ids = make_model(), torch.empty(batch, TOKENS, dtype=torch.int64)
+    return estimate_memory(
+        model,
+        plugin,
+        batch=ids,
+        optimizer=optimizer,
+        criterion=next_token_loss,
+        mixed_precision=precision,
+        **world,
+    )
+
+
+def measured(
+    make_plugin, *, make_model=LanguageModel, batch=BATCH, optimizer=torch.optim.AdamW, precision=None, stages=False
+):
+    """Returns what was allocated and sent in the third step."""
+    ids = torch.randint(0, VOCABULARY, (batch, TOKENS))
     with Allocations() as allocations:
         model = make_model()
         booster = Booster(plugin=None if make_plugin is None else make_plugin(), mixed_precision=precision)
@@ -81,7 +98,7 @@ def trained(
                 optimizer.step()
                 optimizer.zero_grad()
                 allocations.mark(f"end {step}")
-    return estimate, {
+    return {
         "kept": allocations.at("end 2"),
         "backward": allocations.peak("start 2", "backward 2"),
         "step": allocations.peak("backward 2", "end 2"),

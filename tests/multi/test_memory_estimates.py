@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-import torch.distributed as dist
-from harness import distributed
-from memory_cases import check, of_name, trained
+from harness import distributed, run_ranks
+from memory_cases import check, estimated, measured, of_name, trained
 
+from booster import ConfigError
 from booster.optim import HybridAdam
 from booster.plugins import HybridParallelPlugin, TorchDDPPlugin
 
@@ -54,28 +54,36 @@ def test_hybrid_parallel(settings, precision):
     check(*trained(lambda: HybridParallelPlugin(precision=precision, **settings), optimizer=HybridAdam))
 
 
-@distributed(world_size=2)
 @pytest.mark.parametrize(
     "style", ["1f1b", "zbv", *(pytest.param(one, marks=pytest.mark.slow) for one in ("gpipe", "interleaved"))]
 )
 def test_pipeline_stages(style):
     chunks = 2 if style in ("interleaved", "zbv") else 1
     settings = {"pp_size": 2, "pp_style": style, "num_model_chunks": chunks, "num_microbatches": 4, "precision": "fp32"}
-    check_stages(settings)
+    check_stages(settings, 2)
 
 
 @pytest.mark.slow
-@distributed(world_size=4)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("others", [{"tp_size": 2, "plan": PLAN}, {"zero_stage": 1}], ids=["tp", "zero"])
 def test_pipeline_stages_with_others(precision, others):
-    check_stages({"pp_size": 2, "num_microbatches": 4, "precision": precision, **others})
+    check_stages({"pp_size": 2, "num_microbatches": 4, "precision": precision, **others}, 4)
 
 
-def check_stages(settings):
+def check_stages(settings, world_size):
     """Compares on the rank that needs the most, whatever stage that is."""
-    estimate, measured = trained(lambda: HybridParallelPlugin(**settings), stages=True)
-    everyone = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, measured)
+    estimate = estimated("hybrid_parallel", num_ranks=world_size, settings=settings)
+    everyone = run_ranks(of_stage, world_size, settings)
     worst = max(everyone, key=lambda one: max(one["kept"], one["backward"], one["step"]))
     check(estimate, worst | {"sent": max(one["sent"] for one in everyone)})
+
+
+def of_stage(settings):
+    return measured(lambda: HybridParallelPlugin(**settings), stages=True)
+
+
+@distributed(world_size=2)
+def test_stages_of_a_launched_world_are_estimated_before_it():
+    plugin = HybridParallelPlugin(pp_size=2, num_microbatches=4, precision="fp32")
+    with pytest.raises(ConfigError, match="estimate by its name before the launch"):
+        estimated(plugin)

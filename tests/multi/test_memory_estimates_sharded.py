@@ -75,11 +75,9 @@ def momentum(parameters):
 
 
 def check_ranks(plugin_class, settings, *, within=0.1, **arguments):
-    """Compares the estimate with the most that any rank has."""
+    """Compares the estimate of each rank with what it has."""
     estimate, measured = trained(lambda: plugin_class(**settings), **arguments)
-    everyone = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, measured)
-    check(estimate, {what: max(one[what] for one in everyone) for what in measured}, within=within)
+    check(estimate, measured, within=within)
 
 
 def of_precision(settings):
@@ -164,8 +162,7 @@ def test_what_gemini_offloads_is_elsewhere():
     settings = {"precision": "bf16", **SMALL_CHUNKS, "placement_policy": "cpu"}
     estimate, measured = trained(lambda: GeminiPlugin(**settings), optimizer=HybridAdam)
     memory = estimate.memory
-    assert memory.steady_state.total == 0
-    assert measured["kept"] < 2**12
+    assert measured["kept"] < 2**12 > memory.steady_state.total
     assert abs(memory.backward.total / measured["backward"] - 1) < 0.03
     assert abs(estimate.sent / measured["sent"] - 1) < 0.03
     ids = torch.randint(0, VOCABULARY, (BATCH, TOKENS))

@@ -388,7 +388,7 @@ def test_a_layout_refuses_sizes_that_do_not_divide():
     [
         ({"search_range_numel": -1}, "range of -1"),
         ({"min_chunk_numel": 0}, "at least 0 elements"),
-        ({"step_numel": 0}, "0 elements apart"),
+        ({"step_numel": 0}, "a step of 0 elements"),
         ({"num_outlier_deviations": 0.0}, "0.0 deviations"),
         ({"num_outlier_deviations": math.nan}, "nan deviations"),
     ],

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from booster.comm import LOW_PRECISION, all_gather_equal, raise_on_all_ranks
+from booster.comm import LOW_PRECISION, all_gather_numbers, raise_on_all_ranks
 from booster.errors import ConfigError, DesyncError
-from booster.kernels.checksum import crc32
+from booster.kernels.checksum import crc32, tensor_crc32
 from booster.pytree import children_of, iter_tensors, with_children
 
 # Note [Batch dimension]
@@ -246,7 +246,7 @@ class BatchConsistency:
             sum(option << place for place, option in enumerate(options)),
             int(changed),
         ]
-        table = all_gather_equal(torch.tensor([own]), self._group).tolist()
+        table = all_gather_numbers(own, self._group)
         statuses = [row[0] for row in table]
         if any(status != _HAS_BATCH for status in statuses):
             self._raise_without_batch(next_batch, statuses)
@@ -285,11 +285,7 @@ class BatchConsistency:
 
 def _checksum(batch: Any, *, everywhere: bool) -> int:
     """Return a checksum of the batch's tensors in host memory, or of all of them if `everywhere`."""
-    sums = [
-        crc32(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
-        for tensor in iter_tensors(batch)
-        if everywhere or tensor.device.type == "cpu"
-    ]
+    sums = [tensor_crc32(tensor) for tensor in iter_tensors(batch) if everywhere or tensor.device.type == "cpu"]
     return crc32(repr(sums).encode())
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from booster.errors import ConfigError, first_line
 from booster.plugins.hybrid_parallel.tensor_parallel.linear import is_linear
@@ -218,12 +219,12 @@ def copy_as_float64(module: nn.Module) -> nn.Module:
     generator = torch.Generator().manual_seed(0)
     for original in (*module.parameters(), *module.buffers()):
         dtype = torch.float64 if original.dtype.is_floating_point else original.dtype
-        copied = original.new_empty(original.shape, dtype=dtype, device="cpu")
+        copied = torch.empty(original.shape, dtype=dtype, device="cpu")
         if isinstance(original, nn.Parameter):
             scale = max(1, copied.shape[-1]) ** -0.5 if copied.ndim > 1 else 1.0
             values = copied.normal_(generator=generator) * scale if dtype.is_floating_point else copied.fill_(1)
             copied = nn.Parameter(values, requires_grad=False)
-        elif original.is_meta:
+        elif original.is_meta or isinstance(original, FakeTensor):
             copied.fill_(1)  # probably a mask
         else:
             copied.copy_(original)

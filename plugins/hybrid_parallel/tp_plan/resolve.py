@@ -17,6 +17,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
+from booster.comm import real_tensors
 from booster.errors import ConfigError
 from booster.plugins.hybrid_parallel.tensor_parallel.linear import is_linear
 
@@ -390,10 +391,13 @@ def choose_plan(
     if plan is not None:
         partial = read_user_plan(model, plan)
     else:
-        partial = transformers_plan(model) or table_plan(model) or derive_plan(model, tp_size)
+        with real_tensors():
+            partial = transformers_plan(model) or table_plan(model) or derive_plan(model, tp_size)
     resolved = resolve_plan(model, partial, sequence_mode=sequence_mode)
     if partial.is_derived and sequence_mode in TENSOR_AXIS_MODES:
-        check_token_wise(resolved, model)
+        with real_tensors():
+            check_token_wise(resolved, model)
     check_plan(resolved, model, tp_size, is_user_plan=partial.is_user_plan)
-    unverified = verify_user_plan(resolved, model, tp_size) if partial.is_user_plan else ()
+    with real_tensors():  # plans are tried out on values
+        unverified = verify_user_plan(resolved, model, tp_size) if partial.is_user_plan else ()
     return replace(resolved, is_derived=partial.is_derived, notes=(*resolved.notes, *unverified))

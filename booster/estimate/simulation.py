@@ -1,0 +1,407 @@
+"""Simulated training steps: a plugin's own code on fake tensors, with its allocations tracked."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
+from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from booster.booster import Booster
+from booster.comm import count_communication, fake
+from booster.errors import BoosterError, ConfigError, first_line
+from booster.interface import MemoryParts, MixedPrecision, ModelWrapper, OptimizerWrapper, Plugin, RankMemory
+from booster.pytree import iter_tensors
+
+# Note [Simulated training]
+# The plugin configures the model and trains it for a few steps, as it would on a real rank. All tensors are fake: they
+# have shapes, dtypes and storage sizes, but no memory. Each storage is counted from the operator that creates it until
+# its last reference is dropped. These are the times at which an allocator would allocate and free it, because autograd
+# and the plugin hold and release fake tensors as any others. Collectives and kernels leave their outputs as they are.
+# Where the plugin's code reads a value on the host, `booster.comm.host_value` returns a constant.
+# Storages that live between steps are parameters, gradients, optimizer states or buffers, by which of the boosted
+# objects has them. Other storages are activations, unless parameters are bound to them (gathered weights, counted as
+# buffers) or they become gradients.
+_NUM_STEPS = 3  # the last is measured: the first allocates states and traces, the second fills pools of buffers
+
+Category = Literal["parameters", "gradients", "optimizer_states", "activations", "buffers"]
+_CATEGORIES: tuple[Category, ...] = ("parameters", "gradients", "optimizer_states", "activations", "buffers")
+
+
+@dataclass(slots=True)
+class _TrackedStorage:
+    """Live storage of a fake tensor.
+
+    Attributes:
+        num_bytes: Its size.
+        category: What it is counted as.
+        is_on_device: If False, it is in host memory beside an accelerator.
+        finalizer: Reports its end.
+    """
+
+    num_bytes: int
+    category: Category
+    is_on_device: bool
+    finalizer: weakref.finalize
+
+
+class AllocationTracker(TorchDispatchMode):
+    """Dispatch mode that tracks the storages of fake tensors; see Note [Simulated training].
+
+    Args:
+        device: Device whose memory is counted.
+
+    Attributes:
+        counts: Bytes by category.
+        offloaded: Bytes in host memory beside an accelerator.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self._device_type = device.type
+        self._live: dict[int, _TrackedStorage] = {}
+        self._ignored: set[int] = set()
+        self._total = self._peak_total = 0
+        self.counts: dict[Category, int] = dict.fromkeys(_CATEGORIES, 0)
+        self.offloaded = 0
+        self._peak = dict(self.counts)
+
+    def __enter__(self) -> AllocationTracker:
+        # FSDP frees and allocates gathered weights by resizing their storage, which no dispatch mode sees.
+        self._resize = torch.UntypedStorage.resize_
+
+        def resize(storage: torch.UntypedStorage, num_bytes: int) -> Any:
+            result = self._resize(storage, num_bytes)
+            self._resized(storage)
+            return result
+
+        torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
+        fake.on_offload = self._offload
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
+        fake.on_offload = None
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = _run(func, args, kwargs or {})
+        if isinstance(result, torch.Tensor):
+            self.track(result)
+        elif result is not None:
+            for tensor in iter_tensors(result):
+                self.track(tensor)
+        return result
+
+    def ignore(self, tensor: torch.Tensor) -> None:
+        """Never count a tensor's storage, which must live as long as this mode."""
+        key = storage_key(tensor)
+        if key in self._live:
+            self._live[key].finalizer.detach()
+            self._free(key)
+        self._ignored.add(key)
+
+    def track(self, tensor: torch.Tensor) -> None:
+        """Count a tensor's storage from now on."""
+        if not isinstance(tensor, FakeTensor):
+            return
+        storage, key = tensor.untyped_storage(), storage_key(tensor)
+        if key in self._live or key in self._ignored:
+            return
+        is_on_device = tensor.device.type == self._device_type
+        finalizer = weakref.finalize(storage, self._free, key)
+        finalizer.atexit = False
+        self._live[key] = _TrackedStorage(0, "activations", is_on_device, finalizer)
+        self._set_size(key, storage.nbytes())
+
+    def categorize_activation(self, tensor: torch.Tensor, category: Category) -> None:
+        """Count a tensor's storage as `category` if it counts as an activation."""
+        one = self._live.get(storage_key(tensor)) if isinstance(tensor, FakeTensor) else None
+        if one is not None and one.category == "activations":
+            self._set_category(one, category)
+
+    def categorize_all(self, categories: Mapping[int, Category], default: Category) -> None:
+        """Set the category of all storages.
+
+        Args:
+            categories: Categories by address of the storage, as `storage_key` returns it.
+            default: Category of the others.
+        """
+        for key, one in self._live.items():
+            self._set_category(one, categories.get(key, default))
+
+    def _set_category(self, one: _TrackedStorage, category: Category) -> None:
+        if one.is_on_device:
+            self.counts[one.category] -= one.num_bytes
+            self.counts[category] += one.num_bytes
+        one.category = category
+
+    def take_peak(self) -> MemoryParts:
+        """Return the peak since the last call, by category."""
+        peak = MemoryParts(**self._peak)
+        self._peak_total, self._peak = self._total, dict(self.counts)
+        return peak
+
+    def _set_size(self, key: int, num_bytes: int) -> None:
+        one = self._live[key]
+        change, one.num_bytes = num_bytes - one.num_bytes, num_bytes
+        if not one.is_on_device:
+            self.offloaded += change
+            return
+        self.counts[one.category] += change
+        self._total += change
+        if self._total > self._peak_total:
+            self._peak_total, self._peak = self._total, dict(self.counts)
+
+    def _offload(self, tensor: torch.Tensor) -> None:
+        key = storage_key(tensor)
+        one = self._live[key]
+        size = one.num_bytes
+        self._set_size(key, 0)
+        one.is_on_device = False
+        self._set_size(key, size)
+
+    def _resized(self, storage: torch.UntypedStorage) -> None:
+        if storage._cdata in self._live:
+            self._set_size(storage._cdata, storage.nbytes())
+
+    def _free(self, key: int) -> None:
+        self._set_size(key, 0)
+        del self._live[key]
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """Return a number that identifies a tensor's storage while it lives."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if func is torch.ops.aten._grouped_mm.default and args[0].dtype != torch.bfloat16:
+        # Its fake implementation supports bf16 only, unlike the real one. The casts are not counted.
+        return func(*(one.bfloat16() for one in args[:2]), *args[2:], **kwargs).to(args[0].dtype)
+    return func(*args, **kwargs)
+
+
+@dataclass(frozen=True, slots=True)
+class Training:
+    """Model and everything that trains it, as fake tensors.
+
+    Attributes:
+        model: User's model.
+        optimizer: Optimizer over its parameters.
+        batch: Batch of one rank.
+        criterion: Function of (outputs, batch) that returns the loss.
+    """
+
+    model: nn.Module
+    optimizer: Optimizer
+    batch: Any
+    criterion: Callable[[Any, Any], torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulatedMemory:
+    """Memory and traffic of the last simulated step.
+
+    Attributes:
+        segments: Peaks of the segments of forward and backward, by name; see Note [Layer extrapolation].
+        step: Peak of the optimizer's step.
+        steady_state: Memory after the step.
+        sent: Bytes that the rank sent.
+        offloaded: Bytes in another tier.
+    """
+
+    segments: Mapping[str, MemoryParts]
+    step: MemoryParts
+    steady_state: MemoryParts
+    sent: int
+    offloaded: int
+
+    def summary(self) -> RankMemory:
+        """Return the peak of all segments with the rest."""
+        return RankMemory(
+            backward=max(self.segments.values(), key=lambda parts: parts.total),
+            step=self.step,
+            steady_state=self.steady_state,
+            sent=self.sent,
+            offloaded=self.offloaded,
+        )
+
+
+def simulate(
+    make_training: Callable[[], Training],
+    plugin: Plugin | None,
+    precision: MixedPrecision | None,
+    mode: FakeTensorMode,
+    *,
+    layers: str | None = None,
+) -> SimulatedMemory:
+    """Train for a few steps on fake tensors; see Note [Simulated training]. Must be called with a fake process group.
+
+    Args:
+        make_training: Function that returns what is trained, called within `mode`.
+        plugin: Plugin; optional, defaults to a single device.
+        precision: Mixed precision of the Booster, optional.
+        mode: Mode of the fake tensors.
+        layers: Name of a list of layers that segments begin at, optional.
+    """
+    booster = Booster(device="cpu" if plugin is None else None, plugin=plugin, mixed_precision=precision)
+    tracker = AllocationTracker(booster.plugin.device)
+    with mode, tracker, fake.fake_addresses():
+        training = make_training()
+        batch, criterion = training.batch, training.criterion
+        for tensor in iter_tensors(batch):
+            tracker.ignore(tensor)
+        for tensor in (*training.model.parameters(), *training.model.buffers()):
+            tracker.track(tensor)
+        training.model.train()
+        model, optimizer, *_ = booster.boost(training.model, training.optimizer, criterion=criterion)
+        del training
+        for _ in range(_NUM_STEPS):
+            tracker.categorize_all(_steady_categories(model, optimizer), "buffers")
+            segments = _Segments(model.unwrap(), layers, tracker)
+            with _mark_gathered(model.unwrap(), tracker), segments, count_communication() as count:
+                _run_model(booster, model, optimizer, batch, criterion)
+            _mark_gradients(model, optimizer, tracker)
+            tracker.take_peak()
+            with count_communication() as count_of_step:
+                optimizer.step()
+                optimizer.zero_grad()
+            step = tracker.take_peak()
+        tracker.categorize_all(_steady_categories(model, optimizer), "buffers")
+        return SimulatedMemory(
+            segments=segments.peaks,
+            step=step,
+            steady_state=MemoryParts(**tracker.counts),
+            sent=sum(count.sent.values()) + sum(count_of_step.sent.values()),
+            offloaded=tracker.offloaded,
+        )
+
+
+def _run_model(booster: Booster, model: Any, optimizer: Any, batch: Any, criterion: Any) -> None:
+    try:
+        booster.execute_pipeline(iter([batch]), model, criterion, optimizer, return_loss=False)
+    except BoosterError:
+        raise
+    except Exception as error:
+        advice = "check that it runs on a real batch of these shapes and with this criterion"
+        if isinstance(error, (DataDependentOutputException, DynamicOutputShapeException)):
+            advice = "a forward with data-dependent control flow can't be measured; give a batch for which it has none"
+        raise ConfigError(
+            f"{type(model.unwrap()).__name__} can't be run on fake tensors to measure its activations"
+            f" ({type(error).__name__}: {first_line(error)[:200]}): {advice}"
+        ) from error
+
+
+class _Segments:
+    """Context that divides forward and backward into segments; see Note [Layer extrapolation].
+
+    Args:
+        model: User's model.
+        layers: Name of a list of layers; None for one segment.
+        tracker: Tracker of the allocations.
+
+    Attributes:
+        peaks: Peak of each segment.
+    """
+
+    def __init__(self, model: nn.Module, layers: str | None, tracker: AllocationTracker) -> None:
+        self.peaks: dict[str, MemoryParts] = {}
+        self._tracker = tracker
+        self._layers = [] if layers is None else list(model.get_submodule(layers).children())
+        self._name = "start"
+
+    def __enter__(self) -> _Segments:
+        self._tracker.take_peak()
+        last = len(self._layers) - 1
+        names = ["first layer", *(["layers"] * (last - 1)), "last layer"]
+        self._hooks = [
+            hook
+            for index, layer in enumerate(self._layers)
+            for hook in (
+                layer.register_forward_pre_hook(partial(self._enter, names[index])),
+                layer.register_forward_hook(
+                    partial(self._leave, "end" if index == last else "layers", f"backward of {names[index]}"),
+                    always_call=True,
+                ),
+            )
+        ]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._begin("")
+        for hook in self._hooks:
+            hook.remove()
+
+    def _begin(self, name: str) -> None:
+        before, self._name = self._name, name
+        peak = self._tracker.take_peak()
+        if before not in self.peaks or peak.total > self.peaks[before].total:
+            self.peaks[before] = peak
+
+    def _enter(self, name: str, module: nn.Module, args: Any) -> None:
+        if not self._name.startswith("backward"):  # activation checkpointing runs layers again
+            self._begin(name)
+
+    def _leave(self, after: str, backward: str, module: nn.Module, args: Any, outputs: Any) -> None:
+        if self._name.startswith("backward"):
+            return
+        self._begin(after)
+        for tensor in iter_tensors(outputs):
+            if tensor.requires_grad and isinstance(tensor, FakeTensor):
+                tensor.register_hook(lambda _: self._begin(backward))
+
+
+def _steady_categories(model: ModelWrapper, optimizer: OptimizerWrapper) -> dict[int, Category]:
+    """Return the categories of the storages of a boosted model and optimizer."""
+    optim, module = optimizer.unwrap(), model.unwrap()
+    updated = [parameter for group in optim.param_groups for parameter in group["params"]]
+    found: dict[int, Category] = {}
+    for category, tensors in (
+        ("optimizer_states", [*iter_tensors(dict(optim.state)), *updated]),
+        ("parameters", [*module.parameters(), *(one.tensor for one in model.tensor_slices())]),
+        ("gradients", [one.grad for one in (*updated, *module.parameters()) if one.grad is not None]),
+        ("buffers", module.buffers()),
+    ):
+        found |= {storage_key(tensor): category for tensor in tensors if isinstance(tensor, FakeTensor)}
+    return found
+
+
+def _mark_gradients(model: ModelWrapper, optimizer: OptimizerWrapper, tracker: AllocationTracker) -> None:
+    parameters = [*model.unwrap().parameters(), *(one for group in optimizer.param_groups for one in group["params"])]
+    for parameter in parameters:
+        if parameter.grad is not None:
+            tracker.categorize_activation(parameter.grad, "gradients")
+
+
+@contextmanager
+def _mark_gathered(model: nn.Module, tracker: AllocationTracker) -> Iterator[None]:
+    """Count what parameters are bound to while their module runs as buffers, and their gradients as gradients."""
+
+    def mark(module: nn.Module, _: Any) -> None:
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                tracker.categorize_activation(parameter.detach(), "buffers")
+
+    hooks = [module.register_forward_pre_hook(mark) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
