@@ -205,7 +205,8 @@ def _shards(buffer: torch.Tensor, size: int) -> list[torch.Tensor]:
         raise AssertionError(
             f"a buffer of shape {tuple(buffer.shape)} and stride {buffer.stride()} is not {size} equal flat shards"
         )
-    return [buffer.detach()[index * numel : (index + 1) * numel] for index in range(size)]
+    flat = buffer.detach()
+    return list(flat.split(numel)) if numel else [flat] * size
 
 
 def _recv_buffers(

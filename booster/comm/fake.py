@@ -72,10 +72,10 @@ def fake_addresses() -> Iterator[None]:
 
     def address(tensor: torch.Tensor) -> int:
         begin = address_of_storage(tensor.untyped_storage())
-        return begin and begin + tensor.storage_offset() * tensor.itemsize
+        return begin and begin + int(tensor.storage_offset()) * tensor.itemsize
 
-    FakeTensor.data_ptr = address
-    torch.UntypedStorage.data_ptr = address_of_storage
+    FakeTensor.data_ptr = address  # type: ignore[method-assign, assignment]
+    torch.UntypedStorage.data_ptr = address_of_storage  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
@@ -27,7 +26,7 @@ from booster.validation import is_number
 from .repeated_layers import extrapolate, find_repeated_layers, truncate_layers
 from .simulation import SimulatedMemory, Training, simulate
 
-_DEPTHS = (4, 6)  # see Note [Layer extrapolation]
+_MIN_DEPTH = 3  # see Note [Layer extrapolation]
 
 
 def new_fake_mode() -> FakeTensorMode:
@@ -151,6 +150,7 @@ class TrainingRecipe:
     batch: Any
     optimizer: Any = torch.optim.AdamW
     criterion: Callable[[Any, Any], torch.Tensor] = default_criterion
+    _templates: dict[tuple[str, int] | None, nn.Module] = field(default_factory=dict, init=False, repr=False)
 
     def make_fake(self, mode: FakeTensorMode, layers: tuple[str, int] | None = None) -> Training:
         """Return a copy of everything as fake tensors.
@@ -159,13 +159,13 @@ class TrainingRecipe:
             mode: Mode of the fake tensors.
             layers: Name of a list of layers and the number of them that the copy keeps; optional, defaults to all.
         """
-        model = fake_copy(self.model, mode)
-        pairs = zip(self.model.parameters(), model.parameters(), strict=True)
-        parameters = {id(given): copied for given, copied in pairs}
-        if layers is not None:
-            truncate_layers(model, *layers)
-            kept = {id(one) for one in model.parameters()}
-            parameters = {key: one for key, one in parameters.items() if id(one) in kept}
+        if layers not in self._templates:
+            self._templates[layers] = template = self.model if layers is None else _copy(self.model, "meta")
+            if layers is not None:
+                truncate_layers(template, *layers)
+        model = fake_copy(self._templates[layers], mode)
+        given = dict(self.model.named_parameters())
+        parameters = {id(given[name]): parameter for name, parameter in model.named_parameters()}
         with mode:
             optimizer = _fake_optimizer(self.optimizer, parameters)
         return Training(model, optimizer, fake_batch(self.batch, mode), self.criterion)
@@ -339,10 +339,10 @@ def _simulate(recipe: TrainingRecipe, plugin: Plugin, precision: MixedPrecision 
     if name is None:
         return run().summary()
     num_layers = len(recipe.model.get_submodule(name)._modules)
-    divisor = plugin.layer_divisor()
-    depths = tuple(divisor * math.ceil(depth / divisor) for depth in _DEPTHS)
-    if depths[0] == depths[1]:
-        depths = (depths[0], depths[0] + divisor)
+    unit = plugin.layer_divisor()
+    least = -(-_MIN_DEPTH // unit)
+    low = least + (num_layers // unit - least) % 2
+    depths = (unit * low, unit * (low + 2))
     if depths[1] >= num_layers:
         return run().summary()
     try:

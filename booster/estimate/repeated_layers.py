@@ -20,13 +20,17 @@ from .simulation import SimulatedMemory
 # layers another point may have it. So forward and backward are divided into segments, which begin where the first
 # layer, the layers between, and the last layer begin and end. The peak of each segment is extrapolated, and the largest
 # is taken: between the first and the last layer memory changes evenly, so its peak is at one of the ends.
+# Numbers of layers differ by an even number, as buffers alternate.
 # If the layers differ in any visible attribute, or fewer of them can't be trained, the full model is simulated.
 MIN_LAYERS = 13
+MIN_NUMEL = 2**28  # smaller models are simulated in full: their communication buffers are not full yet
 _COMPARABLE_TYPES = (int, float, str, bool, type(None), torch.dtype, torch.device, tuple)
 
 
 def find_repeated_layers(model: nn.Module) -> str | None:
     """Return the name of the longest `ModuleList` of identical layers that is worth extrapolating, or None."""
+    if sum(parameter.numel() for parameter in model.parameters()) < MIN_NUMEL:
+        return None
     lists = {name: one for name, one in model.named_modules() if type(one) is nn.ModuleList and len(one) >= MIN_LAYERS}
     alike = [name for name, one in lists.items() if _are_identical(list(one)) and _are_untied(model, one)]
     name = max(alike, key=lambda one: len(lists[one]), default=None)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -35,7 +35,7 @@ from booster.pytree import iter_tensors
 # Storages that live between steps are parameters, gradients, optimizer states or buffers, by which of the boosted
 # objects has them. Other storages are activations, unless parameters are bound to them (gathered weights, counted as
 # buffers) or they become gradients.
-_NUM_STEPS = 3  # the last is measured: the first allocates states and traces, the second fills pools of buffers
+_NUM_STEPS = 2  # the last is measured: the first allocates states and buffers, and traces
 
 Category = Literal["parameters", "gradients", "optimizer_states", "activations", "buffers"]
 _CATEGORIES: tuple[Category, ...] = ("parameters", "gradients", "optimizer_states", "activations", "buffers")
@@ -88,7 +88,7 @@ class AllocationTracker(TorchDispatchMode):
             self._resized(storage)
             return result
 
-        torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
+        torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign, assignment]
         fake.on_offload = self._offload
         super().__enter__()
         return self
@@ -101,6 +101,8 @@ class AllocationTracker(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if func is torch.ops.prim.device.default:  # half of all calls
+            return args[0].fake_device
         result = _run(func, args, kwargs or {})
         if isinstance(result, torch.Tensor):
             self.track(result)
@@ -373,12 +375,13 @@ def _steady_categories(model: ModelWrapper, optimizer: OptimizerWrapper) -> dict
     optim, module = optimizer.unwrap(), model.unwrap()
     updated = [parameter for group in optim.param_groups for parameter in group["params"]]
     found: dict[int, Category] = {}
-    for category, tensors in (
-        ("optimizer_states", [*iter_tensors(dict(optim.state)), *updated]),
-        ("parameters", [*module.parameters(), *(one.tensor for one in model.tensor_slices())]),
-        ("gradients", [one.grad for one in (*updated, *module.parameters()) if one.grad is not None]),
-        ("buffers", module.buffers()),
-    ):
+    tensors_of: dict[Category, Iterable[torch.Tensor]] = {
+        "optimizer_states": [*iter_tensors(dict(optim.state)), *updated],
+        "parameters": [*module.parameters(), *(one.tensor for one in model.tensor_slices())],
+        "gradients": [one.grad for one in (*updated, *module.parameters()) if one.grad is not None],
+        "buffers": module.buffers(),
+    }
+    for category, tensors in tensors_of.items():
         found |= {storage_key(tensor): category for tensor in tensors if isinstance(tensor, FakeTensor)}
     return found
 

@@ -364,7 +364,12 @@ class HybridParallelPlugin(ShardedPlugin):
         return optimizer.no_sync()
 
     def representative_ranks(self) -> list[int]:
-        return [self._mesh.device_mesh.mesh[0, stage, 0, 0].item() for stage in range(self._config.pp_size)]
+        num_stages = self._config.pp_size
+        stages = list(range(num_stages))
+        if self._config.num_layers_per_stage is None and self._config.split is None:
+            # Stages in the middle hold as many layers as the second one, and activations of no more microbatches.
+            stages = sorted({0, min(1, num_stages - 1), num_stages - 1})
+        return [int(self._mesh.device_mesh.mesh[0, stage, 0, 0]) for stage in stages]
 
     def layer_divisor(self) -> int:
         return 1 if self._config.pipeline is None else self._config.pipeline.num_positions

@@ -126,15 +126,6 @@ def form_buckets(grads: Sequence[ParamGrad], bucket_bytes: int, *, uses_views: b
     return buckets
 
 
-def bucket_buffer_bytes(parameters: Sequence[torch.Tensor], bucket_bytes: int, *, uses_views: bool) -> int:
-    """Return the bytes of a reducer's buffers for trainable parameters."""
-    buckets = [[parameters[index] for index in indices] for indices in _assign_buckets(parameters, bucket_bytes)]
-    with torch.device("meta"):
-        buffers = _allocate_buffers(buckets, uses_views, device=torch.device("meta"))
-    storages = {buffer.untyped_storage()._cdata: buffer.untyped_storage().nbytes() for buffer in buffers}
-    return sum(storages.values())
-
-
 def _assign_buckets(parameters: Sequence[torch.Tensor], bucket_bytes: int) -> list[list[int]]:
     """Return the parameter indices of every bucket, last parameter first.
 

@@ -165,7 +165,8 @@ class Reducer:
         """
         if not self._may_be_local and self._reduced_at == _num_backwards:
             return
-        if any(self._agree([any(grad.is_local and grad.parameter.grad is not None for grad in self._grads)])):
+        is_local = any(grad.is_local and grad.parameter.grad is not None for grad in self._grads)
+        if any(any_rank([is_local], self._control_group)):
             self.reduce()
         self._note_reduced()
 

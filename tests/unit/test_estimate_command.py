@@ -67,7 +67,7 @@ def test_the_table_has_a_row_for_each_setting(script, capsys):
     headings = r" *parameters +gradients +states +activations +buffers +peak +offloaded +sent +fits +\(all in KiB\)"
     assert re.fullmatch(headings, lines[2])
     row = lines[3].split()
-    assert (row[0], row[2], row[8:]) == ("66.00", "132.01", ["yes", "torch_ddp", "<--"])
+    assert (row[0], row[2], row[8:]) == ("66.00", "132.02", ["yes", "torch_ddp", "<--"])
     assert lines[4].endswith(" torch_ddp mixed_precision=bf16")
     assert lines[-1].startswith("cheapest that fits, by bytes sent: torch_ddp")
 
@@ -114,10 +114,10 @@ def test_what_does_not_fit_and_what_cannot_be_run_is_told(script, capsys):
 
 
 def test_a_fault_of_one_plugin_does_not_hide_the_others(script, capsys, monkeypatch):
-    def fails(self, request):
+    def fails(self, *arguments, **options):
         raise ZeroDivisionError("broken")
 
-    monkeypatch.setattr(TorchDDPPlugin, "estimate_memory", fails)
+    monkeypatch.setattr(TorchDDPPlugin, "configure", fails)
     text = found(script, capsys, "--plugin", "torch_ddp,low_level_zero", "--nproc", "2", code=1)
     assert "failed: ZeroDivisionError: broken\n    torch_ddp\n" in text
     assert "least memory: low_level_zero" in text

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from booster.estimate import activations
-from booster.estimate.activations import find_repeated_layers, measure_activations, profile_of, record_timeline
-from booster.estimate.estimate import fake_batch, fake_copy, new_fake_mode
+from booster import estimate_memory
+from booster.estimate import estimate, repeated_layers
+from booster.estimate.repeated_layers import find_repeated_layers
 
 DEPTH = 15
 
@@ -90,35 +90,45 @@ class ByNumber(Stack):
         return self.head(x).mean()
 
 
-def both_ways(model):
-    """Returns the profile as it was found, and that of the whole model."""
-    mode = new_fake_mode()
-    copied, x = fake_copy(model, mode), fake_batch(torch.zeros(6, 5), mode)
-    with mode:
-        found = measure_activations(copied, lambda: copied(x), existing=[x])
-        before = [*copied.parameters(), *copied.buffers(), x]
-        whole = profile_of(record_timeline(copied, lambda: copied(x), existing=before))
-    return found, whole
+@pytest.fixture(autouse=True)
+def small_models_too(monkeypatch):
+    monkeypatch.setattr(repeated_layers, "MIN_NUMEL", 0)
 
 
-@pytest.mark.parametrize("cls", [Stack, Checkpointed, Remembers, LongSkips, Joins, ByNumber])
-def test_few_layers_tell_exactly_what_all_keep(cls):
-    found, whole = both_ways(cls())
-    assert found == whole
-    assert sum(one.event == "enter" and one.name == f"layers.{DEPTH - 1}.up" for one in found.intervals) >= 1
-
-
-@pytest.mark.parametrize(("cls", "is_short"), [(Stack, True), (Checkpointed, True), (Remembers, True), (Joins, False)])
-def test_the_whole_is_run_only_where_it_must(cls, is_short, monkeypatch):
+def both_ways(model, monkeypatch, plugin="torch_ddp", **settings):
+    """Returns the memory as it was found, that of the whole model, and the depths of all simulations of the first."""
     depths = []
+    simulate = estimate.simulate
 
-    def noted(model, run, *, existing):
-        depths.append(len(model.layers))
-        return record_timeline(model, run, existing=existing)
+    def noted(make_training, *arguments, **options):
+        depths.append(len(make_training().model.layers))
+        return simulate(make_training, *arguments, **options)
 
-    monkeypatch.setattr(activations, "record_timeline", noted)
-    both_ways(cls())
-    assert depths == [3, 4, 5, *([] if is_short else [DEPTH])]
+    monkeypatch.setattr(estimate, "simulate", noted)
+    given = {"batch": torch.zeros(6, 5), "criterion": lambda outputs, _: outputs, "num_ranks": 2, "settings": settings}
+    found = estimate_memory(model, plugin, **given).memory
+    found_depths = list(depths)
+    monkeypatch.setattr(repeated_layers, "MIN_LAYERS", 1000)
+    return found, estimate_memory(model, plugin, **given).memory, found_depths
+
+
+@pytest.mark.parametrize("cls", [Stack, Checkpointed, Remembers, LongSkips, Joins])
+@pytest.mark.parametrize(
+    ("plugin", "settings"),
+    [("torch_ddp", {}), ("torch_fsdp", {}), ("gemini", {"precision": "bf16"}), ("low_level_zero", {"stage": 2})],
+)
+def test_few_layers_tell_what_all_keep(cls, plugin, settings, monkeypatch):
+    found, whole, depths = both_ways(cls(), monkeypatch, plugin, **settings)
+    assert depths == [3, 5]
+    for name in ("backward", "step", "steady_state"):
+        assert abs(getattr(found, name).total / getattr(whole, name).total - 1) < 0.03, (name, found, whole)
+    assert abs(found.sent / whole.sent - 1) < 0.03
+
+
+def test_the_whole_is_run_where_it_must(monkeypatch):
+    found, whole, depths = both_ways(ByNumber(), monkeypatch)
+    assert found == whole
+    assert depths == [3, DEPTH]
 
 
 def test_layers_that_differ_are_no_stack():
@@ -145,9 +155,9 @@ def test_layers_that_differ_are_no_stack():
     assert find_repeated_layers(alike) == "layers"
 
 
-def test_the_model_is_left_as_it_was():
+def test_the_model_is_left_as_it_was(monkeypatch):
     model = Stack()
     layers = list(model.layers)
-    both_ways(model)
+    both_ways(model, monkeypatch)
     assert list(model.layers) == layers
     assert not any(one._forward_pre_hooks for one in model.modules())

@@ -13,7 +13,7 @@ import torch
 from transformers.cache_utils import DynamicCache
 from transformers.modeling_outputs import BaseModelOutputWithPast, ModelOutput
 
-from booster.comm import TensorSpec
+from booster.comm import TensorMeta
 from booster.errors import ConfigError
 from booster.plugins.hybrid_parallel.pipeline_parallel.p2p import TreeSpec, flatten
 
@@ -109,9 +109,9 @@ def test_a_form_knows_what_is_differentiable():
     _, form = flatten([x(2).requires_grad_(), x(3), torch.tensor([1], dtype=torch.int8)])
     assert [one.requires_grad for one in form.tensors] == [True, False, False]
     assert form.specs == (
-        TensorSpec((2,), torch.float32),
-        TensorSpec((3,), torch.float32),
-        TensorSpec((1,), torch.int8),
+        TensorMeta((2,), torch.float32),
+        TensorMeta((3,), torch.float32),
+        TensorMeta((1,), torch.int8),
     )
     assert TreeSpec.decode(form.encode()).tensors == form.tensors
 
