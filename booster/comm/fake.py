@@ -40,6 +40,10 @@ def host_value(tensor: torch.Tensor, *, fake: float = 1.0) -> float:
     return fake if _is_fake and isinstance(tensor, FakeTensor) else tensor.item()
 
 
+# Most buckets of a flat buffer in a simulation, which takes as long as it has operators: a few larger buckets in flight
+# add less than 1 % of a rank's memory. None: as many as on a real rank.
+max_buckets: int | None = None
+
 on_offload: Callable[[torch.Tensor], None] | None = None  # set by a simulation that counts memory
 
 

@@ -106,15 +106,10 @@ def _fake_optimizer(optimizer: Any, parameters: Mapping[int, nn.Parameter]) -> O
         parameters: Fake parameters by the `id` of the model's.
 
     Raises:
-        ConfigError: It is neither.
+        ConfigError: The function returned something else.
     """
     if isinstance(optimizer, Optimizer):
         return _copy_over(optimizer, parameters)
-    if not callable(optimizer):
-        raise ConfigError(
-            f"optimizer={optimizer!r} is not an optimizer: give one over the model's parameters, or a function that"
-            " creates one from a list of parameters, such as torch.optim.AdamW"
-        )
     made = optimizer([one for one in parameters.values() if one.requires_grad])
     if not isinstance(made, Optimizer):
         raise ConfigError(
@@ -151,6 +146,14 @@ class TrainingRecipe:
     optimizer: Any = torch.optim.AdamW
     criterion: Callable[[Any, Any], torch.Tensor] = default_criterion
     _templates: dict[tuple[str, int] | None, nn.Module] = field(default_factory=dict, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        """Raise `ConfigError` if the optimizer is neither."""
+        if not isinstance(self.optimizer, Optimizer) and not callable(self.optimizer):
+            raise ConfigError(
+                f"optimizer={self.optimizer!r} is not an optimizer: give one over the model's parameters, or a function"
+                " that creates one from a list of parameters, such as torch.optim.AdamW"
+            )
 
     def make_fake(self, mode: FakeTensorMode, layers: tuple[str, int] | None = None) -> Training:
         """Return a copy of everything as fake tensors.

@@ -35,6 +35,7 @@ from booster.pytree import iter_tensors
 # Storages that live between steps are parameters, gradients, optimizer states or buffers, by which of the boosted
 # objects has them. Other storages are activations, unless parameters are bound to them (gathered weights, counted as
 # buffers) or they become gradients.
+_MAX_BUCKETS = 64
 _NUM_STEPS = 2  # the last is measured: the first allocates states and buffers, and traces
 
 Category = Literal["parameters", "gradients", "optimizer_states", "activations", "buffers"]
@@ -89,14 +90,14 @@ class AllocationTracker(TorchDispatchMode):
             return result
 
         torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign, assignment]
-        fake.on_offload = self._offload
+        fake.on_offload, fake.max_buckets = self._offload, _MAX_BUCKETS
         super().__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
         torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
-        fake.on_offload = None
+        fake.on_offload = fake.max_buckets = None
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from booster.comm import is_fake_world, sum_dtype
+from booster.comm import fake, sum_dtype
 from booster.interface import Shard, shard_spec_of
 from booster.plugins.sharding.config import ShardGroups
 from booster.plugins.sharding.masters import follow_weights
@@ -167,9 +167,6 @@ class OwnedShard:
     range: OwnedRange
 
 
-_MAX_SIMULATED_BUCKETS = 64
-
-
 class FlatGroup:
     """Parameters of one param group and dtype as views of one flat buffer.
 
@@ -206,10 +203,9 @@ class FlatGroup:
         self.dtype = dtype
         shapes = [tuple(parameter.shape) for parameter in self.parameters]
         max_bucket_numel = config.max_bucket_numel
-        if is_fake_world():
-            # A simulation takes as long as it has operators; a few larger buckets in flight add less than 1 %.
+        if fake.max_buckets is not None:
             numel = sum(parameter.numel() for _, parameter in named)
-            max_bucket_numel = max(max_bucket_numel, numel // _MAX_SIMULATED_BUCKETS)
+            max_bucket_numel = max(max_bucket_numel, numel // fake.max_buckets)
         self.layout = FlatLayout(shapes, groups.num_shards, max_bucket_numel)
         self.device = self.parameters[0].device
         self.weights = torch.zeros(self.layout.numel, dtype=dtype, device=self.device)

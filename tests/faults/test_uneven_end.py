@@ -144,7 +144,7 @@ def test_short_ranks_are_named_on_all_ranks(case, tmp_path):
     for rank, end in enumerate(ends):
         is_short = rank in case.short_ranks
         assert (end.num_steps is not None) == is_short, report
-        if is_short and "'s program came to its end, but rank" in end.output:
+        if is_short and "'s program finished, but rank" in end.output:
             continue  # what it did after its loop needed no other rank: it ends with the others' failure
         assert end.error[0] in ("RankFailedError", "DesyncError"), report
         assert any(f"rank {short}" in end.error[1] or f", {short}" in end.error[1] for short in case.short_ranks), (
