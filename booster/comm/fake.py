@@ -19,8 +19,8 @@ from booster.errors import ConfigError
 # Note [Fake process group]
 # The memory of a rank can be measured by running its program on fake tensors. Data of other ranks has no values either,
 # so nothing has to be sent: collectives of CPU tensors return at once and leave their outputs unchanged, and
-# consistency checks pass, as all ranks equal this one. Calls and bytes are counted as usual. Without a launch
-# `fake_world` makes a world of any size, with torch's fake backend; after a launch its groups are used.
+# consistency checks pass, as all ranks equal this one. Calls and bytes of tensors are counted as usual. Without a
+# launch `fake_world` makes a world of any size, with torch's fake backend; after a launch its groups are used.
 _is_fake = False
 _PAGE_BYTES = 4096
 
@@ -41,7 +41,7 @@ def host_value(tensor: torch.Tensor, *, fake: float = 1.0) -> float:
 
 
 # Most buckets of a flat buffer in a simulation, which takes as long as it has operators: a few larger buckets in flight
-# add less than 1 % of a rank's memory. None: as many as on a real rank.
+# add at most a few per cent of a rank's memory. None: as many as on a real rank.
 max_buckets: int | None = None
 
 on_offload: Callable[[torch.Tensor], None] | None = None  # set by a simulation that counts memory
@@ -95,6 +95,10 @@ class FakeHeaders:
     """
 
     def __init__(self) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget all headers, before another model is simulated."""
         self._sent: dict[tuple[int, int], list[bytes]] = {}
         self._last = b""
 

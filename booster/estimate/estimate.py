@@ -14,7 +14,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import Optimizer
 
-from booster.comm import fake_collectives, fake_world, group_size, is_initialized
+from booster.comm import fake, fake_collectives, fake_world, group_size, is_initialized
 from booster.errors import ConfigError
 from booster.interface import MemoryParts, MixedPrecision, Plugin, RankMemory
 from booster.mixed_precision import mixed_precision_from_name
@@ -299,6 +299,7 @@ def estimate_recipe(
             " 80 * 2**30, or omit it"
         )
     is_launched = is_initialized()  # then this process's own rank is the only one that can be simulated
+    fake.fake_headers.clear()
     found: dict[int, MemoryEstimate] = {}
     ranks: Sequence[int] = (0,)
     while len(found) < len(ranks):
