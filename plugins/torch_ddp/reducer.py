@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import math
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -27,8 +29,6 @@ from booster.fault_tolerance.collective_errors import translate_errors
 from booster.fault_tolerance.failure_diagnosis import CollectiveId
 from booster.plugins.sharding.buffer_pool import broadcast_coalesced
 
-from .buckets import MAX_IN_FLIGHT, Bucket, GradBucket, ParamGrad, form_buckets, move_into_view, views_of
-
 # Note [Gradient reduction]
 # Every parameter has a hook that autograd calls once `.grad` holds the gradient. A bucket is issued (copied into its
 # buffer, divided by the number of ranks, all-reduced) when it is complete *and* all buckets before it are issued.
@@ -45,6 +45,8 @@ from .buckets import MAX_IN_FLIGHT, Bucket, GradBucket, ParamGrad, form_buckets,
 # between steps, a forward never communicates, and any method of the model may compute the loss.
 
 
+_MAX_IN_FLIGHT = 2  # one bucket is reduced while the next one fills
+
 CommHook: TypeAlias = Callable[[Any, Any], "torch.futures.Future[Any]"]
 """Callable with arguments (state, `GradBucket`) that returns a future of the averaged flat tensor."""
 
@@ -54,6 +56,183 @@ _active: Reducer | None = None
 _num_backwards = 0
 _due: list[Reducer] = []
 _numbers = itertools.count()
+
+
+@dataclass(slots=True, eq=False)
+class ParamGrad:
+    """Gradient of one parameter.
+
+    Attributes:
+        parameter: Model parameter.
+        produces_sparse: If True, an embedding with sparse=True uses the parameter.
+        bucket: Bucket of the gradient; None if the parameter is frozen or its gradient sparse.
+        view: View of the bucket's buffer.
+        has_arrived: If True, it has arrived in the current backward.
+        is_local: If True, it changed on this rank since its bucket was issued.
+        source: `.grad` while the bucket is in flight.
+        unclaimed: Mean of a gradient that this rank does not have, until the ranks have exchanged which are used.
+        handle: Handle of the reducer's hook on the parameter.
+    """
+
+    parameter: nn.Parameter
+    produces_sparse: bool
+    bucket: Bucket | None = None
+    view: torch.Tensor | None = None
+    has_arrived: bool = False
+    is_local: bool = False
+    source: torch.Tensor | None = None
+    unclaimed: torch.Tensor | None = None
+    handle: RemovableHandle | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Bucket:
+    """Gradients of one dtype that are all-reduced together.
+
+    Attributes:
+        index: Position in the order of reduction.
+        grads: Gradients in buffer order.
+        flat: Flat buffer.
+        views: Views of the buffer, one per gradient.
+        num_missing: Number of gradients that have not arrived in the current backward.
+        is_issued: If True, it was issued in the current backward.
+        waits_for_end: If True, it is only issued at the end of backward.
+        is_discarded: If True, backward failed while it was in flight.
+        in_flight: All-reduce of the buffer, or future of a communication hook; None if no reduction is in flight.
+    """
+
+    index: int
+    grads: list[ParamGrad]
+    flat: torch.Tensor
+    views: list[torch.Tensor]
+    num_missing: int = 0
+    is_issued: bool = False
+    waits_for_end: bool = False
+    is_discarded: bool = False
+    in_flight: AllReduce | torch.futures.Future[Any] | None = field(default=None, repr=False)
+
+
+class GradBucket:
+    """Bucket passed to a communication hook, with the interface of `torch.distributed.GradBucket`."""
+
+    def __init__(self, bucket: Bucket, *, is_last: bool) -> None:
+        self._bucket = bucket
+        self._buffer = bucket.flat
+        self._is_last = is_last
+
+    def index(self) -> int:
+        """Return the bucket's position in the order of reduction."""
+        return self._bucket.index
+
+    def buffer(self) -> torch.Tensor:
+        """Return this rank's gradients as one flat tensor, not divided by the number of ranks."""
+        return self._buffer
+
+    def set_buffer(self, buffer: torch.Tensor) -> None:
+        """Replace the flat tensor."""
+        self._buffer = buffer
+
+    def gradients(self) -> list[torch.Tensor]:
+        """Return the gradients, as views of the flat tensor."""
+        return _views_of(self._buffer, [grad.parameter for grad in self._bucket.grads])
+
+    def parameters(self) -> list[torch.Tensor]:
+        """Return the parameters, in the order of `gradients`."""
+        return [grad.parameter for grad in self._bucket.grads]
+
+    def is_last(self) -> bool:
+        """Return whether it is the last bucket of a backward."""
+        return self._is_last
+
+
+def _form_buckets(grads: Sequence[ParamGrad], bucket_bytes: int, *, uses_views: bool) -> list[Bucket]:
+    """Assign gradients to buckets with buffers.
+
+    Args:
+        grads: Gradients of the trainable parameters.
+        bucket_bytes: Size of a bucket; a larger parameter has a separate bucket.
+        uses_views: If True, gradients become views of the buffers, and each bucket has a separate buffer.
+    """
+    assigned = _assign_buckets([grad.parameter for grad in grads], bucket_bytes)
+    members = [[grads[index] for index in indices] for indices in assigned]
+    buffers = _allocate_buffers([[grad.parameter for grad in own] for own in members], uses_views)
+    buckets = []
+    for index, (own, flat) in enumerate(zip(members, buffers, strict=True)):
+        bucket = Bucket(index, own, flat, _views_of(flat, [grad.parameter for grad in own]))
+        buckets.append(bucket)
+        for grad, view in zip(own, bucket.views, strict=True):
+            grad.bucket, grad.view = bucket, view
+            if uses_views:
+                _move_into_view(grad)
+    return buckets
+
+
+def _assign_buckets(parameters: Sequence[torch.Tensor], bucket_bytes: int) -> list[list[int]]:
+    """Return the parameter indices of every bucket, last parameter first.
+
+    This is the order in which backward reaches the layers of most models. Unlike DistributedDataParallel, buckets are
+    not rebuilt after the first step: the position of an element in its bucket determines the summation order on three
+    or more ranks, and a resumed run must sum in the same order.
+    """
+    buckets: list[list[int]] = []
+    open_buckets: dict[tuple[torch.dtype, torch.device], tuple[list[int], int]] = {}
+    for index in reversed(range(len(parameters))):
+        parameter = parameters[index]
+        key = (parameter.dtype, parameter.device)
+        indices, num_bytes = open_buckets.pop(key, ([], 0))
+        indices, num_bytes = [*indices, index], num_bytes + parameter.nbytes
+        if num_bytes >= bucket_bytes:
+            buckets.append(indices)
+        else:
+            open_buckets[key] = indices, num_bytes
+    return buckets + [indices for indices, _ in open_buckets.values()]
+
+
+def _allocate_buffers(
+    buckets: Sequence[Sequence[torch.Tensor]], uses_views: bool, device: torch.device | None = None
+) -> list[torch.Tensor]:
+    """Return a flat buffer for every bucket. Without views, buckets that are never in flight together share one."""
+    sizes = [sum(parameter.numel() for parameter in bucket) for bucket in buckets]
+    devices_of_buckets = [(bucket[0].dtype, device or bucket[0].device) for bucket in buckets]
+    if uses_views:
+        return [
+            torch.zeros(size, dtype=dtype, device=where)
+            for size, (dtype, where) in zip(sizes, devices_of_buckets, strict=True)
+        ]
+    keys = [(index % _MAX_IN_FLIGHT, *home) for index, home in enumerate(devices_of_buckets)]
+    largest: dict[tuple[int, torch.dtype, torch.device], int] = {}
+    for key, size in zip(keys, sizes, strict=True):
+        largest[key] = max(size, largest.get(key, 0))
+    shared = {key: torch.empty(size, dtype=key[1], device=key[2]) for key, size in largest.items()}
+    return [shared[key][:size] for key, size in zip(keys, sizes, strict=True)]
+
+
+def _views_of(flat: torch.Tensor, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return views of a flat tensor with the shapes of the parameters, and the strides of the dense ones."""
+    starts = itertools.accumulate((parameter.numel() for parameter in parameters), initial=0)
+    parts = [flat[start : start + one.numel()] for start, one in zip(starts, parameters, strict=False)]
+    return [
+        part.as_strided(one.shape, one.stride()) if _is_dense(one) else part.view(one.shape)
+        for part, one in zip(parts, parameters, strict=True)
+    ]
+
+
+def _is_dense(parameter: torch.Tensor) -> bool:
+    """Return whether the elements are contiguous in memory in some order of dimensions."""
+    expected = 1
+    for stride, size in sorted(zip(parameter.stride(), parameter.shape, strict=True)):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return math.prod(parameter.shape) > 0
+
+
+@torch.no_grad()
+def _move_into_view(grad: ParamGrad) -> None:
+    given = grad.parameter.grad
+    if grad.view is not None and given is not None and given is not grad.view:
+        grad.view.copy_(given.to_dense() if given.is_sparse else given)
+        grad.parameter.grad = grad.view
 
 
 class Reducer:
@@ -188,7 +367,7 @@ class Reducer:
         bucket = grad.bucket
         if bucket is not None and not bucket.is_issued:
             if self._uses_views:
-                move_into_view(grad)
+                _move_into_view(grad)
             if self._reduces_now and not grad.has_arrived:
                 grad.has_arrived = True
                 bucket.num_missing -= 1
@@ -231,7 +410,7 @@ class Reducer:
 
     @torch.no_grad()
     def _issue(self, bucket: Bucket) -> None:
-        while len(self._in_flight) >= MAX_IN_FLIGHT:
+        while len(self._in_flight) >= _MAX_IN_FLIGHT:
             self._collect_oldest()
         scale = 1.0 if self._comm_hook is not None else 1.0 / group_size(self._group)
         for grad, view in zip(bucket.grads, bucket.views, strict=True):
@@ -265,7 +444,7 @@ class Reducer:
             with translate_errors(CollectiveId("communication hook", bucket.index + 1), self._group):
                 result = future.wait()
             flat = result[0] if isinstance(result, (list, tuple)) else result
-            means = views_of(flat, [grad.parameter for grad in bucket.grads])
+            means = _views_of(flat, [grad.parameter for grad in bucket.grads])
         bucket.in_flight = None
         return means
 
@@ -358,7 +537,7 @@ class Reducer:
         for grad in self._grads:
             grad.bucket = grad.view = None
         dense = [grad for grad in self._grads if grad.parameter.requires_grad and not grad.produces_sparse]
-        self._buckets = form_buckets(dense, self._bucket_bytes, uses_views=self._uses_views)
+        self._buckets = _form_buckets(dense, self._bucket_bytes, uses_views=self._uses_views)
 
 
 def _sparse_mean(parameter: nn.Parameter, group: dist.ProcessGroup | None) -> torch.Tensor:

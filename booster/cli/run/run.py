@@ -128,7 +128,7 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.dry_run:
         print(torchrun_command(arguments, num_ranks))
         return 0
-    from .node_launcher import launch_node
+    from .elastic_agent import launch_node
 
     return launch_node(arguments, num_ranks)
 
