@@ -59,8 +59,21 @@ def real_tensors() -> AbstractContextManager[Any]:
 
 
 @contextmanager
-def fake_addresses() -> Iterator[None]:
-    """Give fake tensors distinct addresses in the block, so that `data_ptr()` tells which share memory."""
+def fake_memory() -> Iterator[None]:
+    """Let fake tensors behave like real ones in the block where torch leaves gaps.
+
+    They have distinct addresses, so that `data_ptr()` tells which share memory. `tensor.data = other` takes the device
+    of the other, and tensors may share a `__dict__`, where torch keeps the device of each.
+    """
+    devices: dict[int, torch.device] = {}  # by `id`: set whenever a fake tensor is made
+
+    class DeviceOfTensor:
+        def __get__(self, tensor: FakeTensor, owner: type) -> torch.device:
+            return devices.get(id(tensor)) or tensor.__dict__["_fake_device"]
+
+        def __set__(self, tensor: FakeTensor, device: torch.device) -> None:
+            devices[id(tensor)] = device
+
     find_address = torch.UntypedStorage.data_ptr
     bases: weakref.WeakKeyDictionary[torch.UntypedStorage, int] = weakref.WeakKeyDictionary()
     next_base = _PAGE_BYTES
@@ -78,12 +91,22 @@ def fake_addresses() -> Iterator[None]:
         begin = address_of_storage(tensor.untyped_storage())
         return begin and begin + int(tensor.storage_offset()) * tensor.itemsize
 
+    data: Any = torch.Tensor.data
+
+    def set_data(tensor: FakeTensor, other: torch.Tensor) -> None:
+        data.__set__(tensor, other)
+        tensor.fake_device = other.device
+
+    FakeTensor._fake_device = DeviceOfTensor()  # type: ignore[assignment]
+    FakeTensor.data = property(data.__get__, set_data)  # type: ignore[assignment]
     FakeTensor.data_ptr = address  # type: ignore[method-assign, assignment]
     torch.UntypedStorage.data_ptr = address_of_storage  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:
         del FakeTensor.data_ptr
+        del FakeTensor.data
+        del FakeTensor._fake_device
         del torch.UntypedStorage.data_ptr
 
 

@@ -27,6 +27,7 @@ from booster.fault_tolerance.progress import current_progress
 from booster.fault_tolerance.store import TimeoutStore, call_with_timeout
 from booster.fault_tolerance.timeouts import timeouts
 
+from .fake import is_fake_world
 from .shared_memory import release_shared_memory, set_shared_memory_timeout
 
 # Note [Unused groups]
@@ -222,6 +223,7 @@ def new_group(
     Raises:
         RankFailedError: A rank did not call it within the set-up timeout.
     """
+    backend = None if is_fake_world() else backend
     expected = list(ranks) if use_local_synchronization else list(range(dist.get_world_size()))
     arrivals = _Arrivals(ranks, expected)
     backend_name = str(dist.get_backend()) if backend is None else backend

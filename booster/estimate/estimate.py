@@ -34,21 +34,22 @@ def new_fake_mode() -> FakeTensorMode:
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
-def fake_copy(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
-    """Return a copy of a model with fake parameters and buffers on the CPU; tied ones stay tied.
+def fake_copy(model: nn.Module, mode: FakeTensorMode, device: torch.device) -> nn.Module:
+    """Return a copy of a model with fake parameters and buffers on a device; tied ones stay tied.
 
     Args:
         model: Model with real values, on the meta device, or lazily initialized. Not modified.
         mode: Result of `new_fake_mode`.
+        device: Device of the plugin: torch can't move a module with fake parameters.
 
     Raises:
         ConfigError: The model can't be copied.
     """
     with mode:
-        return _copy(model, "cpu")
+        return _copy(model, device)
 
 
-def _copy(model: nn.Module, device: str) -> nn.Module:
+def _copy(model: nn.Module, device: torch.device) -> nn.Module:
     memo: dict[int, Any] = {}
     for parameter in model.parameters():
         memo[id(parameter)] = nn.Parameter(_like(parameter, device), requires_grad=parameter.requires_grad)
@@ -63,13 +64,13 @@ def _copy(model: nn.Module, device: str) -> nn.Module:
         ) from error
 
 
-def fake_batch(batch: Any, mode: FakeTensorMode) -> Any:
-    """Return a copy of a batch with fake tensors on the CPU."""
+def fake_batch(batch: Any, mode: FakeTensorMode, device: torch.device) -> Any:
+    """Return a copy of a batch with fake tensors on a device."""
     with mode:
-        return map_tensors(lambda tensor: _like(tensor, "cpu"), batch)
+        return map_tensors(lambda tensor: _like(tensor, device), batch)
 
 
-def _like(tensor: torch.Tensor, device: str) -> torch.Tensor:
+def _like(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     # Dense, in the order of its strides: a view may have gaps, a copy has none.
     given: tuple[int, ...] = tensor.stride()
     order = sorted(range(tensor.dim()), key=lambda dim: (-given[dim], dim))
@@ -155,23 +156,26 @@ class TrainingRecipe:
                 " that creates one from a list of parameters, such as torch.optim.AdamW"
             )
 
-    def make_fake(self, mode: FakeTensorMode, layers: tuple[str, int] | None = None) -> Training:
+    def make_fake(self, mode: FakeTensorMode, device: torch.device, layers: tuple[str, int] | None = None) -> Training:
         """Return a copy of everything as fake tensors.
 
         Args:
             mode: Mode of the fake tensors.
+            device: Their device.
             layers: Name of a list of layers and the number of them that the copy keeps; optional, defaults to all.
         """
         if layers not in self._templates:
-            self._templates[layers] = template = self.model if layers is None else _copy(self.model, "meta")
+            self._templates[layers] = template = (
+                self.model if layers is None else _copy(self.model, torch.device("meta"))
+            )
             if layers is not None:
                 truncate_layers(template, *layers)
-        model = fake_copy(self._templates[layers], mode)
+        model = fake_copy(self._templates[layers], mode, device)
         given = dict(self.model.named_parameters())
         parameters = {id(given[name]): parameter for name, parameter in model.named_parameters()}
         with mode:
             optimizer = _fake_optimizer(self.optimizer, parameters)
-        return Training(model, optimizer, fake_batch(self.batch, mode), self.criterion)
+        return Training(model, optimizer, fake_batch(self.batch, mode, device), self.criterion)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -336,7 +340,11 @@ def _simulate(recipe: TrainingRecipe, plugin: Plugin, precision: MixedPrecision 
         layers = None if name is None or num_layers is None else (name, num_layers)
         with _without_garbage_collection():
             return simulate(
-                lambda: recipe.make_fake(mode, layers), plugin, precision, mode, layers=layers and layers[0]
+                lambda: recipe.make_fake(mode, plugin.device, layers),
+                plugin,
+                precision,
+                mode,
+                layers=layers and layers[0],
             )
 
     name = find_repeated_layers(recipe.model)
@@ -393,10 +401,10 @@ def _plugin_in_world(
         raise ConfigError(f"num_ranks={world_size} needs a plugin: give plugin=, such as 'torch_ddp'")
     if is_initialized() and world_size == group_size():
         with fake_collectives():
-            yield plugin_from_name(plugin, **(settings or {})) if plugin else SingleDevicePlugin("cpu")
+            yield plugin_from_name(plugin, **(settings or {})) if plugin else SingleDevicePlugin()
         return
     with fake_world(world_size, rank):
-        yield plugin_from_name(plugin, **(settings or {})) if plugin else SingleDevicePlugin("cpu")
+        yield plugin_from_name(plugin, **(settings or {})) if plugin else SingleDevicePlugin()
 
 
 def _precision(given: str | MixedPrecision | None) -> MixedPrecision | None:

@@ -122,7 +122,7 @@ class AllocationTracker(TorchDispatchMode):
 
     def track(self, tensor: torch.Tensor) -> None:
         """Count a tensor's storage from now on."""
-        if not isinstance(tensor, FakeTensor):
+        if not isinstance(tensor, FakeTensor) or tensor.device.type == "meta":
             return
         storage, key = tensor.untyped_storage(), storage_key(tensor)
         if key in self._live or key in self._ignored:
@@ -198,6 +198,8 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if func is torch.ops.aten._grouped_mm.default and args[0].dtype != torch.bfloat16:
         # Its fake implementation supports bf16 only, unlike the real one. The casts are not counted.
         return func(*(one.bfloat16() for one in args[:2]), *args[2:], **kwargs).to(args[0].dtype)
+    if func is torch.ops.aten._pin_memory.default:  # has no fake implementation
+        return args[0].clone()
     return func(*args, **kwargs)
 
 
@@ -249,7 +251,7 @@ class SimulatedMemory:
 
 def simulate(
     make_training: Callable[[], Training],
-    plugin: Plugin | None,
+    plugin: Plugin,
     precision: MixedPrecision | None,
     mode: FakeTensorMode,
     *,
@@ -259,14 +261,14 @@ def simulate(
 
     Args:
         make_training: Function that returns what is trained, called within `mode`.
-        plugin: Plugin; optional, defaults to a single device.
+        plugin: Plugin.
         precision: Mixed precision of the Booster, optional.
         mode: Mode of the fake tensors.
         layers: Name of a list of layers that segments begin at, optional.
     """
-    booster = Booster(device="cpu" if plugin is None else None, plugin=plugin, mixed_precision=precision)
-    tracker = AllocationTracker(booster.plugin.device)
-    with mode, tracker, fake.fake_addresses():
+    booster = Booster(plugin=plugin, mixed_precision=precision)
+    tracker = AllocationTracker(plugin.device)
+    with mode, tracker, fake.fake_memory():
         training = make_training()
         batch, criterion = training.batch, training.criterion
         for tensor in iter_tensors(batch):

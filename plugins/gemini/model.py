@@ -542,8 +542,8 @@ class GeminiModelBuilder:
         return DiskTier(self._offload_dir)
 
     def _other_bytes(self, boosted: GeminiModel) -> int:
-        """Return the non-chunk bytes in the compute tier; on the CPU, without a counter, those saved by autograd."""
-        if self._settings.device.type == "cpu":
+        """Return the non-chunk bytes in the compute tier; without a counter of them, those saved by autograd."""
+        if self._settings.device.type == "cpu" or is_fake_world():
             return boosted.hooks.saved_bytes
         return max(0, memory_allocated() - boosted.manager.bytes_in_memory)
 

@@ -15,7 +15,7 @@ import torch
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from booster.comm import all_to_all_single, sum_dtype
+from booster.comm import all_to_all_single, host_value, sum_dtype
 
 from .group import SequenceParallelGroup
 from .zigzag import SequenceSharding
@@ -262,7 +262,7 @@ class _Ring:
             rows = rows if mask.shape[-2] > 1 else slice(None)
             for keys, columns in self.sharding.local_chunks(source):
                 seen = mask[:, :, rows, columns]
-                if seen.numel() and (seen.dtype != torch.bool or bool(seen.any())):
+                if seen.numel() and (seen.dtype != torch.bool or host_value(seen.any())):
                     seed = (block.seed + self.sp_group.size * (1 + 2 * queries.start + keys.start)) % 2**63
                     yield _Tile(queries, keys, replace(block, mask=seen, seed=seed), rows, columns)
 

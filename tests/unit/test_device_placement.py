@@ -1,0 +1,65 @@
+"""Every plugin trains on fake CUDA tensors: an operator that mixes them with tensors of the CPU fails.
+
+In a process of its own, as torch can't forget a device; `oracles/device_placement.py` has the cases.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+TESTS = Path(__file__).resolve().parents[1]
+ONE_OF_EACH = (
+    2,
+    6,
+    11,
+    14,
+    18,
+    19,
+    23,
+    -2,
+    -1,
+)  # fp16; DDP, ZeRO 2, Gemini offloaded, FSDP offloaded, tp, pp; controls
+NUM_CASES = 37
+HAS_STATES_ON_THE_HOST = ("cpu_offload", "offload_optim_frac")
+
+
+pytestmark = pytest.mark.skipif(torch.version.cuda is not None, reason="this build of torch has CUDA's own devices")
+
+
+def _run(*numbers):
+    command = [sys.executable, "-m", "oracles.device_placement", *map(str, numbers)]
+    environment = os.environ | {"PYTHONWARNINGS": "ignore"}
+    done = subprocess.run(command, cwd=TESTS, env=environment, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def _check(found):
+    *trained, (_, model), (_, states) = found.items()
+    for control in (model, states):
+        assert "FakeTensorDeviceMismatchError" in control["error"]
+    for name, result in trained:
+        assert result["error"] is None, name
+        is_offloaded = any(word in name for word in HAS_STATES_ON_THE_HOST)
+        assert (result["offloaded"] > 1000) == is_offloaded, name  # else the step numbers of AdamW at most
+        assert (result["on_device"] < 31_000) == is_offloaded, name
+
+
+def test_one_setting_of_each_plugin():
+    found = _run(*ONE_OF_EACH)
+    assert len(found) == len(ONE_OF_EACH)
+    _check(found)
+
+
+@pytest.mark.slow
+def test_all_settings():
+    found = _run()
+    assert len(found) == NUM_CASES
+    _check(found)
