@@ -274,8 +274,11 @@ def _sum_into(
     if local_shard.device.type != "cpu":  # the backend has summed into `local_shard`
         _ = output.add_(local_shard) if accumulate else output.copy_(local_shard)
         return
-    terms_by_block = zip(*(part.split(_BLOCK_NUMEL) for part in (local_shard, *received)), strict=True)
-    blocks = zip(output.split(_BLOCK_NUMEL), terms_by_block, strict=True)
+    parts: Sequence[torch.Tensor] = (output, local_shard, *received)
+    if is_fake_world():  # all blocks take the same memory: one is enough
+        parts = [part[:_BLOCK_NUMEL] for part in parts]
+    targets, *terms_of_ranks = (part.split(_BLOCK_NUMEL) for part in parts)
+    blocks = zip(targets, zip(*terms_of_ranks, strict=True), strict=True)
     if local_shard.dtype == output.dtype and local_shard.dtype not in LOW_PRECISION and not accumulate:
         for target, terms in blocks:
             _sum_directly(target, terms)
