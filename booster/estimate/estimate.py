@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from booster.comm import fake, fake_collectives, fake_world, group_size, is_initialized
 from booster.errors import ConfigError
-from booster.interface import MemoryParts, MixedPrecision, Plugin, RankMemory
+from booster.interface import MixedPrecision, Plugin
 from booster.mixed_precision import mixed_precision_from_name
 from booster.pytree import map_tensors
 from booster.registry import plugin_from_name
@@ -24,7 +24,7 @@ from booster.single_device import SingleDevicePlugin
 from booster.validation import is_number
 
 from .repeated_layers import extrapolate, find_repeated_layers, truncate_layers
-from .simulation import SimulatedMemory, Training, simulate
+from .simulation import MemoryParts, RankMemory, SimulatedMemory, Training, simulate
 
 _MIN_DEPTH = 3  # see Note [Layer extrapolation]
 

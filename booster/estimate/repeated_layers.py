@@ -10,9 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from booster.interface import MemoryParts
-
-from .simulation import SimulatedMemory
+from .simulation import MemoryParts, SimulatedMemory
 
 # Note [Layer extrapolation]
 # A model of eighty identical layers is simulated with a few of them, twice. The full model has more of everything by

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any, Literal
 
@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from booster.booster import Booster
 from booster.comm import count_communication, fake
 from booster.errors import BoosterError, ConfigError, first_line
-from booster.interface import MemoryParts, MixedPrecision, ModelWrapper, OptimizerWrapper, Plugin, RankMemory
+from booster.interface import MixedPrecision, ModelWrapper, OptimizerWrapper, Plugin
 from booster.pytree import iter_tensors
 
 # Note [Simulated training]
@@ -40,6 +40,54 @@ _NUM_STEPS = 2  # the last is measured: the first allocates states and buffers, 
 
 Category = Literal["parameters", "gradients", "optimizer_states", "activations", "buffers"]
 _CATEGORIES: tuple[Category, ...] = ("parameters", "gradients", "optimizer_states", "activations", "buffers")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryParts:
+    """Memory of a rank at one time, in bytes.
+
+    Attributes:
+        parameters: Weights that the model computes with, as the rank stores them between steps.
+        gradients: Gradients of parameters.
+        optimizer_states: Optimizer states and fp32 master weights.
+        activations: Tensors that forward and backward save and compute; in the optimizer's step, its temporaries.
+        buffers: The model's buffers, gathered weights, and communication buffers.
+    """
+
+    parameters: int = 0
+    gradients: int = 0
+    optimizer_states: int = 0
+    activations: int = 0
+    buffers: int = 0
+
+    @property
+    def total(self) -> int:
+        """Sum of all."""
+        return sum(getattr(self, one.name) for one in fields(self))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankMemory:
+    """Memory of training on the rank that needs the most.
+
+    Attributes:
+        backward: Peak of forward and backward.
+        step: Peak of the optimizer's step.
+        steady_state: Steady state between steps.
+        sent: Bytes that the rank sends in a step.
+        offloaded: Bytes offloaded to another tier: host memory beside an accelerator, or files.
+    """
+
+    backward: MemoryParts
+    step: MemoryParts
+    steady_state: MemoryParts
+    sent: int
+    offloaded: int = 0
+
+    @property
+    def peak(self) -> MemoryParts:
+        """Peak of all."""
+        return max((self.backward, self.step, self.steady_state), key=lambda parts: parts.total)
 
 
 @dataclass(slots=True)

@@ -24,7 +24,6 @@ from booster.core.shard_aware import FusedUpdate, Shard, ShardAware, Shards, Sta
 from booster.core.shard_spec import ShardRegion, ShardSpec, set_shard_spec, shard_spec_of
 from booster.core.tensor_slice import TensorSlice
 
-from .memory import MemoryParts, RankMemory
 from .mixed_precision import MixedPrecision
 from .plugin import Boosted, Plugin
 
@@ -35,13 +34,11 @@ __all__ = [
     "FusedUpdate",
     "LossScaler",
     "MasterWeights",
-    "MemoryParts",
     "MixedPrecision",
     "ModelWrapper",
     "OptimizerState",
     "OptimizerWrapper",
     "Plugin",
-    "RankMemory",
     "ReducedShards",
     "Shard",
     "ShardAware",

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from booster.core.config_fingerprint import ConfigFingerprint
 from booster.core.model_wrapper import ModelWrapper
 from booster.core.optimizer_wrapper import OptimizerWrapper
+from booster.deprecation import ConfigFingerprint
 
 
 class MixedPrecision(ConfigFingerprint, ABC):

@@ -14,9 +14,9 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset
 
-from booster.core.config_fingerprint import ConfigFingerprint
 from booster.core.model_wrapper import ModelWrapper, call_with_batch
 from booster.core.optimizer_wrapper import OptimizerWrapper
+from booster.deprecation import ConfigFingerprint
 
 from .checkpoint_io import CheckpointIO
 

@@ -14,8 +14,7 @@ import torch.distributed as dist
 from booster.comm import sum_dtype
 from booster.device import current_device, free_memory
 from booster.errors import ConfigError
-from booster.plugins.sharding.config import ShardedConfig, ShardGroups
-from booster.plugins.sharding.precision import DTYPES
+from booster.plugins.sharding.config import DTYPES, ShardedConfig, ShardGroups
 from booster.validation import check_flag, check_replicas, is_count, is_non_nan_number
 
 from .chunk_layout import ChunkLayout

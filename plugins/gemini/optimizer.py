@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -14,9 +14,8 @@ from torch.optim import Optimizer
 from booster.comm import all_reduce_sum, any_rank, collective_device, group_size
 from booster.errors import ConfigError
 from booster.interface import LossScaler, Shard, Shards, TensorSpec
-from booster.plugins.sharding.masters import update_master
 from booster.plugins.sharding.optimizer import ShardedOptimizer, ShardedOptimizerState
-from booster.plugins.sharding.shard_states import shard_state
+from booster.plugins.sharding.shard_states import shard_state, update_master
 
 from .chunk import Chunk, ChunkParam
 from .config import GeminiSettings
@@ -218,10 +217,6 @@ class GeminiOptimizer(ShardedOptimizer):
 
     def _backward_context(self) -> AbstractContextManager[None]:
         return self.model.hooks.backward()
-
-    def no_sync(self) -> AbstractContextManager[None]:
-        """Return a context without effect: every backward reduces, because no rank keeps unsharded gradients."""
-        return nullcontext()
 
     # Gradients.
 

@@ -17,9 +17,9 @@ from booster.core.module_sync import check_materialized
 from booster.core.plain_torch import refuse_plain_training
 from booster.interface import ModelWrapper, OptimizerWrapper
 from booster.plugins.base import WrappedPair, arguments_of
+from booster.plugins.sharding.config import WeightPrecision
 from booster.plugins.sharding.elementwise import require_elementwise
 from booster.plugins.sharding.plugin import ShardedPlugin
-from booster.plugins.sharding.precision import WeightPrecision
 from booster.plugins.sync_batch_norm import convert_batch_norm
 from booster.validation import check_memory_is_apart
 

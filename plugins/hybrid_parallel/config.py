@@ -13,8 +13,7 @@ from booster.comm import group_size
 from booster.errors import ConfigError
 from booster.plugins.base import arguments_of
 from booster.plugins.low_level_zero.config import ZeroConfig
-from booster.plugins.sharding.config import ShardedConfig
-from booster.plugins.sharding.precision import DTYPES
+from booster.plugins.sharding.config import DTYPES, ShardedConfig
 from booster.validation import check_flag, is_count, is_non_nan_number
 
 from .activation_checkpointing import GradientCheckpointConfig, parse_checkpoint_config

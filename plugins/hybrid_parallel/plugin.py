@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -18,10 +17,9 @@ from booster.interface import ModelWrapper, OptimizerWrapper
 from booster.mixed_precision.fp16 import log_rank_zero
 from booster.plugins.base import WrappedPair, arguments_of
 from booster.plugins.low_level_zero.optimizer import ZeroOptimizer
-from booster.plugins.sharding.config import ShardGroups
+from booster.plugins.sharding.config import ShardGroups, WeightPrecision
 from booster.plugins.sharding.elementwise import require_elementwise
 from booster.plugins.sharding.plugin import ShardedPlugin
-from booster.plugins.sharding.precision import WeightPrecision
 from booster.plugins.sync_batch_norm import convert_batch_norm
 from booster.validation import check_memory_is_apart, error_of
 
@@ -352,16 +350,6 @@ class HybridParallelPlugin(ShardedPlugin):
             replica_group=mesh.group(*replicas) if mesh.size(*replicas) > 1 else None,
             grad_norm_group=mesh.group(*shards, "pp", "tp"),
         )
-
-    def no_sync(
-        self, model: ModelWrapper | None = None, optimizer: OptimizerWrapper | None = None
-    ) -> AbstractContextManager[None]:
-        if not isinstance(optimizer, ZeroOptimizer):
-            raise ConfigError(
-                "no_sync() needs the boosted optimizer, which holds the gradients: write"
-                " booster.no_sync(model, optimizer)"
-            )
-        return optimizer.no_sync()
 
     def representative_ranks(self) -> list[int]:
         num_stages = self._config.pp_size

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from booster.errors import ConfigError
-from booster.plugins.sharding.config import ShardedConfig
-from booster.plugins.sharding.precision import DTYPES
+from booster.plugins.sharding.config import DTYPES, ShardedConfig
 from booster.validation import check_flag, check_replicas, is_non_nan_number
 
 _MEBI = 2**20

@@ -12,7 +12,7 @@ from torch import nn
 from booster.comm import fake, sum_dtype
 from booster.interface import Shard, shard_spec_of
 from booster.plugins.sharding.config import ShardGroups
-from booster.plugins.sharding.masters import follow_weights
+from booster.plugins.sharding.shard_states import follow_weights
 
 from .config import ZeroConfig
 

@@ -114,7 +114,6 @@ class ZeroOptimizer(ShardedOptimizer):
         self._config = config
         self._groups = groups
         self._part = ModelPart() if part is None else part
-        self._synchronizes = True
         self._flat_groups: list[FlatGroup] = []
         for index in range(len(optim.param_groups)):
             self._record_group(index)
@@ -179,15 +178,6 @@ class ZeroOptimizer(ShardedOptimizer):
 
     def _backward_context(self) -> AbstractContextManager[None]:
         return self._reducer.collecting(synchronizes=self._synchronizes)
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Accumulate gradients locally in stage 1. Stage 2 keeps no local gradients and reduces them anyway."""
-        before, self._synchronizes = self._synchronizes, False
-        try:
-            yield
-        finally:
-            self._synchronizes = before
 
     @contextmanager
     def accumulate_microbatches(self, num_items: float | None) -> Iterator[None]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -14,13 +13,11 @@ from booster.comm import group_size, new_cpu_group, new_mesh, timeout_scope
 from booster.core.module_sync import check_materialized, move_to_device, sync_module_states
 from booster.core.plain_torch import refuse_plain_training
 from booster.errors import ConfigError
-from booster.interface import ModelWrapper, OptimizerWrapper
 from booster.mixed_precision.fp16 import log_rank_zero
 from booster.plugins.base import WrappedPair, arguments_of
-from booster.plugins.sharding.config import ShardGroups
+from booster.plugins.sharding.config import ShardGroups, WeightPrecision
 from booster.plugins.sharding.elementwise import require_elementwise
 from booster.plugins.sharding.plugin import ShardedPlugin
-from booster.plugins.sharding.precision import WeightPrecision
 from booster.plugins.sync_batch_norm import convert_batch_norm
 from booster.validation import check_memory_is_apart
 
@@ -171,16 +168,6 @@ class LowLevelZeroPlugin(ShardedPlugin):
             shard_group=self._mesh.get_group("shard") if has_replicas else None,
             replica_group=self._mesh.get_group("replica") if has_replicas else None,
         )
-
-    def no_sync(
-        self, model: ModelWrapper | None = None, optimizer: OptimizerWrapper | None = None
-    ) -> AbstractContextManager[None]:
-        if not isinstance(optimizer, ZeroOptimizer):
-            raise ConfigError(
-                "no_sync() needs the optimizer that boost() returned, which holds the gradients: write"
-                " booster.no_sync(model, optimizer)"
-            )
-        return optimizer.no_sync()
 
     @classmethod
     def settings_for(cls, num_ranks: int) -> list[dict[str, Any]]:

@@ -7,6 +7,7 @@ import math
 import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -52,7 +53,7 @@ from booster.mixed_precision.loss_scaler import DynamicLossScaler, LossScaleConf
 
 from .config import GradClipConfig
 from .elementwise import takes_empty_groups
-from .masters import follow_weights
+from .shard_states import follow_weights
 
 
 @torch.no_grad()
@@ -286,6 +287,7 @@ class ShardedOptimizer(OptimizerWrapper):
         self._clip = clip
         self._cached_norm: torch.Tensor | None = None
         self._is_stepping = False
+        self._synchronizes = True
         optim.register_step_pre_hook(partial(_refuse_unwrapped_step, weakref.ref(self)))
         self._num_own_step_hooks = 1
         self._model_param_of: dict[int, nn.Parameter] = {}
@@ -294,6 +296,15 @@ class ShardedOptimizer(OptimizerWrapper):
         self.logical_groups: list[list[tuple[str, nn.Parameter]]] = []
         model.register_load_hook(self._refresh_masters)
         model.register_master_slices(self._master_slices)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Accumulate gradients locally, unsharded, in backwards of the block, where the strategy can keep them."""
+        before, self._synchronizes = self._synchronizes, False
+        try:
+            yield
+        finally:
+            self._synchronizes = before
 
     # Implemented by the strategy.
 

@@ -2,15 +2,31 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
+
 import torch
 
 from booster.comm import group_size
-from booster.interface import LossScaler
+from booster.errors import ConfigError
+from booster.interface import LossScaler, ModelWrapper, OptimizerWrapper
 from booster.plugins.base import DistributedPlugin
 
-from .config import ShardedConfig
-from .optimizer import new_loss_scaler
-from .precision import DTYPES
+from .config import DTYPES, ShardedConfig
+from .optimizer import ShardedOptimizer, new_loss_scaler
+
+
+def local_accumulation(optimizer: OptimizerWrapper | None) -> AbstractContextManager[None]:
+    """Return the context of `no_sync` of a boosted optimizer.
+
+    Raises:
+        ConfigError: It is not a boosted optimizer.
+    """
+    if not isinstance(optimizer, ShardedOptimizer):
+        raise ConfigError(
+            "no_sync() needs the optimizer that boost() returned, which holds the gradients: write"
+            " booster.no_sync(model, optimizer)"
+        )
+    return optimizer.no_sync()
 
 
 class ShardedPlugin(DistributedPlugin):
@@ -35,6 +51,11 @@ class ShardedPlugin(DistributedPlugin):
         if self._device.type == "cpu" and parameter_dtype.itemsize < 4:
             return torch.float32
         return self._config.reduce_dtype or parameter_dtype
+
+    def no_sync(
+        self, model: ModelWrapper | None = None, optimizer: OptimizerWrapper | None = None
+    ) -> AbstractContextManager[None]:
+        return local_accumulation(optimizer)
 
     def _new_loss_scaler(self) -> LossScaler | None:
         """Return the loss scaler of a new optimizer, or None for other precisions than fp16."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
@@ -92,7 +92,6 @@ class FSDPOptimizer(ShardedOptimizer):
         self._updates: list[ParamUpdate] = []
         self._original_ids: dict[str, int] = {}
         self._keeps_masters = False
-        self._synchronizes = True
         self._replace_originals()
         for index in range(len(optim.param_groups)):
             self._record_group(index)
@@ -207,15 +206,6 @@ class FSDPOptimizer(ShardedOptimizer):
 
     def _backward_context(self) -> AbstractContextManager[None]:
         return self.model.backward(sync_gradients=self._synchronizes)
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Context in which gradients are accumulated locally, unsharded."""
-        before, self._synchronizes = self._synchronizes, False
-        try:
-            yield
-        finally:
-            self._synchronizes = before
 
     # Gradients.
 

@@ -17,7 +17,6 @@ from torch.optim import Optimizer
 
 from booster.comm import group_size, max_of_numbers, new_cpu_group, timeout_scope
 from booster.core.plain_torch import refuse_plain_gradient, refuse_plain_training
-from booster.errors import ConfigError
 from booster.interface import ModelWrapper, OptimizerWrapper
 from booster.mixed_precision import mixed_precision_names
 from booster.mixed_precision.fp16 import log_rank_zero
@@ -25,6 +24,7 @@ from booster.mixed_precision.loss_scaler import LossScaleConfig
 from booster.plugins.base import DistributedPlugin, WrappedPair, arguments_of
 from booster.plugins.sharding.deferred_init import Materializer
 from booster.plugins.sharding.optimizer import new_loss_scaler
+from booster.plugins.sharding.plugin import local_accumulation
 from booster.plugins.sync_batch_norm import convert_batch_norm
 from booster.validation import check_memory_is_apart
 
@@ -241,12 +241,7 @@ class TorchFSDPPlugin(DistributedPlugin):
         self, model: ModelWrapper | None = None, optimizer: OptimizerWrapper | None = None
     ) -> AbstractContextManager[None]:
         """Return a context in which every rank accumulates unsharded gradients, which need the memory, locally."""
-        if not isinstance(optimizer, FSDPOptimizer):
-            raise ConfigError(
-                "no_sync() needs the optimizer that boost() returned, which holds the gradients: write"
-                " booster.no_sync(model, optimizer)"
-            )
-        return optimizer.no_sync()
+        return local_accumulation(optimizer)
 
     @classmethod
     def settings_for(cls, num_ranks: int) -> list[dict[str, Any]]:

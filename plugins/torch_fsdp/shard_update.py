@@ -12,7 +12,7 @@ from torch import nn
 
 from booster.comm import LOW_PRECISION, all_reduce_sum, broadcast, collective_device, group_rank, group_size
 from booster.interface import Shard
-from booster.plugins.sharding.masters import update_master
+from booster.plugins.sharding.shard_states import update_master
 
 from .fsdp2_internals import ShardedParam
 from .param_group import ParamGroup

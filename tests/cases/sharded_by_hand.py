@@ -15,8 +15,8 @@ from torch import nn
 
 from booster.comm import group_rank, group_size
 from booster.interface import OptimizerWrapper, Shard, Shards
-from booster.plugins.sharding.masters import follow_weights
 from booster.plugins.sharding.optimizer import ShardedOptimizerState, ShardedPendingGradients
+from booster.plugins.sharding.shard_states import follow_weights
 
 __all__ = ["FixedScale", "ShardedByHand", "cut_at_random"]
 

@@ -23,7 +23,8 @@ from booster.estimate.candidates import (
     least_memory,
 )
 from booster.estimate.estimate import MemoryEstimate
-from booster.interface import MemoryParts, Plugin, RankMemory
+from booster.estimate.simulation import MemoryParts, RankMemory
+from booster.interface import Plugin
 from booster.plugins import TorchDDPPlugin
 
 SCRIPT = """
