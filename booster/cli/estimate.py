@@ -124,6 +124,7 @@ def estimate(arguments: argparse.Namespace) -> int:
     candidates = find_candidates(arguments.plugin, arguments.nproc, settings, arguments.mixed_precision)
     optimizer = _optimizer(arguments.optimizer, arguments.optimizer_settings)
     source = _load_model(arguments)
+    optimizer([one for one in source.model.parameters() if one.requires_grad])  # a mistake in it is one of all settings
     recipe = TrainingRecipe(model=source.model, batch=source.batch, optimizer=optimizer, criterion=source.criterion)
     numbers = itertools.count(1)
 
