@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, fields
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -18,42 +17,15 @@ from booster.core.module_sync import check_materialized, move_to_device, sync_mo
 from booster.errors import ConfigError
 from booster.interface import ModelWrapper, OptimizerWrapper
 from booster.mixed_precision import mixed_precision_names
-from booster.plugins.base import DistributedPlugin, PluginConfig, WrappedPair, arguments_of
+from booster.plugins.base import DistributedPlugin, WrappedPair, arguments_of
 from booster.plugins.sync_batch_norm import convert_batch_norm
 from booster.pytree import map_tensors
-from booster.validation import check_flag, is_non_nan_number
 
+from .config import DDPConfig
 from .reducer import CommHook, Reducer
 
 # Reducers of the user's models, which may outlive their wrappers. As attributes they would be copied and pickled.
 _reducers: WeakKeyDictionary[nn.Module, Reducer] = WeakKeyDictionary()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DDPConfig(PluginConfig):
-    """Options of `TorchDDPPlugin`, which documents them."""
-
-    broadcast_buffers: bool
-    bucket_cap_mb: float
-    find_unused_parameters: bool
-    check_reduction: bool
-    gradient_as_bucket_view: bool
-    static_graph: bool
-    sync_batch_norm: bool
-
-    @property
-    def bucket_bytes(self) -> int:
-        """Size of a bucket."""
-        return int(self.bucket_cap_mb * 2**20)
-
-    def check(self, world_size: int) -> None:
-        if not is_non_nan_number(self.bucket_cap_mb) or not self.bucket_cap_mb > 0:
-            raise ConfigError(
-                f"bucket_cap_mb={self.bucket_cap_mb!r} holds no gradient: give a size in MiB above 0, such as 25"
-            )
-        for name in (field.name for field in fields(self)):
-            if name != "bucket_cap_mb":
-                check_flag(name, getattr(self, name))
 
 
 class TorchDDPPlugin(DistributedPlugin):
@@ -135,12 +107,9 @@ class TorchDDPPlugin(DistributedPlugin):
         is_order_fixed = self._device.type != "cpu" and not self._config.find_unused_parameters
         return Reducer(
             model,
+            self._config,
             control_group=self._control_group,
-            bucket_bytes=self._config.bucket_bytes,
-            uses_views=self._config.gradient_as_bucket_view,
-            is_static=self._config.static_graph,
             overlaps=is_order_fixed or not has_collectives,
-            broadcasts_buffers=self._config.broadcast_buffers,
             has_optimizer=has_optimizer,
         )
 

@@ -29,6 +29,8 @@ from booster.fault_tolerance.collective_errors import translate_errors
 from booster.fault_tolerance.failure_diagnosis import CollectiveId
 from booster.plugins.sharding.buffer_pool import broadcast_coalesced
 
+from .config import DDPConfig
+
 # Note [Gradient reduction]
 # Every parameter has a hook that autograd calls once `.grad` holds the gradient. A bucket is issued (copied into its
 # buffer, divided by the number of ranks, all-reduced) when it is complete *and* all buckets before it are issued.
@@ -240,38 +242,26 @@ class Reducer:
 
     Args:
         module: The user's model; no reference is kept.
-        group: Ranks that hold replicas; optional, defaults to the world group.
-        control_group: CPU group of the same ranks, which avoids a device synchronization for the all-reduce of used
-            parameters; optional, defaults to `group`.
-        bucket_bytes: Size of a bucket; a larger parameter has a separate bucket.
-        uses_views: If True, gradients are views of the buckets.
-        is_static: If True, all steps use the same parameters, and ranks exchange them once.
+        config: Options of the plugin.
+        control_group: CPU group of all ranks, which avoids a device synchronization for the all-reduce of used
+            parameters; optional, defaults to the world group.
         overlaps: If True, buckets are reduced while backward runs.
-        broadcasts_buffers: If True, broadcast the first rank's buffers after each reduction of gradients.
         has_optimizer: If True, the model was boosted with an optimizer.
     """
 
     def __init__(
         self,
         module: nn.Module,
-        group: dist.ProcessGroup | None = None,
+        config: DDPConfig,
         *,
-        control_group: dist.ProcessGroup | None = None,
-        bucket_bytes: int,
-        uses_views: bool = False,
-        is_static: bool = False,
-        overlaps: bool = True,
-        broadcasts_buffers: bool = True,
-        has_optimizer: bool = True,
+        control_group: dist.ProcessGroup | None,
+        overlaps: bool,
+        has_optimizer: bool,
     ) -> None:
         self._module = weakref.ref(module)
-        self._group = group
-        self._control_group = control_group or group
-        self._bucket_bytes = bucket_bytes
-        self._uses_views = uses_views
-        self._is_static = is_static
+        self._config = config
+        self._control_group = control_group
         self._overlaps = overlaps
-        self._broadcasts_buffers = broadcasts_buffers
         self._has_optimizer = has_optimizer
         self._number = next(_numbers)
         self._synchronizes = True
@@ -366,7 +356,7 @@ class Reducer:
         grad.is_local = True
         bucket = grad.bucket
         if bucket is not None and not bucket.is_issued:
-            if self._uses_views:
+            if self._config.gradient_as_bucket_view:
                 _move_into_view(grad)
             if self._reduces_now and not grad.has_arrived:
                 grad.has_arrived = True
@@ -412,7 +402,7 @@ class Reducer:
     def _issue(self, bucket: Bucket) -> None:
         while len(self._in_flight) >= _MAX_IN_FLIGHT:
             self._collect_oldest()
-        scale = 1.0 if self._comm_hook is not None else 1.0 / group_size(self._group)
+        scale = 1.0 if self._comm_hook is not None else 1.0 / group_size()
         for grad, view in zip(bucket.grads, bucket.views, strict=True):
             # Removed from `.grad`: autograd must not accumulate into a gradient in flight.
             source, grad.parameter.grad, grad.is_local = grad.parameter.grad, None, False
@@ -425,10 +415,10 @@ class Reducer:
         if self._comm_hook is None:
             flat = bucket.flat
             real = flat.view(flat.dtype.to_real()) if flat.is_complex() else flat
-            bucket.in_flight = start_all_reduce(real, self._group)
+            bucket.in_flight = start_all_reduce(real)
         else:
             given = GradBucket(bucket, is_last=bucket is self._buckets[-1])
-            with translate_errors(CollectiveId("communication hook", bucket.index + 1), self._group):
+            with translate_errors(CollectiveId("communication hook", bucket.index + 1), None):
                 bucket.in_flight = self._comm_hook(given)
         self._in_flight.append(bucket)
 
@@ -441,7 +431,7 @@ class Reducer:
         else:
             future = work
             assert future is not None
-            with translate_errors(CollectiveId("communication hook", bucket.index + 1), self._group):
+            with translate_errors(CollectiveId("communication hook", bucket.index + 1), None):
                 result = future.wait()
             flat = result[0] if isinstance(result, (list, tuple)) else result
             means = _views_of(flat, [grad.parameter for grad in bucket.grads])
@@ -469,7 +459,7 @@ class Reducer:
 
     def _result(self, grad: ParamGrad, view: torch.Tensor) -> torch.Tensor:
         """Return the destination tensor of a mean."""
-        if self._uses_views:
+        if self._config.gradient_as_bucket_view:
             return view
         # The buffer is reused before the ranks have exchanged which parameters are used.
         if grad.source is None:
@@ -495,13 +485,13 @@ class Reducer:
         self._drain()
         for grad, is_used in zip(self._grads, used, strict=True):
             if is_used and grad.produces_sparse:
-                grad.parameter.grad = _sparse_mean(grad.parameter, self._group)
+                grad.parameter.grad = _sparse_mean(grad.parameter)
             elif is_used and grad.parameter.grad is None:
                 grad.parameter.grad = grad.unclaimed
             grad.unclaimed = None
         module = self._module()
-        if self._broadcasts_buffers and module is not None:
-            broadcast_coalesced(list(module.buffers()), self._group)
+        if self._config.broadcast_buffers and module is not None:
+            broadcast_coalesced(list(module.buffers()), None)
         self._note_reduced()
 
     def _note_reduced(self) -> None:
@@ -524,7 +514,7 @@ class Reducer:
         repeated = [any(grad.is_local for grad in bucket.grads) for bucket in self._buckets]
         flags = any_rank(mine + repeated, self._control_group)
         used = flags[: len(mine)]
-        if self._is_static:
+        if self._config.static_graph:
             self._static_use = used
         return used, flags[len(mine) :]
 
@@ -537,10 +527,10 @@ class Reducer:
         for grad in self._grads:
             grad.bucket = grad.view = None
         dense = [grad for grad in self._grads if grad.parameter.requires_grad and not grad.produces_sparse]
-        self._buckets = _form_buckets(dense, self._bucket_bytes, uses_views=self._uses_views)
+        self._buckets = _form_buckets(dense, self._config.bucket_bytes, uses_views=self._config.gradient_as_bucket_view)
 
 
-def _sparse_mean(parameter: nn.Parameter, group: dist.ProcessGroup | None) -> torch.Tensor:
+def _sparse_mean(parameter: nn.Parameter) -> torch.Tensor:
     """Return the mean of a gradient that is sparse along the rows, or missing, on each rank. Collective."""
     given = parameter.grad
     if given is None:
@@ -548,7 +538,7 @@ def _sparse_mean(parameter: nn.Parameter, group: dist.ProcessGroup | None) -> to
         values = parameter.detach().new_empty((0, *parameter.shape[1:]))
         given = torch.sparse_coo_tensor(rows, values, parameter.shape, check_invariants=False)
     is_sparse = given.is_sparse
-    mean = all_reduce_sparse((given if is_sparse else given.to_sparse(1)) / group_size(group), group)
+    mean = all_reduce_sparse((given if is_sparse else given.to_sparse(1)) / group_size())
     return mean if is_sparse else mean.to_dense()
 
 
