@@ -28,9 +28,12 @@ from booster.comm import all_gather_bytes, group_rank, group_size, mesh_of_group
 from booster.device import current_device
 from booster.errors import ConfigError
 from booster.interface import MixedPrecision as BoosterPrecision
+from booster.mixed_precision.loss_scaler import LossScaleConfig
+from booster.plugins.base import PluginConfig
+from booster.plugins.sharding.config import GradClipConfig
 from booster.plugins.sharding.elementwise import sharding_obstacle
 from booster.plugins.sharding.elementwise_check import find_coupling
-from booster.validation import check_clipping, check_flag, check_replicas
+from booster.validation import check_flag, check_replicas
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -311,8 +314,8 @@ class Strategy:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FSDPArguments:
-    """Arguments of `TorchFSDPPlugin`, documented there."""
+class FSDPConfig(PluginConfig):
+    """Options of `TorchFSDPPlugin`, which documents them."""
 
     process_group: Any
     sharding_strategy: Any
@@ -323,12 +326,12 @@ class FSDPArguments:
     param_init_fn: Any
     sync_module_states: bool
     reshard_after_forward: bool | int | None
-    max_norm: float
-    norm_type: float
     extra_dp_size: int | None
     verbose: bool
     sync_batch_norm: bool
     broadcast_buffers: bool
+    clip: GradClipConfig
+    loss_scale: LossScaleConfig
 
     def __post_init__(self) -> None:
         if isinstance(self.ignored_modules, Iterable):  # it may be a generator, and is read more than once
@@ -336,7 +339,6 @@ class FSDPArguments:
 
     @property
     def fingerprint(self) -> list[str]:
-        """Fingerprint: descriptions of the arguments that must be equal on all ranks."""
         formats = self.precision_dtypes
         policy = None if formats is None else [getattr(formats, name) for name in PrecisionDtypes.__slots__]
         described = {
@@ -348,8 +350,9 @@ class FSDPArguments:
             "ignored_modules": _describe(self.ignored_modules or ()),
             "param_init_fn": _describe(self.param_init_fn),
         }
-        compared = [name for name in self.__slots__ if name != "verbose"]
-        return [f"{name}={described[name] if name in described else repr(getattr(self, name))}" for name in compared]
+        plain = [name for name in self.__slots__ if name not in ("verbose", "clip", "loss_scale")]
+        lines = [f"{name}={described[name] if name in described else repr(getattr(self, name))}" for name in plain]
+        return [*lines, *self.clip.fingerprint, *self.loss_scale.fingerprint]
 
     @property
     def precision_dtypes(self) -> PrecisionDtypes | None:
@@ -379,7 +382,7 @@ class FSDPArguments:
         """
         for name in _FLAGS:
             check_flag(name, getattr(self, name))
-        check_clipping(self.max_norm, self.norm_type)
+        self.clip.check()
         self._check_strategy()
         self._check_group(world_size)
         _check_offload(self.cpu_offload)
@@ -389,6 +392,7 @@ class FSDPArguments:
         num_replicas = self._given_replicas(world_size)
         if num_replicas is not None:
             check_reshard_after_forward(self.reshard_after_forward, world_size // num_replicas)
+        self.loss_scale.check()
 
     def strategy(self, world_size: int, num_hosts: int) -> Strategy:
         """Return the sharding and replication of weights.

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
 from booster.comm import all_reduce_sum, any_rank, collective_device, group_size
 from booster.interface import LossScaler, Shard, Shards
-from booster.plugins.sharding.config import GradClipConfig
+from booster.plugins.sharding.config import ShardGroups
 from booster.plugins.sharding.optimizer import ShardedOptimizer, replaced_memory_error
 from booster.plugins.sharding.shard_states import shard_state
 
 from .collective_order import CollectiveKind
-from .config import OptimizerKind
+from .config import FSDPConfig, OptimizerKind
 from .fsdp2_internals import ShardedParam
 from .model import FSDPModel
 from .param_group import ParamGroup
@@ -34,36 +32,15 @@ from .shard_update import (
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OptimizerSettings:
-    """Configuration of the sharded optimizer.
-
-    Attributes:
-        kind: Unit of data that an update depends on.
-        control_group: CPU group of all data-parallel ranks; None if the world group is one.
-        shard_group: Group that the parameters are sharded over.
-        replica_group: Group of the ranks with the same shards, or None.
-        is_primary: If True, this rank writes its shards; False on the other replicas.
-        max_norm: Maximum gradient norm at every step; 0 disables clipping.
-        norm_type: Order of that norm.
-    """
-
-    kind: OptimizerKind
-    control_group: dist.ProcessGroup | None
-    shard_group: dist.ProcessGroup
-    replica_group: dist.ProcessGroup | None
-    is_primary: bool
-    max_norm: float
-    norm_type: float
-
-
 class FSDPOptimizer(ShardedOptimizer):
     """The user's optimizer over the shards of FSDP2.
 
     Args:
         optim: The user's optimizer, with the parameters from before boost().
         model: The boosted model.
-        settings: Configuration.
+        config: Options of the plugin.
+        groups: Process groups of the shards.
+        kind: Unit of data that an update depends on.
         loss_scaler: Loss scaler of float16; optional, by default losses are not scaled.
         is_primary: If True, this rank writes data that all ranks hold.
     """
@@ -74,7 +51,9 @@ class FSDPOptimizer(ShardedOptimizer):
         self,
         optim: Optimizer,
         model: FSDPModel,
-        settings: OptimizerSettings,
+        config: FSDPConfig,
+        groups: ShardGroups,
+        kind: OptimizerKind,
         *,
         loss_scaler: LossScaler | None = None,
         is_primary: bool = True,
@@ -82,13 +61,14 @@ class FSDPOptimizer(ShardedOptimizer):
         super().__init__(
             optim,
             model,
-            data_parallel_group=None,
-            shard_group=settings.shard_group,
-            clip=GradClipConfig(max_norm=settings.max_norm, norm_type=settings.norm_type),
+            data_parallel_group=groups.data_parallel_group,
+            shard_group=groups.shard_group,
+            clip=config.clip,
             loss_scaler=loss_scaler,
             is_primary=is_primary,
         )
-        self._settings = settings
+        self._groups = groups
+        self._kind = kind
         self._updates: list[ParamUpdate] = []
         self._original_ids: dict[str, int] = {}
         self._keeps_masters = False
@@ -132,11 +112,11 @@ class FSDPOptimizer(ShardedOptimizer):
         self._register_shards()
 
     def _updates_of(self, parameters: Sequence[nn.Parameter], group_index: int) -> list[ParamUpdate]:
-        settings, is_primary = self._settings, self._settings.is_primary
-        is_elementwise = settings.kind is OptimizerKind.ELEMENTWISE
+        is_primary = self._groups.is_primary
+        is_elementwise = self._kind is OptimizerKind.ELEMENTWISE
         places = [self.model.param_of[id(one)] for one in parameters]
         sharded = [_row_sharded(place[1]) for place in places if not isinstance(place, ReplicatedParam)]
-        owners = iter(assign_owners(sharded, group_size(settings.shard_group)))
+        owners = iter(assign_owners(sharded, group_size(self._groups.shard_group)))
         updates: list[ParamUpdate] = []
         for place in places:
             if isinstance(place, ReplicatedParam):
@@ -157,13 +137,13 @@ class FSDPOptimizer(ShardedOptimizer):
         redistribution = ParamRedistribution(
             [_row_sharded(one.param) for one in owned],
             [one.owner for one in owned],
-            self._settings.shard_group,
+            self._groups.shard_group,
             torch.device("cpu") if first is None else first.shard.device,
         )
         self._owned = OwnedUpdates(owned, redistribution)
         shards = [one.shard for one in self._updates if one.shard is not None]
         shapes = {one.param.name: one.param.shape for one in self._updates}
-        self._use_shards(Shards(shards, list(shapes), self._settings.shard_group, shapes=shapes))
+        self._use_shards(Shards(shards, list(shapes), self._groups.shard_group, shapes=shapes))
 
     def _shard_unfrozen(self) -> None:
         for param in self.model.sharded_params:  # also of modules that this rank did not use
@@ -231,7 +211,7 @@ class FSDPOptimizer(ShardedOptimizer):
             if reduces:
                 group.reduce_unreduced_grads()
         reduced_groups = self._sync_is_used()
-        replica_group = self._settings.replica_group
+        replica_group = self._groups.replica_group
         for group in reduced_groups if replica_group is not None else ():
             gradients = group.reduced_grads()
             reduced = all_reduce_sum(gradients.to(collective_device(replica_group)), replica_group)
@@ -248,7 +228,7 @@ class FSDPOptimizer(ShardedOptimizer):
             *self.model.replicated_params.params,
         ]
         flags = [*(one.is_used for one in params), *(group.has_reduced_grads for group in groups)]
-        agreed = any_rank(flags, self._settings.control_group or self.data_parallel_group)
+        agreed = any_rank(flags, self._groups.control_group or self.data_parallel_group)
         for param, is_used in zip(params, agreed, strict=False):
             param.is_used = is_used
         return [group for group, is_reduced in zip(groups, agreed[len(params) :], strict=True) if is_reduced]
@@ -306,7 +286,7 @@ class FSDPOptimizer(ShardedOptimizer):
 
     def _step_shards(self) -> None:
         if self._accumulation.factors is None:
-            if self._settings.kind is OptimizerKind.ELEMENTWISE:
+            if self._kind is OptimizerKind.ELEMENTWISE:
                 self._step_parts()
             else:
                 self.optim.step()  # PER_PARAM optimizers were probed with empty groups as well
@@ -340,7 +320,7 @@ class FSDPOptimizer(ShardedOptimizer):
             if isinstance(update, OwnedUpdate):
                 param, group_index = update.param, update.group_index
                 if param.shard.numel() > 0:
-                    is_primary = self._settings.is_primary
+                    is_primary = self._groups.is_primary
                     yield shard_of(param, param.flat_range, param.shard, group_index, is_primary=is_primary), update
             elif update.shard is not None:
                 yield update.shard, update

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
@@ -20,16 +19,16 @@ from booster.core.plain_torch import refuse_plain_gradient, refuse_plain_trainin
 from booster.interface import ModelWrapper, OptimizerWrapper
 from booster.mixed_precision import mixed_precision_names
 from booster.mixed_precision.fp16 import log_rank_zero
-from booster.mixed_precision.loss_scaler import LossScaleConfig
 from booster.plugins.base import DistributedPlugin, WrappedPair, arguments_of
+from booster.plugins.sharding.config import ShardGroups
 from booster.plugins.sharding.deferred_init import Materializer
 from booster.plugins.sharding.optimizer import new_loss_scaler
 from booster.plugins.sharding.plugin import local_accumulation
 from booster.plugins.sync_batch_norm import convert_batch_norm
 from booster.validation import check_memory_is_apart
 
-from .config import FSDPArguments, FSDPPrecision, OptimizerKind, groups_of, kind_of
-from .optimizer import FSDPOptimizer, OptimizerSettings
+from .config import FSDPConfig, FSDPPrecision, OptimizerKind, groups_of, kind_of
+from .optimizer import FSDPOptimizer
 from .wrap import FSDPModelBuilder
 
 
@@ -119,32 +118,26 @@ class TorchFSDPPlugin(DistributedPlugin):
     ) -> None:
         given = dict(locals())
         super().__init__()
-        self._arguments = arguments_of(FSDPArguments, given)
-        self._loss_scale = arguments_of(LossScaleConfig, given)
-        self._new_loss_scaler = functools.partial(new_loss_scaler, self._loss_scale, verbose=verbose)
-        self._verify_arguments(self._check_arguments)
+        self._config = arguments_of(FSDPConfig, given)
+        self._verify_arguments(lambda: self._config.check(group_size()))
         self._make_groups()
 
-    def _check_arguments(self) -> None:
-        self._arguments.check(group_size())
-        self._loss_scale.check()
-
     def config_fingerprint(self) -> list[str]:
-        return [*self._arguments.fingerprint, *self._loss_scale.fingerprint]
+        return self._config.fingerprint
 
     def _make_groups(self) -> None:
         ranks_per_host = int(os.environ.get("LOCAL_WORLD_SIZE", group_size()))
-        self._strategy = self._arguments.strategy(group_size(), max(1, group_size() // ranks_per_host))
-        self._mesh = self._arguments.make_mesh(self._device.type, self._strategy)
+        self._strategy = self._config.strategy(group_size(), max(1, group_size() // ranks_per_host))
+        self._mesh = self._config.make_mesh(self._device.type, self._strategy)
         is_cpu = self._device.type == "cpu"
         shard_group = self._mesh.get_group("shard")
         self._control_group = None if is_cpu else new_cpu_group()
         self._order_group = shard_group if is_cpu else new_cpu_group(shard_group)
-        if is_cpu and self._arguments.offloads:
+        if is_cpu and self._config.offloads:
             log_rank_zero("cpu_offload changes nothing: weights and states are in host memory already")
 
     def _groups(self) -> list[dist.ProcessGroup | None]:
-        given = groups_of(self._arguments.process_group)
+        given = groups_of(self._config.process_group)
         made = [group for group in self._mesh.get_all_groups() if group not in given]
         return [*made, self._control_group, None if self._order_group in given else self._order_group]
 
@@ -152,13 +145,13 @@ class TorchFSDPPlugin(DistributedPlugin):
         return ["fp32", *mixed_precision_names()]
 
     def control_precision(self) -> bool:
-        return self._arguments.precision_dtypes is not None
+        return self._config.precision_dtypes is not None
 
     def axis_sizes(self) -> dict[str, int]:
         return {"replica": self._mesh.size(0), "shard": self._mesh.size(1)}
 
     def reduction_dtype(self, parameter_dtype: torch.dtype) -> torch.dtype:
-        policy = self._arguments.precision_dtypes
+        policy = self._config.precision_dtypes
         reduce_dtype = (
             parameter_dtype if policy is None else policy.reduce_dtype or policy.param_dtype or parameter_dtype
         )
@@ -178,28 +171,29 @@ class TorchFSDPPlugin(DistributedPlugin):
         if optimizer is not None:  # each rank has tested its own optimizer: a larger kind is valid for smaller ones
             kind = OptimizerKind(max_of_numbers([checked], self._control_group)[0])
         self._materializer(model).sync_initialized()
-        if self._arguments.sync_batch_norm and self.dp_size > 1:
+        if self._config.sync_batch_norm and self.dp_size > 1:
             convert_batch_norm(model, self._device)
         return kind
 
     def _materializer(self, model: nn.Module) -> Materializer:
-        arguments = self._arguments
-        return Materializer(
-            model, self._device, param_init_fn=arguments.param_init_fn, sync=arguments.sync_module_states
-        )
+        config = self._config
+        return Materializer(model, self._device, param_init_fn=config.param_init_fn, sync=config.sync_module_states)
 
     def _wrap(self, model: nn.Module, optimizer: Optimizer | None, placed: OptimizerKind) -> WrappedPair:
         originals = list(model.parameters())
-        boosted = self._builder().build(model, self._materializer(model), self._device)
+        boosted = self._builder().build(model, self._materializer(model))
         wrapped = None
-        policy = self._arguments.precision_dtypes
+        policy = self._config.precision_dtypes
         if optimizer is not None:
             scales = policy is not None and policy.param_dtype is torch.float16
+            scaler = new_loss_scaler(self._config.loss_scale, verbose=self._config.verbose) if scales else None
             wrapped = FSDPOptimizer(
                 optimizer,
                 boosted,
-                self._optimizer_settings(placed),
-                loss_scaler=self._new_loss_scaler() if scales else None,
+                self._config,
+                self._shard_groups(),
+                placed,
+                loss_scaler=scaler,
                 is_primary=self.dp_rank == 0,
             )
         for group in boosted.fsdp_groups if optimizer is None else ():
@@ -208,33 +202,29 @@ class TorchFSDPPlugin(DistributedPlugin):
         refuse_plain_training(boosted, untrained=untrained, originals=originals)
         if policy is not None:
             boosted.precision = FSDPPrecision(policy)
-        if self._arguments.verbose:
+        if self._config.verbose:
             log_rank_zero(f"TorchFSDPPlugin: {boosted.describe_groups()}")
         return boosted, wrapped
 
     def _builder(self) -> FSDPModelBuilder:
-        arguments = self._arguments
         return FSDPModelBuilder(
+            config=self._config,
             mesh=self._mesh,
             strategy=self._strategy,
-            precision_dtypes=arguments.precision_dtypes,
-            offload_policy=arguments.offload_policy(self._device),
-            auto_wrap_policy=arguments.auto_wrap_policy,
-            ignored_modules=arguments.ignored_modules or (),
+            device=self._device,
             order_group=self._order_group,
             is_primary=self.dp_rank == 0,
-            broadcasts_buffers=arguments.broadcast_buffers and self.dp_size > 1,
         )
 
-    def _optimizer_settings(self, kind: OptimizerKind) -> OptimizerSettings:
-        return OptimizerSettings(
-            kind=kind,
+    def _shard_groups(self) -> ShardGroups:
+        has_replicas = self._mesh.size(0) > 1
+        return ShardGroups(
+            num_shards=self._mesh.size(1),
+            rank=self._mesh.get_local_rank("shard"),
+            is_primary=self._mesh.get_local_rank("replica") == 0,
             control_group=self._control_group,
             shard_group=self._mesh.get_group("shard"),
-            replica_group=self._mesh.get_group("replica") if self._mesh.size(0) > 1 else None,
-            is_primary=self._mesh.get_local_rank("replica") == 0,
-            max_norm=float(self._arguments.max_norm),
-            norm_type=float(self._arguments.norm_type),
+            replica_group=self._mesh.get_group("replica") if has_replicas else None,
         )
 
     def no_sync(

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp.wrap import _Policy
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
@@ -25,7 +25,7 @@ from booster.plugins.sharding.deferred_init import Materializer
 
 from .autograd_hooks import ViewSafeOutputs
 from .collective_order import CollectiveOrder
-from .config import PrecisionDtypes, Strategy, check_reshard_after_forward
+from .config import FSDPConfig, PrecisionDtypes, Strategy, check_reshard_after_forward
 from .fsdp2_internals import initialize_root
 from .model import FSDPModel
 from .param_group import build_param_groups
@@ -292,26 +292,30 @@ class FSDPModelBuilder:
     """Builds boosted models.
 
     Attributes:
+        config: Options of the plugin.
         mesh: Device mesh with the axes "replica" and "shard".
         strategy: Sharding and replication of weights.
-        precision_dtypes: Dtypes of FSDP's mixed precision, or None.
-        offload_policy: FSDP2's offload policy.
-        auto_wrap_policy: Policy that selects the modules to wrap; optional, defaults to repeated blocks.
-        ignored_modules: Modules whose parameters are replicated.
+        device: Compute device of this rank.
         order_group: CPU group of the shard axis.
         is_primary: If True, this rank writes data that all ranks hold.
-        broadcasts_buffers: If True, buffers are broadcast from rank 0 before each forward in training.
     """
 
+    config: FSDPConfig
     mesh: DeviceMesh
     strategy: Strategy
-    precision_dtypes: PrecisionDtypes | None
-    offload_policy: OffloadPolicy
-    auto_wrap_policy: Any
-    ignored_modules: Sequence[nn.Module]
+    device: torch.device
     order_group: dist.ProcessGroup | None
     is_primary: bool
-    broadcasts_buffers: bool
+
+    @property
+    def precision_dtypes(self) -> PrecisionDtypes | None:
+        """Dtypes of FSDP's mixed precision, or None."""
+        return self.config.precision_dtypes
+
+    @property
+    def ignored_modules(self) -> Sequence[nn.Module]:
+        """Modules whose parameters are replicated."""
+        return self.config.ignored_modules or ()
 
     def check(self, model: nn.Module) -> None:
         """Check that the model can be sharded, without communication or changes.
@@ -322,13 +326,12 @@ class FSDPModelBuilder:
         _check_model(model, self.ignored_modules)
         self._plans(model, self._replicated_names(model))
 
-    def build(self, model: nn.Module, materializer: Materializer, device: torch.device) -> FSDPModel:
+    def build(self, model: nn.Module, materializer: Materializer) -> FSDPModel:
         """Return the boosted model. Collective.
 
         Args:
             model: The user's model.
             materializer: Initializes modules that are on the meta device.
-            device: Compute device of this rank.
         """
         before = dict(model.named_parameters(remove_duplicate=False))
         self._add_dtype_boundaries(model)
@@ -342,7 +345,7 @@ class FSDPModelBuilder:
         after = dict(model.named_parameters(remove_duplicate=False))
         originals = {id(after[name]): before[name] for name in before}
         self._cast_buffers(model)
-        return self._wrap_model(model, _named(model, replicated), originals, device)
+        return self._wrap_model(model, _named(model, replicated), originals)
 
     def _add_dtype_boundaries(self, model: nn.Module) -> None:
         model_dtype = None if self.precision_dtypes is None else self.precision_dtypes.param_dtype
@@ -362,7 +365,7 @@ class FSDPModelBuilder:
         """Return the wrapped modules, root last, with the submodules that they own; extends `replicated` in place."""
         keeps = () if self.precision_dtypes is None else self.precision_dtypes.own_dtype_classes
         plans = plan_wrapping(
-            model, self.auto_wrap_policy, replicated=_named(model, replicated), own_dtype_classes=keeps
+            model, self.config.auto_wrap_policy, replicated=_named(model, replicated), own_dtype_classes=keeps
         )
         taken: set[nn.Module] = set()
         found: list[tuple[WrapPlan, list[nn.Module]]] = []
@@ -403,7 +406,7 @@ class FSDPModelBuilder:
             mesh=self.mesh["shard"],
             reshard_after_forward=reshards,
             mp_policy=self._policy(plan, model),
-            offload_policy=self.offload_policy,
+            offload_policy=self.config.offload_policy(self.device),
             ignored_params=set(replicated),
         )
         for parameter in own:  # the optimizer still refers to them
@@ -428,7 +431,6 @@ class FSDPModelBuilder:
         model: nn.Module,
         replicated: Collection[nn.Parameter],
         originals: dict[int, nn.Parameter],
-        device: torch.device,
     ) -> FSDPModel:
         names: dict[int, tuple[str, ...]] = {}  # all names of each parameter, the first one first
         for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -438,7 +440,7 @@ class FSDPModelBuilder:
             initialize_root(model)
         collective_order = CollectiveOrder(self.order_group)
         modules = [(name, module) for name, module in model.named_modules() if isinstance(module, FSDPModule)]
-        param_groups = list(build_param_groups(modules, names, originals, collective_order, BufferPool(device)))
+        param_groups = list(build_param_groups(modules, names, originals, collective_order, BufferPool(self.device)))
         sharded = [RowSharded(name=names[id(one)][0], shape=tuple(one.shape), dtype=one.dtype) for one in replicated]
         owners = assign_owners(sharded, group_size(shard_group))
         params = [
@@ -452,7 +454,7 @@ class FSDPModelBuilder:
             collective_order,
             is_primary=self.is_primary,
             writes_shards=self.mesh.get_local_rank("replica") == 0,
-            broadcasts_buffers=self.broadcasts_buffers,
+            broadcasts_buffers=self.config.broadcast_buffers and group_size() > 1,
         )
 
 

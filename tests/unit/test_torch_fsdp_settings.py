@@ -34,7 +34,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from booster.errors import ConfigError
 from booster.mixed_precision import BF16MixedPrecision
-from booster.plugins.torch_fsdp.config import FSDPArguments, PrecisionDtypes, Strategy, check_reshard_after_forward
+from booster.plugins.base import arguments_of
+from booster.plugins.torch_fsdp.config import FSDPConfig, PrecisionDtypes, Strategy, check_reshard_after_forward
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -55,6 +56,13 @@ DEFAULTS = {
     "verbose": False,
     "sync_batch_norm": True,
     "broadcast_buffers": True,
+    "initial_scale": 2**16,
+    "min_scale": 1,
+    "growth_factor": 2,
+    "backoff_factor": 0.5,
+    "growth_interval": 1000,
+    "hysteresis": 2,
+    "max_scale": 2**32,
 }
 HYBRID = {"sharding_strategy": "HYBRID_SHARD", "extra_dp_size": 2}
 ZERO2 = {"sharding_strategy": ShardingStrategy._HYBRID_SHARD_ZERO2, "extra_dp_size": 2}
@@ -62,7 +70,7 @@ BLOCKS = functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={
 
 
 def arguments(**given):
-    return FSDPArguments(**DEFAULTS | given)
+    return arguments_of(FSDPConfig, DEFAULTS | given)
 
 
 def checked(world_size=4, **given):
