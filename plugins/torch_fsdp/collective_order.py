@@ -27,8 +27,9 @@ from booster.validation import UNEVEN_CALLS
 # zeros, and synchronizes again. So a skipped module costs one more round. A rank at the end of a forward or backward
 # participates passively until all ranks are there. If these are different ends, as after an evaluation on one rank
 # only, all ranks raise. A round moves 16 bytes per rank.
-# Gemini negotiates lists of chunks, because it gathers ahead of the modules and in any order. FSDP2 issues one collective
-# at a time at fixed places, for which the smallest of one number is enough. The two share the exchange of numbers only.
+# Gemini negotiates lists of chunks, because it gathers ahead of the modules and in any order. FSDP2 issues one
+# collective at a time at fixed places, for which the smallest of one number is enough. The two share the exchange of
+# numbers only.
 
 
 class CollectiveKind(IntEnum):
