@@ -83,15 +83,15 @@ def _our_reduce_scatter_step(case: Buffers, group: dist.ProcessGroup | None) -> 
 
 
 def _torch_all_gather_step(case: Buffers, group: dist.ProcessGroup | None) -> Step:
-    own = _own_piece(_filled(case)).clone()
+    own = _own_part(_filled(case)).clone()
     buffer = torch.zeros(case.numel, dtype=own.dtype)
     return _step(case.num_bytes, lambda: _torch_all_gather(buffer, own, group=group), buffer)
 
 
 def _our_all_gather_step(case: Buffers, group: dist.ProcessGroup | None) -> Step:
-    own = _own_piece(_filled(case))
+    own = _own_part(_filled(case))
     buffer = torch.zeros(case.numel, dtype=own.dtype)
-    _own_piece(buffer).copy_(own)
+    _own_part(buffer).copy_(own)
     return _step(case.num_bytes, lambda: start_all_gather(buffer, group).wait(), buffer)
 
 
@@ -157,5 +157,5 @@ def _filled(case: Buffers) -> torch.Tensor:
     return torch.randn(case.numel, generator=generator).to(DTYPES[case.dtype])
 
 
-def _own_piece(buffer: torch.Tensor) -> torch.Tensor:
+def _own_part(buffer: torch.Tensor) -> torch.Tensor:
     return buffer.chunk(dist.get_world_size())[dist.get_rank()]

@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from booster.booster import Booster
 from booster.comm import count_communication, fake
@@ -246,9 +246,19 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if func is torch.ops.aten._grouped_mm.default and args[0].dtype != torch.bfloat16:
         # Its fake implementation supports bf16 only, unlike the real one. The casts are not counted.
         return func(*(one.bfloat16() for one in args[:2]), *args[2:], **kwargs).to(args[0].dtype)
+    if _has_real_integers(func, args):  # the ranks of a mesh, for example, whose values the code reads
+        with _disable_current_modes():
+            return func(*args, **kwargs)
     if func is torch.ops.aten._pin_memory.default:  # has no fake implementation
         return args[0].clone()
     return func(*args, **kwargs)
+
+
+def _has_real_integers(func: Any, args: tuple[Any, ...]) -> bool:
+    first = args[0] if args else None
+    if type(first) is not torch.Tensor or first.is_floating_point() or func is torch.ops.aten._to_copy.default:
+        return False
+    return not any(isinstance(one, FakeTensor) for one in args)
 
 
 @dataclass(frozen=True, slots=True)

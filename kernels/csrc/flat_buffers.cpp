@@ -98,7 +98,7 @@ class FlatRow {
 
     // Calls function(address, dtype, position in the sequence, count) for every tensor range within begin..end.
     template <class Function>
-    void for_pieces(int64_t begin, int64_t end, Function&& function) const {
+    void for_parts(int64_t begin, int64_t end, Function&& function) const {
         const auto is_before = [](int64_t position, const Tensor& tensor) { return position < tensor.start; };
         auto tensor = std::upper_bound(tensors_.begin(), tensors_.end(), begin, is_before);
         if (tensor != tensors_.begin()) --tensor;
@@ -121,15 +121,15 @@ int threads_for(int64_t numel, int num_threads) {
 }
 
 double sum_of_squares(const std::vector<int64_t>& table, int num_threads, const std::string& instruction_set) {
-    const SumOfSquares sum_of_piece = functions_of(instruction_set).sum_of_squares;
+    const SumOfSquares sum_of_part = functions_of(instruction_set).sum_of_squares;
     const py::gil_scoped_release release;
     const FlatRow row(table);
     std::vector<double> sums(static_cast<size_t>((row.numel() + GRANULE - 1) / GRANULE), 0.0);
     parallel_for(threads_for(row.numel(), num_threads), row.numel(), GRANULE, [&](int64_t begin, int64_t end) {
         for (; begin < end; begin += GRANULE) {
             double& sum = sums[static_cast<size_t>(begin / GRANULE)];
-            row.for_pieces(begin, std::min(begin + GRANULE, end), [&](char* data, int dtype, int64_t, int64_t count) {
-                sum += sum_of_piece(data, dtype, count);
+            row.for_parts(begin, std::min(begin + GRANULE, end), [&](char* data, int dtype, int64_t, int64_t count) {
+                sum += sum_of_part(data, dtype, count);
             });
         }
     });
@@ -153,7 +153,7 @@ void copy(const std::vector<int64_t>& table, Buffer flat, Direction direction, f
     const FlatRow row(table);
     const bool streams = row.numel() * itemsize(flat.dtype) >= STREAMED_BYTES;
     parallel_for(threads_for(row.numel(), num_threads), row.numel(), GRANULE, [&](int64_t begin, int64_t end) {
-        row.for_pieces(begin, end, [&](char* data, int dtype, int64_t position, int64_t count) {
+        row.for_parts(begin, end, [&](char* data, int dtype, int64_t position, int64_t count) {
             char* const there = flat.data + position * itemsize(flat.dtype);
             if (direction == Direction::PACK) {
                 scaled_copy(data, dtype, there, flat.dtype, count, scale, streams);

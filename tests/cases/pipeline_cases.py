@@ -37,12 +37,12 @@ AXES: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-def num_layers_for(model: str, num_pieces: int) -> int | None:
+def num_layers_for(model: str, num_parts: int) -> int | None:
     """Returns how many layers a model needs for each chunk to have one; None: it has enough."""
     if get_model(model).construct_deep is None:
         return None
     # Two stacks follow each other in an encoder-decoder model.
-    needed = -(-num_pieces // 2) if model in ENCODER_DECODERS else num_pieces
+    needed = -(-num_parts // 2) if model in ENCODER_DECODERS else num_parts
     return needed if needed > 2 or model == "tied_lm" else None
 
 

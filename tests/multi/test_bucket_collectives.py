@@ -19,7 +19,7 @@ def _payload(rank, numel, dtype, draw=0):
     return torch.randn(numel, generator=generator).to(dtype)
 
 
-def _sum_of_piece(rank, size, numel, dtype, draw=0):
+def _sum_of_part(rank, size, numel, dtype, draw=0):
     """Returns the shard summed in fp32: the own one first, then those of rank + 1, rank + 2, ..."""
     start, stop = rank * numel, (rank + 1) * numel
     total = torch.zeros(numel)
@@ -42,7 +42,7 @@ def test_reduce_scatter_is_a_sum_in_fp32(world_size, dtype, output_dtype, accumu
     for numel in (0, 1, 1000, BLOCK, 2 * BLOCK + 3):
         payload = _payload(rank, world_size * numel, dtype)
         output = _payload(rank, numel, output_dtype, draw=1)
-        expected = _sum_of_piece(rank, world_size, numel, dtype)
+        expected = _sum_of_part(rank, world_size, numel, dtype)
         if accumulate:
             expected += output.float()
         start_reduce_scatter(payload).wait(output, accumulate=accumulate)
@@ -59,7 +59,7 @@ def test_a_sum_may_go_into_the_payload(world_size, dtype):
     received = torch.empty((world_size - 1) * numel, dtype=dtype)
     start_reduce_scatter(payload, received=received).wait(own, accumulate=False)
     expected = _payload(rank, world_size * numel, dtype)
-    expected[rank * numel : (rank + 1) * numel] = _sum_of_piece(rank, world_size, numel, dtype).to(dtype)
+    expected[rank * numel : (rank + 1) * numel] = _sum_of_part(rank, world_size, numel, dtype).to(dtype)
     assert torch.equal(payload, expected)
 
 
@@ -76,7 +76,7 @@ def test_fp64_and_integers_keep_their_precision(world_size):
 
 @distributed([slow(1), slow(2), slow(3), 4])
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.uint8])
-def test_all_gather_brings_every_piece(world_size, dtype):
+def test_all_gather_brings_every_part(world_size, dtype):
     rank = dist.get_rank()
     for numel in (0, 1, 1000, 100_003):
         whole = _payload(9, world_size * numel, torch.float32).mul(100).to(dtype)
@@ -105,7 +105,7 @@ def test_several_under_way_find_their_own_messages(world_size):
         output = torch.empty(numel)
         sums[draw].wait(output, accumulate=False)
         gatherings[draw].wait()
-        assert torch.equal(output, _sum_of_piece(rank, world_size, numel, torch.float32, draw))
+        assert torch.equal(output, _sum_of_part(rank, world_size, numel, torch.float32, draw))
         assert torch.equal(buffers[draw], torch.arange(float(world_size)).repeat_interleave(numel))
 
 

@@ -202,7 +202,7 @@ def _extra_memory_of_boost():
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="resident memory is read from /proc")
-def test_boost_needs_a_few_chunks_besides_the_pieces_that_stay():
+def test_boost_needs_a_few_chunks_besides_the_parts_that_stay():
     for built, boosted, _ in run_ranks(_extra_memory_of_boost, 2, timeout=60):
         assert built < 4 * CHUNK_BYTES
         assert boosted < (NUM_LAYERS // 2 + 5) * CHUNK_BYTES

@@ -194,7 +194,7 @@ COMPILED = {
 @pytest.mark.parametrize("policy", [pytest.param("static", marks=pytest.mark.slow), "prefetch"])
 @pytest.mark.parametrize("what", COMPILED)
 @distributed(world_size=2, timeout=120)
-def test_what_was_compiled_before_boost_trains_in_pieces_between_the_modules(what, policy):
+def test_what_was_compiled_before_boost_trains_in_parts_between_the_modules(what, policy):
     """Gathering breaks graphs, and what lies between is compiled once."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()

@@ -228,7 +228,7 @@ def elements(giver, taker, numel, dtype):
 @distributed([1, 2, 3, 4])
 @WAYS
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])
-def test_uneven_pieces(world_size, uses_memory, dtype):
+def test_uneven_parts(world_size, uses_memory, dtype):
     with going_by_memory(uses_memory):
         rank = dist.get_rank()
         with pytest.MonkeyPatch.context() as patch:
@@ -258,7 +258,7 @@ def test_uneven_pieces(world_size, uses_memory, dtype):
 
 
 @distributed([2])
-def test_uneven_pieces_beside_others_in_one_group():
+def test_uneven_parts_beside_others_in_one_group():
     """Numbers of calls stay in step however many rounds one takes."""
     rank = dist.get_rank()
     for _ in range(2):

@@ -81,7 +81,7 @@ def test_stages_and_other_axes(model, axes):
 
 @pytest.mark.parametrize("schedule", ["interleaved", "zbv"])
 @pytest.mark.parametrize("axes", ["dp 2 zero 1", "tp 2", "all_to_all 2"])
-def test_pieces_of_one_stage_and_other_axes(axes, schedule):
+def test_parts_of_one_stage_and_other_axes(axes, schedule):
     assert_pipeline_equals_serial("gpt2" if axes == "tp 2" else "llama", axes=axes, schedule=schedule)
 
 
@@ -209,7 +209,7 @@ def test_links_with_groups_of_their_own_as_on_accelerators(schedule):
 NAMES = [*DEEP, *SEQUENCES]
 
 
-def enough_pieces(model: str, schedule: str, pp_size: int) -> bool:
+def enough_parts(model: str, schedule: str, pp_size: int) -> bool:
     chunks = num_chunks_of(schedule, pp_size)
     return model != "named_chain" and (model != "unlike_sequence" or chunks <= 4)
 
@@ -219,7 +219,7 @@ GRID = [
     for model in NAMES
     for schedule in SCHEDULES
     for pp_size in (2, 4)
-    if enough_pieces(model, schedule, pp_size)
+    if enough_parts(model, schedule, pp_size)
 ]
 
 
@@ -264,7 +264,7 @@ def test_whole_grid_with_checkpointed_layers(model, schedule):
     assert_pipeline_equals_serial(model, schedule=schedule, arguments={"gradient_checkpoint_config": True}, steps=4)
 
 
-def test_the_grid_has_ties_and_every_piece_a_layer():
+def test_the_grid_has_ties_and_every_part_a_layer():
     assert len(TIED) > 6
     assert num_layers_for("llama", 2) is None
     assert num_layers_for("llama", 8) == 8

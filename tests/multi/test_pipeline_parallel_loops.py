@@ -23,7 +23,7 @@ BY_SCHEDULE = pytest.mark.parametrize("schedule", SCHEDULES)
 CLOSE = {"rtol": 1e-5, "atol": 1e-6}
 
 
-def holds_the_last_piece(schedule: str, pp_size: int = 2) -> bool:
+def holds_the_last_part(schedule: str, pp_size: int = 2) -> bool:
     """Returns whether this rank does, of a pipeline of all ranks: a V ends where it began."""
     return dist.get_rank() == (0 if schedule == "zbv" else pp_size - 1)
 
@@ -50,7 +50,7 @@ def test_evaluation_is_the_models_own_forward(schedule):
             found = twins.execute(whole, trains=False, return_outputs=True)
             torch.testing.assert_close(found["loss"], loss, rtol=1e-5, atol=1e-7)
             assert not found["loss"].requires_grad
-            if not holds_the_last_piece(schedule):
+            if not holds_the_last_part(schedule):
                 assert found["outputs"] is None
                 continue
             assert type(found["outputs"]) is type(outputs)
@@ -127,7 +127,7 @@ def test_a_loss_that_is_not_broadcast_is_on_the_last_stage_only(schedule):
         expected = twins.forward(whole)[1]
         expected.backward()
         found = twins.execute(whole)["loss"]
-        assert (found is not None) == holds_the_last_piece(schedule)
+        assert (found is not None) == holds_the_last_part(schedule)
         if found is not None:
             torch.testing.assert_close(found, expected.detach(), rtol=1e-5, atol=0)
         twins.step()
@@ -142,7 +142,7 @@ def test_outputs_of_training_are_those_of_the_whole_batch(schedule):
     outputs, loss = twins.forward(whole)
     found = twins.execute(whole, return_outputs=True)
     torch.testing.assert_close(found["loss"], loss.detach(), rtol=1e-5, atol=0)
-    if not holds_the_last_piece(schedule):
+    if not holds_the_last_part(schedule):
         assert found["outputs"] is None
         return
     torch.testing.assert_close(found["outputs"].logits, outputs.logits.detach(), **CLOSE)

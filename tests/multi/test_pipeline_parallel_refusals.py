@@ -50,7 +50,7 @@ def test_arguments_that_cannot_be(arguments, said):
 
 
 @distributed(world_size=4)
-def test_more_pieces_than_layers():
+def test_more_parts_than_layers():
     with pytest.raises(ConfigError, match=r"has 2 layers to divide .* but the pipeline has 4 places"):
         boosted("llama", pp_size=4)
     with pytest.raises(ConfigError, match=r"has 4 layers to divide .* but the pipeline has 8 places"):

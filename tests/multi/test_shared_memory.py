@@ -102,7 +102,7 @@ def test_a_reduce_scatter_has_the_bits_of_gloo_s(world_size, dtype, accumulate):
 
 @distributed([2, slow(3), 4])
 @pytest.mark.parametrize("dtype", MOVED)
-def test_an_all_gather_brings_every_piece(world_size, dtype):
+def test_an_all_gather_brings_every_part(world_size, dtype):
     for numel in _lengths(dtype, world_size):
         shards = [_values(dtype, numel, draw=3, rank=rank) for rank in range(world_size)]
         buffer = torch.zeros(world_size * numel, dtype=dtype)
@@ -161,7 +161,7 @@ def test_all_to_all(world_size, way, dtype):
 
 
 @distributed([1, 2])
-def test_pieces_of_an_all_to_all_are_rows(world_size):
+def test_parts_of_an_all_to_all_are_rows(world_size):
     payload = torch.arange(12.0).view(4, 3) + 100 * dist.get_rank()
     output = torch.empty_like(payload)
     with count_communication() as count:
@@ -173,7 +173,7 @@ def test_pieces_of_an_all_to_all_are_rows(world_size):
 
 
 @distributed([2])
-def test_what_is_not_equal_pieces_is_refused():
+def test_what_is_not_equal_parts_is_refused():
     for output, payload in [
         (torch.empty(3), torch.empty(3)),
         (torch.empty(4), torch.empty(2)),

@@ -68,7 +68,7 @@ def random_tensors(generator, names):
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_piece_by_piece_finds_what_a_comparison_of_wholes_finds(tmp_path, monkeypatch, seed):
+def test_part_by_part_finds_what_a_comparison_of_wholes_finds(tmp_path, monkeypatch, seed):
     generator = random.Random(seed)
     torch.manual_seed(seed)
     monkeypatch.setattr(diff, "BATCH_BYTES", 48)
@@ -109,7 +109,7 @@ def test_equal_checkpoints_are_equal(tmp_path):
     assert (found.num_common, found.max_difference) == (4, 0.0)
 
 
-def test_only_bounded_pieces_are_read(tmp_path, monkeypatch):
+def test_only_bounded_parts_are_read(tmp_path, monkeypatch):
     monkeypatch.setattr(diff, "BATCH_BYTES", 4096)
     sizes = []
     real = diff.read_slices

@@ -44,7 +44,7 @@ def test_every_length_and_alignment_up_to_two_steps(native):
 
 
 @pytest.mark.parametrize(("seed", "most_bytes"), [(1, 200), (2, 5000), (3, 300_000)])
-def test_random_pieces_after_random_values(native, seed, most_bytes):
+def test_random_parts_after_random_values(native, seed, most_bytes):
     source = random.Random(seed)
     for _ in range(2000 if most_bytes < 10_000 else 300):
         content, value = _content(source, most_bytes), source.getrandbits(32)
@@ -54,7 +54,7 @@ def test_random_pieces_after_random_values(native, seed, most_bytes):
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_a_checksum_continues_over_pieces(native, seed):
+def test_a_checksum_continues_over_parts(native, seed):
     source = random.Random(seed)
     data = memoryview(_DATA)[: source.randrange(100_000, 400_000)]
     checksum, start = 0, 0

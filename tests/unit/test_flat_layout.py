@@ -48,7 +48,7 @@ def test_every_element_has_one_owner(seed, num_shards):
 
 @pytest.mark.parametrize("seed", range(30))
 @pytest.mark.parametrize("num_shards", [1, 2, 3, 8])
-def test_buckets_tile_the_buffer_in_equal_aligned_pieces(seed, num_shards):
+def test_buckets_tile_the_buffer_in_equal_aligned_parts(seed, num_shards):
     generator = random.Random(1000 + seed)
     limit = generator.choice([1, 256, 1024])
     layout = FlatLayout(random_shapes(generator), num_shards, limit)

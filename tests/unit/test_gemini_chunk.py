@@ -80,7 +80,7 @@ def test_what_a_module_uses_is_not_released():
     assert chunk.can_be_released
 
 
-def test_a_kept_chunk_stays_and_its_piece_is_a_part_of_it():
+def test_a_kept_chunk_stays_and_its_part_is_a_part_of_it():
     bench = Bench(kept=True)
     assert bench.shows_weights()
     assert not bench.chunk.can_be_released
@@ -120,7 +120,7 @@ def test_a_parameter_that_was_given_up_is_left_alone():
     assert all(bool((one.view_in(flat) == index).all()) for index, one in enumerate(bench.slots))
 
 
-def test_bytes_in_memory_are_those_of_pieces_and_kept_weights(tmp_path):
+def test_bytes_in_memory_are_those_of_parts_and_kept_weights(tmp_path):
     bench = Bench(dtype=torch.bfloat16)
     numel = bench.layout.numel
     assert bench.chunk.bytes_in_memory == 2 * numel
@@ -198,13 +198,13 @@ def test_whatever_happens_gradients_are_summed_and_weights_are_the_weights(seed)
     assert bench.pool.bytes_in_use == 0
 
 
-def of_ranks(layout, flat_pieces):
-    flat = torch.cat(flat_pieces)
+def of_ranks(layout, flat_parts):
+    flat = torch.cat(flat_parts)
     return [flat[place.start : place.stop].view(place.shape) for place in layout.regions]
 
 
 @distributed(world_size=[2, 3])
-def test_every_rank_gets_all_weights_from_pieces():
+def test_every_rank_gets_all_weights_from_parts():
     bench = Bench()
     assert bench.chunk.weights.numel == bench.layout.numel // dist.get_world_size()
     for _ in range(3):

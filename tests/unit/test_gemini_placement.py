@@ -264,7 +264,7 @@ def test_never_over_the_budget_and_never_under_what_is_needed(seed):
 
 @pytest.mark.parametrize("seed", [*range(40), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(40, 100))])
 @pytest.mark.parametrize("with_record", [False, True])
-def test_larger_budgets_never_send_pieces_away(seed, with_record):
+def test_larger_budgets_never_send_parts_away(seed, with_record):
     generator = random.Random(seed)
     sizes = random_sizes(generator, min_trained=1)
     record = random_record(generator, len(sizes)) if with_record else None
@@ -299,7 +299,7 @@ def test_const_fills_first_with_weights_then_with_states():
         ConstPlacement(budget=199).locations(sizes, None)
 
 
-def test_prefetched_payloads_come_before_pieces():
+def test_prefetched_payloads_come_before_parts():
     sizes = equal_chunks(3)
     assert ConstPlacement(budget=499, max_prefetch=2).locations(sizes, None).weights == {0, 1, 2}
     assert ConstPlacement(budget=500, max_prefetch=2).locations(sizes, None).weights == {1, 2}

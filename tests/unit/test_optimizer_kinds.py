@@ -112,7 +112,7 @@ class MyAdafactor(optim.Adafactor):
         return super().step(closure)
 
 
-PIECES = {
+ELEMENTWISE_CLASSES = {
     "Adam": optim.Adam,
     "SGD": partial(optim.SGD, lr=0.1),
     "AdamW fused": partial(optim.AdamW, fused=True),
@@ -158,9 +158,9 @@ TOGETHER = {
 }
 
 
-@pytest.mark.parametrize("name", PIECES)
+@pytest.mark.parametrize("name", ELEMENTWISE_CLASSES)
 def test_what_may_see_rows(name):
-    assert kind_of(PIECES[name](make_parameters())) is OptimizerKind.ELEMENTWISE
+    assert kind_of(ELEMENTWISE_CLASSES[name](make_parameters())) is OptimizerKind.ELEMENTWISE
 
 
 @pytest.mark.parametrize("name", WHOLES)
@@ -284,7 +284,7 @@ def test_states_from_steps_before_are_taken_along():
         assert kind_of(optimizer) is OptimizerKind.PER_PARAM
 
 
-ANY = PIECES | WHOLES | {name: make for name, (make, _) in TOGETHER.items()}
+ANY = ELEMENTWISE_CLASSES | WHOLES | {name: make for name, (make, _) in TOGETHER.items()}
 
 
 @pytest.mark.parametrize("name", ANY)

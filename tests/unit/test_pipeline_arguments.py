@@ -109,7 +109,7 @@ def test_schedules(style, chunks, name, microbatches):
     ],
 )
 @pytest.mark.parametrize("microbatches", [{"num_microbatches": 4}, {"microbatch_size": 2}])
-def test_pieces_that_do_not_fit_the_schedule(style, chunks, said, microbatches):
+def test_parts_that_do_not_fit_the_schedule(style, chunks, said, microbatches):
     assert said in refused(pp_size=2, pp_style=style, num_model_chunks=chunks, **microbatches)
 
 

@@ -73,7 +73,7 @@ def test_what_a_schedule_allows(bench, style, allowed):
 
 
 @pytest.mark.parametrize(("style", "positions"), [("1f1b", [1]), ("interleaved", [1, 3]), ("zbv", [1, 2])])
-def test_pieces_of_the_last_stage(bench, style, positions):
+def test_parts_of_the_last_stage(bench, style, positions):
     assert bench.engines.STYLES[style].positions(1) == positions
 
 

@@ -38,8 +38,8 @@ class Costly(nn.Module):
         self.plan = StagePlan(layers=units_of, gaps={f"gap{gap}": gap for gap in gaps})
 
 
-def all_bounds(num_units: int, num_pieces: int) -> list[tuple[int, ...]]:
-    inner = itertools.combinations(range(1, num_units), num_pieces - 1)
+def all_bounds(num_units: int, num_parts: int) -> list[tuple[int, ...]]:
+    inner = itertools.combinations(range(1, num_units), num_parts - 1)
     return [(0, *cuts, num_units) for cuts in inner]
 
 
@@ -55,12 +55,12 @@ def test_best_of_all_divisions(seed: int) -> None:
     costs = torch.randint(1, 9, (num_units,), generator=generator).tolist()
     gaps = {gap: int(torch.randint(1, 20, (), generator=generator)) for gap in (0, num_units // 2, num_units)}
     model = Costly(costs, gaps)
-    for num_pieces in range(1, num_units + 1):
-        best = min(all_bounds(num_units, num_pieces), key=lambda bounds: score(model, bounds))
-        assert partition_layers(model, model.plan, num_pieces) == best
+    for num_parts in range(1, num_units + 1):
+        best = min(all_bounds(num_units, num_parts), key=lambda bounds: score(model, bounds))
+        assert partition_layers(model, model.plan, num_parts) == best
 
 
-def test_costs_of_pieces_add_up() -> None:
+def test_costs_of_parts_add_up() -> None:
     model = Costly([3, 5, 7, 2], {0: 1, 2: 10, 4: 100})
     assert layer_costs(model, model.plan) == [3, 5, 7, 2]
     assert gap_costs(model, model.plan) == [1, 0, 10, 0, 100]
@@ -68,13 +68,13 @@ def test_costs_of_pieces_add_up() -> None:
     assert [position_of_gap(gap, (0, 2, 4)) for gap in range(5)] == [0, 0, 1, 1, 1]
 
 
-def test_ties_leave_the_first_pieces_smaller() -> None:
+def test_ties_leave_the_first_parts_smaller() -> None:
     model = Costly([4] * 7, {})
     assert partition_layers(model, model.plan, 3) == (0, 2, 4, 7)
     assert partition_layers(model, model.plan, 7) == tuple(range(8))
 
 
-def test_a_heavy_head_takes_layers_off_the_last_piece() -> None:
+def test_a_heavy_head_takes_layers_off_the_last_part() -> None:
     model = Costly([4] * 8, {8: 8})
     assert partition_layers(model, model.plan, 2) == (0, 5, 8)
 
@@ -109,7 +109,7 @@ def test_given_numbers() -> None:
             partition_layers(model, model.plan, 3, numbers)
 
 
-def test_split_has_as_many_pieces_as_places() -> None:
+def test_split_has_as_many_parts_as_places() -> None:
     model = get_model("glued_chain").build()
     plan = choose_stage_plan(model, split=["layers.1", "layers.3"])
     assert partition_layers(model, plan, 3) == (0, 1, 3, 4)
@@ -125,7 +125,7 @@ def test_more_places_than_units() -> None:
         partition_layers(model, choose_stage_plan(model), 4)
 
 
-def test_table_shows_every_piece() -> None:
+def test_table_shows_every_part() -> None:
     model = get_model("gpt2").build()
     plan = choose_stage_plan(model)
     text = explain_stages(model, plan, (0, 1, 2), schedule_from_name("1f1b"), 2, 1, 6)

@@ -49,7 +49,7 @@ def test_what_readers_may_disagree_about_is_refused(text):
 
 
 @pytest.mark.parametrize("scan_bytes", [2, 3, 4, 5, 7])
-def test_pieces_of_a_text_may_end_anywhere(monkeypatch, scan_bytes):
+def test_parts_of_a_text_may_end_anywhere(monkeypatch, scan_bytes):
     monkeypatch.setattr(strict_json, "_SCAN_BYTES", scan_bytes)
     for text in GOOD:
         assert parse_json(text.encode(), "x") == json.loads(text)

@@ -196,7 +196,7 @@ def test_hybrid_has_one_replica_per_host():
         hybrid.strategy(12, 1)
 
 
-def test_pieces_after_forward_divide_a_host():
+def test_parts_after_forward_divide_a_host():
     """How many ranks share the shards is known only with the hosts."""
     hybrid = checked(12, sharding_strategy="HYBRID_SHARD", reshard_after_forward=6)
     assert hybrid.strategy(12, 2).reshard_after_forward == 6
@@ -205,7 +205,7 @@ def test_pieces_after_forward_divide_a_host():
 
 
 @distributed(1)
-def test_pieces_after_forward_as_fully_shard_takes_them():
+def test_parts_after_forward_as_fully_shard_takes_them():
     """What is refused here, torch refuses or means something else by."""
     mesh = init_device_mesh("cpu", (1,))
     with pytest.raises(ValueError, match="factor of 1, not 2"):
