@@ -2,7 +2,7 @@
 
 The default run has to end in six minutes on two cores. Of each test function with parameters it takes one case on
 several ranks, or `CASES_OF_ONE_PROCESS`, chosen by a checksum of their names: the same ones in every run, spread over
-all parameters of all functions. The others are marked as slow.
+all parameters of all functions. The others are marked as slow. The rules of `surface/` hold for every folder: all cases.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def leave_cases_to_the_long_run(items: Iterable[pytest.Item]) -> None:
     """Mark the cases that the default run leaves out as slow."""
     grids: dict[str, list[pytest.Item]] = {}
     for item in items:
-        if hasattr(item, "callspec") and item.get_closest_marker("slow") is None:
+        if hasattr(item, "callspec") and item.get_closest_marker("slow") is None and "surface/" not in item.nodeid:
             grids.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for name, cases in grids.items():
         is_of_ranks = "multi/" in name or "faults/" in name
