@@ -9,6 +9,7 @@ from multiprocessing.context import ForkServerContext
 
 # _dynamo and tensor are what DDP and the first optimizer import on their own, a second each.
 _PRELOADED = ["torch", "torch.distributed", "torch._dynamo", "torch.distributed.tensor", "pytest"]
+# What the first boost by each plugin imports: a quarter of a second in every new rank.
 _PLUGINS = ("gemini", "hybrid_parallel.plugin", "low_level_zero", "torch_fsdp")
 _PRELOADED += [f"booster.plugins.{name}" for name in _PLUGINS]
 
