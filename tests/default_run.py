@@ -2,7 +2,7 @@
 
 The default run has to end in six minutes on two cores. Of each test function with parameters it takes one case on
 several ranks, or `CASES_OF_ONE_PROCESS`, chosen by a checksum of their names: the same ones in every run, spread over
-all parameters of all functions. The others are marked as slow. The rules of `surface/` hold for every folder: all cases.
+all parameters of all functions. The others are marked as slow. Of the rules in `surface/` it takes all cases.
 """
 
 from __future__ import annotations
