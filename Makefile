@@ -34,6 +34,8 @@ test: $(STAMP)
 	@$(MAKE) --no-print-directory --keep-going --jobs 2 --output-sync=target test-ranks test-unit
 
 test-ranks test-unit: export TORCH_DISTRIBUTED_DEBUG = OFF
+# Tests start a hundred processes; empty, this lets Python keep the compiled modules for the next one.
+test-ranks test-unit: export PYTHONDONTWRITEBYTECODE =
 test-ranks: $(STAMP)
 	$(BIN)/pytest -m "not slow and not gpu" --durations=20 -o cache_dir=.pytest_cache/ranks tests/multi tests/faults
 

@@ -218,6 +218,7 @@ OTHER_MODELS = [
 
 
 @distributed(world_size=2)
+@pytest.mark.slow
 @pytest.mark.parametrize(("plugin_class", "settings"), OTHER_MODELS)
 @pytest.mark.parametrize("make_model", [Tied, Frozen, Uneven])
 def test_other_models(plugin_class, settings, make_model):
@@ -256,6 +257,7 @@ def test_replicas_of_shards(plugin_class, settings):
     check_ranks(plugin_class, settings, within=0.05)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plugin_class", [LowLevelZeroPlugin, GeminiPlugin, TorchFSDPPlugin])
 def test_settings_worth_a_look_can_be_asked_about(plugin_class):
     with torch.device("meta"):

@@ -9,8 +9,9 @@ import pytest
 from booster.checkpoint_io.planning import save_plan
 
 
-def pytest_collection_finish() -> None:
-    """Has no collection look at the million objects of all tests: each that a test asks for took over half a second."""
+@pytest.fixture(autouse=True, scope="module")
+def _only_garbage_of_this_module() -> None:
+    """Has no collection look at the objects of all tests and reports: each that a test asks for took half a second."""
     gc.collect()
     gc.freeze()
 

@@ -33,7 +33,7 @@ from booster.errors import CheckpointError
 from booster.interface import ModelWrapper
 
 ALL = (*ERRORS, *HICCUPS)
-CASES = [("file", False, ("ENOSPC", "SHORT")), ("file", True, ("EIO", "EINTR"))]
+CASES = [("file", False, ("ENOSPC", "SHORT")), pytest.param("file", True, ("EIO", "EINTR"), marks=pytest.mark.slow)]
 SLOW = [(case, use_async, ALL) for case in ("file", "directory", "bin directory") for use_async in (False, True)]
 SLOW += [("bin file", True, ALL)]
 CASES += [pytest.param(*case, marks=pytest.mark.slow) for case in SLOW]
