@@ -28,7 +28,9 @@ demo: $(STAMP)
 	$(BIN)/booster run --nproc-per-node 2 examples/demo/train.py --output $(DEMO) --steps $(STEPS) --resume
 	$(BIN)/python examples/demo/sample.py $(DEMO)/checkpoint
 
-# The default run: at most six minutes on two cores. Ranks wait for each other, so tests of one process run beside them.
+# The default run: at most six minutes on two cores. Ranks wait for each other, so tests of one process and of commands,
+# which wait for what they start, run beside them.
+COMMAND_TESTS := $(wildcard $(addprefix tests/multi/test_,launch_*.py run_*.py check_communication.py readme.py))
 test: $(STAMP)
 	@echo 'two runs side by side: what each one wrote follows when it has ended, the first in some three minutes'
 	@$(MAKE) --no-print-directory --keep-going --jobs 2 --output-sync=target test-ranks test-unit
@@ -37,10 +39,10 @@ test-ranks test-unit: export TORCH_DISTRIBUTED_DEBUG = OFF
 # Tests start a hundred processes; empty, this lets Python keep the compiled modules for the next one.
 test-ranks test-unit: export PYTHONDONTWRITEBYTECODE =
 test-ranks: $(STAMP)
-	$(BIN)/pytest -m "not slow and not gpu" --durations=20 -o cache_dir=.pytest_cache/ranks tests/multi tests/faults
+	$(BIN)/pytest -m "not slow and not gpu" --durations=20 -o cache_dir=.pytest_cache/ranks $(COMMAND_TESTS:%=--ignore=%) tests/multi tests/faults
 
 test-unit: $(STAMP)
-	$(BIN)/pytest -m "not slow and not gpu" --durations=20 -o cache_dir=.pytest_cache/unit tests/unit tests/surface
+	$(BIN)/pytest -m "not slow and not gpu" --durations=20 -o cache_dir=.pytest_cache/unit tests/unit tests/surface $(COMMAND_TESTS)
 
 test-all: $(STAMP)
 	$(BIN)/pytest -m "not gpu" --durations=20

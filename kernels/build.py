@@ -1,6 +1,9 @@
 """Kernel sources and their compilation, with ninja and the machine's C++ compiler.
 
-Imported by setup.py without torch, and by `loader.py` for just-in-time builds.
+Imported by setup.py without torch, and by `loader.py` for just-in-time builds. `torch.utils.cpp_extension` does not
+serve here (tried with torch 2.13; it takes as long): its flags are those of a whole extension, and vector sources need
+their own; it links libtorch, so a wheel would fit one version of torch; and its lock outlives a builder that was
+killed, for which all other ranks then wait without end.
 """
 
 from __future__ import annotations

@@ -157,6 +157,7 @@ def test_gemini_in_all_ways(settings, optimizer):
     check_ranks(GeminiPlugin, **of_precision(settings), optimizer=optimizer)
 
 
+@pytest.mark.slow
 @distributed(world_size=2)
 def test_what_gemini_offloads_is_elsewhere():
     settings = {"precision": "bf16", **SMALL_CHUNKS, "placement_policy": "cpu"}
