@@ -27,7 +27,26 @@ class DeprecatedAlias:
     def __get__(self, instance: Any, owner: type) -> Any:
         message = f"{owner.__name__}.{self._old_name} is deprecated: use {self.name}"
         warnings.warn(message, DeprecationWarning, stacklevel=2)
-        return getattr(owner if instance is None else instance, self.name)
+        if instance is None:
+            return getattr(owner, self.name)
+        # An override of the old name has both names; if there is one, it called super().
+        overrides = [cls for cls in owner.__mro__ if vars(cls).get(self.name, self) is vars(cls).get(self._old_name)]
+        return getattr(super(overrides[-1], instance) if overrides else instance, self.name)
+
+
+class DeprecatedOverrides:
+    """Base class under which an override of a `DeprecatedAlias` is used as one of the current name."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        inherited = [item for base in cls.__mro__[1:] for item in vars(base).items()]
+        aliases = {name: alias for name, alias in inherited if isinstance(alias, DeprecatedAlias)}
+        for name in aliases.keys() & vars(cls).keys():
+            alias, override = aliases[name], vars(cls)[name]
+            if not isinstance(override, DeprecatedAlias) and alias.name not in vars(cls):
+                message = f"{cls.__qualname__}.{name} is deprecated: rename it to {alias.name}"
+                warnings.warn(message, DeprecationWarning, stacklevel=2)
+                setattr(cls, alias.name, override)
 
 
 def renamed_arguments(**names: str) -> Callable[[Callable[P, Result]], Callable[P, Result]]:
@@ -51,32 +70,11 @@ def renamed_arguments(**names: str) -> Callable[[Callable[P, Result]], Callable[
     return decorate
 
 
-class ConfigFingerprint:
-    """Base class of objects whose config is compared over ranks.
-
-    `agreement_facts` is the deprecated name of `config_fingerprint`: a subclass that overrides it is used as if it
-    overrode `config_fingerprint`. It is removed in version 0.2.
-    """
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        if "agreement_facts" in vars(cls) and "config_fingerprint" not in vars(cls):
-            warnings.warn(
-                f"{cls.__qualname__}.agreement_facts() is deprecated: rename it to config_fingerprint()",
-                DeprecationWarning,
-                stacklevel=2,
-            )
-            cls.config_fingerprint = vars(cls)["agreement_facts"]  # type: ignore[method-assign]
+class ConfigFingerprint(DeprecatedOverrides):
+    """Base class of objects whose config is compared over ranks."""
 
     def config_fingerprint(self) -> list[str]:
         """Return lines of text that must be equal on all ranks, compared by every boost(); none by default."""
         return []
 
-    def agreement_facts(self) -> list[str]:
-        """Deprecated: use `config_fingerprint`."""
-        warnings.warn("agreement_facts() is deprecated: call config_fingerprint()", DeprecationWarning, stacklevel=2)
-        for cls in type(self).__mro__:  # the first that is not itself an alias, for calls by super()
-            own = vars(cls).get("config_fingerprint")
-            if own is not None and own is not vars(cls).get("agreement_facts"):
-                return list(own(self))
-        return []
+    agreement_facts = DeprecatedAlias("config_fingerprint")

@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from booster.comm import all_reduce_numbers, raise_on_all_ranks
-from booster.deprecation import DeprecatedAlias
+from booster.deprecation import DeprecatedAlias, DeprecatedOverrides
 from booster.errors import ConfigError
 from booster.fault_tolerance.progress import end_step, in_phase, observers
 from booster.kernels.checksum import tensor_crc32
@@ -46,7 +46,7 @@ _clip_by_value = torch.no_grad()(inspect.unwrap(nn.utils.clip_grad_value_))
 # the gradients of step(); if it clears them all, the accumulation has ended.
 
 
-class OptimizerWrapper(Optimizer):
+class OptimizerWrapper(DeprecatedOverrides, Optimizer):
     """Boosted optimizer.
 
     It is a `torch.optim.Optimizer`, so any torch LR scheduler works on it; `param_groups`, `state` and `defaults` are

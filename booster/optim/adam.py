@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from booster.deprecation import DeprecatedAlias, renamed_arguments
+from booster.deprecation import DeprecatedAlias, DeprecatedOverrides, renamed_arguments
 from booster.errors import CheckpointError, ConfigError
 from booster.validation import check_flag
 
@@ -84,7 +84,7 @@ def _check_moments(state: Mapping[str, Any], parameter: Tensor) -> None:
             )
 
 
-class AdamBase(Optimizer):
+class AdamBase(DeprecatedOverrides, Optimizer):
     """Adam and AdamW (Loshchilov and Hutter, "Decoupled Weight Decay Regularization", ICLR 2019).
 
     Hyperparameters, states and `state_dict` have torch.optim.AdamW's names and meanings, and each loads the other's.

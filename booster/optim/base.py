@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from booster.comm import sum_dtype
 from booster.core.shard_aware import Shards
-from booster.deprecation import DeprecatedAlias
+from booster.deprecation import DeprecatedAlias, DeprecatedOverrides
 from booster.errors import ConfigError
 from booster.validation import check_flag, is_non_nan_number
 
@@ -42,7 +42,7 @@ def wrap_states(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, A
     return {**state_dict, "state": wrapped}
 
 
-class OptimizerBase(Optimizer):
+class OptimizerBase(DeprecatedOverrides, Optimizer):
     """Optimizer with fp32 arithmetic and fp32 states for bf16 and fp16 parameters.
 
     It is `booster.interface.ShardAware`: statistics of a full parameter are summed over the ranks that hold its shards.

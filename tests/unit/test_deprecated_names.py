@@ -11,25 +11,27 @@ from torch import nn
 
 from booster import BF16MixedPrecision, Booster
 from booster.core.shard_aware import full_step
-from booster.interface import TensorSlice
-from booster.optim import CPUAdam
+from booster.interface import ModelWrapper, OptimizerWrapper, TensorSlice
+from booster.optim import CPUAdam, Lars
 
 
 def test_the_old_name_returns_the_fingerprint():
     precision = BF16MixedPrecision()
-    with pytest.warns(DeprecationWarning, match="call config_fingerprint"):
+    with pytest.warns(DeprecationWarning, match=r"agreement_facts is deprecated: use config_fingerprint$"):
         assert precision.agreement_facts() == precision.config_fingerprint()
 
 
 def test_an_override_of_the_old_name_is_compared():
-    with pytest.warns(DeprecationWarning, match=r"Mine\.agreement_facts\(\) is deprecated: rename it"):
+    with pytest.warns(
+        DeprecationWarning, match=r"Mine\.agreement_facts is deprecated: rename it to config_fingerprint$"
+    ):
 
         class Mine(BF16MixedPrecision):
             def agreement_facts(self):
                 return [*super().agreement_facts(), "mine"]
 
     precision = Mine()
-    with pytest.warns(DeprecationWarning, match="call config_fingerprint"):
+    with pytest.warns(DeprecationWarning, match=r"agreement_facts is deprecated: use config_fingerprint$"):
         lines = precision.config_fingerprint()
     assert lines == ["the mixed precision Mine in torch.bfloat16, keeps_masters=False", "mine"]
 
@@ -61,6 +63,38 @@ def test_old_names_of_the_wrappers(index, old, new):
     boosted = Booster(device="cpu").boost(model, torch.optim.SGD(model.parameters(), lr=0.1))[index]
     with pytest.warns(DeprecationWarning, match=rf"\.{old} is deprecated: use {new}$"):
         assert getattr(boosted, old) == getattr(boosted, new)
+
+
+@pytest.mark.parametrize("base", [CPUAdam, Lars])
+def test_an_override_of_an_old_name_of_an_optimizer(base):
+    with pytest.warns(DeprecationWarning, match=r"Mine\.can_fail_alone is deprecated: rename it to may_fail_locally$"):
+
+        class Mine(base):
+            @property
+            def can_fail_alone(self):
+                return not super().can_fail_alone
+
+    with pytest.warns(DeprecationWarning, match="use may_fail_locally"):
+        assert Mine([nn.Parameter(torch.ones(1))], lr=0.1).may_fail_locally
+    with pytest.warns(DeprecationWarning, match=r"Value\.can_fail_alone is deprecated"):
+
+        class Value(Mine):
+            can_fail_alone = False
+
+    assert not Value([nn.Parameter(torch.ones(1))], lr=0.1).may_fail_locally
+
+
+def test_an_override_of_an_old_name_of_a_wrapper():
+    with pytest.warns(DeprecationWarning, match=r"Mine\.adopt_masters is deprecated: rename it to use_master_weights$"):
+
+        class Mine(OptimizerWrapper):
+            def adopt_masters(self, originals):
+                return not super().adopt_masters(originals)
+
+    model = nn.Linear(1, 1)
+    wrapper = Mine(torch.optim.SGD(model.parameters(), lr=0.1), ModelWrapper(model))
+    with pytest.warns(DeprecationWarning, match="use use_master_weights"):
+        assert wrapper.use_master_weights({})
 
 
 def test_old_names_of_tensor_slices():
