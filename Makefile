@@ -3,8 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-DEMO ?= runs/demo
-STEPS ?= 160
+STEPS ?= 120
 SECONDS ?= 600
 CYCLES ?= 100
 SEED ?=
@@ -12,7 +11,7 @@ SEED ?=
 # Long runs: all cases of a subject, or of a part of it, which takes at most 20 minutes; `make test-all` is all of them.
 SUBJECTS := $(shell $(PYTHON) tests/subjects.py)
 
-.PHONY: install demo test test-ranks test-unit test-all test-optimized test-wheel soak lint format bench clean $(SUBJECTS:%=test-%)
+.PHONY: install demo docs test test-ranks test-unit test-all test-optimized test-wheel soak lint format bench clean $(SUBJECTS:%=test-%)
 
 install: $(STAMP)
 
@@ -21,16 +20,18 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[hf,test,dev]"
 	touch $(STAMP)
 
-# Trains to the middle, ends, starts again from the checkpoint, finishes, and lets transformers reload the result.
 demo: $(STAMP)
-	rm -rf $(DEMO)
-	$(BIN)/booster run --nproc-per-node 2 examples/demo/train.py --output $(DEMO) --steps $(STEPS) --stop-after $$(( $(STEPS) / 2 ))
-	$(BIN)/booster run --nproc-per-node 2 examples/demo/train.py --output $(DEMO) --steps $(STEPS) --resume
-	$(BIN)/python examples/demo/sample.py $(DEMO)/checkpoint
+	$(BIN)/booster demo --steps $(STEPS)
+
+# The site, in build/site: pages open from the disk. Links are checked, and warnings are errors.
+docs: $(STAMP)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[docs]"
+	rm -rf .types && $(MAKE) --no-print-directory .types
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 # The default run: at most six minutes on two cores. Ranks wait for each other, so tests of one process and of commands,
 # which wait for what they start, run beside them.
-COMMAND_TESTS := $(wildcard $(addprefix tests/multi/test_,launch_*.py run_*.py check_communication.py readme.py))
+COMMAND_TESTS := $(wildcard $(addprefix tests/multi/test_,launch_*.py run_*.py check_communication.py docs.py demo_command.py))
 test: $(STAMP)
 	@echo 'two runs side by side: what each one wrote follows when it has ended, the first in some three minutes'
 	@$(MAKE) --no-print-directory --keep-going --jobs 2 --output-sync=target test-ranks test-unit
@@ -64,7 +65,7 @@ test-optimized: $(STAMP)
 WHEEL_TESTS := surface/test_doctests.py unit/test_facade.py unit/test_cli.py unit/test_adam_kernel.py unit/test_lr_scheduler_curves.py
 test-wheel: $(STAMP)
 	rm -rf build dist .wheel-venv
-	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .
+	$(BIN)/python -m build --no-isolation --outdir dist . >/dev/null  # the sdist, and the wheel from the sdist
 	$(PYTHON) -m venv --without-pip .wheel-venv
 	$(BIN)/python tests/wheel_environment.py .wheel-venv
 	$(BIN)/python -m pip --python .wheel-venv/bin/python install --quiet --no-deps dist/*.whl
@@ -72,13 +73,17 @@ test-wheel: $(STAMP)
 	cd .wheel-venv/elsewhere && $(CURDIR)/.wheel-venv/bin/python -m pytest -q -p no:cacheprovider -m "not slow and not gpu" $(WHEEL_TESTS:%=$(CURDIR)/tests/%)
 	rm -rf build dist .wheel-venv
 
-# mypy follows one folder per package, so it reads links that show the four folders as the package they install as.
+# Links that show the four folders as the package they install as, for tools that follow one folder per package.
+.types:
+	mkdir -p .types/booster
+	ln -s $(CURDIR)/booster/* .types/booster/
+	ln -s $(CURDIR)/plugins $(CURDIR)/kernels $(CURDIR)/checkpoint_io .types/booster/
+
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	rm -rf .types && mkdir -p .types/booster
-	ln -s $(CURDIR)/booster/* .types/booster/
-	ln -s $(CURDIR)/plugins $(CURDIR)/kernels $(CURDIR)/checkpoint_io .types/booster/
+	$(BIN)/codespell .
+	rm -rf .types && $(MAKE) --no-print-directory .types
 	cd .types && MYPYPATH=$(CURDIR)/.types $(CURDIR)/$(BIN)/mypy --config-file $(CURDIR)/pyproject.toml -p booster
 
 format: $(STAMP)

@@ -33,7 +33,7 @@ SUBJECTS: dict[str, tuple[str, ...]] = {
         *("*/test_launch*", "*/test_run_*", "*/test_restart*", "*/test_rendezvous*", "*/test_network*"),
         "*/test_check_*",
         "*/test_check.py",
-        *("*/test_cl*", "*/test_benchmark*", "*/test_worker*", "*/test_readme*", "*/test_vit*"),
+        *("*/test_cl*", "*/test_benchmark*", "*/test_worker*", "*/test_docs*", "*/test_examples*", "*/test_vit*"),
         *("*/test_kernel_builds*", "*/test_failure_hints*"),
     ),
     "faults": (

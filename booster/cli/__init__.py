@@ -1,4 +1,4 @@
-"""Command line: `booster run`, `check`, `ckpt`, `benchmark`, `estimate` and `plot`."""
+"""Command line: `booster run`, `check`, `ckpt`, `demo`, `benchmark`, `estimate` and `plot`."""
 
 from __future__ import annotations
 
@@ -20,12 +20,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Imported here to keep `import booster` cheap.
     from . import check, ckpt, estimate, plot
     from .benchmark import benchmark
+    from .demo import demo
     from .run import run
 
     parser = argparse.ArgumentParser(prog="booster", description="Train one loop under any parallel strategy.")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     run.add_parser(commands)
     check.add_parser(commands)
+    demo.add_parser(commands)
     ckpt.add_parser(commands)
     benchmark.add_parser(commands)
     estimate.add_parser(commands)

@@ -24,6 +24,8 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument("logs", nargs="+", metavar="LOG", help="JSON lines file; each is one line in the figure")
     parser.add_argument("-o", "--output", required=True, metavar="FILE", help="image file, such as loss.png")
+    panels = ("loss", "throughput", "memory")  # those of `booster.monitor.loggers`, which imports torch
+    parser.add_argument("--only", nargs="+", choices=panels, default=panels, help="panels to draw; default: all")
     parser.set_defaults(handle=plot)
 
 
@@ -45,7 +47,7 @@ def plot(arguments: argparse.Namespace) -> int:
         if run.num_invalid_lines:
             lines = count_text(run.num_invalid_lines, "line")
             print(f"{log}: skipped {lines} without a valid record, as a killed run leaves", file=sys.stderr)
-    draw_runs(runs, output)
+    draw_runs(runs, output, arguments.only)
     print(f"{output}: {', '.join(f'{run.name} ({len(run.records)} steps)' for run in runs)}")
     return 0
 

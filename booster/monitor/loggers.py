@@ -356,12 +356,16 @@ def _has_numbers(record: dict[str, Any]) -> bool:
     return all(one is None or isinstance(one, (int, float)) or one in ("nan", "inf", "-inf") for one in numbers)
 
 
-def draw_runs(runs: Sequence[LoggedRun], path: Path) -> None:
+PANELS = ("loss", "throughput", "memory")
+
+
+def draw_runs(runs: Sequence[LoggedRun], path: Path, panels: Sequence[str] = PANELS) -> None:
     """Write a figure with panels for loss, throughput and memory, and one line per run.
 
     Args:
         runs: Runs, at least one.
         path: Path of the image; its suffix selects the format.
+        panels: Names from `PANELS`, at least one.
 
     Raises:
         ConfigError: matplotlib is not installed or does not support the suffix, or the path is not writable.
@@ -373,33 +377,40 @@ def draw_runs(runs: Sequence[LoggedRun], path: Path) -> None:
         raise ConfigError(
             f"plots need matplotlib, which is not installed ({error}): run `pip install torch-booster[plot]`"
         ) from error
-    figure = Figure(figsize=(_INCHES[0], 3 * _INCHES[1]), layout="constrained")
+    figure = Figure(figsize=(_INCHES[0], len(panels) * _INCHES[1]), layout="constrained")
     kinds = FigureCanvasAgg(figure).get_supported_filetypes()
     if path.suffix.lstrip(".").lower() not in kinds:
         raise ConfigError(
             f"{str(path)!r} has no supported image suffix: choose one of {', '.join(sorted(kinds))}, such as"
             f" {path.with_suffix('.png').name}"
         )
-    loss, throughput, memory = figure.subplots(3, sharex=True)
-    for run in runs:
-        _draw(loss, run, "loss")
-        _draw(throughput, run, _throughput_name(run))
-        _draw(memory, run, "memory", scale=2**-20)
-    loss.set_ylabel("loss")
-    units = sorted({_throughput_name(run).removesuffix("_per_second") for run in runs})
-    throughput.set_ylabel(f"{' or '.join(units)} per second")
-    throughput.set_ylim(bottom=0)
-    memory.set_ylabel("peak memory (MiB, largest rank)")
-    memory.set_ylim(bottom=0, top=memory.get_ylim()[1] * 1.05)
-    memory.set_xlabel("step")
-    loss.legend()
-    for panel in (loss, throughput, memory):
+    drawn = figure.subplots(len(panels), sharex=True, squeeze=False)[:, 0]
+    for name, panel in zip(panels, drawn, strict=True):
+        _draw_panel(panel, name, runs)
         panel.grid(visible=True, alpha=0.3)
+    drawn[0].legend()
+    drawn[-1].set_xlabel("step")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, dpi=120)
     except OSError as error:
         raise ConfigError(f"{str(path)!r} is not writable ({error}): pass the path of a writable file") from error
+
+
+def _draw_panel(panel: Any, name: str, runs: Sequence[LoggedRun]) -> None:
+    for run in runs:
+        series = _throughput_name(run) if name == "throughput" else name
+        _draw(panel, run, series, scale=2**-20 if name == "memory" else 1.0)
+    if name == "loss":
+        panel.set_ylabel("loss")
+        return
+    if name == "throughput":
+        units = sorted({_throughput_name(run).removesuffix("_per_second") for run in runs})
+        panel.set_ylabel(f"{' or '.join(units)} per second")
+        panel.set_ylim(bottom=0)
+    else:
+        panel.set_ylabel("peak memory (MiB, largest rank)")
+        panel.set_ylim(bottom=0, top=panel.get_ylim()[1] * 1.05)
 
 
 def _throughput_name(run: LoggedRun) -> str:

@@ -1,0 +1,1 @@
+"""`booster demo`: a first look, without files of one's own."""

@@ -1,0 +1,48 @@
+"""`booster demo` trains, resumes and draws."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from booster.cli import main
+from booster.cli.demo.demo import chart
+
+
+def run_demo(tmp_path, *arguments):
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)}
+    command = [sys.executable, "-m", "booster", "demo", *arguments]
+    return subprocess.run(
+        command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False
+    )
+
+
+@pytest.mark.parametrize("plugin", ["torch_ddp", "low_level_zero", "gemini", "torch_fsdp", "hybrid_parallel"])
+def test_it_draws_the_loss_of_both_runs(tmp_path, plugin):
+    done = run_demo(tmp_path, "--plugin", plugin, "--steps", "4")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "from step 0 to 2 under" in done.stdout
+    assert "from step 2 to 4 under" in done.stdout
+    assert done.stdout.rstrip().endswith("1  4  steps")
+    assert not any(path.name.startswith("booster-demo") for path in tmp_path.iterdir())
+
+
+def test_a_run_that_fails_gives_its_exit_code(tmp_path):
+    done = run_demo(tmp_path, "--plugin", "no_such_plugin", "--steps", "2")
+    assert done.returncode != 0
+    assert "no_such_plugin" in done.stderr
+
+
+def test_a_chart_of_falling_values():
+    lines = chart([4.0, 3.0, 2.0, 1.0], height=4)
+    assert lines[:4] == ["  4.000 |*", "  3.000 | *", "  2.000 |  *", "  1.000 |   *"]
+    assert chart([1.0])[0].endswith("|*")
+    assert max(map(len, chart([float(i) for i in range(1000)]))) < 80
+
+
+def test_arguments_that_can_not_work(capsys):
+    assert main(["demo", "--steps", "1"]) == 2
+    assert "give at least 1 and 2" in capsys.readouterr().err

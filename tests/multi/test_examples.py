@@ -1,0 +1,183 @@
+"""The examples run on two ranks, under every plugin by a flag; `test_vit_example.py` has the vision transformer."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from harness import preload, run_ranks
+
+from booster import Booster
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+FOLDERS = sorted(path.parent.name for path in EXAMPLES.glob("*/train.py"))
+MAX_LINES = 120
+preload(*(f"transformers.models.{name}.modeling_{name}" for name in ("bert", "gpt2", "llama")), "sklearn.datasets")
+PLAIN = ("none", "torch_ddp", "low_level_zero", "gemini", "torch_fsdp", "hybrid_parallel")
+
+
+@cache
+def example(name):
+    """Returns the module of an example's train.py."""
+    spec = importlib.util.spec_from_file_location(f"example_of_{name}", EXAMPLES / name / "train.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def run(name, plugin, output, *more):
+    """Returns what the example's `train` returns."""
+    module = example(name)
+    argument = "--checkpoint" if name == "resnet" else "--output"
+    arguments = module.parse_arguments(["--plugin", plugin, argument, str(output), *more])
+    if name == "llama":
+        return module.train(module.make_booster(arguments), arguments)
+    return module.train(Booster(plugin=module.PLUGINS[plugin]()), arguments)
+
+
+def run_on_one_and_two(name, plugin, tmp_path, *more):
+    return run_ranks(run, 1, name, "none", tmp_path / "1", *more)[0], run_ranks(
+        run, 2, name, plugin, tmp_path / "2", *more
+    )
+
+
+SMALL_GPT = ("--steps", "4", "--layers", "2", "--width", "32", "--batch-size", "8")
+
+
+@pytest.mark.parametrize("plugin", list(example("gpt_pretraining").PLUGINS)[1:])
+def test_gpt_pretraining(tmp_path, plugin):
+    expected, found = run_on_one_and_two("gpt_pretraining", plugin, tmp_path, *SMALL_GPT)
+    assert len(expected) == 4
+    for losses in found:
+        assert losses == pytest.approx(expected, rel=1e-4)
+
+
+LLAMAS = [
+    ("hybrid_parallel", "--tp", "2"),
+    ("hybrid_parallel", "--pp", "2", "--pp_style", "zbv", "-g"),
+    ("hybrid_parallel", "--zero", "2"),
+    ("low_level_zero", "--zero", "2"),
+    ("gemini",),
+    ("torch_fsdp",),
+    ("torch_ddp",),
+]
+
+
+@pytest.mark.parametrize("arguments", LLAMAS, ids=" ".join)
+def test_llama(tmp_path, arguments):
+    common = ("--config", "tiny", "--num_steps", "3", "--batch_size", "8", "--precision", "fp32")
+    expected = run_ranks(run, 1, "llama", "torch_ddp", tmp_path / "1", *common)[0]
+    for loss in run_ranks(run, 2, "llama", arguments[0], tmp_path / "2", *arguments[1:], *common):
+        assert loss == pytest.approx(expected, rel=1e-3)
+
+
+@pytest.mark.parametrize("plugin", PLAIN[1:])
+def test_bert_classification(tmp_path, plugin):
+    small = ("--steps", "3", "--layers", "1", "--batch_size", "12")
+    (expected, accuracy, count), found = run_on_one_and_two("bert_classification", plugin, tmp_path, *small)
+    for losses, accuracy_of_rank, count_of_rank in found:
+        assert losses == pytest.approx(expected, rel=1e-4)
+        assert accuracy_of_rank == pytest.approx(accuracy, abs=0.01)
+        assert count_of_rank == count == len(example("bert_classification").read_texts(is_test=True))
+
+
+@pytest.mark.slow
+def test_bert_classification_resumes_on_three_ranks(tmp_path):
+    small = ("--layers", "1", "--batch_size", "12")
+    run_ranks(run, 2, "bert_classification", "torch_fsdp", tmp_path, "--steps", "5", "--stop_after", "3", *small)
+    for losses, _, _ in run_ranks(
+        run, 3, "bert_classification", "gemini", tmp_path, "--steps", "5", "--resume", *small
+    ):
+        assert len(losses) == 2
+
+
+@pytest.mark.parametrize("plugin", PLAIN[1:])
+def test_resnet(tmp_path, plugin):
+    (expected, _), found = run_on_one_and_two("resnet", plugin, tmp_path, "--max-steps", "4", "--batch-size", "32")
+    for losses, _ in found:
+        assert losses == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.mark.parametrize("plugin", PLAIN[1:])
+def test_gan(tmp_path, plugin):
+    losses, images = run_ranks(run, 2, "gan", plugin, tmp_path, "--max-steps", "3")[0]
+    assert len(losses) == 3
+    assert images.shape == (16, 8, 8)
+    assert torch.isfinite(images).all()
+
+
+@pytest.mark.parametrize("plugin", PLAIN[1:])
+def test_distillation(tmp_path, plugin):
+    for losses, of_teacher, _ in run_ranks(run, 2, "distillation", plugin, tmp_path, "--max-steps", "60"):
+        assert len(losses) == 60
+        assert of_teacher > 0.5
+
+
+@pytest.mark.parametrize("plugin", PLAIN[1:])
+def test_slurm_continues_from_its_last_step(tmp_path, plugin):
+    assert run_ranks(run, 2, "slurm", plugin, tmp_path, "--steps", "4", "--every", "2") == [4, 4]
+    assert run_ranks(run, 2, "slurm", plugin, tmp_path, "--steps", "6") == [6, 6]
+    assert sorted(path.name for path in tmp_path.glob("step-*")) == ["step-00000004", "step-00000006"]
+
+
+def run_nvme(*arguments):
+    module = example("nvme")
+    return module.train(module.parse_arguments([*arguments]))
+
+
+@pytest.mark.parametrize("plugin", ["gemini", "torch_ddp", "low_level_zero", "torch_fsdp"])
+def test_nvme(plugin):
+    small = ("--width", "64", "--layers", "3")
+    expected = run_ranks(run_nvme, 1, *small)[0]
+    for losses, num_bytes in run_ranks(run_nvme, 2, "--plugin", plugin, *small):
+        assert losses == pytest.approx(expected[0], rel=1e-4)
+        assert num_bytes == expected[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("plugin", "fits"), [("gemini", True), ("torch_ddp", False)])
+def test_nvme_within_a_memory_limit(plugin, fits):
+    command = [sys.executable, "-m", "booster", "run", "--nproc-per-node", "2", str(EXAMPLES / "nvme/train.py")]
+    done = subprocess.run(
+        [*command, "--limit-mib", "700", "--plugin", plugin], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode == 0) == fits, done.stderr
+    assert ("memory" in done.stderr) != fits
+
+
+def run_command(*command):
+    done = subprocess.run(
+        [sys.executable, *map(str, command)], capture_output=True, text=True, check=False, timeout=300
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.slow
+def test_the_demo_learns_and_resumes(tmp_path):
+    train = ("-m", "booster", "run", "--nproc-per-node", "2", EXAMPLES / "demo/train.py", "--output", tmp_path)
+    run_command(*train, "--steps", "60", "--stop-after", "30")
+    last = run_command(*train, "--steps", "60", "--resume")
+    step, loss, entropy = re.search(r"step (\d+): validation loss ([\d.]+), unigram entropy ([\d.]+)", last).groups()
+    assert int(step) == 60
+    assert float(loss) < float(entropy) - 0.3
+    sample = run_command(EXAMPLES / "demo/sample.py", tmp_path / "checkpoint")
+    assert "reloaded by GPT2LMHeadModel.from_pretrained" in sample
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_folders_are_alike(name):
+    folder = EXAMPLES / name
+    lines = (folder / "train.py").read_text().splitlines()
+    assert len(lines) < MAX_LINES
+    assert any(line.startswith("Run: ") for line in lines[:4])
+    text = (folder / "README.md").read_text()
+    pictures = re.findall(r"!\[.+\]\((.+)\)", text)
+    assert pictures
+    assert all((folder / one).is_file() for one in pictures)
