@@ -60,7 +60,7 @@ class Booster(CheckpointMethods):
     Raises:
         ConfigError: A name is unknown, or the plugin controls the device or precision itself.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from booster import Booster
         >>> model = torch.nn.Linear(3, 1)

@@ -26,7 +26,7 @@ def map_tensors(function: Callable[[torch.Tensor], Any], tree: Any) -> Any:
         function: Function of a tensor.
         tree: Tensor, container of tensors, or any other object.
 
-    Example:
+    Examples:
         >>> map_tensors(lambda t: t.double(), {"x": torch.ones(2), "name": "a"})["x"].dtype
         torch.float64
     """

@@ -103,7 +103,7 @@ class DistributedBatchSampler(Sampler[list[int]]):
     Raises:
         ConfigError: The dataset is empty, a rank or size is out of range, or `drop_last` leaves no batch.
 
-    Example:
+    Examples:
         >>> [list(DistributedBatchSampler(5, 2, rank, 2)) for rank in range(2)]
         [[[0, 1], [4]], [[2, 3], [0]]]
     """

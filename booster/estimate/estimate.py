@@ -260,7 +260,7 @@ def estimate_memory(
     Raises:
         ConfigError: Arguments conflict, the plugin has no estimate, or the model can't be measured.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from booster import estimate_memory
         >>> with torch.device("meta"):

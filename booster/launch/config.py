@@ -18,7 +18,7 @@ class Config(Mapping[str, Any]):
     `dict(config)`, `config.get("lr", 0.1)`, `"lr" in config` and `**config` work. A setting whose name is a method of
     mappings (`items`, `keys`, `values`, `get`) or of this class is read as an item.
 
-    Example:
+    Examples:
         >>> config = Config({"lr": 0.1, "model": {"dim": 64}})
         >>> config.model.dim, config["lr"]
         (64, 0.1)

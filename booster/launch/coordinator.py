@@ -23,7 +23,7 @@ R = TypeVar("R")
 class DistCoordinator:
     """Rank information and coordination of ranks. Without a launch it is a world of one rank.
 
-    Example:
+    Examples:
         >>> coordinator = DistCoordinator()
         >>> if coordinator.is_master():
         ...     print(coordinator.world_size)

@@ -46,7 +46,7 @@ class LazyInitContext:
         default_device: Default device of `materialize`; optional, defaults to the CPU.
         eager_below_bytes: Tensors below this size are created eagerly.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from booster.lazy_init import is_lazy, materialize
         >>> with LazyInitContext():

@@ -17,7 +17,7 @@ from .op_log import Geometry, OpLog, materialize_in_place, op_log_of, replay, vi
 def is_lazy(tensor: torch.Tensor) -> bool:
     """Return whether a tensor was created in a `LazyInitContext` and is not materialized.
 
-    Example:
+    Examples:
         >>> import torch
         >>> is_lazy(torch.ones(2))
         False

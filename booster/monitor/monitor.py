@@ -133,7 +133,7 @@ class Monitor:
 
     Collective: entering the block, with the same settings on every rank.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from booster import Booster
         >>> from booster.monitor import Monitor

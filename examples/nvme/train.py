@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from booster import Booster, LazyInitContext, launch_from_torch
+from booster import Booster, DistCoordinator, LazyInitContext, launch_from_torch
 from booster.optim import HybridAdam
 from booster.plugins import GeminiPlugin, LowLevelZeroPlugin, TorchDDPPlugin, TorchFSDPPlugin
 
@@ -85,7 +85,7 @@ def main() -> None:
     launch_from_torch(seed=42)
     losses, num_bytes = train(arguments)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
-    Booster().print(
+    DistCoordinator().print_on_master(
         f"{arguments.plugin}: {num_bytes / 2**20:,.0f} MiB of weights, gradients and states; losses"
         f" {', '.join(f'{loss:.4f}' for loss in losses)}; peak memory of the process {peak:,.0f} MiB"
     )

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import sysconfig
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -31,7 +32,7 @@ class Bytes(torch.utils.data.Dataset[torch.Tensor]):
     def __len__(self) -> int:
         return len(self.windows)
 
-    def __getitem__(self, index: int) -> torch.Tensor:
+    def __getitem__(self, index: int) -> Any:
         return self.windows[index].long()
 
 
@@ -49,7 +50,7 @@ class GPT(nn.Module):
         self.norm = nn.LayerNorm(WIDTH)
         self.head = nn.Linear(WIDTH, 256, bias=False)
 
-    def forward(self, x_BT: torch.Tensor) -> torch.Tensor:
+    def forward(self, x_BT: torch.Tensor) -> Any:
         x_BTD = self.tokens(x_BT) + self.positions(torch.arange(x_BT.shape[1], device=x_BT.device))
         mask = nn.Transformer.generate_square_subsequent_mask(x_BT.shape[1], device=x_BT.device, dtype=x_BTD.dtype)
         for layer in self.layers:

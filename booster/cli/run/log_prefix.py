@@ -22,7 +22,7 @@ class LineBuffer:
 
     The "\r" of a progress bar ends a line as well, so that each state gets a prefix and still overwrites the last.
 
-    Example:
+    Examples:
         >>> buffer = LineBuffer()
         >>> buffer.add(b"one\ntw"), buffer.add(b"o\r"), buffer.flush()
         ([b'one\n'], [b'two\r'], [])
