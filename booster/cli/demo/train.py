@@ -14,8 +14,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-import booster as library
-from booster import Booster, launch_from_torch
+from booster.booster import Booster
+from booster.launch.launch import launch_from_torch
+from booster.monitor import Monitor
 
 LENGTH, BATCH, WIDTH, NUM_LAYERS, NUM_HEADS = 96, 16, 128, 3, 4
 MAX_BYTES = 2_000_000
@@ -78,7 +79,7 @@ def main() -> None:
     step = 0 if saved is None else saved["step"]
     booster.print(f"from step {step} to {arguments.stop_after} under {type(booster.plugin).__name__}")
     batches = iter(loader)
-    with library.Monitor(model, optimizer, log=arguments.output / "log.jsonl", first_step=step + 1):
+    with Monitor(model, optimizer, log=arguments.output / "log.jsonl", first_step=step + 1):
         while step < arguments.stop_after:
             x_BT = next(batches, None)
             if x_BT is None:  # the end of an epoch
