@@ -11,7 +11,7 @@ SEED ?=
 # Long runs: all cases of a subject, or of a part of it, which takes at most 20 minutes; `make test-all` is all of them.
 SUBJECTS := $(shell $(PYTHON) tests/subjects.py)
 
-.PHONY: install demo docs test test-ranks test-unit test-all test-optimized test-wheel soak lint format bench clean $(SUBJECTS:%=test-%)
+.PHONY: install demo docs .types test test-ranks test-unit test-all test-optimized test-wheel soak lint format bench clean $(SUBJECTS:%=test-%)
 
 install: $(STAMP)
 
@@ -20,13 +20,13 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[hf,test,dev]"
 	touch $(STAMP)
 
+# Trains to the middle, ends, starts again from the checkpoint, and draws the loss.
 demo: $(STAMP)
 	$(BIN)/booster demo --steps $(STEPS)
 
 # The site, in build/site: pages open from the disk. Links are checked, and warnings are errors.
-docs: $(STAMP)
+docs: $(STAMP) .types
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[docs]"
-	rm -rf .types && $(MAKE) --no-print-directory .types
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 # The default run: at most six minutes on two cores. Ranks wait for each other, so tests of one process and of commands,
@@ -75,15 +75,14 @@ test-wheel: $(STAMP)
 
 # Links that show the four folders as the package they install as, for tools that follow one folder per package.
 .types:
-	mkdir -p .types/booster
+	rm -rf .types && mkdir -p .types/booster
 	ln -s $(CURDIR)/booster/* .types/booster/
 	ln -s $(CURDIR)/plugins $(CURDIR)/kernels $(CURDIR)/checkpoint_io .types/booster/
 
-lint: $(STAMP)
+lint: $(STAMP) .types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/codespell .
-	rm -rf .types && $(MAKE) --no-print-directory .types
 	cd .types && MYPYPATH=$(CURDIR)/.types $(CURDIR)/$(BIN)/mypy --config-file $(CURDIR)/pyproject.toml -p booster
 
 format: $(STAMP)

@@ -18,9 +18,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: Arguments without the program name; optional, defaults to those of this process.
     """
     # Imported here to keep `import booster` cheap.
-    from . import check, ckpt, estimate, plot
+    from . import check, ckpt, demo, estimate, plot
     from .benchmark import benchmark
-    from .demo import demo
     from .run import run
 
     parser = argparse.ArgumentParser(prog="booster", description="Train one loop under any parallel strategy.")

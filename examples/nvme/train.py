@@ -40,7 +40,7 @@ def limit_memory(mebibytes: int) -> None:
 
 
 def make_plugin(arguments: argparse.Namespace, folder: str):
-    """Returns the plugin; under Gemini a quarter of the memory limit may hold weights and states."""
+    """Returns the plugin; Gemini keeps weights, gradients and states in files."""
     if arguments.plugin != "gemini":
         others = {"torch_ddp": TorchDDPPlugin, "torch_fsdp": TorchFSDPPlugin}
         return others[arguments.plugin]() if arguments.plugin in others else LowLevelZeroPlugin(precision="fp32")
@@ -84,10 +84,9 @@ def main() -> None:
     arguments = parse_arguments()
     launch_from_torch(seed=42)
     losses, num_bytes = train(arguments)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
     DistCoordinator().print_on_master(
         f"{arguments.plugin}: {num_bytes / 2**20:,.0f} MiB of weights, gradients and states; losses"
-        f" {', '.join(f'{loss:.4f}' for loss in losses)}; peak memory of the process {peak:,.0f} MiB"
+        f" {', '.join(f'{loss:.4f}' for loss in losses)}; memory limit of a process: {arguments.limit_mib} MiB"
     )
 
 

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from booster.cli import main
-from booster.cli.demo.demo import chart
+from booster.cli.demo import chart
 
 
 def run_demo(tmp_path, *arguments):

@@ -9,7 +9,7 @@ import subprocess
 import sys
 
 import pytest
-from documentation import PAGES, ROOT, read_page
+from documentation import PAGES, read_page
 from harness import run_ranks
 
 READ = {page.name: page for page in map(read_page, PAGES)}
@@ -21,20 +21,7 @@ def execute(source, name, folder):
     exec(compile(source, name, "exec"), {"__name__": "page"})
 
 
-@pytest.mark.parametrize("name", [name for name, page in READ.items() if page.python])
-def test_python(name, tmp_path):
-    page = READ[name]
-    for file, text in page.files.items():
-        (tmp_path / file).write_text(text)
-    if page.num_ranks == 0:
-        run_command("python page.py", tmp_path, {"page.py": page.source})
-    else:
-        run_ranks(execute, page.num_ranks, page.source, name, tmp_path)
-
-
-def run_command(line, folder, files=()):
-    for name in files:
-        (folder / name).write_text(files[name])
+def check_command(line, folder):
     command, _, comment = line.partition(" #")
     program, *arguments = shlex.split(command)
     programs = {"booster": [sys.executable, "-m", "booster"], "python": [sys.executable]}
@@ -47,25 +34,25 @@ def run_command(line, folder, files=()):
     assert done.returncode == int(expected[1] if expected else 0), f"{line}\n{done.stdout}{done.stderr}"
 
 
-@pytest.mark.parametrize(
-    "name", [name for name, page in READ.items() if page.commands and not name.startswith("examples")]
-)
-def test_commands(name, tmp_path):
-    """The commands of a page, after its Python blocks."""
-    test_python(name, tmp_path)
-    for line in READ[name].commands:
-        run_command(line, tmp_path)
+def check_page(page, folder):
+    """Fails where a Python block raises, or a command ends with another exit code than it says."""
+    for file, text in page.files.items():
+        (folder / file).write_text(text)
+    if page.num_ranks == 0:
+        (folder / "page.py").write_text(page.source)
+        check_command("python page.py", folder)
+    elif page.python:
+        run_ranks(execute, page.num_ranks, page.source, page.name, folder)
+    for line in page.commands:
+        check_command(line, folder)
 
 
-def test_no_block_is_forgotten():
-    """A command that names a program of another kind has to be marked as not run."""
-    for page in READ.values():
-        assert all(reason for _, reason in page.not_run), page.name
-        assert {line.split()[0] for line in page.commands} <= {"booster", "python"}, page.name
+def test_the_readme(tmp_path):
+    check_page(READ["README.md"], tmp_path)
+    assert (tmp_path / "runs/model/model.safetensors").is_file()
 
 
-def test_links_to_files_are_right():
-    for path in PAGES:
-        for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", path.read_text()):
-            if "://" not in target:
-                assert (path.parent / target).exists(), f"{path.relative_to(ROOT)}: {target}"
+# test_examples.py runs the examples.
+@pytest.mark.parametrize("name", [name for name in READ if name.startswith("docs/")])
+def test_a_page(name, tmp_path):
+    check_page(READ[name], tmp_path)

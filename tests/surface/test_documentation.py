@@ -52,9 +52,17 @@ def test_paths_in_pages_are_there():
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.relative_to(ROOT).as_posix())
-def test_a_block_that_is_not_run_says_why(path):
+def test_a_block_runs_or_says_why_not(path):
+    """A command that names a program of another kind has to be marked as not run."""
     page = read_page(path)
     assert all(reason for _, reason in page.not_run)
+    assert {line.split()[0] for line in page.commands} <= {"booster", "python"}
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_links_to_files_are_right(path):
+    for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", path.read_text()):
+        assert "://" in target or (path.parent / target).exists(), target
 
 
 def test_options_in_tables_are_arguments_of_their_plugin():

@@ -34,7 +34,7 @@ ALLOWED = {
     "booster/booster_checkpoint.py": {
         "self._checkpoint_io.wait": SAVES,
     },
-    "booster/cli/demo/demo.py": {"subprocess.run": "booster run ends with its ranks, whose waits have timeouts"},
+    "booster/cli/demo.py": {"subprocess.run": "booster run ends with its ranks, whose waits have timeouts"},
     "booster/cli/benchmark/workers.py": {
         "connection.recv_bytes": "a daemon's thread, which waits for the end of the parent",
         "process.join": ENDING,

@@ -1,6 +1,6 @@
 """Train a small GPT on the source of Python's standard library; run by `booster demo`.
 
-Run: booster run --nproc-per-node 2 train.py --output FOLDER --steps 120 --stop-after 60
+Run: booster run --nproc-per-node 2 booster/cli/demo_train.py --output FOLDER --steps 120 --stop-after 60
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from typing import Any
 
 from booster.errors import ConfigError
 
-SCRIPT = Path(__file__).with_name("train.py")
+SCRIPT = Path(__file__).with_name("demo_train.py")
 _WIDTH, _HEIGHT = 64, 12  # of the chart, in characters
 
 

@@ -1,1 +1,0 @@
-"""`booster demo`: a first look, without files of one's own."""
