@@ -160,7 +160,7 @@ def test_check_knows_the_projects_dependencies():
     assert requirement(f"python{project['requires-python']}")[1] == check_machine.PYTHON
     optional = project["optional-dependencies"]
     extras = {name: dict(map(requirement, needed)) for name, needed in optional.items()}
-    for name in ("test", "dev", "examples"):  # for those who work on the project
+    for name in ("test", "dev", "docs", "examples"):  # for those who work on the project
         del extras[name]
     assert extras == check_machine.EXTRAS
 
