@@ -7,17 +7,14 @@ Run: booster run --nproc-per-node 2 examples/demo/train.py --output runs/demo
 from __future__ import annotations
 
 import argparse
-import time
 from pathlib import Path
 
-import psutil
 import torch
 from text import ByteWindows, read_library, unigram_entropy
 from torch.optim.lr_scheduler import OneCycleLR
-from tqdm import tqdm
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from booster import Booster, launch_from_torch
+from booster import Booster, Monitor, launch_from_torch
 
 LENGTH, BATCH = 128, 16
 
@@ -74,25 +71,22 @@ def main() -> None:
     checkpoint = arguments.output / "checkpoint"
     step = booster.load(checkpoint, model, optimizer, scheduler, loader)["step"] if arguments.resume else 0
     last = arguments.stop_after or arguments.steps
-    bar = tqdm(total=arguments.steps, initial=step, disable=not booster.is_main_process, unit="step", mininterval=1.0)
-    batches, start, first = iter(loader), time.perf_counter(), step
-    while step < last:
-        windows = next(batches, None)
-        if windows is None:
-            batches = iter(loader)
-            continue
-        loss = window_losses(model, windows.to(booster.device)).mean()
-        booster.backward(loss, optimizer)
-        booster.clip_grad_norm_(optimizer, 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        scheduler.step()
-        step += 1
-        speed = (step - first) * BATCH * LENGTH * booster.plugin.dp_size / (time.perf_counter() - start)
-        memory = psutil.Process().memory_info().rss / 2**20
-        bar.set_postfix_str(f"loss {loss.item():.3f}, {speed:,.0f} tokens/s, {memory:,.0f} MiB", refresh=False)
-        bar.update()
-    bar.close()
+    batches, log = iter(loader), arguments.output / "log.jsonl"
+    if step == 0 and booster.is_main_process:
+        log.unlink(missing_ok=True)  # of an earlier run
+    with Monitor(model, optimizer, log=log, total_steps=arguments.steps, first_step=step + 1):
+        while step < last:
+            windows = next(batches, None)
+            if windows is None:
+                batches = iter(loader)
+                continue
+            loss = window_losses(model, windows.to(booster.device)).mean()
+            booster.backward(loss, optimizer)
+            booster.clip_grad_norm_(optimizer, 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            scheduler.step()
+            step += 1
 
     booster.save(checkpoint, model, optimizer, scheduler, loader, extra={"step": step}, size_per_shard=4)
     entropy = unigram_entropy(validation_text)

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from booster import Booster, DistCoordinator, LazyInitContext, launch_from_torch
+from booster import Booster, DistCoordinator, LazyInitContext, Monitor, launch_from_torch
 from booster.optim import HybridAdam
 from booster.plugins import GeminiPlugin, LowLevelZeroPlugin, TorchDDPPlugin, TorchFSDPPlugin
 
@@ -24,6 +24,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     names = ["gemini", "torch_ddp", "low_level_zero", "torch_fsdp"]
     parser.add_argument("-p", "--plugin", choices=names, default="gemini", help="gemini offloads, the others do not")
     parser.add_argument("--offload-dir", type=Path, default=None, help="on a fast disk; default: a temporary directory")
+    parser.add_argument("--log", type=Path, default=None, help="JSON lines of every step, for `booster plot`")
     parser.add_argument("--limit-mib", type=int, default=None, help="memory that each process may allocate")
     parser.add_argument("--width", type=int, default=2048)
     parser.add_argument("--layers", type=int, default=24)
@@ -70,12 +71,13 @@ def train(arguments: argparse.Namespace) -> tuple[list[float], int]:
         model, optimizer, *_ = booster.boost(model, optimizer)
         losses = []
         x = torch.randn(arguments.batch_size, arguments.width, device=booster.device)
-        for _ in range(arguments.steps):
-            loss = (model(x) - 1).square().mean()
-            booster.backward(loss, optimizer)
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(float(loss.detach()))
+        with Monitor(model, optimizer, log=arguments.log):
+            for _ in range(arguments.steps):
+                loss = (model(x) - 1).square().mean()
+                booster.backward(loss, optimizer)
+                optimizer.step()
+                optimizer.zero_grad()
+                losses.append(float(loss.detach()))
         booster.close()
     return losses, num_bytes
 

@@ -18,7 +18,6 @@ from booster import Booster
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 FOLDERS = sorted(path.parent.name for path in EXAMPLES.glob("*/train.py"))
 MAX_LINES = 120
-WITHOUT_PICTURE = ("demo", "nvme")  # which print what they show
 preload(*(f"transformers.models.{name}.modeling_{name}" for name in ("bert", "gpt2", "llama")), "sklearn.datasets")
 PLAIN = ("none", "torch_ddp", "low_level_zero", "gemini", "torch_fsdp", "hybrid_parallel")
 
@@ -180,5 +179,5 @@ def test_folders_are_alike(name):
     assert any(line.startswith("Run: ") for line in lines[:4])
     text = (folder / "README.md").read_text()
     pictures = re.findall(r"!\[.+\]\((.+)\)", text)
-    assert pictures or name in WITHOUT_PICTURE
+    assert pictures
     assert all((folder / one).is_file() for one in pictures)
