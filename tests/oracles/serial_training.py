@@ -71,15 +71,20 @@ def train_serial(
     optimizer: str,
     fp32_sums: Fp32Sums = "none",
     whole_model_is_half: bool = True,
+    nudge: int | None = None,
+    nudge_dtype: torch.dtype = torch.float32,
 ) -> Record:
     """Trains on the global batches with nothing but torch (and the float8 layers), each batch in `parts` parts.
 
     `precision` is a name of `booster.Booster`, "fp16_apex_o1", "fp16_apex_o2", "bf16_weights" for bf16 weights with
     fp32 masters, or "fsdp_bf16" and "fsdp_fp16" for such of which the masters come out in the end. `fp32_sums` says
     which gradients of low-precision weights are added in fp32. `whole_model_is_half`: of "fsdp_..." buffers are cast
-    too, and outputs stay as they are.
+    too, and outputs stay as they are. `nudge` is the seed of changes of the initial weights, each below one unit in the
+    last place of `nudge_dtype`, which show how much the model amplifies roundings.
     """
     model = entry.build()
+    if nudge is not None:
+        nudge_weights(model, nudge, nudge_dtype)
     record = Record()
     if precision in HALF:
         is_of_fsdp = precision.startswith("fsdp_")
@@ -104,6 +109,16 @@ def train_serial(
     loop.finish()
     record.weights = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
     return record
+
+
+def nudge_weights(model: nn.Module, seed: int, dtype: torch.dtype) -> None:
+    """Changes weights at random, each by less than one unit in its last place in `dtype`."""
+    generator = torch.Generator().manual_seed(seed)
+    largest = torch.finfo(dtype).eps / 2
+    with torch.no_grad():
+        for parameter in model.parameters():
+            change = largest * (2 * torch.rand(parameter.shape, generator=generator, dtype=torch.float64) - 1)
+            parameter.copy_(parameter.double() * (1 + change))
 
 
 class Loop:
