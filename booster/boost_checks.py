@@ -1,9 +1,13 @@
-"""Checks of the arguments of boost(), before anything is changed."""
+"""Checks of boosted objects, and of the arguments of boost(): on each rank, and between ranks."""
 
 from __future__ import annotations
 
+import functools
+import platform
+import sys
 import weakref
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
@@ -12,8 +16,12 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
+from .comm import check_same_across_ranks, group_size, is_fake_world
+from .data import check_can_shard
+from .data.prepare import loader_fingerprint
 from .errors import ConfigError
-from .interface import ModelWrapper, OptimizerWrapper, Plugin
+from .interface import MixedPrecision, ModelWrapper, OptimizerWrapper, Plugin
+from .version import __version__
 
 # The user's objects that are boosted: boosting them again would average gradients twice.
 _boosted: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -210,3 +218,207 @@ def check_scheduler(lr_scheduler: Any, caller: str) -> Any:
             " torch.optim.lr_scheduler.StepLR(optimizer, 1)"
         )
     return lr_scheduler
+
+
+# Note [Fingerprint contents]
+# Everything that decides which collectives ranks call, and on which tensors, is compared: versions, strategy, dtypes,
+# parameters, the optimizer, the state of its scheduler, and how a loader's samples are split over the ranks. Left out
+# is everything that may differ: the device, the values of parameters (the plugin broadcasts rank 0's), whether
+# parameters are on the meta device, process groups as objects, functions, and the samples of a loader with the user's
+# own sampler (see join_uneven()). Versions are those of installed packages, not of imported ones.
+
+
+def verify_same_across_ranks(
+    plugin: Plugin,
+    mixed_precision: MixedPrecision | None,
+    model: Any,
+    optimizer: Any | None,
+    criterion: Any | None,
+    dataloader: Any | None,
+    lr_scheduler: Any | None,
+) -> Any:
+    """Check the arguments of boost() on all ranks; return the result of `plugin.check`.
+
+    Collective: the first collective of boost(). Nothing is changed.
+
+    Raises:
+        ConfigError: They cannot be boosted together; on all ranks if on any.
+        DesyncError: The ranks' arguments differ; the message names the ranks, and the first difference.
+    """
+    error: Exception | None = None
+    checked: Any = None
+    fingerprint: list[str] = []
+    try:
+        check_can_boost(model, optimizer, criterion, dataloader, lr_scheduler)
+        checked = plugin.check(model, optimizer)
+        if dataloader is not None:
+            check_can_shard(dataloader, plugin.dp_rank, plugin.dp_size)
+        if group_size() > 1 and not is_fake_world():
+            fingerprint = boost_fingerprint(plugin, mixed_precision, model, optimizer)
+            fingerprint += ["no lr_scheduler"] if lr_scheduler is None else _scheduler_fingerprint(lr_scheduler)
+            fingerprint += ["no criterion" if criterion is None else "a criterion"]
+            fingerprint += ["no dataloader"] if dataloader is None else loader_fingerprint(dataloader)
+    except Exception as raised:  # raised again on all ranks
+        error = raised
+    check_same_across_ranks("boost()", fingerprint, error=error)
+    return checked
+
+
+def boost_fingerprint(
+    plugin: Plugin, mixed_precision: MixedPrecision | None, model: nn.Module, optimizer: Optimizer | None
+) -> list[str]:
+    """Return lines about plugin, model and optimizer that must be equal; see Note [Fingerprint contents].
+
+    The most explanatory lines come first, as errors report the first difference: with another model the optimizer
+    differs, too.
+    """
+    model_fingerprint, names = _model_fingerprint(model)
+    precision = ["no mixed precision"] if mixed_precision is None else mixed_precision.config_fingerprint()
+    is_of_transformers = "transformers" in sys.modules and any(
+        type(module).__module__.startswith("transformers.") for module in model.modules()
+    )
+    return [
+        *(f"{name} {number}" for name, number in installed_versions(is_of_transformers).items()),
+        f"the plugin {type(plugin).__qualname__}",
+        *(f"{type(plugin).__qualname__} with {line}" for line in plugin.config_fingerprint()),
+        *precision,
+        *model_fingerprint,
+        *(["no optimizer"] if optimizer is None else _optimizer_fingerprint(names, optimizer)),
+    ]
+
+
+@functools.cache
+def installed_versions(with_transformers: bool = False) -> dict[str, str]:
+    """Return the versions of torch and other relevant packages, and of Python without its patch level."""
+    packages = ["numpy", "safetensors", *(["transformers"] if with_transformers else [])]
+    own = {"Python": ".".join(platform.python_version_tuple()[:2]), "torch": torch.__version__}
+    return own | {"torch-booster": __version__} | {package: _version(package) for package in packages}
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+# The model.
+
+
+def _model_fingerprint(model: nn.Module) -> tuple[list[str], dict[int, str]]:
+    """Return a line for every name of a parameter or buffer, in the model's order, and by `id` the first names."""
+    # One traversal of the modules: it costs more than the work per tensor.
+    parameters: list[str] = []
+    buffers: list[str] = []
+    first_names: dict[int, str] = {}
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        for tensors, lines in ((module._parameters, parameters), (module._buffers, buffers)):
+            for key, tensor in tensors.items():
+                if tensor is None:
+                    continue
+                name = f"{prefix}.{key}" if prefix else key
+                first = first_names.setdefault(id(tensor), name)
+                if first is not name:
+                    lines.append(f"{name}: tied to {first}")
+                else:
+                    kind = "(a buffer)" if lines is buffers else f"requires_grad={tensor.requires_grad}"
+                    lines.append(f"{name}: {tuple(tensor.shape)} {tensor.dtype} {kind}")
+    return parameters + buffers, first_names
+
+
+# The optimizer.
+
+
+def _optimizer_fingerprint(names: Mapping[int, str], optimizer: Optimizer) -> list[str]:
+    """Return lines about the class, and the parameters and options of each param group."""
+    lines = [f"the optimizer {type(optimizer).__qualname__}", f"{len(optimizer.param_groups)} param groups"]
+    for index, group in enumerate(optimizer.param_groups):
+        members = ", ".join(names[id(parameter)] for parameter in group["params"])
+        lines.append(f"param groups with {members or 'nothing'} in group {index}")
+        plain = {key: _plain(value) for key, value in sorted(group.items()) if key not in ("params", "param_names")}
+        lines += [f"param groups with {key}={value} in group {index}" for key, value in plain.items()]
+    return lines
+
+
+# The scheduler.
+
+
+def _scheduler_fingerprint(scheduler: Any) -> list[str]:
+    """Return lines about the class, and the plain values of its state if it is one of torch's."""
+    try:
+        return _walk_scheduler("the lr_scheduler", scheduler)
+    except Exception:  # user code in state_dict() or in a value failed, and boost() does not need it
+        return [f"the lr_scheduler {type(scheduler).__qualname__}"]
+
+
+def _walk_scheduler(name: str, scheduler: Any) -> list[str]:
+    title = f"{name} {type(scheduler).__qualname__}"
+    lines = [title]
+    for key, value in _scheduler_state(scheduler):
+        values = (
+            {f"{key}[{index}]": one for index, one in enumerate(value)} if isinstance(value, list) else {key: value}
+        )
+        if values and all(isinstance(inner, LRScheduler) for inner in values.values()):
+            for inner_name, inner in values.items():
+                lines += _walk_scheduler(f"{name}.{inner_name}", inner)
+        else:
+            lines.append(f"{title} with {key}={_plain(value)}")
+    return lines
+
+
+def _scheduler_state(scheduler: Any) -> list[tuple[str, Any]]:
+    """Return the state by name, settings first."""
+    if not isinstance(scheduler, LRScheduler):
+        return []
+    state = {str(key): value for key, value in scheduler.state_dict().items() if key != "verbose"}
+    # torch's states lack the classes of inner schedulers, and functools.partial objects.
+    if "_schedulers" in state:
+        state["_schedulers"] = getattr(scheduler, "_schedulers", state["_schedulers"])
+    if "lr_lambdas" in state and hasattr(scheduler, "lr_lambdas"):
+        state["lr_lambdas"] = list(zip(scheduler.lr_lambdas, state["lr_lambdas"], strict=False))
+    return sorted(state.items(), key=lambda item: (item[0].startswith("_"), item[0]))
+
+
+def _plain(value: Any) -> str:
+    """Return a text that is equal on all ranks for equal options; the class name for other objects."""
+    if value is None or isinstance(value, (bool, int, float, str, torch.dtype)):
+        return repr(value)
+    if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_meta:
+        return repr(value.item())
+    if isinstance(value, (tuple, list)):
+        return f"({', '.join(_plain(one) for one in value)})"
+    if isinstance(value, dict):
+        return f"{{{', '.join(sorted(f'{_plain(key)}: {_plain(one)}' for key, one in value.items()))}}}"
+    if isinstance(value, functools.partial):  # such as the schedules of transformers
+        return f"partial({_plain(value.func)}, {_plain(value.args)}, {_plain(value.keywords)})"
+    return type(value).__qualname__
+
+
+# Some mistakes on one rank raise no error at once: another learning rate, or a step that one rank leaves out while no
+# rank communicates in it. The training then differs from that of one process. A save compares values that prove it, in
+# the message that it sends anyway. States of schedulers are compared by their effects only: one that reads the local
+# loss has another state on each rank, which may change nothing.
+
+
+def training_fingerprint(optimizers: Mapping[str, Any], lr_schedulers: Mapping[str, Any] | None = None) -> list[str]:
+    """Return lines of text that must be equal on all ranks.
+
+    Args:
+        optimizers: Optimizers by name. Those that are not boosted may differ between ranks and are skipped.
+        lr_schedulers: Schedulers by name.
+    """
+    lines: list[str] = []
+    for name, optimizer in optimizers.items():
+        if isinstance(optimizer, OptimizerWrapper):
+            title = f"the optimizer {name!r}" if name else "the optimizer"
+            lines.append(f"{title} with {optimizer.num_steps} steps since boost()")
+            lines.append(f"{title} with {optimizer.num_skipped_steps} skipped steps")
+            for index, group in enumerate(optimizer.param_groups):
+                rate = group.get("lr")
+                rate = rate.item() if isinstance(rate, torch.Tensor) and rate.numel() == 1 else rate
+                lines.append(f"{title} with lr={rate!r} in group {index}")
+    for name, scheduler in (lr_schedulers or {}).items():
+        steps = getattr(scheduler, "last_epoch", None)
+        if isinstance(steps, int):
+            lines.append(f"the scheduler{f' {name!r}' if name else ''} after {steps} steps")
+    return lines

@@ -19,11 +19,11 @@ from .boost_checks import (
     mark_boosted,
     mark_closed,
     register_model,
+    verify_same_across_ranks,
 )
 from .booster_checkpoint import CheckpointMethods
 from .checkpoint_io import CheckpointIO
 from .comm import barrier, group_rank, timeout_scope
-from .consistency import verify_same_across_ranks
 from .core.plain_torch import hook_clipping
 from .data.dataloader import active_position
 from .data.join import JoinIterator

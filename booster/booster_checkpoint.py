@@ -12,12 +12,17 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
-from .boost_checks import check_boosted_model, check_optimizer, check_scheduler, check_stateful_loader
+from .boost_checks import (
+    check_boosted_model,
+    check_optimizer,
+    check_scheduler,
+    check_stateful_loader,
+    training_fingerprint,
+)
 from .checkpoint_io import CheckpointIO
 from .checkpoint_io.checkpoint_io import as_optimizer_wrapper
 from .checkpoint_io.loading.load import check_verify
 from .comm import check_same_across_ranks, group_rank, group_size, timeout_scope
-from .consistency import training_fingerprint
 from .errors import ConfigError
 from .fault_tolerance.progress import Phase
 from .interface import MixedPrecision, ModelWrapper, OptimizerWrapper, Plugin

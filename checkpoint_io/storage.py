@@ -168,8 +168,12 @@ class Storage:
         """
         # File systems without such a rename (NFS, some FUSE ones) get a check first, with a race: a file created by
         # another process between check and rename is replaced; a directory that is not empty makes the rename fail.
-        if _rename_noreplace(source, target):
-            return
+        if _renameat2 is not None:
+            if _renameat2(_AT_FDCWD, os.fsencode(source), _AT_FDCWD, os.fsencode(target), _RENAME_NOREPLACE) == 0:
+                return
+            code = ctypes.get_errno()
+            if code not in _UNSUPPORTED:
+                raise OSError(code, os.strerror(code), str(source), None, str(target))
         if os.path.lexists(target):
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(source), None, str(target))
         os.rename(source, target)
@@ -271,7 +275,8 @@ class Storage:
                         f"{path} is a link that leaves its directory, which a checkpoint must not contain: copy the"
                         " file into the directory"
                     )
-            _check_regular(path, real.stat())
+            if not stat.S_ISREG(real.stat().st_mode):
+                raise _not_regular_error(path)
             descriptor = os.open(real, os.O_RDONLY | os.O_NONBLOCK | _NOFOLLOW)
         except (OSError, ValueError) as error:  # ValueError: a NUL in the name
             raise CheckpointError(f"cannot open {str(path)!r}: {error}. Check the path and its permissions") from error
@@ -325,7 +330,8 @@ class Storage:
     @staticmethod
     def _check_opened(file: OpenFile) -> OpenFile:
         try:
-            _check_regular(file.path, os.fstat(file.descriptor))
+            if not stat.S_ISREG(os.fstat(file.descriptor).st_mode):
+                raise _not_regular_error(file.path)
         except BaseException:
             file.close()
             raise
@@ -343,9 +349,8 @@ def _add_path_to_errors(path: Path) -> Iterator[None]:
         raise
 
 
-def _check_regular(path: Path, status: os.stat_result) -> None:
-    if not stat.S_ISREG(status.st_mode):
-        raise CheckpointError(f"{path} is not a regular file: a checkpoint consists of regular files. Check the path")
+def _not_regular_error(path: Path) -> CheckpointError:
+    return CheckpointError(f"{path} is not a regular file: a checkpoint consists of regular files. Check the path")
 
 
 def _bytes_of(data: Buffer) -> memoryview:
@@ -366,15 +371,3 @@ def _system_call(name: str, *argument_types: Any) -> Callable[..., int] | None:
 
 _fallocate = _system_call("fallocate64", ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
 _renameat2 = _system_call("renameat2", ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_char_p, ctypes.c_uint)
-
-
-def _rename_noreplace(source: Path, target: Path) -> bool:
-    """Rename atomically, or return False if that is not supported."""
-    if _renameat2 is None:
-        return False
-    if _renameat2(_AT_FDCWD, os.fsencode(source), _AT_FDCWD, os.fsencode(target), _RENAME_NOREPLACE) == 0:
-        return True
-    code = ctypes.get_errno()
-    if code in _UNSUPPORTED:
-        return False
-    raise OSError(code, os.strerror(code), str(source), None, str(target))

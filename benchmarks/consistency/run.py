@@ -28,8 +28,8 @@ from _harness.table import align
 from _harness.targets import Target, print_targets
 from torch import nn
 
+from booster.boost_checks import verify_same_across_ranks
 from booster.comm import barrier
-from booster.consistency import verify_same_across_ranks
 from booster.plugins import TorchDDPPlugin
 
 _WORLDS = (2, 4)

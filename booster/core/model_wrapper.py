@@ -17,7 +17,7 @@ from booster.errors import CheckpointError, ConfigError
 from booster.fault_tolerance.progress import Phase, observers
 
 from .precision import Precision
-from .shard_spec import shard_spec_of
+from .shard_spec import is_sharded, shard_spec_of
 from .tensor_slice import TensorSlice
 
 # Note [Attributes of the boosted model]
@@ -285,16 +285,16 @@ class ModelWrapper(nn.Module, metaclass=_ConstructionMarker):
         """
         state = self.module.state_dict()
         parameters = dict(self.module.named_parameters(remove_duplicate=False))
-        return [
-            one
-            for names in self._tied(state)
-            for one in shard_spec_of(parameters.get(names[0], state[names[0]])).slices(
-                self.logical_name(names[0]),
-                state[names[0]],
-                primary=self.writes(names[0]),
-                shared=names[0] in parameters,
-            )
-        ]
+        slices: list[TensorSlice] = []
+        for name in (names[0] for names in self._tied(state)):
+            logical_name, is_primary, is_shared = self.logical_name(name), self.writes(name), name in parameters
+            parameter = parameters.get(name, state[name])
+            if is_sharded(parameter):
+                spec = shard_spec_of(parameter)
+                slices += spec.slices(logical_name, state[name], primary=is_primary, shared=is_shared)
+            else:
+                slices.append(TensorSlice.full(logical_name, state[name], primary=is_primary, shared=is_shared))
+        return slices
 
     def logical_name(self, name: str) -> str:
         """Return the first name in the user's full model of a tensor of this rank's module."""

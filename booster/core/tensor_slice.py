@@ -44,12 +44,14 @@ class TensorSlice:
     def __post_init__(self) -> None:
         if len(self.box) != len(self.global_shape):
             raise ValueError(f"{self.name}: box {self.box} has not one entry per dimension of {self.global_shape}")
+        numel = 1
         for (offset, length), size in zip(self.box, self.global_shape, strict=True):
+            numel *= length
             if offset < 0 or length < 0 or offset + length > size:
                 raise ValueError(f"{self.name}: box {self.box} reaches outside of shape {self.global_shape}")
         start, stop = self.span
-        if not 0 <= start <= stop <= self.box_numel:
-            raise ValueError(f"{self.name}: span {self.span} reaches outside of a box of {self.box_numel} elements")
+        if not 0 <= start <= stop <= numel:
+            raise ValueError(f"{self.name}: span {self.span} reaches outside of a box of {numel} elements")
         if self.tensor.numel() != stop - start:
             raise ValueError(f"{self.name}: span {self.span} does not fit a tensor of {self.tensor.numel()} elements")
 

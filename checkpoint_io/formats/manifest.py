@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from booster.checkpoint_io.planning.coverage import CoverageLimitError, Tiles, check_coverage
-from booster.checkpoint_io.planning.slices import Box, full_box
+from booster.checkpoint_io.planning.coverage import CoverageLimitError, check_coverage
+from booster.checkpoint_io.planning.slices import Box, PlanTable, full_box
 from booster.errors import CheckpointError
 from booster.interface import TensorSpec
 
@@ -115,7 +115,7 @@ def check_ranges_cover(specs: Mapping[str, TensorSpec], ranges: Iterable[RangeRe
             raise _mismatch_error(f"{each.name[:200]!r} has a checksum, but no file holds it")
         tensor.append(number)
         box.append(boxes.setdefault(full_boxes[number] if each.box is None else each.box, len(boxes)))
-    tiles = Tiles(
+    tiles = PlanTable(
         tensor=np.array(tensor, dtype=np.int64),
         box=np.array(box, dtype=np.int64),
         start=np.array([each.span[0] for each in ranges], dtype=np.int64),
@@ -132,7 +132,9 @@ def check_ranges_cover(specs: Mapping[str, TensorSpec], ranges: Iterable[RangeRe
         raise _mismatch_error(f"element {violation.index} of {name!r}, of shape {shape}, has {times}")
 
 
-def _check_bounds(names: Sequence[str], shapes: Sequence[tuple[int, ...]], boxes: Sequence[Box], tiles: Tiles) -> None:
+def _check_bounds(
+    names: Sequence[str], shapes: Sequence[tuple[int, ...]], boxes: Sequence[Box], tiles: PlanTable
+) -> None:
     for pair in np.unique(tiles.tensor * len(boxes) + tiles.box).tolist():
         shape, box = shapes[pair // len(boxes)], boxes[pair % len(boxes)]
         is_within = len(box) == len(shape) and all(

@@ -5,15 +5,11 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 
 import numpy as np
 
-from .slices import Box
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
+from .slices import Box, PlanTable, changes
 
 _MAX_CORNERS = 2**18  # per batch, and per tensor: 65,536 boxes along two dimensions
 _MAX_SHARDED_DIMS = 8
@@ -23,27 +19,6 @@ _MAX_SHARDED_DIMS = 8
 # So boxes tile a tensor if and only if all signed corners, the tensor's with the opposite sign, cancel: one sort, no
 # pairwise comparison, and gaps cannot compensate for overlaps. At the first corner in row-major order that does not
 # cancel, the remaining weight is the error in that element's count, and every element before it is correct.
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tiles:
-    """Shards of tensors as int64 columns; each lies within its tensor. Subclasses add columns.
-
-    Attributes:
-        tensor: Tensor index.
-        box: Box index.
-        start: First element of the span within the box.
-        stop: One past the last element of the span.
-    """
-
-    tensor: np.ndarray
-    box: np.ndarray
-    start: np.ndarray
-    stop: np.ndarray
-
-    def select(self, rows: np.ndarray) -> Self:
-        """Select rows of all columns."""
-        return type(self)(**{column.name: getattr(self, column.name)[rows] for column in fields(self)})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +49,9 @@ class CoverageLimitError(ValueError):
         self.tensor = tensor
 
 
-def check_coverage(shapes: Sequence[tuple[int, ...]], boxes: Sequence[Box], tiles: Tiles) -> CoverageViolation | None:
+def check_coverage(
+    shapes: Sequence[tuple[int, ...]], boxes: Sequence[Box], tiles: PlanTable
+) -> CoverageViolation | None:
     """Return an element that is missing or covered more than once, or None if the shards tile every tensor.
 
     The spans of each box must tile the box, and the boxes of each tensor the tensor. Cost: O(n log n).
@@ -82,17 +59,21 @@ def check_coverage(shapes: Sequence[tuple[int, ...]], boxes: Sequence[Box], tile
     Args:
         shapes: Shape of each tensor; below 2**63 elements.
         boxes: Boxes that `tiles` refers to.
-        tiles: Shards, in any order.
+        tiles: Shards, in any order; each lies within its tensor.
 
     Raises:
         CoverageLimitError: A tensor has more boxes, or more sharded dimensions, than the check supports.
     """
+    numel = np.array([math.prod(shape) for shape in shapes], dtype=np.int64)
+    volumes = np.array([math.prod(length for _, length in box) for box in boxes], dtype=np.int64)
     tiles = tiles.select(np.flatnonzero(tiles.start < tiles.stop))
+    is_full = tiles.stop - tiles.start == numel[tiles.tensor]
+    if is_full.all() and (np.bincount(tiles.tensor, minlength=len(shapes)) == (numel > 0)).all():
+        return None  # the usual case: one shard per tensor, which is all of it
     tiles = tiles.select(np.lexsort((tiles.start, tiles.box, tiles.tensor)))
     is_first = changes(tiles.tensor, tiles.box)
-    volumes = np.array([math.prod(length for _, length in box) for box in boxes], dtype=np.int64)
     violation = _check_spans(boxes, volumes, tiles, is_first)
-    return violation or _check_boxes(shapes, boxes, volumes, tiles.select(np.flatnonzero(is_first)))
+    return violation or _check_boxes(shapes, boxes, numel, volumes, tiles.select(np.flatnonzero(is_first)))
 
 
 def contains(box: Box, span: tuple[int, int], index: Sequence[int]) -> bool:
@@ -105,15 +86,8 @@ def contains(box: Box, span: tuple[int, int], index: Sequence[int]) -> bool:
     return span[0] <= element < span[1]
 
 
-def changes(*columns: np.ndarray) -> np.ndarray:
-    """Return, per row, whether it differs from the previous row; True for the first row."""
-    is_new = np.ones(len(columns[0]), dtype=bool)
-    is_new[1:] = np.logical_or.reduce([column[1:] != column[:-1] for column in columns])
-    return is_new
-
-
 def _check_spans(
-    boxes: Sequence[Box], volumes: np.ndarray, tiles: Tiles, is_first: np.ndarray
+    boxes: Sequence[Box], volumes: np.ndarray, tiles: PlanTable, is_first: np.ndarray
 ) -> CoverageViolation | None:
     """Return the first element of a box that its sorted spans do not cover exactly once."""
     expected = np.where(is_first, 0, np.roll(tiles.stop, 1))
@@ -129,7 +103,7 @@ def _check_spans(
     return None
 
 
-def _violation_in_box(boxes: Sequence[Box], tiles: Tiles, row: int, element: int, times: int) -> CoverageViolation:
+def _violation_in_box(boxes: Sequence[Box], tiles: PlanTable, row: int, element: int, times: int) -> CoverageViolation:
     index = []
     for offset, length in reversed(boxes[tiles.box[row]]):
         element, within = divmod(element, length)
@@ -138,10 +112,9 @@ def _violation_in_box(boxes: Sequence[Box], tiles: Tiles, row: int, element: int
 
 
 def _check_boxes(
-    shapes: Sequence[tuple[int, ...]], boxes: Sequence[Box], volumes: np.ndarray, tiles: Tiles
+    shapes: Sequence[tuple[int, ...]], boxes: Sequence[Box], numel: np.ndarray, volumes: np.ndarray, tiles: PlanTable
 ) -> CoverageViolation | None:
     """Return the first element that full boxes do not cover exactly once. One row per tensor and box."""
-    numel = np.array([math.prod(shape) for shape in shapes], dtype=np.int64)
     num_boxes = np.bincount(tiles.tensor, minlength=len(shapes))
     missing = np.flatnonzero((num_boxes == 0) & (numel > 0))
     if len(missing):
@@ -156,7 +129,9 @@ def _check_boxes(
     return None
 
 
-def _check_corners(shapes: Sequence[tuple[int, ...]], boxes: Sequence[Box], tiles: Tiles) -> CoverageViolation | None:
+def _check_corners(
+    shapes: Sequence[tuple[int, ...]], boxes: Sequence[Box], tiles: PlanTable
+) -> CoverageViolation | None:
     """Implement `_check_boxes` for tensors with equal numbers of dimensions; see Note [Corners of boxes]."""
     used, box_of = np.unique(tiles.box, return_inverse=True)
     bounds = np.array([boxes[number] for number in used.tolist()], dtype=np.int64)

@@ -4,94 +4,64 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from booster.checkpoint_io.layout import PAGE_BYTES, FileNames, FilePlan, plan_files
 from booster.interface import TensorSpec
 
-from .coverage import Tiles, changes
 from .dedup import DedupedShards, dedup_shards
-from .slices import Box, SliceTable, run_length, run_start
+from .slices import Box, PlanTable, SliceTable, changes, run_length, run_start
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TensorOffsets:
-    """File and offset of each tensor, as columns indexed by tensor.
+class PlannedFile:
+    """Tensor file.
 
     Attributes:
-        file: File index.
-        offset: Offset in bytes within the file's data section.
-        itemsize: Bytes per element.
-        shapes: Shape of each tensor.
-        num_files: Number of files.
+        name: File name.
+        tensors: Tensors in file order: wide dtypes first, then in plan order.
+        starts: Offset of each tensor in bytes within the data section; there are no gaps.
+        data_bytes: Total size of the tensors.
     """
 
-    file: np.ndarray
-    offset: np.ndarray
-    itemsize: np.ndarray
-    shapes: Sequence[tuple[int, ...]]
-    num_files: int
+    name: str
+    tensors: dict[str, TensorSpec]
+    starts: dict[str, int]
+    data_bytes: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FilePlacement(Tiles):
-    """Shards in file order.
+def place_in_files(deduped: DedupedShards, files: Sequence[PlannedFile]) -> PlanTable:
+    """Return the shards in file order, with `file`, `offset`, `num_bytes` and `is_strided`.
 
-    Attributes:
-        index: Index of the shard in `DedupedShards`.
-        file: File index.
-        itemsize: Bytes per element.
-        num_bytes: Size in bytes.
-        is_strided: Whether the shard is more than one run in the file.
-        offset: Offset of the first byte in the file's data section.
-        primary: Primary rank.
-        replicas: Index into the sets of replicas.
+    A strided shard is placed by its first byte.
     """
-
-    index: np.ndarray
-    file: np.ndarray
-    itemsize: np.ndarray
-    num_bytes: np.ndarray
-    is_strided: np.ndarray
-    offset: np.ndarray
-    primary: np.ndarray
-    replicas: np.ndarray
-
-
-def sort_by_file_offset(deduped: DedupedShards, tensor_offsets: TensorOffsets) -> FilePlacement:
-    """Return the shards in file order; a strided shard is placed by its first byte."""
-    tiles = deduped.tiles
+    shards, boxes, specs = deduped.shards, deduped.boxes, deduped.specs
     numbers: dict[tuple[int, ...], int] = {}
-    shape_of = np.array([numbers.setdefault(shape, len(numbers)) for shape in tensor_offsets.shapes], dtype=np.int64)
+    shape_of = np.array([numbers.setdefault(spec.shape, len(numbers)) for spec in specs.values()], dtype=np.int64)
     distinct = list(numbers)
-    keys, pair_of = np.unique(shape_of[tiles.tensor] * len(deduped.boxes) + tiles.box, return_inverse=True)
-    pairs = [(distinct[key // len(deduped.boxes)], deduped.boxes[key % len(deduped.boxes)]) for key in keys.tolist()]
+    keys, pair_of = np.unique(shape_of[shards.tensor] * len(boxes) + shards.box, return_inverse=True)
+    pairs = [(distinct[key // len(boxes)], boxes[key % len(boxes)]) for key in keys.tolist()]
     runs = np.array([run_length(shape, box) for shape, box in pairs], dtype=np.int64)[pair_of]
     starts = np.array([run_start(shape, box, 0) for shape, box in pairs], dtype=np.int64)[pair_of]
-    logical = starts + tiles.start  # first element in the flattened tensor
+    logical = starts + shards.start  # first element in the flattened tensor
     # Beyond the first run of a box, the offset is no longer linear in the element count.
-    for row in np.flatnonzero(tiles.start >= runs).tolist():
+    for row in np.flatnonzero(shards.start >= runs).tolist():
         shape, box = pairs[pair_of[row]]
-        logical[row] = run_start(shape, box, int(tiles.start[row]))
-    itemsize = tensor_offsets.itemsize[tiles.tensor]
-    placement = FilePlacement(
-        tensor=tiles.tensor,
-        box=tiles.box,
-        start=tiles.start,
-        stop=tiles.stop,
-        index=np.arange(len(tiles.tensor)),
-        file=tensor_offsets.file[tiles.tensor],
-        itemsize=itemsize,
-        num_bytes=(tiles.stop - tiles.start) * itemsize,
-        is_strided=tiles.start // runs != (tiles.stop - 1) // runs,
-        offset=tensor_offsets.offset[tiles.tensor] + logical * itemsize,
-        primary=deduped.primary,
-        replicas=deduped.replicas,
+        logical[row] = run_start(shape, box, int(shards.start[row]))
+    places = {name: (number, start) for number, file in enumerate(files) for name, start in file.starts.items()}
+    place = np.array([places[name] for name in specs], dtype=np.int64).reshape(-1, 2)[shards.tensor]
+    itemsize = np.array([spec.dtype.itemsize for spec in specs.values()], dtype=np.int64)[shards.tensor]
+    placed = replace(
+        shards,
+        file=place[:, 0],
+        offset=place[:, 1] + logical * itemsize,
+        num_bytes=(shards.stop - shards.start) * itemsize,
+        is_strided=shards.start // runs != (shards.stop - 1) // runs,
     )
-    return placement.select(np.lexsort((placement.offset, placement.file)))
+    return placed.select(np.lexsort((placed.offset, placed.file)))
 
 
 # On a shared file system (NFS), two hosts that write into one file may overwrite each other's pages. So each file is
@@ -99,29 +69,22 @@ def sort_by_file_offset(deduped: DedupedShards, tensor_offsets: TensorOffsets) -
 
 
 def assign_hosts(
-    file_of_shard: np.ndarray,
-    bytes_of_shard: np.ndarray,
-    replicas: np.ndarray,
-    replica_sets: Sequence[np.ndarray],
-    num_files: int,
-    host_of_rank: np.ndarray,
+    shards: PlanTable, replica_sets: Sequence[np.ndarray], num_files: int, host_of_rank: np.ndarray
 ) -> np.ndarray:
     """Assign each file to the host that holds most of its bytes, among hosts below their fair share of bytes.
 
     Args:
-        file_of_shard: File index of each shard.
-        bytes_of_shard: Size of each shard.
-        replicas: Index into `replica_sets` for each shard.
+        shards: Shards in file order.
         replica_sets: Ranks that hold replicas of a shard.
         num_files: Number of files.
         host_of_rank: Host index of each rank.
     """
     num_ranks = np.bincount(host_of_rank)
-    sizes = np.bincount(file_of_shard, weights=bytes_of_shard, minlength=num_files)
+    sizes = np.bincount(shards.file, weights=shards.num_bytes, minlength=num_files)
     # Bytes per file and host that at least one rank of the host holds.
     bytes_per_host = np.zeros((num_files, len(num_ranks)))
-    pairs, pair_of = np.unique(file_of_shard * max(len(replica_sets), 1) + replicas, return_inverse=True)
-    bytes_of_pair = np.bincount(pair_of, weights=bytes_of_shard)
+    pairs, pair_of = np.unique(shards.file * max(len(replica_sets), 1) + shards.replicas, return_inverse=True)
+    bytes_of_pair = np.bincount(pair_of, weights=shards.num_bytes)
     for pair, size in zip(pairs.tolist(), bytes_of_pair.tolist(), strict=True):
         file, number = divmod(pair, len(replica_sets))
         bytes_per_host[file, np.unique(host_of_rank[replica_sets[number]])] += size
@@ -190,16 +153,6 @@ _MIN_REGION_BYTES = 2**20  # below this, a second writer costs more than it save
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RangeColumns(Tiles):
-    """`WriteRange`s in plan order; `start` and `stop` are the span."""
-
-    owner: np.ndarray
-    writer: np.ndarray
-    slice_index: np.ndarray
-    file: np.ndarray
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class _SplitPoints:
     """Split points of regions. Regions are concatenated, so that offsets ascend over all of them.
 
@@ -234,40 +187,44 @@ class _ReplicaSets:
         return ranks
 
 
-def balance_writes(deduped: DedupedShards, tensor_offsets: TensorOffsets, host_of_rank: np.ndarray) -> RangeColumns:
+def balance_writes(deduped: DedupedShards, shards: PlanTable, num_files: int, host_of_rank: np.ndarray) -> PlanTable:
     """Split every shard into ranges and assign each to one rank; see Note [Write balancing].
 
     Args:
         deduped: Shards and their replicas.
-        tensor_offsets: File and offset of each tensor.
+        shards: Shards in file order.
+        num_files: Number of files.
         host_of_rank: Host index of each rank.
+
+    Returns:
+        The ranges in plan order, with `file`, `owner`, `writer` and `slice_index`.
     """
-    shards = sort_by_file_offset(deduped, tensor_offsets)
-    if len(host_of_rank) == 1:  # one rank writes everything, from its own memory
+    if deduped.replicas is None:  # one rank writes everything, from its own memory
         shard, begin, end = _split_ranges(shards, None)
         owner = writer = np.zeros(len(shard), dtype=np.int64)
+        slice_index = shards.slice_index[shard]
     else:
-        shard, begin, end, owner, writer = _share_ranges(shards, deduped.replica_sets, tensor_offsets, host_of_rank)
-    itemsize, start = shards.itemsize[shard], shards.start[shard]
-    return RangeColumns(
+        shard, begin, end, owner, writer = _share_ranges(shards, deduped.replicas.sets, num_files, host_of_rank)
+        slice_index = deduped.replicas.slice_of(shards.shard[shard], owner)
+    ranges = shards.select(shard)
+    itemsize = ranges.num_bytes // (ranges.stop - ranges.start)
+    return PlanTable(
+        tensor=ranges.tensor,
+        box=ranges.box,
+        start=ranges.start + begin // itemsize,
+        stop=ranges.start + end // itemsize,
+        file=ranges.file,
         owner=owner,
         writer=writer,
-        slice_index=deduped.slice_indices.lookup(shards.index[shard], owner),
-        tensor=shards.tensor[shard],
-        file=shards.file[shard],
-        box=shards.box[shard],
-        start=start + begin // itemsize,
-        stop=start + end // itemsize,
+        slice_index=slice_index,
     )
 
 
 def _share_ranges(
-    shards: FilePlacement, replica_sets: Sequence[np.ndarray], tensor_offsets: TensorOffsets, host_of_rank: np.ndarray
+    shards: PlanTable, replica_sets: Sequence[np.ndarray], num_files: int, host_of_rank: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """Return shard, first byte and last byte within the shard, owner and writer of each range."""
-    host_of_file = assign_hosts(
-        shards.file, shards.num_bytes, shards.replicas, replica_sets, tensor_offsets.num_files, host_of_rank
-    )
+    host_of_file = assign_hosts(shards, replica_sets, num_files, host_of_rank)
     host = host_of_file[shards.file]
     replicas, usable = usable_replicas(host, shards.replicas, replica_sets, host_of_rank)
     shards = replace(shards, replicas=replicas)
@@ -278,7 +235,7 @@ def _share_ranges(
     return shard, begin, end, owner, assign_writers(owner, host[shard], host_of_rank)
 
 
-def _split_regions(shards: FilePlacement, sets: _ReplicaSets) -> _SplitPoints:
+def _split_regions(shards: PlanTable, sets: _ReplicaSets) -> _SplitPoints:
     """Return the split points of regions with several replicas; see Note [Write balancing]."""
     # Regions large enough to split, by region and file order.
     key = (shards.file * len(sets.sizes) + shards.replicas) * 2 + shards.is_strided
@@ -317,7 +274,7 @@ def _split_regions(shards: FilePlacement, sets: _ReplicaSets) -> _SplitPoints:
     )
 
 
-def _split_ranges(shards: FilePlacement, splits: _SplitPoints | None) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _split_ranges(shards: PlanTable, splits: _SplitPoints | None) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return shard, first byte and last byte within the shard, for each range between split points or block ends."""
     # Blocks are aligned in the file or, for strided shards, within the shard.
     origin = np.where(shards.is_strided, 0, shards.offset)
@@ -342,13 +299,13 @@ def _split_ranges(shards: FilePlacement, splits: _SplitPoints | None) -> tuple[n
 
 
 def _owners(
-    shards: FilePlacement, sets: _ReplicaSets, splits: _SplitPoints, shard: np.ndarray, begin: np.ndarray
+    shards: PlanTable, sets: _ReplicaSets, splits: _SplitPoints, shard: np.ndarray, begin: np.ndarray
 ) -> np.ndarray:
     """Return the owner of each range: by split points in split regions, else the shard's primary or its substitute."""
-    row_of_shard = np.full(len(shards.index), -1, dtype=np.int64)
+    row_of_shard = np.full(len(shards.tensor), -1, dtype=np.int64)
     row_of_shard[splits.shard] = np.arange(len(splits.shard))
     row = row_of_shard[shard]
-    primary, number = shards.primary[shard], shards.replicas[shard]
+    primary, number = shards.owner[shard], shards.replicas[shard]
     # A primary that is not in the set, as it is on another host, is replaced by a rank of the set.
     is_member = np.isin(number * sets.num_ranks + primary, sets.keys)
     owner = np.where(is_member, primary, sets.member(number, primary % sets.sizes[number]))
@@ -387,76 +344,52 @@ class WriteRange:
     span: tuple[int, int]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlannedFile:
-    """Tensor file.
-
-    Attributes:
-        name: File name.
-        tensors: Tensors in file order: wide dtypes first, then in plan order.
-        starts: Offset of each tensor in bytes within the data section; there are no gaps.
-        data_bytes: Total size of the tensors.
-    """
-
-    name: str
-    tensors: dict[str, TensorSpec]
-    starts: dict[str, int]
-    data_bytes: int
-
-
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SavePlan:
     """Save plan: files, tensors and write ranges. Identical on every rank; built by `plan_save`.
 
     Attributes:
+        layout: Tensors by file, and the name of the index.
         files: Tensor files.
-        index: Name of the index file, or None without one.
         specs: Dtype and shape of every tensor, in the order of the ranks' tables.
-        total_bytes: Total size of the tensors.
+        boxes: Distinct boxes.
+        table: Ranges in plan order.
     """
 
-    def __init__(
-        self,
-        files: list[PlannedFile],
-        index: str | None,
-        specs: dict[str, TensorSpec],
-        boxes: list[Box],
-        ranges: RangeColumns,
-    ) -> None:
-        self.files = files
-        self.index = index
-        self.specs = specs
-        self.total_bytes = sum(file.data_bytes for file in files)
-        self._names = list(specs)
-        self._boxes = boxes
-        self._ranges = ranges
+    layout: FilePlan
+    files: list[PlannedFile]
+    specs: dict[str, TensorSpec]
+    boxes: list[Box]
+    table: PlanTable
 
-    def ranges_written_by(self, rank: int) -> list[WriteRange]:
-        """Return the ranges that `rank` writes, in plan order."""
-        return list(self._at(np.flatnonzero(self._ranges.writer == rank)))
+    def ranges(self, *, owner: int | None = None, writer: int | None = None) -> Iterator[WriteRange]:
+        """Yield ranges in plan order: by file, then by tensor in file order.
 
-    def ranges_owned_by(self, rank: int) -> list[WriteRange]:
-        """Return the ranges that `rank` holds in memory, in plan order."""
-        return list(self._at(np.flatnonzero(self._ranges.owner == rank)))
-
-    def all_ranges(self) -> Iterator[WriteRange]:
-        """Yield every range once, in plan order: by file, then by tensor in file order."""
-        for first in range(0, len(self._ranges.owner), _RANGES_PER_BATCH):
-            yield from self._at(np.arange(first, min(first + _RANGES_PER_BATCH, len(self._ranges.owner))))
-
-    def _at(self, rows: np.ndarray) -> Iterator[WriteRange]:
-        columns = self._ranges
-        for tensor, box, start, stop, owner, writer, slice_index, file in zip(
-            *(getattr(columns, column.name)[rows].tolist() for column in fields(columns)), strict=True
-        ):
-            yield WriteRange(
-                owner=owner,
-                writer=writer,
-                slice_index=slice_index,
-                name=self._names[tensor],
-                file=file,
-                box=self._boxes[box],
-                span=(start, stop),
-            )
+        Args:
+            owner: Only those that this rank holds in memory. Optional, defaults to all.
+            writer: Only those that this rank writes. Optional, defaults to all.
+        """
+        table, names = self.table, list(self.specs)
+        rows = np.arange(len(table.tensor))
+        if owner is not None:
+            rows = rows[table.owner[rows] == owner]
+        if writer is not None:
+            rows = rows[table.writer[rows] == writer]
+        for first in range(0, len(rows), _RANGES_PER_BATCH):
+            batch = rows[first : first + _RANGES_PER_BATCH]
+            columns = (table.tensor, table.box, table.start, table.stop, table.owner, table.writer)
+            for tensor, box, start, stop, owned_by, written_by, slice_index, file in zip(
+                *(column[batch].tolist() for column in (*columns, table.slice_index, table.file)), strict=True
+            ):
+                yield WriteRange(
+                    owner=owned_by,
+                    writer=written_by,
+                    slice_index=slice_index,
+                    name=names[tensor],
+                    file=file,
+                    box=self.boxes[box],
+                    span=(start, stop),
+                )
 
 
 def plan_save(
@@ -486,41 +419,25 @@ def plan_save(
             tensor exactly once.
     """
     deduped = dedup_shards(tables, table_of_rank)
-    sizes = {name: math.prod(spec.shape) * spec.dtype.itemsize for name, spec in deduped.specs.items()}
-    planned = FilePlan(files={names.single: tuple(sizes)}, index=None)
+    specs = deduped.specs
+    sizes = {name: math.prod(spec.shape) * spec.dtype.itemsize for name, spec in specs.items()}
+    layout = FilePlan(files={names.single: tuple(sizes)}, index=None)
     if is_sharded:
-        planned = plan_files(sizes, names, max_shard_bytes=max_shard_bytes, always_index=always_index)
-    files = [_planned_file(name, tensors, deduped.specs, sizes) for name, tensors in planned.files.items()]
+        layout = plan_files(sizes, names, max_shard_bytes=max_shard_bytes, always_index=always_index)
+    files = []
+    for file_name, tensors in layout.files.items():
+        # Wide dtypes first, as in `encode_header`: every tensor is aligned to its element size without gaps.
+        ordered = sorted(tensors, key=lambda name: -specs[name].dtype.itemsize)
+        stops = list(itertools.accumulate((sizes[name] for name in ordered), initial=0))
+        file = PlannedFile(
+            name=file_name,
+            tensors={name: specs[name] for name in ordered},
+            starts=dict(zip(ordered, stops, strict=False)),
+            data_bytes=stops[-1],
+        )
+        files.append(file)
     hosts = np.zeros(len(table_of_rank), dtype=np.int64)
     if host_of_rank is not None:
         hosts = np.unique(np.array(host_of_rank, dtype=np.int64), return_inverse=True)[1]
-    ranges = balance_writes(deduped, _tensor_offsets(files, deduped.specs), hosts)
-    return SavePlan(files, planned.index, deduped.specs, deduped.boxes, ranges)
-
-
-def _planned_file(
-    name: str, tensors: Sequence[str], specs: Mapping[str, TensorSpec], sizes: Mapping[str, int]
-) -> PlannedFile:
-    # Wide dtypes first, as in `encode_header`: every tensor is aligned to its element size without gaps.
-    ordered = sorted(tensors, key=lambda tensor: -specs[tensor].dtype.itemsize)
-    stops = list(itertools.accumulate((sizes[tensor] for tensor in ordered), initial=0))
-    return PlannedFile(
-        name=name,
-        tensors={tensor: specs[tensor] for tensor in ordered},
-        starts=dict(zip(ordered, stops, strict=False)),
-        data_bytes=stops[-1],
-    )
-
-
-def _tensor_offsets(files: Sequence[PlannedFile], specs: Mapping[str, TensorSpec]) -> TensorOffsets:
-    file_and_offset = {
-        name: (number, start) for number, file in enumerate(files) for name, start in file.starts.items()
-    }
-    columns = np.array([file_and_offset[name] for name in specs], dtype=np.int64).reshape(-1, 2)
-    return TensorOffsets(
-        file=columns[:, 0],
-        offset=columns[:, 1],
-        itemsize=np.array([spec.dtype.itemsize for spec in specs.values()], dtype=np.int64),
-        shapes=[spec.shape for spec in specs.values()],
-        num_files=len(files),
-    )
+    table = balance_writes(deduped, place_in_files(deduped, files), len(files), hosts)
+    return SavePlan(layout=layout, files=files, specs=specs, boxes=deduped.boxes, table=table)

@@ -1,4 +1,4 @@
-"""Metadata of one rank's tensor slices: the table that ranks exchange to plan a save."""
+"""Table of a save plan, the slice table that ranks exchange, and the contiguous runs of a slice."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import functools
 import json
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 
 import numpy as np
 import torch
 
+from booster.errors import CheckpointError
 from booster.interface import TensorSlice, TensorSpec
 
 Box = tuple[tuple[int, int], ...]  # per dimension the offset and the length, in elements
@@ -110,6 +111,71 @@ def _starts(shape: Sequence[int], box: Box, partial: int, runs: np.ndarray) -> n
     return starts
 
 
+_unset = functools.partial(np.zeros, 0, dtype=np.int64)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PlanTable:
+    """Table of a plan: slices of ranks, then shards without duplicates, then ranges to write. See Note [Plan table].
+
+    Attributes:
+        tensor: Tensor index.
+        box: Box index.
+        start: First element of the span within the box.
+        stop: One past the last element of the span.
+        spec: Index of dtype and shape.
+        table: Slice table that the row is from.
+        slice_index: Index of the slice within the table of its rank.
+        is_primary: Whether the rank's copy is the primary one.
+        is_shared: Whether all replicas are bitwise equal.
+        shard: Index of the shard that the row is of.
+        replicas: Index of the set of ranks that hold replicas.
+        file: File index.
+        offset: Offset of the first byte in the file's data section.
+        num_bytes: Size in bytes.
+        is_strided: Whether the shard is more than one run in the file.
+        owner: Rank that holds the row in memory; of a shard its primary rank.
+        writer: Rank that writes the row.
+    """
+
+    tensor: np.ndarray
+    box: np.ndarray
+    start: np.ndarray
+    stop: np.ndarray
+    spec: np.ndarray = field(default_factory=_unset)
+    table: np.ndarray = field(default_factory=_unset)
+    slice_index: np.ndarray = field(default_factory=_unset)
+    is_primary: np.ndarray = field(default_factory=_unset)
+    is_shared: np.ndarray = field(default_factory=_unset)
+    shard: np.ndarray = field(default_factory=_unset)
+    replicas: np.ndarray = field(default_factory=_unset)
+    file: np.ndarray = field(default_factory=_unset)
+    offset: np.ndarray = field(default_factory=_unset)
+    num_bytes: np.ndarray = field(default_factory=_unset)
+    is_strided: np.ndarray = field(default_factory=_unset)
+    owner: np.ndarray = field(default_factory=_unset)
+    writer: np.ndarray = field(default_factory=_unset)
+
+    def select(self, rows: np.ndarray) -> PlanTable:
+        """Return these rows of all columns that are set."""
+        columns = {column.name: getattr(self, column.name) for column in fields(self)}
+        is_set = {name: len(column) == len(self.tensor) for name, column in columns.items()}
+        return PlanTable(**{name: column[rows] if is_set[name] else column for name, column in columns.items()})
+
+
+# Note [Plan table]: a row is a flat range `start` to `stop` of a box of a tensor. A plan is made of one table, of which
+# each step selects or splits rows and sets further columns: the ranks' slices (`SliceTable`), the shards to write
+# (`dedup_shards`), their places in the files (`place_in_files`), and the ranges with their writers (`balance_writes`).
+# The indices in a table refer to lists that the step returns beside it: tensors, boxes, specs, sets of ranks.
+
+
+def changes(*columns: np.ndarray) -> np.ndarray:
+    """Return, per row, whether it differs from the previous row; True for the first row."""
+    is_new = np.ones(len(columns[0]), dtype=bool)
+    is_new[1:] = np.logical_or.reduce([column[1:] != column[:-1] for column in columns])
+    return is_new
+
+
 _PRIMARY, _SHARED, _FULL = 1, 2, 4
 _MAX_NUMEL = 2**63 - 1
 _DIGIT_ZERO = ord("0")
@@ -117,51 +183,52 @@ _DIGIT_ZERO = ord("0")
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SliceTable:
-    """Slices of one rank as columns, in the rank's order.
+    """Slices of one rank, in the rank's order.
 
     Attributes:
         names: Tensor name of each slice.
         specs: Distinct dtypes and shapes.
-        spec_of: Index into `specs` for each slice.
         boxes: Distinct boxes.
-        box_of: Index into `boxes` for each slice.
-        starts: First element of each slice's span.
-        stops: One past the last element of each slice's span.
-        is_primary: Whether this rank's copy is the primary one.
-        is_shared: Whether all replicas are bitwise equal.
+        rows: The slices; `tensor` is the index into `names`.
     """
 
     names: list[str]
     specs: list[TensorSpec]
-    spec_of: np.ndarray
     boxes: list[Box]
-    box_of: np.ndarray
-    starts: np.ndarray
-    stops: np.ndarray
-    is_primary: np.ndarray
-    is_shared: np.ndarray
+    rows: PlanTable
 
     @classmethod
     def from_slices(cls, slices: Sequence[TensorSlice]) -> SliceTable:
-        """Build the table of these slices."""
+        """Build the table of these slices.
+
+        Raises:
+            CheckpointError: A tensor has no plain elements: it is sparse, quantized or on the meta device.
+        """
         specs: dict[tuple[torch.dtype, tuple[int, ...]], int] = {}
         boxes: dict[Box, int] = {}
-        return cls(
-            names=[each.name for each in slices],
-            spec_of=_integers(
-                [specs.setdefault((each.dtype, tuple(each.global_shape)), len(specs)) for each in slices]
-            ),
-            specs=[TensorSpec(shape=shape, dtype=dtype) for dtype, shape in specs],
-            box_of=_integers([boxes.setdefault(each.box, len(boxes)) for each in slices]),
-            boxes=list(boxes),
-            starts=_integers([each.span[0] for each in slices]),
-            stops=_integers([each.span[1] for each in slices]),
+        for each in slices:
+            tensor = each.tensor
+            if tensor.layout is not torch.strided or tensor.is_quantized or tensor.device.type == "meta":
+                layout = "quantized" if tensor.is_quantized else str(tensor.layout)
+                raise CheckpointError(
+                    f"{each.name!r} is a {layout} tensor on {tensor.device}, without plain elements to write:"
+                    " materialise it before saving"
+                )
+        rows = PlanTable(
+            tensor=np.arange(len(slices)),
+            box=_integers([boxes.setdefault(each.box, len(boxes)) for each in slices]),
+            start=_integers([each.span[0] for each in slices]),
+            stop=_integers([each.span[1] for each in slices]),
+            spec=_integers([specs.setdefault((each.dtype, tuple(each.global_shape)), len(specs)) for each in slices]),
             is_primary=np.array([each.primary for each in slices], dtype=bool),
             is_shared=np.array([each.shared for each in slices], dtype=bool),
         )
-
-    def __len__(self) -> int:
-        return len(self.names)
+        return cls(
+            names=[each.name for each in slices],
+            specs=[TensorSpec(shape=shape, dtype=dtype) for dtype, shape in specs],
+            boxes=list(boxes),
+            rows=rows,
+        )
 
     def encode(self) -> bytes:
         """Serialize the table as compact JSON; equal tables give equal bytes.
@@ -169,21 +236,21 @@ class SliceTable:
         A slice that is a full tensor takes its name, the index of its dtype and shape, and one digit. Box and span
         follow from the shape, so the columns `box`, `start` and `stop` cover the other slices only.
         """
-        numbers = {box: number for number, box in enumerate(self.boxes)}
-        full = _integers([numbers.get(full_box(spec.shape), -1) for spec in self.specs])[self.spec_of]
-        numel = _numels(self.specs)[self.spec_of]
-        is_shard = ~((self.box_of == full) & (self.starts == 0) & (self.stops == numel))
-        used, box_of = np.unique(self.box_of[is_shard], return_inverse=True)
-        flags = _PRIMARY * self.is_primary + _SHARED * self.is_shared + _FULL * ~is_shard
+        rows, numbers = self.rows, {box: number for number, box in enumerate(self.boxes)}
+        full = _integers([numbers.get(full_box(spec.shape), -1) for spec in self.specs])[rows.spec]
+        numel = _numels(self.specs)[rows.spec]
+        is_shard = ~((rows.box == full) & (rows.start == 0) & (rows.stop == numel))
+        used, box_of = np.unique(rows.box[is_shard], return_inverse=True)
+        flags = _PRIMARY * rows.is_primary + _SHARED * rows.is_shared + _FULL * ~is_shard
         columns = {
             "names": self.names,
             "specs": [[str(spec.dtype).removeprefix("torch."), spec.shape] for spec in self.specs],
-            "spec": self.spec_of.tolist(),
+            "spec": rows.spec.tolist(),
             "flags": (flags + _DIGIT_ZERO).astype(np.uint8).tobytes().decode("ascii"),
             "boxes": [self.boxes[number] for number in used.tolist()],
             "box": box_of.tolist(),
-            "start": self.starts[is_shard].tolist(),
-            "stop": self.stops[is_shard].tolist(),
+            "start": rows.start[is_shard].tolist(),
+            "stop": rows.stop[is_shard].tolist(),
         }
         return json.dumps(columns, separators=(",", ":"), check_circular=False).encode("ascii")
 
@@ -202,17 +269,16 @@ class SliceTable:
         stops = _numels(specs)[spec_of]
         box_of[is_shard] = numbers[_integers(columns["box"])]
         starts[is_shard], stops[is_shard] = columns["start"], columns["stop"]
-        return cls(
-            names=columns["names"],
-            specs=specs,
-            spec_of=spec_of,
-            boxes=list(boxes),
-            box_of=box_of,
-            starts=starts,
-            stops=stops,
+        rows = PlanTable(
+            tensor=np.arange(len(spec_of)),
+            box=box_of,
+            start=starts,
+            stop=stops,
+            spec=spec_of,
             is_primary=flags & _PRIMARY != 0,
             is_shared=flags & _SHARED != 0,
         )
+        return cls(names=columns["names"], specs=specs, boxes=list(boxes), rows=rows)
 
 
 def _numels(specs: Sequence[TensorSpec]) -> np.ndarray:

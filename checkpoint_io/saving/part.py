@@ -8,7 +8,6 @@ import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
-from pathlib import Path
 from typing import IO, Any, cast
 
 import torch
@@ -20,12 +19,7 @@ from booster.checkpoint_io.formats.json import json_bytes
 from booster.checkpoint_io.formats.manifest import MANIFEST_KEY, DocumentRecord, FileRecord, Manifest, RangeRecord
 from booster.checkpoint_io.formats.safetensors import encode_header
 from booster.checkpoint_io.formats.tensor_files import GROUPS_KEY, completed_head, with_placeholder
-from booster.checkpoint_io.layout import (
-    PAGE_BYTES,
-    FilePlan,
-    SaveTarget,
-    index_document,
-)
+from booster.checkpoint_io.layout import PAGE_BYTES, SaveTarget, index_document
 from booster.checkpoint_io.planning.save_plan import PlannedFile, SavePlan, WriteRange
 from booster.checkpoint_io.planning.slices import full_box
 from booster.errors import ConfigError
@@ -35,40 +29,6 @@ from booster.interface import ModelWrapper, OptimizerWrapper, TensorSlice, Tenso
 # tensors need no memory. The archive is written to a recorder that keeps the written bytes and the seeks. Seeks come in
 # the order of the tensors, because each tensor has its own storage. The result is deterministic, so every rank can
 # compute it.
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TorchArchive:
-    """Archive without its tensors.
-
-    Attributes:
-        fragments: Offset and content of all bytes other than tensors, by offset.
-        num_bytes: Size of the archive.
-        offsets: Offset of each tensor.
-    """
-
-    fragments: tuple[tuple[int, bytes], ...]
-    num_bytes: int
-    offsets: dict[str, int]
-
-
-def torch_archive(specs: Mapping[str, TensorSpec], values: str | None) -> TorchArchive:
-    """Compute the archive that `torch.save` writes for a dictionary of such tensors.
-
-    Args:
-        specs: Tensors, in the order of the dictionary.
-        values: Text to store as `{"state": tensors, "values": text}`. Optional, defaults to the tensors alone.
-    """
-    with FakeTensorMode():
-        tensors = {name: torch.empty(spec.shape, dtype=spec.dtype, device="cpu") for name, spec in specs.items()}
-    recorder = _Recorder()
-    with torch.serialization.skip_data(materialize_fake_tensors=True):
-        torch.save(tensors if values is None else {"state": tensors, "values": values}, cast("IO[bytes]", recorder))
-    return TorchArchive(
-        fragments=tuple((offset, bytes(content)) for offset, content in recorder.fragments),
-        num_bytes=recorder.position,
-        offsets=_offsets(specs, recorder),
-    )
 
 
 class _Recorder:
@@ -111,6 +71,7 @@ class FileImage:
     """Tensor file without the tensor data. Rank 0 writes the fragments when it creates the file, all ranks the tensors.
 
     Attributes:
+        head: First fragment: in a packed file, all bytes before the tensors.
         fragments: Offset and content of all bytes other than tensors, by offset.
         num_bytes: Size of the file.
         offsets: Offset of each tensor in the file; a multiple of its item size.
@@ -119,17 +80,13 @@ class FileImage:
         data_start: Offset of the tensors in a packed file, 0 in others.
     """
 
+    head: bytes
     fragments: tuple[tuple[int, bytes], ...]
     num_bytes: int
     offsets: Mapping[str, int]
     specs: Mapping[str, TensorSpec]
     is_packed: bool
     data_start: int = 0
-
-    @property
-    def head(self) -> bytes:
-        """First fragment: in a packed file, all bytes before the tensors."""
-        return self.fragments[0][1]
 
 
 def safetensors_image(file: PlannedFile, metadata: Mapping[str, str]) -> FileImage:
@@ -146,6 +103,7 @@ def safetensors_image(file: PlannedFile, metadata: Mapping[str, str]) -> FileIma
     starts = {name: tensor_range.start for name, tensor_range in ranges.items()}
     assert starts == file.starts, f"{file.name}: the plan puts tensors elsewhere than the file's header"
     return FileImage(
+        head=head,
         fragments=((0, head),),
         num_bytes=len(head) + file.data_bytes,
         offsets={name: len(head) + start for name, start in starts.items()},
@@ -160,15 +118,20 @@ def torch_image(file: PlannedFile, values: str | None) -> FileImage:
 
     Args:
         file: Planned file.
-        values: Optimizer's plain values as JSON, stored beside the tensors. Optional, defaults to a plain dictionary
-            of tensors.
+        values: Optimizer's plain values as JSON, to store as `{"state": tensors, "values": values}`. Optional,
+            defaults to a plain dictionary of tensors.
     """
-
-    archive = torch_archive(file.tensors, values)
+    with FakeTensorMode():
+        tensors = {name: torch.empty(spec.shape, dtype=spec.dtype, device="cpu") for name, spec in file.tensors.items()}
+    recorder = _Recorder()
+    with torch.serialization.skip_data(materialize_fake_tensors=True):
+        torch.save(tensors if values is None else {"state": tensors, "values": values}, cast("IO[bytes]", recorder))
+    fragments = tuple((offset, bytes(content)) for offset, content in recorder.fragments)
     return FileImage(
-        fragments=archive.fragments,
-        num_bytes=archive.num_bytes,
-        offsets=archive.offsets,
+        head=fragments[0][1],
+        fragments=fragments,
+        num_bytes=recorder.position,
+        offsets=_offsets(file.tensors, recorder),
         specs=file.tensors,
         is_packed=False,
     )
@@ -207,19 +170,15 @@ class PlannedPart:
     Attributes:
         part: Part to save.
         plan: Save plan.
-        file_names: Names of the tensor files.
+        paths: Paths of the tensor files, relative to the directory of the save.
         images: Cache of file images (everything but the data) for this plan; extended here.
     """
 
     part: CheckpointPart
     plan: SavePlan
-    file_names: list[str]
+    paths: list[str]
     images: Images
     _ranges: dict[int, list[WriteRange]] = field(default_factory=dict, init=False)
-
-    def path_of(self, directory: Path, index: int) -> Path:
-        """Return the path of a tensor file."""
-        return directory / self.part.folder / self.file_names[index]
 
     def image(self, index: int) -> FileImage:
         """Return the image of a tensor file: everything but the data."""
@@ -240,49 +199,47 @@ class PlannedPart:
             self.images[index] = torch_image(file, values)
         return self.images[index]
 
-    def completed_head(self, crcs: Mapping[WriteRange, int]) -> bytes | None:
-        """Return the head with the checksums of the data, or None if the file does not embed its checksums."""
-        if self.part.target.is_sharded or self.part.target.names.suffix != "safetensors":
-            return None
-        return completed_head(self.image(0).head, [record.crc32 for record in self._records(0, crcs)])
+    def complete(
+        self, crcs: Mapping[WriteRange, int], metadata: Mapping[str, Any]
+    ) -> tuple[bytes | None, dict[str, bytes]]:
+        """Return what is written after the data: the head of a single file, if it changes, and the small files by name.
 
-    def small_files(self, crcs: Mapping[WriteRange, int], metadata: Mapping[str, Any]) -> dict[str, bytes]:
-        """Return documents, index and manifest by name; the manifest is last.
+        A single safetensors file embeds its checksums in its head. A directory has documents, index and manifest; the
+        manifest is last.
 
         Args:
             crcs: Checksum of every written range.
             metadata: JSON metadata of the save.
         """
         if not self.part.target.is_sharded:
-            return {}
+            if self.part.target.names.suffix != "safetensors":
+                return None, {}
+            return completed_head(self.image(0).head, [record.crc32 for record in self._records(0, crcs)]), {}
         found = dict(self.part.documents)
-        if self.plan.index is not None:
+        if self.plan.layout.index is not None:
             specs, names = self.plan.specs, self.part.parameter_names
             counted = None if names is None else sum(specs[name].numel for name in names if name in specs)
-            file_plan = FilePlan(
-                files={file.name: tuple(file.tensors) for file in self.plan.files}, index=self.plan.index
-            )
             sizes = {name: spec.num_bytes for name, spec in specs.items()}
-            found[self.plan.index] = json_bytes(index_document(file_plan, sizes, counted))
+            found[self.plan.layout.index] = json_bytes(index_document(self.plan.layout, sizes, counted))
         documents = {
             name: DocumentRecord(num_bytes=len(raw), crc32=zlib.crc32(raw)) for name, raw in sorted(found.items())
         }
         files: dict[str, FileRecord] = {}
-        for index, name in enumerate(self.file_names):
+        for index, file in enumerate(self.plan.files):
             image = self.image(index)
-            files[name] = FileRecord(
+            files[file.name] = FileRecord(
                 num_bytes=image.num_bytes,
                 head_bytes=len(image.head),
                 head_crc32=zlib.crc32(image.head),
                 ranges=tuple(self._records(index, crcs)),
             )
         manifest = Manifest(kind=self.part.target.kind.name, files=files, documents=documents, metadata=dict(metadata))
-        return found | {self.part.target.names.manifest: manifest.encode()}
+        return None, found | {self.part.target.names.manifest: manifest.encode()}
 
     def _records(self, index: int, crcs: Mapping[WriteRange, int] | None) -> list[RangeRecord]:
         """Return the records of a file's ranges, with zeros for checksums that are not known yet."""
         if not self._ranges:
-            for write_range in self.plan.all_ranges():
+            for write_range in self.plan.ranges():
                 self._ranges.setdefault(write_range.file, []).append(write_range)
         full_boxes = {name: full_box(spec.shape) for name, spec in self.plan.files[index].tensors.items()}
         return [

@@ -115,8 +115,9 @@ class Planner:
             for part in parts
             for to in (part.target,)
         )
-        tables = ranks.run_on_all_ranks(lambda: [_encoded_table(part.slices) for part in parts], request.action)
-        tables_digest = sha256(b"".join(sha256(table).digest() for table in tables)).digest()
+        tables = ranks.run_on_all_ranks(lambda: [SliceTable.from_slices(part.slices) for part in parts], request.action)
+        encoded = [table.encode() for table in tables]
+        tables_digest = sha256(b"".join(sha256(raw).digest() for raw in encoded)).digest()
         name = ""
         digests: tuple[bytes, ...] = (tables_digest,)
         hosts: tuple[int, ...] = (0,)
@@ -126,26 +127,11 @@ class Planner:
         plans = self._plan_cache.get(key)
         if plans is None:
             plans = [
-                (self._new_plan(one, table, hosts, request.action), Images())
-                for one, table in zip(parts, tables, strict=True)
+                (self._new_plan(one, table, raw, hosts, request.action), Images())
+                for one, table, raw in zip(parts, tables, encoded, strict=True)
             ]
 
-        def complete() -> list[PlannedPart]:
-            planned = [
-                PlannedPart(
-                    part=part,
-                    plan=plan,
-                    file_names=[file.name for file in plan.files] if part.target.is_sharded else [request.target.name],
-                    images=images if part.values is None else Images(),
-                )
-                for part, (plan, images) in zip(parts, plans, strict=True)
-            ]
-            # Building the images raises for names and dtypes that the file format does not support.
-            needed = sum(one.image(index).num_bytes for one in planned for index in range(len(one.plan.files)))
-            self._check_space(needed, request)
-            return planned
-
-        planned = ranks.run_on_all_ranks(complete, request.action)
+        planned = ranks.run_on_all_ranks(lambda: self._complete(request, plans), request.action)
         self._plan_cache[key] = plans
         self._plan_cache.move_to_end(key)
         while len(self._plan_cache) > _MAX_CACHED_PLANS:
@@ -180,13 +166,15 @@ class Planner:
         digests = tuple(fingerprint[_DIGEST_BYTES : 2 * _DIGEST_BYTES] for fingerprint in rest)
         return names[0].hex(), digests, tuple(numbers[host] for host in hosts)
 
-    def _new_plan(self, part: CheckpointPart, table: bytes, hosts: Sequence[int], action: str) -> SavePlan:
-        tables, table_of_rank = [table], [0]
+    def _new_plan(
+        self, part: CheckpointPart, table: SliceTable, encoded: bytes, hosts: Sequence[int], action: str
+    ) -> SavePlan:
+        gathered, table_of_rank = [encoded], [0]
         if self._ranks.size > 1:
-            tables, table_of_rank = all_gather_bytes(table, self._ranks.group)
+            gathered, table_of_rank = all_gather_bytes(encoded, self._ranks.group)
         return self._ranks.run_on_all_ranks(
             lambda: plan_save(
-                [SliceTable.decode(raw) for raw in tables],
+                [table if raw == encoded else SliceTable.decode(raw) for raw in gathered],
                 table_of_rank,
                 part.target.names,
                 max_shard_bytes=part.target.max_shard_bytes,
@@ -197,9 +185,24 @@ class Planner:
             action,
         )
 
-    def _check_space(self, needed: int, request: SaveRequest) -> None:
+    def _complete(self, request: SaveRequest, plans: Plans) -> list[PlannedPart]:
+        """Return the parts with their plans, after a check that the files can be written and the space is free."""
+        planned = [
+            PlannedPart(
+                part=part,
+                plan=plan,
+                paths=[
+                    os.path.join(part.folder, file.name if part.target.is_sharded else request.target.name)
+                    for file in plan.files
+                ],
+                images=images if part.values is None else Images(),
+            )
+            for part, (plan, images) in zip(request.parts, plans, strict=True)
+        ]
+        # Building the images raises for names and dtypes that the file format does not support.
+        needed = sum(one.image(index).num_bytes for one in planned for index in range(len(one.plan.files)))
         if self._ranks.rank != 0:
-            return
+            return planned
         free = self._storage.free_bytes(request.target)
         if free < needed:  # leftovers of a killed save may take as much as this save needs
             leftovers = Transaction(
@@ -212,19 +215,7 @@ class Planner:
                 f"{request.action} to {request.target} needs {needed} bytes, but only {free} are free: free some space,"
                 " or save elsewhere"
             )
-
-
-def _encoded_table(slices: Sequence[TensorSlice]) -> bytes:
-    """Return the slice table that the ranks exchange, after a check that all tensors have plain elements."""
-    for tensor_slice in slices:
-        tensor = tensor_slice.tensor
-        if tensor.layout is not torch.strided or tensor.is_quantized or tensor.device.type == "meta":
-            layout = "quantized" if tensor.is_quantized else str(tensor.layout)
-            raise CheckpointError(
-                f"{tensor_slice.name!r} is a {layout} tensor on {tensor.device}, without plain elements to write:"
-                " materialise it before saving"
-            )
-    return SliceTable.from_slices(slices).encode()
+        return planned
 
 
 @contextmanager
@@ -307,7 +298,7 @@ class Saver:
 
         def stage(arena: Arena) -> Callable[[], None]:
             rank = self._ranks.rank
-            copies = [stage_slices(one.plan.ranges_owned_by(rank), one.part.slices, arena) for one in planned]
+            copies = [stage_slices(list(one.plan.ranges(owner=rank)), one.part.slices, arena) for one in planned]
             return _SaveJob(self._ranks, self._storage, request, planned, copies, barrier, relay).run_in_background
 
         self._async = self._async or AsyncSaves(self._ranks)
@@ -391,7 +382,7 @@ class _SaveJob:
         for planned_part in self._planned:
             for index in range(len(planned_part.plan.files)):
                 image = planned_part.image(index)
-                with self._storage.create(planned_part.path_of(directory, index)) as file:
+                with self._storage.create(directory / planned_part.paths[index]) as file:
                     self._storage.resize(file, image.num_bytes)
                     for offset, content in image.fragments:
                         self._storage.write_at(file, content, offset)
@@ -404,9 +395,9 @@ class _SaveJob:
         """Write this rank's ranges; return their checksums in plan order."""
         crcs, rank = array("I"), self._ranks.rank
         for planned_part, slices in zip(self._planned, self._slices, strict=True):
-            ranges = planned_part.plan.ranges_written_by(rank)
+            ranges = list(planned_part.plan.ranges(writer=rank))
             files = [
-                (planned_part.path_of(directory, index), planned_part.image(index))
+                (directory / planned_part.paths[index], planned_part.image(index))
                 for index in range(len(planned_part.plan.files))
             ]
             local_ranges = [each for each in ranges if each.owner == rank]
@@ -425,12 +416,12 @@ class _SaveJob:
         documents = dict(self._request.documents)
         metadata = dict(self._request.metadata)
         for planned_part, part_crcs in zip(self._planned, crcs, strict=True):
-            head = planned_part.completed_head(part_crcs)
+            head, small_files = planned_part.complete(part_crcs, metadata)
             if head is not None:
-                with self._storage.open_for_writing(planned_part.path_of(directory, 0)) as file:
+                with self._storage.open_for_writing(directory / planned_part.paths[0]) as file:
                     self._storage.write_at(file, head, 0)
                     self._storage.sync(file)
-            for name, content in planned_part.small_files(part_crcs, metadata).items():
+            for name, content in small_files.items():
                 self._storage.write_file(directory / planned_part.part.folder / name, content)
                 if name == planned_part.part.target.names.manifest:
                     documents[f"{planned_part.part.folder}/{name}".lstrip("/")] = content
@@ -456,7 +447,7 @@ class _SaveJob:
             crcs.frombytes(raw)
             position = 0
             for planned_part, part_crcs in zip(self._planned, checksums, strict=True):
-                ranges = planned_part.plan.ranges_written_by(rank)
+                ranges = list(planned_part.plan.ranges(writer=rank))
                 part_crcs.update(zip(ranges, crcs[position : position + len(ranges)], strict=False))
                 position += len(ranges)
             if position != len(crcs):

@@ -50,7 +50,7 @@ class OutputFile:
     Args:
         storage: Storage of the file.
         path: Path.
-        num_jobs: Number of expected `job_done` calls; the last one syncs and closes the file.
+        num_jobs: Number of jobs that write into it.
         is_direct: Whether to try O_DIRECT.
     """
 
@@ -62,19 +62,26 @@ class OutputFile:
     _cached: OpenFile | None = field(default=None, init=False)
     _direct: OpenFile | None = field(default=None, init=False)
 
-    def open(self) -> None:
-        """Open the file unless it is open."""
+    @contextmanager
+    def job(self) -> Iterator[None]:
+        """Context of one job: the first one opens the file, the last one that succeeds syncs and closes it."""
         with self._lock:
-            if self._cached is not None:
+            if self._cached is None:
+                self._cached = self._storage.open_for_writing(self._path)
+                if self._is_direct:
+                    try:
+                        self._direct = self._storage.open_for_writing(self._path, direct=True)
+                    except OSError as error:
+                        if error.errno not in _UNSUPPORTED:
+                            raise
+                        self._is_direct = False
+        yield
+        with self._lock:
+            self._num_jobs -= 1
+            if self._num_jobs > 0 or self._cached is None:
                 return
-            self._cached = self._storage.open_for_writing(self._path)
-            if self._is_direct:
-                try:
-                    self._direct = self._storage.open_for_writing(self._path, direct=True)
-                except OSError as error:
-                    if error.errno not in _UNSUPPORTED:
-                        raise
-                    self._is_direct = False
+        self._storage.sync(self._cached)
+        self.close()
 
     def write(self, data: Buffer, offset: int) -> None:
         """Write bytes at any offset."""
@@ -92,15 +99,6 @@ class OutputFile:
                     raise
                 self._is_direct = False
         self.write(data, offset)
-
-    def job_done(self) -> None:
-        """Count a finished job; after the last one, sync and close the file."""
-        with self._lock:
-            self._num_jobs -= 1
-            if self._num_jobs > 0 or self._cached is None:
-                return
-        self._storage.sync(self._cached)
-        self.close()
 
     def close(self) -> None:
         """Close the file. Idempotent."""
@@ -310,13 +308,11 @@ def write_ranges(
 
     def work(job: _WriteJob) -> None:
         output = outputs[job.file]
-        output.open()
-        with STAGING.borrow(is_pinned=is_pinned) as buffer:
+        with output.job(), STAGING.borrow(is_pinned=is_pinned) as buffer:
             buffer_writer = BufferedFileWriter(output, buffer)
             for write in job.writes:
                 checksums[write.index] = _write_range(output, buffer_writer, files[job.file][1], write)
             buffer_writer.flush()
-        output.job_done()
 
     try:
         run_in_threads(work, jobs, min(num_threads, len(jobs)))
@@ -465,9 +461,9 @@ class Relay:
         """
         written: dict[WriteRange, int] = {}
         touched: set[Path] = set()
-        for write_range in (
-            write_range for write_range in plan.all_ranges() if write_range.owner != write_range.writer
-        ):
+        for write_range in plan.ranges():
+            if write_range.owner == write_range.writer:
+                continue
             num_bytes = (write_range.span[1] - write_range.span[0]) * plan.specs[write_range.name].dtype.itemsize
             if write_range.owner == self._rank:
                 buffer = torch.empty(num_bytes, dtype=torch.uint8)

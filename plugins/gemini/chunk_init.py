@@ -11,10 +11,8 @@ from torch import nn
 from booster.comm import broadcast, sum_dtype
 from booster.lazy_init import is_lazy, materialize_tensor
 
-from .chunk import Chunk
-from .chunk_layout import ChunkLayout, ChunkPlan, ParamInfo
-from .chunk_search import default_step, plan_chunks, search_chunk_numel
-from .chunk_shard import ChunkShard
+from .chunk import Chunk, ChunkShard
+from .chunk_layout import ChunkLayout, ChunkPlan, ParamInfo, default_step, plan_chunks, search_chunk_numel
 from .config import GeminiSettings
 from .tiers import Tier
 

@@ -30,9 +30,8 @@ from booster.plugins.sharding.buffer_pool import broadcast_coalesced
 
 from .chunk import Chunk, ChunkParam, any_modified_while_sharded
 from .chunk_init import describe_params, fill_chunk, make_chunk, plan_model
-from .chunk_layout import ParamInfo
+from .chunk_layout import ParamInfo, plan_chunks
 from .chunk_manager import ChunkManager
-from .chunk_search import plan_chunks
 from .collective_order import OrderNegotiation
 from .config import GeminiSettings
 from .module_hooks import ModuleHooks

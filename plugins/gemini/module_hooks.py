@@ -130,9 +130,9 @@ class SavedTensors:
 
     def __init__(self, source: WeightSource) -> None:
         self._source = source
-        # One object each, for comparison by identity. torch.compile must not trace them.
-        self._pack_hook = not_compiled(self._pack)
-        self._unpack_hook = not_compiled(self._unpack)
+        # One object each, for comparison by identity.
+        self._pack_hook = self._pack
+        self._unpack_hook = self._unpack
         self._outer: list[_Hooks | None] = []
         self.counts = False
 
@@ -156,6 +156,7 @@ class SavedTensors:
         torch._C._autograd._pop_saved_tensors_default_hooks()
         self._outer.pop()
 
+    @not_compiled
     def _pack(self, tensor: torch.Tensor) -> Any:
         storage = tensor.untyped_storage()
         chunk = self._source.chunk_at(storage.data_ptr())
@@ -172,6 +173,7 @@ class SavedTensors:
         return _SavedOther(tensor)
 
     @staticmethod
+    @not_compiled
     def _unpack(saved: Any) -> torch.Tensor:
         if isinstance(saved, tuple):
             unpack, packed = saved

@@ -194,7 +194,7 @@ class GeminiPlugin(ShardedPlugin):
         )
         wrapped = None
         if optimizer is not None:
-            scaler = self._new_loss_scaler()
+            scaler = self._config.new_loss_scaler()
             wrapped = GeminiOptimizer(optimizer, boosted, settings, loss_scaler=scaler, is_primary=is_primary)
         if config.dtype is not None:
             precision = WeightPrecision(config.dtype, cast_inputs=True, outputs_fp32=config.force_outputs_fp32)

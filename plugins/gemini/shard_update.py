@@ -12,9 +12,8 @@ from torch.optim import Optimizer
 
 from booster.interface import Shard
 
-from .chunk import Chunk, ChunkParam
+from .chunk import Chunk, ChunkParam, ChunkShard
 from .chunk_layout import ShardRegionInChunk
-from .chunk_shard import ChunkShard
 from .tiers import Tier
 
 

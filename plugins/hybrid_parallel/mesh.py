@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -135,6 +135,11 @@ class HybridMesh:
                 found = group
                 self._subgroups.append(group)
         return found
+
+    def subgroups(self, axis: str, coordinates: Iterable[tuple[int, ...]]) -> dict[tuple[int, ...], dist.ProcessGroup]:
+        """Return the new groups of `subgroup` by their coordinates, once each. Collective over the world."""
+        groups = {members: self.subgroup(axis, members) for members in dict.fromkeys(coordinates)}
+        return {members: group for members, group in groups.items() if group is not None}
 
     def groups(self) -> list[dist.ProcessGroup | None]:
         """Return the world and all groups of this mesh, in the same order on all ranks."""

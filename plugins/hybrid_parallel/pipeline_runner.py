@@ -333,16 +333,6 @@ def _check_no_layer_outputs(model: nn.Module, batch: Any) -> None:
             )
 
 
-def tied_param_groups(mesh: HybridMesh, stage_model: StageModel | None) -> dict[tuple[int, ...], dist.ProcessGroup]:
-    """Return the process groups of tied parameters, by their stages. Collective over the world."""
-    found = {}
-    for stages in dict.fromkeys(() if stage_model is None else stage_model.holders.values()):
-        group = mesh.subgroup("pp", stages)
-        if group is not None:
-            found[stages] = group
-    return found
-
-
 def build_runtime(
     model: HybridModel,
     stage_model: StageModel,

@@ -32,7 +32,7 @@ from .partition import ModelPartitioner, PartitionPlan
 from .pipeline_parallel.placeholders import cast_absent_tensors
 from .pipeline_parallel.schedules import PipelineSchedule
 from .pipeline_parallel.stage_module import StageModel
-from .pipeline_runner import build_runtime, tied_param_groups
+from .pipeline_runner import build_runtime
 from .tp_plan.plan import UserPlan
 
 _MAX_TENSOR_RANKS = 8  # of the candidates of `booster estimate`: those of one host
@@ -272,7 +272,7 @@ class HybridParallelPlugin(ShardedPlugin):
 
     def _wrap(self, model: nn.Module, optimizer: Optimizer | None, stage_model: StageModel | None) -> WrappedPair:
         config, mesh = self._config, self._mesh
-        tied_groups = tied_param_groups(mesh, stage_model)
+        tied_groups = mesh.subgroups("pp", () if stage_model is None else stage_model.holders.values())
         boosted = HybridModel(
             model,
             tp_group=self._partitioner.tp_group,
@@ -296,7 +296,7 @@ class HybridParallelPlugin(ShardedPlugin):
                 config.zero(),
                 self._shard_groups(),
                 part=part,
-                loss_scaler=self._new_loss_scaler(),
+                loss_scaler=self._config.new_loss_scaler(),
                 is_primary=mesh.rank("dp", "sp") == 0 and mesh.rank("pp") == 0,
             )
         if stage_model is not None and config.pipeline is not None:

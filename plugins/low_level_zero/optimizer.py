@@ -24,8 +24,7 @@ from booster.plugins.sharding.shard_states import shard_state
 
 from .config import ZeroConfig
 from .flat_params import FlatGroup
-from .model import ZeroModel
-from .param_all_gather import ParamAllGather
+from .model import ParamAllGather, ZeroModel
 from .reducer import GradientReducer
 
 NamedParameters: TypeAlias = list[tuple[str, nn.Parameter]]

@@ -148,7 +148,7 @@ class LowLevelZeroPlugin(ShardedPlugin):
         boosted = ZeroModel(model, None, is_primary=is_primary, broadcasts_buffers=broadcasts)
         wrapped = None
         if optimizer is not None:
-            scaler, groups = self._new_loss_scaler(), self._shard_groups()
+            scaler, groups = self._config.new_loss_scaler(), self._shard_groups()
             wrapped = ZeroOptimizer(optimizer, boosted, config, groups, loss_scaler=scaler, is_primary=is_primary)
         if config.dtype is not None:
             precision = WeightPrecision(config.dtype, cast_inputs=config.cast_inputs)

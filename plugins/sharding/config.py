@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,8 +11,8 @@ import torch.distributed as dist
 from torch import nn
 
 from booster.interface import MixedPrecision
-from booster.mixed_precision.fp16 import cast_floats, low_precision_to_fp32
-from booster.mixed_precision.loss_scaler import LossScaleConfig
+from booster.mixed_precision.fp16 import cast_floats, log_rank_zero, low_precision_to_fp32
+from booster.mixed_precision.loss_scaler import DynamicLossScaler, LossScaleConfig
 from booster.plugins.base import PluginConfig
 from booster.validation import check_clipping, check_flag
 
@@ -67,11 +68,40 @@ class ShardedConfig(PluginConfig):
         """Dtype of gradient reduction; None for the gradients' dtype."""
         return None
 
+    def new_loss_scaler(self) -> DynamicLossScaler | None:
+        """Return the loss scaler of a new optimizer, or None for other precisions than fp16."""
+        return new_loss_scaler(self.loss_scale, verbose=self.verbose) if self.precision == "fp16" else None
+
     def _check_shared(self) -> None:
         for name in ("master_weights", "sync_batch_norm", "broadcast_buffers", "verbose"):
             check_flag(name, getattr(self, name))
         self.clip.check()
         self.loss_scale.check()
+
+
+def new_loss_scaler(arguments: LossScaleConfig, *, verbose: bool) -> DynamicLossScaler:
+    """Return a loss scaler that logs on rank 0.
+
+    Args:
+        arguments: Settings of the scaler.
+        verbose: If True, log every skipped step and change; if False, only the first skipped step.
+    """
+    return arguments.new_scaler(log_rank_zero if verbose else _report_first_skip())
+
+
+def _report_first_skip() -> Callable[[str], None]:
+    """Return a function that logs the first skipped step only, because a run usually begins with several."""
+    reported: list[str] = []
+
+    def report(text: str) -> None:
+        if "skipped" in text and not reported:
+            reported.append(text)
+            log_rank_zero(
+                f"{text}. More may follow until the scale is low enough: start lower with"
+                " a smaller initial_scale, log all with verbose=True, or check optimizer.step_was_skipped"
+            )
+
+    return report
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

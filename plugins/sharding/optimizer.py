@@ -48,8 +48,6 @@ from booster.interface import (
     TensorSpec,
 )
 from booster.kernels.flat_buffers import sum_of_squares, supports_sum_of_squares
-from booster.mixed_precision.fp16 import log_rank_zero
-from booster.mixed_precision.loss_scaler import DynamicLossScaler, LossScaleConfig
 
 from .config import GradClipConfig
 from .elementwise import takes_empty_groups
@@ -639,28 +637,3 @@ def _refuse_unwrapped_step(wrapper: weakref.ref[ShardedOptimizer], *_: Any) -> N
             f"step() was called on the {type(alive.optim).__name__} that was passed to boost(), which does not have the"
             " other ranks' gradients: call step() and zero_grad() on the optimizer that boost() returned"
         )
-
-
-def new_loss_scaler(arguments: LossScaleConfig, *, verbose: bool) -> DynamicLossScaler:
-    """Return a loss scaler that logs on rank 0.
-
-    Args:
-        arguments: Settings of the scaler.
-        verbose: If True, log every skipped step and change; if False, only the first skipped step.
-    """
-    return arguments.new_scaler(log_rank_zero if verbose else _report_first_skip())
-
-
-def _report_first_skip() -> Callable[[str], None]:
-    """Return a function that logs the first skipped step only, because a run usually begins with several."""
-    reported: list[str] = []
-
-    def report(text: str) -> None:
-        if "skipped" in text and not reported:
-            reported.append(text)
-            log_rank_zero(
-                f"{text}. More may follow until the scale is low enough: start lower with"
-                " a smaller initial_scale, log all with verbose=True, or check optimizer.step_was_skipped"
-            )
-
-    return report

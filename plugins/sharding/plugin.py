@@ -8,11 +8,11 @@ import torch
 
 from booster.comm import group_size
 from booster.errors import ConfigError
-from booster.interface import LossScaler, ModelWrapper, OptimizerWrapper
+from booster.interface import ModelWrapper, OptimizerWrapper
 from booster.plugins.base import DistributedPlugin
 
 from .config import DTYPES, ShardedConfig
-from .optimizer import ShardedOptimizer, new_loss_scaler
+from .optimizer import ShardedOptimizer
 
 
 def local_accumulation(optimizer: OptimizerWrapper | None) -> AbstractContextManager[None]:
@@ -56,9 +56,3 @@ class ShardedPlugin(DistributedPlugin):
         self, model: ModelWrapper | None = None, optimizer: OptimizerWrapper | None = None
     ) -> AbstractContextManager[None]:
         return local_accumulation(optimizer)
-
-    def _new_loss_scaler(self) -> LossScaler | None:
-        """Return the loss scaler of a new optimizer, or None for other precisions than fp16."""
-        if self._config.precision != "fp16":
-            return None
-        return new_loss_scaler(self._config.loss_scale, verbose=self._config.verbose)

@@ -20,9 +20,8 @@ from booster.interface import ModelWrapper, OptimizerWrapper
 from booster.mixed_precision import mixed_precision_names
 from booster.mixed_precision.fp16 import log_rank_zero
 from booster.plugins.base import DistributedPlugin, WrappedPair, arguments_of
-from booster.plugins.sharding.config import ShardGroups
+from booster.plugins.sharding.config import ShardGroups, new_loss_scaler
 from booster.plugins.sharding.deferred_init import Materializer
-from booster.plugins.sharding.optimizer import new_loss_scaler
 from booster.plugins.sharding.plugin import local_accumulation
 from booster.plugins.sync_batch_norm import convert_batch_norm
 from booster.validation import check_memory_is_apart

@@ -17,7 +17,7 @@ from torch import nn
 from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from booster import Booster, consistency
+from booster import Booster, boost_checks
 from booster.boost_checks import mark_boosted
 from booster.comm import (
     all_reduce_numbers,
@@ -330,8 +330,8 @@ def faked_version(package: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Non
     """Pretends that another version is installed here; "": doesn't."""
     with monkeypatch.context() as patch:
         if package:
-            versions = consistency.installed_versions() | {package: "0.0.1"}
-            patch.setattr(consistency, "installed_versions", lambda *_: versions)
+            versions = boost_checks.installed_versions() | {package: "0.0.1"}
+            patch.setattr(boost_checks, "installed_versions", lambda *_: versions)
         yield
 
 

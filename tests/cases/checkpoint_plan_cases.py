@@ -26,7 +26,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.uint8]
 
 @functools.cache
 def memory(numel, dtype):
-    return torch.empty(numel, dtype=dtype, device="meta")
+    return torch.zeros((), dtype=dtype).expand(numel)  # of one element's memory
 
 
 def part(name, shape, *, box=None, span=None, dtype=torch.float32, primary=True, shared=True):
@@ -59,7 +59,7 @@ def check(plan, ranks, host_of_rank=None):
     counts = {name: np.zeros(number.size, dtype=np.uint8) for name, number in numbers.items()}
     written, hosts, order = Counter(), defaultdict(set), []
     is_shared = sharing(ranks)
-    for one in plan.all_ranges():
+    for one in plan.ranges():
         mine, itemsize = ranks[one.owner][one.slice_index], plan.specs[one.name].dtype.itemsize
         assert (mine.name, mine.box) == (one.name, one.box)
         assert mine.span[0] <= one.span[0] < one.span[1] <= mine.span[1]
@@ -92,13 +92,13 @@ def replicas(names_and_shapes, num_ranks, *, primary_rank=0, **more):
 
 def check_hosts(plan, ranks, hosts):
     """Checks that ranks write their own wherever a holder is on the file's host, and others as the rule says."""
-    host_of_file = {one.file: hosts[one.writer] for one in plan.all_ranges()}
+    host_of_file = {one.file: hosts[one.writer] for one in plan.ranges()}
     is_shared, hosts_of_part = sharing(ranks), defaultdict(set)
     for rank, slices in enumerate(ranks):
         for one in slices:
             if one.primary or (one.shared and is_shared.get((one.name, one.box, one.span))):
                 hosts_of_part[one.name, one.box, one.span].add(hosts[rank])
-    for one in plan.all_ranges():
+    for one in plan.ranges():
         host = host_of_file[one.file]
         if hosts[one.owner] == host:
             assert one.writer == one.owner

@@ -30,7 +30,7 @@ from harness import distributed, preload, run_ranks
 from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
-from booster import Booster, consistency
+from booster import Booster, boost_checks
 from booster.comm import (
     check_same_across_ranks,
     count_communication,
@@ -260,7 +260,7 @@ def test_agreement_at_boost_is_one_small_all_gather():
     model = Net()
     optimizer = optimizer_of(model)
     with count_communication() as count:
-        consistency.verify_same_across_ranks(plugin, None, model, optimizer, None, None, None)
+        boost_checks.verify_same_across_ranks(plugin, None, model, optimizer, None, None, None)
     assert dict(count.calls) == {"all_gather": 1}
     assert count.sent["all_gather"] == 33
 

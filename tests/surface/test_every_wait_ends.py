@@ -119,8 +119,6 @@ ALLOWED = {
     },
     "plugins/gemini/chunk.py": {
         "self._gather.wait": OPERATION,
-    },
-    "plugins/gemini/chunk_shard.py": {
         "self._block.read_into(host).wait": DISK,
         "self._block.read_into(target).wait": DISK,
         "self._block.write_from(source.cpu() if self._needs_host_copy else source).wait": DISK,
@@ -158,13 +156,11 @@ ALLOWED = {
     },
     "plugins/low_level_zero/model.py": {
         "self._all_gather.wait": OPERATION,
+        "self._all_gather.wait_for": OPERATION,
+        "self._in_flight.pop(index).wait": OPERATION,
     },
     "plugins/low_level_zero/optimizer.py": {
         "self.param_all_gather.wait": OPERATION,
-    },
-    "plugins/low_level_zero/param_all_gather.py": {
-        "self._in_flight.pop(index).wait": OPERATION,
-        "self._all_gather.wait_for": OPERATION,
     },
     "plugins/torch_ddp/reducer.py": {
         "future.wait": "the collectives of a communication hook end at the limit of their group",

@@ -123,8 +123,8 @@ def test_copies_are_what_the_writer_takes(tmp_path):
         always_index=False,
     )
     image, storage = safetensors_image(plan.files[0], {}), Storage()
-    ranges = plan.ranges_written_by(0)
-    copies = stage_slices(plan.ranges_owned_by(0), slices, Arena())
+    ranges = list(plan.ranges(writer=0))
+    copies = stage_slices(list(plan.ranges(owner=0)), slices, Arena())
     found = []
     for name, held in (("direct", slices), ("staged", copies)):
         path = tmp_path / name

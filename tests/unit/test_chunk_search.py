@@ -12,8 +12,16 @@ import torch
 from torch import nn
 
 from booster.errors import ConfigError
-from booster.plugins.gemini.chunk_layout import ChunkLayout, ParamInfo, ParamRegion, WasteReport, unit_numel
-from booster.plugins.gemini.chunk_search import default_step, plan_chunks, search_chunk_numel
+from booster.plugins.gemini.chunk_layout import (
+    ChunkLayout,
+    ParamInfo,
+    ParamRegion,
+    WasteReport,
+    default_step,
+    plan_chunks,
+    search_chunk_numel,
+    unit_numel,
+)
 
 FORMATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.uint8]
 

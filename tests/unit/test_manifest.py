@@ -23,8 +23,8 @@ from booster.checkpoint_io.formats.manifest import (
     decode_ranges,
     encode_ranges,
 )
-from booster.checkpoint_io.planning.coverage import CoverageLimitError, Tiles, check_coverage, contains
-from booster.checkpoint_io.planning.slices import full_box
+from booster.checkpoint_io.planning.coverage import CoverageLimitError, check_coverage, contains
+from booster.checkpoint_io.planning.slices import PlanTable, full_box
 from booster.errors import CheckpointError
 from booster.interface import TensorSpec
 
@@ -343,7 +343,7 @@ def test_boxes_tile_or_the_first_wrong_element_is_named(seed):
     )["t"]
     rows = np.arange(len(boxes))
     volumes = np.array([math.prod(length for _, length in box) for box in boxes])
-    fault = check_coverage([shape], boxes, Tiles(tensor=rows * 0, box=rows, start=rows * 0, stop=volumes))
+    fault = check_coverage([shape], boxes, PlanTable(tensor=rows * 0, box=rows, start=rows * 0, stop=volumes))
     wrong = np.flatnonzero(held != 1)
     if not len(wrong):
         assert fault is None
@@ -414,7 +414,7 @@ def test_what_is_too_finely_cut_to_check_is_refused():
     rows = np.arange(2**18)
     boxes = [((int(row), 1),) for row in rows]
     with pytest.raises(CoverageLimitError):
-        check_coverage([(2**18,)], boxes, Tiles(tensor=rows * 0, box=rows, start=rows * 0, stop=rows * 0 + 1))
+        check_coverage([(2**18,)], boxes, PlanTable(tensor=rows * 0, box=rows, start=rows * 0, stop=rows * 0 + 1))
 
 
 def test_contains():

@@ -113,7 +113,7 @@ class Case:
                     storage.write_at(file, content, offset)
 
     def write(self, rank, storage=None, **options):
-        ranges = self.plan.ranges_written_by(rank)
+        ranges = list(self.plan.ranges(writer=rank))
         found = write_ranges(storage or Storage(), self.files, ranges, self.slices_of[rank], **options)
         return dict(zip(ranges, found, strict=True))
 
@@ -225,7 +225,7 @@ def test_checksums_are_in_the_order_of_the_ranges(tmp_path, monkeypatch):
     tensor = torch.arange(100_000)
     case = Case(tmp_path, [[TensorSlice.full("a", tensor, primary=True)]])
     case.create()
-    whole = case.plan.ranges_written_by(0)[0]
+    whole = next(case.plan.ranges(writer=0))
     ranges = [replace(whole, span=(start, start + 1000)) for start in range(0, 100_000, 1000)]
     ranges += [replace(whole, span=(5, 5))]  # nothing
     random.Random(1).shuffle(ranges)
@@ -432,10 +432,10 @@ def test_ranges_of_another_host_are_relayed(tmp_path):
     ]
     case = Case(tmp_path, [[half] for half in halves], hosts=[0, 1])
     case.create()
-    relayed = [part for part in case.plan.all_ranges() if part.owner != part.writer]
+    relayed = [part for part in case.plan.ranges() if part.owner != part.writer]
     assert relayed
     checksums = {}
-    for part in case.plan.all_ranges():
+    for part in case.plan.ranges():
         data = torch.empty((part.span[1] - part.span[0]) * 2, dtype=torch.uint8)
         read_range(case.slices_of[part.owner][part.slice_index], part, data)
         path, image = case.files[part.file]
