@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import wraps
 from os import PathLike
+from pathlib import Path
 from typing import Any, ParamSpec, TypeAlias, TypeVar
 
 from torch.optim import Optimizer
@@ -15,6 +16,7 @@ from torch.utils.data import DataLoader
 from .boost_checks import check_boosted_model, check_optimizer, check_scheduler, check_stateful_loader
 from .checkpoint_io import CheckpointIO
 from .checkpoint_io.checkpoint_io import as_optimizer_wrapper
+from .checkpoint_io.layout import is_safetensors_target
 from .checkpoint_io.loading.load import check_verify
 from .comm import check_same_across_ranks, group_rank, group_size, timeout_scope
 from .consistency import training_fingerprint
@@ -68,7 +70,7 @@ class CheckpointMethods:
         *,
         step: int | None = None,
         keep_last: int | None = None,
-        size_per_shard: int = 1024,
+        size_per_shard: float | str = 1024,
         use_safetensors: bool = True,
         use_async: bool = False,
     ) -> None:
@@ -87,7 +89,7 @@ class CheckpointMethods:
             extra: Numbers, strings, tensors, and containers of them; rank 0's are written, and `load` returns them.
             step: If given, write `path/step-00001200` instead, and name it in the file `path/latest`.
             keep_last: If given, remove the oldest committed steps until this many are left.
-            size_per_shard: Largest file in MB (10**6 bytes).
+            size_per_shard: Largest file in MB (10**6 bytes), or with a unit, such as "5GB".
             use_safetensors: If False, write `.bin` files.
             use_async: If True, return after a copy into host memory; errors are raised by the next checkpoint call, or
                 by `wait_for_checkpoints`.
@@ -200,8 +202,8 @@ class CheckpointMethods:
         shard: bool = False,
         gather_dtensor: bool = True,
         prefix: str | None = None,
-        size_per_shard: int = 1024,
-        use_safetensors: bool = True,
+        size_per_shard: float | str = 1024,
+        use_safetensors: bool | None = None,
         *,
         use_async: bool = False,
     ) -> None:
@@ -218,7 +220,7 @@ class CheckpointMethods:
             shard=shard,
             prefix=prefix or None,
             size_per_shard=size_per_shard,
-            use_safetensors=use_safetensors,
+            use_safetensors=is_safetensors_target(Path(checkpoint), shard=shard, use_safetensors=use_safetensors),
             use_async=use_async,
         )
 
@@ -247,8 +249,8 @@ class CheckpointMethods:
         shard: bool = False,
         gather_dtensor: bool = True,
         prefix: str | None = None,
-        size_per_shard: int = 1024,
-        use_safetensors: bool = True,
+        size_per_shard: float | str = 1024,
+        use_safetensors: bool | None = None,
         *,
         use_async: bool = False,
     ) -> None:
@@ -266,7 +268,7 @@ class CheckpointMethods:
             shard=shard,
             prefix=prefix or None,
             size_per_shard=size_per_shard,
-            use_safetensors=use_safetensors,
+            use_safetensors=is_safetensors_target(Path(checkpoint), shard=shard, use_safetensors=use_safetensors),
             use_async=use_async,
         )
 
@@ -352,10 +354,14 @@ def _by_name(given: Any, check: Callable[[Any, str], Any], caller: str) -> dict[
     return {name: check(one, caller) for name, one in given.items()}
 
 
-def _check_save(checkpoint: Any, gather_dtensor: bool, shard: bool, use_safetensors: bool, use_async: bool) -> None:
+def _check_save(
+    checkpoint: Any, gather_dtensor: bool, shard: bool, use_safetensors: bool | None, use_async: bool
+) -> None:
     check_path("checkpoint", checkpoint)
-    for name, value in (("shard", shard), ("use_safetensors", use_safetensors), ("use_async", use_async)):
+    for name, value in (("shard", shard), ("use_async", use_async)):
         check_flag(name, value)
+    if use_safetensors is not None:
+        check_flag("use_safetensors", use_safetensors, advice="pass True or False, or leave it out")
     if not gather_dtensor:
         raise ConfigError(
             "gather_dtensor=False would write shards that only the same layout could load: leave it out; every rank"

@@ -110,8 +110,8 @@ class Planner:
         """
         ranks, parts = self._ranks, request.parts
         options = tuple(
-            f"{to.kind.name} {part.folder}/{to.names} of at most {to.max_shard_bytes} bytes a file, sharded:"
-            f" {to.is_sharded}, index: {part.always_index}"
+            f"{to.kind.name} {part.folder}/{to.names} of at most {to.max_shard_bytes} bytes a file, directory:"
+            f" {to.is_directory}, index: {part.always_index}"
             for part in parts
             for to in (part.target,)
         )
@@ -131,11 +131,12 @@ class Planner:
             ]
 
         def complete() -> list[PlannedPart]:
+            single = [request.target.name]
             planned = [
                 PlannedPart(
                     part=part,
                     plan=plan,
-                    file_names=[file.name for file in plan.files] if part.target.is_sharded else [request.target.name],
+                    file_names=[file.name for file in plan.files] if part.target.is_directory else single,
                     images=images if part.values is None else Images(),
                 )
                 for part, (plan, images) in zip(parts, plans, strict=True)
@@ -190,7 +191,7 @@ class Planner:
                 table_of_rank,
                 part.target.names,
                 max_shard_bytes=part.target.max_shard_bytes,
-                is_sharded=part.target.is_sharded,
+                is_sharded=part.target.is_directory,
                 always_index=part.always_index,
                 host_of_rank=hosts,
             ),
