@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import wraps
 from os import PathLike
-from pathlib import Path
 from typing import Any, ParamSpec, TypeAlias, TypeVar
 
 from torch.optim import Optimizer
@@ -16,9 +15,9 @@ from torch.utils.data import DataLoader
 from .boost_checks import check_boosted_model, check_optimizer, check_scheduler, check_stateful_loader
 from .checkpoint_io import CheckpointIO
 from .checkpoint_io.checkpoint_io import as_optimizer_wrapper
-from .checkpoint_io.layout import is_safetensors_target
 from .checkpoint_io.loading.load import check_verify
 from .comm import check_same_across_ranks, group_rank, group_size, timeout_scope
+from .compatibility import check_foreign
 from .consistency import training_fingerprint
 from .errors import ConfigError
 from .fault_tolerance.progress import Phase
@@ -220,8 +219,8 @@ class CheckpointMethods:
             shard=shard,
             prefix=prefix or None,
             size_per_shard=size_per_shard,
-            use_safetensors=is_safetensors_target(Path(checkpoint), shard=shard, use_safetensors=use_safetensors),
             use_async=use_async,
+            **({} if use_safetensors is None else {"use_safetensors": use_safetensors}),
         )
 
     @_checkpoint_call("load")
@@ -230,14 +229,21 @@ class CheckpointMethods:
         model: ModelWrapper,
         checkpoint: str | PathLike[str],
         strict: bool = True,
+        low_cpu_mem_mode: bool = True,
+        num_threads: int = 1,
         *,
         verify: str = "checksums",
     ) -> None:
-        """Load the model; see `CheckpointIO.load_model`. Collective."""
+        """Load the model; see `CheckpointIO.load_model`. Collective.
+
+        `low_cpu_mem_mode` and `num_threads` exist for compatibility with ColossalAI, and have no effect.
+        """
         with _checks_on_all_ranks("load_model"):
             check_path("checkpoint", checkpoint)
             check_flag("strict", strict)
             check_verify(verify)
+            if not low_cpu_mem_mode or num_threads != 1:
+                check_foreign({"low_cpu_mem_mode": low_cpu_mem_mode, "num_threads": num_threads})
             check_boosted_model(model, "load_model")
         self._checkpoint_io.load_model(model, checkpoint, strict=strict, verify=verify)
 
@@ -268,8 +274,8 @@ class CheckpointMethods:
             shard=shard,
             prefix=prefix or None,
             size_per_shard=size_per_shard,
-            use_safetensors=is_safetensors_target(Path(checkpoint), shard=shard, use_safetensors=use_safetensors),
             use_async=use_async,
+            **({} if use_safetensors is None else {"use_safetensors": use_safetensors}),
         )
 
     @_checkpoint_call("load")
@@ -277,13 +283,20 @@ class CheckpointMethods:
         self,
         optimizer: OptimizerWrapper | Optimizer,
         checkpoint: str | PathLike[str],
+        low_cpu_mem_mode: bool = True,
+        num_threads: int = 1,
         *,
         verify: str = "checksums",
     ) -> None:
-        """Load the optimizer, boosted or plain; see `CheckpointIO.load_optimizer`. Collective."""
+        """Load the optimizer, boosted or plain; see `CheckpointIO.load_optimizer`. Collective.
+
+        `low_cpu_mem_mode` and `num_threads` as in `load_model`.
+        """
         with _checks_on_all_ranks("load_optimizer"):
             check_path("checkpoint", checkpoint)
             check_verify(verify)
+            if not low_cpu_mem_mode or num_threads != 1:
+                check_foreign({"low_cpu_mem_mode": low_cpu_mem_mode, "num_threads": num_threads})
             check_optimizer(optimizer, "load_optimizer")
         self._checkpoint_io.load_optimizer(optimizer, checkpoint, verify=verify)
 

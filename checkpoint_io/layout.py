@@ -208,7 +208,7 @@ def save_target(
     path = as_path(checkpoint)
     max_shard_bytes = shard_bytes(size_per_shard)
     is_directory = shard or not path.suffix
-    is_safetensors = is_safetensors_target(path, shard=shard, use_safetensors=use_safetensors)
+    is_safetensors = (shard or path.suffix not in BIN_SUFFIXES) if use_safetensors is None else use_safetensors
     if prefix is not None and not is_directory:
         raise ConfigError(
             f"prefix={prefix!r} goes into the names of files in a directory, but {path} is one file: leave prefix out,"
@@ -227,11 +227,6 @@ def save_target(
         is_directory=is_directory,
         max_shard_bytes=max_shard_bytes if shard else sys.maxsize,
     )
-
-
-def is_safetensors_target(path: Path, *, shard: bool, use_safetensors: bool | None) -> bool:
-    """Return whether a save writes safetensors: as given, else unless the path is a file of torch's format."""
-    return (shard or path.suffix not in BIN_SUFFIXES) if use_safetensors is None else use_safetensors
 
 
 def as_path(checkpoint: str | os.PathLike[str]) -> Path:

@@ -13,6 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from booster.comm import group_size, new_cpu_group, new_mesh, timeout_scope
+from booster.compatibility import takes_foreign
 from booster.core.module_sync import check_materialized
 from booster.core.plain_torch import refuse_plain_training
 from booster.interface import ModelWrapper, OptimizerWrapper
@@ -107,6 +108,16 @@ class GeminiPlugin(ShardedPlugin):
     _config: GeminiConfig
 
     @timeout_scope("setup")
+    @takes_foreign(
+        "enable_all_optimization",
+        "enable_flash_attention",
+        "enable_fused_normalization",
+        "enable_jit_fused",
+        "enable_sequence_parallelism",
+        "fp8_communication",
+        "use_fp8",
+        call="making a {}",
+    )
     def __init__(
         self,
         chunk_config_dict: Mapping[str, Any] | None = None,

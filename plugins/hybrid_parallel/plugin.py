@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from booster.comm import check_same_across_ranks, group_size, timeout_scope
+from booster.compatibility import takes_foreign
 from booster.core.plain_torch import refuse_plain_training
 from booster.errors import ConfigError
 from booster.interface import ModelWrapper, OptimizerWrapper
@@ -128,6 +129,18 @@ class HybridParallelPlugin(ShardedPlugin):
     _config: HybridConfig
 
     @timeout_scope("setup")
+    @takes_foreign(
+        "enable_all_optimization",
+        "enable_flash_attention",
+        "enable_fused_normalization",
+        "enable_jit_fused",
+        "fp8_communication",
+        "use_fp8",
+        "overlap_p2p",
+        "scheduler_nodes",
+        "inner_ring_size",
+        call="making a {}",
+    )
     def __init__(
         self,
         tp_size: int = 1,

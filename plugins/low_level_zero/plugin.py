@@ -10,6 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from booster.comm import group_size, new_cpu_group, new_mesh, timeout_scope
+from booster.compatibility import takes_foreign
 from booster.core.module_sync import check_materialized, move_to_device, sync_module_states
 from booster.core.plain_torch import refuse_plain_training
 from booster.errors import ConfigError
@@ -79,6 +80,7 @@ class LowLevelZeroPlugin(ShardedPlugin):
     _config: ZeroConfig
 
     @timeout_scope("setup")
+    @takes_foreign("fp8_communication", "use_fp8", call="making a {}")
     def __init__(
         self,
         stage: int = 1,

@@ -15,6 +15,7 @@ from torch.distributed.fsdp import CPUOffload, MixedPrecision, MixedPrecisionPol
 from torch.optim import Optimizer
 
 from booster.comm import group_size, max_of_numbers, new_cpu_group, timeout_scope
+from booster.compatibility import takes_foreign
 from booster.core.plain_torch import refuse_plain_gradient, refuse_plain_training
 from booster.interface import ModelWrapper, OptimizerWrapper
 from booster.mixed_precision import mixed_precision_names
@@ -90,6 +91,7 @@ class TorchFSDPPlugin(DistributedPlugin):
     """
 
     @timeout_scope("setup")
+    @takes_foreign("backward_prefetch", "fp8_communication", call="making a {}")
     def __init__(
         self,
         process_group: dist.ProcessGroup | tuple[dist.ProcessGroup, dist.ProcessGroup] | DeviceMesh | None = None,
