@@ -55,7 +55,7 @@ class CheckpointMethods:
 
     plugin: Plugin
     mixed_precision: MixedPrecision | None
-    _checkpoint_io: CheckpointIO
+    checkpoint_io: CheckpointIO
 
     @_checkpoint_call("save")
     def save(
@@ -114,7 +114,7 @@ class CheckpointMethods:
             optimizers = _by_name(optimizer, check_optimizer, "save")
             fingerprint += training_fingerprint(optimizers, parts.lr_schedulers)
         precision = next((one.precision for one in parts.models.values()), self.mixed_precision)
-        self._checkpoint_io.save_training_state(
+        self.checkpoint_io.save_training_state(
             path,
             parts,
             extra=extra,
@@ -170,7 +170,7 @@ class CheckpointMethods:
             check_flag("missing_ok", missing_ok)
             check_verify(verify)
             parts = self._parts("load", model, optimizer, lr_scheduler, dataloader)
-        return self._checkpoint_io.load_training_state(path, parts, strict=strict, verify=verify, missing_ok=missing_ok)
+        return self.checkpoint_io.load_training_state(path, parts, strict=strict, verify=verify, missing_ok=missing_ok)
 
     @_checkpoint_call("save")
     def wait_for_checkpoints(self) -> None:
@@ -179,7 +179,7 @@ class CheckpointMethods:
         Raises:
             CheckpointError: One of them failed.
         """
-        self._checkpoint_io.wait()
+        self.checkpoint_io.wait()
 
     def _parts(self, caller: str, model: Any, optimizer: Any, lr_scheduler: Any, dataloader: Any) -> TrainingParts:
         optimizers = _by_name(optimizer, check_optimizer, caller)
@@ -213,7 +213,7 @@ class CheckpointMethods:
         with _checks_on_all_ranks("save_model"):
             _check_save(checkpoint, gather_dtensor, shard, use_safetensors, use_async)
             check_boosted_model(model, "save_model")
-        self._checkpoint_io.save_model(
+        self.checkpoint_io.save_model(
             model,
             checkpoint,
             shard=shard,
@@ -245,7 +245,7 @@ class CheckpointMethods:
             if not low_cpu_mem_mode or num_threads != 1:
                 check_foreign({"low_cpu_mem_mode": low_cpu_mem_mode, "num_threads": num_threads})
             check_boosted_model(model, "load_model")
-        self._checkpoint_io.load_model(model, checkpoint, strict=strict, verify=verify)
+        self.checkpoint_io.load_model(model, checkpoint, strict=strict, verify=verify)
 
     @_checkpoint_call("save")
     def save_optimizer(
@@ -268,7 +268,7 @@ class CheckpointMethods:
             _check_save(checkpoint, gather_dtensor, shard, use_safetensors, use_async)
             check_optimizer(optimizer, "save_optimizer")
             fingerprint += training_fingerprint({"": optimizer})
-        self._checkpoint_io.save_optimizer(
+        self.checkpoint_io.save_optimizer(
             optimizer,
             checkpoint,
             shard=shard,
@@ -298,7 +298,7 @@ class CheckpointMethods:
             if not low_cpu_mem_mode or num_threads != 1:
                 check_foreign({"low_cpu_mem_mode": low_cpu_mem_mode, "num_threads": num_threads})
             check_optimizer(optimizer, "load_optimizer")
-        self._checkpoint_io.load_optimizer(optimizer, checkpoint, verify=verify)
+        self.checkpoint_io.load_optimizer(optimizer, checkpoint, verify=verify)
 
     @_checkpoint_call("save")
     def save_lr_scheduler(self, lr_scheduler: LRScheduler, checkpoint: str | PathLike[str]) -> None:
@@ -306,7 +306,7 @@ class CheckpointMethods:
         with _checks_on_all_ranks("save_lr_scheduler"):
             check_path("checkpoint", checkpoint)
             check_scheduler(lr_scheduler, "save_lr_scheduler")
-        self._checkpoint_io.save_lr_scheduler(lr_scheduler, checkpoint)
+        self.checkpoint_io.save_lr_scheduler(lr_scheduler, checkpoint)
 
     @_checkpoint_call("load")
     def load_lr_scheduler(self, lr_scheduler: LRScheduler, checkpoint: str | PathLike[str]) -> None:
@@ -314,7 +314,7 @@ class CheckpointMethods:
         with _checks_on_all_ranks("load_lr_scheduler"):
             check_path("checkpoint", checkpoint)
             check_scheduler(lr_scheduler, "load_lr_scheduler")
-        self._checkpoint_io.load_lr_scheduler(lr_scheduler, checkpoint)
+        self.checkpoint_io.load_lr_scheduler(lr_scheduler, checkpoint)
 
 
 @contextmanager

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from booster.comm import group_size, new_cpu_group, new_mesh, timeout_scope
@@ -177,6 +178,14 @@ class GeminiPlugin(ShardedPlugin):
 
     def _groups(self) -> list[dist.ProcessGroup | None]:
         return [*self._mesh.get_all_groups(), self._control_group, self._order_group]
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        return self._mesh
+
+    @property
+    def zero_stage(self) -> int:
+        return 3
 
     def axis_sizes(self) -> dict[str, int]:
         return {"replica": self._mesh.size(0), "shard": self._mesh.size(1)}

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from booster.comm import check_same_across_ranks, group_size, timeout_scope
@@ -34,6 +35,7 @@ from .pipeline_parallel.placeholders import cast_absent_tensors
 from .pipeline_parallel.schedules import PipelineSchedule
 from .pipeline_parallel.stage_module import StageModel
 from .pipeline_runner import build_runtime, tied_param_groups
+from .stage_manager import StageManager
 from .tp_plan.plan import UserPlan
 
 _MAX_TENSOR_RANKS = 8  # of the candidates of `booster estimate`: those of one host
@@ -251,6 +253,36 @@ class HybridParallelPlugin(ShardedPlugin):
     @property
     def data_group(self) -> dist.ProcessGroup:
         return self._mesh.group("dp")
+
+    @property
+    def tp_group(self) -> dist.ProcessGroup:
+        """Ranks that hold shards of this rank's layers."""
+        return self._mesh.group("tp")
+
+    @property
+    def pp_group(self) -> dist.ProcessGroup:
+        """Pipeline stages of this rank's model, in order."""
+        return self._mesh.group("pp")
+
+    @property
+    def sp_group(self) -> dist.ProcessGroup:
+        """Ranks that hold other tokens of this rank's batch, in the modes with a separate axis."""
+        return self._mesh.group("sp")
+
+    @property
+    def stage_manager(self) -> StageManager:
+        """Place of this rank in the pipeline."""
+        return StageManager(
+            stage=self._mesh.rank("pp"), num_stages=self._mesh.size("pp"), has_last_layer=self.has_outputs
+        )
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        return self._mesh.device_mesh
+
+    @property
+    def zero_stage(self) -> int:
+        return self._config.zero_stage
 
     def axis_sizes(self) -> dict[str, int]:
         return self._mesh.axis_sizes()

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from booster.comm import group_size, new_cpu_group, new_mesh, timeout_scope
@@ -119,6 +120,14 @@ class LowLevelZeroPlugin(ShardedPlugin):
 
     def _groups(self) -> list[dist.ProcessGroup | None]:
         return [*self._mesh.get_all_groups(), self._control_group]
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        return self._mesh
+
+    @property
+    def zero_stage(self) -> int:
+        return self._config.stage
 
     def axis_sizes(self) -> dict[str, int]:
         return {"replica": self._mesh.size(0), "shard": self._mesh.size(1)}

@@ -149,6 +149,14 @@ class TorchFSDPPlugin(DistributedPlugin):
     def control_precision(self) -> bool:
         return self._config.precision_dtypes is not None
 
+    @property
+    def mesh(self) -> DeviceMesh:
+        return self._mesh
+
+    @property
+    def zero_stage(self) -> int:
+        return self._config.zero_stage
+
     def axis_sizes(self) -> dict[str, int]:
         return {"replica": self._mesh.size(0), "shard": self._mesh.size(1)}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 import pytest
@@ -9,8 +10,17 @@ import torch
 from harness import run_ranks
 from torch import nn
 
-from booster import Booster, ConfigError
+from booster import (
+    Booster,
+    ConfigError,
+    LazyInitContext,
+    disable_existing_loggers,
+    get_accelerator,
+    get_current_device,
+    mixed_precision,
+)
 from booster.compatibility import ARGUMENTS
+from booster.lazy_init import is_lazy
 from booster.optim import CPUAdam, FusedAdam, HybridAdam, Lamb, Lars
 from booster.plugins import GeminiPlugin, HybridParallelPlugin, LowLevelZeroPlugin, TorchDDPPlugin, TorchFSDPPlugin
 
@@ -103,12 +113,12 @@ def test_loads_take_the_arguments_of_colossalai(tmp_path):
     model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
     booster.save_model(model, tmp_path / "m")
     booster.save_optimizer(optimizer, tmp_path / "o")
+    saved = model.unwrap().weight.detach().clone()
     with torch.no_grad():
         model.unwrap().weight.add_(1)
-    before = model.unwrap().weight.clone()
     booster.load_model(model, tmp_path / "m", low_cpu_mem_mode=False, num_threads=4)
     booster.load_optimizer(optimizer, tmp_path / "o", low_cpu_mem_mode=True, num_threads=1)
-    assert torch.equal(model.unwrap().weight, before - 1)
+    assert torch.equal(model.unwrap().weight, saved)
     with pytest.raises(ConfigError, match="num_threads=0 is not a number of threads: leave it out"):
         booster.load_model(model, tmp_path / "m", num_threads=0)
 
@@ -134,3 +144,75 @@ def test_optimizers_take_what_they_do():
 
 def test_every_argument_is_on_the_page():
     assert [name for name in ARGUMENTS if f"`{name}`" not in PAGE.read_text()] == []
+
+
+def _places():
+    plugin = HybridParallelPlugin(tp_size=2, pp_size=2, num_microbatches=2, zero_stage=1, precision="fp32")
+    sizes = (plugin.tp_size, plugin.pp_size, plugin.sp_size, plugin.dp_size, plugin.zero_stage)
+    groups = [plugin.tp_group, plugin.pp_group, plugin.sp_group, plugin.dp_group]
+    stage = plugin.stage_manager
+    ends = (stage.stage, stage.num_stages, stage.is_first_stage(), stage.is_last_stage(ignore_chunk=True))
+    return sizes, [torch.distributed.get_process_group_ranks(group) for group in groups], ends, plugin.mesh.shape
+
+
+def test_sizes_groups_and_stages_of_a_hybrid_plugin():
+    for rank, (sizes, groups, ends, shape) in enumerate(run_ranks(_places, 4)):
+        assert sizes == (2, 2, 1, 1, 1)
+        assert groups == [[rank // 2 * 2, rank // 2 * 2 + 1], [rank % 2, rank % 2 + 2], [rank], [rank]]
+        assert ends == (rank // 2, 2, rank < 2, rank >= 2)
+        assert shape == (1, 2, 1, 2)
+
+
+def _stages():
+    plugins = [
+        *(LowLevelZeroPlugin(stage=stage, extra_dp_size=2) for stage in (1, 2)),
+        GeminiPlugin(),
+        *(TorchFSDPPlugin(sharding_strategy=one) for one in ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")),
+        TorchDDPPlugin(),
+    ]
+    assert all(plugin.tp_size == plugin.pp_size == plugin.sp_size == 1 for plugin in plugins)
+    return [plugin.zero_stage for plugin in plugins], [None if one.mesh is None else one.mesh.shape for one in plugins]
+
+
+def test_zero_stages_and_meshes():
+    for stages, shapes in run_ranks(_stages, 2):
+        assert stages == [1, 2, 3, 3, 2, 0, 0]
+        assert shapes == [(2, 1), (2, 1), (1, 2), (1, 2), (1, 2), (2, 1), None]
+
+
+def test_the_last_layer_of_a_v_schedule_is_on_the_first_stage():
+    assert run_ranks(_ends_of_a_v, 2) == [(True, True), (False, False)]
+
+
+def _ends_of_a_v():
+    plugin = HybridParallelPlugin(pp_size=2, pp_style="zbv", num_model_chunks=2, num_microbatches=2, precision="fp32")
+    return plugin.stage_manager.is_first_stage(), plugin.stage_manager.is_last_stage()
+
+
+def test_names_of_colossalai():
+    assert mixed_precision.FP16_Torch_MixedPrecision is mixed_precision.FP16TorchMixedPrecision
+    assert isinstance(mixed_precision.mixed_precision_factory("bf16"), mixed_precision.BF16_MixedPrecision)
+    accelerator = get_accelerator()
+    assert accelerator.get_current_device() == get_current_device() == Booster().device
+    assert accelerator.name == get_current_device().type
+    accelerator.reset_peak_memory_stats()
+    accelerator.synchronize()
+    accelerator.empty_cache()
+    assert 0 < accelerator.memory_allocated() <= accelerator.max_memory_allocated() or accelerator.name != "cpu"
+
+
+def test_existing_loggers_are_disabled():
+    names = ["compatibility_test.one", "compatibility_test.two", "booster.compatibility_test"]
+    for name in names:
+        logging.getLogger(name).setLevel(logging.DEBUG)
+    disable_existing_loggers(include=names[:1])
+    assert [logging.getLogger(name).level for name in names] == [logging.WARNING, logging.DEBUG, logging.DEBUG]
+    disable_existing_loggers(exclude=["booster", "pytest"])
+    assert [logging.getLogger(name).level for name in names] == [logging.WARNING, logging.WARNING, logging.DEBUG]
+
+
+def test_the_context_materializes():
+    with LazyInitContext():
+        model = nn.Linear(1000, 1000)
+    assert LazyInitContext.materialize(model, verbose=True) is model
+    assert not is_lazy(model.weight)
