@@ -12,6 +12,7 @@ import torch
 from .errors import ConfigError
 
 _PROC_STATUS = Path("/proc/self/status")
+_CPU_BF16_UNITS = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")  # functions of torch.cpu
 _PROC_CLEAR_REFS = Path("/proc/self/clear_refs")
 
 
@@ -108,6 +109,16 @@ def set_device(local_rank: int) -> torch.device:
         )
     torch.accelerator.set_device_index(local_rank)
     return torch.device(kind, local_rank)
+
+
+def computes_in_bf16(device: torch.device) -> bool:
+    """Return whether a device has units for bf16. torch emulates bf16 on others, more slowly than fp32."""
+    if device.type == "cpu":
+        return any(getattr(torch.cpu, name, bool)() for name in _CPU_BF16_UNITS)
+    if device.type == "cuda":
+        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
+    is_supported = getattr(torch.get_device_module(device), "is_bf16_supported", bool)
+    return bool(is_supported())
 
 
 def has_sync_batch_norm(device: torch.device) -> bool:

@@ -17,7 +17,7 @@ from booster.core.plain_torch import refuse_plain_training
 from booster.errors import ConfigError
 from booster.interface import ModelWrapper, OptimizerWrapper
 from booster.mixed_precision.fp16 import log_rank_zero
-from booster.plugins.base import WrappedPair, arguments_of
+from booster.plugins.base import WrappedPair
 from booster.plugins.low_level_zero.optimizer import ZeroOptimizer
 from booster.plugins.sharding.config import ShardGroups, WeightPrecision
 from booster.plugins.sharding.elementwise import require_elementwise
@@ -66,7 +66,7 @@ class HybridParallelPlugin(ShardedPlugin):
         pp_size: Number of pipeline stages; train with `booster.execute_pipeline`.
         sp_size: Number of sequence-parallel ranks in the modes "all_to_all" and "ring_attn".
         precision: "fp16" (with loss scaling), "bf16" or "fp32": dtype of weights, gradients and computation; fp32
-            leaves the weights' dtype unchanged.
+            leaves the weights' dtype unchanged. Optional, with the default of `LowLevelZeroPlugin`.
         zero_stage: ZeRO stage over the dp and sp ranks: 0 shards nothing, 1 optimizer states, 2 also gradients (not
             with pipeline stages), as `LowLevelZeroPlugin`.
         enable_sequence_parallelism: If True, shard the tokens of a sequence.
@@ -148,7 +148,7 @@ class HybridParallelPlugin(ShardedPlugin):
         tp_size: int = 1,
         pp_size: int = 1,
         sp_size: int | None = None,
-        precision: str = "fp16",
+        precision: str | None = None,
         zero_stage: int = 0,
         enable_sequence_parallelism: bool = False,
         sequence_parallelism_mode: str | None = None,
@@ -195,8 +195,7 @@ class HybridParallelPlugin(ShardedPlugin):
     ) -> None:
         given = dict(locals())
         super().__init__()
-        self._config = arguments_of(HybridConfig, given)
-        self._check_config()
+        self._set_config(HybridConfig, given)
         sizes = self._config.axis_sizes(group_size())
         self._mesh = HybridMesh(self._device.type, dp_outside=dp_outside, **sizes)
         self._mesh.group("dp")  # creation is collective; later calls may come from some ranks only
