@@ -1,6 +1,7 @@
 """torch-booster: one training loop, any parallel strategy."""
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 if __name__ != "booster":  # reached by another path: refuse a second copy of every class
     raise ImportError(f"import this package as 'booster', not as {__name__!r}")
@@ -11,6 +12,7 @@ if (_checkout / "checkpoint_io" / "__init__.py").is_file() and (_checkout / "pyp
 
 from .booster import Booster
 from .checkpoint_io import CheckpointIO, GeneralCheckpointIO
+from .device import Accelerator, get_accelerator, get_current_device
 from .errors import BoosterError, CheckpointError, ConfigError, DesyncError, NonfiniteError, RankFailedError
 from .estimate import MemoryEstimate, estimate_memory
 from .interface import MixedPrecision, ModelWrapper, OptimizerWrapper, Plugin, TensorSlice
@@ -25,7 +27,7 @@ from .launch.launch import (
     launch_from_torch,
 )
 from .lazy_init import LazyInitContext
-from .logger import get_dist_logger
+from .logger import disable_existing_loggers, get_dist_logger
 from .mixed_precision import (
     BF16MixedPrecision,
     FP8MixedPrecision,
@@ -38,6 +40,7 @@ from .rng_state import set_seed
 from .version import __version__ as __version__
 
 __all__ = [
+    "Accelerator",
     "BF16MixedPrecision",
     "Booster",
     "BoosterError",
@@ -62,8 +65,11 @@ __all__ = [
     "Plugin",
     "RankFailedError",
     "TensorSlice",
+    "disable_existing_loggers",
     "estimate_memory",
+    "get_accelerator",
     "get_config",
+    "get_current_device",
     "get_default_parser",
     "get_dist_logger",
     "launch",
@@ -72,3 +78,14 @@ __all__ = [
     "launch_from_torch",
     "set_seed",
 ]
+
+if not TYPE_CHECKING:  # type checkers would accept every name
+
+    def __getattr__(name: str) -> object:
+        """Raise AttributeError; for a name of `Booster` or of ColossalAI, say how to reach it."""
+        text = f"module {__name__!r} has no attribute {name!r}"
+        if name == "plugin":
+            text += ": plugins are in booster.plugins, and a Booster object has the attribute plugin"
+        elif not name.startswith("_") and hasattr(Booster, name):
+            text += f", which is one of Booster objects: write Booster(...).{name}"
+        raise AttributeError(text, name=name)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, SupportsFloat, TypeVar
+from typing import TYPE_CHECKING, Any, SupportsFloat, TypeVar
 
 import torch
 from torch import nn
@@ -23,7 +24,7 @@ from .boost_checks import (
 )
 from .booster_checkpoint import CheckpointMethods
 from .checkpoint_io import CheckpointIO
-from .comm import barrier, group_rank, timeout_scope
+from .comm import barrier, group_rank, group_size, timeout_scope
 from .core.plain_torch import hook_clipping
 from .data.dataloader import active_position
 from .data.join import JoinIterator
@@ -57,6 +58,11 @@ class Booster(CheckpointMethods):
         plugin: `Plugin`, or the name of one, built in or registered by another package; optional, defaults to one
             device.
 
+    Attributes:
+        plugin: The plugin.
+        mixed_precision: The mixed precision, or None.
+        checkpoint_io: Checkpoint engine of the plugin.
+
     Raises:
         ConfigError: A name is unknown, or the plugin controls the device or precision itself.
 
@@ -79,7 +85,20 @@ class Booster(CheckpointMethods):
     ) -> None:
         self.plugin = _resolve_plugin(plugin, device)
         self.mixed_precision = _resolve_precision(mixed_precision, self.plugin)
-        self._checkpoint_io: CheckpointIO = self.plugin.get_checkpoint_io()
+        self.checkpoint_io: CheckpointIO = self.plugin.get_checkpoint_io()
+
+    if not TYPE_CHECKING:  # type checkers would accept every name
+
+        def __getattr__(self, name: str) -> Any:
+            """Raise AttributeError; for a name of the package, say how to reach it."""
+            if name in sys.modules[__package__].__all__:
+                raise AttributeError(
+                    f"{type(self).__name__!r} object has no attribute {name!r}, which is a name of the package: write"
+                    f" `from booster import {name}`",
+                    name=name,
+                    obj=self,
+                )
+            return object.__getattribute__(self, name)  # raises the usual error, or again that of a property
 
     @in_phase("boost")
     @timeout_scope("setup")
@@ -396,6 +415,16 @@ class Booster(CheckpointMethods):
     def device(self) -> torch.device:
         """Device of this rank."""
         return self.plugin.device
+
+    @property
+    def rank(self) -> int:
+        """Global rank of this process."""
+        return group_rank()
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks of the world."""
+        return group_size()
 
     @property
     def is_main_process(self) -> bool:

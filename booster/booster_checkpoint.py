@@ -23,6 +23,7 @@ from .checkpoint_io import CheckpointIO
 from .checkpoint_io.checkpoint_io import as_optimizer_wrapper
 from .checkpoint_io.loading.load import check_verify
 from .comm import check_same_across_ranks, group_rank, group_size, timeout_scope
+from .compatibility import check_foreign
 from .errors import ConfigError
 from .fault_tolerance.progress import Phase
 from .interface import MixedPrecision, ModelWrapper, OptimizerWrapper, Plugin
@@ -59,7 +60,7 @@ class CheckpointMethods:
 
     plugin: Plugin
     mixed_precision: MixedPrecision | None
-    _checkpoint_io: CheckpointIO
+    checkpoint_io: CheckpointIO
 
     @_checkpoint_call("save")
     def save(
@@ -73,7 +74,7 @@ class CheckpointMethods:
         *,
         step: int | None = None,
         keep_last: int | None = None,
-        size_per_shard: int = 1024,
+        size_per_shard: float | str = 1024,
         use_safetensors: bool = True,
         use_async: bool = False,
     ) -> None:
@@ -92,7 +93,7 @@ class CheckpointMethods:
             extra: Numbers, strings, tensors, and containers of them; rank 0's are written, and `load` returns them.
             step: If given, write `path/step-00001200` instead, and name it in the file `path/latest`.
             keep_last: If given, remove the oldest committed steps until this many are left.
-            size_per_shard: Largest file in MB (10**6 bytes).
+            size_per_shard: Largest file in MB (10**6 bytes), or with a unit, such as "5GB".
             use_safetensors: If False, write `.bin` files.
             use_async: If True, return after a copy into host memory; errors are raised by the next checkpoint call, or
                 by `wait_for_checkpoints`.
@@ -118,7 +119,7 @@ class CheckpointMethods:
             optimizers = _by_name(optimizer, check_optimizer, "save")
             fingerprint += training_fingerprint(optimizers, parts.lr_schedulers)
         precision = next((one.precision for one in parts.models.values()), self.mixed_precision)
-        self._checkpoint_io.save_training_state(
+        self.checkpoint_io.save_training_state(
             path,
             parts,
             extra=extra,
@@ -174,7 +175,7 @@ class CheckpointMethods:
             check_flag("missing_ok", missing_ok)
             check_verify(verify)
             parts = self._parts("load", model, optimizer, lr_scheduler, dataloader)
-        return self._checkpoint_io.load_training_state(path, parts, strict=strict, verify=verify, missing_ok=missing_ok)
+        return self.checkpoint_io.load_training_state(path, parts, strict=strict, verify=verify, missing_ok=missing_ok)
 
     @_checkpoint_call("save")
     def wait_for_checkpoints(self) -> None:
@@ -183,7 +184,7 @@ class CheckpointMethods:
         Raises:
             CheckpointError: One of them failed.
         """
-        self._checkpoint_io.wait()
+        self.checkpoint_io.wait()
 
     def _parts(self, caller: str, model: Any, optimizer: Any, lr_scheduler: Any, dataloader: Any) -> TrainingParts:
         optimizers = _by_name(optimizer, check_optimizer, caller)
@@ -205,8 +206,8 @@ class CheckpointMethods:
         shard: bool = False,
         gather_dtensor: bool = True,
         prefix: str | None = None,
-        size_per_shard: int = 1024,
-        use_safetensors: bool = True,
+        size_per_shard: float | str = 1024,
+        use_safetensors: bool | None = None,
         *,
         use_async: bool = False,
     ) -> None:
@@ -217,14 +218,14 @@ class CheckpointMethods:
         with _checks_on_all_ranks("save_model"):
             _check_save(checkpoint, gather_dtensor, shard, use_safetensors, use_async)
             check_boosted_model(model, "save_model")
-        self._checkpoint_io.save_model(
+        self.checkpoint_io.save_model(
             model,
             checkpoint,
             shard=shard,
             prefix=prefix or None,
             size_per_shard=size_per_shard,
-            use_safetensors=use_safetensors,
             use_async=use_async,
+            **({} if use_safetensors is None else {"use_safetensors": use_safetensors}),
         )
 
     @_checkpoint_call("load")
@@ -233,16 +234,23 @@ class CheckpointMethods:
         model: ModelWrapper,
         checkpoint: str | PathLike[str],
         strict: bool = True,
+        low_cpu_mem_mode: bool = True,
+        num_threads: int = 1,
         *,
         verify: str = "checksums",
     ) -> None:
-        """Load the model; see `CheckpointIO.load_model`. Collective."""
+        """Load the model; see `CheckpointIO.load_model`. Collective.
+
+        `low_cpu_mem_mode` and `num_threads` exist for compatibility with ColossalAI, and have no effect.
+        """
         with _checks_on_all_ranks("load_model"):
             check_path("checkpoint", checkpoint)
             check_flag("strict", strict)
             check_verify(verify)
+            if not low_cpu_mem_mode or num_threads != 1:
+                check_foreign({"low_cpu_mem_mode": low_cpu_mem_mode, "num_threads": num_threads})
             check_boosted_model(model, "load_model")
-        self._checkpoint_io.load_model(model, checkpoint, strict=strict, verify=verify)
+        self.checkpoint_io.load_model(model, checkpoint, strict=strict, verify=verify)
 
     @_checkpoint_call("save")
     def save_optimizer(
@@ -252,8 +260,8 @@ class CheckpointMethods:
         shard: bool = False,
         gather_dtensor: bool = True,
         prefix: str | None = None,
-        size_per_shard: int = 1024,
-        use_safetensors: bool = True,
+        size_per_shard: float | str = 1024,
+        use_safetensors: bool | None = None,
         *,
         use_async: bool = False,
     ) -> None:
@@ -265,14 +273,14 @@ class CheckpointMethods:
             _check_save(checkpoint, gather_dtensor, shard, use_safetensors, use_async)
             check_optimizer(optimizer, "save_optimizer")
             fingerprint += training_fingerprint({"": optimizer})
-        self._checkpoint_io.save_optimizer(
+        self.checkpoint_io.save_optimizer(
             optimizer,
             checkpoint,
             shard=shard,
             prefix=prefix or None,
             size_per_shard=size_per_shard,
-            use_safetensors=use_safetensors,
             use_async=use_async,
+            **({} if use_safetensors is None else {"use_safetensors": use_safetensors}),
         )
 
     @_checkpoint_call("load")
@@ -280,15 +288,22 @@ class CheckpointMethods:
         self,
         optimizer: OptimizerWrapper | Optimizer,
         checkpoint: str | PathLike[str],
+        low_cpu_mem_mode: bool = True,
+        num_threads: int = 1,
         *,
         verify: str = "checksums",
     ) -> None:
-        """Load the optimizer, boosted or plain; see `CheckpointIO.load_optimizer`. Collective."""
+        """Load the optimizer, boosted or plain; see `CheckpointIO.load_optimizer`. Collective.
+
+        `low_cpu_mem_mode` and `num_threads` as in `load_model`.
+        """
         with _checks_on_all_ranks("load_optimizer"):
             check_path("checkpoint", checkpoint)
             check_verify(verify)
+            if not low_cpu_mem_mode or num_threads != 1:
+                check_foreign({"low_cpu_mem_mode": low_cpu_mem_mode, "num_threads": num_threads})
             check_optimizer(optimizer, "load_optimizer")
-        self._checkpoint_io.load_optimizer(optimizer, checkpoint, verify=verify)
+        self.checkpoint_io.load_optimizer(optimizer, checkpoint, verify=verify)
 
     @_checkpoint_call("save")
     def save_lr_scheduler(self, lr_scheduler: LRScheduler, checkpoint: str | PathLike[str]) -> None:
@@ -296,7 +311,7 @@ class CheckpointMethods:
         with _checks_on_all_ranks("save_lr_scheduler"):
             check_path("checkpoint", checkpoint)
             check_scheduler(lr_scheduler, "save_lr_scheduler")
-        self._checkpoint_io.save_lr_scheduler(lr_scheduler, checkpoint)
+        self.checkpoint_io.save_lr_scheduler(lr_scheduler, checkpoint)
 
     @_checkpoint_call("load")
     def load_lr_scheduler(self, lr_scheduler: LRScheduler, checkpoint: str | PathLike[str]) -> None:
@@ -304,7 +319,7 @@ class CheckpointMethods:
         with _checks_on_all_ranks("load_lr_scheduler"):
             check_path("checkpoint", checkpoint)
             check_scheduler(lr_scheduler, "load_lr_scheduler")
-        self._checkpoint_io.load_lr_scheduler(lr_scheduler, checkpoint)
+        self.checkpoint_io.load_lr_scheduler(lr_scheduler, checkpoint)
 
 
 @contextmanager
@@ -357,10 +372,14 @@ def _by_name(given: Any, check: Callable[[Any, str], Any], caller: str) -> dict[
     return {name: check(one, caller) for name, one in given.items()}
 
 
-def _check_save(checkpoint: Any, gather_dtensor: bool, shard: bool, use_safetensors: bool, use_async: bool) -> None:
+def _check_save(
+    checkpoint: Any, gather_dtensor: bool, shard: bool, use_safetensors: bool | None, use_async: bool
+) -> None:
     check_path("checkpoint", checkpoint)
-    for name, value in (("shard", shard), ("use_safetensors", use_safetensors), ("use_async", use_async)):
+    for name, value in (("shard", shard), ("use_async", use_async)):
         check_flag(name, value)
+    if use_safetensors is not None:
+        check_flag("use_safetensors", use_safetensors, advice="pass True or False, or leave it out")
     if not gather_dtensor:
         raise ConfigError(
             "gather_dtensor=False would write shards that only the same layout could load: leave it out; every rank"

@@ -12,6 +12,7 @@ import torch
 from .errors import ConfigError
 
 _PROC_STATUS = Path("/proc/self/status")
+_CPU_BF16_UNITS = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")  # functions of torch.cpu
 _PROC_CLEAR_REFS = Path("/proc/self/clear_refs")
 
 
@@ -30,6 +31,62 @@ def current_device() -> torch.device:
     """Return this process's device, with its index for accelerators."""
     kind = device_type()
     return torch.device("cpu") if kind == "cpu" else torch.device(kind, torch.accelerator.current_device_index())
+
+
+def get_current_device() -> torch.device:
+    """Return this process's device, by ColossalAI's name; `Booster.device` is the device of its plugin."""
+    return current_device()
+
+
+class Accelerator:
+    """This process's kind of device, with methods of ColossalAI's accelerators, over `torch.accelerator`.
+
+    Also for the CPU, which has nothing to wait for and no cache.
+    """
+
+    @property
+    def name(self) -> str:
+        """Device type: "cuda", "xpu", ...; "cpu" without an accelerator."""
+        return device_type()
+
+    @property
+    def communication_backend(self) -> str:
+        """Backend of torch.distributed for the device type."""
+        return default_backend(device_type())
+
+    def get_current_device(self) -> torch.device:
+        """Return this process's device."""
+        return current_device()
+
+    def device_count(self) -> int:
+        """Return the number of accelerators of this host; 1 for the CPU."""
+        return num_devices()
+
+    def synchronize(self) -> None:
+        """Wait for all work of this process's device."""
+        synchronize()
+
+    def empty_cache(self) -> None:
+        """Return unused memory of torch's allocator to the device."""
+        if device_type() != "cpu":
+            torch.get_device_module(device_type()).empty_cache()
+
+    def memory_allocated(self) -> int:
+        """Return the bytes in use: by tensors on the accelerator, or resident in this process on the CPU."""
+        return memory_allocated()
+
+    def max_memory_allocated(self) -> int:
+        """Return the peak of `memory_allocated` since the start or the last `reset_peak_memory_stats()`."""
+        return max_memory_allocated()
+
+    def reset_peak_memory_stats(self) -> None:
+        """Start a new peak, where the system can."""
+        reset_peak_memory()
+
+
+def get_accelerator() -> Accelerator:
+    """Return this process's kind of device, by ColossalAI's name."""
+    return Accelerator()
 
 
 def set_device(local_rank: int) -> torch.device:
@@ -52,6 +109,16 @@ def set_device(local_rank: int) -> torch.device:
         )
     torch.accelerator.set_device_index(local_rank)
     return torch.device(kind, local_rank)
+
+
+def computes_in_bf16(device: torch.device) -> bool:
+    """Return whether a device has units for bf16. torch emulates bf16 on others, more slowly than fp32."""
+    if device.type == "cpu":
+        return any(getattr(torch.cpu, name, bool)() for name in _CPU_BF16_UNITS)
+    if device.type == "cuda":
+        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
+    is_supported = getattr(torch.get_device_module(device), "is_bf16_supported", bool)
+    return bool(is_supported())
 
 
 def has_sync_batch_norm(device: torch.device) -> bool:

@@ -24,6 +24,19 @@ def get_dist_logger(name: str = "booster") -> DistributedLogger:
     return _loggers[name]
 
 
+def disable_existing_loggers(include: Sequence[str] | None = None, exclude: Sequence[str] = ("booster",)) -> None:
+    """Set the level of existing loggers of Python's logging to WARNING, as ColossalAI's function does.
+
+    Args:
+        include: Names of these loggers; optional, defaults to all.
+        exclude: Names that are left out then, with the loggers below them.
+    """
+    for name in list(logging.Logger.manager.loggerDict):
+        is_excluded = any(name == one or name.startswith(f"{one}.") for one in exclude)
+        if name in include if include is not None else not is_excluded:
+            logging.getLogger(name).setLevel(logging.WARNING)
+
+
 class DistributedLogger:
     """Logger that writes `[time] [rank 0/2] INFO name: message` to stderr, on all or selected ranks.
 

@@ -15,7 +15,14 @@ from .interface import Plugin
 
 ENTRY_POINT_GROUP = "booster.plugins"
 # Other terms for built-in plugins, for hints in errors; words of the plugins' names need no entry.
-_OTHER_NAMES = {"data": "torch_ddp", "tensor": "hybrid_parallel", "pipeline": "hybrid_parallel"}
+_OTHER_NAMES = {
+    "data": "torch_ddp",
+    "tensor": "hybrid_parallel",
+    "pipeline": "hybrid_parallel",
+    "3d": "hybrid_parallel",
+}
+# The default arguments of the plugin of a name may be those of another stage.
+_PLUGIN_OF_STAGE = {"1": "LowLevelZeroPlugin(stage=1)", "2": "LowLevelZeroPlugin(stage=2)", "3": "GeminiPlugin()"}
 
 
 def plugin_names() -> list[str]:
@@ -55,8 +62,8 @@ def plugin_class(name: str) -> type[Plugin]:
     elif name in _registered():
         cls = _registered()[name].load()
     else:
-        near = _near(name)
-        hint = "" if near is None else f" Did you mean {near!r}?"
+        meant = _meant(name)
+        hint = "" if meant is None else f" Did you mean {meant}?"
         raise ConfigError(f"plugin={name!r} is not known.{hint} Known plugins: {', '.join(plugin_names())}")
     if not (isinstance(cls, type) and issubclass(cls, Plugin)):
         raise ConfigError(
@@ -64,6 +71,15 @@ def plugin_class(name: str) -> type[Plugin]:
             f" {ENTRY_POINT_GROUP!r} entry point of the package that brings it"
         )
     return cls
+
+
+def _meant(name: str) -> str | None:
+    """Return what to write in place of an unknown name: the plugin of a ZeRO stage, else the closest known name."""
+    stage = re.search(r"zero\D*([123])", name.lower())
+    if stage is not None:
+        return f"plugin={_PLUGIN_OF_STAGE[stage[1]]}"
+    near = _near(name)
+    return None if near is None else repr(near)
 
 
 def _near(name: str) -> str | None:

@@ -74,14 +74,14 @@ class GeneralCheckpointIO(CheckpointIO):
         *,
         shard: bool = False,
         prefix: str | None = None,
-        size_per_shard: int = 1024,
-        use_safetensors: bool = True,
+        size_per_shard: float | str = 1024,
+        use_safetensors: bool | None = None,
         use_async: bool = False,
     ) -> None:
         """Write the model; see `CheckpointIO.save_model`. Collective over the group.
 
-        With `shard=True`, a model that fits into one shard becomes `model.safetensors` without an index, and files of
-        an older save with the same prefix and format are removed. `shard=False` writes just that file, no configs.
+        In a directory, a model that fits into one shard becomes `model.safetensors` without an index, and files of an
+        older save with the same prefix and format are removed. Beside a single file there are no configs.
         """
         action = "saving the model"
         wrapped = self.ranks.run_on_all_ranks(lambda: as_model_wrapper(model, is_primary=self.ranks.rank == 0), action)
@@ -128,14 +128,14 @@ class GeneralCheckpointIO(CheckpointIO):
         *,
         shard: bool = False,
         prefix: str | None = None,
-        size_per_shard: int = 1024,
-        use_safetensors: bool = True,
+        size_per_shard: float | str = 1024,
+        use_safetensors: bool | None = None,
         use_async: bool = False,
     ) -> None:
         """Write the optimizer; see `CheckpointIO.save_optimizer`. Collective over the group.
 
-        With `shard=True` there is always an index, and `optimizer_groups.json` with all values that are not tensors;
-        `shard=False` puts both into one file.
+        In a directory there is always an index, and `optimizer_groups.json` with all values that are not tensors; a
+        single file holds both.
         """
 
         action = "saving the optimizer"
@@ -252,7 +252,7 @@ class GeneralCheckpointIO(CheckpointIO):
         part = self.ranks.run_on_all_ranks(prepare, action)
         request = SaveRequest(
             target=part.target.path,
-            is_directory=part.target.is_sharded,
+            is_directory=part.target.is_directory,
             parts=[part],
             metadata=save_metadata(self.ranks.size),
             action=action,

@@ -336,11 +336,12 @@ class Transaction:
         kind = storage.kind(Path(os.path.realpath(target)))
         if self._is_directory and kind not in ("directory", None):
             raise ConfigError(
-                f"{target} is a file, but shard=True writes a directory: give another path, or shard=False"
+                f"{target} is a file, but a directory is to be written: give another path, or for one file a name that"
+                " ends in .safetensors, without shard=True"
             )
         if not self._is_directory and kind not in ("file", None):
             raise ConfigError(
-                f"{target} is a directory or not a regular file, but shard=False writes one file: give a file name, or"
+                f"{target} is a directory or not a regular file, but one file is to be written: give a file name, or"
                 " pass shard=True"
             )
         storage.make_parents(target)

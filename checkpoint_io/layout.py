@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from booster.errors import ConfigError
-from booster.interface.checkpoint_io import check_size_per_shard
+from booster.interface.checkpoint_io import shard_bytes
 
 # O_DIRECT requires memory, offset and length in multiples of this. So data starts at a page, and ranks that write into
 # one file split it at pages.
@@ -167,9 +168,6 @@ def index_document(plan: FilePlan, sizes: Mapping[str, int], num_parameters: int
     }
 
 
-MEGABYTE = 10**6
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveTarget:
     """Path and format of a part of a save.
@@ -178,14 +176,14 @@ class SaveTarget:
         path: File or directory.
         kind: Kind of part.
         names: File names.
-        is_sharded: If True, write into a directory. If False, write the one file that the path names.
+        is_directory: If True, write into a directory. If False, write the one file that the path names.
         max_shard_bytes: Maximum file size; a single larger tensor gets its own larger file.
     """
 
     path: Path
     kind: FileKind
     names: FileNames
-    is_sharded: bool
+    is_directory: bool
     max_shard_bytes: int
 
     def with_kind(self, kind: FileKind) -> SaveTarget:
@@ -199,8 +197,8 @@ def save_target(
     *,
     shard: bool,
     prefix: str | None = None,
-    size_per_shard: int = 1,
-    use_safetensors: bool,
+    size_per_shard: float | str = 1,
+    use_safetensors: bool | None = None,
 ) -> SaveTarget:
     """Return the target for the arguments of a save; see `CheckpointIO.save_model`.
 
@@ -208,24 +206,26 @@ def save_target(
         ConfigError: Invalid or contradictory arguments.
     """
     path = as_path(checkpoint)
-    check_size_per_shard(size_per_shard)
-    if prefix is not None and not shard:
+    max_shard_bytes = shard_bytes(size_per_shard)
+    is_directory = shard or not path.suffix
+    is_safetensors = (shard or path.suffix not in BIN_SUFFIXES) if use_safetensors is None else use_safetensors
+    if prefix is not None and not is_directory:
         raise ConfigError(
-            f"prefix={prefix!r} goes into the names of shards, but shard=False writes to the path as it is: pass"
-            " shard=True, or leave prefix out"
+            f"prefix={prefix!r} goes into the names of files in a directory, but {path} is one file: leave prefix out,"
+            f" or give a directory, such as {str(path.with_suffix(''))!r}"
         )
     if prefix is not None and not is_valid_prefix(prefix):
         raise ConfigError(
             f"prefix={prefix!r} is ambiguous within a file name: use letters, digits, '_' and '-', such as 'fp16'"
         )
-    if not shard:
-        _check_suffix(path, use_safetensors)
+    if not is_directory:
+        check_suffix(path, is_safetensors=is_safetensors)
     return SaveTarget(
         path=path,
         kind=kind,
-        names=kind.names(is_safetensors=use_safetensors, prefix=prefix),
-        is_sharded=shard,
-        max_shard_bytes=size_per_shard * MEGABYTE,
+        names=kind.names(is_safetensors=is_safetensors, prefix=prefix),
+        is_directory=is_directory,
+        max_shard_bytes=max_shard_bytes if shard else sys.maxsize,
     )
 
 
@@ -241,22 +241,22 @@ def as_path(checkpoint: str | os.PathLike[str]) -> Path:
     return Path(text)
 
 
-def _check_suffix(path: Path, use_safetensors: bool) -> None:
-    allowed, other = (SAFETENSORS_SUFFIXES, BIN_SUFFIXES) if use_safetensors else (BIN_SUFFIXES, SAFETENSORS_SUFFIXES)
+def check_suffix(path: Path, *, is_safetensors: bool) -> None:
+    """Check that the suffix of a file is one of its format.
+
+    Raises:
+        ConfigError: There is no suffix, or it is another one.
+    """
+    allowed, other = (SAFETENSORS_SUFFIXES, BIN_SUFFIXES) if is_safetensors else (BIN_SUFFIXES, SAFETENSORS_SUFFIXES)
     if path.suffix in allowed:
         return
-    if not path.suffix:
+    if path.suffix in other:
         raise ConfigError(
-            f"{path} has no suffix, but shard=False, the default, writes one file whose suffix determines its format:"
-            f" pass shard=True to write a directory, or give a name that ends in {' or '.join(allowed)}, such as"
-            f" {f'{path}{allowed[0]}'!r}"
-        )
-    if path.suffix not in other:
-        raise ConfigError(
-            f"{path} ends in {path.suffix!r}, but shard=False, the default, writes one file: pass shard=True to write a"
-            f" directory, or give a name that ends in {' or '.join(allowed)}"
+            f"{path} ends in {path.suffix!r}, but use_safetensors={is_safetensors} writes another format: leave"
+            f" use_safetensors out, or give a name that ends in {' or '.join(allowed)}"
         )
     raise ConfigError(
-        f"{path} ends in {path.suffix!r}, but use_safetensors={use_safetensors} writes another format: pass"
-        f" use_safetensors={not use_safetensors}, or give a name that ends in {' or '.join(allowed)}"
+        f"{path} {f'ends in {path.suffix!r}' if path.suffix else 'has no suffix'}, but the suffix determines the format"
+        f" of a single file: give a name that ends in {' or '.join(SINGLE_FILE_SUFFIXES)}, or for a directory pass"
+        " shard=True"
     )

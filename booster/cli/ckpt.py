@@ -71,6 +71,13 @@ def run(arguments: argparse.Namespace) -> int:
     return code
 
 
+def _size(text: str) -> float | str:
+    try:
+        return float(text)
+    except ValueError:
+        return text  # with a unit
+
+
 def _add_action(actions: Any, name: str, text: str, example: str) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = actions.add_parser(
         name,
@@ -100,7 +107,9 @@ def _add_convert_and_consolidate(actions: Any) -> None:
     parser.add_argument("source", metavar="SRC", help="the checkpoint")
     parser.add_argument("target", metavar="DST", help="a directory that does not exist yet, or is empty")
     parser.add_argument("--format", choices=("safetensors", "bin"), help="format of the files (as in SRC)")
-    parser.add_argument("--size-per-shard", type=int, default=1024, metavar="MB", help="largest file in MB (1024)")
+    parser.add_argument(
+        "--size-per-shard", type=_size, default=1024, metavar="MB", help="largest file in MB, or as 5GB (1024)"
+    )
     parser.add_argument(
         "--dtype",
         choices=_DTYPES,

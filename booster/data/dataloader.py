@@ -10,12 +10,12 @@ from __future__ import annotations
 import base64
 import copy
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sized
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, SequentialSampler
 
 from booster.errors import ConfigError
 from booster.fault_tolerance.progress import in_phase
@@ -185,6 +185,22 @@ class EpochIterator(Iterator[T_co]):
         unregister_iteration(self)
 
 
+class EpochSetter(SequentialSampler):
+    """The sampler that torch gives loaders with a batch sampler, with `set_epoch`.
+
+    Args:
+        loader: Loader whose epoch is set.
+    """
+
+    def __init__(self, loader: DistributedDataLoader[Any]) -> None:
+        super().__init__(cast("Sized", loader.dataset))
+        self._loader = loader
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the epoch of the loader; see `DistributedDataLoader.set_epoch`."""
+        self._loader.set_epoch(epoch)
+
+
 class DistributedDataLoader(DataLoader[T_co]):
     """Stateful DataLoader over one rank's shard of the data. Created by `prepare_dataloader`.
 
@@ -267,6 +283,16 @@ class DistributedDataLoader(DataLoader[T_co]):
     def _on_batch(self, after: _Cursor | None) -> None:
         # None after the last batch of the epoch: the next iter() follows, not the empty rest of this epoch.
         self._cursor = self._next if after is None else after
+
+    # torch sets a sampler that no loader with a batch sampler reads; as an attribute ours would be a reference cycle.
+    @property  # type: ignore[override]
+    def sampler(self) -> EpochSetter:
+        """Sampler whose `set_epoch` is the loader's, for loops that were written for a `DistributedSampler`."""
+        return EpochSetter(self)
+
+    @sampler.setter
+    def sampler(self, sampler: Any) -> None:
+        pass
 
     @property
     def epoch(self) -> int:

@@ -17,8 +17,16 @@ from torch.optim.lr_scheduler import LRScheduler
 from booster.core.model_wrapper import ModelWrapper
 from booster.core.optimizer_wrapper import OptimizerWrapper
 from booster.errors import ConfigError
-from booster.validation import is_count
+from booster.validation import is_non_nan_number
 
+# Units of file sizes, as of `max_shard_size` in transformers.
+_BYTES_OF_UNIT = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12} | {
+    "KiB": 2**10,
+    "MiB": 2**20,
+    "GiB": 2**30,
+    "TiB": 2**40,
+}
+_SIZE = re.compile(rf"\s*(?P<number>\d+(\.\d+)?)\s*(?P<unit>{'|'.join(_BYTES_OF_UNIT)})\s*")
 _FOLDER = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_\-]*")
 
 
@@ -101,7 +109,7 @@ class SaveOptions:
 
     step: int | None = None
     keep_last: int | None = None
-    size_per_shard: int = 1024
+    size_per_shard: float | str = 1024
     use_safetensors: bool = True
 
     def check(self) -> None:
@@ -112,7 +120,7 @@ class SaveOptions:
         """
         if self.step is not None and (type(self.step) is not int or self.step < 0):
             raise ConfigError(f"step={self.step!r} is not a step number: give an integer of at least 0")
-        check_size_per_shard(self.size_per_shard)
+        shard_bytes(self.size_per_shard)
         if self.keep_last is None:
             return
         if self.step is None:
@@ -124,10 +132,25 @@ class SaveOptions:
             raise ConfigError(f"keep_last={self.keep_last!r} would keep no step: give an integer of at least 1")
 
 
-def check_size_per_shard(size_per_shard: Any) -> None:
-    """Raise `ConfigError` unless `size_per_shard` is a positive integer."""
-    if not is_count(size_per_shard):
-        raise ConfigError(f"size_per_shard={size_per_shard!r} is not a size in MB: give an integer of at least 1")
+def shard_bytes(size_per_shard: Any) -> int:
+    """Return a maximum file size in bytes.
+
+    Args:
+        size_per_shard: Number of MB (10**6 bytes), or a text with a unit, such as "5GB" (10**9) or "2GiB" (2**30).
+
+    Raises:
+        ConfigError: It is not such a size.
+    """
+    if is_non_nan_number(size_per_shard) and 0 < size_per_shard < float("inf"):
+        megabytes: float = size_per_shard
+        return max(1, round(megabytes * _BYTES_OF_UNIT["MB"]))
+    text = _SIZE.fullmatch(size_per_shard) if isinstance(size_per_shard, str) else None
+    if text is None or float(text["number"]) == 0:
+        raise ConfigError(
+            f"size_per_shard={size_per_shard!r} is not a size: give a number of MB above 0, such as 1024, or a text"
+            f" with one of the units {', '.join(_BYTES_OF_UNIT)}, such as '5GB'"
+        )
+    return max(1, round(float(text["number"]) * _BYTES_OF_UNIT[text["unit"]]))
 
 
 class CheckpointIO(ABC):
@@ -145,24 +168,30 @@ class CheckpointIO(ABC):
         *,
         shard: bool = False,
         prefix: str | None = None,
-        size_per_shard: int = 1024,
-        use_safetensors: bool = True,
+        size_per_shard: float | str = 1024,
+        use_safetensors: bool | None = None,
         use_async: bool = False,
     ) -> None:
         """Write the model's parameters and buffers under the user's names; tied ones once.
 
         Args:
             model: Boosted model, or a plain module, which is written by rank 0.
-            checkpoint: File (shard=False) or directory (shard=True).
-            shard: If True, write Hugging Face's sharded layout, with `config.json` if the model has a config.
-            prefix: Hugging Face's `variant` in the file names: `model.<prefix>-00001-of-00002.safetensors`. Optional.
-            size_per_shard: Maximum shard size in MB (10**6 bytes); a single larger tensor gets its own larger shard.
-            use_safetensors: If False, write `.bin` files, which `torch.load(weights_only=True)` opens.
+            checkpoint: File, by its suffix: `.safetensors`, or `.bin`, `.pt` or `.pth` for torch's format. Without a
+                suffix, or with shard=True, a directory.
+            shard: If True, write Hugging Face's sharded layout, with `config.json` if the model has a config. If False,
+                write the tensors of a directory into one file.
+            prefix: Hugging Face's `variant` in a directory's file names: `model.<prefix>-00001-of-00002.safetensors`.
+                Optional.
+            size_per_shard: Maximum shard size in MB (10**6 bytes), or with a unit, such as "5GB"; a single larger
+                tensor gets its own larger shard.
+            use_safetensors: If False, write torch's format, which `torch.load(weights_only=True)` opens. Optional,
+                defaults to the format of the path's suffix, and to safetensors in directories.
             use_async: If True, return after a copy into host memory and write in the background. Training may continue
                 at once; a failure is raised by the next call or by `wait`.
 
         Raises:
-            ConfigError: The path is a directory instead of a file or vice versa, or a size is below 1.
+            ConfigError: The path is a directory instead of a file or vice versa, or of another format, or a size is
+                invalid.
             CheckpointError: Writing failed on some rank, or the previous asynchronous save failed.
             RankFailedError: A rank did not respond within the timeout.
         """
@@ -196,8 +225,8 @@ class CheckpointIO(ABC):
         *,
         shard: bool = False,
         prefix: str | None = None,
-        size_per_shard: int = 1024,
-        use_safetensors: bool = True,
+        size_per_shard: float | str = 1024,
+        use_safetensors: bool | None = None,
         use_async: bool = False,
     ) -> None:
         """Write the optimizer's states by parameter name, its groups, and the loss scaler; see `save_model`.

@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset
@@ -88,6 +89,36 @@ class Plugin(ConfigFingerprint, ABC):
     @property
     def data_group(self) -> dist.ProcessGroup | None:
         """Data-parallel group of this rank: `dp_size` ranks with different data; None for the world."""
+        return None
+
+    @property
+    def dp_group(self) -> dist.ProcessGroup | None:
+        """`data_group`, by ColossalAI's name."""
+        return self.data_group
+
+    @property
+    def tp_size(self) -> int:
+        """Number of tensor-parallel ranks."""
+        return self.axis_sizes().get("tp", 1)
+
+    @property
+    def pp_size(self) -> int:
+        """Number of pipeline stages."""
+        return self.axis_sizes().get("pp", 1)
+
+    @property
+    def sp_size(self) -> int:
+        """Number of ranks along the axis of sequence parallelism."""
+        return self.axis_sizes().get("sp", 1)
+
+    @property
+    def zero_stage(self) -> int:
+        """ZeRO stage: 0 shards nothing, 1 optimizer states, 2 also gradients, 3 also weights."""
+        return 0
+
+    @property
+    def mesh(self) -> DeviceMesh | None:
+        """Device mesh of the ranks, with the axes of `axis_sizes`; None for a single axis of the world's ranks."""
         return None
 
     def axis_sizes(self) -> dict[str, int]:

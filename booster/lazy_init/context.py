@@ -9,12 +9,14 @@ from types import TracebackType
 from typing import Any
 
 import torch
+from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from booster.errors import ConfigError
+from booster.logger import get_dist_logger
 from booster.validation import is_int
 
-from .materialize import guard_lazy_tensors
+from .materialize import guard_lazy_tensors, is_lazy, materialize
 from .op_log import materialize_in_place, op_log_of, storage_of
 from .recorder import Recorder, record_initializers, tensors_in
 
@@ -80,6 +82,19 @@ class LazyInitContext:
         self._device = device
         self._eager_below_bytes = eager_below_bytes
         self._modes = ExitStack()
+
+    @staticmethod
+    def materialize(module: nn.Module, verbose: bool = False) -> nn.Module:
+        """Materialize a module as `booster.lazy_init.materialize` does, on the context's `default_device`.
+
+        Args:
+            module: Module with tensors from a `LazyInitContext`.
+            verbose: If True, log the number of lazy tensors.
+        """
+        if verbose:
+            number = sum(map(is_lazy, [*module.parameters(), *module.buffers()]))
+            get_dist_logger().info(f"materializing {number} lazy tensors", ranks=[0])
+        return materialize(module)
 
     def __enter__(self) -> LazyInitContext:
         """Start recording.

@@ -15,14 +15,27 @@ from .fp16 import FP16NaiveMixedPrecision
 
 __all__ = [
     "BF16MixedPrecision",
+    "BF16_MixedPrecision",
     "FP8MixedPrecision",
+    "FP8_MixedPrecision",
     "FP16ApexMixedPrecision",
     "FP16NaiveMixedPrecision",
     "FP16TorchMixedPrecision",
+    "FP16_Apex_MixedPrecision",
+    "FP16_Naive_MixedPrecision",
+    "FP16_Torch_MixedPrecision",
     "MixedPrecision",
+    "mixed_precision_factory",
     "mixed_precision_from_name",
     "mixed_precision_names",
 ]
+# ColossalAI's other names.
+BF16_MixedPrecision = BF16MixedPrecision
+FP8_MixedPrecision = FP8MixedPrecision
+FP16_Apex_MixedPrecision = FP16ApexMixedPrecision
+FP16_Naive_MixedPrecision = FP16NaiveMixedPrecision
+FP16_Torch_MixedPrecision = FP16TorchMixedPrecision
+
 
 _BY_NAME: dict[str, Callable[[], MixedPrecision]] = {
     "fp16": FP16TorchMixedPrecision,
@@ -54,3 +67,6 @@ def mixed_precision_from_name(name: str) -> MixedPrecision:
     raise ConfigError(
         f"mixed_precision={name!r} is not known.{hint} Known names: {', '.join(_BY_NAME)}; None keeps the model's dtype"
     )
+
+
+mixed_precision_factory = mixed_precision_from_name  # ColossalAI's name

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from booster.compatibility import takes_foreign
 from booster.deprecation import DeprecatedAlias, DeprecatedOverrides, renamed_arguments
 from booster.errors import CheckpointError, ConfigError
 from booster.validation import check_flag
@@ -398,6 +399,7 @@ class FusedAdam(AdamBase):
         ConfigError: An argument is invalid.
     """
 
+    @takes_foreign("set_grad_none", model_params="params")
     def __init__(
         self,
         params: Any,
@@ -440,6 +442,7 @@ class HybridAdam(AdamBase):
         ConfigError: An argument is invalid.
     """
 
+    @takes_foreign(model_params="params")
     def __init__(
         self,
         params: Any,

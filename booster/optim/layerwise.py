@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from booster.compatibility import takes_foreign
 from booster.deprecation import DeprecatedAlias
 from booster.errors import ConfigError
 
@@ -89,6 +90,7 @@ class Lamb(_LambBase):
 
     _flags = ("adam",)
 
+    @takes_foreign("bias_correction")
     def __init__(
         self,
         params: Any,
@@ -316,6 +318,7 @@ class Lars(OptimizerBase):
 
     _moments = ("momentum_buffer",)
 
+    @takes_foreign(epsilon="eps")
     def __init__(
         self,
         params: Any,

@@ -189,7 +189,7 @@ class PlannedPart:
             metadata = {"format": "pt"}
             if values is not None:
                 metadata[GROUPS_KEY] = values
-            if self.part.target.is_sharded:
+            if self.part.target.is_directory:
                 metadata[MANIFEST_KEY] = self.part.target.names.manifest
             else:
                 records = self._records(0, None)
@@ -211,7 +211,7 @@ class PlannedPart:
             crcs: Checksum of every written range.
             metadata: JSON metadata of the save.
         """
-        if not self.part.target.is_sharded:
+        if not self.part.target.is_directory:
             if self.part.target.names.suffix != "safetensors":
                 return None, {}
             return completed_head(self.image(0).head, [record.crc32 for record in self._records(0, crcs)]), {}
@@ -318,7 +318,7 @@ def model_part(model: ModelWrapper, target: SaveTarget, folder: str = "") -> Che
         target=target,
         slices=model.tensor_slices(),
         folder=folder,
-        documents=config_documents(model.unwrap()) if target.is_sharded else {},
+        documents=config_documents(model.unwrap()) if target.is_directory else {},
         parameter_names=frozenset(name for name, _ in model.named_parameters()),
     )
 
@@ -348,8 +348,8 @@ def optimizer_part(optimizer: OptimizerWrapper, target: SaveTarget, values: str,
         slices=optimizer.checkpoint_state().slices(),
         always_index=True,
         folder=folder,
-        documents={target.names.groups: values.encode("utf-8")} if target.is_sharded else {},
-        values=None if target.is_sharded else values,
+        documents={target.names.groups: values.encode("utf-8")} if target.is_directory else {},
+        values=None if target.is_directory else values,
     )
 
 

@@ -110,8 +110,8 @@ class Planner:
         """
         ranks, parts = self._ranks, request.parts
         options = tuple(
-            f"{to.kind.name} {part.folder}/{to.names} of at most {to.max_shard_bytes} bytes a file, sharded:"
-            f" {to.is_sharded}, index: {part.always_index}"
+            f"{to.kind.name} {part.folder}/{to.names} of at most {to.max_shard_bytes} bytes a file, directory:"
+            f" {to.is_directory}, index: {part.always_index}"
             for part in parts
             for to in (part.target,)
         )
@@ -178,7 +178,7 @@ class Planner:
                 table_of_rank,
                 part.target.names,
                 max_shard_bytes=part.target.max_shard_bytes,
-                is_sharded=part.target.is_sharded,
+                is_sharded=part.target.is_directory,
                 always_index=part.always_index,
                 host_of_rank=hosts,
             ),
@@ -192,7 +192,7 @@ class Planner:
                 part=part,
                 plan=plan,
                 paths=[
-                    os.path.join(part.folder, file.name if part.target.is_sharded else request.target.name)
+                    os.path.join(part.folder, file.name if part.target.is_directory else request.target.name)
                     for file in plan.files
                 ],
                 images=images if part.values is None else Images(),

@@ -19,7 +19,14 @@ import torch
 from booster.checkpoint_io.commit import Transaction, list_directory, resolve
 from booster.checkpoint_io.formats.json import MAX_JSON_BYTES
 from booster.checkpoint_io.formats.optimizer_values import MASTER_SUFFIX, parse_values
-from booster.checkpoint_io.layout import MODEL, OPTIMIZER, SAFETENSORS_SUFFIXES, SINGLE_FILE_SUFFIXES, save_target
+from booster.checkpoint_io.layout import (
+    MODEL,
+    OPTIMIZER,
+    SAFETENSORS_SUFFIXES,
+    SINGLE_FILE_SUFFIXES,
+    check_suffix,
+    save_target,
+)
 from booster.checkpoint_io.loading.reader import StoredCheckpoint
 from booster.checkpoint_io.parallel import CheckpointGroup
 from booster.checkpoint_io.saving.part import CheckpointPart
@@ -108,7 +115,7 @@ class Conversion:
 
     Attributes:
         is_safetensors: Format of the new files. Optional, defaults to that of the source.
-        size_per_shard: Maximum shard size in MB (10**6 bytes).
+        size_per_shard: Maximum shard size in MB (10**6 bytes), or with a unit, such as "5GB".
         dtype: Dtype to convert floats to. Optional, defaults to no conversion. Float8, integers and bools are never
             converted, nor an optimizer's fp32 masters, counters and other scalars.
         keeps_optimizer: If False, keep only the models; training cannot be resumed without the optimizer.
@@ -116,7 +123,7 @@ class Conversion:
     """
 
     is_safetensors: bool | None = None
-    size_per_shard: int = 1024
+    size_per_shard: float | str = 1024
     dtype: torch.dtype | None = None
     keeps_optimizer: bool = True
     overwrites: bool = False
@@ -181,7 +188,8 @@ def consolidate(
         ConfigError: The target is inside the source's directory, is a directory, has another suffix, or exists.
         CheckpointError: The source is damaged, or writing failed.
     """
-    file = save_target(target, part.kind, shard=False, use_safetensors=target.suffix in SAFETENSORS_SUFFIXES)
+    check_suffix(target, is_safetensors=target.suffix in SAFETENSORS_SUFFIXES)
+    file = save_target(target, part.kind, shard=False)
     check_target(storage, source, target, overwrites=overwrites)
     with part.open(storage, verifies=True) as stored:
         checkpoint_part = CheckpointPart(
@@ -392,7 +400,7 @@ def export_optimizer(
         CheckpointError: The source is damaged, values cannot be loaded by torch, or writing failed.
     """
     part = source.only_part(OPTIMIZER)
-    save_target(target, OPTIMIZER, shard=False, use_safetensors=False)  # checks the target's name
+    check_suffix(target, is_safetensors=False)
     check_target(storage, source, target, overwrites=overwrites)
     with part.open(storage, verifies=True) as stored:
         if stored.groups is None:

@@ -10,13 +10,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from booster.comm import group_size, new_cpu_group, new_mesh, timeout_scope
+from booster.compatibility import takes_foreign
 from booster.core.module_sync import check_materialized
 from booster.core.plain_torch import refuse_plain_training
 from booster.interface import ModelWrapper, OptimizerWrapper
-from booster.plugins.base import WrappedPair, arguments_of
+from booster.plugins.base import WrappedPair
 from booster.plugins.sharding.config import WeightPrecision
 from booster.plugins.sharding.elementwise import require_elementwise
 from booster.plugins.sharding.plugin import ShardedPlugin
@@ -67,7 +69,8 @@ class GeminiPlugin(ShardedPlugin):
         warmup_non_model_data_ratio: Fraction of the budget reserved for activations in the first step, for "auto".
         steady_cuda_cap_ratio: Fraction of the budget used after the first step, for "auto".
         precision: Dtype of weights, gradients and computation: "fp16" (with loss scaling), "bf16" or "fp32"; "fp32"
-            keeps the model's dtypes.
+            keeps the model's dtypes. Optional, defaults to bf16 if the device computes in it; otherwise to fp32 on the
+            CPU, and to fp16 on accelerators.
         master_weights: If True, keep fp32 master weights of fp16 and bf16 weights; if False, the optimizer updates the
             rounded weights.
         pin_memory: If True, pin offloaded host memory, so that copies overlap with computation on an accelerator.
@@ -107,6 +110,16 @@ class GeminiPlugin(ShardedPlugin):
     _config: GeminiConfig
 
     @timeout_scope("setup")
+    @takes_foreign(
+        "enable_all_optimization",
+        "enable_flash_attention",
+        "enable_fused_normalization",
+        "enable_jit_fused",
+        "enable_sequence_parallelism",
+        "fp8_communication",
+        "use_fp8",
+        call="making a {}",
+    )
     def __init__(
         self,
         chunk_config_dict: Mapping[str, Any] | None = None,
@@ -119,7 +132,7 @@ class GeminiPlugin(ShardedPlugin):
         offload_param_frac: float = 0.0,
         warmup_non_model_data_ratio: float = 0.8,
         steady_cuda_cap_ratio: float = 0.9,
-        precision: str = "fp16",
+        precision: str | None = None,
         master_weights: bool = True,
         pin_memory: bool = False,
         force_outputs_fp32: bool = False,
@@ -150,8 +163,7 @@ class GeminiPlugin(ShardedPlugin):
     ) -> None:
         given = dict(locals())
         super().__init__()
-        self._config = arguments_of(GeminiConfig, given)
-        self._check_config()
+        self._set_config(GeminiConfig, given)
         self._placement = self._config.make_placement(self._device)
         self._make_groups()
 
@@ -166,6 +178,14 @@ class GeminiPlugin(ShardedPlugin):
 
     def _groups(self) -> list[dist.ProcessGroup | None]:
         return [*self._mesh.get_all_groups(), self._control_group, self._order_group]
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        return self._mesh
+
+    @property
+    def zero_stage(self) -> int:
+        return 3
 
     def axis_sizes(self) -> dict[str, int]:
         return {"replica": self._mesh.size(0), "shard": self._mesh.size(1)}

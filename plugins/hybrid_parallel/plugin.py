@@ -8,14 +8,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from booster.comm import check_same_across_ranks, group_size, timeout_scope
+from booster.compatibility import takes_foreign
 from booster.core.plain_torch import refuse_plain_training
 from booster.errors import ConfigError
 from booster.interface import ModelWrapper, OptimizerWrapper
 from booster.mixed_precision.fp16 import log_rank_zero
-from booster.plugins.base import WrappedPair, arguments_of
+from booster.plugins.base import WrappedPair
 from booster.plugins.low_level_zero.optimizer import ZeroOptimizer
 from booster.plugins.sharding.config import ShardGroups, WeightPrecision
 from booster.plugins.sharding.elementwise import require_elementwise
@@ -33,6 +35,7 @@ from .pipeline_parallel.placeholders import cast_absent_tensors
 from .pipeline_parallel.schedules import PipelineSchedule
 from .pipeline_parallel.stage_module import StageModel
 from .pipeline_runner import build_runtime
+from .stage_manager import StageManager
 from .tp_plan.plan import UserPlan
 
 _MAX_TENSOR_RANKS = 8  # of the candidates of `booster estimate`: those of one host
@@ -63,7 +66,7 @@ class HybridParallelPlugin(ShardedPlugin):
         pp_size: Number of pipeline stages; train with `booster.execute_pipeline`.
         sp_size: Number of sequence-parallel ranks in the modes "all_to_all" and "ring_attn".
         precision: "fp16" (with loss scaling), "bf16" or "fp32": dtype of weights, gradients and computation; fp32
-            leaves the weights' dtype unchanged.
+            leaves the weights' dtype unchanged. Optional, with the default of `LowLevelZeroPlugin`.
         zero_stage: ZeRO stage over the dp and sp ranks: 0 shards nothing, 1 optimizer states, 2 also gradients (not
             with pipeline stages), as `LowLevelZeroPlugin`.
         enable_sequence_parallelism: If True, shard the tokens of a sequence.
@@ -128,12 +131,24 @@ class HybridParallelPlugin(ShardedPlugin):
     _config: HybridConfig
 
     @timeout_scope("setup")
+    @takes_foreign(
+        "enable_all_optimization",
+        "enable_flash_attention",
+        "enable_fused_normalization",
+        "enable_jit_fused",
+        "fp8_communication",
+        "use_fp8",
+        "overlap_p2p",
+        "scheduler_nodes",
+        "inner_ring_size",
+        call="making a {}",
+    )
     def __init__(
         self,
         tp_size: int = 1,
         pp_size: int = 1,
         sp_size: int | None = None,
-        precision: str = "fp16",
+        precision: str | None = None,
         zero_stage: int = 0,
         enable_sequence_parallelism: bool = False,
         sequence_parallelism_mode: str | None = None,
@@ -180,8 +195,7 @@ class HybridParallelPlugin(ShardedPlugin):
     ) -> None:
         given = dict(locals())
         super().__init__()
-        self._config = arguments_of(HybridConfig, given)
-        self._check_config()
+        self._set_config(HybridConfig, given)
         sizes = self._config.axis_sizes(group_size())
         self._mesh = HybridMesh(self._device.type, dp_outside=dp_outside, **sizes)
         self._mesh.group("dp")  # creation is collective; later calls may come from some ranks only
@@ -238,6 +252,36 @@ class HybridParallelPlugin(ShardedPlugin):
     @property
     def data_group(self) -> dist.ProcessGroup:
         return self._mesh.group("dp")
+
+    @property
+    def tp_group(self) -> dist.ProcessGroup:
+        """Ranks that hold shards of this rank's layers."""
+        return self._mesh.group("tp")
+
+    @property
+    def pp_group(self) -> dist.ProcessGroup:
+        """Pipeline stages of this rank's model, in order."""
+        return self._mesh.group("pp")
+
+    @property
+    def sp_group(self) -> dist.ProcessGroup:
+        """Ranks that hold other tokens of this rank's batch, in the modes with a separate axis."""
+        return self._mesh.group("sp")
+
+    @property
+    def stage_manager(self) -> StageManager:
+        """Place of this rank in the pipeline."""
+        return StageManager(
+            stage=self._mesh.rank("pp"), num_stages=self._mesh.size("pp"), has_last_layer=self.has_outputs
+        )
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        return self._mesh.device_mesh
+
+    @property
+    def zero_stage(self) -> int:
+        return self._config.zero_stage
 
     def axis_sizes(self) -> dict[str, int]:
         return self._mesh.axis_sizes()

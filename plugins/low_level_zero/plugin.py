@@ -7,14 +7,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from booster.comm import group_size, new_cpu_group, new_mesh, timeout_scope
+from booster.compatibility import takes_foreign
 from booster.core.module_sync import check_materialized, move_to_device, sync_module_states
 from booster.core.plain_torch import refuse_plain_training
 from booster.errors import ConfigError
 from booster.mixed_precision.fp16 import log_rank_zero
-from booster.plugins.base import WrappedPair, arguments_of
+from booster.plugins.base import WrappedPair
 from booster.plugins.sharding.config import ShardGroups, WeightPrecision
 from booster.plugins.sharding.elementwise import require_elementwise
 from booster.plugins.sharding.plugin import ShardedPlugin
@@ -43,7 +45,8 @@ class LowLevelZeroPlugin(ShardedPlugin):
         stage: ZeRO stage. Stage 1 shards optimizer states and master weights, and keeps local gradients unsharded, so
             `no_sync` saves communication. Stage 2 also shards gradients; every backward reduces them.
         precision: Dtype of weights, gradients and computation: "fp16" (with loss scaling), "bf16" or "fp32"; "fp32"
-            keeps the model's dtypes.
+            keeps the model's dtypes. Optional, defaults to bf16 if the device computes in it; otherwise to fp32 on the
+            CPU, and to fp16 on accelerators.
         initial_scale: Initial loss scale of fp16.
         min_scale: Minimum loss scale.
         growth_factor: Factor of the scale after `growth_interval` steps without overflow.
@@ -79,10 +82,11 @@ class LowLevelZeroPlugin(ShardedPlugin):
     _config: ZeroConfig
 
     @timeout_scope("setup")
+    @takes_foreign("fp8_communication", "use_fp8", call="making a {}")
     def __init__(
         self,
         stage: int = 1,
-        precision: str = "fp16",
+        precision: str | None = None,
         initial_scale: float = 2**32,
         min_scale: float = 1,
         growth_factor: float = 2,
@@ -107,8 +111,7 @@ class LowLevelZeroPlugin(ShardedPlugin):
     ) -> None:
         given = dict(locals())
         super().__init__()
-        self._config = arguments_of(ZeroConfig, given)
-        self._check_config()
+        self._set_config(ZeroConfig, given)
         # Neighbouring ranks share the shards, because they are likely to be on one machine.
         self._mesh = new_mesh(self._device.type, (extra_dp_size, group_size() // extra_dp_size), ("replica", "shard"))
         self._control_group = None if self._device.type == "cpu" else new_cpu_group()
@@ -117,6 +120,14 @@ class LowLevelZeroPlugin(ShardedPlugin):
 
     def _groups(self) -> list[dist.ProcessGroup | None]:
         return [*self._mesh.get_all_groups(), self._control_group]
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        return self._mesh
+
+    @property
+    def zero_stage(self) -> int:
+        return self._config.stage
 
     def axis_sizes(self) -> dict[str, int]:
         return {"replica": self._mesh.size(0), "shard": self._mesh.size(1)}

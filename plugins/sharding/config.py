@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from booster.device import computes_in_bf16
 from booster.interface import MixedPrecision
 from booster.mixed_precision.fp16 import cast_floats, log_rank_zero, low_precision_to_fp32
 from booster.mixed_precision.loss_scaler import DynamicLossScaler, LossScaleConfig
@@ -18,6 +19,13 @@ from booster.validation import check_clipping, check_flag
 
 # Weight dtype by precision name; None keeps the model's dtypes.
 DTYPES: dict[str, torch.dtype | None] = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def default_precision(device: torch.device) -> str:
+    """Return the name of the default precision: bf16 where the device computes in it, else fp32 on a CPU, else fp16."""
+    if computes_in_bf16(device):
+        return "bf16"
+    return "fp32" if device.type == "cpu" else "fp16"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 
 from booster.comm import group_size
 from booster.errors import ConfigError
 from booster.interface import ModelWrapper, OptimizerWrapper
-from booster.plugins.base import DistributedPlugin
+from booster.mixed_precision.fp16 import log_rank_zero
+from booster.plugins.base import DistributedPlugin, arguments_of
 
-from .config import DTYPES, ShardedConfig
+from .config import DTYPES, ShardedConfig, default_precision
 from .optimizer import ShardedOptimizer
 
 
@@ -29,13 +32,27 @@ def local_accumulation(optimizer: OptimizerWrapper | None) -> AbstractContextMan
     return optimizer.no_sync()
 
 
+@functools.cache  # once a process
+def _log_default_precision(precision: str, device_type: str) -> None:
+    reason = "computes in it" if precision == "bf16" else "has no units for bf16"
+    log_rank_zero(f"precision={precision!r} by default, as this {device_type} {reason}: give precision= to choose")
+
+
 class ShardedPlugin(DistributedPlugin):
     """Base of the ZeRO, Gemini and hybrid plugins, whose options are a `ShardedConfig`."""
 
     _config: ShardedConfig
 
-    def _check_config(self) -> None:
-        """Raise on all ranks if the config is invalid on any, or if the ranks' configs differ. Collective."""
+    def _set_config(self, cls: type[ShardedConfig], given: dict[str, Any]) -> None:
+        """Create the config from the constructor's arguments.
+
+        Collective: raises on all ranks if the config is invalid on any, or if the ranks' configs differ, as the
+        default precision of hosts with different devices.
+        """
+        if given["precision"] is None:
+            given["precision"] = default_precision(self._device)
+            _log_default_precision(given["precision"], self._device.type)
+        self._config = arguments_of(cls, given)
         self._verify_arguments(lambda: self._config.check(group_size()))
 
     def config_fingerprint(self) -> list[str]:

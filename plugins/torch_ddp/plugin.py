@@ -12,6 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 from booster.comm import group_size, new_cpu_group, timeout_scope
+from booster.compatibility import takes_foreign
 from booster.core.accumulation import AccumulationState
 from booster.core.module_sync import check_materialized, move_to_device, sync_module_states
 from booster.errors import ConfigError
@@ -56,6 +57,7 @@ class TorchDDPPlugin(DistributedPlugin):
     """
 
     @timeout_scope("setup")
+    @takes_foreign("fp8_communication", call="making a {}")
     def __init__(
         self,
         broadcast_buffers: bool = True,

@@ -413,6 +413,13 @@ class FSDPConfig(PluginConfig):
         reshard_after_forward = False if self._strategy_name in _NO_RESHARD_STRATEGIES else self.reshard_after_forward
         return Strategy(num_replicas=num_replicas, shard_size=shard_size, reshard_after_forward=reshard_after_forward)
 
+    @property
+    def zero_stage(self) -> int:
+        """ZeRO stage of the strategy."""
+        if self._strategy_name == "NO_SHARD":
+            return 0
+        return 2 if self._strategy_name in _NO_RESHARD_STRATEGIES else 3
+
     def make_mesh(self, device_type: str, strategy: Strategy) -> DeviceMesh:
         """Return the ranks as a mesh with the axes "replica" and "shard".
 

@@ -15,6 +15,7 @@ from torch.distributed.fsdp import CPUOffload, MixedPrecision, MixedPrecisionPol
 from torch.optim import Optimizer
 
 from booster.comm import group_size, max_of_numbers, new_cpu_group, timeout_scope
+from booster.compatibility import takes_foreign
 from booster.core.plain_torch import refuse_plain_gradient, refuse_plain_training
 from booster.interface import ModelWrapper, OptimizerWrapper
 from booster.mixed_precision import mixed_precision_names
@@ -89,6 +90,7 @@ class TorchFSDPPlugin(DistributedPlugin):
     """
 
     @timeout_scope("setup")
+    @takes_foreign("backward_prefetch", "fp8_communication", call="making a {}")
     def __init__(
         self,
         process_group: dist.ProcessGroup | tuple[dist.ProcessGroup, dist.ProcessGroup] | DeviceMesh | None = None,
@@ -145,6 +147,14 @@ class TorchFSDPPlugin(DistributedPlugin):
 
     def control_precision(self) -> bool:
         return self._config.precision_dtypes is not None
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        return self._mesh
+
+    @property
+    def zero_stage(self) -> int:
+        return self._config.zero_stage
 
     def axis_sizes(self) -> dict[str, int]:
         return {"replica": self._mesh.size(0), "shard": self._mesh.size(1)}

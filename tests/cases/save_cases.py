@@ -6,18 +6,17 @@ A version is a number, and every element of every tensor says which version it i
 from __future__ import annotations
 
 import os
-from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
 from oracles.faulting_storage import UnsyncedStorage
 from torch import nn
 
-from booster.checkpoint_io import GeneralCheckpointIO, layout
+from booster.checkpoint_io import GeneralCheckpointIO
 from booster.errors import CheckpointError
 from booster.interface import ModelWrapper, TensorSlice
 
-SHARD_BYTES = 500  # instead of megabytes: three shards of 4 KiB
+SHARD_MB = 500e-6  # three shards of 4 KiB
 OLD, NEW, NEXT = 1, 2, 3
 NAMES = {OLD: "old", NEW: "new", NEXT: "next"}
 
@@ -83,21 +82,11 @@ class SplitModel(ModelWrapper):
         )
 
 
-@contextmanager
-def small_shards(num_bytes=SHARD_BYTES):
-    """Counts `size_per_shard` in smaller units than megabytes."""
-    before, layout.MEGABYTE = layout.MEGABYTE, num_bytes
-    try:
-        yield
-    finally:
-        layout.MEGABYTE = before
-
-
 # How each kind of save is called: the name below the root, and the options.
 SAVES = {
-    "directory": ("m", {"shard": True, "size_per_shard": 1}),
-    "one shard": ("m", {"shard": True, "size_per_shard": 1000}),
-    "bin directory": ("m", {"shard": True, "size_per_shard": 1, "use_safetensors": False}),
+    "directory": ("m", {"shard": True, "size_per_shard": SHARD_MB}),
+    "one shard": ("m", {"shard": True, "size_per_shard": 1000 * SHARD_MB}),
+    "bin directory": ("m", {"shard": True, "size_per_shard": SHARD_MB, "use_safetensors": False}),
     "file": ("m.safetensors", {}),
     "bin file": ("m.bin", {"use_safetensors": False}),
 }
@@ -107,8 +96,7 @@ def save(root, version, case="directory", *, storage=None, use_async=False, **io
     """Saves a version on all ranks that run, or on this process alone, and waits for it."""
     name, options = SAVES[case]
     io = GeneralCheckpointIO(storage=storage or UnsyncedStorage(), **io_options)
-    with small_shards():
-        io.save_model(SplitModel(version), root / name, use_async=use_async, **options)
+    io.save_model(SplitModel(version), root / name, use_async=use_async, **options)
     io.wait()
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from oracles.faulting_storage import UnsyncedStorage
-from save_cases import small_shards
 from torch import nn
 
 from booster.checkpoint_io import GeneralCheckpointIO
@@ -32,9 +31,8 @@ def save_tensors(path, tensors, *, shard_bytes=None, storage=None, **options):
     """Writes tensors as the engine does; with `shard_bytes`, into a directory of such shards."""
     io = GeneralCheckpointIO(storage=storage or UnsyncedStorage())
     if shard_bytes is not None:
-        options |= {"shard": True, "size_per_shard": 1}
-    with small_shards(shard_bytes or 10**6):
-        io.save_model(TensorsModel(tensors), path, **options)
+        options |= {"shard": True, "size_per_shard": shard_bytes / 10**6}
+    io.save_model(TensorsModel(tensors), path, **options)
 
 
 def load_tensors(path, tensors, *, storage=None, **options):

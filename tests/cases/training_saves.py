@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 from oracles.faulting_storage import UnsyncedStorage
-from save_cases import Net, SplitModel, small_shards, version_of
+from save_cases import Net, SplitModel, version_of
 
 from booster.checkpoint_io import GeneralCheckpointIO
 from booster.errors import CheckpointError
@@ -54,15 +54,14 @@ def save_state(root, version, *, step=None, keep_last=None, names=("",), storage
     is_first = not dist.is_initialized() or dist.get_rank() == 0
     optimizers = {name: _optimizer(ModelWrapper(Net(version)), version, is_first) for name in names}
     io = GeneralCheckpointIO(group, storage or UnsyncedStorage())
-    with small_shards(1000):
-        io.save_training_state(
-            root,
-            _parts(models, optimizers, VersionedState(version)),
-            extra={"version": version},
-            facts={},
-            options=SaveOptions(step=step, keep_last=keep_last, size_per_shard=1),
-            use_async=use_async,
-        )
+    io.save_training_state(
+        root,
+        _parts(models, optimizers, VersionedState(version)),
+        extra={"version": version},
+        facts={},
+        options=SaveOptions(step=step, keep_last=keep_last, size_per_shard="1KB"),
+        use_async=use_async,
+    )
     io.wait()
 
 

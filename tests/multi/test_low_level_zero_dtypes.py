@@ -75,7 +75,7 @@ def test_ranks_have_the_first_ones_buffers_where_asked(broadcast_buffers):
 @pytest.mark.parametrize("extra_dp_size", [1, 2, 4])
 @distributed(world_size=4)
 def test_overflow_on_one_rank_reaches_its_replicas(stage, extra_dp_size):
-    plugin = LowLevelZeroPlugin(stage=stage, initial_scale=2**4, hysteresis=1, extra_dp_size=extra_dp_size)
+    plugin = LowLevelZeroPlugin(stage, "fp16", initial_scale=2**4, hysteresis=1, extra_dp_size=extra_dp_size)
     booster, raw = Booster(plugin=plugin), mlp()
     model, optimizer, *_ = booster.boost(raw, torch.optim.SGD(raw.parameters(), lr=0.1))
     for culprit in range(4):

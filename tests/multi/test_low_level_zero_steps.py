@@ -30,7 +30,7 @@ def same(one, other):
 @STAGES
 @distributed(world_size=[2, pytest.param(3, marks=pytest.mark.slow)])
 def test_overflow_on_one_rank_skips_the_step_on_all(stage):
-    booster = Booster(plugin=LowLevelZeroPlugin(stage=stage, initial_scale=2**10, hysteresis=1))
+    booster = Booster(plugin=LowLevelZeroPlugin(stage, "fp16", initial_scale=2**10, hysteresis=1))
     model, optimizer, *_ = booster.boost(model := nn.Linear(4, 1), adamw(model))
     skipped = []
     for step in range(4):
@@ -57,7 +57,7 @@ def test_overflow_on_one_rank_skips_the_step_on_all(stage):
 @distributed(world_size=2)
 def test_an_overflow_of_the_sum_over_ranks_is_none(stage):
     # Each rank's gradient is the largest of fp16 or close to it; their sum in fp16 would not be finite.
-    booster = Booster(plugin=LowLevelZeroPlugin(stage=stage, initial_scale=1))
+    booster = Booster(plugin=LowLevelZeroPlugin(stage, "fp16", initial_scale=1))
     model = nn.Linear(1, 1, bias=False)
     nn.init.zeros_(model.weight)
     model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=2.0**-16))
@@ -74,7 +74,7 @@ def _scaled_run(stage, overflow_steps=(), **scaler):
     with torch.no_grad():
         model.weight.copy_(torch.randint(-8, 9, (3, 6)) / 8)
         model.bias.zero_()
-    plugin = LowLevelZeroPlugin(stage=stage, hysteresis=1, reduce_bucket_size_in_m=1e-6, **scaler)
+    plugin = LowLevelZeroPlugin(stage, "fp16", hysteresis=1, reduce_bucket_size_in_m=1e-6, **scaler)
     booster = Booster(plugin=plugin)
     model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=2.0**-5))
     gradients, scales = [], []

@@ -32,7 +32,7 @@ ENDING = "a process that was killed, or has closed its output as it ends"
 
 ALLOWED = {
     "booster/booster_checkpoint.py": {
-        "self._checkpoint_io.wait": SAVES,
+        "self.checkpoint_io.wait": SAVES,
     },
     "booster/cli/demo.py": {"subprocess.run": "booster run ends with its ranks, whose waits have timeouts"},
     "booster/cli/benchmark/workers.py": {

@@ -89,10 +89,15 @@ def test_arguments_in_another_place_are_refused(tmp_path):
     assert not (tmp_path / "c").exists()
 
 
-def test_a_directory_needs_shard_and_a_root_of_steps_names_one(tmp_path):
-    booster, model, *_ = _job()
-    with pytest.raises(ConfigError, match="pass shard=True to write a directory"):
-        booster.save_model(model, tmp_path / "out")
+def test_a_suffix_of_no_format_is_refused_and_a_root_of_steps_names_one(tmp_path):
+    booster, model, optimizer, *_ = _job()
+    with pytest.raises(ConfigError, match=r"ends in '\.ckpt', but .* for a directory pass shard=True"):
+        booster.save_model(model, tmp_path / "out.ckpt")
+    for name in ("out", "out.pth"):  # the suffix decides also if the call comes from the Booster
+        booster.save_model(model, tmp_path / name)
+        booster.save_optimizer(optimizer, tmp_path / f"optimizer-{name}")
+        booster.load_model(model, tmp_path / name)
+        booster.load_optimizer(optimizer, tmp_path / f"optimizer-{name}")
     booster.save(tmp_path / "run", model, step=7)
     with pytest.raises(CheckpointError, match="step-00000007"):
         booster.load_model(model, tmp_path / "run")

@@ -10,7 +10,6 @@ from oracles.damage import Damage, random_damages, whole_file_damages
 from oracles.faulting_storage import UnsyncedStorage
 from oracles.naive_reader import naive_load
 from safetensors.torch import load_file
-from save_cases import small_shards
 from stored_tensors import bits
 
 from booster.checkpoint_io import GeneralCheckpointIO
@@ -18,9 +17,9 @@ from booster.errors import CheckpointError
 
 # What is saved in each form: the options, and the names of model and optimizer.
 FORMS = {
-    "sharded": ({"shard": True, "size_per_shard": 1}, ".", "."),
+    "sharded": ({"shard": True, "size_per_shard": 200e-6}, ".", "."),
     "single files": ({}, "model.safetensors", "optimizer.safetensors"),
-    "sharded bin": ({"shard": True, "size_per_shard": 1, "use_safetensors": False}, ".", "."),
+    "sharded bin": ({"shard": True, "size_per_shard": 200e-6, "use_safetensors": False}, ".", "."),
 }
 WORDS = ("model", "optimizer")
 
@@ -59,9 +58,8 @@ class Saved:
         self.state = live.state()
         options, *places = FORMS[form]
         io = GeneralCheckpointIO(storage=UnsyncedStorage())
-        with small_shards(200):
-            io.save_model(live.model, root / places[0], **options)
-            io.save_optimizer(live.optimizer, root / places[1], **options)
+        io.save_model(live.model, root / places[0], **options)
+        io.save_optimizer(live.optimizer, root / places[1], **options)
         self.files = {path.name: path.read_bytes() for path in root.iterdir()}
 
     def apply(self, damage):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from itertools import islice, product
 
@@ -73,6 +74,20 @@ def test_set_epoch_is_obeyed_and_harmless():
         one.set_epoch(epoch)
         assert flat(read(one)) == order(10, epoch)
     assert flat(read(one)) == order(10, 6)
+
+
+def test_a_loop_that_sets_the_epoch_of_the_sampler_reads_the_same():
+    one, resumed = loader(), loader()
+    one.epoch_sampler.set_epoch(7)  # overruled by the loader
+    assert len(one.sampler) == 10
+    for epoch in (0, 1, 5):
+        one.sampler.set_epoch(epoch)
+        state = one.state_dict()
+        assert flat(read(one)) == order(10, epoch)
+    resumed.load_state_dict(state)
+    resumed.sampler.set_epoch(5)
+    assert flat(read(resumed)) == order(10, 5)
+    assert flat(read(copy.deepcopy(resumed))) == order(10, 6)
 
 
 def test_break_goes_to_the_next_epoch_but_the_state_stays_inside():

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+import booster
 from booster import Booster, ConfigError, ModelWrapper, OptimizerWrapper, Plugin
 from booster.mixed_precision import BF16MixedPrecision
 from booster.plugins import TorchDDPPlugin
@@ -366,6 +367,14 @@ class TestMistakes:
         }.items():
             with pytest.raises(ConfigError, match=f"Did you mean '{meant}'"):
                 Booster(plugin=name)
+        for name, meant in {
+            "zero_2": r"plugin=LowLevelZeroPlugin\(stage=2\)",
+            "ZeRO-1": r"plugin=LowLevelZeroPlugin\(stage=1\)",
+            "zero_stage_3": r"plugin=GeminiPlugin\(\)",
+            "3d": "'hybrid_parallel'",
+        }.items():
+            with pytest.raises(ConfigError, match=f"Did you mean {meant}"):
+                Booster(plugin=name)
         with pytest.raises(ConfigError, match=r"'apex' is not known\. Known"):
             Booster(plugin="apex")
         with pytest.raises(ConfigError, match=r"'bf61' is not known.*fp16, bf16, fp16_naive, fp16_apex, fp8"):
@@ -435,3 +444,40 @@ class TestMistakes:
     def test_an_abstract_plugin_is_no_plugin(self):
         with pytest.raises(TypeError, match="abstract"):
             Plugin()
+
+
+def test_ranks_and_checkpoint_engine_are_attributes(tmp_path):
+    booster, model, _ = make()
+    assert (booster.rank, booster.world_size) == (0, 1)
+    plugin = booster.plugin
+    assert (plugin.dp_size, plugin.tp_size, plugin.pp_size, plugin.sp_size, plugin.zero_stage) == (1, 1, 1, 1, 0)
+    assert plugin.mesh is None
+    assert plugin.dp_group is plugin.data_group is None
+    booster.checkpoint_io.save_model(model, tmp_path / "model.safetensors")
+    assert (tmp_path / "model.safetensors").is_file()
+
+
+def test_package_and_object_are_told_apart():
+    booster_object = Booster(device="cpu")
+    with pytest.raises(AttributeError, match="a name of the package: write `from booster import launch_from_torch`"):
+        booster_object.launch_from_torch()
+    with pytest.raises(AttributeError, match="'Booster' object has no attribute 'launch_from_torhc'"):
+        booster_object.launch_from_torhc()
+    with pytest.raises(AttributeError, match=r"one of Booster objects: write Booster\(\.\.\.\)\.boost"):
+        booster.boost(nn.Linear(1, 1))
+    with pytest.raises(AttributeError, match=r"plugins are in booster\.plugins"):
+        _ = booster.plugin
+    with pytest.raises(AttributeError, match="module 'booster' has no attribute 'nothing'"):
+        _ = booster.nothing
+
+
+def test_an_attribute_error_of_a_property_is_kept():
+    class Broken(SingleDevicePlugin):
+        @property
+        def device(self):
+            return self.missing
+
+    booster_object = Booster(device="cpu")
+    booster_object.plugin = Broken("cpu")
+    with pytest.raises(AttributeError, match="'Broken' object has no attribute 'missing'"):
+        _ = booster_object.device

@@ -21,7 +21,6 @@ FLAG = "pass True or False"
 # Argument, value, and what the message says to write instead.
 BAD_VALUES = [
     ("precision", "fp23", "choose one of fp32, bf16, fp16"),
-    ("precision", None, "choose one of fp32, bf16, fp16"),
     ("precision", ["fp16"], "choose one of fp32, bf16, fp16"),
     ("precision", torch.float16, "choose one of fp32, bf16, fp16"),
     ("placement_policy", "gpu", "choose one of 'static', 'cuda', 'cpu', 'const', 'auto'"),
@@ -194,18 +193,23 @@ def test_before_launch_it_says_what_to_call(make):
 
 
 def test_an_argument_that_does_not_exist_is_an_error():
-    with pytest.raises(TypeError, match="enable_flash_attention"):
-        GeminiPlugin(enable_flash_attention=True)
+    with pytest.raises(TypeError, match="enable_flash"):
+        GeminiPlugin(enable_flash=True)
 
 
 # The facade.
 
 
 @pytest.mark.usefixtures("world_of_one")
-def test_it_has_a_name_and_fp16_as_its_default():
+def test_it_has_a_name():
     booster = Booster(plugin="gemini")
     assert isinstance(booster.plugin, GeminiPlugin)
     assert booster.plugin.supported_precisions() == ["fp32", "bf16", "fp16"]
+
+
+@pytest.mark.usefixtures("world_of_one")
+def test_fp16_has_a_loss_scale():
+    booster = Booster(plugin=GeminiPlugin(precision="fp16"))
     model, optimizer, *_ = booster.boost(model := nn.Linear(4, 2), torch.optim.AdamW(model.parameters()))
     assert next(model.parameters()).dtype is torch.float16
     assert optimizer.loss_scaler.scale == 2**16

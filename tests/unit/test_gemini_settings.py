@@ -38,7 +38,7 @@ def placement(budget=None, max_prefetch=0, **arguments):
 def settings(device=CPU, keeps_masters=True):
     given = {name: parameter.default for name, parameter in inspect.signature(GeminiPlugin).parameters.items()}
     return GeminiSettings(
-        config=arguments_of(GeminiConfig, given | {"master_weights": keeps_masters}),
+        config=arguments_of(GeminiConfig, given | {"precision": "fp16", "master_weights": keeps_masters}),
         rank=0,
         num_shards=1,
         is_first=True,

@@ -30,12 +30,6 @@ def form(request):
     return request.param
 
 
-@pytest.fixture
-def tiny_shards(monkeypatch):
-    """Counts shards in bytes in place of MB, so that small models have several."""
-    monkeypatch.setattr("booster.checkpoint_io.layout.MEGABYTE", 1)
-
-
 # Models.
 
 
@@ -74,10 +68,9 @@ def test_what_is_no_model_or_optimizer_is_refused(tmp_path, call, what):
 
 
 @pytest.mark.parametrize("options", [{}, {"use_safetensors": False}, {"prefix": "a"}], ids=repr)
-@pytest.mark.usefixtures("tiny_shards")
 def test_a_model_in_several_shards_comes_back(tmp_path, options):
     saved, loaded = Net(0), Net(1)
-    IO.save_model(ModelWrapper(saved), tmp_path / "m", shard=True, size_per_shard=100, **options)
+    IO.save_model(ModelWrapper(saved), tmp_path / "m", shard=True, size_per_shard=100e-6, **options)
     (index,) = [name for name in names_in(tmp_path / "m") if ".index" in name]
     document = json.loads((tmp_path / "m" / index).read_text())
     assert document["metadata"] == {
@@ -230,27 +223,25 @@ def test_modes_follow_the_umask(tmp_path, form, umask, mode):
     assert _modes(tmp_path / "d") == {mode}
 
 
-@pytest.mark.usefixtures("tiny_shards")
 @pytest.mark.parametrize(("first", "second"), [(100, 200), (200, 100), (100, 10**6), (10**6, 100), (100, 100)])
 def test_a_save_over_a_save_leaves_the_new_one_alone(tmp_path, first, second):
     target = tmp_path / "m"
     for seed, size in ((0, first), (1, second)):
-        IO.save_model(ModelWrapper(Net(seed)), target, shard=True, size_per_shard=size)
-    IO.save_model(ModelWrapper(Net(1)), tmp_path / "fresh", shard=True, size_per_shard=second)
+        IO.save_model(ModelWrapper(Net(seed)), target, shard=True, size_per_shard=size / 10**6)
+    IO.save_model(ModelWrapper(Net(1)), tmp_path / "fresh", shard=True, size_per_shard=second / 10**6)
     assert _tree(target) == _tree(tmp_path / "fresh")
 
 
-@pytest.mark.usefixtures("tiny_shards")
 def test_other_files_stay(tmp_path):
     target = tmp_path / "m"
     model, optimizer = stepped(Net())
-    IO.save_model(model, target, shard=True, size_per_shard=200, prefix="ema")
-    IO.save_optimizer(optimizer, target, shard=True, size_per_shard=200)
+    IO.save_model(model, target, shard=True, size_per_shard=200e-6, prefix="ema")
+    IO.save_optimizer(optimizer, target, shard=True, size_per_shard=200e-6)
     others = {"notes.txt": b"x", "model-00001-of-00009.safetensors.bak": b"y", "adapter_model.safetensors": b"z"}
     for name, content in others.items():
         (target / name).write_bytes(content)
     before = _tree(target)
-    IO.save_model(model, target, shard=True, size_per_shard=100)
+    IO.save_model(model, target, shard=True, size_per_shard=100e-6)
     after = _tree(target)
     assert before.items() <= after.items()
     assert "model.safetensors.index.json" in after
@@ -306,7 +297,6 @@ class _Fails(Storage):
         super().replace(source, target)
 
 
-@pytest.mark.usefixtures("tiny_shards")
 def test_a_save_killed_between_two_moves_is_never_a_mixture(tmp_path):
     """Every operation of a save over a save fails in turn: what is left loads as old or as new."""
     old, new = Net(0), Net(1)
@@ -315,10 +305,10 @@ def test_a_save_killed_between_two_moves_is_never_a_mixture(tmp_path):
         at, is_done = 0, False
         while not is_done:
             path = tmp_path / f"{size}-{at}"
-            IO.save_model(ModelWrapper(old), path, shard=True, size_per_shard=100)
+            IO.save_model(ModelWrapper(old), path, shard=True, size_per_shard=100e-6)
             try:
                 GeneralCheckpointIO(storage=_Fails(at)).save_model(
-                    ModelWrapper(new), path, shard=True, size_per_shard=size
+                    ModelWrapper(new), path, shard=True, size_per_shard=size / 10**6
                 )
                 is_done = True
             except CheckpointError:
@@ -347,13 +337,16 @@ def _which(path, old, new):
 
 def _wrong_calls(directory, file):
     return {
-        "directory for a file": (directory, {}),
+        "directory for a file": (directory / "directory.bin", {}),
         "file for a directory": (file, {"shard": True}),
-        "suffix bin": (directory / "m.bin", {}),
+        "suffix bin": (directory / "m.bin", {"use_safetensors": True}),
         "suffix safetensors": (directory / "m.safetensors", {"use_safetensors": False}),
-        "no suffix": (directory / "m", {}),
+        "suffix of no format": (directory / "m.ckpt", {}),
+        "file for a directory without a suffix": (file, {}),
         "size 0": (directory / "m", {"shard": True, "size_per_shard": 0}),
-        "size no int": (directory / "m", {"shard": True, "size_per_shard": 1.5}),
+        "size nan": (directory / "m", {"shard": True, "size_per_shard": float("nan")}),
+        "size without a unit": (directory / "m", {"shard": True, "size_per_shard": "5"}),
+        "size in bits": (directory / "m", {"shard": True, "size_per_shard": "5Gb"}),
         "size bool": (directory / "m", {"shard": True, "size_per_shard": True}),
         "prefix of a file": (directory / "m.safetensors", {"prefix": "a"}),
         "prefix with a slash": (directory / "m", {"shard": True, "prefix": "../a"}),
@@ -365,6 +358,7 @@ def _wrong_calls(directory, file):
 @pytest.mark.parametrize("case", _wrong_calls(Path(), Path()))
 def test_wrong_arguments_are_refused_before_anything_is_written(tmp_path, case):
     (tmp_path / "file").write_bytes(b"mine")
+    (tmp_path / "directory.bin").mkdir()
     path, options = _wrong_calls(tmp_path, tmp_path / "file")[case]
     model, optimizer = stepped(Net())
     with pytest.raises(ConfigError):
@@ -372,6 +366,43 @@ def test_wrong_arguments_are_refused_before_anything_is_written(tmp_path, case):
     with pytest.raises(ConfigError):
         IO.save_optimizer(optimizer, path, **options)
     assert _tree(tmp_path) == {"file": b"mine"}
+    assert not names_in(tmp_path / "directory.bin")
+
+
+# As scripts of ColossalAI name what they save, without shard=True: the name, and what is there then.
+NAMES = {
+    "out": ["model.safetensors", "model.safetensors.manifest.json"],
+    "model": ["model.safetensors", "model.safetensors.manifest.json"],
+    "model.pth": None,
+    "model.bin": None,
+    "model.safetensors": None,
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_name_decides_between_a_file_and_a_directory_of_one(tmp_path, name):
+    model, optimizer = stepped(Net(tied=False))
+    IO.save_model(model, tmp_path / "m" / name, size_per_shard=1e-6)
+    IO.save_optimizer(optimizer, tmp_path / "o" / name, size_per_shard=1e-6)
+    if NAMES[name] is None:
+        assert names_in(tmp_path / "m") == names_in(tmp_path / "o") == [name]
+    else:
+        assert names_in(tmp_path / "m" / name) == NAMES[name]
+        tensor_files = [one for one in names_in(tmp_path / "o" / name) if one.endswith(".safetensors")]
+        assert tensor_files == ["optimizer-00001-of-00001.safetensors"]
+    if name.endswith((".pth", ".bin")):
+        assert torch.load(tmp_path / "m" / name, weights_only=True).keys() == state_of(model).keys()
+    other, other_optimizer = stepped(Net(seed=1, tied=False))
+    IO.load_model(other, tmp_path / "m" / name)
+    IO.load_optimizer(other_optimizer, tmp_path / "o" / name)
+    assert_equal(state_of(model), state_of(other))
+
+
+@pytest.mark.parametrize(("size", "num_files"), [(0.004, 4), ("4KB", 4), ("4.0 KB", 4), ("1GiB", 1), (1024, 1)])
+def test_sizes_are_megabytes_or_have_a_unit(tmp_path, size, num_files):
+    model = nn.Sequential(*(nn.Linear(1000, 1, bias=False) for _ in range(4)))
+    IO.save_model(model, tmp_path / "m", shard=True, size_per_shard=size)
+    assert sum(name.endswith(".safetensors") for name in names_in(tmp_path / "m")) == num_files
 
 
 def test_a_path_through_a_link_is_followed(tmp_path, form):

@@ -90,12 +90,6 @@ def _quiet():
         yield
 
 
-@pytest.fixture
-def tiny_shards(monkeypatch):
-    """Counts shards in bytes in place of MB, so that small models have several."""
-    monkeypatch.setattr("booster.checkpoint_io.layout.MEGABYTE", 1)
-
-
 def _build(make, seed):
     torch.manual_seed(seed)
     model = make()
@@ -112,14 +106,13 @@ def _assert_equal(left, right):
     assert [name for name in left if not torch.equal(left[name], right[name])] == []
 
 
-@pytest.mark.usefixtures("tiny_shards")
 @pytest.mark.parametrize("size", [4000, 10**6], ids=["shards", "one shard"])
 @pytest.mark.parametrize("options", [{}, {"prefix": "fp16"}, {"use_safetensors": False}], ids=repr)
 def test_from_pretrained_opens_what_was_saved(tmp_path, case, options, size):
     make, auto_class = case
     model = _build(make, 0)
     config_before = model.config.to_dict()
-    IO.save_model(ModelWrapper(model), tmp_path / "m", shard=True, size_per_shard=size, **options)
+    IO.save_model(ModelWrapper(model), tmp_path / "m", shard=True, size_per_shard=size / 10**6, **options)
     assert model.config.to_dict() == config_before
     assert (len(os.listdir(tmp_path / "m")) > 4) is (size == 4000)
     loaded, report = auto_class.from_pretrained(
@@ -200,10 +193,9 @@ def test_a_config_that_is_no_json_is_an_error(text, reason):
         config_documents(model)
 
 
-@pytest.mark.usefixtures("tiny_shards")
 def test_our_files_are_named_and_described_as_theirs(tmp_path, case):
     model = _build(case[0], 0)
-    IO.save_model(ModelWrapper(model), tmp_path / "ours", shard=True, size_per_shard=6000)
+    IO.save_model(ModelWrapper(model), tmp_path / "ours", shard=True, size_per_shard=6000e-6)
     model.save_pretrained(tmp_path / "theirs", max_shard_size=6000)
     assert set(os.listdir(tmp_path / "ours")) - {MODEL.names(is_safetensors=True).manifest} == set(
         os.listdir(tmp_path / "theirs")

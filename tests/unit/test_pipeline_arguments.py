@@ -18,7 +18,7 @@ from booster.plugins.hybrid_parallel.pipeline_parallel.config import RankIndepen
 from booster.plugins.hybrid_parallel.pipeline_parallel.schedules import GPipe, PipelineSchedule, schedule_names
 
 PARAMETERS = inspect.signature(HybridParallelPlugin).parameters
-DEFAULTS = {name: parameter.default for name, parameter in PARAMETERS.items()}
+DEFAULTS = {name: parameter.default for name, parameter in PARAMETERS.items()} | {"precision": "fp32"}
 TWO = {"pp_size": 2, "num_microbatches": 4}
 
 

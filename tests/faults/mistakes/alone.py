@@ -32,9 +32,9 @@ _BOOSTS: dict[str, Callable[[Any, Any], tuple[Any, ...]]] = {
 _CALLS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "save() of a plain model": (lambda b, m, o: b.save("c", m, o), lambda b, m, o: b.save("c", m.unwrap(), o)),
     "save(step=-1)": (lambda b, m, o: b.save("c", m, step=1), lambda b, m, o: b.save("c", m, step=-1)),
-    "save_model() without a suffix": (
+    "save_model('m.ckpt')": (
         lambda b, m, o: b.save_model(m, "m.safetensors"),
-        lambda b, m, o: b.save_model(m, "m"),
+        lambda b, m, o: b.save_model(m, "m.ckpt"),
     ),
     "save_optimizer() of the model": (
         lambda b, m, o: b.save_optimizer(o, "o.bin"),

@@ -58,13 +58,16 @@ def wrong_calls() -> list[WrongCall]:
         _call("save(keep_last=2) without a step", lambda b, m, o: b.save("c", m, o, keep_last=2)),
         _call("save(keep_last=0)", lambda b, m, o: b.save("c", m, o, step=1, keep_last=0)),
         _call("save(size_per_shard=0)", lambda b, m, o: b.save("c", m, o, size_per_shard=0)),
-        _call("save(size_per_shard='1GB')", lambda b, m, o: b.save("c", m, o, size_per_shard="1GB")),
+        _call("save(size_per_shard='1Gb')", lambda b, m, o: b.save("c", m, o, size_per_shard="1Gb")),
         _call("save(use_safetensors='no')", lambda b, m, o: b.save("c", m, o, use_safetensors="no")),
         _call("save(use_async='yes')", lambda b, m, o: b.save("c", m, o, use_async="yes")),
-        _call("save_model('out') without shard=True", lambda b, m, o: b.save_model(m, "out")),
+        _call("save_model('out.ckpt')", lambda b, m, o: b.save_model(m, "out.ckpt")),
         _no_place("save_model() below a file", lambda b, m, o: b.save_model(m, "/dev/null/out", shard=True)),
         _no_place("save_model() below no file system", lambda b, m, o: b.save_model(m, "/proc/none/out", shard=True)),
-        _call("save_model('out.bin')", lambda b, m, o: b.save_model(m, "out.bin")),
+        _call(
+            "save_model('out.bin', use_safetensors=True)",
+            lambda b, m, o: b.save_model(m, "out.bin", use_safetensors=True),
+        ),
         _call(
             "save_model('out.safetensors', use_safetensors=False)",
             lambda b, m, o: b.save_model(m, "o.safetensors", use_safetensors=False),
@@ -73,7 +76,7 @@ def wrong_calls() -> list[WrongCall]:
             "save_model(gather_dtensor=False)", lambda b, m, o: b.save_model(m, "out", shard=True, gather_dtensor=False)
         ),
         _call(
-            "save_model(prefix='a') without shard=True", lambda b, m, o: b.save_model(m, "out.safetensors", prefix="a")
+            "save_model('out.safetensors', prefix='a')", lambda b, m, o: b.save_model(m, "out.safetensors", prefix="a")
         ),
         _call("save_model(prefix='a/b')", lambda b, m, o: b.save_model(m, "out", shard=True, prefix="a/b")),
         _call("save_model(shard='yes')", lambda b, m, o: b.save_model(m, "out", shard="yes")),
@@ -85,8 +88,8 @@ def wrong_calls() -> list[WrongCall]:
         _call("save_optimizer() of the model", lambda b, m, o: b.save_optimizer(m, "o.bin")),
         _call("save_optimizer() of the boosted optimizer's own", lambda b, m, o: b.save_optimizer(o.optim, "o.bin")),
         _call(
-            "save_optimizer(size_per_shard=0.5)",
-            lambda b, m, o: b.save_optimizer(o, "o", shard=True, size_per_shard=0.5),
+            "save_optimizer(size_per_shard=-0.5)",
+            lambda b, m, o: b.save_optimizer(o, "o", shard=True, size_per_shard=-0.5),
         ),
         _call("save_lr_scheduler() of an optimizer", lambda b, m, o: b.save_lr_scheduler(o, "s.json")),
         _of_scheduler("save_lr_scheduler() into a directory", lambda b, s: b.save_lr_scheduler(s, ".")),

@@ -14,6 +14,7 @@ WORLD_SIZE = 2
 
 _ARGUMENTS: dict[type, list[dict[str, Any]]] = {
     TorchDDPPlugin: [
+        {"fp8_communication": True},
         {"bucket_cap_mb": 0},
         {"bucket_cap_mb": "25"},
         {"broadcast_buffers": "no"},
@@ -27,6 +28,8 @@ _ARGUMENTS: dict[type, list[dict[str, Any]]] = {
         {"stage": 3},
         {"stage": "1"},
         {"stage": True},
+        {"fp8_communication": True},
+        {"use_fp8": True},
         {"precision": "fp17"},
         {"precision": torch.bfloat16},
         {"initial_scale": 0},
@@ -56,6 +59,8 @@ _ARGUMENTS: dict[type, list[dict[str, Any]]] = {
         {"broadcast_buffers": "no"},
     ],
     GeminiPlugin: [
+        {"fp8_communication": True},
+        {"enable_sequence_parallelism": True},
         {"chunk_config_dict": 1024},
         {"chunk_config_dict": {"size": 1024}},
         {"chunk_config_dict": {"chunk_size": 0}},
@@ -96,6 +101,8 @@ _ARGUMENTS: dict[type, list[dict[str, Any]]] = {
         {"verbose": "no"},
     ],
     TorchFSDPPlugin: [
+        {"fp8_communication": True},
+        {"backward_prefetch": "BACKWARD_PRE"},
         {"process_group": "world"},
         {"process_group": 2},
         {"sharding_strategy": "FULL"},
@@ -125,6 +132,10 @@ _ARGUMENTS: dict[type, list[dict[str, Any]]] = {
         {"broadcast_buffers": None},
     ],
     HybridParallelPlugin: [
+        *({name: True} for name in ("enable_all_optimization", "enable_fused_normalization", "enable_jit_fused")),
+        {"enable_flash_attention": "yes"},
+        {"scheduler_nodes": [[]]},
+        {"inner_ring_size": 2},
         {"tp_size": 3},
         {"tp_size": 0},
         {"tp_size": "2"},
