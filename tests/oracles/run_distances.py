@@ -30,7 +30,7 @@ import torch
 from .serial_training import Record
 
 NUM_NUDGES = 6
-# More than one, as the farthest of so few runs is no largest distance.
+# More than one: few runs do not show the largest distance.
 SPREAD_FACTOR = 2.0
 
 _OF_STEP = " of step "

@@ -221,8 +221,8 @@ def test_killed_during_every_operation_of_saving_a_file(tmp_path, old):
 @pytest.mark.parametrize(
     ("is_directory", "make", "match"),
     [
-        (True, lambda path: path.write_text(""), "is a file, but shard=True"),
-        (True, os.mkfifo, "is a file, but shard=True"),
+        (True, lambda path: path.write_text(""), "is a file, but a directory is to be written"),
+        (True, os.mkfifo, "is a file, but a directory is to be written"),
         (False, lambda path: path.mkdir(), "is a directory or not a regular file"),
         (False, os.mkfifo, "is a directory or not a regular file"),
     ],
