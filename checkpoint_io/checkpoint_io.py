@@ -12,6 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from booster.comm import is_fake_world
 from booster.errors import ConfigError
 from booster.interface import AccumulatedGradients, ModelWrapper, OptimizerState, OptimizerWrapper, TensorSlice
 from booster.interface.checkpoint_io import CheckpointIO, SaveOptions, TrainingParts
@@ -24,7 +25,7 @@ from .loading.load import Loader, ModelLoad, OptimizerLoad
 from .parallel import CheckpointGroup
 from .saving.part import CheckpointPart, model_part, optimizer_part, optimizer_values, save_metadata
 from .saving.save import Saver, SaveRequest, explain_missing_parents
-from .storage import Storage
+from .storage import FakeStorage, Storage
 from .training_state.document import scheduler_document, scheduler_state
 from .training_state.save_load import TrainingStateIO
 
@@ -63,7 +64,7 @@ class GeneralCheckpointIO(CheckpointIO):
                 " timeout of the launch"
             )
         self.ranks = CheckpointGroup(group, host)
-        self.storage = Storage() if storage is None else storage
+        self.storage = storage or (FakeStorage() if is_fake_world() else Storage())
         self.saver = Saver(self.ranks, self.storage, timeout_seconds)
         self._training_state = TrainingStateIO(self.ranks, self.storage, self.saver)
 

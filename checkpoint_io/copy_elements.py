@@ -8,6 +8,9 @@ from collections.abc import Iterable, Iterator
 from typing import cast
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+from booster.comm import fake
 
 # A flat range is a range of the row-major flattening. Flattening a transposed or strided tensor would copy all of it.
 # So the range is split into boxes, each of which is a view: part of the first row, full rows, part of the last row,
@@ -30,8 +33,8 @@ def copy_elements(tensor: torch.Tensor, start: int, stop: int, out: torch.Tensor
         out: Contiguous one-dimensional bytes on the CPU, of the elements' total size, aligned to the item size.
         dtype: Dtype to convert to.
     """
-    if start == stop:
-        return
+    if start == stop or (isinstance(tensor, FakeTensor) and tensor.device.type == "cpu"):
+        return  # a copy in host memory takes no further memory, and a fake tensor has no values
     tensor = tensor.detach()
     if needs_no_conversion(tensor, dtype):
         source = tensor.data_ptr() + start * dtype.itemsize
@@ -64,7 +67,7 @@ def needs_no_conversion(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
     """Return the memory of a contiguous CPU tensor; writes modify the tensor."""
-    if tensor.numel() == 0:
+    if tensor.numel() == 0 or isinstance(tensor, FakeTensor):  # which has no bytes to write or to sum up
         return memoryview(bytearray())
     flat = tensor.as_strided((tensor.numel(),), (1,))  # view() rejects odd strides of a single element
     return memoryview(cast("bytearray", flat.view(torch.uint8).numpy()))
@@ -76,7 +79,7 @@ def synchronize_devices(tensors: Iterable[torch.Tensor]) -> bool:
     Copies in another thread run on another stream, which is not ordered after the training's kernels.
     """
     devices = {tensor.device for tensor in tensors} - {torch.device("cpu")}
-    for device in devices:
+    for device in devices if fake.replicas is None else ():
         torch.accelerator.synchronize(device)
     return bool(devices)
 

@@ -11,7 +11,7 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
-from booster.comm import group_rank, group_size, raise_on_all_ranks
+from booster.comm import fake, group_rank, group_size, raise_on_all_ranks
 from booster.errors import BoosterError, CheckpointError
 
 T = TypeVar("T")
@@ -86,6 +86,10 @@ def run_in_threads(work: Callable[[Job], None], jobs: Iterable[Job], num_threads
     Raises:
         BaseException: Exception of the first job that failed. No job starts after that.
     """
+    if fake.replicas is not None and num_threads > 1:
+        with fake.as_threads(num_threads):
+            run_in_threads(work, jobs, 1)
+        return
     if num_threads <= 1:
         for job in jobs:
             work(job)

@@ -338,6 +338,22 @@ class Storage:
         return file
 
 
+class FakeStorage(Storage):
+    """Storage of a fake world: takes everything, keeps nothing, and touches no file."""
+
+    def open_for_writing(self, path: Path, *, direct: bool = False) -> OpenFile:
+        return OpenFile(path, -1)
+
+    def write_at(self, file: OpenFile, data: Buffer, offset: int) -> None:
+        """Do nothing."""
+
+    def sync(self, file: OpenFile) -> None:
+        """Do nothing."""
+
+    def free_bytes(self, path: Path) -> int:
+        return sys.maxsize
+
+
 @contextmanager
 def _add_path_to_errors(path: Path) -> Iterator[None]:
     """Add the path to errors of calls that take a descriptor."""

@@ -30,6 +30,8 @@ All figures are peak memory of a step on the rank that needs the most; activatio
 "offloaded" is kept in host memory or in files, "sent" is what a rank sends in a step. The batch is per rank; where
 ranks share one, as with tensor parallelism, a step trains fewer batches. The cheapest setting is the one that fits with
 the fewest bytes sent by all ranks per batch.
+With --checkpoint, "save" is host memory that save_model and save_optimizer take beside it, "async save" that of both in
+flight with use_async=True; what they take on the device is part of the peak. Ranks that hold the same share the work.
 
 exit codes:
   0  a setting fits, or no --device-memory was given
@@ -92,6 +94,9 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--device-memory", "--device_memory", metavar="SIZE", help="memory per rank, such as 80GiB, to find what fits"
     )
+    parser.add_argument(
+        "--checkpoint", action="store_true", help="add what a save takes; takes about twice as long, see below"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead, sizes in bytes")
     parser.set_defaults(handle=estimate)
 
@@ -132,7 +137,14 @@ def estimate(arguments: argparse.Namespace) -> int:
         print(f"[{next(numbers)}/{len(candidates)}] {name}", file=sys.stderr, flush=True)
 
     try:
-        results = compare(recipe, candidates, arguments.nproc, device_memory=device_memory, on_start=show)
+        results = compare(
+            recipe,
+            candidates,
+            arguments.nproc,
+            device_memory=device_memory,
+            checkpoint=arguments.checkpoint,
+            on_start=show,
+        )
     except KeyboardInterrupt:
         print("booster estimate: interrupted by Ctrl-C", file=sys.stderr)
         return 130

@@ -35,7 +35,7 @@ from .collectives import (
     max_of_numbers,
     sum_dtype,
 )
-from .fake import fake_collectives, fake_world, host_value, is_fake_world, mark_offloaded, real_tensors
+from .fake import fake_collectives, fake_world, host_value, is_fake_world, offloaded_memory, real_tensors
 from .p2p import (
     RecvChannel,
     SendChannel,
@@ -102,13 +102,13 @@ __all__ = [
     "inject_faults",
     "is_fake_world",
     "is_initialized",
-    "mark_offloaded",
     "max_of_numbers",
     "mesh_of_groups",
     "new_cpu_group",
     "new_group",
     "new_group_of_rows",
     "new_mesh",
+    "offloaded_memory",
     "raise_on_all_ranks",
     "real_tensors",
     "receive",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -44,13 +44,75 @@ def host_value(tensor: torch.Tensor, *, fake: float = 1.0) -> float:
 # add at most a few per cent of a rank's memory. None: as many as on a real rank.
 max_buckets: int | None = None
 
-on_offload: Callable[[torch.Tensor], None] | None = None  # set by a simulation that counts memory
+is_offloading = False  # whether new tensors stand for memory of another tier
 
 
-def mark_offloaded(tensor: torch.Tensor) -> None:
-    """Report that a fake tensor stands for memory of another tier: host memory beside an accelerator, or files."""
-    if on_offload is not None:
-        on_offload(tensor)
+@contextmanager
+def offloaded_memory() -> Iterator[None]:
+    """Count fake tensors of the block as memory of another tier: host memory beside an accelerator, or files."""
+    global is_offloading
+    before, is_offloading = is_offloading, True
+    try:
+        yield
+    finally:
+        is_offloading = before
+
+
+# Threads whose work the simulation now runs one after the other; each of them has its own temporaries.
+num_threads = 1
+
+
+@contextmanager
+def as_threads(number: int) -> Iterator[None]:
+    """Count memory that is allocated in the block once for each of so many threads."""
+    global num_threads
+    before, num_threads = num_threads, number
+    try:
+        yield
+    finally:
+        num_threads = before
+
+
+class FakeReplicas:
+    """Which of a rank's shards other ranks of a fake world hold too.
+
+    One neighbor along each axis of the mesh is simulated: what it holds too is replicated along that axis.
+
+    Args:
+        rank: The rank.
+        axis_sizes: Number of ranks along each axis, in row-major order of the ranks.
+
+    Attributes:
+        held: What the neighbor along each axis holds.
+    """
+
+    def __init__(self, rank: int, axis_sizes: Mapping[str, int]) -> None:
+        self._rank = rank
+        self._axes: dict[str, tuple[int, int]] = {}  # step between neighbors, and size
+        step = 1
+        for axis, size in reversed(list(axis_sizes.items())):
+            self._axes[axis] = (step, size)
+            step *= size
+        self.held: dict[str, set[Hashable]] = {axis: set() for axis in axis_sizes}
+
+    def neighbor(self, axis: str) -> int:
+        """Return the next rank along an axis."""
+        step, size = self._axes[axis]
+        index = self._rank // step % size
+        return self._rank + ((index + 1) % size - index) * step
+
+    def axes_between(self, other: int) -> tuple[str, ...]:
+        """Return the axes along which another rank has another index."""
+        return tuple(
+            axis for axis, (step, size) in self._axes.items() if self._rank // step % size != other // step % size
+        )
+
+    def is_replicated(self, shard: Hashable, axes: Iterable[str]) -> bool:
+        """Return whether a shard is replicated along all of these axes."""
+        return all(shard in self.held[axis] for axis in axes)
+
+
+replicas: FakeReplicas | None = None  # set while a save is simulated, which the checkpoint engine thus knows of
 
 
 def real_tensors() -> AbstractContextManager[Any]:

@@ -125,6 +125,7 @@ def compare(
     num_ranks: int,
     *,
     device_memory: int | None = None,
+    checkpoint: bool = False,
     on_start: Callable[[str], None] = lambda name: None,
 ) -> list[CandidateResult]:
     """Estimate each candidate.
@@ -134,13 +135,14 @@ def compare(
         candidates: Plugins and settings.
         num_ranks: World size of the fake process group.
         device_memory: Available memory per rank in bytes.
+        checkpoint: If True, simulate saves too.
         on_start: Callback for progress, called with the name of each candidate before its estimate.
     """
     results: list[CandidateResult] = []
     for candidate in candidates:
         on_start(candidate.name)
         started = time.monotonic()
-        result = _estimate_candidate(recipe, candidate, num_ranks, device_memory)
+        result = _estimate_candidate(recipe, candidate, num_ranks, device_memory, checkpoint)
         results.append(replace(result, seconds=time.monotonic() - started))
     return results
 
@@ -187,7 +189,7 @@ def _total(result: CandidateResult) -> int:
 
 
 def _estimate_candidate(
-    recipe: TrainingRecipe, candidate: Candidate, num_ranks: int, device_memory: int | None
+    recipe: TrainingRecipe, candidate: Candidate, num_ranks: int, device_memory: int | None, checkpoint: bool
 ) -> CandidateResult:
     try:
         with fake_world(num_ranks):
@@ -199,6 +201,7 @@ def _estimate_candidate(
             settings=candidate.settings,
             mixed_precision=candidate.mixed_precision,
             device_memory=device_memory,
+            checkpoint=checkpoint,
         )
     except BoosterError as error:
         return CandidateResult(candidate=candidate, reason=str(error))
@@ -216,6 +219,7 @@ def _make_plugin(candidate: Candidate) -> Plugin:
 _PARTS = ("parameters", "gradients", "optimizer_states", "activations", "buffers")
 _BEST_MARK = "  <--"
 _HEADINGS = ("parameters", "gradients", "states", "activations", "buffers", "peak", "offloaded", "sent")
+_SAVE_HEADINGS = ("save", "async save")
 _UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
 _SIZES: dict[str, int] = {
     "": 1,
@@ -259,7 +263,9 @@ def format_table(results: Sequence[CandidateResult]) -> str:
         return ""
     unit, size = _unit_for(max(_figures(one)[5] for one in found))
     has_limit = found[0].estimate is not None and found[0].estimate.device_memory is not None
-    rows = [[*_HEADINGS, *(["fits"] if has_limit else []), f"(all in {unit})"]]
+    has_saves = found[0].estimate is not None and found[0].estimate.memory.checkpoint is not None
+    headings = [*_HEADINGS, *(_SAVE_HEADINGS if has_saves else ())]
+    rows = [[*headings, *(["fits"] if has_limit else []), f"(all in {unit})"]]
     best = least_communication(results) if has_limit else least_memory(results)
     for one in found:
         figures = [f"{figure / size:.2f}" for figure in _figures(one)]
@@ -344,7 +350,9 @@ def _figures(result: CandidateResult) -> list[int]:
         return []
     estimate = result.estimate
     parts = [getattr(estimate.peak, name) for name in _PARTS]
-    return [*parts, estimate.total, estimate.memory.offloaded, estimate.sent]
+    saves = estimate.memory.checkpoint
+    of_saves = [] if saves is None else [saves.host, saves.async_host]
+    return [*parts, estimate.total, estimate.memory.offloaded, estimate.sent, *of_saves]
 
 
 def _unit_for(most: float) -> tuple[str, float]:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import copy
 import gc
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import Optimizer
 
-from booster.comm import fake, fake_collectives, fake_world, group_size, is_initialized
+from booster.comm import fake, fake_collectives, fake_world, group_rank, group_size, is_initialized
 from booster.errors import ConfigError
 from booster.interface import MixedPrecision, Plugin
 from booster.mixed_precision import mixed_precision_from_name
@@ -24,7 +25,17 @@ from booster.single_device import SingleDevicePlugin
 from booster.validation import is_number
 
 from .repeated_layers import extrapolate, find_repeated_layers, truncate_layers
-from .simulation import MemoryParts, RankMemory, SimulatedMemory, Training, simulate
+from .simulation import (
+    NUM_STEPS,
+    AtEnd,
+    MemoryParts,
+    RankMemory,
+    SimulatedMemory,
+    Training,
+    note_held_shards,
+    simulate,
+    simulate_saves,
+)
 
 _MIN_DEPTH = 3  # see Note [Layer extrapolation]
 
@@ -237,6 +248,7 @@ def estimate_memory(
     settings: Mapping[str, Any] | None = None,
     mixed_precision: str | MixedPrecision | None = None,
     device_memory: int | None = None,
+    checkpoint: bool = False,
 ) -> MemoryEstimate:
     """Estimate the memory for training a model on a rank: parameters, gradients, states, activations, buffers.
 
@@ -256,6 +268,8 @@ def estimate_memory(
         settings: Arguments of the plugin, with its name.
         mixed_precision: Mixed precision, as for `Booster`.
         device_memory: Available memory per rank in bytes, for `MemoryEstimate.fits`.
+        checkpoint: If True, simulate saves too, for `MemoryEstimate.memory.checkpoint`. Takes about twice as long, or
+            longer with several axes, as a neighbor along each axis is simulated as well.
 
     Raises:
         ConfigError: Arguments conflict, the plugin has no estimate, or the model can't be measured.
@@ -279,6 +293,7 @@ def estimate_memory(
         settings=settings,
         mixed_precision=mixed_precision,
         device_memory=device_memory,
+        checkpoint=checkpoint,
     )
 
 
@@ -290,6 +305,7 @@ def estimate_recipe(
     settings: Mapping[str, Any] | None = None,
     mixed_precision: str | MixedPrecision | None = None,
     device_memory: int | None = None,
+    checkpoint: bool = False,
 ) -> MemoryEstimate:
     """Return the estimate of a recipe that is reused for several plugins; see `estimate_memory`."""
     if settings is not None and not isinstance(settings, Mapping):
@@ -302,56 +318,60 @@ def estimate_recipe(
             f"device_memory={device_memory!r} is not a positive number of bytes: give the memory of a device, such as"
             " 80 * 2**30, or omit it"
         )
+    world = _world_of(plugin, num_ranks, settings)
     is_launched = is_initialized()  # then this process's own rank is the only one that can be simulated
+    with world(0) as made:
+        if mixed_precision not in (None, "fp32") and made.control_precision():
+            raise ConfigError(
+                f"mixed_precision={mixed_precision!r} was given with {type(made).__name__}, which has its own"
+                " precision: give it in settings=, such as {'precision': 'bf16'}"
+            )
+        name, size = type(made).__name__, group_size()
+        ranks = [group_rank()] if is_launched else made.representative_ranks()
+        if is_launched and len(made.representative_ranks()) > 1:
+            raise ConfigError(
+                f"{name} of a launched world has pipeline stages, which receive what other ranks"
+                " compute: estimate by its name before the launch, such as estimate_memory(model,"
+                " 'hybrid_parallel', num_ranks=8, settings={'pp_size': 2, 'num_microbatches': 4}, batch=batch)"
+            )
+    if is_launched and checkpoint and size > 1:
+        raise ConfigError(
+            f"checkpoint=True was given with a {name} of a launched world of {size} ranks, but what a rank saves"
+            " depends on what other ranks hold: estimate by the plugin's name before the launch, such as"
+            " estimate_memory(model, 'low_level_zero', num_ranks=8, batch=batch, checkpoint=True)"
+        )
     fake.fake_headers.clear()
-    found: dict[int, MemoryEstimate] = {}
-    ranks: Sequence[int] = (0,)
-    while len(found) < len(ranks):
-        rank = ranks[len(found)]
-        with _plugin_in_world(plugin, num_ranks, rank, settings) as made:
-            if mixed_precision not in (None, "fp32") and made.control_precision():
-                raise ConfigError(
-                    f"mixed_precision={mixed_precision!r} was given with {type(made).__name__}, which has its own"
-                    " precision: give it in settings=, such as {'precision': 'bf16'}"
-                )
-            if is_launched and len(made.representative_ranks()) > 1:
-                raise ConfigError(
-                    f"{type(made).__name__} of a launched world has pipeline stages, which receive what other ranks"
-                    " compute: estimate by its name before the launch, such as estimate_memory(model,"
-                    " 'hybrid_parallel', num_ranks=8, settings={'pp_size': 2, 'num_microbatches': 4}, batch=batch)"
-                )
-            if not is_launched:
-                ranks = made.representative_ranks()
-            found[rank] = MemoryEstimate(
-                plugin=type(made).__name__,
-                settings=dict(settings or {}),
-                num_ranks=group_size(),
-                memory=_simulate(recipe, made, _precision(mixed_precision)),
-                device_memory=device_memory,
-            )
-    most = max(found.values(), key=lambda one: one.total)
-    sent = max(one.sent for one in found.values())
-    return replace(most, memory=replace(most.memory, sent=sent))
+    precision = _precision(mixed_precision)
+    memories = [_simulate(recipe, world, rank, precision, checkpoint=checkpoint) for rank in ranks]
+    most = max(memories, key=lambda one: one.peak.total)
+    return MemoryEstimate(
+        plugin=name,
+        settings=dict(settings or {}),
+        num_ranks=size,
+        memory=replace(most, sent=max(one.sent for one in memories)),
+        device_memory=device_memory,
+    )
 
 
-def _simulate(recipe: TrainingRecipe, plugin: Plugin, precision: MixedPrecision | None) -> RankMemory:
+World = Callable[[int], AbstractContextManager[Plugin]]
+
+
+def _simulate(
+    recipe: TrainingRecipe, world: World, rank: int, precision: MixedPrecision | None, *, checkpoint: bool
+) -> RankMemory:
     def run(num_layers: int | None = None) -> SimulatedMemory:
-        mode = new_fake_mode()
         layers = None if name is None or num_layers is None else (name, num_layers)
-        with _without_garbage_collection():
-            return simulate(
-                lambda: recipe.make_fake(mode, plugin.device, layers),
-                plugin,
-                precision,
-                mode,
-                layers=layers and layers[0],
-            )
+        save = None
+        if checkpoint:
+            save = partial(simulate_saves, _find_replicas(recipe, world, rank, precision, layers))
+        return _simulate_rank(recipe, world, rank, precision, layers, save)
 
     name = find_repeated_layers(recipe.model)
     if name is None:
         return run().summary()
     num_layers = len(recipe.model.get_submodule(name)._modules)
-    unit = plugin.layer_divisor()
+    with world(rank) as plugin:
+        unit = plugin.layer_divisor()
     least = -(-_MIN_DEPTH // unit)
     low = least + (num_layers // unit - least) % 2
     depths = (unit * low, unit * (low + 2))
@@ -362,6 +382,46 @@ def _simulate(recipe: TrainingRecipe, plugin: Plugin, precision: MixedPrecision 
         return extrapolate(few, more, depths=depths, num_layers=num_layers).summary()
     except Exception:  # any error of a model that depends on its layers: the full run reports real ones
         return run().summary()
+
+
+def _simulate_rank(
+    recipe: TrainingRecipe,
+    world: World,
+    rank: int,
+    precision: MixedPrecision | None,
+    layers: tuple[str, int] | None,
+    at_end: AtEnd | None = None,
+    num_steps: int = NUM_STEPS,
+) -> SimulatedMemory:
+    mode = new_fake_mode()
+    with world(rank) as plugin, _without_garbage_collection():
+        return simulate(
+            lambda: recipe.make_fake(mode, plugin.device, layers),
+            plugin,
+            precision,
+            mode,
+            layers=layers and layers[0],
+            num_steps=num_steps,
+            at_end=at_end,
+        )
+
+
+def _find_replicas(
+    recipe: TrainingRecipe,
+    world: World,
+    rank: int,
+    precision: MixedPrecision | None,
+    layers: tuple[str, int] | None,
+) -> fake.FakeReplicas:
+    """Return what other ranks hold of this rank's shards, after the simulation of a neighbor along each axis."""
+    with world(rank) as plugin:
+        axes = plugin.axis_sizes()
+    replicas = fake.FakeReplicas(rank, axes)
+    for axis, size in axes.items():
+        if size > 1 and axis != "pp":  # other stages hold other layers
+            note = partial(note_held_shards, replicas.held[axis])
+            _simulate_rank(recipe, world, replicas.neighbor(axis), precision, layers, note, num_steps=1)
+    return replicas
 
 
 @contextmanager
@@ -376,20 +436,15 @@ def _without_garbage_collection() -> Iterator[None]:
             gc.enable()
 
 
-@contextmanager
-def _plugin_in_world(
-    plugin: str | Plugin | None, num_ranks: int | None, rank: int, settings: Mapping[str, Any] | None
-) -> Iterator[Plugin]:
-    """Yield the plugin, with its process group or a fake one in which this process is `rank`."""
+def _world_of(plugin: str | Plugin | None, num_ranks: int | None, settings: Mapping[str, Any] | None) -> World:
+    """Return a context of the plugin by rank: in a fake world, or the given rank's own after a launch."""
     if isinstance(plugin, Plugin):
         if settings or num_ranks not in (None, group_size()):
             raise ConfigError(
                 f"plugin is a {type(plugin).__name__} with its own settings and world of {group_size()} ranks, but"
                 f" num_ranks={num_ranks!r}, settings={settings!r} were given too: give its name in place of the object"
             )
-        with fake_collectives():
-            yield plugin
-        return
+        return lambda rank: _in_launched_world(plugin)
     if plugin is not None and not isinstance(plugin, str):
         raise ConfigError(
             f"plugin={plugin!r} is a {type(plugin).__name__}: give a Plugin, or a name such as 'low_level_zero'"
@@ -399,12 +454,27 @@ def _plugin_in_world(
         raise ConfigError(f"num_ranks={num_ranks!r} is not a positive int: give 1 or more")
     if plugin is None and world_size > 1:
         raise ConfigError(f"num_ranks={world_size} needs a plugin: give plugin=, such as 'torch_ddp'")
+
+    def make() -> Plugin:
+        return plugin_from_name(plugin, **(settings or {})) if plugin else SingleDevicePlugin()
+
     if is_initialized() and world_size == group_size():
         with fake_collectives():
-            yield plugin_from_name(plugin, **(settings or {})) if plugin else SingleDevicePlugin()
-        return
-    with fake_world(world_size, rank):
-        yield plugin_from_name(plugin, **(settings or {})) if plugin else SingleDevicePlugin()
+            made = make()
+        return lambda rank: _in_launched_world(made)
+    return lambda rank: _in_fake_world(make, world_size, rank)
+
+
+@contextmanager
+def _in_launched_world(plugin: Plugin) -> Iterator[Plugin]:
+    with fake_collectives():
+        yield plugin
+
+
+@contextmanager
+def _in_fake_world(make: Callable[[], Plugin], num_ranks: int, rank: int) -> Iterator[Plugin]:
+    with fake_world(num_ranks, rank):
+        yield make()
 
 
 def _precision(given: str | MixedPrecision | None) -> MixedPrecision | None:

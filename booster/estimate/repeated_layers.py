@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .simulation import MemoryParts, SimulatedMemory
+from .simulation import CheckpointMemory, MemoryParts, SimulatedMemory
 
 # Note [Layer extrapolation]
 # A model of eighty identical layers is simulated with a few of them, twice. The full model has more of everything by
@@ -67,12 +67,21 @@ def extrapolate(
         names = [one.name for one in fields(MemoryParts)]
         return MemoryParts(**{name: number(getattr(low, name), getattr(high, name)) for name in names})
 
+    saves = None
+    if few.checkpoint is not None and more.checkpoint is not None:
+        saves = CheckpointMemory(
+            **{
+                one.name: number(getattr(few.checkpoint, one.name), getattr(more.checkpoint, one.name))
+                for one in fields(CheckpointMemory)
+            }
+        )
     return SimulatedMemory(
         segments={name: parts(peak, more.segments[name]) for name, peak in few.segments.items()},
         step=parts(few.step, more.step),
         steady_state=parts(few.steady_state, more.steady_state),
         sent=number(few.sent, more.sent),
         offloaded=number(few.offloaded, more.offloaded),
+        checkpoint=saves,
     )
 
 

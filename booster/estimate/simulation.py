@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import nn
@@ -35,8 +35,12 @@ from booster.pytree import iter_tensors
 # Storages that live between steps are parameters, gradients, optimizer states or buffers, by which of the boosted
 # objects has them. Other storages are activations, unless parameters are bound to them (gathered weights, counted as
 # buffers) or they become gradients.
+# A save is planned and its bytes are staged as on a real rank: the slices of other ranks are known as far as they are
+# replicas of this one's (`FakeReplicas`), which they share the writing of. Files take nothing (`FakeStorage`), values
+# are asked for and skipped in `checkpoint_io.copy_elements`, and host buffers come from `host_memory`, which reports
+# them. Work of several threads is run in one and counted for each (`as_threads`).
 _MAX_BUCKETS = 64
-_NUM_STEPS = 2  # the last is measured: the first allocates states and buffers, and traces
+NUM_STEPS = 2  # the last is measured: the first allocates states and buffers, and traces
 
 Category = Literal["parameters", "gradients", "optimizer_states", "activations", "buffers"]
 _CATEGORIES: tuple[Category, ...] = ("parameters", "gradients", "optimizer_states", "activations", "buffers")
@@ -67,6 +71,21 @@ class MemoryParts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointMemory:
+    """Memory that saves take in addition to the steady state, at their peak, in bytes.
+
+    Attributes:
+        device: Device memory of `save_model` and `save_optimizer`, synchronous or not.
+        host: Host memory of the synchronous ones.
+        async_host: Host memory of both in flight at once, with `use_async=True`.
+    """
+
+    device: int
+    host: int
+    async_host: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RankMemory:
     """Memory of training on the rank that needs the most.
 
@@ -76,6 +95,7 @@ class RankMemory:
         steady_state: Steady state between steps.
         sent: Bytes that the rank sends in a step.
         offloaded: Bytes offloaded to another tier: host memory beside an accelerator, or files.
+        checkpoint: Memory that saves take; None if it was not asked for.
     """
 
     backward: MemoryParts
@@ -83,11 +103,15 @@ class RankMemory:
     steady_state: MemoryParts
     sent: int
     offloaded: int = 0
+    checkpoint: CheckpointMemory | None = None
 
     @property
     def peak(self) -> MemoryParts:
         """Peak of all."""
-        return max((self.backward, self.step, self.steady_state), key=lambda parts: parts.total)
+        saving = self.steady_state
+        if self.checkpoint is not None:
+            saving = replace(saving, buffers=saving.buffers + self.checkpoint.device)
+        return max((self.backward, self.step, saving), key=lambda parts: parts.total)
 
 
 @dataclass(slots=True)
@@ -116,6 +140,7 @@ class AllocationTracker(TorchDispatchMode):
     Attributes:
         counts: Bytes by category.
         offloaded: Bytes in host memory beside an accelerator.
+        peak_offloaded: The most of them since the last `take_peak`.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -125,7 +150,7 @@ class AllocationTracker(TorchDispatchMode):
         self._ignored: set[int] = set()
         self._total = self._peak_total = 0
         self.counts: dict[Category, int] = dict.fromkeys(_CATEGORIES, 0)
-        self.offloaded = 0
+        self.offloaded = self.peak_offloaded = 0
         self._peak = dict(self.counts)
 
     def __enter__(self) -> AllocationTracker:
@@ -138,14 +163,14 @@ class AllocationTracker(TorchDispatchMode):
             return result
 
         torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign, assignment]
-        fake.on_offload, fake.max_buckets = self._offload, _MAX_BUCKETS
+        fake.max_buckets = _MAX_BUCKETS
         super().__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
         torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
-        fake.on_offload = fake.max_buckets = None
+        fake.max_buckets = None
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -175,11 +200,11 @@ class AllocationTracker(TorchDispatchMode):
         storage, key = tensor.untyped_storage(), storage_key(tensor)
         if key in self._live or key in self._ignored:
             return
-        is_on_device = tensor.device.type == self._device_type
+        is_on_device = tensor.device.type == self._device_type and not fake.is_offloading
         finalizer = weakref.finalize(storage, self._free, key)
         finalizer.atexit = False
         self._live[key] = _TrackedStorage(0, "activations", is_on_device, finalizer)
-        self._set_size(key, storage.nbytes())
+        self._set_size(key, storage.nbytes() * fake.num_threads)
 
     def categorize_activation(self, tensor: torch.Tensor, category: Category) -> None:
         """Count a tensor's storage as `category` if it counts as an activation."""
@@ -207,6 +232,7 @@ class AllocationTracker(TorchDispatchMode):
         """Return the peak since the last call, by category."""
         peak = MemoryParts(**self._peak)
         self._peak_total, self._peak = self._total, dict(self.counts)
+        self.peak_offloaded = self.offloaded
         return peak
 
     def _set_size(self, key: int, num_bytes: int) -> None:
@@ -214,19 +240,12 @@ class AllocationTracker(TorchDispatchMode):
         change, one.num_bytes = num_bytes - one.num_bytes, num_bytes
         if not one.is_on_device:
             self.offloaded += change
+            self.peak_offloaded = max(self.peak_offloaded, self.offloaded)
             return
         self.counts[one.category] += change
         self._total += change
         if self._total > self._peak_total:
             self._peak_total, self._peak = self._total, dict(self.counts)
-
-    def _offload(self, tensor: torch.Tensor) -> None:
-        key = storage_key(tensor)
-        one = self._live[key]
-        size = one.num_bytes
-        self._set_size(key, 0)
-        one.is_on_device = False
-        self._set_size(key, size)
 
     def _resized(self, storage: torch.UntypedStorage) -> None:
         if storage._cdata in self._live:
@@ -261,6 +280,10 @@ def _has_real_integers(func: Any, args: tuple[Any, ...]) -> bool:
     return not any(isinstance(one, FakeTensor) for one in args)
 
 
+AtEnd: TypeAlias = Callable[[Booster, ModelWrapper, OptimizerWrapper, AllocationTracker], CheckpointMemory | None]
+"""Called with the trained objects at the end of a simulation; returns the memory of their saves, if there were any."""
+
+
 @dataclass(frozen=True, slots=True)
 class Training:
     """Model and everything that trains it, as fake tensors.
@@ -288,6 +311,7 @@ class SimulatedMemory:
         steady_state: Memory after the step.
         sent: Bytes that the rank sent.
         offloaded: Bytes in another tier.
+        checkpoint: Memory of saves; None if there were none.
     """
 
     segments: Mapping[str, MemoryParts]
@@ -295,6 +319,7 @@ class SimulatedMemory:
     steady_state: MemoryParts
     sent: int
     offloaded: int
+    checkpoint: CheckpointMemory | None = None
 
     def summary(self) -> RankMemory:
         """Return the peak of all segments with the rest."""
@@ -304,6 +329,7 @@ class SimulatedMemory:
             steady_state=self.steady_state,
             sent=self.sent,
             offloaded=self.offloaded,
+            checkpoint=self.checkpoint,
         )
 
 
@@ -314,6 +340,8 @@ def simulate(
     mode: FakeTensorMode,
     *,
     layers: str | None = None,
+    num_steps: int = NUM_STEPS,
+    at_end: AtEnd | None = None,
 ) -> SimulatedMemory:
     """Train for a few steps on fake tensors; see Note [Simulated training]. Must be called with a fake process group.
 
@@ -323,6 +351,8 @@ def simulate(
         precision: Mixed precision of the Booster, optional.
         mode: Mode of the fake tensors.
         layers: Name of a list of layers that segments begin at, optional.
+        num_steps: Number of steps.
+        at_end: `simulate_saves` or `note_held_shards` with its first arguments, optional.
     """
     booster = Booster(plugin=plugin, mixed_precision=precision)
     tracker = AllocationTracker(plugin.device)
@@ -336,7 +366,7 @@ def simulate(
         training.model.train()
         model, optimizer, *_ = booster.boost(training.model, training.optimizer, criterion=criterion)
         del training
-        for _ in range(_NUM_STEPS):
+        for _ in range(num_steps):
             tracker.categorize_all(_steady_categories(model, optimizer), "buffers")
             segments = _Segments(model.unwrap(), layers, tracker)
             with _mark_gathered(model.unwrap(), tracker), segments, count_communication() as count:
@@ -354,7 +384,42 @@ def simulate(
             steady_state=MemoryParts(**tracker.counts),
             sent=sum(count.sent.values()) + sum(count_of_step.sent.values()),
             offloaded=tracker.offloaded,
+            checkpoint=None if at_end is None else at_end(booster, model, optimizer, tracker),
         )
+
+
+def note_held_shards(
+    found: set[Hashable], booster: Booster, model: ModelWrapper, optimizer: OptimizerWrapper, tracker: AllocationTracker
+) -> None:
+    """Add what this rank holds of a checkpoint, without what may differ from other ranks' copies."""
+    slices = [*model.tensor_slices(), *optimizer.checkpoint_state().slices()]
+    found |= {(one.name, one.box, one.span) for one in slices if one.shared}
+
+
+def simulate_saves(
+    replicas: fake.FakeReplicas,
+    booster: Booster,
+    model: ModelWrapper,
+    optimizer: OptimizerWrapper,
+    tracker: AllocationTracker,
+) -> CheckpointMemory:
+    """Save with the plugin's own code: plan, copies, conversions and buffers, without files; see `FakeStorage`."""
+    fake.replicas = replicas
+
+    def peak(use_async: bool) -> tuple[int, int]:
+        tracker.take_peak()
+        device, host = sum(tracker.counts.values()), tracker.offloaded
+        booster.save_model(model, "model", shard=True, use_async=use_async)
+        booster.save_optimizer(optimizer, "optimizer", shard=True, use_async=use_async)
+        booster.wait_for_checkpoints()
+        most_host = tracker.peak_offloaded
+        return tracker.take_peak().total - device, most_host - host
+
+    try:
+        (device, host), (async_device, async_host) = peak(use_async=False), peak(use_async=True)
+    finally:
+        fake.replicas = None
+    return CheckpointMemory(device=max(device, async_device), host=host, async_host=async_host)
 
 
 def _run_model(booster: Booster, model: Any, optimizer: Any, batch: Any, criterion: Any) -> None:

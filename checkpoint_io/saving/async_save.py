@@ -14,7 +14,7 @@ from booster.checkpoint_io.copy_elements import copy_elements, synchronize_devic
 from booster.checkpoint_io.layout import PAGE_BYTES
 from booster.checkpoint_io.parallel import CheckpointGroup, run_in_threads
 from booster.checkpoint_io.planning.save_plan import BLOCK_BYTES, WriteRange
-from booster.comm import raise_on_all_ranks
+from booster.comm import fake, raise_on_all_ranks
 from booster.errors import CheckpointError
 from booster.interface import TensorSlice
 from booster.logger import get_dist_logger
@@ -285,7 +285,7 @@ class AsyncSaves:
             raise
         with self._changed:
             self._jobs.append((job, arena, action))
-            if self._thread is None:
+            if self._thread is None and fake.replicas is None:  # in a simulation `wait` runs the jobs
                 self._thread = threading.Thread(target=self._run_jobs, name="booster-async-save", daemon=False)
                 self._thread.start()
 
@@ -314,6 +314,8 @@ class AsyncSaves:
         Raises:
             CheckpointError: A save failed.
         """
+        if fake.replicas is not None:
+            self._run_jobs()
         with self._changed:
             self._changed.wait_for(lambda: self._thread is None)
         self.raise_failures()

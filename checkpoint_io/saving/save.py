@@ -8,7 +8,7 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,14 @@ from booster.checkpoint_io.parallel import CheckpointGroup, as_checkpoint_error
 from booster.checkpoint_io.planning.save_plan import SavePlan, WriteRange, plan_save
 from booster.checkpoint_io.planning.slices import SliceTable
 from booster.checkpoint_io.storage import Storage
-from booster.comm import ErrorBarrier, all_gather_bytes, all_gather_equal, check_same_across_ranks, new_cpu_group
+from booster.comm import (
+    ErrorBarrier,
+    all_gather_bytes,
+    all_gather_equal,
+    check_same_across_ranks,
+    fake,
+    new_cpu_group,
+)
 from booster.errors import CheckpointError
 from booster.fault_tolerance.progress import Phase
 from booster.interface import TensorSlice
@@ -142,6 +149,8 @@ class Planner:
         self, request: SaveRequest, options: Sequence[str], tables_digest: bytes
     ) -> tuple[str, tuple[bytes, ...], tuple[int, ...]]:
         """Return the save's name, and the tables' digest and the host index of every rank. Collective."""
+        if fake.replicas is not None:
+            return "", (tables_digest,) * self._ranks.size, (0,) * self._ranks.size
         description = [
             f"{request.action} to {request.target}",
             f"is_directory={request.is_directory}",
@@ -170,7 +179,9 @@ class Planner:
         self, part: CheckpointPart, table: SliceTable, encoded: bytes, hosts: Sequence[int], action: str
     ) -> SavePlan:
         gathered, table_of_rank = [encoded], [0]
-        if self._ranks.size > 1:
+        if fake.replicas is not None:
+            gathered, table_of_rank = _fake_tables(part.slices, encoded, self._ranks, fake.replicas)
+        elif self._ranks.size > 1:
             gathered, table_of_rank = all_gather_bytes(encoded, self._ranks.group)
         return self._ranks.run_on_all_ranks(
             lambda: plan_save(
@@ -216,6 +227,30 @@ class Planner:
                 " or save elsewhere"
             )
         return planned
+
+
+def _fake_tables(
+    slices: Sequence[TensorSlice], table: bytes, ranks: CheckpointGroup, replicas: fake.FakeReplicas
+) -> tuple[list[bytes], list[int]]:
+    """Return the slice tables of a fake world, of this rank's slices only: what others hold alone changes none of them.
+
+    Returns:
+        The different tables, and for every rank the index of its table.
+    """
+    numbers, table_of_rank = {table: 0}, []
+    table_of_axes: dict[tuple[str, ...], int] = {(): 0}
+    for other in range(ranks.size):
+        axes = replicas.axes_between(other)
+        if axes not in table_of_axes:
+            held = [
+                replace(one, primary=False)
+                for one in slices
+                if one.shared and replicas.is_replicated((one.name, one.box, one.span), axes)
+            ]
+            encoded = SliceTable.from_slices(held).encode()
+            table_of_axes[axes] = numbers.setdefault(encoded, len(numbers))
+        table_of_rank.append(table_of_axes[axes])
+    return list(numbers), table_of_rank
 
 
 @contextmanager
@@ -283,7 +318,7 @@ class Saver:
             session = self._planner.plan(request)
         planned = session.parts
         barrier: ErrorBarrier | None = None
-        if self._ranks.size > 1:
+        if self._ranks.size > 1 and fake.replicas is None:
             barrier = ErrorBarrier(
                 self._ranks.group, name=f"checkpoint/{session.name}", timeout_seconds=self._timeout_seconds
             )
@@ -332,6 +367,9 @@ class _SaveJob:
 
     def run(self) -> None:
         """Write and commit."""
+        if fake.replicas is not None:  # files are created and committed by small writes
+            self._write(self._request.target)
+            return
         try:
             with Phase("save write"):
                 directory = Path(self._run_phase("creating the files", self._create, on_rank_zero=True)[0].decode())

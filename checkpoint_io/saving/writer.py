@@ -26,7 +26,7 @@ from booster.checkpoint_io.parallel import run_in_threads
 from booster.checkpoint_io.planning.save_plan import BLOCK_BYTES, SavePlan, WriteRange
 from booster.checkpoint_io.planning.slices import byte_runs, run_length, run_start
 from booster.checkpoint_io.storage import OpenFile, Storage
-from booster.comm import receive, send
+from booster.comm import fake, offloaded_memory, receive, send
 from booster.interface import TensorSlice
 from booster.kernels.checksum import crc32
 
@@ -193,7 +193,8 @@ class StagingBuffers:
         """
         with self._changed:
             self._changed.wait_for(lambda: bool(self._idle))
-            buffer = self._idle.pop()
+            # In a fake world each thread has its own, and what is kept for the process does not count.
+            buffer = _Buffer() if fake.replicas is not None else self._idle.pop()
         try:
             if buffer.memory is None or (is_pinned and not buffer.is_pinned):
                 buffer.memory = None  # free the old memory before allocating the new one
@@ -203,7 +204,8 @@ class StagingBuffers:
             yield buffer.memory
         finally:
             with self._changed:
-                self._idle.append(buffer)
+                if fake.replicas is None:
+                    self._idle.append(buffer)
                 self._changed.notify()
 
 
@@ -214,6 +216,9 @@ def host_memory(num_bytes: int, *, is_pinned: bool) -> torch.Tensor:
         num_bytes: Size, at least 1.
         is_pinned: If True, pin the memory where the accelerator supports it.
     """
+    if fake.replicas is not None:
+        with offloaded_memory():  # never a device's memory, on a host without accelerator too
+            return torch.empty(num_bytes, dtype=torch.uint8)
     if is_pinned:
         try:
             return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)  # page-aligned by the driver
@@ -225,6 +230,8 @@ def host_memory(num_bytes: int, *, is_pinned: bool) -> torch.Tensor:
 
 def _huge_pages(num_bytes: int) -> torch.Tensor:
     """Allocate host memory in huge pages, so that one transfer to the disk takes few of them."""
+    if fake.replicas is not None:
+        return host_memory(num_bytes, is_pinned=False)
     memory = mmap.mmap(-1, num_bytes + _HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(memory, "madvise") and hasattr(mmap, "MADV_HUGEPAGE"):
         with suppress(OSError):  # unsupported by the system: small pages work too

@@ -7,7 +7,7 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
-from booster.comm import mark_offloaded
+from booster.comm import offloaded_memory
 from booster.device import device_type
 
 
@@ -116,8 +116,8 @@ class HostTier:
 
     def new_block(self, num_bytes: int) -> TierBlock:
         """Return an empty block."""
-        memory = torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=self._is_pinned)
-        mark_offloaded(memory)
+        with offloaded_memory():
+            memory = torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=self._is_pinned)
         block = _HostBlock(self, memory)
         self.bytes_held += num_bytes
         return block

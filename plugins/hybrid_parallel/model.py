@@ -204,7 +204,7 @@ class HybridModel(ZeroModel):
         own = {name: one for name, one in state if name not in self._parameter_names and torch.is_tensor(one)}
         # A stage without buffers takes part in the collectives if another stage has some.
         has_buffers = bool(own if self._stage_model is None else self._stage_model.buffers)
-        if not has_buffers or not self._parallel_groups:
+        if not has_buffers or not self._parallel_groups or is_fake_world():
             return
         differing: dict[str, None] = {}
         for group in self._parallel_groups:

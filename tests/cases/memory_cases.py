@@ -12,6 +12,17 @@ from booster.comm import count_communication
 
 TOKENS, BATCH, VOCABULARY, WIDTH, HEADS = 128, 4, 2000, 256, 4
 
+PLAN = {
+    "embedding": "vocab",
+    "layers.*.query": "colwise",
+    "layers.*.key": "colwise",
+    "layers.*.value": "colwise",
+    "layers.*.out": "rowwise",
+    "layers.*.up": "colwise",
+    "layers.*.down": "rowwise",
+    "head": "vocab_head",
+}
+
 
 class Block(nn.Module):
     def __init__(self):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from harness import distributed, run_ranks
-from memory_cases import check, estimated, measured, of_name, trained
+from memory_cases import PLAN, check, estimated, measured, of_name, trained
 
 from booster import ConfigError
 from booster.optim import HybridAdam
@@ -23,18 +23,6 @@ def test_one_device(precision):
 @pytest.mark.parametrize("views", [False, True])
 def test_torch_ddp(precision, views):
     check(*trained(lambda: TorchDDPPlugin(gradient_as_bucket_view=views), precision=of_name(precision)))
-
-
-PLAN = {
-    "embedding": "vocab",
-    "layers.*.query": "colwise",
-    "layers.*.key": "colwise",
-    "layers.*.value": "colwise",
-    "layers.*.out": "rowwise",
-    "layers.*.up": "colwise",
-    "layers.*.down": "rowwise",
-    "head": "vocab_head",
-}
 
 
 @distributed(world_size=2)
@@ -87,3 +75,9 @@ def test_stages_of_a_launched_world_are_estimated_before_it():
     plugin = HybridParallelPlugin(pp_size=2, num_microbatches=4, precision="fp32")
     with pytest.raises(ConfigError, match="estimate by its name before the launch"):
         estimated(plugin)
+
+
+@distributed(world_size=2)
+def test_saves_of_a_launched_world_are_estimated_before_it():
+    with pytest.raises(ConfigError, match="what a rank saves depends on what other ranks hold"):
+        estimated(TorchDDPPlugin(), checkpoint=True)

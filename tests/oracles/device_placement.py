@@ -1,4 +1,4 @@
-"""Trains by every plugin on fake "cuda" tensors and prints what happened as JSON; see `fake_cuda`.
+"""Trains and saves by every plugin on fake "cuda" tensors and prints what happened as JSON; see `fake_cuda`.
 
 Run: python -m oracles.device_placement [NUMBER ...] (in tests/, with a CPU build of torch; all cases by default)
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -98,8 +99,14 @@ def main() -> None:
     for name, arguments in [every[index] for index in chosen] if chosen else every:
         arguments.setdefault("plugin", "torch_ddp" if arguments["num_ranks"] > 1 else None)
         try:
-            memory = estimate_memory(**arguments).memory
-            found[name] = {"error": None, "on_device": memory.steady_state.total, "offloaded": memory.offloaded}
+            memory = estimate_memory(**arguments, checkpoint=True).memory
+            assert memory.checkpoint is not None
+            found[name] = {
+                "error": None,
+                "on_device": memory.steady_state.total,
+                "offloaded": memory.offloaded,
+                "saving": asdict(memory.checkpoint),
+            }
         except Exception as error:  # all that a plugin may raise
             found[name] = {"error": f"{type(error).__name__}: {error}"}
     print(json.dumps(found))

@@ -30,7 +30,7 @@ import torch
 from .serial_training import Record
 
 NUM_NUDGES = 6
-# More than one: few runs do not show the largest distance.
+# Above one, because another run may be farther than the farthest of these few.
 SPREAD_FACTOR = 2.0
 
 _OF_STEP = " of step "

@@ -53,6 +53,9 @@ def _check(found):
         is_offloaded = any(word in name for word in HAS_STATES_ON_THE_HOST)
         assert (result["offloaded"] > 1000) == is_offloaded, name  # else the step numbers of AdamW at most
         assert (result["on_device"] < 31_000) == is_offloaded, name
+        saving = result["saving"]
+        assert saving["device"] <= 31_000, name  # what is converted, of a small model
+        assert saving["async_host"] > saving["host"] == 8 * 2**20, name
 
 
 def test_one_setting_of_each_plugin():

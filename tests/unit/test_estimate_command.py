@@ -73,6 +73,17 @@ def test_the_table_has_a_row_for_each_setting(script, capsys):
     assert lines[-1].startswith("cheapest that fits, by bytes sent: torch_ddp")
 
 
+def test_what_saves_take_has_columns_of_its_own(script, capsys):
+    arguments = ["--nproc", "2", "--plugin", "low_level_zero", "--settings", "precision=fp32", "--checkpoint"]
+    lines = found(script, capsys, *arguments).splitlines()
+    assert re.fullmatch(r".* offloaded +sent +save +async save +\(all in KiB\)", lines[2])
+    saves = json.loads(found(script, capsys, *arguments, "--json"))["candidates"][0]["memory"]["checkpoint"]
+    assert saves["device"] == 0
+    assert saves["host"] == 8 * 2**20  # one buffer, for one small job
+    written = 2 * 4 * 16897  # the weights, too small to be shared, and a half of two states
+    assert written <= saves["async_host"] - saves["host"] <= 1.1 * written
+
+
 def test_all_plugins_are_compared(script, capsys):
     told = json.loads(found(script, capsys, "--nproc", "4", "--device-memory", "1GiB", "--json"))
     plugins = {one["plugin"] for one in told["candidates"]}

@@ -12,6 +12,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from booster import ConfigError, LazyInitContext, estimate_memory
+from booster.checkpoint_io.saving.writer import host_memory
+from booster.comm import fake
+from booster.estimate import estimate, simulation
 from booster.optim import CAME, Adafactor, HybridAdam, Lamb
 from booster.single_device import SingleDevicePlugin
 
@@ -110,6 +113,37 @@ def test_checkpointed_layers_keep_less():
     whole = ask(model=model, batch=batch).memory.backward.activations
     model.checkpoints = True
     assert ask(model=model, batch=batch).memory.backward.activations < 0.7 * whole
+
+
+# Saves.
+
+
+def test_saves_in_the_background_copy_what_a_rank_writes():
+    model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(4)))
+    given = {"model": model, "batch": torch.zeros(8, 1024), "checkpoint": True}
+    whole = 3 * 4 * 4 * 1024**2  # weights and two states
+    saves = ask(**given).memory.checkpoint
+    assert saves.host == 3 * 8 * 2**20  # a job for each 16 MiB
+    assert saves.async_host - saves.host == pytest.approx(whole, rel=0.01)
+    for size, axes in ((2, {}), (4, {}), (4, {"extra_dp_size": 2}), (12, {"extra_dp_size": 3})):
+        settings = {"stage": 1, "precision": "fp32", **axes}
+        saves = ask("low_level_zero", num_ranks=size, settings=settings, **given).memory.checkpoint
+        assert saves.async_host - saves.host == pytest.approx(whole / size, rel=0.1), (size, axes)
+    assert ask(model=model, batch=torch.zeros(8, 1024)).memory.checkpoint is None
+
+
+def test_memory_of_threads_and_of_the_host_is_counted_apart(monkeypatch):
+    monkeypatch.setattr(fake, "replicas", fake.FakeReplicas(0, {}))
+    tracker = simulation.AllocationTracker(torch.device("cpu"))
+    with estimate.new_fake_mode(), tracker:
+        with fake.as_threads(4):
+            temporary = torch.empty(1000)
+            staging = host_memory(500, is_pinned=True)
+        del temporary
+        assert tracker.take_peak().total == 4 * 4000
+        assert tracker.offloaded == 4 * 500
+        del staging
+        assert (tracker.offloaded, tracker.peak_offloaded) == (0, 4 * 500)
 
 
 # States.
