@@ -160,8 +160,8 @@ class Booster(CheckpointMethods):
         """Return the user's model inside of a boosted one; other modules are returned unchanged."""
         return model.unwrap() if isinstance(model, ModelWrapper) else model
 
-    def prepare_dataloader(self, dataset: Any, batch_size: int, **kwargs: Any) -> DataLoader[Any]:
-        """Return a loader of this rank's samples of the dataset; see `Plugin.prepare_dataloader`."""
+    def prepare_dataloader(self, dataset: Any, batch_size: int | None = None, **kwargs: Any) -> DataLoader[Any]:
+        """Return a loader of this rank's samples of a dataset or DataLoader; see `Plugin.prepare_dataloader`."""
         return self.plugin.prepare_dataloader(dataset, batch_size, **kwargs)
 
     def join_uneven(self, batches: Iterable[T]) -> Iterator[T]:
