@@ -203,8 +203,7 @@ def check_stateful_loader(dataloader: Any, caller: str) -> Any:
     if not (hasattr(dataloader, "state_dict") and hasattr(dataloader, "load_state_dict")):
         raise ConfigError(
             f"{caller}() was given a {type(dataloader).__name__} without a position to save: pass the loader that"
-            " boost() or prepare_dataloader() returned. One over an IterableDataset has none: leave it out, and save"
-            " the dataset's state in `extra`"
+            " boost() or prepare_dataloader() returned"
         )
     return dataloader
 

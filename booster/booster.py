@@ -28,10 +28,10 @@ from .comm import barrier, group_rank, group_size, timeout_scope
 from .core.plain_torch import hook_clipping
 from .data.dataloader import active_position
 from .data.join import JoinIterator
-from .data.metrics import gather_for_metrics
 from .errors import ConfigError
 from .fault_tolerance.progress import in_phase
 from .interface import MixedPrecision, ModelWrapper, OptimizerWrapper, Plugin
+from .metrics import gather_for_metrics
 from .mixed_precision import mixed_precision_from_name
 from .monitor.nan_check import detect_nonfinite
 from .monitor.summary import summarize
@@ -179,8 +179,8 @@ class Booster(CheckpointMethods):
         """Return the user's model inside of a boosted one; other modules are returned unchanged."""
         return model.unwrap() if isinstance(model, ModelWrapper) else model
 
-    def prepare_dataloader(self, dataset: Any, batch_size: int, **kwargs: Any) -> DataLoader[Any]:
-        """Return a loader of this rank's samples of the dataset; see `Plugin.prepare_dataloader`."""
+    def prepare_dataloader(self, dataset: Any, batch_size: int | None = None, **kwargs: Any) -> DataLoader[Any]:
+        """Return a loader of this rank's samples of a dataset or DataLoader; see `Plugin.prepare_dataloader`."""
         return self.plugin.prepare_dataloader(dataset, batch_size, **kwargs)
 
     def join_uneven(self, batches: Iterable[T]) -> Iterator[T]:
@@ -394,20 +394,23 @@ class Booster(CheckpointMethods):
         return detect_nonfinite(model, optimizer, action=action)
 
     def gather_for_metrics(self, data: Any) -> Any:
-        """Return the ranks' tensors concatenated along dim 0, without the repeated samples of a loader's last batch.
+        """Return the ranks' tensors concatenated along dim 0, and their lists of objects one after another.
 
-        Ranks may have different numbers of rows, or none. The samples that pad the last batch of a loader made by the
-        Booster are removed from tensors with one row per sample; those of other loaders are unknown.
+        Each sample counts once: the samples that pad the last batch of a loader made by the Booster are removed from
+        tensors and lists with one row per sample; those of other loaders are unknown. Ranks may have different numbers
+        of rows, or none. Objects are plain values, such as strings, numbers, lists of any length, tuples and dicts.
 
         Args:
-            data: Tensor with one row per sample (or a scalar per rank), or any nesting of tensors. An empty 1-D tensor,
-                as `torch.empty(0)`, matches any other.
+            data: Tensor with one row per sample (or a scalar per rank), list with one object per sample, or any nesting
+                of these. An empty 1-D tensor, as `torch.empty(0)`, matches any other. A list that has tensors in it is
+                not one of objects: its tensors are concatenated one by one.
 
-        Collective: every rank must call it, with equally many tensors, which may differ in dim 0 only.
+        Collective: every rank must call it, with equally many tensors and lists; tensors may differ in dim 0 only.
 
         Raises:
-            ConfigError: The data of some rank has no tensor, or a sparse one; on all ranks.
-            DesyncError: The ranks' tensors do not match; the message names the ranks and their tensors.
+            ConfigError: The data of some rank has neither tensor nor list, a sparse tensor, or an object that is not
+                plain; on all ranks.
+            DesyncError: The ranks' data do not match; the message names the ranks and their tensors.
         """
         return gather_for_metrics(data, self.plugin.data_group)
 

@@ -1,12 +1,13 @@
 """Data loading: equal shares for all ranks, a new order in every epoch, exact positions to save and restore."""
 
-from .dataloader import DistributedDataLoader, active_loader
+from .dataloader import DistributedDataLoader, DistributedStreamLoader, active_loader
 from .prepare import check_can_shard, prepare_dataloader, shard_dataloader
 from .sampler import DistributedBatchSampler
 
 __all__ = [
     "DistributedBatchSampler",
     "DistributedDataLoader",
+    "DistributedStreamLoader",
     "active_loader",
     "check_can_shard",
     "prepare_dataloader",

@@ -9,18 +9,21 @@ from __future__ import annotations
 
 import base64
 import copy
+import functools
 import weakref
-from collections.abc import Iterator, Mapping, Sized
+from abc import abstractmethod
+from collections.abc import Generator, Iterator, Mapping, Sized
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar, cast
 
 import torch
-from torch.utils.data import DataLoader, SequentialSampler
+from torch.utils.data import DataLoader, Sampler, SequentialSampler
 
 from booster.errors import ConfigError
 from booster.fault_tolerance.progress import in_phase
 
 from .sampler import BatchPosition, EpochSampler
+from .stream import CollateShard, StreamPosition, StreamReader, StreamShard
 from .worker_seeding import SeededDataset, WorkerInit
 
 
@@ -125,28 +128,45 @@ T_co = TypeVar("T_co", covariant=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Cursor:
+class Cursor:
     """Position in the data; `position` is in the sampler's unit, 0 at the start of the epoch."""
 
     epoch: int
     position: int = 0
+    stream_state: Any = None  # of a stream with a state_dict: its state there
 
 
-class EpochIterator(Iterator[T_co]):
+class LoaderIterator(Iterator[T_co]):
+    """Iterator over one epoch of one of our loaders."""
+
+    @property
+    @abstractmethod
+    def position(self) -> BatchPosition:
+        """Position of the current batch. Requires that one was returned."""
+
+    @abstractmethod
+    def truncate(self) -> None:
+        """Mark the current batch as the last one of the epoch, even if more follow."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """End the pass and release its workers."""
+
+
+class EpochIterator(LoaderIterator[T_co]):
     """Iterator over one epoch, which tracks the position. `close()` or garbage collection ends the epoch."""
 
     def __init__(
-        self, loader: DistributedDataLoader[T_co], source: Iterator[T_co], sampler: EpochSampler, cursor: _Cursor
+        self, loader: DistributedDataLoader[T_co], source: Iterator[Any], sampler: EpochSampler, cursor: Cursor
     ) -> None:
         self.loader = loader
-        self._source: Iterator[T_co] | None = source
-        self._sampler = sampler
+        self._source: Iterator[Any] | None = source
+        self._sampler: Any = sampler
         self._cursor = cursor
         self._position: BatchPosition | None = None
 
     @property
     def position(self) -> BatchPosition:
-        """Position of the current batch. Requires that one was returned."""
         assert self._position is not None
         return self._position
 
@@ -159,12 +179,8 @@ class EpochIterator(Iterator[T_co]):
     def __next__(self) -> T_co:
         if self._source is None:
             raise StopIteration
-        place = self._sampler.batch_at(self._cursor.position)
-        if not place.is_last:
-            # Also if the dataset raises now: after a failed batch torch continues with the next one.
-            self._cursor = _Cursor(epoch=self._cursor.epoch, position=place.stop)
         try:
-            batch = next(self._source)
+            place, batch = self._read(self._source)
         except StopIteration:
             self.close()
             raise
@@ -173,16 +189,59 @@ class EpochIterator(Iterator[T_co]):
         register_iteration(self)
         return batch
 
+    def _read(self, source: Iterator[Any]) -> tuple[BatchPosition, T_co]:
+        place: BatchPosition = self._sampler.batch_at(self._cursor.position)
+        if not place.is_last:
+            # Also if the dataset raises now: after a failed batch torch continues with the next one.
+            self._cursor = Cursor(epoch=self._cursor.epoch, position=place.stop)
+        return place, next(source)
+
     def truncate(self) -> None:
-        """Mark the current batch as the last one of the epoch, even if more follow."""
         if self._position is not None:
             self._position = replace(self._position, is_last=True)
         self.loader._on_batch(None)
 
     def close(self) -> None:
-        """End the pass and release its workers."""
         self._source = None
         unregister_iteration(self)
+
+
+class _UserIterator(LoaderIterator[T_co]):
+    """Iterator that the `__iter__` of a user's DataLoader class makes around ours."""
+
+    def __init__(self, loader: DistributedDataLoader[T_co], source: Iterator[T_co]) -> None:
+        self._loader = loader
+        self._source = source
+        self._num_passes = loader._num_passes
+        self._inner: EpochIterator[T_co] | None = None
+
+    @property
+    def position(self) -> BatchPosition:
+        assert self._inner is not None
+        return self._inner.position
+
+    def __next__(self) -> T_co:
+        batch = next(self._source)
+        if self._inner is None:
+            inner = None if self._loader._last_iterator is None else self._loader._last_iterator()
+            if inner is None or self._loader._num_passes == self._num_passes:
+                raise ConfigError(
+                    f"{type(self._loader).__name__}.__iter__ does not take its batches from super().__iter__() one"
+                    " after another, so they are neither this rank's part of the data nor counted: write `for batch in"
+                    " super().__iter__()` there, or leave __iter__ out"
+                )
+            self._inner = inner
+        return batch
+
+    def truncate(self) -> None:
+        if self._inner is not None:
+            self._inner.truncate()
+
+    def close(self) -> None:
+        if isinstance(self._source, Generator):
+            self._source.close()
+        if self._inner is not None:
+            self._inner.close()
 
 
 class EpochSetter(SequentialSampler):
@@ -214,43 +273,42 @@ class DistributedDataLoader(DataLoader[T_co]):
     advances by one draw per epoch and is part of the state.
 
     Args:
-        dataset: Map-style dataset.
-        sampler: Batch sampler of this rank.
-        batch_size: Batch size per rank, kept as an attribute only.
-        drop_last: Kept as an attribute only.
-        **loader_options: Other arguments of torch's DataLoader, without samplers and shuffle.
+        loader: Loader of all samples, whose attributes are taken over, except for the sampler.
+        sampler: Order of this rank's samples; a batch sampler, unless the dataset is a stream.
     """
 
-    def __init__(
-        self,
-        dataset: Any,
-        sampler: EpochSampler,
-        *,
-        batch_size: int,
-        drop_last: bool = False,
-        **loader_options: Any,
-    ) -> None:
-        self._user_generator: torch.Generator | None = loader_options.pop("generator", None)
-        generator = torch.Generator() if self._user_generator is None else self._user_generator
-        super().__init__(dataset, batch_sampler=sampler, generator=generator, **loader_options)
-        # torch sets these to None and False for every loader with a batch sampler, and forbids assignment.
-        vars(self).update(batch_size=batch_size, drop_last=drop_last)
+    def __init__(self, loader: DataLoader[T_co], sampler: EpochSampler) -> None:
+        # torch's constructor is not called: it does not know a subclass's attributes, and forbids to assign these.
+        vars(self).update(vars(loader))
+        self._user_generator: torch.Generator | None = loader.generator
+        self.generator = torch.Generator() if loader.generator is None else loader.generator
+        self._iterator = None  # of the loader's own persistent workers
+        batch_size = getattr(sampler, "batch_size", loader.batch_size)
+        vars(self).update(batch_size=batch_size, drop_last=bool(getattr(sampler, "drop_last", False)))
+        if isinstance(sampler, Sampler):
+            vars(self).update(batch_sampler=sampler)
         self.epoch_sampler = sampler
-        self._cursor = _Cursor(epoch=0)  # after the last yielded batch
-        self._next = _Cursor(epoch=0)  # start of the next iter()
+        self._cursor = Cursor(epoch=0)  # after the last yielded batch
+        self._next = Cursor(epoch=0)  # start of the next iter()
         self._last_iterator: weakref.ref[EpochIterator[T_co]] | None = None
+        self._num_passes = 0
 
     @in_phase("data")
     def __iter__(self) -> EpochIterator[T_co]:  # type: ignore[override]
         cursor = self._next
         self.epoch_sampler.start_at(cursor.epoch, cursor.position)
         source = self._start_source(cursor)
-        self._cursor, self._next = cursor, _Cursor(epoch=cursor.epoch + 1)
-        iterator = EpochIterator(self, source, self.epoch_sampler, cursor)
+        self._cursor, self._next = cursor, Cursor(epoch=cursor.epoch + 1)
+        self._num_passes += 1
+        # A copy of the sampler, because another pass may start while this one is read.
+        iterator = self._make_iterator(source, copy.copy(self.epoch_sampler), cursor)
         self._last_iterator = weakref.ref(iterator)
         return iterator
 
-    def _start_source(self, cursor: _Cursor) -> Iterator[T_co]:
+    def _make_iterator(self, source: Iterator[Any], sampler: EpochSampler, cursor: Cursor) -> EpochIterator[T_co]:
+        return EpochIterator(self, source, sampler, cursor)
+
+    def _start_source(self, cursor: Cursor) -> Iterator[Any]:
         # torch's iterator draws one number to seed workers; persistent workers draw only in their first epoch.
         if self._user_generator is None:
             self.generator.manual_seed(self.epoch_sampler.stream_seed(cursor.epoch))
@@ -262,7 +320,7 @@ class DistributedDataLoader(DataLoader[T_co]):
             torch.empty((), dtype=torch.int64).random_(generator=self._user_generator)
         return source
 
-    def _base_iterator(self) -> Iterator[T_co]:
+    def _base_iterator(self) -> Iterator[Any]:
         last_iterator = None if self._last_iterator is None else self._last_iterator()
         if self.persistent_workers and last_iterator is not None and last_iterator.is_open:
             # Persistent workers serve one pass at a time, and torch would silently end the outer one.
@@ -280,15 +338,15 @@ class DistributedDataLoader(DataLoader[T_co]):
     def __len__(self) -> int:
         return self.epoch_sampler.num_batches()
 
-    def _on_batch(self, after: _Cursor | None) -> None:
+    def _on_batch(self, after: Cursor | None) -> None:
         # None after the last batch of the epoch: the next iter() follows, not the empty rest of this epoch.
         self._cursor = self._next if after is None else after
 
     # torch sets a sampler that no loader with a batch sampler reads; as an attribute ours would be a reference cycle.
     @property  # type: ignore[override]
-    def sampler(self) -> EpochSetter:
+    def sampler(self) -> Any:
         """Sampler whose `set_epoch` is the loader's, for loops that were written for a `DistributedSampler`."""
-        return EpochSetter(self)
+        return EpochSetter(self) if isinstance(self.epoch_sampler, Sampler) else vars(self)["sampler"]
 
     @sampler.setter
     def sampler(self, sampler: Any) -> None:
@@ -305,7 +363,7 @@ class DistributedDataLoader(DataLoader[T_co]):
         Optional: every `iter()` starts the next epoch.
         """
         if self._next.epoch != epoch:
-            self._next = _Cursor(epoch=epoch)
+            self._next = Cursor(epoch=epoch)
         self._cursor = self._next
 
     def state_dict(self) -> dict[str, Any]:
@@ -343,10 +401,17 @@ class DistributedDataLoader(DataLoader[T_co]):
         if self._user_generator is not None and generator_state is not None:
             self._user_generator.set_state(generator_state)
         # With drop_last and a larger global batch, the rest of the epoch may hold no batch.
-        is_over = position > 0 and sampler.num_batches(position) == 0
-        self._cursor = self._next = _Cursor(epoch=entries["epoch"] + is_over, position=0 if is_over else position)
+        if position > 0 and self._has_ended(position):
+            cursor = Cursor(epoch=entries["epoch"] + 1)
+        else:
+            cursor = Cursor(epoch=entries["epoch"], position=position, stream_state=entries.get("stream_state"))
+        self._cursor = self._next = cursor
         if self._next.position:
             log_once(sampler.uneven_end_message(self._next.position))
+
+    def _has_ended(self, position: int) -> bool:
+        """Whether no batch follows in the epoch."""
+        return self.epoch_sampler.num_batches(position) == 0
 
     @property
     def is_last_batch(self) -> bool:
@@ -369,3 +434,101 @@ class DistributedDataLoader(DataLoader[T_co]):
         """
         iteration = active_iteration(self)
         return 0 if iteration is None else iteration.position.num_repeated
+
+
+class DistributedStreamLoader(DistributedDataLoader[T_co]):
+    """`DistributedDataLoader` over an `IterableDataset`; see Note [Streams]."""
+
+    epoch_sampler: StreamShard
+
+    def _make_iterator(self, source: Iterator[Any], sampler: EpochSampler, cursor: Cursor) -> EpochIterator[T_co]:
+        return _StreamIterator(self, source, sampler, cursor)
+
+    def _base_iterator(self) -> Iterator[Any]:
+        cursor = self._next
+        if cursor.position:
+            self._iterator = None  # persistent workers know no other state than that of their start
+        if self._iterator is not None:
+            vars(self._iterator)["stream_reader"].restart(cursor.epoch)
+        return super()._base_iterator()
+
+    def _get_iterator(self) -> Any:
+        shard = self.epoch_sampler
+        view = copy.copy(self)
+        collate = CollateShard(self.collate_fn, is_batched=self.batch_size is not None)
+        # Without a batch sampler the reader yields whole batches.
+        reader = StreamReader(self.dataset, copy.copy(shard), self._next.stream_state)
+        vars(view).update(dataset=reader, batch_sampler=None, collate_fn=collate)
+        if self.num_workers:
+            vars(view).update(worker_init_fn=WorkerInit(self.worker_init_fn))
+        iterator = super(DistributedDataLoader, view)._get_iterator()
+        vars(iterator).update(stream_reader=reader)
+        return iterator
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position in the stream, with the dataset's own state if it has one."""
+        return super().state_dict() | {"stream_state": self._cursor.stream_state}
+
+    def _has_ended(self, position: int) -> bool:
+        return False  # unknown until it is read
+
+
+class _StreamIterator(EpochIterator[T_co]):
+    """Iterator over one epoch of a stream, whose reader reports the positions."""
+
+    def _read(self, source: Iterator[Any]) -> tuple[BatchPosition, T_co]:
+        position, batch = self._read_first(source) if self._position is None else next(source)
+        if not position.shard.is_last:
+            self._cursor = Cursor(epoch=self._cursor.epoch, position=position.shard.stop, stream_state=position.state)
+        return position.shard, batch
+
+    def _read_first(self, source: Iterator[Any]) -> tuple[StreamPosition, T_co]:
+        error: Exception | None = None
+        first: tuple[StreamPosition, T_co] | None = None
+        try:
+            first = next(source, None)
+        except Exception as raised:  # raised on all ranks
+            error = raised
+        if self._sampler.reading_size > 1:
+            self._sampler.check_same_stream(self._cursor.epoch, None if first is None else first[0].digest, error)
+        if error is not None:
+            raise error
+        if first is None:
+            raise StopIteration
+        return first
+
+
+def distributed_loader(loader: DataLoader[T_co], sampler: EpochSampler) -> DistributedDataLoader[T_co]:
+    """Return a loader like `loader` over this rank's samples, of its class, if that is a user's."""
+    base = DistributedStreamLoader if isinstance(sampler, StreamShard) else DistributedDataLoader
+    user_class: Any = type(loader)
+    made: DistributedDataLoader[T_co] = _loader_class(base, user_class)(loader, sampler)
+    return made
+
+
+@functools.cache
+def _loader_class(base: Any, user_class: Any) -> Any:
+    """Return a class with our methods and else the user's, whose `__iter__` is given our batches."""
+    if user_class is DataLoader or issubclass(base, user_class) or is_stateful_loader(user_class):
+        return base
+    special = ("__dict__", "__weakref__", "__doc__", "__module__", "__iter__", "__orig_bases__", "__parameters__")
+    ours = {
+        name: value
+        for cls in reversed(base.__mro__[: base.__mro__.index(DataLoader)])
+        for name, value in vars(cls).items()
+        if name not in special
+    }
+    if user_class.__iter__ is not DataLoader.__iter__:
+
+        def iterate(self: Any) -> Any:
+            source = user_class.__iter__(self)
+            return source if isinstance(source, EpochIterator) else _UserIterator(self, iter(source))
+
+        ours["__iter__"] = iterate
+    name = user_class.__name__
+    return type(name, (user_class, base), ours | {"__module__": user_class.__module__, "__doc__": user_class.__doc__})
+
+
+def is_stateful_loader(user_class: type[Any]) -> bool:
+    """Return whether a class is torchdata's StatefulDataLoader, in place of which ours keep the position."""
+    return user_class.__name__ == "StatefulDataLoader" and user_class.__module__.startswith("torchdata.")

@@ -13,7 +13,7 @@ from booster.errors import ConfigError, RankFailedError, format_ranks
 from booster.fault_tolerance.progress import in_phase
 from booster.logger import get_dist_logger
 
-from .dataloader import EpochIterator, active_position, register_iteration, unregister_iteration
+from .dataloader import LoaderIterator, active_position, register_iteration, unregister_iteration
 from .sampler import BatchPosition
 
 # Note [Uneven inputs]
@@ -139,13 +139,13 @@ def _reader_of(batches: Iterable[T]) -> _Reader[T]:
             " any iterable of batches, once an epoch: for batch in booster.join_uneven(loader)"
         )
     source = iter(batches)
-    return _LoaderReader(source) if isinstance(source, EpochIterator) else _PrefetchReader(source)
+    return _LoaderReader(source) if isinstance(source, LoaderIterator) else _PrefetchReader(source)
 
 
 class _LoaderReader(Generic[T]):
     """Reader of our loaders, without prefetching, which would change their saved position."""
 
-    def __init__(self, source: EpochIterator[T]) -> None:
+    def __init__(self, source: LoaderIterator[T]) -> None:
         self._source = source
 
     def read(self) -> _ReadBatch[T] | None:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -19,9 +17,10 @@ from booster.errors import ConfigError
 from booster.rng_state import check_seed, default_seed
 from booster.validation import check_flag
 
-from .dataloader import DistributedDataLoader, log_once
-from .sampler import CustomBatchSampler, DistributedBatchSampler, EpochSampler, check_data_parallel
-from .worker_seeding import derive_seed
+from .dataloader import DistributedDataLoader, distributed_loader, is_stateful_loader, log_once
+from .sampler import CustomBatchSampler, DistributedBatchSampler, EpochSampler
+from .stream import StreamShard
+from .user_sampler import SamplerOrder, UserBatchSampler, UserOrderSampler
 
 _LOADER_OPTIONS = (
     "collate_fn",
@@ -35,15 +34,19 @@ _LOADER_OPTIONS = (
     "worker_init_fn",
 )
 
+_OWN_SAMPLERS = (DistributedBatchSampler, CustomBatchSampler, UserBatchSampler, StreamShard)
+# torchdata puts its own samplers in the place of torch's.
+_TORCH_MODULES = ("torch.utils.data.sampler", "torchdata.stateful_dataloader.sampler")
+
 
 def prepare_dataloader(
     dataset: Any,
-    batch_size: int,
+    batch_size: int | None = None,
     *,
     dp_rank: int,
     dp_size: int,
     shuffle: bool = False,
-    seed: int = 1024,
+    seed: int | None = None,
     drop_last: bool = False,
     pin_memory: bool = False,
     num_workers: int = 0,
@@ -56,17 +59,21 @@ def prepare_dataloader(
     `drop_last` the last batches are shorter, and samples from the start of the epoch's order are repeated to make their
     lengths equal. The numbers of repeated or dropped samples are logged once.
 
-    An `IterableDataset` cannot be sharded from outside. For more than one rank it must yield only this rank's shard and
-    set the attribute `is_sharded = True`. It yields a plain torch DataLoader without a resumable position. If the
-    numbers of batches may differ between ranks, read it with `booster.join_uneven(loader)`; this is logged once.
+    An `IterableDataset` yields a `DistributedStreamLoader`: every rank reads all of it and keeps its own part; see Note
+    [Streams]. One with the attribute `is_sharded = True` yields this rank's samples only. If the numbers of batches may
+    then differ between ranks, read it with `booster.join_uneven(loader)`; this is logged once.
+
+    A torch DataLoader is divided as by `shard_dataloader`: pass one to use samplers or batch samplers of your own.
 
     Args:
-        dataset: Dataset with `__len__` and `__getitem__`, or an IterableDataset.
-        batch_size: Samples per rank and batch.
+        dataset: Dataset with `__len__` and `__getitem__`, an IterableDataset, or a DataLoader.
+        batch_size: Samples per rank and batch. None for a DataLoader, which has its own, and for an IterableDataset
+            that yields batches.
         dp_rank: Data-parallel rank.
         dp_size: Number of data-parallel ranks.
         shuffle: If True, a new order in every epoch.
-        seed: Seed of the orders and of the workers' RNGs, the same on all ranks.
+        seed: Seed of the orders and of the workers' RNGs, the same on all ranks. Defaults to the seed of the launch,
+            1024 without one; for a DataLoader with a generator, to the initial seed of that.
         drop_last: If True, drop an incomplete last global batch.
         pin_memory: As in torch's DataLoader.
         num_workers: As in torch's DataLoader. Random augmentation in workers depends on the seed, the epoch and the
@@ -80,40 +87,35 @@ def prepare_dataloader(
     Raises:
         ConfigError: The dataset is empty, no batch is left, a rank or size is out of range, or arguments contradict.
     """
-    _check_arguments(dataset, kwargs, shuffle=shuffle, drop_last=drop_last, pin_memory=pin_memory)
-    check_seed(seed)
+    if isinstance(dataset, DataLoader):
+        flags = {"batch_size": batch_size, "shuffle": shuffle, "drop_last": drop_last, "pin_memory": pin_memory}
+        flags |= {"num_workers": num_workers, "distributed_sampler_cls": distributed_sampler_cls, **kwargs}
+        _check_only_a_loader(dataset, flags)
+        return shard_dataloader(dataset, dp_rank, dp_size, seed)
+    _check_arguments(kwargs, shuffle=shuffle, drop_last=drop_last, pin_memory=pin_memory)
+    seed = default_seed() if seed is None else check_seed(seed)
     options = {"num_workers": num_workers, "pin_memory": pin_memory, **kwargs}
-    if isinstance(dataset, IterableDataset):
-        _check_iterable(dataset, dp_size, shuffle, distributed_sampler_cls)
-        check_data_parallel(dp_rank, dp_size, 1 if batch_size is None else batch_size)
-        if kwargs.get("generator") is None:  # otherwise the workers of all ranks would draw the same numbers
-            options["generator"] = torch.Generator().manual_seed(derive_seed("workers", seed, dp_rank))
-        if dp_size > 1:
-            log_once(
-                f"{type(dataset).__name__} shards itself over {dp_size} ranks, possibly unevenly: if some ranks may get"
-                " fewer batches, read them with booster.join_uneven(loader)"
-            )
-        return _create_loader(DataLoader, dataset, batch_size=batch_size, drop_last=drop_last, **options)
-    length = _length(dataset)
     sampler: EpochSampler
-    if distributed_sampler_cls is None:
-        sampler = DistributedBatchSampler(length, batch_size, dp_rank, dp_size, shuffle, seed, drop_last)
+    if isinstance(dataset, IterableDataset):
+        _check_iterable(dataset, shuffle, distributed_sampler_cls)
+        sampler = StreamShard(dataset, batch_size, dp_rank, dp_size, seed, drop_last)
+    elif distributed_sampler_cls is None:
+        length = _length(dataset)
+        sampler = DistributedBatchSampler(length, batch_size, dp_rank, dp_size, shuffle, seed, drop_last)  # type: ignore[arg-type]  # it checks it
     else:
+        _length(dataset)
         sampler = CustomBatchSampler(
             distributed_sampler_cls,
             dataset,
-            batch_size,
+            batch_size,  # type: ignore[arg-type]  # it checks it
             dp_rank=dp_rank,
             dp_size=dp_size,
             shuffle=shuffle,
             seed=seed,
             drop_last=drop_last,
         )
-    loader = _create_loader(
-        DistributedDataLoader, dataset, sampler, batch_size=batch_size, drop_last=drop_last, **options
-    )
     log_once(sampler.uneven_end_message())
-    return loader
+    return distributed_loader(_create_loader(dataset, batch_size=batch_size, drop_last=drop_last, **options), sampler)
 
 
 def check_can_shard(loader: DataLoader[Any], dp_rank: int, dp_size: int) -> None:
@@ -132,11 +134,9 @@ def check_can_shard(loader: DataLoader[Any], dp_rank: int, dp_size: int) -> None
             )
         return
     obstacle = _why_not_shardable(loader)
-    if obstacle is None and loader.batch_size is not None:
-        DistributedBatchSampler(
-            _length(loader.dataset), loader.batch_size, dp_rank, dp_size, drop_last=loader.drop_last
-        )  # checks its numbers
-    elif obstacle is not None and dp_size > 1:
+    if obstacle is None:
+        _sampler_for(loader, dp_rank, dp_size, _seed_of(loader))  # checks its numbers
+    elif dp_size > 1:
         raise ConfigError(
             f"a dataloader with {obstacle} cannot be sharded over {dp_size} ranks, and each would read the same data:"
             " use plugin.prepare_dataloader(dataset, batch_size, ...) or a torch.utils.data.DistributedSampler"
@@ -161,13 +161,14 @@ def _sharding_settings(loader: DataLoader[Any]) -> tuple[str, dict[str, Any]]:
     if sampler is None and _why_not_shardable(loader) is not None:
         return "left as it is", batches
     if sampler is None:
-        order = {"num_samples": _length(loader.dataset), "shuffle": isinstance(loader.sampler, RandomSampler)}
-        if order["shuffle"]:
-            order["seed"] = _seed_of(loader)
-        return "to be split", order | batches
+        return _unsharded_settings(loader, batches)
     kind = f"split by its {type(sampler).__name__}"
-    if isinstance(sampler, (DistributedBatchSampler, CustomBatchSampler)):
-        return kind, sampler.settings() | {"batch_size": sampler.batch_size, "drop_last": bool(sampler.drop_last)}
+    if isinstance(sampler, _OWN_SAMPLERS):
+        settings = {name: value for name, value in sampler.settings().items() if name != "dp_rank"}
+        return kind, settings | {
+            "batch_size": getattr(sampler, "batch_size", None),
+            "drop_last": bool(sampler.drop_last),
+        }
     if type(sampler) is not DistributedSampler:
         return kind, {}
     dataset: Any = sampler.dataset
@@ -175,43 +176,104 @@ def _sharding_settings(loader: DataLoader[Any]) -> tuple[str, dict[str, Any]]:
     return kind, order | {"drop_last": bool(sampler.drop_last)}
 
 
-def shard_dataloader(loader: DataLoader[Any], dp_rank: int, dp_size: int) -> DataLoader[Any]:
+def _unsharded_settings(loader: DataLoader[Any], batches: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    if isinstance(loader.dataset, IterableDataset):
+        stream = {"dataset": type(loader.dataset).__name__, "seed": _seed_of(loader)}
+        return "over a stream, to be split", stream | batches
+    samples = _standard_sampler(loader)
+    if samples is None:
+        sampler: Any = loader.batch_sampler
+        own = {"length": len(sampler), "seed": _seed_of(loader)}
+        return f"to be split by its {type(sampler).__name__}", own
+    if not _is_standard_order(samples, loader.dataset):
+        own = {"length": len(samples), "seed": _seed_of(loader)}
+        return f"to be split by its {type(samples).__name__}", own | batches
+    order: dict[str, Any] = {"num_samples": _length(loader.dataset), "shuffle": _is_random(samples)}
+    if order["shuffle"]:
+        order["seed"] = _seed_of(loader)
+    return "to be split", order | batches
+
+
+def shard_dataloader(loader: DataLoader[Any], dp_rank: int, dp_size: int, seed: int | None = None) -> DataLoader[Any]:
     """Return a loader for this rank's shard of a torch loader; a loader that is already sharded is returned unchanged.
 
-    The batch size stays per rank. Orders depend on the epoch and on the initial seed of the loader's (or its sampler's)
-    `generator`, or else of the launch, but not on the generator's state. With `dp_size` 1 a loader that cannot be
-    sharded is returned unchanged.
+    The batch size stays per rank. It keeps the loader's class and attributes. What it yields depends on how the loader
+    chooses samples:
+
+    - in order or shuffled: the global batch is the next `batch_size * dp_size` samples, in an order that depends on the
+      seed and the epoch;
+    - by a sampler of the user's: the same, in the sampler's order; see Note [User samplers];
+    - by a batch sampler of the user's: of the next `dp_size` batches rank r gets the r-th;
+    - an `IterableDataset`: see Note [Streams].
+
+    The seed is the initial one of the loader's (or its sampler's) `generator`, or else that of the launch; the
+    generator's state does not matter. With `dp_size` 1 a loader that cannot be sharded is returned unchanged.
+
+    Args:
+        loader: Loader of all samples.
+        dp_rank: Data-parallel rank.
+        dp_size: Number of data-parallel ranks.
+        seed: Seed in place of that of the generator or the launch, optional.
 
     Raises:
         ConfigError: The loader is sharded for other ranks, or cannot be sharded.
     """
     check_can_shard(loader, dp_rank, dp_size)
     # With an obstacle dp_size is 1: the rank reads all samples in the order of the user's sampler.
-    if loader.batch_size is None or _sharded_for(loader) is not None or _why_not_shardable(loader) is not None:
+    if _sharded_for(loader) is not None or _why_not_shardable(loader) is not None:
         return loader
-    options = {name: getattr(loader, name) for name in _LOADER_OPTIONS}
-    return prepare_dataloader(
-        loader.dataset,
-        loader.batch_size,
-        dp_rank=dp_rank,
-        dp_size=dp_size,
-        shuffle=isinstance(loader.sampler, RandomSampler),
-        seed=_seed_of(loader),
-        drop_last=loader.drop_last,
-        pin_memory=loader.pin_memory,
-        num_workers=loader.num_workers,
-        **options,
-    )
+    sampler = _sampler_for(loader, dp_rank, dp_size, _seed_of(loader) if seed is None else check_seed(seed))
+    log_once(sampler.uneven_end_message())
+    return distributed_loader(loader, sampler)
+
+
+def _sampler_for(loader: DataLoader[Any], dp_rank: int, dp_size: int, seed: int) -> EpochSampler:
+    """Return the order of this rank's samples of a loader without an obstacle."""
+    dataset = loader.dataset
+    if isinstance(dataset, IterableDataset):
+        return StreamShard(dataset, loader.batch_size, dp_rank, dp_size, seed, bool(loader.drop_last))
+    batch_sampler: Any = loader.batch_sampler
+    samples, drop_last = _standard_sampler(loader), bool(getattr(batch_sampler, "drop_last", False))
+    if samples is None:
+        return UserBatchSampler(SamplerOrder(batch_sampler, seed), _length(dataset), dp_rank, dp_size, drop_last)
+    batch_size: int = batch_sampler.batch_size
+    if _is_standard_order(samples, dataset):
+        shuffle = _is_random(samples)
+        return DistributedBatchSampler(_length(dataset), batch_size, dp_rank, dp_size, shuffle, seed, drop_last)
+    return UserOrderSampler(SamplerOrder(samples, seed), _length(dataset), batch_size, dp_rank, dp_size, drop_last)
+
+
+def _standard_sampler(loader: DataLoader[Any]) -> Any | None:
+    """Return the sampler whose samples torch's own BatchSampler batches, or None with another batch sampler."""
+    batch_sampler: Any = loader.batch_sampler
+    kind = type(batch_sampler)
+    is_standard = kind.__name__ == BatchSampler.__name__ and kind.__module__ in _TORCH_MODULES
+    return batch_sampler.sampler if is_standard else None
+
+
+def _is_standard_order(sampler: Any, dataset: Any) -> bool:
+    """Return whether a sampler is the one that torch makes for `shuffle` on this dataset."""
+    if type(sampler).__module__ not in _TORCH_MODULES or getattr(sampler, "data_source", None) is not dataset:
+        return False
+    if _is_random(sampler):
+        return not sampler.replacement and sampler.num_samples == _length(dataset)
+    return isinstance(sampler, SequentialSampler)
+
+
+def _is_random(sampler: Any) -> bool:
+    return type(sampler).__name__ == RandomSampler.__name__ and type(sampler).__module__ in _TORCH_MODULES
 
 
 def _seed_of(loader: DataLoader[Any]) -> int:
-    generator = getattr(loader.sampler, "generator", None) or loader.generator
+    # torchdata's samplers make a generator of a random seed if the user gives none.
+    is_users = type(loader.sampler).__module__ != _TORCH_MODULES[1]
+    generator = (getattr(loader.sampler, "generator", None) if is_users else None) or loader.generator
     return default_seed() if generator is None else generator.initial_seed() % 2**32
 
 
-def _create_loader(kind: Callable[..., DataLoader[Any]], *args: Any, **options: Any) -> DataLoader[Any]:
+def _create_loader(dataset: Any, **options: Any) -> DataLoader[Any]:
     try:
-        return kind(*args, **options)
+        return DataLoader(dataset, **options)
     except (TypeError, ValueError) as error:
         raise ConfigError(
             f"torch's DataLoader rejects these options ({error}): pass a non-negative int as num_workers, and"
@@ -219,20 +281,24 @@ def _create_loader(kind: Callable[..., DataLoader[Any]], *args: Any, **options: 
         ) from error
 
 
-def _check_arguments(dataset: Any, options: dict[str, Any], **flags: Any) -> None:
-    if isinstance(dataset, DataLoader):
+def _check_only_a_loader(loader: DataLoader[Any], arguments: dict[str, Any]) -> None:
+    given = [name for name, value in arguments.items() if value is not None and value is not False and value != 0]
+    if given:
         raise ConfigError(
-            f"prepare_dataloader({type(dataset).__name__}) takes a dataset, got a loader: pass loader.dataset, or pass"
-            " the loader to boost()"
+            f"prepare_dataloader({type(loader).__name__}, {given[0]}=...) is given a loader, which has its own"
+            f" {given[0]}: leave the argument out, or pass loader.dataset"
         )
+
+
+def _check_arguments(options: dict[str, Any], **flags: Any) -> None:
     for name in ("collate_fn", "worker_init_fn"):
         if options.get(name) is not None and not callable(options[name]):
             raise ConfigError(f"prepare_dataloader({name}={options[name]!r}) is not callable: pass a function")
     samplers = sorted({"sampler", "batch_sampler"} & set(options))
     if samplers:
         raise ConfigError(
-            f"prepare_dataloader({samplers[0]}=...) conflicts with the sampler that it creates: pass"
-            " distributed_sampler_cls=YourSampler, or create a torch DataLoader with a DistributedSampler"
+            f"prepare_dataloader({samplers[0]}=...) conflicts with the sampler that it creates: pass a loader, as in"
+            f" prepare_dataloader(DataLoader(dataset, {samplers[0]}=...)), or distributed_sampler_cls=YourSampler"
         )
     unknown = sorted(set(options).difference(_LOADER_OPTIONS))
     if unknown:
@@ -249,18 +315,12 @@ def _check_arguments(dataset: Any, options: dict[str, Any], **flags: Any) -> Non
         check_flag(name, value)
 
 
-def _check_iterable(dataset: Any, dp_size: int, shuffle: bool, distributed_sampler_cls: Any) -> None:
-    name = type(dataset).__name__
+def _check_iterable(dataset: Any, shuffle: bool, distributed_sampler_cls: Any) -> None:
     if shuffle or distributed_sampler_cls is not None:
         argument = "shuffle=True" if shuffle else "distributed_sampler_cls"
         raise ConfigError(
-            f"prepare_dataloader({name}, {argument}): an IterableDataset determines its own order. Shuffle inside the"
-            " dataset and leave the argument out"
-        )
-    if dp_size > 1 and not getattr(dataset, "is_sharded", False):
-        raise ConfigError(
-            f"prepare_dataloader({name}) for {dp_size} ranks: an IterableDataset cannot be sharded from outside, and"
-            " each rank would read the same data. Yield only this rank's shard and set dataset.is_sharded = True"
+            f"prepare_dataloader({type(dataset).__name__}, {argument}): an IterableDataset determines its own order."
+            " Shuffle inside the dataset and leave the argument out"
         )
 
 
@@ -276,13 +336,15 @@ def _length(dataset: Any) -> int:
 def _sharded_for(loader: DataLoader[Any]) -> tuple[int, int] | None:
     """Return the (rank, num_ranks) of a loader's sampler, or None if it is not distributed."""
     sampler = _distributed_sampler(loader)
-    if isinstance(sampler, (DistributedBatchSampler, CustomBatchSampler)):
+    if isinstance(sampler, _OWN_SAMPLERS):
         return sampler.dp_rank, sampler.dp_size
     return None if sampler is None else (sampler.rank, sampler.num_replicas)
 
 
 def _distributed_sampler(loader: DataLoader[Any]) -> Any | None:
-    if isinstance(loader.batch_sampler, (DistributedBatchSampler, CustomBatchSampler)):
+    if isinstance(loader, DistributedDataLoader):
+        return loader.epoch_sampler
+    if isinstance(loader.batch_sampler, _OWN_SAMPLERS):
         return loader.batch_sampler
     sampler: Any
     for sampler in (loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None), loader.sampler):
@@ -292,16 +354,12 @@ def _distributed_sampler(loader: DataLoader[Any]) -> Any | None:
 
 
 def _why_not_shardable(loader: DataLoader[Any]) -> str | None:
-    """Describe why a loader cannot be recreated with another sampler, or return None."""
-    sampler: Any = loader.sampler
-    if type(loader).__iter__ is not DataLoader.__iter__ or type(loader)._get_iterator is not DataLoader._get_iterator:
-        return f"its own way of iterating ({type(loader).__name__})"
-    if isinstance(loader.dataset, IterableDataset):
-        return f"an IterableDataset ({type(loader.dataset).__name__})"
-    if loader.batch_size is None or type(loader.batch_sampler) is not BatchSampler:
-        return f"batch_sampler={type(loader.batch_sampler).__name__}"
-    if type(sampler) not in (SequentialSampler, RandomSampler) or sampler.data_source is not loader.dataset:
-        return f"sampler={type(sampler).__name__}"
-    if isinstance(sampler, RandomSampler) and (sampler.replacement or sampler.num_samples != len(loader.dataset)):
-        return "a RandomSampler with replacement or num_samples"
+    """Describe why a loader cannot be given another sampler, or return None."""
+    kind = type(loader)
+    if kind._get_iterator is not DataLoader._get_iterator and not is_stateful_loader(kind):
+        return f"its own _get_iterator ({kind.__name__})"
+    if not loader.in_order:
+        return "in_order=False, whose order depends on the timing of workers"
+    if loader.batch_sampler is None and not isinstance(loader.dataset, IterableDataset):
+        return "batch_size=None"
     return None

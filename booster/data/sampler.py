@@ -36,8 +36,21 @@ class BatchPosition:
     is_last: bool
 
 
+def shard_of_batch(num_real: int, dp_rank: int, dp_size: int, *, stop: int, is_last: bool) -> BatchPosition:
+    """Return a rank's share of a global batch of `num_real` samples; see Note [Global order]."""
+    num_samples = -(-num_real // dp_size)
+    num_real_local = min(max(num_real - dp_rank * num_samples, 0), num_samples)
+    return BatchPosition(
+        num_samples=num_samples,
+        num_repeated=num_samples * dp_size - num_real,
+        num_repeated_local=num_samples - num_real_local,
+        stop=stop,
+        is_last=is_last,
+    )
+
+
 class EpochSampler(Protocol):
-    """Batch sampler that can start at any position of any epoch. Position 0 is the start of an epoch."""
+    """Order of one rank's samples, which can start at any position of any epoch; position 0 is the start of one."""
 
     position_key: str  # key of the position in the loader's state, which names its unit
 
@@ -45,10 +58,11 @@ class EpochSampler(Protocol):
         """Start the next `iter()` at this position of this epoch."""
 
     def num_batches(self, position: int = 0) -> int:
-        """Return the number of this rank's batches after this position of an epoch."""
+        """Return the number of this rank's batches after this position of an epoch.
 
-    def batch_at(self, position: int) -> BatchPosition:
-        """Return the batch that starts at this position."""
+        Raises:
+            TypeError: The dataset is a stream without a length.
+        """
 
     def stream_seed(self, epoch: int) -> int:
         """Return a seed for this epoch and rank, for random numbers that workers draw before their first sample."""
@@ -57,10 +71,17 @@ class EpochSampler(Protocol):
         """Return the settings that, with epoch and position, determine the remaining samples (JSON-serializable)."""
 
     def resume_from(self, settings: Mapping[str, Any], position: int) -> None:
-        """Continue as the described sampler; raise ConfigError if the remaining samples would differ."""
+        """Continue as the sampler described by a loader's state; raise ConfigError if the rest would differ."""
 
     def uneven_end_message(self, position: int = 0) -> str | None:
         """Return a log line about the uneven end of an epoch resumed at this position, or None if it is even."""
+
+
+class IndexSampler(EpochSampler, Protocol):
+    """Batch sampler of a map-style dataset, which knows its batches before they are read."""
+
+    def batch_at(self, position: int) -> BatchPosition:
+        """Return the batch that starts at this position."""
 
     def __iter__(self) -> Iterator[list[int]]: ...
 
@@ -174,16 +195,8 @@ class DistributedBatchSampler(Sampler[list[int]]):
     def batch_at(self, position: int) -> BatchPosition:
         """Return the batch that starts at this position (in samples)."""
         num_real = min(self.global_batch_size, self.num_samples - position)
-        num_samples = -(-num_real // self.dp_size)
-        num_real_local = min(max(num_real - self.dp_rank * num_samples, 0), num_samples)
         stop = position + num_real
-        return BatchPosition(
-            num_samples=num_samples,
-            num_repeated=num_samples * self.dp_size - num_real,
-            num_repeated_local=num_samples - num_real_local,
-            stop=stop,
-            is_last=self.num_batches(stop) == 0,
-        )
+        return shard_of_batch(num_real, self.dp_rank, self.dp_size, stop=stop, is_last=self.num_batches(stop) == 0)
 
     def __len__(self) -> int:
         return self.num_batches()
@@ -197,17 +210,18 @@ class DistributedBatchSampler(Sampler[list[int]]):
         for _ in range(self.num_batches(position)):
             batch_position = self.batch_at(position)
             first = position + self.dp_rank * batch_position.num_samples
-            positions = range(first, first + batch_position.num_samples)
-            indices: Sequence[int]
-            if positions.stop <= self.num_samples:
-                indices = positions if order is None else order[positions.start : positions.stop].tolist()
-            else:  # repeats from the start of the order
-                repeated = [index % self.num_samples for index in positions]
-                indices = repeated if order is None else order[repeated].tolist()
+            indices = self._indices(order, range(first, first + batch_position.num_samples))
             yield SampleBatch(indices, stream=f"{self.seed}/{epoch}", start=first)
             position = batch_position.stop
 
-    def _order(self, epoch: int) -> torch.Tensor | None:
+    def _indices(self, order: Any, positions: range) -> Sequence[int]:
+        """Return the samples at these positions of the order; those beyond its end are repeats from its start."""
+        if positions.stop <= self.num_samples:
+            return positions if order is None else order[positions.start : positions.stop].tolist()
+        repeated = [index % self.num_samples for index in positions]
+        return repeated if order is None else order[repeated].tolist()
+
+    def _order(self, epoch: int) -> Any:
         """Return the order of the epoch; None for the dataset's own order, which needs no memory."""
         if not self.shuffle:
             return None

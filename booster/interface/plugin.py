@@ -240,10 +240,10 @@ class Plugin(ConfigFingerprint, ABC):
 
     def prepare_dataloader(
         self,
-        dataset: Dataset[Any],
-        batch_size: int,
+        dataset: Dataset[Any] | DataLoader[Any],
+        batch_size: int | None = None,
         shuffle: bool = False,
-        seed: int = 1024,
+        seed: int | None = None,
         drop_last: bool = False,
         pin_memory: bool = False,
         num_workers: int = 0,
@@ -255,10 +255,12 @@ class Plugin(ConfigFingerprint, ABC):
         Call it on every rank with the same arguments; no communication.
 
         Args:
-            dataset: Map-style dataset, equal on all ranks.
-            batch_size: Samples per batch and rank.
+            dataset: Map-style dataset or `IterableDataset`, equal on all ranks, or a `DataLoader` of one, with any
+                sampler or batch sampler, which is divided as by `boost`.
+            batch_size: Samples per batch and rank; left out with a `DataLoader`, and with streams of batches.
             shuffle: If True, reshuffle every epoch, by the seed and the epoch alone.
-            seed: Seed of the order and of the workers' generators.
+            seed: Seed of the order and of the workers' generators. Defaults to the seed of the launch, 1024
+                without one.
             drop_last: If True, drop an incomplete last global batch, else pad it by repeating samples.
             pin_memory: Argument of `DataLoader`.
             num_workers: Argument of `DataLoader`.
@@ -266,7 +268,7 @@ class Plugin(ConfigFingerprint, ABC):
             **kwargs: Further arguments of `DataLoader`.
 
         Raises:
-            ConfigError: The dataset is empty, or `drop_last` leaves no batch.
+            ConfigError: The dataset is empty, `drop_last` leaves no batch, or the `DataLoader` cannot be divided.
         """
         from booster.data import prepare_dataloader
 

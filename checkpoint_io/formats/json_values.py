@@ -110,8 +110,8 @@ def _encode_leaf(value: Any, value_name: str) -> Any:
     if isinstance(value, bytes):
         return {"$bytes": _encode_bytes(value)}
     raise CheckpointError(
-        f"{value_name} is a {type(value).__module__}.{type(value).__qualname__}, but a checkpoint without pickle holds"
-        " only tensors and plain values: use a number, a string or a container of such instead"
+        f"{value_name} is a {type(value).__module__}.{type(value).__qualname__}, and without pickle only tensors and"
+        " plain values are written: use a number, a string or a container of such instead"
     )
 
 

@@ -303,6 +303,8 @@ def _gather_different(case):
         "dtype": torch.ones(2, dtype=torch.float16 if rank == 1 else torch.float32),
         "structure": [torch.ones(1)] * (1 + (rank == 1)),
         "no tensor": {} if rank == 1 else {"accuracy": torch.ones(1)},
+        "kind": ["a"] if rank == 1 else torch.empty(0),
+        "objects": [range(2)] if rank == 1 else ["a"],
         "sparse": torch.ones(2, 2).to_sparse() if rank == 1 else torch.ones(2, 2),
     }[case]
     booster = _booster()
@@ -315,12 +317,13 @@ def _gather_different(case):
 DESYNC_WORDS = {
     "rows": "ranks 0, 2 passed float32 with rows of shape (3,), rank 1 passed float32 with rows of shape (4,)",
     "dtype": "ranks 0, 2 passed float32 with rows of shape (), rank 1 passed float16",
-    "structure": "ranks 0, 2 passed 1 tensors, rank 1 passed 2 tensors",
+    "kind": "ranks 0, 2 passed float32 with rows of shape (), rank 1 passed a list without tensors",
+    "structure": "different numbers of tensors and lists: ranks 0, 2 passed 1, rank 1 passed 2",
 }
 
 
 def _gather_all_different():
-    return {case: _gather_different(case) for case in (*DESYNC_WORDS, "no tensor", "sparse")}
+    return {case: _gather_different(case) for case in (*DESYNC_WORDS, "no tensor", "objects", "sparse")}
 
 
 def test_what_can_not_be_joined_is_an_error_on_all_ranks():
@@ -329,6 +332,7 @@ def test_what_can_not_be_joined_is_an_error_on_all_ranks():
         assert len({found[case] for found in results}) == 1
         name, text = results[0][case]
         assert (name, words in text) == ("DesyncError", True), text
+    assert "cannot send a list's objects: object 0 is a builtins.range" in results[1]["objects"][1]
     for case in ("no tensor", "sparse"):
         assert [found[case][0] for found in results] == ["ConfigError"] * 3
         assert results[0][case][1].startswith("rank 1 failed, so rank 0 stops too: gather_for_metrics() was given a")
@@ -371,6 +375,42 @@ def test_repeats_of_our_loaders_are_left_out(length, batch_size, world_size):
     """As they are, joined, and read ahead."""
     for gathered in run_ranks(_gather_each_sample, world_size, length, batch_size):
         assert gathered == [list(range(length))] * 3
+
+
+OBJECTS = [0, "a text", [1] * 5, [], {"span": (2, 3)}, None, float("inf"), True, b"raw", {7: [1.5, "\ud800"]}]
+
+
+def _object_of(index):
+    return [index, OBJECTS[index % len(OBJECTS)]]
+
+
+def _gather_objects(length, batch_size, num_workers):
+    booster = _booster()
+    loader = booster.prepare_dataloader(torch.arange(length), batch_size, num_workers=num_workers)
+    gathered = [
+        booster.gather_for_metrics({"texts": [_object_of(i) for i in batch.tolist()], "ids": [batch, "left as it is"]})
+        for batch in loader
+    ]
+    assert all(found["ids"][1] == "left as it is" for found in gathered)
+    assert [i for found in gathered for i, _ in found["texts"]] == torch.cat([f["ids"][0] for f in gathered]).tolist()
+    return [one for found in gathered for one in found["texts"]]
+
+
+@pytest.mark.parametrize(("length", "batch_size", "world_size"), [(11, 2, 2), (13, 3, 4), (1, 3, 3), (5, 2, 1)])
+def test_objects_of_each_sample_are_gathered_once(length, batch_size, world_size):
+    for gathered in run_ranks(_gather_objects, world_size, length, batch_size, 0):
+        assert gathered == [_object_of(i) for i in range(length)]
+
+
+@distributed(world_size=3)
+def test_a_rank_without_samples_brings_an_empty_list():
+    rank, booster = dist.get_rank(), _booster()
+    assert booster.gather_for_metrics([] if rank == 1 else ["x", rank]) == ["x", 0, "x", 2]
+    assert booster.gather_for_metrics([]) == []
+    equal = booster.gather_for_metrics([["same"]])
+    assert equal == [["same"]] * 3
+    equal[0].append("own")  # ranks' equal objects are different ones
+    assert equal[1] == ["same"]
 
 
 def _gather_own_tail(lengths):

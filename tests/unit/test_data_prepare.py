@@ -13,9 +13,7 @@ from torch.utils.data import (
     DistributedSampler,
     IterableDataset,
     RandomSampler,
-    SequentialSampler,
     Subset,
-    WeightedRandomSampler,
 )
 
 from booster.data import (
@@ -46,7 +44,7 @@ class OwnSampler(DistributedSampler):
 
 
 class OwnLoader(DataLoader):
-    def __iter__(self):
+    def _get_iterator(self):
         return iter(())
 
 
@@ -107,7 +105,7 @@ def test_seed_and_drop_last_reach_the_order():
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"sampler": [0], "shuffle": True}, "sampler=...*distributed_sampler_cls"),
+        ({"sampler": [0], "shuffle": True}, "sampler=...*prepare_dataloader*DataLoader*dataset, sampler=..."),
         ({"batch_sampler": [[0]]}, "batch_sampler=..."),
         ({"in_order": False}, "in_order=False"),
         ({"num_worker": 2}, "unknown options num_worker:"),
@@ -116,7 +114,8 @@ def test_seed_and_drop_last_reach_the_order():
         ({"dataset": []}, "empty dataset"),
         ({"dataset": iter(range(3))}, "__len__ and __getitem__"),
         ({"dataset": range(3), "drop_last": True}, "leaves no batch"),
-        ({"dataset": DataLoader(range(3))}, "pass loader.dataset"),
+        ({"dataset": DataLoader(range(3)), "batch_size": 2}, "has its own batch_size: leave the argument out"),
+        ({"dataset": DataLoader(range(3)), "batch_size": None, "num_workers": 2}, "has its own num_workers"),
     ],
 )
 def test_wrong_arguments(options, words):
@@ -200,9 +199,7 @@ def test_own_sampler_that_does_not_fit():
 # iterable datasets
 
 
-def test_iterable_dataset_has_to_split_itself():
-    with pytest.raises(ConfigError, match=r"Stream\) for 2 ranks.*is_sharded = True"):
-        prepare(Stream(range(4)))
+def test_iterable_dataset_may_split_itself():
     with pytest.raises(ConfigError, match="shuffle=True"):
         prepare(Stream(range(4)), dp_size=1, shuffle=True)
     with pytest.raises(ConfigError, match="distributed_sampler_cls"):
@@ -213,6 +210,8 @@ def test_iterable_dataset_has_to_split_itself():
     mine = Stream(range(1, 8, 2))
     mine.is_sharded = True
     assert read(prepare(mine, dp_rank=1)) == [[1, 3], [5, 7]]
+    del mine.is_sharded
+    assert read(prepare(mine, dp_rank=1)) == [[5, 7]]
 
 
 def test_iterable_workers_start_differently_on_each_rank():
@@ -268,6 +267,23 @@ def test_the_seed_of_the_generator_decides_the_order(is_of_sampler):
     assert order(2**63 + 5) == order(5)  # as many bits as numpy's generators take
 
 
+@pytest.mark.parametrize("dataset", [range(40), DataLoader(range(40), batch_size=2, shuffle=True)])
+def test_without_a_seed_that_of_the_launch_decides_the_order(dataset):
+    def order(seed=None):
+        arguments = {} if isinstance(dataset, DataLoader) else {"batch_size": 2, "shuffle": True}
+        return flat(prepare_dataloader(dataset, dp_rank=0, dp_size=2, seed=seed, **arguments))
+
+    before = default_seed()
+    try:
+        without_launch, explicit = order(), order(7)
+        assert without_launch == order(1024) != explicit
+        set_default_seed(7)
+        assert order() == explicit
+        assert order(1024) == without_launch
+    finally:
+        set_default_seed(before)
+
+
 def test_without_a_generator_the_seed_of_the_launch_decides_the_order():
     def order(seed):
         set_default_seed(seed)
@@ -318,8 +334,8 @@ def test_split_loaders_come_back_unchanged():
             shard_dataloader(one, 0, 4)
         with pytest.raises(ConfigError, match="sharded for rank 1 of 2, boosted on rank 0 of 1"):
             shard_dataloader(one, 0, 1)
-    own_order = DataLoader(range(8), sampler=[3, 1, 2])
-    assert shard_dataloader(own_order, 0, 1) is own_order
+    unbatched = DataLoader(range(8), batch_size=None)
+    assert shard_dataloader(unbatched, 0, 1) is unbatched
 
 
 @pytest.mark.parametrize(
@@ -329,9 +345,16 @@ def test_split_loaders_come_back_unchanged():
             DataLoader(range(8), 2, shuffle=True),
             ["to be split", "num_samples=8 shuffle=True seed=1024 batch_size=2 drop_last=False"],
         ),
-        (DataLoader(Stream([1, 2]), 2), ["left as it is", "batch_size=2 drop_last=False"]),
-        (DataLoader(range(3), sampler=[2, 1]), ["left as it is", "batch_size=1 drop_last=False"]),
-        (DataLoader(range(3), batch_sampler=[[2, 1]]), ["left as it is", "batch_size=None drop_last=False"]),
+        (
+            DataLoader(Stream([1, 2]), 2),
+            ["over a stream, to be split", "dataset='Stream' seed=1024 batch_size=2 drop_last=False"],
+        ),
+        (
+            DataLoader(range(3), sampler=[2, 1]),
+            ["to be split by its list", "length=2 seed=1024 batch_size=1 drop_last=False"],
+        ),
+        (DataLoader(range(3), batch_sampler=[[2, 1]]), ["to be split by its list", "length=1 seed=1024"]),
+        (DataLoader(range(3), batch_size=None), ["left as it is", "batch_size=None drop_last=False"]),
         (
             DataLoader(range(8), 3, sampler=DistributedSampler(range(8), 2, 1, drop_last=True)),
             ["split by its DistributedSampler", "num_samples=8 shuffle=True seed=0 drop_last=True"],
@@ -350,27 +373,15 @@ def test_what_must_be_alike_on_all_ranks_is_what_a_loader_is_split_by(loader, fa
 @pytest.mark.parametrize(
     ("plain", "words"),
     [
-        (DataLoader(range(8), sampler=WeightedRandomSampler([1.0] * 8, 8)), "sampler=WeightedRandomSampler"),
-        (DataLoader(range(8), sampler=RandomSampler(range(8), replacement=True)), "sampler=RandomSampler"),
-        (DataLoader(range(8), sampler=SequentialSampler(range(4))), "sampler=SequentialSampler"),
-        (DataLoader(range(8), batch_sampler=[[0, 1], [2]]), "batch_sampler=list"),
-        (DataLoader(range(8), batch_size=None), "batch_sampler=NoneType"),
-        (DataLoader(Stream(range(8))), "IterableDataset"),
-        (OwnLoader(range(8)), r"its own way of iterating \(OwnLoader\)"),
+        (DataLoader(range(8), batch_size=None), "batch_size=None"),
+        (DataLoader(range(8), in_order=False), "in_order=False"),
+        (OwnLoader(range(8)), r"its own _get_iterator \(OwnLoader\)"),
     ],
 )
 def test_what_cannot_be_split(plain, words):
     with pytest.raises(ConfigError, match=words) as caught:
         shard_dataloader(plain, 0, 2)
     assert "each would read the same data: use plugin.prepare_dataloader" in str(caught.value)
-
-
-def test_random_sampler_over_the_dataset_itself_is_split_unless_it_draws_otherwise():
-    numbers = list(range(8))
-    assert len(shard_dataloader(DataLoader(numbers, sampler=RandomSampler(numbers)), 0, 2)) == 4
-    for sampler in (RandomSampler(numbers, replacement=True), RandomSampler(numbers, num_samples=4)):
-        with pytest.raises(ConfigError, match="RandomSampler with replacement or num_samples"):
-            shard_dataloader(DataLoader(numbers, sampler=sampler), 0, 2)
 
 
 def test_subset_reads_whole_batches():

@@ -83,9 +83,10 @@ def wrong_calls() -> list[WrongCall]:
         _load("distributed_sampler_cls=_Sampler", distributed_sampler_cls=_Sampler),
         _load("distributed_sampler_cls=3", distributed_sampler_cls=3),
         _load("an IterableDataset, shuffle=True", dataset=_Stream(), shuffle=True),
-        _load("an IterableDataset of all ranks", dataset=_Stream()),
-        _boost("over an IterableDataset", lambda: DataLoader(_Stream(), batch_size=2)),
-        _boost("with batches of its own", lambda: DataLoader([1, 2, 3], batch_sampler=[[0, 1], [2]])),
+        _load(
+            "a loader without other arguments but shuffle", dataset=DataLoader([1, 2]), batch_size=None, shuffle=True
+        ),
+        _boost("with a sampler without a length", lambda: DataLoader([1, 2, 3], sampler=iter([0, 1]))),  # type: ignore[arg-type]
         _boost("without batches", lambda: DataLoader([1, 2, 3], batch_size=None)),
         _boost("over no samples", lambda: DataLoader([])),
         _coordinate("priority_execution(2)", lambda coordinator: _prioritised(coordinator, 2)),
