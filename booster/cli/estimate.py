@@ -95,7 +95,7 @@ def add_parser(commands: Any) -> None:
         "--device-memory", "--device_memory", metavar="SIZE", help="memory per rank, such as 80GiB, to find what fits"
     )
     parser.add_argument(
-        "--checkpoint", action="store_true", help="add what a save takes; takes about twice as long, see below"
+        "--checkpoint", action="store_true", help="add what a save takes; takes two to five times as long"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead, sizes in bytes")
     parser.set_defaults(handle=estimate)

@@ -268,8 +268,8 @@ def estimate_memory(
         settings: Arguments of the plugin, with its name.
         mixed_precision: Mixed precision, as for `Booster`.
         device_memory: Available memory per rank in bytes, for `MemoryEstimate.fits`.
-        checkpoint: If True, simulate saves too, for `MemoryEstimate.memory.checkpoint`. Takes about twice as long, or
-            longer with several axes, as a neighbor along each axis is simulated as well.
+        checkpoint: If True, simulate saves too, for `MemoryEstimate.memory.checkpoint`. Takes two to five times as
+            long, as a neighbor along each axis of the mesh is simulated as well.
 
     Raises:
         ConfigError: Arguments conflict, the plugin has no estimate, or the model can't be measured.
