@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
 
 import torch.distributed as dist
 
@@ -141,7 +141,14 @@ class _OneLine(logging.Formatter):
         return f"[{time}] [rank {rank}/{world_size}] {record.levelname} {self._shown_name}: {message}"
 
 
-class _StderrHandler(logging.StreamHandler[TextIO]):
+# Python 3.10 has no parameters of this class.
+if TYPE_CHECKING:
+    _StreamHandler = logging.StreamHandler[TextIO]
+else:
+    _StreamHandler = logging.StreamHandler
+
+
+class _StderrHandler(_StreamHandler):
     """Handler for the current sys.stderr, which a notebook or a test may replace."""
 
     def __init__(self) -> None:

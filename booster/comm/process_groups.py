@@ -135,7 +135,8 @@ def _forget_meshes() -> None:
     if "torch.distributed.tensor" in sys.modules:
         from torch.distributed.tensor import debug
 
-        debug._clear_sharding_prop_cache()
+        debug._clear_python_sharding_prop_cache()  # torch 2.10 has no name for both
+        debug._clear_fast_path_sharding_prop_cache()
 
 
 # Note [Timeouts]

@@ -8,7 +8,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import tomllib
 import torch
 
 from booster.cli import check_machine, main
@@ -155,6 +154,7 @@ def requirement(text):
 
 
 def test_check_knows_the_projects_dependencies():
+    tomllib = pytest.importorskip("tomllib")  # Python 3.11
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert dict(map(requirement, project["dependencies"])) == check_machine.REQUIRED
     assert requirement(f"python{project['requires-python']}")[1] == check_machine.PYTHON
