@@ -29,6 +29,16 @@ class NonfiniteError(BoosterError):
     """Loss or gradient with inf or nan on some rank: the message names its origin. Nothing was updated."""
 
 
+def add_note(error: BaseException, note: str) -> None:
+    """Add a line below an error's text. Python 3.10 has no notes: there it becomes part of the text."""
+    if hasattr(error, "add_note"):
+        error.add_note(note)
+    elif len(error.args) == 1:
+        error.args = (f"{error.args[0]}\n{note}",)
+    else:
+        error.args = (*error.args, note)
+
+
 def first_line(error: BaseException) -> str:
     """Return the first line of an error's text, "" if it has none."""
     return str(error).strip().partition("\n")[0].rstrip()

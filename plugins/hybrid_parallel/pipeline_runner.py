@@ -14,7 +14,7 @@ from torch import nn
 
 from booster.comm import abort_groups, all_reduce_numbers, all_reduce_sum, group_rank, is_fake_world, report_failure
 from booster.core.accumulation import check_scalar_loss
-from booster.errors import ConfigError, RankFailedError
+from booster.errors import ConfigError, RankFailedError, add_note
 from booster.fault_tolerance.progress import Phase, in_phase, observers
 from booster.mixed_precision.fp16 import log_rank_zero
 from booster.plugins.low_level_zero.optimizer import ZeroOptimizer
@@ -229,7 +229,7 @@ class PipelineRuntime:
         try:
             loss = self._criterion(outputs, self._microbatches[microbatch].batch)
         except Exception as error:
-            error.add_note("It was raised in the criterion, which is called with (outputs, batch) of a microbatch.")
+            add_note(error, "It was raised in the criterion, which is called with (outputs, batch) of a microbatch.")
             raise
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             what = f"tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
@@ -299,7 +299,7 @@ class PipelineRuntime:
                 self._weight_grads.discard()
             if not isinstance(error, RankFailedError):
                 report_failure(f"{where}: {type(error).__name__}: {error}")
-                error.add_note(f"This happened in {where}.")
+                add_note(error, f"This happened in {where}.")
             abort_groups(self._groups(), f"{where}: {error}")
             if isinstance(error, RankFailedError):
                 raise RankFailedError(f"{where}: {error}") from error
