@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from booster.errors import first_line, format_list, format_ranks
+from booster.errors import add_note, first_line, format_list, format_ranks
 
 
 def test_the_first_line_of_an_error():
@@ -21,3 +21,22 @@ def test_ranks():
     assert format_ranks([3]) == "rank 3"
     assert format_ranks([1, 2]) == "ranks 1, 2"
     assert format_ranks(range(20), 3) == "ranks 0, 1, 2 and 17 more"
+
+
+class WithoutNotes(ValueError):
+    """An error as Python 3.10 has them."""
+
+    @property
+    def add_note(self):
+        raise AttributeError
+
+
+def test_a_note_is_seen_on_any_python():
+    noted = ValueError("why")
+    add_note(noted, "where")
+    assert "where" in [*getattr(noted, "__notes__", []), *str(noted).splitlines()]
+    old = WithoutNotes("why")
+    add_note(old, "where")
+    assert str(old) == "why\nwhere"
+    add_note(several := WithoutNotes(1, "why"), "where")
+    assert several.args == (1, "why", "where")
