@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import random
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -62,6 +63,18 @@ def set_default_seed(seed: int) -> None:
 def default_seed() -> int:
     """Return the seed of the launch, or 1024 without one."""
     return _default_seed
+
+
+@contextmanager
+def preserved_rng() -> Iterator[None]:
+    """Restore the states of Python's `random`, numpy's and torch's CPU generator at the end of the block."""
+    before = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    try:
+        yield
+    finally:
+        random.setstate(before[0])
+        np.random.set_state(before[1])
+        torch.set_rng_state(before[2])
 
 
 def get_rng_state(device: torch.device) -> dict[str, torch.Tensor]:

@@ -30,9 +30,10 @@ from torch.utils.data._utils import worker as torch_worker
 from booster.comm import check_same_across_ranks
 from booster.errors import ConfigError
 from booster.pytree import children_of
+from booster.rng_state import preserved_rng
 
 from .sampler import BatchPosition, check_data_parallel, shard_of_batch
-from .worker_seeding import derive_seed, preserved_rng, seed_worker
+from .worker_seeding import derive_seed, seed_worker
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,9 +22,10 @@ from torch.utils.data import (
 
 from booster.comm import check_same_across_ranks
 from booster.errors import ConfigError
+from booster.rng_state import preserved_rng
 
 from .sampler import BatchPosition, DistributedBatchSampler, check_data_parallel
-from .worker_seeding import SampleBatch, derive_seed, preserved_rng, seed_worker
+from .worker_seeding import SampleBatch, derive_seed, seed_worker
 
 # Note [User samplers]
 # An epoch's order is what the user's sampler yields in it, drawn as a whole at the start of the epoch on every rank, as

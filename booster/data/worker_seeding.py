@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -33,18 +32,6 @@ def seed_worker(seed: int) -> None:
     np.random.seed(seed & 0xFFFFFFFF)  # a list would keep all bits, at five times the cost
     # Not torch.manual_seed: it also formats a stack trace to record the call for accelerators.
     torch.default_generator.manual_seed(seed)
-
-
-@contextmanager
-def preserved_rng() -> Iterator[None]:
-    """Restore the python, numpy and torch (CPU) RNGs of this process afterwards."""
-    before = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    try:
-        yield
-    finally:
-        random.setstate(before[0])
-        np.random.set_state(before[1])
-        torch.set_rng_state(before[2])
 
 
 class SampleBatch(list[int]):

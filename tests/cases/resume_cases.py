@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -186,18 +184,6 @@ def assert_resume_is_exact(path: Path, precision: str, cut: str, make_plugin) ->
         np.random.set_state(random_state[1])
         torch.set_rng_state(random_state[2])
         assert torch.equal(again.next_batch(), expected_batch)
-
-
-@contextmanager
-def generators_restored() -> Iterator[None]:
-    """Leaves the generators of this process as they were."""
-    before = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    try:
-        yield
-    finally:
-        random.setstate(before[0])
-        np.random.set_state(before[1])
-        torch.set_rng_state(before[2])
 
 
 def in_turn(sizes, cases):

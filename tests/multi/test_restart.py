@@ -14,18 +14,18 @@ import torch
 from harness import distributed, run_ranks
 from launcher_cases import plain_environment
 from restart_cases import NUM_STEPS, SAVE_EVERY
-from resume_cases import generators_restored
 from torch import nn
 
 from booster import Booster
 from booster.errors import CheckpointError, DesyncError
+from booster.rng_state import preserved_rng
 
 BOOSTER = [sys.executable, "-c", "import sys; from booster.cli import main; sys.exit(main())", "run"]
 
 
 @pytest.fixture(autouse=True)
 def _random_state():
-    with generators_restored():
+    with preserved_rng():
         yield
 
 

@@ -5,18 +5,19 @@ from __future__ import annotations
 import pytest
 import torch
 from harness import distributed
-from resume_cases import CUTS, PRECISIONS, Job, assert_resume_is_exact, generators_restored
+from resume_cases import CUTS, PRECISIONS, Job, assert_resume_is_exact
 
 from booster import Booster
 from booster.comm import group_rank
 from booster.errors import CheckpointError, ConfigError
 from booster.plugins import TorchDDPPlugin
+from booster.rng_state import preserved_rng
 from booster.single_device import SingleDevicePlugin
 
 
 @pytest.fixture(autouse=True)
 def _random_state():
-    with generators_restored():
+    with preserved_rng():
         yield
 
 

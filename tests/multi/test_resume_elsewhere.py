@@ -11,15 +11,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import run_ranks
-from resume_cases import Job, Net, fsdp_plugin, gemini_plugin, generators_restored, zero_plugin
+from resume_cases import Job, Net, fsdp_plugin, gemini_plugin, zero_plugin
 from torch import nn
 
 from booster.plugins import TorchDDPPlugin
+from booster.rng_state import preserved_rng
 
 
 @pytest.fixture(autouse=True)
 def _random_state():
-    with generators_restored():
+    with preserved_rng():
         yield
 
 

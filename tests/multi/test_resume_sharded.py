@@ -13,7 +13,6 @@ from resume_cases import (
     assert_resume_is_exact,
     fsdp_plugin,
     gemini_plugin,
-    generators_restored,
     hybrid_plugin,
     in_turn,
     staged_plugin,
@@ -21,11 +20,12 @@ from resume_cases import (
 )
 
 from booster.comm import group_size
+from booster.rng_state import preserved_rng
 
 
 @pytest.fixture(autouse=True)
 def _random_state():
-    with generators_restored():
+    with preserved_rng():
         yield
 
 

@@ -6,14 +6,16 @@ import pytest
 import torch
 from harness import run_ranks
 from restart_cases import PLUGINS
-from resume_cases import Job, generators_restored
+from resume_cases import Job
+
+from booster.rng_state import preserved_rng
 
 NUM_BATCHES = 8
 
 
 @pytest.fixture(autouse=True)
 def _random_state():
-    with generators_restored():
+    with preserved_rng():
         yield
 
 
