@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from numbers import Integral
 from os import PathLike
@@ -103,6 +104,21 @@ def check_clipping(max_norm: Any, norm_type: Any) -> None:
         )
     if not is_non_nan_number(norm_type) or norm_type <= 0:
         raise ConfigError(f"norm_type={norm_type!r} is not a norm order: give a positive number, or float('inf')")
+
+
+def size_from_text(text: str, *, ignores_case: bool = False) -> float | None:
+    """Return the bytes of a size with its unit, such as 5GB (10**9 each) or 2GiB (2**30 each); None for other texts.
+
+    Args:
+        text: Size to parse.
+        ignores_case: If True, take 5gb and 5Gb as well, of which the latter is 5 * 10**9 bits elsewhere.
+    """
+    pattern = r"\s*(\d+(?:\.\d+)?)\s*(?:([KMGT])(i?))?B\s*"
+    found = re.fullmatch(pattern, text, re.IGNORECASE if ignores_case else 0)
+    if found is None:
+        return None
+    power = "KMGT".index(found[2].upper()) + 1 if found[2] else 0
+    return float(float(found[1]) * (1024 if found[3] else 1000) ** power)
 
 
 def check_replicas(extra_dp_size: Any, world_size: int) -> None:

@@ -16,6 +16,7 @@ from booster.interface import Plugin
 from booster.mixed_precision import mixed_precision_from_name
 from booster.registry import plugin_class, plugin_from_name, plugin_names
 from booster.single_device import SingleDevicePlugin
+from booster.validation import size_from_text
 
 from .estimate import MemoryEstimate, TrainingRecipe, estimate_recipe
 
@@ -221,13 +222,6 @@ _BEST_MARK = "  <--"
 _HEADINGS = ("parameters", "gradients", "states", "activations", "buffers", "peak", "offloaded", "sent")
 _SAVE_HEADINGS = ("save", "async save")
 _UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
-_SIZES: dict[str, int] = {
-    "": 1,
-    "b": 1,
-    **{f"{prefix}ib": 1024**power for power, prefix in enumerate("kmgt", start=1)},
-    **{f"{prefix}b": 1000**power for power, prefix in enumerate("kmgt", start=1)},
-}
-
 _MIN_UNITLESS_BYTES = 2**20  # a smaller number without unit is taken for a forgotten unit
 
 
@@ -241,13 +235,13 @@ def bytes_from_text(text: str, option: str) -> int:
     Raises:
         ConfigError: The text is not a size.
     """
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text)
-    unit = found[2].lower() if found else ""
-    if found is None or unit not in _SIZES or float(found[1]) * _SIZES[unit] < (1 if unit else _MIN_UNITLESS_BYTES):
+    unitless = re.fullmatch(r"\s*(\d+)\s*", text)
+    size = size_from_text(text, ignores_case=True) if unitless is None else int(unitless[1])
+    if size is None or size < (1 if unitless is None else _MIN_UNITLESS_BYTES):
         number = re.match(r"\s*(\d+(?:\.\d+)?)", text)
         hint = f"{number[1]}GiB or {number[1]}GB" if number and float(number[1]) else "80GiB or 80GB"
         raise ConfigError(f"{option} {text} is not a size: write a number and its unit, such as {hint}")
-    return round(float(found[1]) * _SIZES[unit])
+    return round(size)
 
 
 def format_size(num_bytes: float) -> str:

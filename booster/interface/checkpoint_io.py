@@ -17,16 +17,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from booster.core.model_wrapper import ModelWrapper
 from booster.core.optimizer_wrapper import OptimizerWrapper
 from booster.errors import ConfigError
-from booster.validation import is_non_nan_number
+from booster.validation import is_non_nan_number, size_from_text
 
-# Units of file sizes, as of `max_shard_size` in transformers.
-_BYTES_OF_UNIT = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12} | {
-    "KiB": 2**10,
-    "MiB": 2**20,
-    "GiB": 2**30,
-    "TiB": 2**40,
-}
-_SIZE = re.compile(rf"\s*(?P<number>\d+(\.\d+)?)\s*(?P<unit>{'|'.join(_BYTES_OF_UNIT)})\s*")
 _FOLDER = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_\-]*")
 
 
@@ -142,15 +134,15 @@ def shard_bytes(size_per_shard: Any) -> int:
         ConfigError: It is not such a size.
     """
     if is_non_nan_number(size_per_shard) and 0 < size_per_shard < float("inf"):
-        megabytes: float = size_per_shard
-        return max(1, round(megabytes * _BYTES_OF_UNIT["MB"]))
-    text = _SIZE.fullmatch(size_per_shard) if isinstance(size_per_shard, str) else None
-    if text is None or float(text["number"]) == 0:
+        size: float = size_per_shard * 10**6
+    else:
+        size = (isinstance(size_per_shard, str) and size_from_text(size_per_shard)) or 0
+    if size == 0:
         raise ConfigError(
             f"size_per_shard={size_per_shard!r} is not a size: give a number of MB above 0, such as 1024, or a text"
-            f" with one of the units {', '.join(_BYTES_OF_UNIT)}, such as '5GB'"
+            " with one of the units KB, MB, GB, TB, KiB, MiB, GiB, TiB, such as '5GB'"
         )
-    return max(1, round(float(text["number"]) * _BYTES_OF_UNIT[text["unit"]]))
+    return max(1, round(size))
 
 
 class CheckpointIO(ABC):
