@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar, cast
 
 import torch
-from torch.utils.data import DataLoader, Sampler, SequentialSampler
+from torch.utils.data import DataLoader, Sampler
 
 from booster.errors import ConfigError
 from booster.fault_tolerance.progress import in_phase
@@ -244,20 +244,27 @@ class _UserIterator(LoaderIterator[T_co]):
             self._inner.close()
 
 
-class EpochSetter(SequentialSampler):
-    """The sampler that torch gives loaders with a batch sampler, with `set_epoch`.
+class EpochSetter(Sampler[Any]):
+    """The sampler of the loader that was divided, with `set_epoch`.
 
     Args:
         loader: Loader whose epoch is set.
+        sampler: What torch gave the divided loader.
     """
 
-    def __init__(self, loader: DistributedDataLoader[Any]) -> None:
-        super().__init__(cast("Sized", loader.dataset))
+    def __init__(self, loader: DistributedDataLoader[Any], sampler: Sampler[Any]) -> None:
         self._loader = loader
+        self._sampler = sampler
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the loader; see `DistributedDataLoader.set_epoch`."""
         self._loader.set_epoch(epoch)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._sampler)
+
+    def __len__(self) -> int:
+        return len(cast("Sized", self._sampler))
 
 
 class DistributedDataLoader(DataLoader[T_co]):
@@ -342,15 +349,11 @@ class DistributedDataLoader(DataLoader[T_co]):
         # None after the last batch of the epoch: the next iter() follows, not the empty rest of this epoch.
         self._cursor = self._next if after is None else after
 
-    # torch sets a sampler that no loader with a batch sampler reads; as an attribute ours would be a reference cycle.
+    # As an attribute it would be a reference cycle.
     @property  # type: ignore[override]
-    def sampler(self) -> Any:
+    def sampler(self) -> EpochSetter:  # type: ignore[override]
         """Sampler whose `set_epoch` is the loader's, for loops that were written for a `DistributedSampler`."""
-        return EpochSetter(self) if isinstance(self.epoch_sampler, Sampler) else vars(self)["sampler"]
-
-    @sampler.setter
-    def sampler(self, sampler: Any) -> None:
-        pass
+        return EpochSetter(self, vars(self)["sampler"])
 
     @property
     def epoch(self) -> int:

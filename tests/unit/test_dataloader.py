@@ -8,7 +8,8 @@ from itertools import islice, product
 
 import pytest
 import torch
-from torch.utils.data import Dataset
+from data_sources import StatefulStream
+from torch.utils.data import DataLoader, Dataset
 
 from booster.data import DistributedBatchSampler, active_loader, prepare_dataloader
 from booster.errors import ConfigError
@@ -88,6 +89,16 @@ def test_a_loop_that_sets_the_epoch_of_the_sampler_reads_the_same():
     resumed.sampler.set_epoch(5)
     assert flat(read(resumed)) == order(10, 5)
     assert flat(read(copy.deepcopy(resumed))) == order(10, 6)
+
+
+def test_a_loop_that_sets_the_epoch_of_a_streams_sampler_reads_the_same():
+    plain = DataLoader(StatefulStream(), 2)
+    one = prepare_dataloader(plain, dp_rank=0, dp_size=1)
+    expected = [flat(batch.tolist() for batch in one) for _ in range(3)]
+    one = prepare_dataloader(plain, dp_rank=0, dp_size=1)
+    for epoch in (2, 0):
+        one.sampler.set_epoch(epoch)
+        assert flat(batch.tolist() for batch in one) == expected[epoch]
 
 
 def test_break_goes_to_the_next_epoch_but_the_state_stays_inside():
