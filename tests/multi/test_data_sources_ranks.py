@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import functools
 import random
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from data_sources import DRAWN, NUMBERS, SAMPLERS, STREAMS, ShuffledStream
+from data_sources import DRAWN, NUMBERS, SAMPLERS, STREAMS, ShuffledStream, package_of
 from harness import distributed, preload, run_ranks
 from resume_cases import gemini_plugin, zero_plugin
 from torch.utils.data import DataLoader, IterableDataset, Sampler
@@ -181,3 +184,50 @@ def test_the_union_is_the_dataset():
         assert sorted(whole) == sorted(second) == NUMBERS
         assert whole != second
     assert torch.equal(torch.tensor(_serial(["stream"])["stream"][0]), torch.tensor(NUMBERS))
+
+
+# The ranks of the harness are daemons, which may not start the workers of a loader.
+WITH_WORKERS = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from data_sources import NUMBERS, SAMPLERS, STREAMS
+from booster import Booster, launch_from_torch
+
+launch_from_torch(verbose=False)
+booster = Booster(plugin="torch_ddp")
+
+
+def read(loader, num_steps=None):
+    seen = []
+    for step, batch in enumerate(loader, start=1):
+        seen += booster.gather_for_metrics(batch).tolist()
+        if step == num_steps:
+            break
+    return seen
+
+
+for name in sys.argv[2:]:
+    for workers in (0, 2):
+        make = lambda workers: booster.prepare_dataloader((SAMPLERS | STREAMS)[name](num_workers=workers))
+        loader, begun, resumed = make(workers), make(workers), make(2 - workers)
+        whole = read(loader)
+        assert sorted(whole) == NUMBERS, (name, workers, whole)
+        first = read(begun, 2)
+        resumed.load_state_dict(begun.state_dict())
+        assert first + read(resumed) == whole, (name, workers)
+booster.print("each sample once")
+"""
+
+
+@pytest.mark.parametrize(
+    "names", [["counting", "stateful stream"], ["Hugging Face", "Hugging Face shuffled"]], ids=" and ".join
+)
+def test_workers_read_each_sample_once(names, tmp_path):
+    if package_of(names[0]) is not None:
+        pytest.importorskip(package_of(names[0]))
+    (tmp_path / "train.py").write_text(WITH_WORKERS)
+    cases = str(Path(__file__).parents[1] / "cases")
+    command = [sys.executable, "-m", "booster", "run", "--nproc-per-node", "2", "train.py", cases, *names]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "each sample once" in done.stdout
