@@ -46,6 +46,7 @@ _MIN_GROUPS_TO_COLLECT = 16  # the garbage collector is not run for fewer groups
 
 _tracked: WeakSet[dist.ProcessGroup] = WeakSet()  # destroyed once they are unused
 _released: WeakSet[dist.ProcessGroup] = WeakSet()
+_mesh_groups: dict[object, list[dist.ProcessGroup]] = {}  # of every mesh, which may hold names of its groups only
 _num_to_collect = _MIN_GROUPS_TO_COLLECT
 
 
@@ -60,6 +61,8 @@ def release_groups(groups: Iterable[dist.ProcessGroup | None]) -> None:
         if group is not None and group in _tracked:
             _released.add(group)
             _destroy(group)
+    for held in list(_mesh_groups.values()):  # torch 2.10 never frees a mesh that a parameter was divided by
+        held[:] = [group for group in held if group not in _released]
     _forget_meshes()
 
 
@@ -133,10 +136,11 @@ def _destroy(group: dist.ProcessGroup) -> None:
 def _forget_meshes() -> None:
     # torch caches sharding decisions by mesh, and meshes of other groups of the same ranks compare equal
     if "torch.distributed.tensor" in sys.modules:
-        from torch.distributed.tensor import debug
+        from torch.distributed.tensor import _collective_utils, debug
 
         debug._clear_python_sharding_prop_cache()  # torch 2.10 has no name for both
         debug._clear_fast_path_sharding_prop_cache()
+        _collective_utils.MeshTopoInfo.build_from_mesh.cache_clear()  # costs of redistribution, holds the groups
 
 
 # Note [Timeouts]
@@ -316,8 +320,9 @@ def mesh_of_groups(
         names: Names of the axes.
     """
     mesh = DeviceMesh.from_group(list(groups), device_type, ranks, mesh_dim_names=tuple(names))
-    # Torch's mesh may hold names of its groups only: the mesh keeps the groups alive.
-    finalize(mesh, list, groups).atexit = False
+    mark = object()  # meshes of equal ranks compare equal
+    _mesh_groups[mark] = list(groups)
+    finalize(mesh, _mesh_groups.pop, mark).atexit = False
     return mesh
 
 

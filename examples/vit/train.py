@@ -1,38 +1,38 @@
-"""Trains a small vision transformer on images, with one of three parallel strategies; the loss curves coincide.
+"""Trains a small vision transformer on images, under any plugin by a flag; the loss curves coincide.
 
-Run: booster run --nproc-per-node 2 examples/vit/train.py --parallel data
-     booster run --nproc-per-node 2 examples/vit/train.py --parallel pipeline
-     booster run --nproc-per-node 4 examples/vit/train.py --parallel pipeline-tensor
-     python examples/vit/plot.py
+Run: booster run --nproc-per-node 2 examples/vit/train.py --plugin pipeline
+     booster run --nproc-per-node 4 examples/vit/train.py --plugin pipeline_tensor
+     booster plot runs/vit/*.jsonl --only loss -o runs/vit/curves.png
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import time
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from images import NUM_CLASSES, SIZE, read_cifar10, read_digits
 from torch.optim.lr_scheduler import OneCycleLR
-from tqdm import tqdm
 from transformers import ViTConfig, ViTForImageClassification
 
-from booster import Booster, launch_from_torch
-from booster.plugins import HybridParallelPlugin, TorchDDPPlugin
+from booster import Booster, Monitor, launch_from_torch
+from booster.plugins import GeminiPlugin, HybridParallelPlugin, LowLevelZeroPlugin, TorchDDPPlugin, TorchFSDPPlugin
 
 PLUGINS = {
-    "data": TorchDDPPlugin,
+    "none": lambda: None,
+    "torch_ddp": TorchDDPPlugin,
+    "low_level_zero": lambda: LowLevelZeroPlugin(precision="fp32"),
+    "gemini": lambda: GeminiPlugin(precision="fp32", min_chunk_size_m=0.5, search_range_m=1),
+    "torch_fsdp": TorchFSDPPlugin,
     "pipeline": lambda: HybridParallelPlugin(pp_size=2, num_microbatches=4, precision="fp32"),
-    "pipeline-tensor": lambda: HybridParallelPlugin(pp_size=2, tp_size=2, num_microbatches=4, precision="fp32"),
+    "pipeline_tensor": lambda: HybridParallelPlugin(pp_size=2, tp_size=2, num_microbatches=4, precision="fp32"),
 }
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--parallel", choices=list(PLUGINS), default="data")
+    parser.add_argument("-p", "--plugin", choices=list(PLUGINS), default="torch_ddp")
     parser.add_argument("--output", type=Path, default=Path("runs/vit"))
     parser.add_argument("--cifar10", type=Path, default=None, help="the folder cifar-10-batches-bin; default: digits")
     parser.add_argument("--steps", type=int, default=300)
@@ -81,35 +81,29 @@ def train(booster, arguments: argparse.Namespace) -> tuple[list[float], float]:
     scheduler = OneCycleLR(optimizer, max_lr=7e-4, total_steps=arguments.steps + 1, pct_start=0.2)
     model, optimizer, _, _, scheduler = booster.boost(model, optimizer, lr_scheduler=scheduler)
 
-    losses = []
-    batches = iter(loader)
-    bar = tqdm(range(arguments.steps), disable=not booster.is_main_process, unit="step", mininterval=1.0)
-    for step in bar:
-        if step % len(loader) == 0:
-            batches = iter(loader)
-        loss = booster.execute_pipeline(batches, model, mean_loss, optimizer)["loss"]
-        booster.clip_grad_norm_(optimizer, 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        scheduler.step()
-        losses.append(float(booster.gather_for_metrics(loss).mean()))
-        bar.set_postfix_str(f"loss {losses[-1]:.4f}", refresh=False)
+    losses, batches = [], iter(loader)
+    log = arguments.output / f"{arguments.plugin}.jsonl"
+    if booster.is_main_process:
+        log.unlink(missing_ok=True)  # of an earlier run
+    with Monitor(model, optimizer, log=log, total_steps=arguments.steps):
+        for step in range(arguments.steps):
+            if step % len(loader) == 0:
+                batches = iter(loader)
+            loss = booster.execute_pipeline(batches, model, mean_loss, optimizer)["loss"]
+            booster.clip_grad_norm_(optimizer, 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            scheduler.step()
+            losses.append(float(booster.gather_for_metrics(loss).mean()))
     return losses, evaluate(booster, model, booster.prepare_dataloader(held_out, batch_size))
 
 
 def main() -> None:
     arguments = parse_arguments()
     launch_from_torch(seed=42)
-    booster = Booster(plugin=PLUGINS[arguments.parallel]())
-    start = time.perf_counter()
+    booster = Booster(plugin=PLUGINS[arguments.plugin]())
     losses, accuracy = train(booster, arguments)
-    seconds = time.perf_counter() - start
-    booster.print(f"{arguments.parallel}: loss {losses[-1]:.4f}, accuracy {accuracy:.1%}, {seconds:.0f} s")
-    if booster.is_main_process:
-        curve = {"parallel": arguments.parallel, "ranks": dist.get_world_size(), "losses": losses, "accuracy": accuracy}
-        arguments.output.mkdir(parents=True, exist_ok=True)
-        with open(arguments.output / "curves.jsonl", "a") as file:
-            print(json.dumps(curve), file=file)
+    booster.print(f"{arguments.plugin}: loss {losses[-1]:.4f}, accuracy {accuracy:.1%}")
 
 
 if __name__ == "__main__":
