@@ -32,10 +32,10 @@ from .errors import ConfigError
 from .fault_tolerance.progress import in_phase
 from .interface import MixedPrecision, ModelWrapper, OptimizerWrapper, Plugin
 from .metrics import gather_for_metrics
-from .mixed_precision import mixed_precision_from_name
+from .mixed_precision import resolve_mixed_precision
 from .monitor.nan_check import detect_nonfinite
 from .monitor.summary import summarize
-from .registry import plugin_from_name
+from .registry import plugin_with_precision
 from .single_device import SingleDevicePlugin
 from .validation import is_int, is_number
 
@@ -54,7 +54,7 @@ class Booster(CheckpointMethods):
         device: Device for training without a plugin, optional; defaults to the accelerator if there is one, else the
             CPU.
         mixed_precision: 'fp16', 'bf16', 'fp16_naive', 'fp16_apex', 'fp8', or a `MixedPrecision`; optional, defaults to
-            the dtypes of the parameters.
+            the dtypes of the parameters. A plugin of a name casts the weights to it where it does so itself.
         plugin: `Plugin`, or the name of one, built in or registered by another package; optional, defaults to one
             device.
 
@@ -83,8 +83,8 @@ class Booster(CheckpointMethods):
         mixed_precision: str | MixedPrecision | None = None,
         plugin: str | Plugin | None = None,
     ) -> None:
-        self.plugin = _resolve_plugin(plugin, device)
-        self.mixed_precision = _resolve_precision(mixed_precision, self.plugin)
+        self.plugin = _resolve_plugin(plugin, mixed_precision, device)
+        self.mixed_precision = resolve_mixed_precision(mixed_precision, self.plugin)
         self.checkpoint_io: CheckpointIO = self.plugin.get_checkpoint_io()
 
     if not TYPE_CHECKING:  # type checkers would accept every name
@@ -444,10 +444,12 @@ class Booster(CheckpointMethods):
         barrier()
 
 
-def _resolve_plugin(plugin: str | Plugin | None, device: str | torch.device | None) -> Plugin:
+def _resolve_plugin(
+    plugin: str | Plugin | None, precision: str | MixedPrecision | None, device: str | torch.device | None
+) -> Plugin:
     if plugin is None:
         return SingleDevicePlugin(device)
-    resolved = plugin_from_name(plugin) if isinstance(plugin, str) else plugin
+    resolved = plugin_with_precision(plugin, precision) if isinstance(plugin, str) else plugin
     if not isinstance(resolved, Plugin):
         raise ConfigError(
             f"plugin={plugin!r} is a {type(plugin).__name__}, not a Plugin: pass an object such as"
@@ -462,29 +464,5 @@ def _resolve_plugin(plugin: str | Plugin | None, device: str | torch.device | No
         raise ConfigError(
             f"device={device!r} was given with {type(resolved).__name__}, which selects the device of every rank: leave"
             " device out"
-        )
-    return resolved
-
-
-def _resolve_precision(precision: str | MixedPrecision | None, plugin: Plugin) -> MixedPrecision | None:
-    if precision is None or precision == "fp32":
-        return None
-    if plugin.control_precision():
-        raise ConfigError(
-            f"mixed_precision={precision!r} was given with {type(plugin).__name__}, which has its own precision"
-            f" argument: pass it to {type(plugin).__name__} only"
-        )
-    if isinstance(precision, MixedPrecision):
-        return precision
-    if not isinstance(precision, str):
-        raise ConfigError(
-            f"mixed_precision={precision!r} is a {type(precision).__name__}: pass a name such as 'bf16', or a"
-            " MixedPrecision object such as BF16MixedPrecision()"
-        )
-    resolved = mixed_precision_from_name(precision)
-    if precision not in plugin.supported_precisions():
-        raise ConfigError(
-            f"mixed_precision={precision!r} does not run with {type(plugin).__name__}: choose one of"
-            f" {', '.join(plugin.supported_precisions())}"
         )
     return resolved

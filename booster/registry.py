@@ -51,6 +51,23 @@ def plugin_from_name(name: str, **arguments: Any) -> Plugin:
     return cls(**arguments)
 
 
+def plugin_with_precision(name: str, precision: Any, /, **arguments: Any) -> Plugin:
+    """Return a new plugin by name; a name of a precision is its `precision` argument, if it has one.
+
+    Args:
+        name: Name of the plugin.
+        precision: Mixed precision of the Booster.
+        **arguments: Arguments of the plugin's constructor.
+
+    Raises:
+        ConfigError: As by `plugin_from_name`, or the plugin does not have this precision.
+    """
+    has_argument = "precision" in inspect.signature(plugin_class(name)).parameters
+    if has_argument and isinstance(precision, str):
+        arguments.setdefault("precision", precision)
+    return plugin_from_name(name, **arguments)
+
+
 def plugin_class(name: str) -> type[Plugin]:
     """Return the class of a plugin.
 

@@ -67,7 +67,7 @@ def add_parser(commands: Any) -> None:
         "--mixed-precision",
         "--mixed_precision",
         metavar="NAME",
-        help="mixed precision of the Booster, for plugins without their own precision (fp32 and bf16)",
+        help="mixed precision, or precision of the plugins that have their own (fp32 and bf16)",
     )
     parser.add_argument(
         "--dtype", default="fp32", choices=["fp32", "bf16", "fp16"], help="dtype of the initialized weights (fp32)"

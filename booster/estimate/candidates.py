@@ -14,7 +14,7 @@ from booster.comm import fake_world
 from booster.errors import BoosterError, ConfigError
 from booster.interface import Plugin
 from booster.mixed_precision import mixed_precision_from_name
-from booster.registry import plugin_class, plugin_from_name, plugin_names
+from booster.registry import plugin_class, plugin_names, plugin_with_precision
 from booster.single_device import SingleDevicePlugin
 from booster.validation import size_from_text
 
@@ -92,7 +92,7 @@ def find_candidates(
         plugins: Comma-separated names, or "all".
         num_ranks: World size.
         settings: Arguments of the single plugin; optional, defaults to the plugin's own candidates.
-        mixed_precision: Mixed precision for plugins without their own; optional, defaults to none and bf16.
+        mixed_precision: Mixed precision; optional, defaults to none and bf16, or the plugin's own candidates.
 
     Raises:
         ConfigError: A plugin is unknown, or has no settings for this number of ranks.
@@ -114,10 +114,12 @@ def find_candidates(
         for plugin_settings in all_settings:
             candidate = Candidate(plugin=name, settings=plugin_settings)
             precisions: tuple[str | None, ...] = _PRECISIONS if mixed_precision is None else (mixed_precision,)
-            if _controls_precision(candidate, num_ranks) and (mixed_precision is None or plugins == "all"):
-                precisions = (None,)
+            if _controls_precision(candidate, num_ranks):
+                if mixed_precision is not None and not settings:
+                    candidate = replace(candidate, settings=plugin_settings | {"precision": mixed_precision})
+                precisions = (mixed_precision if settings else None,)
             found += [replace(candidate, mixed_precision=precision) for precision in precisions]
-    return found
+    return [one for number, one in enumerate(found) if one not in found[:number]]
 
 
 def compare(
@@ -214,7 +216,7 @@ def _estimate_candidate(
 def _make_plugin(candidate: Candidate) -> Plugin:
     if candidate.plugin == ONE_DEVICE:
         return SingleDevicePlugin("cpu")
-    return plugin_from_name(candidate.plugin, **candidate.settings)
+    return plugin_with_precision(candidate.plugin, candidate.mixed_precision, **candidate.settings)
 
 
 _PARTS = ("parameters", "gradients", "optimizer_states", "activations", "buffers")

@@ -18,9 +18,9 @@ from torch.optim import Optimizer
 from booster.comm import fake, fake_collectives, fake_world, group_rank, group_size, is_initialized
 from booster.errors import ConfigError
 from booster.interface import MixedPrecision, Plugin
-from booster.mixed_precision import mixed_precision_from_name
+from booster.mixed_precision import resolve_mixed_precision
 from booster.pytree import map_tensors
-from booster.registry import plugin_from_name
+from booster.registry import plugin_with_precision
 from booster.single_device import SingleDevicePlugin
 from booster.validation import is_number
 
@@ -318,14 +318,10 @@ def estimate_recipe(
             f"device_memory={device_memory!r} is not a positive number of bytes: give the memory of a device, such as"
             " 80 * 2**30, or omit it"
         )
-    world = _world_of(plugin, num_ranks, settings)
+    world = _world_of(plugin, num_ranks, settings, mixed_precision)
     is_launched = is_initialized()  # then this process's own rank is the only one that can be simulated
     with world(0) as made:
-        if mixed_precision not in (None, "fp32") and made.control_precision():
-            raise ConfigError(
-                f"mixed_precision={mixed_precision!r} was given with {type(made).__name__}, which has its own"
-                " precision: give it in settings=, such as {'precision': 'bf16'}"
-            )
+        precision = resolve_mixed_precision(mixed_precision, made)
         name, size = type(made).__name__, group_size()
         ranks = [group_rank()] if is_launched else made.representative_ranks()
         if is_launched and len(made.representative_ranks()) > 1:
@@ -341,7 +337,6 @@ def estimate_recipe(
             " estimate_memory(model, 'low_level_zero', num_ranks=8, batch=batch, checkpoint=True)"
         )
     fake.fake_headers.clear()
-    precision = _precision(mixed_precision)
     memories = [_simulate(recipe, world, rank, precision, checkpoint=checkpoint) for rank in ranks]
     most = max(memories, key=lambda one: one.peak.total)
     return MemoryEstimate(
@@ -436,7 +431,12 @@ def _without_garbage_collection() -> Iterator[None]:
             gc.enable()
 
 
-def _world_of(plugin: str | Plugin | None, num_ranks: int | None, settings: Mapping[str, Any] | None) -> World:
+def _world_of(
+    plugin: str | Plugin | None,
+    num_ranks: int | None,
+    settings: Mapping[str, Any] | None,
+    precision: str | MixedPrecision | None,
+) -> World:
     """Return a context of the plugin by rank: in a fake world, or the given rank's own after a launch."""
     if isinstance(plugin, Plugin):
         if settings or num_ranks not in (None, group_size()):
@@ -456,7 +456,7 @@ def _world_of(plugin: str | Plugin | None, num_ranks: int | None, settings: Mapp
         raise ConfigError(f"num_ranks={world_size} needs a plugin: give plugin=, such as 'torch_ddp'")
 
     def make() -> Plugin:
-        return plugin_from_name(plugin, **(settings or {})) if plugin else SingleDevicePlugin()
+        return plugin_with_precision(plugin, precision, **(settings or {})) if plugin else SingleDevicePlugin()
 
     if is_initialized() and world_size == group_size():
         with fake_collectives():
@@ -475,9 +475,3 @@ def _in_launched_world(plugin: Plugin) -> Iterator[Plugin]:
 def _in_fake_world(make: Callable[[], Plugin], num_ranks: int, rank: int) -> Iterator[Plugin]:
     with fake_world(num_ranks, rank):
         yield make()
-
-
-def _precision(given: str | MixedPrecision | None) -> MixedPrecision | None:
-    if given is None or given == "fp32":
-        return None
-    return given if isinstance(given, MixedPrecision) else mixed_precision_from_name(given)

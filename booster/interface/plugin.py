@@ -112,6 +112,11 @@ class Plugin(ConfigFingerprint, ABC):
         return self.axis_sizes().get("sp", 1)
 
     @property
+    def precision(self) -> str | None:
+        """Name of the weights' precision, such as 'bf16', where the plugin casts them; else None."""
+        return None
+
+    @property
     def zero_stage(self) -> int:
         """ZeRO stage: 0 shards nothing, 1 optimizer states, 2 also gradients, 3 also weights."""
         return 0

@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Callable
 
 from booster.errors import ConfigError
-from booster.interface.mixed_precision import MixedPrecision
+from booster.interface import MixedPrecision, Plugin
 
 from .apex import FP16ApexMixedPrecision
 from .autocast import BF16MixedPrecision, FP16TorchMixedPrecision
@@ -28,6 +28,7 @@ __all__ = [
     "mixed_precision_factory",
     "mixed_precision_from_name",
     "mixed_precision_names",
+    "resolve_mixed_precision",
 ]
 # ColossalAI's other names.
 BF16_MixedPrecision = BF16MixedPrecision
@@ -67,6 +68,42 @@ def mixed_precision_from_name(name: str) -> MixedPrecision:
     raise ConfigError(
         f"mixed_precision={name!r} is not known.{hint} Known names: {', '.join(_BY_NAME)}; None keeps the model's dtype"
     )
+
+
+def resolve_mixed_precision(given: str | MixedPrecision | None, plugin: Plugin) -> MixedPrecision | None:
+    """Return the mixed precision of a Booster; None where the plugin casts the weights, or nothing does.
+
+    Args:
+        given: The argument `mixed_precision` of the Booster.
+        plugin: Its plugin.
+
+    Raises:
+        ConfigError: It is not a mixed precision, or another than the plugin's.
+    """
+    if given is None or (plugin.control_precision() and isinstance(given, str) and given == plugin.precision):
+        return None
+    if plugin.control_precision():
+        own = "one of its own" if plugin.precision is None else f"precision={plugin.precision!r}"
+        raise ConfigError(
+            f"mixed_precision={given!r} was given with a {type(plugin).__name__} that has {own}: choose the precision"
+            f" where the plugin is created, or give the plugin by its name"
+        )
+    if given == "fp32":
+        return None
+    if isinstance(given, MixedPrecision):
+        return given
+    if not isinstance(given, str):
+        raise ConfigError(
+            f"mixed_precision={given!r} is a {type(given).__name__}: pass a name such as 'bf16', or a"
+            " MixedPrecision object such as BF16MixedPrecision()"
+        )
+    resolved = mixed_precision_from_name(given)
+    if given not in plugin.supported_precisions():
+        raise ConfigError(
+            f"mixed_precision={given!r} does not run with {type(plugin).__name__}: choose one of"
+            f" {', '.join(plugin.supported_precisions())}"
+        )
+    return resolved
 
 
 mixed_precision_factory = mixed_precision_from_name  # ColossalAI's name

@@ -64,6 +64,10 @@ class ShardedPlugin(DistributedPlugin):
     def control_precision(self) -> bool:
         return True
 
+    @property
+    def precision(self) -> str:
+        return self._config.precision
+
     def reduction_dtype(self, parameter_dtype: torch.dtype) -> torch.dtype:
         if self._device.type == "cpu" and parameter_dtype.itemsize < 4:
             return torch.float32

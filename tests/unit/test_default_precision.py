@@ -8,7 +8,7 @@ import torch.distributed as dist
 from harness import run_ranks
 from torch import nn
 
-from booster import Booster, DesyncError
+from booster import BF16MixedPrecision, Booster, ConfigError, DesyncError
 from booster.plugins import GeminiPlugin, HybridParallelPlugin, LowLevelZeroPlugin
 from booster.plugins.sharding.config import default_precision
 from booster.plugins.sharding.plugin import _log_default_precision
@@ -68,6 +68,26 @@ def test_weights_have_the_default_precision_and_the_first_step_is_taken(cls):
         assert found[False, False] == ({torch.float32}, False)
         assert found[True, False] == ({torch.bfloat16}, False)
         assert found[False, True][0] == found[True, True][0] == {torch.float16}
+
+
+@pytest.mark.parametrize("name", ["low_level_zero", "gemini", "hybrid_parallel"])
+def test_a_plugin_of_a_name_has_the_precision_of_the_booster(name):
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        for precision, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16)):
+            booster = Booster(plugin=name, mixed_precision=precision)
+            assert (booster.plugin.precision, booster.mixed_precision) == (precision, None)
+            model = nn.Linear(4, 4)
+            model, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+            assert {parameter.dtype for parameter in model.parameters()} == {dtype}
+            Booster(plugin=booster.plugin, mixed_precision=precision)  # the same said twice
+        for other in ("fp32", "bf16", BF16MixedPrecision()):
+            with pytest.raises(ConfigError, match="that has precision='fp16': choose the precision"):
+                Booster(plugin=booster.plugin, mixed_precision=other)
+        with pytest.raises(ConfigError, match="precision='fp8'"):
+            Booster(plugin=name, mixed_precision="fp8")
+    finally:
+        dist.destroy_process_group()
 
 
 def _on_different_hosts(cls):

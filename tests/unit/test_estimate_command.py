@@ -225,6 +225,6 @@ def test_plugins_of_others_are_asked_too(monkeypatch):
 
     assert issubclass(Theirs, Plugin)
     monkeypatch.setattr(candidates, "plugin_class", lambda name: Theirs)
-    monkeypatch.setattr(candidates, "plugin_from_name", lambda name, **settings: Theirs(**settings))
+    monkeypatch.setattr(candidates, "plugin_with_precision", lambda name, precision, **settings: Theirs(**settings))
     names = [one.name for one in find_candidates("theirs", 3)]
     assert names == ["theirs bucket_cap_mb=3", "theirs bucket_cap_mb=3 mixed_precision=bf16"]

@@ -423,7 +423,7 @@ class TestMistakes:
         with pytest.raises(ConfigError, match="leave device out"):
             Booster(plugin=Strict(), device="cpu")
         for precision in ("bf16", BF16MixedPrecision()):
-            with pytest.raises(ConfigError, match="pass it to Strict only"):
+            with pytest.raises(ConfigError, match="choose the precision where the plugin is created"):
                 Booster(plugin=Strict(), mixed_precision=precision)
         with pytest.raises(ConfigError, match=r"leave no_sync\(\) out"):
             Booster(plugin=Strict()).no_sync()

@@ -202,7 +202,10 @@ def test_states_are_those_of_a_step(make, matrix, vector):
         ({"num_ranks": 2}, "needs a plugin"),
         ({"plugin": "torch_ddp", "num_ranks": 0}, "is not a positive int"),
         ({"plugin": SingleDevicePlugin, "num_ranks": 1}, "give a Plugin, or a name"),
-        ({"plugin": "low_level_zero", "mixed_precision": "bf16"}, "which has its own precision"),
+        (
+            {"plugin": "low_level_zero", "settings": {"precision": "fp32"}, "mixed_precision": "bf16"},
+            "that has precision='fp32'",
+        ),
         ({"mixed_precision": "bf61"}, "bf61"),
         ({"optimizer": "adamw"}, "is not an optimizer"),
         ({"optimizer": lambda parameters: parameters}, "returned a list"),
