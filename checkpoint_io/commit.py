@@ -282,6 +282,7 @@ _LOCK_TIMEOUT_SECONDS = 120.0
 _FIRST_PAUSE, _LAST_PAUSE = 0.001, 0.1
 _MAX_ATTEMPTS = 10  # attempts, as other saves may remove a temporary before it is locked
 _REMOVED = re.compile(r"\..*\.removed-[0-9a-f]{32}", re.DOTALL)
+_MAX_NAME = 50  # of a target within another name: names are limited to 255 bytes including the suffix
 _TEMPORARY = re.compile(r"\.(?P<target>.*)\.tmp-[0-9a-f]{32}", re.DOTALL)
 _INNER = re.compile(r"\.booster-tmp-[0-9a-f]{32}")
 _ADVICE = {
@@ -404,7 +405,7 @@ class Transaction:
             if self._is_inside:
                 path = self._target / f".booster-tmp-{uuid4().hex}"
             else:
-                path = self._target.parent / f"{_prefix(self._target.name)}.tmp-{uuid4().hex}"
+                path = self._target.parent / f".{self._target.name[:_MAX_NAME]}.tmp-{uuid4().hex}"
             self._storage.make_directory(path)
             self._temporary = path
             try:
@@ -426,7 +427,7 @@ class Transaction:
         if match is None:
             return _REMOVED.fullmatch(name) is not None
         is_related = self._is_related is not None and self._is_related(match["target"])
-        return is_related or f".{match['target']}" == _prefix(self._target.name)
+        return is_related or match["target"] == self._target.name[:_MAX_NAME]
 
 
 def resolve(storage: Storage, directory: Path, name: str) -> Path:
@@ -467,17 +468,12 @@ def remove_checkpoint(storage: Storage, directory: Path) -> None:
         return
     if kind != "directory":
         raise CheckpointError(f"{directory} is not a directory, and only directories are removed: check the path")
-    removed = directory.parent / f"{_prefix(directory.name)}.removed-{uuid4().hex}"
+    removed = directory.parent / f".{directory.name[:_MAX_NAME]}.removed-{uuid4().hex}"
     with _explain_rename_errors(directory), _hold_lock(storage, directory):
         storage.rename_new(directory, removed)
         storage.sync_path(directory.parent)
         storage.remove_tree(removed)
     storage.sync_path(directory.parent)
-
-
-def _prefix(name: str) -> str:
-    # Truncated, because names are limited to 255 bytes including the suffix.
-    return f".{name[:50]}"
 
 
 @contextmanager

@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from booster.errors import CheckpointError
+from booster.kernels.disk_io import reserve_space
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
     from typing_extensions import Buffer
 
@@ -106,15 +107,8 @@ class Storage:
 
     def resize(self, file: OpenFile, num_bytes: int) -> None:
         """Set the size of a file and, if supported, allocate its disk space, so that a full disk is detected here."""
-        if num_bytes > 0:
-            while _fallocate is not None and _fallocate(file.descriptor, 0, 0, num_bytes) != 0:
-                code = ctypes.get_errno()
-                if code in _UNSUPPORTED:
-                    break
-                if code != errno.EINTR:
-                    raise OSError(code, os.strerror(code), str(file.path))
         with _add_path_to_errors(file.path):
-            os.ftruncate(file.descriptor, num_bytes)
+            reserve_space(file.descriptor, num_bytes)
 
     def write_at(self, file: OpenFile, data: Buffer, offset: int) -> None:
         """Write all data at an offset of the file. Thread-safe."""
@@ -374,16 +368,7 @@ def _bytes_of(data: Buffer) -> memoryview:
     return view.cast("B") if view.nbytes else memoryview(b"")  # cast() rejects shapes with a zero
 
 
-# System calls that Python does not wrap. `os.posix_fallocate` is none: if the file system cannot allocate, the
-# C library writes into every block instead, over the network if need be.
-
-
-def _system_call(name: str, *argument_types: Any) -> Callable[..., int] | None:
-    function = getattr(ctypes.CDLL(None, use_errno=True), name, None)
-    if function is not None:
-        function.argtypes, function.restype = argument_types, ctypes.c_int
-    return function
-
-
-_fallocate = _system_call("fallocate64", ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
-_renameat2 = _system_call("renameat2", ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_char_p, ctypes.c_uint)
+_renameat2: Any = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)  # not wrapped by Python
+if _renameat2 is not None:
+    _renameat2.argtypes = (ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_char_p, ctypes.c_uint)
+    _renameat2.restype = ctypes.c_int

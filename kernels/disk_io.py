@@ -295,7 +295,7 @@ def open_data_file(path: str | os.PathLike[str], num_bytes: int) -> tuple[int, b
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     descriptor = os.open(path, flags, 0o600)
     try:
-        _reserve(descriptor, -(-num_bytes // ALIGNMENT) * ALIGNMENT)
+        reserve_space(descriptor, -(-num_bytes // ALIGNMENT) * ALIGNMENT)
         return descriptor, _make_direct(descriptor)
     except OSError as error:
         os.close(descriptor)
@@ -393,7 +393,12 @@ if _fallocate is not None:
     _fallocate.restype = ctypes.c_int
 
 
-def _reserve(descriptor: int, num_bytes: int) -> None:
+def reserve_space(descriptor: int, num_bytes: int) -> None:
+    """Set the size of a file and, where the file system can, allocate its space, so that a full disk is found here.
+
+    Raises:
+        OSError: The disk is full, or broken; without the file's name.
+    """
     while num_bytes > 0 and _fallocate is not None and _fallocate(descriptor, 0, 0, num_bytes) != 0:
         code = ctypes.get_errno()
         if code in _UNSUPPORTED:

@@ -15,8 +15,7 @@ from booster.errors import CheckpointError, ConfigError
 
 from .accumulation import AccumulationState
 from .optimizer_state import StatefulOptimizer
-from .shard_spec import shard_spec_of
-from .tensor_slice import TensorSlice
+from .shard_spec import TensorSlice, shard_spec_of
 
 # Note [Accumulated gradients]
 # During an accumulation each rank holds a local scaled gradient g_r. The ranks of a sharding group hold shards of the

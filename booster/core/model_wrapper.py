@@ -17,8 +17,7 @@ from booster.errors import CheckpointError, ConfigError
 from booster.fault_tolerance.progress import Phase, observers
 
 from .precision import Precision
-from .shard_spec import is_sharded, shard_spec_of
-from .tensor_slice import TensorSlice
+from .shard_spec import TensorSlice, is_sharded, shard_spec_of
 
 # Note [Attributes of the boosted model]
 # Attributes that the wrapper lacks are the user's module's: reading, setting and deleting them is forwarded to it. The

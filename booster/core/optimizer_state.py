@@ -18,8 +18,7 @@ from .accumulation import AccumulationState
 from .model_wrapper import ModelWrapper
 from .precision import LossScaler, MasterWeights
 from .shard_aware import StateAllocator
-from .shard_spec import ShardSpec, shard_spec_of
-from .tensor_slice import TensorSlice
+from .shard_spec import ShardSpec, TensorSlice, shard_spec_of
 
 MASTER = "master"
 # Hyperparameters that select an implementation and don't change the result.

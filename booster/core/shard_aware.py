@@ -22,8 +22,7 @@ from booster.comm import all_reduce_sum, collective_device, group_size, raise_on
 from booster.errors import BoosterError, ConfigError
 
 from .accumulation import AccumulationState
-from .shard_spec import Box, ShardSpec, _overlaps, is_sharded, shard_spec_of
-from .tensor_slice import TensorSlice
+from .shard_spec import Box, ShardSpec, TensorSlice, _overlaps, is_sharded, shard_spec_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

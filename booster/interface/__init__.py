@@ -21,8 +21,7 @@ from booster.core.optimizer_state import OptimizerState, TensorSpec
 from booster.core.optimizer_wrapper import OptimizerWrapper
 from booster.core.precision import LossScaler, MasterWeights
 from booster.core.shard_aware import FusedUpdate, Shard, ShardAware, Shards, StateAllocator
-from booster.core.shard_spec import ShardRegion, ShardSpec, set_shard_spec, shard_spec_of
-from booster.core.tensor_slice import TensorSlice
+from booster.core.shard_spec import ShardRegion, ShardSpec, TensorSlice, set_shard_spec, shard_spec_of
 
 from .mixed_precision import MixedPrecision
 from .plugin import Boosted, Plugin

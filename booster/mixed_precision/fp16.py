@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from booster.comm import LOW_PRECISION
 from booster.core.model_wrapper import ModelWrapper
 from booster.core.optimizer_wrapper import OptimizerWrapper
-from booster.core.tensor_slice import TensorSlice
+from booster.core.shard_spec import TensorSlice
 from booster.errors import ConfigError
 from booster.interface.mixed_precision import MixedPrecision
 from booster.lazy_init import materialize

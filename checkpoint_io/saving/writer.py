@@ -12,7 +12,7 @@ import errno
 import mmap
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -29,6 +29,7 @@ from booster.checkpoint_io.storage import OpenFile, Storage
 from booster.comm import fake, offloaded_memory, receive, send
 from booster.interface import TensorSlice
 from booster.kernels.checksum import crc32
+from booster.kernels.disk_io import aligned_buffer
 
 from .part import FileImage
 
@@ -159,9 +160,6 @@ class BufferedFileWriter:
             self._file.write(buffered[last - base : stop - base], last)
 
 
-_HUGE_PAGE_BYTES = 2 * 2**20
-
-
 @dataclass(slots=True)
 class _Buffer:
     memory: torch.Tensor | None = None
@@ -198,8 +196,10 @@ class StagingBuffers:
         try:
             if buffer.memory is None or (is_pinned and not buffer.is_pinned):
                 buffer.memory = None  # free the old memory before allocating the new one
-                size = self.num_bytes
-                buffer.memory = host_memory(size, is_pinned=True) if is_pinned else _huge_pages(size)
+                is_plain = is_pinned or fake.replicas is not None
+                buffer.memory = (
+                    host_memory(self.num_bytes, is_pinned=is_pinned) if is_plain else aligned_buffer(self.num_bytes)
+                )
                 buffer.is_pinned = is_pinned
             yield buffer.memory
         finally:
@@ -226,19 +226,6 @@ def host_memory(num_bytes: int, *, is_pinned: bool) -> torch.Tensor:
             return host_memory(num_bytes, is_pinned=False)
     # Shared mapping: private memory would be copied on the first write after a fork.
     return torch.frombuffer(mmap.mmap(-1, num_bytes), dtype=torch.uint8)
-
-
-def _huge_pages(num_bytes: int) -> torch.Tensor:
-    """Allocate host memory in huge pages, so that one transfer to the disk takes few of them."""
-    if fake.replicas is not None:
-        return host_memory(num_bytes, is_pinned=False)
-    memory = mmap.mmap(-1, num_bytes + _HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(memory, "madvise") and hasattr(mmap, "MADV_HUGEPAGE"):
-        with suppress(OSError):  # unsupported by the system: small pages work too
-            memory.madvise(mmap.MADV_HUGEPAGE)
-    full = torch.frombuffer(memory, dtype=torch.uint8)
-    offset = -full.data_ptr() % _HUGE_PAGE_BYTES
-    return full[offset : offset + num_bytes]
 
 
 # Four threads keep the disk busy while some of them copy. On an idle machine a quarter of this memory would do; the

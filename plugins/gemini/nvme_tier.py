@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from booster.errors import ConfigError
-from booster.kernels.disk_io import ALIGNMENT, DiskQueue, IOTicket, aligned_buffer, open_data_file
+from booster.kernels.disk_io import ALIGNMENT, DiskQueue, IOTicket, aligned_buffer, open_data_file, reserve_space
 from booster.optim.nvme_offload.directory import ScratchDirectory
 
 from .tiers import TierBlock, Transfer, bytes_of
@@ -32,7 +32,6 @@ from .tiers import TierBlock, Transfer, bytes_of
 _BOUNCE_BUFFER_BYTES = 64 << 10
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-_UNSUPPORTED = (errno.EOPNOTSUPP, errno.ENOTSUP, errno.EINVAL, errno.ENOSYS)
 
 
 class DiskTransfer:
@@ -202,7 +201,7 @@ class BlockFile:
         if free < num_bytes:
             raise ConfigError(self._disk_full_error(num_bytes, free))
         try:
-            _reserve(self._cached, self._end, num_bytes)
+            reserve_space(self._cached, self._end + num_bytes)
         except OSError as error:
             os.ftruncate(self._cached, self._end)  # the reservation may be partial
             if error.errno in _FULL:
@@ -257,17 +256,6 @@ class FreeList:
 def whole_pages(num_bytes: int) -> int:
     """Round a number of bytes up to the alignment of direct I/O."""
     return -(-num_bytes // ALIGNMENT) * ALIGNMENT
-
-
-def _reserve(descriptor: int, offset: int, num_bytes: int) -> None:
-    """Extend the file, with its space reserved if the system supports that."""
-    if hasattr(os, "posix_fallocate"):
-        try:
-            os.posix_fallocate(descriptor, offset, num_bytes)
-        except OSError as error:
-            if error.errno not in _UNSUPPORTED:
-                raise
-    os.ftruncate(descriptor, offset + num_bytes)
 
 
 class DiskTier:

@@ -1,5 +1,6 @@
 """The disk tier: live tensors, space that is used again, full and failing disks, and what it leaves behind."""
 
+import ctypes
 import errno
 import gc
 import mmap
@@ -29,6 +30,7 @@ from tier_cases import (
 )
 
 from booster.errors import ConfigError
+from booster.kernels import disk_io
 from booster.kernels.disk_io import ALIGNMENT, DiskQueue, aligned_buffer
 from booster.plugins.gemini import nvme_tier
 from booster.plugins.gemini.nvme_tier import DiskTier, FreeList
@@ -202,14 +204,13 @@ def test_space_is_taken_once(seed):
 def test_a_full_disk_is_found_when_the_block_is_made(disk, monkeypatch, code):
     data = aligned_random(3 * ALIGNMENT)
     block = written(disk, data)
-    reserve = os.posix_fallocate
 
-    def fill_up(descriptor, offset, num_bytes):
-        reserve(descriptor, offset, num_bytes // 2)
+    def fill_up(descriptor, num_bytes):
+        os.ftruncate(descriptor, num_bytes // 2)
         raise OSError(code, os.strerror(code))
 
     with monkeypatch.context() as patch:
-        patch.setattr(os, "posix_fallocate", fill_up)
+        patch.setattr(nvme_tier, "reserve_space", fill_up)
         with pytest.raises(ConfigError, match=rf"need {MIB} bytes.* bytes are free there.*offload_dir") as caught:
             disk.new_block(MIB)
     assert str(file_of(disk).parent) in str(caught.value)
@@ -221,7 +222,7 @@ def test_a_full_disk_is_found_when_the_block_is_made(disk, monkeypatch, code):
 
 def test_a_disk_that_has_less_than_the_block_is_not_filled(disk, monkeypatch):
     monkeypatch.setattr(nvme_tier.shutil, "disk_usage", lambda _: SimpleNamespace(free=MIB - 1))
-    monkeypatch.setattr(os, "posix_fallocate", lambda *_: pytest.fail("it was tried"))
+    monkeypatch.setattr(nvme_tier, "reserve_space", lambda *_: pytest.fail("it was tried"))
     with pytest.raises(ConfigError, match=f"need {MIB} bytes.* {MIB - 1} bytes are free"):
         disk.new_block(MIB)
     disk.new_block(0)
@@ -229,9 +230,10 @@ def test_a_disk_that_has_less_than_the_block_is_not_filled(disk, monkeypatch):
 
 def test_a_file_system_that_can_not_reserve(disk, monkeypatch):
     def refuse(*_):
-        raise OSError(errno.EOPNOTSUPP, "not here")
+        ctypes.set_errno(errno.EOPNOTSUPP)
+        return -1
 
-    monkeypatch.setattr(os, "posix_fallocate", refuse)
+    monkeypatch.setattr(disk_io, "_fallocate", refuse)
     data = aligned_random(MIB)
     assert torch.equal(read(written(disk, data)), data)
 
@@ -245,7 +247,7 @@ def test_another_error_of_the_disk_names_the_file(disk, monkeypatch):
     def fail(*_):
         raise OSError(errno.EIO, "broken")
 
-    monkeypatch.setattr(os, "posix_fallocate", fail)
+    monkeypatch.setattr(nvme_tier, "reserve_space", fail)
     with pytest.raises(OSError, match="broken") as caught:
         disk.new_block(MIB)
     assert caught.value.filename == str(file_of(disk))

@@ -352,7 +352,7 @@ def test_the_staging_memory_is_bounded_and_kept(tmp_path, monkeypatch):
 
     staging = StagingBuffers(count=STAGING.count, num_bytes=STAGING.num_bytes)
     monkeypatch.setattr(writer, "STAGING", staging)
-    monkeypatch.setattr("booster.checkpoint_io.saving.writer._huge_pages", counted)
+    monkeypatch.setattr("booster.checkpoint_io.saving.writer.aligned_buffer", counted)
     case, _ = _float_case(tmp_path, num_bytes=64 * 2**20)
     case.create()
     for _ in range(3):

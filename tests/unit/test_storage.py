@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import mmap
 import os
@@ -17,6 +18,7 @@ import pytest
 from booster.checkpoint_io import storage as storage_module
 from booster.checkpoint_io.storage import OpenFile, Storage
 from booster.errors import CheckpointError
+from booster.kernels import disk_io
 
 
 @pytest.fixture
@@ -149,14 +151,14 @@ def test_resize_gives_the_size_and_the_space(storage, tmp_path, num_bytes):
 
 def test_resize_works_where_space_cannot_be_reserved(storage, tmp_path, monkeypatch):
     def unsupported(*_):
-        storage_module.ctypes.set_errno(errno.EOPNOTSUPP)
+        ctypes.set_errno(errno.EOPNOTSUPP)
         return -1
 
-    monkeypatch.setattr(storage_module, "_fallocate", unsupported)
+    monkeypatch.setattr(disk_io, "_fallocate", unsupported)
     with storage.create(tmp_path / "file") as file:
         storage.resize(file, 1000)
         assert storage.size(file) == 1000
-    monkeypatch.setattr(storage_module, "_fallocate", None)
+    monkeypatch.setattr(disk_io, "_fallocate", None)
     with storage.open_for_writing(tmp_path / "file") as file:
         storage.resize(file, 2000)
         assert storage.size(file) == 2000
@@ -272,7 +274,7 @@ def rename_support(request, monkeypatch):
     """File systems that can rename to a new name in one step, that can't, and a C library that can't ask."""
 
     def unsupported(*_):
-        storage_module.ctypes.set_errno(errno.EINVAL)
+        ctypes.set_errno(errno.EINVAL)
         return -1
 
     if request.param != "one step":
