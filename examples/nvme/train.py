@@ -16,13 +16,12 @@ from torch import nn
 
 from booster import Booster, DistCoordinator, LazyInitContext, Monitor, launch_from_torch
 from booster.optim import HybridAdam
-from booster.plugins import GeminiPlugin, LowLevelZeroPlugin, TorchDDPPlugin, TorchFSDPPlugin
+from booster.plugins import GeminiPlugin
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
-    names = ["gemini", "torch_ddp", "low_level_zero", "torch_fsdp"]
-    parser.add_argument("-p", "--plugin", choices=names, default="gemini", help="gemini offloads, the others do not")
+    parser.add_argument("-p", "--plugin", default="gemini", help="gemini offloads, the others do not")
     parser.add_argument("--offload-dir", type=Path, default=None, help="on a fast disk; default: a temporary directory")
     parser.add_argument("--log", type=Path, default=None, help="JSON lines of every step, for `booster plot`")
     parser.add_argument("--limit-mib", type=int, default=None, help="memory that each process may allocate")
@@ -40,12 +39,11 @@ def limit_memory(mebibytes: int) -> None:
     resource.setrlimit(resource.RLIMIT_DATA, (used + mebibytes * 2**20,) * 2)
 
 
-def make_plugin(arguments: argparse.Namespace, folder: str):
-    """Returns the plugin; Gemini keeps weights, gradients and states in files."""
+def make_booster(arguments: argparse.Namespace, folder: str) -> Booster:
+    """Returns the Booster; Gemini keeps weights, gradients and states in files."""
     if arguments.plugin != "gemini":
-        others = {"torch_ddp": TorchDDPPlugin, "torch_fsdp": TorchFSDPPlugin}
-        return others[arguments.plugin]() if arguments.plugin in others else LowLevelZeroPlugin(precision="fp32")
-    return GeminiPlugin(
+        return Booster(plugin=arguments.plugin, mixed_precision="fp32")
+    plugin = GeminiPlugin(
         precision="fp32",
         placement_policy="static",
         offload_optim_frac=1.0,
@@ -54,12 +52,13 @@ def make_plugin(arguments: argparse.Namespace, folder: str):
         min_chunk_size_m=arguments.width**2 / 2**20,
         search_range_m=arguments.width**2 / 2**20,
     )
+    return Booster(plugin=plugin)
 
 
 def train(arguments: argparse.Namespace) -> tuple[list[float], int]:
     """Returns the losses of this rank and the bytes of weights, gradients and states."""
     with tempfile.TemporaryDirectory() as folder:
-        booster = Booster(plugin=make_plugin(arguments, folder))
+        booster = make_booster(arguments, folder)
         if arguments.limit_mib is not None:
             limit_memory(arguments.limit_mib)
         torch.manual_seed(0)

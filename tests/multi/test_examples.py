@@ -131,7 +131,7 @@ def run_nvme(*arguments):
     return module.train(module.parse_arguments([*arguments]))
 
 
-@pytest.mark.parametrize("plugin", ["gemini", "torch_ddp", "low_level_zero", "torch_fsdp"])
+@pytest.mark.parametrize("plugin", ["gemini", "torch_ddp", "low_level_zero", "torch_fsdp", "hybrid_parallel"])
 def test_nvme(plugin):
     small = ("--width", "64", "--layers", "3")
     expected = run_ranks(run_nvme, 1, *small)[0]
