@@ -13,11 +13,11 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from .comm import group_size
-from .core.module_sync import move_to_device
 from .data import shard_dataloader
 from .device import current_device
 from .errors import ConfigError
 from .interface import Boosted, ModelWrapper, OptimizerWrapper, Plugin
+from .lazy_init import move_to_device
 from .mixed_precision import mixed_precision_names
 
 if TYPE_CHECKING:

@@ -3,6 +3,21 @@
 from __future__ import annotations
 
 from .context import LazyInitContext
-from .materialize import is_lazy, materialize, materialize_own, materialize_tensor
+from .materialize import (
+    check_materialized,
+    is_lazy,
+    materialize,
+    materialize_own,
+    materialize_tensor,
+    move_to_device,
+)
 
-__all__ = ["LazyInitContext", "is_lazy", "materialize", "materialize_own", "materialize_tensor"]
+__all__ = [
+    "LazyInitContext",
+    "check_materialized",
+    "is_lazy",
+    "materialize",
+    "materialize_own",
+    "materialize_tensor",
+    "move_to_device",
+]

@@ -1,4 +1,4 @@
-"""Materialization of lazy tensors, one storage at a time."""
+"""Materialization of lazy tensors, one storage at a time, and placement of models on a device."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
+from booster.comm import raise_on_all_ranks
 from booster.errors import ConfigError
 
 from .op_log import Geometry, OpLog, materialize_in_place, op_log_of, replay, view_of
@@ -210,3 +212,34 @@ def _nested_tensors(value: Any, seen: set[int]) -> Iterator[torch.Tensor]:
         seen.add(id(value))
         for item in value.values() if isinstance(value, dict) else value:
             yield from _nested_tensors(item, seen)
+
+
+def move_to_device(model: nn.Module, optimizer: Optimizer | None, device: torch.device) -> None:
+    """Move parameters, buffers and existing optimizer states to a device; lazy parameters are materialized.
+
+    Collective: a rank without memory for it would leave the others waiting for its weights.
+
+    Raises:
+        ConfigError: The model has parameters on the meta device, without values; on all ranks if on any.
+    """
+    error: Exception | None = None
+    try:
+        check_materialized(model)
+        materialize(model, device)
+        if any(tensor.device != device for tensor in (*model.parameters(), *model.buffers())):
+            model.to(device)
+        if optimizer is not None and optimizer.state:
+            optimizer.load_state_dict(optimizer.state_dict())  # moves every state to its parameter's device
+    except Exception as raised:  # raised again on all ranks
+        error = raised
+    raise_on_all_ranks(error)
+
+
+def check_materialized(model: nn.Module) -> None:
+    """Raise `ConfigError` if a parameter is on the meta device and was not made in a `LazyInitContext`."""
+    for name, parameter in model.named_parameters():
+        if parameter.is_meta:
+            raise ConfigError(
+                f"parameter {name!r} is on the meta device and has no values: build the model on a real device, or call"
+                " model.to_empty(device=...) and initialise it before boost()"
+            )

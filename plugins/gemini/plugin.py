@@ -15,9 +15,9 @@ from torch.optim import Optimizer
 
 from booster.comm import group_size, new_cpu_group, new_mesh, timeout_scope
 from booster.compatibility import takes_foreign
-from booster.core.module_sync import check_materialized
 from booster.core.plain_torch import refuse_plain_training
 from booster.interface import ModelWrapper, OptimizerWrapper
+from booster.lazy_init import check_materialized
 from booster.plugins.base import WrappedPair
 from booster.plugins.sharding.config import WeightPrecision
 from booster.plugins.sharding.elementwise import require_elementwise

@@ -10,11 +10,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from booster.comm import group_size, new_cpu_group, new_mesh, timeout_scope
+from booster.comm import broadcast, group_size, new_cpu_group, new_mesh, timeout_scope
 from booster.compatibility import takes_foreign
-from booster.core.module_sync import check_materialized, move_to_device, sync_module_states
 from booster.core.plain_torch import refuse_plain_training
 from booster.errors import ConfigError
+from booster.lazy_init import check_materialized, move_to_device
 from booster.mixed_precision.fp16 import log_rank_zero
 from booster.plugins.base import WrappedPair
 from booster.plugins.sharding.config import ShardGroups, WeightPrecision
@@ -149,7 +149,7 @@ class LowLevelZeroPlugin(ShardedPlugin):
 
     def place(self, model: nn.Module, optimizer: Optimizer | None, checked: None = None) -> None:
         move_to_device(model, optimizer, self._device)
-        sync_module_states(model)
+        broadcast([*model.parameters(), *model.buffers()])
         if self._config.sync_batch_norm and self.dp_size > 1:
             convert_batch_norm(model, self._device)
 

@@ -11,12 +11,12 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
-from booster.comm import group_size, new_cpu_group, timeout_scope
+from booster.comm import broadcast, group_size, new_cpu_group, timeout_scope
 from booster.compatibility import takes_foreign
 from booster.core.accumulation import AccumulationState
-from booster.core.module_sync import check_materialized, move_to_device, sync_module_states
 from booster.errors import ConfigError
 from booster.interface import ModelWrapper, OptimizerWrapper
+from booster.lazy_init import check_materialized, move_to_device
 from booster.mixed_precision import mixed_precision_names
 from booster.plugins.base import DistributedPlugin, WrappedPair, arguments_of
 from booster.plugins.sync_batch_norm import convert_batch_norm
@@ -92,7 +92,7 @@ class TorchDDPPlugin(DistributedPlugin):
 
     def place(self, model: nn.Module, optimizer: Optimizer | None, checked: None = None) -> None:
         move_to_device(model, optimizer, self._device)
-        sync_module_states(model)
+        broadcast([*model.parameters(), *model.buffers()])
         if self._config.sync_batch_norm and self.dp_size > 1:
             convert_batch_norm(model, self._device)
 
