@@ -280,10 +280,13 @@ def test_threads_leave_signals_to_python(backend):
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_end_with_work_under_way(backend, way, plain_file):
     gc.collect()
-    threads, data = _num_threads(), random_bytes(16 * MIB)
+    data = random_bytes(16 * MIB)
+    pieces = [one.clone() for one in data.split(512 * KIB)]
+    threads = _num_threads()  # with those of torch that copy
     queue = open_queue(backend)
-    for offset in range(0, 16 * MIB, 512 * KIB):
-        queue.write(plain_file, data[offset : offset + 512 * KIB].clone(), offset)
+    for number, piece in enumerate(pieces):
+        queue.write(plain_file, piece, number * 512 * KIB)
+    del piece, pieces
     if way == "close":
         queue.close()
     elif way == "cycle":
