@@ -16,22 +16,13 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 from booster import Booster, launch_from_torch
-from booster.plugins import GeminiPlugin, HybridParallelPlugin, LowLevelZeroPlugin, TorchDDPPlugin, TorchFSDPPlugin
 
 NOISE = 16
-PLUGINS = {
-    "none": lambda: None,
-    "torch_ddp": TorchDDPPlugin,
-    "low_level_zero": lambda: LowLevelZeroPlugin(stage=2, precision="fp32"),
-    "gemini": lambda: GeminiPlugin(precision="fp32", min_chunk_size_m=0.1, search_range_m=0.5),
-    "torch_fsdp": TorchFSDPPlugin,
-    "hybrid_parallel": lambda: HybridParallelPlugin(zero_stage=1, precision="fp32"),
-}
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
-    parser.add_argument("-p", "--plugin", choices=list(PLUGINS), default="torch_ddp")
+    parser.add_argument("-p", "--plugin", default="torch_ddp", help="name of a plugin, or none")
     parser.add_argument("--epochs", type=int, default=40)
     parser.add_argument("--max-steps", type=int, default=None, help="of all epochs together")
     parser.add_argument("--batch-size", type=int, default=128, help="of all ranks together")
@@ -87,7 +78,7 @@ def train(booster: Booster, arguments: argparse.Namespace) -> tuple[list[tuple[f
 def main() -> None:
     arguments = parse_arguments()
     launch_from_torch(seed=42)
-    booster = Booster(plugin=PLUGINS[arguments.plugin]())
+    booster = Booster(plugin=None if arguments.plugin == "none" else arguments.plugin, mixed_precision="fp32")
     losses, images = train(booster, arguments)
     booster.print(f"{arguments.plugin}: discriminator {losses[-1][0]:.3f}, generator {losses[-1][1]:.3f}")
     if booster.is_main_process:

@@ -17,21 +17,11 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 from booster import Booster, Monitor, launch_from_torch
-from booster.plugins import GeminiPlugin, HybridParallelPlugin, LowLevelZeroPlugin, TorchDDPPlugin, TorchFSDPPlugin
-
-PLUGINS = {
-    "none": lambda: None,
-    "torch_ddp": TorchDDPPlugin,
-    "low_level_zero": lambda: LowLevelZeroPlugin(stage=2, precision="fp32"),
-    "gemini": lambda: GeminiPlugin(precision="fp32", min_chunk_size_m=0.1, search_range_m=0.5),
-    "torch_fsdp": TorchFSDPPlugin,
-    "hybrid_parallel": lambda: HybridParallelPlugin(zero_stage=1, precision="fp32"),
-}
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
-    parser.add_argument("-p", "--plugin", choices=list(PLUGINS), default="torch_ddp")
+    parser.add_argument("-p", "--plugin", default="torch_ddp", help="name of a plugin, or none")
     parser.add_argument("--epochs", type=int, default=6)
     parser.add_argument("--max-steps", type=int, default=None, help="of all epochs together")
     parser.add_argument("--batch-size", type=int, default=64, help="of all ranks together")
@@ -110,7 +100,7 @@ def train(booster: Booster, arguments: argparse.Namespace) -> tuple[list[float],
 def main() -> None:
     arguments = parse_arguments()
     launch_from_torch(seed=42)
-    booster = Booster(plugin=PLUGINS[arguments.plugin]())
+    booster = Booster(plugin=None if arguments.plugin == "none" else arguments.plugin, mixed_precision="fp32")
     losses, accuracy = train(booster, arguments)
     booster.print(f"{arguments.plugin}: loss {losses[-1]:.4f}, accuracy {accuracy:.1%}")
 
