@@ -403,7 +403,7 @@ class Booster(CheckpointMethods):
         Args:
             data: Tensor with one row per sample (or a scalar per rank), list with one object per sample, or any nesting
                 of these. An empty 1-D tensor, as `torch.empty(0)`, matches any other. A list that has tensors in it is
-                not one of objects: its tensors are concatenated one by one.
+                not one of objects: its tensors are concatenated one by one, and objects beside them stay as they are.
 
         Collective: every rank must call it, with equally many tensors and lists; tensors may differ in dim 0 only.
 

@@ -75,6 +75,11 @@ ARGUMENTS: dict[str, ForeignArgument] = {
     "enable_jit_fused": ForeignArgument(
         is_taken=_is_off, reason="asks for JIT-fused layers, and models run their own ones here", instead=_COMPILE
     ),
+    "enable_sequence_overlap": ForeignArgument(
+        is_taken=_is_off,
+        reason="asks for matrix products that overlap with the communication of sequences, which is a mode here",
+        instead="leave it out, or use HybridParallelPlugin(sequence_parallelism_mode='ring', ...)",
+    ),
     "enable_sequence_parallelism": ForeignArgument(
         is_taken=_is_off,
         reason="asks for shards of sequences, which this plugin does not make",
@@ -131,6 +136,11 @@ ARGUMENTS: dict[str, ForeignArgument] = {
         is_taken=_is_on,
         reason="asks for moments without bias correction, which this class does not compute",
         instead="use FusedLAMB(bias_correction=False, max_grad_norm=0)",
+    ),
+    "amsgrad": ForeignArgument(
+        is_taken=_is_off,
+        reason="asks for AMSGrad, which this class does not compute",
+        instead="use torch.optim.AdamW(amsgrad=True)",
     ),
     "set_grad_none": ForeignArgument(
         is_taken=_is_on,

@@ -25,11 +25,16 @@ from .fake import is_fake_world
 # or the texts behind the digests.
 _NO_ERROR, _ERROR = b"\0", b"\1"
 
+_SAME_SCRIPT = "Start every rank from the same script"
 _MAX_VALUES = 6  # different values in a message
 
 
 def check_same_across_ranks(
-    call: str, fingerprint: Sequence[str], group: dist.ProcessGroup | None = None, error: Exception | None = None
+    call: str,
+    fingerprint: Sequence[str],
+    group: dist.ProcessGroup | None = None,
+    error: Exception | None = None,
+    instead: str = _SAME_SCRIPT,
 ) -> None:
     """Raise on all ranks if they are at different calls, have different fingerprints, or one of them has an error.
 
@@ -38,6 +43,7 @@ def check_same_across_ranks(
         fingerprint: Lines of text that must be equal on all ranks, in the same order; ignored on a rank with an error.
         group: Process group, optional; defaults to the world.
         error: Error of this rank, optional.
+        instead: What the message asks for if the fingerprints differ.
 
     Raises:
         DesyncError: The ranks differ; the message names all ranks that do, and the first difference.
@@ -47,7 +53,7 @@ def check_same_across_ranks(
     """
     fingerprints = all_gather_text(call, fingerprint, group, error)
     if any(other != fingerprints[0] for other in fingerprints):
-        raise DesyncError(_mismatch_message([[call, *other] for other in fingerprints], group))
+        raise DesyncError(_mismatch_message([[call, *other] for other in fingerprints], group, instead))
 
 
 def all_gather_text(
@@ -126,7 +132,9 @@ def _all_gather_json(local: object, group: dist.ProcessGroup | None) -> list[Any
     return [json.loads(payloads[owner]) for owner in owners]
 
 
-def _mismatch_message(texts: Sequence[Sequence[str]], group: dist.ProcessGroup | None) -> str:
+def _mismatch_message(
+    texts: Sequence[Sequence[str]], group: dist.ProcessGroup | None, instead: str = _SAME_SCRIPT
+) -> str:
     """Return the message about lists of text that differ; each starts with the rank's current call."""
     alike: dict[tuple[str, ...], list[int]] = {}
     for rank, lines in enumerate(texts):
@@ -152,7 +160,7 @@ def _mismatch_message(texts: Sequence[Sequence[str]], group: dist.ProcessGroup |
         f"{_format_ranks(ranks, group)} {'has' if len(ranks) == 1 else 'have'} {value}"
         for value, ranks in _values(texts, index, majority)
     )
-    return f"the ranks differ in {calls[0][0]}: {different}; {mismatch}. Start every rank from the same script"
+    return f"the ranks differ in {calls[0][0]}: {different}; {mismatch}. {instead}"
 
 
 def _values(texts: Sequence[Sequence[str]], index: int, majority: Sequence[int]) -> list[tuple[str, list[int]]]:

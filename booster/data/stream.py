@@ -9,7 +9,9 @@
 # first samples of each epoch. A position is a number of samples. To resume there the reader loads the state that the
 # dataset's `state_dict` had, or skips by reading. Hugging Face's datasets with a shuffle buffer refill it after
 # `load_state_dict` with other samples, so they are skipped, too.
-# A dataset with `is_sharded = True` yields this rank's samples only: they are read as a stream of one rank.
+# A dataset with `is_sharded = True`, or of Hugging Face's `split_dataset_by_node`, yields this rank's samples only: a
+# stream of one rank. Shards are not assigned to ranks here: how many samples each has is known only when it was
+# read, so ranks could neither end together nor save a position that other numbers of ranks continue from.
 """
 
 from __future__ import annotations
@@ -63,7 +65,7 @@ class StreamShard:
         drop_last: If True, drop an incomplete last global batch.
 
     Raises:
-        ConfigError: A rank, size or batch size is out of range.
+        ConfigError: A rank, size or batch size is out of range, or Hugging Face's dataset is split for another rank.
     """
 
     position_key = "samples_consumed"
@@ -77,7 +79,7 @@ class StreamShard:
         self.dp_size = dp_size
         self.seed = seed
         self.drop_last = drop_last
-        self.is_sharded = bool(getattr(dataset, "is_sharded", False))
+        self.is_sharded = _is_sharded(dataset, dp_rank, dp_size)
         self.name = type(dataset).__name__
         self.length: int | None = len(dataset) if hasattr(dataset, "__len__") else None
         self.can_load_state = has_exact_state(dataset)
@@ -144,7 +146,11 @@ class StreamShard:
     def check_same_stream(self, epoch: int, digest: str | None, error: Exception | None) -> None:
         """Raise on all ranks if one has failed, or if they read other samples at the start of an epoch. Collective."""
         line = f"a stream {self.name} whose first samples in epoch {epoch} have the digest {digest}"
-        check_same_across_ranks(f"the first batch of a {self.name}", [line], error=error)
+        instead = (
+            f"Let {self.name} yield the same samples on every rank, as webdataset does with nodesplitter=None, and the"
+            " loader divides them; or, if it divides them itself, set dataset.is_sharded = True"
+        )
+        check_same_across_ranks(f"the first batch of a {self.name}", [line], error=error, instead=instead)
 
     def uneven_end_message(self, position: int = 0) -> str | None:
         """Format what is known of the end of an epoch, and what resuming costs."""
@@ -164,6 +170,20 @@ class StreamShard:
             f"each of {self.dp_size} ranks reads all samples of {self.name} and keeps its own; where reading is slow,"
             " let the dataset yield this rank's samples only and set dataset.is_sharded = True"
         )
+
+
+def _is_sharded(dataset: Any, dp_rank: int, dp_size: int) -> bool:
+    """Return whether the dataset yields this rank's samples only."""
+    node = getattr(dataset, "_distributed", None)  # of Hugging Face's split_dataset_by_node
+    if not all(hasattr(node, name) for name in ("rank", "world_size")):
+        return bool(getattr(dataset, "is_sharded", False))
+    if (node.rank, node.world_size) != (dp_rank, dp_size):  # type: ignore[union-attr]
+        raise ConfigError(
+            f"split_dataset_by_node(rank={node.rank}, world_size={node.world_size}) on data-parallel rank {dp_rank} of"  # type: ignore[union-attr]
+            f" {dp_size}: samples would be read twice or never. Pass rank=booster.plugin.dp_rank and"
+            " world_size=booster.plugin.dp_size, or leave it out, and the loader divides the stream"
+        )
+    return True
 
 
 def has_exact_state(dataset: Any) -> bool:

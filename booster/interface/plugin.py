@@ -20,6 +20,7 @@ from booster.core.optimizer_wrapper import OptimizerWrapper
 from booster.deprecation import ConfigFingerprint
 
 from .checkpoint_io import CheckpointIO
+from .stage_manager import StageManager
 
 Boosted: TypeAlias = tuple[
     ModelWrapper,
@@ -120,6 +121,11 @@ class Plugin(ConfigFingerprint, ABC):
     def zero_stage(self) -> int:
         """ZeRO stage: 0 shards nothing, 1 optimizer states, 2 also gradients, 3 also weights."""
         return 0
+
+    @property
+    def stage_manager(self) -> StageManager:
+        """Place of this rank in the pipeline: first and last stage at once, where there is none."""
+        return StageManager()
 
     @property
     def mesh(self) -> DeviceMesh | None:

@@ -399,7 +399,7 @@ class FusedAdam(AdamBase):
         ConfigError: An argument is invalid.
     """
 
-    @takes_foreign("set_grad_none", model_params="params")
+    @takes_foreign("amsgrad", "set_grad_none", model_params="params")
     def __init__(
         self,
         params: Any,

@@ -115,6 +115,7 @@ class GeminiPlugin(ShardedPlugin):
         "enable_flash_attention",
         "enable_fused_normalization",
         "enable_jit_fused",
+        "enable_sequence_overlap",
         "enable_sequence_parallelism",
         "fp8_communication",
         "use_fp8",

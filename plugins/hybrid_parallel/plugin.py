@@ -16,6 +16,7 @@ from booster.compatibility import takes_foreign
 from booster.core.plain_torch import refuse_plain_training
 from booster.errors import ConfigError
 from booster.interface import ModelWrapper, OptimizerWrapper
+from booster.interface.stage_manager import StageManager
 from booster.mixed_precision.fp16 import log_rank_zero
 from booster.plugins.base import WrappedPair
 from booster.plugins.low_level_zero.optimizer import ZeroOptimizer
@@ -35,7 +36,6 @@ from .pipeline_parallel.placeholders import cast_absent_tensors
 from .pipeline_parallel.schedules import PipelineSchedule
 from .pipeline_parallel.stage_module import StageModel
 from .pipeline_runner import build_runtime
-from .stage_manager import StageManager
 from .tp_plan.plan import UserPlan
 
 _MAX_TENSOR_RANKS = 8  # of the candidates of `booster estimate`: those of one host
@@ -136,6 +136,7 @@ class HybridParallelPlugin(ShardedPlugin):
         "enable_flash_attention",
         "enable_fused_normalization",
         "enable_jit_fused",
+        "enable_sequence_overlap",
         "fp8_communication",
         "use_fp8",
         "overlap_p2p",
@@ -270,7 +271,6 @@ class HybridParallelPlugin(ShardedPlugin):
 
     @property
     def stage_manager(self) -> StageManager:
-        """Place of this rank in the pipeline."""
         return StageManager(
             stage=self._mesh.rank("pp"), num_stages=self._mesh.size("pp"), has_last_layer=self.has_outputs
         )

@@ -165,18 +165,32 @@ def hugging_face_stream(buffer_size: int | None = None) -> Any:
     return stream.map(lambda row: {"number": row["number"]})
 
 
+def hugging_face_rows() -> Any:
+    """Returns a map-style dataset of Hugging Face."""
+    import datasets
+
+    return datasets.Dataset.from_dict({"number": NUMBERS})
+
+
 def _number(rows: list[dict[str, int]]) -> torch.Tensor:
     return torch.tensor([row["number"] for row in rows])
+
+
+def write_web_shards(folder: str) -> None:
+    """Writes a webdataset in three shards."""
+    import webdataset
+
+    for shard in range(3):
+        with webdataset.TarWriter(f"{folder}/numbers-{shard}.tar") as writer:
+            for number in NUMBERS[8 * shard : 8 * shard + 8]:
+                writer.write({"__key__": f"{number:03}", "number.txt": str(number)})
 
 
 def _web_stream(folder: str) -> Any:
     import webdataset
 
-    path = f"{folder}/numbers.tar"
-    with webdataset.TarWriter(path) as writer:
-        for number in NUMBERS:
-            writer.write({"__key__": f"{number:03}", "number.txt": str(number)})
-    stream = webdataset.WebDataset(path, shardshuffle=False, nodesplitter=None, empty_check=False)
+    shards = f"{folder}/numbers-{{0..2}}.tar"
+    stream = webdataset.WebDataset(shards, shardshuffle=False, nodesplitter=None, empty_check=False)
     return stream.decode().to_tuple("number.txt")
 
 
@@ -206,6 +220,9 @@ SAMPLERS: dict[str, Make] = {
     "buckets": lambda **options: DataLoader(NUMBERS, batch_sampler=Buckets(), **options),
     "batches": lambda **options: DataLoader(NUMBERS, batch_sampler=[[1, 2], (0,), torch.tensor([5, 6, 7])], **options),
     "scaling loader": lambda **options: ScalingLoader(NUMBERS, BATCH_SIZE, shuffle=True, scale=1, **options),
+    "Hugging Face rows": lambda **options: DataLoader(
+        hugging_face_rows(), BATCH_SIZE, shuffle=True, collate_fn=_number, **options
+    ),
     "StatefulDataLoader": lambda **options: _stateful_loader(NUMBERS, shuffle=True, **options),
 }
 DRAWN: dict[str, Make] = {  # with repeats
@@ -222,6 +239,7 @@ STREAMS: dict[str, Make] = {
     "shuffled stream": lambda **options: DataLoader(ShuffledStream(), BATCH_SIZE, **options),
     "stateful stream": lambda **options: DataLoader(StatefulStream(), BATCH_SIZE, **options),
     "unbatched stream": lambda **options: DataLoader(Stream(), None, **options),
+    "scaling loader of a stream": lambda **options: ScalingLoader(SizedStream(), BATCH_SIZE, scale=1, **options),
     "stream in a StatefulDataLoader": lambda **options: _stateful_loader(StatefulStream(), **options),
     "Hugging Face": lambda **options: DataLoader(hugging_face_stream(), BATCH_SIZE, collate_fn=_number, **options),
     "Hugging Face shuffled": lambda **options: DataLoader(
@@ -237,8 +255,38 @@ def package_of(name: str) -> str | None:
 
 
 def web_loader(folder: str, **options: Any) -> Any:
-    """Returns a loader over a webdataset that it writes into the folder."""
+    """Returns a loader over the webdataset of `write_web_shards`."""
     return DataLoader(_web_stream(folder), BATCH_SIZE, collate_fn=_of_web, **options)
+
+
+class OwnPart(ShuffledStream):
+    """Divides itself over the ranks: the later ranks have more samples."""
+
+    is_sharded = True
+
+    def __init__(self, dp_rank: int, dp_size: int) -> None:
+        self.bounds = [NUM_SAMPLES * rank // dp_size for rank in (dp_rank, dp_rank + 1)]
+
+    def __iter__(self) -> Iterator[int]:
+        return (number for number in super().__iter__() if self.bounds[0] <= number < self.bounds[1])
+
+
+def hugging_face_part(dp_rank: int, dp_size: int, num_shards: int) -> Any:
+    """Returns a streaming dataset of Hugging Face that reads this rank's shards or samples only."""
+    from datasets.distributed import split_dataset_by_node
+
+    return split_dataset_by_node(hugging_face_rows().to_iterable_dataset(num_shards), dp_rank, dp_size)
+
+
+OF_RANKS: dict[str, Make] = {  # rank and number of ranks, DataLoader's options -> DataLoader of the rank's samples
+    "own part": lambda rank, size, **options: DataLoader(OwnPart(rank, size), BATCH_SIZE, **options),
+    "Hugging Face's shards by node": lambda rank, size, **options: DataLoader(
+        hugging_face_part(rank, size, 4), BATCH_SIZE, collate_fn=_number, **options
+    ),
+    "Hugging Face's samples by node": lambda rank, size, **options: DataLoader(
+        hugging_face_part(rank, size, 3), BATCH_SIZE, collate_fn=_number, **options
+    ),
+}
 
 
 def own_numbers(batch: Any, num_repeated: int) -> list[int]:

@@ -58,9 +58,16 @@ class Net(nn.Module):
 
 
 class Job:
-    """A small training run whose every part has a state. An epoch has 7 batches on two ranks, 13 on one, 4 on four."""
+    """A small training run whose every part has a state. An epoch has 7 batches on two ranks, 13 on one, 4 on four.
 
-    def __init__(self, precision: str = "fp32", plugin=None, accumulation: int = 1) -> None:
+    Args:
+        precision: One of `PRECISIONS`.
+        plugin: Plugin of the Booster; `TorchDDPPlugin` by default.
+        accumulation: Microbatches of a step.
+        make_loader: Makes a loader of indices of the samples; by default the samples are read themselves.
+    """
+
+    def __init__(self, precision: str = "fp32", plugin=None, accumulation: int = 1, make_loader=None) -> None:
         torch.manual_seed(7)
         self.booster = Booster(plugin=plugin or TorchDDPPlugin(), mixed_precision=PRECISIONS[precision]())
         self.accumulation = accumulation
@@ -68,7 +75,10 @@ class Job:
         groups = [{"params": [model.a.weight], "lr": 0.02}, {"params": [model.a.bias], "weight_decay": 0.0}]
         optimizer = torch.optim.AdamW(groups, lr=0.01)
         self.scheduler = CosineAnnealingLR(optimizer, T_max=20)
-        self.loader = self.booster.prepare_dataloader(Noisy(), 2, shuffle=True)
+        if make_loader is None:
+            self.loader = self.booster.prepare_dataloader(Noisy(), 2, shuffle=True)
+        else:
+            self.loader = self.booster.prepare_dataloader(make_loader())
         self.model, self.optimizer, *_ = self.booster.boost(model, optimizer)
         self.batches = None
         self.seen: list[torch.Tensor] = []
@@ -103,6 +113,8 @@ class Job:
         def criterion(outputs, _):
             return outputs.square().mean() * 10
 
+        if not batch.is_floating_point():
+            batch = Noisy().samples[batch]
         return self.booster.execute_pipeline(iter([batch]), self.model, criterion, self.optimizer)["loss"]
 
     @property
@@ -148,9 +160,9 @@ CUTS = {
 }
 
 
-def assert_resume_is_exact(path: Path, precision: str, cut: str, make_plugin) -> None:
+def assert_resume_is_exact(path: Path, precision: str, cut: str, make_plugin, make_loader=None) -> None:
     before, accumulation = CUTS[cut]
-    whole = Job(precision, make_plugin(), accumulation)
+    whole = Job(precision, make_plugin(), accumulation, make_loader)
     if before is None:
         with_rotation(whole, path)
     else:
@@ -159,7 +171,7 @@ def assert_resume_is_exact(path: Path, precision: str, cut: str, make_plugin) ->
     num_before = len(whole.losses)
     whole.train(STEPS_AFTER)
 
-    again = Job(precision, make_plugin(), accumulation)
+    again = Job(precision, make_plugin(), accumulation, make_loader)
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)

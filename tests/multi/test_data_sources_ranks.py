@@ -1,111 +1,277 @@
-"""Users' samplers, loader classes and streams under the plugins, with a checkpoint in the middle of an epoch."""
+"""Every kind of data source under the plugins, on any number of ranks, with a checkpoint in the middle of an epoch."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import importlib.util
+import multiprocessing
 import random
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from data_sources import DRAWN, NUMBERS, SAMPLERS, STREAMS, ShuffledStream, package_of
+from data_sources import (
+    DRAWN,
+    NUMBERS,
+    OF_RANKS,
+    SAMPLERS,
+    STREAMS,
+    ShuffledStream,
+    package_of,
+    web_loader,
+    write_web_shards,
+)
 from harness import distributed, preload, run_ranks
-from resume_cases import gemini_plugin, zero_plugin
+from resume_cases import (
+    assert_resume_is_exact,
+    fsdp_plugin,
+    gemini_plugin,
+    hybrid_plugin,
+    staged_plugin,
+    zero_plugin,
+)
 from torch.utils.data import DataLoader, IterableDataset, Sampler
 from zoo import TRANSFORMERS_MODULES
 
 from booster import Booster
-from booster.errors import DesyncError, RankFailedError
+from booster.errors import ConfigError, DesyncError, RankFailedError
 from booster.plugins import HybridParallelPlugin, TorchDDPPlugin
 
-preload(*TRANSFORMERS_MODULES)
+preload(*TRANSFORMERS_MODULES, "datasets", "torchdata.stateful_dataloader", "webdataset")
 SOURCES = SAMPLERS | DRAWN | STREAMS
-NAMES = ["weighted", "buckets", "counting", "scaling loader", "shuffled stream", "stateful stream"]
-PLUGINS = {
-    "ddp": TorchDDPPlugin,
-    "zero": functools.partial(zero_plugin, 1),
-    "gemini": gemini_plugin,
-    "tp": functools.partial(HybridParallelPlugin, tp_size=2, precision="fp32"),
-    "pp": functools.partial(HybridParallelPlugin, pp_size=2, num_microbatches=1, precision="fp32"),
+NAMES = [
+    name
+    for name in (*SOURCES, "webdataset")
+    if name != "batches" and (package_of(name) is None or importlib.util.find_spec(package_of(name).partition(".")[0]))
+]
+
+hybrid = functools.partial(functools.partial, HybridParallelPlugin, precision="fp32")
+SEQUENCES = {"enable_sequence_parallelism": True}
+# Plugin, the ranks that read the same, and the worlds.
+LAYOUTS = {
+    "ddp": (TorchDDPPlugin, 1, (1, 2, 4)),
+    "zero 1": (functools.partial(zero_plugin, 1), 1, (1, 2, 4)),
+    "zero 2": (functools.partial(zero_plugin, 2), 1, (1, 2, 4)),
+    "gemini": (gemini_plugin, 1, (1, 2, 4)),
+    "fsdp": (fsdp_plugin, 1, (1, 2, 4)),
+    "hybrid zero": (hybrid(zero_stage=1), 1, (1, 2, 4)),
+    "tp": (hybrid(tp_size=2), 2, (2, 4)),
+    "tp zero": (hybrid(tp_size=2, zero_stage=2), 2, (2, 4)),
+    "pp": (hybrid(pp_size=2, num_microbatches=1), 2, (2, 4)),
+    "sp split_gather": (hybrid(tp_size=2, sequence_parallelism_mode="split_gather", **SEQUENCES), 2, (2, 4)),
+    "sp all_to_all": (hybrid(sp_size=2, sequence_parallelism_mode="all_to_all", **SEQUENCES), 2, (2, 4)),
+    "sp ring_attn": (hybrid(sp_size=2, sequence_parallelism_mode="ring_attn", **SEQUENCES), 2, (2, 4)),
+    "tp pp": (hybrid(tp_size=2, pp_size=2, num_microbatches=1), 4, (4,)),
+}
+WORKERS = {
+    "no workers": {},
+    "workers": {"num_workers": 2},
+    "kept workers": {"num_workers": 2, "persistent_workers": True},
 }
 
 
-def _read(booster, loader, num_steps=None):
+@contextlib.contextmanager
+def _may_start_workers():
+    """The ranks of the harness are daemons, which may not start processes, and these would begin by importing torch."""
+    config, method = multiprocessing.current_process()._config, multiprocessing.get_start_method()
+    config["daemon"] = False
+    multiprocessing.set_start_method("fork", force=True)
+    try:
+        yield
+    finally:
+        config["daemon"] = True
+        multiprocessing.set_start_method(method, force=True)
+
+
+def _loader(booster, name, folder, **options):
+    plugin = booster.plugin
+    if name in OF_RANKS:
+        return booster.prepare_dataloader(OF_RANKS[name](plugin.dp_rank, plugin.dp_size, **options))
+    return booster.prepare_dataloader(
+        web_loader(folder, **options) if name == "webdataset" else SOURCES[name](**options)
+    )
+
+
+def _read(booster, batches, num_steps=None):
     """Returns the rank's batches, and what is gathered of every step."""
     own, gathered = [], []
-    for batch in loader:
-        own.append(batch.tolist())
-        gathered += booster.gather_for_metrics([str(number) for number in batch.tolist()])
+    for batch in batches:
+        own.append(torch.as_tensor(batch).view(-1).tolist())
+        gathered += booster.gather_for_metrics([str(number) for number in own[-1]])
         if len(own) == num_steps:
             break
     return own, [int(number) for number in gathered]
 
 
-def _save_in_an_epoch(plugin, names, folder):
-    booster = Booster(plugin=PLUGINS[plugin]())
+def _batches(booster, name, loader):
+    return booster.join_uneven(loader) if name in OF_RANKS else iter(loader)
+
+
+def _num_steps(booster):
+    return 1 if booster.plugin.dp_size > 2 else 2
+
+
+def _save_in_an_epoch(layout, names, workers, folder):
+    """Returns, by source, three epochs, of which the second is saved after some steps, and the data-parallel rank."""
+    booster = Booster(plugin=LAYOUTS[layout][0]())
     found = {}
-    for name in names:
-        loader = booster.prepare_dataloader(SOURCES[name]())
-        first = _read(booster, loader)
-        begun = _read(booster, loader, 2)
-        booster.save(f"{folder}/{name}", dataloader=loader)
-        unstopped = booster.prepare_dataloader(SOURCES[name]())
-        _read(booster, unstopped)
-        found[name] = first, begun, _read(booster, unstopped), booster.plugin.dp_rank
+    with _may_start_workers():
+        for name in names:
+            loader = _loader(booster, name, folder, **WORKERS[workers])
+            first = _read(booster, _batches(booster, name, loader))
+            second = _batches(booster, name, loader)
+            begun = _read(booster, second, _num_steps(booster))
+            booster.save(f"{folder}/{name}", dataloader=loader)
+            rest = _read(booster, second)
+            third = _read(booster, _batches(booster, name, loader))
+            found[name] = booster.plugin.dp_rank, first, begun, rest, third
+            del loader, second  # ends kept workers
     return found
 
 
-def _load_in_an_epoch(plugin, names, folder):
-    booster = Booster(plugin=PLUGINS[plugin]())
+def _load_in_an_epoch(layout, names, workers, folder):
+    """Returns, by source, the rest of the second epoch and the third one."""
+    booster = Booster(plugin=LAYOUTS[layout][0]())
     found = {}
-    for name in names:
-        loader = booster.prepare_dataloader(SOURCES[name]())
-        booster.load(f"{folder}/{name}", dataloader=loader)
-        found[name] = _read(booster, loader)
+    with _may_start_workers():
+        for name in names:
+            loader = _loader(booster, name, folder, **WORKERS[workers])
+            booster.load(f"{folder}/{name}", dataloader=loader)
+            found[name] = tuple(_read(booster, _batches(booster, name, loader)) for _ in range(2))
+            del loader
     return found
 
 
-CASES = [("ddp", 3), ("zero", 2), ("gemini", 2), ("tp", 4), ("pp", 4)]
-
-
-@pytest.mark.parametrize(("plugin", "world_size"), CASES, ids=str)
-def test_an_epoch_is_read_once_and_resumed(tmp_path, plugin, world_size):
-    names = NAMES
-    serial = _serial(names)
-    ranks = run_ranks(_save_in_an_epoch, world_size, plugin, names, str(tmp_path))
-    for name in names:
-        whole, second = serial[name]
-        for first, begun, unstopped, _ in (found[name] for found in ranks):
-            assert first[1] == whole, name
-            assert unstopped[1] == second, name
-            assert begun[0] == unstopped[0][:2], name
-        of_data_ranks = {}
-        for found in ranks:  # ranks of one tensor or pipeline group read the same
-            of_data_ranks.setdefault(found[name][3], []).append(found[name][:3])
-        assert all(one == same[0] for same in of_data_ranks.values() for one in same)
-        assert len(of_data_ranks) == (world_size if plugin in ("ddp", "zero", "gemini") else world_size // 2)
-    same = run_ranks(_load_in_an_epoch, world_size, plugin, names, str(tmp_path))
-    other = run_ranks(_load_in_an_epoch, 1, "ddp", names, str(tmp_path))
-    for name in names:
-        for found, resumed in zip(ranks, same, strict=True):
-            assert resumed[name][0] == found[name][2][0][2:], name
-        num_read = len(ranks[0][name][1][1])
-        assert other[0][name][1] == serial[name][1][num_read:], name
-
-
+@functools.cache
 def _serial(names):
-    """Returns the numbers of two epochs of one process."""
+    """Returns the numbers of three epochs of one process, by source."""
     (found,) = run_ranks(_read_epochs, 1, names)
     return found
 
 
 def _read_epochs(names):
     booster = Booster(plugin=TorchDDPPlugin())
-    loaders = {name: booster.prepare_dataloader(SOURCES[name]()) for name in names}
-    return {name: (_read(booster, one)[1], _read(booster, one)[1]) for name, one in loaders.items()}
+    loaders = {name: booster.prepare_dataloader(SOURCES[name]()) for name in names if name in SOURCES}
+    return {name: [_read(booster, one)[1] for _ in range(3)] for name, one in loaders.items()} | {
+        "webdataset": [NUMBERS] * 3
+    }
+
+
+def assert_read_once(ranks, names, num_same):
+    """Checks the epochs of `_save_in_an_epoch` against one process."""
+    serial = _serial(tuple(names))
+    for name in names:
+        of_data_ranks = {}
+        for dp_rank, *epochs in (found[name] for found in ranks):
+            of_data_ranks.setdefault(dp_rank, []).append(epochs)
+        assert sorted(of_data_ranks) == list(range(len(ranks) // num_same)), name
+        for same in of_data_ranks.values():  # ranks of one tensor, sequence or pipeline group
+            assert same == [same[0]] * num_same, name
+        for own in zip(*([part[0] for part in same[0]] for same in of_data_ranks.values()), strict=True):
+            assert len({len(batches) for batches in own}) == 1, name
+        for _, first, begun, rest, third in (found[name] for found in ranks):
+            assert [first[1], begun[1] + rest[1], third[1]] == serial[name], name
+            assert len(begun[1]) < len(serial[name][1]), name  # it was stopped inside the epoch
+
+
+def assert_resumed(layout, world_size, names, workers, folder):
+    """Saves in one world, and resumes in it, under other plugins, and on other numbers of ranks."""
+    if "webdataset" in names:
+        write_web_shards(folder)
+    ranks = run_ranks(_save_in_an_epoch, world_size, layout, names, workers, folder, timeout=300)
+    assert_read_once(ranks, names, LAYOUTS[layout][1])
+    same = run_ranks(_load_in_an_epoch, world_size, layout, names, workers, folder, timeout=300)
+    for found, resumed in zip(ranks, same, strict=True):
+        for name in names:
+            assert resumed[name] == found[name][3:], name
+    others = [(layout, other) for other in LAYOUTS[layout][2] if other != world_size]
+    others += [("ddp", 1)] if ("ddp", 1) not in others else []
+    for other, size in others:
+        for found in run_ranks(_load_in_an_epoch, size, other, names, workers, folder, timeout=300):
+            for name in names:
+                num_read = len(ranks[0][name][2][1])
+                expected = _serial(tuple(names))[name]
+                assert [part[1] for part in found[name]] == [expected[1][num_read:], expected[2]], (name, other, size)
+
+
+CASES = [(layout, size) for layout, (*_, sizes) in LAYOUTS.items() for size in sizes]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # webdataset leaves its files open
+@pytest.mark.parametrize(("layout", "world_size"), CASES, ids=str)
+def test_an_epoch_is_read_once_and_resumed(tmp_path, layout, world_size):
+    assert_resumed(layout, world_size, NAMES, "no workers", str(tmp_path))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("layout", "world_size", "workers"),
+    [
+        (layout, sizes[-1] if number % 2 else 2, ("workers", "kept workers")[number % 2])
+        for number, (layout, (*_, sizes)) in enumerate(LAYOUTS.items())
+    ],
+    ids=str,
+)
+def test_an_epoch_is_read_once_by_workers_and_resumed(tmp_path, layout, world_size, workers):
+    assert_resumed(layout, world_size, NAMES, workers, str(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["counting", "stateful stream"])
+def test_workers_read_each_sample_once(tmp_path, name):
+    assert_resumed("zero 1", 2, [name], "kept workers", str(tmp_path))
+
+
+@pytest.mark.parametrize(("layout", "world_size"), [("ddp", 2), ("fsdp", 4), ("tp", 4), ("pp", 4)], ids=str)
+def test_streams_that_divide_themselves_resume_on_their_rank(tmp_path, layout, world_size):
+    names = [name for name in OF_RANKS if package_of(name) is None or importlib.util.find_spec(package_of(name))]
+    folder, num_same = str(tmp_path), LAYOUTS[layout][1]
+    ranks = run_ranks(_save_in_an_epoch, world_size, layout, names, "no workers", folder)
+    resumed = run_ranks(_load_in_an_epoch, world_size, layout, names, "no workers", folder)
+    for name in names:
+        for found, again in zip(ranks, resumed, strict=True):
+            assert again[name] == found[name][3:], name
+        for epoch in zip(*(found[name][1:] for found in ranks), strict=True):
+            assert len({len(own) for own, _ in epoch}) == 1, name
+            seen = sorted(number for own, _ in epoch for batch in own for number in batch)
+            assert len(set(seen)) == len(seen) // num_same, name
+            assert all(sorted(gathered) == seen[::num_same] for _, gathered in epoch), name
+    with pytest.raises(Exception, match=r"dp_size=\d \(here 1\)"):
+        run_ranks(_load_in_an_epoch, 1, "ddp", names, "no workers", folder)
+
+
+@distributed(world_size=2)
+def test_a_stream_that_is_split_for_other_ranks_is_an_error():
+    pytest.importorskip("datasets")
+    booster = Booster(plugin=HybridParallelPlugin(tp_size=2, precision="fp32"))
+    with pytest.raises(
+        ConfigError, match=r"split_dataset_by_node\(rank=[01], world_size=2\) on data-parallel rank 0 of 1"
+    ):
+        booster.prepare_dataloader(OF_RANKS["Hugging Face's shards by node"](dist.get_rank(), 2))
+
+
+TRAINED = ["buckets", "weighted", "shuffled stream", "stateful stream", "Hugging Face"]
+TRAINERS = {
+    "ddp": TorchDDPPlugin,
+    "zero 1": functools.partial(zero_plugin, 1),
+    "zero 2": functools.partial(zero_plugin, 2),
+    "gemini": gemini_plugin,
+    "fsdp": fsdp_plugin,
+    "tp": hybrid_plugin,
+    "tp zero": functools.partial(hybrid_plugin, zero_stage=1),
+    "pp": functools.partial(staged_plugin, num_microbatches=1),
+}
+
+
+def _resume_training(path, trainer, name):
+    assert_resume_is_exact(path / "c", "fp32", "mid-accumulation", TRAINERS[trainer], SOURCES[name])
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("name", [name for name in TRAINED if name in NAMES])
+@pytest.mark.parametrize("trainer", TRAINERS)
+def test_training_resumes_bit_for_bit(tmp_path, trainer, name, world_size):
+    run_ranks(_resume_training, world_size, tmp_path, trainer, name)
 
 
 def _boost_with(name):
@@ -117,7 +283,7 @@ def _boost_with(name):
 
 @pytest.mark.parametrize("name", ["buckets", "scaling loader", "stateful stream"])
 def test_boost_divides_them_too(name):
-    expected = _serial([name])[name][0]
+    expected = _serial((name,))[name][0]
     kind = {"buckets": "DistributedDataLoader", "scaling loader": "ScalingLoader"}.get(name, "DistributedStreamLoader")
     assert run_ranks(_boost_with, 2, name) == [(expected, kind)] * 2
 
@@ -143,7 +309,9 @@ def test_orders_that_differ_between_ranks_are_an_error_on_all(kind):
     booster = Booster(plugin=TorchDDPPlugin())
     plain = DataLoader(NUMBERS, 2, sampler=_Unlike()) if kind == "sampler" else DataLoader(_UnlikeStream(), 2)
     loader = booster.prepare_dataloader(plain)
-    with pytest.raises(DesyncError, match="digest"):
+    with pytest.raises(
+        DesyncError, match="digest" if kind == "sampler" else r"digest .* set dataset\.is_sharded = True"
+    ):
         next(iter(loader))
 
 
@@ -179,55 +347,10 @@ def test_joined_loaders_keep_their_positions():
         assert states == [4, 8, 12, 16, 20, 0]
 
 
-def test_the_union_is_the_dataset():
-    for whole, second in _serial(["counting", "buckets", "shuffled stream", "stateful stream"]).values():
-        assert sorted(whole) == sorted(second) == NUMBERS
-        assert whole != second
-    assert torch.equal(torch.tensor(_serial(["stream"])["stream"][0]), torch.tensor(NUMBERS))
-
-
-# The ranks of the harness are daemons, which may not start the workers of a loader.
-WITH_WORKERS = """
-import sys
-sys.path.insert(0, sys.argv[1])
-from data_sources import NUMBERS, SAMPLERS, STREAMS
-from booster import Booster, launch_from_torch
-
-launch_from_torch(verbose=False)
-booster = Booster(plugin="torch_ddp")
-
-
-def read(loader, num_steps=None):
-    seen = []
-    for step, batch in enumerate(loader, start=1):
-        seen += booster.gather_for_metrics(batch).tolist()
-        if step == num_steps:
-            break
-    return seen
-
-
-for name in sys.argv[2:]:
-    for workers in (0, 2):
-        make = lambda workers: booster.prepare_dataloader((SAMPLERS | STREAMS)[name](num_workers=workers))
-        loader, begun, resumed = make(workers), make(workers), make(2 - workers)
-        whole = read(loader)
-        assert sorted(whole) == NUMBERS, (name, workers, whole)
-        first = read(begun, 2)
-        resumed.load_state_dict(begun.state_dict())
-        assert first + read(resumed) == whole, (name, workers)
-booster.print("each sample once")
-"""
-
-
-@pytest.mark.parametrize(
-    "names", [["counting", "stateful stream"], ["Hugging Face", "Hugging Face shuffled"]], ids=" and ".join
-)
-def test_workers_read_each_sample_once(names, tmp_path):
-    if package_of(names[0]) is not None:
-        pytest.importorskip(package_of(names[0]))
-    (tmp_path / "train.py").write_text(WITH_WORKERS)
-    cases = str(Path(__file__).parents[1] / "cases")
-    command = [sys.executable, "-m", "booster", "run", "--nproc-per-node", "2", "train.py", cases, *names]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=120)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "each sample once" in done.stdout
+def test_an_epoch_has_each_sample_once_in_an_order_of_its_own():
+    serial = _serial(tuple(name for name in NAMES if name not in DRAWN and name != "subset"))
+    for name, (first, second, third) in serial.items():
+        assert sorted(first) == sorted(second) == sorted(third) == NUMBERS, name
+    for name in ("counting", "buckets", "shuffled stream", "stateful stream"):
+        first, second, third = serial[name]
+        assert first != second != third != first, name

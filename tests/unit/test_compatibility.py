@@ -30,6 +30,7 @@ OPTIMIZATIONS = (
     "enable_flash_attention",
     "enable_fused_normalization",
     "enable_jit_fused",
+    "enable_sequence_overlap",
 )
 TAKEN_BY = {
     TorchDDPPlugin: ("fp8_communication",),
@@ -133,6 +134,9 @@ def test_adam_takes_model_params(cls):
 
 
 def test_optimizers_take_what_they_do():
+    FusedAdam(_weights(), amsgrad=False)
+    with pytest.raises(ConfigError, match=r"use torch.optim.AdamW\(amsgrad=True\)"):
+        FusedAdam(_weights(), amsgrad=True)
     FusedAdam(_weights(), set_grad_none=True)
     with pytest.raises(ConfigError, match=r"zero_grad\(set_to_none=False\)"):
         FusedAdam(_weights(), set_grad_none=False)
@@ -171,6 +175,8 @@ def _stages():
         TorchDDPPlugin(),
     ]
     assert all(plugin.tp_size == plugin.pp_size == plugin.sp_size == 1 for plugin in plugins)
+    stages = [plugin.stage_manager for plugin in (*plugins, HybridParallelPlugin(tp_size=2, precision="fp32"))]
+    assert all((one.num_stages, one.is_first_stage(), one.is_last_stage()) == (1, True, True) for one in stages)
     return [plugin.zero_stage for plugin in plugins], [None if one.mesh is None else one.mesh.shape for one in plugins]
 
 

@@ -24,6 +24,7 @@ from data_sources import (
     own_numbers,
     package_of,
     web_loader,
+    write_web_shards,
 )
 from torch.utils.data import (
     BatchSampler,
@@ -132,6 +133,7 @@ def test_random_states_of_the_main_process_are_kept(name):
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # it leaves its file open
 def test_webdataset(tmp_path):
     pytest.importorskip("webdataset")
+    write_web_shards(str(tmp_path))
     ranks = [prepare_dataloader(web_loader(str(tmp_path), num_workers=2), dp_rank=rank, dp_size=2) for rank in range(2)]
     assert flat(steps(ranks)) == NUMBERS
     assert len(list(islice(steps(ranks), 2))) == 2

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageManager:
-    """Stage of this rank.
+    """Stage of this rank; by default the only one.
 
     Attributes:
         stage: Index of the stage.
@@ -15,9 +15,9 @@ class StageManager:
         has_last_layer: If True, this rank computes the loss. With pp_style="zbv" that is stage 0.
     """
 
-    stage: int
-    num_stages: int
-    has_last_layer: bool
+    stage: int = 0
+    num_stages: int = 1
+    has_last_layer: bool = True
 
     def is_first_stage(self, ignore_chunk: bool = True) -> bool:
         """Return whether this rank holds the model's first layer. `ignore_chunk` has no effect."""
