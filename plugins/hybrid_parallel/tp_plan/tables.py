@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,6 +26,32 @@ def pretrained_models(model: nn.Module, name: str = "") -> Iterator[tuple[str, n
         yield from pretrained_models(child, f"{name}.{key}" if name else key)
 
 
+def _models_of_types(model: nn.Module, types: Container[str], name: str = "") -> Iterator[tuple[str, nn.Module, Any]]:
+    """Yield the outermost transformers models of these types in a model, as `pretrained_models` does."""
+    config = getattr(model, "config", None)
+    if hasattr(model, "base_model_prefix") and getattr(config, "model_type", None) in types:
+        yield name, model, config
+        return
+    for key, child in model.named_children():
+        yield from _models_of_types(child, types, f"{name}.{key}" if name else key)
+
+
+# Gate and up are one after the other in each expert, and the forward takes halves. Shared experts hold parameters, not
+# layers, so that their inputs, too, have the gradient of a rank's features only.
+_INKLING = {
+    "layers.*.mlp.experts.gate_up_proj": "packed_colwise",
+    "layers.*.mlp.shared_experts": "moe_tp_experts",
+}
+
+CORRECTIONS: Mapping[str, Mapping[str, str]] = {
+    # An activation with parameters between sharded layers: each rank has the gradient of its features only.
+    "apertus": {"layers.*.mlp.act_fn": "replicated_with_grad_allreduce"},
+    "inkling_text": _INKLING,
+    "inkling2_text": _INKLING,
+}
+"""What transformers' own plans leave out or have wrong, by the `model_type` of a configuration."""
+
+
 def transformers_plan(model: nn.Module) -> PartialPlan | None:
     """Return the plan of the transformers models in a model, or None if they have none."""
     found: dict[str, Style] = {}
@@ -41,6 +67,11 @@ def transformers_plan(model: nn.Module) -> PartialPlan | None:
         sources.append(f"{type(module).__name__} ({config.model_type})")
     if not found:
         return None
+    for name, module, config in _models_of_types(model, CORRECTIONS):
+        names = [key for key, _ in module.named_modules()] + [key for key, _ in module.named_parameters()]
+        plan = {key: read_style(key, style) for key, style in CORRECTIONS[config.model_type].items()}
+        styles, _ = match_names(plan, names, str(getattr(module, "base_model_prefix", "")))
+        found.update({f"{name}.{key}" if name else key: style for key, style in styles.items()})
     return PartialPlan(styles=found, source=f"transformers' own plan of {', '.join(sources)}")
 
 
@@ -166,7 +197,14 @@ _WHISPER = PlanTable(
 )  # fmt: skip
 
 TABLES: Mapping[str, PlanTable] = {
-    "bert": _BERT,
+    **dict.fromkeys(
+        (
+            *("bert", "bert-generation", "camembert", "data2vec-text", "electra", "ernie", "esm", "layoutlm"),
+            *("megatron-bert", "nystromformer", "rembert", "roberta", "roberta-prelayernorm", "roc_bert", "roformer"),
+            *("tapas", "xlm-roberta", "xlm-roberta-xl"),
+        ),
+        _BERT,
+    ),
     "bloom": _BLOOM,
     "falcon": _FALCON,
     "gpt2": _GPT2,
@@ -183,10 +221,8 @@ def table_plan(model: nn.Module) -> PartialPlan | None:
     styles: dict[str, Style] = {}
     arguments: list[ShardedArgument] = []
     kinds = []
-    for name, module, config in pretrained_models(model):
-        table = TABLES.get(config.model_type)
-        if table is None:
-            continue
+    for name, module, config in _models_of_types(model, TABLES):
+        table = TABLES[config.model_type]
         prefix = f"{name}." if name else ""
         patterns = {**table.plan, **(table.customize(config) if table.customize else {})}
         names = [key for key, _ in module.named_modules()]
