@@ -150,7 +150,9 @@ def derive_plan(model: nn.Module, tp_size: int = 2) -> PartialPlan:
         )
     order = {name: index for index, (name, _) in enumerate(model.named_modules())}
     return PartialPlan(
-        styles=dict(sorted(search.styles.items(), key=lambda item: order[item[0]])),
+        styles=dict(
+            sorted(search.styles.items(), key=lambda item: order.get(item[0], order.get(item[0].rpartition(".")[0], 0)))
+        ),
         source="derived from the model: every sharded layer was run in shards and computes the same",
         is_derived=True,
         attributes=tuple(search.attributes),
@@ -197,6 +199,8 @@ class _PlanSearch:
             word = "packed_colwise" if len(blocks) > 1 else "colwise"
             self.styles[f"{prefix}{key}"] = Style(word, blocks)
         self.styles[f"{prefix}{split.row}"] = Style("rowwise", split.row_blocks)
+        for key in split.partial:
+            self.styles[f"{prefix}{key}"] = Style("replicated_with_grad_allreduce")
         self.siblings.append(tuple(f"{prefix}{key}" for key in split.columns))
         owner = prefix.removesuffix(".")
         self.attributes.extend(replace(change, module=owner) for change in split.attributes)
@@ -235,7 +239,10 @@ def _find_equivalent(module: nn.Module, check: EquivalenceCheck, columns: list[s
     first, *others = (check.calls[key][0] for key in columns)
     if not all(other.shape == first.shape and torch.equal(other, first) for other in others):
         return None  # they do not read the same input
-    return next((split for split in _candidates(module, check, columns, row) if check.is_equivalent(split)), None)
+    for split in _candidates(module, check, columns, row):
+        if check.is_equivalent(split) and (names := check.partial_gradients(split)) is not None:
+            return replace(split, partial=names)
+    return None
 
 
 def _candidates(module: nn.Module, check: EquivalenceCheck, columns: list[str], row: str) -> Iterator[SplitCandidate]:
