@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 from cases.sweep_cases import STRATEGIES
-from cases.sweep_refusals import REFUSALS
+from cases.sweep_refusals import DIFFERENCES, REFUSALS
+from sweep_report import PAGE, page
 from zoo.transformers_sweep import LEFT_OUT, MIXES_SAMPLES, TASKS
 
 MAPPINGS = (
@@ -36,3 +37,8 @@ def test_tables_name_models_of_the_sweep():
     for refusal in REFUSALS:
         assert refusal.strategy in STRATEGIES
         assert set(refusal.names.split()) <= TASKS.keys(), refusal
+    assert {one.name for one in DIFFERENCES} <= TASKS.keys()
+
+
+def test_the_page_says_what_the_tables_say():
+    assert PAGE.read_text() == page(), "run: python tests/sweep_report.py"

@@ -178,8 +178,9 @@ class EquivalenceCheck:
         generator = torch.Generator().manual_seed(3)
         outputs = [one for one in run(module, self.inputs, self.arguments, with_grad=True) if one.requires_grad]
         weights = [torch.randn(one.shape, dtype=one.dtype, device="cpu", generator=generator) for one in outputs]
-        found = torch.autograd.grad(outputs, list(others.values()), weights, allow_unused=True) if outputs else ()
-        found = found or (None,) * len(others)
+        found: Sequence[torch.Tensor | None] = [None] * len(others)
+        if outputs:
+            found = torch.autograd.grad(outputs, list(others.values()), weights, allow_unused=True)
         return {
             name: torch.zeros_like(parameter) if gradient is None else gradient
             for (name, parameter), gradient in zip(others.items(), found, strict=True)

@@ -234,6 +234,14 @@ _REFORMER = PlanTable(
     heads=("lm_head.decoder",),
 )
 
+_SEW_D = PlanTable(
+    plan={
+        "encoder.encoder.layer.*.intermediate.dense": "colwise",
+        "encoder.encoder.layer.*.output.dense": "rowwise",
+    },
+    heads=(),
+)
+
 # Attention of the encoder takes embeddings of relative positions.
 _SPEECHT5 = PlanTable(
     plan={
@@ -326,6 +334,7 @@ TABLES: Mapping[str, PlanTable] = {
     "mpt": _MPT,
     "opt": _OPT,
     "reformer": _REFORMER,
+    "sew-d": _SEW_D,
     "speecht5": _SPEECHT5,
     "t5": _T5,
     "vit": _VIT,
