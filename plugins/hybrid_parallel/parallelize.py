@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -48,8 +49,11 @@ def shard_argument(modules: Mapping[str, nn.Module], split: ShardedArgument, tp_
     Collective: no.
     """
     unit_range = units_of_rank(split.block, tp_group.size, tp_group.rank)
-    entry = _LocalHeads(split.argument, split.dim, split.block.num_units, slice(unit_range.start, unit_range.stop))
-    modules[split.module].register_forward_pre_hook(entry, with_kwargs=True)
+    module = modules[split.module]
+    position = list(inspect.signature(module.forward).parameters).index(split.argument)
+    own = slice(unit_range.start, unit_range.stop)
+    entry = _LocalHeads(split.argument, position, split.dim, split.block.num_units, own)
+    module.register_forward_pre_hook(entry, with_kwargs=True)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -57,13 +61,15 @@ class _LocalHeads:
     """Forward pre-hook that narrows a dimension in which units vary fastest, such as (batch * heads, ...)."""
 
     argument: str
+    position: int
     dim: int
     num_units: int
     own: slice
 
     @not_compiled
     def __call__(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        value = kwargs.get(self.argument)
+        is_positional = len(args) > self.position
+        value = args[self.position] if is_positional else kwargs.get(self.argument)
         if not isinstance(value, torch.Tensor):
             return args, kwargs
         # A 3-d argument has batch and heads in one dimension, a 4-d one has them separate.
@@ -72,6 +78,8 @@ class _LocalHeads:
             return args, kwargs  # a mask that is the same for all heads
         units = value.unflatten(dim, (-1, self.num_units))
         own = _narrow(units, dim + 1, self.own).flatten(dim, dim + 1)
+        if is_positional:
+            return (*args[: self.position], own, *args[self.position + 1 :]), kwargs
         return args, {**kwargs, self.argument: own}
 
 

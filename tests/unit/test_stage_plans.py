@@ -251,14 +251,49 @@ def test_a_head_runs_last_wherever_it_is_registered(name: str) -> None:
     assert all(seen.values())
 
 
-@pytest.mark.parametrize("name", ["MPNetForMaskedLM", "RoFormerForMaskedLM", "CTRLLMHeadModel", "XLMWithLMHeadModel"])
-def test_models_that_use_the_first_stage_in_every_layer_are_refused(name: str) -> None:
+@pytest.mark.parametrize("name", ["FlaubertWithLMHeadModel", "XLMWithLMHeadModel", "SqueezeBertForMaskedLM"])
+def test_models_without_layers_to_divide_are_refused(name: str) -> None:
     transformers = pytest.importorskip("transformers")
     kind = getattr(transformers, name)
     with torch.device("meta"):
-        model = kind(kind.config_class(n_layer=2, n_layers=2, num_hidden_layers=2, vocab_size=51))
+        model = kind(kind.config_class(n_layers=2, num_hidden_layers=2, vocab_size=51))
     with pytest.raises(ConfigError, match="so its layers can't be divided over stages: use pp_size=1"):
         choose_stage_plan(model)
+
+
+def _plan_of_sweep_model(name: str) -> StagePlan:
+    pytest.importorskip("transformers")
+    with torch.device("meta"):
+        return choose_stage_plan(get_model(name).construct())
+
+
+@pytest.mark.parametrize(
+    ("name", "modules"),
+    [
+        ("MPNetForMaskedLM", ["mpnet.encoder.relative_attention_bias"]),
+        ("RoFormerForMaskedLM", ["roformer.encoder.embed_positions"]),
+        ("CpmAntForCausalLM", ["cpmant.position_bias"]),
+        ("Gemma4ForCausalLM", ["model.embed_tokens_per_layer", "model.per_layer_projection_norm"]),
+        ("Zamba2ForCausalLM", ["model.embed_tokens"]),
+    ],
+)
+def test_what_every_layer_takes_besides_the_output_of_the_one_before_is_sent_on(name: str, modules: list[str]) -> None:
+    plan = _plan_of_sweep_model(name)
+    assert plan.skip_outputs == dict.fromkeys(modules, 0)
+    assert all(plan.gaps[module] == 0 for module in modules)
+
+
+def test_layers_of_several_classes_are_those_that_the_configuration_counts() -> None:
+    assert _plan_of_sweep_model("JambaForCausalLM").layers == ("model.layers.0", "model.layers.1")
+
+
+def test_a_forward_that_changes_its_embeddings_in_place_is_known() -> None:
+    assert _plan_of_sweep_model("CTRLLMHeadModel").overwrites_embeddings
+    assert not _plan_of_sweep_model("LlamaForCausalLM").overwrites_embeddings
+
+
+def test_what_the_stages_read_of_a_module_has_it_on_all_of_them() -> None:
+    assert "perceiver.input_preprocessor" not in _plan_of_sweep_model("PerceiverForMaskedLM").gaps
 
 
 class Stacked(nn.Module):

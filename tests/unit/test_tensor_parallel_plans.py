@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from zoo import get_model
 
 from booster.plugins.hybrid_parallel.tensor_parallel.shard_spec import Block, local_sizes
 from booster.plugins.hybrid_parallel.tp_plan.plan import (
@@ -183,6 +184,28 @@ def test_bert_with_and_without_a_head(kind: str) -> None:
     assert plan.entry_of(f"{prefix}encoder.layer.0.attention.self.key").region.endswith("attention.self")
     assert ("bert.embeddings.word_embeddings" in found) == (kind == "BertForMaskedLM")
     assert len(find_stacks(model)[0]) == 2
+
+
+@pytest.mark.parametrize("name", ["RobertaForMaskedLM", "EncoderDecoderModel"])
+def test_relatives_of_bert_also_inside_of_other_models(name: str) -> None:
+    found = styles(choose_plan(get_model(name).build(), tp_size=2))
+    layer = "encoder.encoder.layer.*" if name == "EncoderDecoderModel" else "roberta.encoder.layer.*"
+    assert found[f"{layer}.attention.self.query"] == "colwise"
+    assert found[f"{layer}.output.dense"] == "rowwise"
+
+
+def test_sizes_that_a_forward_puts_together_before_it_reshapes() -> None:
+    plan = choose_plan(get_model("RoFormerForMaskedLM").build(), tp_size=2)
+    changed = {one.attribute for one in plan.attributes if one.module == "roformer.encoder.layer.0.attention.self"}
+    assert "all_head_size" in changed
+
+
+def test_what_the_plans_of_transformers_have_wrong_is_corrected() -> None:
+    found = styles(choose_plan(get_model("InklingForCausalLM").build(), tp_size=2))
+    assert found["model.layers.*.mlp.experts.gate_up_proj"] == "packed_colwise"
+    assert found["model.embed_tokens.embed_norm"] == "replicated_with_grad_allreduce"
+    found = styles(choose_plan(get_model("ApertusForCausalLM").build(), tp_size=2))
+    assert found["model.layers.*.mlp.act_fn"] == "replicated_with_grad_allreduce"
 
 
 def test_opt_counts_heads_and_has_its_mlp_in_the_layer() -> None:

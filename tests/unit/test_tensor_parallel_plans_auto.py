@@ -199,3 +199,44 @@ def test_neither_the_model_nor_random_numbers_are_changed() -> None:
     assert model.training
     assert model.num_heads == 4
     assert model.project.out_features == 96
+
+
+class BetweenLayers(nn.Module):
+    """Parameters before, between and behind a pair of layers that is split."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.act, self.down = nn.LayerNorm(8), nn.Linear(8, 32), nn.PReLU(), nn.Linear(32, 8)
+        self.inner, self.outer = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.act(self.up(self.norm(x))) * self.inner) * self.outer + x
+
+
+def test_gradients_of_parameters_between_split_layers_are_summed() -> None:
+    found = {entry.name: entry.style for entry in choose_plan(nn.Sequential(BetweenLayers()), tp_size=2).entries}
+    assert found == {
+        "0.inner": "replicated_with_grad_allreduce",
+        "0.up": "colwise",
+        "0.act": "replicated_with_grad_allreduce",
+        "0.down": "rowwise",
+    }
+
+
+class NormOfHeads(Fused):
+    """A norm of each query head, of which every rank runs its own."""
+
+    def __init__(self) -> None:
+        super().__init__(32, 4)
+        self.norm = nn.LayerNorm(8)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        query, key, value = self.project(x).split(self.dim, dim=-1)
+        heads = [one.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for one in (query, key, value)]
+        attended = F.scaled_dot_product_attention(self.norm(heads[0]), *heads[1:], attn_mask=mask)
+        return self.out(attended.transpose(1, 2).reshape(x.shape[0], x.shape[1], self.dim))
+
+
+def test_gradients_of_a_norm_of_heads_are_summed() -> None:
+    found = {entry.name: entry.style for entry in choose_plan(nn.Sequential(NormOfHeads()), tp_size=2).entries}
+    assert found == {"0.project": "packed_colwise", "0.out": "rowwise", "0.norm": "replicated_with_grad_allreduce"}

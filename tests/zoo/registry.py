@@ -11,6 +11,7 @@ from zoo.language import LANGUAGE_MODELS
 from zoo.layer_variants import LAYER_VARIANTS
 from zoo.recommendation import RECOMMENDATION_MODELS
 from zoo.transformers_models import TRANSFORMERS_MODELS
+from zoo.transformers_sweep import TASKS, sweep_model
 from zoo.user_written import USER_WRITTEN_MODELS
 
 _MODELS = {
@@ -33,13 +34,15 @@ def get_model(name: str, num_layers: int | None = None) -> ZooEntry:
     """Returns a model of the zoo.
 
     Args:
-        name: Of the model.
+        name: Of the model; or of a class of transformers, of those in `zoo.transformers_sweep`.
         num_layers: How many layers it has; None: as few as show what it is about.
 
     Raises:
         KeyError: there is no model of that name; the message lists them.
         ValueError: its depth can't be chosen.
     """
+    if name in TASKS:
+        return sweep_model(name)
     if name not in _MODELS:
         raise KeyError(f"no model {name!r} in the zoo: take one of {', '.join(_MODELS)}")
     return _MODELS[name] if num_layers is None else _MODELS[name].with_layers(num_layers)

@@ -132,7 +132,10 @@ def _sizes(size: int, num_microbatches: int | None, microbatch_size: int | None)
 
 def _split(tree: Any, samples: slice, size: int) -> Any:
     if isinstance(tree, torch.Tensor):
-        return tree[samples] if tree.dim() and tree.shape[0] == size else tree
+        if not (tree.dim() and tree.shape[0] == size):
+            return tree
+        # A forward may change its inputs in place, which autograd counts for all views of a tensor together: not here.
+        return tree[samples] if tree.requires_grad else tree[samples].data
     if _is_list_of(tree, size):
         part = copy.copy(tree)  # keeps its class
         part[:] = tree[samples]

@@ -93,20 +93,18 @@ class PlaceholderModules:
         """Turn a module, whose tensors were dropped, into a placeholder, with its submodules. In place."""
         for own_name, inner in module.named_modules():
             full = f"{name}.{own_name}" if own_name else name
-            base = type(inner)
-            if base not in _classes:
-                _classes[base] = type(base.__name__, (_Placeholder, base), {"__module__": base.__module__})
-            inner.__class__ = _classes[base]
+            inner.__class__ = _placeholder_class(type(inner))
             inner.__dict__["_pipeline_placeholder"] = (full, self)
 
     def values(self, name: str, like: torch.Tensor) -> torch.Tensor:
-        """Return a tensor of the same shape and dtype that takes no memory."""
+        """Return a tensor of the same shape and dtype that takes no memory, unless the model writes into it."""
         if not like.is_floating_point():
             return torch.zeros((), dtype=like.dtype, device=self.device).expand(like.shape)
         key = (name, like.dtype)
         if key not in self.leaves:
             self.leaves[key] = torch.full((), math.nan, dtype=like.dtype, device=self.device, requires_grad=True)
-        return self.leaves[key].expand(like.shape)
+        expanded = self.leaves[key].expand(like.shape)
+        return expanded.clone() if self.context.plan.overwrites_embeddings else expanded
 
     def check_independent(self, tensors: Sequence[torch.Tensor]) -> None:
         """Check that tensors do not depend on outputs of placeholders.
@@ -177,6 +175,29 @@ class _Placeholder(nn.Module):
 
 
 _classes: dict[type[nn.Module], type[nn.Module]] = {}
+
+
+def _placeholder_class(base: type[nn.Module]) -> type[nn.Module]:
+    if base not in _classes:
+        # Models of transformers return the device and dtype of their first parameter.
+        own = {
+            name: property(getter)
+            for name, getter in (("device", _device_of_placeholder), ("dtype", _dtype_of_placeholder))
+            if isinstance(getattr(base, name, None), property)
+        }
+        _classes[base] = type(base.__name__, (_Placeholder, base), {"__module__": base.__module__, **own})
+    return _classes[base]
+
+
+def _device_of_placeholder(module: nn.Module) -> torch.device:
+    placeholders: PlaceholderModules = module.__dict__["_pipeline_placeholder"][1]
+    return torch.device("meta") if placeholders.is_on_meta else placeholders.device
+
+
+def _dtype_of_placeholder(module: nn.Module) -> torch.dtype:
+    dropped: list[_DroppedTensors] = [one.__dict__[_ABSENT] for one in module.modules() if _ABSENT in one.__dict__]
+    parameters = (parameter for absent in dropped for parameter in absent.parameters.values())
+    return next(one.dtype for one in parameters if one is not None and one.is_floating_point())
 
 
 def _nodes_behind(tensors: Sequence[torch.Tensor]) -> list[Node]:

@@ -7,7 +7,7 @@ import contextlib
 import functools
 import inspect
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 
 import torch
@@ -90,23 +90,37 @@ def _sources(cls: type[nn.Module]) -> list[str]:
 
 @functools.lru_cache(maxsize=256)
 def _shape_attributes(*sources: str) -> frozenset[str]:
-    """Return the attributes of `self` in arguments of view, reshape, split and similar calls of these classes."""
+    """Return the attributes of `self` in arguments of view, reshape, split and similar calls of these classes.
+
+    An argument may be a local variable: then those of the values that it is given.
+    """
     found: set[str] = set()
     for source in sources:
-        for call in ast.walk(ast.parse(source)):
+        nodes = list(ast.walk(ast.parse(source)))
+        values: dict[str, list[ast.expr]] = {}
+        for node in nodes:
+            if isinstance(node, ast.Assign):
+                for target in node.targets:
+                    if isinstance(target, ast.Name):
+                        values.setdefault(target.id, []).append(node.value)
+        for call in nodes:
             if not isinstance(call, ast.Call):
                 continue
             function = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
             if function not in _SHAPING:
                 continue
-            arguments = (*call.args, *(keyword.value for keyword in call.keywords))
-            found.update(
-                node.attr
-                for argument in arguments
-                for node in ast.walk(argument)
-                if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self"
-            )
+            for argument in (*call.args, *(keyword.value for keyword in call.keywords)):
+                name = argument.value if isinstance(argument, ast.Starred) else argument
+                given = values.get(name.id, []) if isinstance(name, ast.Name) else []
+                found.update(_own_attributes((argument, *given)))
     return frozenset(found)
+
+
+def _own_attributes(expressions: Iterable[ast.expr]) -> Iterator[str]:
+    for expression in expressions:
+        for node in ast.walk(expression):
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self":
+                yield node.attr
 
 
 _MAX_COLUMNS = 4  # layers that read one input: query, key, value, and a gate
@@ -136,7 +150,9 @@ def derive_plan(model: nn.Module, tp_size: int = 2) -> PartialPlan:
         )
     order = {name: index for index, (name, _) in enumerate(model.named_modules())}
     return PartialPlan(
-        styles=dict(sorted(search.styles.items(), key=lambda item: order[item[0]])),
+        styles=dict(
+            sorted(search.styles.items(), key=lambda item: order.get(item[0], order.get(item[0].rpartition(".")[0], 0)))
+        ),
         source="derived from the model: every sharded layer was run in shards and computes the same",
         is_derived=True,
         attributes=tuple(search.attributes),
@@ -183,6 +199,8 @@ class _PlanSearch:
             word = "packed_colwise" if len(blocks) > 1 else "colwise"
             self.styles[f"{prefix}{key}"] = Style(word, blocks)
         self.styles[f"{prefix}{split.row}"] = Style("rowwise", split.row_blocks)
+        for key in split.partial:
+            self.styles[f"{prefix}{key}"] = Style("replicated_with_grad_allreduce")
         self.siblings.append(tuple(f"{prefix}{key}" for key in split.columns))
         owner = prefix.removesuffix(".")
         self.attributes.extend(replace(change, module=owner) for change in split.attributes)
@@ -221,7 +239,10 @@ def _find_equivalent(module: nn.Module, check: EquivalenceCheck, columns: list[s
     first, *others = (check.calls[key][0] for key in columns)
     if not all(other.shape == first.shape and torch.equal(other, first) for other in others):
         return None  # they do not read the same input
-    return next((split for split in _candidates(module, check, columns, row) if check.is_equivalent(split)), None)
+    for split in _candidates(module, check, columns, row):
+        if check.is_equivalent(split) and (names := check.partial_gradients(split)) is not None:
+            return replace(split, partial=names)
+    return None
 
 
 def _candidates(module: nn.Module, check: EquivalenceCheck, columns: list[str], row: str) -> Iterator[SplitCandidate]:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import inspect
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -48,6 +49,9 @@ _MAX_RANKS_TRIED = 32  # largest number of units for which a split is tried with
 # computation between the layers mixes features of different ranks, and nothing else reads these features. This holds
 # for any code: views, attention, activations, gates. It is done for two, three, five and the requested number of ranks,
 # and for one rank per head, because a wrong split may keep heads on one rank by chance at some numbers of ranks.
+# Parameters of other layers may be used between the sharded ones, such as a norm of each head: then each rank has a
+# part of their gradient. For two ranks the gradients are compared with those of the full module, too: where they are
+# equal, nothing is to be done, and where their sum is equal, they are all-reduced in training.
 # A user's plan is verified in the same way (`verify_user_plan`), for its number of ranks.
 
 
@@ -60,12 +64,14 @@ class SplitCandidate:
         row: Name of the row-parallel layer that reads their outputs.
         row_blocks: Blocks of its inputs.
         attributes: Size attributes of the module to change.
+        partial: Modules inside, and parameters of the module itself, of whose gradient each rank has a part.
     """
 
     columns: Mapping[str, tuple[Block, ...]]
     row: str
     row_blocks: tuple[Block, ...]
     attributes: tuple[AttributeChange, ...] = ()
+    partial: tuple[str, ...] = ()
 
 
 class EquivalenceCheck:
@@ -123,13 +129,74 @@ class EquivalenceCheck:
                 cases += [(count, 0), (count, count - 1)]
         return bool(cases) and all(self._is_rank_equivalent(split, count, rank) for count, rank in cases)
 
-    def _is_rank_equivalent(self, split: SplitCandidate, num_ranks: int, rank: int) -> bool:
+    def partial_gradients(self, split: SplitCandidate) -> tuple[str, ...] | None:
+        """Return what `SplitCandidate.partial` lists of an equivalent split; None if gradients are neither.
+
+        Column-parallel layers all-reduce the gradient of their input, so that what comes before them has all of it.
+        """
+        expected = self._other_gradients(split, copy.deepcopy(self.module), None)
+        of_ranks = []
+        for rank in range(2):
+            module = self._local_module(split, 2, rank)
+            of_ranks.append(self._other_gradients(split, module, (2, rank)))
+        is_partial: dict[str, bool] = {}
+        for name, gradient in expected.items():
+            own = [found[name] for found in of_ranks]
+            owner = name.rpartition(".")[0] or name
+            if all(all_close(one, gradient) for one in own):
+                partial = False
+            elif all_close(own[0] + own[1], gradient):
+                partial = True
+            else:
+                return None
+            if is_partial.setdefault(owner, partial) != partial:
+                return None
+        return tuple(name for name, partial in is_partial.items() if partial)
+
+    def _other_gradients(
+        self, split: SplitCandidate, module: nn.Module, place: tuple[int, int] | None
+    ) -> dict[str, torch.Tensor]:
+        """Return the gradients of the parameters of all but the sharded layers; `place` is (num_ranks, rank)."""
+        for name in split.columns:
+            layer = module.get_submodule(name)
+            layer.forward = functools.partial(_detached, layer.forward)  # type: ignore[method-assign]
+        if place is not None:
+            row = module.get_submodule(split.row)
+            row.forward = functools.partial(  # type: ignore[method-assign]
+                _with_local_gradient, self.calls[split.row][1], _local_row(row, split.row_blocks, *place)
+            )
+        sharded = {*split.columns, split.row}
+        others = {
+            name: parameter
+            for name, parameter in module.named_parameters()
+            if name.rpartition(".")[0] not in sharded and parameter.is_floating_point()
+        }
+        if not others:
+            return {}
+        for parameter in others.values():
+            parameter.requires_grad_()
+        generator = torch.Generator().manual_seed(3)
+        outputs = [one for one in run(module, self.inputs, self.arguments, with_grad=True) if one.requires_grad]
+        weights = [torch.randn(one.shape, dtype=one.dtype, device="cpu", generator=generator) for one in outputs]
+        found: Sequence[torch.Tensor | None] = [None] * len(others)
+        if outputs:
+            found = torch.autograd.grad(outputs, list(others.values()), weights, allow_unused=True)
+        return {
+            name: torch.zeros_like(parameter) if gradient is None else gradient
+            for (name, parameter), gradient in zip(others.items(), found, strict=True)
+        }
+
+    def _local_module(self, split: SplitCandidate, num_ranks: int, rank: int) -> nn.Module:
         module = copy.deepcopy(self.module)
         for name, blocks in split.columns.items():
             shard_layer(module.get_submodule(name), "colwise", blocks, num_ranks, rank)
         for change in split.attributes:
             value = change.local_value(num_ranks, rank)
             setattr(module.get_submodule(change.module), change.attribute, value)
+        return module
+
+    def _is_rank_equivalent(self, split: SplitCandidate, num_ranks: int, rank: int) -> bool:
+        module = self._local_module(split, num_ranks, rank)
         full, output = self.calls[split.row]
         shard_spec = sharded_spec(full.shape, full.ndim - 1, split.row_blocks, num_ranks, rank)
         seen: list[torch.Tensor] = []
@@ -142,6 +209,24 @@ class EquivalenceCheck:
             self.had_size_error |= "is invalid for input of size" in message or "values to unpack" in message
             return False
         return len(seen) == 1 and all_close(seen[0], shard_spec.shard(full)) and all_close(result, self.output)
+
+
+def _detached(forward: Callable[[torch.Tensor], torch.Tensor], given: torch.Tensor) -> torch.Tensor:
+    return forward(given.detach())
+
+
+def _with_local_gradient(output: torch.Tensor, local_row: nn.Module, given: torch.Tensor) -> torch.Tensor:
+    """Return the output of all ranks, with the gradient of a rank's own part."""
+    own: torch.Tensor = local_row(given)
+    return output + (own - own.detach())
+
+
+def _local_row(row: nn.Module, blocks: tuple[Block, ...], num_ranks: int, rank: int) -> nn.Module:
+    local = copy.deepcopy(row)
+    weight = local.get_parameter("weight")
+    shard_spec = sharded_spec(weight.shape, split_dim(local, "rowwise"), blocks, num_ranks, rank)
+    local.weight = nn.Parameter(shard_spec.shard(weight), requires_grad=False)
+    return local
 
 
 def run_equivalence_check(module: nn.Module, tp_size: int = 2) -> EquivalenceCheck | str:
@@ -232,12 +317,19 @@ def copy_as_float64(module: nn.Module) -> nn.Module:
     return copy.deepcopy(module, dict(copies)).eval()
 
 
-def run(module: nn.Module, inputs: torch.Tensor, call: Mapping[str, object], *, seed: int = 2) -> list[torch.Tensor]:
-    """Return a module's output tensors, without gradients and with random numbers that depend on the seed only."""
+def run(
+    module: nn.Module,
+    inputs: torch.Tensor,
+    call: Mapping[str, object],
+    *,
+    seed: int = 2,
+    with_grad: bool = False,
+) -> list[torch.Tensor]:
+    """Return a module's output tensors, with random numbers that depend on the seed only."""
     # Only if needed: a device context is a mode, and torch's encoder layers use a fused path without calling their
     # linear layers unless a mode is active.
     device = torch.device("cpu") if torch.get_default_device().type != "cpu" else contextlib.nullcontext()
-    with torch.no_grad(), torch.random.fork_rng(devices=[]), device:
+    with torch.set_grad_enabled(with_grad), torch.random.fork_rng(devices=[]), device:
         torch.manual_seed(seed)
         output = module(inputs.clone(), **call)
     outputs = output if isinstance(output, (tuple, list)) else [output]

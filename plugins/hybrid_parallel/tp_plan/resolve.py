@@ -247,6 +247,7 @@ def resolve_plan(model: nn.Module, partial: PartialPlan, *, sequence_mode: str |
     """
     check_styles(model, partial.styles)
     styles, reasons = resolve_ties(model, partial.styles)
+    styles |= _styles_inside_embeddings(model, styles)
     stacks = find_stacks(model)
     attentions = find_attentions(model, styles)
     if not (partial.is_derived or partial.is_user_plan):
@@ -286,6 +287,20 @@ def resolve_plan(model: nn.Module, partial: PartialPlan, *, sequence_mode: str |
         source=partial.source,
         notes=partial.notes,
     )
+
+
+def _styles_inside_embeddings(model: nn.Module, styles: Mapping[str, Style]) -> dict[str, Style]:
+    """Return the styles of modules inside of vocabulary-parallel embeddings, such as a norm of what they look up.
+
+    Each rank computes them for the entries that it holds.
+    """
+    found = {}
+    for name, style in styles.items():
+        if style.name == "vocab" and not _is_parameter(model, name):
+            for own_name, module in model.get_submodule(name).named_modules():
+                if own_name and any(True for _ in module.parameters(recurse=False)):
+                    found[f"{name}.{own_name}"] = Style("replicated_with_grad_allreduce")
+    return {name: style for name, style in found.items() if name not in styles}
 
 
 def _weight(model: nn.Module, name: str, style: Style) -> tuple[torch.Tensor | None, int]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Container, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import nn
@@ -26,8 +26,47 @@ def pretrained_models(model: nn.Module, name: str = "") -> Iterator[tuple[str, n
         yield from pretrained_models(child, f"{name}.{key}" if name else key)
 
 
+def _models_of_types(model: nn.Module, types: Container[str], name: str = "") -> Iterator[tuple[str, nn.Module, Any]]:
+    """Yield the outermost transformers models of these types in a model, as `pretrained_models` does."""
+    config = getattr(model, "config", None)
+    if hasattr(model, "base_model_prefix") and getattr(config, "model_type", None) in types:
+        yield name, model, config
+        return
+    for key, child in model.named_children():
+        yield from _models_of_types(child, types, f"{name}.{key}" if name else key)
+
+
+# Gate and up are one after the other in each expert, and the forward takes halves. Shared experts hold parameters, not
+# layers, so that their inputs, too, have the gradient of a rank's features only.
+_INKLING = {
+    "layers.*.mlp.experts.gate_up_proj": "packed_colwise",
+    "layers.*.mlp.shared_experts": "moe_tp_experts",
+}
+
+CORRECTIONS: Mapping[str, Mapping[str, str]] = {
+    # An activation with parameters between sharded layers: each rank has the gradient of its features only.
+    "apertus": {"layers.*.mlp.act_fn": "replicated_with_grad_allreduce"},
+    "inkling_text": _INKLING,
+    "inkling2_text": _INKLING,
+}
+"""What transformers' own plans leave out or have wrong, by the `model_type` of a configuration."""
+
+
+UNSHARDABLE: Mapping[str, str] = {"neomme": "adds embeddings with features of all heads to the values of an attention"}
+"""Why the plan that transformers has for a model does not work, by the `model_type` of a configuration."""
+
+
 def transformers_plan(model: nn.Module) -> PartialPlan | None:
-    """Return the plan of the transformers models in a model, or None if they have none."""
+    """Return the plan of the transformers models in a model, or None if they have none.
+
+    Raises:
+        ConfigError: The plan does not work.
+    """
+    for _, module, config in _models_of_types(model, UNSHARDABLE):
+        raise ConfigError(
+            f"{type(module).__name__} {UNSHARDABLE[config.model_type]}, which transformers' own plan leaves out: give"
+            " plan= with layers outside of attention, such as those of the MLP, or use tp_size=1"
+        )
     found: dict[str, Style] = {}
     sources = []
     for name, module, config in pretrained_models(model):
@@ -41,6 +80,11 @@ def transformers_plan(model: nn.Module) -> PartialPlan | None:
         sources.append(f"{type(module).__name__} ({config.model_type})")
     if not found:
         return None
+    for name, module, config in _models_of_types(model, CORRECTIONS):
+        names = [key for key, _ in module.named_modules()] + [key for key, _ in module.named_parameters()]
+        plan = {key: read_style(key, style) for key, style in CORRECTIONS[config.model_type].items()}
+        styles, _ = match_names(plan, names, str(getattr(module, "base_model_prefix", "")))
+        found.update({f"{name}.{key}" if name else key: style for key, style in styles.items()})
     return PartialPlan(styles=found, source=f"transformers' own plan of {', '.join(sources)}")
 
 
@@ -91,6 +135,46 @@ _BERT = PlanTable(
     heads=("cls.predictions.decoder", "lm_head.decoder", "generator_lm_head"),
 )  # fmt: skip
 
+# Of models whose attention is not a plain one: it stays unsharded.
+_FEED_FORWARD = PlanTable(
+    plan={
+        "encoder.layer.*.intermediate.dense": "colwise",
+        "encoder.layer.*.output.dense": "rowwise",
+        "encoder.layer.*.ffn.*.intermediate.dense": "colwise",  # of MobileBERT, like the next one
+        "encoder.layer.*.ffn.*.output.dense": "rowwise",
+    },
+    heads=("cls.predictions.decoder", "lm_head.decoder", "generator_lm_head"),
+)
+
+_CONVNEXT = PlanTable(
+    plan={"encoder.stages.*.layers.*.pwconv1": "colwise", "encoder.stages.*.layers.*.pwconv2": "rowwise"}, heads=()
+)
+
+_CPMANT = PlanTable(
+    plan={
+        **{f"encoder.layers.*.ffn.ffn.w_in.{name}": "colwise" for name in ("w_0", "w_1")},
+        "encoder.layers.*.ffn.ffn.w_out": "rowwise",
+    }
+)
+
+_DATA2VEC_VISION = PlanTable(
+    plan={
+        **{f"encoder.layer.*.attention.attention.{name}": "colwise" for name in ("query", "key", "value")},
+        "encoder.layer.*.attention.output.dense": "rowwise",
+        "encoder.layer.*.intermediate.dense": "colwise",
+        "encoder.layer.*.output.dense": "rowwise",
+    },
+    heads=(),
+)
+
+_DONUT_SWIN = PlanTable(
+    plan={
+        "encoder.layers.*.blocks.*.intermediate.dense": "colwise",
+        "encoder.layers.*.blocks.*.output.dense": "rowwise",
+    },
+    heads=(),
+)
+
 _GPT2 = PlanTable(
     plan={
         "h.*.attn.c_attn": "packed_colwise:3",
@@ -103,6 +187,36 @@ _GPT2 = PlanTable(
     }
 )
 
+_MOBILEBERT = replace(_FEED_FORWARD, heads=())  # the weight of its head is put together from two parameters
+
+_MOBILEVIT = PlanTable(
+    plan={key.replace("encoder.layer.*", "encoder.layer.*.transformer.layer.*"): style
+          for key, style in _DATA2VEC_VISION.plan.items()},
+    heads=(),
+)  # fmt: skip
+
+_MPNET = PlanTable(
+    plan={
+        **{f"encoder.layer.*.attention.attn.{name}": "colwise" for name in ("q", "k", "v")},
+        "encoder.layer.*.attention.attn.o": "rowwise",
+        "encoder.layer.*.intermediate.dense": "colwise",
+        "encoder.layer.*.output.dense": "rowwise",
+        "encoder.relative_attention_bias": "replicated_with_grad_allreduce",
+    },
+    heads=("lm_head.decoder",),
+    arguments={"encoder.layer.*.attention.attn": (("position_bias", 1),)},
+)
+
+_MPT = PlanTable(
+    plan={
+        "blocks.*.attn.Wqkv": "packed_colwise:3",
+        "blocks.*.attn.out_proj": "rowwise",
+        "blocks.*.ffn.up_proj": "colwise",
+        "blocks.*.ffn.down_proj": "rowwise",
+    },
+    arguments={"blocks.*.attn": (("position_bias", 0),)},
+)
+
 _OPT = PlanTable(
     plan={
         **{f"decoder.layers.*.self_attn.{name}": "colwise" for name in ("q_proj", "k_proj", "v_proj")},
@@ -110,6 +224,32 @@ _OPT = PlanTable(
         "decoder.layers.*.fc1": "colwise",
         "decoder.layers.*.fc2": "rowwise",
     }
+)
+
+_REFORMER = PlanTable(
+    plan={
+        "encoder.layers.*.feed_forward.dense.dense": "colwise",
+        "encoder.layers.*.feed_forward.output.dense": "rowwise",
+    },
+    heads=("lm_head.decoder",),
+)
+
+_SEW_D = PlanTable(
+    plan={
+        "encoder.encoder.layer.*.intermediate.dense": "colwise",
+        "encoder.encoder.layer.*.output.dense": "rowwise",
+    },
+    heads=(),
+)
+
+# Attention of the encoder takes embeddings of relative positions.
+_SPEECHT5 = PlanTable(
+    plan={
+        f"{side}.wrapped_{side}.layers.*.feed_forward.{name}_dense": style
+        for side in ("encoder", "decoder")
+        for name, style in (("intermediate", "colwise"), ("output", "rowwise"))
+    },
+    heads=(),
 )
 
 _T5 = PlanTable(
@@ -166,11 +306,36 @@ _WHISPER = PlanTable(
 )  # fmt: skip
 
 TABLES: Mapping[str, PlanTable] = {
-    "bert": _BERT,
+    **dict.fromkeys(
+        (
+            *("bert", "bert-generation", "camembert", "data2vec-text", "electra", "ernie", "esm", "layoutlm"),
+            *("megatron-bert", "rembert", "roberta", "roberta-prelayernorm", "roc_bert", "roformer"),
+            *("tapas", "xlm-roberta", "xlm-roberta-xl"),
+        ),
+        _BERT,
+    ),
+    **dict.fromkeys(
+        (
+            *("big_bird", "convbert", "deberta", "deberta-v2", "fnet", "longformer", "luke", "mra", "nystromformer"),
+            "yoso",
+        ),
+        _FEED_FORWARD,
+    ),
     "bloom": _BLOOM,
+    "convnext": _CONVNEXT,
+    "cpmant": _CPMANT,
+    "data2vec-vision": _DATA2VEC_VISION,
+    "donut-swin": _DONUT_SWIN,
     "falcon": _FALCON,
     "gpt2": _GPT2,
+    "mobilebert": _MOBILEBERT,
+    "mobilevit": _MOBILEVIT,
+    "mpnet": _MPNET,
+    "mpt": _MPT,
     "opt": _OPT,
+    "reformer": _REFORMER,
+    "sew-d": _SEW_D,
+    "speecht5": _SPEECHT5,
     "t5": _T5,
     "vit": _VIT,
     "whisper": _WHISPER,
@@ -183,10 +348,8 @@ def table_plan(model: nn.Module) -> PartialPlan | None:
     styles: dict[str, Style] = {}
     arguments: list[ShardedArgument] = []
     kinds = []
-    for name, module, config in pretrained_models(model):
-        table = TABLES.get(config.model_type)
-        if table is None:
-            continue
+    for name, module, config in _models_of_types(model, TABLES):
+        table = TABLES[config.model_type]
         prefix = f"{name}." if name else ""
         patterns = {**table.plan, **(table.customize(config) if table.customize else {})}
         names = [key for key, _ in module.named_modules()]
@@ -203,6 +366,8 @@ def table_plan(model: nn.Module) -> PartialPlan | None:
 
 
 def _arguments_of(module: nn.Module, table: PlanTable, config: Any, prefix: str) -> list[ShardedArgument]:
+    if not table.arguments:
+        return []
     base = str(getattr(module, "base_model_prefix", ""))
     heads = Block(num_units=config.num_attention_heads)
     return [

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from itertools import accumulate, groupby
+from typing import Any
 
 from torch import nn
 from torch.nn.utils.parametrize import ParametrizationList
@@ -16,36 +18,76 @@ from .tracing import Trace, holds_parameters, trace_calls
 
 
 @dataclass(frozen=True, slots=True)
-class OutOfOrderModules:
-    """Siblings of a layer list that run out of registration order.
+class ModulePlaces:
+    """Where the modules around the layers run, of models in which the order of registration does not tell it.
 
     Modules are assumed to run in the order of registration, as in nearly all models of transformers, or in that of a
-    model's pipeline plan (`_pp_plan`). The table has the exceptions.
+    model's pipeline plan (`_pp_plan`). The table has the exceptions, with names relative to the parent of the layer
+    list or to a model of transformers around it.
 
     Attributes:
         before: Modules that are registered after the layers, and run before the first.
         after: Modules that are registered before the layers, and run after the last.
+        sent_on: Modules that run before the layers and whose outputs later layers take besides the output of the
+            layer before them: they are sent from stage to stage.
+        everywhere: Modules that every stage holds and runs, as its forward reads their weights or their outputs.
+        layers: Name of the list of layers; optional, where it is found otherwise.
+        overwrites_embeddings: Whether the forward changes the output of a module before the layers in place.
     """
 
     before: tuple[str, ...] = ()
     after: tuple[str, ...] = ()
+    sent_on: tuple[str, ...] = ()
+    everywhere: tuple[str, ...] = ()
+    layers: str = ""
+    overwrites_embeddings: bool = False
 
 
-OUT_OF_ORDER: Mapping[str, OutOfOrderModules] = {
-    "opt": OutOfOrderModules(before=("project_in",), after=("final_layer_norm", "project_out")),
+_PER_LAYER_INPUTS = ("embed_tokens_per_layer", "per_layer_model_projection", "per_layer_projection_norm")
+
+MODULE_PLACES: Mapping[str, ModulePlaces] = {
+    "opt": ModulePlaces(before=("project_in",), after=("final_layer_norm", "project_out")),
     **dict.fromkeys(
-        ("bart", "mbart", "mvp", "plbart", "led", "blenderbot-small"),
-        OutOfOrderModules(before=("layernorm_embedding",)),
+        ("bart", "mbart", "mvp", "plbart", "led", "blenderbot-small"), ModulePlaces(before=("layernorm_embedding",))
     ),
-    "prophetnet": OutOfOrderModules(before=("embeddings_layer_norm",)),
+    "cpmant": ModulePlaces(
+        before=("segment_embedding", "input_embedding", "position_bias"), sent_on=("position_bias",)
+    ),
+    "ctrl": ModulePlaces(overwrites_embeddings=True),
+    "gemma3n_text": ModulePlaces(
+        before=(*_PER_LAYER_INPUTS, "altup_projections"),
+        sent_on=("embed_tokens_per_layer", "per_layer_projection_norm"),
+        overwrites_embeddings=True,
+    ),
+    "gemma4_text": ModulePlaces(
+        before=_PER_LAYER_INPUTS, sent_on=("embed_tokens_per_layer", "per_layer_projection_norm")
+    ),
+    "git": ModulePlaces(before=("visual_projection",)),
+    "ibert": ModulePlaces(sent_on=("embeddings",)),
+    "inkling2_text": ModulePlaces(sent_on=("embed_tokens",)),
+    "mobilevit": ModulePlaces(layers="encoder.layer"),
+    "mpnet": ModulePlaces(before=("relative_attention_bias",), sent_on=("relative_attention_bias",)),
+    "neomme": ModulePlaces(
+        before=("value_embeddings",), after=("final_norm",), sent_on=("value_embeddings", "embedding_norm")
+    ),
+    "perceiver": ModulePlaces(everywhere=("input_preprocessor",)),
+    "prophetnet": ModulePlaces(before=("embeddings_layer_norm",)),
+    "roformer": ModulePlaces(sent_on=("embed_positions",)),
+    "sew-d": ModulePlaces(before=("rel_embeddings", "LayerNorm"), sent_on=("LayerNorm",)),
+    "siglip2_vision_model": ModulePlaces(everywhere=("embeddings",)),
+    "speecht5": ModulePlaces(before=("embed_positions",), sent_on=("embed_positions",)),
+    "swiftformer": ModulePlaces(layers="encoder.network"),
+    **dict.fromkeys(("t5gemma", "t5gemma2"), ModulePlaces(after=("norm",))),
+    "wav2vec2-conformer": ModulePlaces(before=("embed_positions",), after=("layer_norm",)),
+    **dict.fromkeys(("zamba", "zamba2"), ModulePlaces(sent_on=("embed_tokens",))),
 }
 
 UNSPLITTABLE: Mapping[str, str] = {
     "albert": "runs one group of layers again and again (num_hidden_layers counts the runs)",
-    **dict.fromkeys(("mpnet", "roformer"), "gives every layer positions that only the first stage would compute"),
-    "inkling2_text": "gives every layer the embeddings, which only the first stage would compute",
-    **dict.fromkeys(("ctrl", "flaubert", "xlm"), "changes the embeddings in place, which only the first stage has"),
-    "ibert": "reads the scales of the embeddings, which only the first stage has, as numbers",
+    "hrm_text": "runs its two lists of layers in turn, several times",
+    **dict.fromkeys(("flaubert", "xlm"), "has no layers but lists of their parts, attentions and feed-forwards"),
+    "reformer": "runs its layers reversibly, on two streams",
+    "squeezebert": "calls the forward methods of its layers instead of the layers",
 }
 
 
@@ -57,6 +99,7 @@ UNSPLITTABLE: Mapping[str, str] = {
 # - the traced forward (torch.fx), unless it depends on values: it shows whether all data flow passes through a module;
 # - lists of layers by structure (see `find_stacks`): those of an encoder and a decoder, or the only one, or the one
 #   with the most parameters. Other lists then belong to a gap; outputs of those before the layers are carried;
+# - a list, of layers of several classes, as long as transformers' configuration says;
 # - an `nn.Sequential` with most of the model's parameters.
 
 _MAIN_SHARE = 0.75
@@ -72,6 +115,7 @@ class LayerChain:
         known_gaps: Known gaps, as in `find_gaps`.
         skip_outputs: Containers of layers whose output is sent to later stages, and the gap at which it is complete.
         side_branches: Layers of side branches, which run beside the chain or before it.
+        overwrites_embeddings: Whether the forward changes the output of a module before the layers in place.
     """
 
     layers: tuple[str, ...]
@@ -79,6 +123,7 @@ class LayerChain:
     known_gaps: Mapping[str, int | None] = field(default_factory=dict)
     skip_outputs: Mapping[str, int] = field(default_factory=dict)
     side_branches: tuple[str, ...] = ()
+    overwrites_embeddings: bool = False
 
 
 def find_chain(model: nn.Module) -> LayerChain:
@@ -93,6 +138,12 @@ def find_chain(model: nn.Module) -> LayerChain:
                 f"{type(module).__name__}{f' (at {name})' if name else ''} {reason}, so its layers can't be divided"
                 " over stages: use pp_size=1, or a model with layers of their own"
             )
+    return _with_table_places(model, _find_chain(model))
+
+
+def _find_chain(model: nn.Module) -> LayerChain:
+    if (named := _named_list(model)) is not None:
+        return named
     stacks = find_stacks(model)
     if (planned := _planned_chain(model, stacks)) is not None:
         return planned
@@ -107,9 +158,32 @@ def find_chain(model: nn.Module) -> LayerChain:
             return _traced_chain(model, trace, stacks, lists)
     if stacks:
         return _chain_of_stacks(model, stacks)
+    if (mixed := _list_of_all_layers(model)) is not None:
+        return LayerChain(layers=mixed, source=f"{_parent(mixed)}, which has as many layers as the configuration")
     if (sequential := _main_sequential(model, lists)) is not None:
         return LayerChain(layers=sequential, source=f"the children of {_parent(sequential)}, an nn.Sequential")
     raise _no_chain_error(model)
+
+
+def _named_list(model: nn.Module) -> LayerChain | None:
+    """Return the chain of a list that `MODULE_PLACES` names, or None."""
+    for prefix, module in _table_models(model):
+        name = MODULE_PLACES[module.config.model_type].layers
+        full = _named_below(model, [prefix], name) if name else None
+        if full is not None:
+            layers = tuple(f"{full}.{key}" for key, _ in model.get_submodule(full).named_children())
+            return LayerChain(
+                layers=layers, source=f"{full}, by the table for models of type {module.config.model_type}"
+            )
+    return None
+
+
+def _table_models(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield the models of transformers in a model, also those inside of others, that `MODULE_PLACES` has."""
+    for prefix, module in model.named_modules():
+        kind = getattr(getattr(module, "config", None), "model_type", None)
+        if kind in MODULE_PLACES and hasattr(module, "base_model_prefix"):
+            yield prefix, module
 
 
 def _planned_chain(model: nn.Module, stacks: tuple[tuple[str, ...], ...]) -> LayerChain | None:
@@ -191,7 +265,6 @@ def _chain_of_stacks(model: nn.Module, stacks: tuple[tuple[str, ...], ...]) -> L
     return LayerChain(
         layers=units,
         source=f"the layers of {_parent(units)}" + (", the list with the most parameters" if others else ""),
-        known_gaps=_table_places(model, [(units, 0)]),
         side_branches=others,
     )
 
@@ -207,10 +280,20 @@ def _encoder_and_decoder(model: nn.Module, stacks: tuple[tuple[str, ...], ...]) 
             return LayerChain(
                 layers=(*encoder, *decoder),
                 source=f"the layers of {_parent(encoder)}, then those of {_parent(decoder)}",
-                known_gaps=_table_places(model, [(encoder, 0), (decoder, len(encoder))]),
                 skip_outputs={path: len(encoder)},
                 side_branches=tuple(layer for stack in stacks if stack not in (encoder, decoder) for layer in stack),
             )
+    return None
+
+
+def _list_of_all_layers(model: nn.Module) -> tuple[str, ...] | None:
+    """Return the list with as many layers as a transformers configuration says; they may be of several classes."""
+    for prefix, module, config in pretrained_models(model):
+        number = getattr(config, "num_hidden_layers", None)
+        for name, child in module.named_modules():
+            if isinstance(child, nn.ModuleList) and len(child) == number and all(map(holds_parameters, child)):
+                full = f"{prefix}.{name}" if prefix else name
+                return tuple(f"{full}.{key}" for key, _ in child.named_children())
     return None
 
 
@@ -224,18 +307,45 @@ def _main_sequential(model: nn.Module, lists: tuple[tuple[str, ...], ...]) -> tu
     return None
 
 
-def _table_places(model: nn.Module, stacks: list[tuple[tuple[str, ...], int]]) -> dict[str, int | None]:
-    """Return the gaps of siblings of layer lists, which are given with the number of layers before them."""
+def _with_table_places(model: nn.Module, chain: LayerChain) -> LayerChain:
+    """Return a chain with what `MODULE_PLACES` says of the modules around its lists of layers."""
     known: dict[str, int | None] = {}
-    for prefix, _, config in pretrained_models(model):
-        places = OUT_OF_ORDER.get(config.model_type, OutOfOrderModules())
-        for stack, start in stacks:
-            if not stack[0].startswith(f"{prefix}." if prefix else ""):
-                continue
-            above = _parent(stack).rpartition(".")[0]
-            for names, gap in ((places.before, start), (places.after, start + len(stack))):
-                known.update({f"{above}.{name}" if above else name: gap for name in names})
-    return known
+    sent_on: dict[str, int] = {}
+    overwrites = False
+    for prefix, module in _table_models(model):
+        places = MODULE_PLACES[module.config.model_type]
+        overwrites = overwrites or places.overwrites_embeddings
+        for layers, start in _lists_below(chain.layers, prefix):
+            parents = [_parent(layers).rpartition(".")[0], prefix]
+            for gaps, names, gap in (
+                (known, places.before, start),
+                (known, places.after, start + len(layers)),
+                (sent_on, places.sent_on, start),
+            ):
+                gaps.update({full: gap for name in names if (full := _named_below(model, parents, name))})
+            everywhere = (_named_below(model, parents, name) for name in places.everywhere)
+            known.update({full: None for full in everywhere if full})
+    return replace(
+        chain,
+        known_gaps={**chain.known_gaps, **known},
+        skip_outputs={**sent_on, **chain.skip_outputs},
+        overwrites_embeddings=overwrites,
+    )
+
+
+def _lists_below(layers: tuple[str, ...], prefix: str) -> list[tuple[tuple[str, ...], int]]:
+    """Return the lists that a chain's layers are of, with the number of layers before them, of those in a module."""
+    lists = [tuple(items) for _, items in groupby(layers, lambda layer: layer.rpartition(".")[0])]
+    starts = accumulate(map(len, lists), initial=0)
+    inside = f"{prefix}." if prefix else ""
+    return [(items, start) for items, start in zip(lists, starts, strict=False) if items[0].startswith(inside)]
+
+
+def _named_below(model: nn.Module, parents: list[str], name: str) -> str | None:
+    """Return the full name of the first module that exists under that name in one of its parents."""
+    candidates = [f"{parent}.{name}" if parent else name for parent in parents]
+    known = dict(model.named_modules(remove_duplicate=False))
+    return next((full for full in candidates if full in known), None)
 
 
 def _simple_lists(model: nn.Module, stacks: tuple[tuple[str, ...], ...]) -> tuple[tuple[str, ...], ...]:

@@ -125,6 +125,7 @@ def _plan_of(model: nn.Module, chain: LayerChain) -> StagePlan:
         gaps=gaps,
         skip_outputs={**_side_branch_outputs(chain.side_branches, gaps, len(chain.layers)), **chain.skip_outputs},
         source=chain.source,
+        overwrites_embeddings=chain.overwrites_embeddings,
     )
 
 
@@ -136,7 +137,8 @@ def _output_heads(model: nn.Module, units: tuple[str, ...]) -> dict[str, int | N
     pretrained: Any
     for _, pretrained, _ in pretrained_models(model):
         head = pretrained.get_output_embeddings() if hasattr(pretrained, "get_output_embeddings") else None
-        if id(head) in names and head is not pretrained.get_input_embeddings():
+        # FSMT returns the embeddings of its decoder, whose weight is that of the head.
+        if id(head) in names and not isinstance(head, nn.Embedding) and head is not pretrained.get_input_embeddings():
             found[outside_of(names[id(head)], containers)] = len(units)
     return found
 

@@ -31,6 +31,7 @@ class StagePlan:
         sequence: Names of modules, and functions, that replace the model's forward, each applied to the output of the
             previous one; optional, by default the forward runs.
         bounds: Bounds of the user's split: position p has the units bounds[p] to bounds[p + 1] - 1; optional.
+        overwrites_embeddings: Whether the forward changes the output of a module before the layers in place.
     """
 
     layers: tuple[str, ...]
@@ -39,6 +40,7 @@ class StagePlan:
     source: str = ""
     sequence: tuple[str | Callable[..., Any], ...] | None = None
     bounds: tuple[int, ...] | None = None
+    overwrites_embeddings: bool = False
 
     def __post_init__(self) -> None:
         places = self.places.keys()
