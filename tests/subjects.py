@@ -40,6 +40,7 @@ SUBJECTS: dict[str, tuple[str, ...]] = {
         *("faults/*", "*/test_collective_errors*", "*/test_timeouts*", "*/test_heartbeat*", "*/test_faults*"),
         *("*/test_uneven*", "*/test_monitor*", "*/test_progress*"),
     ),
+    "loops": ("*/test_user_loops*",),
     "optim": ("*/test_opt*", "*/test_adam*", "*/test_lr_*", "*/test_shard*", "*/test_whole*", "*/test_state_*"),
 }
 

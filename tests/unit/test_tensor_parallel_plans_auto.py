@@ -199,3 +199,9 @@ def test_neither_the_model_nor_random_numbers_are_changed() -> None:
     assert model.training
     assert model.num_heads == 4
     assert model.project.out_features == 96
+
+
+def test_a_batch_norm_of_features_keeps_its_layers_whole():
+    norm = nn.BatchNorm1d(16)  # of sequences of 16 tokens it would normalize tokens, which can be divided
+    model = nn.Sequential(nn.Linear(6, 16), norm, nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 3))
+    assert blocks(choose_plan(model, tp_size=2)).keys() == {"3", "5"}

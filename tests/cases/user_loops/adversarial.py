@@ -12,14 +12,39 @@ BATCH, LATENT, WIDTH = 8, 4, 6
 
 
 def make_generator() -> nn.Module:
-    return nn.Sequential(nn.Linear(LATENT, 16), nn.BatchNorm1d(16), nn.LeakyReLU(0.2), nn.Linear(16, WIDTH), nn.Tanh())
+    first = nn.Linear(LATENT, 16), nn.BatchNorm1d(16), nn.LeakyReLU(0.2)
+    return nn.Sequential(*first, nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, WIDTH), nn.Tanh())
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x):
+        return x + self.down(torch.tanh(self.up(x)))
 
 
 def make_judge() -> nn.Module:
     return nn.Sequential(nn.Linear(WIDTH, 16), nn.LeakyReLU(0.2), nn.Linear(16, 8), nn.Tanh(), nn.Linear(8, 1))
 
 
-def adversaries(booster):
+class Judge(nn.Module):
+    """Its blocks are parameter groups of their own under FSDP, whose weights are freed after their forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inputs, self.outputs = nn.Linear(WIDTH, 8), nn.Linear(8, 1)
+        self.blocks = nn.ModuleList([Block(), Block()])
+
+    def forward(self, x):
+        x = self.inputs(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.outputs(x)
+
+
+def adversaries(booster, make_judge=make_judge):
     generator, judge = seeded(make_generator), seeded(make_judge, 1)
     generator, g_optimizer, *_ = booster.boost(generator, adamw(generator.parameters()))
     judge, d_optimizer, *_ = booster.boost(judge, adamw(judge.parameters()))
@@ -66,7 +91,7 @@ def gan_with_a_frozen_judge(booster):
 
 def wgan_gp(booster):
     """Gulrajani et al., 2017: two steps of the critic with a penalty of its gradient, one of the generator."""
-    generator, g_optimizer, critic, c_optimizer = adversaries(booster)
+    generator, g_optimizer, critic, c_optimizer = adversaries(booster, Judge)
     losses = []
     for step in range(4):
         real, latent = part(booster, noise(step, BATCH, WIDTH)), part(booster, noise(100 + step, BATCH, LATENT))
@@ -90,7 +115,7 @@ def wgan_gp(booster):
 
 def gradient_penalty(booster):
     """R1: the squared gradient of the outputs with respect to the inputs."""
-    model = seeded(make_judge)
+    model = seeded(Judge)
     model, optimizer, *_ = booster.boost(model, adamw(model.parameters()))
     losses = []
     for step in range(4):

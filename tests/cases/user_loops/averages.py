@@ -18,7 +18,9 @@ def make_model() -> nn.Module:
 
 
 def make_normalized() -> nn.Module:
-    return nn.Sequential(nn.Linear(WIDTH, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 3))
+    """The layers behind the batch norm are a pair that tensor parallelism divides."""
+    norm = nn.BatchNorm1d(16)
+    return nn.Sequential(nn.Linear(WIDTH, 16), norm, nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 3))
 
 
 def squares(outputs, inputs):
@@ -194,9 +196,11 @@ class SAM(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure=None):
-        closure = torch.enable_grad()(closure)
+        if closure is None:
+            self.base_optimizer.step()
+            return
         self.first_step(zero_grad=True)
-        closure()
+        torch.enable_grad()(closure)()
         self.second_step()
 
     def _grad_norm(self):
@@ -219,6 +223,41 @@ def sam_optimizer(booster):
     return Outcome(losses, {"model": model})
 
 
+class SAMByGivenNorm(torch.optim.SGD):
+    """Sharpness-aware minimization of every element by itself: the loop gives the norm of all gradients."""
+
+    @torch.no_grad()
+    def first_step(self, norm, rho=0.05):
+        for p in self._parameters():
+            self.state[p]["old_p"] = p.clone()
+            p.add_(p.grad, alpha=rho / float(norm))
+
+    @torch.no_grad()
+    def second_step(self):
+        for p in self._parameters():
+            p.copy_(self.state[p]["old_p"])
+        self.step()
+
+    def _parameters(self):
+        return [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+
+
+def sam_by_given_norm(booster):
+    """What to write under plugins that divide the gradients."""
+    model = seeded(make_model)
+    model, optimizer, *_ = booster.boost(model, SAMByGivenNorm(model.parameters(), lr=0.1, momentum=0.9))
+    losses = []
+    for step in range(4):
+        batch = part(booster, noise(step, BATCH, WIDTH))
+        losses.append(fit(booster, model, optimizer, batch, squares))
+        optimizer.first_step(booster.clip_grad_norm_(optimizer, float("inf")))
+        optimizer.zero_grad()
+        losses.append(fit(booster, model, optimizer, batch, squares))
+        optimizer.second_step()
+        optimizer.zero_grad()
+    return Outcome(losses, {"model": model})
+
+
 def sam_by_the_loop(booster):
     """The loop moves the weights along `p.grad`, and back."""
     model = seeded(make_model)
@@ -227,17 +266,15 @@ def sam_by_the_loop(booster):
     for step in range(4):
         batch = part(booster, noise(step, BATCH, WIDTH))
         losses.append(fit(booster, model, optimizer, batch, squares))
-        norm = booster.clip_grad_norm_(optimizer, float("inf"))
         with torch.no_grad():
-            moves = []
-            for p in model.parameters():
-                if p.grad is not None:
-                    moves.append((p, p.grad * (0.05 / norm)))
-                    p.add_(moves[-1][1])
+            norm = torch.stack([p.grad.norm() for p in model.parameters()]).norm()
+            moves = [p.grad * (0.05 / norm) for p in model.parameters()]
+            for p, move in zip(model.parameters(), moves, strict=True):
+                p.add_(move)
         optimizer.zero_grad()
         losses.append(fit(booster, model, optimizer, batch, squares))
         with torch.no_grad():
-            for p, move in moves:
+            for p, move in zip(model.parameters(), moves, strict=True):
                 p.sub_(move)
         update(optimizer)
     return Outcome(losses, {"model": model})

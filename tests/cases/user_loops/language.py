@@ -59,7 +59,7 @@ def log_probabilities(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
 
 
 def dpo(booster):
-    """Rafailov et al., 2023: chosen before rejected, in one batch; the reference is a boosted copy without optimizer."""
+    """Rafailov et al., 2023: chosen before rejected, in one batch; the reference is boosted alone."""
     model = seeded(make_gpt2)
     reference = copy.deepcopy(model).requires_grad_(False).eval()
     model, optimizer, *_ = booster.boost(model, adamw(model.parameters()))
@@ -155,13 +155,21 @@ def learning_from_samples(booster):
     return Outcome(losses, {"model": model}, {"tokens": torch.stack(found)})
 
 
-def generation_alone(booster):
-    """A model that is boosted without an optimizer generates, also with its cache of keys and values."""
-    model = seeded(make_gpt2).eval()
+def _generation(booster, **options):
+    model = seeded(make_llama).eval()
     model, *_ = booster.boost(model)
-    found = model.generate(tokens(0, 2, 4), **GREEDY)
-    cached = model.generate(tokens(1, 2, 4), **GREEDY | {"use_cache": True})
-    return Outcome([], {"model": model}, {"tokens": found, "with a cache": cached})
+    found = [model.generate(tokens(step, 2, 4), **GREEDY | options) for step in range(2)]
+    return Outcome([], {"model": model}, {"tokens": torch.stack(found)})
+
+
+def generation_alone(booster):
+    """A model that is boosted without an optimizer generates."""
+    return _generation(booster)
+
+
+def generation_with_a_cache(booster):
+    """The same, with keys and values of earlier tokens."""
+    return _generation(booster, use_cache=True)
 
 
 def distillation_of_a_language_model(booster):

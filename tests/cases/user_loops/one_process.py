@@ -1,4 +1,4 @@
-"""What a user's loop calls, by plain torch in one process that sees the batches of all ranks; and what a loop returns."""
+"""What users' loops call and return, and the same calls by plain torch in one process, on the batches of all ranks."""
 
 from __future__ import annotations
 

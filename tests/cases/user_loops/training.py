@@ -91,21 +91,17 @@ def gradual_unfreezing(booster):
 
 def unfreezing_by_new_groups(booster):
     """fastai and Lightning: unfrozen layers are added to the optimizer."""
-    model = seeded(Net)
-    model.body.requires_grad_(False)
-    model, optimizer, *_ = booster.boost(model, adamw(model.head.parameters()))
+    model = seeded(make_stack)
+    model[0].requires_grad_(False)
+    model, optimizer, *_ = booster.boost(model, adamw([*model[2].parameters(), *model[4].parameters()]))
     losses = []
     for step in range(4):
         if step == 2:
-            for one in model.body.parameters():
-                one.requires_grad_(True)
-            optimizer.add_param_group({"params": list(model.body.parameters()), "lr": 0.005})
-        inputs = part(booster, noise(step, BATCH, WIDTH))
-        loss = squares(model(inputs), inputs)
-        booster.backward(loss, optimizer)
+            first = booster.unwrap_model(model)[0].requires_grad_(True)
+            optimizer.add_param_group({"params": list(first.parameters()), "lr": 0.005})
+        losses.append(fit(booster, model, optimizer, part(booster, noise(step, BATCH, WIDTH)), squares))
         booster.clip_grad_norm_(optimizer, 0.5)
         update(optimizer)
-        losses.append(float(loss.detach()))
     return Outcome(losses, {"model": model})
 
 
@@ -217,10 +213,14 @@ class Tied(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.embed, self.body, self.head = nn.Embedding(12, 8), nn.Linear(8, 8), nn.Linear(8, 12, bias=False)
+        self.embed, self.head = nn.Embedding(12, 8), nn.Linear(8, 12, bias=False)
+        self.layers = nn.ModuleList([nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8)) for _ in range(2)])
 
     def forward(self, tokens):
-        return self.head(torch.tanh(self.body(self.embed(tokens))))
+        hidden = self.embed(tokens)
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return self.head(hidden)
 
     def tie_weights(self):
         self.head.weight = self.embed.weight
@@ -230,13 +230,15 @@ def _tied(booster, tie):
     model = seeded(Tied)
     model, optimizer, *_ = booster.boost(model, adamw(model.parameters()))
     tie(model)
+
+    def criterion(outputs, tokens):
+        return F.cross_entropy(outputs[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+
     losses = []
     for step in range(4):
         tokens = part(booster, torch.randint(0, 12, (BATCH, 5), generator=torch.Generator().manual_seed(step)))
-        loss = F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
-        booster.backward(loss, optimizer)
+        losses.append(fit(booster, model, optimizer, tokens, criterion))
         update(optimizer)
-        losses.append(float(loss.detach()))
     return Outcome(losses, {"model": model})
 
 
@@ -251,11 +253,29 @@ def tying_by_a_method_after_boost(booster):
     return _tied(booster, lambda model: model.tie_weights())
 
 
+def make_normalized() -> nn.Module:
+    """The layers behind the batch norm are a pair that tensor parallelism divides."""
+    norm = nn.BatchNorm1d(16)
+    return nn.Sequential(nn.Linear(WIDTH, 16), norm, nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 3))
+
+
 def evaluation_in_between(booster):
-    """Batch norm and metrics of all ranks, in evaluation mode, between steps."""
-    model = seeded(lambda: nn.Sequential(nn.Linear(WIDTH, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 3)))
+    """The loss of a validation batch after every step, with the statistics of a batch norm."""
+    model = seeded(make_normalized)
     model, optimizer, *_ = booster.boost(model, adamw(model.parameters()))
-    losses, right = [], []
+    losses = []
+    for step in range(4):
+        losses.append(fit(booster, model, optimizer, part(booster, noise(step, BATCH, WIDTH)), squares))
+        update(optimizer)
+        losses.append(evaluate(booster, model, part(booster, noise(50, BATCH, WIDTH)), squares))
+    return Outcome(losses, {"model": model})
+
+
+def metrics_in_between(booster):
+    """The predictions of all ranks, in evaluation mode, after every step."""
+    model = seeded(make_normalized)
+    model, optimizer, *_ = booster.boost(model, adamw(model.parameters()))
+    losses, predictions = [], []
     for step in range(4):
         model.train()
         inputs = part(booster, noise(step, BATCH, WIDTH))
@@ -266,8 +286,8 @@ def evaluation_in_between(booster):
         model.eval()
         with torch.no_grad():
             inputs = part(booster, noise(100 + step, BATCH, WIDTH))
-            right.append(booster.gather_for_metrics(model(inputs).argmax(dim=-1)))
-    return Outcome(losses, {"model": model}, {"predictions": torch.stack(right)})
+            predictions.append(booster.gather_for_metrics(model(inputs).argmax(dim=-1)))
+    return Outcome(losses, {"model": model}, {"predictions": torch.stack(predictions)})
 
 
 def early_stop(booster):
@@ -340,6 +360,14 @@ def boosted_alone(booster):
     with torch.inference_mode():
         outputs = torch.stack([model(noise(step, BATCH, WIDTH)) for step in range(3)])
     return Outcome([], {"model": model}, {"outputs": outputs.clone()})
+
+
+def evaluated_alone(booster):
+    """A model without an optimizer gives the losses of batches, also in stages."""
+    model = seeded(make_normalized)
+    model, *_ = booster.boost(model)
+    batches = [part(booster, noise(step, BATCH, WIDTH)) for step in range(3)]
+    return Outcome([evaluate(booster, model, one, squares) for one in batches], {"model": model})
 
 
 def l2_penalty(booster):
