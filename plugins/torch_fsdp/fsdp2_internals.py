@@ -299,7 +299,7 @@ class FSDP2ParamGroup:
             observer()
             pre_backward(*args)
 
-        self._group.pre_backward = observed  # type: ignore[method-assign]
+        self._group.pre_backward = observed  # type: ignore[assignment, method-assign]
 
     def post_backward(self, params: Iterable[ShardedParam]) -> None:
         """Run FSDP2's own post-backward.

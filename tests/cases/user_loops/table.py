@@ -97,7 +97,7 @@ _LOOPS = (
     ),
     UserLoop(averages.ema_of_state_dicts, {TENSOR: "must match the size", STAGES: "KeyError"}),
     UserLoop(averages.ema_by_torch, BY_STAGES),
-    UserLoop(averages.swa, {STAGES: "BatchNorm1d.* has no attribute 'running_mean'"}),
+    UserLoop(averages.swa, {STAGES: rf"{BY_STAGES[STAGES]}|BatchNorm1d.* has no attribute 'running_mean'"}),  # by rank
     UserLoop(averages.schedule_free),
     UserLoop(
         averages.sam_optimizer,
