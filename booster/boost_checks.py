@@ -132,6 +132,11 @@ def _check_optimizer_argument(optimizer: Any, known: Collection[int]) -> None:
             f"boost() was given the class {optimizer.__name__} in place of an optimizer: pass an instance, as"
             f" {optimizer.__name__}(model.parameters(), ...)"
         )
+    if isinstance(optimizer, (list, tuple)) and optimizer and all(isinstance(one, Optimizer) for one in optimizer):
+        raise ConfigError(
+            f"boost() was given a {type(optimizer).__name__} of {len(optimizer)} optimizers, and a model has one: give"
+            " one with a param group for each part, or boost the parts of the model one by one, each with its optimizer"
+        )
     if not isinstance(optimizer, Optimizer):
         raise ConfigError(
             f"boost() was given an optimizer of type {type(optimizer).__name__}: it must be a torch.optim.Optimizer"

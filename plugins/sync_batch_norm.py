@@ -6,6 +6,7 @@ step then equals one process's step on the global batch.
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -104,6 +105,14 @@ class SynchronizedBatchNorm(_BatchNorm):
         self._update_running(mean_C, var_C, count)
         out: torch.Tensor = out_NC.reshape(input.movedim(1, -1).shape).movedim(-1, 1)
         return out.to(input.dtype)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SynchronizedBatchNorm:
+        """Return a copy, such as of an average of weights, which normalizes over the same ranks."""
+        memo[id(self.group)] = self.group  # a process group can't be copied
+        copied = type(self).__new__(type(self))
+        memo[id(self)] = copied
+        copied.__setstate__(copy.deepcopy(vars(self), memo))
+        return copied
 
     @torch.no_grad()
     def _update_running(self, mean_C: torch.Tensor, var_C: torch.Tensor, count: torch.Tensor) -> None:

@@ -49,8 +49,8 @@ class GeminiOptimizerState(ShardedOptimizerState):
 
 # Note [Steps by chunk]
 # Chunks with states on a disk are stepped one by one, so at most one chunk's states are in memory at a time, also in
-# the first step, which creates them. All other chunks are updated in one call. Step hooks and step counters see a
-# single step.
+# the first step, which creates them. All other chunks are updated in one call. Step hooks, step counters and what the
+# optimizer counts in its param groups see a single step.
 
 
 class GeminiOptimizer(ShardedOptimizer):
@@ -283,8 +283,11 @@ class GeminiOptimizer(ShardedOptimizer):
         calls = [together] if together or not on_disk else []
         calls += [[update] for index, update in self._updates.items() if index in on_disk]
         kept = {update.chunk.index: update.gradients() for update in self._updates.values()}
+        counters = _Counters(self.optim) if len(calls) > 1 else None
         for number, members in enumerate(calls):
             _show_gradients(self._updates.values(), members, kept)
+            if counters is not None and number > 0:
+                counters.restore()
             with _hooks_once(self.optim, is_first=number == 0, is_last=number == len(calls) - 1):
                 self._step_some(members)
             if tier is not None and members and members[0].chunk.index in on_disk:
@@ -394,6 +397,34 @@ def _show_gradients(
         for number, one in enumerate(update.owned):
             gradients = kept[update.chunk.index] if update.chunk.index in visible else {}
             one.shard.parameter.grad = gradients.get(number)
+
+
+class _Counters:
+    """What a step changes beside the states of parameters, such as a number of steps in a param group.
+
+    Each call for some of the chunks starts from the values before the first one, as its part of the same step.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._owners = [vars(optimizer), *optimizer.param_groups]
+        self._values = [
+            {
+                key: value.detach().clone() if isinstance(value, torch.Tensor) else value
+                for key, value in owner.items()
+                if isinstance(value, (int, float, tuple, torch.Tensor))
+            }
+            for owner in self._owners
+        ]
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        for owner, values in zip(self._owners, self._values, strict=True):
+            for key, value in values.items():
+                current = owner.get(key)
+                if isinstance(value, torch.Tensor) and isinstance(current, torch.Tensor):
+                    current.copy_(value)  # a scheduler may hold it
+                else:
+                    owner[key] = value
 
 
 @contextmanager

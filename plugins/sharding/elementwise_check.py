@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import math
 import warnings
 from collections import Counter
@@ -156,9 +157,12 @@ class TrialSteps:
                 gradient = self._gradient(param_key, step) * scale
                 gradient = gradient if spans is None else gradient[slice(*spans[param_key])]
                 parameter.grad = gradient.to(parameter).view(parameter.shape)
-            _call(copied, "step", what)
-            for param_key, parameter in held.items():
-                rows[param_key].append(parameter.detach().reshape(-1).clone())
+            for name in _step_methods(type(copied)):
+                gradients = {param_key: parameter.grad for param_key, parameter in held.items()}
+                _call(copied, name, what)
+                for param_key, parameter in held.items():
+                    rows[param_key].append(parameter.detach().reshape(-1).clone())
+                    parameter.grad = gradients[param_key]
         if _call_own(copied, "eval", what):
             for param_key, parameter in held.items():
                 rows[param_key].append(parameter.detach().reshape(-1).clone())
@@ -206,6 +210,19 @@ def _call_own(copied: Optimizer, name: str, what: str) -> bool:
     return True
 
 
+def _step_methods(cls: type[Optimizer]) -> tuple[str, ...]:
+    """Return the methods that take a step: `step`, or `first_step` and `second_step` of implementations of SAM."""
+    two_steps = ("first_step", "second_step")
+    return two_steps if all(_needs_no_argument(getattr(cls, name, None)) for name in two_steps) else ("step",)
+
+
+def _needs_no_argument(method: Any) -> bool:
+    if not callable(method):
+        return False
+    _, *others = inspect.signature(method).parameters.values()
+    return all(one.default is not one.empty or one.kind in (one.VAR_POSITIONAL, one.VAR_KEYWORD) for one in others)
+
+
 def _call(copied: Optimizer, name: str, what: str) -> None:
     try:
         getattr(type(copied), name)(copied)  # an instance attribute `step` is the wrapper of an LR scheduler
@@ -232,6 +249,7 @@ def _raise_learning_rates(copied: Optimizer) -> None:
 # - One parameter exists on the second rank only, so indices in param_groups differ.
 # - States and numbers in param_groups are compared too: they reveal effects of later steps.
 # - The learning rate is raised, because a warm-up may have set it to zero.
+# - The two steps of SAM are taken in place of `step`: most implementations scale the first one by a norm.
 _SHAPES = ((40,), (128, 160), (4, 3, 3, 3))
 _FIRST_SHARD = (0, 7577, 41)  # number of elements on the first rank
 # Models may have hundreds of groups that differ in learning rates only: one large matrix per kind of group is enough.

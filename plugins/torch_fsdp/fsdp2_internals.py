@@ -132,6 +132,16 @@ class ShardedParam:
         """Return whether the memory of the shard was replaced since boost()."""
         return self.padded_shard.data_ptr() != self._data_ptr
 
+    def is_replaced(self) -> bool:
+        """Return whether a module shows another parameter in this one's place, such as after tying weights."""
+        info, fsdp_param = self.fsdp_param._module_info, self.fsdp_param
+        own = [
+            getattr(fsdp_param, name, None)
+            for name in ("sharded_param", "_unsharded_param", "_sharded_post_forward_param")
+        ]
+        places = zip(self.modules, [info.param_name, *info.shared_param_names], strict=True)
+        return any(all(module._parameters.get(name) is not one for one in own) for module, name in places)
+
     def sharded(self, full_tensor: torch.Tensor) -> DTensor:
         """Return a DTensor of this rank's rows of a tensor in the shape of the parameter."""
         start, stop = self.flat_range
@@ -280,6 +290,16 @@ class FSDP2ParamGroup:
         """Replace the group's post-backward, and how it is registered on the inputs of a forward."""
         self._group.post_backward = post_backward  # type: ignore[method-assign]
         self._group._register_post_backward_hook = register  # type: ignore[assignment, method-assign]
+
+    def observe_pre_backward(self, observer: Callable[[], None]) -> None:
+        """Call `observer` in autograd, each time before the group's backward."""
+        pre_backward = self._group.pre_backward
+
+        def observed(*args: Any) -> None:
+            observer()
+            pre_backward(*args)
+
+        self._group.pre_backward = observed  # type: ignore[assignment, method-assign]
 
     def post_backward(self, params: Iterable[ShardedParam]) -> None:
         """Run FSDP2's own post-backward.

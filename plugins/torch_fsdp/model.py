@@ -171,7 +171,7 @@ class FSDPModel(ModelWrapper):
             return super()._run_method(method, *args, **kwargs)
 
     def check_not_moved(self) -> None:
-        """Check that the memory of the shards was not replaced.
+        """Check that neither the memory of the shards nor parameters of modules were replaced.
 
         Raises:
             ConfigError: Updates would not reach the model.
@@ -179,6 +179,11 @@ class FSDPModel(ModelWrapper):
         for param in self.sharded_params:
             if param.has_moved():
                 raise replaced_memory_error(param.name)
+            if param.is_replaced():
+                raise ConfigError(
+                    f"{param.name!r} was replaced by another parameter after boost(), such as by tying weights, and"
+                    " FSDP would put its own back: tie or replace parameters before boost()"
+                )
 
     @contextmanager
     def backward(self, *, sync_gradients: bool) -> Iterator[None]:
@@ -195,6 +200,8 @@ class FSDPModel(ModelWrapper):
         for group in self.fsdp_groups:
             group.module.set_requires_gradient_sync(sync_gradients, recurse=False)
         with self._reset_on_error():
+            for group in self.fsdp_groups:
+                group.gather_for_graph_of_gradients()
             yield
         self.collective_order.synchronize_end(CollectiveKind.BACKWARD_END)
 

@@ -173,6 +173,7 @@ class ParamGroup:
         self._buffer_params: tuple[ShardedParam, ...] = ()
         self.has_reduced_grads = False
         self.on_gradients: Callable[[], None] | None = None
+        self._has_graph_of_gradients = self._makes_graph = False
         self._running_submodule: nn.Module | None = None
         self._install_collectives(module)
         self._hook_submodules()
@@ -215,8 +216,9 @@ class ParamGroup:
         module.set_force_sum_reduction_for_comms(True)
         if self.device.type == "cpu":
             self.fsdp2.unshard_asynchronously()
-        self.input_hook = InputGradHook(cast(nn.Module, module), self._post_backward)
+        self.input_hook = InputGradHook(cast(nn.Module, module), self._on_input_gradients)
         self.fsdp2.replace_post_backward(self._post_backward, self.input_hook.register)
+        self.fsdp2.observe_pre_backward(self._note_graph_of_gradients)
         cast(nn.Module, module).register_forward_pre_hook(self._unshard_for_inference, prepend=True)
 
     @property
@@ -360,8 +362,33 @@ class ParamGroup:
         self.coordinator.wait_in_flight()
         self.coordinator.in_flight = lambda: work.wait(output, accumulate=accumulate)
 
+    # Note [Graphs of gradients]
+    # `torch.autograd.grad(..., create_graph=True)`, as of a gradient penalty, makes a graph that has saved the gathered
+    # weights. FSDP2 frees their memory at the end of each backward, and in the next one gathers them again by hooks on
+    # the outputs, which need not be part of it. So a backward that makes a graph leaves the weights gathered, and the
+    # next one gathers those that a forward has freed since at its start, and frees them at its end.
+
+    def _note_graph_of_gradients(self) -> None:
+        if torch.is_grad_enabled():
+            self._has_graph_of_gradients = self._makes_graph = True
+        else:
+            self._makes_graph = False
+
+    def gather_for_graph_of_gradients(self) -> None:
+        """Gather the weights that a graph of gradients needs; see Note [Graphs of gradients]. Collective if any."""
+        self._makes_graph = False
+        if self._has_graph_of_gradients:
+            self.module.unshard()
+
+    def _on_input_gradients(self, *unused: Any) -> None:
+        if not self._has_graph_of_gradients:
+            self._post_backward()
+
     def _post_backward(self, *unused: Any) -> None:
         """Replacement of FSDP2's post-backward; see Note [Gradient buffer]."""
+        if self._makes_graph:
+            return
+        self._has_graph_of_gradients = False
         if self.params[0].unsharded_param is None:
             return  # gradients loaded from a checkpoint, which FSDP2 cannot hold before the first all-gather
         if self.on_gradients is not None and self.has_unreduced_grads:

@@ -303,3 +303,22 @@ class NeverMoves(Simple):
 class Explodes(Simple):
     def update(self, parameter, gradient, group):
         return gradient / 0
+
+
+class StepsTwice(torch.optim.SGD):
+    """SAM with a `step` of its own: only its first step depends on the norm of all gradients."""
+
+    @torch.no_grad()
+    def first_step(self, zero_grad=False):
+        held = [one for group in self.param_groups for one in group["params"] if one.grad is not None]
+        norm = torch.stack([one.grad.norm() for one in held]).norm()
+        for one in held:
+            self.state[one]["old"] = one.clone()
+            one.add_(one.grad / norm)
+
+    @torch.no_grad()
+    def second_step(self, zero_grad=False):
+        for group in self.param_groups:
+            for one in group["params"]:
+                one.copy_(self.state[one]["old"])
+        self.step()

@@ -67,6 +67,7 @@ REFUSED = {
     "Shampoo": (made_up.Shampoo, r"a state 'factor0' of shape \(40, 40\)"),
     "KeepsItsOwnList": (made_up.KeepsItsOwnList, "came out different"),
     "Noisy": (made_up.Noisy, "draws random numbers"),
+    "StepsTwice": (made_up.StepsTwice, r"shape \(40,\) came out different"),
     "NeedsClosure": (made_up.NeedsClosure, "on full parameters its step.. raised TypeError"),
     "Raises": (made_up.Raises, "on full parameters its step.. raised RuntimeError: the model is not compiled"),
     "RaisesOnLongVectors": (made_up.RaisesOnLongVectors, "on one-dimensional shards of parameters its step.. raised V"),

@@ -240,3 +240,9 @@ class NormOfHeads(Fused):
 def test_gradients_of_a_norm_of_heads_are_summed() -> None:
     found = {entry.name: entry.style for entry in choose_plan(nn.Sequential(NormOfHeads()), tp_size=2).entries}
     assert found == {"0.project": "packed_colwise", "0.out": "rowwise", "0.norm": "replicated_with_grad_allreduce"}
+
+
+def test_a_batch_norm_of_features_keeps_its_layers_whole():
+    norm = nn.BatchNorm1d(16)  # of sequences of 16 tokens it would normalize tokens, which can be divided
+    model = nn.Sequential(nn.Linear(6, 16), norm, nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 3))
+    assert blocks(choose_plan(model, tp_size=2)).keys() == {"3", "5"}

@@ -173,6 +173,15 @@ class _Placeholder(nn.Module):
             own_name, placeholders = self.__dict__["_pipeline_placeholder"]
             return None if parameter is None else placeholders.values(own_name, parameter)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        absent = self.__dict__.get(_ABSENT)
+        if absent is not None and name in absent.parameters:
+            raise ConfigError(
+                f"{name!r} of {self.__dict__['_pipeline_placeholder'][0]!r} was set after boost(), and another pipeline"
+                " stage holds this module: tie or replace parameters before boost()"
+            )
+        super().__setattr__(name, value)
+
 
 _classes: dict[type[nn.Module], type[nn.Module]] = {}
 

@@ -85,6 +85,8 @@ class EquivalenceCheck:
         calls: Input and output of each linear layer that was called exactly once, in call order.
         num_heads: Numbers of heads in calls of attention functions.
         had_size_error: Whether a split failed because the module's code reshapes with unsharded sizes.
+        other: Run on an input with another number of dimensions, in which splits have to be equivalent, too; None where
+            the module takes only one. A batch normalization of features is one of tokens if they are as many.
     """
 
     def __init__(self, module: nn.Module, inputs: torch.Tensor, arguments: Mapping[str, object], tp_size: int) -> None:
@@ -114,6 +116,7 @@ class EquivalenceCheck:
                 handle.remove()
         self.num_heads = sizes.num_heads
         self.had_size_error = False
+        self.other: EquivalenceCheck | None = None
         for name in repeated:
             self.calls.pop(name, None)
 
@@ -127,7 +130,9 @@ class EquivalenceCheck:
                 for blocks in (*split.columns.values(), split.row_blocks):
                     local_sizes(blocks, count)
                 cases += [(count, 0), (count, count - 1)]
-        return bool(cases) and all(self._is_rank_equivalent(split, count, rank) for count, rank in cases)
+        if not cases or not all(self._is_rank_equivalent(split, count, rank) for count, rank in cases):
+            return False
+        return self.other is None or (split.row in self.other.calls and self.other.is_equivalent(split))
 
     def partial_gradients(self, split: SplitCandidate) -> tuple[str, ...] | None:
         """Return what `SplitCandidate.partial` lists of an equivalent split; None if gradients are neither.
@@ -250,9 +255,14 @@ def run_equivalence_check(module: nn.Module, tp_size: int = 2) -> EquivalenceChe
     reason = ""
     for inputs in tried:
         try:
-            return EquivalenceCheck(copied, inputs, call, tp_size)
+            check = EquivalenceCheck(copied, inputs, call, tp_size)
         except Exception as error:  # a user's forward may raise anything
             reason = reason or f"{type(error).__name__}: {first_line(error)}"
+            continue
+        if inputs.ndim == 3:
+            with contextlib.suppress(Exception):  # it takes sequences only
+                check.other = EquivalenceCheck(copied, inputs[:, 0], call, tp_size)
+        return check
     return f"it cannot be run alone on a tensor of (batch, length, features) ({reason})"
 
 

@@ -1,0 +1,8 @@
+"""Loops as users write them, each once: they run under every plugin, and by plain torch in one process."""
+
+from __future__ import annotations
+
+from .one_process import OneProcess
+from .table import LOOPS, NAN, STRATEGIES, UserLoop, as_markdown
+
+__all__ = ["LOOPS", "NAN", "STRATEGIES", "OneProcess", "UserLoop", "as_markdown"]
