@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from harness import run_ranks
+from harness.forkserver import Device
 from oracles.joined_slices import copied_slices, join_slices
 from oracles.run_distances import (
     Tolerance,
@@ -80,6 +81,7 @@ class Case:
         synchronize: How the batches of a step are accumulated: "always", "no_sync" or "accumulate".
         num_layers: Of the model; None: as few as it has in the zoo.
         counts_items: Losses are sums over samples, and `num_items` says of how many. Of pipelines.
+        device: Of the ranks; the one process computes on the CPU.
     """
 
     plugin: str
@@ -96,6 +98,7 @@ class Case:
     uses_shared_memory: bool = True
     num_layers: int | None = None
     counts_items: bool = False
+    device: Device = "cpu"
 
     @property
     def entry(self) -> ZooEntry:
@@ -134,7 +137,7 @@ def assert_parallel_equals_serial(plugin: str, model: str, **settings) -> None:
     oracles/run_distances.py says what is allowed of models that amplify roundings.
     """
     case = Case(plugin=plugin, model=model, **settings)
-    ranks = run_ranks(train_parallel, case.world_size, asdict(case), timeout=120)
+    ranks = run_ranks(train_parallel, case.world_size, asdict(case), timeout=120, device=case.device)
     if case.plugin == "hybrid_parallel":
         # Each pipeline stage knows the ties of what it holds.
         tied_names = {name: others for record in ranks for name, others in record.tied_names.items()}
@@ -277,6 +280,8 @@ def _make_own_optimizer(name: str, groups: list) -> torch.optim.Optimizer:
 
 
 def _train(case: Case) -> Record:
+    from booster.pytree import map_tensors
+
     entry = case.entry
     booster = make_booster(case, entry)
     raw = WholeBatches(entry).build() if case.is_pipelined else entry.build()
@@ -288,7 +293,8 @@ def _train(case: Case) -> Record:
         loss_sum = 0.0
         for index in range(case.accumulation):
             batch = entry.make_batch(step * case.accumulation + index, case.samples_per_rank * size)
-            loss_sum += _micro_step(booster, case, entry, model, optimizer, split_batch(batch, rank, size), index)
+            own = map_tensors(lambda tensor: tensor.to(booster.device), split_batch(batch, rank, size))
+            loss_sum += _micro_step(booster, case, entry, model, optimizer, own, index)
         record.losses.append(_mean_over_ranks(loss_sum / case.accumulation))
         if case.synchronize != "accumulate":
             record.norms.append(float(booster.clip_grad_norm_(optimizer, case.max_norm)))
@@ -299,7 +305,7 @@ def _train(case: Case) -> Record:
     if case.plugin == "hybrid_parallel":
         record.slices, record.tied_names = copied_slices(model), model.tied_names()
     else:
-        record.weights = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+        record.weights = {name: tensor.detach().clone().cpu() for name, tensor in model.state_dict().items()}
     return record
 
 
@@ -424,8 +430,10 @@ def make_precision(name: str | None):
 
 
 def _mean_over_ranks(value: float) -> float:
+    from booster.comm import collective_device
+
     if not dist.is_initialized():
         return value
-    total = torch.tensor(value, dtype=torch.float64)
+    total = torch.tensor(value, dtype=torch.float64, device=collective_device())
     dist.all_reduce(total)
     return float(total) / dist.get_world_size()
