@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from harness import run_ranks
+from harness.forkserver import Device, default_device
 from oracles.joined_slices import copied_slices, join_slices
 from oracles.run_distances import (
     Tolerance,
@@ -81,6 +82,7 @@ class Case:
         num_layers: Of the model; None: as few as it has in the zoo.
         counts_items: Losses are sums over samples, and `num_items` says of how many. Of pipelines.
         save_to: Folder that the model is saved in after training; None: it is not saved.
+        device: Of the ranks, by default that of `pytest --device`; the one process computes on the CPU.
     """
 
     plugin: str
@@ -98,6 +100,7 @@ class Case:
     num_layers: int | None = None
     counts_items: bool = False
     save_to: str | None = None
+    device: Device = field(default_factory=default_device)
 
     @property
     def entry(self) -> ZooEntry:
@@ -136,7 +139,8 @@ def assert_parallel_equals_serial(plugin: str, model: str, **settings) -> None:
     oracles/run_distances.py says what is allowed of models that amplify roundings.
     """
     case = Case(plugin=plugin, model=model, **settings)
-    assert_ranks_equal_serial(case, run_ranks(train_parallel, case.world_size, asdict(case), timeout=120))
+    ranks = run_ranks(train_parallel, case.world_size, asdict(case), timeout=120, device=case.device)
+    assert_ranks_equal_serial(case, ranks)
 
 
 def assert_ranks_equal_serial(case: Case, ranks: list[Record]) -> dict[str, torch.Tensor]:
@@ -289,6 +293,8 @@ def _make_own_optimizer(name: str, groups: list) -> torch.optim.Optimizer:
 
 
 def _train(case: Case) -> Record:
+    from booster.pytree import map_tensors
+
     entry = case.entry
     booster = make_booster(case, entry)
     raw = WholeBatches(entry).build() if case.is_pipelined else entry.build()
@@ -300,7 +306,8 @@ def _train(case: Case) -> Record:
         loss_sum = 0.0
         for index in range(case.accumulation):
             batch = entry.make_batch(step * case.accumulation + index, case.samples_per_rank * size)
-            loss_sum += _micro_step(booster, case, entry, model, optimizer, split_batch(batch, rank, size), index)
+            own = map_tensors(lambda tensor: tensor.to(booster.device), split_batch(batch, rank, size))
+            loss_sum += _micro_step(booster, case, entry, model, optimizer, own, index)
         record.losses.append(_mean_over_ranks(loss_sum / case.accumulation))
         if case.synchronize != "accumulate":
             record.norms.append(float(booster.clip_grad_norm_(optimizer, case.max_norm)))
@@ -311,7 +318,7 @@ def _train(case: Case) -> Record:
     if case.plugin == "hybrid_parallel":
         record.slices, record.tied_names = copied_slices(model), model.tied_names()
     else:
-        record.weights = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+        record.weights = {name: tensor.detach().clone().cpu() for name, tensor in model.state_dict().items()}
     if case.save_to is not None:
         booster.save_model(model, case.save_to, shard=True)
     return record
@@ -438,8 +445,10 @@ def make_precision(name: str | None):
 
 
 def _mean_over_ranks(value: float) -> float:
+    from booster.comm import collective_device
+
     if not dist.is_initialized():
         return value
-    total = torch.tensor(value, dtype=torch.float64)
+    total = torch.tensor(value, dtype=torch.float64, device=collective_device())
     dist.all_reduce(total)
     return float(total) / dist.get_world_size()

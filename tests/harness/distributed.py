@@ -8,8 +8,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pytest
+from simulated_cuda import device as simulated_device
 
 from harness.failures import RanksFailed
+from harness.forkserver import Device
 from harness.messages import pack_arguments
 from harness.pool import run_on_fresh_ranks, run_on_live_ranks
 from harness.reference import BODY_ATTRIBUTE, reference_to
@@ -23,6 +25,7 @@ def run_ranks(
     *args: Any,
     timeout: float = _DEFAULT_TIMEOUT_SECONDS,
     fresh: bool = False,
+    device: Device = "cpu",
     **kwargs: Any,
 ) -> list[Any]:
     """Returns what `fn(*args, **kwargs)` returned on every rank, by rank.
@@ -37,6 +40,8 @@ def run_ranks(
         *args: positional arguments of `fn`, the same on all ranks.
         timeout: seconds until ranks that still run are asked for their stacks and killed.
         fresh: take new processes. Needed where a rank ends its process or breaks the group on purpose.
+        device: "simulated_cuda" gives each rank a CUDA device in host memory, and a default group of "nccl"; see
+            `simulated_cuda`. A job in which a fault was seen fails. Where it can't be used the test is skipped.
         **kwargs: keyword arguments of `fn`.
 
     Raises:
@@ -44,11 +49,15 @@ def run_ranks(
         TypeError: `fn` or an argument can't be sent to another process.
     """
     __tracebackhide__ = True
-    return _run(fn, world_size, args, kwargs, timeout, fresh)
+    return _run(fn, world_size, args, kwargs, timeout, fresh, device)
 
 
 def distributed(
-    world_size: int | Sequence[int] = 4, *, timeout: float = _DEFAULT_TIMEOUT_SECONDS, fresh: bool = False
+    world_size: int | Sequence[int] = 4,
+    *,
+    timeout: float = _DEFAULT_TIMEOUT_SECONDS,
+    fresh: bool = False,
+    device: Device = "cpu",
 ) -> Callable[[Callable[..., Any]], Callable[..., None]]:
     """Runs the body of a test on all ranks of a process group.
 
@@ -59,6 +68,7 @@ def distributed(
         world_size: number of ranks; several of them make one test case each.
         timeout: seconds until ranks that still run are asked for their stacks and killed.
         fresh: take new processes, for a test that ends one or breaks the group on purpose.
+        device: device of the ranks, as of `run_ranks`.
     """
     sizes = [world_size] if isinstance(world_size, int) else list(world_size)
 
@@ -73,7 +83,7 @@ def distributed(
             size = fixtures["world_size"] if has_cases else sizes[0]
             if not passes_size:
                 fixtures.pop("world_size", None)
-            _run(body, size, args, fixtures, timeout, fresh)
+            _run(body, size, args, fixtures, timeout, fresh, device)
 
         setattr(test, BODY_ATTRIBUTE, body)
         if not has_cases:
@@ -97,12 +107,15 @@ def _run(
     kwargs: Mapping[str, Any],
     timeout: float,
     fresh: bool,
+    device: Device,
 ) -> list[Any]:
     __tracebackhide__ = True
+    if device == "simulated_cuda" and (reason := simulated_device.problem()) is not None:
+        pytest.skip(reason)
     run = run_on_fresh_ranks if fresh else run_on_live_ranks
     function, arguments = reference_to(fn), pack_arguments(args, kwargs)
     try:
-        return run(world_size, function, arguments, timeout)
+        return run(world_size, function, arguments, timeout, device)
     except RanksFailed as failed:
         if failed.first.kind == "skipped":
             pytest.skip(f"rank {failed.first.rank}: {failed.first.summary}")

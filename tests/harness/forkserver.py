@@ -4,8 +4,17 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from multiprocessing import forkserver as server
-from multiprocessing.context import ForkServerContext
+from multiprocessing import popen_forkserver
+from multiprocessing.context import ForkServerContext, ForkServerProcess
+from pathlib import Path
+from typing import Any, Literal
+
+from simulated_cuda import build
+
+Device = Literal["cpu", "simulated_cuda"]
 
 # _dynamo and tensor are what DDP and the first optimizer import on their own, a second each.
 _PRELOADED = ["torch", "torch.distributed", "torch._dynamo", "torch.distributed.tensor", "pytest"]
@@ -19,7 +28,22 @@ WORKER_ENVIRONMENT = {
     # DETAIL compares all collectives, and doubles the time of some tests: `make test` turns it off.
     "TORCH_DISTRIBUTED_DEBUG": os.environ.get("TORCH_DISTRIBUTED_DEBUG", "DETAIL"),
 }
+_TESTS = str(Path(__file__).parents[1])
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+_default_device: Device = "cpu"
+
+
+def default_device() -> Device:
+    """Returns the device of the ranks in tests of parity that choose none."""
+    return _default_device
+
+
+def set_default_device(device: Device) -> None:
+    """Sets the device of the ranks in tests of parity that choose none."""
+    global _default_device
+    _default_device = device
 
 
 def preload(*modules: str) -> None:
@@ -31,17 +55,58 @@ def preload(*modules: str) -> None:
     _PRELOADED.extend(name for name in modules if name not in _PRELOADED)
 
 
-def start_context() -> ForkServerContext:
+def start_context(device: Device = "cpu") -> ForkServerContext:
     """Returns the context to start ranks with, its server running with the environment that ranks need."""
+    if device == "simulated_cuda":
+        build.library()  # here, where an error of the compiler can be read
+        _simulated_server.set_forkserver_preload(["simulated_cuda.preload", *_PRELOADED])
+        with _environment_of_ranks():
+            # Python 3.11 does not hand its path to the server.
+            os.environ["PYTHONPATH"] = os.pathsep.join([_TESTS, *filter(None, [os.environ.get("PYTHONPATH")])])
+            _simulated_server.ensure_running()
+        return _SimulatedContext()
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(_PRELOADED))
+    with _environment_of_ranks():
+        server.ensure_running()
+    return context
+
+
+# Ranks with the simulated device are forked from a second server, as torch can't change its devices once imported.
+_simulated_server = server.ForkServer()
+
+
+class _SimulatedPopen(popen_forkserver.Popen):
+    def _launch(self, process_obj: Any) -> None:
+        original, server.connect_to_new_process = (
+            server.connect_to_new_process,
+            _simulated_server.connect_to_new_process,
+        )
+        try:
+            super()._launch(process_obj)  # type: ignore[misc]
+        finally:
+            server.connect_to_new_process = original
+
+
+class _SimulatedProcess(ForkServerProcess):
+    @staticmethod
+    def _Popen(process_obj: Any) -> Any:
+        return _SimulatedPopen(process_obj)
+
+
+class _SimulatedContext(ForkServerContext):
+    Process = _SimulatedProcess  # type: ignore[assignment]
+
+
+@contextmanager
+def _environment_of_ranks() -> Iterator[None]:
+    """Set the environment that ranks need: torch reads it while it is imported, which happens in the server."""
     before = dict(os.environ)
-    os.environ.update(WORKER_ENVIRONMENT)  # torch reads these while it is imported, which happens in the server
+    os.environ.update(WORKER_ENVIRONMENT)
     for name in LAUNCHER_VARIABLES:
         os.environ.pop(name, None)
     try:
-        server.ensure_running()
+        yield
     finally:
         os.environ.clear()
         os.environ.update(before)
-    return context

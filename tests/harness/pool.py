@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.failures import RankFailure, RanksFailed
+from harness.forkserver import Device
 from harness.messages import Job, Join, Reply, Request, Returned, Settle, Settled
 from harness.process import RankProcess
 from harness.reference import FunctionReference
@@ -27,7 +28,7 @@ _START_SECONDS = 60.0
 # How long ranks may take to clean up after a job before they are replaced.
 _SETTLE_SECONDS = 5.0
 
-_POOLS: dict[int, RankPool] = {}
+_POOLS: dict[tuple[int, Device], RankPool] = {}
 
 
 class RankPool:
@@ -36,15 +37,16 @@ class RankPool:
     Args:
         world_size: number of ranks.
         aftermath_seconds: how long the other ranks may go on once one has failed.
+        device: the ranks' device.
     """
 
-    def __init__(self, world_size: int, aftermath_seconds: float = _AFTERMATH_SECONDS) -> None:
+    def __init__(self, world_size: int, aftermath_seconds: float = _AFTERMATH_SECONDS, device: Device = "cpu") -> None:
         self.world_size = world_size
         self._aftermath_seconds = aftermath_seconds
         self._directory = Path(tempfile.mkdtemp(prefix="ranks-"))
         self._num_stores = 0
         self._is_group_kept = False
-        self._ranks = [RankProcess(rank, world_size, self._directory) for rank in range(world_size)]
+        self._ranks = [RankProcess(rank, world_size, self._directory, device) for rank in range(world_size)]
 
     def run(self, function: FunctionReference, arguments: bytes, timeout: float) -> list[Any]:
         """Returns what the function returned, by rank.
@@ -124,26 +126,30 @@ def _results(replies: dict[int, Reply]) -> dict[int, Any]:
     return {rank: pickle.loads(reply.result) for rank, reply in replies.items() if isinstance(reply, Returned)}
 
 
-def run_on_live_ranks(world_size: int, function: FunctionReference, arguments: bytes, timeout: float) -> list[Any]:
-    """Runs the function on the live ranks of that world size, starting them where there are none."""
+def run_on_live_ranks(
+    world_size: int, function: FunctionReference, arguments: bytes, timeout: float, device: Device = "cpu"
+) -> list[Any]:
+    """Runs the function on the live ranks of that world size and device, starting them where there are none."""
     __tracebackhide__ = True
-    pool = _POOLS.pop(world_size, None)  # goes back after success: a pool whose job failed is closed
+    pool = _POOLS.pop((world_size, device), None)  # goes back after success: a pool whose job failed is closed
     if pool is None or not pool.is_settled():
         if pool is not None:
             pool.close()
-        pool = RankPool(world_size)
+        pool = RankPool(world_size, device=device)
     results = pool.run(function, arguments, timeout)
-    _POOLS[world_size] = pool
+    _POOLS[world_size, device] = pool
     return results
 
 
-def run_on_fresh_ranks(world_size: int, function: FunctionReference, arguments: bytes, timeout: float) -> list[Any]:
+def run_on_fresh_ranks(
+    world_size: int, function: FunctionReference, arguments: bytes, timeout: float, device: Device = "cpu"
+) -> list[Any]:
     """Runs the function on new ranks that end with it.
 
     Such jobs are often about what the others do when one dies: those may go on until the timeout.
     """
     __tracebackhide__ = True
-    pool = RankPool(world_size, aftermath_seconds=timeout)
+    pool = RankPool(world_size, aftermath_seconds=timeout, device=device)
     results = pool.run(function, arguments, timeout)
     pool.close()
     return results

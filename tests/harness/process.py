@@ -12,7 +12,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from harness.failures import RankFailure
-from harness.forkserver import start_context
+from harness.forkserver import Device, start_context
 from harness.messages import Reply
 from harness.worker import worker_main
 
@@ -23,14 +23,14 @@ _FRAME = re.compile(r'  File "(?P<path>.*)", line (?P<line>\d+) in (?P<function>
 class RankProcess:
     """One live rank."""
 
-    def __init__(self, rank: int, world_size: int, directory: Path) -> None:
-        context = start_context()
+    def __init__(self, rank: int, world_size: int, directory: Path, device: Device = "cpu") -> None:
+        context = start_context(device)
         self.rank = rank
         self.connection: Connection
         self.connection, theirs = context.Pipe()
         self._stack_path = directory / f"stacks-{rank}.txt"
         self._process = context.Process(
-            target=worker_main, args=(theirs, rank, world_size, str(self._stack_path)), daemon=True
+            target=worker_main, args=(theirs, rank, world_size, str(self._stack_path), device), daemon=True
         )
         self._process.start()
         theirs.close()  # so that the worker's death closes the connection

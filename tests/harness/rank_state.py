@@ -13,8 +13,11 @@ from datetime import timedelta
 import numpy as np
 import torch
 import torch.distributed as dist
+from simulated_cuda import device as simulated_device
+from simulated_cuda import reports
 from torch.distributed.distributed_c10d import get_pg_count
 
+from harness.forkserver import Device
 from harness.messages import Joined, Settled
 
 # More than any job's limit: the parent, who asks every rank where it is, must be the first to give up.
@@ -28,16 +31,44 @@ class RankGroup:
     destroyed it, or left it unable to pass a barrier.
     """
 
-    def __init__(self, rank: int, world_size: int) -> None:
+    def __init__(self, rank: int, world_size: int, device: Device = "cpu") -> None:
         self.rank = rank
         self.world_size = world_size
+        self._is_simulated = device == "simulated_cuda"
 
     def join(self, store_path: str) -> Joined:
         """Makes the default group, with the store at `store_path`. *Collective: yes*."""
         store = dist.FileStore(store_path, self.world_size)
         store.set_timeout(_GROUP_TIMEOUT)
-        dist.init_process_group("gloo", store=store, rank=self.rank, world_size=self.world_size, timeout=_GROUP_TIMEOUT)
+        device = None
+        if self._is_simulated:
+            torch.accelerator.set_device_index(self.rank)
+            device = torch.device("cuda", self.rank)
+        dist.init_process_group(
+            "nccl" if self._is_simulated else "gloo",
+            store=store,
+            rank=self.rank,
+            world_size=self.world_size,
+            timeout=_GROUP_TIMEOUT,
+            device_id=device,
+        )
         return Joined()
+
+    @contextlib.contextmanager
+    def checked(self) -> Iterator[None]:
+        """Fails a job in which the simulated device has seen a fault: a race, memory that was freed too early."""
+        if not self._is_simulated:
+            yield
+            return
+        with reports.recording() as record:
+            try:
+                yield
+                simulated_device.settle()
+            finally:
+                simulated_device.set_options()
+        faults = record.faults()
+        if faults:
+            raise AssertionError("the simulated device reports:\n" + "\n".join(faults))
 
     def settle(self) -> Settled:
         """Keeps the group for the next job, or destroys it. *Collective: yes*, but no rank waits for one that destroys.

@@ -19,7 +19,7 @@ import torch
 
 from harness import ddp_logger
 from harness.failures import RankFailure
-from harness.forkserver import LAUNCHER_VARIABLES, WORKER_ENVIRONMENT
+from harness.forkserver import LAUNCHER_VARIABLES, WORKER_ENVIRONMENT, Device
 from harness.messages import Job, Join, Reply, Request, Returned, Settle
 from harness.rank_state import RankGroup, job_surroundings
 from harness.reference import resolve
@@ -29,11 +29,11 @@ _ORPHAN_SECONDS = 30.0
 _PREPARATION_SECONDS = 60.0
 
 
-def worker_main(connection: Connection, rank: int, world_size: int, stack_path: str) -> None:
+def worker_main(connection: Connection, rank: int, world_size: int, stack_path: str, device: Device) -> None:
     """Runs jobs until the parent closes the connection or a job fails. Never returns."""
     stacks = open(stack_path, "w")  # noqa: SIM115 - it belongs to faulthandler for as long as the process lives
     _prepare_process(stacks.fileno())
-    group = RankGroup(rank, world_size)
+    group = RankGroup(rank, world_size, device)
     reply: Reply | None = None
     while not isinstance(reply, RankFailure):
         try:
@@ -72,7 +72,7 @@ def _answer(request: Request, group: RankGroup) -> Reply:
             return group.join(request.store_path)
         if isinstance(request, Settle):
             return group.settle()
-        with job_surroundings(group.rank, group.world_size):
+        with job_surroundings(group.rank, group.world_size), group.checked():
             return Returned(result=_call(request))
     except BaseException as error:
         return _failure(group.rank, error)

@@ -12,9 +12,9 @@ from dataclasses import asdict
 from functools import partial
 from typing import Any
 
-from oracles import fake_cuda
+from simulated_cuda import device
 
-fake_cuda.install()
+device.install()
 
 import torch  # noqa: E402 - after the device
 from torch import nn  # noqa: E402

@@ -17,7 +17,7 @@ Own = TypeVar("Own")
 
 def copied_slices(model) -> list[TensorSlice]:
     """Returns what this rank holds of a boosted model, in memory of its own."""
-    return [dataclasses.replace(one, tensor=one.tensor.detach().clone()) for one in model.tensor_slices()]
+    return [dataclasses.replace(one, tensor=one.tensor.detach().clone().cpu()) for one in model.tensor_slices()]
 
 
 def join_slices(

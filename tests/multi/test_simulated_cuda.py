@@ -1,0 +1,104 @@
+"""Every plugin on the simulated CUDA device: trains as one process on the CPU does, without a fault of order.
+
+`make test-device` runs all suites of parity there; these are what the default run has of each plugin.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from harness import preload
+from hybrid_cases import MODES, TP_2, assert_hybrid_equals_serial
+from parity import assert_parallel_equals_serial
+from pipeline_cases import SCHEDULES, assert_pipeline_equals_serial
+from zoo import TRANSFORMERS_MODULES
+
+preload(*TRANSFORMERS_MODULES)
+
+DEVICE = "simulated_cuda"
+CHUNKS = {"chunk_config_dict": {"chunk_size": 512}}
+OFFLOADED = {"offload_optim_frac": 1.0, "offload_param_frac": 1.0, "placement_policy": "static"}
+PLUGINS: dict[str, tuple[str, dict[str, Any]]] = {
+    "ddp": ("torch_ddp", {}),
+    "zero 1": ("low_level_zero", {"stage": 1}),
+    "zero 1, overlapped": ("low_level_zero", {"stage": 1, "overlap_allgather": True}),
+    "zero 2": ("low_level_zero", {"stage": 2}),
+    "zero 2, offloaded": ("low_level_zero", {"stage": 2, "cpu_offload": True}),
+    "gemini": ("gemini", CHUNKS),
+    "gemini, prefetched": ("gemini", {"max_prefetch": 2, **CHUNKS}),
+    "gemini, offloaded": ("gemini", {**OFFLOADED, **CHUNKS}),
+    "gemini, offloaded and pinned": ("gemini", {"pin_memory": True, "max_prefetch": 1, **OFFLOADED, **CHUNKS}),
+    "fsdp": ("torch_fsdp", {}),
+    "fsdp, offloaded": ("torch_fsdp", {"cpu_offload": True}),
+    "fsdp, gathered once": ("torch_fsdp", {"sharding_strategy": "SHARD_GRAD_OP"}),
+}
+
+
+# A function for each: the default run takes one case of a function with parameters.
+def _train(name: str, **settings: Any) -> None:
+    plugin, arguments = PLUGINS[name]
+    settings = {"model": "mlp_odd", "max_norm": 0.5, "device": DEVICE, **settings}
+    assert_parallel_equals_serial(plugin, plugin_arguments=arguments, **settings)
+
+
+def test_ddp():
+    _train("ddp")
+
+
+def test_zero():
+    for name in ("zero 1", "zero 1, overlapped", "zero 2"):
+        _train(name)
+
+
+def test_zero_offloaded():
+    _train("zero 2, offloaded")
+
+
+def test_gemini():
+    for name in ("gemini", "gemini, prefetched"):
+        _train(name)
+
+
+def test_gemini_offloaded():
+    for name in ("gemini, offloaded", "gemini, offloaded and pinned"):
+        _train(name, optimizer="hybrid_adam")
+
+
+def test_fsdp():
+    for name in ("fsdp", "fsdp, gathered once"):
+        _train(name)
+
+
+def test_fsdp_offloaded():
+    _train("fsdp, offloaded")
+
+
+def test_fp16_with_a_loss_scale():
+    _train("zero 2", precision="fp16", optimizer="sgd")
+
+
+def test_tensor_parallel():
+    assert_hybrid_equals_serial("user_transformer", TP_2, max_norm=0.5, device=DEVICE)
+
+
+def test_sequence_parallel():
+    for mode in ("split_gather 2", "ring 2", "all_to_all 2", "ring_attn 2"):
+        assert_hybrid_equals_serial("user_transformer", MODES[mode], max_norm=0.5, device=DEVICE)
+
+
+def test_pipeline_parallel():
+    # Interleaved and zbv stages also send forward to ranks of lower numbers.
+    for schedule in SCHEDULES:
+        assert_pipeline_equals_serial("glued_chain", schedule=schedule, device=DEVICE)
+
+
+def test_pipeline_and_tensor_parallel():
+    assert_pipeline_equals_serial("user_transformer", axes="tp 2", device=DEVICE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("name", PLUGINS)
+def test_low_precision(name, precision):
+    _train(name, precision=precision, optimizer="sgd")

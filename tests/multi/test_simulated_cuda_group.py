@@ -1,0 +1,147 @@
+"""The backend of the simulated device: NCCL's collectives, dtypes and refusals."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import RanksFailed, distributed, run_ranks
+
+SIMULATED = "simulated_cuda"
+MOVED = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int8, torch.uint8, torch.int32, torch.int64)
+MOVED += (torch.bool, torch.complex64, torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+def _device() -> torch.device:
+    return torch.device("cuda", dist.get_rank())
+
+
+@distributed(2, device=SIMULATED)
+def test_collectives():
+    rank, device = dist.get_rank(), _device()
+    assert dist.get_backend() == "nccl"
+    assert dist.group.WORLD.bound_device_id == device
+    mine = torch.arange(4.0, device=device) + 10 * rank
+    total = mine.clone()
+    dist.all_reduce(total)
+    assert total.tolist() == [10.0, 12.0, 14.0, 16.0]
+    dist.all_reduce(mean := mine.clone(), dist.ReduceOp.AVG)
+    assert mean.tolist() == [5.0, 6.0, 7.0, 8.0]
+    dist.all_reduce(highest := mine.clone(), dist.ReduceOp.MAX)
+    assert highest.tolist() == [10.0, 11.0, 12.0, 13.0]
+    dist.broadcast(first := mine.clone(), src=0)
+    assert first.tolist() == [0.0, 1.0, 2.0, 3.0]
+    joined = torch.empty(8, device=device)
+    dist.all_gather_into_tensor(joined, mine)
+    assert joined.tolist() == [0.0, 1.0, 2.0, 3.0, 10.0, 11.0, 12.0, 13.0]
+    listed = [torch.empty(4, device=device) for _ in range(2)]
+    dist.all_gather(listed, mine)
+    assert torch.equal(torch.cat(listed), joined)
+    shard = torch.empty(2, device=device)
+    dist.reduce_scatter_tensor(shard, mine)
+    assert shard.tolist() == ([10.0, 12.0], [14.0, 16.0])[rank]
+    dist.reduce_scatter(shard, list(mine.chunk(2)))
+    assert shard.tolist() == ([10.0, 12.0], [14.0, 16.0])[rank]
+    swapped = torch.empty(4, device=device)
+    dist.all_to_all_single(swapped, mine)
+    assert swapped.tolist() == ([0.0, 1.0, 10.0, 11.0], [2.0, 3.0, 12.0, 13.0])[rank]
+    uneven = torch.empty((2, 6)[rank], device=device)
+    dist.all_to_all_single(uneven, mine, [1, 1] if rank == 0 else [3, 3], [1, 3])
+    assert uneven.tolist() == ([0.0, 10.0], [1.0, 2.0, 3.0, 11.0, 12.0, 13.0])[rank]
+    parts = [torch.empty(2, device=device) for _ in range(2)]
+    dist.all_to_all(parts, list(mine.chunk(2)))
+    assert torch.equal(torch.cat(parts), swapped)
+    dist.reduce(total := mine.clone(), dst=1)
+    assert total.tolist() == ([0.0, 1.0, 2.0, 3.0], [10.0, 12.0, 14.0, 16.0])[rank]
+    dist.gather(mine, listed if rank == 0 else None, dst=0)
+    assert torch.equal(torch.cat(listed), joined)
+    dist.scatter(part := torch.empty(2, device=device), list(mine.chunk(2)) if rank == 1 else None, src=1)
+    assert part.tolist() == ([10.0, 11.0], [12.0, 13.0])[rank]
+    dist.barrier()
+
+
+@distributed(2, device=SIMULATED)
+def test_every_dtype_of_nccl_moves_and_others_are_refused():
+    device = _device()
+    for dtype in MOVED:
+        mine = (torch.arange(3, device=device) + dist.get_rank()).to(dtype)
+        joined = torch.empty(6, dtype=dtype, device=device)
+        dist.all_gather_into_tensor(joined, mine)
+        expected = torch.cat([torch.arange(3, device=device), torch.arange(3, device=device) + 1]).to(dtype)
+        assert torch.equal(joined.view(torch.uint8), expected.view(torch.uint8)), dtype
+    for dtype in (torch.int16, torch.uint16, torch.uint32, torch.uint64):
+        with pytest.raises(TypeError, match="data type is not supported for NCCL"):
+            dist.broadcast(torch.zeros(2, dtype=dtype, device=device), src=0)
+    with pytest.raises(RuntimeError, match="Unsupported Float8 type for NCCL reduction"):
+        dist.all_reduce(torch.zeros(2, device=device).to(torch.float8_e5m2))
+    with pytest.raises(ValueError, match="bitwise"):
+        dist.all_reduce(torch.zeros(2, dtype=torch.int32, device=device), dist.ReduceOp.BOR)
+    with pytest.raises(RuntimeError, match="No backend type associated with device type cpu"):
+        dist.all_reduce(torch.zeros(2))
+    with pytest.raises(RuntimeError, match="contiguous"):
+        dist.all_reduce(torch.zeros(4, 4, device=device)[:, :2])
+
+
+@distributed(2, device=SIMULATED)
+def test_sums_are_rounded_to_the_dtype_that_travels():
+    value = torch.tensor([1.0 if dist.get_rank() == 0 else 2**-9], dtype=torch.bfloat16, device=_device())
+    dist.all_reduce(value)
+    assert value.item() == 1.0
+
+
+@distributed(4, device=SIMULATED, timeout=20)
+def test_groups_and_splits():
+    rank, device = dist.get_rank(), _device()
+    pair = dist.new_group([3, 1])  # torch sorts the ranks
+    if rank in (1, 3):
+        dist.all_reduce(total := torch.tensor([rank], device=device), group=pair)
+        assert total.item() == 4
+        assert dist.get_rank(pair) == rank // 2
+    mesh = dist.device_mesh.init_device_mesh("cuda", (2, 2), mesh_dim_names=("a", "b"))
+    for name, expected in (("a", rank % 2 * 2 + 2), ("b", rank // 2 * 4 + 1)):
+        dist.all_reduce(total := torch.tensor([rank], device=device), group=mesh.get_group(name))
+        assert total.item() == expected
+
+
+@distributed(2, device=SIMULATED)
+def test_messages_of_a_batch_meet_in_both_directions():
+    rank, device = dist.get_rank(), _device()
+    sent, received = torch.full((3,), float(rank), device=device), torch.empty(3, device=device)
+    operations = [dist.P2POp(dist.isend, sent, 1 - rank), dist.P2POp(dist.irecv, received, 1 - rank)]
+    works = dist.batch_isend_irecv(operations)
+    assert len(works) == 1
+    works[0].wait()
+    assert received.tolist() == [1.0 - rank] * 3
+    if rank == 0:  # one after the other, in the order of both ends
+        dist.send(sent, 1)
+        dist.recv(received, 1)
+    else:
+        dist.recv(received, 0)
+        dist.send(sent, 0)
+    assert received.tolist() == [1.0 - rank] * 3
+
+
+def broadcast_against_all_reduce() -> None:
+    tensor = torch.zeros(2, device=_device())
+    dist.broadcast(tensor, src=0) if dist.get_rank() == 0 else dist.all_reduce(tensor)
+
+
+def test_different_collectives_are_named():
+    with pytest.raises(RanksFailed, match="rank 0 of a communicator calls broadcast of 8 bytes, and rank 1 calls anot"):
+        run_ranks(broadcast_against_all_reduce, 2, device=SIMULATED)
+
+
+def share_a_device(path: str) -> None:
+    torch.cuda.set_device(0)
+    dist.destroy_process_group()
+    store = dist.FileStore(path, 2)
+    rank = int(os.environ["RANK"])
+    dist.init_process_group("nccl", store=store, rank=rank, world_size=2)
+    dist.all_reduce(torch.zeros(2, device="cuda"))
+
+
+def test_two_ranks_cannot_share_a_device(tmp_path):
+    with pytest.raises(RanksFailed, match="Duplicate GPU detected"):
+        run_ranks(share_a_device, 2, str(tmp_path / "store"), device=SIMULATED, fresh=True)
