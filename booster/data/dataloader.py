@@ -460,7 +460,8 @@ class DistributedStreamLoader(DistributedDataLoader[T_co]):
         view = copy.copy(self)
         collate = CollateShard(self.collate_fn, is_batched=self.batch_size is not None)
         # Without a batch sampler the reader yields whole batches.
-        reader = StreamReader(self.dataset, copy.copy(shard), self._next.stream_state)
+        lock = (self.multiprocessing_context or torch.multiprocessing).Lock() if self.num_workers else None
+        reader = StreamReader(self.dataset, copy.copy(shard), self._next.stream_state, lock)
         vars(view).update(dataset=reader, batch_sampler=None, collate_fn=collate)
         if self.num_workers:
             vars(view).update(worker_init_fn=WorkerInit(self.worker_init_fn))

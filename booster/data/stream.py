@@ -20,7 +20,7 @@ import hashlib
 import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -206,12 +206,16 @@ class StreamReader(IterableDataset[Any]):
         dataset: The user's dataset.
         shard: Part of it that this rank reads, and where it starts.
         state: State of the dataset there, if it has one.
+        lock: Lock that the workers share, if there are any.
     """
 
-    def __init__(self, dataset: Any, shard: StreamShard, state: Any) -> None:
+    def __init__(
+        self, dataset: Any, shard: StreamShard, state: Any, lock: AbstractContextManager[Any] | None = None
+    ) -> None:
         self.dataset = dataset
         self.shard = shard
         self._state = state
+        self._lock = nullcontext() if lock is None else lock
         self._start_at = torch.tensor(shard.start).share_memory_()  # persistent workers see the later epochs
 
     def restart(self, epoch: int) -> None:
@@ -266,7 +270,8 @@ class StreamReader(IterableDataset[Any]):
         with _reading_alone():
             seed_worker(derive_seed(stream, "start"))
             if hasattr(self.dataset, "set_epoch"):
-                self.dataset.set_epoch(epoch)
+                with self._lock:  # Hugging Face's adds the difference to a number in memory that the workers share
+                    self.dataset.set_epoch(epoch)
             has_state = position > 0 and shard.can_load_state and self._state is not None
             if has_state:
                 self.dataset.load_state_dict(self._state)

@@ -198,7 +198,6 @@ def assert_resumed(layout, world_size, names, workers, folder):
 CASES = [(layout, size) for layout, (*_, sizes) in LAYOUTS.items() for size in sizes]
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # webdataset leaves its files open
 @pytest.mark.parametrize(("layout", "world_size"), CASES, ids=str)
 def test_an_epoch_is_read_once_and_resumed(tmp_path, layout, world_size):
     assert_resumed(layout, world_size, NAMES, "no workers", str(tmp_path))

@@ -19,6 +19,7 @@ from data_sources import (
     Buckets,
     NamedLoader,
     ScalingLoader,
+    SharedEpoch,
     StatefulStream,
     Stream,
     own_numbers,
@@ -389,3 +390,11 @@ def test_an_error_of_a_stream_comes_through_and_is_not_counted():
         with pytest.raises(OSError, match="the line is cut"):
             list(batches)
         assert one.state_dict()["samples_consumed"] in (2, 4)
+
+
+@pytest.mark.parametrize("context", [None, "spawn"])
+def test_workers_set_an_epoch_that_they_share(context):
+    options = {} if context is None else {"multiprocessing_context": context}
+    one = prepare_dataloader(SharedEpoch(), 1, dp_rank=0, dp_size=1, num_workers=2, persistent_workers=True, **options)
+    for epoch in range(2 if context else 3):
+        assert [batch.item() for batch in one] == [epoch] * 8
