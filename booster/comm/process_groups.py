@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal
-from weakref import WeakKeyDictionary, WeakSet, finalize
+from weakref import WeakKeyDictionary, WeakSet, finalize, ref
 
 import torch
 import torch.distributed as dist
@@ -46,7 +46,8 @@ _MIN_GROUPS_TO_COLLECT = 16  # the garbage collector is not run for fewer groups
 
 _tracked: WeakSet[dist.ProcessGroup] = WeakSet()  # destroyed once they are unused
 _released: WeakSet[dist.ProcessGroup] = WeakSet()
-_mesh_groups: dict[object, list[dist.ProcessGroup]] = {}  # of every mesh, which may hold names of its groups only
+# Every mesh and its groups, as torch's mesh may hold their names only.
+_mesh_groups: dict[object, tuple[ref[DeviceMesh], list[dist.ProcessGroup]]] = {}
 _num_to_collect = _MIN_GROUPS_TO_COLLECT
 
 
@@ -61,8 +62,12 @@ def release_groups(groups: Iterable[dist.ProcessGroup | None]) -> None:
         if group is not None and group in _tracked:
             _released.add(group)
             _destroy(group)
-    for held in list(_mesh_groups.values()):  # torch 2.10 never frees a mesh that a parameter was divided by
+    # Before 2.13 torch never frees a mesh that a parameter was divided by: its groups are taken from it.
+    for mesh, held in list(_mesh_groups.values()):
         held[:] = [group for group in held if group not in _released]
+        registry: dict[str, dist.ProcessGroup] = getattr(mesh(), "_pg_registry", {})
+        for name in [name for name, group in registry.items() if group in _released]:
+            del registry[name]
     _forget_meshes()
 
 
@@ -299,6 +304,7 @@ def new_mesh(device_type: str, shape: Sequence[int], names: Sequence[str]) -> De
             if group is not world:
                 _register(group)
                 _tracked.add(group)
+        _keep_groups(mesh, mesh.get_all_groups())
         return mesh
     places = torch.arange(math.prod(shape)).view(*shape)
     groups = [
@@ -320,10 +326,14 @@ def mesh_of_groups(
         names: Names of the axes.
     """
     mesh = DeviceMesh.from_group(list(groups), device_type, ranks, mesh_dim_names=tuple(names))
-    mark = object()  # meshes of equal ranks compare equal
-    _mesh_groups[mark] = list(groups)
-    finalize(mesh, _mesh_groups.pop, mark).atexit = False
+    _keep_groups(mesh, groups)
     return mesh
+
+
+def _keep_groups(mesh: DeviceMesh, groups: Sequence[dist.ProcessGroup]) -> None:
+    mark = object()  # meshes of equal ranks compare equal
+    _mesh_groups[mark] = (ref(mesh), list(groups))
+    finalize(mesh, _mesh_groups.pop, mark).atexit = False
 
 
 class _Arrivals:

@@ -103,8 +103,8 @@ def test_an_argument_that_one_rank_alone_has_wrong():
 
 @distributed(world_size=2)
 def test_precision_given_twice():
-    with pytest.raises(ConfigError, match="HybridParallelPlugin"):
-        Booster(plugin=HybridParallelPlugin(tp_size=2), mixed_precision="bf16")
+    with pytest.raises(ConfigError, match="a HybridParallelPlugin that has precision='fp32'"):
+        Booster(plugin=HybridParallelPlugin(tp_size=2, precision="fp32"), mixed_precision="bf16")
 
 
 @distributed(world_size=2)

@@ -13,6 +13,7 @@ from memory_cases import BATCH, PLAN, TOKENS, VOCABULARY, LanguageModel, estimat
 
 from booster import Booster
 from booster.checkpoint_io.saving import writer
+from booster.kernels import disk_io
 from booster.registry import plugin_from_name
 
 
@@ -26,7 +27,7 @@ class HostMemory:
         class Counted(mmap.mmap):
             def __new__(cls, number, num_bytes, **options):
                 made = super().__new__(cls, number, num_bytes, **options)
-                size = num_bytes - (writer._HUGE_PAGE_BYTES if options else 0)  # added to align it, never touched
+                size = num_bytes - (disk_io._HUGE_PAGE_BYTES if options else 0)  # added to align it, never touched
                 held.held += size
                 held.peak = max(held.peak, held.held)
                 weakref.finalize(made, held.free, size)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import threading
 from collections.abc import Callable
@@ -48,6 +49,7 @@ def passed(action: Callable[[], Any]) -> tuple[set[str], set[CodeType]]:
         if event == "call":
             codes.add(frame.f_code)
 
+    gc.collect()  # what earlier tests left ends here, not within the call
     threading.setprofile(profile)
     sys.setprofile(profile)
     try:

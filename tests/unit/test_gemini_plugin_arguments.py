@@ -220,8 +220,8 @@ def test_precision_and_device_are_the_plugins_own():
     plugin = GeminiPlugin(precision="bf16")
     assert plugin.control_precision()
     assert plugin.control_device()
-    with pytest.raises(ConfigError, match="precision"):
-        Booster(plugin=plugin, mixed_precision="bf16")
+    with pytest.raises(ConfigError, match="that has precision='bf16'"):
+        Booster(plugin=plugin, mixed_precision="fp32")
     with pytest.raises(ConfigError, match="device"):
         Booster(plugin=plugin, device="meta")
     assert Booster(plugin=plugin).plugin.device == torch.device("cpu")
