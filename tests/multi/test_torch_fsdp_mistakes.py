@@ -32,7 +32,7 @@ def boosted(model=None, **arguments):
 @distributed(world_size=2)
 def test_precision_given_twice():
     plugin = TorchFSDPPlugin(mixed_precision=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
-    with pytest.raises(ConfigError, match="a TorchFSDPPlugin that has one of its own: choose the precision where the plugin is created"):
+    with pytest.raises(ConfigError, match="TorchFSDPPlugin that has one of its own: choose the precision where"):
         Booster(plugin=plugin, mixed_precision="bf16")
 
 
