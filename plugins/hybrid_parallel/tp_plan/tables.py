@@ -19,7 +19,7 @@ _EXPERT_PARALLEL = frozenset({"grouped_gemm", "ep_dispatch_experts", "ep_router"
 def pretrained_models(model: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module, Any]]:
     """Yield the outermost transformers models in a model: name, module and configuration."""
     config = getattr(model, "config", None)
-    if hasattr(model, "base_model_prefix") and hasattr(config, "model_type"):
+    if hasattr(type(model), "base_model_prefix") and hasattr(config, "model_type"):  # peft's models forward attributes
         yield name, model, config
         return
     for key, child in model.named_children():
