@@ -40,7 +40,7 @@ test-ranks test-unit: export TORCH_DISTRIBUTED_DEBUG = OFF
 # Tests start a hundred processes; empty, this lets Python keep the compiled modules for the next one.
 test-ranks test-unit: export PYTHONDONTWRITEBYTECODE =
 test-ranks: $(STAMP)
-	$(BIN)/pytest -m "not slow and not gpu" --durations=20 -o cache_dir=.pytest_cache/ranks $(COMMAND_TESTS:%=--ignore=%) tests/multi tests/faults
+	$(BIN)/pytest -m "not slow and not gpu" --durations=20 -o cache_dir=.pytest_cache/ranks $(COMMAND_TESTS:%=--ignore=%) tests/multi tests/faults tests/ports
 
 test-unit: $(STAMP)
 	$(BIN)/pytest -m "not slow and not gpu" --durations=20 -o cache_dir=.pytest_cache/unit tests/unit tests/surface $(COMMAND_TESTS)
@@ -63,7 +63,7 @@ soak: $(STAMP)
 
 # Where Python leaves out assert statements; those of tests are kept by pytest, also on the ranks.
 test-optimized: $(STAMP)
-	TORCH_DISTRIBUTED_DEBUG=OFF $(BIN)/python -O -m pytest -W "ignore:assertions not in test modules:pytest.PytestConfigWarning" -m "not slow and not gpu" tests/faults tests/multi tests/unit
+	TORCH_DISTRIBUTED_DEBUG=OFF $(BIN)/python -O -m pytest -W "ignore:assertions not in test modules:pytest.PytestConfigWarning" -m "not slow and not gpu" tests/faults tests/multi tests/ports tests/unit
 
 # The wheel, not the checkout: a subpackage that pyproject.toml forgets works in one and is missing from the other.
 # test_doctests.py imports every module; the others train, save, load and run commands.

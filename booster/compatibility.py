@@ -54,11 +54,12 @@ _FEWER_BYTES = "leave it out, and for fewer bytes pass communication_dtype=torch
 
 ARGUMENTS: dict[str, ForeignArgument] = {
     # Plugins.
-    "enable_all_optimization": ForeignArgument(
-        is_taken=_is_off,
-        reason="asks for flash attention and fused layers, and models run their own layers here",
-        instead="leave it out, and pass torch.compile(model) to boost(); torch's scaled_dot_product_attention, which"
-        " models of transformers use, runs flash attention already",
+    "enable_all_optimization": ForeignArgument(  # those that there are: flash attention, which runs anyway
+        is_taken=_is_flag,
+        reason="is not a bool",
+        instead="leave it out",
+        remark="turns on what there is: flash attention, which models of transformers run by torch's"
+        " scaled_dot_product_attention; for fused layers, pass torch.compile(model) to boost()",
     ),
     "enable_flash_attention": ForeignArgument(
         is_taken=_is_flag,

@@ -22,7 +22,7 @@ def leave_cases_to_the_long_run(items: Iterable[pytest.Item]) -> None:
         if hasattr(item, "callspec") and item.get_closest_marker("slow") is None and "surface/" not in item.nodeid:
             grids.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for name, cases in grids.items():
-        is_of_ranks = "multi/" in name or "faults/" in name
+        is_of_ranks = any(folder in name for folder in ("multi/", "faults/", "ports/"))
         cases.sort(key=lambda case: zlib.crc32(case.name.encode()))
         for case in cases[1 if is_of_ranks else CASES_OF_ONE_PROCESS :]:
             case.add_marker(pytest.mark.slow)

@@ -24,7 +24,7 @@ SUBJECTS: dict[str, tuple[str, ...]] = {
     "zero": ("*/test_low_level_zero*", "*/test_zero_*", "*/test_torch_ddp*", "*/test_flat_*"),
     "pipeline": ("*/test_pipeline*", "*/test_stage_*", "*/test_micro*", "*/test_deferred_*", "*/test_p2p_*"),
     "hybrid": ("*/test_hybrid*",),
-    "tensor": ("*/test_tensor_*", "*/test_sequence*", "*/test_vocab_*", "*/test_zoo*"),
+    "tensor": ("*/test_tensor_*", "*/test_sequence*", "*/test_vocab_*", "*/test_zoo*", "*/test_lora*"),
     "checkpoints": (
         *("*/test_any_to_any*", "*/test_async_*", "*/test_checkpoint*", "*/test_ckpt*", "*/test_comm[ip]*"),
         *("*/test_conversion*", "*/test_byte_runs*", "*/test_copy_elements*"),
@@ -39,7 +39,7 @@ SUBJECTS: dict[str, tuple[str, ...]] = {
         "*/test_check_*",
         "*/test_check.py",
         *("*/test_cl*", "*/test_benchmark*", "*/test_worker*", "*/test_docs*", "*/test_examples*", "*/test_vit*"),
-        *("*/test_kernel_builds*", "*/test_failure_hints*"),
+        *("*/test_kernel_builds*", "*/test_failure_hints*", "ports/*"),
     ),
     "faults": (
         *("faults/*", "*/test_collective_errors*", "*/test_timeouts*", "*/test_heartbeat*", "*/test_faults*"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -85,7 +86,7 @@ class HybridModel(ZeroModel):
         self.model_parallel_size = group_size(replica_group)
         is_sharded = tp_group is not None or stage_model is not None
         if is_sharded and hasattr(module, "save_pretrained"):
-            module.save_pretrained = _refuse_save_pretrained  # type: ignore[assignment]
+            module.save_pretrained = partial(_save_pretrained, module.save_pretrained)  # type: ignore[assignment, arg-type]
         self._stage_model = stage_model
         self._stage = stage
         self.last_pipeline_run = None
@@ -345,11 +346,14 @@ class HybridModel(ZeroModel):
         return copied
 
 
-def _refuse_save_pretrained(*args: Any, **kwargs: Any) -> None:
-    raise ConfigError(
-        "save_pretrained() of a sharded model would write this rank's shards only: write"
-        " booster.save_model(model, directory, shard=True) on all ranks, which from_pretrained() reads"
-    )
+def _save_pretrained(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    if kwargs.get("state_dict") is None:
+        raise ConfigError(
+            "save_pretrained() of a sharded model would write this rank's shards only: write"
+            " booster.save_model(model, directory, shard=True) on all ranks, which from_pretrained() reads, or for an"
+            " adapter of peft pass the saved weights as state_dict="
+        )
+    return original(*args, **kwargs)
 
 
 def _is_close(buffer: torch.Tensor, first: torch.Tensor) -> bool:

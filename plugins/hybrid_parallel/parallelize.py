@@ -20,6 +20,7 @@ from booster.plugins.sharding.compiling import not_compiled
 from .sequence_parallel.layer_stack import attach_stack
 from .sequence_parallel.recorded_outputs import gather_returned_outputs
 from .sequence_parallel.splitters import TensorAxisSplitter
+from .tensor_parallel.dropout import make_replicated_dropout, make_sharded_dropout
 from .tensor_parallel.embedding import (
     make_feature_parallel_embedding,
     make_vocab_parallel_embedding,
@@ -267,6 +268,8 @@ class _ModuleSwap:
             make_latent_projection(module, self._tp_group, num_rotary=_num_rotary(self._modules[""]))
             return
         makers: dict[str, Callable[[nn.Module, TensorParallelGroup], None]] = {
+            "replicated_dropout": make_replicated_dropout,
+            "sharded_dropout": make_sharded_dropout,
             "moe_tp_experts": make_sharded_experts,
             "moe_identity_expert": make_identity_expert,
             "all_reduce": make_output_all_reduce,
@@ -318,7 +321,7 @@ def _shard_sequences(modules: Mapping[str, nn.Module], plan: TensorParallelPlan,
         attach_stack([modules[name] for name in stack], TensorAxisSplitter(tp_group))
     layers: dict[str, list[nn.Module]] = {}
     for entry in plan.entries:
-        if entry.style in COLUMN_STYLES and entry.region:
+        if entry.style in COLUMN_STYLES and entry.region and entry.reads_region:
             layers.setdefault(entry.region, []).append(modules[entry.name])
     for region, readers in layers.items():
         GatheredRegionInput(tp_group, readers).attach(modules[region])

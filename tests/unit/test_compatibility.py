@@ -62,7 +62,9 @@ def test_what_is_off_is_taken(cls):
 
 
 def _taken():
-    HybridParallelPlugin(enable_flash_attention=True, overlap_p2p=True, scheduler_nodes=None, inner_ring_size=None)
+    GeminiPlugin(enable_all_optimization=True)
+    HybridParallelPlugin(enable_all_optimization=True, enable_flash_attention=True)
+    HybridParallelPlugin(overlap_p2p=True, scheduler_nodes=None, inner_ring_size=None)
     TorchFSDPPlugin(backward_prefetch=None)
 
 
@@ -92,7 +94,6 @@ def test_fp8_communication_on_one_rank_is_an_error_on_all(cls, instead):
 @pytest.mark.parametrize(
     ("name", "instead"),
     [
-        ("enable_all_optimization", r"torch\.compile\(model\)"),
         ("enable_fused_normalization", r"torch\.compile\(model\)"),
         ("enable_jit_fused", r"torch\.compile\(model\)"),
         ("use_fp8", r"Booster\(mixed_precision='fp8'\)"),

@@ -137,15 +137,17 @@ def derive_plan(model: nn.Module, tp_size: int = 2) -> PartialPlan:
         tp_size: Number of ranks to verify, among others.
 
     Raises:
-        ConfigError: No layer can be sharded; the message contains the reasons.
+        ConfigError: No layer can be sharded; the message contains the first reason.
     """
     search = _PlanSearch(model, tp_size)
     for name, module in model.named_modules():
         search.visit(name, module)
     if not search.styles:
-        reasons = "; ".join(search.notes) or "it has no consecutive linear layers"
+        notes = sorted(search.notes, key=lambda note: "*" not in note)  # those of repeated layers first
+        first, *others = notes or ["it has no consecutive linear layers"]
+        reason = textwrap.shorten(first, 90, placeholder="...") + (f"; and {len(others)} more" if others else "")
         raise ConfigError(
-            f"no tensor-parallel plan is known for {type(model).__name__}, and none can be derived ({reasons}): give"
+            f"no tensor-parallel plan is known for {type(model).__name__}, and none can be derived ({reason}): give"
             " plan={'pattern of module names': style, ...}, or use tp_size=1"
         )
     order = {name: index for index, (name, _) in enumerate(model.named_modules())}

@@ -169,13 +169,15 @@ class PlannedEntry:
 
     Attributes:
         name: Name of the module in the user's model, or of a bare parameter.
-        style: Name of the style; see `Style`.
+        style: Name of the style; see `Style`. Dropout of a replicated or a sharded input of an adapter has the style
+            "replicated_dropout" or "sharded_dropout".
         blocks: Blocks of the sharded dimension, () if nothing is sharded.
         dim: The sharded dimension of the weight or bare parameter.
         region: Name of the module whose input starts the parallel region, where a sharded sequence is gathered. ""
             outside of all stacks of layers, or with an input from there, which is never sharded.
         siblings: Names of the column-parallel modules that read the same input, including this one.
         is_parameter: Whether `name` is a bare parameter.
+        reads_region: Whether it reads the region's input, rather than what another layer computes from it.
         reason: Reason of a style that the plan's source did not give; printed by `explain`.
     """
 
@@ -186,6 +188,7 @@ class PlannedEntry:
     region: str = ""
     siblings: tuple[str, ...] = ()
     is_parameter: bool = False
+    reads_region: bool = True
     reason: str = ""
 
 

@@ -21,6 +21,7 @@ from booster.comm import real_tensors
 from booster.errors import ConfigError
 from booster.plugins.hybrid_parallel.tensor_parallel.linear import is_linear
 
+from .adapters import check_prefixes, shard_adapters, unwrapped_model, without_adapters
 from .attention_heads import blocks_of, check_replicated_parameters, find_attentions, owner_of, role_of
 from .auto_plan import derive_plan, head_attributes
 from .equivalence_check import check_token_wise, verify_user_plan
@@ -347,11 +348,15 @@ def read_user_plan(model: nn.Module, plan: object) -> PartialPlan:
         if not isinstance(pattern, str):
             raise ConfigError(f"the plan has {pattern!r} as a module name: names must be strings")
         styles[pattern] = read_style(pattern, given)
-    names = [name for name, _ in model.named_modules()] + [name for name, _ in model.named_parameters()]
-    found, unmatched = match_names(styles, names, str(getattr(model, "base_model_prefix", "")))
+    outer, inner = unwrapped_model(model)
+    prefix = f"{outer}." if outer else ""
+    styles = {pattern.removeprefix(prefix): style for pattern, style in styles.items()}
+    names = [name for name, _ in inner.named_modules()] + [name for name, _ in inner.named_parameters()]
+    found, unmatched = match_names(styles, names, str(getattr(inner, "base_model_prefix", "")))
     if unmatched:
         _raise_unmatched(unmatched[0], names)
-    _check_no_layer_parameters(model, found)
+    _check_no_layer_parameters(inner, found)
+    found = {f"{prefix}{name}": style for name, style in found.items()}
     return PartialPlan(styles=found, source="the plan given by the user", is_user_plan=True)
 
 
@@ -403,6 +408,15 @@ def choose_plan(
                 f"the parameter {name!r} is a DTensor, so the model is already sharded: pass the unsharded model,"
                 " without a tp_plan of transformers or parallelize_module"
             )
+    check_prefixes(model)
+    with without_adapters(model) as wrappers:
+        found = _choose_unadapted(model, tp_size, plan, sequence_mode)
+    return shard_adapters(found, wrappers)
+
+
+def _choose_unadapted(
+    model: nn.Module, tp_size: int, plan: UserPlan | None, sequence_mode: str | None
+) -> TensorParallelPlan:
     if plan is not None:
         partial = read_user_plan(model, plan)
     else:

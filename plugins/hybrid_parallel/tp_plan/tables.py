@@ -19,7 +19,7 @@ _EXPERT_PARALLEL = frozenset({"grouped_gemm", "ep_dispatch_experts", "ep_router"
 def pretrained_models(model: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module, Any]]:
     """Yield the outermost transformers models in a model: name, module and configuration."""
     config = getattr(model, "config", None)
-    if hasattr(model, "base_model_prefix") and hasattr(config, "model_type"):
+    if hasattr(type(model), "base_model_prefix") and hasattr(config, "model_type"):  # peft's models forward attributes
         yield name, model, config
         return
     for key, child in model.named_children():
@@ -29,7 +29,7 @@ def pretrained_models(model: nn.Module, name: str = "") -> Iterator[tuple[str, n
 def _models_of_types(model: nn.Module, types: Container[str], name: str = "") -> Iterator[tuple[str, nn.Module, Any]]:
     """Yield the outermost transformers models of these types in a model, as `pretrained_models` does."""
     config = getattr(model, "config", None)
-    if hasattr(model, "base_model_prefix") and getattr(config, "model_type", None) in types:
+    if hasattr(type(model), "base_model_prefix") and getattr(config, "model_type", None) in types:
         yield name, model, config
         return
     for key, child in model.named_children():

@@ -132,8 +132,8 @@ _ARGUMENTS: dict[type, list[dict[str, Any]]] = {
         {"broadcast_buffers": None},
     ],
     HybridParallelPlugin: [
-        *({name: True} for name in ("enable_all_optimization", "enable_fused_normalization", "enable_jit_fused")),
-        {"enable_flash_attention": "yes"},
+        *({name: True} for name in ("enable_fused_normalization", "enable_jit_fused")),
+        *({name: "yes"} for name in ("enable_all_optimization", "enable_flash_attention")),
         {"scheduler_nodes": [[]]},
         {"inner_ring_size": 2},
         {"tp_size": 3},

@@ -182,7 +182,7 @@ def _table_models(model: nn.Module) -> Iterator[tuple[str, Any]]:
     """Yield the models of transformers in a model, also those inside of others, that `MODULE_PLACES` has."""
     for prefix, module in model.named_modules():
         kind = getattr(getattr(module, "config", None), "model_type", None)
-        if kind in MODULE_PLACES and hasattr(module, "base_model_prefix"):
+        if kind in MODULE_PLACES and hasattr(type(module), "base_model_prefix"):
             yield prefix, module
 
 
