@@ -13,6 +13,11 @@ from zoo.transformers_sweep import TASKS
 
 pytest.importorskip("transformers")
 preload(*TRANSFORMERS_MODULES)
+# What the models themselves warn of, in one process as well.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Version v4.12.0 introduces a better way:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths:UserWarning"),
+]
 
 # Of families that no other test has: a state-space model, a waveform, latent attention, per-layer embeddings.
 QUICK = (

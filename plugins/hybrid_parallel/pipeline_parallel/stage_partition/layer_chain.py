@@ -63,7 +63,6 @@ MODULE_PLACES: Mapping[str, ModulePlaces] = {
         before=_PER_LAYER_INPUTS, sent_on=("embed_tokens_per_layer", "per_layer_projection_norm")
     ),
     "git": ModulePlaces(before=("visual_projection",)),
-    "ibert": ModulePlaces(sent_on=("embeddings",)),
     "inkling2_text": ModulePlaces(sent_on=("embed_tokens",)),
     "mobilevit": ModulePlaces(layers="encoder.layer"),
     "mpnet": ModulePlaces(before=("relative_attention_bias",), sent_on=("relative_attention_bias",)),
@@ -86,6 +85,7 @@ UNSPLITTABLE: Mapping[str, str] = {
     "albert": "runs one group of layers again and again (num_hidden_layers counts the runs)",
     "hrm_text": "runs its two lists of layers in turn, several times",
     **dict.fromkeys(("flaubert", "xlm"), "has no layers but lists of their parts, attentions and feed-forwards"),
+    "ibert": "reads the scales of the embeddings, which only the first stage has, as numbers",
     "reformer": "runs its layers reversibly, on two streams",
     "squeezebert": "calls the forward methods of its layers instead of the layers",
 }
