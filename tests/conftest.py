@@ -32,9 +32,8 @@ def _no_leaks() -> Iterator[None]:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption(
-        "--device", choices=("cpu", "simulated_cuda"), default="cpu", help="the ranks', in tests of parity"
-    )
+    devices = ("cpu", "simulated_cuda")
+    parser.addoption("--device", choices=devices, default="cpu", help="of the ranks in tests of parity")
     parser.addoption("--part", default="1/1", help="the cases of one part of several, such as 2/7")
 
 

@@ -28,7 +28,7 @@ from booster.kernels.shared_memory import SharedMemory, can_reduce
 
 from .collective_op import CollectiveOp, start_op
 from .fake import is_fake_world
-from .process_groups import new_group
+from .process_groups import keep_with_world, new_group
 
 LOW_PRECISION = (torch.float16, torch.bfloat16)
 
@@ -169,8 +169,11 @@ def host_group(group: dist.ProcessGroup | None = None) -> dist.ProcessGroup | No
     if known is None and group_size(group) == group_size():
         world = dist.group.WORLD
         assert world is not None
-        known = _host_groups[chosen] = _host_groups.get(world) or new_cpu_group()
-        _host_groups[world] = known
+        known = _host_groups.get(world)
+        if known is None:
+            known = _host_groups[world] = new_cpu_group()
+            keep_with_world(known)
+        _host_groups[chosen] = known
     return group if known is None else known
 
 

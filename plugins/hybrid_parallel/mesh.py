@@ -13,7 +13,7 @@ from booster.comm import (
     check_same_across_ranks,
     group_rank,
     group_size,
-    new_cpu_group,
+    host_group,
     new_group,
     new_group_of_rows,
     new_mesh,
@@ -121,8 +121,13 @@ class HybridMesh:
         key = self._key(axes)
         if key not in self._cpu_groups:
             group = self.group(*axes)
-            self._cpu_groups[key] = new_cpu_group(group)
-            register_host_group(group, self._cpu_groups[key])
+            found = host_group(group)
+            if found is None or found is group:
+                # By all ranks: torch names a group that only its members make by how many groups they are in, which
+                # differs between the stages of a pipeline.
+                found = new_group_of_rows(rank_groups(self._sizes, key), "gloo")
+                register_host_group(group, found)
+            self._cpu_groups[key] = found
         return self._cpu_groups[key]
 
     def subgroup(self, axis: str, coordinates: Sequence[int], backend: str | None = None) -> dist.ProcessGroup | None:

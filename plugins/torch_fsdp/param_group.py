@@ -448,6 +448,10 @@ class ParamGroup:
         for _, _, event in reversed(taken):  # the last one is behind all others, so there is one wait
             if event is not None and not event.query():
                 event.synchronize()
+        if taken and self.device.type != "cpu" and not self._offloads:
+            self.fsdp2.wait_for_reduce_scatter()  # FSDP2 has made them in a stream of its own
+            for _, gradient, _ in taken:
+                gradient.record_stream(torch.accelerator.current_stream())
         for one, gradient, _ in taken:
             own = self._own_grad(one)
             assert own is not None

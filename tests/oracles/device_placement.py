@@ -1,4 +1,4 @@
-"""Trains and saves by every plugin on fake "cuda" tensors and prints what happened as JSON; see `fake_cuda`.
+"""Trains and saves by every plugin on fake "cuda" tensors and prints what happened as JSON.
 
 Run: python -m oracles.device_placement [NUMBER ...] (in tests/, with a CPU build of torch; all cases by default)
 """
