@@ -18,6 +18,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Sequence
 from typing import Literal
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -27,6 +28,7 @@ from booster.kernels.shared_memory import SharedMemory, can_reduce
 
 from .collective_op import CollectiveOp, start_op
 from .fake import is_fake_world
+from .process_groups import keep_with_world, new_group
 
 LOW_PRECISION = (torch.float16, torch.bfloat16)
 
@@ -115,7 +117,64 @@ def collective_device(group: dist.ProcessGroup | None = None) -> torch.device:
     """Return the device of the tensors that the group's backend sends: the accelerator for nccl, else the CPU."""
     if not is_initialized():
         return torch.device("cpu")
-    return torch.device("cpu") if "gloo" in str(dist.get_backend(group)) else current_device()
+    backend = str(dist.get_backend(group))
+    if "gloo" not in backend:
+        return current_device()
+    if ":" in backend:  # one per device type, such as "cpu:gloo,cuda:nccl"
+        device, kinds = current_device(), dict(one.split(":", 1) for one in backend.split(","))
+        return device if kinds.get(device.type, "gloo") != "gloo" else torch.device("cpu")
+    return torch.device("cpu")
+
+
+# Note [Host groups]
+# A number of the host that travels over an accelerator waits for all work that is queued there, twice: in the copy to
+# the device and in that back. So numbers, flags and texts travel over a gloo group of the same ranks, which leaves the
+# device alone, and whose errors name lost ranks. The world's is made by `launch`, or else at its first use; plugins
+# register those of other groups. It is not made at the first use of such a group: torch names a group by how many
+# groups a rank is in, which may differ between the ranks by then.
+_host_groups: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
+
+
+def new_cpu_group(group: dist.ProcessGroup | None = None) -> dist.ProcessGroup:
+    """Return a new gloo group of the same ranks, for a thread beside the collectives of training.
+
+    Collective: every rank of the group must call it.
+    """
+    if is_fake_world() and group is not None:
+        return group
+    ranks = [global_rank_of(rank, group) for rank in range(group_size(group))]
+    made = new_group(ranks, "gloo", use_local_synchronization=group is not None)
+    if made is None:
+        raise AssertionError(f"rank {dist.get_rank()} is not among its own group's ranks {ranks}")
+    return made
+
+
+def register_host_group(group: dist.ProcessGroup, cpu_group: dist.ProcessGroup) -> None:
+    """Use a CPU group for the host's numbers of a group with the same ranks; see Note [Host groups]."""
+    _host_groups[group] = cpu_group
+
+
+def host_group(group: dist.ProcessGroup | None = None) -> dist.ProcessGroup | None:
+    """Return the group for the host's numbers of a group; see Note [Host groups].
+
+    Collective over the world at the first call for the world, or for a group of all ranks.
+    """
+    if group_size(group) == 1 or collective_device(group).type == "cpu" or is_fake_world():
+        return group
+    chosen = dist.group.WORLD if group is None else group
+    assert chosen is not None
+    if "gloo" in str(dist.get_backend(chosen)):  # beside the accelerator's backend
+        return group
+    known = _host_groups.get(chosen)
+    if known is None and group_size(group) == group_size():
+        world = dist.group.WORLD
+        assert world is not None
+        known = _host_groups.get(world)
+        if known is None:
+            known = _host_groups[world] = new_cpu_group()
+            keep_with_world(known)
+        _host_groups[chosen] = known
+    return group if known is None else known
 
 
 def all_reduce_numbers(numbers: Sequence[float], group: dist.ProcessGroup | None = None) -> list[float]:
@@ -127,6 +186,7 @@ def all_reduce_numbers(numbers: Sequence[float], group: dist.ProcessGroup | None
         return [float(number) for number in numbers]
     if is_fake_world():
         return [float(number) * group_size(group) for number in numbers]
+    group = host_group(group)
     packed = torch.tensor(numbers, dtype=torch.float64, device=collective_device(group))
     _all_reduce(packed, "sum", group)
     return [float(number) for number in packed.tolist()]
@@ -148,6 +208,7 @@ def max_of_numbers(numbers: Sequence[int], group: dist.ProcessGroup | None = Non
 def _max_of_numbers(numbers: Sequence[int], dtype: torch.dtype, group: dist.ProcessGroup | None) -> list[int]:
     if group_size(group) == 1 or not numbers or is_fake_world():
         return list(numbers)
+    group = host_group(group)
     packed = torch.tensor(numbers, dtype=dtype, device=collective_device(group))
     return all_reduce_max(packed, group).tolist()  # type: ignore[no-any-return]
 
@@ -159,6 +220,7 @@ def all_gather_numbers(numbers: Sequence[int], group: dist.ProcessGroup | None =
     """
     if group_size(group) == 1 or is_fake_world():
         return [list(numbers)] * group_size(group)
+    group = host_group(group)
     packed = torch.tensor([numbers], dtype=torch.int64, device=collective_device(group))
     return all_gather_equal(packed, group).tolist()  # type: ignore[no-any-return]
 
@@ -172,6 +234,8 @@ def all_gather_equal(tensor: torch.Tensor, group: dist.ProcessGroup | None = Non
     size = group_size(group)
     if size == 1:
         return tensor
+    if tensor.device.type == "cpu":
+        group = host_group(group)
     device, source = tensor.device, tensor.detach().to(collective_device(group)).contiguous()
     joined = source.new_empty((size * source.shape[0], *source.shape[1:]))
     volume = joined.nbytes - source.nbytes
@@ -368,17 +432,20 @@ def broadcast(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup | None =
         if tensor.numel() == 0:
             continue
         buffer = tensor.detach().to(device).contiguous()
+        if device.type != "cpu":  # bytes: nccl lacks some dtypes
+            buffer = buffer.view(-1).view(torch.uint8)
         is_source = group_rank(group) == source
         sent, received = (buffer.nbytes, 0) if is_source else (0, buffer.nbytes)
         _broadcast(start_op("broadcast", group, sent=sent, received=received), buffer, source)
         if buffer.data_ptr() != tensor.data_ptr():
-            tensor.detach().copy_(buffer)
+            tensor.detach().copy_(buffer.view(tensor.dtype).view(tensor.shape))
 
 
 def broadcast_numbers(numbers: Sequence[int], group: dist.ProcessGroup | None = None, source: int = 0) -> list[int]:
     """Return the numbers of rank `source` of the group. Collective, with equally many numbers on every rank."""
     if group_size(group) == 1 or is_fake_world():
         return list(numbers)
+    group = host_group(group)
     packed = torch.tensor(numbers, dtype=torch.int64, device=collective_device(group))
     broadcast([packed], group, source)
     return packed.tolist()  # type: ignore[no-any-return]
@@ -417,6 +484,7 @@ def all_gather_bytes(payload: bytes, group: dist.ProcessGroup | None = None) -> 
     size = group_size(group)
     if size == 1 or is_fake_world():
         return [payload], [0] * size
+    group = host_group(group)
     digest = hashlib.sha256(payload).digest() + len(payload).to_bytes(8, "little")
     gathered = all_gather_equal(tensor_of_bytes(digest), group).view(size, len(digest))
     digests = [bytes(row.numpy()) for row in gathered]

@@ -14,7 +14,6 @@ from booster.errors import ConfigError
 from .collective_op import CollectiveOp, record, start_op
 from .collectives import collective_device, global_rank_of, group_rank, group_size, tensor_of_bytes
 from .fake import fake_headers, is_fake_world
-from .process_groups import new_group
 
 # The header of a tensor is a message of fixed length: the dtype's index in this list, the number of dimensions, and the
 # shape, padded with zeros. The elements follow as bytes, so dtypes need no support by the backend. An empty tensor is
@@ -27,20 +26,6 @@ _DTYPE_NAMES = (
 _DTYPES = tuple(getattr(torch, name) for name in _DTYPE_NAMES)
 _MAX_DIMS = 16
 _HEADER_NUMEL = 2 + _MAX_DIMS
-
-
-def new_cpu_group(group: dist.ProcessGroup | None = None) -> dist.ProcessGroup:
-    """Return a new gloo group of the same ranks, for a thread beside the collectives of training.
-
-    Collective: every rank of the group must call it.
-    """
-    if is_fake_world() and group is not None:
-        return group
-    ranks = [global_rank_of(rank, group) for rank in range(group_size(group))]
-    made = new_group(ranks, "gloo", use_local_synchronization=group is not None)
-    if made is None:
-        raise AssertionError(f"rank {dist.get_rank()} is not among its own group's ranks {ranks}")
-    return made
 
 
 def send(tensor: torch.Tensor, receiver: int, group: dist.ProcessGroup) -> None:

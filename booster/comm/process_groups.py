@@ -258,12 +258,17 @@ def new_group(
     return group
 
 
-def new_group_of_rows(rows: Sequence[Sequence[int]]) -> dist.ProcessGroup:
+def keep_with_world(group: dist.ProcessGroup) -> None:
+    """Keep a group of this package until the world is destroyed. No communication."""
+    _tracked.discard(group)
+
+
+def new_group_of_rows(rows: Sequence[Sequence[int]], backend: str | None = None) -> dist.ProcessGroup:
     """Make a group of each row of global ranks and return this rank's. Every rank is in exactly one row.
 
     Collective over the world. Raises as `new_group` does.
     """
-    mine = [group for row in rows if (group := new_group(row)) is not None]
+    mine = [group for row in rows if (group := new_group(row, backend)) is not None]
     if len(mine) != 1:
         raise AssertionError(f"rank {dist.get_rank()} is in {len(mine)} of the groups {rows}")
     return mine[0]

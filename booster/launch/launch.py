@@ -15,7 +15,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from booster.comm import group_size
+from booster.comm import group_size, host_group
 from booster.comm.process_groups import register_world
 from booster.device import current_device, default_backend, device_type, set_device
 from booster.errors import ConfigError
@@ -381,6 +381,7 @@ def _start(settings: LaunchSettings, config: Config | None) -> None:
         )
     set_timeouts(settings.timeouts())
     register_world()
+    host_group()  # here, where no rank can be at another call
     _world = _World(settings=settings, local_rank=local_rank, config=config, is_ours=True)
 
 

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 from tqdm import tqdm
 
-from booster.comm import all_gather_equal, collective_device, group_rank
+from booster.comm import all_gather_equal, group_rank
 from booster.errors import ConfigError, DesyncError
 from booster.logger import get_dist_logger
 
@@ -68,7 +68,7 @@ def aggregate_record(local: Sequence[float], *, lr: Sequence[float], unit: str, 
     """
     vector = torch.tensor(local, dtype=torch.float64)
     if across_ranks:
-        vector = all_gather_equal(vector.to(collective_device())).cpu()
+        vector = all_gather_equal(vector)
     rows = [dict(zip((*_FIELDS, *PHASES), row, strict=True)) for row in vector.view(-1, len(local)).tolist()]
     _check_same_step(rows)
     num_steps = rows[0]["num_steps"]

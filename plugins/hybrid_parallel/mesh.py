@@ -13,10 +13,11 @@ from booster.comm import (
     check_same_across_ranks,
     group_rank,
     group_size,
-    new_cpu_group,
+    host_group,
     new_group,
     new_group_of_rows,
     new_mesh,
+    register_host_group,
 )
 from booster.errors import ConfigError
 
@@ -119,18 +120,30 @@ class HybridMesh:
             return None
         key = self._key(axes)
         if key not in self._cpu_groups:
-            self._cpu_groups[key] = new_cpu_group(self.group(*axes))
+            group = self.group(*axes)
+            found = host_group(group)
+            if found is None or found is group:
+                # By all ranks: torch names a group that only its members make by how many groups they are in, which
+                # differs between the stages of a pipeline.
+                found = new_group_of_rows(rank_groups(self._sizes, key), "gloo")
+                register_host_group(group, found)
+            self._cpu_groups[key] = found
         return self._cpu_groups[key]
 
-    def subgroup(self, axis: str, coordinates: Sequence[int]) -> dist.ProcessGroup | None:
+    def subgroup(self, axis: str, coordinates: Sequence[int], backend: str | None = None) -> dist.ProcessGroup | None:
         """Return a new group of the ranks at these coordinates of an axis, or None if this rank is not in it.
+
+        Args:
+            axis: Axis of the mesh.
+            coordinates: Coordinates along it.
+            backend: Backend name, optional; defaults to the world's.
 
         Collective: over the world.
         """
         found: dist.ProcessGroup | None = None
         for axis_ranks in rank_groups(self._sizes, (axis,)):
             ranks = [axis_ranks[coordinate] for coordinate in coordinates]
-            group = new_group(ranks)
+            group = new_group(ranks, backend)
             if group is not None:
                 found = group
                 self._subgroups.append(group)
@@ -138,8 +151,15 @@ class HybridMesh:
 
     def subgroups(self, axis: str, coordinates: Iterable[tuple[int, ...]]) -> dict[tuple[int, ...], dist.ProcessGroup]:
         """Return the new groups of `subgroup` by their coordinates, once each. Collective over the world."""
-        groups = {members: self.subgroup(axis, members) for members in dict.fromkeys(coordinates)}
-        return {members: group for members, group in groups.items() if group is not None}
+        found: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        for members in dict.fromkeys(coordinates):
+            group = self.subgroup(axis, members)
+            cpu_group = None if self._device_type == "cpu" else self.subgroup(axis, members, "gloo")
+            if group is not None:
+                found[members] = group
+                if cpu_group is not None:
+                    register_host_group(group, cpu_group)
+        return found
 
     def groups(self) -> list[dist.ProcessGroup | None]:
         """Return the world and all groups of this mesh, in the same order on all ranks."""

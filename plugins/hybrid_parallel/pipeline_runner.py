@@ -12,7 +12,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from booster.comm import abort_groups, all_reduce_numbers, all_reduce_sum, group_rank, is_fake_world, report_failure
+from booster.comm import (
+    abort_groups,
+    all_reduce_sum,
+    collective_device,
+    group_rank,
+    is_fake_world,
+    receive_tensor,
+    report_failure,
+    send_tensor,
+)
 from booster.core.accumulation import check_scalar_loss
 from booster.errors import ConfigError, RankFailedError, add_note
 from booster.fault_tolerance.progress import Phase, in_phase, observers
@@ -259,12 +268,15 @@ class PipelineRuntime:
 
     def _loss(self, run: PipelineRun) -> torch.Tensor | None:
         is_last = any(chunk.is_last for chunk in self._model.model_chunks)
-        own = float(sum(run.losses))
-        if self._arguments.broadcast_loss:
-            own = all_reduce_numbers([own], self._stage_group)[0]
-        elif not is_last:
+        if not is_last and not self._arguments.broadcast_loss:
             return None
-        return torch.tensor(own, dtype=torch.float32, device=self._device)
+        # Not a number, for which the host would wait for the device.
+        total = torch.zeros((), dtype=torch.float64, device=self._device)
+        for loss in run.losses:
+            total = total + loss.to(self._device)
+        if self._arguments.broadcast_loss:
+            total = all_reduce_sum(total.reshape(1).to(collective_device(self._stage_group)), self._stage_group)
+        return total.reshape(()).to(self._device, torch.float32)
 
     def _outputs(self, run: PipelineRun) -> Any:
         if not run.outputs:
@@ -385,7 +397,12 @@ def _link_groups(mesh: HybridMesh, division: StagePartition, device: torch.devic
     for one, other in sorted({(min(pair), max(pair)) for pair in pairwise(stages) if pair[0] != pair[1]}):
         for ends in ((one, other), (other, one)):
             groups[ends] = group = mesh.subgroup("pp", ends)
-            if group is not None:  # connects in a common order; otherwise a first send would block on its receiver
-                all_reduce_sum(torch.zeros(1, device=device), group)
+            # Connects in a common order: nccl connects two ranks at their first message, for which both must be there.
+            if group is None or is_fake_world():
+                continue
+            if mesh.rank("pp") == ends[0]:
+                send_tensor(torch.zeros(1, device=device), 1 - group_rank(group), group)
+            else:
+                receive_tensor(1 - group_rank(group), group)
     # torch sorts the ranks of a group, so the sender may have either group rank.
     return lambda sender, receiver: (groups[sender, receiver], 1 - group_rank(groups[sender, receiver]))
