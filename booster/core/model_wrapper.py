@@ -75,7 +75,7 @@ class ModelWrapper(nn.Module, metaclass=_ConstructionMarker):
         # Not a submodule: its names would appear a second time, with the plugin's prefix.
         self.__dict__["forward_module"] = module if forward_module is None else forward_module
         first = next(module.parameters(), None)
-        self._device_type = "cpu" if first is None else first.device.type
+        self._compute_device_type = "cpu" if first is None else first.device.type
 
     def unwrap(self) -> nn.Module:
         """Return the user's model."""
@@ -111,7 +111,7 @@ class ModelWrapper(nn.Module, metaclass=_ConstructionMarker):
         if precision is None:
             return self.forward_module(*args, **kwargs)
         args, kwargs = precision.convert_inputs(args, kwargs)
-        with precision.forward_context(self._device_type):
+        with precision.forward_context(self._compute_device_type):
             outputs = self.forward_module(*args, **kwargs)
         return precision.convert_outputs(outputs)
 
@@ -153,7 +153,7 @@ class ModelWrapper(nn.Module, metaclass=_ConstructionMarker):
                 self._begin_run(args, kwargs)
 
         self._running_method = True
-        context = nullcontext() if precision is None else precision.forward_context(self._device_type)
+        context = nullcontext() if precision is None else precision.forward_context(self._compute_device_type)
         try:
             with register_module_forward_pre_hook(begin), context:
                 outputs = method(*args, **kwargs)

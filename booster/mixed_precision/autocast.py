@@ -157,9 +157,8 @@ class _CriterionModule(nn.Module):
 
 
 def device_type_of(model: ModelWrapper) -> str:
-    """Return the device type of the model's parameters; "cpu" if it has none."""
-    first = next(model.parameters(), None)
-    return "cpu" if first is None else first.device.type
+    """Return the type of the device that the model computes on; its parameters may be offloaded from there."""
+    return model._compute_device_type
 
 
 def check_no_float16_weights(model: nn.Module, name: str) -> None:

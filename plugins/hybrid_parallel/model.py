@@ -161,7 +161,7 @@ class HybridModel(ZeroModel):
             if self.precision is None:
                 return run_chunk(self.module, self._stage_model.context, chunk, received, batch)
             (batch,), _ = self.precision.convert_inputs((batch,), {})
-            with self.precision.forward_context(self._device_type):
+            with self.precision.forward_context(self._compute_device_type):
                 boundary, outputs = run_chunk(self.module, self._stage_model.context, chunk, received, batch)
             return boundary, self.precision.convert_outputs(outputs)
         finally:

@@ -135,7 +135,7 @@ class DDPModel(ModelWrapper):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the user's forward with the arguments moved to the model's device. No communication."""
-        if self._device_type != "cpu":
+        if self._compute_device_type != "cpu":
             device = next(self.module.parameters()).device
             args, kwargs = map_tensors(lambda tensor: tensor.to(device, non_blocking=True), (args, kwargs))
         return super().forward(*args, **kwargs)

@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from booster.comm import all_gather_equal, collective_device, raise_on_all_ranks
+from booster.comm import all_gather_equal, raise_on_all_ranks
 from booster.errors import CheckpointError, ConfigError
 from booster.interface import ModelWrapper, TensorSlice
 from booster.kernels.checksum import crc32
@@ -81,6 +81,7 @@ class FSDPModel(ModelWrapper):
         groups: Parameter groups of the model.
         replicated_params: Replicated parameters, which belong to no parameter group.
         collective_order: Coordinator of the parameter groups.
+        device: Device that the model computes on.
         is_primary: If True, this rank writes data that all ranks hold.
         writes_shards: If True, this rank writes its shards; False on the other replicas.
         broadcasts_buffers: If True, buffers are broadcast from rank 0 before each forward in training.
@@ -100,11 +101,13 @@ class FSDPModel(ModelWrapper):
         replicated_params: ReplicatedParams,
         collective_order: CollectiveOrder,
         *,
+        device: torch.device,
         is_primary: bool,
         writes_shards: bool,
         broadcasts_buffers: bool,
     ) -> None:
         super().__init__(module, is_primary=is_primary)
+        self._compute_device_type = device.type  # not that of the shards, which may be offloaded
         self.fsdp_groups = tuple(groups)
         self.replicated_params = replicated_params
         self.collective_order = collective_order
@@ -300,7 +303,7 @@ class FSDPModel(ModelWrapper):
         digest = 0
         for parameter in self.module.parameters():
             digest = crc32(parameter.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data, digest)
-        digests = all_gather_equal(torch.tensor([digest], device=collective_device()), None).tolist()
+        digests = all_gather_equal(torch.tensor([digest])).tolist()
         if len(set(digests)) > 1:
             raise ConfigError(
                 "the weights were changed inside of `with model.gathered():`, and on the ranks"

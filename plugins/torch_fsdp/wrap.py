@@ -452,6 +452,7 @@ class FSDPModelBuilder:
             param_groups,
             ReplicatedParams(params, None, shard_group),
             collective_order,
+            device=self.device,
             is_primary=self.is_primary,
             writes_shards=self.mesh.get_local_rank("replica") == 0,
             broadcasts_buffers=self.config.broadcast_buffers and group_size() > 1,
