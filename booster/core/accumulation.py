@@ -196,6 +196,21 @@ def any_nonfinite(gradients: Sequence[torch.Tensor]) -> bool:
     return not host_value(torch.isfinite(maxima).all())
 
 
+@torch.no_grad()
+def nonfinite_mark(gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return a tensor of one nan if an element is inf or nan, else none, or a zero where the host would have to wait.
+
+    Args:
+        gradients: Gradients as in `any_nonfinite`.
+    """
+    if not gradients or gradients[0].device.type == "cpu":
+        return [gradients[0].new_full((1,), math.nan)] if any_nonfinite(gradients) else []
+    dense = [gradient._values() if gradient.is_sparse else gradient for gradient in gradients]
+    norms = [norm.float() for norm in torch._foreach_norm([one for one in dense if one.numel() > 0], float("inf"))]
+    is_finite = torch.stack([norms[0].new_zeros(()), *norms]).isfinite().all() if norms else None
+    return [] if is_finite is None else [torch.zeros_like(norms[0]).masked_fill(~is_finite, math.nan).reshape(1)]
+
+
 def check_scalar_loss(loss: Any) -> None:
     """Raise `ConfigError` unless the loss is a tensor with one element that requires a gradient."""
     if not isinstance(loss, torch.Tensor):

@@ -16,7 +16,7 @@ from booster.comm import AllGather, ReduceScatter, host_value, start_all_gather,
 from booster.plugins.sharding.buffer_pool import Buffer
 
 from .chunk_layout import ChunkLayout, ParamRegion
-from .tiers import Tier, TierBlock
+from .tiers import Tier, TierBlock, Transfer
 
 
 class ChunkShard:
@@ -71,7 +71,7 @@ class ChunkShard:
             self._block.read_into(host).wait()
             target.copy_(host)
         else:
-            self._block.read_into(target).wait()
+            _wait_on_host(self._block.read_into(target), target)
 
     def store(self, source: torch.Tensor) -> None:
         """Overwrite the shard with a flat tensor."""
@@ -79,7 +79,8 @@ class ChunkShard:
             self.tensor.copy_(source)
             return
         assert self._block is not None, "nothing was made yet"
-        self._block.write_from(source.cpu() if self._needs_host_copy else source).wait()
+        source = source.cpu() if self._needs_host_copy else source
+        _wait_on_host(self._block.write_from(source), source)
 
     def as_tensor(self) -> torch.Tensor:
         """Return the shard as writable memory: its tensor, or a mapping of the offload tier without a copy."""
@@ -111,6 +112,12 @@ class ChunkShard:
         if self._block is not None:
             self._block.free()
             self._block = None
+
+
+def _wait_on_host(transfer: Transfer, tensor: torch.Tensor) -> None:
+    """Wait for a transfer of a tensor of the host. One of an accelerator's is in the stream that uses the tensor."""
+    if tensor.device.type == "cpu":
+        transfer.wait()
 
 
 class TensorState(Enum):
@@ -223,15 +230,60 @@ def placeholder(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
 
 def any_modified_while_sharded(chunks: Sequence[Chunk]) -> bool:
     """Whether `Chunk.any_modified_while_sharded` is true of any chunk, with one device sync per dtype."""
+    return any(host_value(_modified_flag(placeholders), fake=0) for placeholders in _placeholders_by_dtype(chunks))
+
+
+def _placeholders_by_dtype(chunks: Sequence[Chunk]) -> list[torch.Tensor]:
     by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
     for chunk in chunks:
         by_dtype.setdefault(chunk.layout.dtype, []).append(chunk.placeholder)
-    for dtype, blanks in by_dtype.items():
-        placeholders = torch.stack(blanks)
-        is_number = dtype.is_floating_point or dtype.is_complex
-        if host_value((~placeholders.isnan()).any() if is_number else (placeholders != 0).any(), fake=0):
-            return True
-    return False
+    return [torch.stack(placeholders) for placeholders in by_dtype.values()]
+
+
+def _modified_flag(placeholders: torch.Tensor) -> torch.Tensor:
+    is_number = placeholders.is_floating_point() or placeholders.is_complex()
+    return (~placeholders.isnan()).any() if is_number else (placeholders != 0).any()
+
+
+class ModifiedCheck:
+    """Check for parameters that were modified while they were sharded, by the compute device.
+
+    On an accelerator the host does not wait for the answer: it is read at the first call at which it has arrived, and
+    at the latest `MAX_AGE` calls later.
+    """
+
+    MAX_AGE = 100
+
+    def __init__(self) -> None:
+        self._answer: torch.Tensor | None = None
+        self._event: torch.Event | None = None
+        self._age = 0
+
+    def run(self, chunks: Sequence[Chunk]) -> bool:
+        """Return whether a parameter of a chunk was modified, as far as is known."""
+        if chunks[0].placeholder.device.type == "cpu":
+            return any_modified_while_sharded(chunks)
+        found = self._read()
+        if self._event is None:
+            flags = [_modified_flag(placeholders) for placeholders in _placeholders_by_dtype(chunks)]
+            if self._answer is None:
+                self._answer = torch.zeros((), dtype=torch.bool, pin_memory=True)
+            self._answer.copy_(torch.stack(flags).any(), non_blocking=True)
+            self._event = torch.Event(device=flags[0].device)
+            self._event.record()
+            self._age = 0
+        return found
+
+    def _read(self) -> bool:
+        if self._event is None or self._answer is None:
+            return False
+        self._age += 1
+        if not self._event.query():
+            if self._age < self.MAX_AGE:
+                return False
+            self._event.synchronize()
+        self._event = None
+        return bool(host_value(self._answer, fake=0))
 
 
 class Chunk:

@@ -15,7 +15,6 @@ from torch import nn
 from booster.comm import (
     all_gather_equal,
     broadcast,
-    collective_device,
     is_fake_world,
     raise_on_all_ranks,
     start_all_gather,
@@ -28,7 +27,7 @@ from booster.lazy_init import is_lazy, materialize_tensor
 from booster.mixed_precision.fp16 import log_rank_zero
 from booster.plugins.sharding.buffer_pool import broadcast_coalesced
 
-from .chunk import Chunk, ChunkParam, any_modified_while_sharded
+from .chunk import Chunk, ChunkParam, ModifiedCheck
 from .chunk_init import describe_params, fill_chunk, make_chunk, plan_model
 from .chunk_layout import ParamInfo, plan_chunks
 from .chunk_manager import ChunkManager
@@ -73,6 +72,7 @@ class GeminiModel(ModelWrapper):
         self._settings = settings
         self._make_chunks = make_chunks
         self._broadcasts_buffers = broadcasts_buffers
+        self._modified_check = ModifiedCheck()
         self.clear_gradients: Callable[[bool], None] | None = None
         self.hooks = ModuleHooks(module, manager, self._chunk_params())
         module.register_state_dict_pre_hook(_RefuseHidden(manager))
@@ -146,7 +146,7 @@ class GeminiModel(ModelWrapper):
                 used = chunk.gathered[: chunk.layout.used_numel].cpu()
                 digest = crc32(used.view(torch.uint8).numpy().data, digest)
         group = self._settings.control_group or self._settings.data_parallel_group
-        digests = all_gather_equal(torch.tensor([digest], device=collective_device(group)), group).tolist()
+        digests = all_gather_equal(torch.tensor([digest]), group).tolist()
         if len(set(digests)) == 1:
             return
         for chunk in chunks:
@@ -208,7 +208,7 @@ class GeminiModel(ModelWrapper):
         """
         self._require_unmoved()
         chunks = [chunk for chunk in self.manager.chunks if chunk.params and not chunk.is_kept_gathered]
-        written = chunks if chunks and any_modified_while_sharded(chunks) else []
+        written = chunks if chunks and self._modified_check.run(chunks) else []
         for chunk in written:
             if not chunk.was_modified_while_sharded():
                 continue

@@ -62,6 +62,7 @@ class GeminiOptimizer(ShardedOptimizer):
         settings: Sharding settings.
         loss_scaler: Loss scaler for fp16; optional, defaults to no scaling.
         is_primary: If True, this rank saves what is equal on all ranks.
+        updates_on_host: If True, all optimizer states are in host memory beside an accelerator, on all ranks.
     """
 
     model: GeminiModel
@@ -74,12 +75,14 @@ class GeminiOptimizer(ShardedOptimizer):
         *,
         loss_scaler: LossScaler | None = None,
         is_primary: bool = True,
+        updates_on_host: bool = False,
     ) -> None:
         super().__init__(
             optim,
             model,
             data_parallel_group=settings.data_parallel_group,
             shard_group=settings.shard_group,
+            updates_on_host=updates_on_host,
             clip=settings.config.clip,
             loss_scaler=loss_scaler,
             is_primary=is_primary,

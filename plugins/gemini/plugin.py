@@ -73,7 +73,8 @@ class GeminiPlugin(ShardedPlugin):
             CPU, and to fp16 on accelerators.
         master_weights: If True, keep fp32 master weights of fp16 and bf16 weights; if False, the optimizer updates the
             rounded weights.
-        pin_memory: If True, pin offloaded host memory, so that copies overlap with computation on an accelerator.
+        pin_memory: If True, pin offloaded host memory, so that the host does not wait for copies to and from an
+            accelerator; no effect without one.
         force_outputs_fp32: If True, cast floating-point outputs of the model to fp32.
         strict_ddp_mode: If True, keep all weights gathered on every rank, like `shard_param_frac=0`; for "static".
         search_range_m: Difference between the largest and the smallest chunk size in the search, in 2**20 elements.
@@ -134,7 +135,7 @@ class GeminiPlugin(ShardedPlugin):
         steady_cuda_cap_ratio: float = 0.9,
         precision: str | None = None,
         master_weights: bool = True,
-        pin_memory: bool = False,
+        pin_memory: bool = True,
         force_outputs_fp32: bool = False,
         strict_ddp_mode: bool = False,
         search_range_m: float = 32,
@@ -215,7 +216,14 @@ class GeminiPlugin(ShardedPlugin):
         wrapped = None
         if optimizer is not None:
             scaler = self._config.new_loss_scaler()
-            wrapped = GeminiOptimizer(optimizer, boosted, settings, loss_scaler=scaler, is_primary=is_primary)
+            wrapped = GeminiOptimizer(
+                optimizer,
+                boosted,
+                settings,
+                loss_scaler=scaler,
+                is_primary=is_primary,
+                updates_on_host=getattr(self._placement, "offload_optim_frac", 0.0) == 1.0,
+            )
         if config.dtype is not None:
             precision = WeightPrecision(config.dtype, cast_inputs=True, outputs_fp32=config.force_outputs_fp32)
             precision.cast(model)  # only buffers are left

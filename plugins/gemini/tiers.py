@@ -129,15 +129,14 @@ class HostTier:
 class _HostTransfer:
     """Copy with an accelerator event, or None if it was synchronous."""
 
-    def __init__(self, event: torch.Event | None, tensor: Tensor) -> None:
+    def __init__(self, event: torch.Event | None) -> None:
         self._event = event
-        # Keeps the memory alive until the copy is done, even if the caller drops the tensor.
-        self._tensor: Tensor | None = tensor if event is not None else None
 
     def wait(self) -> None:
-        if self._event is not None:
+        # Behind a wait for a later copy, all earlier ones of the stream are done.
+        if self._event is not None and not self._event.query():
             self._event.synchronize()
-        self._event = self._tensor = None
+        self._event = None
 
     def make_stream_wait(self) -> None:
         """Make the accelerator's current stream wait for the copy."""
@@ -201,5 +200,5 @@ class _HostBlock:
         if other_side.device.type != "cpu":
             event = torch.Event(device=other_side.device)
             event.record()
-        self._last = _HostTransfer(event, other_side)
+        self._last = _HostTransfer(event)
         return self._last

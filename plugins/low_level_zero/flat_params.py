@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from booster.comm import fake, sum_dtype
+from booster.comm import fake, offloaded_memory, sum_dtype
 from booster.interface import Shard, shard_spec_of
 from booster.plugins.sharding.config import ShardGroups
 from booster.plugins.sharding.shard_states import follow_weights
@@ -210,9 +210,15 @@ class FlatGroup:
         self.device = self.parameters[0].device
         self.weights = torch.zeros(self.layout.numel, dtype=dtype, device=self.device)
         self.masters = self._new_masters(config)
-        self.updates_weights_in_place = self.masters is not None and self.masters.device == self.device
+        self._pinned: dict[int, torch.Tensor] = {}
+        self.updates_weights_in_place = self.masters is not None and not self.is_offloaded
         self.owned = self._flatten(self.layout.owned_ranges(groups.rank))
         self.record_versions()
+
+    @property
+    def is_offloaded(self) -> bool:
+        """Whether the masters are in host memory beside an accelerator."""
+        return self.masters is not None and self.masters.device != self.device
 
     def shard_storage(self, owned_range: OwnedRange) -> torch.Tensor:
         """Return the memory that the optimizer updates: the master weights, or the weights if there are none."""
@@ -226,9 +232,21 @@ class FlatGroup:
         """Copy the masters into this rank's shards of the weights, after a step."""
         if self.masters is None:
             return
-        for bucket in self.layout.buckets:
+        for index, bucket in enumerate(self.layout.buckets):
             master = self.masters[bucket.offset_in_shard : bucket.offset_in_shard + bucket.shard_numel]
+            if self.is_offloaded:
+                master = self._pinned_weights(index, bucket).copy_(master)
             self.weights[bucket.shard_range(self.groups.rank)].copy_(master, non_blocking=True)
+
+    def _pinned_weights(self, index: int, bucket: Bucket) -> torch.Tensor:
+        """Return pinned memory for weights that are copied to the accelerator, so that the host does not wait.
+
+        It may be overwritten in a step: the wait for that step's gradients is behind the copies of the last one.
+        """
+        if index not in self._pinned:
+            with offloaded_memory():
+                self._pinned[index] = torch.empty(bucket.shard_numel, dtype=self.dtype, pin_memory=True)
+        return self._pinned[index]
 
     @torch.no_grad()
     def refresh_masters(self) -> None:

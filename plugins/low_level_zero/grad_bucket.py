@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from booster.comm import ReduceScatter, sum_dtype
+from booster.comm import ReduceScatter, offloaded_memory, sum_dtype
 
 from .flat_params import Bucket, FlatGroup, OwnedShard, ParamRange
 
@@ -78,6 +78,7 @@ class GradientBucket:
         num_missing: Number of gradients that have not arrived in the current backward.
         is_reducing: If True, it was issued to a reduce-scatter in the current backward.
         grad_shard: This rank's shard, summed over the ranks in this accumulation; None before the first reduction.
+        host_grad_shard: Pinned memory for the shard where the masters are offloaded; None before the first step.
     """
 
     group: FlatGroup
@@ -87,6 +88,16 @@ class GradientBucket:
     num_missing: int = 0
     is_reducing: bool = False
     grad_shard: torch.Tensor | None = None
+    host_grad_shard: torch.Tensor | None = None
+
+    def start_copy_to_host(self) -> torch.Tensor:
+        """Start copying the shard to pinned memory, which must not be read before an event behind the copy."""
+        assert self.grad_shard is not None
+        if self.host_grad_shard is None:
+            with offloaded_memory():
+                self.host_grad_shard = torch.empty_like(self.grad_shard, device="cpu", pin_memory=True)
+        self.host_grad_shard.copy_(self.grad_shard, non_blocking=True)
+        return self.host_grad_shard
 
     @property
     def sum_dtype(self) -> torch.dtype:

@@ -106,6 +106,7 @@ class ZeroOptimizer(ShardedOptimizer):
             data_parallel_group=groups.data_parallel_group,
             shard_group=groups.shard_group,
             grad_norm_group=groups.grad_norm_group,
+            updates_on_host=config.cpu_offload,
             clip=config.clip,
             loss_scaler=loss_scaler,
             is_primary=is_primary,
@@ -197,17 +198,28 @@ class ZeroOptimizer(ShardedOptimizer):
         self._cached_norm = None
         self._part.reduce_tied_gradients(self._reducer)
         self._reducer.finish()
-        for bucket in self._reducer.buckets:
+        for bucket, sums in zip(self._reducer.buckets, self._sums_beside_masters(), strict=True):
             for param_grad, owned in bucket.owned:
                 parameter = owned.shard.parameter
                 if not param_grad.is_used:
                     parameter.grad = None
-                elif bucket.grad_shard is None:  # no backward since zero_grad(set_to_none=False)
+                elif sums is None:  # no backward since zero_grad(set_to_none=False)
                     parameter.grad = torch.zeros_like(parameter, requires_grad=False)
                 else:
-                    own = bucket.grad_shard[owned.range.range_in_shard]
-                    parameter.grad = own.to(device=parameter.device, dtype=parameter.dtype)
+                    parameter.grad = sums[owned.range.range_in_shard].to(parameter.dtype)
         return 1.0 / group_size(self.data_parallel_group)
+
+    def _sums_beside_masters(self) -> list[torch.Tensor | None]:
+        """Return the gradient shard of each bucket on the device of its masters: one copy each, and one wait."""
+        sums, device = [bucket.grad_shard for bucket in self._reducer.buckets], None
+        for index, bucket in enumerate(self._reducer.buckets):
+            if bucket.group.is_offloaded and bucket.grad_shard is not None:
+                sums[index], device = bucket.start_copy_to_host(), bucket.group.device
+        if device is not None:
+            event = torch.Event(device=device)
+            event.record()
+            event.synchronize()
+        return sums
 
     def _has_gradients(self) -> bool:
         return any(one.is_local for one in self._reducer.param_grads) or any(

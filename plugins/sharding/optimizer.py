@@ -25,10 +25,11 @@ from booster.comm import (
     collective_device,
     global_rank_of,
     group_size,
+    host_group,
     host_value,
     raise_on_all_ranks,
 )
-from booster.core.accumulation import any_nonfinite
+from booster.core.accumulation import nonfinite_mark
 from booster.core.shard_aware import full_step
 from booster.core.shard_spec import is_sharded
 from booster.device import current_device
@@ -256,6 +257,7 @@ class ShardedOptimizer(OptimizerWrapper):
         shard_group: Ranks that share the shards; None for the world group.
         grad_norm_group: Ranks that hold the full gradient together, each element on one of them; optional, defaults to
             `shard_group`.
+        updates_on_host: If True, gradients and optimizer states are in host memory, also with an accelerator.
         clip: Clipping at every step.
         loss_scaler: Loss scaler for fp16; optional, defaults to no scaling.
         is_primary: If True, this rank saves what is equal on all ranks.
@@ -275,6 +277,7 @@ class ShardedOptimizer(OptimizerWrapper):
         data_parallel_group: dist.ProcessGroup | None,
         shard_group: dist.ProcessGroup | None,
         grad_norm_group: dist.ProcessGroup | None = None,
+        updates_on_host: bool = False,
         clip: GradClipConfig,
         loss_scaler: LossScaler | None = None,
         is_primary: bool = True,
@@ -282,6 +285,8 @@ class ShardedOptimizer(OptimizerWrapper):
         super().__init__(optim, model, data_parallel_group=data_parallel_group, is_primary=is_primary)
         self.loss_scaler = loss_scaler
         self._grad_norm_group = shard_group if grad_norm_group is None else grad_norm_group
+        if updates_on_host:  # a norm of the host's gradients, which the host needs, does not wait for the device
+            self._grad_norm_group = host_group(self._grad_norm_group)
         self._clip = clip
         self._cached_norm: torch.Tensor | None = None
         self._is_stepping = False
@@ -475,15 +480,16 @@ class ShardedOptimizer(OptimizerWrapper):
         # They have elements that another rank contributes to the norm, such as tp replicas.
         sharded = (part.parameter for part in self.shards.parts if is_sharded(part.model_param))
         non_primary = [parameter.grad for parameter in sharded if parameter.grad is not None]
-        if any_nonfinite(non_primary):
-            counted.append(non_primary[0].new_full((1,), math.nan))  # reaches all ranks of the group
-        self._cached_norm = norm_over_ranks(counted, 2.0, self._grad_norm_group)
-        found = not host_value(torch.isfinite(self._cached_norm))
+        counted += nonfinite_mark(non_primary)  # reaches all ranks of the group
+        norm = self._cached_norm = norm_over_ranks(counted, 2.0, self._grad_norm_group)
         if group_size(self._grad_norm_group) == group_size():
-            return found
-        found_anywhere = all_reduce_numbers([float(found)])[0] > 0
-        if found_anywhere and not found:
-            self._cached_norm = torch.full_like(self._cached_norm, math.nan)
+            return not host_value(torch.isfinite(norm))
+        # One number for all: the host waits for the device once.
+        world = None if norm.device == collective_device() else host_group()
+        num_nonfinite = all_reduce_sum((~torch.isfinite(norm)).double().reshape(1), world)
+        found_anywhere = host_value(num_nonfinite, fake=0.0) > 0
+        if found_anywhere:
+            self._cached_norm = torch.where(torch.isfinite(norm), torch.full_like(norm, math.nan), norm)
         return found_anywhere
 
     def _apply_factors(self) -> None:

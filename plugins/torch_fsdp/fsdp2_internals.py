@@ -195,16 +195,17 @@ class ShardedParam:
         if self.unsharded_param is not None:
             self.unsharded_param.grad = None
 
-    def take_reduced_grad(self) -> torch.Tensor | None:
-        """Remove and return the shard of the gradient that FSDP2 has reduced, flat, or None."""
+    def take_reduced_grad(self) -> tuple[torch.Tensor, torch.Event | None] | None:
+        """Remove and return the shard of the gradient that FSDP2 has reduced, flat, or None.
+
+        With an event, the gradient is being copied to host memory until then.
+        """
         gradient: Any = self.fsdp_param.sharded_param.grad
         if gradient is None:
             return None
         self.fsdp_param.sharded_param.grad = None
-        if self.fsdp_param.grad_offload_event is not None:
-            self.fsdp_param.grad_offload_event.synchronize()
-            self.fsdp_param.grad_offload_event = None
-        return cast(torch.Tensor, gradient._local_tensor.reshape(-1))
+        event, self.fsdp_param.grad_offload_event = self.fsdp_param.grad_offload_event, None
+        return gradient._local_tensor.reshape(-1), event
 
 
 @contextmanager

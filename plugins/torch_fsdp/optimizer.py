@@ -63,6 +63,7 @@ class FSDPOptimizer(ShardedOptimizer):
             model,
             data_parallel_group=groups.data_parallel_group,
             shard_group=groups.shard_group,
+            updates_on_host=config.offloads,
             clip=config.clip,
             loss_scaler=loss_scaler,
             is_primary=is_primary,

@@ -172,6 +172,7 @@ class ParamGroup:
         self._grad_buffer: torch.Tensor | None = None
         self._buffer_params: tuple[ShardedParam, ...] = ()
         self.has_reduced_grads = False
+        self._grads_in_flight: list[tuple[ShardedParam, torch.Tensor, torch.Event | None]] = []
         self.on_gradients: Callable[[], None] | None = None
         self._running_submodule: nn.Module | None = None
         self._install_collectives(module)
@@ -284,6 +285,11 @@ class ParamGroup:
 
     def grad_shard_of(self, param: ShardedParam) -> torch.Tensor | None:
         """Return this rank's shard of a parameter's reduced gradient, flat, or None if there is none."""
+        if self._grads_in_flight:
+            self._add_grads_in_flight()
+        return self._own_grad(param)
+
+    def _own_grad(self, param: ShardedParam) -> torch.Tensor | None:
         if not self.has_reduced_grads or param not in self._buffer_params:
             return None
         assert self._grad_buffer is not None
@@ -293,6 +299,7 @@ class ParamGroup:
 
     def clear_grads(self, *, keep_used: bool = False) -> None:
         """Drop all gradients and keep the buffer."""
+        self._grads_in_flight = []
         self.has_reduced_grads = False
         for one in self.params:
             one.clear_unreduced_grad()
@@ -300,14 +307,19 @@ class ParamGroup:
 
     def reduced_grads(self) -> torch.Tensor:
         """Return the buffer of reduced gradients for the current trainable parameters; new ones start as zeros."""
+        buffer = self._reduced_buffer()
+        self._add_grads_in_flight()
+        return buffer
+
+    def _reduced_buffer(self) -> torch.Tensor:
         params = self.trainable_params
         if self._grad_buffer is not None and self.has_reduced_grads and params == self._buffer_params:
             return self._grad_buffer
-        kept = {one: grad.clone() for one in params if (grad := self.grad_shard_of(one)) is not None}
+        kept = {one: grad.clone() for one in params if (grad := self._own_grad(one)) is not None}
         buffer = self._buffer_of(params).zero_()
         self.has_reduced_grads = True
         for one, gradient in kept.items():
-            own = self.grad_shard_of(one)
+            own = self._own_grad(one)
             assert own is not None
             own.copy_(gradient)
         return buffer
@@ -394,12 +406,29 @@ class ParamGroup:
     @torch.no_grad()
     def _take_fsdp_grads(self) -> None:
         for one in self.params:
-            gradient = one.take_reduced_grad()
-            if gradient is not None and self._reads_fsdp_grads:
+            taken = one.take_reduced_grad()
+            if taken is None or not self._reads_fsdp_grads:
+                continue
+            self._grads_in_flight.append((one, *taken))
+            if taken[1] is None:
                 self.reduced_grads()
-                own = self.grad_shard_of(one)
-                assert own is not None
-                own.add_(gradient)
+            else:  # added in the step: backward continues while gradients travel
+                self._reduced_buffer()
+
+    def _add_grads_in_flight(self) -> None:
+        """Add the gradients that FSDP2 has reduced, and wait for those that travel to host memory."""
+        taken, self._grads_in_flight = self._grads_in_flight, []
+        for _, _, event in reversed(taken):  # the last one is behind all others, so there is one wait
+            if event is not None and not event.query():
+                event.synchronize()
+        if taken and self.device.type != "cpu" and not self._offloads:
+            self.fsdp2.wait_for_reduce_scatter()  # FSDP2 has made them in a stream of its own
+            for _, gradient, _ in taken:
+                gradient.record_stream(torch.accelerator.current_stream())
+        for one, gradient, _ in taken:
+            own = self._own_grad(one)
+            assert own is not None
+            own.add_(gradient)
 
     @torch.no_grad()
     def reduce_unreduced_grads(self, *, contributes: bool = True) -> None:

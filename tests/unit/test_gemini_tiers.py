@@ -143,6 +143,9 @@ class _Event:
     def __init__(self, device):
         assert device.type == "meta"
 
+    def query(self):
+        return False  # not yet
+
     def __getattr__(self, name):
         return lambda: _Event.log.append(name)
 
