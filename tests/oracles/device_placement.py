@@ -1,4 +1,4 @@
-"""Trains and saves by every plugin on fake "cuda" tensors and prints what happened as JSON; see `fake_cuda`.
+"""Trains and saves by every plugin on fake "cuda" tensors and prints what happened as JSON.
 
 Run: python -m oracles.device_placement [NUMBER ...] (in tests/, with a CPU build of torch; all cases by default)
 """
@@ -12,9 +12,9 @@ from dataclasses import asdict
 from functools import partial
 from typing import Any
 
-from oracles import fake_cuda
+from simulated_cuda import device
 
-fake_cuda.install()
+device.install()
 
 import torch  # noqa: E402 - after the device
 from torch import nn  # noqa: E402

@@ -1,4 +1,4 @@
-"""Every plugin trains on fake CUDA tensors: an operator that mixes them with tensors of the CPU fails.
+"""Every plugin trains on fake tensors of the simulated CUDA device: an operator that mixes them with others fails.
 
 In a process of its own, as torch can't forget a device; `oracles/device_placement.py` has the cases.
 """
@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
+from simulated_cuda import device
 
 TESTS = Path(__file__).resolve().parents[1]
 ONE_OF_EACH = (
@@ -30,10 +30,7 @@ NUM_CASES = 37
 HAS_STATES_ON_THE_HOST = ("cpu_offload", "offload_optim_frac")
 
 
-pytestmark = [
-    pytest.mark.skipif(torch.version.cuda is not None, reason="this build of torch has CUDA's own devices"),
-    pytest.mark.skipif(sys.platform != "linux", reason="the fake device is loaded before Linux's libraries of torch"),
-]
+pytestmark = pytest.mark.skipif(device.problem() is not None, reason=str(device.problem()))
 
 
 def _run(*numbers):
