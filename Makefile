@@ -11,7 +11,7 @@ SEED ?=
 # Long runs: all cases of a subject, or of a part of it, which takes at most 20 minutes; `make test-all` is all of them.
 SUBJECTS := $(shell $(PYTHON) tests/subjects.py)
 
-.PHONY: install demo docs .types test test-ranks test-unit test-all test-optimized test-wheel soak lint format bench clean $(SUBJECTS:%=test-%)
+.PHONY: install demo docs .types test test-ranks test-unit test-all test-on-device test-optimized test-wheel soak lint format bench clean $(SUBJECTS:%=test-%)
 
 install: $(STAMP)
 
@@ -50,6 +50,11 @@ test-all: $(STAMP)
 
 $(SUBJECTS:%=test-%): test-%: $(STAMP)
 	TORCH_DISTRIBUTED_DEBUG=OFF $(BIN)/pytest -m "not gpu" --durations=20 $$($(PYTHON) tests/subjects.py $*)
+
+# Tests of parity with their ranks on the simulated CUDA device, tests/simulated_cuda; the subject `device` is about it.
+PARITY_TESTS = $(shell grep -lE "assert_(parallel|hybrid|pipeline)_equals_serial" tests/multi/test_*.py)
+test-on-device: $(STAMP)
+	TORCH_DISTRIBUTED_DEBUG=OFF $(BIN)/pytest --device simulated_cuda -m "not gpu" --durations=20 $(PARITY_TESTS)
 
 # A chain of kills and starts on other numbers of ranks with other plugins, for at most so many seconds, compared with a run
 # of one process. Without a SEED a new one is drawn, and printed.

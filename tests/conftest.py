@@ -32,7 +32,16 @@ def _no_leaks() -> Iterator[None]:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    devices = ("cpu", "simulated_cuda")
+    parser.addoption("--device", choices=devices, default="cpu", help="of the ranks in tests of parity")
     parser.addoption("--part", default="1/1", help="the cases of one part of several, such as 2/7")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--device") != "cpu":
+        from harness.forkserver import set_default_device  # not at the top: it imports multiprocessing's server
+
+        set_default_device(config.getoption("--device"))
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest looks at the marks

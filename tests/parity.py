@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from harness import run_ranks
-from harness.forkserver import Device
+from harness.forkserver import Device, default_device
 from oracles.joined_slices import copied_slices, join_slices
 from oracles.run_distances import (
     Tolerance,
@@ -81,7 +81,7 @@ class Case:
         synchronize: How the batches of a step are accumulated: "always", "no_sync" or "accumulate".
         num_layers: Of the model; None: as few as it has in the zoo.
         counts_items: Losses are sums over samples, and `num_items` says of how many. Of pipelines.
-        device: Of the ranks; the one process computes on the CPU.
+        device: Of the ranks, by default that of `pytest --device`; the one process computes on the CPU.
     """
 
     plugin: str
@@ -98,7 +98,7 @@ class Case:
     uses_shared_memory: bool = True
     num_layers: int | None = None
     counts_items: bool = False
-    device: Device = "cpu"
+    device: Device = field(default_factory=default_device)
 
     @property
     def entry(self) -> ZooEntry:

@@ -14,6 +14,7 @@ TESTS = Path(__file__).parent
 NUM_PARTS = {"gemini": 2, "fsdp": 3, "zero": 2, "pipeline": 2, "hybrid": 3, "checkpoints": 6, "faults": 2, "core": 2}
 # The first subject with a pattern that matches takes a file; "core" takes the rest.
 SUBJECTS: dict[str, tuple[str, ...]] = {
+    "device": ("*/test_simulated_cuda*", "*/test_device_costs*"),
     "gemini": ("*/test_gemini*", "*/test_chunk_*", "*/test_disk_*", "*/test_nvme_*"),
     "fsdp": ("*/test_torch_fsdp*",),
     "zero": ("*/test_low_level_zero*", "*/test_zero_*", "*/test_torch_ddp*", "*/test_flat_*"),

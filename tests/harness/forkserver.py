@@ -32,6 +32,20 @@ _TESTS = str(Path(__file__).parents[1])
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
+_default_device: Device = "cpu"
+
+
+def default_device() -> Device:
+    """Returns the device of the ranks in tests of parity that choose none."""
+    return _default_device
+
+
+def set_default_device(device: Device) -> None:
+    """Sets the device of the ranks in tests of parity that choose none."""
+    global _default_device
+    _default_device = device
+
+
 def preload(*modules: str) -> None:
     """Has the rank processes start with these modules imported, where no rank was started yet.
 

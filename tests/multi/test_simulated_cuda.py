@@ -93,6 +93,15 @@ def test_pipeline_parallel():
         assert_pipeline_equals_serial("glued_chain", schedule=schedule, device=DEVICE)
 
 
+def test_stages_that_differ_in_their_number_of_groups():
+    # One in the middle has more links, on which torch's name of a group must not depend.
+    assert_pipeline_equals_serial("glued_chain", pp_size=3, device=DEVICE)
+
+
+def test_fsdp_on_one_rank():
+    _train("fsdp", world_size=1)
+
+
 def test_pipeline_and_tensor_parallel():
     assert_pipeline_equals_serial("user_transformer", axes="tp 2", device=DEVICE)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from datetime import timedelta
 
 import pytest
 import torch
@@ -145,3 +146,19 @@ def share_a_device(path: str) -> None:
 def test_two_ranks_cannot_share_a_device(tmp_path):
     with pytest.raises(RanksFailed, match="Duplicate GPU detected"):
         run_ranks(share_a_device, 2, str(tmp_path / "store"), device=SIMULATED, fresh=True)
+
+
+def wait_for_a_lost_rank() -> None:
+    dist.all_reduce(tensor := torch.zeros(2, device=_device()))
+    backend = dist.group.WORLD._get_backend(_device())
+    backend._set_default_timeout(timedelta(seconds=2))
+    if dist.get_rank() == 1:
+        os._exit(3)
+    dist.all_reduce(tensor)  # neither returns nor raises
+
+
+def test_a_lost_rank_ends_the_process_at_the_timeout():
+    with pytest.raises(RanksFailed) as failed:
+        run_ranks(wait_for_a_lost_rank, 2, device=SIMULATED, fresh=True, timeout=30)
+    ends = {one.rank: one.summary for one in failed.value.failures}
+    assert ends == {0: "killed by SIGABRT", 1: "left with exit code 3"}

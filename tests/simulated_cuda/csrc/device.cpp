@@ -191,6 +191,13 @@ void wait_explicitly(const char* what, const Clock& clock) {
   host_waits(clock);
 }
 
+bool is_known(const Clock& clock) {
+  auto host = clock_of_host();
+  for (const auto& [stream, number] : clock)
+    if (!is_before({stream, number}, host)) return false;
+  return true;
+}
+
 struct Guard final : c10::impl::DeviceGuardImplInterface {
   c10::DeviceType type() const override { return kDevice; }
   Device exchangeDevice(Device device) const override {
@@ -226,15 +233,9 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   void block(void* event, const Stream& stream) const override {
     if (event != nullptr) stream_waits(key_of(stream), static_cast<Event*>(event)->clock);
   }
-  // All work is done as soon as it is launched; a host that has asked knows.
-  bool queryEvent(void* event) const override {
-    if (event != nullptr) host_waits(static_cast<Event*>(event)->clock);
-    return true;
-  }
-  bool queryStream(const Stream& stream) const override {
-    host_waits(clock_of(key_of(stream)));
-    return true;
-  }
+  // What the host has not waited for is in flight: a device may always be that slow.
+  bool queryEvent(void* event) const override { return event == nullptr || is_known(static_cast<Event*>(event)->clock); }
+  bool queryStream(const Stream& stream) const override { return is_known(clock_of(key_of(stream))); }
   void synchronizeStream(const Stream& stream) const override {
     wait_explicitly("stream.synchronize", clock_of(key_of(stream)));
   }

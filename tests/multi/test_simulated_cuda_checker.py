@@ -1,0 +1,307 @@
+"""The checker of the simulated device reports faults that are planted, in small programs and in the plugins."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from device_costs import measure
+from harness import RanksFailed, run_ranks
+from parity import Case, train_parallel
+from simulated_cuda import device
+
+SIMULATED = "simulated_cuda"
+SIZE = 1000
+
+
+def _values() -> torch.Tensor:
+    return torch.ones(SIZE, device="cuda")
+
+
+def _pinned() -> torch.Tensor:
+    return torch.zeros(SIZE, pin_memory=True)
+
+
+# Each program is right with `waits`, and has one fault without.
+
+
+def read_on_another_stream(waits: bool) -> None:
+    values, side = _values(), torch.cuda.Stream()
+    if waits:
+        side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        total = values.sum()
+    torch.cuda.current_stream().wait_stream(side)
+    del total
+
+
+def write_on_another_stream(waits: bool) -> None:
+    values, side = _values(), torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        values.mul_(2)
+    if waits:
+        torch.cuda.current_stream().wait_stream(side)
+    values.add_(1)
+    torch.cuda.synchronize()
+
+
+def overwrite_what_another_stream_reads(waits: bool) -> None:
+    values, side = _values(), torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        doubled = values * 2
+    if waits:
+        torch.cuda.current_stream().wait_stream(side)
+    values.zero_()
+    torch.cuda.synchronize()
+    del doubled
+
+
+def event_before_the_work(waits: bool) -> None:
+    values, side, event = _values(), torch.cuda.Stream(), torch.cuda.Event()
+    if not waits:
+        event.record()
+    values.mul_(2)
+    if waits:
+        event.record()
+    side.wait_event(event)
+    with torch.cuda.stream(side):
+        total = values.sum()
+    torch.cuda.synchronize()
+    del total
+
+
+def wait_for_the_wrong_stream(waits: bool) -> None:
+    values, side, other = _values(), torch.cuda.Stream(), torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        values.mul_(2)
+    torch.cuda.current_stream().wait_stream(side if waits else other)
+    values.add_(1)
+    torch.cuda.synchronize()
+
+
+def prefetch_without_a_wait(waits: bool) -> None:
+    source, side = _pinned(), torch.cuda.Stream()
+    target = _values()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        target.copy_(source, non_blocking=True)
+    if waits:
+        torch.cuda.current_stream().wait_stream(side)
+    target.add_(1)
+    torch.cuda.synchronize()
+
+
+def free_while_another_stream_reads(waits: bool) -> None:
+    values, side = _values(), torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        doubled = values * 2
+    if waits:
+        values.record_stream(side)
+    del values
+    torch.cuda.synchronize()
+    del doubled
+
+
+def change_a_pinned_source(waits: bool) -> None:
+    source, target = _pinned(), _values()
+    target.copy_(source, non_blocking=True)
+    if waits:
+        torch.cuda.synchronize()
+    source.fill_(3)
+    torch.cuda.synchronize()
+
+
+def pinned_memory_on_two_streams(waits: bool) -> None:
+    host, values, side = _pinned(), _values(), torch.cuda.Stream()
+    host.copy_(values, non_blocking=True)
+    if waits:
+        side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        back = torch.empty(SIZE, device="cuda").copy_(host, non_blocking=True)
+    torch.cuda.synchronize()
+    assert not waits or back.sum().item() == SIZE
+
+
+def result_of_a_collective(waits: bool) -> None:
+    values = _values()
+    work = dist.all_reduce(values, async_op=True)
+    if waits:
+        work.wait()
+    values.add_(1)
+    work.wait()
+
+
+def payload_of_a_collective(waits: bool) -> None:
+    values, joined = _values(), torch.empty(SIZE * dist.get_world_size(), device="cuda")
+    work = dist.all_gather_into_tensor(joined, values, async_op=True)
+    if waits:
+        work.wait()
+    values.zero_()
+    work.wait()
+
+
+def two_communicators_at_one_buffer(waits: bool) -> None:
+    values, group = _values(), dist.new_group(list(range(dist.get_world_size())))
+    first = dist.all_reduce(values, async_op=True)
+    if waits:
+        first.wait()
+    second = dist.all_reduce(values, group=group, async_op=True)
+    first.wait()
+    second.wait()
+
+
+def hidden_by_an_accidental_wait(waits: bool) -> None:
+    device.set_options(drops_avoidable_waits=True)
+    values, side = _values(), torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        doubled = values * 2
+        assert doubled.sum().item() == 2 * SIZE  # waits for the stream, which no program should rely on
+    if waits:
+        torch.cuda.current_stream().wait_stream(side)
+    total = doubled + 1
+    torch.cuda.synchronize()
+    del doubled, total
+
+
+PROGRAMS = {
+    read_on_another_stream: "race: aten::sum reads",
+    write_on_another_stream: "race: aten::add writes",
+    overwrite_what_another_stream_reads: "race: aten::zero_ writes",
+    event_before_the_work: "race: aten::sum reads",
+    wait_for_the_wrong_stream: "race: aten::add writes",
+    prefetch_without_a_wait: "race: aten::add writes",
+    free_while_another_stream_reads: "lifetime: 4000 bytes",
+    change_a_pinned_source: "pinned: the host changed 4000 pinned bytes",
+    pinned_memory_on_two_streams: "race: copy_ from pinned memory",
+    result_of_a_collective: "race: aten::add writes",
+    payload_of_a_collective: "race: aten::zero_ writes",
+    two_communicators_at_one_buffer: "race: nccl all_reduce writes",
+    hidden_by_an_accidental_wait: "race: aten::add reads",
+}
+
+
+def _run_all(programs: list[str], waits: bool) -> None:
+    for name in programs:
+        globals()[name](waits)
+
+
+def test_programs_without_faults():
+    run_ranks(_run_all, 2, [program.__name__ for program in PROGRAMS], True, device=SIMULATED)
+
+
+def _reports_of_each(programs: list[str]) -> dict[str, str]:
+    from simulated_cuda import reports
+
+    found = {}
+    for name in programs:
+        with reports.recording() as record:
+            globals()[name](False)
+            device.settle()
+        device.set_options()
+        found[name] = "\n".join(record.faults())
+    return found
+
+
+def test_each_fault_is_reported_with_its_place():
+    # All in one job, which fails with all of them.
+    with pytest.raises(RanksFailed) as failed:
+        run_ranks(_reports_of_each, 2, [program.__name__ for program in PROGRAMS], device=SIMULATED)
+    text = str(failed.value)
+    lines = [line for line in text.splitlines() if " x " in line]
+    for program, expected in PROGRAMS.items():
+        assert any(expected in line for line in lines), f"{program.__name__}: {expected}\n{text}"
+    assert all("test_simulated_cuda_checker.py:" in line for line in lines)
+
+
+def _read_too_early() -> list[float]:
+    host, values = _pinned(), _values()
+    host.copy_(values, non_blocking=True)
+    early = host.sum().item()
+    torch.cuda.synchronize()
+    return [early, host.sum().item()]
+
+
+def test_pinned_memory_shows_garbage_until_the_host_waits():
+    ((early, late),) = run_ranks(_read_too_early, 1, device=SIMULATED)
+    assert early != late == SIZE
+
+
+# The plugins, each with one wait left out.
+
+
+def _without_wait(name: str) -> Any:
+    from booster.comm.collective_op import CollectiveOp
+
+    original = CollectiveOp.wait
+
+    def wait(self: CollectiveOp, work: dist.Work) -> None:
+        if self.name != name:
+            original(self, work)
+
+    return mock.patch.object(CollectiveOp, "wait", wait)
+
+
+def train_with_a_fault(settings: dict[str, Any], fault: str) -> None:
+    """Train with one wait for a collective left out."""
+    with _without_wait(fault):
+        measure(settings)  # without collectives of the test, which would order those before them
+
+
+CHUNKS = {"chunk_config_dict": {"chunk_size": 512}}
+PLANTED = {
+    "gemini, gather": ("gemini", CHUNKS, "all_gather"),
+    "gemini, reduction": ("gemini", CHUNKS, "reduce_scatter"),
+    "zero 2, reduction": ("low_level_zero", {"stage": 2}, "reduce_scatter"),
+    "zero 1, gather": ("low_level_zero", {"stage": 1}, "all_gather"),
+    "fsdp, gather": ("torch_fsdp", {}, "all_gather"),
+    "fsdp, reduction": ("torch_fsdp", {}, "reduce_scatter"),
+}
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_a_wait_that_a_plugin_leaves_out_is_reported(name):
+    plugin, arguments, fault = PLANTED[name]
+    case = Case(plugin=plugin, model="mlp_odd", plugin_arguments=arguments, device=SIMULATED)
+    with pytest.raises(RanksFailed, match=r"(?s)the simulated device reports.*race"):
+        run_ranks(train_with_a_fault, 2, asdict(case), fault, device=SIMULATED, timeout=30)
+
+
+def losses_without_waits_for_pinned_memory(settings: dict[str, Any]) -> list[float]:
+    from booster.plugins.gemini.tiers import _HostTransfer
+    from booster.plugins.torch_fsdp.fsdp2_internals import ShardedParam
+
+    def take_as_if_arrived(self: ShardedParam) -> tuple[torch.Tensor, None] | None:
+        taken = take(self)
+        return None if taken is None else (taken[0], None)
+
+    take = ShardedParam.take_reduced_grad
+    device.set_options(drops_avoidable_waits=True)
+    with (
+        mock.patch.object(_HostTransfer, "wait"),
+        mock.patch.object(ShardedParam, "take_reduced_grad", take_as_if_arrived),
+    ):
+        return train_parallel(settings).losses
+
+
+def test_gradients_that_the_host_reads_too_early_spoil_the_losses():
+    arguments = {"placement_policy": "cpu", **CHUNKS}
+    case = Case(plugin="gemini", model="mlp_odd", plugin_arguments=arguments, optimizer="hybrid_adam", device=SIMULATED)
+    right = run_ranks(train_parallel, 2, asdict(case), device=SIMULATED)[0].losses
+    found = run_ranks(losses_without_waits_for_pinned_memory, 2, asdict(case), device=SIMULATED, timeout=30)[0]
+    assert not all(math.isclose(one, other, rel_tol=1e-3) for one, other in zip(found, right, strict=True))
+
+
+def test_pinned_weights_that_the_host_updates_too_early_are_reported():
+    case = Case(plugin="torch_fsdp", model="mlp_odd", plugin_arguments={"cpu_offload": True}, device=SIMULATED)
+    with pytest.raises(RanksFailed, match="pinned: the host changed 196 pinned bytes"):
+        run_ranks(losses_without_waits_for_pinned_memory, 2, asdict(case), device=SIMULATED, timeout=30)
