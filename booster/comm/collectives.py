@@ -127,11 +127,11 @@ def collective_device(group: dist.ProcessGroup | None = None) -> torch.device:
 
 
 # Note [Host groups]
-# A number of the host that travels over an accelerator waits for all work that is queued there, twice: on its way to
-# the device and back. So numbers, flags and texts travel over a gloo group of the same ranks, which leaves the device
-# alone, and whose errors name lost ranks. The world's is made by `launch`, or else at its first use; plugins register
-# those of other groups. It is not made at the first use of such a group: torch names the group by how many groups a
-# rank is in, which may differ between the ranks by then.
+# A number of the host that travels over an accelerator waits for all work that is queued there, twice: in the copy to
+# the device and in that back. So numbers, flags and texts travel over a gloo group of the same ranks, which leaves the
+# device alone, and whose errors name lost ranks. The world's is made by `launch`, or else at its first use; plugins
+# register those of other groups. It is not made at the first use of such a group: torch names a group by how many
+# groups a rank is in, which may differ between the ranks by then.
 _host_groups: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
 
 

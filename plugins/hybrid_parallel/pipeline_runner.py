@@ -398,9 +398,11 @@ def _link_groups(mesh: HybridMesh, division: StagePartition, device: torch.devic
         for ends in ((one, other), (other, one)):
             groups[ends] = group = mesh.subgroup("pp", ends)
             # Connects in a common order: nccl connects two ranks at their first message, for which both must be there.
-            if group is not None and mesh.rank("pp") == ends[0]:
+            if group is None or is_fake_world():
+                continue
+            if mesh.rank("pp") == ends[0]:
                 send_tensor(torch.zeros(1, device=device), 1 - group_rank(group), group)
-            elif group is not None:
+            else:
                 receive_tensor(1 - group_rank(group), group)
     # torch sorts the ranks of a group, so the sender may have either group rank.
     return lambda sender, receiver: (groups[sender, receiver], 1 - group_rank(groups[sender, receiver]))

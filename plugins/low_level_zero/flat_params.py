@@ -239,7 +239,7 @@ class FlatGroup:
             self.weights[bucket.shard_range(self.groups.rank)].copy_(master, non_blocking=True)
 
     def _pinned_weights(self, index: int, bucket: Bucket) -> torch.Tensor:
-        """Return pinned memory for weights on their way to the accelerator, so that the host does not wait.
+        """Return pinned memory for weights that are copied to the accelerator, so that the host does not wait.
 
         It may be overwritten in a step: the wait for that step's gradients is behind the copies of the last one.
         """

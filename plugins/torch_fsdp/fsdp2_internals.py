@@ -208,7 +208,7 @@ class ShardedParam:
     def take_reduced_grad(self) -> tuple[torch.Tensor, torch.Event | None] | None:
         """Remove and return the shard of the gradient that FSDP2 has reduced, flat, or None.
 
-        With an event, the gradient is on its way to host memory until then.
+        With an event, the gradient is being copied to host memory until then.
         """
         gradient: Any = self.fsdp_param.sharded_param.grad
         if gradient is None:

@@ -439,7 +439,7 @@ class ParamGroup:
             self._grads_in_flight.append((one, *taken))
             if taken[1] is None:
                 self.reduced_grads()
-            else:  # in the step: backward goes on while gradients travel
+            else:  # added in the step: backward continues while gradients travel
                 self._reduced_buffer()
 
     def _add_grads_in_flight(self) -> None:

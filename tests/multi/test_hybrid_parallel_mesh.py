@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.distributed as dist
 from harness import run_ranks
 
-from booster.comm import all_gather_equal, group_rank, group_size
+from booster.comm import all_gather_equal, global_rank_of, group_rank, group_size, receive_tensor, send_tensor
 from booster.errors import ConfigError, DesyncError
 from booster.plugins.hybrid_parallel.mesh import AXES, HybridMesh, mesh_order, rank_groups
+from booster.plugins.hybrid_parallel.pipeline_runner import _link_groups
 
 ALONG = [(), ("tp",), ("sp",), ("dp",), ("pp",), ("dp", "sp"), ("sp", "dp"), ("dp", "sp", "tp"), AXES]
 
@@ -77,3 +80,30 @@ def _is_another():
 
 def test_other_sizes_on_another_rank():
     run_ranks(_is_another, 2)
+
+
+def _link_peers():
+    """Returns, for both directions of a link, this rank's peer in its group, after messages have gone through."""
+    mesh = HybridMesh("cpu", dp=1, pp=3, sp=1, tp=1)
+    schedule = SimpleNamespace(place=lambda position, num_stages: (position, 0))
+    partition = SimpleNamespace(schedule=schedule, num_stages=3, bounds=(0, 1, 2, 3))
+    ends = _link_groups(mesh, partition, torch.device("cpu"))
+    stage, found = mesh.rank("pp"), {}
+    for sender, receiver in ((0, 1), (1, 0), (1, 2), (2, 1)):
+        if stage not in (sender, receiver):
+            continue
+        group, peer = ends(sender, receiver)
+        found[sender, receiver] = global_rank_of(peer, group)
+        if stage == sender:
+            send_tensor(torch.tensor([10 * sender + receiver]), peer, group)
+        else:
+            assert receive_tensor(peer, group).tolist() == [10 * sender + receiver]
+    return found
+
+
+def test_links_of_accelerators_lead_to_the_other_stage_in_both_directions():
+    # Torch sorts the ranks of a group, so the sender of a link that leads back is its second rank.
+    first, middle, last = run_ranks(_link_peers, 3)
+    assert first == {(0, 1): 1, (1, 0): 1}
+    assert middle == {(0, 1): 0, (1, 0): 0, (1, 2): 2, (2, 1): 2}
+    assert last == {(1, 2): 1, (2, 1): 1}

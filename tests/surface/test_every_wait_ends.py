@@ -120,8 +120,7 @@ ALLOWED = {
     "plugins/gemini/chunk.py": {
         "self._gather.wait": OPERATION,
         "self._block.read_into(host).wait": DISK,
-        "self._block.read_into(target).wait": DISK,
-        "self._block.write_from(source.cpu() if self._needs_host_copy else source).wait": DISK,
+        "transfer.wait": DISK,
     },
     "plugins/gemini/model.py": {
         "flight.wait": OPERATION,

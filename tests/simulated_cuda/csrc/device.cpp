@@ -233,7 +233,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   void block(void* event, const Stream& stream) const override {
     if (event != nullptr) stream_waits(key_of(stream), static_cast<Event*>(event)->clock);
   }
-  // What the host has not waited for is under way: a device may always be that slow.
+  // What the host has not waited for is in flight: a device may always be that slow.
   bool queryEvent(void* event) const override { return event == nullptr || is_known(static_cast<Event*>(event)->clock); }
   bool queryStream(const Stream& stream) const override { return is_known(clock_of(key_of(stream))); }
   void synchronizeStream(const Stream& stream) const override {
