@@ -168,7 +168,7 @@ def assert_equals_one_process(case: Case, found: Record) -> None:
     if case.precision is None:
         serial = train_reference(case, in_parts)
         far = beyond(distances(found, serial), bounds(serial, initial, fixed))
-        if far and case.entry.mixes_samples:
+        if far and case.entry.amplifies_roundings:
             # Batch statistics over few values amplify roundings, and a bias before them moves by roundings alone.
             cap = AT_ONCE["fp16"]
             assert_within_spread(found, partial(train_reference, case, in_parts), initial, fixed, cap, where)

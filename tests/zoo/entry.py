@@ -37,6 +37,8 @@ class ZooEntry:
         uses_unused_parameters: a step may leave parameters without gradient: DDP needs find_unused_parameters.
         never_used: names of the parameters that no batch gives a gradient.
         mixes_samples: a sample's output depends on the other samples of the batch (BatchNorm).
+        amplifies_roundings: differences of the last bit grow beyond the exact bounds in a step, as through statistics
+            of few values: then it is compared by how far nudged serial runs differ.
         blocks_share_tensors: a tensor that trains goes into several blocks (a position bias, an encoder's states), so
             that its gradient is a sum over them.
         tied: groups of names that are the same parameter.
@@ -55,6 +57,7 @@ class ZooEntry:
     uses_unused_parameters: bool = False
     never_used: tuple[str, ...] = ()
     mixes_samples: bool = False
+    amplifies_roundings: bool = False
     blocks_share_tensors: bool = False
     tied: tuple[tuple[str, ...], ...] = ()
     slow: bool = False

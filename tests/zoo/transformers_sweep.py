@@ -308,4 +308,5 @@ def sweep_model(name: str) -> ZooEntry:
         sample=functools.partial(_sample, name),
         loss=own_loss,
         mixes_samples=name in MIXES_SAMPLES,
+        amplifies_roundings=name in MIXES_SAMPLES,
     )
