@@ -18,7 +18,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Sequence
 from typing import Literal
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.distributed as dist
@@ -133,6 +133,7 @@ def collective_device(group: dist.ProcessGroup | None = None) -> torch.device:
 # register those of other groups. It is not made at the first use of such a group: torch names a group by how many
 # groups a rank is in, which may differ between the ranks by then.
 _host_groups: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
+_groups_of_hosts: WeakSet[dist.ProcessGroup] = WeakSet()  # those that send the tensors of hosts themselves
 
 
 def new_cpu_group(group: dist.ProcessGroup | None = None) -> dist.ProcessGroup:
@@ -159,11 +160,12 @@ def host_group(group: dist.ProcessGroup | None = None) -> dist.ProcessGroup | No
 
     Collective over the world at the first call for the world, or for a group of all ranks.
     """
-    if group_size(group) == 1 or collective_device(group).type == "cpu" or is_fake_world():
-        return group
     chosen = dist.group.WORLD if group is None else group
-    assert chosen is not None
-    if "gloo" in str(dist.get_backend(chosen)):  # beside the accelerator's backend
+    if chosen is None or chosen in _groups_of_hosts or is_fake_world() or group_size(group) == 1:
+        return group
+    # With gloo alone, or beside the accelerator's backend.
+    if collective_device(group).type == "cpu" or "gloo" in str(dist.get_backend(chosen)):
+        _groups_of_hosts.add(chosen)
         return group
     known = _host_groups.get(chosen)
     if known is None and group_size(group) == group_size():
