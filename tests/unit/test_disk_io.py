@@ -281,12 +281,12 @@ def test_threads_leave_signals_to_python(backend):
 def test_end_with_work_under_way(backend, way, plain_file):
     gc.collect()
     data = random_bytes(16 * MIB)
-    pieces = [one.clone() for one in data.split(512 * KIB)]
+    parts = [one.clone() for one in data.split(512 * KIB)]
     threads = _num_threads()  # with those of torch that copy
     queue = open_queue(backend)
-    for number, piece in enumerate(pieces):
-        queue.write(plain_file, piece, number * 512 * KIB)
-    del piece, pieces
+    for number, part in enumerate(parts):
+        queue.write(plain_file, part, number * 512 * KIB)
+    del part, parts
     if way == "close":
         queue.close()
     elif way == "cycle":
