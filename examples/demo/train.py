@@ -64,7 +64,7 @@ def main() -> None:
     validation_loader = booster.prepare_dataloader(ByteWindows(validation_text, LENGTH), BATCH)
     model = build_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, fused=True)
-    scheduler = OneCycleLR(optimizer, max_lr=4e-3, total_steps=arguments.steps, pct_start=0.15)
+    scheduler = OneCycleLR(optimizer, max_lr=2e-3, total_steps=arguments.steps, pct_start=0.15)
     model, optimizer, _, _, scheduler = booster.boost(model, optimizer, lr_scheduler=scheduler)
     booster.summary(model, optimizer)
 
