@@ -86,7 +86,8 @@ def resolve_mixed_precision(given: str | MixedPrecision | None, plugin: Plugin) 
         own = "one of its own" if plugin.precision is None else f"precision={plugin.precision!r}"
         raise ConfigError(
             f"mixed_precision={given!r} was given with a {type(plugin).__name__} that has {own}: choose the precision"
-            f" where the plugin is created, or give the plugin by its name"
+            " where the plugin is created, or give both by their names, such as Booster(plugin='gemini',"
+            " mixed_precision='bf16')"
         )
     if given == "fp32":
         return None
