@@ -86,7 +86,6 @@ _SMALL_KINDS = {"all_reduce": 4, "broadcast": 5, "all_gather": 6}
 _SMALL_SIZES = 2**16 + 1
 
 _MAX_SMALL_BYTES = 64 * 2**10  # of a small collective, see Note [Small collectives]
-_MAX_SMALL_RANKS = 64
 
 _numbers: WeakKeyDictionary[dist.ProcessGroup, Counter[tuple[str, int | None]]] = WeakKeyDictionary()
 _numbers_lock = threading.Lock()
@@ -181,7 +180,7 @@ class CollectiveOp:
         with self.waiting():
             if (
                 by_messages is not None
-                and (tensor.nbytes <= _MAX_SMALL_BYTES and dist.get_world_size(self.group) <= _MAX_SMALL_RANKS)
+                and tensor.nbytes <= _MAX_SMALL_BYTES
                 and (tensor.device.type == "cpu" and "gloo" in str(dist.get_backend(self.group)))
                 # In this mode torch compares all calls itself, and counts messages: a broadcast's differ between ranks.
                 and dist.get_debug_level() != dist.DebugLevel.DETAIL  # type: ignore[attr-defined]

@@ -9,8 +9,11 @@ Gloo matches collectives by their number, whatever they are: ranks at different 
 abort the process where a message is longer than expected. Small collectives carry the values that ranks compare, and
 are at stake just when ranks are at different calls: a rank that ran out of batches saves while others train. So they
 are messages with a tag of their kind, number and length, as those of flat buffers (see Note [Shards]): a rank at a call
-that the others don't make times out, with an error. Every rank sends to every rank, which costs no more than gloo's
-ring for small messages and few ranks.
+that the others don't make times out, with an error. Such messages are short: their number counts. Up to 8 ranks each
+rank sends to all others at once. Among more, an all-gather takes log2(ranks) steps, in each of which a rank passes on
+all that it has (Bruck et al., "Efficient algorithms for all-to-all communications in multiport message-passing
+systems", 1997), and a broadcast goes down a binomial tree. A reduction is an all-gather whose rows each rank reduces in
+rank order, so that all have equal bits.
 """
 
 from __future__ import annotations
@@ -38,6 +41,9 @@ def sum_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in LOW_PRECISION else dtype
 
 
+_MAX_DIRECT = 8  # ranks that send to each other at once
+
+
 def p2p_all_gather(operation: CollectiveOp, joined: torch.Tensor, source: torch.Tensor) -> None:
     """Fill `joined` with the ranks' tensors of one shape, concatenated along dim 0. Both are contiguous."""
     size, rank = dist.get_world_size(operation.group), dist.get_rank(operation.group)
@@ -46,12 +52,30 @@ def p2p_all_gather(operation: CollectiveOp, joined: torch.Tensor, source: torch.
     rows[rank].copy_(mine)
     if mine.numel() == 0:
         return
-    others, tag = [other for other in range(size) if other != rank], operation.small_tag(mine.nbytes)
+    tag = operation.small_tag(mine.nbytes)
+    if size > _MAX_DIRECT:
+        _tree_all_gather(operation, rows, rank, tag)
+        return
+    others = [other for other in range(size) if other != rank]
     wait_all(
         operation,
         [operation.receive_from(rows[other], other, tag) for other in others]
         + [operation.send_to(mine, other, tag) for other in others],
     )
+
+
+def _tree_all_gather(operation: CollectiveOp, rows: torch.Tensor, rank: int, tag: int) -> None:
+    """Fill the rows of the other ranks in log2(ranks) steps; see Note [Small collectives]."""
+    size, known = len(rows), 1
+    gathered = torch.empty_like(rows)  # in the order of ranks from this one upwards, cyclically
+    gathered[0].copy_(rows[rank])
+    while known < size:
+        count = min(known, size - known)
+        received = operation.receive_from(gathered[known : known + count], (rank + known) % size, tag)
+        sent = operation.send_to(gathered[:count], (rank - known) % size, tag)
+        wait_all(operation, [received, sent])
+        known += count
+    rows.copy_(gathered.roll(rank, 0))
 
 
 def p2p_all_reduce(operation: CollectiveOp, tensor: torch.Tensor, operator: Literal["sum", "max"]) -> None:
@@ -71,11 +95,22 @@ def p2p_broadcast(operation: CollectiveOp, buffer: torch.Tensor, source: int) ->
     """Overwrite a contiguous tensor with that of rank `source` of the group."""
     size, rank = dist.get_world_size(operation.group), dist.get_rank(operation.group)
     flat, tag = buffer.view(-1), operation.small_tag(buffer.nbytes)
-    if rank == source:
-        others = [other for other in range(size) if other != rank]
-        wait_all(operation, [operation.send_to(flat, other, tag) for other in others])
-    else:
-        wait_all(operation, [operation.receive_from(flat, source, tag)])
+    sender, receivers = broadcast_tree((rank - source) % size, size)
+    if sender is not None:
+        wait_all(operation, [operation.receive_from(flat, (sender + source) % size, tag)])
+    wait_all(operation, [operation.send_to(flat, (one + source) % size, tag) for one in receivers])
+
+
+def broadcast_tree(place: int, size: int) -> tuple[int | None, list[int]]:
+    """Return whom the rank at a place receives from, None for the first, and sends to; see Note [Small collectives]."""
+    if size <= _MAX_DIRECT:
+        return (None, list(range(1, size))) if place == 0 else (0, [])
+    distance, receivers = 1, []
+    while distance < size and not place & distance:  # up to the lowest bit of its place
+        receivers.append(place + distance)
+        distance *= 2
+    sender = place - distance if place else None
+    return sender, [one for one in reversed(receivers) if one < size]  # the largest subtree first
 
 
 def wait_all(operation: CollectiveOp, works: Sequence[dist.Work]) -> None:

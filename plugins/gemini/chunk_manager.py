@@ -5,17 +5,22 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import chain
 
 import torch
 import torch.distributed as dist
 
-from booster.comm import any_rank, broadcast_numbers, raise_on_all_ranks
+from booster.comm import any_rank, broadcast_numbers, group_size, raise_on_all_ranks
 from booster.errors import ConfigError
 from booster.plugins.sharding.buffer_pool import Buffer, BufferPool
+from booster.plugins.sharding.collective_order import (
+    AgreedCollectives,
+    OrderNegotiation,
+    OrderReplay,
+    PassKind,
+    RankRequest,
+)
 
 from .chunk import Chunk, ChunkParam
-from .collective_order import OrderNegotiation, PassKind, RankRequest
 from .placement import ChunkBytes, ChunkLocations, Placement, evictions
 from .tiers import Tier
 from .tracer import Cursor, Trace, Tracer
@@ -229,6 +234,7 @@ class ChunkManager:
     ) -> None:
         self.chunks = list(chunks)
         self.negotiation = negotiation
+        self._replay: OrderReplay[RankRequest, AgreedCollectives] = OrderReplay(self._run)
         self.tier: Tier | None = None
         self._make_tier = make_tier
         self._control_group = control_group
@@ -317,11 +323,13 @@ class ChunkManager:
     # Iterations.
 
     def begin_forward(self, *, trains: bool) -> None:
-        """Start a forward of the outermost module.
+        """Start a forward of the outermost module. Collective.
 
         Args:
             trains: If True, a backward follows.
         """
+        if not self.is_whole:
+            self._begin_pass(PassKind.FORWARD, trains)
         self._current = ()
         if self.trace is None:
             if trains and not self.tracer.is_recording:
@@ -329,6 +337,25 @@ class ChunkManager:
         elif not self._awaits_backward and self._cursor is not None:
             self._cursor.restart()
         self._awaits_backward = trains
+
+    def begin_backward(self) -> None:
+        """Start a backward. Collective."""
+        self._begin_pass(PassKind.BACKWARD, True)
+
+    def _begin_pass(self, phase: PassKind, trains: bool) -> None:
+        """Begin a pass, and replay it if all ranks begin it with the same record; see Note [Replay]."""
+        self._replay.abort()  # of a pass that has not ended
+        self.phase = phase
+        if group_size(self.negotiation.group) == 1:
+            return
+        begins, is_unanimous = self._replay.digest((phase, trains)), False
+        if begins:
+            requests = self.negotiation.exchange(
+                RankRequest(phase=phase, begins=begins, num_ready=self.reduction.num_ready)
+            )
+            self._run(AgreedCollectives.of(requests))
+            is_unanimous = all(request.begins == begins for request in requests)
+        self._replay.begin((phase, trains), replays=is_unanimous)
 
     def end_forward(self, *, trains: bool) -> None:
         """Finish a forward of the outermost module, and serve the pending requests of other ranks. Collective."""
@@ -355,6 +382,7 @@ class ChunkManager:
         """Return to the start of an iteration; the trace of a failed pass is dropped."""
         if self.tracer.is_recording:
             self.tracer = Tracer()
+        self._replay.abort()
         self.phase = PassKind.FORWARD
         self._current = ()
         self._awaits_backward = False
@@ -363,12 +391,25 @@ class ChunkManager:
 
     def close(self) -> None:
         """Negotiate until every rank has finished its pass. Collective."""
+        self._replay.replay_rest()
         while True:
-            requests = self.negotiate((), is_closing=True)
-            if all(post.is_done for post in requests):
+            requests = self.negotiation.exchange(
+                RankRequest(
+                    phase=self.phase,
+                    num_ready=self.reduction.num_ready,
+                    is_done=True,
+                    has_late_grads=self.reduction.has_late_grads,
+                    repeats=self._replay.repeats,
+                )
+            )
+            agreed = AgreedCollectives.of(requests)
+            self._run(agreed)
+            if all(request.is_done for request in requests):
                 break
+            self._replay.record(None, agreed)
+        self._replay.end(all_repeat=all(request.repeats for request in requests))
         if self.phase is PassKind.BACKWARD:
-            if any(post.has_late_grads for post in requests):
+            if any(request.has_late_grads for request in requests):
                 self.reduction.reduce_late_grads()
             else:
                 self.reduction.finish_all()
@@ -404,23 +445,24 @@ class ChunkManager:
         finally:
             self._protected = before
 
-    def negotiate(self, gather_requests: Sequence[int], *, is_closing: bool = False) -> list[RankRequest]:
+    def negotiate(self, gather_requests: Sequence[int]) -> None:
         """Negotiate with the other ranks and run the resulting collectives. Collective (Note [Collective order])."""
-        reduction = self.reduction
-        gather_requests = tuple(gather_requests[: self.negotiation.max_gather_requests])
-        requests = self.negotiation.exchange(
-            RankRequest(
-                phase=self.phase,
-                gather_requests=gather_requests,
-                num_ready=reduction.num_ready,
-                is_done=is_closing,
-                has_late_grads=is_closing and reduction.has_late_grads,
-            )
+        request = RankRequest(
+            phase=self.phase,
+            gather_requests=tuple(gather_requests[: self.negotiation.max_gather_requests]),
+            num_ready=self.reduction.num_ready,
         )
-        reduction.start_agreed(min(post.num_ready for post in requests))
-        for index in dict.fromkeys(chain.from_iterable(post.gather_requests for post in requests)):
-            self._gather(self.chunks[index], is_own_wish=index in gather_requests)
-        return requests
+        agreed = self._replay.replay(request)
+        if agreed is None:
+            agreed = AgreedCollectives.of(self.negotiation.exchange(request))
+            self._replay.record(request, agreed)
+        self._run(agreed, request.gather_requests)
+
+    def _run(self, agreed: AgreedCollectives, own_requests: Sequence[int] = ()) -> None:
+        """Run agreed collectives, of which this rank has requested some gathers."""
+        self.reduction.start_agreed(agreed.num_ready)
+        for index in agreed.gathers:
+            self._gather(self.chunks[index], is_own_wish=index in own_requests)
 
     def _gather(self, chunk: Chunk, *, is_own_wish: bool) -> None:
         if chunk.is_gathering:  # another rank has not gathered it, or has released it

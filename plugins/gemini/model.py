@@ -26,12 +26,12 @@ from booster.kernels.checksum import crc32
 from booster.lazy_init import is_lazy, materialize_tensor
 from booster.mixed_precision.fp16 import log_rank_zero
 from booster.plugins.sharding.buffer_pool import broadcast_coalesced
+from booster.plugins.sharding.collective_order import OrderNegotiation
 
 from .chunk import Chunk, ChunkParam, ModifiedCheck
 from .chunk_init import describe_params, fill_chunk, make_chunk, plan_model
 from .chunk_layout import ParamInfo, plan_chunks
 from .chunk_manager import ChunkManager
-from .collective_order import OrderNegotiation
 from .config import GeminiSettings
 from .module_hooks import ModuleHooks
 from .nvme_tier import DiskTier

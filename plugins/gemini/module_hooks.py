@@ -24,7 +24,6 @@ from booster.pytree import iter_tensors
 
 from .chunk import Chunk, ChunkParam
 from .chunk_manager import ChunkManager
-from .collective_order import PassKind
 
 _Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 
@@ -420,7 +419,7 @@ class ModuleHooks:
 
     def _begin_backward(self) -> None:
         self._is_in_backward = True
-        self._manager.phase = PassKind.BACKWARD
+        self._manager.begin_backward()
         for key, handle in self._gradient_handles.items():
             hooks = self._params[key].parameter._post_accumulate_grad_hooks
             hooks[handle.id] = hooks.pop(handle.id)  # behind hooks that the user registered later

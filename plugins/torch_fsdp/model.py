@@ -20,10 +20,10 @@ from booster.errors import CheckpointError, ConfigError
 from booster.interface import ModelWrapper, TensorSlice
 from booster.kernels.checksum import crc32
 from booster.plugins.sharding.buffer_pool import broadcast_coalesced
+from booster.plugins.sharding.collective_order import CollectiveKind, CollectiveOrder
 from booster.plugins.sharding.deferred_init import sharded_copy_error
 from booster.plugins.sharding.optimizer import replaced_memory_error
 
-from .collective_order import CollectiveKind, CollectiveOrder
 from .fsdp2_internals import DEEPCOPY, ShardedParam, detached_from_fsdp, original_class
 from .param_group import ParamGroup
 from .shard_update import ReplicatedParam, ReplicatedParams
@@ -162,6 +162,7 @@ class FSDPModel(ModelWrapper):
             self.check_not_moved()
             if self._broadcasts_buffers and self.training and torch.is_grad_enabled():
                 broadcast_coalesced(list(self.module.buffers()), None)
+            self.collective_order.begin_pass(CollectiveKind.FORWARD_BEGIN, torch.is_grad_enabled())
 
     def _end_run(self) -> None:
         if not self._is_local_forward:
@@ -202,6 +203,7 @@ class FSDPModel(ModelWrapper):
             raise ConfigError("backward() inside of `with model.gathered():`: leave the block first")
         for group in self.fsdp_groups:
             group.module.set_requires_gradient_sync(sync_gradients, recurse=False)
+        self.collective_order.begin_pass(CollectiveKind.BACKWARD_BEGIN, sync_gradients)
         with self._reset_on_error():
             for group in self.fsdp_groups:
                 group.gather_for_graph_of_gradients()
@@ -214,6 +216,7 @@ class FSDPModel(ModelWrapper):
         try:
             yield
         except BaseException as error:
+            self.collective_order.abort_pass()
             reset = getattr(self.module, "reset_iter_state", None)
             if reset is not None and self.fsdp_groups:
                 reset()

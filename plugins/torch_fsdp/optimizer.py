@@ -11,11 +11,11 @@ from torch.optim import Optimizer
 
 from booster.comm import all_reduce_sum, any_rank, collective_device, group_size
 from booster.interface import LossScaler, Shard, Shards
+from booster.plugins.sharding.collective_order import CollectiveKind
 from booster.plugins.sharding.config import ShardGroups
 from booster.plugins.sharding.optimizer import ShardedOptimizer, replaced_memory_error
 from booster.plugins.sharding.shard_states import shard_state
 
-from .collective_order import CollectiveKind
 from .config import FSDPConfig, OptimizerKind
 from .fsdp2_internals import ShardedParam
 from .model import FSDPModel

@@ -15,9 +15,9 @@ from booster.comm import AllGather as Gathering
 from booster.comm import group_rank, group_size, start_all_gather, start_reduce_scatter
 from booster.errors import DesyncError
 from booster.plugins.sharding.buffer_pool import BufferPool
+from booster.plugins.sharding.collective_order import CollectiveKind, CollectiveOrder, CollectiveRequest
 
 from .autograd_hooks import InputGradHook
-from .collective_order import CollectiveKind, CollectiveOrder, CollectiveRequest
 from .fsdp2_internals import AllGather, FSDP2ParamGroup, ReduceScatter, ShardedParam, fsdp2_param_groups
 
 

@@ -21,10 +21,10 @@ from booster.comm import check_same_across_ranks, group_size, is_fake_world
 from booster.errors import ConfigError
 from booster.mixed_precision.fp16 import cast_floats
 from booster.plugins.sharding.buffer_pool import BufferPool
+from booster.plugins.sharding.collective_order import CollectiveOrder
 from booster.plugins.sharding.deferred_init import Materializer
 
 from .autograd_hooks import ViewSafeOutputs
-from .collective_order import CollectiveOrder
 from .config import FSDPConfig, PrecisionDtypes, Strategy, check_reshard_after_forward
 from .fsdp2_internals import initialize_root
 from .model import FSDPModel

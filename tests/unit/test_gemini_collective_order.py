@@ -10,7 +10,7 @@ from harness import distributed, run_ranks
 
 from booster import DesyncError
 from booster.comm import count_communication
-from booster.plugins.gemini.collective_order import OrderNegotiation, PassKind, RankRequest
+from booster.plugins.sharding.collective_order import OrderNegotiation, PassKind, RankRequest
 
 MAX_REQUESTS = 4
 
