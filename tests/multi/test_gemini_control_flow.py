@@ -438,11 +438,12 @@ def _impatient(twins):
     )
 
 
+@pytest.mark.parametrize("num_steps", [1, pytest.param(6, marks=pytest.mark.slow)])  # the seventh is a replay
 @pytest.mark.parametrize("what", ["forward", pytest.param("backward", marks=pytest.mark.slow)])
 @distributed(world_size=3, fresh=True)
-def test_a_rank_that_stays_away_is_named(what):
+def test_a_rank_that_stays_away_is_named(what, num_steps):
     twins = Twins(Stack)
-    twins.train(range(1))
+    twins.train(range(num_steps))
     _impatient(twins)
     if what == "forward" and twins.rank == 1:
         return
@@ -453,10 +454,11 @@ def test_a_rank_that_stays_away_is_named(what):
         twins.optimizer.backward(square_loss(twins.model(twins.batch(1))) if loss is None else loss)
 
 
+@pytest.mark.parametrize("num_steps", [1, 6])  # the seventh is a replay
 @distributed(world_size=2, fresh=True)
-def test_a_forward_where_others_go_backward_is_an_error_on_all_ranks():
+def test_a_forward_where_others_go_backward_is_an_error_on_all_ranks(num_steps):
     twins = Twins(Stack)
-    twins.train(range(1))
+    twins.train(range(num_steps))
     _impatient(twins)
     loss = square_loss(twins.model(twins.batch(1)))
     calls = [lambda: twins.optimizer.backward(loss), lambda: twins.model(twins.batch(1))]

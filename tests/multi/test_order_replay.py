@@ -15,6 +15,7 @@ from harness import run_ranks
 
 from booster import Booster
 from booster.comm.fake import fake_world
+from booster.errors import DesyncError
 from booster.plugins.sharding.collective_order import CollectiveOrder, OrderNegotiation
 
 USUAL = [0, 1, 2, 3]
@@ -158,3 +159,44 @@ def test_ranks_leave_a_replayed_order(plugin, departure, world_size):
 @pytest.mark.parametrize("plugin", PLUGINS)
 def test_ranks_leave_a_replayed_order_in_other_loops(plugin, departure, variant):
     run_ranks(leave, 2, plugin, departure, variant)
+
+
+@pytest.mark.parametrize("plugin", PLUGINS)
+def test_different_passes_are_an_error_on_all_ranks_after_replays(plugin):
+    run_ranks(_run_different_passes, 2, plugin, fresh=True)
+
+
+def _run_different_passes(plugin):
+    twins_class, arguments = PLUGINS[plugin]
+    twins = twins_class(Routes, _go("skips", "simple"), **arguments)
+    twins.train(range(5))
+    loss = square_loss(twins.model(twins.batch(5), USUAL))
+    calls = [lambda: twins.optimizer.backward(loss), lambda: twins.model(twins.batch(5), USUAL)]
+    with pytest.raises(DesyncError, match="backward"):
+        calls[twins.rank]()
+
+
+class _Fails(Routes):
+    fails = False
+
+    def forward(self, x, way):
+        if self.fails:
+            way, self.fails = [*way[:2], None], False
+        return super().forward(x, way)
+
+
+@pytest.mark.parametrize("plugin", PLUGINS)
+def test_training_goes_on_after_an_error_in_a_replay(plugin):
+    run_ranks(_fail_in_a_replay, 2, plugin)
+
+
+def _fail_in_a_replay(plugin):
+    twins_class, arguments = PLUGINS[plugin]
+    twins = twins_class(_Fails, _go("skips", "simple"), **arguments)
+    twins.train(range(5))
+    for step in range(8, 12):
+        twins.raw.fails = True
+        with pytest.raises(TypeError):
+            twins.model(twins.batch(step), USUAL)
+        twins.train([step])
+    twins.assert_equal()
