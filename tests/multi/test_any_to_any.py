@@ -230,11 +230,12 @@ def all_cases() -> list[object]:
     chosen = covering_pairs(LAYOUTS, NUM_PAIRS)
     pairs = itertools.product(LAYOUTS, LAYOUTS)
     everything = [(*pair, model) for pair in pairs for model in models_of(*pair)]
-    cases = [pytest.param(*case, id=" to ".join(map(str, case[:2])) + f", {case[2]}") for case in chosen]
-    for case in everything:
-        if case not in chosen:
-            name = " to ".join(map(str, case[:2])) + f", {case[2]}"
-            cases.append(pytest.param(*case, id=name, marks=pytest.mark.slow))
+    cases = []
+    for case in [*chosen, *(case for case in everything if case not in chosen)]:
+        source, target, model = case
+        is_quick = case in chosen and max(source.world_size, target.world_size) < 4
+        name = f"{source} to {target}, {model}"
+        cases.append(pytest.param(*case, id=name, marks=() if is_quick else pytest.mark.slow))
     return cases
 
 

@@ -30,6 +30,7 @@ def test_it_draws_the_loss_of_both_runs(tmp_path, plugin):
     assert not any(path.name.startswith("booster-demo") for path in tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_a_run_that_fails_gives_its_exit_code(tmp_path):
     done = run_demo(tmp_path, "--plugin", "no_such_plugin", "--steps", "2")
     assert done.returncode != 0

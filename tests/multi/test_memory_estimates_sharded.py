@@ -231,6 +231,7 @@ def test_other_models(plugin_class, settings, make_model):
     ("plugin_class", "settings"), [*OTHER_MODELS, (GeminiPlugin, {"precision": "fp32", **SMALL_CHUNKS})]
 )
 @pytest.mark.parametrize("make_model", [Checkpointed, CheckpointedInPairs])
+@pytest.mark.slow
 def test_layers_computed_again(plugin_class, settings, make_model):
     check_ranks(plugin_class, settings, make_model=make_model, within=0.02)
 

@@ -171,6 +171,7 @@ def test_the_limits_and_the_peers_save_and_load(bench, disk):
     assert not os.listdir(disk)
 
 
+@pytest.mark.slow
 def test_ours_saves_and_loads(bench, disk):
     names = [bench.variants.OURS, bench.variants.OURS_ASYNC]
     ((times, _), _) = run_ranks(checkpoint_bench_ranks.measure, 2, str(disk), MIB, names, fresh=True)

@@ -86,6 +86,7 @@ def test_wrong_states_are_noticed(bench, disk):
     variants.close()
 
 
+@pytest.mark.slow
 def test_a_short_run(bench, disk, capsys):
     assert bench.script.main(["--directory", str(disk), "--parameters", "1", "--rounds", "3"]) == 0
     printed = capsys.readouterr().out

@@ -197,6 +197,7 @@ def test_a_search_ends_when_it_may_not_go_on(bench):
 # The limit.
 
 
+@pytest.mark.slow
 def test_a_confined_process_gets_no_more_and_can_say_so(bench):
     sys.path.insert(0, str(gemini_bench_ranks.BENCHMARKS))
     try:
@@ -260,6 +261,7 @@ def test_weights_are_counted_by_layer(bench):
     assert bench.largest._layers_of(0, 64) == 1
 
 
+@pytest.mark.slow
 def test_systems_train(bench):
     names = [system.name for system in bench.systems.SYSTEMS]
     assert names == ["torch DDP", "FSDP2", bench.systems.OURS]

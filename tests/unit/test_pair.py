@@ -108,6 +108,7 @@ def test_glibc_gives_memory_back_in_memory_runs_alone(tool):
     assert weighed["MALLOC_TRIM_THRESHOLD_"] == "1048576"
 
 
+@pytest.mark.slow
 def test_ranks_start_with_that_environment_and_the_parent_keeps_its_own(tool, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
     run = partial(tool.ranks.on_ranks, read_environment, tool.ranks.World(timeout_seconds=60))

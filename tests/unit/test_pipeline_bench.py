@@ -41,6 +41,7 @@ def test_all_schedules_have_the_loss_of_one_process(bench):
             assert values == pytest.approx(expected, rel=1e-5), name
 
 
+@pytest.mark.slow
 def test_live_activations_are_those_that_the_schedules_keep(bench):
     """Both libraries by the same count; a microbatch's input to a stage is kept too, as is its loss."""
     styles = bench.engines.STYLES
