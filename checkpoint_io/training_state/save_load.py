@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
 import platform
-import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -14,10 +12,7 @@ from typing import Any
 
 import torch
 
-from booster.checkpoint_io.commit import resolve
 from booster.checkpoint_io.formats import json_values
-from booster.checkpoint_io.formats.json import MAX_JSON_BYTES
-from booster.checkpoint_io.formats.manifest import Manifest
 from booster.checkpoint_io.layout import (
     GRADIENTS,
     MODEL,
@@ -28,9 +23,6 @@ from booster.checkpoint_io.layout import (
     as_path,
     save_target,
 )
-from booster.checkpoint_io.loading.load import Load, Loader, ModelLoad, OptimizerLoad
-from booster.checkpoint_io.loading.ranges import read_slices
-from booster.checkpoint_io.loading.reader import StoredCheckpoint
 from booster.checkpoint_io.parallel import CheckpointGroup
 from booster.checkpoint_io.saving.part import (
     CheckpointPart,
@@ -41,15 +33,15 @@ from booster.checkpoint_io.saving.part import (
 )
 from booster.checkpoint_io.saving.save import Saver, SaveRequest
 from booster.checkpoint_io.storage import Storage
-from booster.comm import all_gather_bytes, check_same_across_ranks
-from booster.errors import CheckpointError, format_list
+from booster.comm import all_gather_bytes
+from booster.errors import CheckpointError
 from booster.interface import AccumulatedGradients, TensorSlice
-from booster.interface.checkpoint_io import RandomState, SaveOptions, TrainingParts
-from booster.logger import get_dist_logger
+from booster.interface.checkpoint_io import SaveOptions, TrainingParts
 
-from .accumulated_gradients import AccumulatedGradientsLoad, gradients_part
-from .document import PerRank, TrainingDocument, scheduler_document, scheduler_state
-from .retention import LATEST, TRAINING_STATE, TRAINING_STATE_MANIFEST, StepDirectories, read_training_manifest
+from .accumulated_gradients import gradients_part
+from .document import PerRank, TrainingDocument, scheduler_document
+from .load import load_training_state
+from .retention import TRAINING_STATE, TRAINING_STATE_MANIFEST, StepDirectories, read_training_manifest
 
 
 def random_state_part(tensors: Mapping[str, torch.Tensor], rank: int, target: SaveTarget) -> CheckpointPart:
@@ -57,228 +49,6 @@ def random_state_part(tensors: Mapping[str, torch.Tensor], rank: int, target: Sa
     slices = [TensorSlice.full(f"rank{rank}.{name}", tensor, primary=True) for name, tensor in tensors.items()]
     return CheckpointPart(target=target.with_kind(RANDOM_STATE), slices=slices)
 
-
-class RandomStateLoad:
-    """Load of this rank's random generators.
-
-    Args:
-        loader: Loader that opens the files.
-        directory: Directory of the training state.
-        num_stored: Number of ranks that saved.
-        random_state: Random generators of this process.
-    """
-
-    def __init__(self, loader: Loader, directory: Path, num_stored: int, random_state: RandomState) -> None:
-        self._loader = loader
-        self._directory = directory
-        self._num_stored = num_stored
-        self._random_state = random_state
-        self._action = f"loading the random state from {directory}"
-
-    def check(self) -> None:
-        """Read the states, which are small. Collective.
-
-        Raises:
-            CheckpointError: A state is missing or damaged.
-        """
-        stored = self._loader.open(self._directory, RANDOM_STATE)
-        self._loader.verify(stored)
-        self._state = self._loader.ranks.run_on_all_ranks(lambda: self._read(stored), self._action)
-
-    def fill(self) -> None:
-        """Restore the generators. Collective."""
-        self._loader.ranks.run_on_all_ranks(lambda: self._random_state.restore(self._state), self._action)
-
-    def _read(self, stored: StoredCheckpoint) -> Mapping[str, torch.Tensor]:
-        rank = self._loader.ranks.rank
-        prefix = f"rank{rank % self._num_stored}."
-        state: dict[str, torch.Tensor] = {}
-        for name, spec in stored.specs.items():
-            if name.startswith(prefix):
-                tensor = torch.empty(spec.shape, dtype=spec.dtype)
-                read_slices(stored, [(name, TensorSlice.full(name, tensor, primary=False))])
-                state[name.removeprefix(prefix)] = tensor
-        self._random_state.check(state)
-        return state if rank < self._num_stored else self._random_state.derive(state, rank)
-
-
-_MAX_NAMES = 5  # per message
-
-
-def load_training_state(
-    ranks: CheckpointGroup,
-    storage: Storage,
-    path: Path,
-    parts: TrainingParts,
-    *,
-    strict: bool,
-    verify: str,
-    missing_ok: bool,
-) -> Any:
-    """Fill the parts and return `extra`; see `TrainingStateIO.load`. Collective."""
-    action = f"loading the training state from {path}"
-    check_same_across_ranks("what they load", [action, f"missing_ok={missing_ok}"], ranks.group)
-    found = _find(ranks, storage, path, parts, action, missing_ok=missing_ok)
-    if found is None:
-        return None
-    directory, document = found
-    with Loader(ranks, storage, verify) as loader:
-        states = ranks.run_on_all_ranks(
-            lambda: {
-                name: scheduler_state(document.lr_schedulers[name], lr_scheduler, directory / TRAINING_STATE)
-                for name, lr_scheduler in parts.lr_schedulers.items()
-            },
-            action,
-        )
-        loads = list(_loads(loader, directory, document, parts, strict=strict))
-        random_state = RandomStateLoad(loader, directory, len(document.per_rank.of_rank), parts.random_state)
-        for load in (*loads, random_state):
-            load.check()
-        left = document.unrequested_parts(parts.names())
-        if left and ranks.rank == 0:
-            get_dist_logger().warning(f"{directory} also holds {', '.join(left)}: not asked for, so not loaded")
-        # First of all changes, because a dataloader can reject a position only when it is set.
-        ranks.run_on_all_ranks(lambda: _fill_dataloaders(document, parts, ranks.rank), action)
-        for load in loads:
-            load.fill()
-
-        def finish() -> None:
-            for name, optimizer in parts.optimizers.items():
-                if name not in document.gradients:
-                    optimizer.pending_gradients().clear()
-            for name, lr_scheduler in parts.lr_schedulers.items():
-                lr_scheduler.load_state_dict(states[name])
-
-        ranks.run_on_all_ranks(finish, action)
-        random_state.fill()  # last: no random numbers are drawn after it
-    return document.extra
-
-
-def _warn_no_training_state(storage: Storage, root: Path) -> None:
-    """Warn that a run starts from scratch although the directory is not empty: the path may be wrong. Rank 0 only."""
-    names = sorted(storage.names(root)) if storage.kind(root) is not None else []
-    if names:
-        get_dist_logger().warning(
-            f"{root} holds {format_list(names, _MAX_NAMES)}, but no training state: nothing is loaded, as"
-            " missing_ok=True allows"
-        )
-
-
-def _find(
-    ranks: CheckpointGroup, storage: Storage, path: Path, parts: TrainingParts, action: str, *, missing_ok: bool
-) -> tuple[Path, TrainingDocument] | None:
-    """Return directory and document as found by rank 0, or None if there is no training state. Collective."""
-
-    def find() -> bytes:
-        if ranks.rank != 0:
-            return b""
-        # The pointer file is not read, see Note [Checkpoint sequence numbers], and may be missing although there are
-        # steps: a `latest` path that is not a directory stands for its parent.
-        root = path.parent if path.name == LATEST and storage.kind(path) in (None, "file") else path
-        found = _read_latest(storage, root, parts)
-        if found is not None:
-            return json.dumps({"directory": str(found[0]), "document": found[1].decode("utf-8")}).encode()
-        if missing_ok and storage.kind(root) != "file":
-            _warn_no_training_state(storage, root)
-            return b"null"
-        if storage.kind(root) is None:
-            seen_from = "" if root.is_absolute() else f", seen from {Path.cwd()}"
-            raise CheckpointError(
-                f"{root} does not exist{seen_from}, so it holds no training state: give a directory that"
-                " booster.save() wrote, or pass missing_ok=True to start without one"
-            )
-        raise CheckpointError(
-            f"{root} holds no training state, neither directly nor as a step-... directory: give a directory"
-            " that booster.save() wrote (one with a model alone is for load_model()), or pass missing_ok=True to start"
-            " without one"
-        )
-
-    payloads, of_rank = all_gather_bytes(ranks.run_on_all_ranks(find, action), ranks.group)
-
-    def parse() -> tuple[Path, TrainingDocument] | None:
-        found = json.loads(payloads[of_rank[0]])
-        if found is None:
-            return None
-        directory = Path(found["directory"])
-        document = TrainingDocument.parse(found["document"].encode(), str(directory / TRAINING_STATE))
-        lost = document.missing_parts(parts.names())
-        if lost:
-            lines = "".join(f"\n  - {line}" for line in lost)
-            raise CheckpointError(
-                f"{directory} lacks parts that were requested, so nothing was loaded:{lines}\nLeave these out, or give"
-                " the names that they were saved under"
-            )
-        return directory, document
-
-    return ranks.run_on_all_ranks(parse, action)
-
-
-def _read_latest(storage: Storage, root: Path, parts: TrainingParts) -> tuple[Path, bytes] | None:
-    """Return directory and document of the latest state, or None if there is none. Rank 0 only."""
-    latest = StepDirectories(storage, root).latest()
-    if latest is None:
-        return None
-    manifest = read_training_manifest(storage, latest.path)
-    if manifest is None:
-        raise CheckpointError(f"{latest.path} was removed while it was being loaded: load again")
-    _check_documents(storage, latest.path, manifest, parts)
-    document_path = resolve(storage, latest.path, TRAINING_STATE)
-    return latest.path, storage.read_file(document_path, max_bytes=MAX_JSON_BYTES, inside=latest.path)
-
-
-def _check_documents(storage: Storage, directory: Path, manifest: Manifest, parts: TrainingParts) -> None:
-    """Check that the documents of the requested parts are those that were saved with the training state."""
-    requested = [
-        (MODEL, parts.models),
-        (OPTIMIZER, parts.optimizers),
-        (GRADIENTS, parts.optimizers),
-        (RANDOM_STATE, {""}),
-    ]
-    for name, record in manifest.documents.items():
-        folder, _, base = name.rpartition("/")
-        is_requested = any(folder in folders and kind.names_of(base) is not None for kind, folders in requested)
-        if name != TRAINING_STATE and not is_requested:
-            continue
-        raw = storage.read_file(resolve(storage, directory, name), max_bytes=MAX_JSON_BYTES, inside=directory)
-        if len(raw) != record.num_bytes or zlib.crc32(raw) != record.crc32:
-            raise CheckpointError(
-                f"{directory / name} is not the file that this training state was saved with: it is damaged, or from"
-                " another save into the same directory. Take another copy, or load only the model by load_model()"
-            )
-
-
-def _loads(
-    loader: Loader, directory: Path, document: TrainingDocument, parts: TrainingParts, *, strict: bool
-) -> Iterator[Load]:
-    for name, model in parts.models.items():
-        yield ModelLoad(loader, model, directory / name, strict=strict)
-    for name, optimizer in parts.optimizers.items():
-        yield OptimizerLoad(loader, optimizer, directory / name)
-    for name, optimizer in parts.optimizers.items():
-        if name in document.gradients:
-            per_rank = document.per_rank
-            counts = [per_rank.values[index]["gradients"][name] for index in per_rank.of_rank]
-            yield AccumulatedGradientsLoad(loader, optimizer, directory / name, counts)
-
-
-def _fill_dataloaders(document: TrainingDocument, parts: TrainingParts, rank: int) -> None:
-    positions = document.per_rank.for_rank(rank).get("dataloaders", {})
-    before = {name: loader.state_dict() for name, loader in parts.dataloaders.items()}
-    try:
-        for name, loader in parts.dataloaders.items():
-            loader.load_state_dict(positions[name])
-    except Exception:
-        for name, loader in parts.dataloaders.items():
-            loader.load_state_dict(before[name])
-        raise
-
-
-# Note [Training checkpoint files]
-# Files of a directory: those of the first model and optimizer; each further model or optimizer in a subdirectory of its
-# name; `random_state.safetensors` and, during an accumulation, `gradients.safetensors`, with every rank's own tensors
-# and the reduced gradients; `training_state.json` with all values that are not tensors; and
-# `training_state.manifest.json` with the checksums of the latter and of every part's manifest, so that a part
-# replaced by another save is detected.
 
 _ACTION = "saving the training state"
 

@@ -65,12 +65,12 @@ def save_state(root, version, *, step=None, keep_last=None, names=("",), storage
     io.wait()
 
 
-def read_state(root, names=("",), group=None):
+def read_state(root, names=("",), group=None, storage=None):
     """Returns the name of the version of all that is there, "nothing", or what is wrong."""
     models = {name: ModelWrapper(Net(0)) for name in names}
     optimizers = {name: _optimizer(model, 0) for name, model in models.items()}
     state = VersionedState(0)
-    io = GeneralCheckpointIO(group, UnsyncedStorage())
+    io = GeneralCheckpointIO(group, storage or UnsyncedStorage())
     try:
         extra = io.load_training_state(root, _parts(models, optimizers, state))
     except CheckpointError as error:

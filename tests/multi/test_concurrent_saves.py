@@ -177,6 +177,28 @@ def test_loads_beside_many_saves(tmp_path, is_rotating):
     check_loads(tmp_path, 500, is_rotating)
 
 
+class _Replaced(UnsyncedStorage):
+    """Storage in which a newer step replaces all others just before the read of a number, and again with each load."""
+
+    def __init__(self, root, at):
+        self.root, self.at, self.num_reads, self.version = root, at, 0, 12
+
+    def open_regular(self, path, *, inside=None):
+        self.num_reads += 1
+        if self.num_reads == self.at and self.version < 15:
+            save_state(self.root, self.version, step=self.version, keep_last=1)
+            self.version, self.num_reads = self.version + 1, 0
+        return super().open_regular(path, inside=inside)
+
+
+@pytest.mark.parametrize("at", [pytest.param(at, marks=() if at == 12 else pytest.mark.slow) for at in range(1, 24)])
+def test_a_load_begins_again_where_what_it_reads_was_removed(tmp_path, at):
+    save_state(tmp_path, 11, step=11, keep_last=1)
+    storage = _Replaced(tmp_path, at)
+    assert read_state(tmp_path, storage=storage).isdecimal()
+    assert storage.version > 12 or storage.num_reads < at
+
+
 @distributed(world_size=2)
 @pytest.mark.parametrize("seconds", [0.4, pytest.param(2.0, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("case", ["directory", "file"])
