@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 
 def map_tensors(function: Callable[[torch.Tensor], Any], tree: Any) -> Any:
@@ -77,3 +78,31 @@ def with_children(tree: Any, replacements: Mapping[Any, Any]) -> Any:
         else:
             object.__setattr__(result, key, child)  # frozen dataclasses raise in setattr
     return result
+
+
+def copy_with_tensors(
+    function: Callable[[torch.Tensor], torch.Tensor], value: Any, memo: dict[int, Any] | None = None
+) -> Any:
+    """Return a deep copy of a value with `function(tensor)` instead of every tensor.
+
+    Args:
+        function: Called once for every tensor, and with the data of every parameter. Its result must not share memory
+            with the tensor.
+        value: Any value that `copy.deepcopy` accepts.
+        memo: Memo of `copy.deepcopy`: replacements of objects by `id`.
+    """
+    with _TensorCopies(function):
+        return copy.deepcopy(value, memo)
+
+
+class _TensorCopies(TorchFunctionMode):
+    """Redirects `Tensor.__deepcopy__`, and `clone`, which the `__deepcopy__` of a parameter calls."""
+
+    def __init__(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self._function = function
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.Tensor.__deepcopy__, torch.Tensor.clone):
+            return self._function(args[0])  # the mode is off in here
+        return func(*args, **(kwargs or {}))

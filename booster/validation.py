@@ -9,9 +9,6 @@ from numbers import Integral
 from os import PathLike
 from typing import Any, SupportsFloat, TypeGuard
 
-import torch
-from torch import nn
-
 from .errors import ConfigError
 
 
@@ -64,27 +61,6 @@ def error_of(check: Callable[[], object]) -> Exception | None:
     except Exception as error:
         return error
     return None
-
-
-def check_memory_is_apart(model: nn.Module, trained: list[nn.Parameter]) -> None:
-    """Check that no two of the parameters share memory.
-
-    Raises:
-        ConfigError: Two of them do.
-    """
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    seen: dict[int, str] = {}
-    for parameter in trained:
-        if parameter.numel() == 0 or parameter.is_meta:
-            continue
-        with torch._C.DisableTorchFunction():  # a lazy tensor reports an address to no other caller
-            address = parameter.data_ptr()
-        other = seen.setdefault(address, names[id(parameter)])
-        if other != names[id(parameter)]:
-            raise ConfigError(
-                f"{other!r} and {names[id(parameter)]!r} are two parameters in the same memory, which would come apart:"
-                " tie them by making them one nn.Parameter, as in head.weight = embedding.weight"
-            )
 
 
 def is_non_nan_number(value: Any) -> bool:

@@ -343,7 +343,7 @@ class ChunkManager:
         self._begin_pass(PassKind.BACKWARD, True)
 
     def _begin_pass(self, phase: PassKind, trains: bool) -> None:
-        """Begin a pass, and replay it if all ranks begin it with the same record; see Note [Replay]."""
+        """Begin a pass, and replay it if all ranks begin it with the same record; see Note [Replayed passes]."""
         self._replay.abort()  # of a pass that has not ended
         self.phase = phase
         if group_size(self.negotiation.group) == 1:

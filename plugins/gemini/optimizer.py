@@ -12,10 +12,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from booster.comm import all_reduce_sum, any_rank, collective_device, group_size
+from booster.core.shard_aware import shard_state, update_master
 from booster.errors import ConfigError
 from booster.interface import LossScaler, Shard, Shards, TensorSpec
 from booster.plugins.sharding.optimizer import ShardedOptimizer, ShardedOptimizerState
-from booster.plugins.sharding.shard_states import shard_state, update_master
 
 from .chunk import Chunk, ChunkParam
 from .config import GeminiSettings

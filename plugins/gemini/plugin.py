@@ -18,12 +18,11 @@ from booster.compatibility import takes_foreign
 from booster.core.plain_torch import refuse_plain_training
 from booster.interface import ModelWrapper, OptimizerWrapper
 from booster.lazy_init import check_materialized
-from booster.plugins.base import WrappedPair
+from booster.plugins.base import WrappedPair, check_memory_is_apart
 from booster.plugins.sharding.config import WeightPrecision
 from booster.plugins.sharding.elementwise import require_elementwise
 from booster.plugins.sharding.plugin import ShardedPlugin
 from booster.plugins.sync_batch_norm import convert_batch_norm
-from booster.validation import check_memory_is_apart
 
 from .config import GeminiConfig, GeminiSettings
 from .model import GeminiModelBuilder, place_buffers

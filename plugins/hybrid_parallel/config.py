@@ -12,8 +12,7 @@ import torch
 from booster.comm import group_size
 from booster.errors import ConfigError
 from booster.plugins.base import arguments_of
-from booster.plugins.low_level_zero.config import ZeroConfig
-from booster.plugins.sharding.config import DTYPES, ShardedConfig
+from booster.plugins.sharding.config import DTYPES, ShardedConfig, ZeroConfig
 from booster.validation import check_flag, is_count, is_non_nan_number
 
 from .activation_checkpointing import GradientCheckpointConfig, parse_checkpoint_config

@@ -18,13 +18,13 @@ from booster.errors import ConfigError
 from booster.interface import ModelWrapper, OptimizerWrapper
 from booster.interface.stage_manager import StageManager
 from booster.mixed_precision.fp16 import log_rank_zero
-from booster.plugins.base import WrappedPair
+from booster.plugins.base import WrappedPair, check_memory_is_apart
 from booster.plugins.low_level_zero.optimizer import ZeroOptimizer
 from booster.plugins.sharding.config import ShardGroups, WeightPrecision
 from booster.plugins.sharding.elementwise import require_elementwise
 from booster.plugins.sharding.plugin import ShardedPlugin
 from booster.plugins.sync_batch_norm import convert_batch_norm
-from booster.validation import check_memory_is_apart, error_of
+from booster.validation import error_of
 
 from .activation_checkpointing import GradientCheckpointConfig
 from .config import HybridConfig, arguments_from_config

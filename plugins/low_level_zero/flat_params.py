@@ -10,11 +10,9 @@ import torch
 from torch import nn
 
 from booster.comm import fake, offloaded_memory, sum_dtype
+from booster.core.shard_aware import follow_weights
 from booster.interface import Shard, shard_spec_of
-from booster.plugins.sharding.config import ShardGroups
-from booster.plugins.sharding.shard_states import follow_weights
-
-from .config import ZeroConfig
+from booster.plugins.sharding.config import ShardGroups, ZeroConfig
 
 # Shards start at multiples of 64 bytes in half precision, aligned for vector instructions.
 _ALIGNMENT = 32

@@ -12,17 +12,16 @@ from torch.optim import Optimizer
 
 from booster.comm import group_size
 from booster.core.accumulation import boosted_backward
+from booster.core.shard_aware import shard_state
 from booster.interface import LossScaler, Shard, Shards, shard_spec_of
-from booster.plugins.sharding.config import ShardGroups
+from booster.plugins.sharding.config import ShardGroups, ZeroConfig
 from booster.plugins.sharding.optimizer import (
     ShardedOptimizer,
     ShardedOptimizerState,
     ShardedPendingGradients,
     replaced_memory_error,
 )
-from booster.plugins.sharding.shard_states import shard_state
 
-from .config import ZeroConfig
 from .flat_params import FlatGroup
 from .model import ParamAllGather, ZeroModel
 from .reducer import GradientReducer

@@ -16,14 +16,12 @@ from booster.core.plain_torch import refuse_plain_training
 from booster.errors import ConfigError
 from booster.lazy_init import check_materialized, move_to_device
 from booster.mixed_precision.fp16 import log_rank_zero
-from booster.plugins.base import WrappedPair
-from booster.plugins.sharding.config import ShardGroups, WeightPrecision
+from booster.plugins.base import WrappedPair, check_memory_is_apart
+from booster.plugins.sharding.config import ShardGroups, WeightPrecision, ZeroConfig
 from booster.plugins.sharding.elementwise import require_elementwise
 from booster.plugins.sharding.plugin import ShardedPlugin
 from booster.plugins.sync_batch_norm import convert_batch_norm
-from booster.validation import check_memory_is_apart
 
-from .config import ZeroConfig
 from .model import ZeroModel
 from .optimizer import ZeroOptimizer
 

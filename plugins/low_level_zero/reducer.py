@@ -19,9 +19,8 @@ from booster.comm import (
     start_reduce_scatter,
 )
 from booster.errors import ConfigError
-from booster.plugins.sharding.config import ShardGroups
+from booster.plugins.sharding.config import ShardGroups, ZeroConfig
 
-from .config import ZeroConfig
 from .flat_params import FlatGroup
 from .grad_bucket import (
     BucketBuffers,

@@ -41,7 +41,7 @@ from booster.validation import UNEVEN_CALLS
 Request = TypeVar("Request", bound=Hashable)
 Outcome = TypeVar("Outcome")
 
-# Note [Replay]
+# Note [Replayed passes]
 # Where data decide which modules run, ranks negotiate each collective: a rank sends its request, and all run the
 # outcome, which is the same on all ranks. A negotiation is a barrier of all hosts, and most models run the same modules
 # in each pass. So every rank records the requests and outcomes of a pass. When a pass has repeated the one before on
@@ -79,7 +79,7 @@ class _Record(Generic[Request, Outcome]):
 
 
 class OrderReplay(Generic[Request, Outcome]):
-    """Records the negotiated collectives of passes, and replays those that repeat; see Note [Replay].
+    """Records the negotiated collectives of passes, and replays those that repeat; see Note [Replayed passes].
 
     Args:
         participate: Runs the collectives of an outcome as a passive participant.
@@ -272,7 +272,7 @@ def _request_from_row(row: Sequence[int]) -> RankRequest:
 class CollectiveKind(IntEnum):
     """Kind of collective; see Note [Collective order]."""
 
-    FORWARD_BEGIN = -2  # nothing is communicated; see Note [Replay]
+    FORWARD_BEGIN = -2  # nothing is communicated; see Note [Replayed passes]
     BACKWARD_BEGIN = -1
     FORWARD_GATHER = 0
     BACKWARD_GATHER = 1

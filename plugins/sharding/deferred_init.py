@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -14,7 +13,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.overrides import TorchFunctionMode
 
 from booster.comm import (
     all_gather_equal,
@@ -466,34 +464,6 @@ def _placeholder(tensor: torch.Tensor) -> torch.Tensor:
     if not isinstance(tensor, DTensor):
         shown.__dict__.update(tensor.__dict__)
     return shown
-
-
-def copy_with_tensors(
-    function: Callable[[torch.Tensor], torch.Tensor], value: Any, memo: dict[int, Any] | None = None
-) -> Any:
-    """Return a deep copy of a value with `function(tensor)` instead of every tensor.
-
-    Args:
-        function: Called once for every tensor, and with the data of every parameter. Its result must not share memory
-            with the tensor.
-        value: Any value that `copy.deepcopy` accepts.
-        memo: Memo of `copy.deepcopy`: replacements of objects by `id`.
-    """
-    with _TensorCopies(function):
-        return copy.deepcopy(value, memo)
-
-
-class _TensorCopies(TorchFunctionMode):
-    """Redirects `Tensor.__deepcopy__`, and `clone`, which the `__deepcopy__` of a parameter calls."""
-
-    def __init__(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        super().__init__()
-        self._function = function
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in (torch.Tensor.__deepcopy__, torch.Tensor.clone):
-            return self._function(args[0])  # the mode is off in here
-        return func(*args, **(kwargs or {}))
 
 
 def sharded_copy_error(module_class: type[nn.Module]) -> ConfigError:

@@ -17,6 +17,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
 
+from booster.core.shard_aware import shard_state
 from booster.device import current_device
 from booster.errors import ConfigError
 from booster.interface import Shard
@@ -33,7 +34,6 @@ from .optimizer_copy import (
     compare_exactly,
     copy_optimizer,
 )
-from .shard_states import shard_state
 
 
 @contextmanager

@@ -30,7 +30,7 @@ from booster.comm import (
     raise_on_all_ranks,
 )
 from booster.core.accumulation import nonfinite_mark
-from booster.core.shard_aware import full_step
+from booster.core.shard_aware import follow_weights, full_step
 from booster.core.shard_spec import is_sharded
 from booster.device import current_device
 from booster.errors import CheckpointError, ConfigError
@@ -52,7 +52,6 @@ from booster.kernels.flat_buffers import sum_of_squares, supports_sum_of_squares
 
 from .config import GradClipConfig
 from .elementwise import takes_empty_groups
-from .shard_states import follow_weights
 
 
 @torch.no_grad()

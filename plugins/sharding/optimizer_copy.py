@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from .deferred_init import copy_with_tensors
+from booster.pytree import copy_with_tensors
 
 # `copy.deepcopy(optimizer)` is not usable. It copies the model's weights and states, calls Optimizer.__getstate__,
 # which drops attributes of subclasses, and copies `optimizer.step` as patched by torch's LR schedulers, a function that

@@ -10,11 +10,11 @@ from torch import nn
 from torch.optim import Optimizer
 
 from booster.comm import all_reduce_sum, any_rank, collective_device, group_size
+from booster.core.shard_aware import shard_state
 from booster.interface import LossScaler, Shard, Shards
 from booster.plugins.sharding.collective_order import CollectiveKind
 from booster.plugins.sharding.config import ShardGroups
 from booster.plugins.sharding.optimizer import ShardedOptimizer, replaced_memory_error
-from booster.plugins.sharding.shard_states import shard_state
 
 from .config import FSDPConfig, OptimizerKind
 from .fsdp2_internals import ShardedParam

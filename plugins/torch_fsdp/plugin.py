@@ -20,12 +20,11 @@ from booster.core.plain_torch import refuse_plain_gradient, refuse_plain_trainin
 from booster.interface import ModelWrapper, OptimizerWrapper
 from booster.mixed_precision import mixed_precision_names
 from booster.mixed_precision.fp16 import log_rank_zero
-from booster.plugins.base import DistributedPlugin, WrappedPair, arguments_of
+from booster.plugins.base import DistributedPlugin, WrappedPair, arguments_of, check_memory_is_apart
 from booster.plugins.sharding.config import ShardGroups, new_loss_scaler
 from booster.plugins.sharding.deferred_init import Materializer
 from booster.plugins.sharding.plugin import local_accumulation
 from booster.plugins.sync_batch_norm import convert_batch_norm
-from booster.validation import check_memory_is_apart
 
 from .config import FSDPConfig, FSDPPrecision, OptimizerKind, groups_of, kind_of
 from .optimizer import FSDPOptimizer

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import nn
 
 from booster.comm import LOW_PRECISION, all_reduce_sum, broadcast, collective_device, group_rank, group_size
+from booster.core.shard_aware import update_master
 from booster.interface import Shard
-from booster.plugins.sharding.shard_states import update_master
 
 from .fsdp2_internals import ShardedParam
 from .param_group import ParamGroup

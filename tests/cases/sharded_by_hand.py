@@ -14,9 +14,9 @@ import torch
 from torch import nn
 
 from booster.comm import group_rank, group_size
+from booster.core.shard_aware import follow_weights
 from booster.interface import OptimizerWrapper, Shard, Shards
 from booster.plugins.sharding.optimizer import ShardedOptimizerState, ShardedPendingGradients
-from booster.plugins.sharding.shard_states import follow_weights
 
 __all__ = ["FixedScale", "ShardedByHand", "cut_at_random"]
 

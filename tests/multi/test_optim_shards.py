@@ -20,11 +20,11 @@ from zoo import WholeBatches, get_model, split_batch
 
 from booster import Booster
 from booster.comm import count_communication, group_rank, group_size
+from booster.core.shard_aware import shard_state
 from booster.interface import Shard, Shards
 from booster.optim import CAME, Adafactor, FusedLAMB, FusedSGD, Lamb, Lars
 from booster.plugins import GeminiPlugin, LowLevelZeroPlugin, TorchDDPPlugin, TorchFSDPPlugin
 from booster.plugins.hybrid_parallel.plugin import HybridParallelPlugin
-from booster.plugins.sharding.shard_states import shard_state
 from booster.single_device import SingleDevicePlugin
 
 # A large eps where there is one, so that gradients that are rounding noise do not become steps of any sign.

@@ -9,8 +9,8 @@ from oracles.shard_aware_lamb import ShardAwareLamb
 from torch import nn
 
 from booster.comm import group_rank, group_size
+from booster.core.shard_aware import shard_state
 from booster.interface import Shard, Shards
-from booster.plugins.sharding.shard_states import shard_state
 
 SHAPES = {"embedding": (7, 5), "weight": (6, 4), "bias": (6,), "scale": ()}
 # What each of two ranks has: several spans of one parameter, whole ones, none. The scale is one rank's alone.

@@ -10,8 +10,8 @@ import torch
 from oracles.made_up_optimizers import PastGradients
 from torch import nn, optim
 
+from booster.core.shard_aware import shard_state
 from booster.interface import Shard
-from booster.plugins.sharding.shard_states import shard_state
 
 OPTIMIZERS = [
     optim.SGD,

@@ -9,7 +9,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from booster.interface import ShardSpec, set_shard_spec, shard_spec_of
-from booster.plugins.sharding.deferred_init import Materializer, copy_with_tensors
+from booster.plugins.sharding.deferred_init import Materializer
+from booster.pytree import copy_with_tensors
 
 from .placeholders import drop_tensors, replace_by_meta
 
