@@ -378,6 +378,7 @@ class DistributedDataLoader(DataLoader[T_co]):
             "epoch": self._cursor.epoch,
             self.epoch_sampler.position_key: self._cursor.position,
             "in_epoch": self._cursor.position > 0,
+            "global_batch_size": getattr(self.epoch_sampler, "global_batch_size", None),
         }
         if self._user_generator is not None:
             generator_bytes = bytes(self._user_generator.get_state().tolist())
@@ -411,6 +412,12 @@ class DistributedDataLoader(DataLoader[T_co]):
         self._cursor = self._next = cursor
         if self._next.position:
             log_once(sampler.uneven_end_message(self._next.position))
+        before, now = state.get("global_batch_size"), getattr(sampler, "global_batch_size", None)
+        if None not in (before, now) and before != now:
+            log_once(
+                f"the data goes on with {now} samples in a batch of all ranks, and the checkpoint had {before}: a step"
+                " is another one than before, unless the number of accumulated batches makes up for it"
+            )
 
     def _has_ended(self, position: int) -> bool:
         """Whether no batch follows in the epoch."""

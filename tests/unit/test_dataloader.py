@@ -208,6 +208,7 @@ def test_state_says_what_it_is():
         "epoch": 0,
         "samples_consumed": 2,
         "in_epoch": True,
+        "global_batch_size": 2,
     }
 
 
