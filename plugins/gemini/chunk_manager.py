@@ -344,7 +344,8 @@ class ChunkManager:
 
     def _begin_pass(self, phase: PassKind, trains: bool) -> None:
         """Begin a pass, and replay it if all ranks begin it with the same record; see Note [Replayed passes]."""
-        self._replay.abort()  # of a pass that has not ended
+        self._abort_pass()  # one that has not ended
+        self._replay.replay_rest()
         self.phase = phase
         if group_size(self.negotiation.group) == 1:
             return
@@ -356,6 +357,10 @@ class ChunkManager:
             self._run(AgreedCollectives.of(requests))
             is_unanimous = all(request.begins == begins for request in requests)
         self._replay.begin((phase, trains), replays=is_unanimous)
+
+    def _abort_pass(self) -> None:
+        # Reductions of a failed backward are not known any more.
+        self._replay.abort(others_go_on=self.phase is PassKind.FORWARD)
 
     def end_forward(self, *, trains: bool) -> None:
         """Finish a forward of the outermost module, and serve the pending requests of other ranks. Collective."""
@@ -382,7 +387,7 @@ class ChunkManager:
         """Return to the start of an iteration; the trace of a failed pass is dropped."""
         if self.tracer.is_recording:
             self.tracer = Tracer()
-        self._replay.abort()
+        self._abort_pass()
         self.phase = PassKind.FORWARD
         self._current = ()
         self._awaits_backward = False

@@ -52,7 +52,8 @@ Outcome = TypeVar("Outcome")
 # zeros; if it needs one that is not recorded, it runs all of them and then negotiates. The others meet it at the end of
 # their pass, where all negotiate until all are done. So a replay never waits for a rank that does not come, and a
 # change costs at most the collectives of one more pass. After it, the kind of pass must repeat twice as often as before
-# until it is replayed, so that a model whose modules change now and then negotiates, as without replays.
+# until it is replayed, so that a model whose modules change now and then negotiates, as without replays. A rank whose
+# forward has failed may run it again, so it owes the others the rest of the record, before its next negotiation.
 
 _MIN_TURNS = 2  # a replay takes one exchange more
 
@@ -114,6 +115,8 @@ class OrderReplay(Generic[Request, Outcome]):
 
     def replay(self, request: Request) -> Outcome | None:
         """Return the recorded outcome of a request, after those before it; None if it is to be negotiated."""
+        if self._turns is None:
+            self.replay_rest()
         while self._left:
             recorded, outcome = self._left.pop()
             if recorded == request:
@@ -123,7 +126,7 @@ class OrderReplay(Generic[Request, Outcome]):
         return None
 
     def replay_rest(self) -> None:
-        """Run what is left of the record, at the end of this rank's pass."""
+        """Run what is left of the record: at the end of this rank's pass, and before what follows an aborted one."""
         while self._left:
             self._has_changed = True
             self._participate(self._left.pop()[1])
@@ -158,12 +161,18 @@ class OrderReplay(Generic[Request, Outcome]):
             record.change(self._turns if self._left is None else [])
         self._turns = self._left = None
 
-    def abort(self) -> None:
-        """Drop the record of the current pass, if there is one, as an error has ended it on this rank."""
+    def abort(self, *, others_go_on: bool = False) -> None:
+        """Drop the record of the current pass, if there is one, as an error has ended it on this rank.
+
+        Args:
+            others_go_on: If True, the error may be this rank's alone: it takes part in the rest of a replay later,
+                before its next negotiation.
+        """
         if self._turns is not None:
-            record = self._records.setdefault(self._kind, _Record())
-            record.change([])
-            self._turns = self._left = None
+            self._records.setdefault(self._kind, _Record()).change([])
+            self._turns = None
+            if not others_go_on:
+                self._left = None
 
 
 # Gemini: lists of chunks.
@@ -343,6 +352,7 @@ class CollectiveOrder:
         self.in_flight: Callable[[], None] | None = None
         self.is_off = group_size(group) == 1
         self._replay: OrderReplay[CollectiveRequest, CollectiveRequest] = OrderReplay(self._participate)
+        self._is_forward = True
 
     def begin_pass(self, kind: CollectiveKind, *variant: bool) -> None:
         """Begin a forward or a backward: FORWARD_BEGIN or BACKWARD_BEGIN. Collective over the group.
@@ -353,7 +363,9 @@ class CollectiveOrder:
         """
         if self.is_off:
             return
-        self._replay.abort()  # of a pass that has not ended
+        self.abort_pass()  # one that has not ended
+        self._replay.replay_rest()
+        self._is_forward = kind is CollectiveKind.FORWARD_BEGIN
         request, digest = CollectiveRequest(kind), self._replay.digest((kind, *variant))
         is_unanimous = False
         while digest:
@@ -399,8 +411,8 @@ class CollectiveOrder:
         self.wait_in_flight()
 
     def abort_pass(self) -> None:
-        """Forget the current pass, which an error has ended on this rank."""
-        self._replay.abort()
+        """Abort the current pass, which an error has ended on this rank."""
+        self._replay.abort(others_go_on=self._is_forward)
 
     def wait_in_flight(self) -> None:
         """Complete the reduction in flight, if any."""

@@ -185,18 +185,21 @@ class _Fails(Routes):
         return super().forward(x, way)
 
 
+@pytest.mark.parametrize("failing", ["all", "one"])
+@pytest.mark.parametrize("num_steps", [1, 5])  # negotiated, and replayed
 @pytest.mark.parametrize("plugin", PLUGINS)
-def test_training_goes_on_after_an_error_in_a_replay(plugin):
-    run_ranks(_fail_in_a_replay, 2, plugin)
+def test_training_goes_on_after_a_forward_that_failed(plugin, num_steps, failing):
+    run_ranks(_fail_in_a_forward, 2, plugin, num_steps, failing)
 
 
-def _fail_in_a_replay(plugin):
+def _fail_in_a_forward(plugin, num_steps, failing):
     twins_class, arguments = PLUGINS[plugin]
     twins = twins_class(_Fails, _go("skips", "simple"), **arguments)
-    twins.train(range(5))
-    for step in range(8, 12):
-        twins.raw.fails = True
-        with pytest.raises(TypeError):
-            twins.model(twins.batch(step), USUAL)
+    twins.train(range(num_steps))
+    for step in range(8, 14):
+        if step < 12 and (failing == "all" or twins.rank == step % 2):
+            twins.raw.fails = True
+            with pytest.raises(TypeError):
+                twins.model(twins.batch(step), USUAL)
         twins.train([step])
     twins.assert_equal()

@@ -82,6 +82,17 @@ def test_other_passes_or_ranks_stop_a_replay():
     assert [rank.run("abc") for _ in range(3)] == ["abc", "abc", ""]
 
 
+def test_a_rank_whose_pass_fails_alone_takes_part_in_the_rest_later():
+    rank = _Rank()
+    rank.run("abcd"), rank.run("abcd")
+    rank.replay.begin("forward", replays=True)
+    assert rank.replay.replay("a") == "A"
+    rank.replay.abort(others_go_on=True)
+    assert rank.participated == []
+    assert rank.replay.replay("a") is None  # before it negotiates
+    assert rank.participated == ["B", "C", "D"]
+
+
 def test_the_digest_tells_outcomes_apart():
     ranks = [_Rank(), _Rank(), _Rank()]
     for rank, requests in zip(ranks, ("abc", "abc", "abx"), strict=True):
