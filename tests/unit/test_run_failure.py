@@ -13,6 +13,8 @@ import pytest
 from torch.distributed import TCPStore
 from torch.distributed.distributed_c10d import PrefixStore
 
+import booster.cli
+import booster.plugins
 from booster.cli.run import elastic_agent
 from booster.cli.run.elastic_agent import ExitRecords, describe_last_heartbeats
 from booster.cli.run.exit_report import (
@@ -24,6 +26,7 @@ from booster.cli.run.exit_report import (
     report,
     restart_line,
     summarize,
+    without_own_frames,
 )
 from booster.cli.run.launcher_protocol import read_failures, read_message, send_failures
 from booster.fault_tolerance.heartbeat import progress_to_json
@@ -37,6 +40,35 @@ def failed(exitcode=1, stack="", time_ns=0, **facts):
     extra = {"py_callstack": stack, "time_ns": time_ns}
     data = {"message": {"message": "", "extraInfo": extra}} if stack else {"message": "<NONE>"}
     return RankFailure(**({"host": "", "local_rank": 0, "pid": 9} | facts), exitcode=exitcode, error_file_data=data)
+
+
+def test_the_report_leaves_out_frames_of_this_library_but_the_last():
+    own = booster.plugins.__path__[0]
+    stack = "\n".join(
+        (
+            "Traceback (most recent call last):",
+            '  File "train.py", line 6, in <module>',
+            "    booster.boost(",
+            "        model)",
+            f'  File "{booster.cli.__path__[0]}/x.py", line 1, in within',
+            "    return function()",
+            "           ^^^^^^^^^^",
+            '  File "/lib/python3/contextlib.py", line 81, in inner',
+            "    return func()",
+            '  File "model.py", line 7, in forward',
+            "    return check()",
+            f'  File "{own}/base.py", line 2, in outer',
+            "    return inner()",
+            f'  File "{own}/base.py", line 3, in inner',
+            "    raise ConfigError(",
+            "booster.errors.ConfigError: a flag",
+            "    of two lines",
+        )
+    )
+    lines = without_own_frames(stack).splitlines()
+    assert lines == [*stack.splitlines()[:4], *stack.splitlines()[9:11], *stack.splitlines()[13:]]
+    assert without_own_frames(MINE) == MINE
+    assert without_own_frames("") == ""
 
 
 def last_line_of(failures):

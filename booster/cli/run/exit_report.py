@@ -5,6 +5,8 @@ from __future__ import annotations
 import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, Protocol
 
 # Note [Root cause]
@@ -95,8 +97,40 @@ def report(failures: Mapping[int, Failure], world_size: int) -> str:
     cause = _root_cause(failures)
     others = [f"booster run: {_line(rank, failures[rank], world_size)}" for rank in sorted(failures) if rank != cause]
     first = f"booster run: {_line(cause, failures[cause], world_size)}"
-    stack = _extra(failures[cause]).get("py_callstack", "").rstrip()
+    stack = without_own_frames(_extra(failures[cause]).get("py_callstack", "").rstrip())
     return "\n".join([*others, f"{first}, first of all:\n{stack}" if stack else first])
+
+
+def without_own_frames(traceback: str) -> str:
+    """Return a traceback without the frames of this library, except the last; the rank's output has all of them."""
+    blocks: list[list[str]] = []  # a frame, or a line of another kind
+    for line in traceback.splitlines():
+        if blocks and _is_frame(blocks[-1]) and line.startswith("    "):
+            blocks[-1].append(line)
+        else:
+            blocks.append([line])
+    folders = _own_folders()
+    kept = [
+        block
+        for block, after in zip(blocks, [*blocks[1:], [""]], strict=True)
+        if not (_is_frame(block) and _is_own(block[0], folders) and _is_frame(after))
+    ]
+    return "\n".join(line for block in kept for line in block)
+
+
+def _own_folders() -> list[str]:
+    packages = [find_spec(f"booster.{name}") for name in ("checkpoint_io", "kernels", "plugins")]
+    folders = [folder for one in packages if one is not None for folder in one.submodule_search_locations or ()]
+    return [str(Path(__file__).parents[2]), *folders]
+
+
+def _is_frame(block: Sequence[str]) -> bool:
+    return block[0].startswith('  File "')
+
+
+def _is_own(frame: str, folders: Sequence[str]) -> bool:
+    path = frame.split('"')[1]
+    return Path(path).name == "contextlib.py" or any(path.startswith(f"{folder}/") for folder in folders)
 
 
 def _root_cause(failures: Mapping[int, Failure]) -> int:
