@@ -6,6 +6,7 @@ import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -112,7 +113,7 @@ def without_own_frames(traceback: str) -> str:
     folders = _own_folders()
     kept = [
         block
-        for block, after in zip(blocks, [*blocks[1:], [""]], strict=True)
+        for block, after in pairwise([*blocks, [""]])
         if not (_is_frame(block) and _is_own(block[0], folders) and _is_frame(after))
     ]
     return "\n".join(line for block in kept for line in block)
