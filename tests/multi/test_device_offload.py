@@ -1,0 +1,176 @@
+"""Offloading on the simulated device: what is copied when, in which stream, and through how much pinned memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from device_costs import measure
+from harness import RanksFailed, run_ranks
+from parity import Case
+from torch import nn
+
+from booster import Booster
+from booster.optim import HybridAdam
+from booster.plugins import GeminiPlugin, LowLevelZeroPlugin
+
+SIMULATED = "simulated_cuda"
+WIDTH, DEPTH = 30, 4
+CHUNKS = {"chunk_config_dict": {"chunk_size": WIDTH * WIDTH}}  # a layer each
+OFFLOADED = {"offload_optim_frac": 1.0, "offload_param_frac": 1.0, "precision": "bf16", **CHUNKS}
+BUCKETS = {"reduce_bucket_size_in_m": 4 * WIDTH * WIDTH / 2**20}  # about a layer each
+
+
+def _boosted(plugin: Any, make_optimizer: Callable[..., Any] = HybridAdam) -> tuple[Booster, Any, Any, list[nn.Module]]:
+    torch.manual_seed(0)
+    layers = [nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(DEPTH)]
+    booster = Booster(plugin=plugin)
+    model = nn.Sequential(*layers)
+    model, optimizer, *_ = booster.boost(model, make_optimizer(model.parameters(), lr=1e-2))
+    return booster, model, optimizer, layers
+
+
+def _batch(booster: Booster, seed: int = 0) -> torch.Tensor:
+    return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(seed)).to(booster.device)
+
+
+def _step(booster: Booster, model: Any, optimizer: Any, x: torch.Tensor | None = None) -> torch.Tensor:
+    loss = model(_batch(booster) if x is None else x).float().square().mean()
+    booster.backward(loss, optimizer)
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.detach()
+
+
+# Gemini: loads ahead of their use, stores in backward, both beside computation.
+
+
+def order_of_copies() -> list[str]:
+    """Returns what happens in a step: "load 1" and "store 1" of a chunk, "computed 1" and "backward 1" of a layer."""
+    from booster.plugins.gemini.chunk import ChunkShard
+
+    booster, model, optimizer, layers = _boosted(GeminiPlugin(**OFFLOADED))
+    for _ in range(2):
+        _step(booster, model, optimizer)
+    chunks = model.manager.chunks
+    index_of = {id(shard): chunk.index for chunk in chunks for shard in (chunk.weights, chunk.grad_shard)}
+    log: list[str] = []
+
+    def logged(name: str) -> Any:
+        original = getattr(ChunkShard, name)
+
+        def copy(self: Any, tensor: torch.Tensor) -> Any:
+            log.append(f"{name} {index_of[id(self)]}")
+            return original(self, tensor)
+
+        return mock.patch.object(ChunkShard, name, copy)
+
+    def watch(index: int) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, output: torch.Tensor) -> None:
+            log.append(f"computed {index}")
+            output.register_hook(lambda gradient: log.append(f"backward {index}"))
+
+        return hook
+
+    handles = [layer.register_forward_hook(watch(index)) for index, layer in enumerate(layers)]
+    with logged("load"), logged("store"):
+        _step(booster, model, optimizer)
+    for handle in handles:
+        handle.remove()
+    return log
+
+
+def test_shards_are_loaded_ahead_and_stored_in_backward():
+    for log in run_ranks(order_of_copies, 2, device=SIMULATED):
+        for index in range(DEPTH - 1):
+            assert log.index(f"load {index + 1}") < log.index(f"computed {index}"), log
+        assert log.index(f"store {DEPTH - 1}") < log.index("backward 0"), log
+
+
+@contextmanager
+def _without_waits_for_copies() -> Iterator[None]:
+    from booster.plugins.gemini.tiers import _HostTransfer
+
+    with mock.patch.object(_HostTransfer, "wait"):
+        yield
+
+
+def train_without_waits_for_copies(settings: dict[str, Any]) -> None:
+    with _without_waits_for_copies():
+        measure(settings)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_copies_that_are_not_waited_for_are_reported(num_ranks):
+    arguments = {**OFFLOADED, **CHUNKS}
+    del arguments["precision"]
+    case = Case(plugin="gemini", model="mlp_odd", plugin_arguments=arguments, device=SIMULATED, world_size=num_ranks)
+    with pytest.raises(RanksFailed, match=r"(?s)the simulated device reports.*race"):
+        run_ranks(train_without_waits_for_copies, num_ranks, asdict(case), device=SIMULATED, timeout=60)
+
+
+def masters_of_changed_weights() -> list[list[float]]:
+    """Returns, after each of some changes in `gathered()`, a weight and its master."""
+    booster, model, optimizer, layers = _boosted(GeminiPlugin(**OFFLOADED))
+    found = []
+    for value in (2.0, 3.0, 4.0):
+        _step(booster, model, optimizer)
+        with model.gathered(), torch.no_grad():
+            layers[0].weight.fill_(value)
+        chunk = model.manager.chunks[0]
+        found.append([chunk.weights.as_tensor()[0].item(), chunk.master.as_tensor()[0].item()])
+    return found
+
+
+def test_masters_follow_weights_that_are_still_on_their_way():
+    for found in run_ranks(masters_of_changed_weights, 2, device=SIMULATED):
+        assert found == [[2.0, 2.0], [3.0, 3.0], [4.0, 4.0]]
+
+
+# Pinned memory.
+
+
+@contextmanager
+def _pinned_sizes() -> Iterator[list[int]]:
+    """Record the bytes of all pinned memory that torch is asked for."""
+    sizes: list[int] = []
+    with ExitStack() as stack:
+        for name in ("empty", "zeros", "empty_like"):
+            original = getattr(torch, name)
+
+            def record(*args: Any, original: Any = original, **kwargs: Any) -> torch.Tensor:
+                tensor = original(*args, **kwargs)
+                if kwargs.get("pin_memory"):
+                    sizes.append(tensor.nbytes)
+                return tensor
+
+            stack.enter_context(mock.patch.object(torch, name, record))
+        yield sizes
+
+
+def pinned_sizes_of_training() -> list[list[int]]:
+    found = []
+    for make_plugin in (
+        lambda: GeminiPlugin(**OFFLOADED),
+        lambda: LowLevelZeroPlugin(stage=2, precision="bf16", cpu_offload=True, **BUCKETS),
+    ):
+        with _pinned_sizes() as sizes:
+            booster, model, optimizer, _ = _boosted(make_plugin())
+            for _ in range(2):
+                _step(booster, model, optimizer)
+        found.append(sizes)
+    return found
+
+
+def test_torch_has_nothing_to_round_up():
+    """Its pinned memory comes in powers of two, up to twice as much as it is asked for."""
+    for sizes_of_plugins in run_ranks(pinned_sizes_of_training, 2, device=SIMULATED):
+        for sizes in sizes_of_plugins:
+            large = [size for size in sizes if size > 1]
+            assert large
+            assert all(size.bit_count() == 1 for size in large), sizes
