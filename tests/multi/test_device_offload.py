@@ -174,3 +174,61 @@ def test_torch_has_nothing_to_round_up():
             large = [size for size in sizes if size > 1]
             assert large
             assert all(size.bit_count() == 1 for size in large), sizes
+
+
+# ZeRO: the first buckets are updated while the last ones travel.
+
+
+class _Spy(HybridAdam):
+    """Notes which copies to the host the host knows to have ended, at each call."""
+
+    events: list[torch.Event] = []
+    seen: list[list[bool]] = []
+
+    def fused_step(self, **arguments: Any) -> None:
+        self.seen.append([event.query() for event in self.events])
+        super().fused_step(**arguments)
+
+
+def offloaded_steps(is_offloaded: bool, max_norm: float) -> tuple[list[float], list[list[bool]], float]:
+    """Returns the losses, what `_Spy` saw in the last step, and the waits of the host in it."""
+    from simulated_cuda import device, reports
+
+    from booster.plugins.low_level_zero.grad_bucket import GradientBucket
+
+    plugin = LowLevelZeroPlugin(stage=2, precision="bf16", cpu_offload=is_offloaded, max_norm=max_norm, **BUCKETS)
+    booster, model, optimizer, _ = _boosted(plugin, _Spy)
+    start = GradientBucket.start_copy_to_host
+
+    def note(self: GradientBucket) -> Any:
+        wait = start(self)
+        _Spy.events.append(wait.args[0])
+        return wait
+
+    device.set_options(drops_avoidable_waits=True)
+    losses = []
+    with mock.patch.object(GradientBucket, "start_copy_to_host", note):
+        for batch in [_batch(booster, seed) for seed in range(4)]:
+            _Spy.events, _Spy.seen = [], []
+            with reports.recording() as record:
+                losses.append(_step(booster, model, optimizer, batch))
+    device.set_options()
+    return [loss.item() for loss in losses], _Spy.seen, record.count("sync")
+
+
+def test_the_first_bucket_is_updated_while_the_last_one_travels():
+    expected = run_ranks(offloaded_steps, 2, False, 0.0, device=SIMULATED)
+    for (losses, seen, syncs), (losses_on_device, _, _) in zip(
+        run_ranks(offloaded_steps, 2, True, 0.0, device=SIMULATED), expected, strict=True
+    ):
+        num_buckets = len(seen[0])
+        assert num_buckets > 2
+        assert seen == [[index <= call for index in range(num_buckets)] for call in range(num_buckets)]
+        assert syncs == num_buckets
+        assert losses == pytest.approx(losses_on_device, rel=1e-5)
+
+
+def test_a_norm_waits_for_all_buckets_at_once():
+    for _, seen, syncs in run_ranks(offloaded_steps, 2, True, 0.5, device=SIMULATED):
+        assert len(seen) == syncs == 1
+        assert all(seen[0])
