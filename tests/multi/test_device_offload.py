@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -232,3 +233,42 @@ def test_a_norm_waits_for_all_buckets_at_once():
     for _, seen, syncs in run_ranks(offloaded_steps, 2, True, 0.5, device=SIMULATED):
         assert len(seen) == syncs == 1
         assert all(seen[0])
+
+
+# Saves.
+
+
+def saves(folder: str) -> tuple[dict[str, int], str, list[int], bool]:
+    """Returns the collectives and the waits of asynchronous saves, their pinned bytes, and whether all came back."""
+    from simulated_cuda import reports
+
+    from booster.checkpoint_io.saving import async_save
+
+    booster, model, optimizer, _ = _boosted(LowLevelZeroPlugin(stage=1, precision="bf16"))
+    _step(booster, model, optimizer)
+    booster.save_model(model, f"{folder}/first")  # groups and buffers are made
+    booster.checkpoint_io.wait()
+    with (
+        mock.patch.object(async_save, "MAX_BLOCK_BYTES", 4096),
+        _pinned_sizes() as sizes,
+        reports.recording() as record,
+    ):
+        booster.save_model(model, f"{folder}/model", use_async=True)
+        booster.save_optimizer(optimizer, f"{folder}/optimizer", use_async=True, shard=True)
+        booster.checkpoint_io.wait()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    _step(booster, model, optimizer)
+    booster.load_model(model, f"{folder}/model")
+    after = model.state_dict()
+    is_back = all(torch.equal(value, after[name]) for name, value in before.items())
+    return dict(record.collectives()), record.describe("sync", "pageable"), sizes, is_back
+
+
+def test_saves_leave_the_device_alone_but_for_their_copies(tmp_path: Path):
+    for collectives, waits, sizes, is_back in run_ranks(saves, 2, str(tmp_path), device=SIMULATED):
+        assert collectives == {}
+        for line in waits.splitlines():
+            assert "checkpoint_io/copy_elements.py" in line, waits
+        assert sizes
+        assert max(sizes) <= 4096
+        assert is_back
