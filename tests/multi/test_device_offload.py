@@ -272,3 +272,33 @@ def test_saves_leave_the_device_alone_but_for_their_copies(tmp_path: Path):
         assert sizes
         assert max(sizes) <= 4096
         assert is_back
+
+
+# Dtypes of sums.
+
+
+def summed_gradient(arguments: dict[str, Any]) -> tuple[list[float], torch.dtype]:
+    """Returns the mean of a gradient that is 256 on rank 0 and 1 on rank 1, and the dtype that the plugin names."""
+    booster = Booster(plugin=LowLevelZeroPlugin(stage=1, precision="bf16", **arguments))
+    module = nn.Linear(1, 1, bias=False)
+    model, optimizer, *_ = booster.boost(module, torch.optim.SGD(module.parameters(), lr=0.1))
+    found: list[float] = []
+    optimizer.register_gradient_hook(lambda gradients: found.extend(one.sum().item() for one in gradients))
+    x = torch.tensor([[256.0 if booster.plugin.dp_rank == 0 else 1.0]], device=booster.device)
+    booster.backward(model(x).sum(), optimizer)
+    optimizer.step()
+    return found, booster.plugin.reduction_dtype(torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("device", "arguments", "mean", "dtype"),
+    [
+        ("cpu", {}, 128.5, torch.float32),
+        (SIMULATED, {}, 128.0, torch.bfloat16),  # bf16 has no 257
+        (SIMULATED, {"communication_dtype": torch.float32}, 128.5, torch.float32),
+    ],
+)
+def test_sums_have_the_dtype_that_the_plugin_names(device, arguments, mean, dtype):
+    results = run_ranks(summed_gradient, 2, arguments, device=device)
+    assert [value for found, _ in results for value in found] == [mean]
+    assert {named for _, named in results} == {dtype}
