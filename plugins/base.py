@@ -21,6 +21,7 @@ from booster.comm import (
     is_initialized,
     release_groups,
     release_unused_groups,
+    sum_dtype,
 )
 from booster.data import shard_dataloader
 from booster.device import current_device
@@ -103,6 +104,9 @@ class DistributedPlugin(Plugin):
         check_same_across_ranks(
             f"making a {type(self).__name__}", [] if error else self.config_fingerprint(), error=error
         )
+
+    def reduction_dtype(self, parameter_dtype: torch.dtype) -> torch.dtype:
+        return sum_dtype(parameter_dtype) if self._device.type == "cpu" else parameter_dtype
 
     def supported_devices(self) -> list[str]:
         return ["cpu", self._device.type]

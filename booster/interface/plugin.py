@@ -137,7 +137,10 @@ class Plugin(ConfigFingerprint, ABC):
         return {"dp": self.dp_size}
 
     def reduction_dtype(self, parameter_dtype: torch.dtype) -> torch.dtype:
-        """Return the dtype in which gradients of such parameters are summed over ranks."""
+        """Return the dtype in which gradients of such parameters are summed over ranks.
+
+        It is fp32 or wider on the CPU. An accelerator's backend sums in the dtype in which they travel.
+        """
         return parameter_dtype
 
     def config_fingerprint(self) -> list[str]:

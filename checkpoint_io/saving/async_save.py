@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import threading
+from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import overload
 
 import torch
 
@@ -82,155 +82,156 @@ class _ArenaBlock:
 
 @dataclass(frozen=True, slots=True)
 class _Copy:
-    """Elements of a slice and their offset in the arena's memory."""
+    """Elements of a slice, and the bytes that they are copied to."""
 
     source: TensorSlice
     span: Span
-    offset: int
+    target: torch.Tensor
 
     @property
     def num_bytes(self) -> int:
         return (self.span[1] - self.span[0]) * self.source.dtype.itemsize
 
-    def target(self, memory: torch.Tensor) -> torch.Tensor:
-        return memory[self.offset : self.offset + self.num_bytes]
+
+# Note [Staging blocks]
+# torch rounds pinned memory up to a power of two, up to twice what a rank writes. So the copies of a save lie in blocks
+# of at most MAX_BLOCK_BYTES. Ranges of the plan are shorter than that; each lies in one block, behind the one before
+# it, so that a slice may be continued in the next block.
+MAX_BLOCK_BYTES = 256 * 2**20
 
 
-class _StagedSlices(Sequence[TensorSlice]):
-    """Slices over the arena's memory, built lazily in the background thread.
+@dataclass(slots=True)
+class _Segment:
+    """Consecutive elements of a slice in one block."""
+
+    span: Span
+    block: int
+    offset: int
+
+
+class StagedSlices:
+    """Copies of the ranges of a save in the arena's memory; see `slice_of`.
 
     No references to the original tensors are kept, so the training may free them.
 
     Args:
         slices: Original slices.
-        spans: Copied range (start, stop) of each.
-        offsets: Offset of each copy in `memory`.
-        memory: Arena memory with the copies.
+        segments: Copied segments of each slice, by index, in order.
+        blocks: Arena memory with the copies.
     """
 
     def __init__(
-        self, slices: Sequence[TensorSlice], spans: Sequence[Span], offsets: Sequence[int], memory: torch.Tensor
+        self,
+        slices: Sequence[TensorSlice],
+        segments: Mapping[int, Sequence[_Segment]],
+        blocks: Sequence[torch.Tensor],
     ) -> None:
-        self._metadata = [
-            (source.name, source.dtype, source.global_shape, source.box, source.primary, source.shared)
-            for source in slices
-        ]
-        self._spans = spans
-        self._offsets = offsets
-        self._memory = memory
+        self._metadata = {
+            index: {
+                key: getattr(slices[index], key)
+                for key in ("name", "dtype", "global_shape", "box", "primary", "shared")
+            }
+            for index in segments
+        }
+        self._segments = segments
+        self._blocks = blocks
 
-    def __len__(self) -> int:
-        return len(self._metadata)
-
-    @overload
-    def __getitem__(self, index: int) -> TensorSlice: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> list[TensorSlice]: ...
-
-    def __getitem__(self, index: int | slice) -> TensorSlice | list[TensorSlice]:
-        if isinstance(index, slice):
-            return [self[each] for each in range(*index.indices(len(self)))]
-        name, dtype, global_shape, box, primary, shared = self._metadata[index]
-        span, offset = self._spans[index], self._offsets[index]
-        copied = self._memory[offset : offset + (span[1] - span[0]) * dtype.itemsize]
-        return TensorSlice(
-            name=name,
-            dtype=dtype,
-            global_shape=global_shape,
-            box=box,
-            span=span,
-            tensor=copied.view(dtype),
-            primary=primary,
-            shared=shared,
-        )
+    def slice_of(self, write_range: WriteRange) -> TensorSlice:
+        """Return the copied slice that contains a range, built anew at each call."""
+        index = write_range.slice_index
+        segments, metadata = self._segments[index], self._metadata[index]
+        found = segments[bisect_right(segments, write_range.span[0], key=lambda segment: segment.span[0]) - 1]
+        start, stop = found.span
+        num_bytes = (stop - start) * metadata["dtype"].itemsize
+        copied = self._blocks[found.block][found.offset : found.offset + num_bytes]
+        return TensorSlice(span=found.span, tensor=copied.view(metadata["dtype"]), **metadata)
 
 
-def stage_slices(ranges: Sequence[WriteRange], slices: Sequence[TensorSlice], arena: Arena) -> Sequence[TensorSlice]:
-    """Copy what the ranges write into the arena and return the copies as slices, for `write_ranges`.
+def stage_slices(ranges: Sequence[WriteRange], slices: Sequence[TensorSlice], arena: Arena) -> StagedSlices:
+    """Copy what the ranges write into the arena, for `write_ranges`.
 
     After it returns, the caller may modify its tensors. Memory: the bytes of the ranges, in the dtype of the file.
     Collective: no.
 
     Args:
-        ranges: Ranges that are written from this rank's memory.
+        ranges: Ranges that are written from this rank's memory, no element in two of them.
         slices: This rank's slices.
         arena: Memory for the copies; they are valid until its `reset`.
     """
-    spans_of = _merged_spans(ranges)
-    # Of each slice; memory between two of its spans is never touched.
-    enclosing_spans = [
-        (spans_of[index][0][0], spans_of[index][-1][1]) if index in spans_of else (0, 0) for index in range(len(slices))
-    ]
-    offsets, num_bytes = [], 0
-    for source, (first, last) in zip(slices, enclosing_spans, strict=True):
-        offsets.append(num_bytes)
-        num_bytes += -(-(last - first) * source.dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
+    segments, sizes = _layout(ranges, slices)
+    is_pinned = synchronize_devices(slices[index].tensor for index in segments)
+    blocks = [arena.allocate(size, is_pinned=is_pinned) for size in sizes]
     copies = [
-        _Copy(
-            slices[index], span, offsets[index] + (span[0] - enclosing_spans[index][0]) * slices[index].dtype.itemsize
-        )
-        for index, spans in spans_of.items()
-        for span in spans
+        _Copy(slices[index], one.span, blocks[one.block][one.offset :][: _num_bytes(one.span, slices[index])])
+        for index, parts in segments.items()
+        for one in parts
     ]
-    is_pinned = synchronize_devices(each.source.tensor for each in copies)
-    memory = arena.allocate(num_bytes, is_pinned=is_pinned)
-    _copy_all(copies, memory)
-    return _StagedSlices(slices, enclosing_spans, offsets, memory)
+    _copy_all(copies)
+    return StagedSlices(slices, segments, blocks)
 
 
-def _merged_spans(ranges: Sequence[WriteRange]) -> dict[int, list[Span]]:
-    """Return each slice's spans in order, with adjacent ones merged."""
+def _layout(ranges: Sequence[WriteRange], slices: Sequence[TensorSlice]) -> tuple[dict[int, list[_Segment]], list[int]]:
+    """Return the segments of each slice that the ranges use, and the sizes of the blocks."""
     spans_of: dict[int, list[Span]] = {}
     for write_range in ranges:
         spans_of.setdefault(write_range.slice_index, []).append(write_range.span)
-    for spans in spans_of.values():
-        if len(spans) > 1:
-            spans[:] = _merged(sorted(spans))
-    return spans_of
+    segments: dict[int, list[_Segment]] = {}
+    sizes: list[int] = []
+    for index, spans in spans_of.items():
+        parts = segments.setdefault(index, [])
+        for start, stop in sorted(spans):
+            num_bytes = _num_bytes((start, stop), slices[index])
+            if parts and parts[-1].span[1] == start and sizes[-1] + num_bytes <= MAX_BLOCK_BYTES:
+                parts[-1].span = (parts[-1].span[0], stop)
+                sizes[-1] += num_bytes
+                continue
+            offset = -(-sizes[-1] // _ALIGNMENT) * _ALIGNMENT if sizes else 0
+            if not sizes or offset + num_bytes > MAX_BLOCK_BYTES:
+                offset = 0
+                sizes.append(0)
+            parts.append(_Segment((start, stop), len(sizes) - 1, offset))
+            sizes[-1] = offset + num_bytes
+    # Full ones have one size, in which a later save, which may be divided otherwise, finds its room.
+    return segments, [*(MAX_BLOCK_BYTES for _ in sizes[:-1]), *sizes[-1:]]
 
 
-def _merged(spans: Sequence[Span]) -> Iterator[Span]:
-    first, last = spans[0]
-    for start, stop in spans:
-        if start > last:
-            yield first, last
-            first = start
-        last = max(last, stop)
-    yield first, last
+def _num_bytes(span: Span, source: TensorSlice) -> int:
+    return (span[1] - span[0]) * source.dtype.itemsize
 
 
-def _copy_all(copies: Sequence[_Copy], memory: torch.Tensor) -> None:
+def _copy_all(copies: Sequence[_Copy]) -> None:
     def work(job: list[_Copy]) -> None:
         for each in job:
             start = each.source.span[0]
-            target = each.target(memory)
-            copy_elements(each.source.tensor, each.span[0] - start, each.span[1] - start, target, each.source.dtype)
+            copy_elements(
+                each.source.tensor, each.span[0] - start, each.span[1] - start, each.target, each.source.dtype
+            )
 
-    jobs = list(_jobs(each for each in copies if not _start_async_copy(each, memory)))
+    jobs = list(_jobs(each for each in copies if not _start_async_copy(each)))
     run_in_threads(work, jobs, min(_NUM_THREADS, len(jobs)))
     synchronize_devices(each.source.tensor for each in copies)
 
 
-def _start_async_copy(each: _Copy, memory: torch.Tensor) -> bool:
+def _start_async_copy(each: _Copy) -> bool:
     """Start a non-blocking transfer if the device can send the tensor without conversion; return whether it did."""
     tensor, dtype, start = each.source.tensor.detach(), each.source.dtype, each.source.span[0]
     if tensor.device.type == "cpu" or tensor.dtype != dtype or not tensor.is_contiguous():
         return False
-    target = each.target(memory).view(dtype)
-    target.copy_(tensor.view(-1)[each.span[0] - start : each.span[1] - start], non_blocking=True)
+    source = tensor.view(-1)[each.span[0] - start : each.span[1] - start]
+    each.target.view(dtype).copy_(source, non_blocking=True)
     return True
 
 
 def _jobs(copies: Iterable[_Copy]) -> Iterator[list[_Copy]]:
-    """Group the copies into lists of about one block; large copies are split."""
+    """Group the copies into lists of about one block of the file; large copies are split."""
     job: list[_Copy] = []
     free_bytes = BLOCK_BYTES
     for each in copies:
-        step = BLOCK_BYTES // each.source.dtype.itemsize
-        for start in range(*each.span, step):
-            offset = each.offset + (start - each.span[0]) * each.source.dtype.itemsize
-            job.append(_Copy(each.source, (start, min(start + step, each.span[1])), offset))
+        itemsize = each.source.dtype.itemsize
+        for start in range(*each.span, BLOCK_BYTES // itemsize):
+            stop = min(start + BLOCK_BYTES // itemsize, each.span[1])
+            first, last = ((place - each.span[0]) * itemsize for place in (start, stop))
+            job.append(_Copy(each.source, (start, stop), each.target[first:last]))
             free_bytes -= job[-1].num_bytes
             if free_bytes <= 0:
                 yield job

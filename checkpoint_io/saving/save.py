@@ -36,7 +36,7 @@ from booster.interface import TensorSlice
 
 from .async_save import Arena, AsyncSaves, stage_slices
 from .part import CheckpointPart, Images, PlannedPart
-from .writer import Relay, write_ranges
+from .writer import Relay, Slices, write_ranges
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -360,7 +360,7 @@ class _SaveJob:
     _storage: Storage
     _request: SaveRequest
     _planned: Sequence[PlannedPart]
-    _slices: Sequence[Sequence[TensorSlice]]
+    _slices: Sequence[Slices]
     _barrier: ErrorBarrier | None
     _relay: Relay | None
     _transaction: Transaction | None = field(default=None, init=False)

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -264,11 +264,26 @@ class _WriteJob:
     writes: list[_RangeWrite] = field(default_factory=list)
 
 
+class CopiedSlices(Protocol):
+    """Copies of what a rank's ranges write."""
+
+    def slice_of(self, write_range: WriteRange) -> TensorSlice:
+        """Return a slice that contains the range."""
+
+
+Slices: TypeAlias = Sequence[TensorSlice] | CopiedSlices
+
+
+def slice_of(slices: Slices, write_range: WriteRange) -> TensorSlice:
+    """Return the slice that contains a range: the one of its `slice_index`, or a copy of a part of it."""
+    return slices[write_range.slice_index] if isinstance(slices, Sequence) else slices.slice_of(write_range)
+
+
 def write_ranges(
     storage: Storage,
     files: Sequence[tuple[Path, FileImage]],
     ranges: Sequence[WriteRange],
-    slices: Sequence[TensorSlice],
+    slices: Slices,
     *,
     num_threads: int = STAGING.count,
 ) -> list[int]:
@@ -280,7 +295,7 @@ def write_ranges(
         storage: Storage to write to.
         files: Paths and images of the plan's files, already created in full size.
         ranges: Ranges to write; file order is fastest.
-        slices: This rank's slices, indexed by the ranges' `slice_index`.
+        slices: This rank's slices, see `slice_of`.
         num_threads: Number of writer threads.
 
     Returns:
@@ -291,7 +306,7 @@ def write_ranges(
     """
     checksums = [0] * len(ranges)
     jobs = list(_jobs(files, ranges, slices))
-    is_pinned = synchronize_devices(slices[write_range.slice_index].tensor for write_range in ranges)
+    is_pinned = synchronize_devices(write.source.tensor for job in jobs for write in job.writes)
     jobs_of: dict[int, list[_WriteJob]] = {}
     for job in jobs:
         jobs_of.setdefault(job.file, []).append(job)
@@ -347,15 +362,13 @@ def write_range_bytes(
     return crc32(view)
 
 
-def _jobs(
-    files: Sequence[tuple[Path, FileImage]], ranges: Sequence[WriteRange], slices: Sequence[TensorSlice]
-) -> Iterator[_WriteJob]:
+def _jobs(files: Sequence[tuple[Path, FileImage]], ranges: Sequence[WriteRange], slices: Slices) -> Iterator[_WriteJob]:
     """Group the ranges into jobs; see Note [Write jobs]."""
     job: _WriteJob | None = None
     for index, write_range in enumerate(ranges):
         if write_range.span[0] == write_range.span[1]:
             continue
-        image, source = files[write_range.file][1], slices[write_range.slice_index]
+        image, source = files[write_range.file][1], slice_of(slices, write_range)
         start = run_start(source.global_shape, write_range.box, write_range.span[0]) * source.dtype.itemsize
         write = _RangeWrite(index, write_range, source, image.offsets[write_range.name] + start)
         block = (write.offset - image.data_start) // BLOCK_BYTES
@@ -447,7 +460,7 @@ class Relay:
         storage: Storage,
         plan: SavePlan,
         files: Sequence[tuple[Path, FileImage]],
-        slices: Sequence[TensorSlice],
+        slices: Slices,
     ) -> dict[WriteRange, int]:
         """Send this rank's ranges to their writers, write the ranges of other ranks, and return the latter's checksums.
 
@@ -461,7 +474,7 @@ class Relay:
             num_bytes = (write_range.span[1] - write_range.span[0]) * plan.specs[write_range.name].dtype.itemsize
             if write_range.owner == self._rank:
                 buffer = torch.empty(num_bytes, dtype=torch.uint8)
-                read_range(slices[write_range.slice_index], write_range, buffer)
+                read_range(slice_of(slices, write_range), write_range, buffer)
                 send(buffer, write_range.writer, self._group)
             elif write_range.writer == self._rank:
                 buffer = torch.empty(num_bytes, dtype=torch.uint8)

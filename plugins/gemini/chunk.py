@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
@@ -16,7 +17,7 @@ from booster.comm import AllGather, ReduceScatter, host_value, start_all_gather,
 from booster.plugins.sharding.buffer_pool import Buffer
 
 from .chunk_layout import ChunkLayout, ParamRegion
-from .tiers import Tier, TierBlock, Transfer
+from .tiers import Direction, Tier, TierBlock, Transfer
 
 
 class ChunkShard:
@@ -39,7 +40,7 @@ class ChunkShard:
         self.device = device
         self.tensor: torch.Tensor | None = None
         self._block: TierBlock | None = None
-        self._needs_host_copy = False
+        self._tier: Tier | None = None
         self._mapped: torch.Tensor | None = None
 
     @property
@@ -57,38 +58,50 @@ class ChunkShard:
         if tier is None:
             self.tensor = torch.empty(self.numel, dtype=self.dtype, device=self.device)
         else:
-            self._needs_host_copy = tier.name == "disk"
-            self._block = tier.new_block(self.num_bytes)
+            self._tier, self._block = tier, tier.new_block(self.num_bytes)
 
-    def load(self, target: torch.Tensor) -> None:
-        """Copy the shard into a flat tensor."""
+    @property
+    def has_streams(self) -> bool:
+        """Whether copies to and from the offload tier run beside computation."""
+        return self._tier is not None and self._tier.has_streams and self.device.type != "cpu"
+
+    def stream(self, direction: Direction) -> AbstractContextManager[object]:
+        """Return the context of the stream in which the shard is copied; see Note [Copies of an accelerator]."""
+        return nullcontext() if self._tier is None else self._tier.stream(direction, self.device)
+
+    def load(self, target: torch.Tensor) -> Transfer | None:
+        """Start a copy of the shard into a flat tensor, which must not be used before the wait for it, if there is one.
+
+        Returns:
+            Transfer of an accelerator's tensor; None if the copy is in the current stream, or done.
+        """
         if self.tensor is not None:
             target.copy_(self.tensor)
-            return
-        assert self._block is not None, "nothing was made yet"
-        if self._needs_host_copy and target.device.type != "cpu":
+            return None
+        if self._goes_through_host(target):
             host = torch.empty_like(target, device="cpu")
-            self._block.read_into(host).wait()
+            self._held().read_into(host).wait()
             target.copy_(host)
-        else:
-            _wait_on_host(self._block.read_into(target), target)
+            return None
+        return _in_flight(self._held().read_into(target), target)
 
-    def store(self, source: torch.Tensor) -> None:
-        """Overwrite the shard with a flat tensor."""
+    def store(self, source: torch.Tensor) -> Transfer | None:
+        """Start to overwrite the shard with a flat tensor, which must not be changed before the wait, as for `load`."""
         if self.tensor is not None:
             self.tensor.copy_(source)
-            return
-        assert self._block is not None, "nothing was made yet"
-        source = source.cpu() if self._needs_host_copy else source
-        _wait_on_host(self._block.write_from(source), source)
+            return None
+        source = source.cpu() if self._goes_through_host(source) else source
+        return _in_flight(self._held().write_from(source), source)
 
-    def as_tensor(self) -> torch.Tensor:
-        """Return the shard as writable memory: its tensor, or a mapping of the offload tier without a copy."""
+    def as_tensor(self, *, waits: bool = True) -> torch.Tensor:
+        """Return the shard as writable memory: its tensor, or a mapping of the offload tier without a copy.
+
+        Args:
+            waits: If True, the host waits for copies of the shard in flight; if False, the next call does.
+        """
         if self.tensor is not None:
             return self.tensor
-        assert self._block is not None, "nothing was made yet"
-        if self._mapped is None:
-            self._mapped = self._block.as_tensor(self.dtype)
+        self._mapped = self._held().as_tensor(self.dtype, waits=waits)  # kept: a mapping of a file is costly
         return self._mapped
 
     def offload(self, tier: Tier) -> None:
@@ -96,13 +109,13 @@ class ChunkShard:
         if self.tensor is not None:
             tensor, self.tensor = self.tensor, None
             self.allocate(tier)
-            self.store(tensor)
+            finish_transfer(self.store(tensor))
 
     def fetch(self) -> None:
         """Move the shard to memory."""
         if self._block is not None:
             tensor = torch.empty(self.numel, dtype=self.dtype, device=self.device)
-            self.load(tensor)
+            finish_transfer(self.load(tensor))
             self.drop()
             self.tensor = tensor
 
@@ -111,12 +124,26 @@ class ChunkShard:
         self.tensor = self._mapped = None
         if self._block is not None:
             self._block.free()
-            self._block = None
+            self._block = self._tier = None
+
+    def _held(self) -> TierBlock:
+        assert self._block is not None, "nothing was made yet"
+        return self._block
+
+    def _goes_through_host(self, tensor: torch.Tensor) -> bool:
+        return self._tier is not None and self._tier.name == "disk" and tensor.device.type != "cpu"
 
 
-def _wait_on_host(transfer: Transfer, tensor: torch.Tensor) -> None:
-    """Wait for a transfer of a tensor of the host. One of an accelerator's is in the stream that uses the tensor."""
+def _in_flight(transfer: Transfer, tensor: torch.Tensor) -> Transfer | None:
     if tensor.device.type == "cpu":
+        transfer.wait()
+        return None
+    return transfer
+
+
+def finish_transfer(transfer: Transfer | None) -> None:
+    """Wait for a transfer, if there is one."""
+    if transfer is not None:
         transfer.wait()
 
 
@@ -330,6 +357,7 @@ class Chunk:
         self.was_replaced = False
         self._buffer: Buffer | None = None
         self._gather: AllGather | None = None
+        self._load: Transfer | None = None
         self._gradient: torch.Tensor | None = None
         self._gradient_buffer: Buffer | None = None
         self._recv_buffer: Buffer | None = None
@@ -406,17 +434,20 @@ class Chunk:
             self._buffer = buffer
             self.gathered = buffer.view(self.layout.numel, self.layout.dtype)
         assert self.gathered is not None, "a chunk that is not gathered needs a buffer"
-        own = self.gathered[self.layout.shard_range(self.rank)]
-        if not self.is_kept_gathered:
-            self.weights.load(own)
-        self._gather = start_all_gather(self.gathered, self._group)
+        if self.is_kept_gathered:
+            self._gather = start_all_gather(self.gathered, self._group)
+            return unused
+        with self.weights.stream("load"):  # computation goes on beside the load and the gather
+            self._load = self.weights.load(self.gathered[self.layout.shard_range(self.rank)])
+            self._gather = start_all_gather(self.gathered, self._group)
         return unused
 
     def finish_gather(self) -> None:
         """Wait for the weights and bind the parameters to them."""
         assert self._gather is not None, "nothing was started"
         self._gather.wait()
-        self._gather = None
+        finish_transfer(self._load)  # one rank gathers nothing
+        self._gather = self._load = None
         self.bind_params()
 
     def was_modified_while_sharded(self) -> bool:
@@ -581,7 +612,7 @@ class Chunk:
         self._grad_shard_buffer = take_buffer(self.grad_shard.num_bytes)
         sums = self._grad_shard_buffer.view(self.grad_shard.numel, self.grad_shard.dtype)
         if self.has_grad_shard:
-            self.grad_shard.load(sums)
+            finish_transfer(self.grad_shard.load(sums))
         return sums
 
     def _recv_view(self, take_buffer: Callable[[int], Buffer]) -> torch.Tensor:
@@ -596,16 +627,22 @@ class Chunk:
         return self._reduction is not None
 
     @torch.no_grad()
-    def finish_reduce(self) -> list[Buffer]:
-        """Wait for the reduce-scatter, accumulate this rank's shard in `grad_shard`, and return the buffers used."""
+    def finish_reduce(self) -> tuple[list[Buffer], Transfer | None]:
+        """Wait for the reduce-scatter, and accumulate this rank's shard in `grad_shard`.
+
+        Returns:
+            The buffers used, and the transfer that must be waited for before they are reused, if there is one.
+        """
         assert self._reduction is not None
+        transfer: Transfer | None = None
         if self._grad_shard_buffer is None:
             assert self.grad_shard.tensor is not None
             self._reduction.wait(self.grad_shard.tensor, accumulate=self.has_grad_shard)
         else:
             sums = self._grad_shard_buffer.view(self.grad_shard.numel, self.grad_shard.dtype)
-            self._reduction.wait(sums, accumulate=self.has_grad_shard)
-            self.grad_shard.store(sums)
+            with self.grad_shard.stream("store"):  # backward goes on beside it
+                self._reduction.wait(sums, accumulate=self.has_grad_shard)
+                transfer = self.grad_shard.store(sums)
         self.has_grad_shard = True
         used = (self._gradient_buffer, self._recv_buffer, self._grad_shard_buffer)
         self._reduction = self._gradient = None
@@ -615,7 +652,7 @@ class Chunk:
             param.has_gradient = False
             if param.state is TensorState.READY_FOR_REDUCE:
                 param.set_state(TensorState.HOLD if self.is_gathered else TensorState.FREE)
-        return [buffer for buffer in used if buffer is not None]
+        return [buffer for buffer in used if buffer is not None], transfer
 
     def drop_gradients(self) -> Buffer | None:
         """Drop all gradients of the accumulation; return the buffer of unreduced ones, if any."""

@@ -11,7 +11,7 @@ from torch import nn
 from booster.comm import broadcast, sum_dtype
 from booster.lazy_init import is_lazy, materialize_tensor
 
-from .chunk import Chunk, ChunkShard
+from .chunk import Chunk, ChunkShard, finish_transfer
 from .chunk_layout import ChunkLayout, ChunkPlan, ParamInfo, default_step, plan_chunks, search_chunk_numel
 from .config import GeminiSettings
 from .tiers import Tier
@@ -133,9 +133,11 @@ def fill_chunk(
         chunk.keep_gathered(full)
     else:
         chunk.weights.allocate(weights_tier)
-        chunk.weights.store(shard.to(chunk.layout.dtype))
+        weights = shard.to(chunk.layout.dtype)
+        finish_transfer(chunk.weights.store(weights))
     dtype, device = settings.master_dtype(chunk.layout), settings.master_device(states_tier)
     if dtype != chunk.layout.dtype or device != chunk.weights.device:  # else the optimizer updates the weights
         chunk.master = ChunkShard(chunk.layout.shard_numel, dtype, device)
         chunk.master.allocate(states_tier if states_tier is not None and states_tier.name == "disk" else None)
-        chunk.master.store(shard.to(dtype))
+        master = shard.to(dtype)
+        finish_transfer(chunk.master.store(master))

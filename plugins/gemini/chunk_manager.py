@@ -22,7 +22,7 @@ from booster.plugins.sharding.collective_order import (
 
 from .chunk import Chunk, ChunkParam
 from .placement import ChunkBytes, ChunkLocations, Placement, evictions
-from .tiers import Tier
+from .tiers import Tier, Transfer
 from .tracer import Cursor, Trace, Tracer
 
 # Note [Order of reductions]
@@ -45,6 +45,7 @@ class GradientReduction:
         self._manager = manager
         self._is_asynchronous = is_asynchronous
         self._in_flight: deque[Chunk] = deque()
+        self._storing: deque[tuple[list[Buffer], Transfer]] = deque()
         self._order = [chunk.index for chunk in reversed(manager.chunks) if chunk.layout.trains]
         self._completed: list[int] = []
         self._is_ready = [False] * len(manager.chunks)
@@ -97,7 +98,10 @@ class GradientReduction:
             self.finish_all()
         self.allocate_sums(chunk)
         chunk.start_reduce(self._manager.take_buffer)
-        self._in_flight.append(chunk)
+        if chunk.grad_shard.has_streams:  # its sum and copy are started, too
+            self._finish(chunk)
+        else:
+            self._in_flight.append(chunk)
         if not self._is_asynchronous:
             self.finish_all()
 
@@ -108,13 +112,27 @@ class GradientReduction:
             chunk.grad_shard.allocate(self._manager.tier if is_offloaded else None)
 
     def finish_oldest(self) -> bool:
-        """Wait for the oldest reduction in flight; return False if there is none."""
-        if not self._in_flight:
+        """Wait for the oldest reduction in flight, or its copy to the offload tier; return False if there is none."""
+        if self._storing:
+            buffers, transfer = self._storing.popleft()
+            transfer.wait()
+            self._release(buffers)
+        elif self._in_flight:
+            self._finish(self._in_flight.popleft())
+        else:
             return False
-        chunk = self._in_flight.popleft()
-        for buffer in chunk.finish_reduce():
-            self._manager.pool.release(buffer)
         return True
+
+    def _finish(self, chunk: Chunk) -> None:
+        buffers, transfer = chunk.finish_reduce()
+        if transfer is None:
+            self._release(buffers)
+        else:
+            self._storing.append((buffers, transfer))
+
+    def _release(self, buffers: Iterable[Buffer]) -> None:
+        for buffer in buffers:
+            self._manager.pool.release(buffer)
 
     def finish_all(self) -> None:
         """Wait for all reductions in flight."""

@@ -28,7 +28,7 @@ from booster.mixed_precision.fp16 import log_rank_zero
 from booster.plugins.sharding.buffer_pool import broadcast_coalesced
 from booster.plugins.sharding.collective_order import OrderNegotiation
 
-from .chunk import Chunk, ChunkParam, ModifiedCheck
+from .chunk import Chunk, ChunkParam, ModifiedCheck, finish_transfer
 from .chunk_init import describe_params, fill_chunk, make_chunk, plan_model
 from .chunk_layout import ParamInfo, plan_chunks
 from .chunk_manager import ChunkManager
@@ -192,7 +192,7 @@ class GeminiModel(ModelWrapper):
         self._finish_reads(chunks)
         for chunk in chunks:
             if chunk.gathered is not None and not chunk.is_kept_gathered:
-                chunk.weights.store(chunk.gathered[chunk.layout.shard_range(chunk.rank)])
+                finish_transfer(chunk.weights.store(chunk.gathered[chunk.layout.shard_range(chunk.rank)]))
 
     def notify_loaded(self) -> None:
         # No communication, so a rank with a failed load need not take part: external changes of chunks kept gathered

@@ -10,6 +10,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Literal
 
@@ -19,8 +20,9 @@ from torch import Tensor
 from booster.errors import ConfigError
 from booster.kernels.disk_io import ALIGNMENT, DiskQueue, IOTicket, aligned_buffer, open_data_file, reserve_space
 from booster.optim.nvme_offload.directory import ScratchDirectory
+from booster.plugins.sharding.pinned_memory import FreeList
 
-from .tiers import TierBlock, Transfer, bytes_of
+from .tiers import Direction, TierBlock, Transfer, bytes_of
 
 # Requests bypass the page cache (direct I/O, O_DIRECT) if the file system supports it, or else use it (cached I/O).
 # The kernel keeps the two coherent in sequence, but not concurrently: the cache writes back pages in groups, so that a
@@ -218,41 +220,6 @@ class BlockFile:
         )
 
 
-class FreeList:
-    """Free list of extents of full pages.
-
-    Attributes:
-        freed: Freed extents (offset, bytes) that are not merged yet. Appending needs no lock, which the thread that
-            runs a garbage collection may already hold.
-    """
-
-    def __init__(self) -> None:
-        self.freed: deque[tuple[int, int]] = deque()
-        self._extents: list[tuple[int, int]] = []  # by offset; no two touch
-
-    def allocate(self, num_bytes: int) -> int | None:
-        """Allocate from the first extent that is large enough (first fit); return its offset, or None."""
-        self._merge_freed()
-        for index, (offset, length) in enumerate(self._extents):
-            if length >= num_bytes > 0:
-                rest = [(offset + num_bytes, length - num_bytes)] if length > num_bytes else []
-                self._extents[index : index + 1] = rest
-                return offset
-        return None
-
-    def _merge_freed(self) -> None:
-        if not self.freed:
-            return
-        added = [self.freed.popleft() for _ in range(len(self.freed))]
-        joined: list[tuple[int, int]] = []
-        for offset, length in sorted(one for one in self._extents + added if one[1] > 0):
-            if joined and sum(joined[-1]) == offset:
-                joined[-1] = (joined[-1][0], joined[-1][1] + length)
-            else:
-                joined.append((offset, length))
-        self._extents = joined
-
-
 def whole_pages(num_bytes: int) -> int:
     """Round a number of bytes up to the alignment of direct I/O."""
     return -(-num_bytes // ALIGNMENT) * ALIGNMENT
@@ -274,6 +241,7 @@ class DiskTier:
     """
 
     name: Literal["disk"] = "disk"
+    has_streams = False
 
     def __init__(self, directory: str | None, num_threads: int = 2) -> None:
         self.bytes_held = 0
@@ -289,6 +257,10 @@ class DiskTier:
                 f"the file for offloaded shards can't be created: {error}. Give a writable offload_dir"
             ) from error
         self._finalizer = weakref.finalize(self, _close, queue, self._file, own, os.getpid())
+
+    def stream(self, direction: Direction, device: torch.device) -> AbstractContextManager[None]:
+        """Return the context of the current stream: the disk reads and writes host memory."""
+        return nullcontext()
 
     def new_block(self, num_bytes: int) -> TierBlock:
         """Return an empty block with reserved disk space.
@@ -345,7 +317,7 @@ class _DiskBlock:
         self._last = self._last_write = self._file.write(data, self._offset)
         return self._last
 
-    def as_tensor(self, dtype: torch.dtype) -> Tensor:
+    def as_tensor(self, dtype: torch.dtype, *, waits: bool = True) -> Tensor:
         assert not self._is_freed, "the block was freed"
         self._wait_for_transfers()
         if self._last_write is not None and self._last_write.error is not None:  # the content is undefined

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from contextlib import AbstractContextManager
 
 import torch
 from torch import nn
@@ -16,6 +14,7 @@ from booster.core.shard_aware import shard_state, update_master
 from booster.errors import ConfigError
 from booster.interface import LossScaler, Shard, Shards, TensorSpec
 from booster.plugins.sharding.optimizer import ShardedOptimizer, ShardedOptimizerState
+from booster.plugins.sharding.step_in_parts import step_in_parts
 
 from .chunk import Chunk, ChunkParam
 from .config import GeminiSettings
@@ -228,8 +227,9 @@ class GeminiOptimizer(ShardedOptimizer):
         for update in self._agree_on_use():
             if self._settings.replica_group is not None:
                 self._sum_over_replicas(update.chunk)
-        for update in self._updates.values():
-            update.point_gradients()
+        waits = not self._can_fuse_unscaling()
+        in_order = reversed(list(self._updates.values()))  # of backward
+        self._arriving = [one for update in in_order if (one := update.point_gradients(waits=waits)) is not None]
         return 1.0 / group_size(self.data_parallel_group)
 
     def _agree_on_use(self) -> list[ChunkUpdate]:
@@ -285,17 +285,15 @@ class GeminiOptimizer(ShardedOptimizer):
         together = [update for index, update in self._updates.items() if index not in on_disk]
         calls = [together] if together or not on_disk else []
         calls += [[update] for index, update in self._updates.items() if index in on_disk]
-        kept = {update.chunk.index: update.gradients() for update in self._updates.values()}
-        counters = _Counters(self.optim) if len(calls) > 1 else None
-        for number, members in enumerate(calls):
-            _show_gradients(self._updates.values(), members, kept)
-            if counters is not None and number > 0:
-                counters.restore()
-            with _hooks_once(self.optim, is_first=number == 0, is_last=number == len(calls) - 1):
-                self._step_some(members)
+
+        def step(number: int) -> None:
+            members = calls[number]
+            self._step_some(members)
             if tier is not None and members and members[0].chunk.index in on_disk:
                 members[0].offload_states(self.optim, tier)
-        _show_gradients(self._updates.values(), list(self._updates.values()), kept)
+
+        parts = [[one.shard.parameter for update in members for one in update.owned] for members in calls]
+        step_in_parts(self.optim, parts, step)
         if len(calls) > 1 and self._has_hooks() and self._accumulation.num_backwards > 0:
             for update in self._updates.values():  # a hook of the last call may have modified any of them
                 update.write_weights()
@@ -389,57 +387,3 @@ class GeminiOptimizer(ShardedOptimizer):
         parameter = param.parameter
         parameter.grad = torch.empty(param.region.shape, dtype=parameter.dtype, device=parameter.device).copy_(gradient)
         param.chunk.on_grad_ready(param, self._manager.take_buffer)
-
-
-def _show_gradients(
-    updates: Collection[ChunkUpdate], shown: Sequence[ChunkUpdate], kept: dict[int, dict[int, torch.Tensor]]
-) -> None:
-    """Set the gradients of some chunks' shards, and clear those of all others."""
-    visible = {update.chunk.index for update in shown}
-    for update in updates:
-        for number, one in enumerate(update.owned):
-            gradients = kept[update.chunk.index] if update.chunk.index in visible else {}
-            one.shard.parameter.grad = gradients.get(number)
-
-
-class _Counters:
-    """What a step changes beside the states of parameters, such as a number of steps in a param group.
-
-    Each call for some of the chunks starts from the values before the first one, as its part of the same step.
-    """
-
-    def __init__(self, optimizer: Optimizer) -> None:
-        self._owners = [vars(optimizer), *optimizer.param_groups]
-        self._values = [
-            {
-                key: value.detach().clone() if isinstance(value, torch.Tensor) else value
-                for key, value in owner.items()
-                if isinstance(value, (int, float, tuple, torch.Tensor))
-            }
-            for owner in self._owners
-        ]
-
-    @torch.no_grad()
-    def restore(self) -> None:
-        for owner, values in zip(self._owners, self._values, strict=True):
-            for key, value in values.items():
-                current = owner.get(key)
-                if isinstance(value, torch.Tensor) and isinstance(current, torch.Tensor):
-                    current.copy_(value)  # a scheduler may hold it
-                else:
-                    owner[key] = value
-
-
-@contextmanager
-def _hooks_once(optimizer: Optimizer, *, is_first: bool, is_last: bool) -> Iterator[None]:
-    """Call the user's step hooks only once for a step in several parts."""
-    names = [] if is_first else ["_optimizer_step_pre_hooks"]
-    names += [] if is_last else ["_optimizer_step_post_hooks"]
-    before: dict[str, Any] = {name: getattr(optimizer, name) for name in names}
-    for name in names:
-        setattr(optimizer, name, OrderedDict())
-    try:
-        yield
-    finally:
-        for name, hooks in before.items():
-            setattr(optimizer, name, hooks)

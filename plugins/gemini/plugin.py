@@ -36,9 +36,10 @@ class GeminiPlugin(ShardedPlugin):
     gathered for the forward and backward of modules that use them, and evicted when memory is needed. Gradients are
     reduce-scattered chunk by chunk during backward. Memory per rank of P, N parameters with Adam: fp32 4N/P weights +
     4N/P gradients + 8N/P states; fp16 and bf16 with fp32 masters 2N/P + 4N/P + 12N/P; and 2 + `max_prefetch` chunks.
-    Sent and received per step: 3(P-1)/P of the weights' bytes. Rajbhandari et al., "ZeRO: Memory Optimizations Toward
-    Training Trillion Parameter Models", SC 2020; Fang et al., "Parallel Training of Pre-Trained Models via Chunk-Based
-    Dynamic Memory Management" (PatrickStar), TPDS 2023.
+    Sent and received per step: 3(P-1)/P of the weights' bytes. Gradients travel in the weights' dtype: NCCL sums in it,
+    and the CPU sums fp16 and bf16 in fp32. Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion
+    Parameter Models", SC 2020; Fang et al., "Parallel Training of Pre-Trained Models via Chunk-Based Dynamic Memory
+    Management" (PatrickStar), TPDS 2023.
 
     The *compute tier* is the accelerator, or host memory without one. Shards are offloaded to host memory if there is
     an accelerator, and to files if there is none or if `offload_dir` is given.
@@ -60,7 +61,8 @@ class GeminiPlugin(ShardedPlugin):
             everything. "cuda": nothing, on any compute tier.
         enable_gradient_accumulation: No effect: several backwards before a step are always allowed, because gradient
             shards are accumulated.
-        max_prefetch: Number of chunks gathered ahead of their use.
+        max_prefetch: Number of chunks gathered ahead of their use, with the load of offloaded ones. Optional, defaults
+            to 1 on an accelerator, where it overlaps with computation, and to 0 on the CPU.
         shard_param_frac: Fraction of the weights that are sharded, for "static"; the rest stays gathered on every rank.
         offload_optim_frac: Fraction of optimizer states and master weights that are offloaded, for "static".
         offload_param_frac: Fraction of weights and gradients that are offloaded, for "static"; at most
@@ -72,8 +74,8 @@ class GeminiPlugin(ShardedPlugin):
             CPU, and to fp16 on accelerators.
         master_weights: If True, keep fp32 master weights of fp16 and bf16 weights; if False, the optimizer updates the
             rounded weights.
-        pin_memory: If True, pin offloaded host memory, so that the host does not wait for copies to and from an
-            accelerator; no effect without one.
+        pin_memory: If True, pin offloaded host memory, in blocks of at most 256 MiB, so that copies to and from an
+            accelerator run in streams of their own, beside computation; no effect without one.
         force_outputs_fp32: If True, cast floating-point outputs of the model to fp32.
         strict_ddp_mode: If True, keep all weights gathered on every rank, like `shard_param_frac=0`; for "static".
         search_range_m: Difference between the largest and the smallest chunk size in the search, in 2**20 elements.
@@ -127,7 +129,7 @@ class GeminiPlugin(ShardedPlugin):
         chunk_init_device: torch.device | str | None = None,
         placement_policy: str = "static",
         enable_gradient_accumulation: bool = True,
-        max_prefetch: int = 0,
+        max_prefetch: int | None = None,
         shard_param_frac: float = 1.0,
         offload_optim_frac: float = 0.0,
         offload_param_frac: float = 0.0,
@@ -164,6 +166,8 @@ class GeminiPlugin(ShardedPlugin):
     ) -> None:
         given = dict(locals())
         super().__init__()
+        if max_prefetch is None:
+            given["max_prefetch"] = 0 if self._device.type == "cpu" else 1
         self._set_config(GeminiConfig, given)
         self._placement = self._config.make_placement(self._device)
         self._make_groups()

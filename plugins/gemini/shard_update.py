@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from booster.interface import Shard
+from booster.plugins.sharding.step_in_parts import Arrival
 
 from .chunk import Chunk, ChunkParam, ChunkShard
 from .chunk_layout import ShardRegionInChunk
@@ -74,9 +75,20 @@ class ChunkUpdate:
         for one in self.owned:
             one.shard.parameter.data = main[one.part.in_shard]
 
-    def point_gradients(self) -> None:
-        """Set `.grad` of every used shard to its reduced gradient, and clear those of the others."""
-        sums = self.chunk.grad_shard.as_tensor() if self.chunk.has_grad_shard else None
+    def point_gradients(self, *, waits: bool = True) -> Arrival | None:
+        """Set `.grad` of every used shard to its reduced gradient, and clear those of the others.
+
+        Args:
+            waits: If True, the host waits for gradients in flight.
+
+        Returns:
+            Gradients that are still in flight, if any.
+        """
+        shard, main = self.chunk.grad_shard, self.chunk.master
+        main.as_tensor()  # the update writes it: copies of it have ended
+        is_arriving = not waits and self.chunk.has_grad_shard and shard.has_streams
+        is_arriving = is_arriving and (main.dtype, main.device.type) == (shard.dtype, "cpu")  # else they are copied
+        sums = shard.as_tensor(waits=not is_arriving) if self.chunk.has_grad_shard else None
         for one in self.owned:
             parameter = one.shard.parameter
             if not one.param.is_used:
@@ -85,11 +97,7 @@ class ChunkUpdate:
                 parameter.grad = torch.zeros_like(parameter, requires_grad=False)
             else:
                 parameter.grad = sums[one.part.in_shard].to(device=parameter.device, dtype=parameter.dtype)
-
-    def gradients(self) -> dict[int, torch.Tensor]:
-        """Return the shards' gradients by shard index."""
-        grads = ((number, one.shard.parameter.grad) for number, one in enumerate(self.owned))
-        return {number: grad for number, grad in grads if grad is not None}
+        return Arrival([one.shard.parameter for one in self.owned], shard.as_tensor) if is_arriving else None
 
     @torch.no_grad()
     def write_weights(self) -> None:

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Literal, Protocol
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Literal, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 
 from booster.comm import offloaded_memory
 from booster.device import device_type
+from booster.plugins.sharding.pinned_memory import PinnedBlock, PinnedMemory
+
+Direction: TypeAlias = Literal["load", "store"]
+"""Of a copy: from a tier, or to it."""
 
 
 class Transfer(Protocol):
     """Copy in flight between a block and a tensor."""
 
     def wait(self) -> None:
-        """Wait for the copy. Idempotent.
+        """Wait for the copy: on the host, or in the current stream for an accelerator's tensor. Idempotent.
 
         Raises:
             OSError: The disk failed; the target of a read is undefined. Raised by every call.
@@ -52,8 +58,12 @@ class TierBlock(Protocol):
             tensor: Source; requirements as for `read_into`.
         """
 
-    def as_tensor(self, dtype: torch.dtype) -> Tensor:
+    def as_tensor(self, dtype: torch.dtype, *, waits: bool = True) -> Tensor:
         """Return the block as a 1-D tensor without memory in the compute tier.
+
+        Args:
+            dtype: Dtype of the tensor.
+            waits: If False, do not wait for copies in flight: the next call does. No effect on a disk.
 
         The tensor shares the block's memory. It must not be accessed while a copy of the block is in flight. Its
         content is undefined after the block or the tier is freed. While it exists, a disk tier uses the system's page
@@ -81,6 +91,20 @@ class Tier(Protocol):
     def bytes_held(self) -> int:
         """Bytes of all blocks that are not freed."""
 
+    @property
+    def has_streams(self) -> bool:
+        """Whether an accelerator's copies run in streams of their own."""
+
+    def stream(self, direction: Direction, device: torch.device) -> AbstractContextManager[object]:
+        """Return the context of the stream of an accelerator's copies; an empty one if there is none.
+
+        The stream waits for the current one when the context is entered.
+
+        Args:
+            direction: Direction of the copies.
+            device: Device of the tensors.
+        """
+
     def new_block(self, num_bytes: int) -> TierBlock:
         """Return an empty block.
 
@@ -100,25 +124,54 @@ def bytes_of(tensor: Tensor, num_bytes: int) -> Tensor:
     return tensor.detach().view(torch.uint8)
 
 
+# Note [Copies of an accelerator]
+# Loads and stores run in a stream each, so that they overlap with computation and with each other. A copy is ordered
+# behind everything that was in the current stream when it was started, which may have used the memory of its tensor,
+# and behind the last copy of its block. What is started in the current stream later runs beside it. `Transfer.wait`
+# ends that: the tensor, or its memory, may be used in the current stream. Only `as_tensor` and `free` make the host
+# wait. Memory that is not pinned is copied in the current stream, as the host waits for such copies anyway.
+
+
 class HostTier:
-    """Tier in the host memory of an accelerator.
+    """Tier in the host memory of an accelerator; see Note [Copies of an accelerator].
 
     Args:
         pin_memory: If True, blocks are pinned, so that copies overlap with computation; no effect without an
-            accelerator. torch may round pinned memory up to a power of two.
+            accelerator.
         name: Kind of the tier; "disk" for fake memory in place of files, in a simulation.
     """
 
     def __init__(self, pin_memory: bool, name: Literal["host", "disk"] = "host") -> None:
         self.name = name
         self.bytes_held = 0
-        self._is_pinned = pin_memory and device_type() != "cpu"
+        self._pinned = PinnedMemory() if pin_memory and device_type() != "cpu" else None
+        self._streams: dict[tuple[Direction, torch.device], torch.Stream] = {}
+
+    @property
+    def has_streams(self) -> bool:
+        """See `Tier.has_streams`."""
+        return self._pinned is not None
+
+    @contextmanager
+    def stream(self, direction: Direction, device: torch.device) -> Iterator[None]:
+        """See `Tier.stream`."""
+        if self._pinned is None or device.type == "cpu":
+            yield
+            return
+        key = (direction, device)
+        if key not in self._streams:
+            self._streams[key] = torch.Stream(device=device)
+        self._streams[key].wait_stream(torch.accelerator.current_stream(device))
+        with self._streams[key]:
+            yield
 
     def new_block(self, num_bytes: int) -> TierBlock:
         """Return an empty block."""
-        with offloaded_memory():
-            memory = torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=self._is_pinned)
-        block = _HostBlock(self, memory)
+        if self._pinned is not None:
+            block = _HostBlock(self, self._pinned.allocate(num_bytes))
+        else:
+            with offloaded_memory():
+                block = _HostBlock(self, torch.empty(num_bytes, dtype=torch.uint8))
         self.bytes_held += num_bytes
         return block
 
@@ -133,72 +186,77 @@ class _HostTransfer:
         self._event = event
 
     def wait(self) -> None:
+        if self._event is not None:
+            self._event.wait()
+
+    def wait_on_host(self) -> None:
+        """Make the host wait for the copy."""
         # Behind a wait for a later copy, all earlier ones of the stream are done.
         if self._event is not None and not self._event.query():
             self._event.synchronize()
         self._event = None
 
-    def make_stream_wait(self) -> None:
-        """Make the accelerator's current stream wait for the copy."""
-        if self._event is not None:
-            self._event.wait()
-
 
 class _HostBlock:
     """Block in host memory."""
 
-    def __init__(self, tier: HostTier, memory: Tensor) -> None:
-        self.num_bytes = memory.numel()
-        self.is_empty = True
+    def __init__(self, tier: HostTier, memory: Tensor | PinnedBlock) -> None:
         self._tier = tier
-        self._memory: Tensor | None = memory
+        self._pinned = None if isinstance(memory, Tensor) else memory
+        self._memory: Tensor | None = memory if isinstance(memory, Tensor) else memory.memory
+        self.num_bytes = self._memory.numel()
+        self.is_empty = True
         self._last: _HostTransfer | None = None
 
     def read_into(self, tensor: Tensor) -> Transfer:
         data, memory = bytes_of(tensor, self.num_bytes), self._held()
-        self._wait_for_last(data)
         if self.is_empty:
             data.zero_()
-        else:
-            data.copy_(memory, non_blocking=True)
-        return self._begun(data)
+            return _HostTransfer(None)
+        return self._copy(data, memory, data.device, "load")
 
     def write_from(self, tensor: Tensor) -> Transfer:
         data, memory = bytes_of(tensor, self.num_bytes), self._held()
-        self._wait_for_last(data)
-        memory.copy_(data, non_blocking=True)
         self.is_empty = False
-        return self._begun(data)
+        return self._copy(memory, data, data.device, "store")
 
-    def as_tensor(self, dtype: torch.dtype) -> Tensor:
+    def as_tensor(self, dtype: torch.dtype, *, waits: bool = True) -> Tensor:
         memory = self._held()
-        self._wait_for_last(memory)
+        if waits:
+            self._wait_on_host()
+        if self.is_empty:
+            memory.zero_()
         self.is_empty = False  # the caller may write through it
         return memory.view(dtype)
 
     def free(self) -> None:
         if self._memory is None:
             return
-        self._wait_for_last(self._memory)
+        self._wait_on_host()
         self._memory = None
+        if self._pinned is not None:
+            self._pinned.free()
         self._tier.bytes_held -= self.num_bytes
 
     def _held(self) -> Tensor:
         assert self._memory is not None, "the block was freed"
         return self._memory
 
-    def _wait_for_last(self, other_side: Tensor) -> None:
-        if self._last is None:
-            return
-        if other_side.device.type == "cpu":
-            self._last.wait()
-        else:  # the stream waits, not Python
-            self._last.make_stream_wait()
+    def _wait_on_host(self) -> None:
+        if self._last is not None:
+            self._last.wait_on_host()
 
-    def _begun(self, other_side: Tensor) -> Transfer:
-        event = None
-        if other_side.device.type != "cpu":
-            event = torch.Event(device=other_side.device)
+    def _copy(self, target: Tensor, source: Tensor, device: torch.device, direction: Direction) -> Transfer:
+        if device.type == "cpu":
+            self._wait_on_host()
+            target.copy_(source)
+            self._last = _HostTransfer(None)
+            return self._last
+        with self._tier.stream(direction, device):
+            if self._last is not None:
+                self._last.wait()
+            target.copy_(source, non_blocking=True)
+            event = torch.Event(device=device)
             event.record()
         self._last = _HostTransfer(event)
         return self._last

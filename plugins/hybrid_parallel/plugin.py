@@ -98,7 +98,8 @@ class HybridParallelPlugin(ShardedPlugin):
         static_graph: For compatibility; no effect.
         zero_bucket_size_in_m: Size in 2**20 elements of the buffers for buckets in flight, with ZeRO.
         cpu_offload: If True, keep masters and optimizer states in host memory. No effect on the CPU.
-        communication_dtype: Dtype of gradient communication between dp ranks; optional, defaults to the gradients'.
+        communication_dtype: Dtype in which gradients travel between dp ranks; optional, defaults to the gradients'. The
+            CPU sums fp16 and bf16 in fp32, NCCL in this dtype.
         overlap_communication: If True, overlap gradient reduction with backward.
         overlap_allgather: If True, overlap the all-gather of updated weights with the next forward.
         master_weights: If True, keep fp32 masters of fp16 and bf16 weights.

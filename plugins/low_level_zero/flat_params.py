@@ -9,10 +9,11 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from booster.comm import fake, offloaded_memory, sum_dtype
+from booster.comm import fake, sum_dtype
 from booster.core.shard_aware import follow_weights
 from booster.interface import Shard, shard_spec_of
 from booster.plugins.sharding.config import ShardGroups, ZeroConfig
+from booster.plugins.sharding.pinned_memory import PinnedMemory
 
 # Shards start at multiples of 64 bytes in half precision, aligned for vector instructions.
 _ALIGNMENT = 32
@@ -180,6 +181,7 @@ class FlatGroup:
     Attributes:
         weights: Flat buffer, including padding.
         device: Device of the weights.
+        pinned: Pinned memory of what is copied to and from offloaded masters.
         masters: This rank's shard with the precision of the update, or None if the optimizer updates the weights.
         updates_weights_in_place: Whether a fused optimizer step may write this rank's weights together with their
             masters.
@@ -208,7 +210,8 @@ class FlatGroup:
         self.device = self.parameters[0].device
         self.weights = torch.zeros(self.layout.numel, dtype=dtype, device=self.device)
         self.masters = self._new_masters(config)
-        self._pinned: dict[int, torch.Tensor] = {}
+        self.pinned = PinnedMemory()
+        self._pinned_weights: dict[int, torch.Tensor] = {}
         self.updates_weights_in_place = self.masters is not None and not self.is_offloaded
         self.owned = self._flatten(self.layout.owned_ranges(groups.rank))
         self.record_versions()
@@ -233,18 +236,18 @@ class FlatGroup:
         for index, bucket in enumerate(self.layout.buckets):
             master = self.masters[bucket.offset_in_shard : bucket.offset_in_shard + bucket.shard_numel]
             if self.is_offloaded:
-                master = self._pinned_weights(index, bucket).copy_(master)
+                master = self._weights_to_send(index, bucket).copy_(master)
             self.weights[bucket.shard_range(self.groups.rank)].copy_(master, non_blocking=True)
 
-    def _pinned_weights(self, index: int, bucket: Bucket) -> torch.Tensor:
+    def _weights_to_send(self, index: int, bucket: Bucket) -> torch.Tensor:
         """Return pinned memory for weights that are copied to the accelerator, so that the host does not wait.
 
         It may be overwritten in a step: the wait for that step's gradients is behind the copies of the last one.
         """
-        if index not in self._pinned:
-            with offloaded_memory():
-                self._pinned[index] = torch.empty(bucket.shard_numel, dtype=self.dtype, pin_memory=True)
-        return self._pinned[index]
+        if index not in self._pinned_weights:
+            memory = self.pinned.allocate(bucket.shard_numel * self.dtype.itemsize).memory
+            self._pinned_weights[index] = memory.view(self.dtype)
+        return self._pinned_weights[index]
 
     @torch.no_grad()
     def refresh_masters(self) -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import nn
 
-from booster.comm import ReduceScatter, offloaded_memory, sum_dtype
+from booster.comm import ReduceScatter, sum_dtype
 
 from .flat_params import Bucket, FlatGroup, OwnedShard, ParamRange
 
@@ -90,14 +91,16 @@ class GradientBucket:
     grad_shard: torch.Tensor | None = None
     host_grad_shard: torch.Tensor | None = None
 
-    def start_copy_to_host(self) -> torch.Tensor:
-        """Start copying the shard to pinned memory, which must not be read before an event behind the copy."""
+    def start_copy_to_host(self) -> Callable[[], None]:
+        """Start to copy the shard to `host_grad_shard`; return the wait of the host for it."""
         assert self.grad_shard is not None
         if self.host_grad_shard is None:
-            with offloaded_memory():
-                self.host_grad_shard = torch.empty_like(self.grad_shard, device="cpu", pin_memory=True)
+            memory = self.group.pinned.allocate(self.grad_shard.nbytes).memory
+            self.host_grad_shard = memory.view(self.grad_shard.dtype)
         self.host_grad_shard.copy_(self.grad_shard, non_blocking=True)
-        return self.host_grad_shard
+        event = torch.Event(device=self.grad_shard.device)
+        event.record()
+        return partial(_wait_on_host, event)
 
     @property
     def sum_dtype(self) -> torch.dtype:
@@ -301,6 +304,11 @@ class FullGradients(GradientStore):
         if bucket.sum_dtype == self._flat.dtype:
             return self._flat[where.shard_range(self._rank)]
         return self._flat[where.start : where.stop].view(bucket.sum_dtype)[: where.shard_numel]
+
+
+def _wait_on_host(event: torch.Event) -> None:
+    if not event.query():
+        event.synchronize()
 
 
 def _zero_padding(buffer: torch.Tensor, bucket: GradientBucket) -> None:

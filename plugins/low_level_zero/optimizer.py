@@ -21,8 +21,10 @@ from booster.plugins.sharding.optimizer import (
     ShardedPendingGradients,
     replaced_memory_error,
 )
+from booster.plugins.sharding.step_in_parts import Arrival
 
 from .flat_params import FlatGroup
+from .grad_bucket import GradientBucket
 from .model import ParamAllGather, ZeroModel
 from .reducer import GradientReducer
 
@@ -197,7 +199,9 @@ class ZeroOptimizer(ShardedOptimizer):
         self._cached_norm = None
         self._part.reduce_tied_gradients(self._reducer)
         self._reducer.finish()
-        for bucket, sums in zip(self._reducer.buckets, self._sums_beside_masters(), strict=True):
+        self._start_copies_to_host()
+        for bucket in self._reducer.buckets:
+            sums = bucket.host_grad_shard if self._is_copied(bucket) else bucket.grad_shard
             for param_grad, owned in bucket.owned:
                 parameter = owned.shard.parameter
                 if not param_grad.is_used:
@@ -208,17 +212,18 @@ class ZeroOptimizer(ShardedOptimizer):
                     parameter.grad = sums[owned.range.range_in_shard].to(parameter.dtype)
         return 1.0 / group_size(self.data_parallel_group)
 
-    def _sums_beside_masters(self) -> list[torch.Tensor | None]:
-        """Return the gradient shard of each bucket on the device of its masters: one copy each, and one wait."""
-        sums, device = [bucket.grad_shard for bucket in self._reducer.buckets], None
-        for index, bucket in enumerate(self._reducer.buckets):
-            if bucket.group.is_offloaded and bucket.grad_shard is not None:
-                sums[index], device = bucket.start_copy_to_host(), bucket.group.device
-        if device is not None:
-            event = torch.Event(device=device)
-            event.record()
-            event.synchronize()
-        return sums
+    def _start_copies_to_host(self) -> None:
+        copied = [bucket for bucket in self._reducer.buckets if self._is_copied(bucket)]
+        self._arriving = [
+            Arrival([owned.shard.parameter for _, owned in bucket.owned], bucket.start_copy_to_host())
+            for bucket in copied
+        ]
+        dtypes = {(bucket.sum_dtype, owned.shard.parameter.dtype) for bucket in copied for _, owned in bucket.owned}
+        if not self._can_fuse_unscaling() or any(found != wanted for found, wanted in dtypes):
+            self._wait_for_gradients()
+
+    def _is_copied(self, bucket: GradientBucket) -> bool:
+        return bucket.group.is_offloaded and bucket.grad_shard is not None
 
     def _has_gradients(self) -> bool:
         return any(one.is_local for one in self._reducer.param_grads) or any(

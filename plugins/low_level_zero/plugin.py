@@ -56,8 +56,8 @@ class LowLevelZeroPlugin(ShardedPlugin):
         norm_type: Order of the norm.
         reduce_bucket_size_in_m: Size of all buffers for buckets in flight, in 2**20 elements; a bucket has at most a
             quarter of it.
-        communication_dtype: Dtype of gradient reduction; optional, defaults to the gradients' dtype. The CPU always
-            sums in fp32.
+        communication_dtype: Dtype in which gradients travel; optional, defaults to the gradients' dtype. The CPU sums
+            fp16 and bf16 in fp32, NCCL in this dtype: fp32 is exact there, too, for twice the bytes of the reduction.
         overlap_communication: If True, reduce gradients while backward continues; if False, stage 1 reduces once before
             the step.
         overlap_allgather: If True, all-gather the weights while the next forward runs; each operator waits for the

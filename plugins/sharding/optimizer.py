@@ -45,6 +45,7 @@ from booster.interface import (
     Shard,
     ShardAware,
     Shards,
+    StateAllocator,
     TensorSlice,
     TensorSpec,
 )
@@ -52,6 +53,7 @@ from booster.kernels.flat_buffers import sum_of_squares, supports_sum_of_squares
 
 from .config import GradClipConfig
 from .elementwise import takes_empty_groups
+from .step_in_parts import Arrival, step_as_they_arrive, wait_for_all
 
 
 @torch.no_grad()
@@ -288,6 +290,7 @@ class ShardedOptimizer(OptimizerWrapper):
             self._grad_norm_group = host_group(self._grad_norm_group)
         self._clip = clip
         self._cached_norm: torch.Tensor | None = None
+        self._arriving: list[Arrival] = []
         self._is_stepping = False
         self._synchronizes = True
         optim.register_step_pre_hook(partial(_refuse_unwrapped_step, weakref.ref(self)))
@@ -452,8 +455,14 @@ class ShardedOptimizer(OptimizerWrapper):
         # Gradients of the shards, scaled or not: their sums are already in fp32.
         return [parameter.grad for parameter in self._optimized_parameters() if parameter.grad is not None]
 
+    def _wait_for_gradients(self) -> None:
+        """Wait until all gradients have arrived on the host; see Note [Arriving gradients]."""
+        arriving, self._arriving = self._arriving, []
+        wait_for_all(arriving)
+
     def _counted_gradients(self) -> list[torch.Tensor]:
         """Return the elements that this rank contributes to the gradient norm."""
+        self._wait_for_gradients()
         found = []
         for parameter in self._optimized_parameters():
             if parameter.grad is not None:
@@ -462,6 +471,7 @@ class ShardedOptimizer(OptimizerWrapper):
         return found
 
     def _named_gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
+        self._wait_for_gradients()
         for parameter in self._optimized_parameters():
             if parameter.grad is not None:
                 shard = self.shards.shard_of(parameter)
@@ -492,6 +502,7 @@ class ShardedOptimizer(OptimizerWrapper):
         return found_anywhere
 
     def _apply_factors(self) -> None:
+        self._wait_for_gradients()
         if self._accumulation.factors is not None:
             self._cached_norm = None  # of the scaled gradients
         super()._apply_factors()
@@ -551,6 +562,19 @@ class ShardedOptimizer(OptimizerWrapper):
                 members = self.param_groups[index]["params"]
                 members[:] = [one for one in members if one is not placeholder]
                 self.optim.state.pop(placeholder, None)
+
+    def _step_fused(
+        self, model_params: Mapping[nn.Parameter, torch.Tensor], gradients: Mapping[nn.Parameter, torch.Tensor]
+    ) -> None:
+        step = partial(super()._step_fused, model_params, gradients)
+        is_retried = isinstance(self.optim, StateAllocator) and self.optim.may_fail_locally
+        if is_retried or isinstance(self.optim, ShardAware):  # it is made, or needs all gradients, at once
+            self._wait_for_gradients()
+        arriving, self._arriving = self._arriving, []
+        if arriving:
+            step_as_they_arrive(self.optim, arriving, step)
+        else:
+            step()
 
     def _call_user_method(self, method: Callable[[], Any]) -> Any:
         if self._is_stepping:  # called by a user's hook in a step, which publishes the weights itself

@@ -59,8 +59,9 @@ class TorchFSDPPlugin(DistributedPlugin):
             optional, defaults to the blocks that a transformers model names, else the elements of the largest
             `nn.ModuleList`s.
         mixed_precision: torch's `MixedPrecisionPolicy` (or `MixedPrecision`): shards keep their dtype, weights are
-            gathered and computed with in `param_dtype`; float16 includes loss scaling. Optional, defaults to the
-            Booster's `mixed_precision`.
+            gathered and computed with in `param_dtype`; float16 includes loss scaling. Gradients travel in
+            `reduce_dtype`, by default `param_dtype`: the CPU sums fp16 and bf16 in fp32, NCCL in the dtype that
+            travels. Optional, defaults to the Booster's `mixed_precision`.
         ignored_modules: Modules whose parameters are replicated. Their gradients are averaged as well.
         param_init_fn: Function that materializes and initializes a module with tensors on the meta device; optional,
             defaults to `reset_parameters()`, or the model's own initialization in transformers.

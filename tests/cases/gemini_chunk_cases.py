@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from booster.plugins.gemini.chunk import Chunk
+from booster.plugins.gemini.chunk import Chunk, finish_transfer
 from booster.plugins.gemini.chunk_layout import ChunkLayout, ParamRegion, unit_numel
 from booster.plugins.sharding.buffer_pool import BufferPool
 
@@ -55,7 +55,7 @@ class Bench:
             self.chunk.keep_gathered(full)
         else:
             self.chunk.weights.allocate(weights_tier)
-            self.chunk.weights.store(full[self.layout.shard_range(rank)])
+            finish_transfer(self.chunk.weights.store(full[self.layout.shard_range(rank)]))
             for slot in self.chunk.params:
                 slot.unbind()
         self.sums_tier = sums_tier
@@ -97,7 +97,9 @@ class Bench:
             self.chunk.grad_shard.allocate(self.sums_tier)
         self.chunk.start_reduce(self.take)
         assert self.chunk.is_reducing
-        for buffer in self.chunk.finish_reduce():
+        buffers, transfer = self.chunk.finish_reduce()
+        finish_transfer(transfer)
+        for buffer in buffers:
             self.pool.release(buffer)
         assert not self.chunk.is_reducing
 

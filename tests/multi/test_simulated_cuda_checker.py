@@ -287,7 +287,7 @@ def losses_without_waits_for_pinned_memory(settings: dict[str, Any]) -> list[flo
     take = ShardedParam.take_reduced_grad
     device.set_options(drops_avoidable_waits=True)
     with (
-        mock.patch.object(_HostTransfer, "wait"),
+        mock.patch.object(_HostTransfer, "wait_on_host"),
         mock.patch.object(ShardedParam, "take_reduced_grad", take_as_if_arrived),
     ):
         return train_parallel(settings).losses

@@ -404,3 +404,13 @@ def test_buffers_take_two_buckets_or_all_gradients(views):
     bucket_bytes = int(0.02 * 2**20)
     whole = sum(one.nbytes for one in parameters)
     assert found == whole if views else found <= 2 * (bucket_bytes + max(one.nbytes for one in parameters))
+
+
+@distributed(3)
+def test_gradients_of_low_precision_are_summed_in_fp32():
+    module = nn.Linear(1, 1, bias=False).bfloat16()
+    booster, model, optimizer = boosted(module, sgd(module))
+    x = torch.tensor([[256.0 if dist.get_rank() == 0 else 1.0]])
+    booster.backward(model(x.bfloat16()).sum(), optimizer)
+    assert module.weight.grad.item() == 86  # 258 / 3; bf16 has no 257
+    assert booster.plugin.reduction_dtype(torch.bfloat16) is torch.float32

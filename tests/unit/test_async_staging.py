@@ -74,9 +74,10 @@ def test_copies_hold_what_the_tensors_held():
     copies = stage_slices(ranges, slices, arena)
     for held in slices:
         held.tensor.zero_()  # the training continues
-    assert [_bytes_of_range(copies[part.slice_index], part) for part in ranges] == expected
-    assert [copy.name for copy in copies] == [held.name for held in slices]
-    assert all(copy.tensor.dtype == held.dtype for copy, held in zip(copies, slices, strict=True))
+    assert [_bytes_of_range(copies.slice_of(part), part) for part in ranges] == expected
+    for part in ranges:
+        copy, held = copies.slice_of(part), slices[part.slice_index]
+        assert (copy.name, copy.box, copy.tensor.dtype) == (held.name, held.box, held.dtype)
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -95,7 +96,7 @@ def test_only_what_the_ranges_ask_for_is_copied(seed):
     copies = stage_slices(ranges, slices, arena)
     for part in ranges:
         held = slices[part.slice_index]
-        assert _bytes_of_range(copies[part.slice_index], part) == _bytes_of_range(held, part)
+        assert _bytes_of_range(copies.slice_of(part), part) == _bytes_of_range(held, part)
     copied = sum((part.span[1] - part.span[0]) * slices[part.slice_index].dtype.itemsize for part in ranges)
     touched = int((arena._blocks[0].memory != 0x5A).sum())
     assert touched <= copied
@@ -107,9 +108,38 @@ def _all_spans_flat(slices):
 
 def test_a_rank_that_writes_nothing_needs_no_memory():
     arena = Arena()
-    copies = stage_slices([], _slices(), arena)
-    assert all(copy.tensor.numel() == 0 for copy in copies)
+    stage_slices([], _slices(), arena)
     assert arena.num_bytes == 0
+
+
+def test_copies_lie_in_blocks_of_bounded_size(monkeypatch):
+    """A slice continues in the next block, each of its ranges in one of them."""
+    monkeypatch.setattr(async_save, "MAX_BLOCK_BYTES", 8 * PAGE_BYTES)
+    long = TensorSlice.full("long", torch.arange(20 * PAGE_BYTES, dtype=torch.int32), primary=True)
+    slices = [*_slices(), long, *_slices()]
+    step = PAGE_BYTES // 2 + 10
+    numel = long.tensor.numel()
+    parts = (len(_slices()), [(start, min(start + step, numel)) for start in range(0, numel, step)])
+    spans = [
+        *_all_spans(_slices()),
+        parts,
+        *((index + len(_slices()) + 1, one) for index, one in _all_spans(_slices())),
+    ]
+    ranges = _ranges(slices, *spans)
+    sizes = []
+    allocate = Arena.allocate
+
+    def record(self, num_bytes, *, is_pinned=False):
+        sizes.append(num_bytes)
+        return allocate(self, num_bytes, is_pinned=is_pinned)
+
+    monkeypatch.setattr(Arena, "allocate", record)
+    copies = stage_slices(ranges, slices, Arena())
+    assert len(sizes) > 10
+    assert set(sizes[:-1]) == {8 * PAGE_BYTES}
+    assert 0 < sizes[-1] <= 8 * PAGE_BYTES
+    for part in ranges:
+        assert _bytes_of_range(copies.slice_of(part), part) == _bytes_of_range(slices[part.slice_index], part)
 
 
 def test_copies_are_what_the_writer_takes(tmp_path):
@@ -140,7 +170,7 @@ def test_memory_stays_from_save_to_save():
     arena = Arena()
     addresses = set()
     for _ in range(3):
-        (copy,) = stage_slices(ranges, slices, arena)
+        copy = stage_slices(ranges, slices, arena).slice_of(ranges[0])
         addresses.add(copy.tensor.data_ptr())
         assert 0 <= arena.num_bytes - slices[0].tensor.nbytes < PAGE_BYTES
         del copy

@@ -33,7 +33,8 @@ from booster.errors import ConfigError
 from booster.kernels import disk_io
 from booster.kernels.disk_io import ALIGNMENT, DiskQueue, aligned_buffer
 from booster.plugins.gemini import nvme_tier
-from booster.plugins.gemini.nvme_tier import DiskTier, FreeList
+from booster.plugins.gemini.nvme_tier import DiskTier
+from booster.plugins.sharding.pinned_memory import FreeList
 
 
 @pytest.fixture
