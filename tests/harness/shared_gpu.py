@@ -42,10 +42,11 @@ def register() -> None:
 
 
 class _Work(dist.Work):
-    def __init__(self, device: torch.device, outputs: Tensors) -> None:
+    def __init__(self, device: torch.device, inputs: Tensors, outputs: Tensors) -> None:
         super().__init__()
         self._device = device
         self._outputs = list(outputs)
+        self._kept = [*inputs, *outputs]  # until the caller's stream waits: another one uses them
         self._is_done = threading.Event()
         self._error: Exception | None = None
         self._arrival = torch.cuda.Event()
@@ -70,6 +71,7 @@ class _Work(dist.Work):
 
     def synchronize(self) -> None:
         torch.cuda.current_stream(self._device).wait_event(self._arrival)
+        self._kept.clear()
 
     def is_completed(self) -> bool:
         return self._is_done.is_set()
@@ -139,12 +141,14 @@ class _Communicator:
         assert device is not None
         ready = torch.cuda.Event()
         ready.record(torch.cuda.current_stream(device))
-        work = _Work(device, writes)
-        flat_reads, flat_writes = [_flat(tensor) for tensor in reads], [_flat(tensor) for tensor in writes]
-        for tensor in (*flat_reads, *flat_writes):
-            tensor.record_stream(self._stream)
+        work = _Work(device, reads, writes)
         operation = _Operation(
-            reads=flat_reads, writes=flat_writes, exchange=exchange, ready=ready, work=work, is_message=is_message
+            reads=[_flat(tensor) for tensor in reads],
+            writes=[_flat(tensor) for tensor in writes],
+            exchange=exchange,
+            ready=ready,
+            work=work,
+            is_message=is_message,
         )
         self._operations.put(operation)
         return work
