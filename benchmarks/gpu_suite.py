@@ -1,5 +1,8 @@
 """Everything that needs a GPU, in one command of under 8 minutes on one GPU: the tests marked gpu, the measurements.
 
+The tests come first: each plugin on one rank over NCCL, then two to four ranks that share the GPU over a backend of the
+tests, then some of those under torch's sanitizer, which looks for accesses on two streams without an order.
+
     python benchmarks/gpu_suite.py
     python benchmarks/gpu_suite.py --part large      # 1.3 billion weights: plain torch, FSDP2, ZeRO, Gemini
     python benchmarks/gpu_suite.py --part largest    # each at the largest model that it trains; both as long again
@@ -13,11 +16,12 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -36,8 +40,9 @@ from gpu.large import PARTS, PRELOAD, format_large, large_has_failed, measure_la
 from gpu.measure import Device, measure_case, probe_device  # noqa: E402
 
 _CASES = "cases"
-_TESTS_SHARE = 0.35  # of the time: a suite of tests that takes longer fails
-_GRACE_SECONDS = 20.0  # for a case that overruns its share, before its process is killed
+_LEAST_TEST_SECONDS = 60.0  # to start pytest on a busy machine, however little time there is
+# For a case that overruns its share, before its process is killed; on the CPU the machine may be busy with others.
+_GRACE_SECONDS = {"cuda": 20.0, "cpu": 120.0}
 _CEILING_SIDE = {"cuda": 8192, "cpu": 256}
 # The largest whose three copies, states and activations fit into so many bytes of free memory.
 _SIZE_BY_FREE_BYTES = ((60e9, "350m"), (20e9, "125m"), (6e9, "50m"))
@@ -53,6 +58,37 @@ class Budget:
     def share(self, num_left: int, now: float) -> float:
         """Returns the seconds for the next of `num_left` parts; what one leaves over goes to the later ones."""
         return max(0.0, self.deadline - now) / num_left
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PytestRun:
+    """A run of pytest, which fails if it is not done in time.
+
+    Attributes:
+        name: How the document calls it.
+        arguments: Of pytest.
+        end: When it must be done, as a share of the whole time; what an earlier run leaves over is its own.
+        environment: Variables beside those of this process.
+    """
+
+    name: str
+    arguments: Sequence[str]
+    end: float
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+# The folder, not all tests: others may need packages that a bare GPU machine lacks.
+_ON_ONE_GPU = "tests/gpu/test_shared_gpu.py"
+TEST_RUNS = (
+    PytestRun(name="one rank", arguments=("tests/gpu", f"--ignore={_ON_ONE_GPU}"), end=0.3),
+    PytestRun(name="ranks on one GPU", arguments=(_ON_ONE_GPU,), end=0.5),
+    PytestRun(
+        name="ranks on one GPU, sanitized",
+        arguments=(_ON_ONE_GPU, "-k", "gemini or fsdp or offloaded"),
+        end=0.65,
+        environment={"TORCH_CUDA_SANITIZER": "1"},
+    ),
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -78,7 +114,12 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     start = time.time()
     budget = Budget(deadline=start + options.seconds)
     is_large = options.part != _CASES
-    tests = None if options.no_tests or is_large else run_tests(options.seconds * _TESTS_SHARE)
+    tests: dict[str, dict[str, Any]] = {}
+    if not (options.no_tests or is_large):
+        # Without a GPU every test is skipped, in each run.
+        for test_run in TEST_RUNS if options.device == "cuda" else TEST_RUNS[:1]:
+            left = start + options.seconds * test_run.end - time.time()
+            tests[test_run.name] = run_tests(test_run, max(_LEAST_TEST_SECONDS, left))
     world = World(timeout_seconds=max(60.0, options.seconds))
     device: Device = on_ranks(probe_device, world, options.device, _CEILING_SIDE[options.device], preload=PRELOAD)[0]
     print(f"{device.name}: bf16 {device.ceiling_side}^3 matmul {device.ceiling_tflops:.3g} TFLOP/s", flush=True)
@@ -104,21 +145,27 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def run_tests(timeout_seconds: float) -> dict[str, Any]:
-    """Runs the tests marked gpu in a process of their own; returns exit code and last line."""
-    # The folder, not all tests: others may need packages that a bare GPU machine lacks.
-    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", "tests/gpu"]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+def run_tests(test_run: PytestRun, timeout_seconds: float) -> dict[str, Any]:
+    """Runs tests marked gpu in processes of their own; returns exit code, last line and time."""
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", *test_run.arguments]
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, **test_run.environment, "PYTHONPATH": path, "TORCH_DISTRIBUTED_DEBUG": "OFF"}
+    start = time.time()
+    process = subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+    exit_code: int | None
     try:
-        done = subprocess.run(
-            command, cwd=ROOT, env=environment, timeout=timeout_seconds, stdout=subprocess.PIPE, text=True, check=False
-        )
+        output, _ = process.communicate(timeout=timeout_seconds)
+        exit_code, summary = process.returncode, (output.strip().splitlines() or ["no output"])[-1]
     except subprocess.TimeoutExpired:
-        print(f"tests: not done after {timeout_seconds:.0f} s", flush=True)
-        return {"exit_code": None, "summary": f"not done after {timeout_seconds:.0f} s"}
-    lines = done.stdout.strip().splitlines() or ["no output"]
-    print(done.stdout if done.returncode else f"tests: {lines[-1]}", flush=True)
-    return {"exit_code": done.returncode, "summary": lines[-1]}
+        os.killpg(process.pid, signal.SIGKILL)  # its ranks, too, which hold memory of the GPU
+        output, _ = process.communicate()
+        exit_code, summary = None, f"not done after {timeout_seconds:.0f} s"
+    if exit_code != 0:
+        print(output, flush=True)
+    print(f"tests of {test_run.name}: {summary}", flush=True)
+    return {"exit_code": exit_code, "summary": summary, "seconds": time.time() - start}
 
 
 def choose_size(free_bytes: int, *, is_tiny: bool) -> str:
@@ -130,7 +177,7 @@ def choose_size(free_bytes: int, *, is_tiny: bool) -> str:
 
 def exit_code(document: Mapping[str, Any]) -> int:
     """Returns 1 if a test failed or a case could not be measured."""
-    tests_failed = document["tests"] is not None and document["tests"]["exit_code"] != 0
+    tests_failed = any(test_run["exit_code"] != 0 for test_run in document["tests"].values())
     cases_failed = any(case_has_failed(case) for case in document["cases"])
     return int(tests_failed or cases_failed or any(large_has_failed(engine) for engine in document.get("large", ())))
 
@@ -188,7 +235,7 @@ def _measured(options: argparse.Namespace, budget: Budget, size: str, device: De
 def _measure(case: Case, kind: str, seconds: float, size: str, device: Device) -> dict[str, Any]:
     backend = ("nccl" if kind == "cuda" else "gloo") if case.is_distributed else None
     # A process of its own: an error of the device would spoil all cases after it.
-    world = World(backend=backend, timeout_seconds=seconds + _GRACE_SECONDS)
+    world = World(backend=backend, timeout_seconds=seconds + _GRACE_SECONDS[kind])
     deadline = time.time() + seconds
     try:
         result: dict[str, Any] = on_ranks(measure_case, world, case.name, size, kind, deadline, device.ceiling_tflops)[

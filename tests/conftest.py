@@ -20,19 +20,20 @@ def _no_leaks() -> Iterator[None]:
     """Fails a test that leaks environment variables, threads, process groups or files in the current directory."""
     environment, directory = _environment(), os.getcwd()
     threads, files = set(threading.enumerate()), _files(directory)
+    has_group = _has_group()  # of a fixture of the module
     yield
     leaks = [
         *_environment_leaks(environment),
         *_directory_leaks(directory, files),
         *_thread_leaks(threads),
-        *_process_group_leaks(),
+        *(() if has_group else _process_group_leaks()),
     ]
     if leaks:
         pytest.fail("the test left behind: " + "; ".join(leaks), pytrace=False)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    devices = ("cpu", "simulated_cuda")
+    devices = ("cpu", "simulated_cuda", "shared_gpu", "simulated_shared_gpu")
     parser.addoption("--device", choices=devices, default="cpu", help="of the ranks in tests of parity")
     parser.addoption("--part", default="1/1", help="the cases of one part of several, such as 2/7")
 
@@ -94,8 +95,13 @@ def _thread_leaks(before: set[threading.Thread]) -> Iterator[str]:
             yield f"thread {thread.name}"
 
 
-def _process_group_leaks() -> Iterator[str]:
+def _has_group() -> bool:
     dist = sys.modules.get("torch.distributed")  # not imported here: many tests need no torch
-    if dist is not None and dist.is_available() and dist.is_initialized():
+    return dist is not None and bool(dist.is_available()) and bool(dist.is_initialized())
+
+
+def _process_group_leaks() -> Iterator[str]:
+    if _has_group():
+        dist = sys.modules["torch.distributed"]
         yield f"a process group of {dist.get_world_size()} ranks"
         dist.destroy_process_group()

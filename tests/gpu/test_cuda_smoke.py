@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 
 import pytest
 import torch
 import torch.distributed as dist
+from gpu_groups import needs_gpu
 from torch import nn
 
 from booster import Booster, FP16ApexMixedPrecision, FP16NaiveMixedPrecision, MixedPrecision
-from booster.device import device_type
 from booster.kernels.float8 import (
     FORWARD_DTYPE,
     GRADIENT_DTYPE,
@@ -22,12 +21,7 @@ from booster.kernels.float8 import (
 )
 from booster.plugins import LowLevelZeroPlugin, TorchDDPPlugin
 
-HAS_GPU = device_type() == "cuda"
-
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not HAS_GPU, reason="needs a CUDA device, and torch sees none"),
-]
+pytestmark = [pytest.mark.gpu, needs_gpu]
 
 WIDTH = 64
 LOSS_SCALE = 2.0**10  # low enough that no step overflows
@@ -40,22 +34,6 @@ PRECISIONS: dict[str, Callable[[], str | MixedPrecision]] = {
     "fp16_apex O2": lambda: FP16ApexMixedPrecision(opt_level="O2", loss_scale=LOSS_SCALE),
     "fp8": lambda: "fp8",
 }
-
-
-@pytest.fixture(autouse=True)
-def _fp32_means_fp32() -> Iterator[None]:
-    precision = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    yield
-    torch.set_float32_matmul_precision(precision)
-
-
-@pytest.fixture
-def nccl(tmp_path: Path) -> Iterator[None]:
-    store = dist.FileStore(str(tmp_path / "store"), 1)
-    dist.init_process_group("nccl", store=store, rank=0, world_size=1, device_id=torch.device("cuda", 0))
-    yield
-    dist.destroy_process_group()
 
 
 def make_model() -> nn.Module:
@@ -117,7 +95,7 @@ def test_single_device_is_plain_torch() -> None:
     assert_same_weights(model, reference)
 
 
-@pytest.mark.usefixtures("nccl")
+@pytest.mark.usefixtures("alone")
 def test_ddp_over_nccl_is_plain_torch() -> None:
     losses, model = train_boosted(Booster(plugin=TorchDDPPlugin()), 5)
     expected, reference = train_plain(5)
@@ -126,7 +104,7 @@ def test_ddp_over_nccl_is_plain_torch() -> None:
     assert_same_weights(model, reference)
 
 
-@pytest.mark.usefixtures("nccl")
+@pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("cpu_offload", [False, True])
 @pytest.mark.parametrize("stage", [1, 2])
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])

@@ -4,27 +4,19 @@ from __future__ import annotations
 
 import copy
 import gc
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
+from gpu_groups import needs_gpu
 from torch import nn
 
 from booster import Booster
-from booster.device import device_type
 from booster.optim import HybridAdam
 from booster.plugins import GeminiPlugin
 
-HAS_GPU = device_type() == "cuda"
-
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not HAS_GPU, reason="needs a CUDA device, and torch sees none"),
-    pytest.mark.usefixtures("nccl"),
-]
+pytestmark = [pytest.mark.gpu, needs_gpu, pytest.mark.usefixtures("alone")]
 
 WIDTH, DEPTH = 64, 4
 STEPS = 5
@@ -51,22 +43,6 @@ POLICIES: dict[str, dict[str, Any]] = {
 }
 # The losses of a few steps: fp32 sums in another order, bf16 rounds by 2**-9 and fp16 by 2**-12 per operation.
 TOLERANCES = {"fp32": 1e-4, "bf16": 2e-2, "fp16": 1e-2}
-
-
-@pytest.fixture(autouse=True)
-def _fp32_means_fp32() -> Iterator[None]:
-    precision = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    yield
-    torch.set_float32_matmul_precision(precision)
-
-
-@pytest.fixture
-def nccl(tmp_path: Path) -> Iterator[None]:
-    store = dist.FileStore(str(tmp_path / "store"), 1)
-    dist.init_process_group("nccl", store=store, rank=0, world_size=1, device_id=torch.device("cuda", 0))
-    yield
-    dist.destroy_process_group()
 
 
 def make_model(width: int = WIDTH, depth: int = DEPTH) -> nn.Module:

@@ -2,29 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
+from gpu_groups import group_of_devices, needs_gpu, needs_two
 from harness import distributed
 from torch import nn
 
 from booster import Booster
-from booster.device import current_device, default_backend, device_type, num_devices, set_device
+from booster.device import current_device, device_type
 from booster.plugins import HybridParallelPlugin
 
-HAS_GPU = device_type() == "cuda"
-
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not HAS_GPU, reason="needs a CUDA device, and torch sees none"),
-]
-needs_two = pytest.mark.skipif(num_devices() < 2, reason="needs two CUDA devices")
+pytestmark = [pytest.mark.gpu, needs_gpu]
 
 VOCABULARY, WIDTH, HEADS, TOKENS, SAMPLES, STEPS = 99, 64, 4, 16, 8, 5
 LOSS_SCALE = 2.0**10  # low enough that no step overflows
@@ -145,40 +137,16 @@ def assert_trains_as_plain_torch(precision: str, **arguments: Any) -> None:
     torch.testing.assert_close(torch.tensor(found), torch.tensor(expected), rtol=TOLERANCES[precision], atol=0.0)
 
 
-@contextmanager
-def group_of(rank: int, size: int, store: Path) -> Iterator[None]:
-    """Makes the default group on the devices' own backend."""
-    device = set_device(rank) if HAS_GPU else None
-    torch.set_float32_matmul_precision("highest")
-    backend = default_backend(device_type())
-    dist.init_process_group(
-        backend, store=dist.FileStore(str(store), size), rank=rank, world_size=size, device_id=device
-    )
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
-
-
-@contextmanager
-def group_of_devices(folder: Path) -> Iterator[None]:
-    """Puts a group on the devices' own backend in the place of the harness's, which is gloo's."""
-    rank, size = dist.get_rank(), dist.get_world_size()
-    dist.destroy_process_group()
-    with group_of(rank, size, folder / "store"):
-        yield
-
-
+@pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("zero_stage", [0, 1, 2])
 @pytest.mark.parametrize("precision", TOLERANCES)
-def test_one_device(precision: str, zero_stage: int, tmp_path: Path) -> None:
-    with group_of(0, 1, tmp_path / "store"):
-        assert_trains_as_plain_torch(precision, zero_stage=zero_stage)
+def test_one_device(precision: str, zero_stage: int) -> None:
+    assert_trains_as_plain_torch(precision, zero_stage=zero_stage)
 
 
-def test_one_device_with_checkpointed_layers(tmp_path: Path) -> None:
-    with group_of(0, 1, tmp_path / "store"):
-        assert_trains_as_plain_torch("fp32", gradient_checkpoint_config=True)
+@pytest.mark.usefixtures("alone")
+def test_one_device_with_checkpointed_layers() -> None:
+    assert_trains_as_plain_torch("fp32", gradient_checkpoint_config=True)
 
 
 @needs_two

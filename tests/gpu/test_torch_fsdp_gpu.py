@@ -3,30 +3,22 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from gpu_groups import HAS_GPU, group_of_devices, needs_four, needs_gpu, needs_two
 from harness import distributed
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 from booster import BF16MixedPrecision, Booster, FP16TorchMixedPrecision, LazyInitContext
-from booster.device import current_device, default_backend, device_type, num_devices, set_device
+from booster.device import current_device, device_type
 from booster.plugins import TorchFSDPPlugin
 
-HAS_GPU = device_type() == "cuda"
-
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not HAS_GPU, reason="needs a CUDA device, and torch sees none"),
-]
-needs_two = pytest.mark.skipif(num_devices() < 2, reason="needs two CUDA devices")
-needs_four = pytest.mark.skipif(num_devices() < 4, reason="needs four CUDA devices")
+pytestmark = [pytest.mark.gpu, needs_gpu]
 
 WIDTH, DEPTH, SAMPLES = 64, 4, 32
 STEPS = 5
@@ -62,48 +54,6 @@ class Stack(nn.Module):
         for block in self.blocks:
             x = x + block(x)
         return self.outlet(x)
-
-
-@pytest.fixture(autouse=True)
-def _fp32_means_fp32() -> Iterator[None]:
-    precision = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    yield
-    torch.set_float32_matmul_precision(precision)
-
-
-@pytest.fixture
-def alone(tmp_path: Path) -> Iterator[None]:
-    """A world of one rank."""
-    with group_of(0, 1, tmp_path / "store"):
-        yield
-
-
-@contextmanager
-def group_of(rank: int, size: int, store: Path) -> Iterator[None]:
-    """Makes the default group on the devices' own backend."""
-    device = set_device(rank) if HAS_GPU else None
-    dist.init_process_group(
-        default_backend(device_type()),
-        store=dist.FileStore(str(store), size),
-        rank=rank,
-        world_size=size,
-        device_id=device,
-    )
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
-
-
-@contextmanager
-def group_of_devices(folder: Path) -> Iterator[None]:
-    """Puts a group on the devices' own backend in the place of the harness's, which is gloo's."""
-    rank, size = dist.get_rank(), dist.get_world_size()
-    dist.destroy_process_group()
-    torch.set_float32_matmul_precision("highest")
-    with group_of(rank, size, folder / "store"):
-        yield
 
 
 def make_model() -> nn.Module:

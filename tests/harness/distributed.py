@@ -11,7 +11,7 @@ import pytest
 from simulated_cuda import device as simulated_device
 
 from harness.failures import RanksFailed
-from harness.forkserver import Device
+from harness.forkserver import SIMULATED, Device
 from harness.messages import pack_arguments
 from harness.pool import run_on_fresh_ranks, run_on_live_ranks
 from harness.reference import BODY_ATTRIBUTE, reference_to
@@ -42,6 +42,8 @@ def run_ranks(
         fresh: take new processes. Needed where a rank ends its process or breaks the group on purpose.
         device: "simulated_cuda" gives each rank a CUDA device in host memory, and a default group of "nccl"; see
             `simulated_cuda`. A job in which a fault was seen fails. Where it can't be used the test is skipped.
+            "shared_gpu" gives all ranks the first GPU, and the default group of `harness.shared_gpu`;
+            "simulated_shared_gpu" does so with the simulated device.
         **kwargs: keyword arguments of `fn`.
 
     Raises:
@@ -110,7 +112,7 @@ def _run(
     device: Device,
 ) -> list[Any]:
     __tracebackhide__ = True
-    if device == "simulated_cuda" and (reason := simulated_device.problem()) is not None:
+    if device in SIMULATED and (reason := simulated_device.problem()) is not None:
         pytest.skip(reason)
     run = run_on_fresh_ranks if fresh else run_on_live_ranks
     function, arguments = reference_to(fn), pack_arguments(args, kwargs)

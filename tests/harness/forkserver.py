@@ -14,7 +14,9 @@ from typing import Any, Literal
 
 from simulated_cuda import build
 
-Device = Literal["cpu", "simulated_cuda"]
+# "shared_gpu": one GPU for all ranks, with the backend of `harness.shared_gpu`; the others are simulated.
+Device = Literal["cpu", "simulated_cuda", "shared_gpu", "simulated_shared_gpu"]
+SIMULATED: tuple[Device, ...] = ("simulated_cuda", "simulated_shared_gpu")
 
 # _dynamo and tensor are what DDP and the first optimizer import on their own, a second each.
 _PRELOADED = ["torch", "torch.distributed", "torch._dynamo", "torch.distributed.tensor", "pytest"]
@@ -57,7 +59,7 @@ def preload(*modules: str) -> None:
 
 def start_context(device: Device = "cpu") -> ForkServerContext:
     """Returns the context to start ranks with, its server running with the environment that ranks need."""
-    if device == "simulated_cuda":
+    if device in SIMULATED:
         build.library()  # here, where an error of the compiler can be read
         _simulated_server.set_forkserver_preload(["simulated_cuda.preload", *_PRELOADED])
         with _environment_of_ranks():

@@ -17,7 +17,8 @@ from simulated_cuda import device as simulated_device
 from simulated_cuda import reports
 from torch.distributed.distributed_c10d import get_pg_count
 
-from harness.forkserver import Device
+from harness import shared_gpu
+from harness.forkserver import SIMULATED, Device
 from harness.messages import Joined, Settled
 
 # More than any job's limit: the parent, who asks every rank where it is, must be the first to give up.
@@ -34,18 +35,23 @@ class RankGroup:
     def __init__(self, rank: int, world_size: int, device: Device = "cpu") -> None:
         self.rank = rank
         self.world_size = world_size
-        self._is_simulated = device == "simulated_cuda"
+        self._device = device
+        self._is_simulated = device in SIMULATED
 
     def join(self, store_path: str) -> Joined:
         """Makes the default group, with the store at `store_path`. *Collective: yes*."""
         store = dist.FileStore(store_path, self.world_size)
         store.set_timeout(_GROUP_TIMEOUT)
-        device = None
-        if self._is_simulated:
+        backend, device = "gloo", None
+        if self._device == "simulated_cuda":
             torch.accelerator.set_device_index(self.rank)
-            device = torch.device("cuda", self.rank)
+            backend, device = "nccl", torch.device("cuda", self.rank)
+        elif self._device != "cpu":
+            torch.accelerator.set_device_index(0)
+            shared_gpu.register()
+            backend = shared_gpu.BACKEND
         dist.init_process_group(
-            "nccl" if self._is_simulated else "gloo",
+            backend,
             store=store,
             rank=self.rank,
             world_size=self.world_size,

@@ -8,38 +8,20 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from device_cases import PLUGINS, train
 from harness import preload
 from hybrid_cases import MODES, TP_2, assert_hybrid_equals_serial
-from parity import assert_parallel_equals_serial
 from pipeline_cases import SCHEDULES, assert_pipeline_equals_serial
 from zoo import TRANSFORMERS_MODULES
 
 preload(*TRANSFORMERS_MODULES)
 
 DEVICE = "simulated_cuda"
-CHUNKS = {"chunk_config_dict": {"chunk_size": 512}}
-OFFLOADED = {"offload_optim_frac": 1.0, "offload_param_frac": 1.0, "placement_policy": "static"}
-PLUGINS: dict[str, tuple[str, dict[str, Any]]] = {
-    "ddp": ("torch_ddp", {}),
-    "zero 1": ("low_level_zero", {"stage": 1}),
-    "zero 1, overlapped": ("low_level_zero", {"stage": 1, "overlap_allgather": True}),
-    "zero 2": ("low_level_zero", {"stage": 2}),
-    "zero 2, offloaded": ("low_level_zero", {"stage": 2, "cpu_offload": True}),
-    "gemini": ("gemini", CHUNKS),
-    "gemini, prefetched": ("gemini", {"max_prefetch": 2, **CHUNKS}),
-    "gemini, offloaded": ("gemini", {**OFFLOADED, **CHUNKS}),
-    "gemini, offloaded and pinned": ("gemini", {"pin_memory": True, "max_prefetch": 1, **OFFLOADED, **CHUNKS}),
-    "fsdp": ("torch_fsdp", {}),
-    "fsdp, offloaded": ("torch_fsdp", {"cpu_offload": True}),
-    "fsdp, gathered once": ("torch_fsdp", {"sharding_strategy": "SHARD_GRAD_OP"}),
-}
 
 
 # A function for each: the default run takes one case of a function with parameters.
 def _train(name: str, **settings: Any) -> None:
-    plugin, arguments = PLUGINS[name]
-    settings = {"model": "mlp_odd", "max_norm": 0.5, "device": DEVICE, **settings}
-    assert_parallel_equals_serial(plugin, plugin_arguments=arguments, **settings)
+    train(name, DEVICE, **settings)
 
 
 def test_ddp():
@@ -62,7 +44,7 @@ def test_gemini():
 
 def test_gemini_offloaded():
     for name in ("gemini, offloaded", "gemini, offloaded and pinned"):
-        _train(name, optimizer="hybrid_adam")
+        _train(name)
 
 
 def test_fsdp():

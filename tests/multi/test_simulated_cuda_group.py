@@ -8,6 +8,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+from device_cases import check_collectives
 from harness import RanksFailed, distributed, run_ranks
 
 SIMULATED = "simulated_cuda"
@@ -21,46 +22,10 @@ def _device() -> torch.device:
 
 @distributed(2, device=SIMULATED)
 def test_collectives():
-    rank, device = dist.get_rank(), _device()
+    device = _device()
     assert dist.get_backend() == "nccl"
     assert dist.group.WORLD.bound_device_id == device
-    mine = torch.arange(4.0, device=device) + 10 * rank
-    total = mine.clone()
-    dist.all_reduce(total)
-    assert total.tolist() == [10.0, 12.0, 14.0, 16.0]
-    dist.all_reduce(mean := mine.clone(), dist.ReduceOp.AVG)
-    assert mean.tolist() == [5.0, 6.0, 7.0, 8.0]
-    dist.all_reduce(highest := mine.clone(), dist.ReduceOp.MAX)
-    assert highest.tolist() == [10.0, 11.0, 12.0, 13.0]
-    dist.broadcast(first := mine.clone(), src=0)
-    assert first.tolist() == [0.0, 1.0, 2.0, 3.0]
-    joined = torch.empty(8, device=device)
-    dist.all_gather_into_tensor(joined, mine)
-    assert joined.tolist() == [0.0, 1.0, 2.0, 3.0, 10.0, 11.0, 12.0, 13.0]
-    listed = [torch.empty(4, device=device) for _ in range(2)]
-    dist.all_gather(listed, mine)
-    assert torch.equal(torch.cat(listed), joined)
-    shard = torch.empty(2, device=device)
-    dist.reduce_scatter_tensor(shard, mine)
-    assert shard.tolist() == ([10.0, 12.0], [14.0, 16.0])[rank]
-    dist.reduce_scatter(shard, list(mine.chunk(2)))
-    assert shard.tolist() == ([10.0, 12.0], [14.0, 16.0])[rank]
-    swapped = torch.empty(4, device=device)
-    dist.all_to_all_single(swapped, mine)
-    assert swapped.tolist() == ([0.0, 1.0, 10.0, 11.0], [2.0, 3.0, 12.0, 13.0])[rank]
-    uneven = torch.empty((2, 6)[rank], device=device)
-    dist.all_to_all_single(uneven, mine, [1, 1] if rank == 0 else [3, 3], [1, 3])
-    assert uneven.tolist() == ([0.0, 10.0], [1.0, 2.0, 3.0, 11.0, 12.0, 13.0])[rank]
-    parts = [torch.empty(2, device=device) for _ in range(2)]
-    dist.all_to_all(parts, list(mine.chunk(2)))
-    assert torch.equal(torch.cat(parts), swapped)
-    dist.reduce(total := mine.clone(), dst=1)
-    assert total.tolist() == ([0.0, 1.0, 2.0, 3.0], [10.0, 12.0, 14.0, 16.0])[rank]
-    dist.gather(mine, listed if rank == 0 else None, dst=0)
-    assert torch.equal(torch.cat(listed), joined)
-    dist.scatter(part := torch.empty(2, device=device), list(mine.chunk(2)) if rank == 1 else None, src=1)
-    assert part.tolist() == ([10.0, 11.0], [12.0, 13.0])[rank]
-    dist.barrier()
+    check_collectives(device)
 
 
 @distributed(2, device=SIMULATED)

@@ -81,9 +81,39 @@ def test_failures_reach_table_and_exit_code(suite):
     lines = suite.gpu_suite.format_cases(cases)
     assert "fp32, booster FAILED: it broke" in lines
     assert "bf16 FAILED: rank 0 failed" in lines
-    assert suite.gpu_suite.exit_code({"tests": None, "cases": cases}) == 1
-    assert suite.gpu_suite.exit_code({"tests": {"exit_code": 1}, "cases": []}) == 1
-    assert suite.gpu_suite.exit_code({"tests": {"exit_code": 0}, "cases": []}) == 0
+    assert suite.gpu_suite.exit_code({"tests": {}, "cases": cases}) == 1
+    assert suite.gpu_suite.exit_code({"tests": {"a": {"exit_code": 0}, "b": {"exit_code": 1}}, "cases": []}) == 1
+    assert suite.gpu_suite.exit_code({"tests": {"a": {"exit_code": None}}, "cases": []}) == 1
+    assert suite.gpu_suite.exit_code({"tests": {"a": {"exit_code": 0}}, "cases": []}) == 0
+
+
+def test_runs_of_tests_leave_time_for_the_cases(suite):
+    ends = [test_run.end for test_run in suite.gpu_suite.TEST_RUNS]
+    assert ends == sorted(ends)
+    assert ends[-1] < 0.7
+    assert suite.gpu_suite.TEST_RUNS[-1].environment == {"TORCH_CUDA_SANITIZER": "1"}
+
+
+@pytest.mark.slow
+def test_a_run_of_tests_that_takes_too_long_is_ended_with_its_processes(suite, monkeypatch, tmp_path, capsys):
+    (tmp_path / "test_slow.py").write_text(
+        "import pathlib, pytest, subprocess, sys, time\n"
+        "@pytest.mark.gpu\n"
+        "def test_slow():\n"
+        "    child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
+        "    pathlib.Path(__file__).with_name('pid').write_text(str(child.pid))\n"
+        "    time.sleep(600)\n"
+    )
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = gpu: needs one\n")
+    monkeypatch.setattr(suite.gpu_suite, "ROOT", tmp_path)
+    slow = suite.gpu_suite.PytestRun(name="slow", arguments=["test_slow.py"], end=1.0)
+    result = suite.gpu_suite.run_tests(slow, 10.0)
+    assert result["exit_code"] is None
+    assert capsys.readouterr().out.endswith("tests of slow: not done after 10 s\n")
+    deadline = time.monotonic() + 30
+    child = Path("/proc") / (tmp_path / "pid").read_text()
+    while child.exists() and "zombie" not in (child / "status").read_text():
+        assert time.monotonic() < deadline
 
 
 # Large models.
@@ -177,9 +207,9 @@ def test_errors_of_large_models_fail_the_suite(suite, monkeypatch):
     for part in suite.large.PARTS:
         engines, _ = _large_models(suite, monkeypatch, 0, part, "it broke")
         assert all(map(suite.large.large_has_failed, engines))
-        assert suite.gpu_suite.exit_code({"tests": None, "cases": [], "large": engines}) == 1
+        assert suite.gpu_suite.exit_code({"tests": {}, "cases": [], "large": engines}) == 1
         too_large, _ = _large_models(suite, monkeypatch, 0, part)
-        assert suite.gpu_suite.exit_code({"tests": None, "cases": [], "large": too_large}) == 0
+        assert suite.gpu_suite.exit_code({"tests": {}, "cases": [], "large": too_large}) == 0
 
 
 def test_large_models_without_time_are_told_so(suite, monkeypatch):
@@ -219,7 +249,7 @@ def test_dry_run_on_the_cpu(suite, tmp_path):
     (path,) = tmp_path.glob("gpu-cpu-*.json")
     document = json.loads(path.read_text())
     assert document["is_dry_run"]
-    assert document["tests"]["exit_code"] == 0
+    assert [one["exit_code"] for one in document["tests"].values()] == [0]
     assert document["versions"]["torch"] == torch.__version__
     assert [case["name"] for case in document["cases"]] == [case.name for case in suite.cases.CASES]
     for case in document["cases"]:
