@@ -36,7 +36,7 @@ from booster.validation import UNEVEN_CALLS
 # runs, and reduces its gradients when they are ready. The smallest of one number is enough for it: the ranks all-reduce
 # the sequence number of the collective that each has reached, and all perform the smallest; numbers increase in the
 # order of a forward and its backward. A rank that has reached a later one participates passively and negotiates again.
-# So a skipped module costs one more round, of 32 bytes per rank.
+# So a skipped module costs one more round, of 16 bytes per rank.
 
 Request = TypeVar("Request", bound=Hashable)
 Outcome = TypeVar("Outcome")
@@ -291,6 +291,8 @@ class CollectiveKind(IntEnum):
     GRADIENTS_READ = 5  # gradients are read, by a step, clipping or a save
 
 
+_MAX_MARK = 2**33  # above all digests
+
 _ENDS = {
     CollectiveKind.FORWARD_END: "the end of a forward",
     CollectiveKind.BACKWARD_END: "the end of a backward",
@@ -430,9 +432,9 @@ class CollectiveOrder:
     ) -> tuple[CollectiveRequest, CollectiveRequest, int, int]:
         """Return the earliest and the latest of the ranks' requests, and the smallest and the largest mark."""
         num_groups = len(self.participants)
-        number = request.sequence_number(num_groups)
+        number = request.sequence_number(num_groups) * _MAX_MARK + mark  # compared by request first, then by mark
         # The largest of the negative numbers is the smallest number.
-        first, last, least, most = max_of_numbers([-number, number, -mark, mark], self._group)
-        earliest = CollectiveRequest.from_sequence_number(-first, num_groups)
-        latest = CollectiveRequest.from_sequence_number(last, num_groups)
-        return earliest, latest, -least, most
+        first, last = max_of_numbers([-number, number], self._group)
+        (earliest, least), (latest, most) = divmod(-first, _MAX_MARK), divmod(last, _MAX_MARK)
+        of_number = CollectiveRequest.from_sequence_number
+        return of_number(earliest, num_groups), of_number(latest, num_groups), least, most
