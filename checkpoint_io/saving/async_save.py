@@ -191,7 +191,7 @@ def _layout(ranges: Sequence[WriteRange], slices: Sequence[TensorSlice]) -> tupl
                 sizes.append(0)
             parts.append(_Segment((start, stop), len(sizes) - 1, offset))
             sizes[-1] = offset + num_bytes
-    # Full ones have one size, in which a later save, which may be divided otherwise, finds its room.
+    # All but the last have one size, for later saves whose ranges differ.
     return segments, [*(MAX_BLOCK_BYTES for _ in sizes[:-1]), *sizes[-1:]]
 
 

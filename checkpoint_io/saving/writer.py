@@ -274,11 +274,6 @@ class CopiedSlices(Protocol):
 Slices: TypeAlias = Sequence[TensorSlice] | CopiedSlices
 
 
-def slice_of(slices: Slices, write_range: WriteRange) -> TensorSlice:
-    """Return the slice that contains a range: the one of its `slice_index`, or a copy of a part of it."""
-    return slices[write_range.slice_index] if isinstance(slices, Sequence) else slices.slice_of(write_range)
-
-
 def write_ranges(
     storage: Storage,
     files: Sequence[tuple[Path, FileImage]],
@@ -295,7 +290,7 @@ def write_ranges(
         storage: Storage to write to.
         files: Paths and images of the plan's files, already created in full size.
         ranges: Ranges to write; file order is fastest.
-        slices: This rank's slices, see `slice_of`.
+        slices: This rank's slices, by `slice_index`, or copies of what the ranges write.
         num_threads: Number of writer threads.
 
     Returns:
@@ -368,7 +363,8 @@ def _jobs(files: Sequence[tuple[Path, FileImage]], ranges: Sequence[WriteRange],
     for index, write_range in enumerate(ranges):
         if write_range.span[0] == write_range.span[1]:
             continue
-        image, source = files[write_range.file][1], slice_of(slices, write_range)
+        image = files[write_range.file][1]
+        source = slices[write_range.slice_index] if isinstance(slices, Sequence) else slices.slice_of(write_range)
         start = run_start(source.global_shape, write_range.box, write_range.span[0]) * source.dtype.itemsize
         write = _RangeWrite(index, write_range, source, image.offsets[write_range.name] + start)
         block = (write.offset - image.data_start) // BLOCK_BYTES
@@ -474,7 +470,10 @@ class Relay:
             num_bytes = (write_range.span[1] - write_range.span[0]) * plan.specs[write_range.name].dtype.itemsize
             if write_range.owner == self._rank:
                 buffer = torch.empty(num_bytes, dtype=torch.uint8)
-                read_range(slice_of(slices, write_range), write_range, buffer)
+                source = (
+                    slices[write_range.slice_index] if isinstance(slices, Sequence) else slices.slice_of(write_range)
+                )
+                read_range(source, write_range, buffer)
                 send(buffer, write_range.writer, self._group)
             elif write_range.writer == self._rank:
                 buffer = torch.empty(num_bytes, dtype=torch.uint8)

@@ -437,7 +437,7 @@ class Chunk:
         if self.is_kept_gathered:
             self._gather = start_all_gather(self.gathered, self._group)
             return unused
-        with self.weights.stream("load"):  # computation goes on beside the load and the gather
+        with self.weights.stream("load"):  # beside computation
             self._load = self.weights.load(self.gathered[self.layout.shard_range(self.rank)])
             self._gather = start_all_gather(self.gathered, self._group)
         return unused
@@ -640,7 +640,7 @@ class Chunk:
             self._reduction.wait(self.grad_shard.tensor, accumulate=self.has_grad_shard)
         else:
             sums = self._grad_shard_buffer.view(self.grad_shard.numel, self.grad_shard.dtype)
-            with self.grad_shard.stream("store"):  # backward goes on beside it
+            with self.grad_shard.stream("store"):  # beside backward
                 self._reduction.wait(sums, accumulate=self.has_grad_shard)
                 transfer = self.grad_shard.store(sums)
         self.has_grad_shard = True

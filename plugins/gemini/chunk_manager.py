@@ -20,7 +20,7 @@ from booster.plugins.sharding.collective_order import (
     RankRequest,
 )
 
-from .chunk import Chunk, ChunkParam
+from .chunk import Chunk, ChunkParam, finish_transfer
 from .placement import ChunkBytes, ChunkLocations, Placement, evictions
 from .tiers import Tier, Transfer
 from .tracer import Cursor, Trace, Tracer
@@ -115,7 +115,7 @@ class GradientReduction:
         """Wait for the oldest reduction in flight, or its copy to the offload tier; return False if there is none."""
         if self._storing:
             buffers, transfer = self._storing.popleft()
-            transfer.wait()
+            finish_transfer(transfer)
             self._release(buffers)
         elif self._in_flight:
             self._finish(self._in_flight.popleft())

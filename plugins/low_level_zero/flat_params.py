@@ -181,7 +181,7 @@ class FlatGroup:
     Attributes:
         weights: Flat buffer, including padding.
         device: Device of the weights.
-        pinned: Pinned memory of what is copied to and from offloaded masters.
+        pinned: Pinned memory of what is copied to and from offloaded masters; None if they are not offloaded.
         masters: This rank's shard with the precision of the update, or None if the optimizer updates the weights.
         updates_weights_in_place: Whether a fused optimizer step may write this rank's weights together with their
             masters.
@@ -210,7 +210,7 @@ class FlatGroup:
         self.device = self.parameters[0].device
         self.weights = torch.zeros(self.layout.numel, dtype=dtype, device=self.device)
         self.masters = self._new_masters(config)
-        self.pinned = PinnedMemory()
+        self.pinned = PinnedMemory() if self.is_offloaded else None
         self._pinned_weights: dict[int, torch.Tensor] = {}
         self.updates_weights_in_place = self.masters is not None and not self.is_offloaded
         self.owned = self._flatten(self.layout.owned_ranges(groups.rank))
@@ -245,6 +245,7 @@ class FlatGroup:
         It may be overwritten in a step: the wait for that step's gradients is behind the copies of the last one.
         """
         if index not in self._pinned_weights:
+            assert self.pinned is not None
             memory = self.pinned.allocate(bucket.shard_numel * self.dtype.itemsize).memory
             self._pinned_weights[index] = memory.view(self.dtype)
         return self._pinned_weights[index]

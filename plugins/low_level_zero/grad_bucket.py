@@ -94,6 +94,7 @@ class GradientBucket:
     def start_copy_to_host(self) -> Callable[[], None]:
         """Start to copy the shard to `host_grad_shard`; return the wait of the host for it."""
         assert self.grad_shard is not None
+        assert self.group.pinned is not None
         if self.host_grad_shard is None:
             memory = self.group.pinned.allocate(self.grad_shard.nbytes).memory
             self.host_grad_shard = memory.view(self.grad_shard.dtype)

@@ -9,8 +9,8 @@ import torch
 
 from booster.comm import offloaded_memory
 
-# torch rounds each piece of pinned memory up to a power of two, and keeps it when it is freed. So memory is taken in
-# slabs that are powers of two already, and blocks lie in them one behind another. A slab is as large as all others
+# torch rounds each allocation of pinned memory up to a power of two, and keeps it when it is freed. So it is allocated
+# in slabs that are powers of two already, in which blocks lie one behind another. A slab is as large as all others
 # together, up to MAX_SLAB_BYTES: little is unused beside small models, and at most one slab beside large ones. A block
 # that is larger has a slab of its own, whose rest is for others.
 MAX_SLAB_BYTES = 256 * 2**20

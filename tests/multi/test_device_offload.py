@@ -14,11 +14,13 @@ import torch
 from device_costs import measure
 from harness import RanksFailed, run_ranks
 from parity import Case
+from simulated_cuda import device, reports
 from torch import nn
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from booster import Booster
 from booster.optim import HybridAdam
-from booster.plugins import GeminiPlugin, LowLevelZeroPlugin
+from booster.plugins import GeminiPlugin, LowLevelZeroPlugin, TorchFSDPPlugin
 
 SIMULATED = "simulated_cuda"
 WIDTH, DEPTH = 30, 4
@@ -193,8 +195,6 @@ class _Spy(HybridAdam):
 
 def offloaded_steps(is_offloaded: bool, max_norm: float) -> tuple[list[float], list[list[bool]], float]:
     """Returns the losses, what `_Spy` saw in the last step, and the waits of the host in it."""
-    from simulated_cuda import device, reports
-
     from booster.plugins.low_level_zero.grad_bucket import GradientBucket
 
     plugin = LowLevelZeroPlugin(stage=2, precision="bf16", cpu_offload=is_offloaded, max_norm=max_norm, **BUCKETS)
@@ -229,10 +229,70 @@ def test_the_first_bucket_is_updated_while_the_last_one_travels():
         assert losses == pytest.approx(losses_on_device, rel=1e-5)
 
 
+def offloaded_steps_of_gemini() -> list[list[bool]]:
+    """Returns what `_Spy` saw in the last step."""
+    from booster.plugins.gemini.chunk import ChunkShard
+
+    booster, model, optimizer, _ = _boosted(GeminiPlugin(**OFFLOADED), _Spy)
+    store = ChunkShard.store
+
+    def note(self: ChunkShard, source: torch.Tensor) -> Any:
+        transfer = store(self, source)
+        _Spy.events.append(transfer._event)
+        return transfer
+
+    with mock.patch.object(ChunkShard, "store", note):
+        for batch in [_batch(booster, seed) for seed in range(3)]:
+            _Spy.events, _Spy.seen = [], []
+            _step(booster, model, optimizer, batch)
+    return _Spy.seen
+
+
+def test_the_first_chunk_is_updated_while_the_last_one_travels():
+    for seen in run_ranks(offloaded_steps_of_gemini, 2, device=SIMULATED):
+        assert seen == [[index <= call for index in range(DEPTH)] for call in range(DEPTH)]
+
+
 def test_a_norm_waits_for_all_buckets_at_once():
     for _, seen, syncs in run_ranks(offloaded_steps, 2, True, 0.5, device=SIMULATED):
         assert len(seen) == syncs == 1
         assert all(seen[0])
+
+
+# FSDP: gradients are added as they arrive.
+
+
+def arrivals_of_offloaded_gradients() -> tuple[list[list[bool]], int]:
+    """Returns which groups' gradients are known to be there as each group adds its own, and the waits of a step."""
+    from booster.plugins.torch_fsdp.param_group import ParamGroup
+
+    booster, model, optimizer, _ = _boosted(
+        TorchFSDPPlugin(cpu_offload=True, auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))
+    )
+    _step(booster, model, optimizer)
+    groups, log = model.fsdp_groups, []
+    add = ParamGroup.add_grads_in_flight
+
+    def note(self: ParamGroup) -> None:
+        flights = [list(group._grads_in_flight) for group in groups]
+        had_any = bool(self._grads_in_flight)
+        add(self)
+        if had_any:
+            log.append([all(event.query() for _, _, event in flight) for flight in flights])
+
+    batch = _batch(booster)
+    device.set_options(drops_avoidable_waits=True)
+    with mock.patch.object(ParamGroup, "add_grads_in_flight", note), reports.recording() as record:
+        _step(booster, model, optimizer, batch)
+    device.set_options()
+    return log, record.count("sync")
+
+
+def test_gradients_of_fsdp_are_added_while_others_travel():
+    for log, syncs in run_ranks(arrivals_of_offloaded_gradients, 2, device=SIMULATED):
+        assert len(log) == syncs == DEPTH
+        for number, known in enumerate(log):
+            assert known[-DEPTH:] == [index >= DEPTH - 1 - number for index in range(DEPTH)], log
 
 
 # Saves.
@@ -240,8 +300,6 @@ def test_a_norm_waits_for_all_buckets_at_once():
 
 def saves(folder: str) -> tuple[dict[str, int], str, list[int], bool]:
     """Returns the collectives and the waits of asynchronous saves, their pinned bytes, and whether all came back."""
-    from simulated_cuda import reports
-
     from booster.checkpoint_io.saving import async_save
 
     booster, model, optimizer, _ = _boosted(LowLevelZeroPlugin(stage=1, precision="bf16"))

@@ -119,7 +119,7 @@ ALLOWED = {
     },
     "plugins/gemini/chunk.py": {
         "self._gather.wait": OPERATION,
-        "self._block.read_into(host).wait": DISK,
+        "self._held().read_into(host).wait": DISK,
         "transfer.wait": DISK,
     },
     "plugins/gemini/model.py": {
@@ -130,7 +130,10 @@ ALLOWED = {
     },
     "plugins/gemini/tiers.py": {
         "self._event.wait": DEVICE,
-        "self._last.wait": "a copy between a device and host memory",
+        "self._last.wait": DEVICE,
+    },
+    "plugins/sharding/step_in_parts.py": {
+        "arrival.wait": "a copy from a device to host memory",
     },
     "plugins/hybrid_parallel/pipeline_parallel/p2p.py": {
         "link.wait": OPERATION,
