@@ -239,7 +239,7 @@ def test_layer_equals_the_formulas(recipe, leading, bias, emulate):
 
 @pytest.mark.parametrize("recipe", ["dynamic", "rowwise"])
 def test_operands_are_as_the_hardware_needs_them(recipe, monkeypatch):
-    """Rows of `a` and columns of `b` in a piece, sizes that are multiples of 16, and precise sums of gradients."""
+    """`a` by rows and `b` by columns, sizes that are multiples of 16, and precise sums of gradients."""
     skip_unless_native()
     if not hasattr(torch.nn.functional, "scaled_mm"):
         pytest.skip("this torch has another name for the product")
