@@ -1,4 +1,4 @@
-"""float8 matrix multiplication with per-tensor scaling: native where the device supports it, emulated elsewhere."""
+"""float8 matrix multiplication, scaled by tensors or by rows: native where the device supports it, else emulated."""
 
 from __future__ import annotations
 
@@ -15,21 +15,27 @@ _HAS_SCALED_MM = hasattr(F, "scaled_mm") and hasattr(F, "ScalingType")  # else t
 _NATIVE_MULTIPLE = 16  # the hardware requires sizes that are multiples of this
 
 
-def quantize(tensor: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize(tensor: torch.Tensor, dtype: torch.dtype, dim: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the tensor in float8 and its dequantization scale.
 
-    The scale is a 0-dim fp32 tensor on the same device. It maps the largest magnitude to the dtype's largest number,
-    and is 1 for zeros and empty tensors. An inf or nan anywhere makes every value of the product nan, so that overflows
-    are detected. No host synchronization.
+    The scale maps the largest magnitude to the dtype's largest number, and is 1 for zeros and empty tensors. An inf or
+    nan makes every value of the product nan that it takes part in, or could share a scale with, so that overflows are
+    detected. No host synchronization.
 
     Args:
         tensor: Floating-point tensor.
         dtype: `FORWARD_DTYPE` or `GRADIENT_DTYPE`.
+        dim: Dimension of a matrix along which numbers share a scale, that over which the product will sum. Optional,
+            defaults to one scale of the tensor.
+
+    Returns:
+        The tensor, and its scale in fp32 on the same device: 0-dim, or a matrix of size 1 along `dim`.
     """
     limit = torch.finfo(dtype).max
     if tensor.numel() == 0:
-        return tensor.to(dtype), torch.ones((), dtype=torch.float32, device=tensor.device)
-    low, high = torch.aminmax(tensor)
+        shape = () if dim is None else [1 if index == dim else size for index, size in enumerate(tensor.shape)]
+        return tensor.to(dtype), torch.ones(shape, dtype=torch.float32, device=tensor.device)
+    low, high = torch.aminmax(tensor) if dim is None else torch.aminmax(tensor, dim=dim, keepdim=True)
     largest = torch.maximum(-low, high).float()
     scale = torch.where(largest == 0, 1.0, largest / limit).clamp_min(_SMALLEST_SCALE)
     # Casts of numbers over the limit saturate on some devices and give nan on others, and rounding may exceed it.
@@ -44,24 +50,30 @@ def scaled_matmul(
     out_dtype: torch.dtype,
     *,
     emulate: bool | None = None,
+    fast_accumulation: bool = False,
 ) -> torch.Tensor:
     """Return `(a * scale_a) @ (b * scale_b)` of float8 matrices, in `out_dtype`.
+
+    The hardware needs `a` by rows and `b` by columns: the transpose of a contiguous matrix. Others, and sizes that are
+    no multiples of 16, are copied first.
 
     Args:
         a: Matrix (M, K) from `quantize`.
         b: Matrix (K, N) from `quantize`.
-        scale_a: Scale of `a`.
-        scale_b: Scale of `b`.
-        out_dtype: float32, bfloat16 or float16.
+        scale_a: Scale of `a`, 0-dim or (M, 1).
+        scale_b: Scale of `b`, 0-dim or (1, N), as that of `a`.
+        out_dtype: float32, bfloat16 or float16. On accelerators the hardware's result is rounded to bfloat16 first if
+            there is a scale for each row.
         emulate: If True, multiply in fp32; if False, use the device's float8 instructions. Optional, defaults to float8
             instructions on accelerators that have them. The CPU is emulated by default: its native float8 product sums
             in another order and was slower (0.6 times the speed, torch 2.13, 1024 x 1024).
+        fast_accumulation: If True, the hardware may keep sums in its own short format (14 bits on Hopper) all the way.
     """
     if emulate is None:
-        emulate = a.device.type == "cpu" or native_problem(a.device.type, a.dtype, b.dtype) is not None
+        emulate = a.device.type == "cpu" or not _is_native(a.device.type, a.dtype, b.dtype, scale_a.dim() > 0)
     if emulate or 0 in (*a.shape, *b.shape):
         return scaled_matmul_reference(a, b, scale_a, scale_b, out_dtype)
-    return _native(a, b, scale_a, scale_b, out_dtype)
+    return _native(a, b, scale_a, scale_b, out_dtype, fast_accumulation=fast_accumulation)
 
 
 def scaled_matmul_reference(
@@ -76,9 +88,18 @@ def scaled_matmul_reference(
         return ((a.float() @ b.float()) * scale_a * scale_b).to(out_dtype)
 
 
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _is_native(device_type: str, dtype_a: torch.dtype, dtype_b: torch.dtype, by_rows: bool) -> bool:
+    return native_problem(device_type, dtype_a, dtype_b, by_rows=by_rows) is None
+
+
 @functools.cache
 def native_problem(
-    device_type: str, dtype_a: torch.dtype = FORWARD_DTYPE, dtype_b: torch.dtype = FORWARD_DTYPE
+    device_type: str,
+    dtype_a: torch.dtype = FORWARD_DTYPE,
+    dtype_b: torch.dtype = FORWARD_DTYPE,
+    *,
+    by_rows: bool = False,
 ) -> str | None:
     """Return why this device type can't multiply these float8 dtypes natively, or None if it can.
 
@@ -88,13 +109,14 @@ def native_problem(
         device_type: Device type: "cpu", "cuda", ...
         dtype_a: dtype of the left matrix.
         dtype_b: dtype of the right matrix.
+        by_rows: Whether each row of the left and column of the right matrix has a scale.
     """
     if not _HAS_SCALED_MM and not hasattr(torch, "_scaled_mm"):
         return f"torch {torch.__version__} has no scaled matmul"
     try:
         ones = torch.ones(_NATIVE_MULTIPLE, _NATIVE_MULTIPLE, device=device_type)
-        scale = torch.ones((), device=device_type)
-        product = _native(ones.to(dtype_a), ones.to(dtype_b), scale, scale, torch.float32)
+        scale = torch.ones((_NATIVE_MULTIPLE, 1) if by_rows else (), device=device_type)
+        product = _native(ones.to(dtype_a), ones.to(dtype_b), scale, scale.t(), torch.float32)
         is_right = bool((product == float(_NATIVE_MULTIPLE)).all())
     except (RuntimeError, AssertionError, ValueError) as error:  # the type depends on device and build of torch
         return str(error).strip().split("\n")[0] or type(error).__name__
@@ -102,18 +124,32 @@ def native_problem(
 
 
 def _native(
-    a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor, out_dtype: torch.dtype
+    a: torch.Tensor,
+    b: torch.Tensor,
+    scale_a: torch.Tensor,
+    scale_b: torch.Tensor,
+    out_dtype: torch.dtype,
+    *,
+    fast_accumulation: bool = False,
 ) -> torch.Tensor:
     rows, columns = a.shape[0], b.shape[1]
     # The hardware requires row-major `a` and column-major `b`.
     a = _padded(a).contiguous()
     b = _padded(b).t().contiguous().t()
+    by_rows = scale_a.dim() > 0
+    # CUDA's product with a scale for each row has no other result than bfloat16.
+    result_dtype = torch.bfloat16 if by_rows and a.device.type != "cpu" else out_dtype
+    if by_rows:
+        scale_a = F.pad(scale_a, (0, 0, 0, a.shape[0] - rows), value=1.0).contiguous()
+        scale_b = F.pad(scale_b, (0, b.shape[1] - columns), value=1.0).contiguous()
     if _HAS_SCALED_MM:
-        one_scale = F.ScalingType.TensorWise
-        product = F.scaled_mm(a, b, scale_a, one_scale, scale_b, one_scale, output_dtype=out_dtype)
+        kind = F.ScalingType.RowWise if by_rows else F.ScalingType.TensorWise
+        product = F.scaled_mm(
+            a, b, scale_a, kind, scale_b, kind, output_dtype=result_dtype, use_fast_accum=fast_accumulation
+        )
     else:
-        product = torch._scaled_mm(a, b, scale_a, scale_b, out_dtype=out_dtype)
-    return product[:rows, :columns]
+        product = torch._scaled_mm(a, b, scale_a, scale_b, out_dtype=result_dtype, use_fast_accum=fast_accumulation)
+    return product[:rows, :columns].to(out_dtype)
 
 
 def _padded(matrix: torch.Tensor) -> torch.Tensor:

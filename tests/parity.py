@@ -54,6 +54,7 @@ AT_ONCE = {
     "fp8": Tolerance(loss=1e-1, norm=2.5e-1, update=5e-1),
 }
 KIND = {
+    "fp8_rowwise": "fp8",
     "fp16_naive": "fp16 weights",
     "fp16_apex_o2": "fp16 weights",
     "fp16_apex_o1": "fp16",
@@ -436,6 +437,7 @@ def make_precision(name: str | None):
     makers = {
         "bf16": BF16MixedPrecision,
         "fp8": FP8MixedPrecision,
+        "fp8_rowwise": lambda: FP8MixedPrecision(recipe="rowwise"),
         "fp16": lambda: FP16TorchMixedPrecision(init_scale=2**8),
         "fp16_naive": lambda: FP16NaiveMixedPrecision(initial_scale=2**10),
         "fp16_apex_o1": lambda: FP16ApexMixedPrecision(opt_level="O1", loss_scale=2**8),

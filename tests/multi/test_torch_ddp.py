@@ -74,6 +74,11 @@ def test_accumulation_over_a_static_graph_equals_serial(synchronize, world_size)
     )
 
 
+def test_float8_by_rows_equals_serial():
+    for model in ("byte_gpt", "mlp_odd"):
+        assert_parallel_equals_serial("torch_ddp", model, precision="fp8_rowwise", max_norm=0.5, optimizer="sgd")
+
+
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_accumulation_in_low_precision_equals_serial(precision):
     assert_parallel_equals_serial(

@@ -124,6 +124,10 @@ def test_accumulation_equals_one_batch(strategy, world_size, synchronize, model)
     assert_equals_serial(model, strategy, world_size=world_size, accumulation=3, synchronize=synchronize, max_norm=0.1)
 
 
+def test_float8_by_rows_equals_serial():
+    assert_equals_serial("byte_gpt", "full", precision="fp8_rowwise", max_norm=0.5)
+
+
 @pytest.mark.parametrize(
     ("strategy", "synchronize", "precision", "model"),
     grid(

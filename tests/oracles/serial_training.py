@@ -146,11 +146,12 @@ class AutocastLoop(Loop):
         self.model, self.entry = model, entry
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.optimizer = make_optimizer(optimizer, entry.param_groups(model))
-        if precision == "fp8":
-            FP8MixedPrecision().prepare(model)
+        if precision in ("fp8", "fp8_rowwise"):
+            FP8MixedPrecision(recipe="dynamic" if precision == "fp8" else "rowwise").prepare(model)
         dtype = {
             "bf16": torch.bfloat16,
             "fp8": torch.bfloat16,
+            "fp8_rowwise": torch.bfloat16,
             "fp16": torch.float16,
             "fp16_apex_o1": torch.float16,
         }.get(precision or "")

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from booster.kernels import float8
 from booster.kernels.float8 import (
     FORWARD_DTYPE,
     GRADIENT_DTYPE,
@@ -64,10 +65,24 @@ def test_zeros_and_nothing(dtype):
         assert torch.equal(quantised.float(), tensor)
 
 
+@pytest.mark.parametrize("shape", [(5, 7), (1, 3), (4, 0), (0, 4)])
+@pytest.mark.parametrize("dim", [0, 1])
+def test_a_row_is_quantised_as_if_alone(shape, dim):
+    torch.manual_seed(0)
+    matrix = torch.randn(shape) * torch.logspace(-20, 20, shape[1])
+    quantised, scale = quantize(matrix, FORWARD_DTYPE, dim)
+    assert scale.shape == tuple(1 if index == dim else size for index, size in enumerate(shape))
+    for row, found, own in zip(matrix.unbind(1 - dim), quantised.unbind(1 - dim), scale.unbind(1 - dim), strict=True):
+        expected, expected_scale = quantize(row, FORWARD_DTYPE)
+        assert torch.equal(found.float(), expected.float())
+        assert own.item() == expected_scale
+
+
 def skip_unless_native() -> None:
     for dtype in FORMATS:
-        if (problem := native_problem("cpu", dtype)) is not None:
-            pytest.skip(problem[:200])
+        for by_rows in (False, True):
+            if (problem := native_problem("cpu", dtype, by_rows=by_rows)) is not None:
+                pytest.skip(problem[:200])
 
 
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
@@ -82,9 +97,9 @@ def test_an_overflow_is_seen_in_the_whole_product(bad, emulate):
         assert product.isnan().all()
 
 
-def product_of(a, b, out_dtype=torch.float32, dtype_a=FORWARD_DTYPE, *, emulate=True):
-    a_q, scale_a = quantize(a, dtype_a)
-    b_q, scale_b = quantize(b, FORWARD_DTYPE)
+def product_of(a, b, out_dtype=torch.float32, dtype_a=FORWARD_DTYPE, *, emulate=True, by_rows=False):
+    a_q, scale_a = quantize(a, dtype_a, 1 if by_rows else None)
+    b_q, scale_b = quantize(b, FORWARD_DTYPE, 0 if by_rows else None)
     return scaled_matmul(a_q, b_q, scale_a, scale_b, out_dtype, emulate=emulate)
 
 
@@ -112,13 +127,14 @@ def test_reference_does_not_run_under_autocast():
 @pytest.mark.parametrize("shape", [(1, 1, 1), (16, 32, 48), (3, 5, 7), (17, 16, 33), (64, 100, 2)])
 @pytest.mark.parametrize("dtype_a", FORMATS)
 @pytest.mark.parametrize("out_dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_native_equals_reference(shape, dtype_a, out_dtype):
+@pytest.mark.parametrize("by_rows", [False, True])
+def test_native_equals_reference(shape, dtype_a, out_dtype, by_rows):
     skip_unless_native()
     torch.manual_seed(0)
     rows, inner, columns = shape
     a, b = torch.randn(rows, inner), torch.randn(columns, inner).t()
-    native = product_of(a, b, out_dtype, dtype_a, emulate=False).double()
-    reference = product_of(a, b, out_dtype, dtype_a).double()
+    native = product_of(a, b, out_dtype, dtype_a, emulate=False, by_rows=by_rows).double()
+    reference = product_of(a, b, out_dtype, dtype_a, by_rows=by_rows).double()
     assert native.shape == (rows, columns)
     # The sums differ in order alone: a few fp32 units of the largest, and one unit where that flips a rounding.
     limit = torch.finfo(out_dtype).eps * reference.abs() + inner * 2.0**-23 * reference.abs().max()
@@ -142,7 +158,7 @@ def test_native_problem_names_the_cause():
 
 
 def test_a_device_whose_product_is_wrong_is_not_used(monkeypatch):
-    monkeypatch.setattr("booster.kernels.float8._native", lambda *_: torch.zeros(16, 16))
+    monkeypatch.setattr("booster.kernels.float8._native", lambda *_, **__: torch.zeros(16, 16))
     assert "wrong" in native_problem.__wrapped__("cpu")
 
 
@@ -170,28 +186,38 @@ def fake_quantised(tensor, dtype):
     return torch.tensor(values, dtype=torch.float64).reshape(tensor.shape)
 
 
-def by_formula(x, weight, bias, grad):
+def fake_rows(matrix, dim):
+    """Quantises and dequantises what is summed over, one row or column after the other."""
+    return torch.stack([fake_quantised(row, FORWARD_DTYPE) for row in matrix.unbind(1 - dim)], 1 - dim)
+
+
+def by_formula(x, weight, bias, grad, recipe="dynamic"):
     """Returns output and gradients of the layer for matrices, in float64."""
+    if recipe == "rowwise":
+        output = fake_rows(x, 1) @ fake_rows(weight, 1).t() + (0 if bias is None else bias.double())
+        grad_input = fake_rows(grad, 1) @ fake_rows(weight, 0)
+        return output, grad_input, fake_rows(grad, 0).t() @ fake_rows(x, 0), grad.double().sum(0)
     x_q, weight_q = fake_quantised(x, FORWARD_DTYPE), fake_quantised(weight, FORWARD_DTYPE)
     grad_q = fake_quantised(grad, GRADIENT_DTYPE)
     output = x_q @ weight_q.t() + (0 if bias is None else bias.double())
     return output, grad_q @ weight_q, grad_q.t() @ x_q, grad.double().sum(0)
 
 
-def make_layer(inner, columns, *, bias=True, emulate=None):
+def make_layer(inner, columns, *, bias=True, emulate=None, recipe="dynamic"):
     torch.manual_seed(0)
     layer = nn.Linear(inner, columns, bias=bias)
-    Float8Linear.convert_(layer, emulate)
+    Float8Linear.convert_(layer, emulate, recipe)
     return layer
 
 
 @pytest.mark.parametrize("emulate", [True, False])
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("leading", [(), (1,), (5,), (2, 3), (2, 1, 4)])
-def test_layer_equals_the_formulas(leading, bias, emulate):
+@pytest.mark.parametrize("recipe", ["dynamic", "rowwise"])
+def test_layer_equals_the_formulas(recipe, leading, bias, emulate):
     if not emulate:
         skip_unless_native()
-    layer = make_layer(7, 5, bias=bias, emulate=emulate)
+    layer = make_layer(7, 5, bias=bias, emulate=emulate, recipe=recipe)
     x = torch.randn(*leading, 7, requires_grad=True)
     output = layer(x)
     grad = torch.randn(*leading, 5)
@@ -201,6 +227,7 @@ def test_layer_equals_the_formulas(leading, bias, emulate):
         layer.weight.detach(),
         None if layer.bias is None else layer.bias.detach(),
         grad.reshape(-1, 5),
+        recipe,
     )
     found = [output.reshape(-1, 5), x.grad.reshape(-1, 7), layer.weight.grad]
     found += [] if layer.bias is None else [layer.bias.grad]
@@ -208,6 +235,66 @@ def test_layer_equals_the_formulas(leading, bias, emulate):
     for ours, theirs in zip(found, expected, strict=False):
         # fp32 sums of at most 24 terms.
         assert torch.allclose(ours.double(), theirs, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("recipe", ["dynamic", "rowwise"])
+def test_operands_are_as_the_hardware_needs_them(recipe, monkeypatch):
+    """`a` by rows and `b` by columns, sizes that are multiples of 16, and precise sums of gradients."""
+    skip_unless_native()
+    if not hasattr(torch.nn.functional, "scaled_mm"):
+        pytest.skip("this torch has another name for the product")
+    layer, x = make_layer(48, 20, emulate=False, recipe=recipe), torch.randn(32, 48, requires_grad=True)
+    real, calls = torch.nn.functional.scaled_mm, []
+
+    def record(a, b, scale_a, kind_a, scale_b, kind_b, **options):
+        calls.append((a, b, scale_a, scale_b, options["use_fast_accum"]))
+        assert kind_a == kind_b
+        return real(a, b, scale_a, kind_a, scale_b, kind_b, **options)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_mm", record)
+    layer(x).sum().backward()
+    assert [is_fast for *_, is_fast in calls] == [True, False, False]
+    for a, b, scale_a, scale_b, _ in calls:
+        assert a.is_contiguous()
+        assert b.t().is_contiguous()
+        assert all(size % 16 == 0 for size in (*a.shape, *b.shape))
+        shapes = ((len(a), 1), (1, b.shape[1])) if recipe == "rowwise" else ((), ())
+        assert (scale_a.shape, scale_b.shape) == shapes
+        assert scale_a.is_contiguous()
+        assert scale_b.is_contiguous()
+    # What the layer holds is multiplied without a copy in the forward.
+    assert calls[0][0].shape == (32, 48)
+
+
+def test_large_values_cost_other_rows_no_precision():
+    layers = {recipe: make_layer(16, 16, bias=False, recipe=recipe) for recipe in ("dynamic", "rowwise")}
+    x = torch.randn(8, 16)
+    x[0] *= 1e6
+    exact = x[1:] @ layers["dynamic"].weight.t()
+    errors = {recipe: (layer(x)[1:] - exact).norm() / exact.norm() for recipe, layer in layers.items()}
+    assert errors["rowwise"] < 0.05
+    assert errors["dynamic"] > 0.5  # most of them are below the smallest number
+
+
+# Of torch's compiler itself, whenever it meets a function with a backward of its own.
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.parametrize("recipe", ["dynamic", "rowwise"])
+def test_layer_is_compiled_in_one_graph(recipe):
+    layer, x = make_layer(16, 16, recipe=recipe), torch.randn(4, 16, requires_grad=True)
+    expected = layer(x)
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    found = compiled(x)
+    assert torch.equal(found, expected)
+    (gradient,) = torch.autograd.grad(found.sum(), x)
+    assert torch.equal(gradient, torch.autograd.grad(expected.sum(), x)[0])
+
+
+def test_what_the_device_can_is_a_constant_of_a_compiled_graph():
+    def choose(x):
+        return x + 1 if float8._is_native("cpu", FORWARD_DTYPE, FORWARD_DTYPE, True) else x
+
+    found = torch.compile(choose, backend="eager", fullgraph=True)(torch.zeros(1))
+    assert found.item() == (native_problem("cpu", by_rows=True) is None)
 
 
 def test_layer_without_rows():

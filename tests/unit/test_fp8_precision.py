@@ -70,13 +70,14 @@ def train_classifier(precision):
     return losses
 
 
+@pytest.mark.parametrize("recipe", ["dynamic", "rowwise"])
 @pytest.mark.parametrize("emulate", [None, pytest.param(False, marks=pytest.mark.slow)])
-def test_fp8_learns_as_fp32_does(emulate):
+def test_fp8_learns_as_fp32_does(emulate, recipe):
     problem = native_problem("cpu", torch.float8_e5m2, torch.float8_e4m3fn)
     if emulate is False and problem is not None:
         pytest.skip(problem[:200])
     expected = train_classifier(None)
-    losses = train_classifier(FP8MixedPrecision(emulate=emulate))
+    losses = train_classifier(FP8MixedPrecision(recipe, emulate=emulate))
     assert expected[-1] < 0.1 * expected[0]
     # e4m3 rounds each factor by up to 2**-4; over sums of tens of terms the errors average out to a few percent of a
     # logit, which moves the loss by a few hundredths.
@@ -87,6 +88,6 @@ def test_fp8_learns_as_fp32_does(emulate):
 
 
 def test_fp8_demands_what_the_device_has(monkeypatch):
-    monkeypatch.setattr("booster.mixed_precision.fp8.native_problem", lambda *_: "no such instruction")
+    monkeypatch.setattr("booster.mixed_precision.fp8.native_problem", lambda *_, **__: "no such instruction")
     with pytest.raises(ConfigError, match="no such instruction"):
         boost(FP8MixedPrecision(emulate=False), make_net())
