@@ -193,8 +193,6 @@ class FSDPOptimizer(ShardedOptimizer):
     def _finish_reduction(self) -> float:
         self._cached_norm = None
         self._reduce_unreduced_grads()
-        for group in reversed(self.model.fsdp_groups):  # as they arrive: the host adds some while others travel
-            group.add_grads_in_flight()
         for update in self._updates:
             update.set_gradient()
         if self._owned.updates:

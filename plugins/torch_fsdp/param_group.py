@@ -288,7 +288,7 @@ class ParamGroup:
     def grad_shard_of(self, param: ShardedParam) -> torch.Tensor | None:
         """Return this rank's shard of a parameter's reduced gradient, flat, or None if there is none."""
         if self._grads_in_flight:
-            self.add_grads_in_flight()
+            self._add_grads_in_flight()
         return self._own_grad(param)
 
     def _own_grad(self, param: ShardedParam) -> torch.Tensor | None:
@@ -310,7 +310,7 @@ class ParamGroup:
     def reduced_grads(self) -> torch.Tensor:
         """Return the buffer of reduced gradients for the current trainable parameters; new ones start as zeros."""
         buffer = self._reduced_buffer()
-        self.add_grads_in_flight()
+        self._add_grads_in_flight()
         return buffer
 
     def _reduced_buffer(self) -> torch.Tensor:
@@ -442,7 +442,7 @@ class ParamGroup:
             else:  # added in the step: backward continues while gradients travel
                 self._reduced_buffer()
 
-    def add_grads_in_flight(self) -> None:
+    def _add_grads_in_flight(self) -> None:
         """Add the gradients that FSDP2 has reduced, and wait for those that travel to host memory."""
         taken, self._grads_in_flight = self._grads_in_flight, []
         for _, _, event in reversed(taken):  # the last one is behind all others, so there is one wait

@@ -56,8 +56,7 @@ EXPECTED = {
     "gemini, offloaded": Expected("gemini", OFFLOADED, BF16, syncs=1),
     "gemini, offloaded and prefetched": Expected("gemini", {"max_prefetch": 1, **OFFLOADED}, BF16, syncs=1),
     "fsdp": Expected("torch_fsdp"),
-    # Those of each of its three parameter groups, which are added while others travel.
-    "fsdp, offloaded": Expected("torch_fsdp", {"cpu_offload": True}, syncs=3),
+    "fsdp, offloaded": Expected("torch_fsdp", {"cpu_offload": True}, syncs=1),
     "tensor": Expected("hybrid_parallel", {"tp_size": 2}, BF16),
     "data, zero 1": Expected("hybrid_parallel", {"zero_stage": 1}, BF16),
     "split_gather": Expected("hybrid_parallel", {"tp_size": 2, "sequence_parallelism_mode": "split_gather", **SP}),

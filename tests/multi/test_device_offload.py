@@ -16,11 +16,10 @@ from harness import RanksFailed, run_ranks
 from parity import Case
 from simulated_cuda import device, reports
 from torch import nn
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from booster import Booster
 from booster.optim import HybridAdam
-from booster.plugins import GeminiPlugin, LowLevelZeroPlugin, TorchFSDPPlugin
+from booster.plugins import GeminiPlugin, LowLevelZeroPlugin
 
 SIMULATED = "simulated_cuda"
 WIDTH, DEPTH = 30, 4
@@ -257,42 +256,6 @@ def test_a_norm_waits_for_all_buckets_at_once():
     for _, seen, syncs in run_ranks(offloaded_steps, 2, True, 0.5, device=SIMULATED):
         assert len(seen) == syncs == 1
         assert all(seen[0])
-
-
-# FSDP: gradients are added as they arrive.
-
-
-def arrivals_of_offloaded_gradients() -> tuple[list[list[bool]], int]:
-    """Returns which groups' gradients are known to be there as each group adds its own, and the waits of a step."""
-    from booster.plugins.torch_fsdp.param_group import ParamGroup
-
-    booster, model, optimizer, _ = _boosted(
-        TorchFSDPPlugin(cpu_offload=True, auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))
-    )
-    _step(booster, model, optimizer)
-    groups, log = model.fsdp_groups, []
-    add = ParamGroup.add_grads_in_flight
-
-    def note(self: ParamGroup) -> None:
-        flights = [list(group._grads_in_flight) for group in groups]
-        had_any = bool(self._grads_in_flight)
-        add(self)
-        if had_any:
-            log.append([all(event.query() for _, _, event in flight) for flight in flights])
-
-    batch = _batch(booster)
-    device.set_options(drops_avoidable_waits=True)
-    with mock.patch.object(ParamGroup, "add_grads_in_flight", note), reports.recording() as record:
-        _step(booster, model, optimizer, batch)
-    device.set_options()
-    return log, record.count("sync")
-
-
-def test_gradients_of_fsdp_are_added_while_others_travel():
-    for log, syncs in run_ranks(arrivals_of_offloaded_gradients, 2, device=SIMULATED):
-        assert len(log) == syncs == DEPTH
-        for number, known in enumerate(log):
-            assert known[-DEPTH:] == [index >= DEPTH - 1 - number for index in range(DEPTH)], log
 
 
 # Saves.
