@@ -18,7 +18,7 @@ NUM_PARTS = {
 # The first subject with a pattern that matches takes a file; "core" takes the rest.
 SUBJECTS: dict[str, tuple[str, ...]] = {
     "sweep": ("*/test_transformers_sweep*",),
-    "device": ("*/test_simulated_cuda*", "*/test_device_costs*"),
+    "device": ("*/test_simulated_cuda*", "*/test_shared_gpu*", "*/test_device_costs*"),
     "gemini": ("*/test_gemini*", "*/test_chunk_*", "*/test_disk_*", "*/test_nvme_*"),
     "fsdp": ("*/test_torch_fsdp*",),
     "zero": ("*/test_low_level_zero*", "*/test_zero_*", "*/test_torch_ddp*", "*/test_flat_*"),

@@ -134,6 +134,31 @@ def test_a_leaking_test_fails(pytester, leak):
     result.stdout.fnmatch_lines([f"*the test left behind: {leak}*"])
 
 
+def test_the_group_of_a_module_is_not_a_leak(pytester):
+    pytester.makeconftest(_conftest_source())
+    pytester.makepyfile(
+        """
+        import pytest
+        import torch.distributed as dist
+
+        @pytest.fixture(scope="module")
+        def group():
+            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+            yield
+            dist.destroy_process_group()
+
+        @pytest.mark.usefixtures("group")
+        def test_first():
+            assert dist.is_initialized()
+
+        @pytest.mark.usefixtures("group")
+        def test_second():
+            assert dist.is_initialized()
+        """
+    )
+    pytester.runpytest_inprocess("-p", "no:cacheprovider").assert_outcomes(passed=2)
+
+
 def _conftest_source() -> str:
     import harness
 
