@@ -41,6 +41,7 @@ class ChunkShard:
         self._block: TierBlock | None = None
         self._needs_host_copy = False
         self._mapped: torch.Tensor | None = None
+        self._last_transfer: Transfer | None = None
 
     @property
     def is_offloaded(self) -> bool:
@@ -71,7 +72,7 @@ class ChunkShard:
             self._block.read_into(host).wait()
             target.copy_(host)
         else:
-            _wait_on_host(self._block.read_into(target), target)
+            self._begun(self._block.read_into(target), target)
 
     def store(self, source: torch.Tensor) -> None:
         """Overwrite the shard with a flat tensor."""
@@ -80,7 +81,13 @@ class ChunkShard:
             return
         assert self._block is not None, "nothing was made yet"
         source = source.cpu() if self._needs_host_copy else source
-        _wait_on_host(self._block.write_from(source), source)
+        self._begun(self._block.write_from(source), source)
+
+    def _begun(self, transfer: Transfer, tensor: torch.Tensor) -> None:
+        """Wait for a transfer of a host tensor. One of an accelerator is in the stream that uses the tensor."""
+        self._last_transfer = transfer
+        if tensor.device.type == "cpu":
+            transfer.wait()
 
     def as_tensor(self) -> torch.Tensor:
         """Return the shard as writable memory: its tensor, or a mapping of the offload tier without a copy."""
@@ -89,6 +96,8 @@ class ChunkShard:
         assert self._block is not None, "nothing was made yet"
         if self._mapped is None:
             self._mapped = self._block.as_tensor(self.dtype)
+        elif self._last_transfer is not None:
+            self._last_transfer.wait()
         return self._mapped
 
     def offload(self, tier: Tier) -> None:
@@ -108,16 +117,10 @@ class ChunkShard:
 
     def drop(self) -> None:
         """Free the memory or the block of the shard."""
-        self.tensor = self._mapped = None
+        self.tensor = self._mapped = self._last_transfer = None
         if self._block is not None:
             self._block.free()
             self._block = None
-
-
-def _wait_on_host(transfer: Transfer, tensor: torch.Tensor) -> None:
-    """Wait for a transfer of a tensor of the host. One of an accelerator's is in the stream that uses the tensor."""
-    if tensor.device.type == "cpu":
-        transfer.wait()
 
 
 class TensorState(Enum):
