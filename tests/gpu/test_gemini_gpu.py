@@ -22,6 +22,7 @@ HAS_GPU = device_type() == "cuda"
 
 pytestmark = [
     pytest.mark.gpu,
+    pytest.mark.on_device,
     pytest.mark.skipif(not HAS_GPU, reason="needs a CUDA device, and torch sees none"),
     pytest.mark.usefixtures("nccl"),
 ]

@@ -23,6 +23,7 @@ HAS_GPU = device_type() == "cuda"
 
 pytestmark = [
     pytest.mark.gpu,
+    pytest.mark.on_device,
     pytest.mark.skipif(not HAS_GPU, reason="needs a CUDA device, and torch sees none"),
 ]
 needs_two = pytest.mark.skipif(num_devices() < 2, reason="needs two CUDA devices")
