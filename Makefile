@@ -51,10 +51,11 @@ test-all: $(STAMP)
 $(SUBJECTS:%=test-%): test-%: $(STAMP)
 	TORCH_DISTRIBUTED_DEBUG=OFF $(BIN)/pytest -m "not gpu" --durations=20 $$($(PYTHON) tests/subjects.py $*)
 
-# Tests of parity with their ranks on the simulated CUDA device, tests/simulated_cuda; the subject `device` is about it.
-PARITY_TESTS = $(shell grep -lE "assert_(parallel|hybrid|pipeline)_equals_serial" tests/multi/test_*.py)
+# Tests with their ranks on the simulated CUDA device, tests/simulated_cuda: all of parity, and one case of each of the others
+# that are marked on_device. The subject `device` is about the device itself.
+DEVICE_TESTS = $(shell grep -lE "assert_(parallel|hybrid|pipeline)_equals_serial|mark.on_device" tests/multi/test_*.py tests/faults/test_*.py)
 test-on-device: $(STAMP)
-	TORCH_DISTRIBUTED_DEBUG=OFF $(BIN)/pytest --device simulated_cuda -m "not gpu" --durations=20 $(PARITY_TESTS)
+	TORCH_DISTRIBUTED_DEBUG=OFF $(BIN)/pytest --device simulated_cuda -m "not gpu and not (slow and on_device)" --durations=20 $(DEVICE_TESTS)
 
 # A chain of kills and starts on other numbers of ranks with other plugins, for at most so many seconds, compared with a run
 # of one process. Without a SEED a new one is drawn, and printed.

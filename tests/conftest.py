@@ -34,7 +34,12 @@ def _no_leaks() -> Iterator[None]:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     devices = ("cpu", "simulated_cuda", "shared_gpu", "simulated_shared_gpu")
-    parser.addoption("--device", choices=devices, default="cpu", help="of the ranks in tests of parity")
+    parser.addoption(
+        "--device",
+        choices=devices,
+        default="cpu",
+        help="of the ranks, in tests of parity and those that are marked on_device",
+    )
     parser.addoption("--part", default="1/1", help="the cases of one part of several, such as 2/7")
 
 
@@ -43,6 +48,14 @@ def pytest_configure(config: pytest.Config) -> None:
         from harness.forkserver import set_default_device  # not at the top: it imports multiprocessing's server
 
         set_default_device(config.getoption("--device"))
+
+
+@pytest.hookimpl(tryfirst=True)  # before fixtures are made
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.config.getoption("--device") != "cpu":
+        from harness.forkserver import set_job_device
+
+        set_job_device(item.config.getoption("--device") if item.get_closest_marker("on_device") else "cpu")
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest looks at the marks

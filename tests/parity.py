@@ -317,7 +317,7 @@ def _train(case: Case) -> Record:
         else:
             record.norms.append(optimizer.get_grad_norm())
     if case.plugin == "hybrid_parallel":
-        record.slices, record.tied_names = copied_slices(model), model.tied_names()
+        record.slices, record.tied_names = copied_slices(model.tensor_slices()), model.tied_names()
     else:
         record.weights = {name: tensor.detach().clone().cpu() for name, tensor in model.state_dict().items()}
     if case.save_to is not None:

@@ -33,7 +33,8 @@ from .timeouts import timeouts
 # are certain, decide anything: a process of this host has ended, and a rank reported that its program has ended, for
 # which others might otherwise wait until their timeout.
 # A backend that waits on an accelerator, as nccl does, raises nothing here: it aborts the process at the timeout of a
-# collective and names no rank. Shortly before that the thread prints the progress of all ranks.
+# collective and names no rank. So the thread of a rank that makes no progress prints which ranks are known to be gone,
+# and, shortly before that timeout, the progress of all ranks.
 # The thread has a separate client of the store: the main thread's may be in use. In a large world heartbeats are less
 # frequent, so that the store serves a bounded number of them per second.
 
@@ -195,6 +196,8 @@ class _HeartbeatThread:
         }
         self._sequence = 0
         self._stall = _StallTimer()
+        self._reported_lost: set[int] = set()
+        self._local_ranks: dict[int, Heartbeat] | None = None  # heartbeats of processes of this host, of any time
         self._backend = str(dist.get_backend())
         self._lock = threading.Lock()  # one thread writes at a time, and the last heartbeat is written last
         self._stopping = threading.Event()
@@ -234,25 +237,46 @@ class _HeartbeatThread:
                     self._check_stall(seconds)
 
     def _check_stall(self, seconds: float) -> None:
-        """Abort waits for ended ranks, and report a stall before the backend aborts the process."""
-        progress, ended = self._progress(), set(exit_statuses(self._store))
+        """Abort waits for ended ranks, and report a stall that the backend will not explain."""
+        progress, exits = self._progress(), exit_statuses(self._store)
         before = self._stall.seconds
-        self._stall.update(progress, seconds, have_ended=bool(ended) and bool(progress.phases))
+        self._stall.update(progress, seconds, have_ended=bool(exits) and bool(progress.phases))
         if self._stall.seconds_with_ended >= _ENDED_RANK_TIMEOUT_SECONDS:
             self._stall.seconds_with_ended = 0.0
-            self._on_ranks_ended(ended)
+            self._on_ranks_ended(set(exits))
+        if "gloo" in self._backend:
+            return
         timeout = timeouts().training * _STALL_FRACTION
-        if before < timeout <= self._stall.seconds and "gloo" not in self._backend:
-            sys.stderr.write(f"{self._stall_report()}\n")
+        lost: dict[int, str] = {}
+        if progress.phases and self._stall.seconds >= min(timeout, _ENDED_RANK_TIMEOUT_SECONDS):
+            lost = self._lost_ranks(exits)
+        if lost.keys() - self._reported_lost or before < timeout <= self._stall.seconds:
+            self._reported_lost |= lost.keys()
+            sys.stderr.write(f"{self._stall_report(lost)}\n")
 
-    def _stall_report(self) -> str:
-        """Return the stall report: the last heartbeats of all ranks."""
+    def _lost_ranks(self, exits: Mapping[int, tuple[str, str]]) -> dict[int, str]:
+        """Return what is known of the ranks whose programs or processes have ended, as text."""
+        if self._local_ranks is None and self._store.check([str(rank) for rank in range(self._size)]):
+            known = {rank: _heartbeat_from(self._store.get(str(rank))) for rank in range(self._size)}
+            self._local_ranks = {rank: one for rank, one in known.items() if one.host_id == _host_id()}
+        local = self._local_ranks or {}
+        lost = {
+            rank: f"rank {rank}'s process {local[rank].process_id} has ended without a report (was it killed?)"
+            for rank in ended_processes(local)
+        }
+        for rank, (state, text) in exits.items():
+            lost[rank] = f"rank {rank}'s program {'ended' if state == ENDED else f'failed: {text}'}"
+        return lost
+
+    def _stall_report(self, lost: Mapping[int, str]) -> str:
+        """Return the stall report: the lost ranks and the last heartbeats of all ranks."""
         heartbeats = {rank: self._store.get(str(rank)) for rank in range(min(self._size, _MAX_LISTED))}
         lines = [f"  rank {rank}: {_heartbeat_from(text).progress}" for rank, text in heartbeats.items()]
         more = [f"  and {self._size - _MAX_LISTED} more ranks"] if self._size > _MAX_LISTED else []
+        known = "".join(f" {text}." for text in list(lost.values())[:_MAX_LISTED])
         head = (
             f"rank {self._rank}: no progress for {self._stall.seconds:.0f} s, and {self._backend} aborts a process"
-            f" that waits for {timeouts().training:g} s in a collective. Progress by the ranks' last heartbeats:"
+            f" that waits for {timeouts().training:g} s in a collective.{known} Progress by the ranks' last heartbeats:"
         )
         return "\n".join((head, *lines, *more))
 

@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from booster import Booster
+from booster.device import current_device
 from booster.interface import Plugin
 from booster.plugins import GeminiPlugin
 
@@ -70,7 +71,7 @@ class Twins:
     ) -> None:
         self.iterate, self.at_once, self.calls_plain_backward = iterate, at_once, calls_plain_backward
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        self.plain, self.raw = (build_plain or build)(), build()
+        self.plain, self.raw = (build_plain or build)().to(current_device()), build()
         self.booster = Booster(plugin=self.make_plugin(**arguments))
         self.plain_optimizer = optimizer(self.plain)
         self.initial = {name: tensor.clone() for name, tensor in self.plain.state_dict().items()}
@@ -83,7 +84,8 @@ class Twins:
     def batch(self, step: int, rank: int | None = None) -> torch.Tensor:
         """Returns a rank's part of a batch; None: this rank's."""
         rank = self.rank if rank is None else rank
-        return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(100 * step + rank))
+        generator = torch.Generator().manual_seed(100 * step + rank)
+        return torch.randn(4, WIDTH, generator=generator).to(current_device())
 
     def backward(self, step: int) -> None:
         """Runs forward and backward of both, and compares the losses."""
@@ -122,7 +124,7 @@ class Twins:
         """Steps both, and compares the norms."""
         gradients = [one.grad.to_dense() for one in self.plain.parameters() if one.grad is not None]
         expected = torch.stack([gradient.abs().double().norm() for gradient in gradients]).norm()
-        found = torch.as_tensor(self.booster.clip_grad_norm_(self.optimizer, float("inf"))).double()
+        found = torch.as_tensor(self.booster.clip_grad_norm_(self.optimizer, float("inf"))).to(expected)
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
         for optimizer in (self.plain_optimizer, self.optimizer):
             optimizer.step()

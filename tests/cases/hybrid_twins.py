@@ -11,6 +11,7 @@ from zoo import Batch, get_model, split_batch
 
 from booster import Booster
 from booster.plugins.hybrid_parallel.plugin import HybridParallelPlugin
+from booster.pytree import map_tensors
 
 # fp32 sums in another order over a few steps; the large eps of `adamw` keeps gradients that are rounding noise small.
 RTOL, ATOL = 2e-4, 2e-6
@@ -52,14 +53,15 @@ class Twins:
         self.plugin = HybridParallelPlugin(**{"precision": "fp32", "zero_bucket_size_in_m": 0.004, **arguments})
         self.booster = Booster(plugin=self.plugin)
         build = build or self.entry.build
-        self.plain, raw = build(), build()
-        self.initial = {name: tensor.clone() for name, tensor in self.plain.state_dict().items()}
+        self.plain, raw = build().to(self.booster.device), build()
+        self.initial = {name: tensor.clone().cpu() for name, tensor in self.plain.state_dict().items()}
         self.plain_optimizer = optimizer(self.plain)
         self.model, self.optimizer, *_ = self.booster.boost(raw, optimizer(raw))
 
     def batch(self, step: int) -> tuple[Batch, Batch]:
         """Returns the batch of all ranks, and this rank's part."""
         whole = self.entry.make_batch(step, 2 * self.plugin.dp_size)
+        whole = map_tensors(lambda tensor: tensor.to(self.booster.device), whole)
         return whole, split_batch(whole, self.plugin.dp_rank, self.plugin.dp_size)
 
     def backward(self, step: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -83,6 +85,6 @@ class Twins:
 
     def assert_equal(self, rtol: float = RTOL, atol: float = ATOL) -> None:
         """Both moved, and to the same place. Collective."""
-        expected = dict(self.plain.state_dict())
+        expected = {name: tensor.cpu() for name, tensor in self.plain.state_dict().items()}
         torch.testing.assert_close(joined_over_ranks(self.model), expected, rtol=rtol, atol=atol)
         assert any(not torch.equal(tensor, self.initial[name]) for name, tensor in expected.items())

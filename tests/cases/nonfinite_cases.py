@@ -142,8 +142,8 @@ class Training:
     def __init__(self, case: Case) -> None:
         self.case = case
         self.booster = case.make_booster()
-        self.twin, raw = build_model(), build_model()
-        self.initial = {name: one.detach().clone() for name, one in self.twin.named_parameters()}
+        self.twin, raw = build_model().to(self.booster.device), build_model()
+        self.initial = {name: one.detach().clone().cpu() for name, one in self.twin.named_parameters()}
         self._twin_optimizer = make_optimizer(case.optimizer, list(self.twin.parameters()))
         self.model, self.optimizer, *_ = self.booster.boost(raw, make_optimizer(case.optimizer, list(raw.parameters())))
         self._num_batches = 0
@@ -152,7 +152,7 @@ class Training:
         """Returns the next batch of all ranks, and this rank's part of it."""
         plugin, self._num_batches = self.booster.plugin, self._num_batches + 1
         generator = torch.Generator().manual_seed(self._num_batches)
-        ids = torch.randint(VOCABULARY, (2 * plugin.dp_size, LENGTH), generator=generator)
+        ids = torch.randint(VOCABULARY, (2 * plugin.dp_size, LENGTH), generator=generator).to(self.booster.device)
         return ids, split_batch(ids, plugin.dp_rank, plugin.dp_size)
 
     def backward(self, ids: torch.Tensor) -> None:

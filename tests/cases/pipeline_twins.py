@@ -14,6 +14,7 @@ from zoo import Batch, WholeBatches, get_model, split_batch
 
 from booster import Booster
 from booster.plugins.hybrid_parallel.plugin import HybridParallelPlugin
+from booster.pytree import map_tensors
 
 
 class StagedTwins:
@@ -49,14 +50,15 @@ class StagedTwins:
             del given["num_microbatches"]
         self.plugin = make_plugin() if make_plugin else HybridParallelPlugin(pp_size=pp_size, **given)
         self.booster = Booster(plugin=self.plugin)
-        self.plain, raw = self.whole.build(), self.whole.build()
-        self.initial = {name: tensor.clone() for name, tensor in self.plain.state_dict().items()}
+        self.plain, raw = self.whole.build().to(self.booster.device), self.whole.build()
+        self.initial = {name: tensor.clone().cpu() for name, tensor in self.plain.state_dict().items()}
         self.plain_optimizer = optimizer(self.plain)
         self.model, self.optimizer, *_ = self.booster.boost(raw, optimizer(raw))
 
     def batch(self, step: int, samples: int = 4) -> tuple[Batch, Batch]:
         """Returns the batch of all ranks, and this rank's part of that many samples."""
         whole = self.whole.entry.make_batch(step, samples * self.plugin.dp_size)
+        whole = map_tensors(lambda tensor: tensor.to(self.booster.device), whole)
         return whole, split_batch(whole, self.plugin.dp_rank, self.plugin.dp_size)
 
     def forward(self, batch: Batch) -> tuple[Any, torch.Tensor]:
@@ -95,6 +97,6 @@ class StagedTwins:
 
     def assert_equal(self, rtol: float = RTOL, atol: float = ATOL) -> None:
         """Both moved, and to the same place. Collective."""
-        expected = dict(self.plain.state_dict())
+        expected = {name: tensor.cpu() for name, tensor in self.plain.state_dict().items()}
         torch.testing.assert_close(joined_over_ranks(self.model), expected, rtol=rtol, atol=atol)
         assert any(not torch.equal(tensor, self.initial[name]) for name, tensor in expected.items())

@@ -93,6 +93,7 @@ class Job:
         if batch is None:
             self.batches = None
             return self.next_batch()
+        batch = batch.to(self.booster.device)
         self.seen.append(batch)
         return batch
 
@@ -114,7 +115,7 @@ class Job:
             return outputs.square().mean() * 10
 
         if not batch.is_floating_point():
-            batch = Noisy().samples[batch]
+            batch = Noisy().samples.to(batch.device)[batch]
         return self.booster.execute_pipeline(iter([batch]), self.model, criterion, self.optimizer)["loss"]
 
     @property

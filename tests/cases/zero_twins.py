@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from booster import Booster
+from booster.device import current_device
 from booster.plugins import LowLevelZeroPlugin
 
 TINY_BUCKETS = 1e-6  # the smallest that there are: one aligned shard a rank
@@ -34,7 +35,7 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def square_loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    return (model(x) - 1).square().mean()
+    return (model(x.to(next(model.parameters()).device)) - 1).square().mean()  # before boost it may be the host's
 
 
 class Twins:
@@ -63,7 +64,7 @@ class Twins:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         arguments = {"precision": "fp32", "reduce_bucket_size_in_m": TINY_BUCKETS, **arguments}
         self.booster = Booster(plugin=LowLevelZeroPlugin(**arguments))
-        self.plain, self.raw = build(), build()
+        self.plain, self.raw = build().to(current_device()), build()
         self.plain_optimizer, self.user_optimizer = optimizer(self.plain), optimizer(self.raw)
         self.initial = {name: tensor.clone() for name, tensor in self.plain.state_dict().items()}
 
@@ -73,7 +74,7 @@ class Twins:
 
     def batch(self, step: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns the batch of all ranks, and this rank's part."""
-        whole = torch.randn(4 * self.size, 7, generator=torch.Generator().manual_seed(step))
+        whole = torch.randn(4 * self.size, 7, generator=torch.Generator().manual_seed(step)).to(current_device())
         return whole, whole[4 * self.rank : 4 * (self.rank + 1)]
 
     def backward(self, step: int) -> None:

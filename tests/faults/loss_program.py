@@ -21,12 +21,15 @@ from torch import nn
 
 import booster
 from booster.comm import Fault, inject_faults
+from booster.device import device_type
 from booster.interface import Plugin
 from booster.plugins import GeminiPlugin, HybridParallelPlugin, LowLevelZeroPlugin, TorchDDPPlugin, TorchFSDPPlugin
 
 # Longest waits, in seconds. In training they are short, as every case in which a rank hangs waits for them; to meet and
 # to boost is what takes long on a busy machine.
 TRAINING_SECONDS, SETUP_SECONDS, CHECKPOINT_SECONDS = 4.0, 8.0, 4.0
+# On an accelerator the backend ends the process after this time, and heartbeats name the lost rank before.
+DEVICE_TRAINING_SECONDS = 12.0
 
 PLUGINS: dict[str, Callable[[], Plugin]] = {
     "torch_ddp": TorchDDPPlugin,
@@ -100,7 +103,7 @@ def train(case: Case, rank: int, port: int | None, directory: Path) -> None:
     mark("launch")
     limits = {
         "verbose": False,
-        "timeout_seconds": TRAINING_SECONDS,
+        "timeout_seconds": TRAINING_SECONDS if device_type() == "cpu" else DEVICE_TRAINING_SECONDS,
         "setup_timeout_seconds": SETUP_SECONDS,
         "checkpoint_timeout_seconds": CHECKPOINT_SECONDS,
     }
@@ -114,7 +117,8 @@ def train(case: Case, rank: int, port: int | None, directory: Path) -> None:
 
     def step(number: int) -> None:
         mark(f"forward {number}")
-        loss = model(torch.full((2, 6), 0.1 * number + strategy.plugin.dp_rank)).square().mean()
+        x = torch.full((2, 6), 0.1 * number + strategy.plugin.dp_rank, device=strategy.device)
+        loss = model(x).square().mean()
         mark(f"backward {number}")
         strategy.backward(loss, optimizer)
         mark(f"clip {number}")

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import psutil
 from faults.loss_program import CHECKPOINT_SECONDS, SETUP_SECONDS, TRAINING_SECONDS, Case, run_rank
-from harness.forkserver import start_context
+from harness.forkserver import Device, start_context
 
 from booster.fault_tolerance.fault_injection import OPERATIONS
 from booster.fault_tolerance.progress import SAVE_PHASES
@@ -109,10 +109,10 @@ class Running:
         return struck_at + fault.seconds + limit_at(fault.at) + END_SECONDS + BUSY_SECONDS
 
 
-def start(case: Case, directory: Path) -> Running:
-    """Starts the ranks of a case, which write into a new directory."""
+def start(case: Case, directory: Path, device: Device = "cpu") -> Running:
+    """Starts the ranks of a case on a device; they write into a new directory."""
     directory.mkdir()
-    context, port = start_context(), _free_port()
+    context, port = start_context(device), _free_port()
     processes = [
         context.Process(target=run_rank, args=(case, rank, port, str(directory)), daemon=True)
         for rank in range(case.world_size)

@@ -14,6 +14,8 @@ from oracles.joined_slices import gathered_over_ranks, joined_over_ranks
 
 from booster.errors import NonfiniteError
 
+pytestmark = pytest.mark.on_device
+
 VALUES = (float("inf"), float("-inf"), float("nan"))
 # Against one process in fp32, which rounds no gradient: the share of the way that training moved. fp16 rounds by up to
 # 2**-12 and bf16 by 2**-9, some 16 such errors over the layers and steps, as `parity.AT_ONCE` says.
@@ -83,9 +85,10 @@ def _bad_step(training: Training, held_here: list[str], draw: random.Random, wha
 def _assert_near_twin(training: Training) -> None:
     found = joined_over_ranks(training.model)
     names = training.initial
+    trained = {name: training.twin.get_parameter(name).detach().cpu() for name in names}
     assert all(bool(found[name].isfinite().all()) for name in names)
-    moved = sum(float((training.twin.get_parameter(one) - names[one]).square().sum()) for one in names) ** 0.5
-    apart = sum(float((training.twin.get_parameter(one) - found[one].float()).square().sum()) for one in names) ** 0.5
+    moved = sum(float((trained[one] - names[one]).square().sum()) for one in names) ** 0.5
+    apart = sum(float((trained[one] - found[one].float()).square().sum()) for one in names) ** 0.5
     # Weights that are shown rounded differ by that much from what the optimizer keeps of them.
     size = sum(float(names[one].square().sum()) for one in names) ** 0.5
     rounding = {"fp16": 2.0**-12, "bf16": 2.0**-9}[training.case.precision] * size

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,6 +25,7 @@ from faults.lost_ranks import (
     start,
 )
 from harness import preload
+from simulated_cuda import device as simulated_device
 
 from booster import Booster
 from booster.comm import Fault
@@ -204,6 +206,27 @@ def test_a_fault_anywhere(case, runner):
 def test_what_failed_once(path, tmp_path):
     case = Case.from_json(json.loads(path.read_text())["case"])
     check(case, Runner(tmp_path, [case]))
+
+
+# On an accelerator a rank without an agreement on the host learns of a lost one by heartbeats, and is ended by the
+# backend's watchdog.
+
+NAMED = r"rank 1 is missing|rank 1 had failed: InjectedFault|rank 1's (process \d+ has ended|program failed: InjectedF)"
+
+
+@pytest.mark.parametrize("action", ["kill", "throw"])
+@pytest.mark.parametrize("plugin", PLUGINS)
+@pytest.mark.slow
+def test_on_a_device_a_lost_rank_is_named_before_the_watchdog_ends_the_process(tmp_path, plugin, action):
+    if (reason := simulated_device.problem()) is not None:
+        pytest.skip(reason)
+    case = Case(plugin=plugin, world_size=2, fault=Fault(rank=1, at="backward", call=2, action=action))
+    ends, leftovers = finish(start(case, tmp_path / "case", "simulated_cuda"), [])
+    assert not leftovers
+    assert ends[1].code == expected_code(case)
+    assert ends[0].code in (1, -signal.SIGABRT), ends[0]
+    text = ends[0].error[1] + ends[0].output
+    assert re.search(NAMED, text.partition("Watchdog caught")[0]), ends[0]
 
 
 def test_the_quick_cells_cover_the_matrix():

@@ -1,4 +1,4 @@
-"""What the tests on a real GPU have in common: a process group for each module, and fp32 without TF32."""
+"""What tests on a GPU have in common: a group for each module, fp32 without TF32, no faults of a simulated device."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from gpu_groups import group_of
+from simulated_cuda import device, reports
 
 
 @pytest.fixture(autouse=True)
@@ -22,3 +23,16 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """A world of one rank, for all tests of a module: NCCL takes a second to begin."""
     with group_of(0, 1, tmp_path_factory.mktemp("group") / "store"):
         yield
+
+
+@pytest.fixture(autouse=True)
+def _no_faults() -> Iterator[None]:
+    if not device.is_installed():
+        yield
+        return
+    with reports.recording() as record:
+        yield
+        device.settle()
+    faults = record.faults()
+    if faults:
+        pytest.fail("the simulated device reports:\n" + "\n".join(faults), pytrace=False)

@@ -21,7 +21,7 @@ from booster.kernels.float8 import (
 )
 from booster.plugins import LowLevelZeroPlugin, TorchDDPPlugin
 
-pytestmark = [pytest.mark.gpu, needs_gpu]
+pytestmark = [pytest.mark.gpu, pytest.mark.on_device, needs_gpu]
 
 WIDTH = 64
 LOSS_SCALE = 2.0**10  # low enough that no step overflows

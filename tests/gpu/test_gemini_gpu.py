@@ -16,7 +16,7 @@ from booster import Booster
 from booster.optim import HybridAdam
 from booster.plugins import GeminiPlugin
 
-pytestmark = [pytest.mark.gpu, needs_gpu, pytest.mark.usefixtures("alone")]
+pytestmark = [pytest.mark.gpu, pytest.mark.on_device, needs_gpu, pytest.mark.usefixtures("alone")]
 
 WIDTH, DEPTH = 64, 4
 STEPS = 5

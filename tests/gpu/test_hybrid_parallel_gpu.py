@@ -16,7 +16,7 @@ from booster import Booster
 from booster.device import current_device, device_type
 from booster.plugins import HybridParallelPlugin
 
-pytestmark = [pytest.mark.gpu, needs_gpu]
+pytestmark = [pytest.mark.gpu, pytest.mark.on_device, needs_gpu]
 
 VOCABULARY, WIDTH, HEADS, TOKENS, SAMPLES, STEPS = 99, 64, 4, 16, 8, 5
 LOSS_SCALE = 2.0**10  # low enough that no step overflows

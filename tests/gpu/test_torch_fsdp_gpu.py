@@ -18,7 +18,7 @@ from booster import BF16MixedPrecision, Booster, FP16TorchMixedPrecision, LazyIn
 from booster.device import current_device, device_type
 from booster.plugins import TorchFSDPPlugin
 
-pytestmark = [pytest.mark.gpu, needs_gpu]
+pytestmark = [pytest.mark.gpu, pytest.mark.on_device, needs_gpu]
 
 WIDTH, DEPTH, SAMPLES = 64, 4, 32
 STEPS = 5

@@ -11,7 +11,7 @@ import pytest
 from simulated_cuda import device as simulated_device
 
 from harness.failures import RanksFailed
-from harness.forkserver import SIMULATED, Device
+from harness.forkserver import SIMULATED, Device, job_device
 from harness.messages import pack_arguments
 from harness.pool import run_on_fresh_ranks, run_on_live_ranks
 from harness.reference import BODY_ATTRIBUTE, reference_to
@@ -25,7 +25,7 @@ def run_ranks(
     *args: Any,
     timeout: float = _DEFAULT_TIMEOUT_SECONDS,
     fresh: bool = False,
-    device: Device = "cpu",
+    device: Device | None = None,
     **kwargs: Any,
 ) -> list[Any]:
     """Returns what `fn(*args, **kwargs)` returned on every rank, by rank.
@@ -43,7 +43,8 @@ def run_ranks(
         device: "simulated_cuda" gives each rank a CUDA device in host memory, and a default group of "nccl"; see
             `simulated_cuda`. A job in which a fault was seen fails. Where it can't be used the test is skipped.
             "shared_gpu" gives all ranks the first GPU, and the default group of `harness.shared_gpu`;
-            "simulated_shared_gpu" does so with the simulated device.
+            "simulated_shared_gpu" does so with the simulated device. By default
+            "cpu", or what `pytest --device` says where the test is marked `on_device`.
         **kwargs: keyword arguments of `fn`.
 
     Raises:
@@ -59,7 +60,7 @@ def distributed(
     *,
     timeout: float = _DEFAULT_TIMEOUT_SECONDS,
     fresh: bool = False,
-    device: Device = "cpu",
+    device: Device | None = None,
 ) -> Callable[[Callable[..., Any]], Callable[..., None]]:
     """Runs the body of a test on all ranks of a process group.
 
@@ -109,9 +110,10 @@ def _run(
     kwargs: Mapping[str, Any],
     timeout: float,
     fresh: bool,
-    device: Device,
+    device: Device | None,
 ) -> list[Any]:
     __tracebackhide__ = True
+    device = device or job_device()
     if device in SIMULATED and (reason := simulated_device.problem()) is not None:
         pytest.skip(reason)
     run = run_on_fresh_ranks if fresh else run_on_live_ranks

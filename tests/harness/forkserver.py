@@ -35,6 +35,7 @@ LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "M
 
 
 _default_device: Device = "cpu"
+_job_device: Device = "cpu"
 
 
 def default_device() -> Device:
@@ -46,6 +47,17 @@ def set_default_device(device: Device) -> None:
     """Sets the device of the ranks in tests of parity that choose none."""
     global _default_device
     _default_device = device
+
+
+def job_device() -> Device:
+    """Returns the device of `run_ranks` where none is given: the CPU's, but for tests that are marked `on_device`."""
+    return _job_device
+
+
+def set_job_device(device: Device) -> None:
+    """Sets the device of `run_ranks` where none is given."""
+    global _job_device
+    _job_device = device
 
 
 def preload(*modules: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import gc
+import io
 import os
 import pickle
 import resource
@@ -84,9 +85,20 @@ def _call(job: Job) -> bytes:
     return _packed(function(*args, **kwargs))
 
 
+class _ResultPickler(pickle.Pickler):
+    """Takes tensors of a device to the host: the test's process has no such device."""
+
+    def reducer_override(self, obj: object) -> object:
+        if isinstance(obj, torch.Tensor) and obj.device.type not in ("cpu", "meta"):
+            return obj.detach().cpu().__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+        return NotImplemented
+
+
 def _packed(result: object) -> bytes:
     try:
-        return pickle.dumps(result)
+        stream = io.BytesIO()
+        _ResultPickler(stream, protocol=pickle.HIGHEST_PROTOCOL).dump(result)
+        return stream.getvalue()
     except Exception as error:
         raise TypeError(
             f"the function returned a {type(result).__name__} that can't be sent to the test: {error}. "

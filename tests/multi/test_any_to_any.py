@@ -9,14 +9,15 @@ import functools
 import itertools
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from harness import run_ranks
-from oracles.joined_slices import gathered_over_ranks, join_slices, joined_over_ranks
+from harness.forkserver import Device
+from oracles.joined_slices import copied_slices, gathered_over_ranks, join_slices, joined_over_ranks
 from oracles.serial_training import make_optimizer, train_serial
 from parity import EXACT, _assert_close, _assert_same_move, _mean_over_ranks
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
@@ -25,7 +26,10 @@ from zoo import WholeBatches, get_model, split_batch
 from booster import Booster
 from booster.plugins import GeminiPlugin, LowLevelZeroPlugin, TorchDDPPlugin, TorchFSDPPlugin
 from booster.plugins.hybrid_parallel.plugin import HybridParallelPlugin
+from booster.pytree import map_tensors
 from booster.single_device import SingleDevicePlugin
+
+pytestmark = pytest.mark.on_device
 
 # Several groups; tied weights; frozen, unused and sometimes unused parameters. No dropout: its numbers depend on ranks.
 MODELS = ("multi_output_groups", "tied_lm", "frozen_unused_conditional")
@@ -264,6 +268,7 @@ class Training:
         size, rank = self.booster.plugin.dp_size, self.booster.plugin.dp_rank
         for step in steps:
             batch = split_batch(self.entry.make_batch(step, SAMPLES), rank, size)
+            batch = map_tensors(lambda tensor: tensor.to(self.booster.device), batch)
             loss = self._backward(batch)
             self.booster.clip_grad_norm_(self.optimizer, float("inf"))
             self.optimizer.step()
@@ -296,13 +301,12 @@ def whole_weights(booster, model) -> dict[str, torch.Tensor]:
     """The weights by name, in whole: what the model shows, unless this rank has parts of them."""
     if isinstance(booster.plugin, HybridParallelPlugin):
         return joined_over_ranks(model)
-    return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+    return {name: tensor.detach().clone().cpu() for name, tensor in model.state_dict().items()}
 
 
 def whole_states(optimizer) -> dict[str, torch.Tensor]:
     """The optimizer's states by name, in whole: a layout that cuts them joins them here."""
-    slices = optimizer.checkpoint_state().slices()
-    return join_slices(gathered_over_ranks([replace(one, tensor=one.tensor.clone()) for one in slices]))
+    return join_slices(gathered_over_ranks(copied_slices(optimizer.checkpoint_state().slices())))
 
 
 def train_and_save(make_plugin, model: str, path: str):
@@ -322,12 +326,12 @@ def load_and_train(make_plugin, model: str, path: str):
     return loaded, training.losses, training.weights()
 
 
-def run_layout(layout: Layout, function, *arguments):
+def run_layout(layout: Layout, function, *arguments, device: Device | None = None):
     """The results of all ranks; a layout of one process without a process group runs in this one."""
     if layout.make_plugin is single_device:
         with torch.random.fork_rng():
             return [function(layout.make_plugin, *arguments)]
-    return run_ranks(function, layout.world_size, layout.make_plugin, *arguments)
+    return run_ranks(function, layout.world_size, layout.make_plugin, *arguments, device=device)
 
 
 @pytest.fixture(scope="module")
@@ -366,16 +370,47 @@ def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor
 
 @pytest.mark.parametrize(("source", "target", "model"), all_cases())
 def test_any_layout_loads_what_another_saved(saved, source, target, model):
-    path, (weights, states, values) = saved(source, model)
+    path, at_save = saved(source, model)
+    assert_continues(at_save, run_layout(target, load_and_train, model, path), model, f"{source} to {target}")
+
+
+def assert_continues(at_save, ranks, model: str, what: str) -> None:
+    """Asserts that ranks hold what they loaded, and that saved and loaded training is that of one process."""
+    weights, states, values = at_save
     expected = serial(model)
     initial = zoo_entry(model).build().state_dict()
-    ranks = run_layout(target, load_and_train, model, path)
     for (loaded_weights, loaded_states, loaded_values), losses, after in ranks:
         assert_same(loaded_weights, weights)
         assert_same(loaded_states, states)
         assert loaded_values == values
-        _assert_close(losses, expected.losses, EXACT.loss, f"losses of {source} to {target}")
-        _assert_same_move(after, expected.weights, initial, EXACT.update, f"{source} to {target}")
+        _assert_close(losses, expected.losses, EXACT.loss, f"losses of {what}")
+        _assert_same_move(after, expected.weights, initial, EXACT.update, what)
+
+
+# From one device to another.
+
+DEVICES = ("cpu", "simulated_cuda")
+
+
+def assert_crosses(source: Layout, target: Layout, devices: tuple[Device, Device], folder: Path) -> None:
+    model, path = models_of(source, target)[0], str(folder / f"{source} to {target}")
+    at_save = run_layout(source, train_and_save, model, path, device=devices[0])[0]
+    ranks = run_layout(target, load_and_train, model, path, device=devices[1])
+    assert_continues(at_save, ranks, model, f"{source} on {devices[0]} to {target} on {devices[1]}")
+
+
+def test_what_is_saved_on_a_device_loads_on_the_host_and_back(tmp_path):
+    ring = [one for one in LAYOUTS if str(one) in ("zero 2 x2", "gemini x2", "torch_fsdp x2", "tp 2 x2", "pp 2 x2")]
+    for number, source in enumerate(ring):
+        devices = DEVICES if number % 2 else DEVICES[::-1]
+        assert_crosses(source, ring[(number + 1) % len(ring)], devices, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("devices", [DEVICES, DEVICES[::-1]], ids="-to-".join)
+@pytest.mark.parametrize("source", LAYOUTS, ids=str)
+def test_every_layout_crosses_between_devices(tmp_path, source, devices):
+    assert_crosses(source, LAYOUTS[(LAYOUTS.index(source) + 1) % len(LAYOUTS)], devices, tmp_path)
 
 
 def test_the_chosen_pairs_cover_every_layout_on_both_sides():
@@ -415,7 +450,7 @@ def train_llama(make_plugin, path: str) -> dict[str, torch.Tensor]:
     booster = Booster(plugin=make_plugin(Needs()))
     raw = build_llama(1)
     model, optimizer, *_ = booster.boost(raw, torch.optim.AdamW(raw.parameters(), lr=0.01))
-    tokens = torch.arange(12).view(2, 6)
+    tokens = torch.arange(12, device=booster.device).view(2, 6)
     batches = iter([{"input_ids": tokens, "labels": tokens}])
     booster.execute_pipeline(batches, model, lambda outputs, _: outputs.loss, optimizer)
     optimizer.step()

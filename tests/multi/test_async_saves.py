@@ -16,8 +16,11 @@ from torch.optim import AdamW
 
 from booster.checkpoint_io import GeneralCheckpointIO
 from booster.checkpoint_io.storage import Storage
+from booster.device import current_device
 from booster.errors import CheckpointError
 from booster.interface import ModelWrapper, OptimizerWrapper
+
+pytestmark = pytest.mark.on_device
 
 
 class _Gate(Storage):
@@ -37,9 +40,9 @@ class _Gate(Storage):
 def _wrapped(seed=0):
     torch.manual_seed(seed)
     is_primary = dist.get_rank() == 0
-    model = ModelWrapper(nn.Linear(601, 500), is_primary=is_primary)
+    model = ModelWrapper(nn.Linear(601, 500).to(current_device()), is_primary=is_primary)
     optimizer = OptimizerWrapper(AdamW(model.parameters()), model, is_primary=is_primary)
-    model(torch.ones(1, 601)).sum().backward()
+    model(torch.ones(1, 601, device=current_device())).sum().backward()
     optimizer.step()
     return model, optimizer
 
@@ -75,7 +78,7 @@ def test_training_goes_on_while_the_moment_of_the_call_is_written(tmp_path):
     assert not (tmp_path / "c").exists()
     for value in range(1, 1001):
         _overwrite(model, optimizer, float(value)) if value % 50 == 0 else None
-    dist.all_reduce(torch.ones(1))  # collectives go on beside the save
+    dist.all_reduce(torch.ones(1, device=current_device()))  # collectives go on beside the save
     io.storage.opened.set()
     io.wait()
     _assert_loads(expected, tmp_path / "c")

@@ -39,6 +39,9 @@ from booster.errors import ConfigError, DesyncError, RankFailedError
 from booster.plugins import HybridParallelPlugin, TorchDDPPlugin
 
 preload(*TRANSFORMERS_MODULES, "datasets", "torchdata.stateful_dataloader", "webdataset")
+
+pytestmark = pytest.mark.on_device
+
 SOURCES = SAMPLERS | DRAWN | STREAMS
 NAMES = [
     name

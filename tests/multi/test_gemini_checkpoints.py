@@ -21,8 +21,11 @@ from torch import nn
 from booster import Booster, CheckpointError, RankFailedError
 from booster.checkpoint_io.loading import load
 from booster.comm import count_communication
+from booster.device import current_device
 from booster.optim import HybridAdam
 from booster.plugins import GeminiPlugin
+
+pytestmark = pytest.mark.on_device
 
 MIB = 2**20
 
@@ -93,7 +96,8 @@ class Job:
     def train(self, *steps: int) -> Job:
         for step in steps:
             generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
-            scores = self.model(torch.randint(11, (5,), generator=generator))
+            tokens = torch.randint(11, (5,), generator=generator)
+            scores = self.model(tokens.to(self.booster.device))
             self.booster.backward(scores.float().square().mean(), self.optimizer)
             self.optimizer.step()
             self.optimizer.zero_grad()
@@ -124,7 +128,7 @@ def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
         assert found[name].dtype == tensor.dtype, name
-        assert torch.equal(found[name], tensor), name
+        assert torch.equal(found[name].cpu(), tensor.cpu()), name
 
 
 # Any layout into any other.
@@ -198,7 +202,7 @@ def stepped_layers(policy: str, width: int, depth: int, **arguments):
     booster = Booster(plugin=GeminiPlugin(precision="fp32", **settings))
     net = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(depth)))
     model, optimizer, *_ = booster.boost(net, torch.optim.AdamW(net.parameters(), foreach=False))
-    booster.backward(model(torch.ones(1, width)).mean(), optimizer)
+    booster.backward(model(torch.ones(1, width, device=booster.device)).mean(), optimizer)
     optimizer.step()
     optimizer.zero_grad()
     return booster, model, optimizer
@@ -254,7 +258,7 @@ def test_a_load_between_steps_is_seen_by_the_next_forward(tmp_path, policy, prec
     job = Job(policy, precision=precision).train(0, 1)
     job.save(tmp_path / "c")
     other = Job(policy, precision=precision, seed=1).train(5, 6, 7).load(tmp_path / "c")
-    tokens = torch.arange(11)
+    tokens = torch.arange(11, device=current_device())
     for one in (job, other):
         one.model.eval()
     with torch.no_grad():
@@ -310,7 +314,7 @@ def test_files_hold_the_whole_model_under_the_users_names(tmp_path, policy, shar
     found = load_file(path / "model.safetensors" if shard else path)
     weights = job.weights()
     assert set(weights) - set(found) == {"head.weight"}
-    assert all(torch.equal(found[name], weights[name]) for name in found)
+    assert all(torch.equal(found[name], weights[name].cpu()) for name in found)
     assert found["none"].shape == (0, 3)
 
 
@@ -361,7 +365,7 @@ def test_what_a_hook_computes_of_weights_is_right_or_an_error(tmp_path, policy):
     net.register_state_dict_post_hook(add_doubled)
     job = Job(policy, net=net)
     expected = 2 * Net().wide.weight
-    assert torch.equal(job.weights()["doubled"], expected)
+    assert torch.equal(job.weights()["doubled"].cpu(), expected)
     with pytest.raises(CheckpointError, match=r"'doubled'.*model\.gathered"):
         job.booster.save_model(job.model, tmp_path / "m.safetensors")
     with job.model.gathered():
@@ -411,7 +415,7 @@ class Stopped(Exception):
 def test_changes_inside_of_gathered_are_kept(policy):
     job = Job(policy, precision="bf16").train(0)
     before = job.weights()
-    tokens = torch.arange(11)
+    tokens = torch.arange(11, device=current_device())
     with job.model.gathered() as net, torch.no_grad():
         assert net is job.booster.unwrap_model(job.model)
         assert_same(net.state_dict(), before)
@@ -462,7 +466,8 @@ def test_a_copy_averages_weights(policy):
     if dist.get_rank() == 0:  # nothing of the copy communicates
         plain = Net(1).eval()
         plain.load_state_dict(average.state_dict())
-        assert torch.equal(average.eval()(torch.arange(11)), plain(torch.arange(11)))
+        tokens = torch.arange(11, device=current_device())
+        assert torch.equal(average.eval()(tokens), plain.to(current_device())(tokens))
     job.train(3)
 
 

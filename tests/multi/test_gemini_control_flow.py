@@ -17,6 +17,8 @@ from torch.utils.checkpoint import checkpoint
 from booster.errors import DesyncError, RankFailedError
 from booster.fault_tolerance import collective_errors
 
+pytestmark = pytest.mark.on_device
+
 PLACED = pytest.mark.parametrize("policy", ["static", pytest.param("prefetch", marks=pytest.mark.slow), "cpu"])
 
 
@@ -434,7 +436,7 @@ def _impatient(twins):
     collective_errors.REPORT_SECONDS = 2.0  # these processes are the test's own and end with it
     dist.set_debug_level(dist.DebugLevel.OFF)
     twins.model.manager.negotiation.group = dist.new_group(
-        list(range(dist.get_world_size())), timeout=timedelta(seconds=GROUP_SECONDS)
+        list(range(dist.get_world_size())), timeout=timedelta(seconds=GROUP_SECONDS), backend="gloo"
     )
 
 

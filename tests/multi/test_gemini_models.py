@@ -26,7 +26,10 @@ from harness import distributed
 from torch import nn
 
 from booster import Booster, ConfigError
+from booster.device import current_device
 from booster.plugins import GeminiPlugin
+
+pytestmark = pytest.mark.on_device
 
 PLACED = pytest.mark.parametrize("policy", ["static", pytest.param("prefetch", marks=pytest.mark.slow), "cpu"])
 
@@ -148,9 +151,9 @@ def test_dataclass_outputs(policy):
 @distributed(world_size=2)
 def test_a_model_without_trained_parameters_computes():
     booster = Booster(plugin=GeminiPlugin(precision="fp32", chunk_config_dict=CHUNK))
-    plain, raw = Stack(), Stack().requires_grad_(False)
+    plain, raw = Stack().to(current_device()), Stack().requires_grad_(False)
     model, *_ = booster.boost(raw)
-    x = torch.ones(2, WIDTH).requires_grad_()
+    x = torch.ones(2, WIDTH, device=current_device()).requires_grad_()
     for _ in range(2):
         expected, found = plain(x), model(x)
         torch.testing.assert_close(found, expected)
@@ -193,7 +196,7 @@ COMPILED = {
 
 @pytest.mark.parametrize("policy", [pytest.param("static", marks=pytest.mark.slow), "prefetch"])
 @pytest.mark.parametrize("what", COMPILED)
-@distributed(world_size=2, timeout=120)
+@distributed(world_size=2, timeout=120, device="cpu")  # what is compiled does not run on the simulated device
 def test_what_was_compiled_before_boost_trains_in_parts_between_the_modules(what, policy):
     """Gathering breaks graphs, and what lies between is compiled once."""
     torch._dynamo.reset()

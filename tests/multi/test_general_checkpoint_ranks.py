@@ -13,8 +13,11 @@ from torch.optim import AdamW, lr_scheduler
 
 from booster.checkpoint_io import GeneralCheckpointIO
 from booster.checkpoint_io.storage import Storage
+from booster.device import current_device
 from booster.errors import CheckpointError, ConfigError
 from booster.interface import ModelWrapper, OptimizerWrapper
+
+pytestmark = pytest.mark.on_device
 
 
 class _Counts(Storage):
@@ -34,9 +37,9 @@ class _Counts(Storage):
 def _wrapped(seed, is_primary=None):
     torch.manual_seed(seed)
     is_primary = dist.get_rank() == 0 if is_primary is None else is_primary
-    model = ModelWrapper(nn.Linear(3, 2), is_primary=is_primary)
+    model = ModelWrapper(nn.Linear(3, 2).to(current_device()), is_primary=is_primary)
     optimizer = OptimizerWrapper(AdamW(model.parameters(), lr=0.5 + seed), model, is_primary=is_primary)
-    model(torch.ones(1, 3)).sum().backward()
+    model(torch.ones(1, 3, device=current_device())).sum().backward()
     optimizer.step()
     return model, optimizer
 

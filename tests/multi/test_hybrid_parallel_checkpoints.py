@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from harness import distributed, preload, run_ranks
 from hybrid_cases import LAYOUTS, ON_OWN_AXIS, OWN_ATTENTION
-from oracles.joined_slices import gathered_over_ranks, join_slices, joined_over_ranks
+from oracles.joined_slices import copied_slices, gathered_over_ranks, join_slices, joined_over_ranks
 from oracles.serial_training import make_optimizer, train_serial
 from parity import EXACT, _assert_same_move
 from safetensors.torch import load_file
@@ -24,8 +24,12 @@ from booster import Booster
 from booster.lazy_init import LazyInitContext
 from booster.plugins import GeminiPlugin, LowLevelZeroPlugin, TorchDDPPlugin
 from booster.plugins.hybrid_parallel.plugin import HybridParallelPlugin
+from booster.pytree import map_tensors
 
 preload(*TRANSFORMERS_MODULES)
+
+pytestmark = pytest.mark.on_device
+
 ODD_VOCABULARY = 99  # padded to 128 in memory
 
 
@@ -54,14 +58,15 @@ def train(name: str, arguments: dict, path: str, steps: int = 2):
 
 
 def one_step(booster, entry, model, optimizer, step):
-    batch = entry.make_batch(step, 2)  # the same for all: data are not divided here
+    # The same for all: data are not divided here.
+    batch = map_tensors(lambda tensor: tensor.to(booster.device), entry.make_batch(step, 2))
     booster.backward(entry.loss(model, batch), optimizer)
     optimizer.step()
     optimizer.zero_grad()
 
 
 def whole_states(optimizer) -> dict[str, torch.Tensor]:
-    return join_slices(gathered_over_ranks(list(optimizer.checkpoint_state().slices())))
+    return join_slices(gathered_over_ranks(copied_slices(optimizer.checkpoint_state().slices())))
 
 
 MODELS = ["llama", "gpt2", "bert", "t5", "gemma", "falcon_groups", "mixtral", "whisper", "user_transformer"]
@@ -199,6 +204,7 @@ def one_stage(name: str, given, step: int, path: str):
     if step > 0:
         booster.load(Path(path) / f"{step - 1}", model, optimizer)
     batch = split_batch(entry.make_batch(step, SAMPLES), plugin.dp_rank, plugin.dp_size)
+    batch = map_tensors(lambda tensor: tensor.to(booster.device), batch)
     booster.backward(entry.loss(model, batch), optimizer)
     optimizer.step()
     booster.save(Path(path) / f"{step}", model, optimizer)

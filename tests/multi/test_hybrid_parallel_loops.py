@@ -57,6 +57,7 @@ def test_accumulation_over_divided_sequences_equals_serial(layout):
     ("zero_stage", "norm_type"),
     [(0, 2.0), slow(0, 1.0), slow(0, 3.0), slow(0, float("inf")), slow(2, 2.0), (2, 1.0), (2, 3.0), (2, float("inf"))],
 )
+@pytest.mark.on_device
 @distributed(world_size=4)
 def test_norms_of_any_order_equal_one_process(norm_type, zero_stage):
     # Two heads of keys on two ranks, ties, padding: everything is counted once.
@@ -65,11 +66,12 @@ def test_norms_of_any_order_equal_one_process(norm_type, zero_stage):
         twins.backward(0)
         found = twins.booster.clip_grad_norm_(twins.optimizer, 0.01, norm_type)
         expected = nn.utils.clip_grad_norm_(twins.plain.parameters(), 0.01, norm_type)
-        torch.testing.assert_close(torch.as_tensor(float(found)), expected, rtol=1e-5, atol=0)
+        torch.testing.assert_close(torch.as_tensor(float(found)), expected.cpu(), rtol=1e-5, atol=0)
         twins.step()
         twins.assert_equal()
 
 
+@pytest.mark.on_device
 @STAGES
 @distributed(world_size=2)
 def test_max_norm_clips_every_step(zero_stage):
@@ -107,6 +109,7 @@ def partly_frozen() -> nn.Module:
     return model
 
 
+@pytest.mark.on_device
 @STAGES
 @distributed(world_size=4)
 def test_groups_and_frozen_and_unused_parameters_equal_one_process(zero_stage):
@@ -122,7 +125,7 @@ def test_groups_and_frozen_and_unused_parameters_equal_one_process(zero_stage):
         )
         twins.train()
         twins.assert_equal()
-        assert torch.equal(twins.plain.spare.weight, twins.initial["spare.weight"])
+        assert torch.equal(twins.plain.spare.weight.cpu(), twins.initial["spare.weight"])
 
 
 def seeded(build):
@@ -131,6 +134,7 @@ def seeded(build):
         return build()
 
 
+@pytest.mark.on_device
 @STAGES
 @distributed(world_size=4)
 def test_an_optimizer_of_whole_parameters_equals_one_process(zero_stage):
@@ -148,6 +152,7 @@ def checkpointing_llama() -> nn.Module:
     return model
 
 
+@pytest.mark.on_device
 @pytest.mark.parametrize("layout", ["tp 2", slow("split_gather 2"), "ring 2", slow("all_to_all 2"), "ring_attn 2"])
 @distributed(world_size=2)
 def test_layers_that_are_computed_again_equal_one_process(layout):
@@ -180,6 +185,7 @@ def bert_with_dropout(hidden: float, attention: float) -> nn.Module:
     return seeded(lambda: transformers.BertForMaskedLM(config).train())
 
 
+@pytest.mark.on_device
 @distributed(world_size=2)
 def test_dropout_where_ranks_hold_the_same_is_that_of_one_process():
     twins = Twins("bert", build=lambda: bert_with_dropout(0.2, 0.0), tp_size=2)
@@ -195,6 +201,7 @@ def test_dropout_where_ranks_hold_the_same_is_that_of_one_process():
     twins.assert_equal()
 
 
+@pytest.mark.on_device
 @pytest.mark.parametrize("layout", ["tp 2", "split_gather 2", "all_to_all 2", "ring_attn 2"])
 @distributed(world_size=2)
 def test_layers_that_are_computed_again_drop_the_same(layout):
@@ -216,6 +223,7 @@ def test_layers_that_are_computed_again_drop_the_same(layout):
     assert not torch.equal(weights[0]["bert.embeddings.LayerNorm.weight"], torch.ones(32))
 
 
+@pytest.mark.on_device
 @STAGES
 @distributed(world_size=4)
 def test_an_overflow_on_one_rank_skips_the_step_on_all(zero_stage):
@@ -246,6 +254,7 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(zero_stage):
     assert twins.optimizer.num_skipped_steps == 1
 
 
+@pytest.mark.on_device
 @pytest.mark.parametrize("layout", ["tp 2", "split_gather 2", "all_to_all 2", "ring_attn 2"])
 @distributed(world_size=2)
 def test_outputs_are_those_of_one_process(layout):
@@ -265,6 +274,7 @@ def test_outputs_are_those_of_one_process(layout):
             assert torch.equal(found.logits.argmax(-1), expected.logits.argmax(-1))
 
 
+@pytest.mark.on_device
 @distributed(world_size=2)
 def test_a_loss_of_ones_own_from_the_logits_is_right():
     """Not only cross entropy: every computation with logits sees all of them."""
@@ -281,6 +291,7 @@ def test_a_loss_of_ones_own_from_the_logits_is_right():
     twins.assert_equal()
 
 
+@pytest.mark.on_device
 @distributed(world_size=2)
 def test_text_is_generated_by_all_ranks_alike():
     twins = Twins("llama", tp_size=2, parallel_output=False)
@@ -294,6 +305,7 @@ def test_text_is_generated_by_all_ranks_alike():
     assert torch.equal(found, expected)
 
 
+@pytest.mark.on_device
 @distributed(world_size=2)
 def test_evaluation_leaves_training_as_it_was():
     twins = Twins("bert", build=lambda: bert_with_dropout(0.0, 0.0), tp_size=2)
@@ -307,6 +319,7 @@ def test_evaluation_leaves_training_as_it_was():
     twins.assert_equal()
 
 
+@pytest.mark.on_device
 @distributed(world_size=2)
 def test_a_forward_whose_backward_never_comes_leaves_no_trace():
     twins = Twins("llama", tp_size=2, optimizer=adamw)
@@ -317,6 +330,7 @@ def test_a_forward_whose_backward_never_comes_leaves_no_trace():
     twins.assert_equal()
 
 
+@pytest.mark.on_device
 @distributed(world_size=2)
 def test_two_forwards_before_their_backwards_equal_one_process():
     twins = Twins("user_transformer", tp_size=2)
@@ -334,6 +348,7 @@ def test_messages_instead_of_shared_memory_change_nothing():
     assert_hybrid_equals_serial("llama", TP_2, uses_shared_memory=False, steps=2)
 
 
+@pytest.mark.on_device
 @distributed(world_size=2)
 def test_slices_say_which_ranks_hold_what():
     twins = Twins("llama", tp_size=2)

@@ -11,7 +11,10 @@ from torch.utils.checkpoint import checkpoint
 from zero_twins import Twins, adamw, sgd
 
 from booster import Booster, ConfigError
+from booster.device import current_device
 from booster.plugins import LowLevelZeroPlugin
+
+pytestmark = pytest.mark.on_device
 
 STAGES = pytest.mark.parametrize("stage", [1, 2])
 
@@ -226,12 +229,12 @@ def test_a_plain_backward_without_the_loss_scale_is_an_error_on_all_ranks(stage,
     model, optimizer, *_ = booster.boost(model := nn.Linear(3, 2), torch.optim.SGD(model.parameters(), lr=0.1))
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     if dist.get_rank() in ranks:
-        model(torch.ones(2, 3)).sum().backward()
+        model(torch.ones(2, 3, device=current_device())).sum().backward()
     with pytest.raises(ConfigError, match=r"did not come from booster\.backward\(loss, optimizer\)"):
         optimizer.step()
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     optimizer.zero_grad()
-    booster.backward(model(torch.ones(2, 3)).sum(), optimizer)
+    booster.backward(model(torch.ones(2, 3, device=current_device())).sum(), optimizer)
     optimizer.step()
     assert not torch.equal(model.state_dict()["bias"], before["bias"])
 
@@ -332,7 +335,7 @@ class Lookup(nn.Module):
 
 @STAGES
 @pytest.mark.parametrize("synchronize", ["always", "no_sync"])
-@distributed(world_size=2)
+@distributed(world_size=2, device="cpu")  # the simulated device has no sparse tensors
 def test_sparse_gradients_become_dense(stage, synchronize):
     flags = iter([False, True])  # the plain twin is built first
     twins = Twins(lambda: Lookup(next(flags)), adamw, stage=stage).boost()

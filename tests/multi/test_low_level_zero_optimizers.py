@@ -11,7 +11,10 @@ from torch import nn
 from zero_twins import Twins, mlp, square_loss, trained
 
 from booster import Booster, ConfigError, DesyncError
+from booster.device import current_device
 from booster.plugins import LowLevelZeroPlugin
+
+pytestmark = pytest.mark.on_device
 
 STAGES = pytest.mark.parametrize("stage", [1, 2])
 
@@ -136,7 +139,7 @@ def test_a_gan_and_a_frozen_teacher(stage, overlap_allgather):
     assert none is None
     torch.manual_seed(dist.get_rank())
     for _ in range(3):
-        noise = torch.randn(4, 2)
+        noise = torch.randn(4, 2, device=current_device())
         booster.backward(discriminator(generator(noise).detach()).mean(), d_optimizer)
         d_optimizer.step()
         loss = discriminator(generator(noise)).mean() + (generator(noise) - teacher(noise)).square().mean()
@@ -185,6 +188,6 @@ def test_a_model_moved_after_boost_is_refused(stage):
     booster = Booster(plugin=LowLevelZeroPlugin(stage=stage, precision="fp32"))
     model, optimizer, *_ = booster.boost(raw, torch.optim.SGD(raw.parameters(), lr=0.1))
     raw[0].double().float()
-    booster.backward(square_loss(model, torch.ones(2, 7)), optimizer)
+    booster.backward(square_loss(model, torch.ones(2, 7, device=current_device())), optimizer)
     with pytest.raises(ConfigError, match=r"the memory of '0\.weight' was replaced after boost"):
         optimizer.step()

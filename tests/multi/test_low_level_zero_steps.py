@@ -11,7 +11,10 @@ from torch.optim.lr_scheduler import OneCycleLR, StepLR
 from zero_twins import Twins, adamw, mlp, sgd, trained
 
 from booster import Booster, ConfigError
+from booster.device import current_device
 from booster.plugins import LowLevelZeroPlugin
+
+pytestmark = pytest.mark.on_device
 
 STAGES = pytest.mark.parametrize("stage", [1, 2])
 
@@ -36,7 +39,7 @@ def test_overflow_on_one_rank_skips_the_step_on_all(stage):
     for step in range(4):
         before, scale = weights_of(model), optimizer.loss_scaler.scale
         states = [state["step"].clone() for state in optimizer.state.values()]
-        x = torch.ones(2, 4)
+        x = torch.ones(2, 4, device=current_device())
         if step in (1, 2) and dist.get_rank() == 1:
             x[0, 0] = float("inf") if step == 1 else float("nan")
         booster.backward(model(x).mean(), optimizer)
@@ -54,14 +57,14 @@ def test_overflow_on_one_rank_skips_the_step_on_all(stage):
 
 
 @STAGES
-@distributed(world_size=2)
+@distributed(world_size=2, device="cpu")  # accelerators add up in the dtype that travels
 def test_an_overflow_of_the_sum_over_ranks_is_none(stage):
     # Each rank's gradient is the largest of fp16 or close to it; their sum in fp16 would not be finite.
     booster = Booster(plugin=LowLevelZeroPlugin(stage, "fp16", initial_scale=1))
     model = nn.Linear(1, 1, bias=False)
     nn.init.zeros_(model.weight)
     model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=2.0**-16))
-    booster.backward(model(torch.full((1, 1), 60000.0)).sum(), optimizer)
+    booster.backward(model(torch.full((1, 1), 60000.0, device=current_device())).sum(), optimizer)
     optimizer.step()
     assert not optimizer.step_was_skipped
     assert float(model.state_dict()["weight"]) == float(torch.tensor(-60000.0 * 2**-16).half())
@@ -81,7 +84,8 @@ def _scaled_run(stage, overflow_steps=(), **scaler):
     optimizer.register_gradient_hook(lambda parts: gradients.append([part.clone() for part in parts]))
     step = 0
     while step < 6:
-        x = torch.randint(-3, 4, (4, 6), generator=torch.Generator().manual_seed(10 * step + plugin.dp_rank)).float()
+        generator = torch.Generator().manual_seed(10 * step + plugin.dp_rank)
+        x = torch.randint(-3, 4, (4, 6), generator=generator).to(current_device()).float()
         overflows = step in overflow_steps and plugin.dp_rank == 1
         overflow_steps = tuple(other for other in overflow_steps if other != step)
         booster.backward((model(x * float("inf") if overflows else x) - 1).square().mean(), optimizer)
@@ -119,8 +123,9 @@ def test_growth_and_backoff_give_the_gradients_of_an_unscaled_run(stage):
 def test_num_items_divides_by_the_global_count(stage, extra_dp_size):
     rank, size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
-    tokens = [torch.randn(3 + 5 * part, 4) for part in range(2 * size)]  # unequal parts, two microbatches a rank
-    reference, ours = nn.Linear(4, 1), nn.Linear(4, 1)
+    # Unequal parts, two microbatches a rank.
+    tokens = [torch.randn(3 + 5 * part, 4).to(current_device()) for part in range(2 * size)]
+    reference, ours = nn.Linear(4, 1).to(current_device()), nn.Linear(4, 1)
     ours.load_state_dict(reference.state_dict())
     reference(torch.cat(tokens)).square().mean().backward()
     booster = Booster(plugin=LowLevelZeroPlugin(stage=stage, precision="fp32", extra_dp_size=extra_dp_size))
@@ -150,7 +155,9 @@ def test_clipping_by_value_equals_one_process(stage):
 
 @STAGES
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@distributed(world_size=[pytest.param(2, marks=pytest.mark.slow), 3])
+@distributed(
+    world_size=[pytest.param(2, marks=pytest.mark.slow), 3], device="cpu"
+)  # an accelerator rounds the sums, too
 def test_communication_dtype_rounds_each_ranks_gradient_once(stage, dtype):
     twins = Twins(
         optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=1.0), stage=stage, communication_dtype=dtype
@@ -349,9 +356,12 @@ def test_weights_loaded_after_boost_are_those_that_train(stage, precision):
             parameter.mul_(0.5)  # exact in every format, but for bits that the format lacks
     model.load_state_dict(source.state_dict())
     loaded = weights_of(model)
-    booster.backward(model(torch.ones(4, 7)).sum() * 0.0, optimizer)  # moves nothing, but writes all weights
+    booster.backward(
+        model(torch.ones(4, 7, device=current_device())).sum() * 0.0, optimizer
+    )  # moves nothing, but writes all weights
     optimizer.step()
     optimizer.zero_grad()
     assert same(loaded, weights_of(model))
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
+    source.to(current_device())
     assert same(loaded, {name: tensor.to(dtype) for name, tensor in source.state_dict().items()})

@@ -13,6 +13,8 @@ from torch import nn
 from booster import Booster
 from booster.plugins import GeminiPlugin, LowLevelZeroPlugin, TorchDDPPlugin
 
+pytestmark = pytest.mark.on_device
+
 PLUGINS = {
     "ddp": TorchDDPPlugin,
     "zero": lambda: LowLevelZeroPlugin(stage=2, precision="fp32"),
@@ -32,7 +34,7 @@ def train(path: str, plugin: str, name: str, *, resumes: bool) -> tuple[list[lis
     model, optimizer, _, _, scheduler = booster.boost(model, optimizer, lr_scheduler=scheduler)
     if resumes:
         booster.load(Path(path), model, optimizer, scheduler)
-    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
+    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(1)).to(booster.device)
     rates, losses = [], []
     for _ in range(STEPS):
         loss = (model(x) - 1).square().mean()

@@ -15,11 +15,14 @@ from torch import nn
 
 from booster import Booster
 from booster.comm import all_reduce_sum, use_shared_memory
+from booster.device import current_device
 from booster.errors import DesyncError
 from booster.monitor import Monitor
 from booster.plugins import GeminiPlugin, HybridParallelPlugin, LowLevelZeroPlugin, TorchDDPPlugin
 
 preload("booster", "booster.plugins", "booster.monitor")
+
+pytestmark = pytest.mark.on_device
 
 WIDTH, BATCH = 8, 4
 PARAMETER_BYTES = 4 * 2 * (WIDTH * WIDTH + WIDTH)
@@ -41,7 +44,7 @@ def make(kind):
 
 
 def step(kind, booster, model, optimizer, value):
-    batch = torch.full((BATCH, WIDTH), value)
+    batch = torch.full((BATCH, WIDTH), value, device=current_device())
     if kind == "pipeline":
         result = booster.execute_pipeline(iter([batch]), model, lambda out, _: out.square().mean(), optimizer)
         loss = float(result["loss"])
@@ -203,7 +206,7 @@ def test_a_hang_that_is_over_is_not_reported_again(tmp_path):
             step("ddp", booster, model, optimizer, 1.0)
             assert stderr.has_reported.wait(20)
             stderr.has_reported.clear()
-            all_reduce_sum(torch.ones(1))
+            all_reduce_sum(torch.ones(1, device=current_device()))
     assert stderr.getvalue().count("Status of the ranks") == 2
     assert "finished step 2" in stderr.getvalue()
     assert not [one for one in threading.enumerate() if one.name == "booster-watchdog"]

@@ -16,8 +16,11 @@ from oracles.joined_slices import gathered_over_ranks, joined_over_ranks
 from torch import nn
 
 from booster import Booster, ConfigError
+from booster.device import current_device
 from booster.errors import NonfiniteError
 from booster.plugins import TorchDDPPlugin
+
+pytestmark = pytest.mark.on_device
 
 BAD = "blocks.1.mlp_norm"
 BF16 = [name for name, case in CASES.items() if case.precision == "bf16"]
@@ -99,7 +102,9 @@ class Rooted(nn.Module):
     def forward(self, x: torch.Tensor, is_steep: bool = False) -> torch.Tensor:
         """Maps (batch, 3) to (batch, 1)."""
         hidden = self.inner(self.first(x))
-        mask = torch.zeros(4).masked_fill(torch.tensor([True, False, False, False]), float("-inf"))
+        mask = torch.zeros(4, device=current_device()).masked_fill(
+            torch.tensor([True, False, False, False], device=current_device()), float("-inf")
+        )
         hidden = hidden * torch.softmax(mask, dim=0)
         if is_steep:
             hidden = hidden + (hidden - hidden.detach()).abs().sqrt()
@@ -119,20 +124,20 @@ def boosted(precision: str | None = None) -> tuple[Booster, nn.Module, torch.opt
 def test_weights_and_criterion_are_named(world_size):
     booster, model, optimizer = boosted()
     with booster.debug_nonfinite(model, optimizer):
-        loss = model(torch.ones(2, 3)).mean()
+        loss = model(torch.ones(2, 3, device=current_device())).mean()
         with pytest.raises(NonfiniteError, match="outputs of all modules were finite, so the criterion computed it"):
             booster.backward(loss / 0.0, optimizer)
         optimizer.zero_grad()
         with torch.no_grad():
             model.unwrap().inner[0].weight[0, 0] = float("inf")
         with pytest.raises(NonfiniteError, match=r"parameters that are not finite: 'inner\.0\.weight'"):
-            booster.backward((model(torch.ones(2, 3)) * float("inf")).mean(), optimizer)
+            booster.backward((model(torch.ones(2, 3, device=current_device())) * float("inf")).mean(), optimizer)
 
 
 @distributed(world_size=2)
 def test_inputs_that_are_not_finite_are_told_from_modules_that_make_them():
     booster, model, optimizer = boosted()
-    x = torch.full((2, 3), float("nan") if dist.get_rank() == 1 else 1.0)
+    x = torch.full((2, 3), float("nan") if dist.get_rank() == 1 else 1.0, device=current_device())
     with booster.debug_nonfinite(model, optimizer), pytest.raises(NonfiniteError) as caught:
         booster.backward(model(x).mean(), optimizer)
     assert "nan on rank 1 of 2" in str(caught.value)
@@ -150,13 +155,13 @@ def test_a_bad_micro_step_can_be_left_out():
         pytest.raises(NonfiniteError),
         booster.accumulate(model, optimizer, 2),
     ):
-        booster.backward(model(torch.full((2, 3), float("nan"))).mean(), optimizer)
+        booster.backward(model(torch.full((2, 3), float("nan"), device=current_device())).mean(), optimizer)
     optimizer.zero_grad()
     assert optimizer.num_microbatches == 0
     for index in range(2):
         with booster.accumulate(model, optimizer, 2) as is_last:
             assert is_last == (index == 1)
-            booster.backward(model(torch.ones(2, 3)).mean(), optimizer)
+            booster.backward(model(torch.ones(2, 3, device=current_device())).mean(), optimizer)
             optimizer.step()
             optimizer.zero_grad()
     assert all(bool(one.isfinite().all()) for one in model.parameters())
@@ -172,7 +177,9 @@ def test_the_place_where_backward_met_it_is_named(world_size):
     before = [one.detach().clone() for one in model.parameters()]
     culprit = world_size - 1
     with booster.debug_nonfinite(model, optimizer):
-        booster.backward(model(torch.ones(2, 3), is_steep=dist.get_rank() == culprit).mean(), optimizer)
+        booster.backward(
+            model(torch.ones(2, 3, device=current_device()), is_steep=dist.get_rank() == culprit).mean(), optimizer
+        )
         with pytest.raises(NonfiniteError) as caught:
             booster.clip_grad_norm_(optimizer, 1.0)
     text = str(caught.value)
@@ -189,7 +196,7 @@ def test_the_place_where_backward_met_it_is_named(world_size):
 @distributed(world_size=2)
 def test_the_log_says_the_same_and_training_continues():
     booster, model, optimizer = boosted()
-    x = torch.full((2, 3), float("nan") if dist.get_rank() == 1 else 1.0)
+    x = torch.full((2, 3), float("nan") if dist.get_rank() == 1 else 1.0, device=current_device())
     with lines_of_log() as lines, booster.debug_nonfinite(model, optimizer, action="log"):
         booster.backward(model(x).mean(), optimizer)
         optimizer.step()

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import distributed, preload, run_ranks
-from oracles.joined_slices import gathered_over_ranks, join_slices, joined_over_ranks
+from oracles.joined_slices import copied_slices, gathered_over_ranks, join_slices, joined_over_ranks
 from oracles.serial_training import make_optimizer, train_serial
 from parity import EXACT, _assert_same_move
 from pipeline_cases import SCHEDULES
@@ -23,8 +23,12 @@ from booster import Booster
 from booster.lazy_init import LazyInitContext
 from booster.plugins import LowLevelZeroPlugin, TorchDDPPlugin
 from booster.plugins.hybrid_parallel.plugin import HybridParallelPlugin
+from booster.pytree import map_tensors
 
 preload(*TRANSFORMERS_MODULES)
+
+pytestmark = pytest.mark.on_device
+
 SAMPLES = 4
 LAYERS = 4
 
@@ -74,6 +78,7 @@ class Job:
     def backward(self, step: int, samples: int = SAMPLES) -> None:
         size = self.plugin.dp_size
         part = split_batch(self.entry.make_batch(step, samples), self.plugin.dp_rank, size)
+        part = map_tensors(lambda tensor: tensor.to(self.booster.device), part)
         self.booster.execute_pipeline(iter([self.whole.feed(part)]), self.model, self.whole.criterion, self.optimizer)
 
     def step(self) -> None:
@@ -83,7 +88,7 @@ class Job:
     def weights(self) -> dict[str, torch.Tensor]:
         if isinstance(self.plugin, HybridParallelPlugin):
             return joined_over_ranks(self.model)
-        return {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
+        return {name: tensor.clone().cpu() for name, tensor in self.model.state_dict().items()}
 
 
 def train_and_save(layout: str, name: str, path: str):
@@ -94,7 +99,7 @@ def train_and_save(layout: str, name: str, path: str):
         job.step()
     job.booster.save_model(job.model, Path(path) / "model", shard=True, size_per_shard=1)
     job.booster.save_optimizer(job.optimizer, Path(path) / "optimizer", shard=True)
-    states = list(job.optimizer.checkpoint_state().slices())
+    states = copied_slices(job.optimizer.checkpoint_state().slices())
     written = {one.name for one in job.model.tensor_slices() if one.primary}
     written_states = {one.name.rpartition(".")[0] for one in states if one.primary}
     return job.weights(), join_slices(gathered_over_ranks(states)), written, written_states
@@ -237,13 +242,13 @@ def test_a_step_may_begin_in_some_stages_and_end_in_others(tmp_path, saved, load
 @distributed(world_size=2)
 def test_a_state_dict_of_a_stage_loads_again():
     job = Job("pp 2 zbv", "gpt2")
-    before = {name: tensor.clone() for name, tensor in job.model.state_dict().items()}
+    before = {name: tensor.clone().cpu() for name, tensor in job.model.state_dict().items()}
     expected = get_model("gpt2", LAYERS).build().state_dict()
     assert before.keys() < expected.keys()
     assert all(torch.equal(tensor, expected[name]) for name, tensor in before.items())
     job.backward(0)
     job.step()
-    assert any(not torch.equal(tensor, before[name]) for name, tensor in job.model.state_dict().items())
+    assert any(not torch.equal(tensor.cpu(), before[name]) for name, tensor in job.model.state_dict().items())
     job.model.load_state_dict(before)
     after = joined_over_ranks(job.model)
     assert all(torch.equal(after[name], expected[name]) for name in expected)

@@ -13,12 +13,16 @@ from pipeline_twins import StagedTwins
 from torch import nn
 from zoo import TRANSFORMERS_MODULES
 
+from booster.device import current_device
 from booster.errors import ConfigError
 from booster.plugins import TorchDDPPlugin
 from booster.plugins.hybrid_parallel.pipeline_parallel.schedules import schedule_from_name
 from booster.plugins.hybrid_parallel.pipeline_parallel.schedules.simulation import simulate
+from booster.pytree import map_tensors
 
 preload(*TRANSFORMERS_MODULES)
+
+pytestmark = pytest.mark.on_device
 BY_SCHEDULE = pytest.mark.parametrize("schedule", SCHEDULES)
 CLOSE = {"rtol": 1e-5, "atol": 1e-6}
 
@@ -203,7 +207,8 @@ def test_schedulers_step_and_epochs_of_a_boosted_loader(schedule):
         for scheduler in schedulers:
             scheduler.step()
     assert schedulers[0].get_last_lr() == schedulers[1].get_last_lr()
-    torch.testing.assert_close(joined_over_ranks(model), dict(twins.plain.state_dict()), rtol=2e-4, atol=2e-6)
+    expected = {name: tensor.cpu() for name, tensor in twins.plain.state_dict().items()}
+    torch.testing.assert_close(joined_over_ranks(model), expected, rtol=2e-4, atol=2e-6)
 
 
 def losses_of(make_plugin) -> list[float]:
@@ -211,7 +216,7 @@ def losses_of(make_plugin) -> list[float]:
     twins = StagedTwins("glued_chain", make_plugin=make_plugin)
     losses = []
     for step in range(3):
-        whole = twins.whole.entry.make_batch(step, 4)
+        whole = map_tensors(lambda tensor: tensor.to(current_device()), twins.whole.entry.make_batch(step, 4))
         size, rank = twins.plugin.dp_size, twins.plugin.dp_rank
         part = {name: tensor[4 * rank // size : 4 * (rank + 1) // size] for name, tensor in whole.items()}
         found = twins.execute(part, return_outputs=True)
@@ -247,6 +252,7 @@ def test_tokens_count_alike_wherever_they_are(schedule):
         whole = twins.whole.entry.make_batch(step, samples * 2)
         counts = torch.arange(len(whole["labels"])) % 7 + 3 * step
         whole["labels"] = whole["labels"].masked_fill(torch.arange(12) > counts[:, None], -100)
+        whole = map_tensors(lambda tensor: tensor.to(current_device()), whole)
         rank = twins.plugin.dp_rank
         return whole, {name: tensor[rank * samples : (rank + 1) * samples] for name, tensor in whole.items()}
 
@@ -308,7 +314,7 @@ def test_norms_count_every_parameter_once(norm_type):
         twins.backward(0)
         found = twins.booster.clip_grad_norm_(twins.optimizer, 0.01, norm_type)
         expected = nn.utils.clip_grad_norm_(twins.plain.parameters(), 0.01, norm_type)
-        torch.testing.assert_close(torch.as_tensor(float(found)), expected, rtol=1e-5, atol=0)
+        torch.testing.assert_close(torch.as_tensor(float(found)), expected.cpu(), rtol=1e-5, atol=0)
         twins.step()
         twins.assert_equal()
 

@@ -14,6 +14,8 @@ from booster.plugins import TorchDDPPlugin
 from booster.rng_state import preserved_rng
 from booster.single_device import SingleDevicePlugin
 
+pytestmark = pytest.mark.on_device
+
 
 @pytest.fixture(autouse=True)
 def _random_state():

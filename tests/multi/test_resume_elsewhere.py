@@ -17,6 +17,8 @@ from torch import nn
 from booster.plugins import TorchDDPPlugin
 from booster.rng_state import preserved_rng
 
+pytestmark = pytest.mark.on_device
+
 
 @pytest.fixture(autouse=True)
 def _random_state():
@@ -63,6 +65,7 @@ def train_with_items(
     if not saves:
         job.load(Path(path))
     samples = torch.randn(2, 12, 16, generator=torch.Generator().manual_seed(4))[0 if saves else 1]
+    samples = samples.to(job.booster.device)
     # With items, the parts differ in length: the last rank has most of them.
     bounds = [12 * r // size - (r % size > 0 and has_items) for r in (rank, rank + 1)]
     part = samples[bounds[0] : bounds[1] if rank + 1 < size else 12]
@@ -79,8 +82,10 @@ def train_with_items(
 def whole_gradients(job: Job) -> dict[str, torch.Tensor]:
     """This rank's gradients; under a plugin that shards them, those of all ranks put together."""
     if not hasattr(job.optimizer, "shards"):
-        return {name: p.grad.clone() for name, p in job.model.named_parameters() if p.grad is not None}
-    parts = [(part.name, part.global_shape, part.span, part.parameter.grad) for part in job.optimizer.shards.parts]
+        return {name: p.grad.clone().cpu() for name, p in job.model.named_parameters() if p.grad is not None}
+    parts = [
+        (part.name, part.global_shape, part.span, _of_host(part.parameter.grad)) for part in job.optimizer.shards.parts
+    ]
     of_ranks = [None] * dist.get_world_size()
     dist.all_gather_object(of_ranks, parts)
     found = {}
@@ -88,6 +93,10 @@ def whole_gradients(job: Job) -> dict[str, torch.Tensor]:
         if gradient is not None:
             found.setdefault(name, torch.full(shape, float("nan"))).view(-1)[slice(*span)] = gradient
     return found
+
+
+def _of_host(gradient: torch.Tensor | None) -> torch.Tensor | None:
+    return None if gradient is None else gradient.cpu()
 
 
 PLUGINS = {

@@ -22,6 +22,8 @@ from resume_cases import (
 from booster.comm import group_size
 from booster.rng_state import preserved_rng
 
+pytestmark = pytest.mark.on_device
+
 
 @pytest.fixture(autouse=True)
 def _random_state():

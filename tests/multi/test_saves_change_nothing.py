@@ -10,6 +10,8 @@ from resume_cases import Job
 
 from booster.rng_state import preserved_rng
 
+pytestmark = pytest.mark.on_device
+
 NUM_BATCHES = 8
 
 

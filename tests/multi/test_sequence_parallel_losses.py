@@ -126,7 +126,7 @@ def train_both(name, arguments, *, steps=3, outputs=("router_logits",), **extra)
 
 def compare_weights(model, serial, before):
     parts = [None] * dist.get_world_size()
-    dist.all_gather_object(parts, copied_slices(model))
+    dist.all_gather_object(parts, copied_slices(model.tensor_slices()))
     found = join_slices(parts, model.tied_names(), what="the weights")
     moves = {name: float((value - before[name]).norm()) for name, value in serial.state_dict().items()}
     for name, expected in serial.state_dict().items():

@@ -8,11 +8,17 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 from device_cases import PLUGINS, train
-from harness import preload
+from harness import preload, run_ranks
 from hybrid_cases import MODES, TP_2, assert_hybrid_equals_serial
 from pipeline_cases import SCHEDULES, assert_pipeline_equals_serial
+from safetensors.torch import load_file
+from torch import nn
 from zoo import TRANSFORMERS_MODULES
+
+from booster import Booster
+from booster.plugins import GeminiPlugin
 
 preload(*TRANSFORMERS_MODULES)
 
@@ -45,6 +51,26 @@ def test_gemini():
 def test_gemini_offloaded():
     for name in ("gemini, offloaded", "gemini, offloaded and pinned"):
         _train(name)
+
+
+def change_in_gathered_and_save(path: str) -> None:
+    """Changes offloaded weights twice: a save must wait for their way to pinned memory, and so must a load."""
+    booster = Booster(plugin=GeminiPlugin(precision="fp32", placement_policy="cpu", pin_memory=True))
+    raw = nn.Linear(64, 64)
+    model, *_ = booster.boost(raw, torch.optim.AdamW(raw.parameters()))
+    for number in range(2):
+        with model.gathered() as net, torch.no_grad():
+            net.weight.fill_(number)
+        booster.save_model(model, path)
+        assert load_file(path)["weight"].eq(number).all()
+        with model.gathered() as net, torch.no_grad():
+            net.weight.fill_(7)
+        booster.load_model(model, path)
+        assert model.state_dict()["weight"].eq(number).all()
+
+
+def test_weights_in_pinned_memory_are_saved_and_loaded_after_a_change(tmp_path):
+    run_ranks(change_in_gathered_and_save, 2, str(tmp_path / "m.safetensors"), device=DEVICE)
 
 
 def test_fsdp():

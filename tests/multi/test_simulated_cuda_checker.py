@@ -120,6 +120,16 @@ def change_a_pinned_source(waits: bool) -> None:
     torch.cuda.synchronize()
 
 
+def change_a_pinned_target(waits: bool) -> None:
+    target, values = _pinned(), _values()
+    target.copy_(values, non_blocking=True)
+    if waits:
+        torch.cuda.synchronize()
+    target.fill_(3)
+    torch.cuda.synchronize()
+    assert target[0].item() == (3 if waits else 1)
+
+
 def pinned_memory_on_two_streams(waits: bool) -> None:
     host, values, side = _pinned(), _values(), torch.cuda.Stream()
     host.copy_(values, non_blocking=True)
@@ -182,6 +192,7 @@ PROGRAMS = {
     prefetch_without_a_wait: "race: aten::add writes",
     free_while_another_stream_reads: "lifetime: 4000 bytes",
     change_a_pinned_source: "pinned: the host changed 4000 pinned bytes",
+    change_a_pinned_target: "their copy from the device",
     pinned_memory_on_two_streams: "race: copy_ from pinned memory",
     result_of_a_collective: "race: aten::add writes",
     payload_of_a_collective: "race: aten::zero_ writes",

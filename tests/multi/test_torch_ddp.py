@@ -12,8 +12,10 @@ from torch import nn
 from zoo import TRANSFORMERS_MODULES, get_model, model_names, split_batch
 
 from booster import Booster, ConfigError, DesyncError, FP16TorchMixedPrecision
+from booster.device import current_device
 from booster.plugins import TorchDDPPlugin
 from booster.plugins.sync_batch_norm import SynchronizedBatchNorm
+from booster.pytree import map_tensors
 
 preload(*TRANSFORMERS_MODULES)
 CUSTOM = ["mlp_odd", "convnet_batchnorm", "byte_gpt", "tied_lm", "frozen_unused_conditional", "multi_output_groups"]
@@ -116,15 +118,16 @@ def test_whole_grid_equals_serial(model, precision, world_size):
     )
 
 
+@pytest.mark.on_device
 @distributed(world_size=2)
 def test_world_two_and_raw_ddp_have_the_same_bits():
     entry, rank = get_model("byte_gpt"), dist.get_rank()
-    ours, theirs = entry.build(), nn.parallel.DistributedDataParallel(entry.build())
+    ours, theirs = entry.build(), nn.parallel.DistributedDataParallel(entry.build().to(current_device()))
     booster = Booster(plugin=TorchDDPPlugin())
     model, optimizer, *_ = booster.boost(ours, make_optimizer("adamw", entry.param_groups(ours)))
     raw_optimizer = make_optimizer("adamw", [p for p in theirs.parameters() if p.requires_grad])
     for step in range(4):
-        batch = split_batch(entry.make_batch(step, 4), rank, 2)
+        batch = map_tensors(lambda tensor: tensor.to(current_device()), split_batch(entry.make_batch(step, 4), rank, 2))
         loss, raw_loss = entry.loss(model, batch), entry.loss(theirs, batch)
         booster.backward(loss, optimizer)
         raw_loss.backward()
@@ -138,12 +141,14 @@ def test_world_two_and_raw_ddp_have_the_same_bits():
         assert torch.equal(mine, raw)
 
 
+@pytest.mark.on_device
 @distributed(world_size=[2, 4])
 def test_num_items_divides_by_the_global_count():
     rank, size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
-    tokens = [torch.randn(3 + 5 * part, 4) for part in range(2 * size)]  # unequal parts, two microbatches a rank
-    reference, ours = nn.Linear(4, 1), nn.Linear(4, 1)
+    # Unequal parts, two microbatches a rank.
+    tokens = [torch.randn(3 + 5 * part, 4).to(current_device()) for part in range(2 * size)]
+    reference, ours = nn.Linear(4, 1).to(current_device()), nn.Linear(4, 1)
     ours.load_state_dict(reference.state_dict())
     reference(torch.cat(tokens)).square().mean().backward()
 
@@ -160,6 +165,7 @@ def test_num_items_divides_by_the_global_count():
         torch.testing.assert_close(mine.grad, whole.grad)
 
 
+@pytest.mark.on_device
 @distributed(world_size=2)
 def test_overflow_on_one_rank_skips_the_step_on_all():
     model = nn.Linear(4, 1)
@@ -168,7 +174,7 @@ def test_overflow_on_one_rank_skips_the_step_on_all():
     before = [p.detach().clone() for p in model.parameters()]
     scale = optimizer.loss_scaler.scale
     for step in range(3):
-        inputs = torch.ones(2, 4)
+        inputs = torch.ones(2, 4, device=current_device())
         if step == 1 and dist.get_rank() == 1:
             inputs = inputs * float("inf")
         booster.backward(model(inputs).mean(), optimizer)
@@ -184,6 +190,7 @@ def test_overflow_on_one_rank_skips_the_step_on_all():
     assert next(iter(optimizer.state.values()))["step"] == 2
 
 
+@pytest.mark.on_device
 @distributed(world_size=2)
 def test_replicas_start_equal_in_full_precision():
     torch.manual_seed(dist.get_rank())  # every rank builds another model
@@ -196,6 +203,7 @@ def test_replicas_start_equal_in_full_precision():
         assert torch.equal(ranks[0], ranks[1])
 
 
+@pytest.mark.on_device
 @distributed(world_size=2)
 def test_models_that_differ_between_ranks_are_an_error_on_all():
     model = nn.Linear(3 + dist.get_rank(), 2)
@@ -203,6 +211,7 @@ def test_models_that_differ_between_ranks_are_an_error_on_all():
         Booster(plugin=TorchDDPPlugin()).boost(model)
 
 
+@pytest.mark.on_device
 @distributed(world_size=2)
 def test_a_gan_and_a_frozen_teacher():
     booster = Booster(plugin="torch_ddp")
@@ -212,7 +221,7 @@ def test_a_gan_and_a_frozen_teacher():
     teacher, none, *_ = booster.boost(teacher)
     assert none is None
     torch.manual_seed(dist.get_rank())
-    noise = torch.randn(4, 2)
+    noise = torch.randn(4, 2).to(current_device())
     booster.backward(discriminator(generator(noise).detach()).mean(), d_optimizer)
     d_optimizer.step()
     loss = discriminator(generator(noise)).mean() + (generator(noise) - teacher(noise)).square().mean()
@@ -224,21 +233,23 @@ def test_a_gan_and_a_frozen_teacher():
         assert torch.equal(ranks[0], ranks[1])
 
 
+@pytest.mark.on_device
 @distributed(world_size=2)
 def test_no_sync_leaves_each_rank_its_own_gradient():
     model = nn.Linear(2, 1)
     booster = Booster(plugin=TorchDDPPlugin())
     model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    inputs = torch.full((1, 2), float(dist.get_rank()))
+    inputs = torch.full((1, 2), float(dist.get_rank()), device=current_device())
     with booster.no_sync(model, optimizer):
         booster.backward(model(inputs).sum(), optimizer)
     assert torch.equal(model.module.weight.grad, inputs)
     booster.backward(model(inputs).sum(), optimizer)
-    assert torch.equal(model.module.weight.grad, torch.ones(1, 2))  # the mean of 2 * 0 and 2 * 1
+    assert torch.equal(model.module.weight.grad, torch.ones_like(inputs))  # the mean of 2 * 0 and 2 * 1
     with pytest.raises(ConfigError, match=r"booster\.no_sync\(model, optimizer\)"):
         booster.no_sync()
 
 
+@pytest.mark.on_device
 @distributed(world_size=[2, 3])
 def test_gather_for_metrics_gives_each_sample_once():
     booster = Booster(plugin=TorchDDPPlugin())
@@ -248,18 +259,20 @@ def test_gather_for_metrics_gives_each_sample_once():
     assert all(part["size"].shape == (booster.plugin.dp_size,) for part in seen)
 
 
+@pytest.mark.on_device
 @distributed(world_size=[2, 3])
 @pytest.mark.parametrize("shape", [(4, 3), (2, 3, 5), (2, 3, 4, 4)])
 @pytest.mark.parametrize("momentum", [0.1, None])
 def test_batch_norm_equals_one_process(shape, momentum):
     rank, size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(1)
-    whole = torch.randn(size * shape[0], *shape[1:]) * 3 + 100  # a large mean: squares would cancel
-    reference = [nn.BatchNorm1d, nn.BatchNorm1d, nn.BatchNorm2d][len(shape) - 2](3, momentum=momentum)
-    ours = SynchronizedBatchNorm(type(reference)(3, momentum=momentum), None)
+    device = current_device()
+    whole = torch.randn(size * shape[0], *shape[1:]).to(device) * 3 + 100  # a large mean: squares would cancel
+    reference = [nn.BatchNorm1d, nn.BatchNorm1d, nn.BatchNorm2d][len(shape) - 2](3, momentum=momentum).to(device)
+    ours = SynchronizedBatchNorm(type(reference)(3, momentum=momentum).to(device), None)
     mine = whole[rank * shape[0] : (rank + 1) * shape[0]].clone().requires_grad_()
     whole.requires_grad_()
-    weight = torch.randn(whole.shape)
+    weight = torch.randn(whole.shape).to(device)
     for _ in range(2):
         expected, found = reference(whole), ours(mine)
         (expected * weight).sum().backward()

@@ -27,10 +27,13 @@ from zoo import TRANSFORMERS_MODULES
 
 from booster import Booster, RankFailedError
 from booster.comm import count_communication
+from booster.device import current_device
 from booster.optim import HybridAdam
 from booster.plugins import TorchFSDPPlugin
 
 preload(*TRANSFORMERS_MODULES)
+
+pytestmark = pytest.mark.on_device
 
 
 def stored(path: Path) -> dict[str, torch.Tensor]:
@@ -179,7 +182,7 @@ def test_a_load_between_steps_is_seen_by_the_next_forward(tmp_path, strategy, pr
     job = Job(strategy, precision=precision).train(0, 1)
     job.save(tmp_path / "c")
     other = Job(strategy, precision=precision, seed=1).train(5, 6, 7).load(tmp_path / "c")
-    tokens = torch.arange(11)
+    tokens = torch.arange(11, device=current_device())
     for one in (job, other):
         one.model.eval()
     with torch.no_grad():
@@ -217,7 +220,7 @@ def test_files_hold_the_whole_model_under_the_users_names(tmp_path, strategy, sh
     found = load_file(path / "model.safetensors" if shard else path)
     weights = job.weights()
     assert set(weights) - set(found) == {"head.weight"}
-    assert all(torch.equal(found[name], weights[name]) for name in found)
+    assert all(torch.equal(found[name], weights[name].cpu()) for name in found)
     assert found["none"].shape == (0, 3)
 
 
@@ -227,7 +230,7 @@ def test_neither_saves_nor_loads_send_weights(tmp_path, strategy):
     booster = Booster(plugin=TorchFSDPPlugin(**STRATEGIES[strategy]))
     net = nn.ModuleList(nn.Linear(128, 128, bias=False) for _ in range(4))
     model, optimizer, *_ = booster.boost(nn.Sequential(*net), torch.optim.AdamW(net.parameters(), foreach=False))
-    booster.backward(model(torch.ones(1, 128)).mean(), optimizer)
+    booster.backward(model(torch.ones(1, 128, device=current_device())).mean(), optimizer)
     optimizer.step()
     optimizer.zero_grad()
     with count_communication() as count:
@@ -328,7 +331,8 @@ def test_a_copy_averages_weights(strategy):
     if dist.get_rank() == 0:  # nothing of the copy communicates
         plain = Net(1).eval()
         plain.load_state_dict(average.state_dict())
-        assert torch.equal(average.eval()(torch.arange(11)), plain(torch.arange(11)))
+        tokens = torch.arange(11, device=current_device())
+        assert torch.equal(average.eval()(tokens), plain.to(current_device())(tokens))
     job.train(3)
 
 
@@ -439,12 +443,12 @@ def train_in_half(path: Path, saved: Path) -> dict[str, torch.Tensor]:
     raw = _opened(path)
     before = {name: tensor.clone() for name, tensor in raw.state_dict().items()}
     model, optimizer, *_ = booster.boost(raw, torch.optim.AdamW(raw.parameters(), lr=0.01))
-    tokens = torch.arange(12).view(2, 6)
+    tokens = torch.arange(12, device=current_device()).view(2, 6)
     booster.backward(model(input_ids=tokens, labels=tokens).loss, optimizer)
     optimizer.step()
     booster.save(saved, model, optimizer)
     weights = dict(model.state_dict())
-    assert all(not torch.equal(weights[name], tensor) for name, tensor in before.items())
+    assert all(not torch.equal(weights[name].cpu(), tensor) for name, tensor in before.items())
     return weights
 
 
@@ -476,10 +480,10 @@ def test_waiting_gradients_of_a_unit_that_is_not_used_again(tmp_path, holds_back
 
     def begin(booster, model, optimizer):
         with booster.no_sync(model, optimizer) if holds_back else nullcontext():
-            booster.backward(model(torch.ones(2, 5) + dist.get_rank(), 3), optimizer)
+            booster.backward(model(torch.ones(2, 5, device=current_device()) + dist.get_rank(), 3), optimizer)
 
     def end(booster, model, optimizer):
-        booster.backward(model(torch.ones(2, 5) - dist.get_rank(), 1), optimizer)
+        booster.backward(model(torch.ones(2, 5, device=current_device()) - dist.get_rank(), 1), optimizer)
         optimizer.step()
         return model.state_dict()
 
@@ -488,4 +492,4 @@ def test_waiting_gradients_of_a_unit_that_is_not_used_again(tmp_path, holds_back
     first[0].save(tmp_path / "c", first[1], first[2])
     second[0].load(tmp_path / "c", second[1], second[2])
     assert_same(end(*second), end(*first))
-    assert not torch.equal(first[1].state_dict()["blocks.2.0.weight"], Skips().blocks[2][0].weight)
+    assert not torch.equal(first[1].state_dict()["blocks.2.0.weight"].cpu(), Skips().blocks[2][0].weight)

@@ -11,6 +11,8 @@ from gemini_models import (
 )
 from harness import distributed, run_ranks
 
+pytestmark = pytest.mark.on_device
+
 
 def _one_branch(rank, step):
     return [[0], []][min(rank, 1)]

@@ -15,7 +15,10 @@ from torch import nn
 from torch.optim.lr_scheduler import OneCycleLR, StepLR
 
 from booster import Booster, ConfigError
+from booster.device import current_device
 from booster.plugins import TorchFSDPPlugin
+
+pytestmark = pytest.mark.on_device
 
 # Where it matters that weights stay gathered from forward to backward.
 TWO_LEVELS = pytest.mark.parametrize("strategy", ["full", "grad op", slow("none")])
@@ -156,7 +159,7 @@ def test_a_plain_backward_is_averaged_where_nothing_is_scaled():
     model, optimizer, *_ = booster.boost(model := nn.Linear(3, 2), torch.optim.SGD(model.parameters(), lr=0.1))
     for _ in range(2):
         before = model.state_dict()["bias"].clone()
-        (model(torch.ones(2, 3)).sum() * dist.get_rank()).backward()
+        (model(torch.ones(2, 3, device=current_device())).sum() * dist.get_rank()).backward()
         optimizer.step()
         optimizer.zero_grad()
         torch.testing.assert_close(model.state_dict()["bias"], before - 0.1 * 2 / 2)
@@ -241,7 +244,7 @@ def test_windows_over_replicas():
 @distributed(world_size=2)
 def test_forwards_without_gradients_inside_of_no_sync():
     twins = FSDPTwins(Stack)
-    x = torch.ones(2, WIDTH)
+    x = torch.ones(2, WIDTH, device=current_device())
     for step in range(3):
         with twins.booster.no_sync(twins.model, twins.optimizer), torch.no_grad():
             torch.testing.assert_close(twins.model(x), twins.plain(x), rtol=1e-4, atol=1e-5)
@@ -284,8 +287,9 @@ def test_accumulate_takes_the_mean(strategy, model):
 def test_num_items_divides_by_the_global_count(strategy):
     rank, size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
-    tokens = [torch.randn(3 + 5 * part, WIDTH) for part in range(2 * size)]  # unequal parts, two microbatches a rank
-    reference, ours = Stack(), Stack()
+    # Unequal parts, two microbatches a rank.
+    tokens = [torch.randn(3 + 5 * part, WIDTH).to(current_device()) for part in range(2 * size)]
+    reference, ours = Stack().to(current_device()), Stack()
     reference(torch.cat(tokens)).square().mean(dim=1).sum().backward()
     num_items = sum(len(part) for part in tokens)
     for parameter in reference.parameters():
@@ -482,7 +486,8 @@ def test_steps_before_boost_are_remembered(strategy, optimizer):
     def after_steps(model):
         made[len(made)] = one = optimizer(model)
         for step in range(3):
-            square_loss(model(torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(step)))).backward()
+            x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(step))
+            square_loss(model(x.to(next(model.parameters()).device))).backward()
             one.step()
             one.zero_grad()
         return one
@@ -496,7 +501,7 @@ def test_the_optimizer_from_before_boost_refuses_to_step():
     raw = torch.optim.SGD((model := nn.Linear(3, 2)).parameters(), lr=0.1)
     booster = Booster(plugin=TorchFSDPPlugin())
     model, optimizer, *_ = booster.boost(model, raw)
-    booster.backward(model(torch.ones(2, 3)).sum(), optimizer)
+    booster.backward(model(torch.ones(2, 3, device=current_device())).sum(), optimizer)
     with pytest.raises(ConfigError, match="the optimizer that boost"):
         raw.step()
     optimizer.step()
@@ -513,7 +518,7 @@ def test_overflow_on_one_rank_skips_the_step_on_all():
     for step in range(4):
         before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
         scale = optimizer.loss_scaler.scale
-        x = torch.ones(2, 4)
+        x = torch.ones(2, 4, device=current_device())
         if step in (1, 2) and dist.get_rank() == 1:
             x[0, 0] = float("inf") if step == 1 else float("nan")
         booster.backward(model(x).float().mean(), optimizer)
@@ -537,7 +542,7 @@ def test_parameters_that_join_later_have_masters_where_the_others_have():
     model, optimizer, *_ = booster.boost(net, torch.optim.SGD(given, lr=0.1))
     net[1].requires_grad_(True)
     optimizer.add_param_group({"params": list(net[2].parameters())})
-    booster.backward(model(torch.ones(1, 4)).sum(), optimizer)
+    booster.backward(model(torch.ones(1, 4, device=current_device())).sum(), optimizer)
     optimizer.step()
     assert {part.name for part in optimizer.shards.parts} == set(optimizer.shards.names)
     assert len(optimizer.shards.names) == 6

@@ -35,9 +35,12 @@ from torch.utils.checkpoint import checkpoint
 from zoo import TRANSFORMERS_MODULES
 
 from booster import Booster, ConfigError
+from booster.device import current_device
 from booster.plugins import TorchFSDPPlugin
 
 preload(*TRANSFORMERS_MODULES)
+
+pytestmark = pytest.mark.on_device
 
 
 AS_THEY_ARE = [name for name in MODELS if name != "sparse"]
@@ -516,9 +519,9 @@ def test_a_model_without_blocks(num_layers):
 @distributed(world_size=2)
 def test_a_model_without_trained_parameters_computes():
     booster = Booster(plugin=TorchFSDPPlugin())
-    plain, raw = Stack(), Stack().requires_grad_(False)
+    plain, raw = Stack().to(current_device()), Stack().requires_grad_(False)
     model, *_ = booster.boost(raw)
-    x = torch.ones(2, WIDTH).requires_grad_()
+    x = torch.ones(2, WIDTH, device=current_device()).requires_grad_()
     for _ in range(2):
         expected, found = plain(x), model(x)
         torch.testing.assert_close(found, expected)
@@ -529,14 +532,14 @@ def test_a_model_without_trained_parameters_computes():
 def test_two_models_and_a_loss_through_both():
     booster = Booster(plugin=TorchFSDPPlugin())
     torch.manual_seed(0)
-    plain = nn.ModuleList([Stack(2), nn.Linear(3, 2)])
+    plain = nn.ModuleList([Stack(2), nn.Linear(3, 2)]).to(current_device())
     expected = torch.optim.SGD(plain.parameters(), lr=0.1)
     raw_first, raw_second = Stack(2), nn.Linear(3, 2)
     raw_second.load_state_dict(plain[1].state_dict())
     first, of_first, *_ = booster.boost(raw_first, torch.optim.SGD(raw_first.parameters(), lr=0.1))
     second, of_second, *_ = booster.boost(raw_second, torch.optim.SGD(raw_second.parameters(), lr=0.1))
     for step in range(3):
-        x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(step))
+        x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(step)).to(current_device())
         plain[1](plain[0](x)).square().mean().backward()
         mine = x[2 * dist.get_rank() : 2 * dist.get_rank() + 2]
         booster.backward(second(first(mine)).square().mean(), of_first)

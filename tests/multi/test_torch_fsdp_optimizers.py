@@ -16,7 +16,10 @@ from oracles.shard_aware_lamb import ShardAwareLamb
 from torch import nn
 
 from booster import Booster, ConfigError, DesyncError
+from booster.device import current_device
 from booster.plugins import TorchDDPPlugin, TorchFSDPPlugin
+
+pytestmark = pytest.mark.on_device
 
 SLOW = pytest.mark.slow
 
@@ -206,7 +209,8 @@ def test_steps_before_boost_of_optimizers_of_whole_parameters_are_remembered(nam
     def after_steps(model):
         made = optimizer(model)
         for step in range(2):
-            square_loss(model(torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(step)))).backward()
+            x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(step))
+            square_loss(model(x.to(next(model.parameters()).device))).backward()
             made.step()
             made.zero_grad()
         return made
@@ -318,7 +322,7 @@ def test_param_groups_that_differ_between_ranks_are_an_error_on_all():
 def whole_states(optimizer):
     """The optimizer's states by name, whole, and the values that are no tensors."""
     state = optimizer.checkpoint_state()
-    parts = [(part.name, tuple(part.global_shape), part.span, part.tensor.clone()) for part in state.slices()]
+    parts = [(part.name, tuple(part.global_shape), part.span, part.tensor.clone().cpu()) for part in state.slices()]
     of_ranks = [None] * dist.get_world_size()
     dist.all_gather_object(of_ranks, parts)
     found = {}
@@ -331,7 +335,7 @@ def whole_states(optimizer):
 
 def _batch(step, size=12):
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    whole = torch.randn(size, WIDTH, generator=torch.Generator().manual_seed(step))
+    whole = torch.randn(size, WIDTH, generator=torch.Generator().manual_seed(step)).to(current_device())
     return whole.chunk(world_size)[rank]
 
 

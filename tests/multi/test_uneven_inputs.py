@@ -15,9 +15,12 @@ from booster import Booster
 from booster.comm import count_communication
 from booster.data import active_loader, prepare_dataloader
 from booster.data.dataloader import active_position
+from booster.device import current_device
 from booster.errors import ConfigError, DesyncError, RankFailedError
 from booster.logger import get_dist_logger
 from booster.plugins import HybridParallelPlugin, TorchDDPPlugin
+
+pytestmark = pytest.mark.on_device
 
 
 def _booster():
@@ -133,7 +136,7 @@ def _accumulate(lengths):
     model = nn.Linear(2, 1, bias=False)
     model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
     ended = []
-    mine = (torch.full((1, 2), float(i + dist.get_rank())) for i in range(lengths[dist.get_rank()]))
+    mine = ((i + dist.get_rank()) * _ones(1, 2) for i in range(lengths[dist.get_rank()]))
     for index, batch in enumerate(booster.join_uneven(mine)):
         with booster.accumulate(model, optimizer, steps=2) as is_last:
             booster.backward(model(batch).sum(), optimizer)
@@ -254,7 +257,7 @@ def test_ranks_that_share_batches_take_part(arguments):
 
 def _rows(rank, num_rows, dtype, row_shape=(3,)):
     count = num_rows * int(torch.tensor(row_shape).prod()) if row_shape else num_rows
-    values = torch.arange(count).reshape(num_rows, *row_shape) + 10 * rank
+    values = torch.arange(count, device=current_device()).reshape(num_rows, *row_shape) + 10 * rank
     return (values % 2 == 0) if dtype is torch.bool else values.to(dtype)
 
 
@@ -274,8 +277,8 @@ def _gather_all(counts):
     nested = booster.gather_for_metrics(
         {
             "rows": [_rows(rank, counts[rank], torch.int64).t().contiguous().t(), "text"],
-            "rank": torch.tensor(rank, dtype=torch.int32),
-            "loss": torch.tensor([float(rank)], requires_grad=True),
+            "rank": torch.tensor(rank, dtype=torch.int32, device=current_device()),
+            "loss": torch.tensor([float(rank)], requires_grad=True, device=current_device()),
         }
     )
     assert nested["rows"][1] == "text"
@@ -292,25 +295,29 @@ def test_rows_of_any_number_and_type_are_joined(counts):
 @distributed(world_size=3)
 def test_a_rank_without_a_batch_brings_an_empty_tensor():
     rank = dist.get_rank()
-    mine = torch.empty(0) if rank == 1 else torch.full((1, 2), rank, dtype=torch.int64)
+    mine = _ones(0) if rank == 1 else rank * _ones(1, 2, dtype=torch.int64)
     assert _booster().gather_for_metrics(mine).tolist() == [[0, 0], [2, 2]]
+
+
+def _ones(*shape, dtype=None):
+    return torch.ones(*shape, dtype=dtype, device=current_device())
 
 
 def _gather_different(case):
     rank = dist.get_rank()
     data = {
-        "rows": torch.ones(2, 3 + (rank == 1)),
-        "dtype": torch.ones(2, dtype=torch.float16 if rank == 1 else torch.float32),
-        "structure": [torch.ones(1)] * (1 + (rank == 1)),
-        "no tensor": {} if rank == 1 else {"accuracy": torch.ones(1)},
-        "kind": ["a"] if rank == 1 else torch.empty(0),
+        "rows": _ones(2, 3 + (rank == 1)),
+        "dtype": _ones(2, dtype=torch.float16 if rank == 1 else torch.float32),
+        "structure": [_ones(1)] * (1 + (rank == 1)),
+        "no tensor": {} if rank == 1 else {"accuracy": _ones(1)},
+        "kind": ["a"] if rank == 1 else _ones(0),
         "objects": [range(2)] if rank == 1 else ["a"],
-        "sparse": torch.ones(2, 2).to_sparse() if rank == 1 else torch.ones(2, 2),
+        "sparse": torch.ones(2, 2).to_sparse() if rank == 1 else _ones(2, 2),
     }[case]
     booster = _booster()
     with pytest.raises((DesyncError, ConfigError)) as caught:
         booster.gather_for_metrics(data)
-    assert booster.gather_for_metrics(torch.ones(rank)).numel() == 3  # the ranks are still together
+    assert booster.gather_for_metrics(_ones(rank)).numel() == 3  # the ranks are still together
     return type(caught.value).__name__, str(caught.value)
 
 
@@ -340,9 +347,7 @@ def test_what_can_not_be_joined_is_an_error_on_all_ranks():
 
 def _other_call():
     booster = _booster()
-    call, given = (
-        (booster.boost, nn.Linear(1, 1)) if dist.get_rank() == 0 else (booster.gather_for_metrics, torch.ones(1))
-    )
+    call, given = (booster.boost, nn.Linear(1, 1)) if dist.get_rank() == 0 else (booster.gather_for_metrics, _ones(1))
     with pytest.raises(DesyncError) as caught:
         call(given)
     return str(caught.value)
@@ -416,9 +421,9 @@ def test_a_rank_without_samples_brings_an_empty_list():
 def _gather_own_tail(lengths):
     """The ranks' own loaders of their own data, with another number of samples in the last batch of each."""
     booster, rank = _booster(), dist.get_rank()
-    mine = torch.arange(lengths[rank]) + 100 * rank
+    mine = torch.arange(lengths[rank], device=current_device()) + 100 * rank
     num_batches = max(-(-length // 3) for length in lengths)
-    batches = [*mine.split(3), *[torch.empty(0)] * num_batches][:num_batches]
+    batches = [*mine.split(3), *[_ones(0)] * num_batches][:num_batches]
     return torch.cat([booster.gather_for_metrics(batch) for batch in batches]).sort().values.tolist()
 
 
@@ -431,7 +436,7 @@ def test_an_evaluation_over_uneven_parts_sees_each_sample_once(lengths):
 
 def _cost_of_gathering(counts):
     booster = _booster()
-    mine = torch.ones(counts[dist.get_rank()])
+    mine = _ones(counts[dist.get_rank()])
     booster.gather_for_metrics(mine)
     with count_communication() as count:
         booster.gather_for_metrics([mine, mine])

@@ -15,9 +15,9 @@ from booster.interface import TensorSlice
 Own = TypeVar("Own")
 
 
-def copied_slices(model) -> list[TensorSlice]:
-    """Returns what this rank holds of a boosted model, in memory of its own."""
-    return [dataclasses.replace(one, tensor=one.tensor.detach().clone().cpu()) for one in model.tensor_slices()]
+def copied_slices(slices: Iterable[TensorSlice]) -> list[TensorSlice]:
+    """Returns slices, such as what this rank holds of a boosted model, in host memory of their own."""
+    return [dataclasses.replace(one, tensor=one.tensor.detach().clone().cpu()) for one in slices]
 
 
 def join_slices(
@@ -58,7 +58,7 @@ def join_slices(
 
 def joined_over_ranks(model) -> dict[str, torch.Tensor]:
     """Returns the logical tensors of a boosted model on every rank. Collective."""
-    slices = copied_slices(model)
+    slices = copied_slices(model.tensor_slices())
     # A pipeline stage knows the ties of what it holds.
     tied_names = {
         name: others for of_rank in gathered_over_ranks(model.tied_names()) for name, others in of_rank.items()

@@ -57,7 +57,7 @@ class ShardAwareLamb(Optimizer):
 
     def _squares_of_whole_parameters(self, squares):
         """Called on every rank once a step, whatever it has."""
-        by_name = defaultdict(lambda: torch.zeros(2))
+        by_name = defaultdict(int)
         of = {parameter: self.shards.shard_of(parameter) for parameter in squares}
         for parameter, shard in of.items():
             if shard is not None:

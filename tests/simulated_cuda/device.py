@@ -7,6 +7,7 @@ import ctypes
 import importlib.util
 import re
 import sys
+import zlib
 from collections.abc import Iterator
 from datetime import timedelta
 from importlib.metadata import PackageNotFoundError, version
@@ -255,3 +256,9 @@ def _complete_distributed(native: Any) -> None:
     distributed_c10d.ProcessGroupNCCL = native.ProcessGroupNCCL
     distributed_c10d._NCCL_AVAILABLE = True  # type: ignore[attr-defined]
     distributed_c10d.default_pg_nccl_timeout = timedelta(minutes=10)
+
+    def hash_tensors(tensors: list[torch.Tensor]) -> int:
+        return sum(zlib.crc32(bytes(tensor.cpu().view(torch.uint8).tolist())) for tensor in tensors)
+
+    # With TORCH_DISTRIBUTED_DEBUG=DETAIL, torch's messages about objects have it.
+    torch._C._distributed_c10d._hash_tensors = hash_tensors  # type: ignore[attr-defined]

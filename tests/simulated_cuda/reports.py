@@ -10,8 +10,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-# "race": an access without an order to another; "lifetime": memory freed while another stream uses it; "pinned": a
-# source of a copy that the host changed too early; "mismatch": ranks at different collectives.
+# "race": an access without an order to another; "lifetime": memory freed while another stream uses it; "pinned":
+# memory of a copy that the host changed too early; "mismatch": ranks at different collectives.
 FAULTS = ("race", "lifetime", "pinned", "mismatch")
 _ROOT = f"{Path(__file__).parents[2]}/"
 _SHOWN_FRAMES = 4

@@ -178,6 +178,12 @@ class _World:
     def other_ends(self):
         self.ends.append(heartbeat._EXITS_KEY, '[1, "ended", ""]\n')
 
+    def other_is_killed(self, monkeypatch):
+        other = heartbeat._HeartbeatThread(self.store, self.broken_off.append)
+        monkeypatch.setattr(other, "_rank", 1)
+        monkeypatch.setattr(other, "_identity", {**other._identity, "started_at": 1.0})  # another one's number now
+        other._write(heartbeat.RUNNING)
+
     def stand(self, seconds):
         for _ in range(seconds):
             self.speaker._check_stall(1.0)
@@ -228,6 +234,31 @@ def test_before_a_backend_ends_the_process_it_is_said_where_all_ranks_are(monkey
     assert text.count("no progress for 9 s, and nccl aborts a process that waits for 10 s") == 1
     assert "  rank 0: after 0 steps, in backward for 0.0 s\n" in text
     assert "  rank 1: after 2 steps, in commit in save for 0.5 s, in all_reduce number 7 of ranks 0, 1\n" in text
+
+
+@pytest.mark.parametrize("way", ["killed", "failed"])
+def test_a_lost_rank_is_named_long_before_a_backend_ends_the_process(monkeypatch, capsys, way):
+    world = _World(monkeypatch, "nccl")
+    world.other_is_killed(monkeypatch)
+    if way == "failed":
+        world.ends.append(heartbeat._EXITS_KEY, '[1, "failed", "KeyError: 3"]\n')
+    world.stand(5)
+    assert capsys.readouterr().err == ""
+    world.stand(20)
+    text = capsys.readouterr().err
+    why = "process" if way == "killed" else "program failed: KeyError: 3."
+    assert text.startswith("rank 0: no progress for 5 s, and nccl aborts a process that waits for 600 s")
+    assert f"in a collective. rank 1's {why}" in text
+    assert text.count("no progress for") == 1
+
+
+def test_a_lost_rank_is_not_named_where_this_one_moves_on(monkeypatch, capsys):
+    world = _World(monkeypatch, "nccl")
+    world.other_is_killed(monkeypatch)
+    for step in range(20):
+        world.place = replace(world.place, num_steps=step // 3)
+        world.stand(1)
+    assert capsys.readouterr().err == ""
 
 
 def test_the_place_is_known_after_the_group_of_the_last_communication_was_destroyed():

@@ -400,6 +400,21 @@ class Call {
 
 void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) { Call(op, *stack).run(); }
 
+// CUDA computes softmax of fp16 in fp32 where it is asked to, which the CPU refuses.
+void softmax(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  auto &input = stack->end()[-3], &widens = stack->back();
+  if (widens.toBool()) input = input.toTensor().to(at::kFloat);
+  widens = false;
+  fallback(op, stack);
+}
+
+void softmax_backward(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  auto dtype = stack->back().toScalarType(), wide = stack->end()[-4].toTensor().scalar_type();
+  stack->back() = static_cast<int64_t>(wide);
+  fallback(op, stack);
+  if (dtype != wide) stack->back() = stack->back().toTensor().to(dtype);
+}
+
 TORCH_LIBRARY_IMPL(_, CUDA, library) { library.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>()); }
 
 TORCH_LIBRARY_IMPL(aten, CUDA, library) {
@@ -420,6 +435,12 @@ TORCH_LIBRARY_IMPL(aten, CUDA, library) {
   library.impl("_local_scalar_dense", local_scalar);
   library.impl("record_stream", record_stream_of);
   library.impl("_fused_sdp_choice", fused_sdp_choice);
+  for (const auto* name : {"_softmax", "_log_softmax"})
+    library.impl(name, torch::CppFunction::makeFromBoxedFunction<&softmax>());
+  for (const auto* name : {"_softmax_backward_data", "_log_softmax_backward_data"})
+    library.impl(name, torch::CppFunction::makeFromBoxedFunction<&softmax_backward>());
+  // Else torch makes it of its variant with an `out`, which warns.
+  library.impl("mse_loss", torch::CppFunction::makeFromBoxedFunction<&fallback>());
 }
 
 }  // namespace

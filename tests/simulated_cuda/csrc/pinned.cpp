@@ -1,5 +1,6 @@
 #include "pinned.h"
 
+#include <algorithm>
 #include <cstdlib>
 #include <cstring>
 #include <mutex>
@@ -17,7 +18,9 @@ struct Copy {
   std::vector<char> bytes;
   at::Tensor host;  // keeps the memory alive
   std::string place;
+  bool is_alone = true;  // of copies to the host: no other one in flight overlaps
   uintptr_t end() const { return begin + bytes.size(); }
+  bool overlaps(const Copy& other) const { return begin < other.end() && other.begin < end(); }
 };
 
 std::mutex lock;
@@ -57,16 +60,24 @@ std::vector<Copy> take(std::vector<Copy>& copies, Predicate is_taken) {
   return taken;
 }
 
+std::string changed(const Copy& copy, const std::string& direction) {
+  return "the host changed " + std::to_string(copy.bytes.size()) + " pinned bytes before it knew that their copy " +
+         direction + " the device was done; copied at " + copy.place;
+}
+
 // Destroyed without the lock: a copy may be the last owner of its memory.
 std::vector<Copy> finish(const std::function<bool(const Copy&)>& is_done, std::vector<std::string>& faults) {
   std::lock_guard guard(lock);
   auto finished = take(to_host, is_done);
-  for (const auto& copy : finished) std::memcpy(reinterpret_cast<void*>(copy.begin), copy.bytes.data(), copy.bytes.size());
+  for (const auto& copy : finished) {
+    auto* memory = reinterpret_cast<unsigned char*>(copy.begin);
+    if (copy.is_alone && !std::all_of(memory, memory + copy.bytes.size(), [](auto byte) { return byte == kGarbage; }))
+      faults.push_back(changed(copy, "from"));
+    std::memcpy(memory, copy.bytes.data(), copy.bytes.size());
+  }
   for (auto& copy : take(from_host, is_done)) {
     if (std::memcmp(reinterpret_cast<void*>(copy.begin), copy.bytes.data(), copy.bytes.size()) != 0)
-      faults.push_back(
-          "the host changed " + std::to_string(copy.bytes.size()) +
-          " pinned bytes before it knew that their copy to the device was done; copied at " + copy.place);
+      faults.push_back(changed(copy, "to"));
     finished.push_back(std::move(copy));
   }
   return finished;
@@ -94,7 +105,9 @@ void copy_to_pinned(const Point& point, const at::Tensor& host, std::vector<char
   std::vector<Copy> overwritten;
   std::lock_guard guard(lock);
   // The device changes what an earlier copy has read: no longer a fault of the host's.
-  overwritten = take(from_host, [&](const Copy& one) { return one.begin < copy.end() && copy.begin < one.end(); });
+  overwritten = take(from_host, [&](const Copy& one) { return one.overlaps(copy); });
+  for (auto& other : to_host)
+    if (other.overlaps(copy)) other.is_alone = copy.is_alone = false;
   std::memset(reinterpret_cast<void*>(begin), kGarbage, copy.bytes.size());
   to_host.push_back(std::move(copy));
 }
