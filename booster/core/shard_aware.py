@@ -349,7 +349,9 @@ def _shard_of(full: Any, parameter: nn.Parameter, shard: Shard) -> Any:
         return part.view(target.shape)
 
     def number(tensor: torch.Tensor) -> torch.Tensor:
-        device = shard.parameter.device if tensor.device == parameter.device else tensor.device
+        # Factors of a matrix are where it is; a number, such as that of steps, may stay in host memory.
+        follows = tensor.dim() > 0 or tensor.device == parameter.device
+        device = shard.parameter.device if follows else tensor.device
         return tensor.detach().to(device, copy=True)
 
     if not isinstance(full, Mapping):
