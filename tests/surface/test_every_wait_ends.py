@@ -121,7 +121,6 @@ ALLOWED = {
         "self._gather.wait": OPERATION,
         "self._held().read_into(host).wait": DISK,
         "transfer.wait": DISK,
-        "self._last_transfer.wait": "a copy between a device and host memory",
     },
     "plugins/gemini/model.py": {
         "flight.wait": OPERATION,
