@@ -415,7 +415,7 @@ class DistributedDataLoader(DataLoader[T_co]):
         before, now = state.get("global_batch_size"), getattr(sampler, "global_batch_size", None)
         if None not in (before, now) and before != now:
             log_once(
-                f"the data goes on with {now} samples in a batch of all ranks, and the checkpoint had {before}: a step"
+                f"the data continues with {now} samples in a batch of all ranks, and the checkpoint had {before}: a step"
                 " is another one than before, unless the number of accumulated batches makes up for it"
             )
 

@@ -29,22 +29,17 @@ ZERO_STEP = {"reduce_scatter_tensor": 1, "all_reduce": 1, "all_gather_into_tenso
 
 @dataclass(frozen=True)
 class Expected:
-    """A case, with its waits of the host and its collectives of the device per step, on the rank that has most.
-
-    With `gathers_again` some steps gather some chunks once more; the number is then that of a step that does not.
-    """
+    """A case, with its waits of the host and its collectives of the device per step, on the rank that has most."""
 
     plugin: str
     arguments: dict[str, Any] = field(default_factory=dict)
     settings: dict[str, Any] = field(default_factory=dict)
     syncs: int = 0
     collectives: dict[str, int] = field(default_factory=dict)
-    gathers_again: bool = False
 
     def row(self, name: str) -> str:
         """Return the case as a row of the documentation's table."""
-        least = {"all_gather_into_tensor": " or more"} if self.gathers_again else {}
-        collectives = [f"{number}{least.get(one, '')} {one}" for one, number in sorted(self.collectives.items())]
+        collectives = [f"{number} {one}" for one, number in sorted(self.collectives.items())]
         return f"| {name} | yes | 0 | {self.syncs} | {', '.join(collectives)} |"
 
 
@@ -70,13 +65,11 @@ EXPECTED = {
     # The gradients' arrival in host memory; the norm is the host's.
     "zero 2, offloaded": Expected("low_level_zero", {"stage": 2, "cpu_offload": True}, BF16, 1, _counts(1, 1)),
     # One chunk is gathered ahead by default on an accelerator.
-    "gemini": Expected("gemini", CHUNKS, BF16, 0, _counts(11, 7, 1), gathers_again=True),
-    "gemini, fp16": Expected("gemini", CHUNKS, FP16, 1, _counts(11, 7, 1), gathers_again=True),
-    "gemini, max_prefetch=0": Expected("gemini", {"max_prefetch": 0, **CHUNKS}, BF16, 0, _counts(12, 7, 1), True),
-    "gemini, offloaded": Expected("gemini", OFFLOADED, BF16, 1, _counts(11, 7), True),
-    "gemini, offloaded, max_prefetch=0": Expected(
-        "gemini", {"max_prefetch": 0, **OFFLOADED}, BF16, 1, _counts(13, 7), True
-    ),
+    "gemini": Expected("gemini", CHUNKS, BF16, 0, _counts(11, 7, 1)),
+    "gemini, fp16": Expected("gemini", CHUNKS, FP16, 1, _counts(11, 7, 1)),
+    "gemini, max_prefetch=0": Expected("gemini", {"max_prefetch": 0, **CHUNKS}, BF16, 0, _counts(12, 7, 1)),
+    "gemini, offloaded": Expected("gemini", OFFLOADED, BF16, 1, _counts(12, 7)),
+    "gemini, offloaded, max_prefetch=0": Expected("gemini", {"max_prefetch": 0, **OFFLOADED}, BF16, 1, _counts(13, 7)),
     "fsdp": Expected("torch_fsdp", collectives=_counts(5, 3, 1)),
     "fsdp, SHARD_GRAD_OP": Expected("torch_fsdp", {"sharding_strategy": "SHARD_GRAD_OP"}, collectives=_counts(3, 3, 1)),
     "fsdp, bf16": Expected("torch_fsdp", {}, {"precision": "fsdp_bf16_fp32_reduce"}, 0, _counts(5, 3, 1)),
@@ -135,12 +128,7 @@ def _check(name: str) -> None:
         assert costs.pageable == 0, f"{name}: {costs.places}"
         most |= Counter(costs.collectives)
     found = dict(most)
-    if expected.gathers_again:
-        least = expected.collectives["all_gather_into_tensor"]
-        assert least <= found.pop("all_gather_into_tensor") <= 2 * least, name
-        assert found == {one: n for one, n in expected.collectives.items() if one != "all_gather_into_tensor"}, name
-    else:
-        assert found == expected.collectives, name
+    assert found == expected.collectives, name
 
 
 def _check_equals_one_process(name: str) -> None:

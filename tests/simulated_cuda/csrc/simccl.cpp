@@ -5,6 +5,7 @@
 #include <torch/csrc/distributed/c10d/Store.hpp>
 #include <torch/csrc/distributed/c10d/reducer_timer.hpp>
 
+#include <atomic>
 #include <condition_variable>
 #include <cstdio>
 #include <cstdlib>
@@ -74,19 +75,16 @@ class SimcclWork final : public c10d::Work {
 
   // Called by the communicator's thread, or by that which aborts.
   void end(std::exception_ptr error) {
+    Tensors results;
     {
       std::lock_guard guard(mutex_);
       if (is_done_) return;
       is_done_ = true;
       error_ = error;
+      if (has_future_) results = writes_;
     }
     changed_.notify_all();
-    clock_of_events = &clock_;
-    if (error)
-      future_->setError(error);
-    else
-      future_->markCompleted(c10::IValue(writes_));
-    clock_of_events = nullptr;
+    if (has_future_) complete_future(std::move(results));
   }
 
   bool isCompleted() override {
@@ -109,18 +107,42 @@ class SimcclWork final : public c10d::Work {
     return true;
   }
 
+  // As NCCL's, it holds no tensors after the wait: buffers are reused when nothing refers to them.
   void synchronize() override {
     stream_waits(key_of(current_stream(device_)), clock_);
     reads_.clear();
     kept_.clear();
+    writes_.clear();
   }
 
   void blockCurrentStream() override { synchronize(); }
   std::vector<Tensor> result() override { return writes_; }
-  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override { return future_; }
+
+  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override {
+    bool is_done;
+    {
+      std::lock_guard guard(mutex_);
+      has_future_ = true;
+      is_done = is_done_;
+    }
+    if (is_done) complete_future(writes_);
+    return future_;
+  }
+
   const Clock& clock() const { return clock_; }
 
  private:
+  void complete_future(Tensors results) {
+    if (future_is_complete_.exchange(true)) return;
+    clock_of_events = &clock_;
+    if (error_)
+      future_->setError(error_);
+    else
+      future_->markCompleted(c10::IValue(std::move(results)));
+    clock_of_events = nullptr;
+  }
+
+  std::atomic<bool> has_future_ = false, future_is_complete_ = false;
   std::mutex mutex_;
   std::condition_variable changed_;
   bool is_done_ = false;
@@ -239,6 +261,7 @@ void Communicator::end(Task& task, std::exception_ptr error) {
     std::lock_guard guard(mutex);
     if (!tasks.empty()) tasks.pop_front();
   }
+  task.operations.clear();  // with the tensors that they hold, before anybody knows of the end
   task.work->end(error);
 }
 
