@@ -415,8 +415,8 @@ class DistributedDataLoader(DataLoader[T_co]):
         before, now = state.get("global_batch_size"), getattr(sampler, "global_batch_size", None)
         if None not in (before, now) and before != now:
             log_once(
-                f"the data continues with {now} samples in a batch of all ranks, and the checkpoint had {before}: a step"
-                " is another one than before, unless the number of accumulated batches makes up for it"
+                f"the data continues with {now} samples in a batch of all ranks, and the checkpoint had {before}: a"
+                " step is another one than before, unless the number of accumulated batches makes up for it"
             )
 
     def _has_ended(self, position: int) -> bool:
