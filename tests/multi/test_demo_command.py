@@ -20,8 +20,16 @@ def run_demo(tmp_path, *arguments):
     )
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("plugin", ["torch_ddp", "low_level_zero", "gemini", "torch_fsdp", "hybrid_parallel"])
+@pytest.mark.parametrize(
+    "plugin",
+    [
+        "torch_ddp",
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("low_level_zero", "gemini", "torch_fsdp", "hybrid_parallel")
+        ),
+    ],
+)
 def test_it_draws_the_loss_of_both_runs(tmp_path, plugin):
     done = run_demo(tmp_path, "--plugin", plugin, "--steps", "4")
     assert done.returncode == 0, done.stdout + done.stderr
