@@ -95,13 +95,13 @@ def p2p_broadcast(operation: CollectiveOp, buffer: torch.Tensor, source: int) ->
     """Overwrite a contiguous tensor with that of rank `source` of the group."""
     size, rank = dist.get_world_size(operation.group), dist.get_rank(operation.group)
     flat, tag = buffer.view(-1), operation.small_tag(buffer.nbytes)
-    sender, receivers = broadcast_tree((rank - source) % size, size)
+    sender, receivers = _broadcast_tree((rank - source) % size, size)
     if sender is not None:
         wait_all(operation, [operation.receive_from(flat, (sender + source) % size, tag)])
     wait_all(operation, [operation.send_to(flat, (one + source) % size, tag) for one in receivers])
 
 
-def broadcast_tree(place: int, size: int) -> tuple[int | None, list[int]]:
+def _broadcast_tree(place: int, size: int) -> tuple[int | None, list[int]]:
     """Return whom the rank at a place receives from, None for the first, and sends to; see Note [Small collectives]."""
     if size <= _MAX_DIRECT:
         return (None, list(range(1, size))) if place == 0 else (0, [])

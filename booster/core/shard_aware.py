@@ -1,4 +1,4 @@
-"""Interface of optimizers that are not elementwise and run on shards of parameters.
+"""Shards of parameters for optimizers: their states, and the interface of optimizers that are not elementwise.
 
 An elementwise optimizer computes every element of a parameter from that element, its gradient and its state alone, so
 it works on shards unchanged. LAMB, LARS and Adafactor need norms or means over full parameters. A `ShardAware`

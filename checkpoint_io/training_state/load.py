@@ -304,11 +304,3 @@ def _fill_dataloaders(document: TrainingDocument, parts: TrainingParts, rank: in
         for name, loader in parts.dataloaders.items():
             loader.load_state_dict(before[name])
         raise
-
-
-# Note [Training checkpoint files]
-# Files of a directory: those of the first model and optimizer; each further model or optimizer in a subdirectory of its
-# name; `random_state.safetensors` and, during an accumulation, `gradients.safetensors`, with every rank's own tensors
-# and the reduced gradients; `training_state.json` with all values that are not tensors; and
-# `training_state.manifest.json` with the checksums of the latter and of every part's manifest, so that a part
-# replaced by another save is detected.

@@ -50,6 +50,13 @@ def random_state_part(tensors: Mapping[str, torch.Tensor], rank: int, target: Sa
     return CheckpointPart(target=target.with_kind(RANDOM_STATE), slices=slices)
 
 
+# Note [Training checkpoint files]
+# Files of a directory: those of the first model and optimizer; each further model or optimizer in a subdirectory of its
+# name; `random_state.safetensors` and, during an accumulation, `gradients.safetensors`, with every rank's own tensors
+# and the reduced gradients; `training_state.json` with all values that are not tensors; and
+# `training_state.manifest.json` with the checksums of the latter and of every part's manifest, so that a part
+# replaced by another save is detected.
+
 _ACTION = "saving the training state"
 
 
