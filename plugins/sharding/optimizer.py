@@ -45,7 +45,6 @@ from booster.interface import (
     Shard,
     ShardAware,
     Shards,
-    StateAllocator,
     TensorSlice,
     TensorSpec,
 )
@@ -567,8 +566,8 @@ class ShardedOptimizer(OptimizerWrapper):
         self, model_params: Mapping[nn.Parameter, torch.Tensor], gradients: Mapping[nn.Parameter, torch.Tensor]
     ) -> None:
         step = partial(super()._step_fused, model_params, gradients)
-        is_retried = isinstance(self.optim, StateAllocator) and self.optim.may_fail_locally
-        if is_retried or isinstance(self.optim, ShardAware):  # it is made, or needs all gradients, at once
+        is_retried = getattr(self.optim, "may_fail_locally", False)
+        if self._arriving and (is_retried or isinstance(self.optim, ShardAware)):  # in one call, with all gradients
             self._wait_for_gradients()
         arriving, self._arriving = self._arriving, []
         if arriving:
