@@ -274,10 +274,6 @@ class CopiedSlices(Protocol):
 Slices: TypeAlias = Sequence[TensorSlice] | CopiedSlices
 
 
-def _source_of(write_range: WriteRange, slices: Slices) -> TensorSlice:
-    return slices[write_range.slice_index] if isinstance(slices, Sequence) else slices.slice_of(write_range)
-
-
 def write_ranges(
     storage: Storage,
     files: Sequence[tuple[Path, FileImage]],
@@ -368,7 +364,7 @@ def _jobs(files: Sequence[tuple[Path, FileImage]], ranges: Sequence[WriteRange],
         if write_range.span[0] == write_range.span[1]:
             continue
         image = files[write_range.file][1]
-        source = _source_of(write_range, slices)
+        source = slices[write_range.slice_index] if isinstance(slices, Sequence) else slices.slice_of(write_range)
         start = run_start(source.global_shape, write_range.box, write_range.span[0]) * source.dtype.itemsize
         write = _RangeWrite(index, write_range, source, image.offsets[write_range.name] + start)
         block = (write.offset - image.data_start) // BLOCK_BYTES
@@ -474,7 +470,10 @@ class Relay:
             num_bytes = (write_range.span[1] - write_range.span[0]) * plan.specs[write_range.name].dtype.itemsize
             if write_range.owner == self._rank:
                 buffer = torch.empty(num_bytes, dtype=torch.uint8)
-                read_range(_source_of(write_range, slices), write_range, buffer)
+                source = (
+                    slices[write_range.slice_index] if isinstance(slices, Sequence) else slices.slice_of(write_range)
+                )
+                read_range(source, write_range, buffer)
                 send(buffer, write_range.writer, self._group)
             elif write_range.writer == self._rank:
                 buffer = torch.empty(num_bytes, dtype=torch.uint8)
