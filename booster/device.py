@@ -33,6 +33,11 @@ def current_device() -> torch.device:
     return torch.device("cpu") if kind == "cpu" else torch.device(kind, torch.accelerator.current_device_index())
 
 
+def is_idle(device: torch.device) -> bool:
+    """Return whether an accelerator's current stream has finished its work; True for the CPU. Does not wait."""
+    return device.type == "cpu" or bool(torch.accelerator.current_stream(device).query())
+
+
 def get_current_device() -> torch.device:
     """Return this process's device, by ColossalAI's name; `Booster.device` is the device of its plugin."""
     return current_device()

@@ -281,8 +281,8 @@ def estimate_memory(
         ...     model = torch.nn.Sequential(torch.nn.Linear(1024, 4096), torch.nn.ReLU(), torch.nn.Linear(4096, 1))
         >>> batch = torch.empty(8, 1024, device="meta")
         >>> arguments = {"batch": batch, "criterion": lambda outputs, batch: outputs.mean(), "num_ranks": 4}
-        >>> estimate = estimate_memory(model, "low_level_zero", settings={"stage": 2}, **arguments)
-        >>> f"{estimate.peak.parameters:,}"  # fp16 by default, with padding of the flat buffer
+        >>> estimate = estimate_memory(model, "low_level_zero", mixed_precision="bf16", **arguments)
+        >>> f"{estimate.peak.parameters:,}"  # with padding of the flat buffer
         '8,405,248'
     """
     recipe = TrainingRecipe(model=model, batch=batch, optimizer=optimizer, criterion=criterion or default_criterion)

@@ -19,7 +19,8 @@ import psutil
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store, _get_default_store
 
-from booster.errors import RankFailedError
+from booster.device import current_device, is_idle
+from booster.errors import RankFailedError, format_list
 
 from .progress import CollectiveInfo, Progress, current_progress
 from .store import TimeoutStore, call_with_timeout
@@ -33,8 +34,9 @@ from .timeouts import timeouts
 # are certain, decide anything: a process of this host has ended, and a rank reported that its program has ended, for
 # which others might otherwise wait until their timeout.
 # A backend that waits on an accelerator, as nccl does, raises nothing here: it aborts the process at the timeout of a
-# collective and names no rank. So the thread of a rank that makes no progress prints which ranks are known to be gone,
-# and, shortly before that timeout, the progress of all ranks.
+# collective and names no rank. So the thread of a rank that makes no progress ends the process with an error once it is
+# certain that another rank is lost. Shortly before that timeout a rank without heartbeats counts as lost, too, and if
+# none is, the thread prints the progress of all ranks.
 # The thread has a separate client of the store: the main thread's may be in use. In a large world heartbeats are less
 # frequent, so that the store serves a bounded number of them per second.
 
@@ -50,6 +52,7 @@ _ACKNOWLEDGED_KEY = "known"
 # sooner.
 _ENDED_RANK_TIMEOUT_SECONDS = 5.0
 _STALL_FRACTION = 0.9  # fraction of the training timeout without progress after which the thread prints a report
+STALE_SECONDS = 30.0  # without a heartbeat, after which nothing is expected of a rank any more
 _MAX_LISTED = 16  # ranks in the report
 
 
@@ -78,7 +81,9 @@ class Heartbeat:
     started_at: float
 
 
-def start_heartbeat(on_ranks_ended: Callable[[Collection[int]], None]) -> None:
+def start_heartbeat(
+    on_ranks_ended: Callable[[Collection[int]], None], on_ranks_lost: Callable[[str, int], None]
+) -> None:
     """Start the heartbeat thread for the current process group. Idempotent.
 
     Reports the progress of the calling thread. Every rank calls it; no communication with other ranks.
@@ -86,6 +91,8 @@ def start_heartbeat(on_ranks_ended: Callable[[Collection[int]], None]) -> None:
     Args:
         on_ranks_ended: Called by the heartbeat thread with the global ranks whose programs have ended, while this rank
             makes no progress: aborts the waits that these ranks cannot end.
+        on_ranks_lost: Called where the backend waits on an accelerator, with the text about the lost ranks and the
+            identifier of the thread that makes no progress: ends the process.
 
     Raises:
         RankFailedError: The process that serves the store has ended, or did not answer within the set-up timeout.
@@ -94,7 +101,7 @@ def start_heartbeat(on_ranks_ended: Callable[[Collection[int]], None]) -> None:
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
     if _thread is None or not _thread.is_running_for(_get_default_store()):
-        _thread = _HeartbeatThread(_get_default_store(), on_ranks_ended)
+        _thread = _HeartbeatThread(_get_default_store(), on_ranks_ended, on_ranks_lost)
         _thread.start()
 
 
@@ -181,9 +188,15 @@ def progress_from_json(fields: Mapping[str, Any]) -> Progress:
 class _HeartbeatThread:
     """Heartbeat thread of the thread that creates it; see Note [Heartbeats]."""
 
-    def __init__(self, default: Any, on_ranks_ended: Callable[[Collection[int]], None]) -> None:
+    def __init__(
+        self,
+        default: Any,
+        on_ranks_ended: Callable[[Collection[int]], None],
+        on_ranks_lost: Callable[[str, int], None],
+    ) -> None:
         self._default = default  # Any: torch's stubs leave out methods of stores
         self._on_ranks_ended = on_ranks_ended
+        self._on_ranks_lost = on_ranks_lost
         self._store = _heartbeat_store(_new_client(default))
         self._rank, self._size = dist.get_rank(), dist.get_world_size()
         self._observed_thread = threading.get_ident()
@@ -196,9 +209,9 @@ class _HeartbeatThread:
         }
         self._sequence = 0
         self._stall = _StallTimer()
-        self._reported_lost: set[int] = set()
         self._local_ranks: dict[int, Heartbeat] | None = None  # heartbeats of processes of this host, of any time
         self._backend = str(dist.get_backend())
+        self._device = current_device()  # of the creating thread: each thread has its own
         self._lock = threading.Lock()  # one thread writes at a time, and the last heartbeat is written last
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="booster-heartbeat", daemon=True)
@@ -231,13 +244,20 @@ class _HeartbeatThread:
                 return
             if not is_current:
                 return
+            lost = ""
             with self._lock, suppress(RuntimeError):  # the store is gone, or will answer again later
                 if not self._stopping.is_set():
                     self._write(RUNNING)
-                    self._check_stall(seconds)
+                    lost = self._check_stall(seconds)
+            if lost:
+                self._on_ranks_lost(lost, self._observed_thread)
 
-    def _check_stall(self, seconds: float) -> None:
-        """Abort waits for ended ranks, and report a stall that the backend will not explain."""
+    def _check_stall(self, seconds: float) -> str:
+        """Abort waits for ended ranks, and report a stall that the backend will not explain.
+
+        Returns:
+            Text about the lost ranks that this rank waits for on an accelerator, or "".
+        """
         progress, exits = self._progress(), exit_statuses(self._store)
         before = self._stall.seconds
         self._stall.update(progress, seconds, have_ended=bool(exits) and bool(progress.phases))
@@ -245,38 +265,58 @@ class _HeartbeatThread:
             self._stall.seconds_with_ended = 0.0
             self._on_ranks_ended(set(exits))
         if "gloo" in self._backend:
-            return
+            return ""
         timeout = timeouts().training * _STALL_FRACTION
-        lost: dict[int, str] = {}
-        if progress.phases and self._stall.seconds >= min(timeout, _ENDED_RANK_TIMEOUT_SECONDS):
-            lost = self._lost_ranks(exits)
-        if lost.keys() - self._reported_lost or before < timeout <= self._stall.seconds:
-            self._reported_lost |= lost.keys()
-            sys.stderr.write(f"{self._stall_report(lost)}\n")
+        is_late = before < timeout <= self._stall.seconds
+        # Outside of all phases the thread may compute, or wait for a collective's result, as in `loss.item()`.
+        if self._stall.seconds >= min(timeout, _ENDED_RANK_TIMEOUT_SECONDS) and (
+            progress.phases or not is_idle(self._device)
+        ):
+            lost = self._lost_ranks(exits, with_stale=is_late)
+            if lost:
+                return self._describe_lost(progress, lost)
+        if is_late:
+            sys.stderr.write(f"{self._stall_report()}\n")
+        return ""
 
-    def _lost_ranks(self, exits: Mapping[int, tuple[str, str]]) -> dict[int, str]:
-        """Return what is known of the ranks whose programs or processes have ended, as text."""
+    def _lost_ranks(self, exits: Mapping[int, tuple[str, str]], *, with_stale: bool) -> dict[int, str]:
+        """Return what is known of the ranks that this rank would wait for in vain, as text."""
         if self._local_ranks is None and self._store.check([str(rank) for rank in range(self._size)]):
-            known = {rank: _heartbeat_from(self._store.get(str(rank))) for rank in range(self._size)}
+            known = self._read_heartbeats()
             self._local_ranks = {rank: one for rank, one in known.items() if one.host_id == _host_id()}
         local = self._local_ranks or {}
         lost = {
             rank: f"rank {rank}'s process {local[rank].process_id} has ended without a report (was it killed?)"
             for rank in ended_processes(local)
         }
+        if with_stale:
+            limit = min(STALE_SECONDS, timeouts().training / 2) + heartbeat_interval(self._size)
+            for rank, one in self._read_heartbeats().items():
+                age = time.time() - one.time  # by two hosts' clocks, whose difference in a cluster is much smaller
+                if age > limit and rank not in lost:
+                    lost[rank] = f"rank {rank} on host {one.host} has sent no heartbeat for {age:.0f} s"
         for rank, (state, text) in exits.items():
             lost[rank] = f"rank {rank}'s program {'ended' if state == ENDED else f'failed: {text}'}"
         return lost
 
-    def _stall_report(self, lost: Mapping[int, str]) -> str:
-        """Return the stall report: the lost ranks and the last heartbeats of all ranks."""
+    def _read_heartbeats(self) -> dict[int, Heartbeat]:
+        return {rank: _heartbeat_from(self._store.get(str(rank))) for rank in range(self._size)}
+
+    def _describe_lost(self, progress: Progress, lost: Mapping[int, str]) -> str:
+        known = format_list(list(lost.values()), _MAX_LISTED)
+        return (
+            f"rank {self._rank} waits in vain: {known}. No progress for {self._stall.seconds:.0f} s, {progress};"
+            f" {self._backend} would abort the process after {timeouts().training:g} s without naming a rank"
+        )
+
+    def _stall_report(self) -> str:
+        """Return the last heartbeats of all ranks as text."""
         heartbeats = {rank: self._store.get(str(rank)) for rank in range(min(self._size, _MAX_LISTED))}
         lines = [f"  rank {rank}: {_heartbeat_from(text).progress}" for rank, text in heartbeats.items()]
         more = [f"  and {self._size - _MAX_LISTED} more ranks"] if self._size > _MAX_LISTED else []
-        known = "".join(f" {text}." for text in list(lost.values())[:_MAX_LISTED])
         head = (
             f"rank {self._rank}: no progress for {self._stall.seconds:.0f} s, and {self._backend} aborts a process"
-            f" that waits for {timeouts().training:g} s in a collective.{known} Progress by the ranks' last heartbeats:"
+            f" that waits for {timeouts().training:g} s in a collective. Progress by the ranks' last heartbeats:"
         )
         return "\n".join((head, *lines, *more))
 

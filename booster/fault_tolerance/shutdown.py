@@ -7,9 +7,11 @@ import os
 import sys
 import time
 from contextlib import suppress
+from types import FrameType, TracebackType
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _world
+from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from booster.errors import RankFailedError
 
@@ -17,6 +19,7 @@ from .collective_errors import abort_groups, report_failure
 from .heartbeat import (
     ENDED,
     FAILED,
+    STALE_SECONDS,
     acknowledge_exits,
     acknowledged_ranks,
     ended_processes,
@@ -34,10 +37,9 @@ from .heartbeat import (
 # A program that ends by an error reports it and aborts its groups: peers that wait for it fail at once, with the
 # reason.
 
-EXIT_CODE = 1  # of a rank whose program finished while others failed
+EXIT_CODE = 1  # of a rank whose program finished while others failed, or which waits for a lost one
 _PAUSE_SECONDS = 0.02
 _CHECK_SECONDS = 1.0
-_STALE_SECONDS = 30.0
 _READING_SECONDS = 5.0
 _REPORT_SECONDS = 15.0  # beyond the longest timeout: for the diagnosis and the exit of a rank that waited
 
@@ -63,6 +65,39 @@ def shutdown_barrier(error: BaseException | None, timeout_seconds: float) -> Non
     failed = _wait_for_exits(timeout_seconds)
     if failed:
         _exit_after_peer_failure(failed)
+
+
+def exit_for_lost_ranks(text: str, thread_id: int) -> None:
+    """End this process with a `RankFailedError` that cannot be raised: a thread waits on an accelerator. Never returns.
+
+    The error is printed with the stack of that thread, and written into the error file of torch's elastic agent.
+
+    Args:
+        text: Text of the error.
+        thread_id: Identifier of the thread that waits.
+    """
+    error = RankFailedError(text)
+    try:
+        raise error.with_traceback(_traceback_of(sys._current_frames().get(thread_id)))
+    except RankFailedError:
+        sys.excepthook(type(error), error, error.__traceback__)
+        if os.environ.get("TORCHELASTIC_ERROR_FILE"):
+            get_error_handler().record_exception(error)
+        stop_heartbeat(FAILED, f"{type(error).__name__}: {text}")
+        if dist.is_initialized():
+            with suppress(RuntimeError):  # the process that serves the store has ended
+                _wait_for_acknowledgements({rank for rank, (state, _) in exit_statuses().items() if state == ENDED})
+    finally:
+        _exit_at_once()
+
+
+def _traceback_of(frame: FrameType | None) -> TracebackType | None:
+    """Return the stack that ends in a frame as the traceback of an error that is raised there."""
+    trace = None
+    while frame is not None:
+        trace = TracebackType(trace, frame, frame.f_lasti, frame.f_lineno)
+        frame = frame.f_back
+    return trace
 
 
 def _wait_for_exits(timeout_seconds: float) -> dict[int, str]:
@@ -98,7 +133,7 @@ def _wait_for_acknowledgements(ranks: set[int]) -> None:
 
 
 def _stale_ranks(ranks: set[int], sequences: dict[int, tuple[int, float]]) -> set[int]:
-    """Return the ranks whose processes are gone, or which have written no heartbeat for _STALE_SECONDS.
+    """Return the ranks whose processes are gone, or which have written no heartbeat for STALE_SECONDS.
 
     Args:
         ranks: Global ranks that are asked for.
@@ -109,7 +144,7 @@ def _stale_ranks(ranks: set[int], sequences: dict[int, tuple[int, float]]) -> se
         sequence = heartbeats[rank].sequence if rank in heartbeats else 0
         if rank not in sequences or sequences[rank][0] != sequence:
             sequences[rank] = sequence, now
-    stale = {rank for rank in ranks if now - sequences[rank][1] > _STALE_SECONDS}
+    stale = {rank for rank in ranks if now - sequences[rank][1] > STALE_SECONDS}
     return stale.union(ended_processes(heartbeats))
 
 
@@ -120,8 +155,13 @@ def _exit_after_peer_failure(failed: dict[int, str]) -> None:
         f"rank {dist.get_rank()}'s program finished, but rank {rank}{others} failed, so this rank exits with code"
         f" {EXIT_CODE}, too. rank {rank} reported: {text}\n"
     )
+    _exit_at_once()
+
+
+def _exit_at_once() -> None:
+    """Exit without atexit functions and destructors: an error in an atexit function would not change the exit code."""
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):  # closed by the script, or by its reader
             stream.flush()
-    os._exit(EXIT_CODE)  # an exception in an atexit function would not change the exit code
+    os._exit(EXIT_CODE)

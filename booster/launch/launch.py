@@ -21,7 +21,7 @@ from booster.device import current_device, default_backend, device_type, set_dev
 from booster.errors import ConfigError
 from booster.fault_tolerance.collective_errors import abort_waits
 from booster.fault_tolerance.heartbeat import ENDED, start_heartbeat, stop_heartbeat
-from booster.fault_tolerance.shutdown import shutdown_barrier
+from booster.fault_tolerance.shutdown import exit_for_lost_ranks, shutdown_barrier
 from booster.fault_tolerance.timeouts import set_timeouts, timeouts
 from booster.logger import get_dist_logger
 from booster.rng_state import set_default_seed, set_seed
@@ -122,7 +122,7 @@ def launch(
     if not _registered_at_exit:
         atexit.register(_shutdown_at_exit)
         _registered_at_exit = True
-    start_heartbeat(on_ranks_ended=abort_waits)
+    start_heartbeat(on_ranks_ended=abort_waits, on_ranks_lost=exit_for_lost_ranks)
     set_seed(seed)
     set_default_seed(seed)
     if verbose:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -169,24 +172,30 @@ class _World:
         monkeypatch.setattr(dist, "get_world_size", lambda: 2)
         monkeypatch.setattr(dist, "get_backend", lambda: backend)
         self.broken_off = []
-        self.speaker = heartbeat._HeartbeatThread(self.store, self.broken_off.append)
+        self.lost = []  # the texts about lost ranks for which the process would have ended
+        self.speaker = self.new_thread()
         self.place = Progress(phases=("backward",))
         monkeypatch.setattr(self.speaker, "_progress", lambda: self.place)
         self.speaker._write(heartbeat.RUNNING)
         self.ends = heartbeat._heartbeat_store(self.store)
 
+    def new_thread(self):
+        return heartbeat._HeartbeatThread(self.store, self.broken_off.append, lambda text, thread: None)
+
     def other_ends(self):
         self.ends.append(heartbeat._EXITS_KEY, '[1, "ended", ""]\n')
 
     def other_is_killed(self, monkeypatch):
-        other = heartbeat._HeartbeatThread(self.store, self.broken_off.append)
+        other = self.new_thread()
         monkeypatch.setattr(other, "_rank", 1)
         monkeypatch.setattr(other, "_identity", {**other._identity, "started_at": 1.0})  # another one's number now
         other._write(heartbeat.RUNNING)
 
     def stand(self, seconds):
         for _ in range(seconds):
-            self.speaker._check_stall(1.0)
+            if text := self.speaker._check_stall(1.0):
+                self.lost.append(text)
+                return
 
 
 def test_a_wait_is_broken_off_some_seconds_after_a_rank_has_ended(monkeypatch):
@@ -220,7 +229,7 @@ def test_who_is_outside_of_all_phases_is_not_disturbed(monkeypatch):
 def test_before_a_backend_ends_the_process_it_is_said_where_all_ranks_are(monkeypatch, capsys, backend):
     world = _World(monkeypatch, backend)
     monkeypatch.setattr(heartbeat, "timeouts", lambda: Timeouts(training=10.0))
-    other = heartbeat._HeartbeatThread(world.store, world.broken_off.append)
+    other = world.new_thread()
     monkeypatch.setattr(other, "_rank", 1)
     monkeypatch.setattr(other, "_progress", lambda: replace(PLACE, num_steps=2))
     other._write(heartbeat.RUNNING)
@@ -237,19 +246,46 @@ def test_before_a_backend_ends_the_process_it_is_said_where_all_ranks_are(monkey
 
 
 @pytest.mark.parametrize("way", ["killed", "failed"])
-def test_a_lost_rank_is_named_long_before_a_backend_ends_the_process(monkeypatch, capsys, way):
+@pytest.mark.parametrize("place", ["in backward", "reads a loss"])
+def test_a_process_that_waits_for_a_lost_rank_ends_long_before_its_backend_ends_it(monkeypatch, capsys, way, place):
     world = _World(monkeypatch, "nccl")
+    if place == "reads a loss":
+        world.place = Progress()
+        monkeypatch.setattr(heartbeat, "is_idle", lambda device: False)
     world.other_is_killed(monkeypatch)
     if way == "failed":
         world.ends.append(heartbeat._EXITS_KEY, '[1, "failed", "KeyError: 3"]\n')
-    world.stand(5)
-    assert capsys.readouterr().err == ""
     world.stand(20)
-    text = capsys.readouterr().err
-    why = "process" if way == "killed" else "program failed: KeyError: 3."
-    assert text.startswith("rank 0: no progress for 5 s, and nccl aborts a process that waits for 600 s")
-    assert f"in a collective. rank 1's {why}" in text
-    assert text.count("no progress for") == 1
+    (text,) = world.lost
+    why = r"process \d+ has ended without a report" if way == "killed" else "program failed: KeyError: 3"
+    where = "in backward for 0.0 s" if place == "in backward" else "outside of all phases"
+    assert re.match(f"rank 0 waits in vain: rank 1's {why}", text)
+    assert f"No progress for 5 s, after 0 steps, {where}; nccl would abort the process after 600 s" in text
+    assert capsys.readouterr().err == ""
+
+
+def test_a_process_that_computes_outlives_a_lost_rank(monkeypatch):
+    world = _World(monkeypatch, "nccl")
+    world.place = Progress()  # outside of all phases, and nothing is left to do on its device
+    world.other_is_killed(monkeypatch)
+    world.stand(700)
+    assert world.lost == []
+
+
+def test_a_rank_without_heartbeats_counts_as_lost_shortly_before_the_backend_ends_the_process(monkeypatch):
+    world = _World(monkeypatch, "nccl")
+    other = world.new_thread()
+    monkeypatch.setattr(other, "_rank", 1)
+    monkeypatch.setattr(other, "_identity", {**other._identity, "host": "far", "host_id": "far"})
+    now = time.time()
+    monkeypatch.setattr(heartbeat, "time", SimpleNamespace(time=lambda: now))
+    other._write(heartbeat.RUNNING)
+    now += 500
+    world.speaker._write(heartbeat.RUNNING)
+    world.stand(540)
+    assert world.lost == []
+    world.stand(1)
+    assert re.match("rank 0 waits in vain: rank 1 on host far has sent no heartbeat for 500 s", world.lost[0])
 
 
 def test_a_lost_rank_is_not_named_where_this_one_moves_on(monkeypatch, capsys):
@@ -258,6 +294,7 @@ def test_a_lost_rank_is_not_named_where_this_one_moves_on(monkeypatch, capsys):
     for step in range(20):
         world.place = replace(world.place, num_steps=step // 3)
         world.stand(1)
+    assert world.lost == []
     assert capsys.readouterr().err == ""
 
 
@@ -275,3 +312,27 @@ def test_the_place_is_known_after_the_group_of_the_last_communication_was_destro
     finally:
         dist.destroy_process_group()
     assert current_progress().last_operation.ranks == ()
+
+
+# A thread ends the process of a main thread that waits.
+ENDING = """\
+import threading, time
+from booster.fault_tolerance.shutdown import exit_for_lost_ranks
+
+def wait_for_a_result():
+    time.sleep(60)
+
+threading.Timer(0.1, exit_for_lost_ranks, ("rank 0 waits in vain", threading.get_ident())).start()
+wait_for_a_result()
+"""
+
+
+def test_the_error_of_a_process_that_waits_shows_where_and_reaches_the_launcher(tmp_path):
+    environment = {**os.environ, "TORCHELASTIC_ERROR_FILE": str(tmp_path / "error.json")}
+    ended = subprocess.run([sys.executable, "-c", ENDING], env=environment, capture_output=True, text=True, timeout=50)
+    assert ended.returncode == 1
+    assert "in wait_for_a_result\n" in ended.stderr
+    assert "booster.errors.RankFailedError: rank 0 waits in vain\n" in ended.stderr
+    message = json.loads((tmp_path / "error.json").read_text())["message"]
+    assert message["message"] == "RankFailedError: rank 0 waits in vain"
+    assert "in wait_for_a_result" in message["extraInfo"]["py_callstack"]
