@@ -207,8 +207,8 @@ def test_what_failed_once(path, tmp_path):
     check(case, Runner(tmp_path, [case]))
 
 
-# On an accelerator a rank without an agreement on the host learns of a lost one by heartbeats, which end the process
-# before the backend's watchdog would, who names nobody. A stopped rank is lost only when its heartbeats are old.
+# On an accelerator, heartbeats end a process that waits for a lost rank. The backend's watchdog does so later, and its
+# error names no rank. Whether a rank is stopped shows late: when its heartbeats have ceased.
 
 NAMED = {
     "kill": r"rank 1's process \d+ has ended without a report|rank 1 is missing",
