@@ -27,7 +27,8 @@ models:
                           under torch.device("meta"), so that no memory is allocated
 
 All figures are peak memory of a step on the rank that needs the most; activations are measured on fake tensors.
-"offloaded" is kept in host memory or in files, "sent" is what a rank sends in a step. The batch is per rank; where
+"offloaded" is kept in host memory or in files, "sent" is what a rank sends in a step, "groups" is the number of its
+process groups for the device: NCCL's buffers for each are not included. The batch is per rank; where
 ranks share one, as with tensor parallelism, a step trains fewer batches. The cheapest setting is the one that fits with
 the fewest bytes sent by all ranks per batch.
 With --checkpoint, "save" is host memory that save_model and save_optimizer take beside it, "async save" that of both in

@@ -224,7 +224,7 @@ class SendChannel:
 
     Args:
         receiver: Rank in the group.
-        group: Process group, None for the world. With NCCL, one that no other channel uses.
+        group: Process group, None for the world. With NCCL, all ranks start its operations in a common order.
 
     Raises:
         ConfigError: The receiver is not another rank of the group.
@@ -353,6 +353,23 @@ class RecvChannel:
                 return
             self._messages.append(self._start(None, specs))
 
+    @property
+    def num_started(self) -> int:
+        """Number of the expected messages, from the first, that this rank has started to receive."""
+        return len(self._messages)
+
+    def start(self, index: int) -> None:
+        """Start receiving the messages up to this index; wait for headers of unknown shapes.
+
+        Raises:
+            RankFailedError: The sender is lost or too late.
+        """
+        while len(self._messages) <= index:
+            self.post_recvs(index + 1)
+            if len(self._messages) <= index:
+                header = self._receive_header()
+                self._messages.append(self._start(header, self._read_header(header)))
+
     def recv(self, index: int) -> tuple[bytes | None, list[torch.Tensor]]:
         """Wait for a message and return it.
 
@@ -365,11 +382,7 @@ class RecvChannel:
         Raises:
             RankFailedError: The sender is lost or too late.
         """
-        while len(self._messages) <= index:
-            self.post_recvs(index + 1)
-            if len(self._messages) <= index:
-                header = self._receive_header()
-                self._messages.append(self._start(header, self._read_header(header)))
+        self.start(index)
         message = self._messages[index]
         if message is None:
             raise AssertionError(f"rank {dist.get_rank()} takes message {index} for the second time")

@@ -45,6 +45,7 @@ from .shared_memory import release_shared_memory, set_shared_memory_timeout
 _MIN_GROUPS_TO_COLLECT = 16  # the garbage collector is not run for fewer groups
 
 _tracked: WeakSet[dist.ProcessGroup] = WeakSet()  # destroyed once they are unused
+_for_hosts: WeakSet[dist.ProcessGroup] = WeakSet()  # made with gloo beside the device's backend
 _released: WeakSet[dist.ProcessGroup] = WeakSet()
 # Every mesh and its groups, as torch's mesh may hold their names only.
 _mesh_groups: dict[object, tuple[ref[DeviceMesh], list[dist.ProcessGroup]]] = {}
@@ -233,6 +234,7 @@ def new_group(
     Raises:
         RankFailedError: A rank did not call it within the set-up timeout.
     """
+    is_for_host = backend == "gloo"
     backend = None if is_fake_world() else backend
     expected = list(ranks) if use_local_synchronization else list(range(dist.get_world_size()))
     arrivals = _Arrivals(ranks, expected)
@@ -262,9 +264,17 @@ def new_group(
         raise RankFailedError(arrivals.explanation(seconds, error)) from error
     if not isinstance(group, dist.ProcessGroup):  # torch's value for ranks outside of the group
         return None
-    _register(group)
-    _tracked.add(group)
-    return group
+    if is_for_host:
+        _for_hosts.add(group)
+    return _track(group)
+
+
+def num_communicators() -> int:
+    """Return the number of this rank's groups of several ranks for its device's tensors, the world's included.
+
+    With nccl each is a communicator, with buffers in device memory. No communication.
+    """
+    return sum(dist.get_world_size(group) > 1 and group not in _for_hosts for group in list(_world.pg_map))
 
 
 def keep_with_world(group: dist.ProcessGroup) -> None:
@@ -272,15 +282,38 @@ def keep_with_world(group: dist.ProcessGroup) -> None:
     _tracked.discard(group)
 
 
-def new_group_of_rows(rows: Sequence[Sequence[int]], backend: str | None = None) -> dist.ProcessGroup:
-    """Make a group of each row of global ranks and return this rank's. Every rank is in exactly one row.
+def new_groups(rows: Sequence[Sequence[int]], backend: str | None = None) -> dist.ProcessGroup | None:
+    """Make a group of each row of global ranks and return this rank's, or None on a rank outside of all.
+
+    Args:
+        rows: Global ranks of each group; no rank is in two of them.
+        backend: Backend name, optional; defaults to the world's.
 
     Collective over the world. Raises as `new_group` does.
     """
-    mine = [group for row in rows if (group := new_group(row, backend)) is not None]
-    if len(mine) != 1:
+    if backend is None and getattr(dist.group.WORLD, "bound_device_id", None) is not None:
+        # torch splits nccl's communicator into all rows at once; rows made one by one would be one split each.
+        made = dist.split_group(None, [sorted(row) for row in rows], timeout=timedelta(seconds=timeouts().setup))
+        mine = [] if made is None else [_track(made)]
+    else:
+        mine = [group for row in rows if (group := new_group(row, backend)) is not None]
+    if len(mine) > 1:
         raise AssertionError(f"rank {dist.get_rank()} is in {len(mine)} of the groups {rows}")
-    return mine[0]
+    return mine[0] if mine else None
+
+
+def new_group_of_rows(rows: Sequence[Sequence[int]], backend: str | None = None) -> dist.ProcessGroup:
+    """As `new_groups`, where every rank is in exactly one row."""
+    mine = new_groups(rows, backend)
+    if mine is None:
+        raise AssertionError(f"rank {dist.get_rank()} is in none of the groups {rows}")
+    return mine
+
+
+def _track(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    _register(group)
+    _tracked.add(group)
+    return group
 
 
 def new_mesh(device_type: str, shape: Sequence[int], names: Sequence[str]) -> DeviceMesh:
@@ -307,8 +340,7 @@ def new_mesh(device_type: str, shape: Sequence[int], names: Sequence[str]) -> De
         mesh = init_device_mesh(device_type, tuple(shape), mesh_dim_names=tuple(names))
         for group in mesh.get_all_groups():
             if group is not world:
-                _register(group)
-                _tracked.add(group)
+                _track(group)
         _keep_groups(mesh, mesh.get_all_groups())
         return mesh
     places = torch.arange(math.prod(shape)).view(*shape)

@@ -260,14 +260,15 @@ def format_table(results: Sequence[CandidateResult]) -> str:
     unit, size = _unit_for(max(_figures(one)[5] for one in found))
     has_limit = found[0].estimate is not None and found[0].estimate.device_memory is not None
     has_saves = found[0].estimate is not None and found[0].estimate.memory.checkpoint is not None
-    headings = [*_HEADINGS, *(_SAVE_HEADINGS if has_saves else ())]
-    rows = [[*headings, *(["fits"] if has_limit else []), f"(all in {unit})"]]
+    headings = [*_HEADINGS, *(_SAVE_HEADINGS if has_saves else ()), "groups"]
+    rows = [[*headings, *(["fits"] if has_limit else []), f"(sizes in {unit})"]]
     best = least_communication(results) if has_limit else least_memory(results)
     for one in found:
         figures = [f"{figure / size:.2f}" for figure in _figures(one)]
         name = one.candidate.name + (_BEST_MARK if one is best else "")
-        fits = "yes" if one.estimate is not None and one.estimate.fits else "no"
-        rows.append([*figures, *([fits] if has_limit else []), name])
+        assert one.estimate is not None
+        groups, fits = str(one.estimate.memory.communicators), "yes" if one.estimate.fits else "no"
+        rows.append([*figures, groups, *([fits] if has_limit else []), name])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
     for *figures, name in rows:

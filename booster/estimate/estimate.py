@@ -228,7 +228,7 @@ class MemoryEstimate:
         )
         return (
             f"{self.plugin} on {self.num_ranks} rank(s): {self.total / 2**20:,.1f} MiB at most ({parts}),"
-            f" {self.sent / 2**20:,.1f} MiB sent by a rank in a step"
+            f" {self.sent / 2**20:,.1f} MiB sent by a rank in a step over {self.memory.communicators} communicator(s)"
         )
 
     @property

@@ -80,6 +80,7 @@ def extrapolate(
         step=parts(few.step, more.step),
         steady_state=parts(few.steady_state, more.steady_state),
         sent=number(few.sent, more.sent),
+        communicators=more.communicators,
         offloaded=number(few.offloaded, more.offloaded),
         checkpoint=saves,
     )

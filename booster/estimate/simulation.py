@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from booster.booster import Booster
-from booster.comm import count_communication, fake
+from booster.comm import count_communication, fake, num_communicators
 from booster.errors import BoosterError, ConfigError, first_line
 from booster.interface import MixedPrecision, ModelWrapper, OptimizerWrapper, Plugin
 from booster.pytree import iter_tensors
@@ -94,6 +94,8 @@ class RankMemory:
         step: Peak of the optimizer's step.
         steady_state: Steady state between steps.
         sent: Bytes that the rank sends in a step.
+        communicators: Process groups of several ranks for device tensors. Each has buffers of NCCL, which are not
+            included: they depend on its version and its settings.
         offloaded: Bytes offloaded to another tier: host memory beside an accelerator, or files.
         checkpoint: Memory that saves take; None if it was not asked for.
     """
@@ -102,6 +104,7 @@ class RankMemory:
     step: MemoryParts
     steady_state: MemoryParts
     sent: int
+    communicators: int = 0
     offloaded: int = 0
     checkpoint: CheckpointMemory | None = None
 
@@ -310,6 +313,7 @@ class SimulatedMemory:
         step: Peak of the optimizer's step.
         steady_state: Memory after the step.
         sent: Bytes that the rank sent.
+        communicators: Process groups of several ranks for device tensors.
         offloaded: Bytes in another tier.
         checkpoint: Memory of saves; None if there were none.
     """
@@ -318,6 +322,7 @@ class SimulatedMemory:
     step: MemoryParts
     steady_state: MemoryParts
     sent: int
+    communicators: int
     offloaded: int
     checkpoint: CheckpointMemory | None = None
 
@@ -328,6 +333,7 @@ class SimulatedMemory:
             step=self.step,
             steady_state=self.steady_state,
             sent=self.sent,
+            communicators=self.communicators,
             offloaded=self.offloaded,
             checkpoint=self.checkpoint,
         )
@@ -383,6 +389,7 @@ def simulate(
             step=step,
             steady_state=MemoryParts(**tracker.counts),
             sent=sum(count.sent.values()) + sum(count_of_step.sent.values()),
+            communicators=num_communicators(),
             offloaded=tracker.offloaded,
             checkpoint=None if at_end is None else at_end(booster, model, optimizer, tracker),
         )

@@ -14,8 +14,8 @@ from booster.comm import (
     group_rank,
     group_size,
     host_group,
-    new_group,
     new_group_of_rows,
+    new_groups,
     new_mesh,
     register_host_group,
 )
@@ -111,22 +111,25 @@ class HybridMesh:
             self._groups[key] = self._new_group(key)
         return self._groups[key]
 
-    def cpu_group(self, *axes: str) -> dist.ProcessGroup | None:
-        """Return a CPU group of the same ranks as `group`, for host-side collectives, or None if `group` is one.
+    def control_group(self, *axes: str) -> dist.ProcessGroup:
+        """Return a group of the same ranks as `group` for the host's collectives: on an accelerator a CPU group.
+
+        On an accelerator it makes no group for device tensors, which would cost device memory.
 
         Collective: over the world at the first call for these axes.
         """
-        if self._device_type == "cpu":
-            return None
         key = self._key(axes)
+        if self._device_type == "cpu":
+            return self.group(*axes)
         if key not in self._cpu_groups:
-            group = self.group(*axes)
-            found = host_group(group)
-            if found is None or found is group:
+            known = self._groups.get(key) or self._axis_group(key)
+            found = None if known is None else host_group(known)
+            if found is None or found is known:
                 # By all ranks: torch names a group that only its members make by how many groups they are in, which
                 # differs between the stages of a pipeline.
                 found = new_group_of_rows(rank_groups(self._sizes, key), "gloo")
-                register_host_group(group, found)
+                if known is not None:
+                    register_host_group(known, found)
             self._cpu_groups[key] = found
         return self._cpu_groups[key]
 
@@ -140,13 +143,10 @@ class HybridMesh:
 
         Collective: over the world.
         """
-        found: dist.ProcessGroup | None = None
-        for axis_ranks in rank_groups(self._sizes, (axis,)):
-            ranks = [axis_ranks[coordinate] for coordinate in coordinates]
-            group = new_group(ranks, backend)
-            if group is not None:
-                found = group
-                self._subgroups.append(group)
+        rows = rank_groups(self._sizes, (axis,))
+        found = new_groups([[ranks[coordinate] for coordinate in coordinates] for ranks in rows], backend)
+        if found is not None:
+            self._subgroups.append(found)
         return found
 
     def subgroups(self, axis: str, coordinates: Iterable[tuple[int, ...]]) -> dict[tuple[int, ...], dist.ProcessGroup]:
@@ -174,12 +174,18 @@ class HybridMesh:
         key = tuple(axis for axis in self._sizes if axis in axes and self._sizes[axis] > 1)
         return key or tuple(axis for axis, size in self._sizes.items() if size == 1)[:1]
 
-    def _new_group(self, axes: tuple[str, ...]) -> dist.ProcessGroup:
+    def _axis_group(self, axes: tuple[str, ...]) -> dist.ProcessGroup | None:
+        """Return the group of the mesh along these axes, or None if it has none."""
         world = dist.group.WORLD
         if world is not None and self.size(*axes) == group_size():
             return world
-        if len(axes) == 1:
-            return self.device_mesh.get_group(axes[0])
-        group = new_group_of_rows(rank_groups(self._sizes, axes))
-        assert group_rank(group) == self.rank(*axes), f"rank {group_rank()} has an unexpected group rank"
+        return self.device_mesh.get_group(axes[0]) if len(axes) == 1 else None
+
+    def _new_group(self, axes: tuple[str, ...]) -> dist.ProcessGroup:
+        group = self._axis_group(axes)
+        if group is None:
+            group = new_group_of_rows(rank_groups(self._sizes, axes))
+            assert group_rank(group) == self.rank(*axes), f"rank {group_rank()} has an unexpected group rank"
+            if axes in self._cpu_groups:
+                register_host_group(group, self._cpu_groups[axes])
         return group

@@ -11,12 +11,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import DebugLevel, get_debug_level  # type: ignore[attr-defined]  # no __all__ there
 
 from booster.comm import (
     abort_groups,
     all_reduce_sum,
     collective_device,
-    group_rank,
     is_fake_world,
     receive_tensor,
     report_failure,
@@ -364,12 +364,20 @@ def build_runtime(
         weight_gradients: Deferred weight gradients, or None.
     """
     stage = mesh.rank("pp")
-    ends = _link_ends(mesh, stage_model.partition, device)
+    is_ordered = _is_ordered(device)
+    ends = _link_ends(mesh, stage_model.partition, is_ordered=is_ordered)
     return PipelineRuntime(
         model,
         arguments,
-        StageP2P(stage_model.partition, stage, ends, device, caches_specs=arguments.caches_metadata),
-        BatchConsistency(mesh.cpu_group(*AXES), mesh.rank("dp")),
+        StageP2P(
+            stage_model.partition,
+            stage,
+            ends,
+            device,
+            caches_specs=arguments.caches_metadata,
+            is_ordered=is_ordered,
+        ),
+        BatchConsistency(mesh.control_group(*AXES), mesh.rank("dp")),
         weight_gradients,
         stage=stage,
         stage_group=mesh.group("pp"),
@@ -378,31 +386,37 @@ def build_runtime(
     )
 
 
-def _link_ends(mesh: HybridMesh, division: StagePartition, device: torch.device) -> LinkPeer:
-    """Return the groups of links. Links need dedicated groups, as torch counts the operations of a group."""
-    if device.type != "cpu":
-        return _link_groups(mesh, division, device)
-    stage = mesh.rank("pp")
-    group = mesh.subgroup("pp", range(division.num_stages))
-    return lambda sender, receiver: (group, sender if stage == receiver else receiver)
+def _is_ordered(device: torch.device) -> bool:
+    """Return whether links need a common order: gloo matches messages by their tags."""
+    return device.type != "cpu"
 
 
-def _link_groups(mesh: HybridMesh, division: StagePartition, device: torch.device) -> LinkPeer:
-    """Create a group of two ranks per pair of stages and direction, for accelerators.
+def _link_ends(mesh: HybridMesh, division: StagePartition, *, is_ordered: bool) -> LinkPeer:
+    """Return the groups of links; see Note [Ordered links].
 
-    Their messages are ordered within a group, so a pending one would block those of the other direction.
+    On the CPU they need a group of their own, as torch counts the operations of a group: messages of gloo by its tags,
+    all operations in TORCH_DISTRIBUTED_DEBUG=DETAIL.
     """
-    groups: dict[tuple[int, int], dist.ProcessGroup | None] = {}
+    stage, stages = mesh.rank("pp"), range(division.num_stages)
+    earlier = later = mesh.subgroup("pp", stages)
+    if is_ordered:
+        later = mesh.subgroup("pp", stages) if get_debug_level() == DebugLevel.DETAIL else mesh.group("pp")
+
+    def ends(sender: int, receiver: int) -> tuple[dist.ProcessGroup | None, int]:
+        return later if sender < receiver else earlier, sender if stage == receiver else receiver
+
+    if is_ordered and not is_fake_world():
+        _connect(ends, stage, division)
+    return ends
+
+
+def _connect(ends: LinkPeer, stage: int, division: StagePartition) -> None:
+    """Send a number over each link in a common order: nccl connects two ranks at their first message."""
     stages = [division.schedule.place(position, division.num_stages)[0] for position in range(len(division.bounds) - 1)]
-    for one, other in sorted({(min(pair), max(pair)) for pair in pairwise(stages) if pair[0] != pair[1]}):
-        for ends in ((one, other), (other, one)):
-            groups[ends] = group = mesh.subgroup("pp", ends)
-            # Connects in a common order: nccl connects two ranks at their first message, for which both must be there.
-            if group is None or is_fake_world():
-                continue
-            if mesh.rank("pp") == ends[0]:
-                send_tensor(torch.zeros(1, device=device), 1 - group_rank(group), group)
-            else:
-                receive_tensor(1 - group_rank(group), group)
-    # torch sorts the ranks of a group, so the sender may have either group rank.
-    return lambda sender, receiver: (groups[sender, receiver], 1 - group_rank(groups[sender, receiver]))
+    pairs = {pair for pair in pairwise(stages) if pair[0] != pair[1]}
+    for sender, receiver in sorted(pairs | {(second, first) for first, second in pairs}):
+        group, peer = ends(sender, receiver)
+        if stage == sender:
+            send_tensor(torch.zeros(1), peer, group)
+        elif stage == receiver:
+            receive_tensor(peer, group)

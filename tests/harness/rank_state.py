@@ -23,6 +23,9 @@ from harness.messages import Joined, Settled
 
 # More than any job's limit: the parent, who asks every rank where it is, must be the first to give up.
 _GROUP_TIMEOUT = timedelta(minutes=30)
+# Objects that survive a job are frozen, so that the next collection is cheap. Some become garbage later, and keep groups
+# alive, whose threads wake up all the time: now and then all are looked at again.
+_JOBS_PER_FULL_COLLECTION = 16
 
 
 class RankGroup:
@@ -37,6 +40,7 @@ class RankGroup:
         self.world_size = world_size
         self._device = device
         self._is_simulated = device in SIMULATED
+        self._num_destroyed = 0
 
     def join(self, store_path: str) -> Joined:
         """Makes the default group, with the store at `store_path`. *Collective: yes*."""
@@ -82,10 +86,14 @@ class RankGroup:
         It comes after all ranks have returned: what goes wrong here costs a new group, never a test.
         """
         gc.collect()
-        gc.freeze()
         is_kept = self._is_untouched() and _passes_barrier()
         if not is_kept and dist.is_initialized():
             dist.destroy_process_group()
+            self._num_destroyed += 1
+            if self._num_destroyed % _JOBS_PER_FULL_COLLECTION == 0:
+                gc.unfreeze()
+            gc.collect()
+        gc.freeze()
         return Settled(is_group_reusable=is_kept)
 
     def _is_untouched(self) -> bool:

@@ -12,7 +12,7 @@ from harness import run_ranks
 from booster.comm import all_gather_equal, global_rank_of, group_rank, group_size, receive_tensor, send_tensor
 from booster.errors import ConfigError, DesyncError
 from booster.plugins.hybrid_parallel.mesh import AXES, HybridMesh, mesh_order, rank_groups
-from booster.plugins.hybrid_parallel.pipeline_runner import _link_groups
+from booster.plugins.hybrid_parallel.pipeline_runner import _link_ends
 
 ALONG = [(), ("tp",), ("sp",), ("dp",), ("pp",), ("dp", "sp"), ("sp", "dp"), ("dp", "sp", "tp"), AXES]
 
@@ -27,7 +27,7 @@ def _members(sizes, dp_outside):
         assert group is mesh.group(*axes)
         assert mesh.size(*axes) == group_size(group)
         assert mesh.rank(*axes) == group_rank(group)
-        assert mesh.cpu_group(*axes) is None
+        assert mesh.control_group(*axes) is mesh.group(*axes)
         found[axes] = all_gather_equal(torch.tensor([dist.get_rank()]), group).tolist()
     assert mesh.group("dp", "sp") is mesh.group("sp", "dp")
     return found
@@ -87,7 +87,7 @@ def _link_peers():
     mesh = HybridMesh("cpu", dp=1, pp=3, sp=1, tp=1)
     schedule = SimpleNamespace(place=lambda position, num_stages: (position, 0))
     partition = SimpleNamespace(schedule=schedule, num_stages=3, bounds=(0, 1, 2, 3))
-    ends = _link_groups(mesh, partition, torch.device("cpu"))
+    ends = _link_ends(mesh, partition, is_ordered=True)
     stage, found = mesh.rank("pp"), {}
     for sender, receiver in ((0, 1), (1, 0), (1, 2), (2, 1)):
         if stage not in (sender, receiver):
@@ -102,7 +102,6 @@ def _link_peers():
 
 
 def test_links_of_accelerators_lead_to_the_other_stage_in_both_directions():
-    # Torch sorts the ranks of a group, so the sender of a link that leads back is its second rank.
     first, middle, last = run_ranks(_link_peers, 3)
     assert first == {(0, 1): 1, (1, 0): 1}
     assert middle == {(0, 1): 0, (1, 0): 0, (1, 2): 2, (2, 1): 2}

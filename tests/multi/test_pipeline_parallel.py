@@ -182,11 +182,11 @@ def test_a_step_without_shared_memory():
     assert_pipeline_equals_serial("tied_lm", axes="dp 2", uses_shared_memory=False)
 
 
-def train_over(link_ends, schedule):
+def train_in_order(is_ordered, schedule):
     entry = get_model("glued_chain", 4)
     whole, arguments = WholeBatches(entry), {"pp_size": 2, "num_microbatches": 4, **SCHEDULES[schedule]}
     booster, raw = Booster(plugin=HybridParallelPlugin(precision="fp32", **arguments)), whole.build()
-    with mock.patch.object(runner, "_link_ends", link_ends):
+    with mock.patch.object(runner, "_is_ordered", return_value=is_ordered):
         model, optimizer, *_ = booster.boost(raw, torch.optim.SGD(raw.parameters(), lr=0.1))
     for step in range(2):
         booster.execute_pipeline(iter([whole.feed(entry.make_batch(step, 8))]), model, whole.criterion, optimizer)
@@ -196,10 +196,10 @@ def train_over(link_ends, schedule):
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_links_with_groups_of_their_own_as_on_accelerators(schedule):
-    of_one_group = run_ranks(train_over, 2, runner._link_ends, schedule)
-    of_groups = run_ranks(train_over, 2, runner._link_groups, schedule)
-    for found, expected in zip(of_groups, of_one_group, strict=True):
+def test_links_in_a_common_order_as_on_accelerators(schedule):
+    of_one_group = run_ranks(train_in_order, 2, False, schedule)
+    in_order = run_ranks(train_in_order, 2, True, schedule)
+    for found, expected in zip(in_order, of_one_group, strict=True):
         assert found
         assert all(torch.equal(found[name], expected[name]) for name in expected)
 

@@ -84,6 +84,9 @@ def cases() -> Iterator[tuple[str, dict[str, Any]]]:
     for name in OPTIMIZERS:
         optimizer = getattr(optim, name) if name == "Adafactor" else partial(getattr(optim, name), lr=1e-3)
         yield f"low_level_zero, {name}", common | {"plugin": "low_level_zero", "optimizer": optimizer}
+    for name, settings in (("ZeRO 1", {"zero_stage": 1}), ("DP", {"zero_stage": 0})):
+        settings |= {"tp_size": 2, "pp_size": 2, "num_microbatches": 2}
+        yield f"tp x pp x {name}", common | {"plugin": "hybrid_parallel", "num_ranks": 8, "settings": settings}
     yield "torch_fsdp, bf16", common | {"plugin": "torch_fsdp", "mixed_precision": "bf16"}
     plain = {"model": _OnTheCpu(), "batch": torch.zeros(4, 16), "criterion": lambda outputs, _: outputs}
     yield "a model on the CPU", common | plain
@@ -105,6 +108,7 @@ def main() -> None:
                 "error": None,
                 "on_device": memory.steady_state.total,
                 "offloaded": memory.offloaded,
+                "communicators": memory.communicators,
                 "saving": asdict(memory.checkpoint),
             }
         except Exception as error:  # all that a plugin may raise

@@ -16,6 +16,7 @@ from booster.plugins.hybrid_parallel.pipeline_parallel.schedules import (
     action_list,
     check_orders,
     incoming_messages,
+    message_order,
     register_schedule,
     schedule_from_name,
     schedule_names,
@@ -304,3 +305,65 @@ def test_programs_are_remembered_by_schedule_and_attributes():
     first.clear()  # the caller's own list
     assert text(step.action for step in action_list(Reordered(False), 0, 2, 2, 1)) == "F0 F1 B0 B1"
     assert schedule_from_name("zbv") == schedule_from_name("zbv") != schedule_from_name("1f1b")
+
+
+# Communicators that run their operations one after the other, as nccl's do: the worst case of Note [Ordered links] is a
+# stage that starts a receive only when it needs it or sends behind it, and then waits for it.
+
+
+def finishes(sizes, order, *, forward_only):
+    """Returns whether all stages get through their actions, if they start their messages in an order."""
+    schedule, num_stages, *_ = sizes
+    directions = [(stage, is_later) for stage in range(num_stages) for is_later in (True, False)]
+    planned = {key: [] for key in directions}
+    for message in order:
+        for stage in (message.sender, message.receiver):
+            planned[stage, message.sender < message.receiver].append(message)
+    started = {key: [] for key in directions}  # operations of a stage in a communicator that are not through
+    through = set()
+
+    def run_stage(stage):
+        for step in action_list(schedule, stage, *sizes[1:], forward_only=forward_only):
+            for message in (step.receives, step.sends):
+                if message is None or message.sender == message.receiver:
+                    continue
+                due = planned[stage, message.sender < message.receiver]
+                while message in due:
+                    first = due.pop(0)
+                    assert message == first or first.receiver == stage, "sends precede what is needed before them"
+                    started[stage, message.sender < message.receiver].append(first)
+                    while first.receiver == stage and first not in through:
+                        yield
+
+    def heads():
+        found = [queue[0] for queue in started.values() if queue]
+        return {message for message in found if found.count(message) == 2}
+
+    running = [run_stage(stage) for stage in range(num_stages)]
+    while True:
+        before = len(through), len(running), sum(map(len, planned.values()))
+        running = [one for one in running if next(one, "ended") != "ended"]
+        for message in heads():
+            through.add(message)
+            for queue in started.values():
+                if queue and queue[0] == message:
+                    queue.pop(0)
+        if before == (len(through), len(running), sum(map(len, planned.values()))):
+            return not running and len(through) == len(order)
+
+
+@pytest.mark.parametrize("forward_only", [False, True])
+@pytest.mark.parametrize("num_stages", [2, 3, 4, 6])
+@pytest.mark.parametrize("name", CHUNKS)
+def test_two_communicators_are_enough_for_all_messages(name, num_stages, forward_only):
+    for num_chunks, rounds in itertools.product(CHUNKS[name], (1, 2, 3)):
+        sizes = (schedule_from_name(name), num_stages, num_stages * rounds, num_chunks)
+        order = message_order(*sizes, forward_only=forward_only)
+        assert len(order) == len(set(order))
+        assert finishes(sizes, order, forward_only=forward_only)
+
+
+def test_receives_too_far_ahead_block_what_is_sent_behind_them():
+    sizes = (schedule_from_name("1f1b"), 3, 6, 1)
+    order = sorted(message_order(*sizes), key=lambda one: (one.is_gradient, one.sender))
+    assert not finishes(sizes, order, forward_only=False)

@@ -9,6 +9,14 @@ never need a header.
 Note [Send completion]
 Gloo does not report the completion of a send without waiting for it. But a message from the receiver implies it: all
 that the receiver took before it sent that message has arrived, and the schedule determines what that was.
+
+Note [Ordered links]
+Operations of an accelerator's communicator run one after the other, in the order of their calls: a receive that is
+posted too early blocks the sends behind it, and stages can wait for each other in a ring. A communicator per pair of
+stages and direction would avoid most of that, but each costs device memory. So there are two for the whole pipeline,
+for messages to later and to earlier stages. The first one is that of the pp axis, whose collectives run between the
+batches. Each stage starts its operations in the order of a simulated step: no message depends on a later one in it, so
+of those that are not through yet the first one can always run.
 """
 
 from __future__ import annotations
@@ -28,7 +36,7 @@ import torch.distributed as dist
 from booster.comm import RecvChannel, SendChannel, TensorMeta
 from booster.errors import ConfigError
 
-from .schedules import Message, StageAction, action_list, check_orders, incoming_messages
+from .schedules import Message, StageAction, action_list, check_orders, incoming_messages, message_order
 from .stage_forward import StagePartition
 
 # Note [Tree specs]
@@ -335,16 +343,26 @@ class StageP2P:
         ends: Returns group and peer of a link.
         device: Compute device of the stage.
         caches_specs: If True, headers are cached, see Note [Cached shapes]; otherwise each activation has one.
+        is_ordered: If True, operations start in a common order, see Note [Ordered links].
     """
 
     def __init__(
-        self, division: StagePartition, stage: int, ends: LinkPeer, device: torch.device, *, caches_specs: bool
+        self,
+        division: StagePartition,
+        stage: int,
+        ends: LinkPeer,
+        device: torch.device,
+        *,
+        caches_specs: bool,
+        is_ordered: bool,
     ) -> None:
         self._division = division
         self._stage = stage
         self._ends = ends
         self._device = device
         self._caches = caches_specs
+        self._is_ordered = is_ordered
+        self._due: dict[bool, deque[Message]] = {}  # of each direction, in order; what has not started yet
         self._cached_specs: dict[Hashable, TreeSpec] = {}
         self._outgoing: dict[int, SendChannel] = {}
         self._incoming: dict[int, RecvChannel] = {}
@@ -389,6 +407,11 @@ class StageP2P:
                 self._incoming[sender] = RecvChannel(rank, group, partial(self._read_header, sender))
             self._incoming[sender].expect([partial(self._expected_specs, sender, message) for message in messages])
             self._recv_index |= {message: (sender, index) for index, message in enumerate(messages)}
+        self._due = {is_later: deque() for is_later in (True, False)}
+        self._started: set[Message] = set()  # receives
+        for message in message_order(schedule, *sizes, forward_only=not with_gradients) if self._is_ordered else ():
+            if self._stage in (message.sender, message.receiver):
+                self._due[is_to_later_stage(message)].append(message)
         peers = {step.sends.receiver for step in self._steps if step.sends} | set(expected)
         self._sent_at: dict[Message, int] = {}
         self._received_at: dict[Message, int] = {}
@@ -404,8 +427,7 @@ class StageP2P:
         """Post the receives of the next actions from index `index` on."""
         for step in self._steps[index : index + _NUM_POSTED_AHEAD + 1]:
             if step.receives in self._recv_index:
-                sender, index = self._recv_index[step.receives]  # type: ignore[index]
-                self._incoming[sender].post_recvs(index + 1)
+                self._start_recvs(step.receives, can_wait=False)  # type: ignore[arg-type]
 
     def send_output(self, message: Message, tree: Any) -> SentActivation:
         """Send an activation to the next chunk.
@@ -508,12 +530,41 @@ class StageP2P:
         return spec.specs
 
     def _recv(self, message: Message) -> list[torch.Tensor]:
+        self._start_recvs(message, can_wait=True)
         sender, index = self._recv_index[message]
         _, tensors = self._incoming[sender].recv(index)
         self._complete_sends(sender, self._sent_at[message])
         return [tensor.to(self._device) for tensor in tensors]
 
+    def _start_recvs(self, last: Message, *, can_wait: bool) -> None:
+        """Start to receive a message, after what precedes it in the common order.
+
+        Args:
+            last: Message, sent or received by this stage. What precedes a sent one is received.
+            can_wait: If True, wait for headers. Otherwise stop before a message with a header, or behind a send.
+        """
+        if not self._is_ordered:
+            if not can_wait:
+                sender, index = self._recv_index[last]
+                self._incoming[sender].post_recvs(index + 1)
+            return
+        due = self._due[is_to_later_stage(last)]
+        while last not in self._started and due[0] in self._recv_index:
+            sender, index = self._recv_index[due[0]]
+            channel = self._incoming[sender]
+            if can_wait:
+                channel.start(index)
+            else:
+                channel.post_recvs(index + 1)
+            if channel.num_started <= index:
+                return
+            self._started.add(due.popleft())
+
     def _send(self, message: Message, tensors: Sequence[torch.Tensor], header: bytes | None) -> None:
+        if self._is_ordered:
+            self._start_recvs(message, can_wait=True)
+            if self._due[is_to_later_stage(message)].popleft() != message:
+                raise AssertionError(f"stage {self._stage} sends {message} before one that precedes it")
         if message.receiver not in self._outgoing:
             group, rank = self._ends(self._stage, message.receiver)
             self._outgoing[message.receiver] = SendChannel(rank, group)
@@ -529,6 +580,11 @@ class StageP2P:
             count += 1
         if count:
             self._outgoing[peer].finish(count)
+
+
+def is_to_later_stage(message: Message) -> bool:
+    """Return whether a message goes to a stage of a higher index."""
+    return message.sender < message.receiver
 
 
 class _ReceivedTensor(torch.autograd.Function):

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from booster.errors import ConfigError, format_list
 
-from .communication import StageAction, action_list
+from .communication import Message, StageAction, action_list
 from .schedule import Action, ActionKind, PipelineSchedule
 
 _MAX_NAMED = 8  # blocked actions listed in a message
@@ -89,9 +90,7 @@ def simulate(
         action_list(schedule, stage, num_stages, num_microbatches, num_chunks, forward_only=forward_only)
         for stage in range(num_stages)
     ]
-    backward = costs.backward_input + (0.0 if schedule.defers_weights else costs.weight)
-    cost = {ActionKind.FORWARD: costs.forward, ActionKind.BACKWARD: backward, ActionKind.BACKWARD_WEIGHT: costs.weight}
-    cost = {kind: value / num_chunks for kind, value in cost.items()}
+    cost = {kind: _cost(schedule, costs, kind) / num_chunks for kind in ActionKind}
     starts = _Simulation(programs, cost, costs.message).starts()
     ends = [start + cost[work.kind] for (_, work), start in starts.items()]
     length = max(ends, default=0.0) - min(starts.values(), default=0.0)
@@ -105,6 +104,35 @@ def simulate(
         peak_pending=tuple(0 if forward_only else _peak(steps, last) for steps in programs),
         starts=starts,
     )
+
+
+def _cost(schedule: PipelineSchedule, costs: Costs, kind: ActionKind) -> float:
+    """Return the cost of an action of all chunks."""
+    if kind is ActionKind.FORWARD:
+        return costs.forward
+    if kind is ActionKind.BACKWARD_WEIGHT:
+        return costs.weight
+    return costs.backward_input + (0.0 if schedule.defers_weights else costs.weight)
+
+
+@lru_cache(maxsize=256)
+def message_order(
+    schedule: PipelineSchedule, num_stages: int, num_microbatches: int, num_chunks: int, *, forward_only: bool = False
+) -> tuple[Message, ...]:
+    """Return the messages between stages in the order of a simulated step, of which all ranks have the same idea.
+
+    No message depends on a later one, and a stage sends and needs its messages in this order.
+    Arguments: see `simulate`. No communication.
+    """
+    starts = simulate(schedule, num_stages, num_microbatches, num_chunks, forward_only=forward_only).starts
+    sent = []
+    for stage in range(num_stages):
+        steps = action_list(schedule, stage, num_stages, num_microbatches, num_chunks, forward_only=forward_only)
+        for step in steps:
+            if step.sends is not None and step.sends.receiver != stage:
+                duration = _cost(schedule, _EQUAL, step.action.kind) / num_chunks
+                sent.append((starts[stage, step.action] + duration, step.sends))
+    return tuple(message for _, message in sorted(sent, key=lambda one: (one[0], one[1].sender, one[1].receiver)))
 
 
 class _Simulation:
