@@ -23,8 +23,8 @@ from harness.messages import Joined, Settled
 
 # More than any job's limit: the parent, who asks every rank where it is, must be the first to give up.
 _GROUP_TIMEOUT = timedelta(minutes=30)
-# Objects that survive a job are frozen, so that the next collection is cheap. Some become garbage later, and keep groups
-# alive, whose threads wake up all the time: now and then all are looked at again.
+# Objects that survive a job are frozen, so that the next collection is cheap. Some become garbage later and keep their
+# groups, whose threads wake up all the time: now and then all are looked at again.
 _JOBS_PER_FULL_COLLECTION = 16
 
 
