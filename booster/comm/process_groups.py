@@ -9,7 +9,7 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal
@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import Store, _get_default_store, _world
 
 from booster.errors import ConfigError, RankFailedError, first_line, format_ranks
-from booster.fault_tolerance.failure_diagnosis import format_phase
+from booster.fault_tolerance.failure_diagnosis import format_phase, name_group
 from booster.fault_tolerance.progress import current_progress
 from booster.fault_tolerance.store import TimeoutStore, call_with_timeout
 from booster.fault_tolerance.timeouts import timeouts
@@ -46,6 +46,7 @@ _MIN_GROUPS_TO_COLLECT = 16  # the garbage collector is not run for fewer groups
 
 _tracked: WeakSet[dist.ProcessGroup] = WeakSet()  # destroyed once they are unused
 _for_hosts: WeakSet[dist.ProcessGroup] = WeakSet()  # made with gloo beside the device's backend
+_num_splits: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()  # by world
 _released: WeakSet[dist.ProcessGroup] = WeakSet()
 # Every mesh and its groups, as torch's mesh may hold their names only.
 _mesh_groups: dict[object, tuple[ref[DeviceMesh], list[dist.ProcessGroup]]] = {}
@@ -244,12 +245,13 @@ def new_group(
     seconds = timeouts().setup if is_changeable else current_timeout()
 
     def make() -> dist.ProcessGroup | int | None:
-        made: dist.ProcessGroup | int | None = dist.new_group(
-            list(ranks),
-            timeout=timedelta(seconds=seconds),
-            backend=backend,
-            use_local_synchronization=use_local_synchronization,
-        )
+        with _no_split() if backend == "gloo" else nullcontext():
+            made: dist.ProcessGroup | int | None = dist.new_group(
+                list(ranks),
+                timeout=timedelta(seconds=seconds),
+                backend=backend,
+                use_local_synchronization=use_local_synchronization,
+            )
         return made
 
     try:
@@ -267,6 +269,21 @@ def new_group(
     if is_for_host:
         _for_hosts.add(group)
     return _track(group)
+
+
+@contextmanager
+def _no_split() -> Iterator[None]:
+    """Make groups of gloo in the block without splits of nccl's communicator.
+
+    Beside an nccl world with a bound device, torch lets the ranks outside of a group of gloo take part in a split, its
+    members not, and those of another number of groups wait for ever (pytorch issue 145376).
+    """
+    world: Any = dist.group.WORLD
+    device, world.bound_device_id = world.bound_device_id, None
+    try:
+        yield
+    finally:
+        world.bound_device_id = device
 
 
 def num_communicators() -> int:
@@ -293,8 +310,9 @@ def new_groups(rows: Sequence[Sequence[int]], backend: str | None = None) -> dis
     """
     if backend is None and getattr(dist.group.WORLD, "bound_device_id", None) is not None:
         # torch splits nccl's communicator into all rows at once; rows made one by one would be one split each.
+        number = _next_split_number()
         made = dist.split_group(None, [sorted(row) for row in rows], timeout=timedelta(seconds=timeouts().setup))
-        mine = [] if made is None else [_track(made)]
+        mine = [] if made is None else [_track_split(made, f"split {number}")]
     else:
         mine = [group for row in rows if (group := new_group(row, backend)) is not None]
     if len(mine) > 1:
@@ -308,6 +326,19 @@ def new_group_of_rows(rows: Sequence[Sequence[int]], backend: str | None = None)
     if mine is None:
         raise AssertionError(f"rank {dist.get_rank()} is in none of the groups {rows}")
     return mine
+
+
+def _next_split_number() -> int:
+    """Return the number of a split of the world, the same on all ranks, whose counts of groups may differ."""
+    world = dist.group.WORLD
+    assert world is not None
+    _num_splits[world] = _num_splits.get(world, 0) + 1
+    return _num_splits[world]
+
+
+def _track_split(group: dist.ProcessGroup, name: str) -> dist.ProcessGroup:
+    name_group(group, f"{name} from {min(dist.get_process_group_ranks(group))}")
+    return _track(group)
 
 
 def _track(group: dist.ProcessGroup) -> dist.ProcessGroup:
@@ -337,10 +368,11 @@ def new_mesh(device_type: str, shape: Sequence[int], names: Sequence[str]) -> De
         )
     if getattr(world, "bound_device_id", None) is not None:
         # torch splits nccl's communicator into all rows at once; rows made one by one would be one split each.
+        number = _next_split_number()
         mesh = init_device_mesh(device_type, tuple(shape), mesh_dim_names=tuple(names))
-        for group in mesh.get_all_groups():
+        for name, group in zip(names, mesh.get_all_groups(), strict=True):
             if group is not world:
-                _track(group)
+                _track_split(group, f"mesh {number} {name}")
         _keep_groups(mesh, mesh.get_all_groups())
         return mesh
     places = torch.arange(math.prod(shape)).view(*shape)

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
@@ -121,6 +122,7 @@ _MAX_LISTED = 10  # ranks in a message
 _MAX_FAILURES = 3  # in a message
 _FAILURES_KEY = "failures"
 _LEFT_KEY = "left"
+_names: WeakKeyDictionary[dist.ProcessGroup, str] = WeakKeyDictionary()
 _ALIVE_CHECK_SECONDS = 0.25  # between two checks of which processes are alive
 
 
@@ -151,7 +153,7 @@ class FailureDiagnosis:
     """
 
     def __init__(self, collective: CollectiveId, group: dist.ProcessGroup) -> None:
-        self._store = _store(f"booster.failure/{group.group_name}")
+        self._store = _group_store(group)
         self._collective, self._rank = collective, dist.get_rank()
         self._progress = current_progress()
         self.position = f"{collective}{format_phase(self._progress)}"
@@ -340,8 +342,17 @@ def append_failure(text: str) -> None:
 
 def report_group_abort(group: dist.ProcessGroup, reason: str) -> None:
     """Report to the group that this rank has aborted it, and the reason."""
-    store = _store(f"booster.failure/{group.group_name}")
+    store = _group_store(group)
     store.append(_LEFT_KEY, json.dumps([dist.get_rank(), reason]) + "\n")
+
+
+def name_group(group: dist.ProcessGroup, name: str) -> None:
+    """Set the name that reports about a group have in the store, where torch's name may differ between its ranks."""
+    _names[group] = name
+
+
+def _group_store(group: dist.ProcessGroup) -> TimeoutStore:
+    return _store(f"booster.failure/{_names.get(group, group.group_name)}")
 
 
 def _store(prefix: str) -> TimeoutStore:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from datetime import timedelta
 
@@ -10,6 +11,8 @@ import torch
 import torch.distributed as dist
 from device_cases import check_collectives
 from harness import RanksFailed, distributed, run_ranks
+
+from booster.comm import new_group, new_groups, num_communicators
 
 SIMULATED = "simulated_cuda"
 MOVED = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int8, torch.uint8, torch.int32, torch.int64)
@@ -127,3 +130,43 @@ def test_a_lost_rank_ends_the_process_at_the_timeout():
         run_ranks(wait_for_a_lost_rank, 2, device=SIMULATED, fresh=True, timeout=30)
     ends = {one.rank: one.summary for one in failed.value.failures}
     assert ends == {0: "killed by SIGABRT", 1: "left with exit code 3"}
+
+
+@distributed(4, device=SIMULATED)
+def test_groups_of_the_host_take_no_part_in_splits():
+    # torch lets ranks outside of a gloo group take part in a split of which its members know nothing (issue 145376).
+    device = _device()
+    of_host = new_group([0, 3], "gloo")
+    everyone, pair = new_groups([[0, 1, 2, 3]]), new_groups([[0, 3], [1, 2]])
+    other = new_groups([[2, 1]])
+    assert [one is not None for one in (of_host, other)] == [dist.get_rank() in (0, 3), dist.get_rank() in (1, 2)]
+    for group, expected in ((everyone, 6.0), (pair, 3.0), (other, 3.0)):
+        if group is not None:
+            value = torch.full((2,), float(dist.get_rank()), device=device)
+            dist.all_reduce(value, group=group)
+            assert value.tolist() == [expected] * 2
+    assert num_communicators() == 3 + (other is not None)
+    assert dist.group.WORLD.bound_device_id == device
+
+
+@distributed(1, device=SIMULATED)
+def test_operators_that_cuda_alone_has():
+    torch.manual_seed(0)
+    device = _device()
+    numbers = torch.randint(-2, 9, (64,))
+    counts = torch.histc(numbers.int().to(device), bins=8, min=0, max=7)
+    assert counts.dtype == torch.int32
+    assert torch.equal(counts.cpu(), torch.histc(numbers.float(), bins=8, min=0, max=7).int())
+    values = torch.randn(100)
+    for arguments in ({"bins": 10}, {"bins": 7, "min": -1, "max": 2}):
+        assert torch.equal(torch.histc(values.to(device), **arguments).cpu(), torch.histc(values, **arguments))
+    x, gradients = torch.randn(5, 3, 4), []
+    for cls in (torch.nn.LSTM, torch.nn.GRU):
+        on_host = cls(4, 6, num_layers=2)
+        on_device = copy.deepcopy(on_host).to(device)
+        gradients.clear()
+        for model, given in ((on_host, x), (on_device, x.to(device))):
+            output = model(given)[0]
+            output.square().sum().backward()
+            gradients.append([output.detach().cpu(), *(one.grad.cpu() for one in model.parameters())])
+        assert all(torch.allclose(one, other, atol=1e-5) for one, other in zip(*gradients, strict=True))

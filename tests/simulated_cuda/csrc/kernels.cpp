@@ -1,5 +1,5 @@
-// Operators that torch has for CUDA alone: parts of SyncBatchNorm, and the fused cells of LSTMs and GRUs. Each is made of
-// operators that the device runs one by one.
+// Operators that torch has for CUDA alone: parts of SyncBatchNorm, the fused cells of LSTMs and GRUs, and histograms of
+// integers, as in the routers of transformers. Each is made of operators that the device runs one by one.
 #include <ATen/ATen.h>
 #include <torch/library.h>
 
@@ -152,7 +152,26 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> gru_cell_backward(
       has_bias ? of_hidden.sum(0) : Tensor()};
 }
 
+// The last bin includes its upper bound.
+Tensor histc(const Tensor& input, int64_t bins, const at::Scalar& min, const at::Scalar& max) {
+  auto values = input.flatten().to(at::kDouble);
+  double low = min.toDouble(), high = max.toDouble();
+  if (low == high && values.numel() > 0) {
+    low = values.min().item<double>();
+    high = values.max().item<double>();
+  }
+  if (low == high) {
+    low -= 1;
+    high += 1;
+  }
+  auto bin = ((values - low) * (double(bins) / (high - low))).floor().to(at::kLong).clamp_max(bins - 1);
+  auto inside = values.ge(low).logical_and(values.le(high));
+  auto counts = at::bincount(at::where(inside, bin, bins), {}, bins + 1);
+  return counts.narrow(0, 0, bins).to(input.scalar_type());
+}
+
 TORCH_LIBRARY_IMPL(aten, CUDA, library) {
+  library.impl("histc", histc);
   library.impl("batch_norm_stats", batch_norm_stats);
   library.impl("batch_norm_gather_stats_with_counts", batch_norm_gather_stats_with_counts);
   library.impl("batch_norm_elemt", batch_norm_elemt);
