@@ -108,10 +108,7 @@ class SynchronizedBatchNorm(_BatchNorm):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SynchronizedBatchNorm:
         """Return a copy, such as of an average of weights, which normalizes over the same ranks."""
-        memo[id(self.group)] = self.group  # a process group can't be copied
-        copied = type(self).__new__(type(self))
-        memo[id(self)] = copied
-        copied.__setstate__(copy.deepcopy(vars(self), memo))
+        copied: SynchronizedBatchNorm = _copy_with_group(self, self.group, memo)
         return copied
 
     @torch.no_grad()
@@ -128,6 +125,23 @@ class SynchronizedBatchNorm(_BatchNorm):
         self.running_var.lerp_(unbiased_C.to(self.running_var.dtype), momentum)
 
 
+class _TorchSyncBatchNorm(nn.SyncBatchNorm):
+    """Torch's module, which can be copied."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _TorchSyncBatchNorm:
+        copied: _TorchSyncBatchNorm = _copy_with_group(self, self.process_group, memo)
+        return copied
+
+
+def _copy_with_group(module: Any, group: dist.ProcessGroup | None, memo: dict[int, Any]) -> Any:
+    """Return a copy of a module with the same process group, which can't be copied."""
+    memo[id(group)] = group
+    copied = type(module).__new__(type(module))
+    memo[id(module)] = copied
+    copied.__setstate__(copy.deepcopy(vars(module), memo))
+    return copied
+
+
 def convert_batch_norm(model: nn.Module, device: torch.device, group: dist.ProcessGroup | None = None) -> None:
     """Replace the model's BatchNorm modules in place by modules that normalize over all ranks.
 
@@ -140,9 +154,9 @@ def convert_batch_norm(model: nn.Module, device: torch.device, group: dist.Proce
             if not isinstance(child, (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)):
                 continue
             if child not in replaced:
-                replaced[child] = (
-                    nn.SyncBatchNorm.convert_sync_batchnorm(child, group)
-                    if has_sync_batch_norm(device)
-                    else SynchronizedBatchNorm(child, group)
-                )
+                if has_sync_batch_norm(device):
+                    replaced[child] = nn.SyncBatchNorm.convert_sync_batchnorm(child, group)
+                    replaced[child].__class__ = _TorchSyncBatchNorm
+                else:
+                    replaced[child] = SynchronizedBatchNorm(child, group)
             setattr(parent, name, replaced[child])

@@ -20,7 +20,8 @@ preload(*TRANSFORMERS_MODULES, "user_loops", "schedulefree")
 
 def run_loop(loop: str, strategy: str):
     outcome = LOOPS[loop].run(STRATEGIES[strategy]())
-    return outcome.losses, {name: joined_over_ranks(one) for name, one in outcome.models.items()}, outcome.values
+    values = {name: one.cpu() for name, one in outcome.values.items()}
+    return outcome.losses, {name: joined_over_ranks(one) for name, one in outcome.models.items()}, values
 
 
 @functools.cache
@@ -66,6 +67,7 @@ def assert_is_as_in_the_table(loop: str, strategy: str) -> None:
     assert re.search(pattern, failed.value.first.summary, re.DOTALL), failed.value.first.summary
 
 
+@pytest.mark.on_device
 def test_every_loop_under_one_plugin():
     # Another one for each: the first loop under the first, the second under the second, ...
     for number, loop in enumerate(one for one in LOOPS.values() if not one.has_sequences):
@@ -81,6 +83,7 @@ CASES = [(loop, strategy) for loop in LOOPS for strategy in LOOPS[loop].strategi
 
 
 @pytest.mark.slow
+@pytest.mark.on_device
 @pytest.mark.parametrize(("loop", "strategy"), CASES)
 def test_loop(loop, strategy):
     assert_is_as_in_the_table(loop, strategy)

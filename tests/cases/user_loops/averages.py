@@ -78,7 +78,7 @@ def ema_by_hand(booster):
 def ema_without_gathered(booster):
     """As written for DDP: the parameters of the model are read where they are."""
     model = seeded(make_model)
-    average = copy.deepcopy(model)
+    average = copy.deepcopy(model).to(booster.device)
     model, optimizer, *_ = booster.boost(model, adamw(model.parameters()))
     losses = []
     for step in range(4):
@@ -93,7 +93,7 @@ def ema_without_gathered(booster):
 def ema_of_state_dicts(booster):
     """timm's: the average follows `state_dict()`, buffers included."""
     model = seeded(make_normalized)
-    average = copy.deepcopy(model).eval()
+    average = copy.deepcopy(model).to(booster.device).eval()
     model, optimizer, *_ = booster.boost(model, adamw(model.parameters()))
     losses = []
     for step in range(4):

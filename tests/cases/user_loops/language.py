@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from booster.device import current_device
+
 from .one_process import Outcome, adamw, fit, part, seeded, update
 
 BATCH, LENGTH, VOCABULARY = 4, 12, 50
@@ -50,7 +52,8 @@ def make_gpt2() -> nn.Module:
 
 
 def tokens(step: int, batch: int = BATCH, length: int = LENGTH) -> torch.Tensor:
-    return torch.randint(1, VOCABULARY, (batch, length), generator=torch.Generator().manual_seed(step))
+    tokens = torch.randint(1, VOCABULARY, (batch, length), generator=torch.Generator().manual_seed(step))
+    return tokens.to(current_device())
 
 
 def log_probabilities(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
@@ -81,7 +84,7 @@ def dpo(booster):
 def dpo_with_two_forwards(booster):
     """As many write it: chosen and rejected in forwards of their own, and the reference is not boosted."""
     model = seeded(make_llama)
-    reference = copy.deepcopy(model).requires_grad_(False).eval()
+    reference = copy.deepcopy(model).requires_grad_(False).eval().to(booster.device)
     model, optimizer, *_ = booster.boost(model, adamw(model.parameters()))
     losses = []
     for step in range(3):
@@ -100,7 +103,7 @@ def dpo_with_two_forwards(booster):
 def dpo_of_pairs(booster):
     """A pair is two samples that follow each other, so that microbatches hold whole pairs."""
     model = seeded(make_gpt2)
-    reference = copy.deepcopy(model).requires_grad_(False).eval()
+    reference = copy.deepcopy(model).requires_grad_(False).eval().to(booster.device)
     model, optimizer, *_ = booster.boost(model, adamw(model.parameters()))
 
     def criterion(outputs, batch):

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from booster.device import current_device
+
 Loss = Callable[[Any, Any], torch.Tensor]
 
 
@@ -88,7 +90,7 @@ def gathered(model: Any) -> AbstractContextManager[Any]:
 
 def noise(step: int, *shape: int) -> torch.Tensor:
     """Return numbers of a step that are the same in every run."""
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(step))
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(step)).to(current_device())
 
 
 def update(*optimizers: Any) -> None:
@@ -99,7 +101,7 @@ def update(*optimizers: Any) -> None:
 
 def seeded(build: Callable[[], nn.Module], seed: int = 0) -> nn.Module:
     """Return a model with the same weights in every process."""
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return build()
 

@@ -56,7 +56,7 @@ def distillation(booster):
 
 def distillation_from_a_plain_teacher(booster):
     """Every rank has the whole teacher."""
-    teacher, student = seeded(make_stack).requires_grad_(False), seeded(make_stack, 1)
+    teacher, student = seeded(make_stack).requires_grad_(False).to(booster.device), seeded(make_stack, 1)
     student, optimizer, *_ = booster.boost(student, adamw(student.parameters()))
 
     def criterion(outputs, inputs):
@@ -192,7 +192,7 @@ def _contrastive(booster, all_gather):
         if booster.plugin.dp_size > 1:
             ones, others = (all_gather(features, booster.plugin.dp_group) for features in (one, other))
             start = booster.plugin.dp_rank * len(one)
-        labels = start + torch.arange(len(one))
+        labels = start + torch.arange(len(one), device=one.device)
         loss = (F.cross_entropy(5 * one @ others.T, labels) + F.cross_entropy(5 * other @ ones.T, labels)) / 2
         booster.backward(loss, i_optimizer)
         update(i_optimizer, t_optimizer)
@@ -236,7 +236,8 @@ def _tied(booster, tie):
 
     losses = []
     for step in range(4):
-        tokens = part(booster, torch.randint(0, 12, (BATCH, 5), generator=torch.Generator().manual_seed(step)))
+        tokens = torch.randint(0, 12, (BATCH, 5), generator=torch.Generator().manual_seed(step))
+        tokens = part(booster, tokens.to(booster.device))
         losses.append(fit(booster, model, optimizer, tokens, criterion))
         update(optimizer)
     return Outcome(losses, {"model": model})
@@ -299,7 +300,7 @@ def early_stop(booster):
         losses.append(fit(booster, model, optimizer, part(booster, noise(step % 3, BATCH, WIDTH)), squares))
         update(optimizer)
         found = evaluate(booster, model, part(booster, noise(50, BATCH, WIDTH)), squares)
-        found = float(booster.gather_for_metrics(torch.tensor([found])).mean())
+        found = float(booster.gather_for_metrics(torch.tensor([found], device=booster.device)).mean())
         losses.append(found)
         if found >= best:
             break
