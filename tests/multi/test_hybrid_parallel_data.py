@@ -13,6 +13,8 @@ from booster import Booster
 from booster.errors import ConfigError, DesyncError
 from booster.plugins import HybridParallelPlugin
 
+pytestmark = pytest.mark.on_device
+
 preload(*TRANSFORMERS_MODULES)
 SEQUENCE = {"enable_sequence_parallelism": True, "sequence_parallelism_mode": "all_to_all", "sp_size": 2}
 AXES = [(2, {"tp_size": 2}), (2, SEQUENCE), (4, {"tp_size": 2}), (4, {"tp_size": 2, **SEQUENCE})]

@@ -15,6 +15,8 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from booster import Booster, ConfigError
 from booster.plugins import GeminiPlugin, HybridParallelPlugin, LowLevelZeroPlugin, TorchDDPPlugin, TorchFSDPPlugin
 
+pytestmark = pytest.mark.on_device
+
 PLUGINS = {
     "torch_ddp": TorchDDPPlugin,
     "zero": lambda: LowLevelZeroPlugin(precision="fp32"),

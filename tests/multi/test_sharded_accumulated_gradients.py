@@ -26,6 +26,8 @@ from booster.errors import CheckpointError, ConfigError
 from booster.interface import ModelWrapper, OptimizerWrapper
 from booster.interface.checkpoint_io import SaveOptions, TrainingParts
 
+pytestmark = pytest.mark.on_device
+
 
 @dataclass(frozen=True)
 class Layout:

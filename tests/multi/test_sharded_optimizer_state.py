@@ -22,6 +22,8 @@ from booster.errors import CheckpointError
 from booster.interface import ModelWrapper, OptimizerWrapper
 from booster.mixed_precision.fp16 import Fp32MasterWeights
 
+pytestmark = pytest.mark.on_device
+
 
 class Net(nn.Module):
     """Parameters of every kind; computes nothing."""

@@ -9,6 +9,8 @@ from fsdp_twins import STRATEGIES, FSDPTwins
 from harness import distributed
 from torch import nn
 
+pytestmark = pytest.mark.on_device
+
 
 def _plain_gradients(twins):
     return [one.grad for one in twins.plain.parameters() if one.grad is not None]

@@ -20,6 +20,8 @@ from gemini_models import (
 from harness import distributed
 from torch import nn
 
+pytestmark = pytest.mark.on_device
+
 
 class ViewBlock(nn.Module):
     """Returns a view of what it computed."""
