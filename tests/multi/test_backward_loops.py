@@ -23,6 +23,8 @@ from booster.plugins import (
     TorchFSDPPlugin,
 )
 
+pytestmark = pytest.mark.on_device
+
 PLUGINS: dict[str, Callable[[], Any]] = {
     "ddp": TorchDDPPlugin,
     "ddp views": lambda: TorchDDPPlugin(gradient_as_bucket_view=True, bucket_cap_mb=0.0001),
@@ -189,13 +191,13 @@ def compared(name: str, loop: Callable[..., None], steps: int = 3, frozen: Seque
     model = Net()
     for key in frozen:
         getattr(model, key).requires_grad_(False)
-    reference = copy.deepcopy(model)
     booster = Booster(plugin=PLUGINS[name]())
+    reference = copy.deepcopy(model).to(booster.device)
     serial = Training(reference, torch.optim.AdamW(reference.parameters(), lr=0.01), reference)
     boosted, optimizer, *_ = booster.boost(model, torch.optim.AdamW(model.parameters(), lr=0.01))
     parallel = Training(boosted, optimizer, booster.unwrap_model(boosted), booster)
     for step in range(steps):
-        batch = torch.randn(4 * size, 6, generator=torch.Generator().manual_seed(step))
+        batch = torch.randn(4 * size, 6, generator=torch.Generator().manual_seed(step)).to(booster.device)
         loop(serial, batch)
         loop(parallel, batch[rank * 4 : rank * 4 + 4])
     assert_alike(booster, boosted, reference, f"{loop.__name__} under {name}")

@@ -12,6 +12,8 @@ from torch import nn
 from booster import Booster
 from booster.plugins import LowLevelZeroPlugin
 
+pytestmark = pytest.mark.on_device
+
 
 @distributed(world_size=[1, 3])
 @pytest.mark.parametrize("stage", [1, 2])
@@ -27,7 +29,7 @@ def test_shards_equal_an_unfused_step(stage, precision):
         model, optimizer, *_ = booster.boost(module, cls(module.parameters(), lr=0.1))
         for step in range(3):
             x = torch.randn(6, 3, generator=torch.Generator().manual_seed(7 * step + dist.get_rank()))
-            booster.backward(model(x).float().square().mean(), optimizer)
+            booster.backward(model(x.to(booster.device)).float().square().mean(), optimizer)
             optimizer.step()
             optimizer.zero_grad()
         results.append(([one.float() for one in model.unwrap().state_dict().values()], optimizer.get_grad_norm()))

@@ -18,6 +18,8 @@ from booster.comm.fake import fake_world
 from booster.errors import DesyncError
 from booster.plugins.sharding.collective_order import CollectiveOrder, OrderNegotiation
 
+pytestmark = pytest.mark.on_device
+
 USUAL = [0, 1, 2, 3]
 LEAVES = (6, 7, 13)  # steps; before each of them some are replayed
 
@@ -105,7 +107,9 @@ def negotiations_per_step(plugin):
     with counted_negotiations() as counter:
         for _ in range(7):
             counter.reset_mock()
-            booster.backward(square_loss(model(torch.randn(2, WIDTH), list(range(6)))), optimizer)
+            booster.backward(
+                square_loss(model(torch.randn(2, WIDTH, device=booster.device), list(range(6)))), optimizer
+            )
             counts.append(counter.call_count)
             optimizer.step()
             optimizer.zero_grad()

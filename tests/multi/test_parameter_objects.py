@@ -16,6 +16,8 @@ from booster import Booster
 from booster.mixed_precision import FP16NaiveMixedPrecision
 from booster.plugins import GeminiPlugin, HybridParallelPlugin, LowLevelZeroPlugin, TorchDDPPlugin, TorchFSDPPlugin
 
+pytestmark = pytest.mark.on_device
+
 PLUGINS = {
     "torch_ddp": lambda: TorchDDPPlugin(find_unused_parameters=True),
     "zero 1": lambda: LowLevelZeroPlugin(stage=1, precision="fp32", reduce_bucket_size_in_m=0.0005),
@@ -103,7 +105,8 @@ def test_hooks_of_accumulated_gradients_see_and_change_this_ranks_own(plugin):
     watched = [watch(seen, name, model.get_parameter(name)) for name in before]
     boosted, optimizer, *_ = booster.boost(model, sgd(model))
     watched += [watch(seen, name, booster.unwrap_model(boosted).get_parameter(name)) for name in after]
-    x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(dist.get_rank()))
+    x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(dist.get_rank())).to(booster.device)
+    plain.to(booster.device)
     booster.backward(square_loss(boosted(x)), optimizer)
     watched_of_plain = [watch(expected, name, plain.get_parameter(name)) for name in (*before, *after)]
     square_loss(plain(x)).backward()
@@ -172,7 +175,7 @@ def test_marks_reach_masters_of_half_precision(plugin):
     model.weight.scale = 0.0
     boosted, optimizer, *_ = booster.boost(model, MarkedSGD(model.parameters(), lr=0.1))
     before = {name: one.clone() for name, one in boosted.state_dict().items()}
-    booster.backward(boosted(torch.ones(2, 8)).square().mean(), optimizer)
+    booster.backward(boosted(torch.ones(2, 8, device=booster.device)).square().mean(), optimizer)
     optimizer.step()
     moved = {name: not torch.equal(one, before[name]) for name, one in boosted.state_dict().items()}
     assert moved == {"weight": False, "bias": True}
