@@ -136,8 +136,8 @@ class _TorchSyncBatchNorm(nn.SyncBatchNorm):
 def _copy_with_group(module: Any, group: dist.ProcessGroup | None, memo: dict[int, Any]) -> Any:
     """Return a copy of a module with the same process group, which can't be copied."""
     memo[id(group)] = group
-    copied = type(module).__new__(type(module))
-    memo[id(module)] = copied
+    cls: Any = type(module)
+    copied = memo[id(module)] = cls.__new__(cls)
     copied.__setstate__(copy.deepcopy(vars(module), memo))
     return copied
 
