@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -125,11 +125,15 @@ class LayerContext:
             )
         if not fits_unsharded and key_length != local_length:
             raise ConfigError(
-                f"attention of {local_length} queries, this rank's tokens, to {key_length} keys: sequence parallelism"
-                " has no key-value cache (set use_cache=False, and generate without sequence parallelism), and another"
+                f"attention of {local_length} queries, this rank's tokens, to {key_length} keys: {_NO_CACHE}, and another"
                 " sequence must be an argument of the layer"
             )
         return fits_unsharded
+
+
+_NO_CACHE = (
+    "sequence parallelism has no key-value cache (set use_cache=False, and generate without sequence parallelism)"
+)
 
 
 class _Current(threading.local):
@@ -206,17 +210,25 @@ def _layer_members(base: type[nn.Module], *, decorate: Callable[[Any], Any] | No
                 output = base.forward(self, *args, **kwargs)
             except (RuntimeError, ValueError) as error:  # shape errors of attention implemented by plain matmuls
                 if running.num_attentions == 0 and not isinstance(error, ConfigError):
-                    raise no_attention_error(base.__name__) from error
+                    raise no_attention_error(base.__name__, (*args, *kwargs.values())) from error
                 raise
         if running.num_attentions == 0:
-            raise no_attention_error(base.__name__)
+            raise no_attention_error(base.__name__, (*args, *kwargs.values()))
         return output
 
     return {"forward": forward if decorate is None else decorate(forward)}
 
 
-def no_attention_error(layer: str) -> ConfigError:
-    """Return the error for a layer without a dispatched attention call, which would see this rank's tokens only."""
+def no_attention_error(layer: str, given: Iterable[Any] = ()) -> ConfigError:
+    """Return the error for a layer without a dispatched attention call, which would see this rank's tokens only.
+
+    Args:
+        layer: Class name of the layer.
+        given: Its arguments; optional.
+    """
+    # A rank whose few tokens do not fit to the cached ones fails before its attention.
+    if any(hasattr(one, "get_seq_length") and one.get_seq_length() for one in given):
+        return ConfigError(f"{layer} got keys and values of earlier tokens, but {_NO_CACHE}")
     return ConfigError(
         f"{layer} uses neither F.scaled_dot_product_attention nor transformers' attention interface, which sequence"
         " parallelism replaces: use one of them (nn.MultiheadAttention does with need_weights=False), or shard the"
