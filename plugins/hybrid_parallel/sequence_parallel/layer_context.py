@@ -125,8 +125,8 @@ class LayerContext:
             )
         if not fits_unsharded and key_length != local_length:
             raise ConfigError(
-                f"attention of {local_length} queries, this rank's tokens, to {key_length} keys: {_NO_CACHE}, and another"
-                " sequence must be an argument of the layer"
+                f"attention of {local_length} queries, this rank's tokens, to {key_length} keys: {_NO_CACHE}, and"
+                " another sequence must be an argument of the layer"
             )
         return fits_unsharded
 
