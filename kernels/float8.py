@@ -140,8 +140,9 @@ def _native(
     # CUDA's product with a scale for each row has no other result than bfloat16.
     result_dtype = torch.bfloat16 if by_rows and a.device.type != "cpu" else out_dtype
     if by_rows:
-        scale_a = F.pad(scale_a, (0, 0, 0, a.shape[0] - rows), value=1.0).contiguous()
-        scale_b = F.pad(scale_b, (0, b.shape[1] - columns), value=1.0).contiguous()
+        # The strides of a dimension of size 1 must be those of a new tensor, too; `contiguous` leaves them as they are.
+        scale_a = F.pad(scale_a.flatten(), (0, a.shape[0] - rows), value=1.0).unsqueeze(1)
+        scale_b = F.pad(scale_b.flatten(), (0, b.shape[1] - columns), value=1.0).unsqueeze(0)
     if _HAS_SCALED_MM:
         kind = F.ScalingType.RowWise if by_rows else F.ScalingType.TensorWise
         product = F.scaled_mm(

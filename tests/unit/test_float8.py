@@ -141,6 +141,19 @@ def test_native_equals_reference(shape, dtype_a, out_dtype, by_rows):
     assert ((native - reference).abs() <= limit).all()
 
 
+def test_scales_of_a_transposed_matrix():
+    skip_unless_native()
+    torch.manual_seed(0)
+    a_q, scale_a = quantize(torch.randn(32, 16), FORWARD_DTYPE, 0)
+    b_q, scale_b = quantize(torch.randn(48, 32), FORWARD_DTYPE, 1)
+    given = a_q.t(), b_q.t(), scale_a.t(), scale_b.t()
+    # The stride of a dimension of size 1 is whatever it was; the product of CUDA compares it.
+    assert given[2].is_contiguous()
+    assert given[2].stride() != (1, 1)
+    native, reference = (scaled_matmul(*given, torch.float32, emulate=emulate) for emulate in (False, True))
+    torch.testing.assert_close(native, reference, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("emulate", [None, True, False])
 def test_empty_products(emulate):
     assert product_of(torch.randn(0, 4), torch.randn(4, 3), emulate=emulate).shape == (0, 3)
