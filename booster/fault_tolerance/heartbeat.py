@@ -268,12 +268,11 @@ class _HeartbeatThread:
             return ""
         timeout = timeouts().training * _STALL_FRACTION
         is_late = before < timeout <= self._stall.seconds
-        # Outside of all phases the thread may compute, or wait for a collective's result, as in `loss.item()`.
-        if self._stall.seconds >= min(timeout, _ENDED_RANK_TIMEOUT_SECONDS) and (
-            progress.phases or not is_idle(self._device)
-        ):
+        if self._stall.seconds >= min(timeout, _ENDED_RANK_TIMEOUT_SECONDS):
             lost = self._lost_ranks(exits, with_stale=is_late)
-            if lost:
+            # Outside of all phases the thread may compute, or wait for a collective's result, as in `loss.item()`. The
+            # device is only asked when a rank is lost: the query would break a capture of a CUDA graph in that thread.
+            if lost and (progress.phases or not is_idle(self._device)):
                 return self._describe_lost(progress, lost)
         if is_late:
             sys.stderr.write(f"{self._stall_report()}\n")
@@ -305,7 +304,7 @@ class _HeartbeatThread:
     def _describe_lost(self, progress: Progress, lost: Mapping[int, str]) -> str:
         known = format_list(list(lost.values()), _MAX_LISTED)
         return (
-            f"rank {self._rank} waits in vain: {known}. No progress for {self._stall.seconds:.0f} s, {progress};"
+            f"rank {self._rank} could not continue: {known}. No progress for {self._stall.seconds:.0f} s, {progress};"
             f" {self._backend} would abort the process after {timeouts().training:g} s without naming a rank"
         )
 

@@ -18,7 +18,9 @@ TESTS = Path(__file__).resolve().parents[1]
 # fp16; DDP, ZeRO 2, Gemini offloaded, FSDP offloaded, tp, pp, tp x pp x dp with ZeRO and without; controls.
 ONE_OF_EACH = (2, 6, 11, 14, 18, 19, 23, 34, 35, -2, -1)
 NUM_CASES = 39
-MAX_COMMUNICATORS = 6  # of tp x pp x dp: the world, an axis each, messages to earlier stages, norms over tp x pp
+MAX_COMMUNICATORS = 6
+# The world, an axis each (pp carries the messages to later stages), those to earlier stages, and norms over tp x pp.
+COMMUNICATORS = {"tp x pp x ZeRO 1": 5, "tp x pp x DP": 6}
 HAS_STATES_ON_THE_HOST = ("cpu_offload", "offload_optim_frac")
 
 
@@ -43,6 +45,8 @@ def _check(found):
         assert (result["offloaded"] > 1000) == is_offloaded, name  # else the step numbers of AdamW at most
         assert (result["on_device"] < 31_000) == (is_offloaded or name.startswith("tp x pp")), name
         assert (1 if "single" not in name else 0) <= result["communicators"] <= MAX_COMMUNICATORS, name
+        if name in COMMUNICATORS:
+            assert result["communicators"] == COMMUNICATORS[name]
         saving = result["saving"]
         assert saving["device"] <= 31_000, name  # what is converted, of a small model
         assert saving["async_host"] > saving["host"] == 8 * 2**20, name

@@ -259,7 +259,7 @@ def test_a_process_that_waits_for_a_lost_rank_ends_long_before_its_backend_ends_
     (text,) = world.lost
     why = r"process \d+ has ended without a report" if way == "killed" else "program failed: KeyError: 3"
     where = "in backward for 0.0 s" if place == "in backward" else "outside of all phases"
-    assert re.match(f"rank 0 waits in vain: rank 1's {why}", text)
+    assert re.match(f"rank 0 could not continue: rank 1's {why}", text)
     assert f"No progress for 5 s, after 0 steps, {where}; nccl would abort the process after 600 s" in text
     assert capsys.readouterr().err == ""
 
@@ -269,6 +269,17 @@ def test_a_process_that_computes_outlives_a_lost_rank(monkeypatch):
     world.place = Progress()  # outside of all phases, and nothing is left to do on its device
     world.other_is_killed(monkeypatch)
     world.stand(700)
+    assert world.lost == []
+
+
+def test_the_device_is_not_asked_while_no_rank_is_lost(monkeypatch):
+    world = _World(monkeypatch, "nccl")
+    world.place = Progress()
+    monkeypatch.setattr(heartbeat, "is_idle", lambda device: pytest.fail("a capture of a CUDA graph would break"))
+    other = world.new_thread()
+    monkeypatch.setattr(other, "_rank", 1)
+    other._write(heartbeat.RUNNING)
+    world.stand(30)
     assert world.lost == []
 
 
@@ -285,7 +296,7 @@ def test_a_rank_without_heartbeats_counts_as_lost_shortly_before_the_backend_end
     world.stand(540)
     assert world.lost == []
     world.stand(1)
-    assert re.match("rank 0 waits in vain: rank 1 on host far has sent no heartbeat for 500 s", world.lost[0])
+    assert re.match("rank 0 could not continue: rank 1 on host far has sent no heartbeat for 500 s", world.lost[0])
 
 
 def test_a_lost_rank_is_not_named_where_this_one_moves_on(monkeypatch, capsys):
@@ -322,7 +333,7 @@ from booster.fault_tolerance.shutdown import exit_for_lost_ranks
 def wait_for_a_result():
     time.sleep(60)
 
-threading.Timer(0.1, exit_for_lost_ranks, ("rank 0 waits in vain", threading.get_ident())).start()
+threading.Timer(0.1, exit_for_lost_ranks, ("rank 0 could not continue", threading.get_ident())).start()
 wait_for_a_result()
 """
 
@@ -332,7 +343,7 @@ def test_the_error_of_a_process_that_waits_shows_where_and_reaches_the_launcher(
     ended = subprocess.run([sys.executable, "-c", ENDING], env=environment, capture_output=True, text=True, timeout=50)
     assert ended.returncode == 1
     assert "in wait_for_a_result\n" in ended.stderr
-    assert "booster.errors.RankFailedError: rank 0 waits in vain\n" in ended.stderr
+    assert "booster.errors.RankFailedError: rank 0 could not continue\n" in ended.stderr
     message = json.loads((tmp_path / "error.json").read_text())["message"]
-    assert message["message"] == "RankFailedError: rank 0 waits in vain"
+    assert message["message"] == "RankFailedError: rank 0 could not continue"
     assert "in wait_for_a_result" in message["extraInfo"]["py_callstack"]

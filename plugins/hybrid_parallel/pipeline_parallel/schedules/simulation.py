@@ -119,7 +119,7 @@ def _cost(schedule: PipelineSchedule, costs: Costs, kind: ActionKind) -> float:
 def message_order(
     schedule: PipelineSchedule, num_stages: int, num_microbatches: int, num_chunks: int, *, forward_only: bool = False
 ) -> tuple[Message, ...]:
-    """Return the messages between stages in the order of a simulated step, of which all ranks have the same idea.
+    """Return the messages between stages in the order of a simulated step, equal on all ranks.
 
     No message depends on a later one, and a stage sends and needs its messages in this order.
     Arguments: see `simulate`. No communication.
