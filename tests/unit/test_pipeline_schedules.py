@@ -318,7 +318,7 @@ def finishes(sizes, order, *, forward_only):
     planned = {key: [] for key in directions}
     for message in order:
         for stage in (message.sender, message.receiver):
-            planned[stage, message.sender < message.receiver].append(message)
+            planned[stage, message.is_to_later_stage].append(message)
     started = {key: [] for key in directions}  # operations of a stage in a communicator that are not through
     through = set()
 
@@ -327,11 +327,11 @@ def finishes(sizes, order, *, forward_only):
             for message in (step.receives, step.sends):
                 if message is None or message.sender == message.receiver:
                     continue
-                due = planned[stage, message.sender < message.receiver]
+                due = planned[stage, message.is_to_later_stage]
                 while message in due:
                     first = due.pop(0)
                     assert message == first or first.receiver == stage, "sends precede what is needed before them"
-                    started[stage, message.sender < message.receiver].append(first)
+                    started[stage, message.is_to_later_stage].append(first)
                     while first.receiver == stage and first not in through:
                         yield
 

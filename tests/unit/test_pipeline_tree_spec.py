@@ -15,7 +15,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, ModelOutput
 
 from booster.comm import TensorMeta
 from booster.errors import ConfigError
-from booster.plugins.hybrid_parallel.pipeline_parallel.p2p import TreeSpec, flatten
+from booster.plugins.hybrid_parallel.pipeline_parallel.tree_spec import TreeSpec, flatten
 
 Pair = namedtuple("Pair", ["left", "right"])
 

@@ -26,6 +26,11 @@ class Message:
     sender: int
     receiver: int
 
+    @property
+    def is_to_later_stage(self) -> bool:
+        """Whether the receiver is a stage of a higher index."""
+        return self.sender < self.receiver
+
 
 @dataclass(frozen=True, slots=True)
 class StageAction:
