@@ -36,6 +36,8 @@ test: $(STAMP)
 	@echo 'two runs side by side: what each one wrote follows when it has ended, the first in some three minutes'
 	@$(MAKE) --no-print-directory --keep-going --jobs 2 --output-sync=target test-ranks test-unit
 
+# Of the CPU, where there is a GPU, too: benchmarks/gpu_suite.py has the tests that need one.
+test-ranks test-unit $(SUBJECTS:%=test-%): export CUDA_VISIBLE_DEVICES =
 test-ranks test-unit: export TORCH_DISTRIBUTED_DEBUG = OFF
 # Tests start a hundred processes; empty, this lets Python keep the compiled modules for the next one.
 test-ranks test-unit: export PYTHONDONTWRITEBYTECODE =

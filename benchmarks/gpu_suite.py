@@ -1,14 +1,15 @@
 """Everything that needs a GPU, in one command of under 8 minutes on one GPU: the tests marked gpu, the measurements.
 
-The tests come first: each plugin on one rank over NCCL, then two to four ranks that share the GPU over a backend of the
-tests, then some of those under torch's sanitizer, which looks for accesses on two streams without an order.
+The tests come first, side by side: each plugin on one rank over NCCL, two to four ranks that share the GPU over a
+backend of the tests, some of those under torch's sanitizer, which looks for accesses on two streams without an order.
 
     python benchmarks/gpu_suite.py
     python benchmarks/gpu_suite.py --part large      # 1.3 billion weights: plain torch, FSDP2, ZeRO, Gemini
     python benchmarks/gpu_suite.py --part largest    # each at the largest model that it trains; both as long again
 
-It needs no installed booster and no network, and writes benchmarks/results/gpu-<device>-<date>.json. Without a GPU it
-says so and exits with 0. `--device cpu --tiny --seconds 20` runs the same code on the CPU; such figures mean nothing.
+It needs no installed booster and no network, and writes benchmarks/results/gpu-<device>-<date>.json, again after each
+case, so that a run that is ended keeps what it has. Without a GPU it says so and exits with 0.
+`--device cpu --tiny --seconds 20` runs the same code on the CPU; such figures mean nothing.
 Exit code 1: a test failed, or a case could not be measured.
 """
 
@@ -21,8 +22,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from datetime import datetime, timezone
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +43,7 @@ from gpu.large import PARTS, PRELOAD, format_large, large_has_failed, measure_la
 from gpu.measure import Device, measure_case, probe_device  # noqa: E402
 
 _CASES = "cases"
+_TEST_SHARE = 0.65  # of the whole time, at most
 _LEAST_TEST_SECONDS = 60.0  # to start pytest on a busy machine, however little time there is
 # For a case that overruns its share, before its process is killed; on the CPU the machine may be busy with others.
 _GRACE_SECONDS = {"cuda": 20.0, "cpu": 120.0}
@@ -67,25 +71,23 @@ class PytestRun:
     Attributes:
         name: How the document calls it.
         arguments: Of pytest.
-        end: When it must be done, as a share of the whole time; what an earlier run leaves over is its own.
         environment: Variables beside those of this process.
     """
 
     name: str
     arguments: Sequence[str]
-    end: float
     environment: Mapping[str, str] = field(default_factory=dict)
 
 
 # The folder, not all tests: others may need packages that a bare GPU machine lacks.
-_ON_ONE_GPU = "tests/gpu/test_shared_gpu.py"
+_ON_ONE_GPU, _GEMINI = "tests/gpu/test_shared_gpu.py", "tests/gpu/test_gemini_gpu.py"
 TEST_RUNS = (
-    PytestRun(name="one rank", arguments=("tests/gpu", f"--ignore={_ON_ONE_GPU}"), end=0.3),
-    PytestRun(name="ranks on one GPU", arguments=(_ON_ONE_GPU,), end=0.5),
+    PytestRun(name="one rank", arguments=("tests/gpu", f"--ignore={_ON_ONE_GPU}", f"--ignore={_GEMINI}")),
+    PytestRun(name="one rank, Gemini", arguments=(_GEMINI,)),
+    PytestRun(name="ranks on one GPU", arguments=(_ON_ONE_GPU,)),
     PytestRun(
         name="ranks on one GPU, sanitized",
         arguments=(_ON_ONE_GPU, "-k", "gemini or fsdp or offloaded"),
-        end=0.65,
         environment={"TORCH_CUDA_SANITIZER": "1"},
     ),
 )
@@ -101,48 +103,57 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("no GPU: nothing to run. For a dry run on the CPU: --device cpu --tiny --seconds 20")
         return 0
     document = run(options)
-    part = "" if options.part == _CASES else f"{options.part}-"
-    path = write_json(f"gpu-{part}{_file_name(document['device']['name'])}-{_today()}", document, options.output)
     lines = format_cases(document["cases"]) if options.part == _CASES else format_large(document["large"])
     print("\n".join(lines))
-    print("saved", path)
     return exit_code(document)
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    """Runs tests, ceiling and cases, and returns the document to save."""
+    """Runs tests, ceiling and cases; returns the document, which is saved after each of them."""
     start = time.time()
     budget = Budget(deadline=start + options.seconds)
     is_large = options.part != _CASES
-    tests: dict[str, dict[str, Any]] = {}
-    if not (options.no_tests or is_large):
-        # Without a GPU every test is skipped, in each run.
-        for test_run in TEST_RUNS if options.device == "cuda" else TEST_RUNS[:1]:
-            left = start + options.seconds * test_run.end - time.time()
-            tests[test_run.name] = run_tests(test_run, max(_LEAST_TEST_SECONDS, left))
+    tests = {} if options.no_tests or is_large else _run_all_tests(options)
     world = World(timeout_seconds=max(60.0, options.seconds))
     device: Device = on_ranks(probe_device, world, options.device, _CEILING_SIDE[options.device], preload=PRELOAD)[0]
     print(f"{device.name}: bf16 {device.ceiling_side}^3 matmul {device.ceiling_tflops:.3g} TFLOP/s", flush=True)
     size = options.size or choose_size(device.free_bytes, is_tiny=options.tiny)
-    cases, large = [], []
-    if is_large:
-        large = measure_large(
-            options.part, options.device, budget.deadline, device, is_tiny=options.tiny, names=options.engines
-        )
-    else:
-        cases = list(_measured(options, budget, size, device))
-    return {
+    document: dict[str, Any] = {
         "benchmark": "gpu_suite",
         "is_dry_run": options.device == "cpu",
         **describe_run(vars(options)),
-        "seconds": time.time() - start,
         "device": asdict(device),
         "size": {"name": size, **asdict(SIZES[size])},
         "tests": tests,
         "part": options.part,
-        "cases": cases,
-        "large": large,
+        "cases": [],
+        "large": [],
     }
+    name = f"gpu-{f'{options.part}-' if is_large else ''}{_file_name(device.name)}-{_today()}"
+
+    def save() -> Path:
+        document["seconds"] = time.time() - start
+        return write_json(name, document, options.output)
+
+    print("saving", save(), flush=True)
+    if is_large:
+        document["large"] = measure_large(
+            options.part, options.device, budget.deadline, device, is_tiny=options.tiny, names=options.engines
+        )
+        save()
+    for case in () if is_large else _measured(options, budget, size, device):
+        document["cases"].append(case)
+        save()
+    return document
+
+
+def _run_all_tests(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    # Without a GPU every test is skipped, in each run.
+    test_runs = TEST_RUNS if options.device == "cuda" else TEST_RUNS[:1]
+    seconds = max(_LEAST_TEST_SECONDS, options.seconds * _TEST_SHARE)
+    with ThreadPoolExecutor(len(test_runs)) as executor:
+        results = executor.map(partial(run_tests, timeout_seconds=seconds), test_runs)
+        return {test_run.name: result for test_run, result in zip(test_runs, results, strict=True)}
 
 
 def run_tests(test_run: PytestRun, timeout_seconds: float) -> dict[str, Any]:
@@ -190,14 +201,14 @@ def case_has_failed(case: Mapping[str, Any]) -> bool:
 def format_cases(cases: Sequence[Mapping[str, Any]]) -> list[str]:
     """Returns the lines of the table, errors below it."""
     rows = [_HEAD, *(_row(case["name"], engine) for case in cases for engine in case.get("engines", ()))]
-    errors = [f"{case['name']} FAILED: {case['error']}" for case in cases if "error" in case]
-    errors += [
-        f"{case['name']}, {engine['name']} FAILED: {engine['outcome']}"
-        for case in cases
-        for engine in case.get("engines", ())
-        if engine["has_failed"]
-    ]
-    return [*align(rows), *errors]
+    return [*align(rows), *(error for case in cases for error in _errors(case))]
+
+
+def _errors(case: Mapping[str, Any]) -> list[str]:
+    if "error" in case:
+        return [f"{case['name']} FAILED: {case['error']}"]
+    failed = (engine for engine in case["engines"] if engine["has_failed"])
+    return [f"{case['name']}, {engine['name']} FAILED: {engine['outcome']}" for engine in failed]
 
 
 def _row(case: str, engine: Mapping[str, Any]) -> list[str]:
@@ -228,7 +239,7 @@ def _measured(options: argparse.Namespace, budget: Budget, size: str, device: De
             result = _measure(case, options.device, seconds, size, device)
         else:
             result = {"name": case.name, "error": "no time was left: raise --seconds"}
-        print(f"{case.name}: {'FAILED' if case_has_failed(result) else 'measured'}", flush=True)
+        print(*(_errors(result) or [f"{case.name}: measured"]), sep="\n", flush=True)
         yield result
 
 
@@ -238,9 +249,8 @@ def _measure(case: Case, kind: str, seconds: float, size: str, device: Device) -
     world = World(backend=backend, timeout_seconds=seconds + _GRACE_SECONDS[kind])
     deadline = time.time() + seconds
     try:
-        result: dict[str, Any] = on_ranks(measure_case, world, case.name, size, kind, deadline, device.ceiling_tflops)[
-            0
-        ]
+        arguments = (case.name, size, kind, deadline, device.ceiling_tflops)
+        result: dict[str, Any] = on_ranks(measure_case, world, *arguments, preload=PRELOAD)[0]
     except RankError as error:
         return {"name": case.name, "error": str(error)}
     return result

@@ -317,7 +317,8 @@ class Booster(CheckpointMethods):
 
         Args:
             data_iter: Iterator over this rank's batches: a mapping of the model's keyword arguments, a sequence of its
-                positional ones, or its only one. All stages of a pipeline need the same ones.
+                positional ones, or its only one. All stages of a pipeline need the same ones. Host tensors are copied
+                to the rank's device.
             model: Boosted model.
             criterion: Function of (outputs, batch) of each microbatch on the last stage that returns the loss. Losses
                 are averaged, weighted by the microbatches' numbers of samples.

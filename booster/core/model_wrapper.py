@@ -15,6 +15,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from booster.deprecation import DeprecatedAlias
 from booster.errors import CheckpointError, ConfigError
 from booster.fault_tolerance.progress import Phase, observers
+from booster.pytree import map_tensors
 
 from .precision import Precision
 from .shard_spec import TensorSlice, is_sharded, shard_spec_of
@@ -361,6 +362,13 @@ def _unknown_member_error(what: str) -> ConfigError:
         f"{what} after boost() adds a module or parameter that is unknown to the plugin and the optimizer: set it"
         " before boost()"
     )
+
+
+def batch_on_device(batch: Any, device: torch.device) -> Any:
+    """Return a batch with its host tensors copied to an accelerator; tensors that are elsewhere stay there."""
+    if device.type == "cpu":
+        return batch
+    return map_tensors(lambda one: one.to(device, non_blocking=True) if one.device.type == "cpu" else one, batch)
 
 
 def call_with_batch(model: Callable[..., Any], batch: Any) -> Any:

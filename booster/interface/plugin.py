@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset
 
-from booster.core.model_wrapper import ModelWrapper, call_with_batch
+from booster.core.model_wrapper import ModelWrapper, batch_on_device, call_with_batch
 from booster.core.optimizer_wrapper import OptimizerWrapper
 from booster.deprecation import ConfigFingerprint
 
@@ -212,7 +212,7 @@ class Plugin(ConfigFingerprint, ABC):
         num_items: float | None = None,
     ) -> dict[str, Any]:
         """Run forward and backward for the next batch, by default as one stage. See `Booster.execute_pipeline`."""
-        batch = next(data_iter)
+        batch = batch_on_device(next(data_iter), self.device)
         with nullcontext() if optimizer is not None else torch.no_grad():
             outputs = call_with_batch(model, batch)
             loss = criterion(outputs, batch)

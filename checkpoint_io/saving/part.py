@@ -7,7 +7,6 @@ import os
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib import metadata
 from typing import IO, Any, cast
 
 import torch
@@ -24,6 +23,7 @@ from booster.checkpoint_io.planning.save_plan import PlannedFile, SavePlan, Writ
 from booster.checkpoint_io.planning.slices import full_box
 from booster.errors import ConfigError
 from booster.interface import ModelWrapper, OptimizerWrapper, TensorSlice, TensorSpec
+from booster.version import __version__
 
 # `torch.serialization.skip_data` makes `torch.save` seek over the bytes of storages instead of writing them, and fake
 # tensors need no memory. The archive is written to a recorder that keeps the written bytes and the seeks. Seeks come in
@@ -361,5 +361,5 @@ def save_metadata(world_size: int) -> dict[str, Any]:
     """
     return {
         "world_size": world_size,
-        "versions": {"torch": torch.__version__, "torch-booster": metadata.version("torch-booster")},
+        "versions": {"torch": torch.__version__, "torch-booster": __version__},
     }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -23,6 +23,7 @@ from booster.comm import (
     send_tensor,
 )
 from booster.core.accumulation import check_scalar_loss
+from booster.core.model_wrapper import batch_on_device
 from booster.errors import ConfigError, RankFailedError, add_note
 from booster.fault_tolerance.progress import Phase, in_phase, observers
 from booster.mixed_precision.fp16 import log_rank_zero
@@ -136,6 +137,7 @@ class PipelineRuntime:
         if self._consistency.check(fetched, signatures, options, changed=is_stale):
             self._p2p.clear_cache()
             self._checked.clear()
+        microbatches = [replace(one, batch=batch_on_device(one.batch, self._device)) for one in microbatches]
         self._model.begin_batch()
         if optimizer is not None:
             for observer in observers():

@@ -13,6 +13,7 @@ from gpu_groups import needs_gpu
 from torch import nn
 
 from booster import Booster
+from booster.device import memory_allocated
 from booster.optim import HybridAdam
 from booster.plugins import GeminiPlugin
 
@@ -33,7 +34,7 @@ POLICIES: dict[str, dict[str, Any]] = {
     "cpu": {"placement_policy": "cpu"},
     "cpu, pinned": {"placement_policy": "cpu", "pin_memory": True},
     "auto": {"placement_policy": "auto"},
-    "auto, little": {"placement_policy": "auto", "device_memory_budget": 4 * 2**20},
+    "auto, little": {"placement_policy": "auto", "device_memory_budget": 4 * 2**20, "steady_cuda_cap_ratio": 1.0},
     "const": {"placement_policy": "const", "device_memory_budget": 2 * PAYLOAD_BYTES},
     "states offloaded": {"offload_optim_frac": 1.0},
     "half of the states offloaded": {"offload_optim_frac": 0.5},
@@ -120,10 +121,22 @@ def assert_trains_as_plain_torch(plugin: GeminiPlugin, precision: str, kind: typ
     return optimizer
 
 
+def workspace_bytes() -> int:
+    """Bytes that stay on the device beside a model: cuBLAS has a workspace for each thread, 32 MiB each on Hopper."""
+    layer = nn.Linear(WIDTH, WIDTH).to("cuda")
+    layer(torch.ones(1, WIDTH, device="cuda")).sum().backward()
+    del layer
+    gc.collect()
+    return memory_allocated()
+
+
 @pytest.mark.parametrize("precision", TOLERANCES)
 @pytest.mark.parametrize("policy", POLICIES)
 def test_every_policy_trains_as_plain_torch(policy: str, precision: str) -> None:
-    assert_trains_as_plain_torch(make_plugin(precision, **POLICIES[policy]), precision, torch.optim.AdamW)
+    arguments = dict(POLICIES[policy])
+    if arguments.get("placement_policy") == "auto" and "device_memory_budget" in arguments:
+        arguments["device_memory_budget"] += workspace_bytes()
+    assert_trains_as_plain_torch(make_plugin(precision, **arguments), precision, torch.optim.AdamW)
 
 
 @pytest.mark.parametrize("precision", TOLERANCES)

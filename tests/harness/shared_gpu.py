@@ -56,11 +56,11 @@ class _Work(dist.Work):
         """Called in the stream of the group."""
         self._error = error
         self._arrival.record()
-        self._is_done.set()
         if error is None:
             self._future.set_result(self._outputs)  # which waits for this stream, too
         else:
             self._future.set_exception(error)
+        self._is_done.set()
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         self._is_done.wait()  # gloo has a timeout
@@ -72,6 +72,7 @@ class _Work(dist.Work):
     def synchronize(self) -> None:
         torch.cuda.current_stream(self._device).wait_event(self._arrival)
         self._kept.clear()
+        self._outputs.clear()  # those of the future, too: the thread that ended the work may hold it a little longer
 
     def is_completed(self) -> bool:
         return self._is_done.is_set()
@@ -88,7 +89,9 @@ class _Work(dist.Work):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Operation:
-    """Operation on flat tensors.
+    """Operation on flat tensors, which it forgets before the caller can know that it is done.
+
+    Gemini's pool counts the references to a buffer: one that a thread held a little longer would change its decisions.
 
     Attributes:
         reads: What is copied to the host.
@@ -100,12 +103,18 @@ class _Operation:
         is_message: Whether only two ranks take part.
     """
 
-    reads: Tensors
-    writes: Tensors
+    reads: list[torch.Tensor]
+    writes: list[torch.Tensor]
     exchange: Exchange
     ready: torch.cuda.Event
     work: _Work
     is_message: bool
+
+    def end(self, error: Exception | None) -> None:
+        """End it. Call it in the stream of the group, after what writes to the tensors."""
+        self.reads.clear()
+        self.writes.clear()
+        self.work.end(error)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -215,7 +224,7 @@ class _Communicator:
                 targets = [_pinned_like(tensor) for tensor in operation.writes]
                 return _InFlight(operation, list(operation.exchange(sources, targets)), sources, targets)
             except Exception as error:  # raised where the caller waits
-                operation.work.end(error)
+                operation.end(error)
                 return None
 
     def _end(self, started: _InFlight) -> None:
@@ -224,12 +233,12 @@ class _Communicator:
             try:
                 for work in started.works:
                     work.wait()
-                for tensor, target in zip(operation.writes, started.targets, strict=True):
-                    tensor.copy_(target, non_blocking=True)
+                for index, target in enumerate(started.targets):
+                    operation.writes[index].copy_(target, non_blocking=True)
             except Exception as error:  # raised where the caller waits
-                operation.work.end(error)
+                operation.end(error)
                 return
-            operation.work.end(None)
+            operation.end(None)
 
     def _end_messages(self) -> None:
         with torch.inference_mode(), _sanitizer():

@@ -34,6 +34,8 @@ def worker_main(connection: Connection, rank: int, world_size: int, stack_path: 
     """Runs jobs until the parent closes the connection or a job fails. Never returns."""
     stacks = open(stack_path, "w")  # noqa: SIM115 - it belongs to faulthandler for as long as the process lives
     _prepare_process(stacks.fileno())
+    if device == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # where there is a GPU, too
     group = RankGroup(rank, world_size, device)
     reply: Reply | None = None
     while not isinstance(reply, RankFailure):

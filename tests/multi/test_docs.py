@@ -12,6 +12,8 @@ import pytest
 from documentation import PAGES, read_page
 from harness import run_ranks
 
+pytestmark = pytest.mark.on_device
+
 READ = {page.name: page for page in map(read_page, PAGES)}
 TIMEOUT_SECONDS = 300
 

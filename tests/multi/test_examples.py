@@ -15,6 +15,8 @@ from harness import preload, run_ranks
 
 from booster import Booster
 
+pytestmark = pytest.mark.on_device
+
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 FOLDERS = sorted(path.parent.name for path in EXAMPLES.glob("*/train.py"))
 MAX_LINES = 120

@@ -12,7 +12,7 @@ from harness import RanksFailed, preload, run_ranks
 from oracles.joined_slices import joined_over_ranks
 from oracles.run_distances import beyond, scalar_bound, tensor_bounds, tensor_distances
 from parity import EXACT
-from user_loops import LOOPS, NAN, STRATEGIES, OneProcess, as_markdown
+from user_loops import LOOPS, NAN, STRATEGIES, OneProcess, as_markdown, on_the_host
 from zoo import TRANSFORMERS_MODULES
 
 preload(*TRANSFORMERS_MODULES, "user_loops", "schedulefree")
@@ -35,8 +35,8 @@ def in_one_process(loop: str):
     finally:
         torch.set_num_threads(num_threads)
     initial = {name: booster.initial[id(model)] for name, model in outcome.models.items()}
-    weights = {name: dict(one.state_dict()) for name, one in outcome.models.items()}
-    return outcome.losses, weights, outcome.values, initial
+    weights = {name: on_the_host(one.state_dict()) for name, one in outcome.models.items()}
+    return outcome.losses, weights, on_the_host(outcome.values), initial
 
 
 def assert_equals_one_process(loop: str, strategy: str) -> None:

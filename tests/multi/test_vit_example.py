@@ -13,6 +13,8 @@ import pytest
 import torch
 from harness import preload, run_ranks
 
+pytestmark = pytest.mark.on_device
+
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "vit"
 SMALL = ["--batch-size", "16", "--layers", "2", "--width", "32"]
 STEPS = 5

@@ -87,11 +87,16 @@ def test_failures_reach_table_and_exit_code(suite):
     assert suite.gpu_suite.exit_code({"tests": {"a": {"exit_code": 0}}, "cases": []}) == 0
 
 
-def test_runs_of_tests_leave_time_for_the_cases(suite):
-    ends = [test_run.end for test_run in suite.gpu_suite.TEST_RUNS]
-    assert ends == sorted(ends)
-    assert ends[-1] < 0.7
-    assert suite.gpu_suite.TEST_RUNS[-1].environment == {"TORCH_CUDA_SANITIZER": "1"}
+def test_every_file_of_gpu_tests_is_run_once_and_some_under_the_sanitizer(suite):
+    *plain, sanitized = suite.gpu_suite.TEST_RUNS
+    assert sanitized.environment == {"TORCH_CUDA_SANITIZER": "1"}
+    collected = []
+    for test_run in plain:
+        ignored = [one.removeprefix("--ignore=") for one in test_run.arguments if one.startswith("--ignore=")]
+        paths = [ROOT / one for one in test_run.arguments if not one.startswith("-")]
+        files = [file for path in paths for file in (path.glob("test_*.py") if path.is_dir() else [path])]
+        collected += [file for file in files if file.relative_to(ROOT).as_posix() not in ignored]
+    assert sorted(collected) == sorted((ROOT / "tests" / "gpu").glob("test_*.py"))
 
 
 @pytest.mark.slow
@@ -106,7 +111,7 @@ def test_a_run_of_tests_that_takes_too_long_is_ended_with_its_processes(suite, m
     )
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = gpu: needs one\n")
     monkeypatch.setattr(suite.gpu_suite, "ROOT", tmp_path)
-    slow = suite.gpu_suite.PytestRun(name="slow", arguments=["test_slow.py"], end=1.0)
+    slow = suite.gpu_suite.PytestRun(name="slow", arguments=["test_slow.py"])
     result = suite.gpu_suite.run_tests(slow, 10.0)
     assert result["exit_code"] is None
     assert capsys.readouterr().out.endswith("tests of slow: not done after 10 s\n")

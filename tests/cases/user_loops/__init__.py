@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .one_process import OneProcess
+from .one_process import OneProcess, on_the_host
 from .table import LOOPS, NAN, STRATEGIES, UserLoop, as_markdown
 
-__all__ = ["LOOPS", "NAN", "STRATEGIES", "OneProcess", "UserLoop", "as_markdown"]
+__all__ = ["LOOPS", "NAN", "STRATEGIES", "OneProcess", "UserLoop", "as_markdown", "on_the_host"]

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -32,16 +31,22 @@ class Outcome:
     values: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
+def on_the_host(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return copies in host memory."""
+    return {name: one.detach().cpu().clone() for name, one in tensors.items()}
+
+
 class OneProcess:
     """The methods of a Booster that loops call, by plain torch."""
 
     def __init__(self) -> None:
         self.plugin = SimpleNamespace(dp_size=1, dp_rank=0, dp_group=None, pp_size=1)
-        self.device = torch.device("cpu")
+        self.device = current_device()
         self.initial: dict[int, dict[str, torch.Tensor]] = {}
 
     def boost(self, model, optimizer=None, criterion=None, dataloader=None, lr_scheduler=None):
-        self.initial[id(model)] = copy.deepcopy(model.state_dict())
+        model.to(self.device)
+        self.initial[id(model)] = on_the_host(model.state_dict())
         return model, optimizer, criterion, dataloader, lr_scheduler
 
     def backward(self, loss: torch.Tensor, optimizer: Any, *, retain_graph: bool = False) -> None:
