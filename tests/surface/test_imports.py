@@ -15,6 +15,8 @@ ALLOWED = {
     "kernels": ("booster.kernels", "booster.errors", "booster.logger"),
     "checkpoint_io": (
         "booster.checkpoint_io",
+        "booster.version",
+        "booster.version",
         "booster.interface",
         "booster.core",
         "booster.errors",
