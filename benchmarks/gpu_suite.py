@@ -195,7 +195,7 @@ def exit_code(document: Mapping[str, Any]) -> int:
 
 def case_has_failed(case: Mapping[str, Any]) -> bool:
     """Returns True if the case, or one of its engines, gave no figures."""
-    return "error" in case or any(engine["has_failed"] for engine in case["engines"])
+    return bool(_errors(case))
 
 
 def format_cases(cases: Sequence[Mapping[str, Any]]) -> list[str]:

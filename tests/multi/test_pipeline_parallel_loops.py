@@ -10,7 +10,6 @@ from hybrid_twins import sgd
 from oracles.joined_slices import joined_over_ranks
 from pipeline_cases import SCHEDULES
 from pipeline_twins import StagedTwins
-from simulated_cuda import device as simulated_device
 from torch import nn
 from zoo import TRANSFORMERS_MODULES
 
@@ -25,12 +24,7 @@ preload(*TRANSFORMERS_MODULES)
 
 pytestmark = pytest.mark.on_device
 BY_SCHEDULE = pytest.mark.parametrize("schedule", SCHEDULES)
-
-
-def tolerance():
-    # A GPU's matrix products add up in another order for another number of rows.
-    is_a_gpu = current_device().type != "cpu" and not simulated_device.is_installed()
-    return {"rtol": 1e-5, "atol": 5e-6 if is_a_gpu else 1e-6}
+CLOSE = {"rtol": 1e-5, "atol": 1e-6}
 
 
 def holds_the_last_part(schedule: str, pp_size: int = 2) -> bool:
@@ -64,7 +58,7 @@ def test_evaluation_is_the_models_own_forward(schedule):
                 assert found["outputs"] is None
                 continue
             assert type(found["outputs"]) is type(outputs)
-            torch.testing.assert_close(flat(found["outputs"]), flat(outputs), **tolerance())
+            torch.testing.assert_close(flat(found["outputs"]), flat(outputs), **CLOSE)
         for model in (twins.plain, twins.model):
             model.train()
         twins.train()
@@ -155,7 +149,7 @@ def test_outputs_of_training_are_those_of_the_whole_batch(schedule):
     if not holds_the_last_part(schedule):
         assert found["outputs"] is None
         return
-    torch.testing.assert_close(found["outputs"].logits, outputs.logits.detach(), **tolerance())
+    torch.testing.assert_close(found["outputs"].logits, outputs.logits.detach(), **CLOSE)
     torch.testing.assert_close(found["outputs"].loss, loss.detach(), rtol=1e-5, atol=0)
     assert not found["outputs"].logits.requires_grad
 

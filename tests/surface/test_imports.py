@@ -16,7 +16,6 @@ ALLOWED = {
     "checkpoint_io": (
         "booster.checkpoint_io",
         "booster.version",
-        "booster.version",
         "booster.interface",
         "booster.core",
         "booster.errors",

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from booster import Booster
-from booster.core.model_wrapper import call_with_batch
+from booster.core.model_wrapper import batch_on_device, call_with_batch
 from booster.errors import ConfigError
 
 
@@ -59,3 +59,12 @@ def test_a_loader_is_no_iterator():
     model, *_ = booster.boost(nn.Linear(2, 2))
     with pytest.raises(ConfigError, match=r"given a list, .*iter\(dataloader\)"):
         booster.execute_pipeline([ONE], model, lambda outputs, _: outputs.mean())
+
+
+def test_host_tensors_of_a_batch_are_copied_to_an_accelerator():
+    batch = {"x": ONE, "parts": [ONE, "a name"]}
+    there = batch_on_device(batch, torch.device("meta"))  # as there is no accelerator
+    assert there["x"].device.type == there["parts"][0].device.type == "meta"
+    assert there["parts"][1] == "a name"
+    assert batch["x"] is ONE
+    assert batch_on_device(batch, torch.device("cpu")) is batch
