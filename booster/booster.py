@@ -351,6 +351,7 @@ class Booster(CheckpointMethods):
                 " give a function of (outputs, batch) that returns the loss"
             )
         model = check_boosted_model(model, "execute_pipeline")
+        model.require_usable()
         if optimizer is not None:
             optimizer = check_boosted_optimizer(optimizer, "execute_pipeline")
         return self.plugin.execute_pipeline(

@@ -159,7 +159,8 @@ class CheckpointMethods:
             lr_scheduler: Schedulers as for `save`.
             dataloader: Loaders as for `save`.
             strict: If False, load only the tensors of a model that match in name and shape.
-            verify: "checksums" verifies all recorded checksums before anything is loaded; "structure" skips them.
+            verify: "checksums" reads every byte once and compares its checksum on the way; "before" compares all
+                checksums before anything is changed, and reads twice; "structure" compares none.
             missing_ok: If True, return None and change nothing if there is no committed state yet, for scripts that are
                 restarted after a failure. Damaged files still raise.
 
@@ -167,7 +168,9 @@ class CheckpointMethods:
 
         Raises:
             ConfigError: An object is not boosted, or a loader has other data.
-            CheckpointError: A requested object is missing or does not match, or files are damaged. Nothing was changed.
+            CheckpointError: A requested object is missing or does not match, or files are damaged. Nothing was changed,
+                unless a checksum of the data differs, without verify="before", or reading fails on the way: then every
+                use of these models and optimizers raises the error again until a load has succeeded.
         """
         with _checks_on_all_ranks("load"):
             _check_path(path, "load")

@@ -21,7 +21,7 @@ from .commit import Transaction
 from .formats import json_values
 from .formats.json import MAX_JSON_BYTES, json_bytes
 from .layout import MODEL, OPTIMIZER, as_path, save_target
-from .loading.load import Loader, ModelLoad, OptimizerLoad
+from .loading.load import Loader, ModelLoad, OptimizerLoad, incomplete_on_failure
 from .parallel import CheckpointGroup
 from .saving.part import CheckpointPart, model_part, optimizer_part, optimizer_values, save_metadata
 from .saving.save import Saver, SaveRequest, explain_missing_parents
@@ -120,7 +120,8 @@ class GeneralCheckpointIO(CheckpointIO):
         with Loader(self.ranks, self.storage, verify) as loader:
             load = ModelLoad(loader, wrapped, path, strict=strict)
             load.check()
-            load.fill()
+            with incomplete_on_failure([wrapped]):
+                load.fill()
 
     def save_optimizer(
         self,
@@ -174,7 +175,8 @@ class GeneralCheckpointIO(CheckpointIO):
         with Loader(self.ranks, self.storage, verify) as loader:
             load = OptimizerLoad(loader, wrapped, path)
             load.check()
-            load.fill()
+            with incomplete_on_failure([wrapped]):
+                load.fill()
 
     def save_lr_scheduler(self, lr_scheduler: LRScheduler, checkpoint: str | os.PathLike[str]) -> None:
         """Write the scheduler's state; see `CheckpointIO.save_lr_scheduler`. Collective over the group.

@@ -123,8 +123,7 @@ class Storage:
                 raise OSError(errno.EIO, "the file system took none of the bytes to write", str(file.path))
             rest, offset = rest[count:], offset + count
 
-    def _pwrite(self, descriptor: int, data: memoryview, offset: int) -> int:
-        return os.pwrite(descriptor, data, offset)
+    _pwrite = staticmethod(os.pwrite)
 
     def sync(self, file: OpenFile) -> None:
         """Flush the file to disk."""

@@ -70,6 +70,7 @@ class ModelWrapper(nn.Module, metaclass=_ConstructionMarker):
         self._is_primary = is_primary
         self.model_parallel_size = 1
         self._is_closed = False
+        self._failed_loads: dict[object, str] = {}
         self._load_hooks: list[Callable[[], None]] = []
         self._master_slices: list[Callable[[], list[TensorSlice]]] = []
         # Not a submodule: its names would appear a second time, with the plugin's prefix.
@@ -93,11 +94,37 @@ class ModelWrapper(nn.Module, metaclass=_ConstructionMarker):
                 " nothing that it has boosted is used any more, or boost again with a new plugin"
             )
 
+    def mark_loaded(self, part: object, error: BaseException | None) -> None:
+        """Record that a load of this model, or of an optimizer of it, has succeeded, or has failed halfway.
+
+        Args:
+            part: The model or the optimizer.
+            error: Why the load has failed; None if it has succeeded.
+        """
+        self._failed_loads.pop(part, None)
+        if error is not None:
+            self._failed_loads[part] = f"{type(error).__name__}: {error}"  # not the error, which refers to its frames
+
+    def require_complete(self) -> None:
+        """Raise `CheckpointError` while some part is neither what it was before a failed load nor what it should be."""
+        for part, error in self._failed_loads.items():
+            name = "model" if part is self else "optimizer"
+            raise CheckpointError(
+                f"this {name} is incomplete, as a load into it has failed halfway: {error}. Load a checkpoint into it"
+                ' before you use it or its model; with verify="before" a damaged checkpoint changes nothing'
+            )
+
+    def require_usable(self) -> None:
+        """Raise after `Booster.close`, and from a failed load to the next one that succeeds."""
+        if self._is_closed or self._failed_loads:
+            self.require_open()
+            self.require_complete()
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run `forward` with its hooks, in its own phase."""
         if torch.compiler.is_compiling():  # phases cannot be compiled
             return super().__call__(*args, **kwargs)
-        self.require_open()
+        self.require_usable()
         trains = torch.is_grad_enabled()
         if trains:
             for observer in observers():
@@ -149,7 +176,7 @@ class ModelWrapper(nn.Module, metaclass=_ConstructionMarker):
             nonlocal has_run
             if not has_run and module in modules:
                 has_run = True
-                self.require_open()
+                self.require_usable()
                 self._begin_run(args, kwargs)
 
         self._running_method = True
@@ -256,6 +283,7 @@ class ModelWrapper(nn.Module, metaclass=_ConstructionMarker):
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Return the user's model's `state_dict` on this rank."""
+        self.require_complete()
         return self.module.state_dict(*args, **kwargs)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:

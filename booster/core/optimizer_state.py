@@ -163,11 +163,14 @@ class OptimizerState:
             group.update({key: value for key, value in stored.items() if key not in _NAME_KEYS})
         held = {name: self._held(name, parameter) for name, parameter in self.named_parameters().items()}
         state = self.optimizer.optim.state
+        # Taken out one by one, so that memory is freed as fast as it is allocated.
+        replaced = {parameter: dict(values_of) for parameter, values_of in state.items()}
         state.clear()
         for full_name, spec in specs.items():
             name, key = full_name.rsplit(".", 1)
             for parameter in held[name] if key != MASTER else ():
-                state[parameter][key] = self._new_state_tensor(parameter, key, spec)
+                tensor = self._new_state_tensor(parameter, key, spec)
+                state[parameter][key] = _reused(replaced.get(parameter, {}).pop(key, None), tensor)
         for name, numbers in values["numbers"].items():
             for parameter in held[name]:
                 state[parameter].update(numbers)
@@ -294,3 +297,20 @@ class OptimizerState:
                 yield f"{name!r} has shape {tuple(shape)} in the checkpoint, {here} here"
         unknown = [full for full in specs if full.rsplit(".", 1)[0] not in values["shapes"]]
         yield from (f"tensor {full!r} belongs to no stored parameter" for full in sorted(unknown))
+
+
+def _reused(replaced: object, tensor: torch.Tensor) -> torch.Tensor:
+    """Return the host tensor that a new one would replace, if they are alike: its pages are in memory already.
+
+    A new page is zeroed when it is touched first, which takes longer than to fill it from a file in memory.
+    """
+    if type(replaced) is not torch.Tensor:
+        return tensor
+    is_alike = (
+        tensor.device.type == "cpu"
+        and replaced.device.type == "cpu"
+        and (replaced.dtype, replaced.shape, replaced.stride()) == (tensor.dtype, tensor.shape, tensor.stride())
+        and replaced.is_pinned() == tensor.is_pinned()
+        and not replaced.is_inference()
+    )
+    return replaced if is_alike else tensor

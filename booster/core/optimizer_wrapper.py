@@ -123,7 +123,7 @@ class OptimizerWrapper(DeprecatedOverrides, Optimizer):
             ConfigError: The loss is not a scalar or requires no gradient, or the accumulated gradients are unscaled
                 already.
         """
-        self.model.require_open()
+        self.model.require_usable()
         check_scalar_loss(loss)
         self.model._check_loss(loss)
         self._begin_accumulation(num_items)
@@ -297,7 +297,7 @@ class OptimizerWrapper(DeprecatedOverrides, Optimizer):
         Raises:
             ConfigError: A closure was given with loss scaling or master weights.
         """
-        self.model.require_open()
+        self.model.require_usable()
         if self._defers_step:
             return None
         if closure is not None:
@@ -576,6 +576,7 @@ class OptimizerWrapper(DeprecatedOverrides, Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the user's optimizer's `state_dict`, with the loss scaler's state under "loss_scaler"."""
+        self.model.require_complete()
         state = self.optim.state_dict()
         if self.loss_scaler is not None:
             state["loss_scaler"] = self.loss_scaler.state_dict()

@@ -203,10 +203,13 @@ class CheckpointIO(ABC):
             model: Boosted model, or a plain module.
             checkpoint: File, index file, or directory.
             strict: If False, load tensors that match in name and shape; no match at all is still an error.
-            verify: "checksums" verifies all recorded checksums before anything is loaded; "structure" skips that.
+            verify: "checksums" reads every byte once and compares its checksum on the way; "before" compares all
+                checksums before anything is changed, and reads twice; "structure" compares none.
 
         Raises:
-            CheckpointError: Missing, unexpected or differing names and shapes, all in one message, or unreadable files.
+            CheckpointError: Missing, unexpected or differing names and shapes, all in one message, or unreadable files;
+                nothing was changed. Or data is damaged or lost on the way: then every use of the boosted model raises
+                the error again until a load has succeeded; the values of a plain module are undefined.
         """
 
     @abstractmethod

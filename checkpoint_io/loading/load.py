@@ -1,10 +1,10 @@
-"""Two-phase load: all checks on all ranks first, then each rank fills its own memory."""
+"""Two-phase load: all but the data is checked on all ranks first, then each rank fills its own memory."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -20,7 +20,7 @@ from booster.errors import CheckpointError, ConfigError
 from booster.interface import ModelWrapper, OptimizerState, OptimizerWrapper, TensorSlice, TensorSpec
 from booster.logger import get_dist_logger
 
-from .ranges import read_slices, verify_ranges
+from .fill import read_slices, verify_ranges
 from .reader import StoredCheckpoint, open_checkpoint
 
 MAX_LISTED = 10
@@ -130,7 +130,7 @@ def _mismatch(name: str, spec: TensorSpec, tensor_slice: TensorSlice) -> str | N
     return f"{name!r} is {stored} in the checkpoint, {target} in the model"
 
 
-VERIFY = ("checksums", "structure")
+VERIFY = ("checksums", "before", "structure")
 
 # How long other ranks retry to open what rank 0 has found: network file systems show new files late.
 _VISIBILITY_TIMEOUT_SECONDS = 30.0
@@ -155,13 +155,28 @@ class Load(Protocol):
         ...
 
 
+@contextmanager
+def incomplete_on_failure(parts: Iterable[ModelWrapper | OptimizerWrapper]) -> Iterator[None]:
+    """Context in which models and optimizers are filled: they are marked as incomplete if it raises, else as loaded."""
+    failure: BaseException | None = None
+    try:
+        yield
+    except BaseException as error:
+        failure = error
+        raise
+    finally:
+        for part in parts:
+            (part if isinstance(part, ModelWrapper) else part.model).mark_loaded(part, failure)
+
+
 class Loader(ExitStack):
     """Opens and verifies checkpoints for one process group; a context manager that closes them.
 
     Args:
         ranks: Ranks that load together.
         storage: Storage to read from.
-        verify: "checksums" reads and verifies all data first; "structure" skips that.
+        verify: "checksums" verifies the data while it is loaded, in one pass; "before" reads and verifies all of it
+            before anything is changed; "structure" verifies no data.
 
     Raises:
         ConfigError: Unknown value of `verify`.
@@ -181,7 +196,7 @@ class Loader(ExitStack):
 
         def open_stored() -> StoredCheckpoint:
             timeout = 0.0 if self.ranks.rank == 0 else _VISIBILITY_TIMEOUT_SECONDS
-            is_required = self._verify == "checksums"
+            is_required = self._verify != "structure"
             stored = open_checkpoint(self.storage, path, kind, timeout_seconds=timeout, requires_manifest=is_required)
             self.callback(stored.close)
             return stored
@@ -196,13 +211,22 @@ class Loader(ExitStack):
             check_same_across_ranks(what, [stored.fingerprint], self.ranks.group)
         return stored
 
-    def verify(self, stored: StoredCheckpoint) -> None:
+    @property
+    def verifies_while_reading(self) -> bool:
+        """Whether `read_slices` verifies the data."""
+        return self._verify == "checksums"
+
+    def verify(self, stored: StoredCheckpoint, *, is_read_once: bool = False) -> None:
         """Verify all checksums, sharded over the ranks. Collective.
+
+        Args:
+            stored: Open checkpoint.
+            is_read_once: Whether `read_slices` reads all data in one call, so that it can verify it.
 
         Raises:
             CheckpointError: Data differs from its checksum.
         """
-        if self._verify == "checksums":
+        if self._verify == "before" or (self.verifies_while_reading and not is_read_once):
             ranks = self.ranks
             ranks.run_on_all_ranks(lambda: verify_ranges(stored, ranks.rank, ranks.size), f"verifying {stored.path}")
 
@@ -255,7 +279,7 @@ class ModelLoad:
             ranks.run_on_all_ranks(lambda: _check_duplicates(stored, matched), action)
         elif ranks.rank == 0 and matched.format_mismatches():
             get_dist_logger().warning(f"{action} with strict=False leaves out:{matched.format_mismatches()}")
-        loader.verify(stored)
+        loader.verify(stored, is_read_once=True)
         # Masters too: the file may have more precision than the model weights.
         all_slices = [*slices, *ranks.run_on_all_ranks(self._model.master_slices, action)]
         self._source_and_slice = [
@@ -269,7 +293,7 @@ class ModelLoad:
         self._loader.ranks.run_on_all_ranks(self._read, f"loading the model from {self._path}")
 
     def _read(self) -> None:
-        read_slices(self._stored, self._source_and_slice)
+        read_slices(self._stored, self._source_and_slice, verifies=self._loader.verifies_while_reading)
         self._model.notify_loaded()
 
 
@@ -317,7 +341,7 @@ class OptimizerLoad:
         self._state, self._values, masters = self._loader.ranks.run_on_all_ranks(compare, self._action)
         # A rank without a shard of a master must not conclude that no rank has memory for it.
         self._masters = self._loader.names_of_all_ranks(masters)
-        self._loader.verify(stored)
+        self._loader.verify(stored, is_read_once=True)
 
     def fill(self) -> None:
         """Replace the optimizer's state with the stored one. Collective."""
@@ -326,10 +350,10 @@ class OptimizerLoad:
     def _read(self) -> None:
         stored = self._stored
         slices = self._state.allocate(stored.specs, self._values)
-        read_slices(stored, [(tensor_slice.name, tensor_slice) for tensor_slice in slices])
         in_parameters = list(self._unused_masters())
+        named = [*((tensor_slice.name, tensor_slice) for tensor_slice in slices), *in_parameters]
+        read_slices(stored, named, verifies=self._loader.verifies_while_reading)
         if in_parameters:
-            read_slices(stored, in_parameters)
             self._optimizer.model.notify_loaded()
 
     def _unused_masters(self) -> Iterator[tuple[str, TensorSlice]]:

@@ -162,6 +162,10 @@ class StoredCheckpoint:
         """Return file and offset of a tensor's bytes, or None if only `read` can access it, as for `.bin`."""
         return self._file_of[name].locate(name)
 
+    def file_of(self, name: str) -> TensorFile:
+        """Return the file that holds a tensor."""
+        return self._file_of[name]
+
     def record_of(self, file: TensorFile) -> FileRecord | None:
         """Return the recorded checksums of a file, or None if there are none."""
         if self.manifest is not None:

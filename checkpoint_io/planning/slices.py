@@ -91,6 +91,50 @@ def byte_runs(
         yield RunBlock(logical=starts * itemsize, local=(begin - start) * itemsize, length=size * itemsize)
 
 
+def elements_before(shape: Sequence[int], box: Box, position: int) -> int:
+    """Return how many elements of the box lie before a flat index of the logical tensor."""
+    num_before, stride = 0, math.prod(length for _, length in box)
+    rest, below = position, math.prod(shape)
+    if position >= below:
+        return stride
+    for size, (offset, length) in zip(shape, box, strict=True):
+        stride, below = stride // max(length, 1), below // size
+        index, rest = divmod(rest, below)
+        num_before += min(max(index - offset, 0), length) * stride
+        if not offset <= index < offset + length:
+            break
+    return num_before
+
+
+def overlapping_runs(
+    shape: Sequence[int], box: Box, span: tuple[int, int], other_box: Box, other_span: tuple[int, int]
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return the maximal runs that two slices of a tensor share, in order, in elements.
+
+    Returns:
+        Offset of each run from the first element of `span`, its offset from the first of `other_span`, and its length.
+    """
+    first, last = run_start(shape, box, span[0]), run_start(shape, box, span[1] - 1)
+    other_first = max(other_span[0], elements_before(shape, other_box, first))
+    other_last = min(other_span[1], elements_before(shape, other_box, last + 1))
+    if other_first >= other_last:
+        return _integers([]), _integers([]), _integers([])
+    runs, others = _all_runs(shape, box, span), _all_runs(shape, other_box, (other_first, other_last))
+    # Every shared run begins where a run of one of the two begins.
+    starts = np.union1d(runs.logical, others.logical)
+    run = np.searchsorted(runs.logical, starts, side="right") - 1
+    other = np.searchsorted(others.logical, starts, side="right") - 1
+    starts, run, other = (column[(run >= 0) & (other >= 0)] for column in (starts, run, other))
+    ends = np.minimum((runs.logical + runs.length)[run], (others.logical + others.length)[other])
+    starts, ends, run, other = (column[ends > starts] for column in (starts, ends, run, other))
+    in_other = starts - others.logical[other] + others.local[other] + (other_first - other_span[0])
+    return starts - runs.logical[run] + runs.local[run], in_other, ends - starts
+
+
+def _all_runs(shape: Sequence[int], box: Box, span: tuple[int, int]) -> RunBlock:
+    return next(byte_runs(shape, box, span, 1, max_runs=span[1] - span[0]))
+
+
 def _last_partial(shape: Sequence[int], box: Box) -> int:
     """Return the last dimension that the box does not fill, or 0 if it fills all."""
     for dim in range(len(box) - 1, 0, -1):

@@ -314,6 +314,7 @@ def model_part(model: ModelWrapper, target: SaveTarget, folder: str = "") -> Che
         target: Save target.
         folder: Subdirectory of the target.
     """
+    model.require_complete()
     return CheckpointPart(
         target=target,
         slices=model.tensor_slices(),
@@ -343,6 +344,7 @@ def optimizer_part(optimizer: OptimizerWrapper, target: SaveTarget, values: str,
         values: Result of `optimizer_values`.
         folder: Subdirectory of the target.
     """
+    optimizer.model.require_complete()
     return CheckpointPart(
         target=target,
         slices=optimizer.checkpoint_state().slices(),

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from booster.checkpoint_io.loading.ranges import read_slices
+from booster.checkpoint_io.loading.fill import read_slices
 from booster.checkpoint_io.loading.reader import StoredCheckpoint
 from booster.interface import TensorSlice, TensorSpec
 

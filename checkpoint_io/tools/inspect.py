@@ -20,7 +20,7 @@ from booster.checkpoint_io.formats.manifest import Manifest
 from booster.checkpoint_io.formats.optimizer_values import parse_values
 from booster.checkpoint_io.formats.tensor_files import GROUPS_KEY, open_tensor_file
 from booster.checkpoint_io.layout import GRADIENTS, MODEL, OPTIMIZER, RANDOM_STATE, FileKind, FileNames
-from booster.checkpoint_io.loading.ranges import verify_ranges
+from booster.checkpoint_io.loading.fill import verify_ranges
 from booster.checkpoint_io.loading.reader import StoredCheckpoint, open_checkpoint
 from booster.checkpoint_io.storage import Storage
 from booster.checkpoint_io.training_state.document import TrainingDocument

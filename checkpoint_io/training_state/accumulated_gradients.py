@@ -10,8 +10,8 @@ from pathlib import Path
 import torch
 
 from booster.checkpoint_io.layout import GRADIENTS, SaveTarget
+from booster.checkpoint_io.loading.fill import read_slices
 from booster.checkpoint_io.loading.load import Loader
-from booster.checkpoint_io.loading.ranges import read_slices
 from booster.checkpoint_io.loading.reader import StoredCheckpoint
 from booster.checkpoint_io.saving.part import CheckpointPart
 from booster.errors import CheckpointError

@@ -1,4 +1,4 @@
-"""Load of a full training checkpoint: everything is checked on all ranks before anything is changed."""
+"""Load of a full training checkpoint: all but the data is checked on all ranks before anything is changed."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from booster.checkpoint_io.commit import resolve
 from booster.checkpoint_io.formats.json import MAX_JSON_BYTES
 from booster.checkpoint_io.formats.manifest import Manifest
 from booster.checkpoint_io.layout import GRADIENTS, MODEL, OPTIMIZER, RANDOM_STATE
-from booster.checkpoint_io.loading.load import Load, Loader, ModelLoad, OptimizerLoad
-from booster.checkpoint_io.loading.ranges import read_slices
+from booster.checkpoint_io.loading.fill import read_slices
+from booster.checkpoint_io.loading.load import Load, Loader, ModelLoad, OptimizerLoad, incomplete_on_failure
 from booster.checkpoint_io.loading.reader import StoredCheckpoint
 from booster.checkpoint_io.parallel import CheckpointGroup
 from booster.checkpoint_io.storage import Storage
@@ -155,18 +155,18 @@ class _TrainingStateLoad:
             get_dist_logger().warning(f"{self._directory} also holds {', '.join(left)}: not asked for, so not loaded")
         # First of all changes, because a dataloader can reject a position only when it is set.
         ranks.run_on_all_ranks(lambda: _fill_dataloaders(document, parts, ranks.rank), self._action)
-        for load in self._loads:
-            load.fill()
-
-        def finish() -> None:
-            for name, optimizer in parts.optimizers.items():
-                if name not in document.gradients:
-                    optimizer.pending_gradients().clear()
-            for name, lr_scheduler in parts.lr_schedulers.items():
-                lr_scheduler.load_state_dict(self._schedules[name])
-
-        ranks.run_on_all_ranks(finish, self._action)
+        with incomplete_on_failure([*parts.models.values(), *parts.optimizers.values()]):
+            for load in self._loads:
+                load.fill()
+            ranks.run_on_all_ranks(self._finish, self._action)
         self._random_state.fill()  # last: no random numbers are drawn after it
+
+    def _finish(self) -> None:
+        for name, optimizer in self._parts.optimizers.items():
+            if name not in self._document.gradients:
+                optimizer.pending_gradients().clear()
+        for name, lr_scheduler in self._parts.lr_schedulers.items():
+            lr_scheduler.load_state_dict(self._schedules[name])
 
 
 def _was_replaced(ranks: CheckpointGroup, storage: Storage, path: Path, directory: Path, action: str) -> bool:

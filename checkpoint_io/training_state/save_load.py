@@ -146,11 +146,11 @@ class TrainingStateIO:
             checkpoint: Directory.
             parts: Objects to fill; other contents of the checkpoint are ignored.
             strict: If True, models must have exactly the stored tensors.
-            verify: "checksums" or "structure".
+            verify: "checksums", "before" or "structure".
             missing_ok: If True, return None and change nothing if there is no training state.
 
         Raises:
-            CheckpointError: A requested part is missing, does not match or is damaged; nothing was changed.
+            CheckpointError: A requested part is missing, does not match or is damaged; see `Booster.load`.
         """
         self._saver.wait()
         return load_training_state(

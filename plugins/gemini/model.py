@@ -266,6 +266,7 @@ class GeminiModel(ModelWrapper):
     @torch.no_grad()
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Return the unsharded `state_dict` of the user's model, as a copy on every rank. Collective."""
+        self.require_complete()
         kwargs["keep_vars"] = True
         state = self.module.state_dict(*args, **kwargs)
         if any(True for _ in self._derived(state)):

@@ -324,6 +324,7 @@ class FSDPModel(ModelWrapper):
     @torch.no_grad()
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Return the `state_dict` of the user's model with unsharded tensors, copied, on every rank. Collective."""
+        self.require_complete()
         if self._is_gathered:
             return self.module.state_dict(*args, **kwargs)
         self.reshard()

@@ -276,13 +276,15 @@ def test_a_read_that_fails_on_one_rank_fails_on_all(tmp_path, policy):
     job.booster.save_model(job.model, tmp_path / "m", shard=True)
     real = load.read_slices
 
-    def failing(*arguments):
+    def failing(*arguments, **options):
         if dist.get_rank() == 1:
             raise CheckpointError("the disk is gone")
-        real(*arguments)
+        real(*arguments, **options)
 
     with patch.object(load, "read_slices", failing), pytest.raises(CheckpointError, match="the disk is gone"):
         job.booster.load_model(job.model, tmp_path / "m")
+    with pytest.raises(CheckpointError, match=r"this model is incomplete.*the disk is gone"):
+        job.train(1)
     job.booster.load_model(job.model, tmp_path / "m")
     job.train(1)
 

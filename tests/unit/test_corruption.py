@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch
 from checkpoint_cases import Net, stepped
 from oracles.damage import Damage, random_damages, whole_file_damages
 from oracles.faulting_storage import UnsyncedStorage
@@ -38,14 +39,32 @@ class Live:
         optimizer = {part.name: bits(part.tensor) for part in state.slices()} | {"values": repr(state.values())}
         return {"model": model, "optimizer": optimizer}
 
-    def load(self, root, form, part):
+    def load(self, root, form, part, verify):
         """Loads one part."""
         _, *places = FORMS[form]
         io = GeneralCheckpointIO(storage=UnsyncedStorage())
         if part == "model":
-            io.load_model(self.model, root / places[0])
+            io.load_model(self.model, root / places[0], verify=verify)
         else:
-            io.load_optimizer(self.optimizer, root / places[1])
+            io.load_optimizer(self.optimizer, root / places[1], verify=verify)
+
+    def refuses_to_be_used(self, part):
+        """Whether the part is marked as incomplete, so that it raises when it is used."""
+        was_marked = self.is_marked
+        if was_marked:
+            with pytest.raises(CheckpointError, match=f"this {part} is incomplete"):
+                self.model(torch.zeros(1, 3))
+        self.model.mark_loaded(self.model if part == "model" else self.optimizer, None)
+        return was_marked
+
+    @property
+    def is_marked(self):
+        """Whether a load into some part has failed halfway."""
+        try:
+            self.model.require_complete()
+        except CheckpointError:
+            return True
+        return False
 
 
 class Saved:
@@ -85,19 +104,24 @@ def case(request, tmp_path_factory):
     return saved, other, Live(seed=3)
 
 
-def _outcome(saved, live, part):
+def _outcome(saved, live, part, verify="before"):
     """Returns the error of a load, None for an exact one; fails for anything else."""
     before = live.state()
     failure = None
     try:
-        live.load(saved.root, saved.form, part)
+        live.load(saved.root, saved.form, part, verify)
     except CheckpointError as error:
         failure = str(error)
     after = live.state()
     if failure is not None:
-        assert after == before, f"the load raised and changed something: {failure}"
+        is_unchanged = after == before
+        is_refused = live.refuses_to_be_used(part)
+        assert is_unchanged or verify == "checksums", f"the load raised and changed something: {failure}"
+        assert is_unchanged or is_refused, f"a changed {part} can be used: {failure}"
+        assert not is_refused or verify == "checksums", f"an unchanged {part} cannot be used: {failure}"
         return failure
     assert after[part] == saved.state[part], "the load did not raise, and something else was loaded"
+    assert not live.is_marked, "what a load has filled is marked as incomplete"
     _reset(live, before)
     return None
 
@@ -115,10 +139,15 @@ def _check(saved, live, damage):
     saved.apply(damage)
     try:
         errors = {part: _outcome(saved, live, part) for part in WORDS}
+        while_reading = {part: _outcome(saved, live, part, "checksums") for part in WORDS}
     except AssertionError as error:
         raise AssertionError(f"{damage.what}: {error}") from None
     finally:
         saved.restore(damage)
+        for part in WORDS:
+            live.load(saved.root, saved.form, part, "checksums")
+        assert not live.is_marked
+    assert list(map(bool, errors.values())) == list(map(bool, while_reading.values())), f"{errors}, {while_reading}"
     for error in filter(None, errors.values()):
         assert any(name in error for name in _names(damage)), f"{damage.what}: {error}"
     return errors
@@ -222,7 +251,7 @@ def test_safetensors_alone_sees_no_damage_of_data(case, tmp_path):
 class NaiveLive(Live):
     """Loads the model as many programs do."""
 
-    def load(self, root, form, part):
+    def load(self, root, form, part, verify):
         """Fills what has the right name, whatever it is."""
         if part == "model":
             naive_load(root if form == "sharded" else root / "model.safetensors", self.model.unwrap().state_dict())

@@ -75,6 +75,21 @@ def test_an_optimizer_goes_on_as_if_it_never_stopped(tmp_path, form, optimizer_c
     assert_equal(state_of(other_model), state_of(model))
 
 
+def test_states_of_the_same_form_keep_their_memory(tmp_path):
+    _, saved = stepped(Net())
+    IO.save_optimizer(saved, tmp_path / "o")
+    _, optimizer = stepped(Net(seed=1))
+    parameter = optimizer.param_groups[0]["params"][0]
+    state = optimizer.state[parameter]
+    state["exp_avg_sq"] = state["exp_avg_sq"].double()  # another form
+    before = dict(state)
+    IO.load_optimizer(optimizer, tmp_path / "o")
+    after = optimizer.state[parameter]
+    assert after["exp_avg"] is before["exp_avg"]
+    assert after["exp_avg_sq"] is not before["exp_avg_sq"]
+    _same_state(optimizer.unwrap(), saved.unwrap())
+
+
 def test_the_files_of_an_optimizer(tmp_path):
     IO.save_optimizer(stepped(Net())[1], tmp_path / "o", shard=True)
     assert names_in(tmp_path / "o") == [

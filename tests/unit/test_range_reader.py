@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import random
+import zlib
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,9 +13,10 @@ from oracles.naive_reader import naive_part
 from stored_tensors import bits, save_tensors
 from torch import nn
 
+from booster.checkpoint_io.formats.manifest import FileRecord, RangeRecord
 from booster.checkpoint_io.layout import MODEL
-from booster.checkpoint_io.loading import ranges
-from booster.checkpoint_io.loading.ranges import assign_elements, read_slices, verify_ranges
+from booster.checkpoint_io.loading import fill, ranges
+from booster.checkpoint_io.loading.fill import assign_elements, read_slices, verify_ranges
 from booster.checkpoint_io.loading.reader import open_checkpoint
 from booster.checkpoint_io.storage import Storage
 from booster.errors import CheckpointError
@@ -76,31 +80,115 @@ def _random_tensor(rng, dtype):
     return (torch.randn(shape) * 50).to(dtype)
 
 
-@pytest.mark.parametrize("is_safetensors", [True, False])
-@pytest.mark.parametrize("seed", range(6))
-def test_any_slice_equals_the_part_of_the_whole(tmp_path, monkeypatch, seed, is_safetensors):
+def _random_tiles(rng, name, logical):
+    """Returns records that cover a tensor once: boxes, cut along one dimension after another, in spans."""
+    boxes = [tuple((0, size) for size in logical.shape)]
+    for dim, size in enumerate(logical.shape):
+        cut = rng.randint(0, size) if rng.random() < 0.6 else size
+        halves = [(0, cut), (cut, size - cut)]
+        boxes = [(*box[:dim], half, *box[dim + 1 :]) for box in boxes for half in halves if half[1]]
+    for box in boxes:
+        numel = torch.Size([length for _, length in box]).numel()
+        cuts = sorted({0, numel, *(rng.randint(0, numel) for _ in range(rng.randint(0, 2)))})
+        for span in itertools.pairwise(cuts):
+            crc = zlib.crc32(bits(naive_part(logical, box, span)))
+            yield RangeRecord(name=name, box=None if box == boxes[0] and len(boxes) == 1 else box, span=span, crc32=crc)
+
+
+def _use_records(stored, tensors, rng):
+    records = [record for name in tensors for record in _random_tiles(rng, name, tensors[name])]
+    rng.shuffle(records)
+    record = FileRecord(num_bytes=0, head_bytes=0, head_crc32=0, ranges=tuple(records))
+    stored.record_of = lambda file: record
+    return records
+
+
+@pytest.fixture
+def small_steps(monkeypatch, seed):
+    """So small that every way through the code is taken."""
     rng = random.Random(seed)
-    torch.manual_seed(seed)
-    # So small that every way through the code is taken.
     for module, name, value in [
-        (ranges, "READ_BYTES", 512),
-        (ranges, "STAGING_BYTES", 160),
+        (fill, "BATCH_BYTES", 512),
+        (fill, "STEP_BYTES", 160),
         (ranges, "SCRATCH_BYTES", rng.choice([64, 1024, 2**21])),
         (ranges, "MAX_GAP_BYTES", rng.choice([0, 24, 2**14])),
         (ranges, "_LONG_RUN_BYTES", rng.choice([1, 16, 256])),
         (ranges, "_RUNS_PER_BATCH", rng.choice([3, 16384])),
     ]:
         monkeypatch.setattr(module, name, value)
+
+
+@pytest.mark.parametrize("verifies", [True, False])
+@pytest.mark.parametrize("is_safetensors", [True, False])
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.usefixtures("small_steps")
+def test_any_slice_equals_the_part_of_the_whole(tmp_path, seed, is_safetensors, verifies):
+    rng = random.Random(seed)
+    torch.manual_seed(seed)
     tensors = {f"t{index}": _random_tensor(rng, dtype) for index, dtype in enumerate(FORMATS * 3)}
     path = tmp_path / ("m.safetensors" if is_safetensors else "m.bin")
     save_tensors(path, tensors, use_safetensors=is_safetensors)
     parts = [_random_slice(rng, name, tensors[name]) for name in tensors for _ in range(12)]
     with open_checkpoint(Storage(), path, MODEL) as stored:
+        if verifies:
+            _use_records(stored, tensors, rng)
         verify_ranges(stored, 0, 1)
-        read_slices(stored, [(part.name, part) for part in parts])
+        read_slices(stored, [(part.name, part) for part in parts], verifies=verifies)
     for part in parts:
         expected = naive_part(tensors[part.name], part.box, part.span).to(part.dtype)
         assert bits(part.tensor) == bits(expected), part
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.usefixtures("small_steps")
+def test_every_damaged_element_that_is_held_is_found(tmp_path, seed):
+    rng = random.Random(seed)
+    tensors = {f"t{index}": torch.randn(rng.choice([1, 5, 40]), rng.choice([1, 3, 8])) for index in range(5)}
+    save_tensors(path := tmp_path / "m.safetensors", tensors)
+    with open_checkpoint(Storage(), path, MODEL) as stored:
+        _use_records(stored, tensors, rng)
+        for name, tensor in tensors.items():
+            element = rng.randrange(tensor.numel())
+            _flip_bit(path, stored.locate(name)[1] + 4 * element)
+            box = tuple((index, 1) for index in divmod(element, tensor.shape[1]))
+            part = TensorSlice(
+                name=name,
+                dtype=tensor.dtype,
+                global_shape=tuple(tensor.shape),
+                box=box,
+                span=(0, 1),
+                tensor=torch.zeros(1),
+                primary=True,
+            )
+            with pytest.raises(CheckpointError, match=rf"m\.safetensors is damaged: elements .* of .{name}.*some of"):
+                read_slices(stored, [(name, part)], verifies=True)
+            with pytest.raises(CheckpointError, match="nothing was loaded"):
+                verify_ranges(stored, 0, 1)
+            _flip_bit(path, stored.locate(name)[1] + 4 * element)
+            read_slices(stored, [(name, part)], verifies=True)
+
+
+def _flip_bit(path, offset):
+    with path.open("r+b") as file:
+        file.seek(offset)
+        byte = file.read(1)[0]
+        file.seek(offset)
+        file.write(bytes([byte ^ 4]))
+
+
+def test_every_byte_is_read_once_for_all_slices_and_checksums(tmp_path):
+    tensors = {f"t{index}": torch.randn(300, 5) for index in range(4)}
+    save_tensors(tmp_path / "m", tensors, shard_bytes=8000)
+    storage = CountingStorage()
+    with open_checkpoint(storage, tmp_path / "m", MODEL) as stored:
+        storage.reads.clear()
+        half = torch.zeros(750, dtype=torch.bfloat16)
+        wanted = [(name, TensorSlice.full(name, torch.zeros(300, 5), primary=True)) for name in ("t0", "t1", "t0")]
+        wanted.append(("t1", replace(wanted[1][1], span=(0, 750), tensor=half, dtype=half.dtype)))
+        read_slices(stored, wanted, verifies=True)
+    assert sum(num_bytes for _, num_bytes in storage.reads) == 2 * 4 * 1500  # those of t0 and t1
+    assert all(torch.equal(part.tensor, tensors[name]) for name, part in wanted[:3])
+    assert torch.equal(half, tensors["t1"].reshape(-1)[:750].bfloat16())
 
 
 def test_only_what_is_held_is_read(tmp_path):
@@ -155,8 +243,8 @@ def test_plain_memory_is_filled_in_place_and_autograd_knows(tmp_path):
         loss.backward()
 
 
-def test_the_buffers_of_four_threads_fit_into_32_mib():
-    assert 4 * (ranges.STAGING_BYTES + ranges.SCRATCH_BYTES) <= 32 * 2**20
+def test_the_buffers_of_all_threads_fit_into_12_mib():
+    assert fill.NUM_THREADS * (fill.STEP_BYTES + ranges.SCRATCH_BYTES) <= 12 * 2**20
 
 
 def test_a_file_that_is_cut_while_it_is_open(tmp_path):

@@ -23,8 +23,8 @@ from booster.checkpoint_io.formats.tensor_files import (
     with_placeholder,
 )
 from booster.checkpoint_io.layout import MODEL, OPTIMIZER
+from booster.checkpoint_io.loading.fill import verify_ranges
 from booster.checkpoint_io.loading.load import match_names
-from booster.checkpoint_io.loading.ranges import verify_ranges
 from booster.checkpoint_io.loading.reader import open_checkpoint
 from booster.checkpoint_io.storage import Storage
 from booster.errors import CheckpointError

@@ -165,7 +165,7 @@ class TestWhole:
         assert other.booster.load(tmp_path / "c", **other.parts) == {"step": 2}
         assert other.everything() == expected
 
-    @pytest.mark.parametrize("verify", ["checksums", "structure"])
+    @pytest.mark.parametrize("verify", ["checksums", "before", "structure"])
     def test_ways_to_verify(self, tmp_path, verify):
         run = Run().train(1)
         run.booster.save(tmp_path, **run.parts)
@@ -277,11 +277,17 @@ class TestNames:
         assert other.everything() == before
 
 
+def _damage(path):
+    raw = bytearray(path.read_bytes())
+    raw[-20] ^= 4
+    path.write_bytes(raw)
+
+
 class TestChecksFirst:
-    def assert_refused(self, tmp_path, run, match, error=CheckpointError, **parts):
+    def assert_refused(self, tmp_path, run, match, error=CheckpointError, *, verify="checksums", **parts):
         before = run.everything()
         with pytest.raises(error, match=match):
-            run.booster.load(tmp_path, **{**run.parts, **parts})
+            run.booster.load(tmp_path, **{**run.parts, **parts}, verify=verify)
         assert run.everything() == before
 
     def test_another_model(self, tmp_path):
@@ -316,10 +322,39 @@ class TestChecksFirst:
     def test_damage(self, tmp_path, name):
         run = Run().train(2)
         run.booster.save(tmp_path, **run.parts)
-        raw = bytearray((tmp_path / name).read_bytes())
-        raw[-20] ^= 4
-        (tmp_path / name).write_bytes(raw)
-        self.assert_refused(tmp_path, Run(seed=1).train(1), name.split("-")[0].removesuffix(".safetensors"))
+        _damage(tmp_path / name)
+        match = name.split("-")[0].removesuffix(".safetensors")
+        self.assert_refused(tmp_path, Run(seed=1).train(1), match, verify="before")
+
+    @pytest.mark.parametrize("name", ["model.safetensors", "optimizer-00001-of-00001.safetensors"])
+    def test_damage_that_is_found_halfway(self, tmp_path, name):
+        run = Run().train(2)
+        run.booster.save(tmp_path / "good", **run.parts)
+        run.booster.save(tmp_path / "damaged", **run.parts)
+        _damage(tmp_path / "damaged" / name)
+        other = Run(seed=1).train(1)
+        with pytest.raises(CheckpointError, match="is damaged: elements"):
+            other.booster.load(tmp_path / "damaged", **other.parts)
+        match = r"this (model|optimizer) is incomplete, as a load into it has failed halfway: .* is damaged: elements"
+        uses = {
+            "forward": lambda: other.model(torch.ones(2, 4)),
+            "step": other.optimizer.step,
+            "state dict": other.model.state_dict,
+            "state dict of the optimizer": other.optimizer.state_dict,
+            "save": lambda: other.booster.save(tmp_path / "c", **other.parts),
+            "save of the model": lambda: other.booster.save_model(other.model, tmp_path / "c"),
+            "save of the optimizer": lambda: other.booster.save_optimizer(other.optimizer, tmp_path / "c"),
+        }
+        for use in uses.values():
+            with pytest.raises(CheckpointError, match=match):
+                use()
+        other.booster.load_model(other.model, tmp_path / "good")
+        with pytest.raises(CheckpointError, match="this optimizer is incomplete"):
+            other.optimizer.step()  # the optimizer is what it was
+        other.booster.load(tmp_path / "good", **other.parts)
+        assert other.everything() == run.everything()
+        other.train(1)
+        assert sorted(os.listdir(tmp_path)) == ["damaged", "good"]
 
     def test_another_model_saved_over_the_states(self, tmp_path):
         run = Run().train(2)
