@@ -61,6 +61,7 @@ class ModelWrapper(nn.Module, metaclass=_ConstructionMarker):
     forward_module: nn.Module
     precision: Precision | None
     model_parallel_size: int  # ranks that compute each batch together, with equal inputs
+    failed_loads: dict[object, str]  # why a load has failed halfway, by the model or optimizer that is incomplete since
 
     def __init__(self, module: nn.Module, forward_module: nn.Module | None = None, *, is_primary: bool = True) -> None:
         super().__init__()
@@ -70,7 +71,7 @@ class ModelWrapper(nn.Module, metaclass=_ConstructionMarker):
         self._is_primary = is_primary
         self.model_parallel_size = 1
         self._is_closed = False
-        self._failed_loads: dict[object, str] = {}
+        self.failed_loads = {}
         self._load_hooks: list[Callable[[], None]] = []
         self._master_slices: list[Callable[[], list[TensorSlice]]] = []
         # Not a submodule: its names would appear a second time, with the plugin's prefix.
@@ -94,20 +95,9 @@ class ModelWrapper(nn.Module, metaclass=_ConstructionMarker):
                 " nothing that it has boosted is used any more, or boost again with a new plugin"
             )
 
-    def mark_loaded(self, part: object, error: BaseException | None) -> None:
-        """Record that a load of this model, or of an optimizer of it, has succeeded, or has failed halfway.
-
-        Args:
-            part: The model or the optimizer.
-            error: Why the load has failed; None if it has succeeded.
-        """
-        self._failed_loads.pop(part, None)
-        if error is not None:
-            self._failed_loads[part] = f"{type(error).__name__}: {error}"  # not the error, which refers to its frames
-
     def require_complete(self) -> None:
         """Raise `CheckpointError` while some part is neither what it was before a failed load nor what it should be."""
-        for part, error in self._failed_loads.items():
+        for part, error in self.failed_loads.items():
             name = "model" if part is self else "optimizer"
             raise CheckpointError(
                 f"this {name} is incomplete, as a load into it has failed halfway: {error}. Load a checkpoint into it"
@@ -116,7 +106,7 @@ class ModelWrapper(nn.Module, metaclass=_ConstructionMarker):
 
     def require_usable(self) -> None:
         """Raise after `Booster.close`, and from a failed load to the next one that succeeds."""
-        if self._is_closed or self._failed_loads:
+        if self._is_closed or self.failed_loads:
             self.require_open()
             self.require_complete()
 

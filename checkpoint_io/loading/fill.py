@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -44,6 +44,7 @@ class _Region:
     shape: tuple[int, ...]
     box: Box
     span: tuple[int, int]
+    numel: int = field(init=False)
     start: int = field(init=False)
     stop: int = field(init=False)
     is_run: bool = field(init=False)
@@ -51,20 +52,10 @@ class _Region:
     def __post_init__(self) -> None:
         length = run_length(self.shape, self.box)
         first, last = self.span
+        self.numel = last - first
         self.start = run_start(self.shape, self.box, first)
         self.stop = run_start(self.shape, self.box, last - 1) + 1
         self.is_run = first // length == (last - 1) // length
-
-    def may_share_elements(self, other: _Region) -> bool:
-        """Return False if the regions, of the same tensor, certainly have no element in common."""
-        return (
-            self.start < other.stop
-            and other.start < self.stop
-            and all(
-                offset < other_offset + other_length and other_offset < offset + length
-                for (offset, length), (other_offset, other_length) in zip(self.box, other.box, strict=True)
-            )
-        )
 
     def shared_range(self, other: _Region) -> tuple[int, int, int] | None:
         """Return the elements in common as one range, or None if they may be several.
@@ -77,7 +68,11 @@ class _Region:
         elif self.is_run and other.is_run:
             start, stop, other_start, other_stop = self.start, self.stop, other.start, other.stop
         else:
-            return None
+            may_share_any = all(
+                offset < other_offset + other_length and other_offset < offset + length
+                for (offset, length), (other_offset, other_length) in zip(self.box, other.box, strict=True)
+            )
+            return None if may_share_any else (0, 0, 0)
         first = max(start, other_start)
         return first - start, first - other_start, max(min(stop, other_stop) - first, 0)
 
@@ -100,11 +95,6 @@ class _Block:
     region: _Region
     targets: Sequence[_Target]
     record: RangeRecord | None
-
-    @property
-    def num_bytes(self) -> int:
-        start, stop = self.region.span
-        return (stop - start) * self.dtype.itemsize
 
 
 def read_slices(
@@ -140,7 +130,8 @@ def read_slices(
         targets.setdefault(name, []).append(_Target(region, tensor, memory))
     blocks = _recorded_blocks(stored, targets) if verifies else []
     verified = {block.name for block in blocks}
-    _read(stored, [*blocks, *_blocks_of_targets(stored, targets, verified)], "some of it is loaded", num_threads)
+    rest = {name: of_name for name, of_name in targets.items() if name not in verified}
+    _read(stored, [*blocks, *(_unverified_blocks(stored, rest) if rest else ())], "some of it is loaded", num_threads)
     for target in (target for of_name in targets.values() for target in of_name):
         if target.memory is not None and not target.tensor.is_inference():
             torch.autograd.graph.increment_version(target.tensor)  # as a copy_ would
@@ -161,12 +152,12 @@ def verify_ranges(stored: StoredCheckpoint, share: int, num_shares: int) -> None
         CheckpointError: Data differs from its checksum; the message names file and tensor.
     """
     blocks = _recorded_blocks(stored, None)
-    total, begin = max(sum(block.num_bytes for block in blocks), 1), 0
+    total, begin = max(sum(block.region.numel * block.dtype.itemsize for block in blocks), 1), 0
     blocks_of_share: list[_Block] = []
     for block in blocks:
         if begin * num_shares // total == share:  # where its first byte is, counted over all blocks
             blocks_of_share.append(block)
-        begin += block.num_bytes
+        begin += block.region.numel * block.dtype.itemsize
     _read(stored, blocks_of_share, "nothing was loaded", NUM_THREADS)
 
 
@@ -181,57 +172,46 @@ def _recorded_blocks(stored: StoredCheckpoint, targets: Mapping[str, Sequence[_T
             spec = file.specs[each.name]
             region = _Region(spec.shape, full_box(spec.shape) if each.box is None else each.box, each.span)
             of_name = [] if targets is None else targets[each.name]
-            holders = [target for target in of_name if region.may_share_elements(target.region)]
+            holders = [target for target in of_name if (region.shared_range(target.region) or (0, 0, 1))[2] > 0]
             if holders or targets is None:
                 blocks.append(_Block(each.name, spec.dtype, region, holders, each))
     return blocks
 
 
-def _blocks_of_targets(
-    stored: StoredCheckpoint, targets: Mapping[str, Sequence[_Target]], verified: Collection[str]
-) -> Iterator[_Block]:
-    """Yield parts of all targets whose tensors are not in `verified`."""
+def _unverified_blocks(stored: StoredCheckpoint, targets: Mapping[str, Sequence[_Target]]) -> Iterator[_Block]:
+    """Yield parts of all targets."""
     for name, of_name in targets.items():
         dtype = stored.specs[name].dtype
-        for target in () if name in verified else of_name:
-            region = target.region
-            for span in _parts(region.span, BATCH_BYTES // dtype.itemsize):
+        size = BATCH_BYTES // dtype.itemsize
+        for target in of_name:
+            region, (first, last) = target.region, target.region.span
+            for start in range(first, last, size):
+                span = (start, min(start + size, last))
                 yield _Block(name, dtype, _Region(region.shape, region.box, span), [target], None)
 
 
 def _read(stored: StoredCheckpoint, blocks: Iterable[_Block], consequence: str, num_threads: int) -> None:
-    batches = list(_batches(blocks))
-    run_in_threads(lambda batch: _read_blocks(stored, batch, consequence), batches, min(num_threads, len(batches)))
-
-
-def _batches(blocks: Iterable[_Block]) -> Iterator[list[_Block]]:
-    """Group the blocks into batches for the threads."""
-    batch: list[_Block] = []
-    free_bytes = BATCH_BYTES
+    batches: list[list[_Block]] = []
+    free_bytes = 0
     for block in blocks:
-        batch.append(block)
-        free_bytes -= block.num_bytes
         if free_bytes <= 0:
-            yield batch
-            batch, free_bytes = [], BATCH_BYTES
-    if batch:
-        yield batch
-
-
-def _parts(span: tuple[int, int], size: int) -> Iterator[tuple[int, int]]:
-    for start in range(*span, size):
-        yield start, min(start + size, span[1])
+            batches.append([])
+            free_bytes = BATCH_BYTES
+        batches[-1].append(block)
+        free_bytes -= block.region.numel * block.dtype.itemsize
+    run_in_threads(lambda batch: _read_blocks(stored, batch, consequence), batches, min(num_threads, len(batches)))
 
 
 def _read_blocks(stored: StoredCheckpoint, batch: Sequence[_Block], consequence: str) -> None:
     reader, buffer = ElementReader(stored), np.empty(0, dtype=np.uint8)
     for block in batch:
-        region, itemsize, (first, _) = block.region, block.dtype.itemsize, block.region.span
+        region, itemsize, (first, last) = block.region, block.dtype.itemsize, block.region.span
         direct, memory = _direct_target(block)
         if direct is None and len(buffer) == 0:
             buffer = np.empty(STEP_BYTES, dtype=np.uint8)
         checksum = 0
-        for start, stop in _parts(region.span, STEP_BYTES // itemsize):
+        for start in range(first, last, STEP_BYTES // itemsize):
+            stop = min(start + STEP_BYTES // itemsize, last)
             place = 0 if direct is None else start - first
             elements = (buffer if direct is None else memory)[place * itemsize : (place + stop - start) * itemsize]
             reader.read(block.name, region.box, (start, stop), elements)
@@ -246,12 +226,11 @@ def _read_blocks(stored: StoredCheckpoint, batch: Sequence[_Block], consequence:
 
 def _direct_target(block: _Block) -> tuple[_Target | None, np.ndarray]:
     """Return the slice that holds all of the block as it is in the file, if there is one, and the memory for it."""
-    start, stop = block.region.span
+    region, itemsize = block.region, block.dtype.itemsize
     for target in block.targets:
-        shared = None if target.memory is None else block.region.shared_range(target.region)
-        if target.memory is not None and shared is not None and shared[2] == stop - start:
-            first = shared[1] * block.dtype.itemsize
-            return target, target.memory[first : first + block.num_bytes]
+        shared = None if target.memory is None else region.shared_range(target.region)
+        if target.memory is not None and shared is not None and shared[2] == region.numel:
+            return target, target.memory[shared[1] * itemsize : (shared[1] + region.numel) * itemsize]
     return None, np.empty(0, dtype=np.uint8)
 
 

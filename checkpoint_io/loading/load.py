@@ -45,15 +45,17 @@ class Match:
     unexpected: list[str] = field(default_factory=list)
     differing: list[str] = field(default_factory=list)
 
-    def check(self, source_name: str, *, strict: bool) -> Match:
+    def check(self, stored: StoredCheckpoint, source_name: str, *, strict: bool) -> Match:
         """Return the match itself, or raise one error that lists all mismatches.
 
         Args:
-            source_name: Name of the checkpoint for messages.
+            stored: Open checkpoint.
+            source_name: Its name for messages.
             strict: If False, raise only if no tensor matches.
 
         Raises:
-            CheckpointError: There are mismatches or, with `strict=False`, no matches.
+            CheckpointError: There are mismatches, or a tied tensor is stored with different values; with
+                `strict=False`, there are no matches.
         """
         has_unfilled = bool(self.missing or self.differing)
         if strict and (has_unfilled or self.unexpected):
@@ -65,6 +67,13 @@ class Match:
             raise CheckpointError(
                 f"no tensor of {source_name} fits the model, so nothing was loaded:{self.format_mismatches()}"
             )
+        for used, duplicates in self.duplicates.items() if strict else ():
+            differing = [name for name in duplicates if not _are_equal(stored, used, name)]
+            if differing:
+                raise CheckpointError(
+                    f"{used!r} and {differing[0]!r} are one tied tensor in the model, but differ in {stored.path}, so"
+                    " nothing was loaded: untie them in the model, or pass strict=False to load the first"
+                )
         return self
 
     def format_mismatches(self) -> str:
@@ -166,7 +175,10 @@ def incomplete_on_failure(parts: Iterable[ModelWrapper | OptimizerWrapper]) -> I
         raise
     finally:
         for part in parts:
-            (part if isinstance(part, ModelWrapper) else part.model).mark_loaded(part, failure)
+            failed_loads = part.failed_loads if isinstance(part, ModelWrapper) else part.model.failed_loads
+            failed_loads.pop(part, None)
+            if failure is not None:
+                failed_loads[part] = f"{type(failure).__name__}: {failure}"  # not the error, which refers to its frames
 
 
 class Loader(ExitStack):
@@ -178,6 +190,10 @@ class Loader(ExitStack):
         verify: "checksums" verifies the data while it is loaded, in one pass; "before" reads and verifies all of it
             before anything is changed; "structure" verifies no data.
 
+    Attributes:
+        verifies_while_reading: Whether to let `read_slices` verify what it reads.
+        verifies_before: Whether to call `verify` for data that `read_slices` reads in one call, too.
+
     Raises:
         ConfigError: Unknown value of `verify`.
     """
@@ -187,7 +203,9 @@ class Loader(ExitStack):
         check_verify(verify)
         self.ranks = ranks
         self.storage = storage
-        self._verify = verify
+        self._verifies = verify != "structure"
+        self.verifies_while_reading = verify == "checksums"
+        self.verifies_before = verify == "before"
 
     def open(self, path: Path, kind: FileKind) -> StoredCheckpoint:
         """Open a checkpoint and check its structure; it stays open until the loader is closed. Collective."""
@@ -196,8 +214,9 @@ class Loader(ExitStack):
 
         def open_stored() -> StoredCheckpoint:
             timeout = 0.0 if self.ranks.rank == 0 else _VISIBILITY_TIMEOUT_SECONDS
-            is_required = self._verify != "structure"
-            stored = open_checkpoint(self.storage, path, kind, timeout_seconds=timeout, requires_manifest=is_required)
+            stored = open_checkpoint(
+                self.storage, path, kind, timeout_seconds=timeout, requires_manifest=self._verifies
+            )
             self.callback(stored.close)
             return stored
 
@@ -211,22 +230,13 @@ class Loader(ExitStack):
             check_same_across_ranks(what, [stored.fingerprint], self.ranks.group)
         return stored
 
-    @property
-    def verifies_while_reading(self) -> bool:
-        """Whether `read_slices` verifies the data."""
-        return self._verify == "checksums"
-
-    def verify(self, stored: StoredCheckpoint, *, is_read_once: bool = False) -> None:
+    def verify(self, stored: StoredCheckpoint) -> None:
         """Verify all checksums, sharded over the ranks. Collective.
-
-        Args:
-            stored: Open checkpoint.
-            is_read_once: Whether `read_slices` reads all data in one call, so that it can verify it.
 
         Raises:
             CheckpointError: Data differs from its checksum.
         """
-        if self._verify == "before" or (self.verifies_while_reading and not is_read_once):
+        if self._verifies:
             ranks = self.ranks
             ranks.run_on_all_ranks(lambda: verify_ranges(stored, ranks.rank, ranks.size), f"verifying {stored.path}")
 
@@ -273,13 +283,13 @@ class ModelLoad:
             {name for tensor_slice in slices for name in (tensor_slice.name, *tied.get(tensor_slice.name, ()))}
         )
         matched = ranks.run_on_all_ranks(
-            lambda: match_names(stored.specs, slices, tied, names).check(str(self._path), strict=self.strict), action
+            lambda: match_names(stored.specs, slices, tied, names).check(stored, str(self._path), strict=self.strict),
+            action,
         )
-        if self.strict:
-            ranks.run_on_all_ranks(lambda: _check_duplicates(stored, matched), action)
-        elif ranks.rank == 0 and matched.format_mismatches():
+        if not self.strict and ranks.rank == 0 and matched.format_mismatches():
             get_dist_logger().warning(f"{action} with strict=False leaves out:{matched.format_mismatches()}")
-        loader.verify(stored, is_read_once=True)
+        if loader.verifies_before:
+            loader.verify(stored)
         # Masters too: the file may have more precision than the model weights.
         all_slices = [*slices, *ranks.run_on_all_ranks(self._model.master_slices, action)]
         self._source_and_slice = [
@@ -341,7 +351,8 @@ class OptimizerLoad:
         self._state, self._values, masters = self._loader.ranks.run_on_all_ranks(compare, self._action)
         # A rank without a shard of a master must not conclude that no rank has memory for it.
         self._masters = self._loader.names_of_all_ranks(masters)
-        self._loader.verify(stored, is_read_once=True)
+        if self._loader.verifies_before:
+            self._loader.verify(stored)
 
     def fill(self) -> None:
         """Replace the optimizer's state with the stored one. Collective."""
@@ -365,16 +376,6 @@ class OptimizerLoad:
             of_model.setdefault(tensor_slice.name, []).append(tensor_slice)
         for name in masters:
             yield from ((name, tensor_slice) for tensor_slice in of_model.get(name.removesuffix(MASTER_SUFFIX), []))
-
-
-def _check_duplicates(stored: StoredCheckpoint, match: Match) -> None:
-    for used, duplicates in match.duplicates.items():
-        differing = [name for name in duplicates if not _are_equal(stored, used, name)]
-        if differing:
-            raise CheckpointError(
-                f"{used!r} and {differing[0]!r} are one tied tensor in the model, but differ in {stored.path}, so"
-                " nothing was loaded: untie them in the model, or pass strict=False to load the first"
-            )
 
 
 def _are_equal(stored: StoredCheckpoint, left: str, right: str) -> bool:

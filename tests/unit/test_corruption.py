@@ -54,7 +54,7 @@ class Live:
         if was_marked:
             with pytest.raises(CheckpointError, match=f"this {part} is incomplete"):
                 self.model(torch.zeros(1, 3))
-        self.model.mark_loaded(self.model if part == "model" else self.optimizer, None)
+        self.model.failed_loads.clear()
         return was_marked
 
     @property
