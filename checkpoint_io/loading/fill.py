@@ -32,7 +32,7 @@ STEP_BYTES = 2**20  # small enough to stay in cache between read and checksum
 # A block that one slice has in its memory as it is in the file is read there directly; other slices copy from there.
 # All other blocks go through a buffer of one step.
 # All ranks of a host read the blocks that they share in the same order at the same time, through the page cache, which
-# is the memory that they share anyway: the disk reads every byte once per host. 1 GiB for each of two ranks took 0.82 to
+# is the memory that they share anyway: the disk reads every byte once per host. 1 GiB on each of two ranks took 0.82 to
 # 0.91 s so. O_DIRECT into shared memory, each rank half of it, took 1.1 to 1.5 s, as its pages cannot be huge ones, and
 # into a rank's own huge pages 0.69 to 0.88 s for what no other rank needs, where 0.65 to 0.75 s are the disk's limit.
 
