@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 from torch.optim import Optimizer
+from torch.optim.optimizer import _foreach_supported_types
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from booster.booster import Booster
@@ -379,7 +380,7 @@ def simulate(
                 _run_model(booster, model, optimizer, batch, criterion)
             _mark_gradients(model, optimizer, tracker)
             tracker.take_peak()
-            with count_communication() as count_of_step:
+            with count_communication() as count_of_step, _foreach_for_fake_tensors():
                 optimizer.step()
                 optimizer.zero_grad()
             step = tracker.take_peak()
@@ -393,6 +394,16 @@ def simulate(
             offloaded=tracker.offloaded,
             checkpoint=None if at_end is None else at_end(booster, model, optimizer, tracker),
         )
+
+
+@contextmanager
+def _foreach_for_fake_tensors() -> Iterator[None]:
+    """Let torch's optimizers choose for fake tensors what they do for real ones: `foreach`, on accelerators."""
+    _foreach_supported_types.append(FakeTensor)
+    try:
+        yield
+    finally:
+        _foreach_supported_types.remove(FakeTensor)
 
 
 def note_held_shards(

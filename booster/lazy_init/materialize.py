@@ -227,12 +227,21 @@ def move_to_device(model: nn.Module, optimizer: Optimizer | None, device: torch.
         check_materialized(model)
         materialize(model, device)
         if any(tensor.device != device for tensor in (*model.parameters(), *model.buffers())):
-            model.to(device)
+            _move(model, device)
         if optimizer is not None and optimizer.state:
             optimizer.load_state_dict(optimizer.state_dict())  # moves every state to its parameter's device
     except Exception as raised:  # raised again on all ranks
         error = raised
     raise_on_all_ranks(error)
+
+
+def _move(model: nn.Module, device: torch.device) -> None:
+    """Move a model; what is one buffer of several modules stays one, as torch does it with parameters alone."""
+    buffers = [(one._buffers, name, buffer) for one in model.modules() for name, buffer in one._buffers.items()]
+    model.to(device)
+    moved: dict[int, torch.Tensor | None] = {}
+    for owner, name, buffer in buffers:
+        owner[name] = moved.setdefault(id(buffer), owner[name])
 
 
 def check_materialized(model: nn.Module) -> None:

@@ -332,6 +332,13 @@ class FSDP2ParamGroup:
         if self.device.type != "cpu" and hasattr(context, "reduce_scatter_stream"):  # set by the first forward
             torch.accelerator.current_stream().wait_stream(context.reduce_scatter_stream)
 
+    def order_streams(self) -> None:
+        """Let FSDP2's streams wait for the current one, which may read their memory that `reset_iter_state` frees."""
+        context = self._group.comm_ctx
+        for name in ("all_gather_copy_in_stream", "all_gather_stream", "reduce_scatter_stream"):
+            if self.device.type != "cpu" and hasattr(context, name):  # set by the first forward
+                getattr(context, name).wait_stream(torch.accelerator.current_stream())
+
     # `FSDPModule.unshard` gathers in the compute dtype, for the next forward.
 
     @contextmanager

@@ -219,6 +219,7 @@ class FSDPModel(ModelWrapper):
             self.collective_order.abort_pass()
             reset = getattr(self.module, "reset_iter_state", None)
             if reset is not None and self.fsdp_groups:
+                self.fsdp_groups[0].fsdp2.order_streams()
                 reset()
             for group in self.fsdp_groups:
                 group.input_hook.remove()

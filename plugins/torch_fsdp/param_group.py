@@ -289,7 +289,10 @@ class ParamGroup:
         """Return this rank's shard of a parameter's reduced gradient, flat, or None if there is none."""
         if self._grads_in_flight:
             self._add_grads_in_flight()
-        return self._own_grad(param)
+        gradient = self._own_grad(param)
+        if gradient is not None and gradient.device.type != "cpu":
+            gradient.record_stream(torch.accelerator.current_stream())  # made in FSDP2's stream of reductions
+        return gradient
 
     def _own_grad(self, param: ShardedParam) -> torch.Tensor | None:
         if not self.has_reduced_grads or param not in self._buffer_params:

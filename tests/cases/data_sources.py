@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import io
 import random
 import tarfile
@@ -265,12 +266,28 @@ STREAMS: dict[str, Make] = {
         hugging_face_stream(5), BATCH_SIZE, collate_fn=_number, **options
     ),
 }
-PACKAGES = {"Hugging Face": "datasets", "StatefulDataLoader": "torchdata.stateful_dataloader"}
+PACKAGES = {
+    "Hugging Face": "datasets",
+    "StatefulDataLoader": "torchdata.stateful_dataloader",
+    "webdataset": "webdataset",
+}
 
 
 def package_of(name: str) -> str | None:
     """Returns the package that a source needs, or None."""
     return next((package for word, package in PACKAGES.items() if word in name), None)
+
+
+def missing_packages() -> list[str]:
+    """Returns the packages of sources that are not installed."""
+    names = {package.partition(".")[0] for package in PACKAGES.values()}
+    return sorted(name for name in names if importlib.util.find_spec(name) is None)
+
+
+def is_installed(name: str) -> bool:
+    """Returns whether the package that a source needs is there."""
+    package = package_of(name)
+    return package is None or package.partition(".")[0] not in missing_packages()
 
 
 def web_loader(folder: str, **options: Any) -> Any:

@@ -9,6 +9,7 @@ from torch.nn import functional
 
 from booster import Booster, FP16NaiveMixedPrecision, estimate_memory
 from booster.comm import count_communication
+from booster.device import current_device
 
 TOKENS, BATCH, VOCABULARY, WIDTH, HEADS = 128, 4, 2000, 256, 4
 
@@ -91,7 +92,7 @@ def measured(
     make_plugin, *, make_model=LanguageModel, batch=BATCH, optimizer=torch.optim.AdamW, precision=None, stages=False
 ):
     """Returns what was allocated and sent in the third step."""
-    ids = torch.randint(0, VOCABULARY, (batch, TOKENS))
+    ids = torch.randint(0, VOCABULARY, (batch, TOKENS)).to(current_device())
     with Allocations() as allocations:
         model = make_model()
         booster = Booster(plugin=None if make_plugin is None else make_plugin(), mixed_precision=precision)

@@ -42,6 +42,7 @@ class SlicedModel(ModelWrapper):
         world_size: Parts in all.
         held: Dtype in memory.
         stored: Dtype in a file; None: as held.
+        device: Where the memory is.
     """
 
     def __init__(
@@ -53,12 +54,13 @@ class SlicedModel(ModelWrapper):
         *,
         held: torch.dtype = torch.float32,
         stored: torch.dtype | None = None,
+        device: torch.device | None = None,
     ) -> None:
         super().__init__(nn.Module(), is_primary=rank == 0)
         self._shapes = dict(shapes)
         self._stored = stored or held
         self._parts = [part for part in _parts(self._shapes, layout, rank, world_size) if part[2][0] < part[2][1]]
-        self._memory = [_zeros(box, span, held, layout == "transposed") for _, box, span in self._parts]
+        self._memory = [_zeros(box, span, held, layout == "transposed").to(device) for _, box, span in self._parts]
         self._is_replicated = [_is_replicated(shape, layout) for shape in self._shapes.values()]
         self._rank = rank
 
@@ -107,7 +109,7 @@ class SlicedModel(ModelWrapper):
             for start in range(span[0], span[1], _CHUNK_ELEMENTS):
                 stop = min(start + _CHUNK_ELEMENTS, span[1])
                 index = _logical_index(self._shapes[name], box, torch.arange(start, stop))
-                values = logical_values(seeds[name], index).to(memory.dtype)
+                values = logical_values(seeds[name], index).to(memory)
                 yield from _regions(memory, start - span[0], values)
 
 

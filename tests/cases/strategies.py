@@ -9,6 +9,7 @@ from oracles.joined_slices import joined_over_ranks
 from torch import nn
 
 from booster import Booster
+from booster.device import current_device
 from booster.mixed_precision import FP16NaiveMixedPrecision
 from booster.plugins import GeminiPlugin, HybridParallelPlugin, LowLevelZeroPlugin, TorchDDPPlugin, TorchFSDPPlugin
 
@@ -46,7 +47,7 @@ def perceptron() -> nn.Module:
 
 
 def batch(step: int) -> torch.Tensor:
-    return torch.randn(8, 7, generator=torch.Generator().manual_seed(step))
+    return torch.randn(8, 7, generator=torch.Generator().manual_seed(step)).to(current_device())
 
 
 class Pair:
@@ -63,7 +64,7 @@ class Pair:
 
     def __init__(self, booster, make_optimizer=None) -> None:
         self.booster = booster
-        raw, self.plain = perceptron(), perceptron()
+        raw, self.plain = perceptron(), perceptron().to(booster.device)
         if make_optimizer is None:
             self.model, *_ = booster.boost(raw)
         else:
@@ -95,7 +96,7 @@ class Pair:
 
     def assert_equal(self, *, rtol=1e-5, atol=1e-6) -> None:
         """Weights and outputs are the twin's, up to sums in fp32 in another order. Collective."""
-        expected = dict(self.plain.state_dict())
+        expected = {name: one.cpu() for name, one in self.plain.state_dict().items()}
         torch.testing.assert_close(joined_over_ranks(self.model), expected, rtol=rtol, atol=atol)
         with torch.no_grad():
             found = self.model(batch(99))

@@ -12,6 +12,8 @@ from torch import nn
 
 from booster.plugins import GeminiPlugin, LowLevelZeroPlugin, TorchFSDPPlugin
 
+pytestmark = pytest.mark.on_device
+
 PLUGINS = {
     "zero": lambda: LowLevelZeroPlugin(precision="fp32"),
     "gemini": lambda: GeminiPlugin(precision="fp32", chunk_config_dict={"chunk_size": 256}),

@@ -18,6 +18,7 @@ from booster.comm import (
     barrier,
     broadcast,
     count_communication,
+    new_cpu_group,
     raise_on_all_ranks,
     receive,
     receive_tensor,
@@ -26,16 +27,23 @@ from booster.comm import (
     start_all_gather,
     start_reduce_scatter,
 )
+from booster.device import current_device
+
+pytestmark = pytest.mark.on_device
 
 NUMEL = 1200  # of a whole fp32 buffer; every world size below divides it
+
+
+def ones(*shape, **options):
+    return torch.ones(*shape, **options, device=current_device())
 
 
 @distributed([1, 2, 3, 4])
 def test_flat_collectives_move_what_theory_asks_for(world_size):
     with count_communication() as count:
         for _ in range(3):
-            start_reduce_scatter(torch.ones(NUMEL)).wait(torch.empty(NUMEL // world_size), accumulate=False)
-        start_all_gather(torch.ones(NUMEL, dtype=torch.bfloat16)).wait()
+            start_reduce_scatter(ones(NUMEL)).wait(ones(NUMEL // world_size), accumulate=False)
+        start_all_gather(ones(NUMEL, dtype=torch.bfloat16)).wait()
     share = (world_size - 1) / world_size
     expected = {"reduce_scatter": round(3 * 4 * NUMEL * share), "all_gather": round(2 * NUMEL * share)}
     assert +count.sent == +count.received == +Counter(expected)
@@ -47,11 +55,11 @@ def test_the_other_collectives(world_size):
     is_source = dist.get_rank() == 1
     with count_communication() as count:
         all_reduce_numbers([1.0, 2.0])
-        all_reduce_sum(torch.ones(10))
-        all_reduce_max(torch.ones(8, dtype=torch.uint8))
+        all_reduce_sum(ones(10))
+        all_reduce_max(ones(8, dtype=torch.uint8))
         barrier()
-        all_gather_equal(torch.ones(5))
-        broadcast([torch.ones(6), torch.ones(0), torch.ones(7)], source=1)
+        all_gather_equal(ones(5))
+        broadcast([ones(6), ones(0), ones(7)], source=1)
     reduced = sum(2 * (world_size - 1) * size // world_size for size in (16, 40, 8, 40))
     assert count.calls == Counter(all_reduce=4, all_gather=1, broadcast=2)
     assert +count.sent == +Counter(
@@ -67,11 +75,11 @@ def test_messages_count_their_payload():
     group = dist.group.WORLD
     with count_communication() as count:
         if dist.get_rank() == 0:
-            send(torch.ones(10), 1, group)
-            send_tensor(torch.ones(3, 4, dtype=torch.float64), 1)
-            send_tensor(torch.ones(0), 1)
+            send(ones(10), 1, group)
+            send_tensor(ones(3, 4, dtype=torch.float64), 1)
+            send_tensor(ones(0), 1)
         else:
-            receive(torch.empty(10), 0, group)
+            receive(ones(10), 0, group)
             receive_tensor(0)
             receive_tensor(0)
     ours, theirs = ("send", "receive") if dist.get_rank() == 0 else ("receive", "send")
@@ -107,7 +115,7 @@ def test_a_count_ends_with_an_error():
 
 @distributed(2)
 def test_threads_are_counted():
-    group = dist.new_group([0, 1])
+    group = new_cpu_group()
     thread = threading.Thread(target=lambda: [all_reduce_numbers([1.0], group) for _ in range(50)])
     with count_communication() as count:
         thread.start()

@@ -12,7 +12,10 @@ from hybrid_cases import on_own_axis, on_tensor_axis
 from torch import nn
 
 from booster import Booster
+from booster.device import current_device
 from booster.plugins import BUILT_IN
+
+pytestmark = pytest.mark.on_device
 
 VOCABULARY, WIDTH, LENGTH = 64, 32, 12
 
@@ -103,6 +106,7 @@ def train_compiled(layout, way, backend):
     torch.manual_seed(0)
     serial = Decoder()
     model: nn.Module = copy.deepcopy(serial)
+    serial.to(current_device())
     serial_optimizer = torch.optim.SGD(serial.parameters(), lr=0.5, momentum=0.9)
     if way == "before":
         model = torch.compile(model, backend=backend)
@@ -116,7 +120,7 @@ def train_compiled(layout, way, backend):
     losses = []
     for step in range(4):
         generator = torch.Generator().manual_seed(step)
-        ids = torch.randint(0, VOCABULARY, (2 * size, LENGTH), generator=generator)
+        ids = torch.randint(0, VOCABULARY, (2 * size, LENGTH), generator=generator).to(current_device())
         losses.append(float(compute_loss(serial, ids)))
         serial_optimizer.zero_grad()
         compute_loss(serial, ids).backward()

@@ -13,6 +13,8 @@ from torch import nn
 from booster import Booster
 from booster.plugins import GeminiPlugin, HybridParallelPlugin, LowLevelZeroPlugin, TorchDDPPlugin, TorchFSDPPlugin
 
+pytestmark = pytest.mark.on_device
+
 P = torch.nn.utils.parametrizations
 KINDS = {
     "weight_norm": P.weight_norm,
@@ -78,7 +80,7 @@ def train(plugin: str, kind: str, places: list[str]) -> list[float]:
     model, optimizer, *_ = booster.boost(raw, torch.optim.SGD(raw.parameters(), lr=0.05))
     losses = []
     for step in range(STEPS):
-        mine = batch(step).chunk(booster.plugin.dp_size)[booster.plugin.dp_rank]
+        mine = batch(step).chunk(booster.plugin.dp_size)[booster.plugin.dp_rank].to(booster.device)
         if plugin == "pp 2":
             loss = booster.execute_pipeline(iter([mine]), model, criterion, optimizer)["loss"]
         else:

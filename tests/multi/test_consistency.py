@@ -43,6 +43,8 @@ from booster.plugins import (
     TorchDDPPlugin,
 )
 
+pytestmark = pytest.mark.on_device
+
 preload("booster", "booster.plugins", "agreement_cases")
 
 SEEDS = [*range(len(CASES)), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(len(CASES), 250))]

@@ -11,6 +11,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from booster.comm import count_communication
+from booster.device import current_device
 from booster.plugins.hybrid_parallel.parallelize import all_reduce_replicated_grad
 from booster.plugins.hybrid_parallel.pipeline_parallel.deferred_wgrad import DeferredWeightGrads, defer_weight_gradients
 from booster.plugins.hybrid_parallel.tensor_parallel.embedding import make_vocab_parallel_head
@@ -19,6 +20,8 @@ from booster.plugins.hybrid_parallel.tensor_parallel.linear import make_column_p
 from booster.plugins.hybrid_parallel.tensor_parallel.mappings import local_sequence_length
 from booster.plugins.hybrid_parallel.tensor_parallel.region_input import GatheredRegionInput
 from booster.plugins.hybrid_parallel.tensor_parallel.shard_spec import Block, local_sizes, sharded_spec, vocabulary_spec
+
+pytestmark = pytest.mark.on_device
 
 preload("transformers.pytorch_utils")
 BATCH, LENGTH, HIDDEN, INNER, ENTRIES = 2, 5, 6, 8, 11
@@ -43,7 +46,7 @@ class Region(nn.Module):
 
 def split_region(ranks, kind, bias, *, reads_gathered):
     torch.manual_seed(0)
-    model, blocks = Region(kind, bias), [Block(num_units=INNER)]
+    model, blocks = Region(kind, bias).to(current_device()), [Block(num_units=INNER)]
     for name, parameter in model.named_parameters():
         if name != "out.bias":
             is_bias, is_out = name.endswith("bias"), name.startswith("out")
@@ -120,7 +123,7 @@ def test_split_layers(world_size, kind, bias, mode):
     ranks = TensorParallelGroup(sequence_mode=mode)
     twin = split_region(ranks, kind, bias, reads_gathered=mode is not None)
     lengths = [local_sequence_length(LENGTH, ranks.size, rank) for rank in range(ranks.size)]
-    whole = [torch.randn(BATCH, LENGTH, HIDDEN) for _ in range(2)]
+    whole = [torch.randn(BATCH, LENGTH, HIDDEN).to(current_device()) for _ in range(2)]
     ranks.sequence_length = LENGTH
     inputs = whole if mode is None else [x.split(lengths, 1)[ranks.rank].contiguous() for x in whole]
     assert_waits(ranks, twin, inputs, lambda y: y.square().sum(), WEIGHTS)
@@ -133,7 +136,7 @@ def test_a_graph_of_backward_is_computed_at_once(mode):
     twin = split_region(ranks, nn.Linear, True, reads_gathered=mode is not None)
     model, gradients = prepared(twin)
     ranks.sequence_length = 4
-    x = torch.randn(BATCH, 4 if mode is None else 2, HIDDEN)
+    x = torch.randn(BATCH, 4 if mode is None else 2, HIDDEN).to(current_device())
     for one in (model, twin):
         y = one(x.clone().requires_grad_()).square().sum()
         with gradients.deferring(0):
@@ -150,12 +153,12 @@ def test_a_graph_of_backward_is_computed_at_once(mode):
 def test_vocabulary_heads(gathers, bias):
     """Of rows that are padding, too: with a vocabulary of 11 in parts of 8 the second rank has 5 of them."""
     torch.manual_seed(0)
-    ranks, twin = TensorParallelGroup(), nn.Linear(HIDDEN, ENTRIES, bias=bias)
+    ranks, twin = TensorParallelGroup(), nn.Linear(HIDDEN, ENTRIES, bias=bias).to(current_device())
     for parameter in twin.parameters():
         parameter.data = vocabulary_spec(parameter.shape, 16, ranks.size, ranks.rank).shard(parameter.data)
     make_vocab_parallel_head(twin, ranks, vocab_size=ENTRIES, multiple=16, gathers_output=gathers)
-    targets = torch.arange(BATCH * LENGTH) % ENTRIES
-    inputs = [torch.randn(BATCH, LENGTH, HIDDEN) for _ in range(2)]
+    targets = torch.arange(BATCH * LENGTH, device=current_device()) % ENTRIES
+    inputs = [torch.randn(BATCH, LENGTH, HIDDEN).to(current_device()) for _ in range(2)]
 
     def loss(logits):
         return nn.functional.cross_entropy(logits.view(-1, ENTRIES), targets)
@@ -167,13 +170,13 @@ def test_vocabulary_heads(gathers, bias):
 def test_sums_over_ranks_come_with_the_gradient():
     """Hooks of parameters that ranks share are collective: they run when the gradient is there, and only then."""
     torch.manual_seed(0)
-    model, twin = nn.Linear(HIDDEN, INNER), nn.Linear(HIDDEN, INNER)
+    model, twin = (nn.Linear(HIDDEN, INNER).to(current_device()) for _ in range(2))
     twin.load_state_dict(model.state_dict())
     gradients, ranks = DeferredWeightGrads(), TensorParallelGroup()
     for one in (model, twin):
         all_reduce_replicated_grad(one.weight, ranks.group)
     defer_weight_gradients(model, gradients)
-    x = torch.randn(3, HIDDEN) + ranks.rank
+    x = torch.randn(3, HIDDEN).to(current_device()) + ranks.rank
     with count_communication() as early, gradients.deferring(0):
         model(x).square().sum().backward()
     with count_communication() as late:

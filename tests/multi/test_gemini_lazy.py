@@ -17,6 +17,8 @@ from booster import Booster, LazyInitContext
 from booster.lazy_init import is_lazy
 from booster.plugins import GeminiPlugin, LowLevelZeroPlugin, TorchDDPPlugin
 
+pytestmark = pytest.mark.on_device
+
 SEED = 77
 WORDS, WIDTH = 30, 12
 STATIC, CPU = {}, {"placement_policy": "cpu"}
@@ -80,7 +82,7 @@ def _train(booster, boosted, optimizer, steps=3):
     losses = []
     for step in range(steps):
         generator = torch.Generator().manual_seed(100 * step + booster.plugin.dp_rank)
-        batch = torch.randint(WORDS, (7,), generator=generator)
+        batch = torch.randint(WORDS, (7,), generator=generator).to(booster.device)
         loss = nn.functional.cross_entropy(boosted(batch).float(), batch)
         booster.backward(loss, optimizer)
         optimizer.step()

@@ -13,7 +13,10 @@ from harness import distributed, run_ranks
 from torch import nn
 
 from booster import Booster
+from booster.device import current_device
 from booster.plugins import GeminiPlugin
+
+pytestmark = pytest.mark.on_device
 
 WIDTH = 64
 LAYERS = 16
@@ -45,10 +48,10 @@ class Stack(nn.Module):
 
 
 def live_bytes(ignored: set[int]) -> int:
-    """Bytes of all storages in memory that Python can see, those over files and small ones (activations) left out."""
+    """Bytes of the device's storages that Python can see, those over files and small ones (activations) left out."""
     found: dict[int, int] = {}
     for one in gc.get_objects():
-        if isinstance(one, torch.Tensor) and not one.is_meta:
+        if isinstance(one, torch.Tensor) and one.device == current_device():
             storage = one.untyped_storage()
             if storage.data_ptr() not in ignored and storage.nbytes() >= CHUNK_BYTES // 8:
                 found[storage.data_ptr()] = storage.nbytes()
@@ -89,7 +92,7 @@ def train(arguments: dict, steps: int, lr: float = 1e-2) -> dict:
 
 def _part_of_batch(step: int, rank: int, size: int) -> torch.Tensor:
     batch = torch.randn(2 * size, WIDTH, generator=torch.Generator().manual_seed(step))
-    return batch[2 * rank : 2 * (rank + 1)].clone()
+    return batch[2 * rank : 2 * (rank + 1)].clone().to(current_device())
 
 
 def _waste(boosted) -> int:
@@ -172,7 +175,7 @@ def test_everything_is_freed_with_the_wrappers(policy):
         plugin = GeminiPlugin(precision="fp32", chunk_config_dict={"chunk_size": 512}, placement_policy=policy)
         booster = Booster(plugin=plugin)
         model, optimizer, *_ = booster.boost(net, torch.optim.AdamW(net.parameters(), lr=0.1))
-        booster.backward(model(torch.ones(1, 40)).sum(), optimizer)
+        booster.backward(model(torch.ones(1, 40, device=booster.device)).sum(), optimizer)
         optimizer.step()
         optimizer.zero_grad()
         seen += [weakref.ref(model), weakref.ref(optimizer), weakref.ref(model.manager)]

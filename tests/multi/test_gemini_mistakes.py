@@ -13,6 +13,9 @@ from torch import nn
 from booster import Booster
 from booster.errors import ConfigError
 from booster.plugins import GeminiPlugin
+from booster.plugins.gemini.chunk import ModifiedCheck
+
+pytestmark = pytest.mark.on_device
 
 
 class Small(nn.Module):
@@ -37,11 +40,16 @@ def boosted(**arguments):
 
 
 def train(booster, model, optimizer) -> float:
-    loss = model(torch.ones(2, 8)).square().mean()
+    loss = model(torch.ones(2, 8, device=booster.device)).square().mean()
     booster.backward(loss, optimizer)
     optimizer.step()
     optimizer.zero_grad()
     return float(loss.detach())
+
+
+def train_steps(num_steps, booster, model, optimizer) -> None:
+    for _ in range(num_steps):
+        train(booster, model, optimizer)
 
 
 PLACEMENTS = [{}, {"shard_param_frac": 0.5}, {"placement_policy": "cpu"}]
@@ -71,11 +79,12 @@ def test_other_changes_on_another_rank_are_refused_and_nothing_is_taken_over(arg
 def test_one_rank_alone_may_run_the_model_inside_of_gathered(arguments):
     booster, model, optimizer = boosted(**arguments)
     train(booster, model, optimizer)
+    x = torch.ones(1, 8, device=booster.device)
     with torch.no_grad():
-        expected = model(torch.ones(1, 8))
+        expected = model(x)
     with model.gathered() as net, torch.no_grad():
         for _ in range(3 * dist.get_rank()):
-            assert torch.equal(net(torch.ones(1, 8)), expected)
+            assert torch.equal(net(x), expected)
     train(booster, model, optimizer)
 
 
@@ -90,7 +99,7 @@ def test_a_state_of_nan_is_not_given_away():
     copied = copy.deepcopy(model)  # for an average, or to generate on one rank
     assert not any(tensor.isnan().any() for tensor in copied.unwrap().state_dict().values())
     if dist.get_rank() == 0:
-        assert torch.isfinite(copied(torch.ones(1, 8))).all()
+        assert torch.isfinite(copied(torch.ones(1, 8, device=booster.device))).all()
 
 
 @distributed(world_size=2)
@@ -99,11 +108,13 @@ def test_changes_between_steps_are_refused():
     net = booster.unwrap_model(model)
     train(booster, model, optimizer)
     nn.init.zeros_(net.first.weight)
+    # Without a wait for a device, which tells it by some later step.
+    num_steps = 1 if booster.device.type == "cpu" else ModifiedCheck.MAX_AGE + 2
     with pytest.raises(ConfigError, match=r"one of 'first.weight', 'first.bias'"):
-        train(booster, model, optimizer)
+        train_steps(num_steps, booster, model, optimizer)
     optimizer.zero_grad()
     train(booster, model, optimizer)
-    net.second.weight.data = torch.zeros(8, 8)
+    net.second.weight.data = torch.zeros(8, 8, device=booster.device)
     with pytest.raises(ConfigError, match=r"memory of 'second.weight' was replaced"):
         train(booster, model, optimizer)
 
@@ -111,7 +122,7 @@ def test_changes_between_steps_are_refused():
 @distributed(world_size=2)
 def test_a_step_inside_of_gathered_is_refused():
     booster, model, optimizer = boosted()
-    loss = model(torch.ones(2, 8)).square().mean()
+    loss = model(torch.ones(2, 8, device=booster.device)).square().mean()
     booster.backward(loss, optimizer)
     with model.gathered(), pytest.raises(ConfigError, match="leave the block first"):
         optimizer.step()

@@ -14,6 +14,8 @@ from torch import nn
 from booster import Booster
 from booster.plugins.hybrid_parallel.plugin import HybridParallelPlugin
 
+pytestmark = pytest.mark.on_device
+
 NUM_MICROBATCHES, SAMPLES, STEPS = 2, 8, 2
 PP_2 = {"pp_size": 2, "num_microbatches": NUM_MICROBATCHES}
 ZBV = {"pp_style": "zbv", "num_model_chunks": 2}
@@ -108,7 +110,7 @@ def train(layout: str, booster, model, optimizer, num_steps: int = STEPS) -> Non
     """Every layout computes the same microbatches, of which each data-parallel rank has its part."""
     plugin = booster.plugin
     for step in range(num_steps):
-        whole = torch.randn(SAMPLES, 4, 5, generator=torch.Generator().manual_seed(step))
+        whole = torch.randn(SAMPLES, 4, 5, generator=torch.Generator().manual_seed(step)).to(booster.device)
         parts = [one.chunk(plugin.dp_size)[plugin.dp_rank] for one in whole.chunk(NUM_MICROBATCHES)]
         if "pp" in layout:
             booster.execute_pipeline(iter([torch.cat(parts)]), model, criterion, optimizer)

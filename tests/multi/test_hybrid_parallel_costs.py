@@ -15,8 +15,12 @@ from zoo import TRANSFORMERS_MODULES, get_model
 
 from booster import Booster
 from booster.comm import count_communication
+from booster.device import current_device
 from booster.plugins.hybrid_parallel.model import _COMPARED_BATCHES
 from booster.plugins.hybrid_parallel.plugin import HybridParallelPlugin
+from booster.pytree import map_tensors
+
+pytestmark = pytest.mark.on_device
 
 preload(*TRANSFORMERS_MODULES)
 BATCH, LENGTH, WIDTH, INNER, VOCABULARY = 2, 16, 64, 96, 128
@@ -46,7 +50,7 @@ def boosted(model: nn.Module, **arguments):
 
 
 def tokens() -> torch.Tensor:
-    return torch.randint(VOCABULARY, (BATCH, LENGTH), generator=torch.Generator().manual_seed(0))
+    return torch.randint(VOCABULARY, (BATCH, LENGTH), generator=torch.Generator().manual_seed(0)).to(current_device())
 
 
 def counted(model, compute_loss, booster, optimizer):
@@ -88,7 +92,7 @@ def test_a_column_and_a_row_layer_cost_one_all_reduce_each_way(world_size):
     plan = {"layers.*.gate": "colwise", "layers.*.up": "colwise", "layers.*.down": "rowwise"}
     entry = get_model("user_transformer")
     booster, model, optimizer = boosted(entry.build(), tp_size=world_size, plan=plan)
-    batch = entry.make_batch(0, 2)
+    batch = map_tensors(lambda tensor: tensor.to(booster.device), entry.make_batch(0, 2))
     forward, backward = counted(model, lambda model: entry.loss(model, batch), booster, optimizer)
     each = 2 * share(world_size) * (2 * 12 * 32 * FP32)
     assert forward.calls == Counter(all_reduce=2)  # one for each of two layers

@@ -14,6 +14,8 @@ from booster.errors import ConfigError, DesyncError
 from booster.plugins.hybrid_parallel.mesh import AXES, HybridMesh, mesh_order, rank_groups
 from booster.plugins.hybrid_parallel.pipeline_runner import _link_ends
 
+pytestmark = pytest.mark.on_device
+
 ALONG = [(), ("tp",), ("sp",), ("dp",), ("pp",), ("dp", "sp"), ("sp", "dp"), ("dp", "sp", "tp"), AXES]
 
 

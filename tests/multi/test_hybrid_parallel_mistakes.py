@@ -13,6 +13,8 @@ from booster import Booster
 from booster.errors import ConfigError, DesyncError
 from booster.plugins import HybridParallelPlugin
 
+pytestmark = pytest.mark.on_device
+
 
 class Pair(nn.Module):
     """A column-parallel and a row-parallel layer, and one that stays whole."""
@@ -166,7 +168,7 @@ def test_no_sync_without_the_optimizer():
     with pytest.raises(ConfigError, match=r"write booster\.no_sync\(model, optimizer\)"):
         booster.no_sync(model)
     with booster.no_sync(model, optimizer):
-        booster.backward(model(torch.ones(1, 6)).sum(), optimizer)
+        booster.backward(model(torch.ones(1, 6, device=booster.device)).sum(), optimizer)
 
 
 @distributed(world_size=2)

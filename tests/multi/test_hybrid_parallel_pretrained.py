@@ -12,7 +12,11 @@ from torch import nn
 from zoo import TRANSFORMERS_MODULES, get_model
 
 from booster import Booster, LazyInitContext
+from booster.device import current_device
 from booster.plugins import HybridParallelPlugin
+from booster.pytree import map_tensors
+
+pytestmark = pytest.mark.on_device
 
 preload(*TRANSFORMERS_MODULES)
 STEPS = 2
@@ -25,7 +29,8 @@ def without_memory(kind: str) -> AbstractContextManager:
 def losses_of(model, entry, backward, step):
     losses = []
     for index in range(STEPS):
-        loss = entry.loss(model, entry.make_batch(index, 4))
+        batch = map_tensors(lambda tensor: tensor.to(current_device()), entry.make_batch(index, 4))
+        loss = entry.loss(model, batch)
         backward(loss)
         step()
         losses.append(float(loss.detach()))

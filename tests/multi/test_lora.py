@@ -26,6 +26,8 @@ from booster import Booster, ConfigError
 from booster.comm import barrier
 from booster.plugins import GeminiPlugin, HybridParallelPlugin, LowLevelZeroPlugin, TorchDDPPlugin, TorchFSDPPlugin
 
+pytestmark = pytest.mark.on_device
+
 NAMES = ("bert", "gpt2", "llama", "opt")
 preload("peft", *(f"transformers.models.{name}.modeling_{name}" for name in NAMES))
 SIZES = {"vocab_size": 64, "hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 4}
@@ -90,7 +92,8 @@ def batch_of(model, plugin):
     ids = torch.randint(0, 64, (4, 8), generator=torch.Generator().manual_seed(1))
     own = slice(4 * plugin.dp_rank // plugin.dp_size, 4 * (plugin.dp_rank + 1) // plugin.dp_size)
     labels = torch.arange(4) % 2 if model == "bert" else ids
-    return {"input_ids": ids[own], "attention_mask": torch.ones_like(ids[own]), "labels": labels[own]}
+    batch = {"input_ids": ids[own], "attention_mask": torch.ones_like(ids[own]), "labels": labels[own]}
+    return {name: one.to(plugin.device) for name, one in batch.items()}
 
 
 def run_batch(booster, model, batch, optimizer=None):
@@ -188,12 +191,12 @@ def test_dropout_keeps_replicated_adapters_equal(plugin):
 
 def masks_of_inputs():
     """Return the masks of a replicated and of a sharded input, of the first layer."""
-    _, model, _ = train("llama", "all", "tp", num_steps=0, lora_dropout=0.5)
+    booster, model, _ = train("llama", "all", "tp", num_steps=0, lora_dropout=0.5)
     attention, masks = model.module.get_submodule("base_model.model.model.layers.0.self_attn"), {}
     for key in ("q_proj", "v_proj", "o_proj"):
         dropout = attention.get_submodule(f"{key}.lora_dropout.default")
         dropout.register_forward_hook(lambda module, args, output, key=key: masks.update({key: output != 0}))
-    model(input_ids=torch.arange(32)[None])
+    model(input_ids=torch.arange(32, device=booster.device)[None])
     return masks
 
 
@@ -270,7 +273,7 @@ def train_unknown_model(plugin, plan=None):
     booster = Booster(plugin=plugin)
     optimizer = torch.optim.SGD([one for one in model.parameters() if one.requires_grad], lr=0.001)
     model, optimizer, *_ = booster.boost(model, optimizer)
-    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
+    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(1)).to(booster.device)
     losses = []
     for _ in range(3):
         loss = model(x).square().mean()

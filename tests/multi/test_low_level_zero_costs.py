@@ -15,6 +15,8 @@ from booster import Booster
 from booster.comm import count_communication
 from booster.plugins import LowLevelZeroPlugin
 
+pytestmark = pytest.mark.on_device
+
 BUCKETS_IN_M = 0.125  # of the buckets in flight: 2**17 elements
 WIDTH = 512
 
@@ -74,7 +76,7 @@ def test_memory_equals_theory(stage, precision, overlap):
     element = 4 if precision == "fp32" else 2
     one_bucket = BUCKETS_IN_M * 2**20 * element
     for _ in range(2):
-        loss = model(torch.ones(1, WIDTH))
+        loss = model(torch.ones(1, WIDTH, device=booster.device))
         booster.backward(loss, optimizer)
         del loss
         held = alive_bytes() - before
@@ -95,7 +97,7 @@ def test_everything_is_freed_with_the_wrappers(stage):
     before = alive_bytes()
     booster, model, optimizer = boosted(stage, "bf16")
     for _ in range(2):
-        booster.backward(model(torch.ones(1, WIDTH)), optimizer)
+        booster.backward(model(torch.ones(1, WIDTH, device=booster.device)), optimizer)
         optimizer.step()
         optimizer.zero_grad()
     assert alive_bytes() - before > 10 * WIDTH**2
@@ -111,7 +113,7 @@ def test_bytes_on_the_wire_equal_theory(stage, precision, element):
     size = dist.get_world_size()
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     with count_communication() as count:
-        booster.backward(model(torch.ones(1, WIDTH)), optimizer)
+        booster.backward(model(torch.ones(1, WIDTH, device=booster.device)), optimizer)
         booster.clip_grad_norm_(optimizer, 1.0)
         optimizer.step()
         optimizer.zero_grad()
@@ -134,7 +136,7 @@ def test_no_sync_saves_communication_where_gradients_are_whole(stage, times):
     with count_communication() as count:
         for index in range(3):
             with booster.no_sync(model, optimizer) if index < 2 else nullcontext():
-                booster.backward(model(torch.ones(1, WIDTH)), optimizer)
+                booster.backward(model(torch.ones(1, WIDTH, device=booster.device)), optimizer)
         optimizer.step()
     each = num_parameters * 4 / 2
     assert times * each <= count.sent["reduce_scatter"] <= times * (each + 256)
@@ -145,7 +147,7 @@ def test_replicated_shards_travel_less_between_groups():
     booster, model, optimizer = boosted(1, "fp32", extra_dp_size=2)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     with count_communication() as count:
-        booster.backward(model(torch.ones(1, WIDTH)), optimizer)
+        booster.backward(model(torch.ones(1, WIDTH, device=booster.device)), optimizer)
         optimizer.step()
     half = num_parameters * 4 / 2
     for name in ("reduce_scatter", "all_gather"):
@@ -158,7 +160,7 @@ def test_a_half_communication_format_halves_the_bytes():
     booster, model, optimizer = boosted(2, "fp32", communication_dtype=torch.bfloat16)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     with count_communication() as count:
-        booster.backward(model(torch.ones(1, WIDTH)), optimizer)
+        booster.backward(model(torch.ones(1, WIDTH, device=booster.device)), optimizer)
         optimizer.step()
     assert count.sent["reduce_scatter"] <= num_parameters * 2 / 2 + 256
     assert count.sent["all_gather"] >= num_parameters * 4 / 2

@@ -12,6 +12,8 @@ from zero_twins import Twins, mlp
 from booster import Booster
 from booster.plugins import LowLevelZeroPlugin
 
+pytestmark = pytest.mark.on_device
+
 STAGES = pytest.mark.parametrize("stage", [1, 2])
 
 
@@ -25,13 +27,13 @@ def test_only_masters_remember_small_updates(stage, master_weights):
     booster = Booster(plugin=LowLevelZeroPlugin(stage=stage, precision="bf16", master_weights=master_weights))
     model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=2.0**-12))
     for _ in range(32):
-        booster.backward(model(torch.ones(1, 40)).sum(), optimizer)
+        booster.backward(model(torch.ones(1, 40, device=booster.device)).sum(), optimizer)
         optimizer.step()
         optimizer.zero_grad()
     formats = {parameter.dtype for group in optimizer.param_groups for parameter in group["params"]}
     assert formats == {torch.float32 if master_weights else torch.bfloat16}
     expected = 1 - 32 * 2.0**-12 if master_weights else 1.0
-    assert torch.equal(model.state_dict()["weight"].float(), torch.full((3, 40), expected))
+    assert torch.equal(model.state_dict()["weight"].float().cpu(), torch.full((3, 40), expected))
 
 
 class Recording(nn.Module):
@@ -53,7 +55,9 @@ def test_floating_inputs_are_cast_where_asked(cast_inputs):
     raw = Recording()
     booster = Booster(plugin=LowLevelZeroPlugin(precision="bf16", cast_inputs=cast_inputs))
     model, *_ = booster.boost(raw, torch.optim.SGD(raw.parameters(), lr=0.1))
-    output = model(torch.ones(2, 3), torch.ones(2, dtype=torch.long), mask=torch.ones(3, dtype=torch.bool))
+    with booster.device:
+        inputs, mask = (torch.ones(2, 3), torch.ones(2, dtype=torch.long)), torch.ones(3, dtype=torch.bool)
+    output = model(*inputs, mask=mask)
     assert raw.seen == [torch.bfloat16 if cast_inputs else torch.float32, torch.long, torch.bool]
     assert output.dtype == torch.float32
 
@@ -65,10 +69,10 @@ def test_ranks_have_the_first_ones_buffers_where_asked(broadcast_buffers):
     plugin = LowLevelZeroPlugin(precision="fp32", sync_batch_norm=False, broadcast_buffers=broadcast_buffers)
     booster = Booster(plugin=plugin)
     model, *_ = booster.boost(raw, torch.optim.SGD(raw.parameters(), lr=0.1))
-    model(torch.full((4, 3), 1.0 + dist.get_rank()))  # leaves 0.1 of each rank's own mean
-    model(torch.zeros(4, 3))
+    model(torch.full((4, 3), 1.0 + dist.get_rank(), device=booster.device))  # leaves 0.1 of each rank's own mean
+    model(torch.zeros(4, 3, device=booster.device))
     first = 0.09 if broadcast_buffers else 0.09 * (1 + dist.get_rank())
-    torch.testing.assert_close(raw.running_mean, torch.full((3,), first))
+    torch.testing.assert_close(raw.running_mean.cpu(), torch.full((3,), first))
 
 
 @STAGES
@@ -79,7 +83,7 @@ def test_overflow_on_one_rank_reaches_its_replicas(stage, extra_dp_size):
     booster, raw = Booster(plugin=plugin), mlp()
     model, optimizer, *_ = booster.boost(raw, torch.optim.SGD(raw.parameters(), lr=0.1))
     for culprit in range(4):
-        x = torch.ones(2, 7) * (float("inf") if dist.get_rank() == culprit else 1.0)
+        x = torch.ones(2, 7, device=booster.device) * (float("inf") if dist.get_rank() == culprit else 1.0)
         booster.backward(model(x).mean(), optimizer)
         optimizer.step()
         optimizer.zero_grad()

@@ -10,6 +10,8 @@ from booster import ConfigError
 from booster.optim import HybridAdam
 from booster.plugins import HybridParallelPlugin, TorchDDPPlugin
 
+pytestmark = pytest.mark.on_device
+
 
 @distributed(world_size=1)
 @pytest.mark.parametrize("precision", [None, "bf16", "fp16_naive"])
@@ -61,7 +63,7 @@ def test_pipeline_stages_with_others(precision, others):
 def check_stages(settings, world_size):
     """Compares on the rank that needs the most, whatever stage that is."""
     estimate = estimated("hybrid_parallel", num_ranks=world_size, settings=settings)
-    everyone = run_ranks(of_stage, world_size, settings)
+    everyone = run_ranks(of_stage, world_size, settings, device="cpu")  # the estimate is of this process's device
     worst = max(everyone, key=lambda one: max(one["kept"], one["backward"], one["step"]))
     check(estimate, worst | {"sent": max(one["sent"] for one in everyone)})
 

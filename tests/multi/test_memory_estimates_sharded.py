@@ -15,6 +15,8 @@ from booster import Booster, ConfigError, estimate_memory
 from booster.optim import HybridAdam
 from booster.plugins import GeminiPlugin, LowLevelZeroPlugin, TorchFSDPPlugin
 
+pytestmark = pytest.mark.on_device
+
 SMALL_BUCKETS = {"reduce_bucket_size_in_m": 1}
 SMALL_CHUNKS = {"min_chunk_size_m": 0.25, "search_range_m": 0.25}
 BF16_UNITS = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -166,14 +168,14 @@ def test_what_gemini_offloads_is_elsewhere():
     assert measured["kept"] < 2**12 > memory.steady_state.total
     assert abs(memory.backward.total / measured["backward"] - 1) < 0.03
     assert abs(estimate.sent / measured["sent"] - 1) < 0.03
-    ids = torch.randint(0, VOCABULARY, (BATCH, TOKENS))
-    model = LanguageModel()
     booster = Booster(plugin=GeminiPlugin(**settings))
+    ids = torch.randint(0, VOCABULARY, (BATCH, TOKENS)).to(booster.device)
+    model = LanguageModel()
     model, optimizer, *_ = booster.boost(model, HybridAdam(model.parameters()))
     booster.backward(next_token_loss(model(ids), ids), optimizer)
     optimizer.step()
     optimizer.zero_grad()
-    held = torch.tensor([model.manager.tier.bytes_held])
+    held = torch.tensor([model.manager.tier.bytes_held], device=booster.device)
     dist.all_reduce(held, op=dist.ReduceOp.MAX)
     assert abs(memory.offloaded / held.item() - 1) < 0.01
 

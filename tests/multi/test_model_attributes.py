@@ -13,7 +13,10 @@ from zoo import TRANSFORMERS_MODULES
 
 from booster import Booster, ConfigError
 from booster.comm import count_communication
+from booster.device import current_device
 from booster.plugins import GeminiPlugin, HybridParallelPlugin, LowLevelZeroPlugin, TorchDDPPlugin, TorchFSDPPlugin
+
+pytestmark = pytest.mark.on_device
 
 preload(*TRANSFORMERS_MODULES)
 PLUGINS = {
@@ -71,7 +74,7 @@ def train(name):
     rank, size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
     model = Net()
-    reference = copy.deepcopy(model)
+    reference = copy.deepcopy(model).to(current_device())
     booster = PLUGINS[name]()
     model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.5))
     serial = torch.optim.SGD(reference.parameters(), lr=0.5)
@@ -84,7 +87,7 @@ def train(name):
             assert model.set_temperature(1.5).temperature == 1.5
         assert not count.calls
     for step in range(3):
-        whole = torch.randn(4 * size, 4, generator=torch.Generator().manual_seed(step))
+        whole = torch.randn(4 * size, 4, generator=torch.Generator().manual_seed(step)).to(booster.device)
         mine = whole.chunk(shares)[booster.plugin.dp_rank]
         (reference.loss(whole, weight=2.0) + reference.whole_loss(whole)).backward()
         booster.backward(model.loss(mine, weight=2.0) + model.whole_loss(mine), optimizer)
@@ -93,12 +96,12 @@ def train(name):
             one.zero_grad()
     model.zero_grad()
     booster.backward(model.loss(mine), optimizer)  # this is where a method shares the first rank's buffers
-    buffers = [torch.empty(()) for _ in range(size)]
+    buffers = [torch.empty((), device=booster.device) for _ in range(size)]
     dist.all_gather(buffers, model.seen.float())
     assert all(torch.equal(one, buffers[0]) for one in buffers)
     model.eval()
     reference.eval()
-    whole = torch.randn(6, 4, generator=torch.Generator().manual_seed(9))
+    whole = torch.randn(6, 4, generator=torch.Generator().manual_seed(9)).to(booster.device)
     with torch.no_grad():
         found, expected = model.loss(whole), reference.loss(whole)
     is_low = "bf16" in name
@@ -136,13 +139,13 @@ def by_property(model, inputs, step):
 
 def train_by(name, loss_of):
     torch.manual_seed(0)
-    reference = Net()
     booster = PLUGINS[name]()
-    model = copy.deepcopy(reference)
+    model = Net()
+    reference = copy.deepcopy(model).to(booster.device)
     model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.5))
     serial = torch.optim.SGD(reference.parameters(), lr=0.5)
     for step in range(3):
-        inputs = torch.randn(4, 4, generator=torch.Generator().manual_seed(step))
+        inputs = torch.randn(4, 4, generator=torch.Generator().manual_seed(step)).to(booster.device)
         loss_of(reference, inputs, step).backward()
         booster.backward(loss_of(model, inputs, step), optimizer)
         for one in (serial, optimizer):
@@ -176,13 +179,14 @@ def generate(name):
     options = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
     expected = copy.deepcopy(model).eval().generate(ids, **options)
     booster = PLUGINS[name]()
+    ids = ids.to(booster.device)
     model, *_ = booster.boost(model, torch.optim.AdamW(model.parameters()))
     model.eval()
     assert model.config.vocab_size == 32
     assert model.num_parameters() > 0
     found = model.generate(ids, **options)
     if "bf16" not in name:
-        assert torch.equal(found, expected)
+        assert torch.equal(found.cpu(), expected)
     assert found.shape == expected.shape
 
 
@@ -198,9 +202,9 @@ def stages():
     model.note = 3
     assert booster.unwrap_model(model).note == 3
     with pytest.raises(ConfigError, match=r"write booster\.execute_pipeline"):
-        model.forward(torch.ones(2, 4))
+        model.forward(torch.ones(2, 4, device=booster.device))
     with pytest.raises(ConfigError, match=r"write booster\.execute_pipeline"):
-        model(torch.ones(2, 4))
+        model(torch.ones(2, 4, device=booster.device))
 
 
 class Losses(nn.Sequential):
@@ -213,7 +217,7 @@ def stages_of_a_method():
     booster = Booster(plugin=HybridParallelPlugin(pp_size=2, num_microbatches=2, precision="fp32"))
     model, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
     with pytest.raises(ConfigError, match=r"write booster\.execute_pipeline"):
-        model.loss(torch.ones(2, 4))
+        model.loss(torch.ones(2, 4, device=booster.device))
 
 
 @pytest.mark.parametrize("body", [stages, stages_of_a_method])

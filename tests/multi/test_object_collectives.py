@@ -9,6 +9,8 @@ from harness import distributed
 
 from booster.comm import all_gather_bytes, new_cpu_group, receive, send
 
+pytestmark = pytest.mark.on_device
+
 
 @distributed(world_size=[1, 2, 3])
 @pytest.mark.parametrize("same", [True, False])

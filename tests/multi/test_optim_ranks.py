@@ -18,6 +18,8 @@ from booster.optim import CPUAdam, HybridAdam
 from booster.plugins import LowLevelZeroPlugin, TorchDDPPlugin
 from booster.single_device import SingleDevicePlugin
 
+pytestmark = pytest.mark.on_device
+
 STAGES = pytest.mark.parametrize("stage", [1, 2])
 SETTINGS = {"lr": 0.01, "eps": 1e-3, "weight_decay": 0.1}  # as zero_twins.adamw
 
@@ -54,7 +56,7 @@ def _make(cls, model):
 
 @STAGES
 @pytest.mark.parametrize("fraction", [0.5, 1.0])
-@distributed(world_size=2)
+@distributed(world_size=2, device="cpu")  # states of parameters on the host alone go to the disk
 def test_zero_with_states_on_the_disk(stage, fraction, tmp_path):
     def offloaded(model):
         return hybrid(model, nvme_offload_fraction=fraction, nvme_offload_dir=tmp_path)  # the same on both ranks
@@ -99,13 +101,13 @@ def fused_adamw(model):
 @distributed(world_size=2)
 def test_ddp_equals_torch_in_one_process(fraction, tmp_path):
     booster = Booster(plugin=TorchDDPPlugin())
-    plain, raw = mlp(), mlp()
+    plain, raw = mlp().to(booster.device), mlp()
     reference = adamw(plain)
     offload = {"nvme_offload_fraction": fraction, "nvme_offload_dir": tmp_path} if fraction else {}
     model, optimizer, *_ = booster.boost(raw, hybrid(raw, **offload))
     rank = dist.get_rank()
     for step in range(4):
-        batch = torch.randn(8, 7, generator=torch.Generator().manual_seed(step))
+        batch = torch.randn(8, 7, generator=torch.Generator().manual_seed(step)).to(booster.device)
         (plain(batch) - 1).square().mean().backward()
         booster.backward((model(batch[4 * rank : 4 * rank + 4]) - 1).square().mean(), optimizer)
         for one in (reference, optimizer):
@@ -137,7 +139,7 @@ def boosted(layout, kind):
 
 def train(booster, model, optimizer, steps):
     for step in steps:
-        batch = torch.randn(12, 7, generator=torch.Generator().manual_seed(step))
+        batch = torch.randn(12, 7, generator=torch.Generator().manual_seed(step)).to(booster.device)
         rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         part = batch[12 // size * rank : 12 // size * (rank + 1)]
         booster.backward((model(part) - 1).square().mean(), optimizer)
@@ -206,10 +208,10 @@ def linear_on_disk(path):
     return booster, model, optimizer
 
 
-@distributed(world_size=2)
+@distributed(world_size=2, device="cpu")
 def test_no_memory_on_one_rank_fails_a_load_on_both(tmp_path):
     booster, model, optimizer = linear_on_disk(tmp_path / "disk")
-    booster.backward(model(torch.ones(2, 40)).sum(), optimizer)
+    booster.backward(model(torch.ones(2, 40, device=booster.device)).sum(), optimizer)
     optimizer.step()
     booster.save_optimizer(optimizer, tmp_path / "saved", shard=True)
     booster, model, optimizer = linear_on_disk(tmp_path / "disk")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ import pytest
 import torch
 from gemini_models import WIDTH, Twins
 from harness import distributed, run_ranks
-from oracles.joined_slices import gathered_over_ranks, join_slices, joined_over_ranks
+from oracles.joined_slices import copied_slices, gathered_over_ranks, join_slices, joined_over_ranks
 from torch import nn
 from torch.optim import Optimizer
 from zoo import WholeBatches, get_model, split_batch
@@ -21,11 +21,15 @@ from zoo import WholeBatches, get_model, split_batch
 from booster import Booster
 from booster.comm import count_communication, group_rank, group_size
 from booster.core.shard_aware import shard_state
+from booster.device import current_device
 from booster.interface import Shard, Shards
 from booster.optim import CAME, Adafactor, FusedLAMB, FusedSGD, Lamb, Lars
 from booster.plugins import GeminiPlugin, LowLevelZeroPlugin, TorchDDPPlugin, TorchFSDPPlugin
 from booster.plugins.hybrid_parallel.plugin import HybridParallelPlugin
+from booster.pytree import map_tensors
 from booster.single_device import SingleDevicePlugin
+
+pytestmark = pytest.mark.on_device
 
 # A large eps where there is one, so that gradients that are rounding noise do not become steps of any sign.
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
@@ -55,7 +59,8 @@ SHAPES = {
 
 def make_parameters(dtype=torch.float32):
     generator = torch.Generator().manual_seed(1)
-    return {name: nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for name, shape in SHAPES.items()}
+    drawn = {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
+    return {name: nn.Parameter(one.to(current_device(), dtype)) for name, one in drawn.items()}
 
 
 def make_groups(parameters, name):
@@ -68,7 +73,7 @@ def make_groups(parameters, name):
 def set_gradients(parameters, step, unused):
     generator = torch.Generator().manual_seed(100 + step)
     for name, parameter in parameters.items():
-        gradient = torch.randn(parameter.shape, generator=generator)
+        gradient = torch.randn(parameter.shape, generator=generator).to(parameter.device)
         parameter.grad = None if name == unused else gradient
 
 
@@ -278,6 +283,7 @@ class Training:
         size, rank = self.booster.plugin.dp_size, self.booster.plugin.dp_rank
         for step in steps:
             batch = split_batch(self.entry.make_batch(step, SAMPLES), rank, size)
+            batch = map_tensors(lambda tensor: tensor.to(self.booster.device), batch)
             if self.has_stages:
                 batches = iter([self.whole.feed(batch)])
                 self.booster.execute_pipeline(batches, self.model, self.whole.criterion, self.optimizer)
@@ -293,7 +299,7 @@ class Training:
 
     def states(self) -> dict[str, torch.Tensor]:
         slices = self.optimizer.checkpoint_state().slices()
-        return join_slices(gathered_over_ranks([replace(one, tensor=one.tensor.clone()) for one in slices]))
+        return join_slices(gathered_over_ranks(copied_slices(slices)))
 
 
 def run_layout(layout: Layout, function, *arguments):

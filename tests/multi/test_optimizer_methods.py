@@ -15,6 +15,8 @@ from booster.errors import BoosterError, ConfigError
 from booster.optim import HybridAdam
 from booster.plugins import GeminiPlugin, HybridParallelPlugin, LowLevelZeroPlugin
 
+pytestmark = pytest.mark.on_device
+
 
 @pytest.mark.parametrize("strategy", FP32)
 @distributed(2)

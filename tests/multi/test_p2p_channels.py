@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from datetime import timedelta
 
@@ -23,7 +24,10 @@ from booster.comm import (
     report_failure,
     use_shared_memory,
 )
+from booster.device import current_device
 from booster.errors import ConfigError, RankFailedError
+
+pytestmark = pytest.mark.on_device
 
 AT_ONCE_SECONDS = 15  # on a busy machine; a second otherwise, where nothing but the connection has to be noticed
 PATIENT = timedelta(minutes=5)
@@ -35,7 +39,7 @@ def spec_of(tensor):
 
 def read_number(header):
     """Reads a header that is the number of the message below."""
-    return [spec_of(tensor) for tensor in MESSAGES[int(header)]]
+    return [spec_of(tensor) for tensor in messages()[int(header)]]
 
 
 def no_header(header):
@@ -47,19 +51,28 @@ def _of_every_dtype():
     return [(raw % 2 if dtype == torch.bool else raw).view(dtype) for dtype in p2p._DTYPES]
 
 
-MESSAGES = [
-    [torch.arange(6.0).view(2, 3)],
-    [],
-    [torch.arange(60.0).view(5, 12).t()[::2], torch.tensor(3), torch.empty(0, 4), torch.ones(1, 2).expand(3, 2)],
-    _of_every_dtype(),
-    [torch.view_as_complex(torch.arange(8.0).view(4, 2)).conj(), torch.nn.Parameter(torch.ones(2))],
-    [torch.full((1000, 100), 5.0)],
-]
+@functools.cache
+def messages():
+    """Returns tensors on this rank's device."""
+    with current_device():
+        return [
+            [torch.arange(6.0).view(2, 3)],
+            [],
+            [
+                torch.arange(60.0).view(5, 12).t()[::2],
+                torch.tensor(3),
+                torch.empty(0, 4),
+                torch.ones(1, 2).expand(3, 2),
+            ],
+            _of_every_dtype(),
+            [torch.view_as_complex(torch.arange(8.0).view(4, 2)).conj(), torch.nn.Parameter(torch.ones(2))],
+            [torch.full((1000, 100), 5.0)],
+        ]
 
 
 def assert_message(tensors, number):
-    assert len(tensors) == len(MESSAGES[number])
-    for got, sent in zip(tensors, MESSAGES[number], strict=True):
+    assert len(tensors) == len(messages()[number])
+    for got, sent in zip(tensors, messages()[number], strict=True):
         assert (got.shape, got.dtype) == (sent.shape, sent.dtype)
         assert got.is_contiguous()
         assert not got.requires_grad
@@ -68,7 +81,7 @@ def assert_message(tensors, number):
 
 
 def known_as(is_known):
-    return [lambda one=one: read_number(str(one)) if is_known(one) else None for one in range(len(MESSAGES))]
+    return [lambda one=one: read_number(str(one)) if is_known(one) else None for one in range(len(messages()))]
 
 
 @distributed(2)
@@ -78,9 +91,9 @@ def known_as(is_known):
 def test_messages_arrive_in_any_order_of_taking(unknown, order, posted):
     if dist.get_rank() == 0:
         link = SendChannel(1, None)
-        for number, tensors in enumerate(MESSAGES):
+        for number, tensors in enumerate(messages()):
             link.send(tensors, str(number).encode() if number in unknown else None)
-        assert link.num_in_flight == len(MESSAGES)
+        assert link.num_in_flight == len(messages())
         link.wait()
         assert link.num_in_flight == 0
         return
@@ -106,7 +119,7 @@ def test_what_a_header_says_is_known_of_later_messages():
         link = SendChannel(1, None)
         for run in range(2):
             for index in range(3):
-                link.send(MESSAGES[2], b"2" if run == index == 0 else None)
+                link.send(messages()[2], b"2" if run == index == 0 else None)
             link.wait()
         return
     link = RecvChannel(0, None, read)
@@ -118,7 +131,7 @@ def test_what_a_header_says_is_known_of_later_messages():
             assert_message(tensors, 2)
 
 
-@distributed(3)
+@distributed(3, device="cpu")  # with NCCL, both ends start in one order
 def test_both_ways_at_once_around_a_ring():
     rank, size = dist.get_rank(), dist.get_world_size()
     others = [(rank + 1) % size, (rank - 1) % size]
@@ -142,13 +155,13 @@ def test_both_ways_at_once_around_a_ring():
         link.wait()
 
 
-@distributed(2)
+@distributed(2, device="cpu")
 def test_a_sender_does_not_wait_for_messages_with_headers():
     """Else both ranks, who send much before they take anything, would wait for each other."""
     other = 1 - dist.get_rank()
     outgoing = SendChannel(other, None)
     for _ in range(10):
-        outgoing.send(MESSAGES[0], b"0")
+        outgoing.send(messages()[0], b"0")
     assert outgoing.num_in_flight == 10
     incoming = RecvChannel(other, None, read_number)
     incoming.expect([lambda: None] * 10)
@@ -159,7 +172,7 @@ def test_a_sender_does_not_wait_for_messages_with_headers():
 
 @distributed(2)
 def test_messages_are_counted():
-    tensor = torch.ones(10)
+    tensor = torch.ones(10, device=current_device())
     with count_communication() as count:
         if dist.get_rank() == 0:
             link = SendChannel(1, None)
@@ -264,7 +277,7 @@ def _one_hangs_up(way):
 @pytest.mark.parametrize("way", ["posted", "take", "header", "send"])
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_a_rank_that_hangs_up_fails_those_who_wait_for_it(way, world_size):
-    results = run_ranks(_one_hangs_up, world_size, way, fresh=True)
+    results = run_ranks(_one_hangs_up, world_size, way, fresh=True, device="cpu")
     for rank in set(range(world_size)) - {1}:
         text, seconds = results[rank]
         assert f"rank {rank} could not finish" in text
@@ -286,7 +299,7 @@ def _failure_is_passed_on():
 
 
 def test_the_cause_is_named_behind_the_neighbour_who_passes_it_on():
-    results = run_ranks(_failure_is_passed_on, 3, fresh=True)
+    results = run_ranks(_failure_is_passed_on, 3, fresh=True, device="cpu")
     for rank, left in ((0, 1), (1, 2)):
         text, seconds = results[rank]
         assert f"rank 2 had failed: the disk is full; rank {left} left the group" in text
@@ -305,7 +318,7 @@ def _waits_for_a_collective(is_shared):
 
 @pytest.mark.parametrize("is_shared", [True, False])
 def test_a_rank_that_hangs_up_fails_collectives(is_shared):
-    text, seconds = run_ranks(_waits_for_a_collective, 2, is_shared, fresh=True)[0]
+    text, seconds = run_ranks(_waits_for_a_collective, 2, is_shared, fresh=True, device="cpu")[0]
     assert "rank 1 had failed: timed out; rank 1 left the group" in text
     assert seconds < AT_ONCE_SECONDS
 
@@ -322,7 +335,7 @@ def _hangs_up_twice():
 
 
 def test_hanging_up_again_does_nothing_and_leaves_other_groups():
-    for text in run_ranks(_hangs_up_twice, 2, fresh=True):
+    for text in run_ranks(_hangs_up_twice, 2, fresh=True, device="cpu"):
         assert "had failed: one; " in text
         assert "left the group" in text
 

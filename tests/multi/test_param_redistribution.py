@@ -11,20 +11,23 @@ import torch.distributed as dist
 from harness import distributed
 
 from booster.comm import all_to_all_single, collectives, count_communication, transport, use_shared_memory
+from booster.device import current_device
 from booster.errors import RankFailedError
 from booster.plugins.torch_fsdp.param_redistribution import ParamRedistribution, RowSharded, assign_owners, row_range
+
+pytestmark = pytest.mark.on_device
 
 WAYS = pytest.mark.parametrize("uses_memory", [True, False], ids=["shared memory", "gloo"])
 SHAPES = [(1,), (5,), (7, 3), (2, 3, 4), (0, 3), (), (33, 10), (4, 4)]
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.float16, torch.int64, torch.uint8]
-CPU = torch.device("cpu")
 
 
 @contextmanager
 def going_by_memory(is_on):
     use_shared_memory(is_on)
     try:
-        assert transport() == ("shared memory" if is_on and dist.get_world_size() > 1 else "gloo")
+        if current_device().type == "cpu":
+            assert transport() == ("shared memory" if is_on and dist.get_world_size() > 1 else "gloo")
         yield
     finally:
         use_shared_memory(None)
@@ -41,7 +44,7 @@ def whole_of(member, draw=0, dtype=None):
     """The same numbers on every rank, of which all bits differ."""
     generator = torch.Generator().manual_seed(1000 * draw + len(member.name) + int(member.name[1:]))
     numbers = torch.randn(member.numel, generator=generator, dtype=torch.float64)
-    return (numbers * 50 + 128).to(dtype or member.dtype).view(member.shape)
+    return (numbers * 50 + 128).to(current_device(), dtype or member.dtype).view(member.shape)
 
 
 def shards_of(members, draw=0, dtype=None, leave_out_empty=False):
@@ -81,7 +84,7 @@ def test_there_and_back(world_size, uses_memory, leave_out_empty):
     with going_by_memory(uses_memory):
         members = mixed_members()
         owners = assign_owners(members, world_size)
-        exchange = ParamRedistribution(members, owners, None, CPU)
+        exchange = ParamRedistribution(members, owners, None, current_device())
         mine = {index for index, owner in enumerate(owners) if owner == dist.get_rank()}
         shards = shards_of(members, leave_out_empty=leave_out_empty)
         out, back = wire_bytes(members, owners)
@@ -108,7 +111,7 @@ def test_subsets_and_other_dtypes(world_size, uses_memory):
     with going_by_memory(uses_memory):
         members = mixed_members()
         owners = assign_owners(members, world_size)
-        exchange = ParamRedistribution(members, owners, None, CPU)
+        exchange = ParamRedistribution(members, owners, None, current_device())
         for indices in ([6, 2], [1], [4], [], [7, 0, 3]):
             for dtype in (torch.float32, torch.float64, torch.bfloat16):
                 shards = shards_of(members, 2, dtype)
@@ -132,7 +135,7 @@ def test_a_rank_may_own_nothing_and_one_everything(world_size, uses_memory):
     with going_by_memory(uses_memory):
         members = mixed_members()
         for owner in (0, world_size - 1):
-            exchange = ParamRedistribution(members, [owner] * len(members), None, CPU)
+            exchange = ParamRedistribution(members, [owner] * len(members), None, current_device())
             shards = shards_of(members, leave_out_empty=True)
             wholes = exchange.to_owners(shards)
             is_owner = dist.get_rank() == owner
@@ -147,7 +150,7 @@ def test_rows_that_lie_at_their_owner_are_not_sent():
         RowSharded(name="p0", shape=(1, 5), dtype=torch.float32),
         RowSharded(name="p1", shape=(0,), dtype=torch.int64),
     ]
-    exchange = ParamRedistribution(members, [0, 1], None, CPU)
+    exchange = ParamRedistribution(members, [0, 1], None, current_device())
     with count_communication() as count:
         wholes = exchange.to_owners(shards_of(members))
         exchange.from_owners(wholes, shards_of(members))
@@ -164,7 +167,7 @@ def test_groups_exchange_among_themselves(uses_memory):
         place, draw = dist.get_rank(group), dist.get_rank() % 2
         members = mixed_members()
         owners = assign_owners(members, 2)
-        exchange = ParamRedistribution(members, owners, group, CPU)
+        exchange = ParamRedistribution(members, owners, group, current_device())
         shards = {
             index: whole_of(member, draw).reshape(-1)[slice(*row_range(member.shape, place, 2))]
             for index, member in enumerate(members)
@@ -177,7 +180,7 @@ def test_groups_exchange_among_themselves(uses_memory):
 @distributed([2, 3])
 def test_parameters_may_be_given_and_need_no_certain_layout_when_whole(world_size):
     member = RowSharded(name="p0", shape=(7, 3), dtype=torch.float32)
-    exchange = ParamRedistribution([member], [1], None, CPU)
+    exchange = ParamRedistribution([member], [1], None, current_device())
     shards = {0: torch.nn.Parameter(shards_of([member])[0])}
     wholes = exchange.to_owners(shards)
     transposed = {index: torch.nn.Parameter((2 * whole).t().contiguous().t()) for index, whole in wholes.items()}
@@ -200,7 +203,7 @@ def test_memory_of_a_rank_is_what_it_sends_and_twice_what_it_owns():
 
     with going_by_memory(False):
         member = RowSharded(name="p0", shape=(4096, 4), dtype=torch.float32)
-        exchange = ParamRedistribution([member], [0], None, CPU)
+        exchange = ParamRedistribution([member], [0], None, current_device())
         shards = shards_of([member])
         with SeesSizes() as seen:
             wholes = exchange.to_owners(shards)
@@ -222,7 +225,7 @@ def sizes_between(world_size, largest):
 
 def elements(giver, taker, numel, dtype):
     generator = torch.Generator().manual_seed(10 * giver + taker)
-    return torch.randn(numel, generator=generator).mul(100).to(dtype)
+    return torch.randn(numel, generator=generator).mul(100).to(current_device(), dtype)
 
 
 @distributed([1, 2, 3, 4])
@@ -237,7 +240,7 @@ def test_uneven_parts(world_size, uses_memory, dtype):
                 sizes = sizes_between(world_size, largest)
                 gives, takes = sizes[rank], [row[rank] for row in sizes]
                 payload = torch.cat([elements(rank, taker, numel, dtype) for taker, numel in enumerate(gives)])
-                output = torch.zeros(sum(takes), dtype=dtype)
+                output = torch.zeros(sum(takes), dtype=dtype, device=current_device())
                 with count_communication() as count:
                     all_to_all_single(
                         output,
@@ -262,19 +265,19 @@ def test_uneven_parts_beside_others_in_one_group():
     """Numbers of calls stay in step however many rounds one takes."""
     rank = dist.get_rank()
     for _ in range(2):
-        output = torch.empty(3 if rank == 0 else 1_000_000)
+        output = torch.empty(3 if rank == 0 else 1_000_000, device=current_device())
         gives = [0, 1_000_000] if rank == 0 else [3, 0]
         takes = [0, 3] if rank == 0 else [1_000_000, 0]
         all_to_all_single(
             output,
-            torch.full((sum(gives),), float(rank)),
+            torch.full((sum(gives),), float(rank), device=current_device()),
             output_sizes=takes,
             payload_sizes=gives,
             largest_size=1_000_000,
         )
         assert output.unique().tolist() == [1.0 - rank]
-        even = torch.empty(4)
-        all_to_all_single(even, torch.arange(4.0) + 4 * rank)
+        even = torch.empty(4, device=current_device())
+        all_to_all_single(even, torch.arange(4.0, device=current_device()) + 4 * rank)
         assert even.tolist() == ([0, 1, 4, 5] if rank == 0 else [2, 3, 6, 7])
 
 
@@ -299,7 +302,7 @@ def test_sizes_that_do_not_fit_are_refused_before_anything_is_sent():
     dist.barrier()
 
 
-@distributed([2], fresh=True)
+@distributed([2], fresh=True, device="cpu")  # NCCL does not look
 def test_ranks_that_tell_different_largest_sizes_are_told_so():
     largest = 2 + dist.get_rank()
     with pytest.raises(RankFailedError, match="ranks are in different calls"):

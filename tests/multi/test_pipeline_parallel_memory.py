@@ -18,6 +18,8 @@ from zoo import TRANSFORMERS_MODULES, get_model
 from booster import Booster, LazyInitContext
 from booster.plugins import HybridParallelPlugin
 
+pytestmark = pytest.mark.on_device
+
 preload(*TRANSFORMERS_MODULES)
 
 NUM_LAYERS, SIDE = 16, 1024

@@ -6,6 +6,7 @@ import copy
 import os
 import signal
 import time
+from typing import Any
 
 import pytest
 import torch
@@ -19,8 +20,13 @@ from booster import Booster
 from booster.errors import BoosterError, ConfigError, DesyncError
 from booster.plugins.hybrid_parallel.plugin import HybridParallelPlugin
 
+pytestmark = pytest.mark.on_device
+
 MAX_SECONDS = 15.0  # far below the minutes after which a collective times out
 BAD = 2  # the microbatch in which it happens, of 0 to 3
+# Where a stage fails in the middle of a batch the others are told by gloo. NCCL does not notice that a rank is gone:
+# heartbeats end such a run, which tests/faults/test_rank_loss.py is about.
+SOON_TOLD: dict[str, Any] = {"fresh": True, "device": "cpu"}
 BY_SCHEDULE = pytest.mark.parametrize("schedule", SCHEDULES)
 
 
@@ -118,19 +124,19 @@ def assert_all_say(found, place: str, stage: int, num_ranks: int) -> None:
 @pytest.mark.parametrize("place", PLACES)
 @BY_SCHEDULE
 def test_what_fails_on_one_of_two_stages_fails_on_both(schedule, place):
-    found = run_ranks(run_with, 2, place, schedule, 2, fail, fresh=True)
+    found = run_ranks(run_with, 2, place, schedule, 2, fail, **SOON_TOLD)
     assert_all_say(found, place, stage_of(place, schedule, 2), 2)
 
 
 @pytest.mark.parametrize("place", PLACES)
 def test_what_fails_on_one_of_four_stages_fails_on_all(place):
-    found = run_ranks(run_with, 4, place, "1f1b", 4, fail, fresh=True)
+    found = run_ranks(run_with, 4, place, "1f1b", 4, fail, **SOON_TOLD)
     assert_all_say(found, place, stage_of(place, "1f1b", 4), 4)
 
 
 @pytest.mark.parametrize("arguments", [{"tp_size": 1}, {"dp_outside": False}, {"zero_stage": 1}], ids=str)
 def test_what_fails_in_one_replica_fails_in_all(arguments):
-    found = run_ranks(run_with, 4, "forward", "1f1b", 2, fail, arguments, fresh=True)
+    found = run_ranks(run_with, 4, "forward", "1f1b", 2, fail, arguments, **SOON_TOLD)
     for rank, (name, text, seconds) in enumerate(found):
         assert name, rank
         assert "microbatch" in text or "rank" in text, (rank, text)
@@ -142,7 +148,7 @@ def test_what_fails_in_one_replica_fails_in_all(arguments):
 @pytest.mark.slow
 def test_a_stage_that_is_killed_is_noticed_by_the_other(place):
     with pytest.raises(RanksFailed, match="killed by SIGKILL") as caught:
-        run_ranks(run_with, 2, place, "1f1b", 2, die, fresh=True)
+        run_ranks(run_with, 2, place, "1f1b", 2, die, **SOON_TOLD)
     killed = stage_of(place, "1f1b", 2)
     assert [failure.rank for failure in caught.value.failures] == [killed]
     name, text, seconds = caught.value.results[1 - killed]
@@ -168,7 +174,7 @@ def run_until_killed(num_batches: int) -> tuple[str, str, float]:
 @pytest.mark.parametrize("num_batches", [0, 1])
 def test_a_stage_that_is_killed_between_batches_is_noticed_by_the_other(num_batches):
     with pytest.raises(RanksFailed, match="killed by SIGKILL") as caught:
-        run_ranks(run_until_killed, 2, num_batches, fresh=True)
+        run_ranks(run_until_killed, 2, num_batches, **SOON_TOLD)
     name, text, seconds = caught.value.results[0]
     assert name == "RankFailedError", (name, text)
     assert "rank 1" in text
@@ -231,7 +237,7 @@ def test_what_every_layer_would_have_to_give():
     twins.assert_equal()
 
 
-@distributed(world_size=2)
+@distributed(world_size=2, device="cpu")  # on a device only the first batches are compared, without waits later
 def test_stages_with_other_batches_late_in_an_epoch():
     twins = StagedTwins("glued_chain")
     twins.train(5)
@@ -286,7 +292,7 @@ def run_with_criterion(kind: str) -> tuple[str, str]:
 
 @pytest.mark.parametrize("kind", ["vector", "detached", "nothing"])
 def test_a_criterion_that_gives_no_loss(kind):
-    (first, first_text), (last, last_text) = run_ranks(run_with_criterion, 2, kind, fresh=True)
+    (first, first_text), (last, last_text) = run_ranks(run_with_criterion, 2, kind, **SOON_TOLD)
     assert last == "ConfigError", last_text
     assert first == "RankFailedError", first_text
     assert "stage 1" in last_text
@@ -319,9 +325,9 @@ def run_skipping(skipped: int, around: bool) -> list[tuple[str, str]]:
     torch.manual_seed(0)
     raw = Skipping(around)
     booster = Booster(plugin=HybridParallelPlugin(pp_size=2, num_microbatches=2, precision="fp32", split=["layers.2"]))
-    whole = copy.deepcopy(raw)
+    whole = copy.deepcopy(raw).to(booster.device)
     model, optimizer, *_ = booster.boost(raw, torch.optim.SGD(raw.parameters(), lr=0.1))
-    batch = {"x": torch.randn(4, 4), "skips": torch.full((4,), skipped)}
+    batch = {"x": torch.randn(4, 4).to(booster.device), "skips": torch.full((4,), skipped, device=booster.device)}
     for _ in range(2):
         try:
             found = booster.execute_pipeline(
@@ -346,13 +352,13 @@ def test_a_layer_inside_of_a_stage_may_be_left_out(skipped):
 
 
 def test_the_last_layer_of_a_stage_has_to_run():
-    found = run_ranks(run_skipping, 2, 1, False, fresh=True)
+    found = run_ranks(run_skipping, 2, 1, False, **SOON_TOLD)
     assert [name for name, _ in found] == ["ConfigError", "RankFailedError"], found
     assert all("the model ran 'layers.2' after 'layers.0'" in text for _, text in found), found
 
 
 def test_a_value_that_goes_round_the_layers():
-    found = run_ranks(run_skipping, 2, -1, True, fresh=True)
+    found = run_ranks(run_skipping, 2, -1, True, **SOON_TOLD)
     assert [name for name, _ in found] == ["RankFailedError", "ConfigError"], found
     assert "'embed', which an earlier stage holds" in found[1][1]
 

@@ -13,6 +13,8 @@ from booster import Booster
 from booster.errors import ConfigError, DesyncError
 from booster.plugins.hybrid_parallel.plugin import HybridParallelPlugin
 
+pytestmark = pytest.mark.on_device
+
 
 def boosted(name="glued_chain", num_layers=None, model=None, **arguments):
     raw = model if model is not None else WholeBatches(get_model(name, num_layers)).build()

@@ -12,6 +12,8 @@ from booster import Booster
 from booster.errors import ConfigError
 from booster.plugins import TorchDDPPlugin
 
+pytestmark = pytest.mark.on_device
+
 AVERAGED = ("ddp", "hybrid_tp")  # whose backward leaves the true gradients in `p.grad` of any model
 SHARDED = [name for name in FP32 if name not in AVERAGED]
 CLIPPING = {
@@ -50,6 +52,7 @@ def test_a_model_boosted_alone_may_be_a_part_of_another_ones_loss(strategy):
     teacher = torch.nn.Sequential(torch.nn.Linear(5, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2))
     plain_teacher = torch.nn.Sequential(torch.nn.Linear(5, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2))
     plain_teacher.load_state_dict(teacher.state_dict())
+    plain_teacher.to(pair.booster.device)
     boosted_teacher, *_ = pair.booster.boost(teacher)  # its weights require gradients, which are not used
     for step in range(2):
         outputs = pair.model(pair.part(step))

@@ -12,7 +12,10 @@ from torch import nn
 
 from booster.checkpoint_io import GeneralCheckpointIO
 from booster.checkpoint_io.storage import Storage
+from booster.device import current_device
 from booster.interface import ModelWrapper, TensorSlice
+
+pytestmark = pytest.mark.on_device
 
 
 class _Writes(Storage):
@@ -55,7 +58,7 @@ class _Cut(ModelWrapper):
 
 def _model(cls, seed):
     torch.manual_seed(seed)
-    return cls(nn.Sequential(nn.Linear(700, 500), nn.Linear(500, 700), nn.Linear(700, 33)))
+    return cls(nn.Sequential(nn.Linear(700, 500), nn.Linear(500, 700), nn.Linear(700, 33)).to(current_device()))
 
 
 @distributed(world_size=[3, 4])

@@ -14,6 +14,9 @@ from harness import run_ranks
 from sliced_model import LAYOUTS, SlicedModel
 
 from booster.checkpoint_io import GeneralCheckpointIO
+from booster.device import current_device
+
+pytestmark = pytest.mark.on_device
 
 # Sizes that don't divide, tensors smaller than the world, one element, none, three dimensions.
 SHAPES = {
@@ -32,7 +35,7 @@ PAIRS = list(itertools.product(PLACES, PLACES))
 
 
 def _save(path: str, layout: str, form: str, use_async: bool) -> None:
-    model = SlicedModel(SHAPES, layout, dist.get_rank(), dist.get_world_size())
+    model = SlicedModel(SHAPES, layout, dist.get_rank(), dist.get_world_size(), device=current_device())
     model.fill()
     io = GeneralCheckpointIO()
     io.save_model(model, path, shard=True, use_async=use_async, **FORMS[form])
@@ -40,7 +43,7 @@ def _save(path: str, layout: str, form: str, use_async: bool) -> None:
 
 
 def _load(path: str, layout: str) -> None:
-    model = SlicedModel(SHAPES, layout, dist.get_rank(), dist.get_world_size())
+    model = SlicedModel(SHAPES, layout, dist.get_rank(), dist.get_world_size(), device=current_device())
     model.clear()
     GeneralCheckpointIO().load_model(model, path)
     model.check()

@@ -14,6 +14,8 @@ from booster import Booster
 from booster.errors import DesyncError
 from booster.plugins import GeminiPlugin, LowLevelZeroPlugin, TorchDDPPlugin
 
+pytestmark = pytest.mark.on_device
+
 PLUGINS = {
     "ddp": TorchDDPPlugin,
     "zero": lambda: LowLevelZeroPlugin(stage=1, precision="fp32"),
@@ -30,7 +32,7 @@ def train_and_save(folder, name, mistake, saves):
     model, optimizer, _, _, scheduler = booster.boost(model, optimizer, lr_scheduler=scheduler)
     for step in range(3):
         is_wrong = step == 1 and dist.get_rank() == 1
-        booster.backward(model(torch.ones(2, 3)).square().mean(), optimizer)
+        booster.backward(model(torch.ones(2, 3, device=booster.device)).square().mean(), optimizer)
         if is_wrong and mistake == "rate":
             optimizer.param_groups[0]["lr"] = 0.5
         if not (is_wrong and mistake == "step"):

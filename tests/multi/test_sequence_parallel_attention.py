@@ -9,11 +9,14 @@ import torch.nn.functional as F
 from harness import distributed
 
 from booster.comm import count_communication
+from booster.device import current_device, device_type
 from booster.errors import ConfigError
 from booster.plugins.hybrid_parallel.sequence_parallel import ring_attention
 from booster.plugins.hybrid_parallel.sequence_parallel import ring_attention as ring_blocks
 from booster.plugins.hybrid_parallel.sequence_parallel.attention_dispatch import sequence_attention
 from booster.plugins.hybrid_parallel.sequence_parallel.group import SequenceParallelGroup
+
+pytestmark = pytest.mark.on_device
 
 MODES = ["all_to_all", "ring_attn"]
 
@@ -21,8 +24,10 @@ MODES = ["all_to_all", "ring_attn"]
 def _tensors(batch, heads, key_heads, length, features, value_features=None, dtype=torch.float32):
     torch.manual_seed(5)
     shapes = [(heads, features), (key_heads, features), (key_heads, value_features or features)]
-    tensors = [torch.randn(batch, count, length, width).to(dtype) for count, width in shapes]
-    return tensors, torch.randn(batch, heads, length, shapes[2][1]).to(dtype)
+    tensors = [torch.randn(batch, count, length, width) for count, width in shapes]
+    tensors.append(torch.randn(batch, heads, length, shapes[2][1]))
+    *tensors, grad = (tensor.to(current_device(), dtype) for tensor in tensors)
+    return tensors, grad
 
 
 def _masks(batch, heads, length):
@@ -30,8 +35,7 @@ def _masks(batch, heads, length):
     lengths = torch.tensor([length - 3 * row % length for row in range(batch)])
     is_token = torch.arange(length) < lengths[:, None]
     causal = torch.ones(length, length, dtype=torch.bool).tril()
-    return {
-        "none": None,
+    masks = {
         "padding": is_token[:, None, None, :],
         "left padding, causal": is_token.flip(1)[:, None, None, :] & causal,
         "additive": torch.randn(1, heads, length, length),
@@ -40,6 +44,7 @@ def _masks(batch, heads, length):
         ),
         "two dimensions": causal.logical_or(torch.rand(length, length) > 0.7),
     }
+    return {"none": None, **{name: mask.to(current_device()) for name, mask in masks.items()}}
 
 
 def _dense(tensors, grad, mask, **how):
@@ -59,7 +64,7 @@ def _check(ranks, tensors, grad, mask, *, tolerance=1e-6, needs_mask=False, **ho
     output = sequence_attention(*local, ranks, attn_mask=own_mask, enable_gqa=True, length=length, **how)
     output.backward(order.shard(grad, 2, ranks.rank))
     for name, ours, whole in zip("oqkv", [output.detach(), *(leaf.grad for leaf in local)], expected, strict=True):
-        error = (ours - order.shard(whole, 2, ranks.rank)).abs().max() if ours.numel() else torch.zeros(())
+        error = float((ours - order.shard(whole, 2, ranks.rank)).abs().max()) if ours.numel() else 0.0
         assert error <= tolerance * whole.abs().max(), (name, error, whole.abs().max())
     if needs_mask:
         total = own_mask.grad.clone()
@@ -98,7 +103,7 @@ def test_the_gradient_of_a_mask_is_the_sum_of_the_ranks(world_size, mode):
     ranks = SequenceParallelGroup(None, mode)
     tensors, grad = _tensors(2, 4, 2, 13, 8)
     for shape in [(1, 4, 13, 13), (2, 1, 13, 13), (1, 1, 1, 13)]:
-        _check(ranks, tensors, grad, torch.randn(shape), tolerance=2e-6, needs_mask=True)
+        _check(ranks, tensors, grad, torch.randn(shape).to(current_device()), tolerance=2e-6, needs_mask=True)
 
 
 @distributed([2, 4])
@@ -128,7 +133,8 @@ def test_without_a_fused_kernel_rows_go_one_after_the_other(world_size):
                 _check(ranks, tensors, grad, None, tolerance=2e-6, is_causal=True)
                 for name in ("padding", "additive", "two dimensions"):
                     _check(ranks, tensors, grad, _masks(2, heads, length)[name], tolerance=2e-6)
-                _check(ranks, tensors, grad, torch.randn(2, 1, length, length), tolerance=2e-6, needs_mask=True)
+                mask = torch.randn(2, 1, length, length).to(current_device())
+                _check(ranks, tensors, grad, mask, tolerance=2e-6, needs_mask=True)
     finally:
         ring_attention._MAX_SCORES, ring_attention.supports_flash, ring_blocks.supports_flash = before
 
@@ -143,7 +149,7 @@ def test_the_length_is_found_and_autocast_is_followed(mode):
     whole = F.scaled_dot_product_attention(query, key, value)
     output = sequence_attention(*local, ranks)
     torch.testing.assert_close(output, order.shard(whole, 2, ranks.rank), rtol=0, atol=2e-6)
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(device_type(), torch.bfloat16):
         assert sequence_attention(*local, ranks).dtype == torch.bfloat16
 
 
@@ -154,15 +160,13 @@ def test_dropout_keeps_the_mean_and_has_its_own_gradient(world_size, mode):
     torch.manual_seed(ranks.rank)
     heads, length = 3, 64
     # Values of one make a row's output the sum of its weights: its mean over many rows is 1.
-    query, key, value = (torch.randn(8, heads, length, 8) for _ in range(2)), None, None
-    query, key = query
-    value = torch.ones(8, heads, length, 8)
+    query, key = (torch.randn(8, heads, length, 8).to(current_device()) for _ in range(2))
+    value = torch.ones(8, heads, length, 8, device=current_device())
     order = ranks.sharding_of(length)
     local = [order.shard(tensor, 2, ranks.rank).clone().requires_grad_() for tensor in (query, key, value)]
-    state = torch.get_rng_state()
 
     def run(scale):
-        torch.set_rng_state(state)
+        torch.manual_seed(ranks.rank)
         return sequence_attention(local[0], local[1], local[2] * scale, ranks, dropout_p=0.3, length=length)
 
     output = run(1.0)
@@ -179,7 +183,7 @@ def test_dropout_keeps_the_mean_and_has_its_own_gradient(world_size, mode):
     step = torch.randn_like(local[0])
     slopes = []
     for direction in (1, -1):
-        torch.set_rng_state(state)
+        torch.manual_seed(ranks.rank)
         moved = sequence_attention(
             (local[0] + direction * 1e-2 * step).detach(),
             local[1].detach(),
@@ -228,12 +232,13 @@ def test_ring_attention_equals_dense_attention_at_4096_tokens():
 def test_mistakes_are_named():
     for mode in MODES:
         ranks = SequenceParallelGroup(None, mode)
-        query, key = torch.randn(1, 4, 3, 8), torch.randn(1, 2, 3, 8)
+        query, key = (torch.randn(1, heads, 3, 8).to(current_device()) for heads in (4, 2))
+        mask = torch.ones(6, 6, device=current_device())
         with pytest.raises(ConfigError, match="enable_gqa=True"):
             sequence_attention(query, key, key, ranks, length=6)
         with pytest.raises(ConfigError, match=r"create it outside of the layers"):
-            sequence_attention(query, query, query, ranks, length=6, attn_mask=torch.ones(3, 3, dtype=torch.bool))
+            sequence_attention(query, query, query, ranks, length=6, attn_mask=mask[:3, :3].bool())
         with pytest.raises(ConfigError, match="is_causal=True"):
-            sequence_attention(query, query, query, ranks, length=6, attn_mask=torch.ones(6, 6), is_causal=True)
+            sequence_attention(query, query, query, ranks, length=6, attn_mask=mask, is_causal=True)
         with pytest.raises(ConfigError, match=r"give \(batch, heads, tokens, features\)"):
             sequence_attention(query[0], query[0], query[0], ranks, length=6)

@@ -14,8 +14,11 @@ from oracles.joined_slices import copied_slices, join_slices
 from torch import nn
 
 from booster import Booster
+from booster.device import current_device
 from booster.errors import ConfigError
 from booster.plugins import HybridParallelPlugin
+
+pytestmark = pytest.mark.on_device
 
 VOCABULARY = 61
 DECODER = {
@@ -93,7 +96,8 @@ def batch_of(step, length=11, *, is_padded=True):
     mask = torch.ones_like(ids)
     if is_padded:
         mask[1, -3:] = 0
-    return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
+    batch = {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
+    return {name: one.to(current_device()) for name, one in batch.items()}
 
 
 def boosted(model, arguments):
@@ -105,6 +109,7 @@ def train_both(name, arguments, *, steps=3, outputs=("router_logits",), **extra)
     """Trains under the plugin and in one process on the same batches, and compares losses, outputs and weights."""
     serial = build(name)
     model = copy.deepcopy(serial)
+    serial.to(current_device())
     optimizer = torch.optim.SGD(serial.parameters(), lr=0.1, momentum=0.9)
     booster, model, boosted_optimizer = boosted(model, arguments)
     before = {key: value.clone() for key, value in serial.state_dict().items()}
@@ -130,7 +135,7 @@ def compare_weights(model, serial, before):
     found = join_slices(parts, model.tied_names(), what="the weights")
     moves = {name: float((value - before[name]).norm()) for name, value in serial.state_dict().items()}
     for name, expected in serial.state_dict().items():
-        away = float((found[name] - expected).norm())
+        away = float((found[name] - expected.cpu()).norm())
         assert away <= 2e-4 * max(moves[name], 0.02 * max(moves.values())), (name, away, moves[name])
 
 
@@ -205,7 +210,8 @@ def test_a_loss_of_one_ranks_tokens_is_refused_on_all_ranks(mode):
     torch.manual_seed(0)
     serial = Balanced()
     booster, model, optimizer = boosted(copy.deepcopy(serial), LAYOUTS[f"{mode} 2"][1])
-    x = torch.randn(2, 9, 16, generator=torch.Generator().manual_seed(1))
+    serial.to(booster.device)
+    x = torch.randn(2, 9, 16, generator=torch.Generator().manual_seed(1)).to(booster.device)
     output, balance, kept = model(x)
     with pytest.raises(ConfigError, match="compute it from the model's outputs"):
         booster.backward(output.square().mean() + balance, optimizer)
@@ -217,7 +223,7 @@ def test_a_loss_of_one_ranks_tokens_is_refused_on_all_ranks(mode):
     losses[0].backward()
     booster.backward(losses[1], optimizer)
     norm = torch.cat([one.grad.flatten() for one in serial.parameters() if one.grad is not None]).norm()
-    assert booster.clip_grad_norm_(optimizer, 1.0) == pytest.approx(float(norm), rel=1e-4)
+    assert float(booster.clip_grad_norm_(optimizer, 1.0)) == pytest.approx(float(norm), rel=1e-4)
 
 
 @distributed(world_size=2)
@@ -252,10 +258,11 @@ def test_eager_attention_without_a_mask_is_not_causal(mode):
     serial = build("nllb_moe")
     assert serial.config._attn_implementation == "eager"
     booster, model, optimizer = boosted(copy.deepcopy(serial), LAYOUTS[f"{mode} 2"][1])
+    serial.to(booster.device)
     batch = {"input_ids": batch_of(0)["input_ids"], "labels": batch_of(1, 8)["input_ids"]}
     expected, found = serial(**batch).loss, model(**batch).loss
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)
     expected.backward()
     booster.backward(found, optimizer)
     norm = torch.cat([one.grad.flatten() for one in serial.parameters() if one.grad is not None]).norm()
-    assert booster.clip_grad_norm_(optimizer, 1.0) == pytest.approx(float(norm), rel=1e-4)
+    assert float(booster.clip_grad_norm_(optimizer, 1.0)) == pytest.approx(float(norm), rel=1e-4)

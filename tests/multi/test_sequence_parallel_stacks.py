@@ -14,12 +14,15 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from booster.comm import all_reduce_sum
+from booster.device import current_device
 from booster.errors import ConfigError
 from booster.plugins.hybrid_parallel.activation_checkpointing import GradientCheckpointConfig, checkpoint_layers
 from booster.plugins.hybrid_parallel.sequence_parallel.group import SequenceParallelGroup
 from booster.plugins.hybrid_parallel.sequence_parallel.layer_stack import attach_stack
 from booster.plugins.hybrid_parallel.sequence_parallel.splitters import SequenceAxisSplitter, TensorAxisSplitter
 from booster.plugins.hybrid_parallel.tensor_parallel.group import TensorParallelGroup
+
+pytestmark = pytest.mark.on_device
 
 MODES = ["all_to_all", "ring_attn"]
 VOCABULARY = 61
@@ -202,7 +205,7 @@ def _transformers_model(name):
         stacks = [one for one, module in model.named_modules() if isinstance(module, nn.ModuleList)][-1:]
     for parameter in model.parameters():  # biases and scales that start as zeros would hide mistakes
         parameter.data.add_(torch.randn_like(parameter), alpha=0.05)
-    return model, stacks
+    return model.to(current_device()), stacks
 
 
 def _batch(name, length, *, is_padded):
@@ -219,6 +222,10 @@ def _batch(name, length, *, is_padded):
         if name != "t5":
             batch["labels"] = ids.masked_fill(mask == 0, -100)
     return batch
+
+
+def tokens(length, num_entries):
+    return torch.arange(2 * length, device=current_device()).view(2, length) % num_entries
 
 
 def _gradients(model):
@@ -266,6 +273,7 @@ def _check_family(name, mode, world_size):
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
             model.train()
         batch = _batch(name, length, is_padded=is_padded and name != "vit")
+        batch = {key: one.to(current_device()) for key, one in batch.items()}
         arguments = {"use_cache": False} if checkpoints and name not in ("bert", "vit") else {}
         for one in (model, reference):
             one.zero_grad()
@@ -281,7 +289,7 @@ def _check_family(name, mode, world_size):
 def test_user_written_models_that_look_at_another_sequence(world_size, mode):
     torch.manual_seed(0)
     ranks = SequenceParallelGroup(None, mode)
-    model = UserModel()
+    model = UserModel().to(current_device())
     reference = copy.deepcopy(model)
     _attach(model, ["blocks"], ranks)
     model = copy.deepcopy(model)
@@ -291,7 +299,7 @@ def test_user_written_models_that_look_at_another_sequence(world_size, mode):
         losses = []
         for one in (model, reference):
             one.zero_grad()
-            batches = [(torch.arange(2 * a).view(2, a) % 60, torch.arange(2 * b).view(2, b) % 50) for a, b in cases]
+            batches = [(tokens(a, 60), tokens(b, 50)) for a, b in cases]
             losses.append(sum(one(*batch) for batch in batches))
             losses[-1].backward()
         _compare(model, reference, *losses, world_size, tolerance=2e-5)
@@ -304,14 +312,14 @@ def test_recomputed_layers_drop_what_they_dropped(mode):
     gradients = []
     for checkpoints in ("none", "calls", "layers"):
         torch.manual_seed(0)
-        model = UserModel(dropout=0.2)
+        model = UserModel(dropout=0.2).to(current_device())
         _attach(model, ["blocks"], ranks)
         model.checkpoints_layers = checkpoints == "calls"
         if checkpoints == "layers":
             checkpoint_layers(model, [f"blocks.{index}" for index in range(3)], GradientCheckpointConfig())
         torch.manual_seed(1)
-        model(torch.arange(24).view(2, 12), torch.arange(8).view(2, 4)).backward()
-        gradients.append((_gradients(model), torch.rand(3)))
+        model(tokens(12, 60), tokens(4, 50)).backward()
+        gradients.append((_gradients(model), torch.rand(3, device=current_device())))
     for others, _ in gradients[1:]:
         for name, gradient in gradients[0][0].items():
             assert torch.equal(gradient, others[name]), name
@@ -336,10 +344,10 @@ class _EchoRegions(nn.Module):
 def test_stacks_over_tensor_parallel_ranks_are_not_scaled(world_size):
     torch.manual_seed(0)
     ranks = TensorParallelGroup(None, sequence_mode="split_gather")
-    layers = nn.ModuleList(_EchoRegions() for _ in range(2))
+    layers = nn.ModuleList(_EchoRegions() for _ in range(2)).to(current_device())
     reference = copy.deepcopy(layers)
     stack = attach_stack(list(layers), TensorAxisSplitter(ranks))
-    x = torch.randn(2, 7, 8)
+    x = torch.randn(2, 7, 8).to(current_device())
     results = []
     for one in (layers, reference):
         leaf = x.clone().requires_grad_()
@@ -374,7 +382,7 @@ class _LocalMask(nn.Module):
         self.linear = nn.Linear(8, 8)
 
     def forward(self, x):
-        mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril()
+        mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device=x.device).tril()
         heads = self.linear(x).unsqueeze(1)
         return F.scaled_dot_product_attention(heads, heads, heads, mask).squeeze(1)
 
@@ -401,17 +409,17 @@ class _BatchSecond(nn.Module):
 @pytest.mark.parametrize("mode", MODES)
 def test_what_would_be_wrong_is_refused(mode):
     ranks = SequenceParallelGroup(None, mode)
-    x = torch.randn(3, 8, 8)
+    x = torch.randn(3, 8, 8).to(current_device())
     for layer, message in [
         (_Mixer(), "uses neither F.scaled_dot_product_attention"),
         (_LocalMask(), "create it outside of the layers"),
         (_WithWeights(), "need_weights=False"),
         (_BatchSecond(), "hidden states"),
     ]:
-        attach_stack([layer], SequenceAxisSplitter(ranks))
+        attach_stack([layer.to(current_device())], SequenceAxisSplitter(ranks))
         with pytest.raises(ConfigError, match=message):
             layer(x)
-    layers = [_LocalMask(), _LocalMask()]
+    layers = [_LocalMask().to(current_device()) for _ in range(2)]
     attach_stack(layers, SequenceAxisSplitter(ranks))
     with pytest.raises(ConfigError, match="layerdrop=0"):
         layers[1](x)
@@ -425,10 +433,12 @@ def test_layers_of_torch_itself(mode):
     torch.manual_seed(0)
     ranks = SequenceParallelGroup(None, mode)
     make = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True, norm_first=True)
-    model = nn.TransformerEncoder(make, 2, enable_nested_tensor=False)
+    model = nn.TransformerEncoder(make, 2, enable_nested_tensor=False).to(current_device())
     reference = copy.deepcopy(model)
     attach_stack(list(model.layers), SequenceAxisSplitter(ranks))
-    x, mask = torch.randn(2, 7, 8), nn.Transformer.generate_square_subsequent_mask(7)
+    x, mask = (
+        one.to(current_device()) for one in (torch.randn(2, 7, 8), nn.Transformer.generate_square_subsequent_mask(7))
+    )
     losses = []
     for one in (model, reference):
         losses.append(one(x, mask=mask, is_causal=True).square().sum())

@@ -10,7 +10,10 @@ from torch import nn
 
 from booster.comm import group_rank, group_size
 from booster.core.shard_aware import shard_state
+from booster.device import current_device
 from booster.interface import Shard, Shards
+
+pytestmark = pytest.mark.on_device
 
 SHAPES = {"embedding": (7, 5), "weight": (6, 4), "bias": (6,), "scale": ()}
 # What each of two ranks has: several spans of one parameter, whole ones, none. The scale is one rank's alone.
@@ -24,7 +27,8 @@ LAYOUTS = {"mixed": TWO_RANKS, "all on the first": ALL_ON_THE_FIRST}
 
 def make_parameters():
     generator = torch.Generator().manual_seed(1)
-    return {name: nn.Parameter(torch.randn(shape, generator=generator)) for name, shape in SHAPES.items()}
+    drawn = {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
+    return {name: nn.Parameter(one.to(current_device())) for name, one in drawn.items()}
 
 
 def groups_of(parameters):
@@ -37,7 +41,7 @@ def groups_of(parameters):
 def set_gradients(parameters, step, unused):
     generator = torch.Generator().manual_seed(100 + step)
     for name, parameter in parameters.items():
-        gradient = torch.randn(parameter.shape, generator=generator)
+        gradient = torch.randn(parameter.shape, generator=generator).to(parameter.device)
         parameter.grad = None if name == unused else gradient
 
 
@@ -125,9 +129,9 @@ def test_sums_are_over_all_ranks_and_equal_on_all(world_size):
 
 def sums_of_rank():
     rank = group_rank()
-    values = {"a": torch.tensor([rank + 1.0, 1.0])}
+    values = {"a": torch.tensor([rank + 1.0, 1.0], device=current_device())}
     if rank == group_size() - 1:
-        values["b"] = torch.tensor([0.5, 0.25], dtype=torch.float64)
+        values["b"] = torch.tensor([0.5, 0.25], dtype=torch.float64, device=current_device())
     return Shards([], ["a", "b", "c"], None).sum_over_ranks(values, lengths=2)
 
 
@@ -136,5 +140,7 @@ def test_sums_stay_inside_of_the_group():
     group = torch.distributed.new_group([0, 2])
     if group_rank() == 1:
         return
-    sums = Shards([], ["a"], group).sum_over_ranks({"a": torch.tensor([float(group_rank() + 1)])})
+    sums = Shards([], ["a"], group).sum_over_ranks(
+        {"a": torch.tensor([float(group_rank() + 1)], device=current_device())}
+    )
     assert sums["a"].tolist() == [4.0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import asdict
 from typing import Any
 from unittest import mock
@@ -13,6 +14,7 @@ from device_costs import measure
 from harness import RanksFailed, run_ranks
 from parity import Case, train_parallel
 from simulated_cuda import device
+from torch.utils.checkpoint import checkpoint
 
 SIMULATED = "simulated_cuda"
 SIZE = 1000
@@ -110,6 +112,19 @@ def free_while_another_stream_reads(waits: bool) -> None:
     del doubled
 
 
+def free_behind_what_a_recorded_stream_follows(waits: bool) -> None:
+    values, side, last = torch.ones(2 * SIZE, device="cuda"), torch.cuda.Stream(), torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        doubled = values * 2
+    if waits:
+        last.wait_stream(side)
+    values.record_stream(last)
+    del values
+    torch.cuda.synchronize()
+    del doubled
+
+
 def change_a_pinned_source(waits: bool) -> None:
     source, target = _pinned(), _values()
     target.copy_(source, non_blocking=True)
@@ -147,6 +162,17 @@ def result_of_a_collective(waits: bool) -> None:
         work.wait()
     values.add_(1)
     work.wait()
+
+
+def result_of_a_callback(waits: bool) -> None:
+    values = _values()
+    future = dist.all_reduce(values, async_op=True).get_future().then(lambda done: done.value()[0].mul_(2))
+    if waits:
+        future.wait()
+    while not future.done():
+        time.sleep(0)
+    values.sub_(1)
+    torch.cuda.synchronize()
 
 
 def payload_of_a_collective(waits: bool) -> None:
@@ -190,10 +216,12 @@ PROGRAMS = {
     wait_for_the_wrong_stream: "race: aten::add writes",
     prefetch_without_a_wait: "race: aten::add writes",
     free_while_another_stream_reads: "lifetime: 4000 bytes",
+    free_behind_what_a_recorded_stream_follows: "lifetime: 8000 bytes",
     change_a_pinned_source: "pinned: the host changed 4000 pinned bytes",
     change_a_pinned_target: "their copy from the device",
     pinned_memory_on_two_streams: "race: copy_ from pinned memory",
     result_of_a_collective: "race: aten::add writes",
+    result_of_a_callback: "race: aten::sub writes",
     payload_of_a_collective: "race: aten::zero_ writes",
     two_communicators_at_one_buffer: "race: nccl all_reduce writes",
     hidden_by_an_accidental_wait: "race: aten::add reads",
@@ -244,6 +272,31 @@ def _read_too_early() -> list[float]:
 def test_pinned_memory_shows_garbage_until_the_host_waits():
     ((early, late),) = run_ranks(_read_too_early, 1, device=SIMULATED)
     assert early != late == SIZE
+
+
+def _masks_and_generators(recomputes: bool) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    host, own = torch.get_rng_state(), torch.cuda.get_rng_state()
+    values = _values().requires_grad_()
+
+    def drop(one: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.dropout(one, 0.5)
+
+    dropped = checkpoint(drop, values, use_reentrant=False) if recomputes else drop(values)
+    assert torch.equal(torch.get_rng_state(), host)
+    after = torch.cuda.get_rng_state()
+    assert not torch.equal(after, own)
+    dropped.sum().backward()
+    assert torch.equal(torch.cuda.get_rng_state(), after)
+    assert torch.equal(dropped.detach() > 0, values.grad > 0)
+    return [dropped.detach(), torch.rand(3, device="cuda")]
+
+
+def test_dropout_draws_from_the_generator_of_the_device():
+    plain, again = (run_ranks(_masks_and_generators, 2, one, device=SIMULATED) for one in (False, True))
+    for one in (*plain, *again):
+        for found, expected in zip(one, plain[0], strict=True):
+            assert torch.equal(found, expected)
 
 
 # The plugins, each with one wait left out.

@@ -54,6 +54,15 @@ def test_every_dtype_of_nccl_moves_and_others_are_refused():
 
 
 @distributed(2, device=SIMULATED)
+def test_tensors_without_elements_travel_too():
+    empty, other = (torch.empty(0, dtype=torch.bfloat16, device=_device()) for _ in range(2))
+    dist.all_reduce(empty)
+    dist.reduce_scatter_tensor(other, empty)
+    dist.all_gather_into_tensor(other, empty)
+    assert other.numel() == empty.numel() == 0
+
+
+@distributed(2, device=SIMULATED)
 def test_sums_are_rounded_to_the_dtype_that_travels():
     value = torch.tensor([1.0 if dist.get_rank() == 0 else 2**-9], dtype=torch.bfloat16, device=_device())
     dist.all_reduce(value)

@@ -13,7 +13,10 @@ import torch.distributed as dist
 from harness import RanksFailed, distributed, run_ranks
 
 from booster.comm import ErrorBarrier
+from booster.device import current_device
 from booster.errors import CheckpointError, RankFailedError
+
+pytestmark = pytest.mark.on_device
 
 
 def _num_keys():
@@ -91,7 +94,7 @@ def test_two_threads_beside_collectives():
     threads = [threading.Thread(target=work, args=arguments) for arguments in (("a", 0.001), ("b", 0.003))]
     for thread in threads:
         thread.start()
-    total = torch.zeros(1)
+    total = torch.zeros(1, device=current_device())
     for _ in range(50):
         total += 1
         dist.all_reduce(total)

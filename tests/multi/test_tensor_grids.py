@@ -11,6 +11,7 @@ from torch import nn
 
 from booster.cli.benchmark.measure import PerceptronLayer
 from booster.comm import count_communication
+from booster.device import current_device
 from booster.errors import ConfigError
 from booster.plugins.hybrid_parallel.tensor_parallel_nd import (
     LINEAR_3D_ACTIVATIONS,
@@ -22,6 +23,8 @@ from booster.plugins.hybrid_parallel.tensor_parallel_nd import (
     shard_mlp,
     summa_mesh,
 )
+
+pytestmark = pytest.mark.on_device
 
 # What holds a weight (outputs, inputs) and a bias, of the first and of the second layer.
 SUMMA = [(BlockLayout((("column",), ("row",))), BlockLayout((("column",),)))] * 2
@@ -56,10 +59,10 @@ def assert_close(actual, expected, what):
 def assert_like_serial(kind, world_size, rows, hidden, inner, has_bias=True):
     """Compares in fp64, so that another order of sums would hide no difference."""
     grid, activations, parameters = make_grid(kind, world_size)
-    serial = Pair(hidden, inner, has_bias).double()
+    serial = Pair(hidden, inner, has_bias).to(current_device(), torch.float64)
     divided = copy.deepcopy(serial)
     shard_mlp(divided, grid)
-    whole, weights = torch.randn(2, rows, hidden, dtype=torch.float64)
+    whole, weights = torch.randn(2, rows, hidden, dtype=torch.float64).to(current_device())
     x = grid.block(whole, activations).requires_grad_()
     whole.requires_grad_()
     output, expected = divided(x), serial(whole)
@@ -106,9 +109,9 @@ def test_grids_of_one_rank_give_what_one_process_gives(kind):
 # The blocks that the shapes of Colossal-AI's documentation lead to: 256 -> 1024 -> 256 features, 16 rows.
 def local_shapes(kind, world_size):
     grid, activations, _ = make_grid(kind, world_size)
-    pair = Pair(256, 1024)
+    pair = Pair(256, 1024).to(current_device())
     shard_mlp(pair, grid)
-    x = grid.block(torch.randn(16, 256), activations)
+    x = grid.block(torch.randn(16, 256).to(current_device()), activations)
     inner = pair.up(x)
     shapes = [x.shape, pair.up.weight.t().shape, inner.shape, pair.down.weight.t().shape, pair.down(inner).shape]
     grid.close()
@@ -148,8 +151,8 @@ def assert_bytes(kind, world_size):
     rows, inputs, outputs = 8, 4, 12
     grid, activations, _ = make_grid(kind, world_size)
     cls = Linear3D if kind == "3d" else SummaLinear
-    layer = cls(nn.Linear(inputs, outputs, bias=False), grid)
-    x = grid.block(torch.randn(rows, inputs), activations).requires_grad_()
+    layer = cls(nn.Linear(inputs, outputs, bias=False).to(current_device()), grid)
+    x = grid.block(torch.randn(rows, inputs).to(current_device()), activations).requires_grad_()
     with count_communication() as forward:
         output = layer(x)
     with count_communication() as backward:
@@ -174,9 +177,9 @@ def test_the_bytes_on_squares_and_cubes_of_eight(kind):
 @pytest.mark.parametrize("kind", ["2.5d", "3d"])
 def test_what_needs_no_gradient_costs_nothing(kind):
     grid, activations, _ = make_grid(kind, 8)
-    pair = Pair(4, 12)
+    pair = Pair(4, 12).to(current_device())
     shard_mlp(pair, grid)
-    x = grid.block(torch.randn(8, 4), activations)
+    x = grid.block(torch.randn(8, 4).to(current_device()), activations)
 
     def received(pair):
         output = pair(x)
@@ -197,11 +200,11 @@ def test_what_needs_no_gradient_costs_nothing(kind):
 @pytest.mark.parametrize("kind", ["2.5d", "3d"])
 def test_ranks_that_hold_the_same_weights_train_alike(kind):
     grid, activations, parameters = make_grid(kind, 8)
-    serial = PerceptronLayer(4).double()
+    serial = PerceptronLayer(4).to(current_device(), torch.float64)
     divided = copy.deepcopy(serial)
     shard_mlp(divided, grid)
     optimizers = [torch.optim.SGD(layer.parameters(), lr=0.1) for layer in (serial, divided)]
-    whole = torch.randn(8, 4, dtype=torch.float64)
+    whole = torch.randn(8, 4, dtype=torch.float64).to(current_device())
     x = grid.block(whole, activations)
     for _ in range(4):
         for layer, inputs, optimizer in zip((serial, divided), (whole, x), optimizers, strict=True):

@@ -13,6 +13,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from booster.comm import count_communication
+from booster.device import current_device
 from booster.errors import ConfigError
 from booster.plugins.hybrid_parallel.tensor_parallel.embedding import (
     make_feature_parallel_embedding,
@@ -22,6 +23,8 @@ from booster.plugins.hybrid_parallel.tensor_parallel.embedding import (
 from booster.plugins.hybrid_parallel.tensor_parallel.group import TensorParallelGroup
 from booster.plugins.hybrid_parallel.tensor_parallel.linear import make_column_parallel, make_row_parallel
 from booster.plugins.hybrid_parallel.tensor_parallel.shard_spec import Block, local_sizes, sharded_spec, vocabulary_spec
+
+pytestmark = pytest.mark.on_device
 
 preload("transformers.pytorch_utils")
 WORLDS = [2, 3, 4]
@@ -65,6 +68,10 @@ class Cut:
             blocks = [Block(num_units=blocks)]
         self.shard(module.weight, int(not isinstance(module, Conv1D)), blocks)
         make_row_parallel(module, self.ranks, sizes=local_sizes(blocks, self.ranks.size), **options)
+
+
+def drawn(*shape):
+    return torch.randn(*shape).to(current_device())
 
 
 def assert_close(actual, expected, dtype=torch.float32, what="", scale=None):
@@ -127,35 +134,35 @@ class ScaledLinear(nn.Linear):
 @pytest.mark.parametrize(("kind", "bias"), [(nn.Linear, True), (nn.Linear, False), (Conv1D, True)])
 def test_a_pair_is_like_its_twin(world_size, kind, bias, dtype):
     for hidden, inner in ((6, 13), (1, world_size)):
-        model = Pair(kind, hidden, inner, bias).to(dtype)
+        model = Pair(kind, hidden, inner, bias).to(current_device(), dtype)
         twin = copy.deepcopy(model)
         cut = Cut()
         cut.column(model.up, inner)
         cut.row(model.down, inner)
         assert isinstance(model.up, kind)
-        assert_like_twin(cut, model, twin, torch.randn(BATCH, SEQUENCE, hidden).to(dtype), dtype)
+        assert_like_twin(cut, model, twin, drawn(BATCH, SEQUENCE, hidden).to(dtype), dtype)
 
 
 @distributed(WORLDS)
 def test_a_subclass_keeps_its_forward(world_size):
-    model = Pair(ScaledLinear, 6, 9)
+    model = Pair(ScaledLinear, 6, 9).to(current_device())
     twin = copy.deepcopy(model)
     cut = Cut()
     cut.column(model.up, 9)
     cut.row(model.down, 9)
-    assert_like_twin(cut, model, twin, torch.randn(BATCH, SEQUENCE, 6))
+    assert_like_twin(cut, model, twin, drawn(BATCH, SEQUENCE, 6))
     assert model.down.bias is not None
 
 
 @distributed(WORLDS)
 @pytest.mark.parametrize("kind", [nn.Linear, Conv1D])
 def test_gathered_output_and_split_input(world_size, kind):
-    model = Pair(kind, 5, 11)
+    model = Pair(kind, 5, 11).to(current_device())
     twin = copy.deepcopy(model)
     cut = Cut()
     cut.column(model.up, 11, gathers_output=True)
     cut.row(model.down, 11, splits_input=True)
-    assert_like_twin(cut, model, twin, torch.randn(BATCH, SEQUENCE, 5))
+    assert_like_twin(cut, model, twin, drawn(BATCH, SEQUENCE, 5))
     assert not cut.ranks.rng.is_entered
 
 
@@ -197,7 +204,7 @@ class Attention(nn.Module):
 def sum_shared_heads(cut, model):
     """Sums the gradients of heads that several ranks hold, as hooks of the plugin do."""
     for parameter, layout in cut.layouts.items():
-        whole = torch.zeros(layout.logical_shape)
+        whole = torch.zeros(layout.logical_shape, device=parameter.device)
         for region in layout.regions:
             target = tuple(slice(start, start + size) for start, size in region.logical)
             whole[target] = parameter.grad[tuple(slice(start, start + size) for start, size in region.local)]
@@ -212,10 +219,10 @@ def test_attention_is_like_its_twin(world_size, is_fused):
     for num_heads, num_groups in cases:
         if num_groups < world_size and num_heads % world_size:
             continue
-        model = Attention(7, num_heads, num_groups, 3, is_fused=is_fused)
+        model = Attention(7, num_heads, num_groups, 3, is_fused=is_fused).to(current_device())
         twin, cut = copy.deepcopy(model), Cut()
         model.split_over(cut)
-        x, weights = torch.randn(BATCH, SEQUENCE, 7), torch.randn(BATCH, SEQUENCE, 7)
+        x, weights = drawn(BATCH, SEQUENCE, 7), drawn(BATCH, SEQUENCE, 7)
         ours, theirs = x.clone().requires_grad_(), x.clone().requires_grad_()
         y, expected = model(ours), twin(theirs)
         assert_close(y, expected, what="output")
@@ -241,12 +248,13 @@ def test_layers_communicate_once_each_way(world_size):
     volume = 2 * (world_size - 1) * numel * 4 // world_size
     for model in (Pair(nn.Linear, hidden, 24), Attention(hidden, 4, 4, 3, is_fused=False)):
         cut = Cut()
+        model.to(current_device())
         if isinstance(model, Pair):
             cut.column(model.up, 24)
             cut.row(model.down, 24)
         else:
             model.split_over(cut)
-        x = torch.randn(BATCH, SEQUENCE, hidden).requires_grad_()
+        x = drawn(BATCH, SEQUENCE, hidden).requires_grad_()
         calls, sent, y = counted(lambda model=model, x=x: model(x))
         assert (calls, sent) == ({"all_reduce": 1}, volume)
         calls, sent, _ = counted(lambda y=y: y.sum().backward())
@@ -270,7 +278,7 @@ class Branches(nn.Module):
 
 
 def split_branches():
-    model, cut = Branches(), Cut()
+    model, cut = Branches().to(current_device()), Cut()
     twin = copy.deepcopy(model)
     siblings = (model.gate, model.up)
     cut.column(model.gate, 6, siblings=siblings)
@@ -282,12 +290,12 @@ def split_branches():
 @distributed(WORLDS)
 def test_layers_that_share_an_input_are_like_their_twins(world_size):
     model, twin, cut = split_branches()
-    assert_like_twin(cut, model, twin, torch.randn(BATCH, SEQUENCE, 4))
+    assert_like_twin(cut, model, twin, drawn(BATCH, SEQUENCE, 4))
     model, twin, cut = split_branches()
     for one in (model, twin):
         one.gate.weight.requires_grad_(False)
         one.up.bias.requires_grad_(False)
-    x = torch.randn(3, 4)
+    x = drawn(3, 4)
     for one in (model, twin):
         one(x.requires_grad_()).square().sum().backward()
     for (name, parameter), serial in zip(model.named_parameters(), twin.parameters(), strict=True):
@@ -299,7 +307,7 @@ def test_layers_that_share_an_input_are_like_their_twins(world_size):
 @distributed([2, 3])
 def test_backward_may_come_again_or_ask_for_less(world_size):
     model, twin, cut = split_branches()
-    x = torch.randn(BATCH, SEQUENCE, 4, requires_grad=True)
+    x = drawn(BATCH, SEQUENCE, 4).requires_grad_()
     outputs = [one(x).square().sum() for one in (model, twin)]
     inputs = [torch.autograd.grad(y, x, retain_graph=True)[0] for y in outputs]
     assert_close(inputs[0], inputs[1], what="input")
@@ -314,7 +322,7 @@ def test_backward_may_come_again_or_ask_for_less(world_size):
 @distributed([2, 3])
 def test_layers_can_be_differentiated_twice(world_size):
     model, twin, cut = split_branches()
-    x = torch.randn(BATCH, SEQUENCE, 4, requires_grad=True)
+    x = drawn(BATCH, SEQUENCE, 4).requires_grad_()
     for one in (model, twin):
         (gradient,) = torch.autograd.grad(one(x).square().sum(), x, create_graph=True)
         gradient.square().sum().backward()
@@ -332,15 +340,15 @@ class ScaledEmbedding(nn.Embedding):
 def test_embeddings_are_like_their_twins(world_size, num_entries, multiple):
     for kind in (nn.Embedding, ScaledEmbedding):
         for padding in (None, 0, num_entries - 1):
-            model = kind(num_entries, 5, padding_idx=padding)
+            model = kind(num_entries, 5, padding_idx=padding).to(current_device())
             twin, cut = copy.deepcopy(model), Cut()
             cut.cut_rows(model.weight, multiple)
             make_vocab_parallel_embedding(model, cut.ranks, vocab_size=num_entries, multiple=multiple)
-            entries = torch.randint(num_entries, (BATCH, SEQUENCE))
+            entries = torch.randint(num_entries, (BATCH, SEQUENCE)).to(current_device())
             entries[0, :3] = num_entries - 1
             assert_like_twin(cut, model, twin, entries)
     for gathers in (True, False):
-        model, cut = nn.Embedding(num_entries, 7), Cut()
+        model, cut = nn.Embedding(num_entries, 7).to(current_device()), Cut()
         twin, blocks = copy.deepcopy(model), [Block(num_units=7)]
         cut.shard(model.weight, 1, blocks)
         sizes = local_sizes(blocks, world_size)
@@ -360,12 +368,12 @@ def test_embeddings_are_like_their_twins(world_size, num_entries, multiple):
 @pytest.mark.parametrize(("num_entries", "multiple"), [(17, 8), (3, 64), (12, 1)])
 def test_a_head_that_gathers_is_like_its_twin(world_size, bias, num_entries, multiple):
     for kind in (nn.Linear, ScaledLinear):
-        model = kind(5, num_entries, bias=bias)
+        model = kind(5, num_entries, bias=bias).to(current_device())
         twin, cut = copy.deepcopy(model), Cut()
         for parameter in model.parameters():
             cut.cut_rows(parameter, multiple)
         make_vocab_parallel_head(model, cut.ranks, vocab_size=num_entries, multiple=multiple, gathers_output=True)
-        assert_like_twin(cut, model, twin, torch.randn(BATCH, SEQUENCE, 5))
+        assert_like_twin(cut, model, twin, drawn(BATCH, SEQUENCE, 5))
 
 
 @distributed([2])

@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from booster.comm import all_gather_equal, count_communication, start_all_reduce, use_shared_memory
+from booster.device import current_device
 from booster.plugins.hybrid_parallel.tensor_parallel import mappings
 from booster.plugins.hybrid_parallel.tensor_parallel.group import TensorParallelGroup
 from booster.plugins.hybrid_parallel.tensor_parallel.linear import make_column_parallel, make_row_parallel
@@ -22,11 +23,17 @@ from booster.plugins.hybrid_parallel.tensor_parallel.moe import (
     make_sharded_experts,
 )
 
+pytestmark = pytest.mark.on_device
+
 WORLDS = [2, 3, 4]
 
 
 def drawn(rank, *shape, dtype=torch.float32):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(rank)).to(dtype)
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(rank)).to(current_device(), dtype)
+
+
+def random_numbers(*shape):
+    return torch.randn(*shape, device=current_device())
 
 
 def parts(whole, dim, sizes):
@@ -37,7 +44,7 @@ def lengths_of(length, size):
     return [mappings.local_sequence_length(length, size, rank) for rank in range(size)]
 
 
-@distributed(WORLDS)
+@distributed(WORLDS, device="cpu")  # NCCL sums in the dtype in which they travel
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_sums_are_made_in_fp32_and_rounded_once(world_size, dtype):
     everything = [drawn(rank, 3, 5, 7, dtype=dtype) for rank in range(world_size)]
@@ -129,8 +136,8 @@ def test_features_of_uneven_sizes(world_size):
 @distributed([2])
 def test_regions_can_be_differentiated_twice(world_size):
     ranks = TensorParallelGroup()
-    x = torch.randn(3, dtype=torch.float64, requires_grad=True)
-    weight = torch.full((), 1.0 + dist.get_rank(), dtype=torch.float64)
+    x = torch.randn(3, dtype=torch.float64, device=current_device(), requires_grad=True)
+    weight = torch.full((), 1.0 + dist.get_rank(), dtype=torch.float64, device=current_device())
     y = mappings.reduce_from_tp_region(weight * mappings.copy_to_tp_region(x, ranks) ** 3, ranks)
     (first,) = torch.autograd.grad(y.sum(), x, create_graph=True)
     torch.testing.assert_close(first, 9 * x**2)
@@ -142,7 +149,7 @@ def test_regions_can_be_differentiated_twice(world_size):
 def test_a_group_of_one_rank_communicates_nothing(world_size):
     groups = [dist.new_group([rank]) for rank in range(world_size)]
     ranks = TensorParallelGroup(groups[dist.get_rank()])
-    x = torch.randn(2, 3, requires_grad=True)
+    x = torch.randn(2, 3, device=current_device(), requires_grad=True)
     with count_communication() as count:
         for y in (
             mappings.copy_to_tp_region(x, ranks),
@@ -171,7 +178,7 @@ class Block(nn.Module):
 
 def split_blocks(count, rate, ranks, hidden=8, inner=6):
     torch.manual_seed(1)
-    blocks = nn.Sequential(*(Block(hidden, inner, rate) for _ in range(count)))
+    blocks = nn.Sequential(*(Block(hidden, inner, rate) for _ in range(count))).to(current_device())
     for block in blocks:
         make_column_parallel(block.up, ranks, sizes=[inner] * ranks.size)
         make_row_parallel(block.down, ranks, sizes=[inner] * ranks.size)
@@ -192,29 +199,29 @@ def test_masks_differ_where_activations_are_split_only(world_size):
         for name, seen in masks.items():
             getattr(block, name).register_forward_hook(lambda m, a, y, seen=seen: seen.append((y == 0).float()))
     torch.manual_seed(7)
-    blocks(torch.randn(4, 5, 8))
+    blocks(random_numbers(4, 5, 8))
     assert not ranks.rng.is_entered
     for inside, behind in zip(masks["inside"], masks["behind"], strict=True):
         assert not is_same_on_all_ranks(inside)
         assert is_same_on_all_ranks(behind)
     assert not torch.equal(masks["inside"][0], masks["inside"][1])
-    assert is_same_on_all_ranks(torch.rand(8))
+    assert is_same_on_all_ranks(random_numbers(8))
 
 
 @distributed([2])
 def test_without_dropout_the_numbers_are_those_of_one_process(world_size):
     ranks = TensorParallelGroup()
-    blocks, x = split_blocks(2, 0.5, ranks), torch.randn(2, 3, 8)
+    blocks, x = split_blocks(2, 0.5, ranks), random_numbers(2, 3, 8)
     torch.manual_seed(7)
-    expected = torch.rand(5)
+    expected = random_numbers(5)
     torch.manual_seed(7)
     blocks.eval()(x)
-    assert torch.equal(torch.rand(5), expected)
+    assert torch.equal(random_numbers(5), expected)
     for block in blocks:
         block.inside.p = block.behind.p = 0.0
     torch.manual_seed(7)
     blocks.train()(x)
-    assert torch.equal(torch.rand(5), expected)
+    assert torch.equal(random_numbers(5), expected)
 
 
 @distributed([2, 3])
@@ -225,7 +232,7 @@ def test_checkpointing_draws_the_same_masks_again(world_size, use_reentrant, rea
     ranks = TensorParallelGroup()
     blocks = split_blocks(3, 0.4, ranks)
     twin = copy.deepcopy(blocks)
-    x = torch.randn(2, 3, 8, requires_grad=True)
+    x = random_numbers(2, 3, 8).requires_grad_()
 
     def again(function, *args):
         return checkpoint(function, *args, use_reentrant=use_reentrant)
@@ -250,7 +257,7 @@ def test_checkpointing_draws_the_same_masks_again(world_size, use_reentrant, rea
         ranks.reset()
         y.square().sum().backward()
         ranks.reset()
-        assert is_same_on_all_ranks(torch.rand(3))
+        assert is_same_on_all_ranks(random_numbers(3))
         results.append([y.detach(), x.grad, *(parameter.grad for parameter in model.parameters())])
     for one, other in zip(*results, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=0)
@@ -259,12 +266,12 @@ def test_checkpointing_draws_the_same_masks_again(world_size, use_reentrant, rea
 @distributed([2])
 def test_a_region_that_is_not_left_ends_with_the_forward(world_size):
     ranks = TensorParallelGroup()
-    up = nn.Linear(3, 4)
+    up = nn.Linear(3, 4).to(current_device())
     make_column_parallel(up, ranks, sizes=[4, 4])
-    nn.functional.dropout(up(torch.randn(2, 3)))
+    nn.functional.dropout(up(random_numbers(2, 3)))
     assert ranks.rng.is_entered
     ranks.reset()
-    assert is_same_on_all_ranks(torch.rand(3))
+    assert is_same_on_all_ranks(random_numbers(3))
 
 
 class Experts(nn.Module):
@@ -283,13 +290,13 @@ class Experts(nn.Module):
 @distributed(WORLDS)
 def test_split_experts_are_like_their_twin(world_size):
     rank, ranks, inner = dist.get_rank(), TensorParallelGroup(), 2 * world_size
-    model = Experts(3, 4, inner)
+    model = Experts(3, 4, inner).to(current_device())
     twin = copy.deepcopy(model)
     own = slice(2 * rank, 2 * rank + 2)
     model.up.data, model.down.data = model.up.data[:, own].clone(), model.down.data[..., own].clone()
     make_sharded_experts(model, ranks)
-    router = nn.Linear(4, 3)
-    hidden, results = torch.randn(5, 4), []
+    router = nn.Linear(4, 3).to(current_device())
+    hidden, results = torch.randn(5, 4).to(current_device()), []
     for experts in (model, twin):
         x = hidden.clone().requires_grad_()
         router.zero_grad()
@@ -309,16 +316,16 @@ def test_identity_experts_and_sums_of_outputs(world_size):
     block = nn.Sequential(nn.Identity())
     make_identity_expert(block[0], ranks)
     make_output_all_reduce(block, ranks)
-    x = torch.randn(3)
+    x = torch.randn(3).to(current_device())
     torch.testing.assert_close(block(x), x)
 
 
 @distributed([2, 3])
 def test_a_rotary_key_gets_the_gradient_of_all_heads(world_size):
     ranks = TensorParallelGroup()
-    projection = nn.Linear(2, 5, bias=False)
+    projection = nn.Linear(2, 5, bias=False).to(current_device())
     make_latent_projection(projection, ranks, num_rotary=2)
-    projection(torch.ones(1, 2)).mul(torch.full((5,), dist.get_rank() + 1.0)).sum().backward()
+    projection(torch.ones(1, 2, device=current_device())).mul(dist.get_rank() + 1.0).sum().backward()
     total = float(sum(range(1, world_size + 1)))
     expected = torch.tensor([dist.get_rank() + 1.0] * 3 + [total] * 2)
-    torch.testing.assert_close(projection.weight.grad[:, 0], expected)
+    torch.testing.assert_close(projection.weight.grad[:, 0].cpu(), expected)

@@ -17,8 +17,11 @@ from torch.utils.checkpoint import checkpoint
 
 from booster import Booster, ConfigError
 from booster.comm import count_communication
+from booster.device import current_device
 from booster.plugins import TorchDDPPlugin
 from booster.plugins.torch_ddp.reducer import Reducer
+
+pytestmark = pytest.mark.on_device
 
 SMALL_BUCKETS = {"bucket_cap_mb": 1e-6}  # of one parameter each
 ARGUMENTS = [{}, SMALL_BUCKETS, {"gradient_as_bucket_view": True, **SMALL_BUCKETS}, {"static_graph": True}]
@@ -46,6 +49,14 @@ def assert_equal_on_all_ranks(tensors):
         assert all(torch.equal(one, tensor) for one in on_all_ranks(tensor))
 
 
+def drawn(seed, *shape):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(current_device())
+
+
+def ones(*shape, times=1.0):
+    return torch.full(shape, times, device=current_device())
+
+
 def part(whole):
     rank, size = dist.get_rank(), dist.get_world_size()
     return whole.chunk(size)[rank]
@@ -71,11 +82,11 @@ def test_ranks_that_use_different_parameters(arguments):
     rank, size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
     model = Branches()
-    reference = copy.deepcopy(model)
+    reference = copy.deepcopy(model).to(current_device())
     booster, model, optimizer = boosted(model, torch.optim.AdamW(model.parameters(), lr=0.1), **arguments)
     serial = torch.optim.AdamW(reference.parameters(), lr=0.1)
     for step in range(4):
-        inputs = torch.randn(size, 2, 3, generator=torch.Generator().manual_seed(step))
+        inputs = drawn(step, size, 2, 3)
         choices = [[(step + one) % 3, 2 - one % 2] for one in range(size)]
         sum(reference(inputs[one], choices[one]).square().mean() for one in range(size)).div(size).backward()
         booster.backward(model(inputs[rank], choices[rank]).square().mean(), optimizer)
@@ -96,7 +107,7 @@ def test_reentrant_checkpoints_give_gradients_twice(arguments):
     torch.manual_seed(0)
     shared, other = nn.Linear(4, 4), nn.Linear(4, 4)
     model = nn.ModuleDict({"other": other, "shared": shared})
-    reference = copy.deepcopy(model)
+    reference = copy.deepcopy(model).to(current_device())
     booster, _, optimizer = boosted(model, sgd(model), **arguments)
     serial = sgd(reference)
 
@@ -105,7 +116,7 @@ def test_reentrant_checkpoints_give_gradients_twice(arguments):
         return net["shared"](hidden).square().mean()
 
     for step in range(3):
-        whole = torch.randn(4, 4, generator=torch.Generator().manual_seed(step)).requires_grad_()
+        whole = drawn(step, 4, 4).requires_grad_()
         loss(reference, whole).backward()
         booster.backward(loss(model, part(whole.detach()).requires_grad_()), optimizer)
         for mine, expected in zip(model.parameters(), reference.parameters(), strict=True):
@@ -121,10 +132,10 @@ def test_reentrant_checkpoints_give_gradients_twice(arguments):
 def test_gradients_are_in_grad_after_every_backward(arguments, set_to_none):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
-    reference = copy.deepcopy(model)
+    reference = copy.deepcopy(model).to(current_device())
     booster, model, optimizer = boosted(model, sgd(model), **arguments)
     for step in range(3):
-        whole = torch.randn(4, 3, generator=torch.Generator().manual_seed(step))
+        whole = drawn(step, 4, 3)
         reference.zero_grad()
         reference(whole).square().mean().backward()
         booster.backward(model(part(whole)).square().mean(), optimizer)
@@ -138,11 +149,11 @@ def test_gradients_are_in_grad_after_every_backward(arguments, set_to_none):
 def test_a_plain_optimizer_over_a_model_that_was_boosted_alone():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
-    reference = copy.deepcopy(model)
+    reference = copy.deepcopy(model).to(current_device())
     _, model, _ = boosted(model)
     optimizers = sgd(model), sgd(reference)
     for step in range(3):
-        whole = torch.randn(4, 3, generator=torch.Generator().manual_seed(step))
+        whole = drawn(step, 4, 3)
         reference(whole).square().mean().backward()
         model(part(whole)).square().mean().backward()
         for one in optimizers:
@@ -158,12 +169,12 @@ def test_one_loss_through_two_models(is_plain):
     """By a plain backward, or by that of one of their optimizers: the other one's step still has the mean."""
     torch.manual_seed(0)
     encoder, decoder = nn.Linear(3, 4), nn.Linear(4, 2)
-    references = copy.deepcopy(encoder), copy.deepcopy(decoder)
+    references = [copy.deepcopy(one).to(current_device()) for one in (encoder, decoder)]
     booster, encoder, encoder_optimizer = boosted(encoder, sgd(encoder))
     decoder, decoder_optimizer, *_ = booster.boost(decoder, sgd(decoder))
     serial = [sgd(one) for one in references]
     for step in range(3):
-        whole = torch.randn(4, 3, generator=torch.Generator().manual_seed(step))
+        whole = drawn(step, 4, 3)
         references[1](references[0](whole)).square().mean().backward()
         loss = decoder(encoder(part(whole))).square().mean()
         if is_plain:
@@ -187,7 +198,7 @@ def test_gradients_for_another_optimizer_are_not_sent():
     generator, optimizer, *_ = booster.boost(generator, sgd(generator))
     critic, critic_optimizer, *_ = booster.boost(critic, sgd(critic))
     with count_communication() as count:
-        booster.backward(critic(generator(torch.ones(2, 2))).mean(), optimizer)
+        booster.backward(critic(generator(ones(2, 2))).mean(), optimizer)
         critic_optimizer.zero_grad()
     gradient_bytes = 4 * 6  # of the generator
     assert gradient_bytes <= sum(count.sent.values()) < gradient_bytes + 100
@@ -198,7 +209,7 @@ def test_gradients_for_another_optimizer_are_not_sent():
 def test_communication_hooks_have_the_bits_of_torch(name):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(40, 50), nn.Tanh(), nn.Linear(50, 3))
-    theirs = DistributedDataParallel(copy.deepcopy(model), broadcast_buffers=False)
+    theirs = DistributedDataParallel(copy.deepcopy(model).to(current_device()), broadcast_buffers=False)
     booster, model, optimizer = boosted(model, sgd(model))
     raw = sgd(theirs)
     for one in (model, theirs):
@@ -213,7 +224,7 @@ def test_communication_hooks_have_the_bits_of_torch(name):
         }[name]
         one.register_comm_hook(state, hook)
     for step in range(4):
-        inputs = part(torch.randn(8, 40, generator=torch.Generator().manual_seed(step)))
+        inputs = part(drawn(step, 8, 40))
         booster.backward(model(inputs).square().mean(), optimizer)
         theirs(inputs).square().mean().backward()
         for mine, expected in zip(model.parameters(), theirs.parameters(), strict=True):
@@ -242,15 +253,15 @@ def sent_as_bfloat16(_, bucket):
     return future.then(lambda done: done.value()[0] / dist.get_world_size())
 
 
-@distributed(world_size=2)
+@distributed(world_size=2, device="cpu")  # the simulated device has no sparse tensors
 def test_sparse_gradients_stay_sparse():
     torch.manual_seed(0)
     model = nn.Embedding(11, 4, sparse=True)
-    reference = copy.deepcopy(model)
+    reference = copy.deepcopy(model).to(current_device())
     booster, model, optimizer = boosted(model, torch.optim.SparseAdam(model.parameters(), lr=0.1))
     serial = torch.optim.SparseAdam(reference.parameters(), lr=0.1)
     for step in range(3):
-        ids = torch.randint(0, 11, (4,), generator=torch.Generator().manual_seed(step))
+        ids = torch.randint(0, 11, (4,), generator=torch.Generator().manual_seed(step)).to(current_device())
         reference(ids).square().mean().backward()
         booster.backward(model(part(ids)).square().mean(), optimizer)
         gradient = model.unwrap().weight.grad
@@ -281,9 +292,9 @@ def test_unusual_parameters(views):
 
     torch.manual_seed(0)
     model = Net()
-    reference = copy.deepcopy(model)
+    reference = copy.deepcopy(model).to(current_device())
     booster, model, optimizer = boosted(model, sgd(model), gradient_as_bucket_view=views)
-    whole = torch.randn(4, 2, 3, 3)
+    whole = torch.randn(4, 2, 3, 3).to(current_device())
     for _ in range(2):
         reference.zero_grad()
         reference(whole).mean().backward()
@@ -312,12 +323,12 @@ def test_buffers_of_the_first_rank_between_steps():
     model = Counter()
     booster, model, optimizer = boosted(model, sgd(model))
     rank = dist.get_rank()
-    model.unwrap()(torch.full((1, 2), rank + 1.0))
-    booster.backward(model.unwrap()(torch.full((1, 2), rank + 1.0)).sum(), optimizer)
+    model.unwrap()(ones(1, 2, times=rank + 1.0))
+    booster.backward(model.unwrap()(ones(1, 2, times=rank + 1.0)).sum(), optimizer)
     assert model.unwrap().seen == 4
     model.eval()
     if rank == 0:
-        model(torch.ones(1, 2))
+        model(ones(1, 2))
     booster.wait_for_everyone()
 
 
@@ -325,13 +336,13 @@ def test_buffers_of_the_first_rank_between_steps():
 def test_a_static_graph_that_changes_is_an_error():
     model = Branches()
     booster, model, optimizer = boosted(model, sgd(model), static_graph=True)
-    booster.backward(model(torch.ones(1, 3), [0]).sum(), optimizer)
+    booster.backward(model(ones(1, 3), [0]).sum(), optimizer)
     with count_communication() as count:
-        booster.backward(model(torch.ones(1, 3), [0]).sum(), optimizer)
+        booster.backward(model(ones(1, 3), [0]).sum(), optimizer)
     assert count.calls["all_reduce"] == 1  # nothing is agreed on again
     optimizer.zero_grad()
     with pytest.raises(ConfigError, match="static_graph=True promises"):
-        booster.backward(model(torch.ones(1, 3), [1]).sum(), optimizer)
+        booster.backward(model(ones(1, 3), [1]).sum(), optimizer)
 
 
 def add_one(parameter):
@@ -346,8 +357,8 @@ def test_hooks_of_the_user_come_before_the_reduction():
         parameter.register_hook(lambda gradient: gradient * 10)
         parameter.register_post_accumulate_grad_hook(add_one)
     for _ in range(2):
-        booster.backward(model(torch.full((1, 2), float(dist.get_rank()))).sum(), optimizer)
-        assert torch.equal(model.unwrap()[1].bias.grad, torch.full((2,), 11.0))
+        booster.backward(model(ones(1, 2, times=float(dist.get_rank()))).sum(), optimizer)
+        assert torch.equal(model.unwrap()[1].bias.grad, ones(2, times=11.0))
         optimizer.zero_grad()
 
 
@@ -360,15 +371,15 @@ def test_a_backward_that_fails_is_forgotten(is_plain):
     def backward(loss):
         loss.backward() if is_plain else booster.backward(loss, optimizer)
 
-    hidden = model.unwrap()[0](torch.ones(1, 2))
+    hidden = model.unwrap()[0](ones(1, 2))
     hidden.register_hook(lambda _: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         backward(model.unwrap()[1](hidden).sum())
     optimizer.zero_grad()
     with count_communication() as count:
-        backward(model(torch.full((1, 2), float(dist.get_rank()))).sum())
+        backward(model(ones(1, 2, times=float(dist.get_rank()))).sum())
     assert count.calls["all_reduce"] == 4 + 1  # the parameters' buckets, and the agreement on their use
-    assert torch.equal(model.unwrap()[1].bias.grad, torch.ones(2))
+    assert torch.equal(model.unwrap()[1].bias.grad, ones(2))
     assert_equal_on_all_ranks(one.grad for one in model.parameters())
 
 
@@ -380,11 +391,11 @@ def test_a_model_that_is_dropped_takes_its_reducer_along():
     raw = model.unwrap()
     del model, optimizer
     gc.collect()
-    raw(torch.full((1, 2), float(dist.get_rank()))).sum().backward()  # the wrapper is gone, and the mean is there
-    assert torch.equal(raw.weight.grad, torch.full((2, 2), 0.5))
+    raw(ones(1, 2, times=float(dist.get_rank()))).sum().backward()  # the wrapper is gone, and the mean is there
+    assert torch.equal(raw.weight.grad, ones(2, 2, times=0.5))
     copied = copy.deepcopy(raw)
-    copied(torch.full((1, 2), float(dist.get_rank()))).sum().backward()
-    assert torch.equal(copied.weight.grad, torch.full((2, 2), float(dist.get_rank())))
+    copied(ones(1, 2, times=float(dist.get_rank()))).sum().backward()
+    assert torch.equal(copied.weight.grad, ones(2, 2, times=float(dist.get_rank())))
     del raw
     gc.collect()
     assert held() is None
@@ -398,7 +409,7 @@ def test_buffers_take_two_buckets_or_all_gradients(views):
     booster, model, optimizer = boosted(
         model, sgd(model), bucket_cap_mb=0.02, gradient_as_bucket_view=views, broadcast_buffers=False
     )
-    booster.backward(model(torch.ones(1, 64)).sum(), optimizer)
+    booster.backward(model(ones(1, 64)).sum(), optimizer)
     flats = [bucket.flat.untyped_storage() for bucket in model.reducer._buckets]
     found = sum({flat.data_ptr(): flat.nbytes() for flat in flats}.values())
     bucket_bytes = int(0.02 * 2**20)
@@ -406,11 +417,11 @@ def test_buffers_take_two_buckets_or_all_gradients(views):
     assert found == whole if views else found <= 2 * (bucket_bytes + max(one.nbytes for one in parameters))
 
 
-@distributed(3)
+@distributed(3, device="cpu")  # NCCL sums in the dtype in which they travel
 def test_gradients_of_low_precision_are_summed_in_fp32():
     module = nn.Linear(1, 1, bias=False).bfloat16()
     booster, model, optimizer = boosted(module, sgd(module))
-    x = torch.tensor([[256.0 if dist.get_rank() == 0 else 1.0]])
+    x = ones(1, 1, times=256.0 if dist.get_rank() == 0 else 1.0)
     booster.backward(model(x.bfloat16()).sum(), optimizer)
     assert module.weight.grad.item() == 86  # 258 / 3; bf16 has no 257
     assert booster.plugin.reduction_dtype(torch.bfloat16) is torch.float32

@@ -16,6 +16,8 @@ from booster import Booster
 from booster.comm import count_communication
 from booster.plugins import TorchFSDPPlugin
 
+pytestmark = pytest.mark.on_device
+
 WIDTH, DEPTH = 256, 6
 
 
@@ -57,7 +59,7 @@ def boosted(**arguments):
 
 
 def step(booster, model, optimizer):
-    booster.backward(model(torch.ones(1, WIDTH)), optimizer)
+    booster.backward(model(torch.ones(1, WIDTH, device=booster.device)), optimizer)
     booster.clip_grad_norm_(optimizer, 1.0)
     optimizer.step()
     optimizer.zero_grad()
@@ -126,9 +128,9 @@ def test_no_sync_reduces_once():
     with count_communication() as count:
         for _ in range(3):
             with booster.no_sync(model, optimizer):
-                booster.backward(model(torch.ones(1, WIDTH)), optimizer)
+                booster.backward(model(torch.ones(1, WIDTH, device=booster.device)), optimizer)
         assert count.calls["reduce_scatter"] == 0
-        booster.backward(model(torch.ones(1, WIDTH)), optimizer)
+        booster.backward(model(torch.ones(1, WIDTH, device=booster.device)), optimizer)
         optimizer.step()
     assert count.calls["reduce_scatter"] == DEPTH + 1
 
@@ -137,7 +139,7 @@ def test_no_sync_reduces_once():
 def test_forwards_that_never_see_a_backward_leave_nothing():
     booster, model, optimizer = boosted()
     step(booster, model, optimizer)
-    inputs = torch.ones(1, WIDTH, requires_grad=True)
+    inputs = torch.ones(1, WIDTH, device=booster.device, requires_grad=True)
     held = []
     for _ in range(4):
         loss = model(inputs)

@@ -18,6 +18,8 @@ from torch import nn
 
 from booster import CheckpointError
 
+pytestmark = pytest.mark.on_device
+
 
 class Stopped(Exception):
     """What a user's own code raises."""
@@ -29,12 +31,12 @@ class Stopped(Exception):
 def test_changes_inside_of_gathered_are_kept(strategy, precision):
     job = Job(strategy, precision=precision, ignores="parts").train(0)
     before = job.weights()
-    tokens = torch.arange(11)
+    tokens = torch.arange(11, device=job.booster.device)
     with job.model.gathered() as net, torch.no_grad():
         assert net is job.booster.unwrap_model(job.model)
         assert_same(net.state_dict(), before)
         net.layers[1].wide.weight.mul_(2)
-        net.layers[0].narrow.bias.data = torch.zeros(6)
+        net.layers[0].narrow.bias.data = torch.zeros(6, device=job.booster.device)
         net.frozen.bias.fill_(2)
         with job.model.gathered():
             net.scale.fill_(3)
@@ -46,7 +48,7 @@ def test_changes_inside_of_gathered_are_kept(strategy, precision):
     }
     assert_same(job.weights(), expected)
     if precision == "fp32":
-        plain = Net(1).eval()
+        plain = Net(1).eval().to(job.booster.device)
         plain.load_state_dict(expected)
         job.model.eval()
         with torch.no_grad():
@@ -80,7 +82,7 @@ def test_what_a_hook_computes_of_weights_is_right_or_an_error(tmp_path, strategy
     net.register_state_dict_post_hook(add_doubled)
     job = Job(strategy, net=net)
     expected = 2 * Net().layers[0].wide.weight
-    assert torch.equal(job.weights()["doubled"], expected)
+    assert torch.equal(job.weights()["doubled"].cpu(), expected)
     with pytest.raises(CheckpointError, match=r"'doubled'.*model\.gathered"):
         job.booster.save_model(job.model, tmp_path / "m.safetensors")
     with job.model.gathered():

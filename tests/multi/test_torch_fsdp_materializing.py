@@ -10,9 +10,10 @@ from torch import nn
 
 from booster import ConfigError, DesyncError, LazyInitContext
 from booster.comm import all_gather_equal
+from booster.device import current_device, device_type
 from booster.plugins.sharding.deferred_init import Materializer
 
-CPU = torch.device("cpu")
+pytestmark = pytest.mark.on_device
 
 
 class Net(nn.Module):
@@ -39,7 +40,7 @@ def _built(way, **arguments):
 
 def _fill(model, **arguments):
     """Returns the values by name. Collective."""
-    materializer = Materializer(model, CPU, **{"param_init_fn": None, "sync": False, **arguments})
+    materializer = Materializer(model, current_device(), **{"param_init_fn": None, "sync": False, **arguments})
     materializer.check()
     materializer.sync_initialized()
     for module in reversed(list(model.modules())):
@@ -56,14 +57,22 @@ def _assert_equal_on_all_ranks(tensors):
 def _assert_same(found, expected):
     assert list(found) == list(expected)
     for name in found:
-        assert torch.equal(found[name], expected[name]), name
+        assert torch.equal(found[name].cpu(), expected[name].cpu()), name
+
+
+def _rng_states():
+    """Returns those of the host and of the device."""
+    states = [torch.get_rng_state()]
+    if device_type() != "cpu":
+        states.append(torch.get_device_module().get_rng_state())
+    return torch.cat(states)
 
 
 def _filled_from_meta(sync):
     torch.manual_seed(40 + dist.get_rank())  # rank 0's counts
-    state = torch.get_rng_state()
+    state = _rng_states()
     values = _fill(_built("meta"), sync=sync)
-    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.equal(_rng_states(), state)
     return values
 
 
@@ -125,17 +134,17 @@ def test_ranks_without_values_receive_those_of_rank_0(way):
     torch.manual_seed(70)
     model = _built(way if dist.get_rank() == 0 else "meta", has_scale=True)
     old = dict(model.named_parameters())
-    materializer = Materializer(model, CPU, param_init_fn=None, sync=True)
+    materializer = Materializer(model, current_device(), param_init_fn=None, sync=True)
     materializer.check()
     materializer.sync_initialized()
     assert [one.is_meta for one in model.parameters()] == [dist.get_rank() > 0] * len(old)
     materializer.fill(list(model.modules()))
     for (name, parameter), wanted in zip(model.named_parameters(), expected.parameters(), strict=True):
-        assert torch.equal(parameter, wanted), name
+        assert torch.equal(parameter.cpu(), wanted), name
         assert parameter.requires_grad == wanted.requires_grad
         assert materializer.replaced.get(id(old[name]), old[name]) is parameter
     for buffer, wanted in zip(model.buffers(), expected.buffers(), strict=True):
-        assert torch.equal(buffer, wanted)
+        assert torch.equal(buffer.cpu(), wanted)
 
 
 @distributed(2)
@@ -180,7 +189,7 @@ class _RankedInit:
         self.generator = torch.Generator().manual_seed(dist.get_rank())
 
     def __call__(self, module):
-        module.to_empty(device=CPU, recurse=False)
+        module.to_empty(device=current_device(), recurse=False)
         for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
             tensor.copy_(torch.rand(tensor.shape, generator=self.generator) * 100)
 
@@ -203,7 +212,7 @@ def test_a_param_init_fn_that_fails_on_one_rank_fails_on_all():
     def fails(module):
         if dist.get_rank() == 1:
             raise ConfigError("no weights here")
-        module.to_empty(device=CPU, recurse=False).reset_parameters()
+        module.to_empty(device=current_device(), recurse=False).reset_parameters()
 
     with pytest.raises(ConfigError, match="no weights here"):
         _fill(_built("meta"), param_init_fn=fails)

@@ -9,7 +9,10 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from booster import Booster, FP16NaiveMixedPrecision, LazyInitContext
+from booster.device import current_device
 from booster.plugins import TorchFSDPPlugin
+
+pytestmark = pytest.mark.on_device
 
 LLAMA = LlamaConfig(
     hidden_size=16,
@@ -29,7 +32,7 @@ def trained(make, **arguments):
     booster = Booster(plugin=TorchFSDPPlugin(**arguments))
     model, optimizer, *_ = booster.boost(raw, torch.optim.AdamW(raw.parameters(), lr=0.01))
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    tokens = torch.arange(12).view(2, 6)
+    tokens = torch.arange(12, device=booster.device).view(2, 6)
     booster.backward(model(input_ids=tokens, labels=tokens).loss, optimizer)
     optimizer.step()
     return before, model.state_dict()
@@ -77,17 +80,18 @@ def test_a_lazy_model_in_half_weights():
     torch.manual_seed(5)
     expected = LlamaForCausalLM(LLAMA).state_dict()
     for name, tensor in model.state_dict().items():
-        assert torch.equal(tensor, expected[name].half()), name
+        assert torch.equal(tensor.cpu(), expected[name].half()), name
     masters = {part.name: part.parameter.detach() for part in optimizer.shards.parts if part.has_master}
     assert masters
     for part in optimizer.shards.parts:
-        assert torch.equal(part.parameter.detach().flatten(), expected[part.name].flatten()[slice(*part.span)])
+        found = part.parameter.detach().flatten().cpu()
+        assert torch.equal(found, expected[part.name].flatten()[slice(*part.span)])
 
 
 @distributed(world_size=2)
 def test_param_init_fn_fills_what_is_on_meta():
     def fill(module: nn.Module) -> None:
-        module.to_empty(device="cpu", recurse=False)
+        module.to_empty(device=current_device(), recurse=False)
         for parameter in module.parameters(recurse=False):
             nn.init.constant_(parameter, 0.25)
 
@@ -96,6 +100,6 @@ def test_param_init_fn_fills_what_is_on_meta():
     booster = Booster(plugin=TorchFSDPPlugin(param_init_fn=fill))
     model, optimizer, *_ = booster.boost(raw, torch.optim.SGD(raw.parameters(), lr=0.1))
     assert all(bool((tensor == 0.25).all()) for tensor in model.state_dict().values())
-    booster.backward(model(torch.ones(1, 3)).sum(), optimizer)
+    booster.backward(model(torch.ones(1, 3, device=booster.device)).sum(), optimizer)
     optimizer.step()
     assert not any(bool((tensor == 0.25).all()) for tensor in model.state_dict().values())

@@ -14,8 +14,11 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from booster import Booster
+from booster.device import current_device
 from booster.errors import ConfigError, DesyncError
 from booster.plugins import GeminiPlugin, TorchFSDPPlugin
+
+pytestmark = pytest.mark.on_device
 
 
 def net(depth=2, seed=0):
@@ -43,7 +46,7 @@ def test_other_models_on_other_ranks():
     with pytest.raises(DesyncError, match="sync_module_states=True"):
         boosted(net(seed=dist.get_rank()))
     _, model, _ = boosted(net(seed=dist.get_rank()), sync_module_states=True)
-    assert torch.equal(model.state_dict()["0.0.weight"], net().state_dict()["0.0.weight"])
+    assert torch.equal(model.state_dict()["0.0.weight"].cpu(), net().state_dict()["0.0.weight"])
 
 
 @distributed(world_size=2)
@@ -54,13 +57,13 @@ def test_a_model_that_changes_its_format_after_boost(name):
         getattr(model, name)()
     getattr(model.unwrap(), name)()
     with pytest.raises(ConfigError, match="was replaced after boost"):
-        model(torch.ones(1, 5))
+        model(torch.ones(1, 5, device=current_device()))
 
 
 @distributed(world_size=2)
 def test_a_norm_below_zero():
     booster, model, optimizer = boosted()
-    booster.backward(model(torch.ones(1, 5)).sum(), optimizer)
+    booster.backward(model(torch.ones(1, 5, device=booster.device)).sum(), optimizer)
     for wrong in (-1.0, float("nan")):
         with pytest.raises(ConfigError, match="max_norm"):
             booster.clip_grad_norm_(optimizer, wrong)
@@ -79,7 +82,7 @@ def test_a_weight_that_is_read_while_its_unit_does_not_run():
 
     _, model, _ = boosted(Reads())
     with pytest.raises(ConfigError, match="auto_wrap_policy"):
-        model(torch.ones(1, 5))
+        model(torch.ones(1, 5, device=current_device()))
 
 
 @distributed(world_size=2)
@@ -94,7 +97,7 @@ def test_one_rank_generates_with_gathered_weights():
         vocab_size=37,
     )
     _, model, _ = boosted(LlamaForCausalLM(config))
-    tokens = torch.arange(4).view(1, 4)
+    tokens = torch.arange(4, device=current_device()).view(1, 4)
     with model.gathered() as whole:
         if dist.get_rank() == 0:
             found = whole.eval().generate(tokens, max_new_tokens=3, do_sample=False)
@@ -105,7 +108,7 @@ def test_one_rank_generates_with_gathered_weights():
 def test_a_compiled_model_trains():
     booster, model, optimizer = boosted()
     compiled = torch.compile(model, backend="eager")
-    booster.backward(compiled(torch.ones(1, 5)).sum(), optimizer)
+    booster.backward(compiled(torch.ones(1, 5, device=booster.device)).sum(), optimizer)
     optimizer.step()
 
 
@@ -124,21 +127,21 @@ def test_an_error_in_one_forward_leaves_a_model_that_can_go_on():
 
     booster, model, optimizer = boosted(Fragile())
     with pytest.raises(KeyError, match="mine"):
-        model(torch.ones(1, 5), fails=True)
-    booster.backward(model(torch.ones(1, 5)).sum(), optimizer)
+        model(torch.ones(1, 5, device=booster.device), fails=True)
+    booster.backward(model(torch.ones(1, 5, device=booster.device)).sum(), optimizer)
     optimizer.step()
     twin = Fragile()
     twin.blocks.load_state_dict(net(3).state_dict())
     twin(torch.ones(1, 5)).sum().backward()
     for name, parameter in twin.named_parameters():
-        torch.testing.assert_close(model.state_dict()[name], (parameter - 0.1 * parameter.grad).detach())
+        torch.testing.assert_close(model.state_dict()[name].cpu(), (parameter - 0.1 * parameter.grad).detach())
 
 
 def _run_alone(plugin, when):
     """Trains two steps, and has the first rank evaluate alone in between; returns the error."""
     booster = Booster(plugin=plugin())
     model, optimizer, *_ = booster.boost(model := Stack(num_blocks=2), adamw(model))
-    x = torch.ones(2, WIDTH)
+    x = torch.ones(2, WIDTH, device=booster.device)
 
     def evaluate():
         if dist.get_rank() == 0:

@@ -13,8 +13,12 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from zoo import get_model, split_batch
 
 from booster import Booster
+from booster.device import current_device, device_type
 from booster.plugins import TorchFSDPPlugin
 from booster.plugins.torch_fsdp.wrap import plan_wrapping
+from booster.pytree import map_tensors
+
+pytestmark = pytest.mark.on_device
 
 PRECISIONS = {
     "fp32": functools.partial(MixedPrecisionPolicy),
@@ -28,13 +32,14 @@ def policy(precision, *, is_root):
 
 
 def own_batch(entry):
-    return split_batch(entry.make_batch(0, 2 * dist.get_world_size()), dist.get_rank(), dist.get_world_size())
+    batch = split_batch(entry.make_batch(0, 2 * dist.get_world_size()), dist.get_rank(), dist.get_world_size())
+    return map_tensors(lambda tensor: tensor.to(current_device()), batch)
 
 
 def by_hand(entry, precision):
     """This rank's rows of the gradients, and the loss."""
-    model = entry.build()
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    model = entry.build().to(current_device())
+    mesh = init_device_mesh(device_type(), (dist.get_world_size(),))
     for plan in plan_wrapping(model, None, replicated=()):
         fully_shard(plan.module, mesh=mesh, mp_policy=policy(precision, is_root=False))
     fully_shard(model, mesh=mesh, mp_policy=policy(precision, is_root=True))

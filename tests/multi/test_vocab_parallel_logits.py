@@ -13,6 +13,7 @@ from torch import nn
 from transformers.loss.loss_utils import ForCausalLMLoss, ForMaskedLMLoss
 
 from booster.comm import count_communication
+from booster.device import current_device, device_type
 from booster.mixed_precision.fp16 import low_precision_to_fp32
 from booster.plugins.hybrid_parallel.tensor_parallel.embedding import (
     make_vocab_parallel_embedding,
@@ -24,6 +25,8 @@ from booster.plugins.hybrid_parallel.tensor_parallel.vocab_parallel_logits impor
     VocabParallelLogits,
     vocab_parallel_cross_entropy,
 )
+
+pytestmark = pytest.mark.on_device
 
 preload("transformers.loss.loss_utils")
 WORLDS = [2, 3, 4]
@@ -65,8 +68,8 @@ def test_cross_entropy_equals_that_of_whole_logits(world_size, dtype, tolerance)
     ranks = TensorParallelGroup()
     for vocab_size, multiple in ((13, 1), (2, 64), (70, 8)):
         start, stop = columns(vocab_size, multiple)
-        logits = (5 * torch.randn(9, vocab_size)).to(dtype) + 30
-        target = torch.randint(vocab_size, (9,))
+        logits = (5 * torch.randn(9, vocab_size)).to(current_device(), dtype) + 30
+        target = torch.randint(vocab_size, (9,)).to(current_device())
         for ignored in ([], [0, 4], list(range(9))):
             target[ignored] = -100
             for reduction in ("mean", "sum", "none"):
@@ -92,7 +95,7 @@ def test_cross_entropy_equals_that_of_whole_logits(world_size, dtype, tolerance)
                     assert_close(ours.grad, theirs.grad[:, start:stop], tolerance)
 
 
-@distributed([2])
+@distributed([2], device="cpu")  # the host would wait for another device
 def test_targets_that_are_no_class_are_refused(world_size):
     logits = torch.randn(2, 4).split(2, 1)[dist.get_rank()]
     for wrong in (4, -1):
@@ -121,7 +124,7 @@ class Head(nn.Module):
 
 def split_head(vocab_size=ENTRIES, multiple=1):
     """Returns a head over split logits, its serial twin, and what a serial gradient has to be cut by."""
-    model, ranks = Head(vocab_size), TensorParallelGroup()
+    model, ranks = Head(vocab_size).to(current_device()), TensorParallelGroup()
     twin = copy.deepcopy(model)
     layouts = [vocabulary_spec(parameter.shape, multiple, ranks.size, ranks.rank) for parameter in model.parameters()]
     for parameter, layout in zip(model.parameters(), layouts, strict=True):
@@ -134,7 +137,7 @@ def split_head(vocab_size=ENTRIES, multiple=1):
 
 def assert_same_loss(loss_of, vocab_size=ENTRIES, multiple=1, tolerance=1e-6, calls=None):
     model, twin, layouts = split_head(vocab_size, multiple)
-    entries = torch.randint(vocab_size, (BATCH, SEQUENCE))
+    entries = torch.randint(vocab_size, (BATCH, SEQUENCE)).to(current_device())
     logits = model(entries)
     assert isinstance(logits, VocabParallelLogits)
     with count_communication() as count:
@@ -167,7 +170,7 @@ def soft_capped(logits, labels):
 
 
 def in_autocast(logits, labels):
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(device_type(), torch.bfloat16):
         return cross_entropy(logits.flatten(0, -2), labels.flatten())
 
 
@@ -229,8 +232,12 @@ GATHER = {
     "one_column": lambda x, y: x[..., 3].sum() + x[..., 2:5].sum() + x[0, 0, 0],
     "last_dim_mixed": lambda x, y: x.view(BATCH, -1).square().sum() + x.flatten().sum(),
     "new_last_dim": lambda x, y: cross_entropy(x[..., None].squeeze(-1).flatten(0, 1), y.flatten()),
-    "class_weights": lambda x, y: cross_entropy(x.flatten(0, 1), y.flatten(), weight=torch.arange(1.0, ENTRIES + 1)),
-    "soft_targets": lambda x, y: cross_entropy(x.flatten(0, 1), torch.full((BATCH * SEQUENCE, ENTRIES), 1 / ENTRIES)),
+    "class_weights": lambda x, y: cross_entropy(
+        x.flatten(0, 1), y.flatten(), weight=torch.arange(1.0, ENTRIES + 1, device=y.device)
+    ),
+    "soft_targets": lambda x, y: cross_entropy(
+        x.flatten(0, 1), torch.full((BATCH * SEQUENCE, ENTRIES), 1 / ENTRIES, device=y.device)
+    ),
     "classes_second": lambda x, y: cross_entropy(x.transpose(1, 2), y),
     "concatenated": lambda x, y: torch.cat([x, 2 * x]).square().sum(),
     "own_function": lambda x, y: Doubled.apply(x).square().sum(),
@@ -248,7 +255,7 @@ def test_everything_else_gathers(world_size, name):
 @distributed(WORLDS)
 def test_shapes_and_formats_are_those_of_whole_logits(world_size):
     model, twin, _ = split_head()
-    entries = torch.randint(ENTRIES, (BATCH, SEQUENCE))
+    entries = torch.randint(ENTRIES, (BATCH, SEQUENCE)).to(current_device())
     with count_communication() as count:
         logits, expected = model(entries), twin(entries)
         sums = dict(count.calls)
@@ -284,7 +291,7 @@ def test_shapes_and_formats_are_those_of_whole_logits(world_size):
 
 @distributed([2])
 def test_changes_in_place_are_refused(world_size):
-    logits = split_head()[0](torch.zeros(1, 2, dtype=torch.int64))
+    logits = split_head()[0](torch.zeros(1, 2, dtype=torch.int64, device=current_device()))
 
     def assign():
         logits[..., 0] = 0
@@ -308,7 +315,7 @@ def test_changes_in_place_are_refused(world_size):
 @distributed([2])
 def test_evaluation_needs_no_graph(world_size):
     model, twin, _ = split_head()
-    entries = torch.randint(ENTRIES, (BATCH, SEQUENCE))
+    entries = torch.randint(ENTRIES, (BATCH, SEQUENCE)).to(current_device())
     for context in (torch.no_grad, torch.inference_mode):
         with context():
             logits, expected = model(entries), twin(entries)

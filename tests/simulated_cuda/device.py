@@ -192,13 +192,14 @@ def _complete_cuda(native: Any) -> None:
         "device": device,
         "is_available": lambda: True,
         "is_initialized": lambda: True,
+        "_initialized": True,  # as torch.utils.checkpoint asks, which else keeps no states of its generators
         "init": lambda: None,
         "_lazy_init": lambda: None,
         "_is_in_bad_fork": lambda: False,
         "device_count": native.num_devices,
         "current_device": native.current_device,
         "set_device": lambda device: native.set_current_device(_index(device)),
-        "synchronize": torch.accelerator.synchronize,
+        "synchronize": lambda device=None: torch.accelerator.synchronize(_index(device)),  # dynamo knows it by itself
         "get_rng_state": lambda device="cuda": native.default_generator(_index(device)).get_state(),
         "set_rng_state": set_rng_state,
         "manual_seed": lambda seed: native.default_generator(native.current_device()).manual_seed(seed),

@@ -275,9 +275,16 @@ def all_gather_uneven(x: torch.Tensor, tp_group: TensorParallelGroup, dim: int, 
 
 
 def start_reduce_scatter_uneven(
-    x: torch.Tensor, tp_group: TensorParallelGroup, dim: int, sizes: Sequence[int]
+    x: torch.Tensor, tp_group: TensorParallelGroup, dim: int, sizes: Sequence[int], *, overwrites: bool = False
 ) -> tuple[torch.Tensor, Callable[[], None]]:
     """Start a reduce-scatter into shards of uneven sizes; `x` must not be modified until it is complete.
+
+    Args:
+        x: Partial tensor of the same shape on all ranks.
+        tp_group: The tensor-parallel group.
+        dim: Dimension of the shards.
+        sizes: Sizes of the shards of all ranks.
+        overwrites: If True, `x` may be overwritten, which saves a copy on other devices than the CPU.
 
     Returns:
         The output tensor of this rank's shard, and a function that waits until it is filled.
@@ -290,7 +297,7 @@ def start_reduce_scatter_uneven(
     shard = x.new_empty(_resized(x, dim, local_size))
     padded = shard if local_size == max(sizes) else x.new_empty(_resized(x, dim, max(sizes)))
     if _is_outermost(x, dim, sizes) and x.is_contiguous():
-        shards = x.detach()
+        shards = x.detach() if overwrites or x.device.type == "cpu" else x.detach().clone()
     else:
         shards = x.new_empty((len(sizes), *padded.shape))
         for target, size, stop in zip(shards, sizes, accumulate(sizes), strict=True):

@@ -248,9 +248,8 @@ def _start_input_gradient(
     example = terms[0][0] if first is None else first
     chunks = geometry.chunks(example)
     if chunks is None:
-        return start_reduce_scatter_uneven(
-            _sum_of_matmuls(first, terms), geometry.tp_group, geometry.dim, geometry.sizes
-        )
+        total = _sum_of_matmuls(first, terms)  # a new tensor
+        return start_reduce_scatter_uneven(total, geometry.tp_group, geometry.dim, geometry.sizes, overwrites=True)
 
     def rows(chunk: ChunkRange) -> torch.Tensor:
         cut = [(chunks.read(grad, chunk), matrix) for grad, matrix in terms]

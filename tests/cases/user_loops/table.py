@@ -54,12 +54,14 @@ class UserLoop:
         refused: Patterns of the errors by strategy; under all others the loop gives what one process gives.
         has_sequences: Whether sequence parallelism is for its models.
         without: Strategies under which it computes something else.
+        package: Package that it needs beside torch.
     """
 
     run: Callable[[Any], Outcome]
     refused: Mapping[str, str] = field(default_factory=dict)
     has_sequences: bool = False
     without: tuple[str, ...] = ()
+    package: str | None = None
 
     @property
     def name(self) -> str:
@@ -98,7 +100,7 @@ _LOOPS = (
     UserLoop(averages.ema_of_state_dicts, {TENSOR: "must match the size", STAGES: "KeyError"}),
     UserLoop(averages.ema_by_torch, BY_STAGES),
     UserLoop(averages.swa, {STAGES: rf"{BY_STAGES[STAGES]}|BatchNorm1d.* has no attribute 'running_mean'"}),  # by rank
-    UserLoop(averages.schedule_free),
+    UserLoop(averages.schedule_free, package="schedulefree"),
     UserLoop(
         averages.sam_optimizer,
         {

@@ -10,6 +10,7 @@
 #include <atomic>
 #include <cstdlib>
 #include <cstring>
+#include <utility>
 
 #include "pinned.h"
 #include "report.h"
@@ -228,7 +229,9 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   void record(void** event, const Stream& stream, const DeviceIndex, const c10::EventFlag) const override {
     if (*event == nullptr) *event = new Event;
     launch(key_of(stream));
-    static_cast<Event*>(*event)->clock = clock_of_events != nullptr ? *clock_of_events : clock_of(key_of(stream));
+    // The first event of a future is that of its operation; what callbacks record behind it is theirs.
+    const auto* given = std::exchange(clock_of_events, nullptr);
+    static_cast<Event*>(*event)->clock = given != nullptr ? *given : clock_of(key_of(stream));
   }
   void block(void* event, const Stream& stream) const override {
     if (event != nullptr) stream_waits(key_of(stream), static_cast<Event*>(event)->clock);

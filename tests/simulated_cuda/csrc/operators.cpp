@@ -400,6 +400,14 @@ class Call {
 
 void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) { Call(op, *stack).run(); }
 
+// It takes no generator, and would draw from the host's.
+std::tuple<Tensor, Tensor> native_dropout(const Tensor& input, double rate, std::optional<bool> trains) {
+  if (!trains.value_or(true)) return {input, at::ones_like(input, input.options().dtype(at::kBool))};
+  auto mask = at::empty_like(input, input.options().dtype(at::kBool)).bernoulli_(1 - rate);
+  auto scale = rate == 1 ? 0.0 : 1.0 / (1 - rate);
+  return {input.mul(mask).mul(scale), mask};
+}
+
 // CUDA computes softmax of fp16 in fp32 where it is asked to, which the CPU refuses.
 void softmax(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   auto &input = stack->end()[-3], &widens = stack->back();
@@ -435,6 +443,7 @@ TORCH_LIBRARY_IMPL(aten, CUDA, library) {
   library.impl("_local_scalar_dense", local_scalar);
   library.impl("record_stream", record_stream_of);
   library.impl("_fused_sdp_choice", fused_sdp_choice);
+  library.impl("native_dropout", native_dropout);
   for (const auto* name : {"_softmax", "_log_softmax"})
     library.impl(name, torch::CppFunction::makeFromBoxedFunction<&softmax>());
   for (const auto* name : {"_softmax_backward_data", "_log_softmax_backward_data"})

@@ -117,8 +117,11 @@ void note_free(const void* begin) {
     const auto &own = clocks[freed.stream], &host = clocks[kHost];
     if (checks_order && freed.kind == Memory::kDevice)
       for (const auto& access : freed.accesses) {
-        bool is_safe = access.point.stream == freed.stream || freed.recorded.count(access.point.stream) ||
-                       is_before(access.point, own) || is_before(access.point, host);
+        bool is_safe = access.point.stream == freed.stream || is_before(access.point, own) ||
+                       is_before(access.point, host);
+        // The memory is used again behind all that the recorded streams have been given by now.
+        for (auto stream : freed.recorded)
+          is_safe = is_safe || access.point.stream == stream || is_before(access.point, clocks[stream]);
         if (!is_safe)
           fault = std::to_string(freed.num_bytes) + " bytes allocated on " + name_of(freed.stream) +
                   " are freed while " + description_of(access) + " them, without record_stream or an event";

@@ -475,6 +475,7 @@ Tensor reduced(const Tensor& rows, const c10d::ReduceOp& op) {
 }
 
 Tensor reduce_over_ranks(Communicator& communicator, const Tensor& tensor, const c10d::ReduceOp& op) {
+  if (tensor.numel() == 0) return host_view(tensor).view({0});  // rows without elements have no dtype but bytes
   auto rows = gather_bytes(communicator, bytes_of(tensor)).view(tensor.scalar_type());
   return reduced(rows, op);
 }
@@ -571,7 +572,7 @@ WorkPtr Simccl::_reduce_scatter_base(Tensor& output, Tensor& input, const c10d::
   operation.num_bytes = input.nbytes();
   operation.finish = [communicator = communicator_, input, output, op = options.reduceOp] {
     auto total = reduce_over_ranks(*communicator, input, op);
-    host_view(output).view({-1}).copy_(total.view({communicator->size(), -1})[communicator->rank()]);
+    host_view(output).view({-1}).copy_(total.view({communicator->size(), output.numel()})[communicator->rank()]);
   };
   return add(std::move(operation));
 }
