@@ -253,13 +253,15 @@ def estimate_memory(
     """Estimate the memory for training a model on a rank: parameters, gradients, states, activations, buffers.
 
     The plugin trains the model for a few steps on fake tensors: the model is not allocated, and nothing is communicated
-    (Note [Simulated training]). Not a collective: may be called on a single rank.
+    (Note [Simulated training]). It may be called on a single rank before the launch, or with a plugin object.
+
+    Collective with a plugin's name after a launch of `num_ranks` ranks, as making the plugin makes its process groups.
 
     Args:
         model: Model with real values, on the meta device (`with torch.device("meta")`) or built in a `LazyInitContext`.
             Not modified.
         plugin: Name of a plugin, with `settings` and `num_ranks`; or a `Plugin` of the launched world, for the memory
-            of this rank; optional, defaults to a single device.
+            of this rank, which communicates nothing; optional, defaults to a single device.
         batch: Batch of one rank, as for `execute_pipeline`: a mapping of keyword arguments, a tuple, or a tensor. Only
             shapes and dtypes matter, so meta tensors may be used.
         optimizer: Optimizer over parameters of the model, or a function that creates one from a list of parameters.

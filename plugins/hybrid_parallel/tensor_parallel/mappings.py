@@ -36,7 +36,7 @@ def shared_copy_to_tp_region(x: torch.Tensor, tp_group: TensorParallelGroup) -> 
 
 
 def reduce_from_tp_region(x: torch.Tensor, tp_group: TensorParallelGroup, *, overwrites: bool = False) -> torch.Tensor:
-    """All-reduce a tensor; half-precision dtypes are summed in fp32. Backward: `copy_to_tp_region`.
+    """All-reduce a tensor; 16-bit dtypes are summed in fp32 on the CPU. Backward: `copy_to_tp_region`.
 
     Args:
         x: Partial tensor of the same shape on all ranks.
