@@ -7,7 +7,7 @@ import json
 import os
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from uuid import uuid4
@@ -16,13 +16,14 @@ from booster.errors import CheckpointError, ConfigError
 from booster.logger import get_dist_logger
 
 from .formats.json import MAX_JSON_BYTES, parse_json
+from .layout import FileNames
 from .storage import Storage
 
 # Note [Commit directory]: `.booster-commit-<uuid>` in a directory holds the files of a committed checkpoint and the
 # list of names that it makes stale. The content of the directory is an overlay: its own files, minus the stale names,
-# plus the files of the commit directory. Installing moves the files one by one and removes the stale ones; after a
-# sync, the commit directory is removed. No step changes the overlay, nor does the loss of any step in a power failure,
-# so installing can stop anywhere and be finished by any process.
+# plus the files of the commit directory. Installing moves the files one by one, indexes last, and removes the stale
+# ones; after a sync, the commit directory is removed. No step changes the overlay, nor does the loss of any step in a
+# power failure, so installing can stop anywhere and be finished by any process.
 # A checkpoint may have subdirectories, one level deep. So the content of a directory can also be in a commit directory
 # of its parent. In shared directories such as /tmp, only the user's own commit directories count.
 
@@ -207,23 +208,45 @@ def _install(storage: Storage, commit: Path, target: Path) -> None:
     files, folders = names_in(storage, commit)
     _prepare_target(storage, target, files, folders)
     indexes = [name for name in files if ".index." in name]
-    if len(files) > 1:  # with the old index, other libraries would read a mix of old and new shards
-        for name in indexes:
-            if storage.kind(target / name) is not None:
-                storage.remove(target / name)
-    for name in sorted(files, key=lambda name: name in indexes):
+    shards = [name for name in files if FileNames.is_shard_like(name)]
+    if any(storage.kind(target / name) is not None for name in shards):
+        # With the old index, other libraries would read a mix of old and new shards.
+        _remove_files(storage, target, [name for name in indexes if storage.kind(target / name) is not None])
+    _move_files(storage, commit, target, [name for name in files if name not in indexes])
+    if indexes:
+        _sync_folders(storage, target, folders)
+        _move_files(storage, commit, target, indexes)
+    # Before any file that an index names is removed, the index is.
+    stale_indexes = [name for name in stale if ".index." in name]
+    if stale:
+        _sync_folders(storage, target, folders)
+    if stale_indexes:
+        _remove_files(storage, target, stale_indexes)
+        _sync_folders(storage, target, {str(Path(name).parent) for name in stale_indexes})
+    _remove_files(storage, target, stale)
+    _sync_folders(storage, target, [*folders, *(str(Path(name).parent) for name in stale)])
+    storage.remove_tree(commit)
+
+
+def _move_files(storage: Storage, commit: Path, target: Path, names: Iterable[str]) -> None:
+    for name in names:
         try:
             storage.replace(commit / name, target / name)
         except FileNotFoundError:
             if storage.kind(commit / name) is not None:
                 raise
             # Moved by another process: without file locks, several may install the same commit.
-    for name in stale:
+
+
+def _remove_files(storage: Storage, target: Path, names: Iterable[str]) -> None:
+    for name in names:
         if storage.kind(target / name) in ("file", "link"):
             storage.remove(target / name)
-    for folder in dict.fromkeys([*folders, *(str(Path(name).parent) for name in stale), "."]):
+
+
+def _sync_folders(storage: Storage, target: Path, folders: Iterable[str]) -> None:
+    for folder in dict.fromkeys([*folders, "."]):
         storage.sync_path(target / folder)
-    storage.remove_tree(commit)
 
 
 def _read_stale(storage: Storage, commit: Path) -> list[str]:
@@ -268,8 +291,9 @@ def _is_safe_name(name: object) -> bool:
 # the rename of the temporary to a commit directory in the target, synced. From then on every reader of this library
 # sees the new files through it, see Note [Commit directory], and no stale old ones. Only then are the files moved to
 # their places, for other libraries. If that is interrupted, readers still see the complete checkpoint, and the next
-# save into the directory finishes it first. Other libraries read the plain files: between commit point and end they
-# find the old checkpoint, none, or the new one, but never an index over shards of both.
+# save into the directory finishes it first. Other libraries read the plain files, a model by its index where there is
+# no single file: between commit point and end they find the old model or the new one, see Note [Second names]. Of other
+# parts, whose shards keep their names, they find no index meanwhile, but never one over shards of both.
 # Saves into one directory are serialized from the commit point to the end by a lock on it. A commit that a killed save
 # did not install is installed by the next save, before its own. Temporaries are locked while their writer is alive, so
 # the next save removes only those of killed saves. Without directory locks (NFS) this cannot be distinguished: a save
@@ -321,7 +345,7 @@ class Transaction:
             self._target = Path(os.path.realpath(target.parent)) / target.name
         self._temporary: Path | None = None
         self._lock: int | None = None
-        self._is_inside = False
+        self.is_inside = False
 
     def begin(self) -> Path:
         """Finish commits and remove leftovers of killed saves; return a new empty directory to write into.
@@ -347,7 +371,7 @@ class Transaction:
             )
         storage.make_parents(target)
         self.clear_leftovers()
-        self._is_inside = self._is_directory and storage.kind(target) == "directory"
+        self.is_inside = self._is_directory and storage.kind(target) == "directory"
         return self._create_temporary()
 
     def commit(self, *, is_stale: Callable[[str], bool]) -> None:
@@ -364,7 +388,7 @@ class Transaction:
         storage, target, temporary = self._storage, self._target, self._temporary
         assert temporary is not None, "commit() comes after begin()"
         with _explain_rename_errors(target):
-            if self._is_inside:
+            if self.is_inside:
                 with _hold_lock(storage, target):
                     publish(storage, temporary, target, is_stale=is_stale)
             elif self._is_directory:
@@ -402,7 +426,7 @@ class Transaction:
     def _create_temporary(self) -> Path:
         """Create and lock a temporary directory, in the target or beside it."""
         for _ in range(_MAX_ATTEMPTS):
-            if self._is_inside:
+            if self.is_inside:
                 path = self._target / f".booster-tmp-{uuid4().hex}"
             else:
                 path = self._target.parent / f".{self._target.name[:_MAX_NAME]}.tmp-{uuid4().hex}"

@@ -20,6 +20,7 @@ PAGE_BYTES = 4096
 SAFETENSORS_SUFFIXES = (".safetensors",)
 BIN_SUFFIXES = (".bin", ".pt", ".pth")
 SINGLE_FILE_SUFFIXES = SAFETENSORS_SUFFIXES + BIN_SUFFIXES
+_SECOND = "b"
 _PREFIX = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]*")
 
 
@@ -62,6 +63,12 @@ class FileKind:
         return None
 
 
+# Note [Second names]: transformers and others read a model by its index, which may name any files. A save over an older
+# one gives its shards names that the older index does not use: by turns the usual ones and second ones, such as
+# `model-00001-of-00002.b.safetensors`. So the new shards lie beside the old ones until the new index replaces the old
+# one, and every reader finds all of the old model or all of the new one, whenever the save is killed.
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileNames:
     """Names of the files of one checkpoint part.
@@ -88,9 +95,13 @@ class FileNames:
         """Return the name of a shard; numbers start at 1."""
         return f"{self.stem}{self._variant}-{number:05d}-of-{num_shards:05d}.{self.suffix}"
 
+    def second_shard(self, shard: str) -> str:
+        """Return the other name of a shard, for a save over one that uses the first; see Note [Second names]."""
+        return f"{shard.removesuffix(self.suffix)}{_SECOND}.{self.suffix}"
+
     def may_have_written(self, file_name: str) -> bool:
         """Return whether a save with these names may have written the file."""
-        shard = rf"{re.escape(self.stem + self._variant)}-\d{{5,}}-of-\d{{5,}}\.{self.suffix}"
+        shard = rf"{re.escape(self.stem + self._variant)}-\d{{5,}}-of-\d{{5,}}(\.{_SECOND})?\.{self.suffix}"
         return file_name in (self.single, self.index, self.manifest) or re.fullmatch(shard, file_name) is not None
 
     @staticmethod

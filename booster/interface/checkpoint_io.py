@@ -149,7 +149,8 @@ class CheckpointIO(ABC):
     """Saves and loads boosted objects.
 
     Every method is collective: every rank must call it with the same arguments. A call either returns on every rank
-    when the files are complete, or raises on every rank and leaves files and memory unchanged.
+    when the files are complete, or raises on every rank and leaves files and memory unchanged; for memory see `verify`
+    of `load_model`.
     """
 
     @abstractmethod

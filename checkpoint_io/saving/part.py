@@ -6,7 +6,7 @@ import copy
 import os
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import IO, Any, cast
 
 import torch
@@ -200,7 +200,7 @@ class PlannedPart:
         return self.images[index]
 
     def complete(
-        self, crcs: Mapping[WriteRange, int], metadata: Mapping[str, Any]
+        self, crcs: Mapping[WriteRange, int], metadata: Mapping[str, Any], final_names: Mapping[str, str]
     ) -> tuple[bytes | None, dict[str, bytes]]:
         """Return what is written after the data: the head of a single file, if it changes, and the small files by name.
 
@@ -210,6 +210,7 @@ class PlannedPart:
         Args:
             crcs: Checksum of every written range.
             metadata: JSON metadata of the save.
+            final_names: Names of tensor files that differ from the planned ones, by the planned one.
         """
         if not self.part.target.is_directory:
             if self.part.target.names.suffix != "safetensors":
@@ -220,14 +221,16 @@ class PlannedPart:
             specs, names = self.plan.specs, self.part.parameter_names
             counted = None if names is None else sum(specs[name].numel for name in names if name in specs)
             sizes = {name: spec.num_bytes for name, spec in specs.items()}
-            found[self.plan.layout.index] = json_bytes(index_document(self.plan.layout, sizes, counted))
+            files_of_index = {final_names.get(name, name): held for name, held in self.plan.layout.files.items()}
+            layout = replace(self.plan.layout, files=files_of_index)
+            found[self.plan.layout.index] = json_bytes(index_document(layout, sizes, counted))
         documents = {
             name: DocumentRecord(num_bytes=len(raw), crc32=zlib.crc32(raw)) for name, raw in sorted(found.items())
         }
         files: dict[str, FileRecord] = {}
         for index, file in enumerate(self.plan.files):
             image = self.image(index)
-            files[file.name] = FileRecord(
+            files[final_names.get(file.name, file.name)] = FileRecord(
                 num_bytes=image.num_bytes,
                 head_bytes=len(image.head),
                 head_crc32=zlib.crc32(image.head),

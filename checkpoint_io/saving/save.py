@@ -16,8 +16,9 @@ from uuid import uuid4
 
 import torch
 
-from booster.checkpoint_io.commit import Transaction
+from booster.checkpoint_io.commit import Transaction, paths_in
 from booster.checkpoint_io.formats.manifest import FORMAT_VERSION, DocumentRecord, Manifest
+from booster.checkpoint_io.layout import MODEL
 from booster.checkpoint_io.parallel import CheckpointGroup, as_checkpoint_error
 from booster.checkpoint_io.planning.save_plan import SavePlan, WriteRange, plan_save
 from booster.checkpoint_io.planning.slices import SliceTable
@@ -454,7 +455,11 @@ class _SaveJob:
         documents = dict(self._request.documents)
         metadata = dict(self._request.metadata)
         for planned_part, part_crcs in zip(self._planned, crcs, strict=True):
-            head, small_files = planned_part.complete(part_crcs, metadata)
+            final_names = self._final_names(planned_part) if self._transaction.is_inside else {}
+            for name, final_name in final_names.items():
+                folder = directory / planned_part.part.folder
+                self._storage.rename_new(folder / name, folder / final_name)
+            head, small_files = planned_part.complete(part_crcs, metadata, final_names)
             if head is not None:
                 with self._storage.open_for_writing(directory / planned_part.paths[0]) as file:
                     self._storage.write_at(file, head, 0)
@@ -476,6 +481,15 @@ class _SaveJob:
         if self._request.after_commit is not None:
             self._request.after_commit()
         return b""
+
+    def _final_names(self, planned_part: PlannedPart) -> dict[str, str]:
+        """Return other names for shards whose names are taken in the target; see Note [Second names]."""
+        names, folder = planned_part.part.target.names, self._request.target / planned_part.part.folder
+        if planned_part.part.target.kind != MODEL or planned_part.plan.layout.index is None:
+            return {}
+        taken = paths_in(self._storage, folder) if self._storage.kind(folder) == "directory" else {}
+        second = {file.name: names.second_shard(file.name) for file in planned_part.plan.files}
+        return second if not taken.keys().isdisjoint(second) and taken.keys().isdisjoint(second.values()) else {}
 
     def _collect_checksums(self, reports: Sequence[bytes]) -> list[dict[WriteRange, int]]:
         """Return the checksum of every planned range, by checkpoint part; an incomplete report is an error."""

@@ -5,11 +5,13 @@ A version is a number, and every element of every tensor says which version it i
 
 from __future__ import annotations
 
+import json
 import os
 
 import torch
 import torch.distributed as dist
 from oracles.faulting_storage import UnsyncedStorage
+from safetensors.torch import load_file
 from torch import nn
 
 from booster.checkpoint_io import GeneralCheckpointIO
@@ -112,6 +114,30 @@ def read(root, case="directory", group=None, storage=None):
         is_nothing = "does not exist" in str(error) or "holds no model" in str(error)
         return "nothing" if is_nothing else f"error: {error}"
     return version_of(model)
+
+
+def read_as_transformers(root):
+    """As `read` of a directory, by the rules of `from_pretrained`: a single file, else what an index names."""
+    path = root / "m"
+    for single, load in (("model.safetensors", load_file), ("pytorch_model.bin", _torch_load)):
+        index = path / f"{single}.index.json"
+        if (path / single).exists():
+            files = [single]
+        elif index.exists():
+            files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        else:
+            continue
+        model = ModelWrapper(Net(0))
+        try:
+            model.load_state_dict({name: one for file in files for name, one in load(path / file).items()})
+        except Exception as error:
+            return f"error: {error}"
+        return version_of(model)
+    return "nothing"
+
+
+def _torch_load(path):
+    return torch.load(path, weights_only=True)
 
 
 def version_of(model):

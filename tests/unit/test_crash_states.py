@@ -14,7 +14,7 @@ from crash_recording import NUM_RANKS, assert_sound, recorded
 from harness import run_ranks
 from oracles.crash_disk import read_tree, write_tree
 from oracles.crash_states import cut_at, examine
-from save_cases import NEW, NEXT, OLD, SAVES, names_below, read, save
+from save_cases import NAMES, NEW, NEXT, OLD, SAVES, names_below, read, read_as_transformers, save
 
 
 def recorded_case(tmp_path, case, *, before=None, use_async=False):
@@ -35,7 +35,7 @@ def next_save_of(tmp_path, case):
         found = read(root, case)
         if found != "next":
             return f"finds {found}"
-        left_over = sorted(set(names_below(root)) - set(expected))
+        left_over = sorted({name.replace(".b.", ".") for name in names_below(root)} - set(expected))
         return f"leaves {left_over}" if left_over else None
 
     return next_save
@@ -75,6 +75,36 @@ def test_every_crash_leaves_the_old_or_the_new(tmp_path, scenario):
     )
     assert_sound(verdict, old="nothing" if before is None else "old")
     assert len(verdict.found("data")) == 1  # what counts is on the disk before it counts
+
+
+# What was there before is in another layout, too: the single file that transformers prefers to an index goes, or comes.
+# Not torch's format over safetensors, which stays, as files of another format do, and is what transformers prefers.
+READ_BY_OTHERS = {
+    "shards over shards": ("directory", "directory"),
+    "shards over bin shards": ("directory", "bin directory"),
+    "bin shards over bin shards": ("bin directory", "bin directory"),
+    "one shard over shards": ("one shard", "directory"),
+    "shards over one shard": ("directory", "one shard"),
+}
+
+
+@pytest.mark.parametrize("scenario", READ_BY_OTHERS)
+def test_transformers_finds_the_old_or_the_new_after_every_crash(tmp_path, scenario):
+    case, before = READ_BY_OTHERS[scenario]
+    disk, operations = recorded_case(tmp_path, case, before=before)
+    verdict = examine(disk, operations, tmp_path / "crash", read_as_transformers, has_old=True)
+    assert_sound(verdict, old="old")
+
+
+def test_saves_over_each_other_take_turns_with_their_names(tmp_path):
+    names = []
+    for version in (OLD, NEW, NEXT):
+        save(tmp_path, version)
+        names.append({name for name in names_below(tmp_path) if "-of-" in name})
+        assert read(tmp_path) == read_as_transformers(tmp_path) == NAMES[version]
+    assert names[0] == names[2]
+    assert names[0].isdisjoint(names[1])
+    assert len(names[1]) == len(names[0]) == 3
 
 
 # Positive controls: the same saves, with an fsync left out or moved.

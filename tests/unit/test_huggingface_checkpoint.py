@@ -122,6 +122,23 @@ def test_from_pretrained_opens_what_was_saved(tmp_path, case, options, size):
     _assert_equal(loaded, model)
 
 
+@pytest.mark.parametrize("options", [{}, {"prefix": "fp16"}, {"use_safetensors": False}], ids=repr)
+def test_from_pretrained_opens_what_was_saved_over_an_older_one(tmp_path, options):
+    for seed in range(3):
+        model = _build(lambda: _llama(True), seed)
+        IO.save_model(ModelWrapper(model), tmp_path / "m", shard=True, size_per_shard=0.004, **options)
+        has_second_names = any(".b." in name for name in os.listdir(tmp_path / "m"))
+        assert has_second_names is (seed == 1)
+        loaded, report = AutoModelForCausalLM.from_pretrained(
+            tmp_path / "m", variant=options.get("prefix"), output_loading_info=True, local_files_only=True
+        )
+        assert not any(report.values())
+        _assert_equal(loaded, model)
+        again = _build(lambda: _llama(True), 9)
+        IO.load_model(ModelWrapper(again), tmp_path / "m")
+        _assert_equal(again, model)
+
+
 def test_the_number_format_is_in_the_config(tmp_path):
     model = _build(lambda: _llama(True), 0).bfloat16()
     IO.save_model(ModelWrapper(model), tmp_path / "m", shard=True)
