@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from torch.optim import AdamW, lr_scheduler
 
 from booster.checkpoint_io import GeneralCheckpointIO
 from booster.checkpoint_io.storage import Storage
+from booster.comm import all_reduce_numbers
 from booster.device import current_device
 from booster.errors import CheckpointError, ConfigError
 from booster.interface import ModelWrapper, OptimizerWrapper
@@ -63,6 +66,32 @@ def test_one_rank_makes_the_files_and_all_ranks_read(tmp_path, is_sharded):
     io.load_optimizer(other, tmp_path / f"o{suffix}")
     _assert_equal(other_model, model)
     assert repr(other.state_dict()) == repr(optimizer.state_dict())
+
+
+def _bytes_from_disk():
+    """Returns what the kernel has read from a disk for this process."""
+    lines = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    return int(lines["read_bytes"])
+
+
+@distributed(world_size=2)
+@pytest.mark.skipif(sys.platform != "linux", reason="what the kernel reads is counted in /proc")
+def test_ranks_of_one_host_that_need_the_same_bytes_read_them_once(tmp_path):
+    io = GeneralCheckpointIO()
+    model = ModelWrapper(nn.ParameterList(torch.randn(2**21) for _ in range(8)), is_primary=dist.get_rank() == 0)
+    io.save_model(model, tmp_path / "m", shard=True)
+    if dist.get_rank() == 0:
+        for path in (tmp_path / "m").iterdir():
+            with path.open("rb") as file:
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    dist.barrier()
+    before = _bytes_from_disk()
+    io.load_model(model, tmp_path / "m")
+    (read,) = all_reduce_numbers([_bytes_from_disk() - before])
+    num_bytes = 8 * 4 * 2**21
+    if read < num_bytes / 2:
+        pytest.skip(f"{read:.0f} of {num_bytes} bytes were read from a disk: here files stay in memory")
+    assert read < 1.2 * num_bytes
 
 
 @distributed(world_size=2)
