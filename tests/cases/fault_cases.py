@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 from oracles.faulting_storage import ERRORS, HICCUPS, Fault, FaultingStorage
-from save_cases import names_below, read, save
+from save_cases import names_below, read, save, usual_names_below
 
 from booster.errors import BoosterError
 
@@ -97,6 +97,10 @@ def quick_groups():
 
 
 def _save_with_fault(fault, versions, use_async, clean, syncs, *, is_followed):
+    if any(".b." in name for name in names_below(versions.root)):  # as a save over second names renames nothing first
+        versions.meet()
+        versions.save(1)
+        versions.look()
     storage = FaultingStorage(fault, dist.get_rank(), syncs=syncs)
     begin, error = time.monotonic(), None
     try:
@@ -105,12 +109,12 @@ def _save_with_fault(fault, versions, use_async, clean, syncs, *, is_followed):
         error = (type(caught).__name__, str(caught))
     seconds = time.monotonic() - begin
     versions.meet()
-    debris = sorted(set(names_below(versions.root)) - set(clean))
+    debris = sorted(set(usual_names_below(versions.root)) - set(clean))
     found = versions.look()
     found_next = None
     if is_followed or debris:  # a save that begins with clearing would count its operations otherwise
         versions.save(1)
-        names = set(names_below(versions.root))
+        names = set(usual_names_below(versions.root))
         found_next = versions.look() if names == set(clean) else f"names {sorted(names ^ set(clean))}"
     return SaveResult(
         error=error, seconds=seconds, failed=storage.faults, debris=debris, found=found, found_next=found_next
@@ -193,7 +197,9 @@ def _wrong_errors(fault, outcomes):
 def _wrong_files(fault, operations, first, failure):
     number, name = failure
     # A directory's commit point is the rename of its folder, and is taken back where that doesn't reach the disk.
-    renamed = next(at for at, operation in enumerate(operations) if operation in ("rename_new", "replace"))
+    # Shards that get second names are renamed in the folder before.
+    renames = [at for at, operation in enumerate(operations) if operation == "rename_new"]
+    renamed = renames[-1] if renames else operations.index("replace")
     is_taken_back = operations[renamed] == "rename_new" and number == renamed + 1 and not fault.is_lasting
     is_after = fault.rank == 0 and number > renamed and not is_taken_back
     expected = "after" if is_after else "before"

@@ -157,3 +157,10 @@ def names_below(root):
         for directory, directories, files in os.walk(root)
         for name in directories + files
     )
+
+
+def usual_names_below(root):
+    """Returns the same with the usual names of shards that have second ones; as it is if some have both."""
+    names = names_below(root)
+    usual = sorted(name.replace(".b.", ".") for name in names)
+    return usual if len(set(usual)) == len(names) else names

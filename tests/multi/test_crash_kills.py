@@ -15,7 +15,7 @@ from harness import RanksFailed, run_ranks
 from harness.messages import pack_arguments
 from harness.pool import RankPool
 from harness.reference import reference_to
-from save_cases import names_below, read, save
+from save_cases import read, save, usual_names_below
 
 FIRST = 11  # the version that is saved first
 MAX_SECONDS = 0.3  # time for some saves
@@ -81,7 +81,7 @@ def what_a_kill_leaves(tmp_path, seed):
         return f"{kill}: {found} instead of one of {allowed}"
     save(root, 1, kill.case)
     save(root / "clean", 1, kill.case)
-    names = names_below(root)
+    names = usual_names_below(root)
     clean = {name for name in names if name.startswith("clean")}
     expected = {name.removeprefix("clean/") for name in clean} | {"clean", "warm"}
     left_over = [name for name in names if name not in clean | expected and not name.startswith("warm/")]

@@ -14,7 +14,7 @@ from crash_recording import NUM_RANKS, assert_sound, recorded
 from harness import run_ranks
 from oracles.crash_disk import read_tree, write_tree
 from oracles.crash_states import cut_at, examine
-from save_cases import NAMES, NEW, NEXT, OLD, SAVES, names_below, read, read_as_transformers, save
+from save_cases import NAMES, NEW, NEXT, OLD, SAVES, names_below, read, read_as_transformers, save, usual_names_below
 
 
 def recorded_case(tmp_path, case, *, before=None, use_async=False):
@@ -35,7 +35,7 @@ def next_save_of(tmp_path, case):
         found = read(root, case)
         if found != "next":
             return f"finds {found}"
-        left_over = sorted({name.replace(".b.", ".") for name in names_below(root)} - set(expected))
+        left_over = sorted(set(usual_names_below(root)) - set(expected))
         return f"leaves {left_over}" if left_over else None
 
     return next_save
