@@ -292,8 +292,7 @@ def _is_safe_name(name: object) -> bool:
 # sees the new files through it, see Note [Commit directory], and no stale old ones. Only then are the files moved to
 # their places, for other libraries. If that is interrupted, readers still see the complete checkpoint, and the next
 # save into the directory finishes it first. Other libraries read the plain files, a model by its index where there is
-# no single file: between commit point and end they find the old model or the new one, see Note [Second names]. Of other
-# parts, whose shards keep their names, they find no index meanwhile, but never one over shards of both.
+# no single file: between commit point and end they find the old model or the new one, see Note [Second names].
 # Saves into one directory are serialized from the commit point to the end by a lock on it. A commit that a killed save
 # did not install is installed by the next save, before its own. Temporaries are locked while their writer is alive, so
 # the next save removes only those of killed saves. Without directory locks (NFS) this cannot be distinguished: a save

@@ -64,7 +64,7 @@ class FileKind:
 
 
 # Note [Second names]: transformers and others read a model by its index, which may name any files. A save over an older
-# one gives its shards names that the older index does not use: by turns the usual ones and second ones, such as
+# one gives shards names that the older index does not use: by turns the usual ones and second ones, such as
 # `model-00001-of-00002.b.safetensors`. So the new shards lie beside the old ones until the new index replaces the old
 # one, and every reader finds all of the old model or all of the new one, whenever the save is killed.
 

@@ -165,12 +165,17 @@ class OptimizerState:
         state = self.optimizer.optim.state
         # Taken out one by one, so that memory is freed as fast as it is allocated.
         replaced = {parameter: dict(values_of) for parameter, values_of in state.items()}
+        reused: set[int] = set()  # addresses: parameters may share a state, of which each is stored by itself
         state.clear()
         for full_name, spec in specs.items():
             name, key = full_name.rsplit(".", 1)
             for parameter in held[name] if key != MASTER else ():
                 tensor = self._new_state_tensor(parameter, key, spec)
-                state[parameter][key] = _reused(replaced.get(parameter, {}).pop(key, None), tensor)
+                before = replaced.get(parameter, {}).pop(key, None)
+                if before is not None and _is_alike(before, tensor) and before.data_ptr() not in reused:
+                    tensor = before
+                    reused.add(tensor.data_ptr())
+                state[parameter][key] = tensor
         for name, numbers in values["numbers"].items():
             for parameter in held[name]:
                 state[parameter].update(numbers)
@@ -299,18 +304,16 @@ class OptimizerState:
         yield from (f"tensor {full!r} belongs to no stored parameter" for full in sorted(unknown))
 
 
-def _reused(replaced: object, tensor: torch.Tensor) -> torch.Tensor:
-    """Return the host tensor that a new one would replace, if they are alike: its pages are in memory already.
+def _is_alike(replaced: object, tensor: torch.Tensor) -> bool:
+    """Return whether a host tensor may stay in place of the new one that replaces it: its pages are in memory already.
 
     A new page is zeroed when it is touched first, which takes longer than to fill it from a file in memory.
     """
-    if type(replaced) is not torch.Tensor:
-        return tensor
-    is_alike = (
-        tensor.device.type == "cpu"
+    return (
+        type(replaced) is torch.Tensor
+        and tensor.device.type == "cpu"
         and replaced.device.type == "cpu"
         and (replaced.dtype, replaced.shape, replaced.stride()) == (tensor.dtype, tensor.shape, tensor.stride())
         and replaced.is_pinned() == tensor.is_pinned()
         and not replaced.is_inference()
     )
-    return replaced if is_alike else tensor

@@ -18,7 +18,6 @@ import torch
 
 from booster.checkpoint_io.commit import Transaction, paths_in
 from booster.checkpoint_io.formats.manifest import FORMAT_VERSION, DocumentRecord, Manifest
-from booster.checkpoint_io.layout import MODEL
 from booster.checkpoint_io.parallel import CheckpointGroup, as_checkpoint_error
 from booster.checkpoint_io.planning.save_plan import SavePlan, WriteRange, plan_save
 from booster.checkpoint_io.planning.slices import SliceTable
@@ -485,7 +484,7 @@ class _SaveJob:
     def _final_names(self, planned_part: PlannedPart) -> dict[str, str]:
         """Return other names for shards whose names are taken in the target; see Note [Second names]."""
         names, folder = planned_part.part.target.names, self._request.target / planned_part.part.folder
-        if planned_part.part.target.kind != MODEL or planned_part.plan.layout.index is None:
+        if planned_part.plan.layout.index is None:
             return {}
         taken = paths_in(self._storage, folder) if self._storage.kind(folder) == "directory" else {}
         second = {file.name: names.second_shard(file.name) for file in planned_part.plan.files}

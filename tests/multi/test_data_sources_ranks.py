@@ -197,6 +197,7 @@ def assert_resumed(layout, world_size, names, workers, folder):
 def test_no_source_is_left_out():
     if missing := missing_packages():
         pytest.skip(f"not installed, so that the sources they are for are left out here: {', '.join(missing)}")
+    assert {*NAMES, "batches"} == {*SOURCES, "webdataset"}
 
 
 CASES = [(layout, size) for layout, (*_, sizes) in LAYOUTS.items() for size in sizes]
