@@ -116,9 +116,8 @@ def read(root, case="directory", group=None, storage=None):
     return version_of(model)
 
 
-def read_as_transformers(root):
+def read_as_transformers(path):
     """As `read` of a directory, by the rules of `from_pretrained`: a single file, else what an index names."""
-    path = root / "m"
     for single, load in (("model.safetensors", load_file), ("pytorch_model.bin", _torch_load)):
         index = path / f"{single}.index.json"
         if (path / single).exists():

@@ -47,7 +47,18 @@ def _parts(models, optimizers, state):
     return TrainingParts(models=models, optimizers=optimizers, lr_schedulers={}, dataloaders={}, random_state=state)
 
 
-def save_state(root, version, *, step=None, keep_last=None, names=("",), storage=None, use_async=False, group=None):
+def save_state(
+    root,
+    version,
+    *,
+    step=None,
+    keep_last=None,
+    names=("",),
+    shard_size="1KB",
+    storage=None,
+    use_async=False,
+    group=None,
+):
     """Saves a whole training state of a version on all ranks that run, or on this process alone."""
     models = {name: SplitModel(version) for name in names}
     # An optimizer's slices are whole on every rank: all of them hold it, rank 0 writes.
@@ -59,7 +70,7 @@ def save_state(root, version, *, step=None, keep_last=None, names=("",), storage
         _parts(models, optimizers, VersionedState(version)),
         extra={"version": version},
         facts={},
-        options=SaveOptions(step=step, keep_last=keep_last, size_per_shard="1KB"),
+        options=SaveOptions(step=step, keep_last=keep_last, size_per_shard=shard_size),
         use_async=use_async,
     )
     io.wait()

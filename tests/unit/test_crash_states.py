@@ -92,7 +92,7 @@ READ_BY_OTHERS = {
 def test_transformers_finds_the_old_or_the_new_after_every_crash(tmp_path, scenario):
     case, before = READ_BY_OTHERS[scenario]
     disk, operations = recorded_case(tmp_path, case, before=before)
-    verdict = examine(disk, operations, tmp_path / "crash", read_as_transformers, has_old=True)
+    verdict = examine(disk, operations, tmp_path / "crash", lambda root: read_as_transformers(root / "m"), has_old=True)
     assert_sound(verdict, old="old")
 
 
@@ -101,7 +101,7 @@ def test_saves_over_each_other_take_turns_with_their_names(tmp_path):
     for version in (OLD, NEW, NEXT):
         save(tmp_path, version)
         names.append({name for name in names_below(tmp_path) if "-of-" in name})
-        assert read(tmp_path) == read_as_transformers(tmp_path) == NAMES[version]
+        assert read(tmp_path) == read_as_transformers(tmp_path / "m") == NAMES[version]
     assert names[0] == names[2]
     assert names[0].isdisjoint(names[1])
     assert len(names[1]) == len(names[0]) == 3

@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 from crash_recording import assert_sound, recorded
 from oracles.crash_states import examine
-from save_cases import NEW, NEXT, OLD, names_below
+from save_cases import NEW, NEXT, OLD, SHARD_MB, names_below, read_as_transformers
 from training_saves import read_state, save_state
 
 OLDER = 5  # the version of the step before the last
 MODELS = ("actor", "critic")
+SMALL_SHARDS = {"shard_size": SHARD_MB}
 
 
 def _next_step(root):
@@ -53,6 +54,16 @@ def test_the_first_step(tmp_path):
 
     verdict = examine(disk, operations, tmp_path / "crash", read_state, next_step, has_old=False)
     assert_sound(verdict, old="nothing")
+
+
+def test_transformers_finds_the_model_of_the_old_or_the_new_state(tmp_path):
+    """The optimizer's shards lie in the same directory, and take turns with their names as well."""
+    disk, operations = recorded(tmp_path, save_state, ((NEW,), SMALL_SHARDS), [((OLD,), SMALL_SHARDS)])
+    last = max(number for number, operation in enumerate(operations) if operation.kind == "create")
+    options = {"has_old": True, "since": last, "models": ["kill", "entries"]}
+    verdict = examine(disk, operations, tmp_path / "crash", read_as_transformers, **options)
+    assert not verdict.violations, verdict.violations[:20]
+    assert verdict.found("kill") == {"old", "new"}
 
 
 @pytest.mark.parametrize("models", [["kill"], pytest.param(["data", "entries"], marks=pytest.mark.slow)], ids=repr)

@@ -90,6 +90,18 @@ def test_states_of_the_same_form_keep_their_memory(tmp_path):
     _same_state(optimizer.unwrap(), saved.unwrap())
 
 
+def test_a_state_that_parameters_share_is_filled_for_each(tmp_path):
+    _, saved = stepped(Net())
+    _, optimizer = stepped(Net(seed=1))
+    shared = torch.zeros(())
+    for number, parameter in enumerate(optimizer.param_groups[0]["params"]):
+        optimizer.state[parameter]["step"] = shared
+        saved.state[saved.param_groups[0]["params"][number]]["step"].fill_(number)
+    IO.save_optimizer(saved, tmp_path / "o")
+    IO.load_optimizer(optimizer, tmp_path / "o")
+    _same_state(optimizer.unwrap(), saved.unwrap())
+
+
 def test_the_files_of_an_optimizer(tmp_path):
     IO.save_optimizer(stepped(Net())[1], tmp_path / "o", shard=True)
     assert names_in(tmp_path / "o") == [
