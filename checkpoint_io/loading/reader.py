@@ -252,9 +252,6 @@ def parse_index(raw: bytes, source_name: str, file_names: FileNames) -> dict[str
             f"{source_name} has no weight_map, or one of more than a million tensors: it is damaged or not an index."
             " Take another copy of it"
         )
-    if not weight_map:
-        # The index of an optimizer without states has no entries, but there is one shard, without tensors.
-        return {file_names.shard(1, 1): []}
     named: dict[str, list[str]] = {}
     for name, file_name in weight_map.items():
         if not isinstance(file_name, str) or file_name not in named:
@@ -465,7 +462,11 @@ class _CheckpointOpener:
         path = directory.path / file_names.index
         with ExitStack() as stack:
             files = []
-            for file_name, tensor_names in parse_index(directory.read(file_names.index), str(path), file_names).items():
+            named = parse_index(directory.read(file_names.index), str(path), file_names)
+            if not named:  # an optimizer without states: there is one shard, without tensors
+                usual, second = file_names.shard(1, 1), file_names.second_shard(file_names.shard(1, 1))
+                named = {second if second in directory.names and usual not in directory.names else usual: []}
+            for file_name, tensor_names in named.items():
                 files.append(directory.open(file_name))
                 stack.callback(files[-1].close)
                 self._check_manifest_present(files[-1])

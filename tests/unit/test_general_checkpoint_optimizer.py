@@ -119,6 +119,19 @@ def test_the_files_of_an_optimizer(tmp_path):
     ]
 
 
+@pytest.mark.parametrize("verify", ["checksums", "structure"])
+def test_an_optimizer_without_states_over_an_older_save(tmp_path, verify):
+    _, saved = stepped(Net(), SGD)
+    for number in (1, 2, 3):  # the shards take turns with their names
+        IO.save_optimizer(saved, tmp_path / "o", shard=True)
+        if verify == "structure":  # as a copy without the manifest
+            (tmp_path / "o" / "optimizer.safetensors.manifest.json").unlink()
+        _, other = stepped(Net(1), SGD, lr=3.0)
+        IO.load_optimizer(other, tmp_path / "o", verify=verify)
+        _same_state(other, saved)
+        assert (tmp_path / "o" / "optimizer-00001-of-00001.b.safetensors").exists() == (number == 2)
+
+
 def test_an_optimizer_over_other_parameters_is_refused_untouched(tmp_path):
     model, optimizer = stepped(Net())
     IO.save_optimizer(optimizer, tmp_path / "o", shard=True)
