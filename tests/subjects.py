@@ -32,7 +32,7 @@ SUBJECTS: dict[str, tuple[str, ...]] = {
         *("*/test_hostile*", "*/test_huggingface*", "*/test_io_errors*", "*/test_j*", "*/test_malformed*"),
         *("*/test_manifest*", "*/test_pending_commit*", "*/test_range_*", "*/test_recorded*", "*/test_relay*"),
         *("*/test_resharding*", "*/test_resume*", "*/test_retention*", "*/test_save*", "*/test_st[or]*", "*/test_sys*"),
-        *("*/test_training_state*", "*/test_unboosted*", "*/test_syscall*"),
+        *("*/test_training_state*", "*/test_unboosted*", "*/test_syscall*", "*/test_weight_*"),
     ),
     "launch": (
         *("*/test_launch*", "*/test_run_*", "*/test_restart*", "*/test_rendezvous*", "*/test_network*"),

@@ -20,6 +20,7 @@ from booster.errors import CheckpointError, ConfigError
 from booster.interface import ModelWrapper, OptimizerState, OptimizerWrapper, TensorSlice, TensorSpec
 from booster.logger import get_dist_logger
 
+from .conversion import ConvertedSpecs, convert_specs
 from .fill import read_slices, verify_ranges
 from .reader import StoredCheckpoint, open_checkpoint
 
@@ -45,11 +46,12 @@ class Match:
     unexpected: list[str] = field(default_factory=list)
     differing: list[str] = field(default_factory=list)
 
-    def check(self, stored: StoredCheckpoint, source_name: str, *, strict: bool) -> Match:
+    def check(self, stored: StoredCheckpoint, converted: ConvertedSpecs, source_name: str, *, strict: bool) -> Match:
         """Return the match itself, or raise one error that lists all mismatches.
 
         Args:
             stored: Open checkpoint.
+            converted: Its tensors in the model's form.
             source_name: Its name for messages.
             strict: If False, raise only if no tensor matches.
 
@@ -60,6 +62,12 @@ class Match:
         has_unfilled = bool(self.missing or self.differing)
         if strict and (has_unfilled or self.unexpected):
             advice = "Load it into the model that it was saved from, or pass strict=False to load only what fits"
+            if converted.failures:
+                failures = "".join(f"\n    {line}" for line in converted.failures[:MAX_LISTED])
+                advice += (
+                    f"\n  {len(converted.failures)} not converted as from_pretrained does:{failures}\nOpen it with"
+                    " from_pretrained before boost() instead, or once to save it with save_model"
+                )
             raise CheckpointError(
                 f"{source_name} does not fit the model, so nothing was loaded:{self.format_mismatches()}\n{advice}"
             )
@@ -68,7 +76,7 @@ class Match:
                 f"no tensor of {source_name} fits the model, so nothing was loaded:{self.format_mismatches()}"
             )
         for used, duplicates in self.duplicates.items() if strict else ():
-            differing = [name for name in duplicates if not _are_equal(stored, used, name)]
+            differing = [name for name in duplicates if not _are_equal(stored, converted, used, name)]
             if differing:
                 raise CheckpointError(
                     f"{used!r} and {differing[0]!r} are one tied tensor in the model, but differ in {stored.path}, so"
@@ -252,7 +260,8 @@ class Loader(ExitStack):
 class ModelLoad:
     """Load of a model.
 
-    A tied tensor may be stored under any of its names. Floating-point tensors are converted to the model's dtype; other
+    A tied tensor may be stored under any of its names. Names and forms that transformers converts are converted as
+    `from_pretrained` does. Floating-point tensors are converted to the model's dtype; other
     dtypes are converted only if lossless.
 
     Args:
@@ -282,21 +291,26 @@ class ModelLoad:
         names = loader.names_of_all_ranks(
             {name for tensor_slice in slices for name in (tensor_slice.name, *tied.get(tensor_slice.name, ()))}
         )
-        matched = ranks.run_on_all_ranks(
-            lambda: match_names(stored.specs, slices, tied, names).check(stored, str(self._path), strict=self.strict),
-            action,
-        )
+
+        def match() -> tuple[ConvertedSpecs, Match]:
+            converted = convert_specs(stored.specs, self._model.unwrap(), names)
+            matched = match_names(converted.specs, slices, tied, names)
+            return converted, matched.check(stored, converted, str(self._path), strict=self.strict)
+
+        converted, matched = ranks.run_on_all_ranks(match, action)
         if not self.strict and ranks.rank == 0 and matched.format_mismatches():
             get_dist_logger().warning(f"{action} with strict=False leaves out:{matched.format_mismatches()}")
         if loader.verifies_before:
             loader.verify(stored)
         # Masters too: the file may have more precision than the model weights.
         all_slices = [*slices, *ranks.run_on_all_ranks(self._model.master_slices, action)]
-        self._source_and_slice = [
-            (matched.sources[tensor_slice.name], tensor_slice)
-            for tensor_slice in all_slices
-            if tensor_slice.name in matched.sources
-        ]
+        self._source_and_slice = converted.stored_slices(
+            [
+                (matched.sources[tensor_slice.name], tensor_slice)
+                for tensor_slice in all_slices
+                if tensor_slice.name in matched.sources
+            ]
+        )
 
     def fill(self) -> None:
         """Read this rank's slices into the model's memory. Collective."""
@@ -378,9 +392,9 @@ class OptimizerLoad:
             yield from ((name, tensor_slice) for tensor_slice in of_model.get(name.removesuffix(MASTER_SUFFIX), []))
 
 
-def _are_equal(stored: StoredCheckpoint, left: str, right: str) -> bool:
-    spec = stored.specs[left]
-    if stored.specs[right] != spec:
+def _are_equal(stored: StoredCheckpoint, converted: ConvertedSpecs, left: str, right: str) -> bool:
+    spec = converted.specs[left]
+    if converted.specs[right] != spec:
         return False
     box = tuple((0, size) for size in spec.shape)
     for start in range(0, spec.numel, _COMPARED_ELEMENTS):
@@ -391,7 +405,7 @@ def _are_equal(stored: StoredCheckpoint, left: str, right: str) -> bool:
             tensor_slice = TensorSlice(
                 name=name, dtype=spec.dtype, global_shape=spec.shape, box=box, span=span, tensor=tensor, primary=False
             )
-            read_slices(stored, [(name, tensor_slice)])
+            read_slices(stored, converted.stored_slices([(name, tensor_slice)]))
             bits.append(tensor.view(torch.uint8))
         if not torch.equal(*bits):
             return False
