@@ -28,20 +28,20 @@ from booster.interface import TensorSlice, TensorSpec
 
 
 @dataclass(frozen=True, slots=True)
-class _Piece:
-    """Box of a stored tensor, and the box of the converted tensor that it is; they differ in dimensions of size 1."""
+class _Placement:
+    """Box of a stored tensor, and the box of the converted one with the same elements in the same order."""
 
     name: str
     spec: TensorSpec
     source: Box
     place: Box
 
-    def moved(self, dim: int, distance: int) -> _Piece:
-        """Return the piece elsewhere in the converted tensor."""
+    def moved(self, dim: int, distance: int) -> _Placement:
+        """Return the placement farther on in a dimension of the converted tensor."""
         offset, length = self.place[dim]
         return replace(self, place=(*self.place[:dim], (offset + distance, length), *self.place[dim + 1 :]))
 
-    def part(self, dim: int, start: int, stop: int) -> _Piece | None:
+    def within(self, dim: int, start: int, stop: int) -> _Placement | None:
         """Return what lies between two indices of a dimension of the converted tensor, or None if nothing does."""
         offset, length = self.place[dim]
         first, last = max(start, offset), min(stop, offset + length)
@@ -64,12 +64,12 @@ def _matching_dim(place: Box, source: Box, dim: int) -> int | None:
 
 
 class _Placeholder:
-    """Stand-in for a tensor in transformers' conversions; see Note [Weight conversions]."""
+    """What transformers' conversions get in place of a tensor; see Note [Weight conversions]."""
 
-    def __init__(self, shape: Sequence[int], dtype: torch.dtype, pieces: Sequence[_Piece]) -> None:
+    def __init__(self, shape: Sequence[int], dtype: torch.dtype, placements: Sequence[_Placement]) -> None:
         self.shape = torch.Size(shape)
         self.dtype = dtype
-        self.pieces = tuple(pieces)
+        self.placements = tuple(placements)
 
     def contiguous(self) -> _Placeholder:
         return self
@@ -81,16 +81,20 @@ class _Placeholder:
     def __torch_function__(
         cls, function: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        action = _PLACEMENTS.get(function)
+        action = _OPERATIONS.get(function)
         return NotImplemented if action is None else action(*args, **kwargs or {})
 
 
 def _stack(tensors: Sequence[_Placeholder], dim: int = 0) -> _Placeholder:
+    dim %= len(tensors[0].shape) + 1
     added = [
         _Placeholder(
             (*each.shape[:dim], 1, *each.shape[dim:]),
             each.dtype,
-            [replace(piece, place=(*piece.place[:dim], (0, 1), *piece.place[dim:])) for piece in each.pieces],
+            [
+                replace(placement, place=(*placement.place[:dim], (0, 1), *placement.place[dim:]))
+                for placement in each.placements
+            ],
         )
         for each in tensors
     ]
@@ -98,26 +102,29 @@ def _stack(tensors: Sequence[_Placeholder], dim: int = 0) -> _Placeholder:
 
 
 def _concatenate(tensors: Sequence[_Placeholder], dim: int = 0) -> _Placeholder:
-    first, start, pieces = tensors[0], 0, []
+    first, start, placements = tensors[0], 0, []
+    dim %= len(first.shape)
     for each in tensors:
         if each.dtype != first.dtype or len(each.shape) != len(first.shape):
             raise TypeError("the tensors differ in dtype or number of dimensions")
-        pieces += [piece.moved(dim, start) for piece in each.pieces]
+        placements += [placement.moved(dim, start) for placement in each.placements]
         start += each.shape[dim]
     shape = (*first.shape[:dim], start, *first.shape[dim + 1 :])
     if any((*each.shape[:dim], start, *each.shape[dim + 1 :]) != shape for each in tensors):
         raise ValueError("the tensors differ in shape")
-    return _Placeholder(shape, first.dtype, pieces)
+    return _Placeholder(shape, first.dtype, placements)
 
 
 def _split(tensor: _Placeholder, sizes: int | Sequence[int], dim: int = 0) -> list[_Placeholder]:
+    dim %= len(tensor.shape)
     if isinstance(sizes, int):
         sizes = [min(sizes, tensor.shape[dim] - start) for start in range(0, tensor.shape[dim], sizes)]
     parts, start = [], 0
     for size in sizes:
-        pieces = [part for piece in tensor.pieces if (part := piece.part(dim, start, start + size)) is not None]
+        cut = (placement.within(dim, start, start + size) for placement in tensor.placements)
+        placements = [placement.moved(dim, -start) for placement in cut if placement is not None]
         shape = (*tensor.shape[:dim], size, *tensor.shape[dim + 1 :])
-        parts.append(_Placeholder(shape, tensor.dtype, [piece.moved(dim, -start) for piece in pieces]))
+        parts.append(_Placeholder(shape, tensor.dtype, placements))
         start += size
     return parts
 
@@ -126,7 +133,7 @@ def _chunk(tensor: _Placeholder, chunks: int, dim: int = 0) -> list[_Placeholder
     return _split(tensor, math.ceil(tensor.shape[dim] / chunks), dim)
 
 
-_PLACEMENTS: dict[Callable[..., Any], Callable[..., Any]] = {
+_OPERATIONS: dict[Callable[..., Any], Callable[..., Any]] = {
     torch.stack: _stack,
     torch.cat: _concatenate,
     torch.split: _split,
@@ -145,24 +152,24 @@ class ConvertedSpecs:
 
     specs: dict[str, TensorSpec]
     failures: list[str] = field(default_factory=list)
-    _pieces: dict[str, tuple[_Piece, ...]] = field(default_factory=dict)
+    _placements: dict[str, tuple[_Placement, ...]] = field(default_factory=dict)
 
     def stored_slices(self, named_slices: Sequence[tuple[str, TensorSlice]]) -> list[tuple[str, TensorSlice]]:
         """Return which slices of stored tensors fill slices of converted ones, in the same memory."""
         found: list[tuple[str, TensorSlice]] = []
         for name, tensor_slice in named_slices:
-            pieces = self._pieces.get(name)
-            if pieces is None:
+            placements = self._placements.get(name)
+            if placements is None:
                 found.append((name, tensor_slice))
             else:
-                found += [part for piece in pieces for part in _slices_of_piece(piece, tensor_slice)]
+                found += [part for placement in placements for part in _slices_of_placement(placement, tensor_slice)]
         return found
 
 
 def convert_specs(specs: Mapping[str, TensorSpec], model: nn.Module, names: Collection[str]) -> ConvertedSpecs:
     """Apply the weight conversions of a model to the tensors of a checkpoint.
 
-    Nothing is converted for a model that is not of transformers, nor if the checkpoint holds only names of the model.
+    Nothing is converted for a model that is not of transformers. The model's own names take precedence.
 
     Args:
         specs: Dtypes and shapes of the stored tensors.
@@ -170,8 +177,6 @@ def convert_specs(specs: Mapping[str, TensorSpec], model: nn.Module, names: Coll
         names: Names of the model on all ranks.
     """
     converted = ConvertedSpecs(dict(specs))
-    if converted.specs.keys() <= set(names):
-        return converted
     conversions = _conversions_of(model)
     if not conversions:
         return converted
@@ -212,13 +217,13 @@ def convert_specs(specs: Mapping[str, TensorSpec], model: nn.Module, names: Coll
         for name, tensor in tensors.items():
             tensor = tensor[0] if isinstance(tensor, list) else tensor
             converted.specs[name] = TensorSpec(dtype=tensor.dtype, shape=tuple(tensor.shape))
-            converted._pieces[name] = tensor.pieces
+            converted._placements[name] = tensor.placements
     return converted
 
 
 def _placeholder_of(name: str, spec: TensorSpec) -> _Placeholder:
     box = full_box(spec.shape)
-    return _Placeholder(spec.shape, spec.dtype, [_Piece(name, spec, box, box)])
+    return _Placeholder(spec.shape, spec.dtype, [_Placement(name, spec, box, box)])
 
 
 def _conversions_of(model: nn.Module) -> list[Any]:
@@ -233,38 +238,45 @@ def _conversions_of(model: nn.Module) -> list[Any]:
     return list(get_model_conversion_mapping(model)) if isinstance(model, PreTrainedModel) else []
 
 
-def _slices_of_piece(piece: _Piece, tensor_slice: TensorSlice) -> Iterator[tuple[str, TensorSlice]]:
-    """Yield what a slice of the converted tensor holds of a piece, as slices of the stored tensor."""
-    shared: _Piece | None = piece
+def _slices_of_placement(placement: _Placement, tensor_slice: TensorSlice) -> Iterator[tuple[str, TensorSlice]]:
+    """Yield what a slice of the converted tensor holds of a stored one, as slices of that."""
+    shared: _Placement | None = placement
     for dim, (offset, length) in enumerate(tensor_slice.box):
-        shared = None if shared is None else shared.part(dim, offset, offset + length)
+        shared = None if shared is None else shared.within(dim, offset, offset + length)
     if shared is None:
         return
     lengths = tuple(length for _, length in tensor_slice.box)
-    # The piece in the slice's own memory.
+    # Relative to the box of the slice.
     inside = tuple(
         (offset - first, length) for (offset, length), (first, _) in zip(shared.place, tensor_slice.box, strict=True)
     )
     numel = math.prod(length for _, length in inside)
     if tuple(tensor_slice.tensor.shape) == lengths:
         memory = tensor_slice.tensor[tuple(slice(offset, offset + length) for offset, length in inside)]
-        yield piece.name, _stored_slice(shared, (0, numel), memory, tensor_slice)
+        yield placement.name, _stored_slice(shared, (0, numel), memory, tensor_slice)
     elif run_length(lengths, inside) == numel:
         (start, stop), first = tensor_slice.span, run_start(lengths, inside, 0)
         begin, end = max(start, first), min(stop, first + numel)
         if begin < end:
             memory = tensor_slice.tensor.view(-1)[begin - start : end - start]
-            yield piece.name, _stored_slice(shared, (begin - first, end - first), memory, tensor_slice)
+            yield placement.name, _stored_slice(shared, (begin - first, end - first), memory, tensor_slice)
     else:
         dim = next(dim for dim, (_, length) in enumerate(inside) if length > 1)
         offset, length = shared.place[dim]
         for index in range(offset, offset + length):
-            row = shared.part(dim, index, index + 1)
+            row = shared.within(dim, index, index + 1)
             assert row is not None
-            yield from _slices_of_piece(row, tensor_slice)
+            yield from _slices_of_placement(row, tensor_slice)
 
 
-def _stored_slice(piece: _Piece, span: tuple[int, int], memory: torch.Tensor, tensor_slice: TensorSlice) -> TensorSlice:
+def _stored_slice(
+    placement: _Placement, span: tuple[int, int], memory: torch.Tensor, tensor_slice: TensorSlice
+) -> TensorSlice:
     return replace(
-        tensor_slice, name=piece.name, global_shape=piece.spec.shape, box=piece.source, span=span, tensor=memory
+        tensor_slice,
+        name=placement.name,
+        global_shape=placement.spec.shape,
+        box=placement.source,
+        span=span,
+        tensor=memory,
     )

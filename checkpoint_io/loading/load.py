@@ -46,12 +46,14 @@ class Match:
     unexpected: list[str] = field(default_factory=list)
     differing: list[str] = field(default_factory=list)
 
-    def check(self, stored: StoredCheckpoint, converted: ConvertedSpecs, source_name: str, *, strict: bool) -> Match:
+    def check(
+        self, stored: StoredCheckpoint, converted: ConvertedSpecs | None, source_name: str, *, strict: bool
+    ) -> Match:
         """Return the match itself, or raise one error that lists all mismatches.
 
         Args:
             stored: Open checkpoint.
-            converted: Its tensors in the model's form.
+            converted: Its tensors in the model's form, if that differs.
             source_name: Its name for messages.
             strict: If False, raise only if no tensor matches.
 
@@ -62,7 +64,7 @@ class Match:
         has_unfilled = bool(self.missing or self.differing)
         if strict and (has_unfilled or self.unexpected):
             advice = "Load it into the model that it was saved from, or pass strict=False to load only what fits"
-            if converted.failures:
+            if converted is not None and converted.failures:
                 failures = "".join(f"\n    {line}" for line in converted.failures[:MAX_LISTED])
                 advice += (
                     f"\n  {len(converted.failures)} not converted as from_pretrained does:{failures}\nOpen it with"
@@ -291,26 +293,29 @@ class ModelLoad:
         names = loader.names_of_all_ranks(
             {name for tensor_slice in slices for name in (tensor_slice.name, *tied.get(tensor_slice.name, ()))}
         )
-
-        def match() -> tuple[ConvertedSpecs, Match]:
-            converted = convert_specs(stored.specs, self._model.unwrap(), names)
-            matched = match_names(converted.specs, slices, tied, names)
-            return converted, matched.check(stored, converted, str(self._path), strict=self.strict)
-
-        converted, matched = ranks.run_on_all_ranks(match, action)
+        converted: ConvertedSpecs | None = None
+        if not stored.specs.keys() <= names:  # on all ranks or none
+            converted = ranks.run_on_all_ranks(lambda: convert_specs(stored.specs, self._model.unwrap(), names), action)
+        specs = stored.specs if converted is None else converted.specs
+        matched = ranks.run_on_all_ranks(
+            lambda: match_names(specs, slices, tied, names).check(
+                stored, converted, str(self._path), strict=self.strict
+            ),
+            action,
+        )
         if not self.strict and ranks.rank == 0 and matched.format_mismatches():
             get_dist_logger().warning(f"{action} with strict=False leaves out:{matched.format_mismatches()}")
         if loader.verifies_before:
             loader.verify(stored)
         # Masters too: the file may have more precision than the model weights.
         all_slices = [*slices, *ranks.run_on_all_ranks(self._model.master_slices, action)]
-        self._source_and_slice = converted.stored_slices(
-            [
-                (matched.sources[tensor_slice.name], tensor_slice)
-                for tensor_slice in all_slices
-                if tensor_slice.name in matched.sources
-            ]
-        )
+        self._source_and_slice = [
+            (matched.sources[tensor_slice.name], tensor_slice)
+            for tensor_slice in all_slices
+            if tensor_slice.name in matched.sources
+        ]
+        if converted is not None:
+            self._source_and_slice = converted.stored_slices(self._source_and_slice)
 
     def fill(self) -> None:
         """Read this rank's slices into the model's memory. Collective."""
@@ -392,9 +397,10 @@ class OptimizerLoad:
             yield from ((name, tensor_slice) for tensor_slice in of_model.get(name.removesuffix(MASTER_SUFFIX), []))
 
 
-def _are_equal(stored: StoredCheckpoint, converted: ConvertedSpecs, left: str, right: str) -> bool:
-    spec = converted.specs[left]
-    if converted.specs[right] != spec:
+def _are_equal(stored: StoredCheckpoint, converted: ConvertedSpecs | None, left: str, right: str) -> bool:
+    specs = stored.specs if converted is None else converted.specs
+    spec = specs[left]
+    if specs[right] != spec:
         return False
     box = tuple((0, size) for size in spec.shape)
     for start in range(0, spec.numel, _COMPARED_ELEMENTS):
@@ -405,7 +411,8 @@ def _are_equal(stored: StoredCheckpoint, converted: ConvertedSpecs, left: str, r
             tensor_slice = TensorSlice(
                 name=name, dtype=spec.dtype, global_shape=spec.shape, box=box, span=span, tensor=tensor, primary=False
             )
-            read_slices(stored, converted.stored_slices([(name, tensor_slice)]))
+            named = [(name, tensor_slice)]
+            read_slices(stored, named if converted is None else converted.stored_slices(named))
             bits.append(tensor.view(torch.uint8))
         if not torch.equal(*bits):
             return False

@@ -58,8 +58,8 @@ class _Converted(PreTrainedModel):
 @pytest.fixture(autouse=True)
 def _conversions():
     operations = {
-        ("experts.*.gate.weight", "experts.*.up.weight"): ("experts", [MergeModulelist(dim=0), Concatenate(dim=1)]),
-        ("qkv.weight",): (["query.weight", "key.weight", "value.weight"], [Chunk(dim=0)]),
+        ("experts.*.gate.weight", "experts.*.up.weight"): ("experts", [MergeModulelist(dim=0), Concatenate(dim=-2)]),
+        ("qkv.weight",): (["query.weight", "key.weight", "value.weight"], [Chunk(dim=-2)]),
         ("straight",): ("turned", [Transpose(0, 1)]),
     }
     mapping = [WeightConverter(list(sources), targets, ops) for sources, (targets, ops) in operations.items()]
