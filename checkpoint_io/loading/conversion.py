@@ -12,6 +12,7 @@ import math
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -147,10 +148,12 @@ class ConvertedSpecs:
 
     Attributes:
         specs: Dtypes and shapes, by the model's names; a tensor that was not converted keeps its stored name.
+        optional: Names of the model that need not be stored, such as those of fixed positions.
         failures: Why a conversion was not applied, one line each.
     """
 
     specs: dict[str, TensorSpec]
+    optional: frozenset[str] = frozenset()
     failures: list[str] = field(default_factory=list)
     _placements: dict[str, tuple[_Placement, ...]] = field(default_factory=dict)
 
@@ -166,10 +169,11 @@ class ConvertedSpecs:
         return found
 
 
-def convert_specs(specs: Mapping[str, TensorSpec], model: nn.Module, names: Collection[str]) -> ConvertedSpecs:
+def convert_specs(specs: Mapping[str, TensorSpec], model: Any, names: Collection[str]) -> ConvertedSpecs:
     """Apply the weight conversions of a model to the tensors of a checkpoint.
 
-    Nothing is converted for a model that is not of transformers. The model's own names take precedence.
+    Nothing is converted for a model that is not of transformers. The model's own names take precedence. Names get or lose
+    the prefix of the base model. What the model's class declares as not needed is left out.
 
     Args:
         specs: Dtypes and shapes of the stored tensors.
@@ -178,20 +182,23 @@ def convert_specs(specs: Mapping[str, TensorSpec], model: nn.Module, names: Coll
     """
     converted = ConvertedSpecs(dict(specs))
     conversions = _conversions_of(model)
-    if not conversions:
+    if conversions is None:
         return converted
     from transformers import core_model_loading as transformers_loading
 
     renamings = [each for each in conversions if isinstance(each, transformers_loading.WeightRenaming)]
     converters = [each for each in conversions if isinstance(each, transformers_loading.WeightConverter)]
     of_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+    in_model = dict.fromkeys(names, True)
     used: dict[str, tuple[Any, list[str]]] = {}
     renamed: dict[str, str] = {}
     # In this order the experts are stacked.
     for stored_name in sorted(specs, key=transformers_loading.dot_natural_key):
         if stored_name in names:
             continue
-        name, pattern = transformers_loading.rename_source_key(stored_name, renamings, converters)
+        name, pattern = transformers_loading.rename_source_key(
+            stored_name, renamings, converters, model.base_model_prefix, in_model
+        )
         if name not in names:
             continue
         if pattern is None:
@@ -218,6 +225,12 @@ def convert_specs(specs: Mapping[str, TensorSpec], model: nn.Module, names: Coll
             tensor = tensor[0] if isinstance(tensor, list) else tensor
             converted.specs[name] = TensorSpec(dtype=tensor.dtype, shape=tuple(tensor.shape))
             converted._placements[name] = tensor.placements
+    missing, unexpected = set(names) - converted.specs.keys(), converted.specs.keys() - set(names)
+    needed = SimpleNamespace(missing_keys=missing, unexpected_keys=unexpected)
+    model._adjust_missing_and_unexpected_keys(needed)
+    converted.optional = frozenset(missing - needed.missing_keys)
+    for name in unexpected - needed.unexpected_keys:
+        del converted.specs[name]
     return converted
 
 
@@ -226,16 +239,16 @@ def _placeholder_of(name: str, spec: TensorSpec) -> _Placeholder:
     return _Placeholder(spec.shape, spec.dtype, [_Placement(name, spec, box, box)])
 
 
-def _conversions_of(model: nn.Module) -> list[Any]:
-    """Return the conversions that transformers has for a model; none for other models and before transformers 5."""
+def _conversions_of(model: nn.Module) -> list[Any] | None:
+    """Return the conversions that transformers has for a model; None for other models and before transformers 5."""
     if "transformers" not in sys.modules:
-        return []
+        return None
     try:
         from transformers import PreTrainedModel
         from transformers.conversion_mapping import get_model_conversion_mapping
     except ImportError:
-        return []
-    return list(get_model_conversion_mapping(model)) if isinstance(model, PreTrainedModel) else []
+        return None
+    return list(get_model_conversion_mapping(model)) if isinstance(model, PreTrainedModel) else None
 
 
 def _slices_of_placement(placement: _Placement, tensor_slice: TensorSlice) -> Iterator[tuple[str, TensorSlice]]:

@@ -107,6 +107,7 @@ def match_names(
     slices: Sequence[TensorSlice],
     tied: Mapping[str, Sequence[str]],
     names_of_all_ranks: Collection[str] | None = None,
+    optional: Collection[str] = (),
 ) -> Match:
     """Match stored tensors with slices.
 
@@ -116,6 +117,7 @@ def match_names(
         tied: Further names of the same memory, which match as well; the first name takes precedence.
         names_of_all_ranks: Names that the model has on any rank; these are not unexpected. Optional, defaults to those
             of `slices`.
+        optional: Names of the model that may be missing. Optional, defaults to none.
     """
     match = Match()
     known = set(names_of_all_ranks or ())
@@ -126,7 +128,7 @@ def match_names(
         problems = {name: line for name in stored if (line := _mismatch(name, specs[name], tensor_slice)) is not None}
         matching = [name for name in stored if name not in problems]
         match.differing.extend(problems.values())
-        if not stored:
+        if not stored and tensor_slice.name not in optional:
             match.missing.append(tensor_slice.name)
         if matching:
             match.sources[tensor_slice.name] = matching[0]
@@ -294,11 +296,11 @@ class ModelLoad:
             {name for tensor_slice in slices for name in (tensor_slice.name, *tied.get(tensor_slice.name, ()))}
         )
         converted: ConvertedSpecs | None = None
-        if not stored.specs.keys() <= names:  # on all ranks or none
+        if stored.specs.keys() != names:  # on all ranks or none
             converted = ranks.run_on_all_ranks(lambda: convert_specs(stored.specs, self._model.unwrap(), names), action)
-        specs = stored.specs if converted is None else converted.specs
+        specs, optional = (stored.specs, frozenset()) if converted is None else (converted.specs, converted.optional)
         matched = ranks.run_on_all_ranks(
-            lambda: match_names(specs, slices, tied, names).check(
+            lambda: match_names(specs, slices, tied, names, optional).check(
                 stored, converted, str(self._path), strict=self.strict
             ),
             action,

@@ -250,7 +250,22 @@ def test_bin_files_of_older_versions_load(tmp_path, case, size):
 
 
 def test_a_model_without_its_head_is_an_error_that_lists_the_names(tmp_path):
-    model = _build(lambda: _llama(False), 0)
-    model.model.save_pretrained(tmp_path / "base")
-    with pytest.raises(CheckpointError, match=r"missing in the checkpoint(?s:.*)model\.embed_tokens\.weight"):
+    saved, model = _build(lambda: _llama(False), 0), _build(lambda: _llama(False), 1)
+    saved.model.save_pretrained(tmp_path / "base")
+    with pytest.raises(CheckpointError, match=r"1 missing in the checkpoint:\n    lm_head\.weight\nLoad it"):
         IO.load_model(ModelWrapper(model), tmp_path / "base")
+    head = model.lm_head.weight.clone()
+    IO.load_model(ModelWrapper(model), tmp_path / "base", strict=False)
+    _assert_equal(model.model, saved.model)
+    assert torch.equal(model.lm_head.weight, head)
+
+
+def test_the_names_of_the_base_model_get_and_lose_their_prefix(tmp_path):
+    """Many files of releases hold a base model, whose tied head needs no file."""
+    saved, model, base = (_build(MODELS["gpt2"][0], seed) for seed in range(3))
+    saved.transformer.save_pretrained(tmp_path / "base")
+    IO.load_model(ModelWrapper(model), tmp_path / "base")
+    _assert_equal(model, saved)
+    saved.save_pretrained(tmp_path / "whole")
+    IO.load_model(ModelWrapper(base.transformer), tmp_path / "whole")
+    _assert_equal(base.transformer, saved.transformer)
