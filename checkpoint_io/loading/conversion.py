@@ -172,8 +172,8 @@ class ConvertedSpecs:
 def convert_specs(specs: Mapping[str, TensorSpec], model: Any, names: Collection[str]) -> ConvertedSpecs:
     """Apply the weight conversions of a model to the tensors of a checkpoint.
 
-    Nothing is converted for a model that is not of transformers. The model's own names take precedence. Names get or lose
-    the prefix of the base model. What the model's class declares as not needed is left out.
+    Nothing is converted for a model that is not of transformers. The model's own names take precedence. Others get or
+    lose the prefix of the base model. What the model's class declares as not needed is left out.
 
     Args:
         specs: Dtypes and shapes of the stored tensors.
@@ -184,45 +184,12 @@ def convert_specs(specs: Mapping[str, TensorSpec], model: Any, names: Collection
     conversions = _conversions_of(model)
     if conversions is None:
         return converted
-    from transformers import core_model_loading as transformers_loading
-
-    renamings = [each for each in conversions if isinstance(each, transformers_loading.WeightRenaming)]
-    converters = [each for each in conversions if isinstance(each, transformers_loading.WeightConverter)]
-    of_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
-    in_model = dict.fromkeys(names, True)
-    used: dict[str, tuple[Any, list[str]]] = {}
-    renamed: dict[str, str] = {}
-    # In this order the experts are stacked.
-    for stored_name in sorted(specs, key=transformers_loading.dot_natural_key):
-        if stored_name in names:
-            continue
-        name, pattern = transformers_loading.rename_source_key(
-            stored_name, renamings, converters, model.base_model_prefix, in_model
-        )
-        if name not in names:
-            continue
-        if pattern is None:
-            renamed.setdefault(name, stored_name)
-            continue
-        converter, sources = used.setdefault(name, (copy.deepcopy(of_pattern[pattern]), []))
-        sources.append(stored_name)
-        converter.add_tensor(name, stored_name, pattern, _placeholder_of(stored_name, specs[stored_name]))
-    results: dict[str, tuple[list[str], dict[str, _Placeholder]]] = {
-        name: ([stored_name], {name: _placeholder_of(stored_name, specs[stored_name])})
-        for name, stored_name in renamed.items()
-    }
-    for name, (converter, sources) in used.items():
-        try:
-            results[name] = sources, converter.convert(name, model=model, config=getattr(model, "config", None))
-        except Exception as error:
-            converted.failures.append(f"{name!r} from {sources[0]!r} by {converter.operations}: {error}")
-    for sources, tensors in results.values():
+    for sources, tensors in _converted(conversions, specs, model, names, converted.failures):
         if tensors.keys() & specs.keys():
             continue  # stored under both names: the model's own name is used
         for stored_name in sources:
             del converted.specs[stored_name]
         for name, tensor in tensors.items():
-            tensor = tensor[0] if isinstance(tensor, list) else tensor
             converted.specs[name] = TensorSpec(dtype=tensor.dtype, shape=tuple(tensor.shape))
             converted._placements[name] = tensor.placements
     missing, unexpected = set(names) - converted.specs.keys(), converted.specs.keys() - set(names)
@@ -234,6 +201,41 @@ def convert_specs(specs: Mapping[str, TensorSpec], model: Any, names: Collection
     return converted
 
 
+def _converted(
+    conversions: Sequence[Any], specs: Mapping[str, TensorSpec], model: Any, names: Collection[str], failures: list[str]
+) -> Iterator[tuple[Sequence[str], Mapping[str, _Placeholder]]]:
+    """Yield the stored names that become tensors of the model, with these by name; append what fails to `failures`."""
+    from transformers import core_model_loading as transformers_loading
+
+    renamings = [each for each in conversions if isinstance(each, transformers_loading.WeightRenaming)]
+    converters = [each for each in conversions if isinstance(each, transformers_loading.WeightConverter)]
+    of_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+    in_model = dict.fromkeys(names, True)
+    used: dict[str, tuple[Any, list[str]]] = {}
+    renamed: set[str] = set()
+    # In this order the experts are stacked.
+    for stored_name in sorted(specs.keys() - set(names), key=transformers_loading.dot_natural_key):
+        name, pattern = transformers_loading.rename_source_key(
+            stored_name, renamings, converters, model.base_model_prefix, in_model
+        )
+        if name not in names or name in renamed:
+            continue
+        tensor = _placeholder_of(stored_name, specs[stored_name])
+        if pattern is None:
+            renamed.add(name)
+            yield [stored_name], {name: tensor}
+            continue
+        converter, sources = used.setdefault(name, (copy.deepcopy(of_pattern[pattern]), []))
+        sources.append(stored_name)
+        converter.add_tensor(name, stored_name, pattern, tensor)
+    for name, (converter, sources) in used.items():
+        try:
+            tensors = converter.convert(name, model=model, config=model.config)
+            yield sources, {key: each[0] if isinstance(each, list) else each for key, each in tensors.items()}
+        except Exception as error:
+            failures.append(f"{name!r} from {sources[0]!r} by {converter.operations}: {error}")
+
+
 def _placeholder_of(name: str, spec: TensorSpec) -> _Placeholder:
     box = full_box(spec.shape)
     return _Placeholder(spec.shape, spec.dtype, [_Placement(name, spec, box, box)])
@@ -241,7 +243,7 @@ def _placeholder_of(name: str, spec: TensorSpec) -> _Placeholder:
 
 def _conversions_of(model: nn.Module) -> list[Any] | None:
     """Return the conversions that transformers has for a model; None for other models and before transformers 5."""
-    if "transformers" not in sys.modules:
+    if "transformers.modeling_utils" not in sys.modules:  # no model of it exists, so it need not be imported
         return None
     try:
         from transformers import PreTrainedModel
