@@ -87,10 +87,10 @@ def _check_structure(raw: bytes, max_depth: int) -> None:
     for structure in _structure(raw):
         codes = np.frombuffer(structure, dtype=np.uint8)
         quotes = codes == ord('"')
-        # A byte is inside a string if the number of quotes before it is odd.
-        outside = (np.cumsum(quotes, dtype=np.int64) + in_string) % 2 == 0
+        # A byte is inside a string if the number of quotes before it is odd; an overflow does not change that.
+        outside = (np.cumsum(quotes, dtype=np.uint8) & 1) == in_string
         outside &= ~quotes
-        depths = depth + np.cumsum(np.where(outside, _DEPTH_CHANGES[codes], 0), dtype=np.int64)
+        depths = depth + np.cumsum(np.where(outside, _DEPTH_CHANGES[codes], 0), dtype=np.int32)
         if depths.max() > max_depth:
             raise ValueError(f"it is nested deeper than {max_depth} levels")
         num_values += int(np.count_nonzero(outside & (_DEPTH_CHANGES[codes] >= 0)))
