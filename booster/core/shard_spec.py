@@ -123,11 +123,13 @@ class ShardSpec:
         logical_shape: Shape of the user's parameter.
         local_shape: Shape of this rank's tensor, with padding.
         regions: Blocks, disjoint in the local tensor.
+        is_expert: Whether data-parallel ranks hold different shards: the experts of expert parallelism.
     """
 
     logical_shape: tuple[int, ...]
     local_shape: tuple[int, ...]
     regions: tuple[ShardRegion, ...]
+    is_expert: bool = False
 
     @classmethod
     def unsharded(cls, shape: Sequence[int], *, is_primary: bool = True) -> ShardSpec:
@@ -139,6 +141,35 @@ class ShardSpec:
     def non_primary(self) -> ShardSpec:
         """Return the same layout without primary blocks: other ranks write and count all elements."""
         return replace(self, regions=tuple(replace(region, is_primary=False) for region in self.regions))
+
+    def experts(self, start: int, stop: int) -> ShardSpec:
+        """Return the same layout for some of the experts in dim 0, which is not sharded yet.
+
+        Args:
+            start: First expert.
+            stop: End of the range, exclusive; an empty range has no regions.
+        """
+        num_experts = self.logical_shape[0]
+        if any(region.logical[0] != (0, num_experts) for region in self.regions):
+            raise ValueError(f"dim 0 of {self.logical_shape}, the experts', is sharded already")
+        length = stop - start
+        return ShardSpec(
+            logical_shape=self.logical_shape,
+            local_shape=(length, *self.local_shape[1:]),
+            regions=tuple(
+                replace(one, local=((0, length), *one.local[1:]), logical=((start, length), *one.logical[1:]))
+                for one in self.regions
+                if length > 0
+            ),
+            is_expert=True,
+        )
+
+    def held_by_expert(self, *, is_held: bool) -> ShardSpec:
+        """Return the same layout for a parameter of one expert: with all elements on its rank, none on the others."""
+        if is_held:
+            return replace(self, is_expert=True)
+        nothing = (0, *self.local_shape[1:])
+        return ShardSpec(logical_shape=self.logical_shape, local_shape=nothing, regions=(), is_expert=True)
 
     @property
     def is_unsharded(self) -> bool:

@@ -16,6 +16,7 @@ from booster.plugins.sharding.config import DTYPES, ShardedConfig, ZeroConfig
 from booster.validation import check_flag, is_count, is_non_nan_number
 
 from .activation_checkpointing import GradientCheckpointConfig, parse_checkpoint_config
+from .expert_parallel.plan import EXPERT_STYLE
 from .pipeline_parallel.config import PipelineArguments, RankIndependentRepr
 from .pipeline_parallel.schedules import PipelineSchedule
 
@@ -69,6 +70,7 @@ class HybridConfig(ShardedConfig):
     enable_metadata_cache: bool
     split: Sequence[str] | None
     execution_sequence: Sequence[str | Callable[..., Any]] | RankIndependentRepr | None
+    ep_size: int
 
     def __post_init__(self) -> None:
         # Ranks compare the reprs of all fields, which must not contain addresses.
@@ -107,16 +109,15 @@ class HybridConfig(ShardedConfig):
         return self.custom_policy if self.plan is None else self.plan
 
     @property
+    def layer_plan(self) -> Mapping[str, Any] | None:
+        """The user's plan without its modules of experts, or None if nothing is left of it."""
+        given = self.given_plan or {}
+        return {name: style for name, style in given.items() if style != EXPERT_STYLE} or None
+
+    @property
     def checkpointing(self) -> GradientCheckpointConfig | None:
         """Config of activation checkpointing, or None if no layer is recomputed."""
         return parse_checkpoint_config(self.gradient_checkpoint_config, self.pp_size)
-
-    @property
-    def layer_sharding_key(self) -> str:
-        """Cache key of the sharding of layers: equal arguments shard every layer in the same way."""
-        names = ("tp_size", "sp_size", "enable_sequence_parallelism", "sequence_parallelism_mode", "parallel_output")
-        further = ("plan", "custom_policy", "make_vocab_size_divisible_by", "gradient_checkpoint_config")
-        return ", ".join(f"{name}={getattr(self, name)!r}" for name in (*names, *further))
 
     @property
     def pipeline(self) -> PipelineArguments | None:
@@ -153,7 +154,7 @@ class HybridConfig(ShardedConfig):
         parse_checkpoint_config(self.gradient_checkpoint_config, self.pp_size)
 
     def _check_counts(self) -> None:
-        for name in ("tp_size", "pp_size", "sp_size"):
+        for name in ("tp_size", "pp_size", "sp_size", "ep_size"):
             if not (is_count(getattr(self, name)) or (name == "sp_size" and self.sp_size is None)):
                 raise ConfigError(
                     f"{name}={getattr(self, name)!r} is not a number of ranks: give a positive integer"
@@ -233,6 +234,13 @@ class HybridConfig(ShardedConfig):
                 f"{named} needs groups of {needed} ranks, which do not divide world_size={world_size}: choose sizes"
                 f" whose product is one of {', '.join(divisors)}, or start a multiple of {needed} ranks"
             )
+        dp_size = world_size // needed
+        if dp_size % self.ep_size:
+            divisors = [str(size) for size in range(1, dp_size + 1) if dp_size % size == 0]
+            raise ConfigError(
+                f"ep_size={self.ep_size} does not divide the {dp_size} data-parallel ranks, which share the experts:"
+                f" choose one of {', '.join(divisors)}, or start other numbers of ranks"
+            )
 
     def _check_plan(self) -> None:
         if self.plan is not None and self.custom_policy is not None:
@@ -304,9 +312,10 @@ _AXIS_EXAMPLES = {
     "data": "dict(size=2)",
     "pipeline": "dict(size=2, num_microbatches=4)",
     "tensor": "dict(size=4, mode='1d')",
+    "moe": "dict(size=2)",
 }
 _AXES = tuple(_AXIS_EXAMPLES)
-_ARGUMENTS = {"pipeline": "pp_size", "tensor": "tp_size"}
+_ARGUMENTS = {"pipeline": "pp_size", "tensor": "tp_size", "moe": "ep_size"}
 _PIPELINE_ARGUMENTS = (
     *("num_microbatches", "microbatch_size", "pp_style", "num_model_chunks", "num_layers_per_stage", "broadcast_loss"),
     *("enable_metadata_cache", "split", "execution_sequence"),
@@ -318,7 +327,8 @@ def arguments_from_config(config: Mapping[str, Any], extra: Mapping[str, Any] | 
 
     An axis is a number of ranks or a dict with `size`, and defaults to 1 rank. `tensor` also has a `mode`, of which
     "1d" (Shoeybi et al., "Megatron-LM", 2019) is supported. `pipeline` may contain the plugin's other pipeline
-    arguments under their names. `data` is optional, as it follows from the others.
+    arguments under their names. `data` is optional, as it follows from the others. `moe` is the number of
+    data-parallel ranks that share the experts.
 
     Args:
         config: Axis sizes, such as `dict(pipeline=dict(size=2, num_microbatches=4), tensor=dict(size=4, mode="1d"))`.

@@ -26,6 +26,10 @@ from booster.errors import ConfigError
 # its ranks are consecutive, so on one node, because tensor parallelism communicates the most.
 AXES = ("dp", "pp", "sp", "tp")
 
+# With expert parallelism the mesh has two axes in place of dp. ep: ranks that hold different experts. edp: ranks that
+# hold the same ones. "dp" still names both together, which read different data.
+EXPERT_AXES = ("edp", "ep")
+
 
 def mesh_order(*, dp_outside: bool) -> tuple[str, ...]:
     """Return the axes from the outermost to the innermost; `dp_outside` puts dp outside of pp."""
@@ -48,14 +52,17 @@ def rank_groups(sizes: Mapping[str, int], along: Sequence[str]) -> list[list[int
 
 
 class HybridMesh:
-    """The device mesh of all ranks, with the axes `AXES`.
+    """The device mesh of all ranks, with the axes `AXES`; with expert parallelism `EXPERT_AXES` replace dp.
+
+    Every method takes "dp" for both of them.
 
     Args:
         device_type: Device type of the axes' groups, such as "cpu".
-        dp: Size of the dp axis. The product of all sizes is the world size.
+        dp: Size of the dp axis. The product of the four sizes is the world size.
         pp: Size of the pp axis.
         sp: Size of the sp axis.
         tp: Size of the tp axis.
+        ep: Number of the dp ranks that share the experts, a divisor of `dp`.
         dp_outside: If True, the dp axis is outside of the pp axis, otherwise inside.
 
     Raises:
@@ -65,9 +72,11 @@ class HybridMesh:
     Collective: yes, over the world.
     """
 
-    def __init__(self, device_type: str, *, dp: int, pp: int, sp: int, tp: int, dp_outside: bool = True) -> None:
+    def __init__(
+        self, device_type: str, *, dp: int, pp: int, sp: int, tp: int, ep: int = 1, dp_outside: bool = True
+    ) -> None:
         given = {"dp": dp, "pp": pp, "sp": sp, "tp": tp}
-        fingerprint = [f"{axis}={size}" for axis, size in given.items()] + [f"dp_outside={dp_outside}"]
+        fingerprint = [f"{axis}={size}" for axis, size in (given | {"ep": ep}).items()] + [f"dp_outside={dp_outside}"]
         check_same_across_ranks("the sizes of the mesh's axes", fingerprint)
         if math.prod(given.values()) != group_size():
             raise ConfigError(
@@ -75,7 +84,9 @@ class HybridMesh:
                 f" {math.prod(given.values())} ranks, but the world size is {group_size()}: give sizes whose product is"
                 " the world size"
             )
-        self._sizes = {axis: given[axis] for axis in mesh_order(dp_outside=dp_outside)}
+        self._sizes: dict[str, int] = {}
+        for axis in mesh_order(dp_outside=dp_outside):
+            self._sizes |= {"edp": dp // ep, "ep": ep} if axis == "dp" and ep > 1 else {axis: given[axis]}
         self._device_type = device_type
         self.device_mesh: DeviceMesh = new_mesh(device_type, tuple(self._sizes.values()), tuple(self._sizes))
         self._groups: dict[tuple[str, ...], dist.ProcessGroup] = {}
@@ -84,17 +95,17 @@ class HybridMesh:
 
     def axis_sizes(self) -> dict[str, int]:
         """Return the number of ranks along each axis, in the order of `AXES`."""
-        return {axis: self._sizes[axis] for axis in AXES}
+        return {axis: self.size(axis) for axis in AXES}
 
     def size(self, *axes: str) -> int:
         """Return the number of ranks of the group along these axes."""
-        return math.prod(self._sizes[axis] for axis in axes)
+        return math.prod(self._sizes[axis] for axis in self._own_axes(axes))
 
     def rank(self, *axes: str) -> int:
         """Return this rank's rank in the group along these axes, in row-major order of the mesh."""
-        index = 0
+        index, own_axes = 0, self._own_axes(axes)
         for axis in self._sizes:
-            if axis in axes:
+            if axis in own_axes:
                 index = index * self._sizes[axis] + self.device_mesh.get_local_rank(axis)
         return index
 
@@ -169,9 +180,16 @@ class HybridMesh:
             *dict.fromkeys((*axes, *self._groups.values(), *self._cpu_groups.values(), *self._subgroups)),
         ]
 
+    def _own_axes(self, axes: Sequence[str]) -> tuple[str, ...]:
+        """Return axes of this mesh: those that replace dp in its place, and none for ep without expert parallelism."""
+        if "ep" in self._sizes:
+            return tuple(one for axis in axes for one in (EXPERT_AXES if axis == "dp" else (axis,)))
+        return tuple({"edp": "dp"}.get(axis, axis) for axis in axes if axis != "ep")
+
     def _key(self, axes: tuple[str, ...]) -> tuple[str, ...]:
         """Return the axes that identify a group: those of size above 1, or else the first one of size 1."""
-        key = tuple(axis for axis in self._sizes if axis in axes and self._sizes[axis] > 1)
+        own_axes = self._own_axes(axes)
+        key = tuple(axis for axis in self._sizes if axis in own_axes and self._sizes[axis] > 1)
         return key or tuple(axis for axis, size in self._sizes.items() if size == 1)[:1]
 
     def _axis_group(self, axes: tuple[str, ...]) -> dist.ProcessGroup | None:

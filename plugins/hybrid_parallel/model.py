@@ -53,6 +53,7 @@ class HybridModel(ZeroModel):
         data_group: Group of the ranks that get different data and hold the same shards.
         replica_group: Group of the ranks that get the same batch.
         is_primary: If True, this rank is primary among those with the same shards.
+        is_expert_primary: The same for experts with expert parallelism.
         broadcasts_buffers: If True, broadcast the group's first rank's buffers before each forward in training.
         stage_model: The pipeline stage's part of the model; optional, defaults to no pipeline.
         stage: Pipeline stage of this rank.
@@ -74,17 +75,21 @@ class HybridModel(ZeroModel):
         data_group: dist.ProcessGroup,
         replica_group: dist.ProcessGroup,
         is_primary: bool,
+        is_expert_primary: bool,
         broadcasts_buffers: bool,
         stage_model: StageModel | None = None,
         stage: int = 0,
     ) -> None:
         super().__init__(module, data_group, is_primary=is_primary, broadcasts_buffers=broadcasts_buffers)
         self._tensor_rank = 0 if tp_group is None else tp_group.rank
-        self._parameter_names = frozenset(name for name, _ in module.named_parameters(remove_duplicate=False))
+        parameters = dict(module.named_parameters(remove_duplicate=False))
+        self._parameter_names = frozenset(parameters)
+        self._experts = frozenset(name for name, one in parameters.items() if shard_spec_of(one).is_expert)
+        self._is_expert_primary = is_expert_primary
         self._parallel_groups = [group for group in (tp_group, sp_group) if group is not None]
         self._replica_group = replica_group
         self.model_parallel_size = group_size(replica_group)
-        is_sharded = tp_group is not None or stage_model is not None
+        is_sharded = tp_group is not None or stage_model is not None or bool(self._experts)
         if is_sharded and hasattr(module, "save_pretrained"):
             module.save_pretrained = partial(_save_pretrained, module.save_pretrained)  # type: ignore[assignment, arg-type]
         self._stage_model = stage_model
@@ -187,6 +192,8 @@ class HybridModel(ZeroModel):
         )
 
     def writes(self, name: str) -> bool:
+        if name in self._experts:
+            return self._is_expert_primary
         if not super().writes(name):
             return False
         if name in self._parameter_names:  # its shard spec marks the primary rank and stage

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -17,6 +17,8 @@ from booster.plugins.sharding.deferred_init import Materializer
 
 from .activation_checkpointing import check_stacks, checkpoint_layers
 from .config import HybridConfig
+from .expert_parallel.experts import ExpertParallelGroup, make_expert_parallel
+from .expert_parallel.plan import ExpertPlan, find_experts
 from .mesh import HybridMesh
 from .parallelize import parallelize
 from .pipeline_parallel.deferred_wgrad import DeferredWeightGrads, defer_weight_gradients
@@ -109,10 +111,12 @@ class PartitionPlan:
     Attributes:
         plan: Its tensor-parallel plan.
         stages: Layers of each pipeline stage, or None without pipeline parallelism.
+        experts: Experts of each rank, or None without expert parallelism.
     """
 
     plan: TensorParallelPlan
     stages: StagePartition | None
+    experts: ExpertPlan | None
 
 
 class ModelPartitioner:
@@ -127,6 +131,7 @@ class ModelPartitioner:
     Attributes:
         tp_group: The tensor-parallel group, or None if layers are unsharded.
         sp_group: The group of the sp axis, or None without one.
+        ep_group: The group of the ep axis, or None if experts are unsharded.
         weight_gradients: Queue of deferred weight gradients, or None if the schedule defers none.
     """
 
@@ -147,6 +152,7 @@ class ModelPartitioner:
             self.tp_group = TensorParallelGroup(mesh.group("tp"), sequence_mode=mode)
         if arguments.sp_axis_mode is not None:
             self.sp_group = SequenceParallelGroup(mesh.group("sp"), arguments.sp_axis_mode)
+        self.ep_group = ExpertParallelGroup.of(mesh.group("ep")) if arguments.ep_size > 1 else None
 
     def plan(self, model: nn.Module) -> TensorParallelPlan:
         """Return the tensor-parallel plan of a model.
@@ -158,18 +164,32 @@ class ModelPartitioner:
         """
         arguments = self._arguments
         if self.tp_group is None:
-            if arguments.given_plan is not None:
-                choose_plan(model, tp_size=1, plan=arguments.given_plan)  # report its mistakes at any size
+            if arguments.layer_plan is not None:
+                choose_plan(model, tp_size=1, plan=arguments.layer_plan)  # report its mistakes at any size
             needs_stacks = self.sp_group is not None or arguments.checkpointing is not None
             stacks = find_stacks(model) if needs_stacks else ()
             return TensorParallelPlan(stacks=stacks, source="tp_size=1: layers are unsharded")
         return choose_plan(
-            model, tp_size=arguments.tp_size, plan=arguments.given_plan, sequence_mode=arguments.tp_axis_mode
+            model, tp_size=arguments.tp_size, plan=arguments.layer_plan, sequence_mode=arguments.tp_axis_mode
         )
 
+    def experts(self, model: nn.Module) -> ExpertPlan | None:
+        """Return the experts of each rank, or None without expert parallelism.
+
+        Raises:
+            ConfigError: There are no experts, or fewer than ranks.
+
+        Collective: no.
+        """
+        if self.ep_group is None:
+            return None
+        return find_experts(model, self.ep_group.size, self._arguments.given_plan)
+
     def explain(self, model: nn.Module) -> str:
-        """Return a table of this rank's shards of a model, and one of the pipeline stages."""
-        table = self._table(model, self.plan(model))
+        """Return a table of this rank's shards of a model, one of its experts, and one of the pipeline stages."""
+        table, experts = self._table(model, self.plan(model)), self.experts(model)
+        if experts is not None and self.ep_group is not None:
+            table = f"{experts.explain(self.ep_group.rank)}\n\n{table}"
         pipeline, stage_partition = self._arguments.pipeline, self.stage_partition(model)
         if pipeline is None or stage_partition is None:
             return table
@@ -182,7 +202,7 @@ class ModelPartitioner:
             stage_partition.num_chunks,
             pipeline.num_microbatches,
         )
-        return f"{stages}\n\n{table}" if self.tp_group is not None else stages
+        return f"{stages}\n\n{table}" if self.tp_group is not None or experts is not None else stages
 
     def _table(self, model: nn.Module, plan: TensorParallelPlan) -> str:
         rank = 0 if self.tp_group is None else self.tp_group.rank
@@ -212,8 +232,8 @@ class ModelPartitioner:
 
         Collective: no.
         """
-        plan = self.plan(model)
-        self.shard_specs(model, plan)
+        plan, experts = self.plan(model), self.experts(model)
+        self._local_specs(model, self.shard_specs(model, plan), experts)
         if self._arguments.checkpointing is not None:
             check_stacks(model, plan.stacks)
         if self._arguments.sequence_mode is not None and not any(plan.stacks):
@@ -224,7 +244,7 @@ class ModelPartitioner:
         if self.sp_group is not None:
             check_only_attention_mixes_tokens(model, plan.stacks)
         Materializer(model, self._device, param_init_fn=None, sync=True).check()
-        return PartitionPlan(plan, self.stage_partition(model))
+        return PartitionPlan(plan, self.stage_partition(model), experts)
 
     def apply(self, model: nn.Module, optimizer: Optimizer | None, partition_plan: PartitionPlan) -> StageModel | None:
         """Partition the model in place; return this stage's part, or None without pipeline parallelism.
@@ -235,23 +255,26 @@ class ModelPartitioner:
 
         Collective: yes.
         """
-        plan, stage_partition = partition_plan.plan, partition_plan.stages
-        check_same_across_ranks("the plan", [repr(entry) for entry in plan.entries])
+        plan, stage_partition, experts = partition_plan.plan, partition_plan.stages, partition_plan.experts
+        entries = [*plan.entries, *(experts.entries if experts is not None else ())]
+        check_same_across_ranks("the plan", [repr(entry) for entry in entries])
         if plan.is_derived or self._verbose:
             log_rank_zero(f"HybridParallelPlugin plan of {type(model).__name__}:\n{self._table(model, plan)}")
         shard_specs = self.shard_specs(model, plan)
-        tensor_rank = 0 if self.tp_group is None else self.tp_group.rank
-        local_specs = {name: rank_specs[tensor_rank] for name, rank_specs in shard_specs.items()}
+        local_specs = self._local_specs(model, shard_specs, experts)
         materializer = Materializer(model, self._device, param_init_fn=None, sync=True)
         if stage_partition is None:
             shard_parameters(model, optimizer, local_specs, materializer)
             self._parallelize(model, plan, shard_specs)
+            self._parallelize_experts(model, experts)
             return None
         stage_model = build_stage(
             model, optimizer, local_specs, materializer, stage_partition, self._stage, self._device
         )
+        held = self._modules_held(model, stage_partition)
         stage_specs = {name: shard_specs[logical] for name, logical in stage_model.logical_names.items()}
-        self._parallelize(model, self._stage_plan(model, plan, stage_partition), stage_specs)
+        self._parallelize(model, self._stage_plan(plan, stage_partition, held), stage_specs)
+        self._parallelize_experts(model, experts, held)
         if self.weight_gradients is not None:
             defer_weight_gradients(model, self.weight_gradients)
         install_chunk_forward(model, stage_model, self._stage)
@@ -272,12 +295,15 @@ class ModelPartitioner:
             shard_parameter(parameter, shard_specs[name][tensor_rank])
         self._parallelize(model, plan, shard_specs)
 
+    def _modules_held(self, model: nn.Module, stage_partition: StagePartition) -> set[str]:
+        """Return the names of this stage's modules."""
+        stages = stage_partition.module_stages(model)
+        return {name for name, module in model.named_modules() if self._stage in stages[id(module)]}
+
     def _stage_plan(
-        self, model: nn.Module, plan: TensorParallelPlan, stage_partition: StagePartition
+        self, plan: TensorParallelPlan, stage_partition: StagePartition, held: Collection[str]
     ) -> TensorParallelPlan:
         """Return the plan restricted to this stage's modules, with stacks cut at the stage's bounds."""
-        stages = stage_partition.module_stages(model)
-        held = {name for name, module in model.named_modules() if self._stage in stages[id(module)]}
         return replace(
             plan,
             entries=tuple(
@@ -315,6 +341,31 @@ class ModelPartitioner:
         elif checkpointing is not None:
             for stack in plan.stacks:
                 checkpoint_layers(model, stack, checkpointing)
+
+    def _parallelize_experts(
+        self, model: nn.Module, experts: ExpertPlan | None, held: Collection[str] | None = None
+    ) -> None:
+        """Make the modules of experts compute with this rank's, all of them or those of a stage."""
+        if experts is None or self.ep_group is None:
+            return
+        for entry in experts.entries:
+            if held is None or entry.name in held:
+                module, bounds = model.get_submodule(entry.name), experts.bounds(entry)
+                make_expert_parallel(module, entry.name, self.ep_group, bounds, is_stacked=entry.is_stacked)
+
+    def _local_specs(
+        self, model: nn.Module, shard_specs: dict[str, list[ShardSpec]], experts: ExpertPlan | None
+    ) -> dict[str, ShardSpec]:
+        """Return this rank's shard spec of each parameter by name."""
+        tensor_rank = 0 if self.tp_group is None else self.tp_group.rank
+        specs = {name: rank_specs[tensor_rank] for name, rank_specs in shard_specs.items()}
+        if experts is None or self.ep_group is None:
+            return specs
+        specs = experts.shard_specs(model, specs, self.ep_group.rank)
+        if self._arguments.zero_stage == 0 and self.ep_group.rank > 0:
+            # Norms are summed over the ranks that share the experts, all of which hold the other parameters.
+            specs = {name: spec if spec.is_expert else spec.non_primary() for name, spec in specs.items()}
+        return specs
 
     def shard_specs(self, model: nn.Module, plan: TensorParallelPlan) -> dict[str, list[ShardSpec]]:
         """Return each parameter's shard specs by name, one per tensor-parallel rank. Collective: no."""

@@ -121,6 +121,9 @@ class HybridParallelPlugin(ShardedPlugin):
         split: Names of the first modules of all model chunks but the first, such as ["layers.4"] for two stages.
         execution_sequence: Names of modules and functions that replace the model's forward; each gets the output of
             the previous one, and stages partition the list.
+        ep_size: Number of data-parallel ranks that share the experts of mixture-of-experts layers, a divisor of their
+            number; ranks with the same experts form the edp axis. Tokens travel to their experts' ranks and back
+            (Lepikhin et al., "GShard", 2021), none is dropped. Everything else is as over all data-parallel ranks.
 
     Raises:
         ConfigError: `launch` was not called, or arguments are invalid alone or together; on all ranks if on any.
@@ -194,12 +197,13 @@ class HybridParallelPlugin(ShardedPlugin):
         enable_metadata_cache: bool = True,
         split: Sequence[str] | None = None,
         execution_sequence: Sequence[str | Callable[..., Any]] | None = None,
+        ep_size: int = 1,
     ) -> None:
         given = dict(locals())
         super().__init__()
         self._set_config(HybridConfig, given)
         sizes = self._config.axis_sizes(group_size())
-        self._mesh = HybridMesh(self._device.type, dp_outside=dp_outside, **sizes)
+        self._mesh = HybridMesh(self._device.type, dp_outside=dp_outside, ep=ep_size, **sizes)
         self._mesh.group("dp")  # creation is collective; later calls may come from some ranks only
         self._offloads = cpu_offload and self._device.type != "cpu"
         self._partitioner = ModelPartitioner(self._config, self._mesh, self._device, verbose=verbose)
@@ -271,6 +275,11 @@ class HybridParallelPlugin(ShardedPlugin):
         return self._mesh.group("sp")
 
     @property
+    def ep_group(self) -> dist.ProcessGroup:
+        """Ranks that share the experts."""
+        return self._mesh.group("ep")
+
+    @property
     def stage_manager(self) -> StageManager:
         return StageManager(
             stage=self._mesh.rank("pp"), num_stages=self._mesh.size("pp"), has_last_layer=self.has_outputs
@@ -325,6 +334,7 @@ class HybridParallelPlugin(ShardedPlugin):
             data_group=mesh.group("dp", "sp"),
             replica_group=mesh.control_group("pp", "sp", "tp"),
             is_primary=mesh.rank("dp", "sp") == 0,
+            is_expert_primary=mesh.rank("edp", "sp") == 0,
             broadcasts_buffers=config.broadcast_buffers and mesh.size("dp", "sp") > 1,
             stage_model=stage_model,
             stage=mesh.rank("pp"),
@@ -339,7 +349,8 @@ class HybridParallelPlugin(ShardedPlugin):
                 optimizer,
                 boosted,
                 config.zero(),
-                self._shard_groups(),
+                self._shard_groups("dp"),
+                expert_groups=self._shard_groups("edp") if config.ep_size > 1 else None,
                 part=part,
                 loss_scaler=self._config.new_loss_scaler(),
                 is_primary=mesh.rank("dp", "sp") == 0 and mesh.rank("pp") == 0,
@@ -382,9 +393,11 @@ class HybridParallelPlugin(ShardedPlugin):
             data_iter, criterion, optimizer, return_loss=return_loss, return_outputs=return_outputs, num_items=num_items
         )
 
-    def _shard_groups(self) -> ShardGroups:
-        mesh = self._mesh
-        replicas, shards = (("dp", "sp"), ()) if self._config.zero_stage == 0 else ((), ("dp", "sp"))
+    def _shard_groups(self, axis: str) -> ShardGroups:
+        """Return the groups of parameters that are replicated, or sharded by ZeRO, along an axis and sp."""
+        mesh, shards_states = self._mesh, self._config.zero_stage > 0
+        replicas, shards = ((), (axis, "sp")) if shards_states else ((axis, "sp"), ())
+        norm_axes = ("dp", "sp", "pp", "tp") if shards_states else ("ep", "pp", "tp")
         return ShardGroups(
             num_shards=mesh.size(*shards),
             rank=mesh.rank(*shards),
@@ -393,7 +406,7 @@ class HybridParallelPlugin(ShardedPlugin):
             control_group=mesh.control_group("dp", "sp"),
             shard_group=mesh.group(*shards),
             replica_group=mesh.group(*replicas) if mesh.size(*replicas) > 1 else None,
-            grad_norm_group=mesh.group(*shards, "pp", "tp"),
+            grad_norm_group=mesh.group(*norm_axes),
         )
 
     def representative_ranks(self) -> list[int]:
@@ -402,7 +415,8 @@ class HybridParallelPlugin(ShardedPlugin):
         if self._config.num_layers_per_stage is None and self._config.split is None:
             # Stages in the middle hold as many layers as the second one, and activations of no more microbatches.
             stages = sorted({0, min(1, num_stages - 1), num_stages - 1})
-        return [int(self._mesh.device_mesh.mesh[0, stage, 0, 0]) for stage in stages]
+        ranks = self._mesh.device_mesh.mesh.movedim(self._mesh.device_mesh.mesh_dim_names.index("pp"), 0)
+        return [int(ranks[stage].flatten()[0]) for stage in stages]
 
     def layer_divisor(self) -> int:
         return 1 if self._config.pipeline is None else self._config.pipeline.num_positions

@@ -26,12 +26,10 @@ class ParamAllGather:
 
     Args:
         buckets: All buckets in the order of backward; forward needs them in reverse order.
-        group: Ranks that share the shards.
     """
 
-    def __init__(self, buckets: Sequence[GradientBucket], group: dist.ProcessGroup | None) -> None:
+    def __init__(self, buckets: Sequence[GradientBucket]) -> None:
         self._buckets = buckets[::-1]
-        self._group = group
         self._in_flight: dict[int, AllGather] = {}
         self._needed: dict[int, list[int]] = {}
 
@@ -42,10 +40,10 @@ class ParamAllGather:
 
     @torch.no_grad()
     def start(self) -> None:
-        """Start the all-gather of all buckets. Collective over the group."""
+        """Start the all-gather of all buckets. Collective over the ranks that share the shards."""
         for index, one in enumerate(self._buckets):
             buffer = one.group.weights[one.bucket.start : one.bucket.stop]
-            self._in_flight[index] = start_all_gather(buffer, self._group)
+            self._in_flight[index] = start_all_gather(buffer, one.group.groups.shard_group)
             for param_grad in one.param_grads:
                 self._needed.setdefault(id(param_grad.parameter), []).append(index)
 

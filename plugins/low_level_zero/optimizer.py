@@ -83,6 +83,8 @@ class ZeroOptimizer(ShardedOptimizer):
         model: The boosted model.
         config: Options of ZeRO.
         groups: Process groups of the shards.
+        expert_groups: The same for the experts of expert parallelism (`ShardSpec.is_expert`), which fewer ranks hold.
+            Their gradients are summed over those; each rank's are of the tokens of all ranks that share the experts.
         part: Part of the model that this rank holds; optional, defaults to all of it.
         loss_scaler: Loss scaler for fp16; optional, defaults to no scaling.
         is_primary: If True, this rank saves what is equal on all ranks.
@@ -97,6 +99,7 @@ class ZeroOptimizer(ShardedOptimizer):
         config: ZeroConfig,
         groups: ShardGroups,
         *,
+        expert_groups: ShardGroups | None = None,
         part: ModelPart | None = None,
         loss_scaler: LossScaler | None = None,
         is_primary: bool = True,
@@ -113,7 +116,7 @@ class ZeroOptimizer(ShardedOptimizer):
             is_primary=is_primary,
         )
         self._config = config
-        self._groups = groups
+        self._groups, self._expert_groups = groups, expert_groups or groups
         self._part = ModelPart() if part is None else part
         self._flat_groups: list[FlatGroup] = []
         for index in range(len(optim.param_groups)):
@@ -133,14 +136,16 @@ class ZeroOptimizer(ShardedOptimizer):
         order = {id(parameter): number for number, parameter in enumerate(self.model.unwrap().parameters())}
         new = [one for one in group["params"] if one.requires_grad and id(one) not in self._model_param_of]
         new.sort(key=lambda parameter: order[id(parameter)])
-        by_dtype: dict[torch.dtype, list[nn.Parameter]] = {}
+        by_kind: dict[tuple[torch.dtype, bool], list[nn.Parameter]] = {}
         for parameter in new:
             casts_to = self._config.dtype if parameter.is_floating_point() else None
-            by_dtype.setdefault(casts_to or parameter.dtype, []).append(parameter)
+            kind = casts_to or parameter.dtype, shard_spec_of(parameter).is_expert
+            by_kind.setdefault(kind, []).append(parameter)
         shards: list[nn.Parameter] = []
-        for dtype, members in by_dtype.items():
+        for (dtype, is_expert), members in by_kind.items():
             named = [(self._names[id(parameter)], parameter) for parameter in members]
-            flat = FlatGroup(index, named, dtype, self._config, self._groups)
+            groups = self._expert_groups if is_expert else self._groups
+            flat = FlatGroup(index, named, dtype, self._config, groups)
             self._flat_groups.append(flat)
             for parameter in members:
                 own = [one.shard for one in flat.owned if one.shard.model_param is parameter]
@@ -156,7 +161,7 @@ class ZeroOptimizer(ShardedOptimizer):
         groups."""
         model_order = list(self.model.unwrap().parameters())
         self._reducer = GradientReducer(self._flat_groups, model_order, self._config, self._groups)
-        self.param_all_gather = ParamAllGather(self._reducer.buckets, self._groups.shard_group)
+        self.param_all_gather = ParamAllGather(self._reducer.buckets)
         self.model.connect(self.param_all_gather, self.zero_grad)
         shards = [one.shard for flat in self._flat_groups for one in flat.owned]
         local = (one for flat in self._flat_groups for one in zip(flat.names, flat.parameters, strict=True))

@@ -39,8 +39,8 @@ MAX_BUCKETS_IN_FLIGHT = 2  # one is sent while the next one fills
 # issued at the end of the backward, with zeros for missing gradients. Some gradients are not reduced in their backward:
 # those of no_sync, and those that arrive after their bucket was issued. They are reduced at the end of the
 # accumulation.
-# One all-reduce of a byte per parameter and bucket then determines which parameters any rank used, and in which buckets
-# any rank has unreduced gradients.
+# One all-reduce of two bytes per parameter then determines which parameters any rank used, and of which any rank has
+# unreduced gradients. Not of bytes per bucket: with expert parallelism the ranks have different buckets of experts.
 
 
 class GradientReducer:
@@ -51,8 +51,9 @@ class GradientReducer:
         model_order: Model parameters in registration order.
         config: Options of ZeRO. Stage 1 keeps local gradients until they are reduced; stage 2 reduces them in every
             backward.
-        shard_groups: Process groups of the reductions. The used parameters are all-reduced over the control group, a
-            CPU group on an accelerator, which avoids a device synchronization.
+        shard_groups: Process groups of all data-parallel ranks. The used parameters are all-reduced over the control
+            group, a CPU group on an accelerator, which avoids a device synchronization. A bucket is reduced over the
+            groups of its flat group.
 
     Attributes:
         param_grads: Gradients of all parameters.
@@ -69,8 +70,6 @@ class GradientReducer:
         self._stage = config.stage
         self._overlaps = config.overlap_communication or config.stage == 2
         self._control_group = shard_groups.control_group or shard_groups.data_parallel_group
-        self._shard_group = shard_groups.shard_group
-        self._replica_group = shard_groups.replica_group
         self._communication_dtype = config.communication_dtype
         self._buffers = BucketBuffers(MAX_BUCKETS_IN_FLIGHT)
         self._in_flight: deque[tuple[GradientBucket, ReduceScatter]] = deque()
@@ -82,7 +81,7 @@ class GradientReducer:
         self._stores: dict[int, GradientStore] = {}
         for group in groups:
             # With one shard, a low-precision bucket is too small to be overwritten by its fp32 sums.
-            is_sharded = config.stage == 2 or (shard_groups.num_shards == 1 and group.dtype.itemsize < 4)
+            is_sharded = config.stage == 2 or (group.groups.num_shards == 1 and group.dtype.itemsize < 4)
             self._stores[id(group)] = (ShardedGradients if is_sharded else FullGradients)(group, self._buffers)
         # Weak reference: Python's garbage collector does not traverse a parameter's hooks, so a cycle would leak.
         reducer = weakref.ref(self)
@@ -153,7 +152,7 @@ class GradientReducer:
         send_buffer = self._store_of(bucket).send_buffer(bucket, dtype)
         others = bucket.bucket.numel - bucket.bucket.shard_numel
         received = partial(self._buffers.get, "received", others, dtype, send_buffer.device)
-        self._in_flight.append((bucket, start_reduce_scatter(send_buffer, self._shard_group, received)))
+        self._in_flight.append((bucket, start_reduce_scatter(send_buffer, bucket.group.groups.shard_group, received)))
         bucket.is_reducing = True
 
     @torch.no_grad()
@@ -180,10 +179,10 @@ class GradientReducer:
         self._wait()
         for param_grad in self.param_grads:  # possibly only some buckets of an unused parameter were issued
             param_grad.num_issued, param_grad.source = 0, None
-        if self._replica_group is not None:
-            for bucket in self.buckets:
-                if bucket.grad_shard is not None:
-                    all_reduce_sum(bucket.grad_shard, self._replica_group)
+        for bucket in self.buckets:
+            replicas = bucket.group.groups.replica_group
+            if bucket.grad_shard is not None and replicas is not None:
+                all_reduce_sum(bucket.grad_shard, replicas)
 
     def sync_used_params(self) -> list[GradientBucket]:
         """Mark every parameter for which any rank had a gradient in this accumulation as used.
@@ -199,7 +198,7 @@ class GradientReducer:
         self._wait()
         if not self.param_grads:
             return []
-        local = [any(one.is_local for one in bucket.param_grads) for bucket in self.buckets]
+        local = [one.is_local for one in self.param_grads]
         foreign = [one.name for one in self.param_grads if one.parameter.grad is not None and not one.is_local]
         flags = [one.is_used for one in self.param_grads] + local + [bool(foreign)]
         flags = any_rank(flags, self._control_group)
@@ -211,7 +210,8 @@ class GradientReducer:
             )
         for param_grad, is_used in zip(self.param_grads, flags, strict=False):
             param_grad.is_used = is_used
-        return [one for one, is_local in zip(self.buckets, flags[len(self.param_grads) :], strict=True) if is_local]
+        is_local = {id(one): flag for one, flag in zip(self.param_grads, flags[len(self.param_grads) :], strict=True)}
+        return [bucket for bucket in self.buckets if any(is_local[id(one)] for one in bucket.param_grads)]
 
     def reset(self, *, keeps_use: bool = False) -> None:
         """Drop the gradients of this accumulation.

@@ -1,0 +1,204 @@
+"""Dispatch of tokens to the ranks of their experts and back, with gradients.
+
+Lepikhin et al., "GShard: Scaling Giant Models with Conditional Computation and Automatic Sharding", ICLR 2021
+(arXiv:2006.16668); without drops as Gale et al., "MegaBlocks: Efficient Sparse Training with Mixture-of-Experts",
+MLSys 2023 (arXiv:2211.15841).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from booster.comm import all_gather_equal, all_to_all_single, group_rank, group_size, is_fake_world
+
+# Note [Dispatch]
+# A *row* is one of the k experts of a token. A rank sends the rows of every expert to the rank that holds it, in the
+# order of the experts and of the tokens of each, so that the rows from one rank arrive by expert. The numbers of rows
+# are exchanged before: every rank gets the numbers of all. An expert index outside of the experts, which routers give
+# to tokens that are dropped, sends no row; its part of the output is zero.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dispatch:
+    """Where the rows of a batch go; see Note [Dispatch].
+
+    Attributes:
+        group: Ranks that share the experts.
+        num_tokens: Number of this rank's tokens.
+        top_k: Number of experts per token.
+        order: This rank's rows that are sent, in the order in which they are sent.
+        counts: Number of rows by source rank and expert, on the host.
+        bounds: First expert of each rank, and their number at the end.
+    """
+
+    group: dist.ProcessGroup | None
+    num_tokens: int
+    top_k: int
+    order: torch.Tensor
+    counts: Sequence[Sequence[int]]
+    bounds: Sequence[int]
+
+    @property
+    def sent(self) -> list[int]:
+        """Number of rows to each rank."""
+        return self._rows_between(group_rank(self.group))
+
+    @property
+    def received(self) -> list[int]:
+        """Number of rows from each rank."""
+        rank = group_rank(self.group)
+        return [self._rows_between(source)[rank] for source in range(len(self.counts))]
+
+    @property
+    def largest(self) -> int:
+        """Largest number of rows between any two ranks."""
+        return max(max(self._rows_between(source)) for source in range(len(self.counts)))
+
+    def local_index(self, device: torch.device) -> torch.Tensor:
+        """Return the index among this rank's experts of each row that it receives, of shape (rows,)."""
+        rank = group_rank(self.group)
+        own = [counts[self.bounds[rank] : self.bounds[rank + 1]] for counts in self.counts]
+        experts = torch.arange(len(own[0]), device=device).repeat(len(own))
+        repeats = torch.tensor([count for counts in own for count in counts], device=device)
+        return experts.repeat_interleave(repeats, output_size=sum(self.received))
+
+    def load(self) -> list[int]:
+        """Return the number of rows of every expert, of all ranks together."""
+        return [sum(column) for column in zip(*self.counts, strict=True)]
+
+    def _rows_between(self, source: int) -> list[int]:
+        counts, bounds = self.counts[source], self.bounds
+        return [sum(counts[start:stop]) for start, stop in zip(bounds, bounds[1:], strict=False)]
+
+
+@torch.no_grad()
+def plan_dispatch(index: torch.Tensor, bounds: Sequence[int], group: dist.ProcessGroup | None) -> Dispatch:
+    """Sort a batch's rows by expert and exchange their numbers.
+
+    Args:
+        index: Experts of every token, of shape (tokens, k).
+        bounds: First expert of each rank, and the number of experts at the end.
+        group: Ranks that share the experts.
+
+    Collective: yes; on an accelerator the host waits for the numbers, which the sizes of the messages depend on.
+    """
+    num_experts, rows = bounds[-1], index.reshape(-1)
+    rows = torch.where((rows >= 0) & (rows < num_experts), rows, num_experts)
+    order = torch.argsort(rows, stable=True)
+    if is_fake_world():  # indices without values: as many rows for every expert
+        base, rest = divmod(rows.numel(), num_experts)
+        counts = [[base + (expert < rest) for expert in range(num_experts)]] * group_size(group)
+    else:
+        own = rows.new_zeros(num_experts + 1).scatter_add_(0, rows, torch.ones_like(rows))
+        counts = all_gather_equal(own[:num_experts].contiguous(), group).view(-1, num_experts).tolist()
+    sent = sum(counts[group_rank(group)])
+    return Dispatch(
+        group=group,
+        num_tokens=index.shape[0],
+        top_k=index.shape[1],
+        order=order[:sent],
+        counts=counts,
+        bounds=bounds,
+    )
+
+
+def send_tokens(
+    tokens: torch.Tensor, weights: torch.Tensor, dispatch: Dispatch
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Send each row to the rank of its expert.
+
+    Args:
+        tokens: This rank's tokens, of shape (tokens, features).
+        weights: Weights of the experts, of shape (tokens, k).
+        dispatch: Where the rows go.
+
+    Returns:
+        The received rows and their weights, of shapes (rows, features) and (rows,).
+
+    Collective: yes, and its backward.
+    """
+    return _Send.apply(tokens, weights, dispatch)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def return_tokens(rows: torch.Tensor, dispatch: Dispatch) -> torch.Tensor:
+    """Send the experts' outputs back to the ranks of their tokens, and sum those of each token.
+
+    Args:
+        rows: Outputs of the received rows in the same order, of shape (rows, features).
+        dispatch: As for `send_tokens`.
+
+    Returns:
+        The sums, of shape (tokens, features), in the dtype of `rows`.
+
+    Collective: yes, and its backward.
+    """
+    return _Return.apply(rows, dispatch)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _Send(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, tokens: torch.Tensor, weights: torch.Tensor, dispatch: Dispatch
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        ctx.dispatch = dispatch
+        source = dispatch.order // dispatch.top_k
+        own_weights = weights.reshape(-1)[dispatch.order]
+        return _to_experts(tokens[source], dispatch), _to_experts(own_weights, dispatch)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor, weight_grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+        dispatch: Dispatch = ctx.dispatch
+        tokens = _sum_rows(_from_experts(grad, dispatch), dispatch)
+        weights = weight_grad.new_zeros(dispatch.num_tokens * dispatch.top_k)
+        weights[dispatch.order] = _from_experts(weight_grad, dispatch)
+        return tokens, weights.view(dispatch.num_tokens, dispatch.top_k), None
+
+
+class _Return(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, dispatch: Dispatch) -> torch.Tensor:
+        ctx.dispatch = dispatch
+        return _sum_rows(_from_experts(rows, dispatch), dispatch)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        dispatch: Dispatch = ctx.dispatch
+        return _to_experts(grad[dispatch.order // dispatch.top_k], dispatch), None
+
+
+def _sum_rows(rows: torch.Tensor, dispatch: Dispatch) -> torch.Tensor:
+    """Return the sum of each token's rows. Not by index_add_, whose order of sums is not fixed on an accelerator."""
+    if dispatch.top_k == 1 and len(dispatch.order) == dispatch.num_tokens:
+        return torch.empty_like(rows).index_copy_(0, dispatch.order, rows)
+    placed = rows.new_zeros(dispatch.num_tokens * dispatch.top_k, *rows.shape[1:])
+    placed.index_copy_(0, dispatch.order, rows)
+    return placed.view(dispatch.num_tokens, dispatch.top_k, *rows.shape[1:]).sum(1)
+
+
+def _to_experts(rows: torch.Tensor, dispatch: Dispatch) -> torch.Tensor:
+    return _exchange(rows, dispatch, dispatch.sent, dispatch.received)
+
+
+def _from_experts(rows: torch.Tensor, dispatch: Dispatch) -> torch.Tensor:
+    return _exchange(rows, dispatch, dispatch.received, dispatch.sent)
+
+
+def _exchange(
+    rows: torch.Tensor, dispatch: Dispatch, outgoing: Sequence[int], incoming: Sequence[int]
+) -> torch.Tensor:
+    width = rows[0].numel() if len(rows) else rows.shape[1:].numel()
+    output = rows.new_empty(sum(incoming), *rows.shape[1:])
+    all_to_all_single(
+        output.view(-1),
+        rows.contiguous().view(-1),
+        dispatch.group,
+        output_sizes=[width * count for count in incoming],
+        payload_sizes=[width * count for count in outgoing],
+        largest_size=width * dispatch.largest,
+    )
+    return output

@@ -1,0 +1,159 @@
+"""Modules of experts that compute with this rank's experts for the tokens of all ranks that share them."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from booster.comm import group_rank, group_size
+from booster.plugins.hybrid_parallel.tensor_parallel.dynamic_class import mixin_forward
+
+from .dispatch import plan_dispatch, return_tokens, send_tokens
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ExpertParallelGroup:
+    """Ranks that share the experts.
+
+    Attributes:
+        group: The process group.
+        size: Number of ranks.
+        rank: This rank in the group.
+        load: Rows of every expert in the last forward, of all these ranks together, by name of the module.
+    """
+
+    group: dist.ProcessGroup | None
+    size: int
+    rank: int
+    load: dict[str, list[int]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, group: dist.ProcessGroup | None) -> ExpertParallelGroup:
+        """Return the description of a process group."""
+        return cls(group, group_size(group), group_rank(group))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ExpertParallelGroup:
+        return self
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Experts:
+    """What the forward of a module of experts needs.
+
+    Attributes:
+        name: Name of the module.
+        ep_group: Ranks that share the experts.
+        bounds: First expert of each rank, and the number of experts at the end.
+        is_stacked: Whether the experts are rows of the module's parameters, of which this rank has its own only;
+            otherwise they are submodules, which keep their places.
+        arguments: Names of the forward's arguments.
+    """
+
+    name: str
+    ep_group: ExpertParallelGroup
+    bounds: Sequence[int]
+    is_stacked: bool
+    arguments: Sequence[str]
+
+    @property
+    def num_experts(self) -> int:
+        return self.bounds[-1]
+
+
+def make_expert_parallel(
+    module: nn.Module, name: str, ep_group: ExpertParallelGroup, bounds: Sequence[int], *, is_stacked: bool
+) -> None:
+    """Make a module of experts compute with this rank's experts, in place. Its parameters are already sharded.
+
+    The module's own forward computes them, as it is: it gets the rows of this rank's experts, and their index among
+    these if the parameters are stacked.
+
+    Args:
+        module: Module whose forward takes tokens, the experts of each token, and their weights, or only tokens that are
+            sorted by expert and scaled.
+        name: Its name in the model.
+        ep_group: Ranks that share the experts.
+        bounds: First expert of each rank, and the number of experts at the end.
+        is_stacked: Whether the experts are rows of the module's parameters, otherwise submodules.
+
+    Collective: no; the module's forward and backward are.
+    """
+    if is_stacked:
+        for attribute in ("num_experts", "num_local_experts"):
+            if getattr(module, attribute, None) == bounds[-1]:
+                setattr(module, attribute, bounds[ep_group.rank + 1] - bounds[ep_group.rank])
+        if hasattr(module, "_is_expert_parallel"):  # of transformers; only for indices that name no expert
+            module._is_expert_parallel = False  # type: ignore[assignment]
+    arguments = list(inspect.signature(module.forward).parameters)
+    experts = _Experts(name=name, ep_group=ep_group, bounds=bounds, is_stacked=is_stacked, arguments=arguments)
+    mixin_forward(module, _ExpertParallel, experts)
+
+
+class _ExpertParallel(nn.Module):
+    _split: _Experts
+
+    def forward(self, *args: torch.Tensor, **named: torch.Tensor) -> torch.Tensor:
+        experts = self._split
+        given = dict(zip(experts.arguments, args, strict=False)) | named
+        tokens, *routing = (given[name] for name in experts.arguments)
+        flat = tokens.flatten(0, -2)
+        run = _run_routed if routing else _run_scaled
+        return run(super().forward, experts, flat, *routing).view(tokens.shape)
+
+
+def _run_routed(
+    forward: Any, experts: _Experts, tokens: torch.Tensor, index: torch.Tensor, weights: torch.Tensor
+) -> torch.Tensor:
+    is_one_hot = index.dim() == 3  # (tokens, 1, experts), as in Switch Transformers; a row of zeros drops a token
+    if is_one_hot:
+        flat = torch.where(index.any(-1), index.argmax(-1), experts.num_experts)
+    else:
+        flat = index.view(len(tokens), -1)
+    dispatch = plan_dispatch(flat, experts.bounds, experts.ep_group.group)
+    experts.ep_group.load[experts.name] = dispatch.load()
+    rows, row_weights = send_tokens(tokens, weights.view(flat.shape), dispatch)
+    if len(rows) == 0:  # no expert runs, but backward communicates with the other ranks
+        return return_tokens(rows + row_weights.sum(), dispatch)
+    local = dispatch.local_index(rows.device).view(-1, 1)
+    if not experts.is_stacked:
+        local = local + experts.bounds[experts.ep_group.rank]
+    if is_one_hot:
+        local = nn.functional.one_hot(local, index.shape[-1]).to(index.dtype)
+    return return_tokens(forward(rows, local, row_weights.view(-1, 1)), dispatch)
+
+
+def _run_scaled(forward: Any, experts: _Experts, tokens: torch.Tensor) -> torch.Tensor:
+    """Run experts whose input has a block of all tokens for each expert, scaled by its score, as in Llama 4.
+
+    Only rows that are not zero are sent, which are k for a token: such experts, without biases, give zero for zero.
+    """
+    num_blocks = experts.num_experts
+    index = torch.arange(num_blocks, device=tokens.device).repeat_interleave(len(tokens) // num_blocks)
+    index = torch.where((tokens != 0).any(-1), index, num_blocks).view(-1, 1)
+    dispatch = plan_dispatch(index, experts.bounds, experts.ep_group.group)
+    experts.ep_group.load[experts.name] = dispatch.load()
+    rows, weights = send_tokens(tokens, tokens.new_ones(len(tokens), 1), dispatch)
+    if len(rows) == 0:
+        return return_tokens(rows + weights.sum(), dispatch)
+    # The forward needs equally many rows for each expert: blocks are padded with zeros.
+    local = dispatch.local_index(rows.device)
+    rank = experts.ep_group.rank
+    num_local = experts.bounds[rank + 1] - experts.bounds[rank]
+    place, length = _places_in_blocks(local, num_local, dispatch.load()[experts.bounds[rank] : experts.bounds[rank + 1]])
+    blocks = rows.new_zeros(num_local * length, *rows.shape[1:]).index_copy(0, place, rows)
+    return return_tokens(forward(blocks)[place], dispatch)
+
+
+def _places_in_blocks(local: torch.Tensor, num_local: int, counts: Sequence[int]) -> tuple[torch.Tensor, int]:
+    """Return the place of each row in equal blocks of an expert's rows each, and the length of a block."""
+    order = torch.argsort(local, stable=True)
+    length = max(counts)
+    starts = torch.tensor([0, *counts], device=local.device).cumsum(0)[:-1]
+    in_block = torch.arange(len(local), device=local.device) - starts[local[order]]
+    return torch.empty_like(order).index_copy_(0, order, local[order] * length + in_block), length
