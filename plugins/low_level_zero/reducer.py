@@ -36,7 +36,9 @@ MAX_BUCKETS_IN_FLIGHT = 2  # one is sent while the next one fills
 
 # All ranks must issue the same collectives in the same order, but the set of gradients may differ between ranks and
 # steps. A bucket is therefore issued when it is complete *and* all buckets before it are issued. Incomplete buckets are
-# issued at the end of the backward, with zeros for missing gradients. Some gradients are not reduced in their backward:
+# issued at the end of the backward, with zeros for missing gradients. With expert parallelism all are: ranks exchange
+# tokens' gradients inside of the backward, where a rank that waits for another's bucket, which is not complete there,
+# would keep that one from completing it. Some gradients are not reduced in their backward:
 # those of no_sync, and those that arrive after their bucket was issued. They are reduced at the end of the
 # accumulation.
 # One all-reduce of two bytes per parameter then determines which parameters any rank used, and of which any rank has
@@ -69,6 +71,7 @@ class GradientReducer:
     ) -> None:
         self._stage = config.stage
         self._overlaps = config.overlap_communication or config.stage == 2
+        self._issues_in_backward = all(group.groups is shard_groups for group in groups)
         self._control_group = shard_groups.control_group or shard_groups.data_parallel_group
         self._communication_dtype = config.communication_dtype
         self._buffers = BucketBuffers(MAX_BUCKETS_IN_FLIGHT)
@@ -137,10 +140,14 @@ class GradientReducer:
         if self._reduces_now and not param_grad.has_arrived:
             for bucket in param_grad.buckets:
                 bucket.num_missing -= 1
-            while self._next < len(self.buckets) and self.buckets[self._next].num_missing == 0:
+            while self._can_issue_next():
                 self._issue(self.buckets[self._next])
                 self._next += 1
         param_grad.has_arrived = True
+
+    def _can_issue_next(self) -> bool:
+        is_left = self._issues_in_backward and self._next < len(self.buckets)
+        return is_left and self.buckets[self._next].num_missing == 0
 
     # Reducing.
 

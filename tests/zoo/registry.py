@@ -7,6 +7,7 @@ from zoo.chains import CHAINS
 from zoo.custom import CUSTOM_MODELS
 from zoo.discrete import DISCRETE_MODELS
 from zoo.entry import ZooEntry
+from zoo.experts import EXPERT_MODELS
 from zoo.language import LANGUAGE_MODELS
 from zoo.layer_variants import LAYER_VARIANTS
 from zoo.recommendation import RECOMMENDATION_MODELS
@@ -26,6 +27,7 @@ _MODELS = {
         *USER_WRITTEN_MODELS,
         *CHAINS,
         *LAYER_VARIANTS,
+        *EXPERT_MODELS,
     )
 }
 
@@ -55,7 +57,7 @@ def model_names(*, transformers: bool | None = None, layer_variants: bool = Fals
         transformers: Only those that need transformers (True), or that need nothing but torch (False); None: both.
         layer_variants: Also those that only a plugin that cuts layers apart can tell from others.
     """
-    theirs = {entry.name for entry in (*TRANSFORMERS_MODELS, *LAYER_VARIANTS)}
+    theirs = {entry.name for entry in (*TRANSFORMERS_MODELS, *LAYER_VARIANTS, *EXPERT_MODELS)}
     return [
         entry.name
         for entry in _MODELS.values()

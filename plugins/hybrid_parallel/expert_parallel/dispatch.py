@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from booster.comm import all_gather_equal, all_to_all_single, group_rank, group_size, is_fake_world
+import itertools
 
 # Note [Dispatch]
 # A *row* is one of the k experts of a token. A rank sends the rows of every expert to the rank that holds it, in the
@@ -73,7 +74,7 @@ class Dispatch:
 
     def _rows_between(self, source: int) -> list[int]:
         counts, bounds = self.counts[source], self.bounds
-        return [sum(counts[start:stop]) for start, stop in zip(bounds, bounds[1:], strict=False)]
+        return [sum(counts[start:stop]) for start, stop in itertools.pairwise(bounds)]
 
 
 @torch.no_grad()
@@ -107,9 +108,7 @@ def plan_dispatch(index: torch.Tensor, bounds: Sequence[int], group: dist.Proces
     )
 
 
-def send_tokens(
-    tokens: torch.Tensor, weights: torch.Tensor, dispatch: Dispatch
-) -> tuple[torch.Tensor, torch.Tensor]:
+def send_tokens(tokens: torch.Tensor, weights: torch.Tensor, dispatch: Dispatch) -> tuple[torch.Tensor, torch.Tensor]:
     """Send each row to the rank of its expert.
 
     Args:
@@ -188,9 +187,7 @@ def _from_experts(rows: torch.Tensor, dispatch: Dispatch) -> torch.Tensor:
     return _exchange(rows, dispatch, dispatch.received, dispatch.sent)
 
 
-def _exchange(
-    rows: torch.Tensor, dispatch: Dispatch, outgoing: Sequence[int], incoming: Sequence[int]
-) -> torch.Tensor:
+def _exchange(rows: torch.Tensor, dispatch: Dispatch, outgoing: Sequence[int], incoming: Sequence[int]) -> torch.Tensor:
     width = rows[0].numel() if len(rows) else rows.shape[1:].numel()
     output = rows.new_empty(sum(incoming), *rows.shape[1:])
     all_to_all_single(

@@ -145,7 +145,9 @@ def _run_scaled(forward: Any, experts: _Experts, tokens: torch.Tensor) -> torch.
     local = dispatch.local_index(rows.device)
     rank = experts.ep_group.rank
     num_local = experts.bounds[rank + 1] - experts.bounds[rank]
-    place, length = _places_in_blocks(local, num_local, dispatch.load()[experts.bounds[rank] : experts.bounds[rank + 1]])
+    place, length = _places_in_blocks(
+        local, num_local, dispatch.load()[experts.bounds[rank] : experts.bounds[rank + 1]]
+    )
     blocks = rows.new_zeros(num_local * length, *rows.shape[1:]).index_copy(0, place, rows)
     return return_tokens(forward(blocks)[place], dispatch)
 

@@ -12,6 +12,7 @@ from booster.errors import ConfigError
 from booster.interface import ShardSpec
 from booster.plugins.hybrid_parallel.tp_plan.plan import generalize, match_names
 from booster.plugins.hybrid_parallel.tp_plan.tables import pretrained_models
+import itertools
 
 EXPERT_STYLE = "expert"
 """Style of users' plans for a module of experts."""
@@ -56,9 +57,7 @@ class ExpertPlan:
         """Return the first expert of each rank, and the number of experts at the end; the first ranks hold one more."""
         return [-(-entry.num_experts * rank // self.size) for rank in range(self.size + 1)]
 
-    def shard_specs(
-        self, model: nn.Module, specs: Mapping[str, ShardSpec], rank: int
-    ) -> dict[str, ShardSpec]:
+    def shard_specs(self, model: nn.Module, specs: Mapping[str, ShardSpec], rank: int) -> dict[str, ShardSpec]:
         """Return a rank's shard specs of the model's parameters.
 
         Args:
@@ -83,11 +82,13 @@ class ExpertPlan:
         rows: dict[tuple[str, str], int] = {}
         for entry in self.entries:
             bounds = self.bounds(entry)
-            held = [f"{start}-{stop - 1}" for start, stop in zip(bounds, bounds[1:], strict=False)]
+            held = [f"{start}-{stop - 1}" for start, stop in itertools.pairwise(bounds)]
             text = ", ".join(f"{'*' * (one == rank)}rank {one}: {experts}" for one, experts in enumerate(held))
             key = generalize(entry.name), f"{entry.num_experts} experts ({text})"
             rows[key] = rows.get(key, 0) + 1
-        lines = [f"{name} ({count}): {text}" if count > 1 else f"{name}: {text}" for (name, text), count in rows.items()]
+        lines = [
+            f"{name} ({count}): {text}" if count > 1 else f"{name}: {text}" for (name, text), count in rows.items()
+        ]
         return "\n".join([*lines, f"experts: {self.source}; * this rank of the {self.size} that share them"])
 
 
@@ -178,7 +179,7 @@ def _require_entry(name: str, module: nn.Module) -> ExpertsEntry:
     if entry is None:
         shapes = {own: tuple(one.shape) for own, one in module.named_parameters(recurse=False)}
         raise ConfigError(
-            f"{name!r}, a {type(module).__name__}, is planned as a module of experts, but its experts are not found: its"
+            f"{name!r}, a {type(module).__name__}, is planned as a module of experts, but no experts are found: its"
             f" own parameters {shapes or '(none)'} have no common leading dimension, or it holds no equal modules, or"
             " its forward does not take (tokens, indices of experts, weights). Write such a module, or leave it out of"
             " the plan"
@@ -205,9 +206,7 @@ def _experts_in(module: nn.Module) -> Sequence[tuple[str, nn.Module]]:
     """Return the submodules of a list or dict of experts; of a module that holds one, the list's."""
     if isinstance(module, nn.ModuleList | nn.ModuleDict):
         return [(name, one) for name, one in module.named_children() if any(True for _ in one.parameters())]
-    lists = [
-        (name, one) for name, one in module.named_children() if isinstance(one, nn.ModuleList | nn.ModuleDict)
-    ]
+    lists = [(name, one) for name, one in module.named_children() if isinstance(one, nn.ModuleList | nn.ModuleDict)]
     if len(lists) != 1:
         return []
     return [(f"{lists[0][0]}.{name}", one) for name, one in _experts_in(lists[0][1])]
