@@ -7,6 +7,7 @@ MLSys 2023 (arXiv:2211.15841).
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +16,6 @@ import torch
 import torch.distributed as dist
 
 from booster.comm import all_gather_equal, all_to_all_single, group_rank, group_size, is_fake_world
-import itertools
 
 # Note [Dispatch]
 # A *row* is one of the k experts of a token. A rank sends the rows of every expert to the rank that holds it, in the

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -12,7 +13,6 @@ from booster.errors import ConfigError
 from booster.interface import ShardSpec
 from booster.plugins.hybrid_parallel.tp_plan.plan import generalize, match_names
 from booster.plugins.hybrid_parallel.tp_plan.tables import pretrained_models
-import itertools
 
 EXPERT_STYLE = "expert"
 """Style of users' plans for a module of experts."""
