@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from booster.compatibility import takes_foreign
 from booster.errors import ConfigError
@@ -103,8 +104,15 @@ class Experts(nn.Module):
 
 def _sizes(ends: Tensor, num_rows: int) -> list[int]:
     """Return the number of rows of each expert, and of those after them. Synchronizes with the host."""
-    bounds = [0, *ends.tolist(), num_rows]
+    if _has_no_values(ends):  # memory estimates: tokens spread evenly
+        bounds = [num_rows * number // len(ends) for number in range(len(ends) + 1)] + [num_rows]
+    else:
+        bounds = [0, *ends.tolist(), num_rows]
     return [end - start for start, end in itertools.pairwise(bounds)]
+
+
+def _has_no_values(tensor: Tensor) -> bool:
+    return tensor.is_meta or isinstance(tensor, FakeTensor)
 
 
 class FFNExperts(nn.Module):
@@ -183,7 +191,8 @@ def grouped_linear(states: Tensor, weight: Tensor, bias: Tensor | None, ends: Te
     ):  # grouped products have no autocast rule
         dtype = torch.get_autocast_dtype(device_type)
         states, weight, bias = states.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
-    if not (_is_aligned(states) and _is_aligned(weight) and _has_grouped_mm(weight.device, weight.dtype)):
+    is_aligned = _is_aligned(states) and _is_aligned(weight)
+    if _has_no_values(ends) or not is_aligned or not _has_grouped_mm(weight.device, weight.dtype):
         ranges = states.split(_sizes(ends, len(states))[:-1])
         biases: Any = [None] * len(ranges) if bias is None else bias.unbind()
         return torch.cat([F.linear(*one) for one in zip(ranges, weight.unbind(), biases, strict=True)])
