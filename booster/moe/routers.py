@@ -209,8 +209,8 @@ class Top2Router(Router):
     """Router to the two experts with the highest probabilities (arXiv:2006.16668); arguments as of `Router`.
 
     The weights are normalized to a sum of 1 before assignments are dropped, as in algorithm 1 of the paper. Unlike
-    there, the second expert is used whenever it has capacity, and not at random. The auxiliary loss is halved, as in
-    ColossalAI.
+    there, the second expert is used whenever it has capacity, and not at random. The auxiliary loss is that of first
+    choices, halved.
     """
 
     top_k = 2

@@ -11,7 +11,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from harness import run_ranks
-from parity import Case, assert_ranks_equal_serial, make_booster, train_parallel, train_reference
+from parity import (
+    Case,
+    assert_parallel_equals_serial,
+    assert_ranks_equal_serial,
+    make_booster,
+    train_parallel,
+    train_reference,
+)
 from torch import nn
 from zoo import split_batch
 
@@ -53,6 +60,25 @@ def test_two_ranks_train_as_one_process_by_parts(model, strategy):
     torch.testing.assert_close(torch.tensor(ranks[0].losses), torch.tensor(expected.losses), rtol=0, atol=1e-6)
     for name, weight in weights.items():
         torch.testing.assert_close(weight, expected.weights[name], rtol=0, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize("model", MODELS[:2])
+@pytest.mark.parametrize(
+    ("strategy", "precision"),
+    [
+        ("ddp", "bf16"),
+        ("ddp", "fp16"),
+        ("zero 1", "fp16"),
+        ("zero 2", "bf16"),
+        ("gemini", "bf16"),
+        ("fsdp", "fsdp_bf16"),
+    ],
+)
+def test_low_precision_routes_as_one_process_by_parts(model, strategy, precision):
+    plugin, arguments = STRATEGIES[strategy]
+    assert_parallel_equals_serial(
+        plugin, model, steps=3, max_norm=0.1, precision=precision, optimizer="sgd", plugin_arguments=arguments
+    )
 
 
 def train_with_evaluation(settings, evaluates):
