@@ -27,6 +27,13 @@ def is_count(value: Any, minimum: int = 1) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool) and value >= minimum
 
 
+def check_count(**arguments: Any) -> None:
+    """Raise `ConfigError` unless all arguments, given by name, are ints of at least 1."""
+    for name, value in arguments.items():
+        if not is_count(value):
+            raise ConfigError(f"{name}={value!r} is not a count: give an int of at least 1")
+
+
 def check_flag(name: str, value: Any, *, reason: str = "", advice: str = "pass True or False") -> None:
     """Raise `ConfigError` unless an argument is a bool.
 

@@ -192,11 +192,11 @@ def _kind(case: Case) -> str:
 def _comparison(case: Case) -> tuple[bool, Tolerance, Tolerance]:
     """Returns whether one process takes the batch in parts, the fixed bound and the cap of a measured one."""
     if case.precision is None:
-        return False, EXACT, EXACT
+        return case.entry.routes_by_rank, EXACT, EXACT
     kind = _kind(case)
     at_once = AT_ONCE[kind]
     # The statistics are of the whole batch; or every rank's part of a sum over features is rounded by itself.
-    if case.entry.mixes_samples or case.splits_computation:
+    if (case.entry.mixes_samples and not case.entry.routes_by_rank) or case.splits_computation:
         return False, at_once, at_once
     if _reference_precision(case).startswith("fsdp_") and case.entry.blocks_share_tensors:
         # FSDP2's hooks at the borders of units change in which order autograd adds up such a tensor's gradients, in low

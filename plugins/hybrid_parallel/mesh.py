@@ -109,6 +109,10 @@ class HybridMesh:
                 index = index * self._sizes[axis] + self.device_mesh.get_local_rank(axis)
         return index
 
+    def first_rank(self, axis: str, coordinate: int) -> int:
+        """Return the global rank at a coordinate of an axis, and at the first ones of all others."""
+        return int(self.device_mesh.mesh.select(list(self._sizes).index(axis), coordinate).flatten()[0])
+
     def group(self, *axes: str) -> dist.ProcessGroup:
         """Return the group of the ranks whose coordinates differ from this rank's along these axes only.
 

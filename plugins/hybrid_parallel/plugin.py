@@ -415,8 +415,7 @@ class HybridParallelPlugin(ShardedPlugin):
         if self._config.num_layers_per_stage is None and self._config.split is None:
             # Stages in the middle hold as many layers as the second one, and activations of no more microbatches.
             stages = sorted({0, min(1, num_stages - 1), num_stages - 1})
-        ranks = self._mesh.device_mesh.mesh.movedim(self._mesh.device_mesh.mesh_dim_names.index("pp"), 0)
-        return [int(ranks[stage].flatten()[0]) for stage in stages]
+        return [self._mesh.first_rank("pp", stage) for stage in stages]
 
     def layer_divisor(self) -> int:
         return 1 if self._config.pipeline is None else self._config.pipeline.num_positions

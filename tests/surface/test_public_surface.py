@@ -9,6 +9,7 @@ import inspect
 from pathlib import Path
 
 import booster
+import booster.moe
 import booster.optim
 import booster.plugins
 from booster.deprecation import DeprecatedAlias
@@ -21,6 +22,7 @@ def surface() -> str:
     names = {name: getattr(booster, name) for name in booster.__all__}
     names |= {f"plugins.{cls}": getattr(booster.plugins, cls) for _, cls in booster.plugins.BUILT_IN.values()}
     names |= {f"optim.{name}": getattr(booster.optim, name) for name in booster.optim.__all__}
+    names |= {f"moe.{name}": getattr(booster.moe, name) for name in booster.moe.__all__}
     return "\n".join(line for name in sorted(names) for line in _lines(name, names[name])) + "\n"
 
 

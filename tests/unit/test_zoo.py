@@ -7,11 +7,13 @@ import importlib.util
 import pytest
 import torch
 from zoo import WholeBatches, get_model, model_names, split_batch
+from zoo.moe import MOE_MODELS
 
 needs_transformers = pytest.mark.skipif(
     importlib.util.find_spec("transformers") is None, reason="needs the extra `hf`: transformers is not installed"
 )
 MODELS = [
+    *(entry.name for entry in MOE_MODELS),
     *model_names(transformers=False, layer_variants=True),
     *(pytest.param(name, marks=needs_transformers) for name in model_names(transformers=True, layer_variants=True)),
 ]

@@ -37,6 +37,8 @@ class ZooEntry:
         uses_unused_parameters: a step may leave parameters without gradient: DDP needs find_unused_parameters.
         never_used: names of the parameters that no batch gives a gradient.
         mixes_samples: a sample's output depends on the other samples of the batch (BatchNorm).
+        routes_by_rank: capacities and load-balancing losses are those of a rank's samples: compared with one process
+            that takes the parts of the ranks, and only by the tests of MoE layers.
         amplifies_roundings: differences of the last bit grow beyond the exact bounds in a step, as through statistics
             of few values: then it is compared by how far nudged serial runs differ.
         blocks_share_tensors: a tensor that trains goes into several blocks (a position bias, an encoder's states), so
@@ -57,6 +59,7 @@ class ZooEntry:
     uses_unused_parameters: bool = False
     never_used: tuple[str, ...] = ()
     mixes_samples: bool = False
+    routes_by_rank: bool = False
     amplifies_roundings: bool = False
     blocks_share_tensors: bool = False
     tied: tuple[tuple[str, ...], ...] = ()

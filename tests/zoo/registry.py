@@ -10,6 +10,7 @@ from zoo.entry import ZooEntry
 from zoo.experts import EXPERT_MODELS
 from zoo.language import LANGUAGE_MODELS
 from zoo.layer_variants import LAYER_VARIANTS
+from zoo.moe import MOE_MODELS
 from zoo.recommendation import RECOMMENDATION_MODELS
 from zoo.transformers_models import TRANSFORMERS_MODELS
 from zoo.transformers_sweep import TASKS, sweep_model
@@ -28,6 +29,7 @@ _MODELS = {
         *CHAINS,
         *LAYER_VARIANTS,
         *EXPERT_MODELS,
+        *MOE_MODELS,
     )
 }
 
@@ -51,7 +53,7 @@ def get_model(name: str, num_layers: int | None = None) -> ZooEntry:
 
 
 def model_names(*, transformers: bool | None = None, layer_variants: bool = False) -> list[str]:
-    """Returns the names of models.
+    """Returns the names of models, without those that route by rank.
 
     Args:
         transformers: Only those that need transformers (True), or that need nothing but torch (False); None: both.
@@ -61,6 +63,7 @@ def model_names(*, transformers: bool | None = None, layer_variants: bool = Fals
     return [
         entry.name
         for entry in _MODELS.values()
-        if (layer_variants or not entry.is_layer_variant)
+        if not entry.routes_by_rank
+        and (layer_variants or not entry.is_layer_variant)
         and (transformers is None or (entry.name in theirs) == transformers)
     ]

@@ -1,0 +1,21 @@
+"""Mixture-of-experts layers: experts, routers with capacity, and the load-balancing loss."""
+
+from .experts import Experts, FFNExperts
+from .layers import MoeLayer, MoeModule
+from .loss import MoeLoss, load_balance_loss
+from .routers import NormalNoiseGenerator, Router, Routing, Top1Router, Top2Router, UniformNoiseGenerator
+
+__all__ = [
+    "Experts",
+    "FFNExperts",
+    "MoeLayer",
+    "MoeLoss",
+    "MoeModule",
+    "NormalNoiseGenerator",
+    "Router",
+    "Routing",
+    "Top1Router",
+    "Top2Router",
+    "UniformNoiseGenerator",
+    "load_balance_loss",
+]
