@@ -107,3 +107,10 @@ def test_accumulation(synchronize):
 def test_ranks_that_divide_the_sequence(mode):
     arguments = {"ep_size": 2, "sp_size": 2, "enable_sequence_parallelism": True, "sequence_parallelism_mode": mode}
     assert_hybrid_equals_serial("mixtral", (4, arguments), zero_stage=1, max_norm=0.5, steps=STEPS)
+
+
+# Layers of booster.moe: one router and one set of experts for both blocks, dropped tokens, recomputed blocks.
+@pytest.mark.parametrize("model", ["widenet", "widenet_stacked", "widenet_checkpointed"])
+@pytest.mark.parametrize("layout", ["ep 2", "ep 2 dp 2", "ep 4"])
+def test_layers_of_booster_moe(model, layout):
+    assert_hybrid_equals_serial(model, LAYOUTS[layout], zero_stage=1, max_norm=0.5, steps=STEPS)

@@ -15,6 +15,7 @@ from booster.comm import group_rank, group_size
 from booster.plugins.hybrid_parallel.tensor_parallel.dynamic_class import mixin_forward
 
 from .dispatch import plan_dispatch, return_tokens, send_tokens
+from .plan import experts_in
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -88,11 +89,23 @@ def make_expert_parallel(
         for attribute in ("num_experts", "num_local_experts"):
             if getattr(module, attribute, None) == bounds[-1]:
                 setattr(module, attribute, bounds[ep_group.rank + 1] - bounds[ep_group.rank])
-        if hasattr(module, "_is_expert_parallel"):  # of transformers; only for indices that name no expert
-            module._is_expert_parallel = False  # type: ignore[assignment]
+    else:
+        rank = ep_group.rank
+        for number, (_, expert) in enumerate(experts_in(module)):
+            if not bounds[rank] <= number < bounds[rank + 1]:
+                mixin_forward(expert, _AbsentExpert, None)
     arguments = list(inspect.signature(module.forward).parameters)
     experts = _Experts(name=name, ep_group=ep_group, bounds=bounds, is_stacked=is_stacked, arguments=arguments)
     mixin_forward(module, _ExpertParallel, experts)
+
+
+class _AbsentExpert(nn.Module):
+    """An expert of another rank, which some modules call with no tokens."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        if len(tokens) > 0:
+            raise AssertionError(f"{len(tokens)} tokens came to an expert that is on another rank")
+        return tokens
 
 
 class _ExpertParallel(nn.Module):
@@ -118,14 +131,20 @@ def _run_routed(
     dispatch = plan_dispatch(flat, experts.bounds, experts.ep_group.group)
     experts.ep_group.load[experts.name] = dispatch.load()
     rows, row_weights = send_tokens(tokens, weights.view(flat.shape), dispatch)
-    if len(rows) == 0:  # no expert runs, but backward communicates with the other ranks
-        return return_tokens(rows + row_weights.sum(), dispatch)
+    is_empty = len(rows) == 0
     local = dispatch.local_index(rows.device).view(-1, 1)
+    connection = rows.sum() + row_weights.sum() if is_empty else None
+    if is_empty and experts.is_stacked:
+        # Stacked parameters have a gradient if any token has an expert, on whatever rank: a row without weight.
+        rows, row_weights, local = rows.new_zeros(1, rows.shape[1]), row_weights.new_zeros(1), local.new_zeros(1, 1)
     if not experts.is_stacked:
         local = local + experts.bounds[experts.ep_group.rank]
     if is_one_hot:
         local = nn.functional.one_hot(local, index.shape[-1]).to(index.dtype)
-    return return_tokens(forward(rows, local, row_weights.view(-1, 1)), dispatch)
+    outputs = forward(rows, local, row_weights.view(-1, 1))
+    if connection is not None:  # backward communicates with the other ranks
+        outputs = outputs[:0] + outputs.sum() + connection
+    return return_tokens(outputs, dispatch)
 
 
 def _run_scaled(forward: Any, experts: _Experts, tokens: torch.Tensor) -> torch.Tensor:

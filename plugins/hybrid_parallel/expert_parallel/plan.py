@@ -106,7 +106,7 @@ def _specs_of(
                     " too: give styles that shard the features of each expert, or ep_size=1"
                 ) from error
         return
-    for index, (child_name, child) in enumerate(_experts_in(module)):
+    for index, (child_name, child) in enumerate(experts_in(module)):
         for own_name, _ in child.named_parameters():
             name = f"{entry.name}.{child_name}.{own_name}"
             yield name, specs[name].held_by_expert(is_held=start <= index < stop)
@@ -193,23 +193,23 @@ def _entry_of(name: str, module: nn.Module, *, is_named: bool = False) -> Expert
     own = list(module.parameters(recurse=False))
     if own:
         sizes = {one.shape[0] if one.ndim > 1 else 0 for one in own}
-        is_stacked = len(sizes) == 1 and min(sizes) >= _FEWEST_EXPERTS and not any(True for _ in _experts_in(module))
+        is_stacked = len(sizes) == 1 and min(sizes) >= _FEWEST_EXPERTS and not any(True for _ in experts_in(module))
         return ExpertsEntry(name=name, num_experts=sizes.pop(), is_stacked=True) if is_stacked else None
-    experts = [one for _, one in _experts_in(module)]
+    experts = [one for _, one in experts_in(module)]
     kinds = {(type(one), tuple((key, p.shape) for key, p in one.named_parameters())) for one in experts}
     if len(experts) < _FEWEST_EXPERTS or len(kinds) > 1:
         return None
     return ExpertsEntry(name=name, num_experts=len(experts), is_stacked=False)
 
 
-def _experts_in(module: nn.Module) -> Sequence[tuple[str, nn.Module]]:
+def experts_in(module: nn.Module) -> Sequence[tuple[str, nn.Module]]:
     """Return the submodules of a list or dict of experts; of a module that holds one, the list's."""
     if isinstance(module, nn.ModuleList | nn.ModuleDict):
         return [(name, one) for name, one in module.named_children() if any(True for _ in one.parameters())]
     lists = [(name, one) for name, one in module.named_children() if isinstance(one, nn.ModuleList | nn.ModuleDict)]
     if len(lists) != 1:
         return []
-    return [(f"{lists[0][0]}.{name}", one) for name, one in _experts_in(lists[0][1])]
+    return [(f"{lists[0][0]}.{name}", one) for name, one in experts_in(lists[0][1])]
 
 
 def _takes_routing(module: nn.Module, *, is_named: bool) -> bool:
