@@ -1,5 +1,6 @@
 """Mixture-of-experts layers: experts, routers with capacity, and the load-balancing loss."""
 
+from .balance import global_load_balancing
 from .experts import Experts, FFNExperts
 from .layers import MoeLayer, MoeModule
 from .loss import MoeLoss, load_balance_loss
@@ -17,5 +18,6 @@ __all__ = [
     "Top1Router",
     "Top2Router",
     "UniformNoiseGenerator",
+    "global_load_balancing",
     "load_balance_loss",
 ]

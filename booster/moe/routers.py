@@ -171,7 +171,8 @@ class Router(nn.Module):
             logits = self.noisy_func(logits)
         probabilities = logits.softmax(-1)
         weights, index = probabilities.topk(self.top_k)
-        auxiliary_loss = load_balance_loss(probabilities, index[:, 0], num_experts, self.sum_over_batch) / self.top_k
+        reduction = self.sum_over_batch if self.training else None
+        auxiliary_loss = load_balance_loss(probabilities, index[:, 0], num_experts, reduction) / self.top_k
         weights = self._weights(weights)
         if not self.drop_tks:
             num_dropped = index.new_zeros(())

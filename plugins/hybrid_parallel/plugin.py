@@ -18,6 +18,7 @@ from booster.errors import ConfigError
 from booster.interface import ModelWrapper, OptimizerWrapper
 from booster.interface.stage_manager import StageManager
 from booster.mixed_precision.fp16 import log_rank_zero
+from booster.moe.balance import balance_globally
 from booster.plugins.base import WrappedPair, check_memory_is_apart
 from booster.plugins.low_level_zero.optimizer import ZeroOptimizer
 from booster.plugins.sharding.config import ShardGroups, WeightPrecision
@@ -322,6 +323,8 @@ class HybridParallelPlugin(ShardedPlugin):
     ) -> StageModel | None:
         if self._config.sync_batch_norm and self.dp_size > 1:
             convert_batch_norm(model, self._device, self._mesh.group("dp"))
+        if self._config.ep_size > 1:
+            balance_globally(model, self._mesh.group("dp"))
         return self._partitioner.apply(model, optimizer, checked or self._partitioner.check(model))
 
     def _wrap(self, model: nn.Module, optimizer: Optimizer | None, stage_model: StageModel | None) -> WrappedPair:

@@ -1,0 +1,167 @@
+"""Load balancing over the global batch: auxiliary losses of all ranks' tokens, and bias updates without a loss.
+
+An auxiliary loss is a product of means over tokens, so the mean over ranks of their losses is not the loss of the
+global batch. Here every rank computes the loss of all ranks' tokens, with the gradient of its own times the number of
+ranks, because the gradients of ranks are averaged.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from booster.comm import all_gather_equal, all_gather_numbers, all_reduce_sum, group_size
+from booster.errors import ConfigError
+
+from .routers import Router
+
+_LOSS = "load_balancing_loss_func"  # of transformers' modules; every model file has its own
+
+
+def global_load_balancing(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
+    """Make the auxiliary losses of a model those of the global batch while it trains, in place.
+
+    The losses of routers of `booster.moe`, and those that models of transformers compute with
+    `output_router_logits=True`. A second call replaces the group.
+
+    Args:
+        model: The user's model, boosted or not.
+        group: Ranks that read different data; optional, defaults to the world. With a plugin that has several axes it
+            is `plugin.data_group`.
+
+    Raises:
+        ConfigError: The model has neither.
+
+    Collective: no; every forward in training with gradients is, over the group, on all its ranks equally often.
+    """
+    if not balance_globally(model, group):
+        raise ConfigError(
+            f"global_load_balancing() found no auxiliary loss in {type(model).__name__}: no router of booster.moe and"
+            f" no model of transformers with a {_LOSS}. Give the model that has them, or leave the call out"
+        )
+
+
+def balance_globally(model: nn.Module, group: dist.ProcessGroup | None) -> bool:
+    """Do what `global_load_balancing` does; return whether the model has auxiliary losses."""
+    routers = [module for module in model.modules() if isinstance(module, Router)]
+    for router in routers:
+        router.sum_over_batch = functools.partial(_Sum.apply, group)
+    computing = [(module, found) for module in model.modules() if (found := _file_of(module)) is not None]
+    for module, file in computing:
+        _balance_globally(module, file, group)
+    return bool(routers or computing)
+
+
+class _Sum(torch.autograd.Function):
+    """Sum over ranks, with the gradient of this rank's part times their number."""
+
+    @staticmethod
+    def forward(ctx: Any, group: dist.ProcessGroup | None, sums: Tensor) -> Tensor:
+        ctx.num_ranks = group_size(group)
+        return all_reduce_sum(sums.clone(), group)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, Tensor]:
+        return None, gradients[0] * ctx.num_ranks
+
+
+# Losses of transformers: the function gets the router logits of all ranks.
+
+
+class _Running(threading.local):
+    """Groups of the models whose forwards run in this thread, the innermost last."""
+
+    def __init__(self) -> None:
+        self.groups: list[dist.ProcessGroup | None] = []
+
+
+_running = _Running()
+
+
+def _file_of(module: nn.Module) -> ModuleType | None:
+    """Return the model file of transformers, with a loss function, that a module's class comes from."""
+    files = (sys.modules.get(one.__module__) for one in type(module).__mro__)  # plugins derive classes
+    return next((file for file in files if hasattr(file, _LOSS)), None)
+
+
+def _balance_globally(module: nn.Module, file: ModuleType, group: dist.ProcessGroup | None) -> None:
+    original = getattr(file, _LOSS)
+    if not isinstance(original, _GlobalLoss):
+        setattr(file, _LOSS, _GlobalLoss(original))
+    hooks = getattr(module, "_global_load_balancing", None)
+    for hook in hooks or ():
+        hook.remove()
+    module._global_load_balancing = (  # type: ignore[assignment]
+        module.register_forward_pre_hook(_Enter(group)),
+        module.register_forward_hook(_leave, always_call=True),
+    )
+
+
+class _Enter:
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self._group = group
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        _running.groups.append(self._group)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Enter:
+        return self
+
+
+def _leave(module: nn.Module, args: Any, output: Any) -> None:
+    _running.groups.pop()
+
+
+class _GlobalLoss:
+    """A loss function of transformers that gets all ranks' tokens in forwards of models that balance globally."""
+
+    def __init__(self, original: Callable[..., Any]) -> None:
+        functools.update_wrapper(self, original)
+        self._original = original
+        self._signature = inspect.signature(original)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        arguments = self._signature.bind(*args, **kwargs).arguments
+        logits, mask = arguments.get("gate_logits"), arguments.get("attention_mask")
+        # Switch Transformers' and NLLB-MoE's have other arguments: a product of means in each sequence, whose mean over
+        # ranks is that of the global batch.
+        if not _running.groups or not torch.is_grad_enabled() or not isinstance(logits, tuple):
+            return self._original(*args, **kwargs)
+        group = _running.groups[-1]
+        arguments["gate_logits"] = tuple(_gather(logits, group))
+        if mask is not None:
+            (flat,) = _gather([mask.reshape(-1)], group)
+            arguments["attention_mask"] = flat.view(1, -1)
+        return self._original(**arguments)
+
+
+def _gather(tensors: Sequence[Tensor], group: dist.ProcessGroup | None) -> Iterator[Tensor]:
+    lengths = all_gather_numbers([len(tensor) for tensor in tensors], group)
+    for number, tensor in enumerate(tensors):
+        yield _Gather.apply(tensor, group, [row[number] for row in lengths])  # type: ignore[no-untyped-call]
+
+
+class _Gather(torch.autograd.Function):
+    """All ranks' tensors along dim 0, with the gradient of this rank's part times the number of ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup | None, lengths: Sequence[int]) -> Tensor:
+        longest, rank = max(lengths), 0 if group_size(group) == 1 else dist.get_rank(group)
+        ctx.num_ranks, ctx.own = len(lengths), slice(sum(lengths[:rank]), sum(lengths[: rank + 1]))
+        padded = tensor.new_zeros(longest, *tensor.shape[1:])
+        padded[: len(tensor)] = tensor
+        joined = all_gather_equal(padded, group).view(len(lengths), longest, *tensor.shape[1:])
+        return torch.cat([block[:length] for block, length in zip(joined, lengths, strict=True)])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        return gradients[0][ctx.own] * ctx.num_ranks, None, None

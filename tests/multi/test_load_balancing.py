@@ -1,0 +1,139 @@
+"""Auxiliary losses of all ranks' tokens: under every plugin those of one process with the global batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import preload, run_ranks
+from oracles.joined_slices import joined_over_ranks
+from strategies import FP32
+from torch import nn
+from zoo import TRANSFORMERS_MODULES, get_model, split_batch
+
+from booster import Booster, ConfigError
+from booster.device import current_device
+from booster.moe import Experts, MoeLayer, MoeLoss, Top2Router, global_load_balancing
+from booster.plugins import HybridParallelPlugin
+
+preload(*TRANSFORMERS_MODULES)
+
+STEPS = 3
+BOOSTERS: dict[str, Callable[[], Booster]] = {
+    **FP32,
+    "hybrid_ep": lambda: Booster(plugin=HybridParallelPlugin(precision="fp32", ep_size=2)),
+    "hybrid_ep_zero": lambda: Booster(plugin=HybridParallelPlugin(precision="fp32", ep_size=2, zero_stage=1)),
+}
+
+
+class Classifier(nn.Module):
+    """Layers of booster.moe, without drops: these depend on how tokens are divided."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(MoeLayer(12, 4, Top2Router(drop_tks=False), Experts(Feed, 4)) for _ in range(2))
+        self.head = nn.Linear(12, 3)
+
+    def forward(self, vectors: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            vectors = vectors + layer(vectors)
+        return self.head(vectors)
+
+
+class Feed(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(12, 20), nn.GELU(), nn.Linear(20, 12))
+
+
+def make_model(name: str) -> nn.Module:
+    if name == "own":
+        torch.manual_seed(0)
+        return Classifier()
+    return get_model(name).build()
+
+
+def make_batch(name: str, step: int, num_samples: int) -> dict[str, torch.Tensor]:
+    if name == "own":
+        generator = torch.Generator().manual_seed(step)
+        classes = torch.randint(3, (num_samples,), generator=generator)
+        return {"vectors": torch.randn(num_samples, 12, generator=generator), "classes": classes}
+    batch = get_model(name).make_batch(step, num_samples)
+    if name == "mixtral_balanced":  # padding that differs between samples, without labels
+        lengths = torch.arange(num_samples) % 4
+        mask = torch.arange(batch["input_ids"].shape[1]) < batch["input_ids"].shape[1] - lengths[:, None]
+        batch["attention_mask"] = mask.long()
+    return batch
+
+
+def loss_of(name: str, model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    if name == "own":
+        return MoeLoss(0.5, nn.CrossEntropyLoss)(model(batch["vectors"]), batch["classes"])
+    return model(**batch).loss
+
+
+def step_of(name: str, model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    return loss_of(name, model, {key: value.to(current_device()) for key, value in batch.items()})
+
+
+def train(name: str, strategy: str) -> tuple[list[float], dict[str, torch.Tensor]]:
+    booster, rank, world_size = BOOSTERS[strategy](), dist.get_rank(), dist.get_world_size()
+    raw = make_model(name)
+    model, optimizer, *_ = booster.boost(raw, torch.optim.AdamW(raw.parameters(), lr=1e-2, eps=1e-3))
+    if not strategy.startswith("hybrid_ep"):  # which does it by default
+        global_load_balancing(model)
+    losses = []
+    for step in range(STEPS):
+        batch = split_batch(make_batch(name, step, 2 * world_size), rank, world_size)
+        loss = step_of(name, model, batch)
+        losses.append(loss.item())
+        booster.backward(loss, optimizer)
+        optimizer.clip_grad_by_norm(0.05)
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, joined_over_ranks(model)
+
+
+def train_alone(name: str, world_size: int) -> tuple[list[float], dict[str, torch.Tensor]]:
+    model = make_model(name)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
+    losses = []
+    for step in range(STEPS):
+        loss = loss_of(name, model, make_batch(name, step, 2 * world_size))
+        losses.append(loss.item())
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, model.state_dict()
+
+
+@pytest.mark.parametrize("strategy", [name for name in BOOSTERS if name != "hybrid_tp"])
+@pytest.mark.parametrize("name", ["mixtral_balanced", "own"])
+def test_the_auxiliary_loss_is_that_of_one_process(name, strategy):
+    expected_losses, expected = train_alone(name, 2)
+    found = run_ranks(train, 2, name, strategy, timeout=120)
+    for mean, one in zip(zip(*(losses for losses, _ in found), strict=True), expected_losses, strict=True):
+        assert sum(mean) / 2 == pytest.approx(one, rel=1e-6)
+    for key, weight in found[0][1].items():
+        torch.testing.assert_close(weight, expected[key], rtol=1e-5, atol=1e-5)
+
+
+def train_without(name: str) -> list[float]:
+    booster = BOOSTERS["zero1"]()
+    raw = make_model(name)
+    model, *_ = booster.boost(raw, torch.optim.AdamW(raw.parameters()))
+    return [step_of(name, model, split_batch(make_batch(name, 0, 4), dist.get_rank(), 2)).item()]
+
+
+@pytest.mark.parametrize("name", ["mixtral_balanced", "own"])
+def test_a_mean_of_local_losses_is_another_one(name):
+    """Whether the test above can fail."""
+    (first,), (second,) = run_ranks(train_without, 2, name)
+    assert abs((first + second) / 2 / train_alone(name, 2)[0][0] - 1) > 1e-4
+
+
+def test_a_model_without_auxiliary_losses_is_refused():
+    with pytest.raises(ConfigError, match="found no auxiliary loss in Linear"):
+        global_load_balancing(nn.Linear(2, 2))
