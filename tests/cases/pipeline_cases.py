@@ -33,6 +33,7 @@ AXES: dict[str, tuple[int, dict[str, Any]]] = {
     "dp 2 zero 1": (2, {"zero_stage": 1}),
     "dp 2 inside": (2, {"dp_outside": False}),
     "tp 2": (2, {"tp_size": 2}),
+    "dp 2 tp 2": (4, {"tp_size": 2}),
     **{mode: MODES[mode] for mode in ("split_gather 2", "ring 2", "all_to_all 2", "ring_attn 2")},
 }
 

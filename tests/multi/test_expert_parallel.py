@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from harness import preload
 from hybrid_cases import assert_hybrid_equals_serial
+from pipeline_cases import assert_pipeline_equals_serial
 from zoo import TRANSFORMERS_MODULES
 
 preload(*TRANSFORMERS_MODULES)
@@ -114,3 +115,24 @@ def test_ranks_that_divide_the_sequence(mode):
 @pytest.mark.parametrize("layout", ["ep 2", "ep 2 dp 2", "ep 4"])
 def test_layers_of_booster_moe(model, layout):
     assert_hybrid_equals_serial(model, LAYOUTS[layout], zero_stage=1, max_norm=0.5, steps=STEPS)
+
+
+@pytest.mark.parametrize(
+    ("model", "schedule", "arguments"),
+    [
+        ("mixtral", "1f1b", {}),
+        ("mixtral", "1f1b", {"zero_stage": 1}),
+        ("mixtral", "gpipe", {"dp_outside": False}),
+        ("mixtral", "interleaved", {}),
+        ("mixtral", "zbv", {}),
+        ("Qwen2MoeForCausalLM", "1f1b", {}),
+        ("GptOssForCausalLM", "1f1b", {"zero_stage": 1}),
+    ],
+)
+def test_stages_of_a_pipeline(model, schedule, arguments):
+    assert_pipeline_equals_serial(model, schedule=schedule, axes="dp 2", arguments={"ep_size": 2, **arguments})
+
+
+def test_stages_tensor_parallel_ranks_and_shared_experts():
+    arguments = {"ep_size": 2, "tp_size": 2, "zero_stage": 1}
+    assert_pipeline_equals_serial("mixtral", axes="dp 2 tp 2", arguments=arguments)
