@@ -16,6 +16,7 @@ from booster.plugins.sharding.config import DTYPES, ShardedConfig, ZeroConfig
 from booster.validation import check_flag, is_count, is_non_nan_number
 
 from .activation_checkpointing import GradientCheckpointConfig, parse_checkpoint_config
+from .expert_parallel.dispatch import Capacity
 from .expert_parallel.plan import EXPERT_STYLE
 from .pipeline_parallel.config import PipelineArguments, RankIndependentRepr
 from .pipeline_parallel.schedules import PipelineSchedule
@@ -31,6 +32,7 @@ SEQUENCE_MODES = _TP_AXIS_MODES + _SP_AXIS_MODES
 _FLAGS = (
     *("enable_sequence_parallelism", "parallel_output", "dp_outside", "broadcast_buffers", "find_unused_parameters"),
     *("check_reduction", "gradient_as_bucket_view", "static_graph", "broadcast_loss", "enable_metadata_cache"),
+    "drop_tokens",
 )
 
 
@@ -71,6 +73,9 @@ class HybridConfig(ShardedConfig):
     split: Sequence[str] | None
     execution_sequence: Sequence[str | Callable[..., Any]] | RankIndependentRepr | None
     ep_size: int
+    capacity_factor: float | None
+    min_capacity: int
+    drop_tokens: bool
 
     def __post_init__(self) -> None:
         # Ranks compare the reprs of all fields, which must not contain addresses.
@@ -115,6 +120,13 @@ class HybridConfig(ShardedConfig):
         return {name: style for name, style in given.items() if style != EXPERT_STYLE} or None
 
     @property
+    def capacity(self) -> Capacity | None:
+        """Number of rows for each expert, or None for as many as there are."""
+        if self.capacity_factor is None:
+            return None
+        return Capacity(factor=self.capacity_factor, minimum=self.min_capacity, drops=self.drop_tokens)
+
+    @property
     def checkpointing(self) -> GradientCheckpointConfig | None:
         """Config of activation checkpointing, or None if no layer is recomputed."""
         return parse_checkpoint_config(self.gradient_checkpoint_config, self.pp_size)
@@ -148,6 +160,7 @@ class HybridConfig(ShardedConfig):
         self._pipeline_arguments().check()
         self._check_sequence_parallelism()
         self._check_world(world_size)
+        self._check_capacity()
         self._check_plan()
         self._check_gradients()
         self.zero().check(world_size)
@@ -242,6 +255,26 @@ class HybridConfig(ShardedConfig):
                 f" choose one of {', '.join(divisors)}, or start other numbers of ranks"
             )
 
+    def _check_capacity(self) -> None:
+        factor = self.capacity_factor
+        if factor is not None and (not is_non_nan_number(factor) or not 0 < factor < float("inf")):
+            raise ConfigError(
+                f"capacity_factor={factor!r} gives an expert no token: give a positive number, such as 1.25, or None to"
+                " drop no token"
+            )
+        if not is_count(self.min_capacity):
+            raise ConfigError(f"min_capacity={self.min_capacity!r} is no number of tokens: give 1 or more, such as 4")
+        if self.ep_size == 1 and factor is not None:
+            raise ConfigError(
+                f"capacity_factor={factor} has no effect with ep_size=1, where each rank computes its tokens with its"
+                " own experts: give an ep_size of 2 or more, or leave it out"
+            )
+        if factor is None and not self.drop_tokens:
+            raise ConfigError(
+                "drop_tokens=False has no effect without a capacity_factor, as then no token is dropped: leave it out,"
+                " or give a capacity_factor, such as 1.25"
+            )
+
     def _check_plan(self) -> None:
         if self.plan is not None and self.custom_policy is not None:
             raise ConfigError(
@@ -316,10 +349,13 @@ _AXIS_EXAMPLES = {
 }
 _AXES = tuple(_AXIS_EXAMPLES)
 _ARGUMENTS = {"pipeline": "pp_size", "tensor": "tp_size", "moe": "ep_size"}
-_PIPELINE_ARGUMENTS = (
-    *("num_microbatches", "microbatch_size", "pp_style", "num_model_chunks", "num_layers_per_stage", "broadcast_loss"),
-    *("enable_metadata_cache", "split", "execution_sequence"),
-)
+_FURTHER_ARGUMENTS: Mapping[str, tuple[str, ...]] = {
+    "pipeline": (
+        *("num_microbatches", "microbatch_size", "pp_style", "num_model_chunks", "num_layers_per_stage"),
+        *("broadcast_loss", "enable_metadata_cache", "split", "execution_sequence"),
+    ),
+    "moe": ("capacity_factor", "min_capacity", "drop_tokens"),
+}
 
 
 def arguments_from_config(config: Mapping[str, Any], extra: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -328,7 +364,7 @@ def arguments_from_config(config: Mapping[str, Any], extra: Mapping[str, Any] | 
     An axis is a number of ranks or a dict with `size`, and defaults to 1 rank. `tensor` also has a `mode`, of which
     "1d" (Shoeybi et al., "Megatron-LM", 2019) is supported. `pipeline` may contain the plugin's other pipeline
     arguments under their names. `data` is optional, as it follows from the others. `moe` is the number of
-    data-parallel ranks that share the experts.
+    data-parallel ranks that share the experts, with the arguments of their capacity.
 
     Args:
         config: Axis sizes, such as `dict(pipeline=dict(size=2, num_microbatches=4), tensor=dict(size=4, mode="1d"))`.
@@ -344,9 +380,12 @@ def arguments_from_config(config: Mapping[str, Any], extra: Mapping[str, Any] | 
     _check_mode(config.get("tensor", 1), sizes.get("tensor", 1))
     _check_data(sizes)
     arguments = {argument: sizes.get(axis, 1) for axis, argument in _ARGUMENTS.items()}
-    pipeline = config.get("pipeline")
-    given = pipeline if isinstance(pipeline, Mapping) else {}
-    return _merge(arguments, {name: given[name] for name in _PIPELINE_ARGUMENTS if name in given}, extra or {})
+    further = {
+        axis: {name: given[name] for name in names if name in given}
+        for axis, names in _FURTHER_ARGUMENTS.items()
+        if isinstance(given := config.get(axis), Mapping)
+    }
+    return _merge(arguments, further, extra or {})
 
 
 def _check_names(config: Any) -> None:
@@ -384,12 +423,12 @@ def _check_keys(axis: str, given: Mapping[str, Any]) -> None:
     # Unsupported modes may have further keys; the error about the mode comes first.
     if axis == "tensor" and given.get("mode") != _MODE:
         return
-    known = ("size", *{"tensor": ("mode",), "pipeline": _PIPELINE_ARGUMENTS}.get(axis, ()))
+    known = ("size", *({"tensor": ("mode",)} | dict(_FURTHER_ARGUMENTS)).get(axis, ()))
     for key in given:
         if key not in known:
             raise ConfigError(
                 f"{axis}={dict(given)!r} has the unknown key {key!r}: write {axis}={_AXIS_EXAMPLES[axis]}"
-                + (f" (its keys are {', '.join(known)})" if axis == "pipeline" else "")
+                + (f" (its keys are {', '.join(known)})" if axis in _FURTHER_ARGUMENTS else "")
             )
 
 
@@ -424,17 +463,22 @@ def _check_data(sizes: Mapping[str, int]) -> None:
         )
 
 
-def _merge(arguments: dict[str, Any], pipeline_arguments: dict[str, Any], extra: Mapping[str, Any]) -> dict[str, Any]:
+def _merge(
+    arguments: dict[str, Any], further: Mapping[str, Mapping[str, Any]], extra: Mapping[str, Any]
+) -> dict[str, Any]:
     for name, argument in _ARGUMENTS.items():
         if argument in extra:
             raise ConfigError(
                 f"{argument}={extra[argument]!r} was given in addition to {name!r}={arguments[argument]} of the"
                 f" configuration: leave {argument} out"
             )
-    for name, value in pipeline_arguments.items():
-        if name in extra:
-            raise ConfigError(
-                f"{name}={extra[name]!r} was given in addition to {value!r} in the configuration's 'pipeline': leave"
-                " one of them out"
-            )
-    return arguments | pipeline_arguments | dict(extra)
+    merged = arguments
+    for axis, given in further.items():
+        for name, value in given.items():
+            if name in extra:
+                raise ConfigError(
+                    f"{name}={extra[name]!r} was given in addition to {value!r} in the configuration's {axis!r}: leave"
+                    " one of them out"
+                )
+        merged = merged | dict(given)
+    return merged | dict(extra)

@@ -152,7 +152,9 @@ class ModelPartitioner:
             self.tp_group = TensorParallelGroup(mesh.group("tp"), sequence_mode=mode)
         if arguments.sp_axis_mode is not None:
             self.sp_group = SequenceParallelGroup(mesh.group("sp"), arguments.sp_axis_mode)
-        self.ep_group = ExpertParallelGroup.of(mesh.group("ep")) if arguments.ep_size > 1 else None
+        self.ep_group: ExpertParallelGroup | None = None
+        if arguments.ep_size > 1:
+            self.ep_group = ExpertParallelGroup.of(mesh.group("ep"), arguments.capacity)
 
     def plan(self, model: nn.Module) -> TensorParallelPlan:
         """Return the tensor-parallel plan of a model.

@@ -124,7 +124,12 @@ class HybridParallelPlugin(ShardedPlugin):
             the previous one, and stages partition the list.
         ep_size: Number of data-parallel ranks that share the experts of mixture-of-experts layers, a divisor of their
             number; ranks with the same experts form the edp axis. Tokens travel to their experts' ranks and back
-            (Lepikhin et al., "GShard", 2021), none is dropped. Everything else is as over all data-parallel ranks.
+            (Lepikhin et al., "GShard", 2021). Everything else is as over all data-parallel ranks.
+        capacity_factor: Tokens that a rank sends to each expert, as a multiple of those that it had if all had equally
+            many: messages of a fixed size. Optional; by default all tokens are sent, in messages of their number.
+        min_capacity: Smallest number of tokens with a capacity_factor.
+        drop_tokens: If True, an expert drops further tokens of a rank; if False, the capacity grows to the largest
+            number of any rank and expert.
 
     Raises:
         ConfigError: `launch` was not called, or arguments are invalid alone or together; on all ranks if on any.
@@ -199,6 +204,9 @@ class HybridParallelPlugin(ShardedPlugin):
         split: Sequence[str] | None = None,
         execution_sequence: Sequence[str | Callable[..., Any]] | None = None,
         ep_size: int = 1,
+        capacity_factor: float | None = None,
+        min_capacity: int = 4,
+        drop_tokens: bool = True,
     ) -> None:
         given = dict(locals())
         super().__init__()

@@ -15,13 +15,43 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from booster.comm import all_gather_equal, all_to_all_single, group_rank, group_size, is_fake_world
+from booster.comm import (
+    all_gather_equal,
+    all_reduce_max,
+    all_to_all_single,
+    group_rank,
+    group_size,
+    host_value,
+    is_fake_world,
+)
 
 # Note [Dispatch]
 # A *row* is one of the k experts of a token. A rank sends the rows of every expert to the rank that holds it, in the
 # order of the experts and of the tokens of each, so that the rows from one rank arrive by expert. The numbers of rows
 # are exchanged before: every rank gets the numbers of all. An expert index outside of the experts, which routers give
 # to tokens that are dropped, sends no row; its part of the output is zero.
+# With a capacity every rank sends equally many rows to every expert, so that no numbers are exchanged and the host does
+# not wait: the first ones of an expert with more, and empty rows with the weight zero for one with fewer.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Capacity:
+    """Number of rows that a rank sends to each expert (Lepikhin et al., 2021).
+
+    Attributes:
+        factor: Multiple of the rows that each expert had if all had equally many.
+        minimum: Smallest number of rows.
+        drops: If True, further rows are dropped; if False, the number is that of the expert and rank with the most.
+    """
+
+    factor: float
+    minimum: int
+    drops: bool
+
+    def rows(self, num_rows: int, num_experts: int) -> int:
+        """Return the capacity for a number of rows: rounded down, then up to an even number."""
+        rows = int(self.factor * num_rows / num_experts)
+        return max(rows + rows % 2, self.minimum)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,9 +62,13 @@ class Dispatch:
         group: Ranks that share the experts.
         num_tokens: Number of this rank's tokens.
         top_k: Number of experts per token.
-        order: This rank's rows that are sent, in the order in which they are sent.
+        order: This rank's rows that are sent, in the order in which they are sent; the number of its rows for an empty
+            one.
         counts: Number of rows by source rank and expert, on the host.
         bounds: First expert of each rank, and their number at the end.
+        own_counts: Number of this rank's rows that have each expert, also of those that are dropped; of shape
+            (experts,), on the device.
+        is_padded: Whether some rows may be empty.
     """
 
     group: dist.ProcessGroup | None
@@ -43,6 +77,13 @@ class Dispatch:
     order: torch.Tensor
     counts: Sequence[Sequence[int]]
     bounds: Sequence[int]
+    own_counts: torch.Tensor
+    is_padded: bool = False
+
+    @property
+    def num_rows(self) -> int:
+        """Number of this rank's rows."""
+        return self.num_tokens * self.top_k
 
     @property
     def sent(self) -> list[int]:
@@ -68,44 +109,64 @@ class Dispatch:
         repeats = torch.tensor([count for counts in own for count in counts], device=device)
         return experts.repeat_interleave(repeats, output_size=sum(self.received))
 
-    def load(self) -> list[int]:
-        """Return the number of rows of every expert, of all ranks together."""
-        return [sum(column) for column in zip(*self.counts, strict=True)]
-
     def _rows_between(self, source: int) -> list[int]:
         counts, bounds = self.counts[source], self.bounds
         return [sum(counts[start:stop]) for start, stop in itertools.pairwise(bounds)]
 
 
 @torch.no_grad()
-def plan_dispatch(index: torch.Tensor, bounds: Sequence[int], group: dist.ProcessGroup | None) -> Dispatch:
+def plan_dispatch(
+    index: torch.Tensor,
+    bounds: Sequence[int],
+    group: dist.ProcessGroup | None,
+    capacity: Capacity | None = None,
+) -> Dispatch:
     """Sort a batch's rows by expert and exchange their numbers.
 
     Args:
         index: Experts of every token, of shape (tokens, k).
         bounds: First expert of each rank, and the number of experts at the end.
         group: Ranks that share the experts.
+        capacity: Number of rows for each expert, optional; by default as many as there are.
 
-    Collective: yes; on an accelerator the host waits for the numbers, which the sizes of the messages depend on.
+    Collective: yes, except with a capacity that drops rows. On an accelerator the host then waits for the numbers,
+    which the sizes of the messages depend on.
     """
-    num_experts, rows = bounds[-1], index.reshape(-1)
+    num_experts, num_ranks, rows = bounds[-1], group_size(group), index.reshape(-1)
     rows = torch.where((rows >= 0) & (rows < num_experts), rows, num_experts)
     order = torch.argsort(rows, stable=True)
-    if is_fake_world():  # indices without values: as many rows for every expert
+    own = rows.new_zeros(num_experts + 1).scatter_add_(0, rows, torch.ones_like(rows))[:num_experts]
+    if capacity is not None:
+        length = capacity.rows(len(rows), num_experts)
+        if not capacity.drops:
+            largest = own.max().reshape(1)
+            length = max(length, int(host_value(all_reduce_max(largest, group), fake=length)))
+        order, counts = _with_capacity(order, own, length), [[length] * num_experts] * num_ranks
+    elif is_fake_world():  # indices without values: as many rows for every expert
         base, rest = divmod(rows.numel(), num_experts)
-        counts = [[base + (expert < rest) for expert in range(num_experts)]] * group_size(group)
+        counts = [[base + (expert < rest) for expert in range(num_experts)]] * num_ranks
     else:
-        own = rows.new_zeros(num_experts + 1).scatter_add_(0, rows, torch.ones_like(rows))
-        counts = all_gather_equal(own[:num_experts].contiguous(), group).view(-1, num_experts).tolist()
-    sent = sum(counts[group_rank(group)])
+        counts = all_gather_equal(own.contiguous(), group).view(-1, num_experts).tolist()
+        order = order[: sum(counts[group_rank(group)])]
     return Dispatch(
         group=group,
         num_tokens=index.shape[0],
         top_k=index.shape[1],
-        order=order[:sent],
+        order=order,
         counts=counts,
         bounds=bounds,
+        own_counts=own,
+        is_padded=capacity is not None,
     )
+
+
+def _with_capacity(order: torch.Tensor, counts: torch.Tensor, length: int) -> torch.Tensor:
+    """Return the first `length` rows of each expert, and the number of rows where it has fewer."""
+    num_rows, places = len(order), torch.arange(length, device=order.device)
+    starts = counts.cumsum(0) - counts
+    sources = (starts[:, None] + places).clamp(max=max(num_rows - 1, 0))
+    found = order[sources] if num_rows else sources
+    return torch.where(places < counts[:, None], found, num_rows).view(-1)
 
 
 def send_tokens(tokens: torch.Tensor, weights: torch.Tensor, dispatch: Dispatch) -> tuple[torch.Tensor, torch.Tensor]:
@@ -145,16 +206,14 @@ class _Send(torch.autograd.Function):
         ctx: Any, tokens: torch.Tensor, weights: torch.Tensor, dispatch: Dispatch
     ) -> tuple[torch.Tensor, torch.Tensor]:
         ctx.dispatch = dispatch
-        source = dispatch.order // dispatch.top_k
-        own_weights = weights.reshape(-1)[dispatch.order]
-        return _to_experts(tokens[source], dispatch), _to_experts(own_weights, dispatch)
+        own_weights = _take(weights.reshape(-1), dispatch.order, dispatch)
+        return _to_experts(_rows_of(tokens, dispatch), dispatch), _to_experts(own_weights, dispatch)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor, weight_grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
         dispatch: Dispatch = ctx.dispatch
         tokens = _sum_rows(_from_experts(grad, dispatch), dispatch)
-        weights = weight_grad.new_zeros(dispatch.num_tokens * dispatch.top_k)
-        weights[dispatch.order] = _from_experts(weight_grad, dispatch)
+        weights = _placed(_from_experts(weight_grad, dispatch), dispatch)
         return tokens, weights.view(dispatch.num_tokens, dispatch.top_k), None
 
 
@@ -167,16 +226,29 @@ class _Return(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         dispatch: Dispatch = ctx.dispatch
-        return _to_experts(grad[dispatch.order // dispatch.top_k], dispatch), None
+        return _to_experts(_rows_of(grad, dispatch), dispatch), None
+
+
+def _rows_of(tokens: torch.Tensor, dispatch: Dispatch) -> torch.Tensor:
+    """Return the rows that are sent, zero for an empty one."""
+    return _take(tokens, dispatch.order // dispatch.top_k, dispatch)
+
+
+def _take(values: torch.Tensor, index: torch.Tensor, dispatch: Dispatch) -> torch.Tensor:
+    if dispatch.is_padded:
+        values = torch.cat([values, values.new_zeros(1, *values.shape[1:])])
+    return values[index]
+
+
+def _placed(rows: torch.Tensor, dispatch: Dispatch) -> torch.Tensor:
+    """Return all of this rank's rows in the order of its tokens, zero for one that was not sent."""
+    placed = rows.new_zeros(dispatch.num_rows + dispatch.is_padded, *rows.shape[1:])
+    return placed.index_copy_(0, dispatch.order, rows)[: dispatch.num_rows]
 
 
 def _sum_rows(rows: torch.Tensor, dispatch: Dispatch) -> torch.Tensor:
     """Return the sum of each token's rows. Not by index_add_, whose order of sums is not fixed on an accelerator."""
-    if dispatch.top_k == 1 and len(dispatch.order) == dispatch.num_tokens:
-        return torch.empty_like(rows).index_copy_(0, dispatch.order, rows)
-    placed = rows.new_zeros(dispatch.num_tokens * dispatch.top_k, *rows.shape[1:])
-    placed.index_copy_(0, dispatch.order, rows)
-    return placed.view(dispatch.num_tokens, dispatch.top_k, *rows.shape[1:]).sum(1)
+    return _placed(rows, dispatch).view(dispatch.num_tokens, dispatch.top_k, *rows.shape[1:]).sum(1)
 
 
 def _to_experts(rows: torch.Tensor, dispatch: Dispatch) -> torch.Tensor:

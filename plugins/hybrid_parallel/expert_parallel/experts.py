@@ -14,7 +14,7 @@ from torch import nn
 from booster.comm import group_rank, group_size
 from booster.plugins.hybrid_parallel.tensor_parallel.dynamic_class import mixin_forward
 
-from .dispatch import plan_dispatch, return_tokens, send_tokens
+from .dispatch import Capacity, Dispatch, plan_dispatch, return_tokens, send_tokens
 from .plan import experts_in
 
 
@@ -26,18 +26,21 @@ class ExpertParallelGroup:
         group: The process group.
         size: Number of ranks.
         rank: This rank in the group.
-        load: Rows of every expert in the last forward, of all these ranks together, by name of the module.
+        capacity: Number of rows for each expert, or None for as many as there are.
+        loads: Rows of this rank's tokens that had each expert in the last forward, of shape (experts,), by name of the
+            module.
     """
 
     group: dist.ProcessGroup | None
     size: int
     rank: int
-    load: dict[str, list[int]] = field(default_factory=dict)
+    capacity: Capacity | None = None
+    loads: dict[str, torch.Tensor] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, group: dist.ProcessGroup | None) -> ExpertParallelGroup:
+    def of(cls, group: dist.ProcessGroup | None, capacity: Capacity | None = None) -> ExpertParallelGroup:
         """Return the description of a process group."""
-        return cls(group, group_size(group), group_rank(group))
+        return cls(group, group_size(group), group_rank(group), capacity)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ExpertParallelGroup:
         return self
@@ -65,6 +68,11 @@ class _Experts:
     @property
     def num_experts(self) -> int:
         return self.bounds[-1]
+
+    def plan(self, index: torch.Tensor) -> Dispatch:
+        dispatch = plan_dispatch(index, self.bounds, self.ep_group.group, self.ep_group.capacity)
+        self.ep_group.loads[self.name] = dispatch.own_counts
+        return dispatch
 
 
 def make_expert_parallel(
@@ -127,9 +135,8 @@ def _run_routed(
     if is_one_hot:
         flat = torch.where(index.any(-1), index.argmax(-1), experts.num_experts)
     else:
-        flat = index.view(len(tokens), -1)
-    dispatch = plan_dispatch(flat, experts.bounds, experts.ep_group.group)
-    experts.ep_group.load[experts.name] = dispatch.load()
+        flat = index.flatten(0, -2)
+    dispatch = experts.plan(flat)
     rows, row_weights = send_tokens(tokens, weights.view(flat.shape), dispatch)
     is_empty = len(rows) == 0
     local = dispatch.local_index(rows.device).view(-1, 1)
@@ -155,23 +162,21 @@ def _run_scaled(forward: Any, experts: _Experts, tokens: torch.Tensor) -> torch.
     num_blocks = experts.num_experts
     index = torch.arange(num_blocks, device=tokens.device).repeat_interleave(len(tokens) // num_blocks)
     index = torch.where((tokens != 0).any(-1), index, num_blocks).view(-1, 1)
-    dispatch = plan_dispatch(index, experts.bounds, experts.ep_group.group)
-    experts.ep_group.load[experts.name] = dispatch.load()
+    dispatch = experts.plan(index)
     rows, weights = send_tokens(tokens, tokens.new_ones(len(tokens), 1), dispatch)
     if len(rows) == 0:
         return return_tokens(rows + weights.sum(), dispatch)
     # The forward needs equally many rows for each expert: blocks are padded with zeros.
     local = dispatch.local_index(rows.device)
     rank = experts.ep_group.rank
-    num_local = experts.bounds[rank + 1] - experts.bounds[rank]
-    place, length = _places_in_blocks(
-        local, num_local, dispatch.load()[experts.bounds[rank] : experts.bounds[rank + 1]]
-    )
-    blocks = rows.new_zeros(num_local * length, *rows.shape[1:]).index_copy(0, place, rows)
+    first, last = experts.bounds[rank : rank + 2]
+    received = [sum(counts) for counts in zip(*(row[first:last] for row in dispatch.counts), strict=True)]
+    place, length = _places_in_blocks(local, received)
+    blocks = rows.new_zeros(len(received) * length, *rows.shape[1:]).index_copy(0, place, rows)
     return return_tokens(forward(blocks)[place], dispatch)
 
 
-def _places_in_blocks(local: torch.Tensor, num_local: int, counts: Sequence[int]) -> tuple[torch.Tensor, int]:
+def _places_in_blocks(local: torch.Tensor, counts: Sequence[int]) -> tuple[torch.Tensor, int]:
     """Return the place of each row in equal blocks of an expert's rows each, and the length of a block."""
     order = torch.argsort(local, stable=True)
     length = max(counts)
