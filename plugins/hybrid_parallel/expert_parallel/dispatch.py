@@ -260,11 +260,14 @@ def _from_experts(rows: torch.Tensor, dispatch: Dispatch) -> torch.Tensor:
 
 
 def _exchange(rows: torch.Tensor, dispatch: Dispatch, outgoing: Sequence[int], incoming: Sequence[int]) -> torch.Tensor:
-    width = rows[0].numel() if len(rows) else rows.shape[1:].numel()
+    width = rows.shape[1:].numel()
+    payload = rows.contiguous().view(-1)
+    if payload.stride(0) != 1:  # an expanded gradient of one element counts as contiguous
+        payload = payload.clone(memory_format=torch.contiguous_format)
     output = rows.new_empty(sum(incoming), *rows.shape[1:])
     all_to_all_single(
         output.view(-1),
-        rows.contiguous().view(-1),
+        payload,
         dispatch.group,
         output_sizes=[width * count for count in incoming],
         payload_sizes=[width * count for count in outgoing],
