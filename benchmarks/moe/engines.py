@@ -1,4 +1,4 @@
-"""What benchmarks/moe/run.py compares: a training step, the dispatch alone, and a layer, each beside what it should beat."""
+"""What benchmarks/moe/run.py compares: a training step, the dispatch alone, and a layer, each beside its rival."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Expert parallelism over two processes: a step beside data parallelism, the dispatch alone, a layer beside DeepSpeed's.
+"""Expert parallelism over two processes: a step beside data parallelism, the dispatch, a layer beside DeepSpeed's.
 
     python benchmarks/moe/run.py [--part step] [--save] [--strict] [--quick]
 

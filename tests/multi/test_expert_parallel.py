@@ -110,8 +110,8 @@ def test_ranks_that_divide_the_sequence(mode):
     assert_hybrid_equals_serial("mixtral", (4, arguments), zero_stage=1, max_norm=0.5, steps=STEPS)
 
 
-# Layers of booster.moe: one router and one set of experts for both blocks, dropped tokens, recomputed blocks.
-@pytest.mark.parametrize("model", ["widenet", "widenet_stacked", "widenet_checkpointed"])
+# Layers of booster.moe: one router and one set of experts for both blocks, auxiliary losses, recomputed blocks.
+@pytest.mark.parametrize("model", ["widenet_dropless", "widenet_dropless_stacked", "widenet_dropless_checkpointed"])
 @pytest.mark.parametrize("layout", ["ep 2", "ep 2 dp 2", "ep 4"])
 def test_layers_of_booster_moe(model, layout):
     assert_hybrid_equals_serial(model, LAYOUTS[layout], zero_stage=1, max_norm=0.5, steps=STEPS)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -49,6 +49,17 @@ def _translations(num_samples: int, generator: torch.Generator) -> Batch:
         "input_ids": torch.randint(3, VOCABULARY, (num_samples, LENGTH), generator=generator),
         "labels": torch.randint(3, VOCABULARY, (num_samples, 7), generator=generator),
     }
+
+
+def _short_texts(num_samples: int, generator: torch.Generator) -> Batch:
+    """Returns sequences so short that torch sums the gradients of a token's experts in one thread, in a fixed order."""
+    return {key: value[:, :6].contiguous() for key, value in causal_batch(num_samples, generator).items()}
+
+
+def _sample_of(name: str, class_name: str) -> Callable[[int, torch.Generator], Batch]:
+    if class_name.endswith("ConditionalGeneration"):
+        return _translations
+    return _short_texts if name == "mixtral_8_experts_per_token" else causal_batch
 
 
 class ListedExperts(nn.Module):
@@ -97,14 +108,41 @@ def _classification_loss(model: nn.Module, batch: Batch) -> torch.Tensor:
     return functional.cross_entropy(model(batch["vectors"]), batch["classes"])
 
 
+_INDEXERS = tuple(
+    f"model.layers.{layer}.self_attn.indexer.{name}"
+    for layer in range(2)
+    for name in ("wq_b.weight", "wk.weight", "k_norm.weight", "k_norm.bias", "weights_proj.weight")
+)
+# What no batch gives a gradient: it chooses the keys of an attention, or is left out by the router's masks.
+_NEVER_USED = {
+    "deepseek_v32": _INDEXERS,
+    "glm_moe_dsa": _INDEXERS,
+    "nllb_moe": tuple(
+        f"model.{stack}.layers.1.ffn.experts.expert_{expert}.{layer}.{kind}"
+        for stack in ("encoder", "decoder")
+        for expert in (2, 3)
+        for layer in ("fc1", "fc2")
+        for kind in ("weight", "bias")
+    ),
+}
+_TIES = {
+    "switch": ("shared", "encoder.embed_tokens", "decoder.embed_tokens", "lm_head"),
+    "nllb_moe": ("model.shared", "model.encoder.embed_tokens", "model.decoder.embed_tokens", "lm_head"),
+}
+# A product of means over the batch; a capacity that depends on its size.
+_MIXES_SAMPLES = ("mixtral_balanced", "nllb_moe")
+
 EXPERT_MODELS = (
     *(
         ZooEntry(
             name=name,
             construct=functools.partial(_build, class_name, changes),
-            sample=_translations if class_name.endswith("ConditionalGeneration") else causal_batch,
+            sample=_sample_of(name, class_name),
             loss=own_loss,
             uses_unused_parameters=True,  # an expert may get no token
+            never_used=_NEVER_USED.get(name, ()),
+            mixes_samples=name in _MIXES_SAMPLES,
+            tied=(tuple(f"{one}.weight" for one in _TIES[name]),) if name in _TIES else (),
             is_layer_variant=True,
         )
         for name, (class_name, changes) in _CONFIGS.items()

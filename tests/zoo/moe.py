@@ -53,19 +53,22 @@ class Block(nn.Module):
 class Widenet(nn.Module):
     """Encoder whose blocks share router and experts, with norms of their own (Xue et al., arXiv:2107.11817).
 
-    The capacity is so small that tokens are dropped.
+    The capacity is so small that tokens are dropped, if they may be.
 
     Args:
         is_stacked: The experts' parameters are stacked.
         use_reentrant: Blocks are checkpointed in that way; None: they are not.
+        drops: Tokens are dropped.
     """
 
-    def __init__(self, *, is_stacked: bool = False, use_reentrant: bool | None = None, depth: int = 2) -> None:
+    def __init__(
+        self, *, is_stacked: bool = False, use_reentrant: bool | None = None, drops: bool = True, depth: int = 2
+    ) -> None:
         super().__init__()
         self.use_reentrant = use_reentrant
         make = FFNExperts if is_stacked else partial(Experts, FeedForward)
         experts = make(num_experts=_NUM_EXPERTS, d_model=_WIDTH, d_ff=24)
-        router = Top2Router(capacity_factor_train=0.8, min_capacity=1)
+        router = Top2Router(capacity_factor_train=0.8, min_capacity=1, drop_tks=drops)
         self.patches = nn.Linear(12, _WIDTH)
         self.positions = nn.Parameter(torch.randn(5, _WIDTH) * 0.1)
         self.blocks = nn.ModuleList(Block(experts, router) for _ in range(depth))
@@ -96,8 +99,10 @@ def _entry(name: str, **arguments: bool) -> ZooEntry:
         construct=partial(Widenet, **arguments),
         sample=vectors(5, 12, num_classes=_NUM_CLASSES),
         loss=moe_class_loss,
-        mixes_samples=True,
-        routes_by_rank=True,
+        # Without drops it does not matter which tokens are together where auxiliary losses are those of all ranks.
+        mixes_samples=arguments.get("drops", True),
+        routes_by_rank=arguments.get("drops", True),
+        is_layer_variant=not arguments.get("drops", True),
         tied=tuple(tuple(f"blocks.{block}.ffn.experts.{one}" for block in range(2)) for one in names),
     )
 
@@ -107,4 +112,7 @@ MOE_MODELS = (
     _entry("widenet_stacked", is_stacked=True),
     _entry("widenet_checkpointed", use_reentrant=False),
     _entry("widenet_reentrant", use_reentrant=True),
+    _entry("widenet_dropless", drops=False),
+    _entry("widenet_dropless_stacked", is_stacked=True, drops=False),
+    _entry("widenet_dropless_checkpointed", use_reentrant=False, drops=False),
 )
