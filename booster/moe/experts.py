@@ -118,8 +118,8 @@ def _has_no_values(tensor: Tensor) -> bool:
 class FFNExperts(nn.Module):
     """Feed-forward networks of two linear layers, with the parameters of all experts stacked along dim 0.
 
-    One grouped product computes a layer of all experts where torch has it for the device, the dtype and the sizes, else
-    one product per expert. All parameters have a gradient, zeros for an expert without tokens.
+    One grouped product computes a layer of all experts on accelerators where torch has it for the dtype and the sizes,
+    else one product per expert. All parameters have a gradient, zeros for an expert without tokens.
 
     Args:
         num_experts: Number of experts.
@@ -170,9 +170,29 @@ class FFNExperts(nn.Module):
         # Grouped products leave rows outside of all ranges uninitialized, and the gradients of such rows. The last
         # expert computes the dropped assignments, too; with a weight of 0 they have neither output nor gradient.
         ends = torch.cat([ends[:-1], ends.new_full((1,), len(order))])
-        states = self.dropout(self.activation(grouped_linear(states, self.up_weight, self.up_bias, ends)))
-        outputs = self.dropout(grouped_linear(states, self.down_weight, self.down_bias, ends))
+        outputs = self._run_grouped(states, ends) if self._is_grouped(states, ends) else self._run_each(states, ends)
         return combine(outputs, order, top_k_index, top_k_weights, self.num_experts)
+
+    def _is_grouped(self, states: Tensor, ends: Tensor) -> bool:
+        weights = (self.up_weight, self.down_weight)
+        return (
+            not _has_no_values(ends)
+            and all(map(_is_aligned, (states, *weights)))
+            and _has_grouped_mm(states.device, _computed_dtype(states))
+        )
+
+    def _run_grouped(self, states: Tensor, ends: Tensor) -> Tensor:
+        states = self.dropout(self.activation(grouped_linear(states, self.up_weight, self.up_bias, ends)))
+        outputs: Tensor = self.dropout(grouped_linear(states, self.down_weight, self.down_bias, ends))
+        return outputs
+
+    def _run_each(self, states: Tensor, ends: Tensor) -> Tensor:
+        ranges = states.split(_sizes(ends, len(states))[:-1])
+        none = [None] * len(ranges)
+        ups = zip(ranges, self.up_weight.unbind(), none if self.up_bias is None else self.up_bias.unbind(), strict=True)
+        downs = zip(self.down_weight.unbind(), none if self.down_bias is None else self.down_bias.unbind(), strict=True)
+        hidden = (self.dropout(self.activation(F.linear(*one))) for one in ups)
+        return torch.cat([self.dropout(F.linear(one, *down)) for one, down in zip(hidden, downs, strict=True)])
 
 
 @not_compiled
@@ -185,17 +205,8 @@ def grouped_linear(states: Tensor, weight: Tensor, bias: Tensor | None, ends: Te
         bias: Biases, of shape (groups, out), optional.
         ends: End of each group's range, of shape (groups,); the last one is the number of rows.
     """
-    device_type = states.device.type
-    if torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(
-        device_type
-    ):  # grouped products have no autocast rule
-        dtype = torch.get_autocast_dtype(device_type)
-        states, weight, bias = states.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
-    is_aligned = _is_aligned(states) and _is_aligned(weight)
-    if _has_no_values(ends) or not is_aligned or not _has_grouped_mm(weight.device, weight.dtype):
-        ranges = states.split(_sizes(ends, len(states))[:-1])
-        biases: Any = [None] * len(ranges) if bias is None else bias.unbind()
-        return torch.cat([F.linear(*one) for one in zip(ranges, weight.unbind(), biases, strict=True)])
+    dtype = _computed_dtype(states)  # grouped products have no autocast rule
+    states, weight, bias = states.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
     outputs = F.grouped_mm(states, weight.transpose(-2, -1), offs=ends.int())
     if bias is None:
         return outputs
@@ -208,9 +219,17 @@ def _is_aligned(tensor: Tensor) -> bool:
     return all(count * tensor.element_size() % 16 == 0 for count in (*tensor.shape[1:], tensor.storage_offset()))
 
 
+def _computed_dtype(states: Tensor) -> torch.dtype:
+    kind = states.device.type
+    is_autocast = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    return torch.get_autocast_dtype(kind) if is_autocast else states.dtype
+
+
 @functools.cache
 def _has_grouped_mm(device: torch.device, dtype: torch.dtype) -> bool:
-    """Return whether torch computes grouped products and their gradients, by a call."""
+    """Return whether torch computes grouped products and their gradients with one kernel, by a call."""
+    if device.type == "cpu":  # one product after the other, without the biases
+        return False
     try:
         with torch.enable_grad(), torch.inference_mode(False):
             states = torch.ones(16, 16, device=device, dtype=dtype, requires_grad=True)

@@ -121,18 +121,28 @@ def test_no_tokens_at_all(maker):
     assert all(torch.equal(one.grad, torch.zeros_like(one)) for one in experts.parameters())
 
 
-def test_the_grouped_product_runs_where_torch_has_it(monkeypatch):
-    assert not experts_module._has_grouped_mm(torch.device("cpu"), torch.float64)
+def test_one_product_per_expert_on_the_cpu_and_a_grouped_one_elsewhere(monkeypatch):
     calls = []
     original = F.grouped_mm
     monkeypatch.setattr(F, "grouped_mm", lambda *args, **kwargs: calls.append(args) or original(*args, **kwargs))
     index, weights = torch.tensor([[0], [1]]), torch.ones(2, 1)
-    stacked()(torch.ones(2, DIM), index, weights)
-    assert calls
-    calls.clear()
-    stacked(hidden=13)(torch.ones(2, DIM), index, weights)  # rows of 52 bytes
-    stacked().double()(torch.ones(2, DIM, dtype=torch.float64), index, weights.double())
-    assert not calls
+
+    def run(states, experts):
+        calls.clear()
+        outputs = experts(states, index, weights.to(states.dtype))
+        outputs.square().sum().backward()
+        return outputs, [one.grad for one in experts.parameters()], bool(calls)
+
+    torch.manual_seed(0)
+    *expected, is_grouped = run(torch.ones(2, DIM), stacked())
+    assert not is_grouped
+    monkeypatch.setattr(experts_module, "_has_grouped_mm", lambda device, dtype: dtype == torch.float32)
+    torch.manual_seed(0)
+    *found, is_grouped = run(torch.ones(2, DIM), stacked())
+    assert is_grouped
+    torch.testing.assert_close(found, expected)
+    assert not run(torch.ones(2, DIM), stacked(hidden=13))[-1]  # rows of 52 bytes
+    assert not run(torch.ones(2, DIM, dtype=torch.float64), stacked().double())[-1]
 
 
 def test_weights_at_an_odd_place_of_a_buffer():

@@ -101,6 +101,12 @@ class Dispatch:
         """Largest number of rows between any two ranks."""
         return max(max(self._rows_between(source)) for source in range(len(self.counts)))
 
+    @property
+    def is_even(self) -> bool:
+        """Whether equally many rows go from every rank to every other."""
+        counts = {count for source in range(len(self.counts)) for count in self._rows_between(source)}
+        return len(counts) == 1 and counts != {0}
+
     def local_index(self, device: torch.device) -> torch.Tensor:
         """Return the index among this rank's experts of each row that it receives, of shape (rows,)."""
         rank = group_rank(self.group)
@@ -242,7 +248,10 @@ def _take(values: torch.Tensor, index: torch.Tensor, dispatch: Dispatch) -> torc
 
 def _placed(rows: torch.Tensor, dispatch: Dispatch) -> torch.Tensor:
     """Return all of this rank's rows in the order of its tokens, zero for one that was not sent."""
-    placed = rows.new_zeros(dispatch.num_rows + dispatch.is_padded, *rows.shape[1:])
+    is_complete = not dispatch.is_padded and len(dispatch.order) == dispatch.num_rows
+    placed = (rows.new_empty if is_complete else rows.new_zeros)(
+        dispatch.num_rows + dispatch.is_padded, *rows.shape[1:]
+    )
     return placed.index_copy_(0, dispatch.order, rows)[: dispatch.num_rows]
 
 
@@ -265,6 +274,9 @@ def _exchange(rows: torch.Tensor, dispatch: Dispatch, outgoing: Sequence[int], i
     if payload.stride(0) != 1:  # an expanded gradient of one element counts as contiguous
         payload = payload.clone(memory_format=torch.contiguous_format)
     output = rows.new_empty(sum(incoming), *rows.shape[1:])
+    if dispatch.is_even:
+        all_to_all_single(output.view(-1), payload, dispatch.group)
+        return output
     all_to_all_single(
         output.view(-1),
         payload,
