@@ -13,6 +13,7 @@ from torch import nn
 
 from booster.comm import (
     all_reduce_max,
+    all_reduce_sum,
     broadcast,
     check_same_across_ranks,
     collective_device,
@@ -30,6 +31,7 @@ from booster.plugins.sharding.compiling import calls_compiled, not_compiled
 from booster.pytree import iter_tensors
 from booster.rng_state import get_rng_state, set_rng_state
 
+from .expert_parallel.experts import ExpertParallelGroup
 from .pipeline_parallel.microbatch import PipelineRun
 from .pipeline_parallel.stage_forward import ModelChunk, StageActivation, run_chunk
 from .pipeline_parallel.stage_module import StageModel
@@ -55,6 +57,7 @@ class HybridModel(ZeroModel):
         is_primary: If True, this rank is primary among those with the same shards.
         is_expert_primary: The same for experts with expert parallelism.
         broadcasts_buffers: If True, broadcast the group's first rank's buffers before each forward in training.
+        ep_group: The group of the ep axis; optional, defaults to unsharded experts.
         stage_model: The pipeline stage's part of the model; optional, defaults to no pipeline.
         stage: Pipeline stage of this rank.
 
@@ -77,6 +80,7 @@ class HybridModel(ZeroModel):
         is_primary: bool,
         is_expert_primary: bool,
         broadcasts_buffers: bool,
+        ep_group: ExpertParallelGroup | None = None,
         stage_model: StageModel | None = None,
         stage: int = 0,
     ) -> None:
@@ -86,6 +90,7 @@ class HybridModel(ZeroModel):
         self._parameter_names = frozenset(parameters)
         self._experts = frozenset(name for name, one in parameters.items() if shard_spec_of(one).is_expert)
         self._is_expert_primary = is_expert_primary
+        self._ep_group = ep_group
         self._parallel_groups = [group for group in (tp_group, sp_group) if group is not None]
         self._replica_group = replica_group
         self.model_parallel_size = group_size(replica_group)
@@ -133,6 +138,17 @@ class HybridModel(ZeroModel):
         if self._parallel_groups and self.training:
             self._check_same_batch(args, kwargs)
             self.sync_rng_state()
+
+    def expert_loads(self) -> dict[str, torch.Tensor]:
+        """Return the number of tokens of each expert in the last forward, of all ranks together, before any is dropped.
+
+        Returns:
+            Tensors of shape (experts,) by name of the module of experts; none without expert parallelism.
+
+        Collective: over the ranks with the same layers.
+        """
+        loads = {} if self._ep_group is None else self._ep_group.loads
+        return {name: all_reduce_sum(load.clone(), self._group) for name, load in sorted(loads.items())}
 
     # Pipeline stages.
 

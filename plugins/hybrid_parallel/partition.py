@@ -189,7 +189,8 @@ class ModelPartitioner:
 
     def explain(self, model: nn.Module) -> str:
         """Return a table of this rank's shards of a model, one of its experts, and one of the pipeline stages."""
-        table, experts = self._table(model, self.plan(model)), self.experts(model)
+        plan, experts = self.plan(model), self.experts(model)
+        table = self._table(model, plan, experts)
         if experts is not None and self.ep_group is not None:
             table = f"{experts.explain(self.ep_group.rank)}\n\n{table}"
         pipeline, stage_partition = self._arguments.pipeline, self.stage_partition(model)
@@ -206,10 +207,12 @@ class ModelPartitioner:
         )
         return f"{stages}\n\n{table}" if self.tp_group is not None or experts is not None else stages
 
-    def _table(self, model: nn.Module, plan: TensorParallelPlan) -> str:
+    def _table(self, model: nn.Module, plan: TensorParallelPlan, experts: ExpertPlan | None) -> str:
         rank = 0 if self.tp_group is None else self.tp_group.rank
         multiple = self._arguments.make_vocab_size_divisible_by
-        return explain(plan, model, self._arguments.tp_size, rank, vocabulary_multiple=multiple)
+        specs = {} if experts is None else self._local_specs(model, self.shard_specs(model, plan), experts)
+        shapes = {name: spec.local_shape for name, spec in specs.items() if spec.is_expert}
+        return explain(plan, model, self._arguments.tp_size, rank, vocabulary_multiple=multiple, expert_shapes=shapes)
 
     def stage_partition(self, model: nn.Module) -> StagePartition | None:
         """Return the layers of each pipeline stage, or None without pipeline parallelism.
@@ -261,7 +264,7 @@ class ModelPartitioner:
         entries = [*plan.entries, *(experts.entries if experts is not None else ())]
         check_same_across_ranks("the plan", [repr(entry) for entry in entries])
         if plan.is_derived or self._verbose:
-            log_rank_zero(f"HybridParallelPlugin plan of {type(model).__name__}:\n{self._table(model, plan)}")
+            log_rank_zero(f"HybridParallelPlugin plan of {type(model).__name__}:\n{self._table(model, plan, experts)}")
         shard_specs = self.shard_specs(model, plan)
         local_specs = self._local_specs(model, shard_specs, experts)
         materializer = Materializer(model, self._device, param_init_fn=None, sync=True)

@@ -347,6 +347,7 @@ class HybridParallelPlugin(ShardedPlugin):
             is_primary=mesh.rank("dp", "sp") == 0,
             is_expert_primary=mesh.rank("edp", "sp") == 0,
             broadcasts_buffers=config.broadcast_buffers and mesh.size("dp", "sp") > 1,
+            ep_group=self._partitioner.ep_group,
             stage_model=stage_model,
             stage=mesh.rank("pp"),
         )

@@ -208,5 +208,7 @@ def test_a_configuration_and_an_explanation():
     assert "experts: 5 experts (" in text
     assert "rank 0: 0-2" in text
     assert "rank 1: 3-4" in text
+    held = 3 if dist.get_rank() == 0 else 2
+    assert f"{held}x4x4 of 5x4x4" in text
     with pytest.raises(ConfigError, match="ep_size=2 was given in addition to 'moe'=2"):
         HybridParallelPlugin.from_config({"moe": 2}, ep_size=2)

@@ -25,7 +25,13 @@ _HEADER = ("module", "style", "local shape", "bytes")
 
 
 def explain(
-    plan: TensorParallelPlan, model: nn.Module, tp_size: int, rank: int = 0, *, vocabulary_multiple: int = 64
+    plan: TensorParallelPlan,
+    model: nn.Module,
+    tp_size: int,
+    rank: int = 0,
+    *,
+    vocabulary_multiple: int = 64,
+    expert_shapes: Mapping[str, tuple[int, ...]] | None = None,
 ) -> str:
     """Return a plan as a table: module, style, local shape, bytes; equal layers share a row.
 
@@ -35,20 +41,25 @@ def explain(
         tp_size: Number of tensor-parallel ranks.
         rank: Tensor-parallel rank whose shards are listed.
         vocabulary_multiple: Multiple to which the vocabulary is padded.
+        expert_shapes: Shapes of this rank's shards of experts by name, with expert parallelism.
     """
-    entries = _entries_of(plan, model)
+    entries, expert_shapes = _entries_of(plan, model), expert_shapes or {}
     rows: dict[tuple[str, str, str], list[int]] = {}
     seen: set[int] = set()
     local = full = 0
     for name, parameter in model.named_parameters(remove_duplicate=False):
         planned_name, entry = entries.get(id(parameter), (name, None))
-        shape = _local_shape(planned_name, parameter, entry, tp_size, rank, vocabulary_multiple)
+        shape = expert_shapes.get(name) or _local_shape(
+            planned_name, parameter, entry, tp_size, rank, vocabulary_multiple
+        )
         is_new = id(parameter) not in seen
         size = math.prod(shape) * parameter.element_size() * is_new
         local += size
         full += parameter.numel() * parameter.element_size() * is_new
         seen.add(id(parameter))
         style = (entry.style if entry else "replicated") + ("" if is_new else " (shared)")
+        if name in expert_shapes:
+            style = f"expert, {entry.style}" if entry else "expert"
         local_text, full_text = ("x".join(map(str, sizes)) or "scalar" for sizes in (shape, parameter.shape))
         shape_text = local_text if local_text == full_text else f"{local_text} of {full_text}"
         rows.setdefault((generalize(name), style, shape_text), []).append(size)
