@@ -102,7 +102,8 @@ class ShardedParam:
     def set_on_modules(self, parameter: nn.Parameter) -> None:
         """Show a tensor of this parameter in the model; replacement of `FSDPParam._setattr_on_modules`."""
         _share_attributes(self.original, parameter)
-        parameter.requires_grad_(self.requires_grad)
+        if parameter.requires_grad != self.requires_grad:
+            parameter.requires_grad_(self._requires_grad)
         FSDPParam._setattr_on_modules(self.fsdp_param, parameter)
 
     @property
@@ -115,7 +116,7 @@ class ShardedParam:
     def shown(self) -> nn.Parameter:
         """The tensor that the model shows now."""
         info = self.fsdp_param._module_info
-        return cast(nn.Parameter, getattr(info.module, info.param_name))
+        return cast(nn.Parameter, info.module._parameters[info.param_name])
 
     @property
     def padded_shard(self) -> torch.Tensor:
@@ -135,6 +136,8 @@ class ShardedParam:
     def is_replaced(self) -> bool:
         """Return whether a module shows another parameter in this one's place, such as after tying weights."""
         info, fsdp_param = self.fsdp_param._module_info, self.fsdp_param
+        if info.module._parameters.get(info.param_name) is self.parameter and not info.shared_modules:
+            return False
         own = [
             getattr(fsdp_param, name, None)
             for name in ("sharded_param", "_unsharded_param", "_sharded_post_forward_param")
@@ -160,11 +163,11 @@ class ShardedParam:
 
     def sync_requires_grad(self) -> bool:
         """Apply the last change of requires_grad on any of the tensors to all of them, and return it."""
-        tensors = [self.original, self.parameter, self.shown]
-        if any(one.requires_grad != self._requires_grad for one in tensors):
-            self._requires_grad = not self._requires_grad
-            for one in tensors:
-                one.requires_grad_(self._requires_grad)
+        original, parameter, shown, before = self.original, self.parameter, self.shown, self._requires_grad
+        if not original.requires_grad == parameter.requires_grad == shown.requires_grad == before:
+            self._requires_grad = not before
+            for one in (original, parameter, shown):
+                one.requires_grad_(not before)
         return self._requires_grad
 
     @property
@@ -333,7 +336,7 @@ class FSDP2ParamGroup:
             torch.accelerator.current_stream().wait_stream(context.reduce_scatter_stream)
 
     def order_streams(self) -> None:
-        """Let FSDP2's streams wait for the current one, which may read their memory that `reset_iter_state` frees."""
+        """Let FSDP2's streams wait for the current one, which may read their memory that is about to be freed."""
         context = self._group.comm_ctx
         for name in ("all_gather_copy_in_stream", "all_gather_stream", "reduce_scatter_stream"):
             if self.device.type != "cpu" and hasattr(context, name):  # set by the first forward

@@ -255,6 +255,8 @@ class FSDPModel(ModelWrapper):
     def clear_grads(self, *, keep_used: bool = False) -> None:
         """Drop all gradients."""
         self.collective_order.wait_in_flight()
+        if self.fsdp_groups:
+            self.fsdp_groups[0].fsdp2.order_streams()  # the current one may still read the gradients
         for group in self.fsdp_groups:
             group.clear_grads(keep_used=keep_used)
         self.replicated_params.clear_grads(keep_used=keep_used)

@@ -68,7 +68,7 @@ class ParamGroupAllGather(AllGather):
 
 
 class ParamGroupReduceScatter(ReduceScatter):
-    """Reduce-scatter into a parameter group's buffer of reduced gradients.
+    """Reduce-scatter into a parameter group's reduced gradients.
 
     FSDP2 calls `allocate` for the input (unsharded), then for the output (this rank's shard).
 
@@ -110,13 +110,13 @@ class _AllGatherWork(dist.Work):
         return True
 
 
-# Note [Gradient buffer]
+# Note [Reduced gradients]
 # FSDP2 allocates memory for the reduced gradients of each backward, casts them to the weights' dtype and adds them to
-# those of earlier backwards. Here a parameter group has one flat buffer for reduced gradients, in fp32 or wider, that
-# lives as long as the model. The reduce-scatter accumulates straight into it, and the gradients that FSDP2 then makes
-# of it are dropped. All trainable parameters take part in every reduce-scatter, with zeros where this rank has not used
-# them, because the ranks' inputs must have equal lengths. Which ones were used on any rank is all-reduced when the
-# gradients are read.
+# those of earlier backwards, one by one. Here a parameter group keeps the memory of the first backward, in fp32 or
+# wider, until the gradients are cleared, and later reduce-scatters accumulate straight into it; what FSDP2 makes of it
+# is dropped. With offload its copies in host memory are kept instead, and later ones are added to them. All trainable
+# parameters take part in every reduce-scatter, with zeros where this rank has not used them, because the ranks' inputs
+# must have equal lengths. Which ones were used on any rank is all-reduced when the gradients are read.
 
 
 class ParamGroup:
@@ -167,12 +167,10 @@ class ParamGroup:
         )
         self.grad_dtype = self.reduce_dtype if self.reduce_dtype.itemsize >= 4 else torch.float32
         self._offloads = any(one.is_offloaded for one in self.params)
-        # Whether gradients are read from FSDP2's: with one rank (no collective), or with CPU offload.
-        self._reads_fsdp_grads = self.num_ranks == 1 or self._offloads
-        self._grad_buffer: torch.Tensor | None = None
-        self._buffer_params: tuple[ShardedParam, ...] = ()
-        self.has_reduced_grads = False
-        self._grads_in_flight: list[tuple[ShardedParam, torch.Tensor, torch.Event | None]] = []
+        self._grads: dict[ShardedParam, torch.Tensor] = {}  # this rank's shards, flat
+        self._grad_buffer: torch.Tensor | None = None  # that they are views of, unless FSDP2 has made them on the host
+        self._single_output: torch.Tensor | None = None  # that FSDP2 copies the gradients of one rank to
+        self._arriving: list[tuple[ShardedParam, torch.Tensor, torch.Event | None]] = []  # on their way to the host
         self.on_gradients: Callable[[], None] | None = None
         self._has_graph_of_gradients = self._makes_graph = False
         self._running_submodule: nn.Module | None = None
@@ -213,7 +211,8 @@ class ParamGroup:
     def _install_collectives(self, module: FSDPModule) -> None:
         module.set_custom_all_gather(ParamGroupAllGather(self))
         module.set_custom_reduce_scatter(ParamGroupReduceScatter(self))
-        module.set_gradient_divide_factor(1.0)
+        if self.num_ranks > 1:  # with one, FSDP2 would divide by it in a tensor of its own
+            module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
         if self.device.type == "cpu":
             self.fsdp2.unshard_asynchronously()
@@ -285,74 +284,59 @@ class ParamGroup:
         """Whether this rank has unreduced gradients."""
         return any(one.has_unreduced_grad for one in self.params)
 
+    @property
+    def has_reduced_grads(self) -> bool:
+        """Whether there are reduced gradients."""
+        return bool(self._grads or self._arriving)
+
     def grad_shard_of(self, param: ShardedParam) -> torch.Tensor | None:
         """Return this rank's shard of a parameter's reduced gradient, flat, or None if there is none."""
-        if self._grads_in_flight:
-            self._add_grads_in_flight()
-        gradient = self._own_grad(param)
-        if gradient is not None and gradient.device.type != "cpu":
-            gradient.record_stream(torch.accelerator.current_stream())  # made in FSDP2's stream of reductions
-        return gradient
-
-    def _own_grad(self, param: ShardedParam) -> torch.Tensor | None:
-        if not self.has_reduced_grads or param not in self._buffer_params:
-            return None
-        assert self._grad_buffer is not None
-        start = sum(one.padded_numel for one in self._buffer_params[: self._buffer_params.index(param)])
-        first, last = param.flat_range
-        return self._grad_buffer[start : start + last - first]
+        self._add_arriving()
+        return self._grads.get(param)
 
     def clear_grads(self, *, keep_used: bool = False) -> None:
-        """Drop all gradients and keep the buffer."""
-        self._grads_in_flight = []
-        self.has_reduced_grads = False
+        """Drop all gradients."""
+        self._grads, self._grad_buffer, self._arriving = {}, None, []
         for one in self.params:
             one.clear_unreduced_grad()
             one.is_used = one.is_used and keep_used
 
     def reduced_grads(self) -> torch.Tensor:
-        """Return the buffer of reduced gradients for the current trainable parameters; new ones start as zeros."""
-        buffer = self._reduced_buffer()
-        self._add_grads_in_flight()
-        return buffer
-
-    def _reduced_buffer(self) -> torch.Tensor:
+        """Return a buffer of the reduced gradients of the current trainable parameters; missing ones become zeros."""
+        self._add_arriving()
         params = self.trainable_params
-        if self._grad_buffer is not None and self.has_reduced_grads and params == self._buffer_params:
-            return self._grad_buffer
-        kept = {one: grad.clone() for one in params if (grad := self._own_grad(one)) is not None}
-        buffer = self._buffer_of(params).zero_()
-        self.has_reduced_grads = True
-        for one, gradient in kept.items():
-            own = self._own_grad(one)
-            assert own is not None
-            own.copy_(gradient)
-        return buffer
-
-    def _buffer_of(self, params: tuple[ShardedParam, ...]) -> torch.Tensor:
-        """Return the buffer, newly allocated for other parameters; its content is undefined."""
-        if self._grad_buffer is None or params != self._buffer_params:
-            device = torch.device("cpu") if self._offloads else self.device
-            numel = sum(one.padded_numel for one in params)
-            self._grad_buffer = torch.empty(numel, dtype=self.grad_dtype, device=device)
-            self._buffer_params = params
+        if self._grad_buffer is None or params != tuple(self._grads):
+            self.coordinator.wait_in_flight()
+            numel, device = sum(one.padded_numel for one in params), "cpu" if self._offloads else self.device
+            self._grad_buffer = torch.zeros(numel, dtype=self.grad_dtype, device=device)
+            before, self._grads = self._grads, _views(self._grad_buffer, params)
+            for one in before.keys() & self._grads.keys():
+                self._grads[one].copy_(before[one])
         return self._grad_buffer
+
+    def _add(self, grads: dict[ShardedParam, torch.Tensor], buffer: torch.Tensor | None = None) -> None:
+        """Add reduced gradients to those of earlier backwards; the first ones are kept as they are.
+
+        Args:
+            grads: Flat shards.
+            buffer: What all of them are views of, with padding; optional.
+        """
+        added = [one for one in grads if one in self._grads]
+        if added:
+            torch._foreach_add_([self._grads[one] for one in added], [grads[one] for one in added])
+        if len(added) < len(grads):
+            self._grad_buffer = None if self._grads else buffer
+            self._grads = grads | self._grads
 
     def reduce_output(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Return the output tensor that FSDP2 passes to the reduce-scatter."""
-        if self._reads_fsdp_grads:
+        if self._offloads:
             return torch.empty(numel, dtype=dtype, device=self.device)
-        buffer = self._output_buffer()
-        assert buffer.numel() == numel
-        return buffer
-
-    def _output_buffer(self) -> torch.Tensor:
-        """Return the buffer for a reduce-scatter; its content is undefined unless `has_reduced_grads`."""
-        params = self.trainable_params
-        if self.has_reduced_grads and params != self._buffer_params:
-            self.coordinator.wait_in_flight()
+        if self.num_ranks > 1 and self.has_reduced_grads:
             return self.reduced_grads()
-        return self._buffer_of(params)
+        output = torch.empty(numel, dtype=self.grad_dtype, device=self.device)
+        self._single_output = output if self.num_ranks == 1 else None
+        return output
 
     def reduce(self, send_buffer: torch.Tensor, output: torch.Tensor) -> None:
         """Reduce-scatter gradients, in the collective order. Collective over `process_group`.
@@ -361,15 +345,14 @@ class ParamGroup:
             send_buffer: Unsharded gradients, ordered by rank.
             output: Tensor returned by `reduce_output`.
         """
-        if self.num_ranks == 1:
-            output.copy_(send_buffer)
-            return
         self.coordinator.synchronize(CollectiveRequest(CollectiveKind.REDUCE, self.index))
         work = start_reduce_scatter(send_buffer, self.process_group)
-        if self._reads_fsdp_grads:
+        if self._offloads:
             work.wait(output, accumulate=False)
             return
-        accumulate, self.has_reduced_grads = self.has_reduced_grads, True
+        accumulate = self.has_reduced_grads
+        if not accumulate:
+            self._add(_views(output, self.trainable_params), output)
         if self.device.type != "cpu":
             work.wait(output, accumulate=accumulate)  # in the current stream, so the host does not wait
             return
@@ -400,7 +383,7 @@ class ParamGroup:
             self._post_backward()
 
     def _post_backward(self, *unused: Any) -> None:
-        """Replacement of FSDP2's post-backward; see Note [Gradient buffer]."""
+        """Replacement of FSDP2's post-backward; see Note [Reduced gradients]."""
         if self._makes_graph:
             return
         self._has_graph_of_gradients = False
@@ -435,30 +418,28 @@ class ParamGroup:
 
     @torch.no_grad()
     def _take_fsdp_grads(self) -> None:
-        for one in self.params:
-            taken = one.take_reduced_grad()
-            if taken is None or not self._reads_fsdp_grads:
-                continue
-            self._grads_in_flight.append((one, *taken))
-            if taken[1] is None:
-                self.reduced_grads()
-            else:  # added in the step: backward continues while gradients travel
-                self._reduced_buffer()
+        taken = [(one, *found) for one in self.params if (found := one.take_reduced_grad()) is not None]
+        if self._offloads and taken:
+            self._add_arriving()
+            self._arriving = taken  # read in the step: backward continues meanwhile
+        output, self._single_output = self._single_output, None
+        if output is not None:
+            accumulates = self.has_reduced_grads
+            if accumulates:
+                self.fsdp2.wait_for_reduce_scatter()  # FSDP2 has made them in a stream of its own
+            self._add(_views(output, [one for one, *_ in taken]), output)
+            if accumulates:
+                self.fsdp2.order_streams()
 
-    def _add_grads_in_flight(self) -> None:
-        """Add the gradients that FSDP2 has reduced, and wait for those that travel to host memory."""
-        taken, self._grads_in_flight = self._grads_in_flight, []
-        for _, _, event in reversed(taken):  # the last one is behind all others, so there is one wait
+    @torch.no_grad()
+    def _add_arriving(self) -> None:
+        """Wait for the gradients of the last backward in host memory, and add them to earlier ones."""
+        arriving, self._arriving = self._arriving, []
+        for _, _, event in reversed(arriving):  # the last one is behind all others, so there is one wait
             if event is not None and not event.query():
                 event.synchronize()
-        if taken and self.device.type != "cpu" and not self._offloads:
-            self.fsdp2.wait_for_reduce_scatter()  # FSDP2 has made them in a stream of its own
-            for _, gradient, _ in taken:
-                gradient.record_stream(torch.accelerator.current_stream())
-        for one, gradient, _ in taken:
-            own = self._own_grad(one)
-            assert own is not None
-            own.add_(gradient)
+        if arriving:
+            self._add({one: gradient.to(self.grad_dtype) for one, gradient, _ in arriving})
 
     @torch.no_grad()
     def reduce_unreduced_grads(self, *, contributes: bool = True) -> None:
@@ -482,14 +463,16 @@ class ParamGroup:
             start += one.padded_numel
         self.fsdp2.wait_for_reduce_scatter()
         work = start_reduce_scatter(send_buffer, self.process_group)
-        if self._offloads:
-            output = torch.empty(numel, dtype=self.grad_dtype, device=self.device)
-            work.wait(output, accumulate=False)
-            self.reduced_grads().add_(output.to("cpu"))
-            return
-        buffer = self._output_buffer()
-        accumulate, self.has_reduced_grads = self.has_reduced_grads, True
-        work.wait(buffer, accumulate=accumulate)
+        output = torch.empty(numel, dtype=self.grad_dtype, device=self.device)
+        work.wait(output, accumulate=False)
+        output = output.to("cpu") if self._offloads else output
+        self._add(_views(output, params), output)
+
+
+def _views(buffer: torch.Tensor, params: Sequence[ShardedParam]) -> dict[ShardedParam, torch.Tensor]:
+    """Return the shards of parameters in a flat buffer with padding."""
+    parts = buffer.split([one.padded_numel for one in params])
+    return {one: part[: one.flat_range[1] - one.flat_range[0]] for one, part in zip(params, parts, strict=True)}
 
 
 def _copy_to_rows(flat: torch.Tensor, grid: torch.Tensor) -> None:
