@@ -263,7 +263,9 @@ class HybridConfig(ShardedConfig):
                 " drop no token"
             )
         if not is_count(self.min_capacity):
-            raise ConfigError(f"min_capacity={self.min_capacity!r} is no number of tokens: give 1 or more, such as 4")
+            raise ConfigError(
+                f"min_capacity={self.min_capacity!r} is not a number of tokens: give 1 or more, such as 4"
+            )
         if self.ep_size == 1 and factor is not None:
             raise ConfigError(
                 f"capacity_factor={factor} has no effect with ep_size=1, where each rank computes its tokens with its"

@@ -20,7 +20,8 @@ pytestmark = pytest.mark.on_device
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 FOLDERS = sorted(path.parent.name for path in EXAMPLES.glob("*/train.py"))
 MAX_LINES = 120
-preload(*(f"transformers.models.{name}.modeling_{name}" for name in ("bert", "gpt2", "llama")), "sklearn.datasets")
+_FAMILIES = ("bert", "gpt2", "llama", "mixtral")
+preload(*(f"transformers.models.{name}.modeling_{name}" for name in _FAMILIES), "sklearn.datasets")
 PLAIN = ("none", "torch_ddp", "low_level_zero", "gemini", "torch_fsdp", "hybrid_parallel")
 
 
@@ -80,6 +81,22 @@ def test_llama(tmp_path, arguments):
     expected = run_ranks(run, 1, "llama", "torch_ddp", tmp_path / "1", *common)[0]
     for loss in run_ranks(run, 2, "llama", arguments[0], tmp_path / "2", *arguments[1:], *common):
         assert loss == pytest.approx(expected, rel=1e-3)
+
+
+def run_moe(output, *more):
+    module = example("moe")
+    arguments = module.parse_arguments(["--output", str(output), "--steps", "3", "--batch-size", "8", *more])
+    return module.train(module.make_booster(arguments), arguments)
+
+
+def test_moe(tmp_path):
+    """Experts on one rank, replicated on two, shared by two: the same losses, and a picture."""
+    expected = run_ranks(run_moe, 1, tmp_path / "1", "--ep", "1", "--width", "32")[0]
+    for loss in run_ranks(run_moe, 2, tmp_path / "2", "--ep", "1", "--width", "32"):
+        assert loss == pytest.approx(expected, rel=1e-4)
+    for loss in run_ranks(run_moe, 2, tmp_path / "2", "--ep", "2", "--width", "32"):
+        assert loss == pytest.approx(expected, rel=1e-4)
+    assert (tmp_path / "2" / "curves.png").stat().st_size > 0
 
 
 @pytest.mark.parametrize("plugin", PLAIN[1:])

@@ -163,7 +163,7 @@ def test_mistakes_in_the_arguments():
         ({"ep_size": 2, "tp_size": 2}, r"ep_size=2 does not divide the 1 data-parallel ranks"),
         ({"ep_size": 0}, r"ep_size=0 is not a number of ranks"),
         ({"ep_size": 2, "capacity_factor": 0.0}, r"capacity_factor=0.0 gives an expert no token"),
-        ({"ep_size": 2, "capacity_factor": 1.0, "min_capacity": 0}, r"min_capacity=0 is no number of tokens"),
+        ({"ep_size": 2, "capacity_factor": 1.0, "min_capacity": 0}, r"min_capacity=0 is not a number of tokens"),
         ({"capacity_factor": 1.0}, r"capacity_factor=1.0 has no effect with ep_size=1"),
         ({"ep_size": 2, "drop_tokens": False}, r"drop_tokens=False has no effect without a capacity_factor"),
     ):
