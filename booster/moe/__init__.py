@@ -4,11 +4,13 @@ from .balance import global_load_balancing
 from .experts import Experts, FFNExperts
 from .layers import MoeLayer, MoeModule
 from .loss import MoeLoss, load_balance_loss
+from .loss_free import LossFreeBalancing
 from .routers import NormalNoiseGenerator, Router, Routing, Top1Router, Top2Router, UniformNoiseGenerator
 
 __all__ = [
     "Experts",
     "FFNExperts",
+    "LossFreeBalancing",
     "MoeLayer",
     "MoeLoss",
     "MoeModule",

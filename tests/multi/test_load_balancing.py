@@ -15,7 +15,7 @@ from zoo import TRANSFORMERS_MODULES, get_model, split_batch
 
 from booster import Booster, ConfigError
 from booster.device import current_device
-from booster.moe import Experts, MoeLayer, MoeLoss, Top2Router, global_load_balancing
+from booster.moe import Experts, LossFreeBalancing, MoeLayer, MoeLoss, Top2Router, global_load_balancing
 from booster.plugins import HybridParallelPlugin
 
 preload(*TRANSFORMERS_MODULES)
@@ -137,3 +137,69 @@ def test_a_mean_of_local_losses_is_another_one(name):
 def test_a_model_without_auxiliary_losses_is_refused():
     with pytest.raises(ConfigError, match="found no auxiliary loss in Linear"):
         global_load_balancing(nn.Linear(2, 2))
+
+
+# Without a loss.
+
+
+def biases_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    found = {key.removeprefix("module."): one for key, one in model.named_buffers() if key.endswith("correction_bias")}
+    return {key: one.detach().cpu().float().clone() for key, one in found.items()}
+
+
+def balance(strategy: str) -> dict[str, torch.Tensor]:
+    booster, rank, world_size = BOOSTERS[strategy](), dist.get_rank(), dist.get_world_size()
+    raw = get_model("deepseek_v3").build()
+    model, optimizer, *_ = booster.boost(raw, torch.optim.SGD(raw.parameters(), lr=1e-2))
+    balancing = LossFreeBalancing(model)
+    for step in range(STEPS):
+        batch = split_batch(get_model("deepseek_v3").make_batch(step, 2 * world_size), rank, world_size)
+        booster.backward(step_of("deepseek_v3", model, batch), optimizer)
+        with torch.no_grad():
+            step_of("deepseek_v3", model, batch)  # an evaluation does not count
+        optimizer.step()
+        optimizer.zero_grad()
+        balancing.step()
+    return biases_of(model)
+
+
+def balance_alone() -> dict[str, torch.Tensor]:
+    model = get_model("deepseek_v3").build()
+    optimizer, balancing = torch.optim.SGD(model.parameters(), lr=1e-2), LossFreeBalancing(model)
+    for step in range(STEPS):
+        model(**get_model("deepseek_v3").make_batch(step, 4)).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        balancing.step()
+    return biases_of(model)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "gemini", "fsdp", "hybrid_zero", "hybrid_ep_zero"])
+def test_biases_balance_the_global_batch(strategy):
+    expected = balance_alone()
+    for found in run_ranks(balance, 2, strategy, timeout=120):
+        assert len(found) == len(expected) == 1
+        for bias, one in zip(found.values(), expected.values(), strict=True):
+            assert set(one.abs().mul(1e3).round().int().tolist()) & {1, 2, 3}  # it was changed
+            torch.testing.assert_close(bias, one)
+
+
+def test_a_bias_grows_where_tokens_are_few():
+    model = get_model("deepseek_v3").build()
+    balancing = LossFreeBalancing(model, rate=0.1)
+    block = model.model.layers[1].mlp
+    tokens = torch.randn(6, 32, requires_grad=True)
+    block.experts(tokens, torch.tensor([[0, 1]] * 6), torch.ones(6, 2))
+    balancing.step()
+    assert block.gate.e_score_correction_bias.tolist() == pytest.approx([-0.1] * 2 + [0.1] * 6)
+    for _ in range(3):
+        block.experts(tokens, torch.tensor([[0, 1]] * 6), torch.ones(6, 2))
+    balancing.step()
+    assert block.gate.e_score_correction_bias.tolist() == pytest.approx([-0.2] * 2 + [0.2] * 6)
+
+
+def test_mistakes_with_biases():
+    with pytest.raises(ConfigError, match="found no router with an e_score_correction_bias"):
+        LossFreeBalancing(get_model("mixtral").construct())
+    with pytest.raises(ConfigError, match="rate=0 is not a size of updates"):
+        LossFreeBalancing(get_model("deepseek_v3").construct(), rate=0)
