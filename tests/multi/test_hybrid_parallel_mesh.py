@@ -66,6 +66,32 @@ def test_axes_that_add_no_ranks_need_no_group():
     run_ranks(_is_reused, 4, {"dp": 2, "pp": 1, "sp": 1, "tp": 2})
 
 
+def _shares_experts():
+    mesh, rank = HybridMesh("cpu", dp=4, pp=1, sp=1, tp=1, ep=2), dist.get_rank()
+    assert mesh.axis_sizes() == {"dp": 4, "pp": 1, "sp": 1, "tp": 1}
+    assert (mesh.size("dp"), mesh.size("edp"), mesh.size("ep", "tp")) == (4, 2, 2)
+    assert (mesh.rank("dp"), mesh.rank("edp"), mesh.rank("ep")) == (rank, rank // 2, rank % 2)
+    assert mesh.group("dp") is mesh.group("edp", "ep") is dist.group.WORLD
+    assert mesh.device_mesh.mesh_dim_names == ("edp", "ep", "pp", "sp", "tp")
+    assert mesh.first_rank("ep", 1) == 1
+    return dist.get_process_group_ranks(mesh.group("ep")), dist.get_process_group_ranks(mesh.group("edp", "sp"))
+
+
+def test_ranks_that_share_experts_are_neighbours():
+    found = run_ranks(_shares_experts, 4)
+    assert found == [([0, 1], [0, 2]), ([0, 1], [1, 3]), ([2, 3], [0, 2]), ([2, 3], [1, 3])]
+
+
+def _has_no_expert_axis():
+    mesh = HybridMesh("cpu", dp=2, pp=1, sp=1, tp=1)
+    assert (mesh.size("ep"), mesh.rank("ep")) == (1, 0)
+    assert mesh.group("edp") is mesh.group("dp")
+
+
+def test_without_expert_parallelism_edp_is_dp():
+    run_ranks(_has_no_expert_axis, 2)
+
+
 def _is_refused():
     with pytest.raises(ConfigError, match="a mesh of dp 2 x pp 1 x sp 1 x tp 2 has 4 ranks, but the world size is 2"):
         HybridMesh("cpu", dp=2, pp=1, sp=1, tp=2)
