@@ -381,7 +381,9 @@ def arguments_from_config(config: Mapping[str, Any], extra: Mapping[str, Any] | 
     sizes = {axis: _size(axis, config[axis]) for axis in _AXES if axis in config}
     _check_mode(config.get("tensor", 1), sizes.get("tensor", 1))
     _check_data(sizes)
-    arguments = {argument: sizes.get(axis, 1) for axis, argument in _ARGUMENTS.items()}
+    arguments = {
+        argument: sizes.get(axis, 1) for axis, argument in _ARGUMENTS.items() if axis != "moe" or axis in sizes
+    }
     further = {
         axis: {name: given[name] for name in names if name in given}
         for axis, names in _FURTHER_ARGUMENTS.items()
@@ -469,7 +471,7 @@ def _merge(
     arguments: dict[str, Any], further: Mapping[str, Mapping[str, Any]], extra: Mapping[str, Any]
 ) -> dict[str, Any]:
     for name, argument in _ARGUMENTS.items():
-        if argument in extra:
+        if argument in extra and argument in arguments:
             raise ConfigError(
                 f"{argument}={extra[argument]!r} was given in addition to {name!r}={arguments[argument]} of the"
                 f" configuration: leave {argument} out"

@@ -31,6 +31,7 @@ DEFAULTS = {
     **{"split": None, "execution_sequence": None, "sync_batch_norm": True, "verbose": False},
     **{"initial_scale": 2**16, "min_scale": 1, "growth_factor": 2, "backoff_factor": 0.5, "growth_interval": 1000},
     **{"hysteresis": 2, "max_scale": 2**32},
+    **{"ep_size": 1, "capacity_factor": None, "min_capacity": 4, "drop_tokens": True},
 }
 
 
@@ -49,6 +50,7 @@ def refused(world_size=8, **given):
 BAD_VALUES = [
     *[(name, value, "give a positive integer") for name in ("tp_size", "pp_size") for value in (0, -1, 2.0, None)],
     ("tp_size", True, "give a positive integer"),
+    *[("ep_size", value, "give a positive integer") for value in (0, 2.0, None, True)],
     *[("sp_size", value, "give a positive integer, or None") for value in (0, 2.0, "2", True)],
     *[("precision", value, "choose one of fp32, bf16, fp16") for value in ("fp23", None, ["fp16"], torch.float16)],
     *[
