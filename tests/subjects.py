@@ -24,6 +24,7 @@ SUBJECTS: dict[str, tuple[str, ...]] = {
     "zero": ("*/test_low_level_zero*", "*/test_zero_*", "*/test_torch_ddp*", "*/test_flat_*"),
     "pipeline": ("*/test_pipeline*", "*/test_stage_*", "*/test_micro*", "*/test_deferred_*", "*/test_p2p_*"),
     "hybrid": ("*/test_hybrid*",),
+    "moe": ("*/test_moe*", "*/test_expert_*", "*/test_load_balancing*"),
     "tensor": ("*/test_tensor_*", "*/test_sequence*", "*/test_vocab_*", "*/test_zoo*", "*/test_lora*"),
     "checkpoints": (
         *("*/test_any_to_any*", "*/test_async_*", "*/test_checkpoint*", "*/test_ckpt*", "*/test_comm[ip]*"),
