@@ -350,7 +350,12 @@ class ParamGroup:
         if self._offloads:
             work.wait(output, accumulate=False)
             return
-        accumulate = self.has_reduced_grads
+        accumulate = self._grad_buffer is not None and output.data_ptr() == self._grad_buffer.data_ptr()
+        if self.has_reduced_grads and not accumulate:  # while it synchronized, this rank took part for another one
+            self.coordinator.wait_in_flight()
+            work.wait(output, accumulate=False)
+            self._add(_views(output, self.trainable_params))
+            return
         if not accumulate:
             self._add(_views(output, self.trainable_params), output)
         if self.device.type != "cpu":
