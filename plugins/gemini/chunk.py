@@ -93,6 +93,19 @@ class ChunkShard:
         source = source.cpu() if self._goes_through_host(source) else source
         return _in_flight(self._held().write_from(source), source)
 
+    def copy_to(self, other: ChunkShard) -> None:
+        """Copy the elements into another shard, as its dtype; the accelerator converts those that come from the host.
+
+        The memory of a shard in the host tier must not be written before the next `as_tensor`.
+        """
+        target = other.as_tensor()
+        if self.tensor is not None or target.device == self.device or self._goes_through_host(target):
+            target.copy_(self.as_tensor())
+            return
+        loaded = target if self.dtype == target.dtype else torch.empty_like(target, dtype=self.dtype)
+        finish_transfer(self.load(loaded))
+        target.copy_(loaded)
+
     def as_tensor(self, *, waits: bool = True) -> torch.Tensor:
         """Return the shard as writable memory: its tensor, or a mapping of the offload tier without a copy.
 

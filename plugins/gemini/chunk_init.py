@@ -138,6 +138,6 @@ def fill_chunk(
     dtype, device = settings.master_dtype(chunk.layout), settings.master_device(states_tier)
     if dtype != chunk.layout.dtype or device != chunk.weights.device:  # else the optimizer updates the weights
         chunk.master = ChunkShard(chunk.layout.shard_numel, dtype, device)
-        chunk.master.allocate(states_tier if states_tier is not None and states_tier.name == "disk" else None)
+        chunk.master.allocate(states_tier)
         master = shard.to(dtype)
         finish_transfer(chunk.master.store(master))

@@ -32,6 +32,10 @@ from .tracer import Cursor, Trace, Tracer
 # determines the chunks left on any rank, and ranks without gradients contribute zeros. After the first backward a chunk
 # is complete without parameters whose gradients have never arrived on any rank.
 
+# Note [Where gradients are]
+# A gradient shard is in the tier of its weights. If the host updates the chunk, it is in host memory also where the
+# weights are not: it has to get there anyway, and travels during backward, through pinned memory.
+
 
 class GradientReduction:
     """Gradient reduction of all chunks.
@@ -106,10 +110,12 @@ class GradientReduction:
             self.finish_all()
 
     def allocate_sums(self, chunk: Chunk) -> None:
-        """Allocate a chunk's gradient shard uninitialized, in the tier of its weights, unless it exists."""
+        """Allocate a chunk's gradient shard uninitialized, unless it exists; see Note [Where gradients are]."""
         if chunk.grad_shard.tensor is None and not chunk.grad_shard.is_offloaded:
-            is_offloaded = chunk.index in self._manager.locations.weights
-            chunk.grad_shard.allocate(self._manager.tier if is_offloaded else None)
+            locations, tier = self._manager.locations, self._manager.tier
+            is_updated_there = tier is not None and tier.name == "host" and chunk.index in locations.states
+            is_offloaded = is_updated_there or chunk.index in locations.weights
+            chunk.grad_shard.allocate(tier if is_offloaded else None)
 
     def finish_oldest(self) -> bool:
         """Wait for the oldest reduction in flight, or its copy to the offload tier; return False if there is none."""

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from booster.comm import all_reduce_sum, any_rank, collective_device, group_size
 from booster.core.shard_aware import shard_state, update_master
 from booster.errors import ConfigError
-from booster.interface import LossScaler, Shard, Shards, TensorSpec
+from booster.interface import LossScaler, Shard, Shards, TensorSlice, TensorSpec
 from booster.plugins.sharding.optimizer import ShardedOptimizer, ShardedOptimizerState
 from booster.plugins.sharding.step_in_parts import step_in_parts
 
@@ -209,7 +209,8 @@ class GeminiOptimizer(ShardedOptimizer):
         update = self._update_of[id(shard.parameter)]
         part = next(one.part for one in update.owned if one.shard is shard)
         if update.has_copy:
-            update_master(shard.parameter.detach(), update.chunk.weights.as_tensor()[part.in_shard])
+            weights, master = update.chunk.weights.as_tensor(), update.chunk.master.as_tensor()
+            update_master(master[part.in_shard], weights[part.in_shard])
 
     def _state_bytes(self, chunk: Chunk) -> int:
         update = self._updates.get(chunk.index)
@@ -339,7 +340,17 @@ class GeminiOptimizer(ShardedOptimizer):
 
     # Interface of CheckpointIO.
 
+    def _master_slices(self) -> list[TensorSlice]:
+        self._wait_for_copies()
+        return super()._master_slices()
+
+    def _wait_for_copies(self) -> None:
+        """Wait for copies of masters in flight, as the caller may write them."""
+        for update in self._updates.values():
+            update.chunk.master.as_tensor()
+
     def checkpoint_state(self) -> GeminiOptimizerState:
+        self._wait_for_copies()
         return GeminiOptimizerState(self)
 
     def new_state(self, parameter: nn.Parameter, key: str, dtype: torch.dtype) -> torch.Tensor | None:

@@ -64,7 +64,8 @@ class GeminiPlugin(ShardedPlugin):
         max_prefetch: Number of chunks gathered ahead of their use, with the load of offloaded ones. Optional, defaults
             to 1 on an accelerator, where it overlaps with computation, and to 0 on the CPU.
         shard_param_frac: Fraction of the weights that are sharded, for "static"; the rest stays gathered on every rank.
-        offload_optim_frac: Fraction of optimizer states and master weights that are offloaded, for "static".
+        offload_optim_frac: Fraction of optimizer states and master weights that are offloaded, for "static"; to host
+            memory with their gradients.
         offload_param_frac: Fraction of weights and gradients that are offloaded, for "static"; at most
             `shard_param_frac`.
         warmup_non_model_data_ratio: Fraction of the budget reserved for activations in the first step, for "auto".
@@ -74,7 +75,7 @@ class GeminiPlugin(ShardedPlugin):
             CPU, and to fp16 on accelerators.
         master_weights: If True, keep fp32 master weights of fp16 and bf16 weights; if False, the optimizer updates the
             rounded weights.
-        pin_memory: If True, pin offloaded host memory, in blocks of at most 256 MiB, so that copies to and from an
+        pin_memory: If True, pin offloaded host memory, in blocks of at most 1 GiB, so that copies to and from an
             accelerator run in streams of their own, beside computation; no effect without one.
         force_outputs_fp32: If True, cast floating-point outputs of the model to fp32.
         strict_ddp_mode: If True, keep all weights gathered on every rank, like `shard_param_frac=0`; for "static".

@@ -85,10 +85,10 @@ class ChunkUpdate:
             Gradients that are still in flight, if any.
         """
         shard, main = self.chunk.grad_shard, self.chunk.master
-        main.as_tensor()  # the update writes it: copies of it have ended
         is_arriving = not waits and self.chunk.has_grad_shard and shard.has_streams
         is_arriving = is_arriving and (main.dtype, main.device.type) == (shard.dtype, "cpu")  # else they are copied
         sums = shard.as_tensor(waits=not is_arriving) if self.chunk.has_grad_shard else None
+        main.as_tensor(waits=not is_arriving)  # the update writes it: copies of it have ended
         for one in self.owned:
             parameter = one.shard.parameter
             if not one.param.is_used:
@@ -97,13 +97,15 @@ class ChunkUpdate:
                 parameter.grad = torch.zeros_like(parameter, requires_grad=False)
             else:
                 parameter.grad = sums[one.part.in_shard].to(device=parameter.device, dtype=parameter.dtype)
-        return Arrival([one.shard.parameter for one in self.owned], shard.as_tensor) if is_arriving else None
+        if not is_arriving:
+            return None
+        return Arrival([one.shard.parameter for one in self.owned], lambda: (shard.as_tensor(), main.as_tensor()))
 
     @torch.no_grad()
     def write_weights(self) -> None:
         """Copy the master shard into this rank's weights."""
         if self.has_copy:
-            self.chunk.weights.as_tensor().copy_(self.chunk.master.as_tensor())
+            self.chunk.master.copy_to(self.chunk.weights)
 
     # Optimizer states in a tier.
 
@@ -195,16 +197,21 @@ def migrate_master(update: ChunkUpdate, dtype: torch.dtype, device: torch.device
     """
     chunk = update.chunk
     if chunk.master.dtype != dtype or chunk.master.device != device:
-        values = chunk.master.as_tensor().to(device=device, dtype=dtype)
+        before = chunk.master
+        values = before.as_tensor().to(device=device, dtype=dtype)
         if dtype == chunk.layout.dtype and device == chunk.weights.device:
             chunk.master = chunk.weights  # of equal values
         else:
             chunk.master = ChunkShard(chunk.layout.shard_numel, dtype, device)
             chunk.master.tensor = values
+            if tier is not None:
+                chunk.master.offload(tier)
+        if before is not chunk.weights:
+            before.drop()
         return True
     if chunk.master is chunk.weights:
         return False
-    if tier is None or tier.name == "host":
+    if tier is None:
         chunk.master.fetch()
     elif not chunk.master.is_offloaded:
         chunk.master.offload(tier)

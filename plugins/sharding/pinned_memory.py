@@ -11,9 +11,9 @@ from booster.comm import offloaded_memory
 
 # torch rounds each allocation of pinned memory up to a power of two, and keeps it when it is freed. So it is allocated
 # in slabs that are powers of two already, in which blocks lie one behind another. A slab is as large as all others
-# together, up to MAX_SLAB_BYTES: little is unused beside small models, and at most one slab beside large ones. A block
-# that is larger has a slab of its own, whose rest is for others.
-MAX_SLAB_BYTES = 256 * 2**20
+# together, up to MAX_SLAB_BYTES: little is unused beside small models, and at most one slab beside large ones, whose
+# chunks of up to 256 MiB leave little of it. A block that is larger has a slab of its own, whose rest is for others.
+MAX_SLAB_BYTES = 2**30
 _ALIGNMENT = 4096
 
 

@@ -43,9 +43,13 @@ def step_as_they_arrive(optimizer: Optimizer, arrivals: Sequence[Arrival], step:
 
     Args:
         optimizer: Optimizer with the param groups.
-        arrivals: Arrivals in order.
+        arrivals: Arrivals in order. All other gradients are used in the first call.
         step: Function that calls the optimizer.
     """
+    arriving = {id(one) for arrival in arrivals for one in arrival.parameters}
+    parameters = [one for group in optimizer.param_groups for one in group["params"] if one.grad is not None]
+    others = [one for one in parameters if id(one) not in arriving]
+    arrivals = [Arrival(others, lambda: None), *arrivals] if others else arrivals
     size = -(-len(arrivals) // _MAX_PARTS)
     parts = [arrivals[start : start + size] for start in range(0, len(arrivals), size)]
 

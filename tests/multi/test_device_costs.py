@@ -70,6 +70,8 @@ EXPECTED = {
     "gemini, max_prefetch=0": Expected("gemini", {"max_prefetch": 0, **CHUNKS}, BF16, 0, _counts(12, 7, 1)),
     "gemini, offloaded": Expected("gemini", OFFLOADED, BF16, 1, _counts(12, 7)),
     "gemini, offloaded, max_prefetch=0": Expected("gemini", {"max_prefetch": 0, **OFFLOADED}, BF16, 1, _counts(13, 7)),
+    # As with everything offloaded: gradients travel in backward, and the host waits for nothing else.
+    "gemini, states offloaded": Expected("gemini", {"offload_optim_frac": 1.0, **CHUNKS}, BF16, 1, _counts(12, 7)),
     "fsdp": Expected("torch_fsdp", collectives=_counts(5, 3, 1)),
     "fsdp, SHARD_GRAD_OP": Expected("torch_fsdp", {"sharding_strategy": "SHARD_GRAD_OP"}, collectives=_counts(3, 3, 1)),
     "fsdp, bf16": Expected("torch_fsdp", {}, {"precision": "fsdp_bf16_fp32_reduce"}, 0, _counts(5, 3, 1)),

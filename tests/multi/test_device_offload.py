@@ -116,6 +116,37 @@ def test_copies_that_are_not_waited_for_are_reported(num_ranks):
         run_ranks(train_without_waits_for_copies, num_ranks, asdict(case), device=SIMULATED, timeout=60)
 
 
+PARTS_OFFLOADED = [
+    {"offload_optim_frac": 0.5},
+    {"offload_optim_frac": 1.0},
+    {"offload_optim_frac": 0.5, "offload_param_frac": 0.5},
+    {"offload_optim_frac": 1.0, "offload_param_frac": 1.0},
+]
+
+
+def copies_of_steps(arguments: dict[str, Any]) -> tuple[list[float], int]:
+    """Returns the losses, and the waits of the host of a last step."""
+    booster, model, optimizer, _ = _boosted(GeminiPlugin(precision="bf16", **CHUNKS, **arguments))
+    batches = [_batch(booster, seed) for seed in range(5)]
+    losses = [_step(booster, model, optimizer, batch).item() for batch in batches[1:]]
+    device.set_options(drops_avoidable_waits=True)
+    with reports.recording() as record:
+        _step(booster, model, optimizer, batches[0])
+    device.set_options()
+    return losses, record.count("sync", "pageable")
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_offloading_states_alone_costs_no_more_waits_than_offloading_all(num_ranks):
+    expected = run_ranks(copies_of_steps, num_ranks, {}, device=SIMULATED)
+    for arguments in PARTS_OFFLOADED:
+        for (losses, waits), (expected_losses, _) in zip(
+            run_ranks(copies_of_steps, num_ranks, arguments, device=SIMULATED), expected, strict=True
+        ):
+            assert losses == pytest.approx(expected_losses, rel=1e-5), arguments  # no chunk is updated twice
+            assert waits <= DEPTH * arguments["offload_optim_frac"], arguments  # for gradients, chunk by chunk
+
+
 def masters_of_changed_weights() -> list[list[float]]:
     """Returns, after each of some changes in `gathered()`, a weight and its master."""
     booster, model, optimizer, layers = _boosted(GeminiPlugin(**OFFLOADED))
