@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["Target", "print_targets"]
+from _harness.pair import Comparison
+
+__all__ = ["Target", "at_most", "print_targets"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +59,18 @@ class Target:
         if self.high == float("inf"):
             return f"at least {self.low:g}{self.unit}"
         return f"{self.low:g} to {self.high:g}{self.unit}"
+
+
+def at_most(comparison: Comparison, name: str, over: str, high: float) -> Target:
+    """Returns the target of an engine's time over another one's; not met where one of them was not measured."""
+    ratio, control = comparison.ratio(name, over), comparison.control.figures
+    return Target(
+        what=f"{name} over {over}, {comparison.title}",
+        value=None if ratio is None else ratio.median,
+        high=high,
+        interval=None if ratio is None else (ratio.low, ratio.high),
+        control=None if control is None else control.ratio.median,
+    )
 
 
 def print_targets(targets: Sequence[Target]) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from _harness.pair import Comparison
-from _harness.targets import Target
+from _harness.targets import Target, at_most
 from gemini.engines import BASELINE, DEEPSPEED, FSDP, KEPT, STATES_ON_DISK, STATIC
 from zero.memory import MemoryRow
 
@@ -35,9 +35,7 @@ def speed_targets(comparison: Comparison, precision: str) -> list[Target]:
     asked = {engine.name for engine in comparison.engines}
     absent = {engine.name for engine in comparison.engines if engine.name in _OPTIONAL and engine.figures is None}
     return [
-        _at_most(comparison, ours, peer, high)
-        for ours, peer, high in _STEPS
-        if ours in asked and peer in asked - absent
+        at_most(comparison, ours, peer, high) for ours, peer, high in _STEPS if ours in asked and peer in asked - absent
     ]
 
 
@@ -72,14 +70,3 @@ def largest_target(ours: int | None, baseline: int | None, limit_bytes: int) -> 
 def _peak(comparison: Comparison, name: str) -> int | None:
     memory = comparison.engine(name).memory
     return None if memory is None else memory.step_peak
-
-
-def _at_most(comparison: Comparison, name: str, over: str, high: float) -> Target:
-    ratio, control = comparison.ratio(name, over), comparison.control.figures
-    return Target(
-        what=f"{name} over {over}, {comparison.title}",
-        value=None if ratio is None else ratio.median,
-        high=high,
-        interval=None if ratio is None else (ratio.low, ratio.high),
-        control=None if control is None else control.ratio.median,
-    )

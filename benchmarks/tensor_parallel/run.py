@@ -19,7 +19,7 @@ if __name__ != "__mp_main__":  # a rank's sys.path comes from here anyway
 
 from _harness.llama import LLAMA_SIZES
 from _harness.pair import Comparison, RankError, Schedule, World, compare, save
-from _harness.targets import Target, print_targets
+from _harness.targets import Target, at_most, print_targets
 from tensor_parallel.engines import DTENSOR, HALF, OURS, engines_of
 
 _DEFAULT_SIZE = "50m"
@@ -53,18 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def speed_targets(comparison: Comparison) -> list[Target]:
     """Returns how much of the others' steps ours may take; one that was not measured is not met."""
-    return [_at_most(comparison, HALF, _OVER_HALF), _at_most(comparison, DTENSOR, _OVER_DTENSOR)]
-
-
-def _at_most(comparison: Comparison, over: str, high: float) -> Target:
-    ratio, control = comparison.ratio(OURS, over), comparison.control.figures
-    return Target(
-        what=f"{OURS} over {over}, {comparison.title}",
-        value=None if ratio is None else ratio.median,
-        high=high,
-        interval=None if ratio is None else (ratio.low, ratio.high),
-        control=None if control is None else control.ratio.median,
-    )
+    return [at_most(comparison, OURS, HALF, _OVER_HALF), at_most(comparison, OURS, DTENSOR, _OVER_DTENSOR)]
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from _harness.pair import Comparison
-from _harness.targets import Target
+from _harness.targets import Target, at_most
 from zero.engines import BASELINE, REDUNDANCY, STAGES, deepspeed_name, our_name
 from zero.fsdp import manual_name, plugin_name
 from zero.manual import STRATEGIES
@@ -24,11 +24,11 @@ def speed_targets(comparison: Comparison, precision: str) -> list[Target]:
     """Returns the targets of the stages that were asked for; those over a peer only where it was measured."""
     targets = []
     for stage in _asked_stages(comparison):
-        targets.append(_at_most(comparison, our_name(stage), BASELINE, _OVER_BASELINE))
+        targets.append(at_most(comparison, our_name(stage), BASELINE, _OVER_BASELINE))
         if precision == "fp32":
             peers = {deepspeed_name(stage): _OVER_DEEPSPEED, REDUNDANCY: _OVER_REDUNDANCY}
             targets += [
-                _at_most(comparison, our_name(stage), peer, high)
+                at_most(comparison, our_name(stage), peer, high)
                 for peer, high in peers.items()
                 if _is_measured(comparison, peer)
             ]
@@ -59,7 +59,7 @@ def wrapper_targets(comparison: Comparison, precision: str) -> list[Target]:
         for strategy in STRATEGIES
         for has_ours in (False, True)
     ]
-    return [_at_most(comparison, ours, twin, _OVER_BY_HAND) for ours, twin in pairs if {ours, twin} <= asked]
+    return [at_most(comparison, ours, twin, _OVER_BY_HAND) for ours, twin in pairs if {ours, twin} <= asked]
 
 
 def _asked_stages(comparison: Comparison) -> list[int]:
@@ -69,14 +69,3 @@ def _asked_stages(comparison: Comparison) -> list[int]:
 
 def _is_measured(comparison: Comparison, name: str) -> bool:
     return any(engine.name == name and engine.figures is not None for engine in comparison.engines)
-
-
-def _at_most(comparison: Comparison, name: str, over: str, high: float) -> Target:
-    ratio, control = comparison.ratio(name, over), comparison.control.figures
-    return Target(
-        what=f"{name} over {over}, {comparison.title}",
-        value=None if ratio is None else ratio.median,
-        high=high,
-        interval=None if ratio is None else (ratio.low, ratio.high),
-        control=None if control is None else control.ratio.median,
-    )

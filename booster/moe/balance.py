@@ -1,4 +1,4 @@
-"""Load balancing over the global batch: auxiliary losses of all ranks' tokens, and bias updates without a loss.
+"""Load balancing over the global batch: auxiliary losses of all ranks' tokens.
 
 An auxiliary loss is a product of means over tokens, so the mean over ranks of their losses is not the loss of the
 global batch. Here every rank computes the loss of all ranks' tokens, with the gradient of its own times the number of
@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from booster.comm import all_gather_equal, all_gather_numbers, all_reduce_sum, group_size
+from booster.comm import all_gather_equal, all_gather_numbers, all_reduce_sum, group_rank, group_size
 from booster.errors import ConfigError
 
 from .routers import Router
@@ -41,7 +41,7 @@ def global_load_balancing(model: nn.Module, group: dist.ProcessGroup | None = No
     Raises:
         ConfigError: The model has neither.
 
-    Collective: no; every forward in training with gradients is, over the group, on all its ranks equally often.
+    Collective: no; every forward in training mode is, over the group, on all its ranks equally often.
     """
     if not balance_globally(model, group):
         raise ConfigError(
@@ -78,10 +78,10 @@ class _Sum(torch.autograd.Function):
 
 
 class _Running(threading.local):
-    """Groups of the models whose forwards run in this thread, the innermost last."""
+    """Forwards that run in this thread, the innermost last: whether the model trains, and its group."""
 
     def __init__(self) -> None:
-        self.groups: list[dist.ProcessGroup | None] = []
+        self.forwards: list[tuple[bool, dist.ProcessGroup | None]] = []
 
 
 _running = _Running()
@@ -111,14 +111,14 @@ class _Enter:
         self._group = group
 
     def __call__(self, module: nn.Module, args: Any) -> None:
-        _running.groups.append(self._group)
+        _running.forwards.append((module.training, self._group))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Enter:
         return self
 
 
 def _leave(module: nn.Module, args: Any, output: Any) -> None:
-    _running.groups.pop()
+    _running.forwards.pop()
 
 
 class _GlobalLoss:
@@ -132,11 +132,11 @@ class _GlobalLoss:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         arguments = self._signature.bind(*args, **kwargs).arguments
         logits, mask = arguments.get("gate_logits"), arguments.get("attention_mask")
+        trains, group = _running.forwards[-1] if _running.forwards else (False, None)
         # Switch Transformers' and NLLB-MoE's have other arguments: a product of means in each sequence, whose mean over
         # ranks is that of the global batch.
-        if not _running.groups or not torch.is_grad_enabled() or not isinstance(logits, tuple):
+        if not trains or not torch.is_grad_enabled() or not isinstance(logits, tuple):
             return self._original(*args, **kwargs)
-        group = _running.groups[-1]
         arguments["gate_logits"] = tuple(_gather(logits, group))
         if mask is not None:
             (flat,) = _gather([mask.reshape(-1)], group)
@@ -155,7 +155,7 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup | None, lengths: Sequence[int]) -> Tensor:
-        longest, rank = max(lengths), 0 if group_size(group) == 1 else dist.get_rank(group)
+        longest, rank = max(lengths), group_rank(group)
         ctx.num_ranks, ctx.own = len(lengths), slice(sum(lengths[:rank]), sum(lengths[: rank + 1]))
         padded = tensor.new_zeros(longest, *tensor.shape[1:])
         padded[: len(tensor)] = tensor

@@ -18,10 +18,9 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from booster.compatibility import takes_foreign
+from booster.core.compiling import not_compiled
 from booster.errors import ConfigError
 from booster.validation import check_count
-
-from .loss import not_compiled
 
 
 def sort_by_expert(top_k_index: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:

@@ -15,22 +15,17 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointFunction
 
+from booster.core.compiling import not_compiled
 from booster.errors import ConfigError
 from booster.validation import is_non_nan_number
 
-_Function = TypeVar("_Function", bound=Callable[..., Any])
 _ATTRIBUTE = "moe_auxiliary_loss"
-
-
-def not_compiled(function: _Function) -> _Function:
-    """Exclude a function from torch.compile."""
-    return cast(_Function, torch.compiler.disable(function))
 
 
 def load_balance_loss(

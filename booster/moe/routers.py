@@ -75,6 +75,16 @@ class UniformNoiseGenerator:
         return logits * torch.empty_like(logits).uniform_(1 - self.eps, 1 + self.eps)
 
 
+def expert_capacity(num_assignments: int, num_experts: int, factor: float, minimum: int) -> int:
+    """Return how many assignments an expert computes at most (GShard, arXiv:2006.16668).
+
+    It is `factor` times the even share of the assignments, rounded down and then up to an even number, and at least
+    `minimum`.
+    """
+    capacity = math.floor(factor * num_assignments / num_experts)
+    return max(capacity + capacity % 2, minimum)
+
+
 class Router(nn.Module):
     """Router of each token to the `top_k` experts with the highest probabilities; see `Top1Router` and `Top2Router`.
 
@@ -146,14 +156,9 @@ class Router(nn.Module):
             )
 
     def capacity(self, num_tokens: int, num_experts: int) -> int:
-        """Return how many assignments an expert computes at most.
-
-        It is `top_k * factor * num_tokens / num_experts`, rounded down and then up to an even number, and at least
-        `min_capacity`.
-        """
+        """Return how many assignments an expert computes at most; see `expert_capacity`."""
         factor = self.capacity_factor_train if self.training else self.capacity_factor_eval
-        capacity = math.floor(self.top_k * factor * num_tokens / num_experts)
-        return max(capacity + capacity % 2, self.min_capacity)
+        return expert_capacity(self.top_k * num_tokens, num_experts, factor, self.min_capacity)
 
     def forward(self, logits: Tensor) -> Routing:
         """Return the assignments of tokens.

@@ -17,8 +17,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.hooks import RemovableHandle
 
 from booster.comm import is_fake_world
+from booster.core.compiling import not_compiled
 from booster.errors import ConfigError
-from booster.plugins.sharding.compiling import not_compiled
 from booster.plugins.sharding.deferred_init import sharded_copy_error
 from booster.pytree import iter_tensors
 

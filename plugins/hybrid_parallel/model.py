@@ -22,12 +22,12 @@ from booster.comm import (
     is_fake_world,
     raise_on_all_ranks,
 )
+from booster.core.compiling import calls_compiled, not_compiled
 from booster.errors import CheckpointError, ConfigError
 from booster.interface import ModelWrapper, set_shard_spec, shard_spec_of
 from booster.kernels.checksum import tensor_crc32
 from booster.plugins.low_level_zero.model import ZeroModel
 from booster.plugins.sharding.buffer_pool import broadcast_coalesced
-from booster.plugins.sharding.compiling import calls_compiled, not_compiled
 from booster.pytree import iter_tensors
 from booster.rng_state import get_rng_state, set_rng_state
 

@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch import nn
 
 from booster.comm import all_reduce_sum, sum_dtype
+from booster.core.compiling import not_compiled
 from booster.errors import ConfigError
 from booster.interface import ShardSpec
-from booster.plugins.sharding.compiling import not_compiled
 
 from .sequence_parallel.layer_stack import attach_stack
 from .sequence_parallel.recorded_outputs import gather_returned_outputs

@@ -183,9 +183,12 @@ class ModelPartitioner:
 
         Collective: no.
         """
+        given = self._arguments.given_plan
         if self.ep_group is None:
+            if given != self._arguments.layer_plan:
+                find_experts(model, 1, given)  # report the mistakes of a plan with experts at any size
             return None
-        return find_experts(model, self.ep_group.size, self._arguments.given_plan)
+        return find_experts(model, self.ep_group.size, given)
 
     def explain(self, model: nn.Module) -> str:
         """Return a table of this rank's shards of a model, one of its experts, and one of the pipeline stages."""

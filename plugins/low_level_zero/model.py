@@ -13,10 +13,10 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from booster.comm import AllGather, start_all_gather
+from booster.core.compiling import not_compiled
 from booster.errors import ConfigError
 from booster.interface import ModelWrapper, TensorSlice
 from booster.plugins.sharding.buffer_pool import broadcast_coalesced
-from booster.plugins.sharding.compiling import not_compiled
 
 from .grad_bucket import GradientBucket
 

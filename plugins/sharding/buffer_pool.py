@@ -11,8 +11,7 @@ import torch
 import torch.distributed as dist
 
 from booster.comm import broadcast
-
-from .compiling import not_compiled
+from booster.core.compiling import not_compiled
 
 # Weights are gathered into buffers and released after use. The first write to new memory is many times slower than
 # writing to reused memory, so buffers are reused. But views of a released buffer may exist: activation checkpointing

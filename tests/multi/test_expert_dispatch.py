@@ -210,5 +210,8 @@ def test_a_configuration_and_an_explanation():
     assert "rank 1: 3-4" in text
     held = 3 if dist.get_rank() == 0 else 2
     assert f"{held}x4x4 of 5x4x4" in text
+    alone = HybridParallelPlugin(precision="fp32", plan={"expert": "expert"})  # the mistake is reported at any size
+    with pytest.raises(ConfigError, match=r"'expert' .*matches no module"):
+        alone.explain(nn.ModuleDict({"experts": FFNExperts(5, 4, 4)}))
     with pytest.raises(ConfigError, match="ep_size=2 was given in addition to 'moe'=2"):
         HybridParallelPlugin.from_config({"moe": 2}, ep_size=2)

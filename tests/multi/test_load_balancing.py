@@ -134,6 +134,20 @@ def test_a_mean_of_local_losses_is_another_one(name):
     assert abs((first + second) / 2 / train_alone(name, 2)[0][0] - 1) > 1e-4
 
 
+def evaluate_on_one_rank(name: str) -> list[float]:
+    """Evaluates on the first rank alone, with gradients as for an attribution; the others do not take part."""
+    model = make_model(name).eval()
+    global_load_balancing(model)
+    return [step_of(name, model, make_batch(name, 0, 4)).item()] if dist.get_rank() == 0 else []
+
+
+@pytest.mark.parametrize("name", ["mixtral_balanced", "own"])
+def test_an_evaluation_communicates_nothing(name):
+    (found,), _ = run_ranks(evaluate_on_one_rank, 2, name)
+    model = make_model(name).eval()
+    assert found == pytest.approx(loss_of(name, model, make_batch(name, 0, 4)).item(), rel=1e-6)
+
+
 def test_a_model_without_auxiliary_losses_is_refused():
     with pytest.raises(ConfigError, match="found no auxiliary loss in Linear"):
         global_load_balancing(nn.Linear(2, 2))

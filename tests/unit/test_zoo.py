@@ -13,7 +13,7 @@ needs_transformers = pytest.mark.skipif(
     importlib.util.find_spec("transformers") is None, reason="needs the extra `hf`: transformers is not installed"
 )
 MODELS = [
-    *(entry.name for entry in MOE_MODELS),
+    *(entry.name for entry in MOE_MODELS if entry.routes_by_rank),
     *model_names(transformers=False, layer_variants=True),
     *(pytest.param(name, marks=needs_transformers) for name in model_names(transformers=True, layer_variants=True)),
 ]

@@ -7,6 +7,7 @@ MLSys 2023 (arXiv:2211.15841).
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from booster.comm import (
     host_value,
     is_fake_world,
 )
+from booster.moe.routers import expert_capacity
 
 # Note [Dispatch]
 # A *row* is one of the k experts of a token. A rank sends the rows of every expert to the rank that holds it, in the
@@ -49,12 +51,11 @@ class Capacity:
     drops: bool
 
     def rows(self, num_rows: int, num_experts: int) -> int:
-        """Return the capacity for a number of rows: rounded down, then up to an even number."""
-        rows = int(self.factor * num_rows / num_experts)
-        return max(rows + rows % 2, self.minimum)
+        """Return the capacity for a number of rows."""
+        return expert_capacity(num_rows, num_experts, self.factor, self.minimum)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Dispatch:
     """Where the rows of a batch go; see Note [Dispatch].
 
@@ -88,23 +89,23 @@ class Dispatch:
     @property
     def sent(self) -> list[int]:
         """Number of rows to each rank."""
-        return self._rows_between(group_rank(self.group))
+        return self._between[group_rank(self.group)]
 
     @property
     def received(self) -> list[int]:
         """Number of rows from each rank."""
         rank = group_rank(self.group)
-        return [self._rows_between(source)[rank] for source in range(len(self.counts))]
+        return [row[rank] for row in self._between]
 
     @property
     def largest(self) -> int:
         """Largest number of rows between any two ranks."""
-        return max(max(self._rows_between(source)) for source in range(len(self.counts)))
+        return max(map(max, self._between))
 
     @property
     def is_even(self) -> bool:
         """Whether equally many rows go from every rank to every other."""
-        counts = {count for source in range(len(self.counts)) for count in self._rows_between(source)}
+        counts = set(itertools.chain.from_iterable(self._between))
         return len(counts) == 1 and counts != {0}
 
     def local_index(self, device: torch.device) -> torch.Tensor:
@@ -115,9 +116,10 @@ class Dispatch:
         repeats = torch.tensor([count for counts in own for count in counts], device=device)
         return experts.repeat_interleave(repeats, output_size=sum(self.received))
 
-    def _rows_between(self, source: int) -> list[int]:
-        counts, bounds = self.counts[source], self.bounds
-        return [sum(counts[start:stop]) for start, stop in itertools.pairwise(bounds)]
+    @functools.cached_property
+    def _between(self) -> list[list[int]]:
+        """Number of rows by source and target rank."""
+        return [[sum(row[start:stop]) for start, stop in itertools.pairwise(self.bounds)] for row in self.counts]
 
 
 @torch.no_grad()

@@ -12,8 +12,8 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from booster.core.compiling import not_compiled
 from booster.errors import ConfigError
-from booster.plugins.sharding.compiling import not_compiled
 
 from .group import SequenceParallelGroup
 from .splitters import SequenceSplitter

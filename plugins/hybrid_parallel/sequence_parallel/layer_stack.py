@@ -15,8 +15,8 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 
+from booster.core.compiling import not_compiled
 from booster.errors import ConfigError
-from booster.plugins.sharding.compiling import not_compiled
 from booster.pytree import map_tensors
 
 from .attention_dispatch import AttentionDispatchMode, intercept_submodules, use_sequence_attention

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from booster.core.compiling import not_compiled
 from booster.errors import ConfigError
-from booster.plugins.sharding.compiling import not_compiled
 from booster.pytree import map_tensors
 
 GatherFunction = Callable[[torch.Tensor], torch.Tensor]

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from booster.plugins.sharding.compiling import not_compiled
+from booster.core.compiling import not_compiled
 
 from .group import TensorParallelGroup
 

@@ -6,7 +6,7 @@ import functools
 
 from torch import nn
 
-from booster.plugins.sharding.compiling import not_compiled
+from booster.core.compiling import not_compiled
 
 
 def mixin_forward(module: nn.Module, mixin: type[nn.Module], config: object) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from booster.plugins.sharding.compiling import not_compiled
+from booster.core.compiling import not_compiled
 from booster.pytree import map_tensors
 
 from .group import TensorParallelGroup

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from booster.plugins.sharding.compiling import not_compiled
+from booster.core.compiling import not_compiled
 
 from .async_grad_reduce import OverlappedWeight, PendingAllReduce, WGradOperands, wait_in_backward
 from .collective_matmul import ChunkRange, TokenChunks, is_chunked
