@@ -3,6 +3,7 @@
 from booster.fault_tolerance.collective_errors import abort_groups, report_failure
 from booster.fault_tolerance.fault_injection import Fault, InjectedFault, inject_faults
 
+from .all_to_all import AllToAll, all_to_all_single, start_all_to_all
 from .bucket_collectives import (
     AllGather,
     AllReduce,
@@ -22,7 +23,6 @@ from .collectives import (
     all_reduce_numbers,
     all_reduce_sparse,
     all_reduce_sum,
-    all_to_all_single,
     any_rank,
     barrier,
     broadcast,
@@ -70,6 +70,7 @@ __all__ = [
     "LOW_PRECISION",
     "AllGather",
     "AllReduce",
+    "AllToAll",
     "CommunicationCount",
     "ErrorBarrier",
     "Fault",
@@ -128,6 +129,7 @@ __all__ = [
     "send_tensor",
     "start_all_gather",
     "start_all_reduce",
+    "start_all_to_all",
     "start_receive_tensor",
     "start_reduce_scatter",
     "start_send_tensor",

@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 
 from booster.device import current_device
-from booster.kernels.shared_memory import SharedMemory, can_reduce
+from booster.kernels.shared_memory import can_reduce
 
 from .collective_op import CollectiveOp, start_op
 from .fake import is_fake_world
@@ -330,131 +330,6 @@ def _all_reduce(tensor: torch.Tensor, operator: Literal["sum", "max"], group: di
     elif not is_fake_world():  # left to the backend, which raises if it cannot reduce it either
         with operation.waiting():
             dist.all_reduce(tensor, reduce_op, group=group)
-
-
-# Shared memory exchanges blocks of equal length. Uneven ones are exchanged in rounds: each moves the next elements of
-# every block through a small buffer of equal blocks, where shorter ones leave a gap. The number of rounds must be equal
-# on all ranks, so each has to be given the size of the largest block between any two ranks.
-_ROUND_BUFFER_BYTES = 2**21  # of each of the two buffers: both and shared memory's buffers fit a processor's caches
-
-
-def all_to_all_single(
-    output: torch.Tensor,
-    payload: torch.Tensor,
-    group: dist.ProcessGroup | None = None,
-    *,
-    output_sizes: Sequence[int] | None = None,
-    payload_sizes: Sequence[int] | None = None,
-    largest_size: int | None = None,
-) -> None:
-    """Send block r of the payload to rank r, and receive block r of the output from it.
-
-    The P blocks are equal, or have the sizes of the last three arguments, which are given together or omitted, alike on
-    all ranks.
-
-    Args:
-        output: Contiguous tensor of the payload's dtype on the backend's device, not overlapping with it: of the
-            payload's shape for equal blocks, 1-D for uneven ones.
-        payload: Contiguous tensor. For equal blocks dim 0 is divisible by the number of ranks; 1-D for uneven ones.
-        group: Process group, optional; defaults to the world.
-        output_sizes: Number of elements from each rank.
-        payload_sizes: Number of elements to each rank.
-        largest_size: Size of the largest block between any two ranks; equal on all ranks.
-
-    Raises:
-        RankFailedError: A rank is lost or too late; the message names it.
-
-    Collective: every rank of the group must call it, with matching sizes and one dtype.
-    """
-    size = group_size(group)
-    if output_sizes is not None and payload_sizes is not None and largest_size is not None:
-        _check_uneven_blocks(output, output_sizes, largest_size, size, payload.dtype)
-        _check_uneven_blocks(payload, payload_sizes, largest_size, size, payload.dtype)
-    elif output_sizes is None and payload_sizes is None and largest_size is None:
-        _check_equal_blocks(output, payload, size)
-    else:
-        raise AssertionError("output_sizes, payload_sizes and largest_size go together")
-    if size == 1:
-        output.copy_(payload)
-    elif output_sizes is None or payload_sizes is None or largest_size is None:
-        _all_to_all_equal(output.detach(), payload.detach(), group)
-    else:
-        _all_to_all_uneven(output.detach(), payload.detach(), group, output_sizes, payload_sizes, largest_size)
-
-
-def _all_to_all_equal(output: torch.Tensor, payload: torch.Tensor, group: dist.ProcessGroup | None) -> None:
-    size = group_size(group)
-    volume = (size - 1) * payload.nbytes // size
-    operation = start_op("all_to_all", group, sent=volume, received=volume)
-    operation.run(
-        payload,
-        in_memory=lambda memory: memory.all_to_all(output, payload, operation.number),
-        by_backend=lambda: dist.all_to_all_single(output, payload, group=group),
-    )
-
-
-def _all_to_all_uneven(
-    output: torch.Tensor,
-    payload: torch.Tensor,
-    group: dist.ProcessGroup | None,
-    output_sizes: Sequence[int],
-    payload_sizes: Sequence[int],
-    largest_size: int,
-) -> None:
-    rank, itemsize = group_rank(group), payload.itemsize
-    sent, received = ((sum(sizes) - sizes[rank]) * itemsize for sizes in (payload_sizes, output_sizes))
-    operation = start_op("all_to_all", group, sent=sent, received=received)
-    outgoing, incoming = payload.split(list(payload_sizes)), output.split(list(output_sizes))
-    operation.run(
-        payload,
-        in_memory=lambda memory: _all_to_all_in_rounds(memory, incoming, outgoing, largest_size, operation.number),
-        by_backend=lambda: dist.all_to_all_single(
-            output, payload, list(output_sizes), list(payload_sizes), group=group
-        ),
-    )
-
-
-def _all_to_all_in_rounds(
-    memory: SharedMemory,
-    incoming: Sequence[torch.Tensor],
-    outgoing: Sequence[torch.Tensor],
-    largest_size: int,
-    number: int,
-) -> None:
-    size, like = len(outgoing), outgoing[0]
-    stride = min(largest_size, max(_ROUND_BUFFER_BYTES // (size * like.itemsize), 1))
-    send_buffer, recv_buffer = like.new_zeros(size * stride), like.new_empty(size * stride)
-    for start in range(0, largest_size, max(stride, 1)):
-        length = min(stride, largest_size - start)
-        sources, targets = (buffer[: size * length].view(size, length) for buffer in (send_buffer, recv_buffer))
-        for source, block in zip(sources, outgoing, strict=True):
-            elements = block[start : start + length]
-            source[: elements.numel()].copy_(elements)
-        memory.all_to_all(targets, sources, number)
-        for target, block in zip(targets, incoming, strict=True):
-            elements = block[start : start + length]
-            elements.copy_(target[: elements.numel()])
-
-
-def _check_equal_blocks(output: torch.Tensor, payload: torch.Tensor, size: int) -> None:
-    is_divisible = payload.dim() > 0 and payload.shape[0] % size == 0
-    is_alike = output.shape == payload.shape and output.dtype == payload.dtype and output.device == payload.device
-    if not (is_divisible and is_alike and output.is_contiguous() and payload.is_contiguous()):
-        raise AssertionError(
-            f"{payload.dtype} of shape {tuple(payload.shape)} and stride {payload.stride()} is not {size} equal shards"
-            f" for {output.dtype} of shape {tuple(output.shape)} and stride {output.stride()}"
-        )
-
-
-def _check_uneven_blocks(
-    tensor: torch.Tensor, sizes: Sequence[int], largest_size: int, num_ranks: int, dtype: torch.dtype
-) -> None:
-    is_flat = tensor.dim() == 1 and tensor.is_contiguous() and tensor.numel() == sum(sizes) and tensor.dtype == dtype
-    if not is_flat or len(sizes) != num_ranks or not 0 <= min(sizes) <= max(sizes) <= largest_size:
-        raise AssertionError(
-            f"{tensor.dtype} of shape {tuple(tensor.shape)} and stride {tensor.stride()} is not {num_ranks} flat shards"
-            f" of {dtype} of sizes {list(sizes)}, of which none is larger than {largest_size}"
-        )
 
 
 def broadcast(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup | None = None, source: int = 0) -> None:

@@ -32,7 +32,7 @@ SEQUENCE_MODES = _TP_AXIS_MODES + _SP_AXIS_MODES
 _FLAGS = (
     *("enable_sequence_parallelism", "parallel_output", "dp_outside", "broadcast_buffers", "find_unused_parameters"),
     *("check_reduction", "gradient_as_bucket_view", "static_graph", "broadcast_loss", "enable_metadata_cache"),
-    "drop_tokens",
+    *("drop_tokens", "overlap_shared_experts"),
 )
 
 
@@ -76,6 +76,7 @@ class HybridConfig(ShardedConfig):
     capacity_factor: float | None
     min_capacity: int
     drop_tokens: bool
+    overlap_shared_experts: bool
 
     def __post_init__(self) -> None:
         # Ranks compare the reprs of all fields, which must not contain addresses.
@@ -356,7 +357,7 @@ _FURTHER_ARGUMENTS: Mapping[str, tuple[str, ...]] = {
         *("num_microbatches", "microbatch_size", "pp_style", "num_model_chunks", "num_layers_per_stage"),
         *("broadcast_loss", "enable_metadata_cache", "split", "execution_sequence"),
     ),
-    "moe": ("capacity_factor", "min_capacity", "drop_tokens"),
+    "moe": ("capacity_factor", "min_capacity", "drop_tokens", "overlap_shared_experts"),
 }
 
 

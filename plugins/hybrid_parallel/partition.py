@@ -18,7 +18,9 @@ from booster.plugins.sharding.deferred_init import Materializer
 from .activation_checkpointing import check_stacks, checkpoint_layers
 from .config import HybridConfig
 from .expert_parallel.experts import ExpertParallelGroup, make_expert_parallel
+from .expert_parallel.loops import make_loop_expert_parallel
 from .expert_parallel.plan import ExpertPlan, find_experts
+from .expert_parallel.shared_experts import overlap_shared_experts
 from .mesh import HybridMesh
 from .parallelize import parallelize
 from .pipeline_parallel.deferred_wgrad import DeferredWeightGrads, defer_weight_gradients
@@ -358,8 +360,16 @@ class ModelPartitioner:
             return
         for entry in experts.entries:
             if held is None or entry.name in held:
-                module, bounds = model.get_submodule(entry.name), experts.bounds(entry)
-                make_expert_parallel(module, entry.name, self.ep_group, bounds, is_stacked=entry.is_stacked)
+                bounds = experts.bounds(entry)
+                if entry.is_looped:
+                    make_loop_expert_parallel(model, entry.name, self.ep_group, bounds)
+                    continue
+                overlaps = self._arguments.overlap_shared_experts
+                shared = overlap_shared_experts(model, entry.name) if overlaps else None
+                module = model.get_submodule(entry.name)
+                make_expert_parallel(
+                    module, entry.name, self.ep_group, bounds, is_stacked=entry.is_stacked, shared=shared
+                )
 
     def _local_specs(
         self, model: nn.Module, shard_specs: dict[str, list[ShardSpec]], experts: ExpertPlan | None

@@ -130,6 +130,7 @@ class HybridParallelPlugin(ShardedPlugin):
         min_capacity: Smallest number of tokens with a capacity_factor.
         drop_tokens: If True, an expert drops further tokens of a rank; if False, the capacity grows to the largest
             number of any rank and expert.
+        overlap_shared_experts: If True, shared experts, which all tokens pass, compute while tokens travel.
 
     Raises:
         ConfigError: `launch` was not called, or arguments are invalid alone or together; on all ranks if on any.
@@ -207,6 +208,7 @@ class HybridParallelPlugin(ShardedPlugin):
         capacity_factor: float | None = None,
         min_capacity: int = 4,
         drop_tokens: bool = True,
+        overlap_shared_experts: bool = True,
     ) -> None:
         given = dict(locals())
         super().__init__()

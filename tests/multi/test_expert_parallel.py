@@ -30,6 +30,7 @@ def slow(*values):
 # Routers by softmax, by sigmoid, by groups, by the scores of inputs; shared experts, biases, interleaved gates; one,
 # two and eight experts per token; experts in one tensor, in a dict, in a list.
 OWN = ["mixtral", "deepseek_v3_grouped", "switch", "nllb_moe", "routed_classifier", "mixtral_8_experts_per_token"]
+LOOPING = ["looping_classifier", "looping_classifier_that_calls_all"]  # over a plain list
 _NAMED = "GptOss GraniteMoe Glm4Moe Jamba Llama4 Olmoe Phimoe Qwen2Moe Qwen3Moe"
 # The others whose configuration has an expert-parallel plan.
 _MORE = """
@@ -45,6 +46,7 @@ OF_TRANSFORMERS, MORE = ([f"{name}ForCausalLM" for name in names.split()] for na
     "model",
     [
         *OWN,
+        *LOOPING,
         *OF_TRANSFORMERS,
         *[slow(name) for name in MORE],
         *[slow(name) for name in ("deepseek_v3", "deepseek_v32", "glm_moe_dsa", "bailing_hybrid")],
@@ -64,7 +66,7 @@ def test_layouts(model, layout, zero_stage):
 
 
 @pytest.mark.parametrize("zero_stage", [0, 1, 2])
-@pytest.mark.parametrize("model", ["switch", "routed_classifier"])
+@pytest.mark.parametrize("model", ["switch", "routed_classifier", *LOOPING])
 def test_experts_in_lists_over_more_ranks(model, zero_stage):
     assert_hybrid_equals_serial(model, LAYOUTS["ep 2 dp 2"], zero_stage=zero_stage, max_norm=0.5, steps=STEPS)
     assert_hybrid_equals_serial(model, LAYOUTS["ep 4"], zero_stage=zero_stage, max_norm=0.5, steps=STEPS)

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from harness import distributed
 
-from booster.comm import all_to_all_single, collectives, count_communication, transport, use_shared_memory
+from booster.comm import all_to_all, all_to_all_single, count_communication, transport, use_shared_memory
 from booster.device import current_device
 from booster.errors import RankFailedError
 from booster.plugins.torch_fsdp.param_redistribution import ParamRedistribution, RowSharded, assign_owners, row_range
@@ -235,7 +235,7 @@ def test_uneven_parts(world_size, uses_memory, dtype):
     with going_by_memory(uses_memory):
         rank = dist.get_rank()
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(collectives, "_ROUND_BUFFER_BYTES", 4096)  # several rounds, the last one short
+            patch.setattr(all_to_all, "_ROUND_BUFFER_BYTES", 4096)  # several rounds, the last one short
             for largest in (0, 1, 7, 1024, 5003):
                 sizes = sizes_between(world_size, largest)
                 gives, takes = sizes[rank], [row[rank] for row in sizes]

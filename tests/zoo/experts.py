@@ -81,6 +81,52 @@ class ListedExperts(nn.Module):
         return output
 
 
+class LoopingBlock(nn.Module):
+    """A gate, and a plain list of experts that the forward calls one after another, as in users' own models.
+
+    Args:
+        num_experts: Number of experts.
+        width: Features of a token.
+        calls_all: If True, an expert without tokens is called as well.
+    """
+
+    def __init__(self, num_experts: int, width: int, *, calls_all: bool) -> None:
+        super().__init__()
+        self.calls_all = calls_all
+        self.gate = nn.Linear(width, num_experts, bias=False)
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width))
+            for _ in range(num_experts)
+        )
+        self.register_buffer("num_forwards", torch.zeros(()))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Maps (tokens, width) to the same shape."""
+        self.num_forwards += 1
+        weights, index = self.gate(tokens).softmax(-1).topk(2)
+        output = torch.zeros_like(tokens)
+        for number, expert in enumerate(self.experts):
+            token, place = torch.where(index == number)
+            if self.calls_all or len(token):
+                output.index_add_(0, token, (expert(tokens[token]) * weights[token, place, None]).to(output.dtype))
+        return output
+
+
+class LoopingClassifier(nn.Module):
+    """A classifier of vectors with two blocks that loop over experts."""
+
+    def __init__(self, num_experts: int = 5, width: int = 16, num_classes: int = 5, *, calls_all: bool = False) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(LoopingBlock(num_experts, width, calls_all=calls_all) for _ in range(2))
+        self.head = nn.Linear(width, num_classes)
+
+    def forward(self, vectors: torch.Tensor) -> torch.Tensor:
+        """Maps (batch, width) to (batch, classes)."""
+        for block in self.blocks:
+            vectors = vectors + block(vectors)
+        return self.head(vectors)
+
+
 class RoutedClassifier(nn.Module):
     """A classifier of vectors whose two blocks have experts of one's own, some of which get no token of a batch."""
 
@@ -154,5 +200,16 @@ EXPERT_MODELS = (
         loss=_classification_loss,
         uses_unused_parameters=True,
         is_layer_variant=True,
+    ),
+    *(
+        ZooEntry(
+            name=name,
+            construct=functools.partial(LoopingClassifier, calls_all=calls_all),
+            sample=_vectors,
+            loss=_classification_loss,
+            uses_unused_parameters=not calls_all,
+            is_layer_variant=True,
+        )
+        for name, calls_all in (("looping_classifier", False), ("looping_classifier_that_calls_all", True))
     ),
 )

@@ -15,15 +15,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.autograd.function import once_differentiable
 
 from booster.comm import (
+    AllToAll,
     all_gather_equal,
     all_reduce_max,
-    all_to_all_single,
     group_rank,
     group_size,
     host_value,
     is_fake_world,
+    start_all_to_all,
 )
 from booster.moe.routers import expert_capacity
 
@@ -177,64 +179,139 @@ def _with_capacity(order: torch.Tensor, counts: torch.Tensor, length: int) -> to
     return torch.where(places < counts[:, None], found, num_rows).view(-1)
 
 
-def send_tokens(tokens: torch.Tensor, weights: torch.Tensor, dispatch: Dispatch) -> tuple[torch.Tensor, torch.Tensor]:
-    """Send each row to the rank of its expert.
+@dataclass(slots=True, eq=False)
+class _Transfer:
+    """Messages of one dispatch in one direction that are in flight, and those of their gradients in backward."""
+
+    dispatch: Dispatch
+    messages: Sequence[AllToAll] = ()
+
+    def wait(self) -> list[torch.Tensor]:
+        """Wait for the messages, and return what has arrived."""
+        messages, self.messages = self.messages, ()
+        return [message.wait() for message in messages]
+
+
+class TokensInFlight:
+    """Rows on their way to their experts, started by `start_send_tokens`."""
+
+    def __init__(self, transfer: _Transfer, marker: torch.Tensor) -> None:
+        self._transfer, self._marker = transfer, marker
+
+    def wait(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the received rows and their weights, of shapes (rows, features) and (rows,).
+
+        Collective: its backward is.
+        """
+        return _FinishSend.apply(self._marker, self._transfer)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class OutputsInFlight:
+    """Outputs of experts on their way back, started by `start_return_tokens`."""
+
+    def __init__(self, transfer: _Transfer, marker: torch.Tensor) -> None:
+        self._transfer, self._marker = transfer, marker
+
+    def wait(self) -> torch.Tensor:
+        """Return the sum of the outputs of each token, of shape (tokens, features), in their dtype.
+
+        Collective: its backward is.
+        """
+        return _FinishReturn.apply(self._marker, self._transfer)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def start_send_tokens(tokens: torch.Tensor, weights: torch.Tensor, dispatch: Dispatch) -> TokensInFlight:
+    """Start to send each row to the rank of its expert.
+
+    What is computed before `wait` overlaps with the messages; its backward overlaps with those of the gradients.
 
     Args:
         tokens: This rank's tokens, of shape (tokens, features).
         weights: Weights of the experts, of shape (tokens, k).
         dispatch: Where the rows go.
 
-    Returns:
-        The received rows and their weights, of shapes (rows, features) and (rows,).
-
     Collective: yes, and its backward.
     """
-    return _Send.apply(tokens, weights, dispatch)  # type: ignore[no-any-return, no-untyped-call]
+    transfer = _Transfer(dispatch)
+    return TokensInFlight(transfer, _StartSend.apply(tokens, weights, transfer))  # type: ignore[no-untyped-call]
 
 
-def return_tokens(rows: torch.Tensor, dispatch: Dispatch) -> torch.Tensor:
-    """Send the experts' outputs back to the ranks of their tokens, and sum those of each token.
+def start_return_tokens(rows: torch.Tensor, dispatch: Dispatch) -> OutputsInFlight:
+    """Start to send the experts' outputs back to the ranks of their tokens; see `start_send_tokens` for the overlap.
 
     Args:
         rows: Outputs of the received rows in the same order, of shape (rows, features).
-        dispatch: As for `send_tokens`.
-
-    Returns:
-        The sums, of shape (tokens, features), in the dtype of `rows`.
+        dispatch: As for `start_send_tokens`.
 
     Collective: yes, and its backward.
     """
-    return _Return.apply(rows, dispatch)  # type: ignore[no-any-return, no-untyped-call]
+    transfer = _Transfer(dispatch)
+    return OutputsInFlight(transfer, _StartReturn.apply(rows, transfer))  # type: ignore[no-untyped-call]
 
 
-class _Send(torch.autograd.Function):
+# Note [Two nodes]
+# Each direction has two autograd nodes: one starts the messages and one waits for them. In backward the second one
+# starts the messages of the gradients, and the first one waits. Autograd runs nodes in the reverse order of their
+# creation, so that what was computed between the two in forward runs between them in backward. The tensor between them
+# is an empty one: autograd may read gradients, and those in flight have no values yet.
+
+
+class _StartSend(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, tokens: torch.Tensor, weights: torch.Tensor, dispatch: Dispatch
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        ctx.dispatch = dispatch
+    def forward(ctx: Any, tokens: torch.Tensor, weights: torch.Tensor, transfer: _Transfer) -> torch.Tensor:
+        ctx.transfer, dispatch = transfer, transfer.dispatch
         own_weights = _take(weights.reshape(-1), dispatch.order, dispatch)
-        return _to_experts(_rows_of(tokens, dispatch), dispatch), _to_experts(own_weights, dispatch)
+        transfer.messages = _to_experts(_rows_of(tokens, dispatch), dispatch), _to_experts(own_weights, dispatch)
+        return tokens.new_empty(0)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor, weight_grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
-        dispatch: Dispatch = ctx.dispatch
-        tokens = _sum_rows(_from_experts(grad, dispatch), dispatch)
-        weights = _placed(_from_experts(weight_grad, dispatch), dispatch)
-        return tokens, weights.view(dispatch.num_tokens, dispatch.top_k), None
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, marker: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+        dispatch: Dispatch = ctx.transfer.dispatch
+        rows, row_weights = ctx.transfer.wait()
+        weights = _placed(row_weights, dispatch).view(dispatch.num_tokens, dispatch.top_k)
+        return _sum_rows(rows, dispatch), weights, None
 
 
-class _Return(torch.autograd.Function):
+class _FinishSend(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, dispatch: Dispatch) -> torch.Tensor:
-        ctx.dispatch = dispatch
-        return _sum_rows(_from_experts(rows, dispatch), dispatch)
+    def forward(ctx: Any, marker: torch.Tensor, transfer: _Transfer) -> tuple[torch.Tensor, ...]:
+        ctx.transfer = transfer
+        return tuple(transfer.wait())
 
     @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, grad: torch.Tensor, weight_grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        dispatch: Dispatch = ctx.transfer.dispatch
+        ctx.transfer.messages = _from_experts(grad, dispatch), _from_experts(weight_grad, dispatch)
+        return grad.new_empty(0), None
+
+
+class _StartReturn(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, transfer: _Transfer) -> torch.Tensor:
+        ctx.transfer = transfer
+        transfer.messages = (_from_experts(rows, transfer.dispatch),)
+        return rows.new_empty(0)
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, marker: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return ctx.transfer.wait()[0], None
+
+
+class _FinishReturn(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, marker: torch.Tensor, transfer: _Transfer) -> torch.Tensor:
+        ctx.transfer = transfer
+        return _sum_rows(transfer.wait()[0], transfer.dispatch)
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        dispatch: Dispatch = ctx.dispatch
-        return _to_experts(_rows_of(grad, dispatch), dispatch), None
+        dispatch: Dispatch = ctx.transfer.dispatch
+        ctx.transfer.messages = (_to_experts(_rows_of(grad, dispatch), dispatch),)
+        return grad.new_empty(0), None
 
 
 def _rows_of(tokens: torch.Tensor, dispatch: Dispatch) -> torch.Tensor:
@@ -262,29 +339,29 @@ def _sum_rows(rows: torch.Tensor, dispatch: Dispatch) -> torch.Tensor:
     return _placed(rows, dispatch).view(dispatch.num_tokens, dispatch.top_k, *rows.shape[1:]).sum(1)
 
 
-def _to_experts(rows: torch.Tensor, dispatch: Dispatch) -> torch.Tensor:
-    return _exchange(rows, dispatch, dispatch.sent, dispatch.received)
+def _to_experts(rows: torch.Tensor, dispatch: Dispatch) -> AllToAll:
+    return _start_exchange(rows, dispatch, dispatch.sent, dispatch.received)
 
 
-def _from_experts(rows: torch.Tensor, dispatch: Dispatch) -> torch.Tensor:
-    return _exchange(rows, dispatch, dispatch.received, dispatch.sent)
+def _from_experts(rows: torch.Tensor, dispatch: Dispatch) -> AllToAll:
+    return _start_exchange(rows, dispatch, dispatch.received, dispatch.sent)
 
 
-def _exchange(rows: torch.Tensor, dispatch: Dispatch, outgoing: Sequence[int], incoming: Sequence[int]) -> torch.Tensor:
+def _start_exchange(
+    rows: torch.Tensor, dispatch: Dispatch, outgoing: Sequence[int], incoming: Sequence[int]
+) -> AllToAll:
     width = rows.shape[1:].numel()
-    payload = rows.contiguous().view(-1)
-    if payload.stride(0) != 1:  # an expanded gradient of one element counts as contiguous
+    payload = rows.contiguous()
+    if payload.view(-1).stride(0) != 1:  # an expanded gradient of one element counts as contiguous
         payload = payload.clone(memory_format=torch.contiguous_format)
     output = rows.new_empty(sum(incoming), *rows.shape[1:])
     if dispatch.is_even:
-        all_to_all_single(output.view(-1), payload, dispatch.group)
-        return output
-    all_to_all_single(
-        output.view(-1),
+        return start_all_to_all(output, payload, dispatch.group)
+    return start_all_to_all(
+        output,
         payload,
         dispatch.group,
         output_sizes=[width * count for count in incoming],
         payload_sizes=[width * count for count in outgoing],
         largest_size=width * dispatch.largest,
     )
-    return output

@@ -14,8 +14,16 @@ from torch import nn
 from booster.comm import group_rank, group_size
 from booster.plugins.hybrid_parallel.tensor_parallel.dynamic_class import mixin_forward
 
-from .dispatch import Capacity, Dispatch, plan_dispatch, return_tokens, send_tokens
+from .dispatch import (
+    Capacity,
+    Dispatch,
+    OutputsInFlight,
+    plan_dispatch,
+    start_return_tokens,
+    start_send_tokens,
+)
 from .plan import experts_in
+from .shared_experts import SharedExperts
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -57,6 +65,7 @@ class _Experts:
         is_stacked: Whether the experts are rows of the module's parameters, of which this rank has its own only;
             otherwise they are submodules, which keep their places.
         arguments: Names of the forward's arguments.
+        shared: Shared experts that overlap with the messages, if any.
     """
 
     name: str
@@ -64,6 +73,7 @@ class _Experts:
     bounds: Sequence[int]
     is_stacked: bool
     arguments: Sequence[str]
+    shared: SharedExperts | None
 
     @property
     def num_experts(self) -> int:
@@ -74,9 +84,24 @@ class _Experts:
         self.ep_group.loads[self.name] = dispatch.own_counts
         return dispatch
 
+    def send(
+        self, tokens: torch.Tensor, weights: torch.Tensor, dispatch: Dispatch
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Send rows to their experts; shared experts that were called compute meanwhile."""
+        started = start_send_tokens(tokens, weights, dispatch)
+        if self.shared is not None:
+            self.shared.compute_deferred()
+        return started.wait()
+
 
 def make_expert_parallel(
-    module: nn.Module, name: str, ep_group: ExpertParallelGroup, bounds: Sequence[int], *, is_stacked: bool
+    module: nn.Module,
+    name: str,
+    ep_group: ExpertParallelGroup,
+    bounds: Sequence[int],
+    *,
+    is_stacked: bool,
+    shared: SharedExperts | None = None,
 ) -> None:
     """Make a module of experts compute with this rank's experts, in place. Its parameters are already sharded.
 
@@ -90,6 +115,7 @@ def make_expert_parallel(
         ep_group: Ranks that share the experts.
         bounds: First expert of each rank, and the number of experts at the end.
         is_stacked: Whether the experts are rows of the module's parameters, otherwise submodules.
+        shared: Shared experts that overlap with the messages, optional.
 
     Collective: no; the module's forward and backward are.
     """
@@ -103,7 +129,9 @@ def make_expert_parallel(
             if not bounds[rank] <= number < bounds[rank + 1]:
                 mixin_forward(expert, _AbsentExpert, None)
     arguments = list(inspect.signature(module.forward).parameters)
-    experts = _Experts(name=name, ep_group=ep_group, bounds=bounds, is_stacked=is_stacked, arguments=arguments)
+    experts = _Experts(
+        name=name, ep_group=ep_group, bounds=bounds, is_stacked=is_stacked, arguments=arguments, shared=shared
+    )
     mixin_forward(module, _ExpertParallel, experts)
 
 
@@ -125,19 +153,24 @@ class _ExpertParallel(nn.Module):
         tokens, *routing = (given[name] for name in experts.arguments)
         flat = tokens.flatten(0, -2)
         run = _run_routed if routing else _run_scaled
-        return run(super().forward, experts, flat, *routing).view(tokens.shape)
+        outputs = run(super().forward, experts, flat, *routing)
+
+        def wait() -> torch.Tensor:
+            return outputs.wait().view(tokens.shape)
+
+        return wait() if experts.shared is None else experts.shared.defer_outputs(wait, tokens)
 
 
 def _run_routed(
     forward: Any, experts: _Experts, tokens: torch.Tensor, index: torch.Tensor, weights: torch.Tensor
-) -> torch.Tensor:
+) -> OutputsInFlight:
     is_one_hot = index.dim() == 3  # (tokens, 1, experts), as in Switch Transformers; a row of zeros drops a token
     if is_one_hot:
         flat = torch.where(index.any(-1), index.argmax(-1), experts.num_experts)
     else:
         flat = index.flatten(0, -2)
     dispatch = experts.plan(flat)
-    rows, row_weights = send_tokens(tokens, weights.view(flat.shape), dispatch)
+    rows, row_weights = experts.send(tokens, weights.view(flat.shape), dispatch)
     is_empty = len(rows) == 0
     local = dispatch.local_index(rows.device).view(-1, 1)
     connection = rows.sum() + row_weights.sum() if is_empty else None
@@ -151,10 +184,10 @@ def _run_routed(
     outputs = forward(rows, local, row_weights.view(-1, 1))
     if connection is not None:  # backward communicates with the other ranks
         outputs = outputs[:0] + outputs.sum() + connection
-    return return_tokens(outputs, dispatch)
+    return start_return_tokens(outputs, dispatch)
 
 
-def _run_scaled(forward: Any, experts: _Experts, tokens: torch.Tensor) -> torch.Tensor:
+def _run_scaled(forward: Any, experts: _Experts, tokens: torch.Tensor) -> OutputsInFlight:
     """Run experts whose input has a block of all tokens for each expert, scaled by its score, as in Llama 4.
 
     Only rows that are not zero are sent, which are k for a token: such experts, without biases, give zero for zero.
@@ -163,9 +196,9 @@ def _run_scaled(forward: Any, experts: _Experts, tokens: torch.Tensor) -> torch.
     index = torch.arange(num_blocks, device=tokens.device).repeat_interleave(len(tokens) // num_blocks)
     index = torch.where((tokens != 0).any(-1), index, num_blocks).view(-1, 1)
     dispatch = experts.plan(index)
-    rows, weights = send_tokens(tokens, tokens.new_ones(len(tokens), 1), dispatch)
+    rows, weights = experts.send(tokens, tokens.new_ones(len(tokens), 1), dispatch)
     if len(rows) == 0:
-        return return_tokens(rows + weights.sum(), dispatch)
+        return start_return_tokens(rows + weights.sum(), dispatch)
     # The forward needs equally many rows for each expert: blocks are padded with zeros.
     local = dispatch.local_index(rows.device)
     rank = experts.ep_group.rank
@@ -173,7 +206,7 @@ def _run_scaled(forward: Any, experts: _Experts, tokens: torch.Tensor) -> torch.
     received = [sum(counts) for counts in zip(*(row[first:last] for row in dispatch.counts), strict=True)]
     place, length = _places_in_blocks(local, received)
     blocks = rows.new_zeros(len(received) * length, *rows.shape[1:]).index_copy(0, place, rows)
-    return return_tokens(forward(blocks)[place], dispatch)
+    return start_return_tokens(forward(blocks)[place], dispatch)
 
 
 def _places_in_blocks(local: torch.Tensor, counts: Sequence[int]) -> tuple[torch.Tensor, int]:

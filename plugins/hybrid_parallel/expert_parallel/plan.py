@@ -21,6 +21,7 @@ _TRANSFORMERS_STYLES = frozenset({"grouped_gemm", "ep_dispatch_experts"})
 _SCALED_INPUTS = frozenset({"Llama4TextExperts"})  # whose forward takes tokens only: sorted by expert and scaled
 _FEWEST_EXPERTS = 2
 # Words in the names of a forward's second and third argument, where only the shapes say that a module holds experts.
+_ROUTERS = ("gate", "router")  # in the names of routers
 _INDICES, _WEIGHTS = ("expert", "index", "indices", "rout"), ("weight", "prob", "score", "gate")
 
 
@@ -32,11 +33,13 @@ class ExpertsEntry:
         name: Name of the module.
         num_experts: Number of experts.
         is_stacked: Whether the experts are rows of the module's parameters, otherwise submodules.
+        is_looped: Whether it is a plain list or dict, whose experts the block around it calls.
     """
 
     name: str
     num_experts: int
     is_stacked: bool
+    is_looped: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,7 +120,7 @@ def find_experts(model: nn.Module, size: int, plan: Mapping[str, object] | None)
 
     The first available source is used: the user's plan, that of transformers (`base_model_ep_plan` of a configuration),
     and the modules' shapes: those with stacked parameters, or equal submodules, and a forward that takes tokens, their
-    experts, and weights.
+    experts, and weights; and plain lists or dicts of equal modules beside a router.
 
     Args:
         model: The user's model, possibly on the meta device. It is not changed.
@@ -142,13 +145,15 @@ def find_experts(model: nn.Module, size: int, plan: Mapping[str, object] | None)
     elif names := _names_of_transformers(model):
         source = "the expert-parallel plan of transformers"
     else:
-        names, source = [name for name, one in modules.items() if _entry_of(name, one) is not None], "modules' shapes"
-    entries = [_require_entry(name, modules[name]) for name in names]
+        names = [name for name in modules if _entry_of(name, modules) is not None]
+        source = "modules' shapes"
+    entries = [_require_entry(name, modules) for name in names]
     if not entries:
         raise ConfigError(
             f"ep_size={size} shards experts, but {type(model).__name__} has none: no expert-parallel plan of"
             " transformers, no module with parameters of a leading dimension of experts and no list of equal modules"
-            " whose forward takes (tokens, indices of experts, weights). Name them as in"
+            " whose forward takes (tokens, indices of experts, weights), and no plain list beside a gate or router with"
+            " an output for each of its modules. Name them as in"
             f" plan={{'layers.*.mlp.experts': {EXPERT_STYLE!r}}}, or use ep_size=1"
         )
     for entry in entries:
@@ -174,9 +179,10 @@ def _names_of_transformers(model: nn.Module) -> list[str]:
     return list(found)
 
 
-def _require_entry(name: str, module: nn.Module) -> ExpertsEntry:
-    entry = _entry_of(name, module, is_named=True)
+def _require_entry(name: str, modules: Mapping[str, nn.Module]) -> ExpertsEntry:
+    entry = _entry_of(name, modules, is_named=True)
     if entry is None:
+        module = modules[name]
         shapes = {own: tuple(one.shape) for own, one in module.named_parameters(recurse=False)}
         raise ConfigError(
             f"{name!r}, a {type(module).__name__}, is planned as a module of experts, but no experts are found: its"
@@ -187,7 +193,10 @@ def _require_entry(name: str, module: nn.Module) -> ExpertsEntry:
     return entry
 
 
-def _entry_of(name: str, module: nn.Module, *, is_named: bool = False) -> ExpertsEntry | None:
+def _entry_of(name: str, modules: Mapping[str, nn.Module], *, is_named: bool = False) -> ExpertsEntry | None:
+    module = modules[name]
+    if type(module) in (nn.ModuleList, nn.ModuleDict):
+        return _looped_entry(name, modules, is_named=is_named)
     if not _takes_routing(module, is_named=is_named):
         return None
     own = list(module.parameters(recurse=False))
@@ -195,11 +204,35 @@ def _entry_of(name: str, module: nn.Module, *, is_named: bool = False) -> Expert
         sizes = {one.shape[0] if one.ndim > 1 else 0 for one in own}
         is_stacked = len(sizes) == 1 and min(sizes) >= _FEWEST_EXPERTS and not any(True for _ in experts_in(module))
         return ExpertsEntry(name=name, num_experts=sizes.pop(), is_stacked=True) if is_stacked else None
+    experts = _equal_experts(module)
+    return ExpertsEntry(name=name, num_experts=len(experts), is_stacked=False) if experts else None
+
+
+def _looped_entry(name: str, modules: Mapping[str, nn.Module], *, is_named: bool) -> ExpertsEntry | None:
+    """Return the entry of a plain list or dict of experts, which take tokens only, in a block with a router."""
+    experts = _equal_experts(modules[name])
+    if not experts or not name or len(_required_arguments(experts[0])) != 1:
+        return None
+    block = modules[name.rpartition(".")[0]]
+    has_router = any(
+        any(word in key for word in _ROUTERS) and any(p.shape[:1] == (len(experts),) for p in one.parameters())
+        for key, one in block.named_children()
+    )
+    if not has_router and not is_named:
+        return None
+    return ExpertsEntry(name=name, num_experts=len(experts), is_stacked=False, is_looped=True)
+
+
+def _equal_experts(module: nn.Module) -> list[nn.Module]:
+    """Return the submodules of a list of experts, or nothing if there are none or they differ."""
     experts = [one for _, one in experts_in(module)]
     kinds = {(type(one), tuple((key, p.shape) for key, p in one.named_parameters())) for one in experts}
-    if len(experts) < _FEWEST_EXPERTS or len(kinds) > 1:
-        return None
-    return ExpertsEntry(name=name, num_experts=len(experts), is_stacked=False)
+    return experts if len(experts) >= _FEWEST_EXPERTS and len(kinds) == 1 else []
+
+
+def _required_arguments(module: nn.Module) -> list[str]:
+    parameters = inspect.signature(module.forward).parameters.values()
+    return [one.name for one in parameters if one.default is one.empty and one.kind is not one.VAR_KEYWORD]
 
 
 def experts_in(module: nn.Module) -> Sequence[tuple[str, nn.Module]]:
@@ -216,8 +249,6 @@ def _takes_routing(module: nn.Module, *, is_named: bool) -> bool:
     """Return whether a module's forward takes tokens, their experts and weights, or is known to take scaled tokens."""
     if type(module).__name__ in _SCALED_INPUTS:
         return True
-    if isinstance(module, nn.ModuleList | nn.ModuleDict) and type(module) in (nn.ModuleList, nn.ModuleDict):
-        return False
     names = list(inspect.signature(module.forward).parameters)
     if len(names) != 3:
         return False

@@ -17,6 +17,8 @@ def mixin_forward(module: nn.Module, mixin: type[nn.Module], config: object) -> 
         mixin: Mixin whose forward may call the module's forward as `super().forward`.
         config: Value of the attribute `_split`, which `mixin` reads.
     """
+    if "_split" in module.__dict__:
+        raise AssertionError(f"the forward of a {type(module).__name__} is overridden twice")
     module.__class__ = _derived(mixin, type(module))  # type: ignore[arg-type]
     module._split = config  # type: ignore[assignment]
 
