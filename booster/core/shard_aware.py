@@ -90,7 +90,7 @@ class Shard:
         """
         layout = self.shard_spec
         return [
-            ShardBlock(view=view, box=box, is_owned=region.is_primary)
+            ShardBlock(view=view, box=box, is_owned=region.is_primary and layout.is_counted)
             for region in layout.regions
             for view, box in _overlaps(region, layout.local_shape, tensor, self.span)
         ]

@@ -124,12 +124,14 @@ class ShardSpec:
         local_shape: Shape of this rank's tensor, with padding.
         regions: Blocks, disjoint in the local tensor.
         is_expert: Whether data-parallel ranks hold different shards: the experts of expert parallelism.
+        is_counted: Whether norms count the primary blocks; False if another rank of the norm's group holds the same.
     """
 
     logical_shape: tuple[int, ...]
     local_shape: tuple[int, ...]
     regions: tuple[ShardRegion, ...]
     is_expert: bool = False
+    is_counted: bool = True
 
     @classmethod
     def unsharded(cls, shape: Sequence[int], *, is_primary: bool = True) -> ShardSpec:
@@ -189,13 +191,13 @@ class ShardSpec:
         return local
 
     def owned(self, tensor: torch.Tensor, span: tuple[int, int]) -> list[torch.Tensor]:
-        """Return views of the primary elements of a flat range of this rank's tensor.
+        """Return views of the counted elements of a flat range of this rank's tensor: each is on one rank of a norm.
 
         Args:
             tensor: 1-D tensor of the elements of the flat range.
             span: First element and one past the last, in the row-major flattening of this rank's tensor.
         """
-        regions = [region for region in self.regions if region.is_primary]
+        regions = [region for region in self.regions if region.is_primary and self.is_counted]
         if len(regions) == len(self.regions) and not self.has_padding:
             return [tensor]
         return [view for region in regions for view, _ in _overlaps(region, self.local_shape, tensor, span)]

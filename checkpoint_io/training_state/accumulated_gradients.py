@@ -25,7 +25,8 @@ from booster.interface import (
 )
 
 # Note [Stored gradient names]
-# `rank<r>.<parameter>` is the local gradient of data rank r. `reduced<r>.<parameter>` is the gradient already reduced
+# `rank<r>.<parameter>` is the local gradient of data rank r, of an expert that of the data ranks that share it, whose
+# first is r. `reduced<r>.<parameter>` is the gradient already reduced
 # over a sharding group, whose first rank is r. For their use in the step, and for loads with another number of ranks,
 # see Note [Accumulated gradients].
 # If several pipeline stages use a parameter, each has a partial gradient, and `rank<r>share<s>.<parameter>` is that of
@@ -45,7 +46,7 @@ def gradients_part(pending: AccumulatedGradients, target: SaveTarget, folder: st
     local: list[TensorSlice] = []
     for tensor_slice in pending.slices():
         share = pending.summand_index(tensor_slice.name)
-        prefix = f"rank{pending.data_rank}{f'share{share}' if share else ''}"
+        prefix = f"rank{min(pending.data_ranks_of(tensor_slice.name))}{f'share{share}' if share else ''}"
         local.append(replace(tensor_slice, name=f"{prefix}.{tensor_slice.name}"))
     reduced = [
         replace(tensor_slice, name=f"reduced{pending.first_rank}.{tensor_slice.name}")
@@ -131,7 +132,7 @@ class AccumulatedGradientsLoad:
                 self._reduced_names.setdefault(name, {})[stored_rank] = full_name
             elif int(share or 0) % self._pending.num_summands(name) != self._pending.summand_index(name):
                 continue
-            elif not self._is_same_world or stored_rank == str(self._pending.data_rank):
+            elif not self._is_same_world or int(stored_rank) in self._pending.data_ranks_of(name):
                 self._local_names.setdefault(name, []).append(full_name)
 
     def _local_gradient(self, name: str, stored_names: Sequence[str]) -> torch.Tensor:
@@ -151,7 +152,8 @@ class AccumulatedGradientsLoad:
         if self._is_same_world:
             return total
         has_items = self._counts[0].num_items is not None
-        return total.double() / (self._pending.num_data_ranks if has_items else len(self._counts))
+        num_ranks = self._pending.num_data_ranks if has_items else len(self._counts)
+        return total.double() * (len(self._pending.data_ranks_of(name)) / num_ranks)
 
     def _read_reduced(self, tensor_slice: TensorSlice) -> torch.Tensor:
         """Return a slice of the reduced gradient of this rank's group; groups without one count as zero."""

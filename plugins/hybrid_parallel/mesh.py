@@ -109,6 +109,13 @@ class HybridMesh:
                 index = index * self._sizes[axis] + self.device_mesh.get_local_rank(axis)
         return index
 
+    def ranks_along(self, axis: str, *axes: str) -> list[int]:
+        """Return the ranks, in the group along `axes`, of this rank and those that differ from it along `axis` only."""
+        own_axes = [one for one in self._sizes if one in self._own_axes(axes)]
+        own = self.rank(axis)
+        stride = math.prod(self._sizes[one] for one in own_axes[own_axes.index(axis) + 1 :])
+        return [self.rank(*axes) + (other - own) * stride for other in range(self._sizes[axis])]
+
     def first_rank(self, axis: str, coordinate: int) -> int:
         """Return the global rank at a coordinate of an axis, and at the first ones of all others."""
         return int(self.device_mesh.mesh.select(list(self._sizes).index(axis), coordinate).flatten()[0])

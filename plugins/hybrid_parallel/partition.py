@@ -382,7 +382,7 @@ class ModelPartitioner:
         specs = experts.shard_specs(model, specs, self.ep_group.rank)
         if self._arguments.zero_stage == 0 and self.ep_group.rank > 0:
             # Norms are summed over the ranks that share the experts, all of which hold the other parameters.
-            specs = {name: spec if spec.is_expert else spec.non_primary() for name, spec in specs.items()}
+            specs = {name: spec if spec.is_expert else replace(spec, is_counted=False) for name, spec in specs.items()}
         return specs
 
     def shard_specs(self, model: nn.Module, plan: TensorParallelPlan) -> dict[str, list[ShardSpec]]:

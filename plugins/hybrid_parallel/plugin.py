@@ -421,6 +421,7 @@ class HybridParallelPlugin(ShardedPlugin):
             shard_group=mesh.group(*shards),
             replica_group=mesh.group(*replicas) if mesh.size(*replicas) > 1 else None,
             grad_norm_group=mesh.group(*norm_axes),
+            data_ranks=None if axis == "dp" else mesh.ranks_along("ep", "dp", "sp"),
         )
 
     def representative_ranks(self) -> list[int]:

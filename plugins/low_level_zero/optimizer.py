@@ -305,6 +305,10 @@ class ZeroOptimizer(ShardedOptimizer):
     def pending_gradients(self) -> ShardedPendingGradients:
         return self._part.pending_gradients(self)
 
+    def data_ranks_of(self, parameter: nn.Parameter) -> Sequence[int] | None:
+        groups = self._expert_groups if shard_spec_of(parameter).is_expert else self._groups
+        return groups.data_ranks
+
     def local_gradients(self) -> dict[str, torch.Tensor]:
         """Return this rank's unreduced, unscaled gradients by name, in the parameters' shapes."""
         found = {one.name: one.local for one in self._reducer.param_grads}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -129,6 +129,7 @@ class ShardGroups:
         shard_group: Ranks that share the shards; optional, defaults to the world group.
         replica_group: Ranks with replicas of this rank's shards, if any.
         grad_norm_group: Ranks that hold the full gradient together; optional, defaults to `shard_group`.
+        data_ranks: Data ranks whose samples this rank's gradients are of; optional, defaults to this rank's.
     """
 
     num_shards: int
@@ -139,6 +140,7 @@ class ShardGroups:
     shard_group: dist.ProcessGroup | None = None
     replica_group: dist.ProcessGroup | None = None
     grad_norm_group: dist.ProcessGroup | None = None
+    data_ranks: Sequence[int] | None = None
 
 
 class WeightPrecision(MixedPrecision):

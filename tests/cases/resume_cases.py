@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 from torch.utils.data import Dataset
 
 from booster import Booster, FP16NaiveMixedPrecision, FP16TorchMixedPrecision
+from booster.moe import FFNExperts, MoeModule
 from booster.plugins import GeminiPlugin, LowLevelZeroPlugin, TorchDDPPlugin, TorchFSDPPlugin
 from booster.plugins.hybrid_parallel.plugin import HybridParallelPlugin
 
@@ -57,6 +58,17 @@ class Net(nn.Module):
         return self.frozen(self.b(self.drop(torch.relu(self.a(x)))))
 
 
+class ExpertNet(Net):
+    """Experts before the rest, chosen with noise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = MoeModule(16, 4, noisy_policy="Gaussian", expert_instance=FFNExperts(4, 16, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x + self.experts(x))
+
+
 class Job:
     """A small training run whose every part has a state. An epoch has 7 batches on two ranks, 13 on one, 4 on four.
 
@@ -65,14 +77,19 @@ class Job:
         plugin: Plugin of the Booster; `TorchDDPPlugin` by default.
         accumulation: Microbatches of a step.
         make_loader: Makes a loader of indices of the samples; by default the samples are read themselves.
+        make_model: Makes the model.
     """
 
-    def __init__(self, precision: str = "fp32", plugin=None, accumulation: int = 1, make_loader=None) -> None:
+    def __init__(
+        self, precision: str = "fp32", plugin=None, accumulation: int = 1, make_loader=None, make_model=Net
+    ) -> None:
         torch.manual_seed(7)
         self.booster = Booster(plugin=plugin or TorchDDPPlugin(), mixed_precision=PRECISIONS[precision]())
         self.accumulation = accumulation
-        model = Net()
+        model = make_model()
         groups = [{"params": [model.a.weight], "lr": 0.02}, {"params": [model.a.bias], "weight_decay": 0.0}]
+        if isinstance(model, ExpertNet):
+            groups.append({"params": list(model.experts.parameters())})
         optimizer = torch.optim.AdamW(groups, lr=0.01)
         self.scheduler = CosineAnnealingLR(optimizer, T_max=20)
         if make_loader is None:
@@ -161,9 +178,9 @@ CUTS = {
 }
 
 
-def assert_resume_is_exact(path: Path, precision: str, cut: str, make_plugin, make_loader=None) -> None:
+def assert_resume_is_exact(path: Path, precision: str, cut: str, make_plugin, make_loader=None, make_model=Net) -> None:
     before, accumulation = CUTS[cut]
-    whole = Job(precision, make_plugin(), accumulation, make_loader)
+    whole = Job(precision, make_plugin(), accumulation, make_loader, make_model)
     if before is None:
         with_rotation(whole, path)
     else:
@@ -172,7 +189,7 @@ def assert_resume_is_exact(path: Path, precision: str, cut: str, make_plugin, ma
     num_before = len(whole.losses)
     whole.train(STEPS_AFTER)
 
-    again = Job(precision, make_plugin(), accumulation, make_loader)
+    again = Job(precision, make_plugin(), accumulation, make_loader, make_model)
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)
@@ -258,6 +275,19 @@ def hybrid_plugin(precision: str = "fp32", zero_stage: int = 0, tp_size: int = 2
         precision=precision,
         zero_stage=zero_stage,
         plan={"a": "colwise_gather_output", "b": "colwise_gather_output", "frozen": "colwise_gather_output"},
+        initial_scale=2**16,
+        growth_interval=2,
+        hysteresis=1,
+        zero_bucket_size_in_m=0.001,
+    )
+
+
+def expert_plugin(precision: str = "fp32", zero_stage: int = 0):
+    """Every two ranks share the experts."""
+    return HybridParallelPlugin(
+        ep_size=2,
+        precision=precision,
+        zero_stage=zero_stage,
         initial_scale=2**16,
         growth_interval=2,
         hysteresis=1,

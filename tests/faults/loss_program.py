@@ -23,6 +23,7 @@ import booster
 from booster.comm import Fault, inject_faults
 from booster.device import device_type
 from booster.interface import Plugin
+from booster.moe import FFNExperts, MoeModule
 from booster.plugins import GeminiPlugin, HybridParallelPlugin, LowLevelZeroPlugin, TorchDDPPlugin, TorchFSDPPlugin
 
 # Longest waits, in seconds. In training they are short, as every case in which a rank hangs waits for them; to meet and
@@ -38,6 +39,14 @@ PLUGINS: dict[str, Callable[[], Plugin]] = {
     "torch_fsdp": TorchFSDPPlugin,
     "hybrid_parallel": lambda: HybridParallelPlugin(tp_size=2, precision="fp32", plan={"0": "colwise", "2": "rowwise"}),
 }
+EXPERT_PARALLEL = "expert_parallel"  # whose model has experts
+
+
+def make_plugin(name: str) -> Plugin:
+    """Returns a plugin of `PLUGINS`, or the one whose ranks share experts."""
+    if name == EXPERT_PARALLEL:
+        return HybridParallelPlugin(ep_size=2, zero_stage=1, precision="fp32")
+    return PLUGINS[name]()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +54,7 @@ class Case:
     """One program with one fault.
 
     Attributes:
-        plugin: Name of the plugin, see `PLUGINS`.
+        plugin: Name of the plugin, see `make_plugin`.
         world_size: Number of ranks.
         fault: What happens.
     """
@@ -81,10 +90,11 @@ class Case:
         return cls(**{**fields, "fault": Fault(**fields["fault"])})
 
 
-def make_model() -> tuple[nn.Module, torch.optim.Optimizer]:
-    """Returns the model and its optimizer, the same on all ranks."""
+def make_model(plugin: str = "") -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Returns the model of a plugin's cases and its optimizer, the same on all ranks."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4))
+    middle = nn.Tanh() if plugin != EXPERT_PARALLEL else MoeModule(8, 4, expert_instance=FFNExperts(4, 8, 8))
+    model = nn.Sequential(nn.Linear(6, 8), middle, nn.Linear(8, 4))
     return model, torch.optim.AdamW(model.parameters(), lr=0.01)
 
 
@@ -112,8 +122,8 @@ def train(case: Case, rank: int, port: int | None, directory: Path) -> None:
     else:
         booster.launch(rank, case.world_size, "127.0.0.1", port, **limits)
     mark("plugin")
-    strategy = booster.Booster(plugin=PLUGINS[case.plugin]())
-    model, optimizer = make_model()
+    strategy = booster.Booster(plugin=make_plugin(case.plugin))
+    model, optimizer = make_model(case.plugin)
 
     def step(number: int) -> None:
         mark(f"forward {number}")

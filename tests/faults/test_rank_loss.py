@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from faults.loss_program import Case, make_model
+from faults.loss_program import EXPERT_PARALLEL, Case, make_model
 from faults.lost_ranks import (
     BUSY_SECONDS,
     END_SECONDS,
@@ -107,11 +107,11 @@ def runner(request, tmp_path_factory):
     found.close()
 
 
-def stored_step(path: Path) -> int | None:
+def stored_step(path: Path, plugin: str) -> int | None:
     """Returns which step's checkpoint is there, once all of it was read and checked; None: there is none."""
     if not path.exists():
         return None
-    model, optimizer = make_model()
+    model, optimizer = make_model(plugin)
     strategy = Booster(device="cpu")
     model, optimizer, *_ = strategy.boost(model, optimizer)
     extra = strategy.load(path, model, optimizer)
@@ -169,7 +169,7 @@ def check(case: Case, runner: Runner) -> bool:
         return False
     wrong = [*what_is_wrong(case, ends), *leftovers]
     assert not wrong, f"{case}: {'; '.join(wrong)}\n" + "\n".join(": ".join(one.error) for one in ends)
-    assert stored_step(running.directory / "checkpoint") in possible_steps(case, ends)
+    assert stored_step(running.directory / "checkpoint", case.plugin) in possible_steps(case, ends)
     if case.fault.rank != 0:  # which clears what it has begun
         assert debris_in(running.directory) == []
     return True
@@ -178,6 +178,33 @@ def check(case: Case, runner: Runner) -> bool:
 @pytest.mark.parametrize("case", list(as_parameters(ALL_CELLS)))
 @pytest.mark.slow
 def test_the_others_end_and_say_why(case, runner):
+    assert check(case, runner), "the fault did not strike"
+
+
+# Ranks that share experts are lost where tokens travel: in the second step's forward, in its backward, or elsewhere.
+# A step has three all-to-alls each way: tokens, weights and outputs.
+
+EXPERT_PLACES = {"all_to_all": (7, 9, 11, 12), "backward": (2,), "clip": (2,), "save write": (2,), "load": (1,)}
+
+
+def expert_parameters() -> Iterator[object]:
+    """Yields the cases of ranks that share experts, as pytest wants them."""
+    for number, action in enumerate(ACTIONS):
+        for place, calls in EXPERT_PLACES.items():
+            for call in calls:
+                seconds = {"seconds": delay_beyond_the_limit(place)} if action == "delay" else {}
+                world_size = (2, 4)[(number + call) % 2]
+                case = Case(
+                    plugin=EXPERT_PARALLEL,
+                    world_size=world_size,
+                    fault=Fault(rank=call % world_size, at=place, call=call, action=action, **seconds),
+                )
+                is_quick = (action, place, call) in (("kill", "all_to_all", 7), ("throw", "all_to_all", 11))
+                yield pytest.param(case, id=str(case), marks=() if is_quick else (pytest.mark.slow,))
+
+
+@pytest.mark.parametrize("case", list(expert_parameters()))
+def test_ranks_that_share_experts_end_and_say_why(case, runner):
     assert check(case, runner), "the fault did not strike"
 
 

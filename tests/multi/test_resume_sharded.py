@@ -10,7 +10,9 @@ from resume_cases import (
     CUTS,
     FSDP_PRECISIONS,
     PRECISIONS,
+    ExpertNet,
     assert_resume_is_exact,
+    expert_plugin,
     fsdp_plugin,
     gemini_plugin,
     hybrid_plugin,
@@ -168,6 +170,15 @@ HYBRID_CASES = [
 
 def assert_hybrid_resume_is_exact(path: Path, precision: str, cut: str, zero_stage: int) -> None:
     assert_resume_is_exact(path, "fp32", cut, lambda: hybrid_plugin(precision, zero_stage))
+
+
+def assert_expert_resume_is_exact(path: Path, precision: str, cut: str, zero_stage: int) -> None:
+    assert_resume_is_exact(path, "fp32", cut, lambda: expert_plugin(precision, zero_stage), make_model=ExpertNet)
+
+
+@pytest.mark.parametrize(("precision", "cut", "zero_stage", "world_size"), in_turn((4, 2), HYBRID_CASES))
+def test_ranks_that_share_experts_resume_bit_for_bit(tmp_path, precision, cut, zero_stage, world_size):
+    run_ranks(assert_expert_resume_is_exact, world_size, tmp_path / "c", precision, cut, zero_stage)
 
 
 @pytest.mark.parametrize(("precision", "cut", "zero_stage", "world_size"), in_turn((2, 4), HYBRID_CASES))

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.modules import module as nn_module
-from torch.utils._pytree import tree_map_only, tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from booster.core.compiling import not_compiled
 from booster.errors import ConfigError
@@ -44,7 +44,7 @@ class DeferredTensor(torch.Tensor):
     _autocast: tuple[str, torch.dtype, bool]
 
     @staticmethod
-    def __new__(cls, compute: Callable[[], torch.Tensor], like: torch.Tensor) -> DeferredTensor:
+    def __new__(cls: type[DeferredTensor], compute: Callable[[], torch.Tensor], like: torch.Tensor) -> DeferredTensor:
         """Create the tensor."""
         grad_enabled = torch.is_grad_enabled()
         with torch._C.DisableTorchFunctionSubclass():  # neither reads values
