@@ -93,7 +93,8 @@ def start_all_to_all(
         exchange = partial(_all_to_all_in_memory, group_memory.memory, target, source, sizes, operation.number)
         return AllToAll(output, PendingWork(group_memory, operation.translate_errors, exchange).wait)
     with operation.translate_errors():
-        work = dist.all_to_all_single(target, source, *(sizes or ())[:2], group=group, async_op=True)
+        output_splits, payload_splits, _ = sizes or (None, None, 0)
+        work = dist.all_to_all_single(target, source, output_splits, payload_splits, group=group, async_op=True)
     return AllToAll(output, partial(operation.wait, work))
 
 

@@ -28,9 +28,9 @@ from .shard_spec import TensorSlice, shard_spec_of
 #   sum of g_r and 1/W' of the sum of items, and the sum of all R is distributed evenly. Later gradients then add to the
 #   same two sums, and an item has the same weight before and after the load.
 # A rank without shards is a group of one, and adds its share of the R to its local gradient.
-# Ranks that share a model's layers hold shards of one g_r: they count as one, the *data rank*. The gradient of an expert
-# that E data ranks share is the sum of their g_r: it is stored under the first of them, and a rank that loads takes the
-# sum of those stored under its E' ones, or E' times what another parameter's rank gets.
+# Ranks that share a model's layers hold shards of one g_r: they count as one, the *data rank*. The gradient of an
+# expert that E data ranks share is the sum of their g_r: it is stored under the first of them. A rank that loads takes
+# the sum of those stored under its E' ones; if W' differs, E' times what it takes of another parameter.
 # If W' = W every rank gets its own g_r, and if the groups are equal, too, its own shard of R, bit for bit. Scaled
 # gradients include their loss scale: under another one they are multiplied by the quotient.
 

@@ -111,6 +111,25 @@ def attach_auxiliary_loss(tensor: Tensor, auxiliary_loss: Tensor) -> Tensor:
     return tensor
 
 
+@not_compiled
+def detach_auxiliary_losses(tensor: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Return a tensor for another process, such as a pipeline stage, and the auxiliary losses that it depends on.
+
+    There `attach_auxiliary_loss` adds them to what is computed from the tensor; the gradients of both come back.
+
+    Args:
+        tensor: Tensor with an autograd graph.
+
+    Returns:
+        The tensor, and the sum of the losses in its graph, or None if there are none.
+    """
+    carried = _carried_losses(tensor)
+    if not carried:
+        return tensor, None
+    total = torch.stack([one.value.to(tensor.device) for one in carried]).sum()
+    return _Detach.apply(tensor, total, carried)  # type: ignore[no-any-return, no-untyped-call]
+
+
 def _reentrant_checkpoints() -> tuple[Any, Any]:
     """Return the nodes of the reentrant checkpoints that this thread runs, and recomputes; None where there is none.
 
@@ -143,6 +162,32 @@ def _carried_losses(loss: Tensor) -> list[_CarriedLoss]:
     return found
 
 
+def _give_gradient(carried: Sequence[_CarriedLoss], gradient: Tensor) -> None:
+    """Set the gradient of carried losses until the end of the backward that runs."""
+    for one in carried:
+        one.gradient = gradient if one.gradient is None else one.gradient + gradient
+
+    def clear() -> None:
+        for one in carried:
+            one.gradient = None
+
+    torch.autograd.Variable._execution_engine.queue_callback(clear)  # type: ignore[attr-defined]
+
+
+class _Detach(torch.autograd.Function):
+    """Identity of a tensor and of the sum of the auxiliary losses in its graph, which get the sum's gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, total: Tensor, carried: Sequence[_CarriedLoss]) -> tuple[Tensor, Tensor]:
+        ctx.carried = carried
+        return tensor.view_as(tensor), total.view_as(total)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        _give_gradient(ctx.carried, gradients[1])
+        return gradients[0], None, None
+
+
 class _AddAuxiliaryLosses(torch.autograd.Function):
     """Sum of a loss and weighted auxiliary losses, which get their gradient through the nodes that carry them."""
 
@@ -153,15 +198,7 @@ class _AddAuxiliaryLosses(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
-        gradient = (gradients[0].float() * ctx.weight).sum()
-        for one in ctx.carried:
-            one.gradient = gradient if one.gradient is None else one.gradient + gradient
-
-        def clear() -> None:
-            for one in ctx.carried:
-                one.gradient = None
-
-        torch.autograd.Variable._execution_engine.queue_callback(clear)  # type: ignore[attr-defined]
+        _give_gradient(ctx.carried, (gradients[0].float() * ctx.weight).sum())
         return gradients[0], None, None, None
 
 
@@ -221,8 +258,7 @@ class MoeLoss(nn.Module):
             raise ConfigError(
                 "MoeLoss got a loss that does not depend on an MoE layer, so that there is no auxiliary loss to add:"
                 " compute it from the output of a model with MoeLayer or MoeModule, not detached, or use the criterion"
-                " without MoeLoss. A pipeline stage sees its own layers only; checkpoints other than those of"
-                " torch.utils.checkpoint hide theirs"
+                " without MoeLoss. Checkpoints other than those of torch.utils.checkpoint hide their layers"
             )
         total = torch.stack([one.value.to(loss.device) for one in carried]).sum()
         self.auxiliary_loss = total

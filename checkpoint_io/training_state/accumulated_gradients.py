@@ -165,7 +165,9 @@ class AccumulatedGradientsLoad:
             total += _read_slice(self._stored, stored_name, tensor_slice)
         num_stored, num_ranks = len(self._counts), self._pending.num_data_ranks
         has_items = self._counts[0].num_items is not None
-        return total * ((1.0 if has_items else num_ranks / num_stored) / len(self._first_ranks))
+        # Ranks that share an expert are one group, also where each has other gradients of its own.
+        num_groups = max(len(self._first_ranks) // len(self._pending.data_ranks_of(tensor_slice.name)), 1)
+        return total * ((1.0 if has_items else num_ranks / num_stored) / num_groups)
 
 
 def _read_slice(stored: StoredCheckpoint, name: str, tensor_slice: TensorSlice) -> torch.Tensor:

@@ -116,9 +116,11 @@ class HybridMesh:
         stride = math.prod(self._sizes[one] for one in own_axes[own_axes.index(axis) + 1 :])
         return [self.rank(*axes) + (other - own) * stride for other in range(self._sizes[axis])]
 
-    def first_rank(self, axis: str, coordinate: int) -> int:
-        """Return the global rank at a coordinate of an axis, and at the first ones of all others."""
-        return int(self.device_mesh.mesh.select(list(self._sizes).index(axis), coordinate).flatten()[0])
+    def rank_at(self, **coordinates: int) -> int:
+        """Return the global rank at these coordinates, and at this rank's ones of the other axes."""
+        given = {own: index for axis, index in coordinates.items() for own in self._own_axes((axis,))}
+        index = tuple(given.get(axis, self.device_mesh.get_local_rank(axis)) for axis in self._sizes)
+        return int(self.device_mesh.mesh[index])
 
     def group(self, *axes: str) -> dist.ProcessGroup:
         """Return the group of the ranks whose coordinates differ from this rank's along these axes only.

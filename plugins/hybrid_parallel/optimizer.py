@@ -11,9 +11,9 @@ from torch import nn
 
 from booster.comm import all_gather_bytes, all_reduce_sum, any_rank
 from booster.interface import TensorSlice
-from booster.plugins.low_level_zero.optimizer import ModelPart, NamedParameters, ZeroOptimizer
+from booster.plugins.low_level_zero.optimizer import ModelPart, NamedParameters, ZeroOptimizer, ZeroPendingGradients
 from booster.plugins.low_level_zero.reducer import GradientReducer
-from booster.plugins.sharding.optimizer import ShardedOptimizer, ShardedOptimizerState, ShardedPendingGradients
+from booster.plugins.sharding.optimizer import ShardedOptimizer, ShardedOptimizerState
 
 from .pipeline_parallel.stage_module import StageModel
 
@@ -85,7 +85,7 @@ class StagePart(ModelPart):
     def checkpoint_state(self, optimizer: ZeroOptimizer) -> ShardedOptimizerState:
         return _StageOptimizerState(optimizer)
 
-    def pending_gradients(self, optimizer: ZeroOptimizer) -> ShardedPendingGradients:
+    def pending_gradients(self, optimizer: ZeroOptimizer) -> ZeroPendingGradients:
         return _StageAccumulatedGradients(optimizer, self)
 
 
@@ -98,7 +98,7 @@ class _StageOptimizerState(ShardedOptimizerState):
         self._shards = {name: shards for name, shards in self._shards.items() if name not in frozen}
 
 
-class _StageAccumulatedGradients(ShardedPendingGradients):
+class _StageAccumulatedGradients(ZeroPendingGradients):
     def __init__(self, optimizer: ShardedOptimizer, part: StagePart) -> None:
         super().__init__(optimizer)
         self._part = part

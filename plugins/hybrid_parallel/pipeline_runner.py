@@ -31,6 +31,7 @@ from booster.plugins.low_level_zero.optimizer import ZeroOptimizer
 from booster.pytree import iter_tensors, map_tensors
 from booster.rng_state import fork_rng_state, get_rng_state, set_rng_state
 
+from .captured_outputs import captures
 from .mesh import AXES, HybridMesh
 from .model import HybridModel
 from .pipeline_parallel.config import PipelineArguments
@@ -336,14 +337,18 @@ def _split(model: nn.Module, batch: Any, arguments: PipelineArguments) -> tuple[
 
 
 def _check_no_layer_outputs(model: nn.Module, batch: Any) -> None:
-    """Raise if a transformers model is asked for outputs of every layer, which no stage has."""
+    """Raise if a transformers model is asked for outputs of every layer that it does not capture by hooks.
+
+    Those that it captures travel from stage to stage.
+    """
     for name in ("output_hidden_states", "output_attentions", "output_router_logits"):
         given = batch.get(name) if isinstance(batch, Mapping) else None
         wanted = getattr(getattr(model, "config", None), name, False) if given is None else given
-        if not isinstance(wanted, torch.Tensor) and wanted:
+        if not isinstance(wanted, torch.Tensor) and wanted and not captures(model, name.removeprefix("output_")):
             raise ConfigError(
                 f"{name}={wanted!r} asks for outputs of every layer, but with pp_size > 1 each stage has only its own"
-                f" layers: leave it out of the batch, and set model.config.{name} = False"
+                f" layers, and {type(model).__name__} does not capture them by transformers' hooks: leave it out of the"
+                f" batch, and set model.config.{name} = False"
             )
 
 

@@ -421,6 +421,7 @@ class HybridParallelPlugin(ShardedPlugin):
             shard_group=mesh.group(*shards),
             replica_group=mesh.group(*replicas) if mesh.size(*replicas) > 1 else None,
             grad_norm_group=mesh.group(*norm_axes),
+            first_rank=None if shards_states else mesh.rank_at(pp=0, tp=0),
             data_ranks=None if axis == "dp" else mesh.ranks_along("ep", "dp", "sp"),
         )
 
@@ -430,7 +431,7 @@ class HybridParallelPlugin(ShardedPlugin):
         if self._config.num_layers_per_stage is None and self._config.split is None:
             # Stages in the middle hold as many layers as the second one, and activations of no more microbatches.
             stages = sorted({0, min(1, num_stages - 1), num_stages - 1})
-        return [self._mesh.first_rank("pp", stage) for stage in stages]
+        return [self._mesh.rank_at(dp=0, pp=stage, sp=0, tp=0) for stage in stages]
 
     def layer_divisor(self) -> int:
         return 1 if self._config.pipeline is None else self._config.pipeline.num_positions

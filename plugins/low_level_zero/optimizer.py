@@ -66,9 +66,23 @@ class ModelPart:
         """Return the checkpoint view of the optimizer's state."""
         return ShardedOptimizerState(optimizer)
 
-    def pending_gradients(self, optimizer: ZeroOptimizer) -> ShardedPendingGradients:
+    def pending_gradients(self, optimizer: ZeroOptimizer) -> ZeroPendingGradients:
         """Return the checkpoint view of the accumulated gradients."""
-        return ShardedPendingGradients(optimizer)
+        return ZeroPendingGradients(optimizer)
+
+
+class ZeroPendingGradients(ShardedPendingGradients):
+    """Checkpoint view of accumulated gradients, some of which may be those of experts."""
+
+    optimizer: ZeroOptimizer
+
+    @property
+    def first_rank(self) -> int:
+        first_rank = self.optimizer.groups_of().first_rank
+        return super().first_rank if first_rank is None else first_rank
+
+    def data_ranks_of(self, name: str) -> Sequence[int]:
+        return self.optimizer.groups_of(self.parameters()[name]).data_ranks or super().data_ranks_of(name)
 
 
 class ZeroOptimizer(ShardedOptimizer):
@@ -142,10 +156,9 @@ class ZeroOptimizer(ShardedOptimizer):
             kind = casts_to or parameter.dtype, shard_spec_of(parameter).is_expert
             by_kind.setdefault(kind, []).append(parameter)
         shards: list[nn.Parameter] = []
-        for (dtype, is_expert), members in by_kind.items():
+        for (dtype, _), members in by_kind.items():
             named = [(self._names[id(parameter)], parameter) for parameter in members]
-            groups = self._expert_groups if is_expert else self._groups
-            flat = FlatGroup(index, named, dtype, self._config, groups)
+            flat = FlatGroup(index, named, dtype, self._config, self.groups_of(members[0]))
             self._flat_groups.append(flat)
             for parameter in members:
                 own = [one.shard for one in flat.owned if one.shard.model_param is parameter]
@@ -302,12 +315,13 @@ class ZeroOptimizer(ShardedOptimizer):
     def checkpoint_state(self) -> ShardedOptimizerState:
         return self._part.checkpoint_state(self)
 
-    def pending_gradients(self) -> ShardedPendingGradients:
+    def pending_gradients(self) -> ZeroPendingGradients:
         return self._part.pending_gradients(self)
 
-    def data_ranks_of(self, parameter: nn.Parameter) -> Sequence[int] | None:
-        groups = self._expert_groups if shard_spec_of(parameter).is_expert else self._groups
-        return groups.data_ranks
+    def groups_of(self, parameter: nn.Parameter | None = None) -> ShardGroups:
+        """Return the groups of a parameter's shards, by default of those that are not experts."""
+        is_expert = parameter is not None and shard_spec_of(parameter).is_expert
+        return self._expert_groups if is_expert else self._groups
 
     def local_gradients(self) -> dict[str, torch.Tensor]:
         """Return this rank's unreduced, unscaled gradients by name, in the parameters' shapes."""

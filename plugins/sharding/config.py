@@ -129,6 +129,8 @@ class ShardGroups:
         shard_group: Ranks that share the shards; optional, defaults to the world group.
         replica_group: Ranks with replicas of this rank's shards, if any.
         grad_norm_group: Ranks that hold the full gradient together; optional, defaults to `shard_group`.
+        first_rank: First of the ranks that hold one gradient together; optional, defaults to that of
+            `grad_norm_group`.
         data_ranks: Data ranks whose samples this rank's gradients are of; optional, defaults to this rank's.
     """
 
@@ -140,6 +142,7 @@ class ShardGroups:
     shard_group: dist.ProcessGroup | None = None
     replica_group: dist.ProcessGroup | None = None
     grad_norm_group: dist.ProcessGroup | None = None
+    first_rank: int | None = None
     data_ranks: Sequence[int] | None = None
 
 

@@ -219,9 +219,6 @@ class ShardedPendingGradients(AccumulatedGradients):
     def first_rank(self) -> int:
         return global_rank_of(0, self.optimizer.shards.group)
 
-    def data_ranks_of(self, name: str) -> Sequence[int]:
-        return self.optimizer.data_ranks_of(self.parameters()[name]) or super().data_ranks_of(name)
-
     def _replace(
         self,
         gradients: Iterable[tuple[str, torch.Tensor]],
@@ -647,10 +644,6 @@ class ShardedOptimizer(OptimizerWrapper):
 
     def pending_gradients(self) -> ShardedPendingGradients:
         return ShardedPendingGradients(self)
-
-    def data_ranks_of(self, parameter: nn.Parameter) -> Sequence[int] | None:
-        """Return the data ranks whose samples a parameter's gradient on this rank is of, or None for this rank's."""
-        return None
 
 
 def replaced_memory_error(name: str) -> ConfigError:

@@ -140,6 +140,59 @@ def test_every_layout_loads_what_another_saved(tmp_path, name, saved, loaded):
             torch.testing.assert_close(tensor, expected[key].detach(), rtol=1e-4, atol=2e-5)
 
 
+def accumulate(booster: Booster, name: str, model: nn.Module, optimizer, steps: range) -> None:
+    """Trains with microbatches, three of which make a step."""
+    entry, plugin = get_model(name), booster.plugin
+    rank, size = getattr(plugin, "dp_rank", dist.get_rank()), getattr(plugin, "dp_size", dist.get_world_size())
+    for number in steps:
+        batch = split_batch(entry.make_batch(number, 12), rank, size)
+        with booster.accumulate(model, optimizer, 3):
+            booster.backward(entry.loss(model, map_tensors(lambda one: one.to(current_device()), batch)), optimizer)
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def save_amid(name: str, layout: str, path: str) -> None:
+    booster, model, optimizer = boosted(name, layout)
+    accumulate(booster, name, model, optimizer, range(2))
+    booster.save(path, model, optimizer)
+
+
+def load_amid(name: str, layout: str, path: str) -> dict[str, torch.Tensor]:
+    booster, model, optimizer = boosted(name, layout, seed=5)
+    booster.load(path, model, optimizer)
+    accumulate(booster, name, model, optimizer, range(2, 3))
+    return joined_over_ranks(model)
+
+
+def accumulate_alone(name: str) -> dict[str, torch.Tensor]:
+    entry = get_model(name)
+    model = entry.build()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-3)
+    for number in range(3):
+        (entry.loss(model, entry.make_batch(number, 12)) / 3).backward()
+    optimizer.step()
+    return dict(model.named_parameters())
+
+
+AMID = ["ep 2", "ep 2 zero 1", "ep 2 zero 2", "ep 2 dp 2", "ep 4 zero 1", "ep 2 tp 2", "ep 3", "ddp", "gemini", "fsdp"]
+AMID_PAIRS = [
+    (saved, loaded)
+    for number, saved in enumerate(AMID)
+    for place, loaded in enumerate(AMID)
+    if (saved in SHARING or loaded in SHARING) and (number + place) % 2 == 0
+]
+
+
+@pytest.mark.parametrize(("saved", "loaded"), AMID_PAIRS)
+def test_every_layout_continues_the_accumulation_of_another(tmp_path, saved, loaded):
+    name = "mixtral_6_experts"
+    run_ranks(save_amid, LAYOUTS[saved][0], name, saved, str(tmp_path / "c"), timeout=120)
+    found = run_ranks(load_amid, LAYOUTS[loaded][0], name, loaded, str(tmp_path / "c"), timeout=120)[0]
+    for key, tensor in accumulate_alone(name).items():
+        torch.testing.assert_close(found[key], tensor.detach(), rtol=1e-4, atol=2e-5, msg=key)
+
+
 @pytest.mark.parametrize("layout", SHARING)
 def test_a_save_opens_in_transformers(tmp_path, layout):
     weights, _ = run_ranks(save, LAYOUTS[layout][0], "mixtral", layout, str(tmp_path), timeout=120)[0]
@@ -170,3 +223,13 @@ def desync(layout: str) -> None:
 def test_ranks_with_other_sizes_are_named():
     with pytest.raises(RanksFailed, match=r"DesyncError: .*ep_size"):
         run_ranks(desync, 2, "ep 2")
+
+
+def boost_other_experts() -> None:
+    model = get_model("mixtral" if dist.get_rank() == 0 else "mixtral_6_experts").build()
+    Booster(plugin=hybrid(ep_size=2)).boost(model, torch.optim.AdamW(model.parameters()))
+
+
+def test_ranks_with_other_experts_are_named():
+    with pytest.raises(RanksFailed, match=r"DesyncError: .*mlp.gate.weight: \(4, 32\)"):
+        run_ranks(boost_other_experts, 2)

@@ -73,7 +73,11 @@ def _shares_experts():
     assert (mesh.rank("dp"), mesh.rank("edp"), mesh.rank("ep")) == (rank, rank // 2, rank % 2)
     assert mesh.group("dp") is mesh.group("edp", "ep") is dist.group.WORLD
     assert mesh.device_mesh.mesh_dim_names == ("edp", "ep", "pp", "sp", "tp")
-    assert mesh.first_rank("ep", 1) == 1
+    assert mesh.rank_at(edp=0, ep=1, pp=0, sp=0, tp=0) == 1
+    assert mesh.rank_at(ep=0) == rank - rank % 2
+    assert mesh.rank_at(dp=0) == 0
+    assert mesh.ranks_along("ep", "dp", "sp") == [rank - rank % 2, rank - rank % 2 + 1]
+    assert mesh.ranks_along("edp", "dp", "sp") == [rank % 2, rank % 2 + 2]
     return dist.get_process_group_ranks(mesh.group("ep")), dist.get_process_group_ranks(mesh.group("edp", "sp"))
 
 

@@ -12,6 +12,7 @@ from oracles.joined_slices import joined_over_ranks
 from strategies import FP32
 from torch import nn
 from zoo import TRANSFORMERS_MODULES, get_model, split_batch
+from zoo.small_configs import small_config
 
 from booster import Booster, ConfigError
 from booster.device import current_device
@@ -151,6 +152,115 @@ def test_an_evaluation_communicates_nothing(name):
 def test_a_model_without_auxiliary_losses_is_refused():
     with pytest.raises(ConfigError, match="found no auxiliary loss in Linear"):
         global_load_balancing(nn.Linear(2, 2))
+
+
+# Pipelines: losses of a microbatch of all data-parallel ranks, from the layers of all stages.
+
+
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = MoeLayer(12, 4, Top2Router(drop_tks=False), Experts(Feed, 4))
+
+    def forward(self, vectors: torch.Tensor) -> torch.Tensor:
+        return vectors + self.experts(vectors)
+
+
+class DeepClassifier(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(Residual() for _ in range(4))
+        self.head = nn.Linear(12, 3)
+
+    def forward(self, vectors: torch.Tensor, classes: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            vectors = layer(vectors)
+        return self.head(vectors)
+
+
+NUM_MICROBATCHES = 2
+
+
+def deep_model(name: str) -> nn.Module:
+    if name == "own":
+        return DeepClassifier()
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    torch.manual_seed(0)
+    changes = {"output_router_logits": True, "router_aux_loss_coef": 0.5, "num_hidden_layers": 4}
+    return MixtralForCausalLM(small_config(MixtralConfig, changes))
+
+
+def criterion_of(name: str) -> Callable[..., torch.Tensor]:
+    if name == "own":
+        criterion = MoeLoss(0.5, nn.CrossEntropyLoss)
+        return lambda outputs, batch: criterion(outputs, batch["classes"])
+    return lambda outputs, batch: outputs.loss
+
+
+def train_in_stages(name: str, arguments: dict[str, object]) -> tuple[list[float], dict[str, torch.Tensor]]:
+    plugin = HybridParallelPlugin(precision="fp32", pp_size=2, num_microbatches=NUM_MICROBATCHES, **arguments)
+    booster, raw = Booster(plugin=plugin), deep_model(name)
+    model, optimizer, *_ = booster.boost(raw, torch.optim.AdamW(raw.parameters(), lr=1e-2, eps=1e-3))
+    if "ep_size" not in arguments:
+        global_load_balancing(model, plugin.data_group)
+    losses = []
+    for step in range(STEPS):
+        batch = split_batch(make_batch(name, step, 4 * plugin.dp_size), plugin.dp_rank, plugin.dp_size)
+        batch = {key: value.to(current_device()) for key, value in batch.items()}
+        losses.append(booster.execute_pipeline(iter([batch]), model, criterion_of(name), optimizer)["loss"].item())
+        optimizer.clip_grad_by_norm(0.05)
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, joined_over_ranks(model)
+
+
+def train_microbatches_alone(name: str, dp_size: int) -> tuple[list[float], dict[str, torch.Tensor]]:
+    model = deep_model(name)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
+    losses = []
+    for step in range(STEPS):
+        batch, total = make_batch(name, step, 4 * dp_size), 0.0
+        for number in range(NUM_MICROBATCHES):
+            parts = [
+                split_batch(split_batch(batch, rank, dp_size), number, NUM_MICROBATCHES) for rank in range(dp_size)
+            ]
+            microbatch = {key: torch.cat([part[key] for part in parts]) for key in batch}
+            loss = criterion_of(name)(model(**microbatch), microbatch) / NUM_MICROBATCHES
+            loss.backward()
+            total += loss.item()
+        losses.append(total)
+        nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, model.state_dict()
+
+
+@pytest.mark.parametrize(
+    ("world_size", "arguments"),
+    [
+        (2, {}),
+        (2, {"pp_style": "gpipe"}),
+        (2, {"pp_style": "interleaved", "num_model_chunks": 2}),
+        (2, {"pp_style": "zbv", "num_model_chunks": 2}),
+        (2, {"gradient_checkpoint_config": True}),
+        (4, {}),
+        (4, {"ep_size": 2, "zero_stage": 1}),
+        (4, {"num_layers_per_stage": (3, 1)}),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("name", ["mixtral_balanced", "own"])
+def test_stages_add_the_auxiliary_losses_of_all_layers(name, world_size, arguments):
+    dp_size = world_size // 2
+    expected_losses, expected = train_microbatches_alone(name, dp_size)
+    found = run_ranks(train_in_stages, world_size, name, arguments, timeout=120)
+    for step, one in enumerate(expected_losses):  # every rank of a pipeline has the loss of its data
+        mean = sum(losses[step] for losses, _ in found) / world_size
+        assert mean == pytest.approx(one, rel=1e-6)
+    for key, weight in found[0][1].items():
+        torch.testing.assert_close(weight, expected[key], rtol=1e-5, atol=1e-5)
 
 
 # Without a loss.

@@ -42,6 +42,25 @@ def flat(outputs) -> list[torch.Tensor]:
 
 @BY_SCHEDULE
 @distributed(world_size=2)
+def test_what_transformers_captures_of_layers_travels_with_the_output(schedule):
+    for name in ("llama", "bert", "gpt2", "t5", "vit"):
+        twins = StagedTwins(name, schedule)
+        for module in (*twins.plain.modules(), *twins.model.unwrap().modules()):
+            if hasattr(module, "config"):
+                module.config._attn_implementation = "eager"  # others return no attentions
+                module.config.output_hidden_states = module.config.output_attentions = True
+        whole, _ = twins.batch(0)
+        outputs, loss = twins.forward(whole)
+        found = twins.execute(whole, return_outputs=True)
+        torch.testing.assert_close(found["loss"], loss.detach(), rtol=1e-5, atol=1e-7)
+        if holds_the_last_part(schedule):
+            names = {"hidden_states", "attentions"} if name != "t5" else {"encoder_hidden_states", "decoder_attentions"}
+            assert names <= set(found["outputs"])
+            torch.testing.assert_close(flat(found["outputs"]), flat(outputs), **CLOSE)
+
+
+@BY_SCHEDULE
+@distributed(world_size=2)
 def test_evaluation_is_the_models_own_forward(schedule):
     for name in ("glued_chain", "tied_lm", "gpt2", "t5"):
         twins = StagedTwins(name, schedule).train()

@@ -87,7 +87,9 @@ class DeferredTensor(torch.Tensor):
         return func(*args, **kwargs)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         """Refuse a use below `__torch_function__`, by C++ code: the graph of the computation would be lost."""
         raise ConfigError(_below_autograd(str(func)))
 

@@ -22,7 +22,7 @@ differently has no value that one process would have, and raises.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -33,6 +33,9 @@ from booster.comm import all_gather_equal, broadcast
 from booster.core.model_wrapper import call_with_batch
 from booster.errors import ConfigError
 from booster.kernels.checksum import crc32
+from booster.moe.loss import attach_auxiliary_loss, detach_auxiliary_losses
+from booster.plugins.hybrid_parallel.captured_outputs import captured_lists
+from booster.pytree import iter_tensors, map_tensors
 
 from .schedules import PipelineSchedule
 from .stage_partition.balance import position_of_gap
@@ -275,19 +278,26 @@ class StageActivation:
     Attributes:
         output: Output of the last layer.
         skip_outputs: Outputs of complete modules that later chunks need, by module name.
+        captured: Outputs of earlier layers that a model of transformers has captured, such as router logits, by name.
+        auxiliary_loss: Auxiliary losses of earlier layers of `booster.moe`, if any.
     """
 
     output: Any
     skip_outputs: Mapping[str, Any]
+    captured: Mapping[str, list[Any]] = field(default_factory=dict)
+    auxiliary_loss: torch.Tensor | None = None
 
     def to_tree(self) -> dict[str, Any]:
         """Return the activation as containers."""
-        return {"output": self.output, "carried": self.skip_outputs}
+        tree = {"output": self.output, "carried": self.skip_outputs}
+        if self.captured:
+            tree["captured"] = self.captured
+        return tree if self.auxiliary_loss is None else {**tree, "auxiliary_loss": self.auxiliary_loss}
 
     @classmethod
     def from_tree(cls, tree: Mapping[str, Any]) -> StageActivation:
         """Return the activation from the result of `to_tree`."""
-        return cls(tree["output"], tree["carried"])
+        return cls(tree["output"], tree["carried"], tree.get("captured", {}), tree.get("auxiliary_loss"))
 
 
 class ChunkDone(BaseException):
@@ -296,6 +306,7 @@ class ChunkDone(BaseException):
     def __init__(self, output: Any) -> None:
         super().__init__("end of the model chunk's forward")
         self.output = output
+        self.captured = {key: list(values) for key, values in captured_lists().items() if values}
 
 
 class ChunkForward:
@@ -317,6 +328,16 @@ class ChunkForward:
         self.is_computing = received is None
         self.next_layer = chunk.start
         self.skip_outputs: dict[str, Any] = {} if received is None else dict(received.skip_outputs)
+        self._captured = {} if received is None else dict(received.captured)
+
+    def skip_layer(self) -> Any:
+        """Return the received activation in place of the output of a layer of an earlier chunk."""
+        assert self.received is not None
+        lists = captured_lists() if self._captured else {}
+        for key, values in self._captured.items():
+            lists[key].extend(values)
+        self._captured = {}
+        return self.received.output
 
 
 @dataclass(eq=False)
@@ -326,15 +347,17 @@ class ChunkContext:
     Attributes:
         plan: Stage plan of the model.
         buffers: Persistent buffers that other stages hold as well.
+        has_routers: Whether the model has routers of `booster.moe`, with auxiliary losses.
         run: Chunk forward in progress, or None.
     """
 
     plan: StagePlan
     buffers: SharedBuffers
+    has_routers: bool = False
     run: ChunkForward | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ChunkContext:
-        return ChunkContext(self.plan, SharedBuffers((), 0))
+        return ChunkContext(self.plan, SharedBuffers((), 0), self.has_routers)
 
     def require_run(self) -> ChunkForward:
         """Return the chunk forward in progress.
@@ -365,6 +388,9 @@ def run_chunk(
     Raises:
         ConfigError: Layers ran in another order than planned, or the last one did not run.
     """
+    if received is not None and received.auxiliary_loss is not None:
+        loss = received.auxiliary_loss
+        received = replace(received, output=_map_first(received.output, lambda one: attach_auxiliary_loss(one, loss)))
     run = ChunkForward(chunk, received)
     context.run = run
     is_computing = run.is_computing or context.plan.sequence is not None
@@ -375,7 +401,16 @@ def run_chunk(
         else:
             outputs = call_with_batch(model, batch)
     except ChunkDone as finished:
-        return StageActivation(finished.output, run.skip_outputs), None
+        output, losses = finished.output, []
+        if context.has_routers:
+
+            def detach(tensor: torch.Tensor) -> torch.Tensor:
+                tensor, loss = detach_auxiliary_losses(tensor)
+                losses.append(loss)
+                return tensor
+
+            output = _map_first(output, detach)
+        return StageActivation(output, run.skip_outputs, finished.captured, *losses), None
     finally:
         context.run = None
         context.buffers.end_chunk()
@@ -386,6 +421,12 @@ def run_chunk(
             " choose num_layers_per_stage or split= so that a layer that always runs ends the stage"
         )
     return None, outputs
+
+
+def _map_first(tree: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """Return a tree with its first tensor that requires a gradient replaced by `function(tensor)`."""
+    first = next((one for one in iter_tensors(tree) if one.requires_grad), None)
+    return map_tensors(lambda one: function(one) if one is first else one, tree)
 
 
 def install_layer(module: nn.Module, index: int, context: ChunkContext) -> None:
@@ -414,8 +455,7 @@ class _Layer(nn.Module):
         index, context = self.__dict__["_pipeline_unit"]
         run: ChunkForward = context.require_run()
         if index < run.chunk.start:
-            assert run.received is not None
-            return run.received.output
+            return run.skip_layer()
         if not run.next_layer <= index < run.chunk.stop:
             before = context.plan.layers[run.next_layer - 1]
             raise ConfigError(

@@ -10,6 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from booster.interface import ShardSpec
+from booster.moe.routers import Router
 from booster.plugins.sharding.deferred_init import Materializer
 
 from .placeholders import PlaceholderModules
@@ -99,7 +100,8 @@ def build_stage(
     held = frozenset(name for name, stages in stages_of.items() if stage in stages)
     logical = {id(parameter): name for name, parameter in parameters.items()}
     plan = partition.plan
-    context = ChunkContext(plan, SharedBuffers(buffers, stage))
+    has_routers = any(isinstance(one, Router) for one in model.modules())
+    context = ChunkContext(plan, SharedBuffers(buffers, stage), has_routers)
     return StageModel(
         partition=partition,
         chunks=partition.chunks(stage),

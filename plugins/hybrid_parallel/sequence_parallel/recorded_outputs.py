@@ -9,7 +9,6 @@ detected when the ranks compare their losses.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +17,7 @@ from torch import nn
 
 from booster.core.compiling import not_compiled
 from booster.errors import ConfigError
+from booster.plugins.hybrid_parallel.captured_outputs import captured_lists
 from booster.pytree import map_tensors
 
 GatherFunction = Callable[[torch.Tensor], torch.Tensor]
@@ -35,10 +35,7 @@ class CapturedOutputs:
     """
 
     def __init__(self, *, sees_all_tokens: bool) -> None:
-        capturing = sys.modules.get("transformers.utils.output_capturing")
-        collector = getattr(capturing, "_active_collector", None)
-        captured = (collector.get() if collector is not None else None) or {}
-        self._lists: dict[str, list[Any]] = {key: value for key, value in captured.items() if isinstance(value, list)}
+        self._lists = captured_lists()
         self._lengths_before = {key: len(value) for key, value in self._lists.items()}
         if not sees_all_tokens and any("attentions" in key for key in self._lists):
             raise ConfigError(
