@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -16,6 +18,7 @@ from booster.moe import FFNExperts
 from booster.plugins import HybridParallelPlugin
 from booster.plugins.hybrid_parallel.expert_parallel.dispatch import Capacity
 from booster.plugins.hybrid_parallel.expert_parallel.experts import ExpertParallelGroup, make_expert_parallel
+from booster.plugins.hybrid_parallel.expert_parallel.loops import make_loop_expert_parallel
 from booster.plugins.hybrid_parallel.expert_parallel.plan import find_experts
 
 pytestmark = pytest.mark.on_device
@@ -197,6 +200,113 @@ def test_mistakes_in_the_model():
             continue
         with pytest.raises(ConfigError, match=message):
             find_experts(model, 2, plan)
+
+
+class Looping(nn.Module):
+    """A gate, and a list of experts that the forward calls, as `call` says."""
+
+    def __init__(self, call=lambda experts, number, tokens: experts[number](tokens)) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.gate = nn.Linear(WIDTH, EXPERTS)
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(EXPERTS))
+        self.call = call
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        tokens.add_(1)  # in place, as some models add noise
+        noise = torch.rand(EXPERTS, device=tokens.device)
+        weights, index = (self.gate(tokens) + noise).softmax(-1).max(-1)
+        output = torch.zeros_like(tokens)
+        for number in range(EXPERTS):
+            chosen = (index == number).nonzero()[:, 0]
+            found = self.call(self.experts, number, tokens[chosen])
+            output.index_add_(0, chosen, (found * weights[chosen, None]).to(output.dtype))
+        return output
+
+
+def looping(capacity: Capacity | None = None, **arguments) -> tuple[nn.Module, nn.Module]:
+    """Returns a block whose experts all ranks share, and the same block with all of them."""
+    group, reference = ExpertParallelGroup.of(dist.group.WORLD, capacity), Looping(**arguments).to(current_device())
+    model = nn.ModuleDict({"block": copy.deepcopy(reference)})
+    (entry,) = find_experts(model, group.size, None).entries
+    assert (entry.name, entry.is_looped) == ("block.experts", True)
+    make_loop_expert_parallel(model, entry.name, group, find_experts(model, group.size, None).bounds(entry))
+    return model["block"], reference
+
+
+@distributed(world_size=(2, 3))
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("num_tokens", [TOKENS, 0])
+def test_a_loop_over_a_list_of_experts(num_tokens, autocast):
+    block, reference = looping()
+    num_tokens = num_tokens if dist.get_rank() == 0 else TOKENS
+    torch.manual_seed(dist.get_rank())
+    own = torch.randn(num_tokens, WIDTH).to(current_device()).requires_grad_()
+    found = []
+    for module in (block, reference):
+        own.grad = None
+        tokens = own * 1
+        torch.manual_seed(7)
+        with torch.autocast(tokens.device.type, torch.bfloat16, enabled=autocast):
+            output = module(tokens)
+        after = torch.rand(1)
+        output.square().sum().backward()
+        found.append((output, tokens, after, own.grad, module.gate.weight.grad))
+    bound = {"rtol": 2e-2, "atol": 2e-2} if autocast else {"rtol": 1e-5, "atol": 1e-5}
+    torch.testing.assert_close(found[0], found[1], **bound)
+    for expert, other in zip(block.experts, reference.experts, strict=True):
+        total = all_reduce_sum(other.weight.grad.clone())  # of the tokens of all ranks
+        if expert.weight.grad is not None:
+            torch.testing.assert_close(expert.weight.grad, total, rtol=bound["rtol"], atol=10 * bound["atol"])
+    held = [expert.weight.grad is not None for expert in block.experts]
+    assert sum(held) == EXPERTS // dist.get_world_size()  # each was called, if only without tokens
+
+
+@distributed(world_size=2)
+def test_a_loop_with_a_capacity_drops_the_last_tokens():
+    block, reference = looping(Capacity(factor=0.5, minimum=1, drops=True))
+    limit = Capacity(factor=0.5, minimum=1, drops=True).rows(TOKENS, EXPERTS)
+    tokens = torch.randn(TOKENS, WIDTH).to(current_device())
+    counts = [0] * EXPERTS
+
+    def call_with_limit(experts, number, rows):
+        counts[number] = len(rows)
+        outputs = experts[number](rows)
+        return torch.cat([outputs[:limit], torch.zeros_like(outputs[limit:])])
+
+    reference.call = call_with_limit
+    outputs = []
+    for module in (block, reference):
+        torch.manual_seed(7)
+        outputs.append(module(tokens.clone()))
+    torch.testing.assert_close(*outputs)
+    assert max(counts) > limit
+
+
+@distributed(world_size=2)
+def test_mistakes_in_a_loop():
+    tokens = torch.randn(TOKENS, WIDTH).to(current_device())
+    with pytest.raises(ConfigError, match=r"'block.experts' was called with more than its tokens"):
+        looping(call=lambda experts, number, rows: experts[number](rows, number))[0](tokens)
+    block, _ = looping()
+    with pytest.raises(ConfigError, match=r"expert 1 of 'block.experts' .* \(12, 8\) outside of its block's forward"):
+        block.experts[1](tokens)
+    times = []
+
+    def other_in_the_second_pass(experts, number, rows):
+        times.append(number)
+        return experts[number](rows if len(times) <= EXPERTS else torch.cat([rows, tokens[:1]]))
+
+    with pytest.raises(ConfigError, match=r"does not call the same experts when it runs again"):
+        looping(call=other_in_the_second_pass)[0](tokens)
+    dist.barrier()
+
+
+def test_layers_in_a_list_are_no_experts():
+    model = nn.ModuleDict({"layers": nn.ModuleList(nn.Linear(4, 4) for _ in range(3)), "head": nn.Linear(4, 3)})
+    with pytest.raises(ConfigError, match=r"no plain list beside a gate or router"):
+        find_experts(model, 2, None)
+    assert find_experts(model, 2, {"layers": "expert"}).entries[0].is_looped
 
 
 @distributed(world_size=2)
