@@ -305,6 +305,22 @@ class FSDP2ParamGroup:
 
         self._group.pre_backward = observed  # type: ignore[assignment, method-assign]
 
+    def protect_unused_gathers(self) -> None:
+        """Let the stream that owns a gathered buffer wait before FSDP2 drops it unread at the end of a backward.
+
+        FSDP2 gathers ahead, and this rank's backward may not need those weights. It waits for the gather on the current
+        stream only, so that a later gather could reuse the buffer while this one still writes.
+        """
+        finalize_backward = self._group.finalize_backward
+
+        def finalize() -> None:
+            result = self._group._all_gather_result
+            if result is not None and result.all_gather_event is not None and self.device.type != "cpu":
+                self._group.comm_ctx.all_gather_copy_in_stream.wait_event(result.all_gather_event)
+            finalize_backward()
+
+        self._group.finalize_backward = finalize  # type: ignore[method-assign]
+
     def post_backward(self, params: Iterable[ShardedParam]) -> None:
         """Run FSDP2's own post-backward.
 

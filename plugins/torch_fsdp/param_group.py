@@ -219,6 +219,7 @@ class ParamGroup:
         self.input_hook = InputGradHook(cast(nn.Module, module), self._on_input_gradients)
         self.fsdp2.replace_post_backward(self._post_backward, self.input_hook.register)
         self.fsdp2.observe_pre_backward(self._note_graph_of_gradients)
+        self.fsdp2.protect_unused_gathers()
         cast(nn.Module, module).register_forward_pre_hook(self._unshard_for_inference, prepend=True)
 
     @property

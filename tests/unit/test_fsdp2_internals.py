@@ -36,6 +36,7 @@ SIGNATURES = {
     ("FSDPParamGroup", "post_backward"): ["self", "*unused"],
     ("FSDPParamGroup", "_register_post_backward_hook"): ["self", "args", "kwargs"],
     ("FSDPParamGroup", "_to_sharded"): ["self"],
+    ("FSDPParamGroup", "finalize_backward"): ["self"],
     ("FSDPParamGroup", "_to_sharded_post_forward"): ["self"],
     ("FSDPState", "_pre_forward"): ["self", "module", "args", "kwargs"],
     ("FSDPState", "_post_forward"): ["self", "module", "input", "output"],
