@@ -1,8 +1,7 @@
 """Vocabulary-parallel logits that behave like the full logits.
 
-Logits are the largest activation of a language model, and mostly only cast, reshaped and passed to a cross-entropy, all
-of which work on shards. So a vocabulary-parallel head returns a tensor subclass with the shape of the full logits that
-holds a shard. The operations in `HANDLERS` keep it sharded. Any other operation first gathers the logits, once, and
+A vocabulary-parallel head returns a tensor subclass with the shape of the full logits that holds a shard, on which the
+usual operations run; see `booster.core.partial_logits`. Any other operation first gathers the logits, once, and
 continues with a plain tensor: slower, but correct. Functions that bypass torch's override mechanism, such as a user's
 autograd function, are handled below autograd: the tensor's graph contains `_WrapLogits`, whose backward returns this
 rank's shard of a full gradient. The gathering is collective, so all ranks must apply the same operations.
@@ -10,17 +9,15 @@ rank's shard of a full gradient. The gathering is collective, so all ranks must 
 
 from __future__ import annotations
 
-import functools
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_map_only
 
 from booster.comm import all_reduce_max, all_reduce_sum, sum_dtype
+from booster.core.partial_logits import PartialLogits
 
 from .group import TensorParallelGroup
 from .mappings import gather_from_tp_region
@@ -132,207 +129,7 @@ def _upcast(logits: torch.Tensor) -> torch.Tensor:
     return logits.to(sum_dtype(logits.dtype))
 
 
-_PLAIN = (torch.Tensor, FakeTensor)  # other subclasses may override the operations
-
-
-def _elementwise(function: Callable[..., torch.Tensor], logits: VocabParallelLogits, *args: Any, **kwargs: Any) -> Any:
-    return logits.with_local(function(logits.local, *args, **kwargs))
-
-
-def _scale(function: Callable[..., torch.Tensor], logits: VocabParallelLogits, other: Any) -> Any:
-    # The gradient of a trained factor would be partial.
-    is_number = isinstance(other, (int, float)) or (
-        isinstance(other, torch.Tensor) and other.dim() == 0 and not other.requires_grad
-    )
-    return logits.with_local(function(logits.local, other)) if is_number else NotImplemented
-
-
-def _to(logits: VocabParallelLogits, *args: Any, **kwargs: Any) -> Any:
-    if any(isinstance(one, torch.Tensor) for one in (*args, *kwargs.values())):
-        return NotImplemented
-    return logits.with_local(logits.local.to(*args, **kwargs))
-
-
-def _reshape(logits: VocabParallelLogits, *args: Any, **kwargs: Any) -> Any:
-    sizes = args[0] if len(args) == 1 and isinstance(args[0], Sequence) else args
-    if kwargs or not sizes or not all(isinstance(size, int) for size in sizes):
-        return NotImplemented
-    known = math.prod(size for size in sizes if size != -1)
-    shape = [logits.numel() // max(known, 1) if size == -1 else size for size in sizes]
-    if list(sizes).count(-1) > 1 or math.prod(shape) != logits.numel() or shape[-1] != logits.shape[-1]:
-        return NotImplemented  # or an invalid shape, for which the full tensor raises torch's error
-    return logits.with_local(logits.local.reshape(*shape[:-1], logits.local.shape[-1]))
-
-
-def _flatten(logits: VocabParallelLogits, start_dim: int = 0, end_dim: int = -1) -> Any:
-    if end_dim % logits.dim() == logits.dim() - 1:
-        return NotImplemented
-    return logits.with_local(logits.local.flatten(start_dim, end_dim))
-
-
-def _getitem(logits: VocabParallelLogits, index: Any) -> Any:
-    items = index if isinstance(index, tuple) else (index,)
-    return logits.with_local(logits.local[index]) if _keeps_last_dim(items, logits.dim()) else NotImplemented
-
-
-def _keeps_last_dim(items: Sequence[Any], num_dims: int) -> bool:
-    """Whether an index keeps the last dimension in full and in the last position."""
-    num_indexed = 0
-    for item in items:
-        if type(item) in _PLAIN and item.dtype in (torch.int64, torch.bool):
-            num_indexed += item.dim() if item.dtype == torch.bool else 1
-        elif isinstance(item, (int, slice)):
-            num_indexed += not isinstance(item, bool)  # True adds a dimension
-        elif item is not None and item is not Ellipsis:
-            return False
-    if not items:
-        return False
-    if isinstance(items[-1], slice) and items[-1] == slice(None):
-        return True
-    has_ellipsis = any(item is Ellipsis for item in items)
-    if has_ellipsis and items[-1] is not Ellipsis:
-        return False
-    return num_indexed < num_dims
-
-
-def _cross_entropy(
-    logits: VocabParallelLogits,
-    target: torch.Tensor,
-    weight: torch.Tensor | None = None,
-    size_average: bool | None = None,
-    ignore_index: int = -100,
-    reduce: bool | None = None,
-    reduction: str = "mean",
-    label_smoothing: float = 0.0,
-) -> Any:
-    is_old_call = size_average is not None or reduce is not None
-    has_plain_target = type(target) in _PLAIN and target.dtype == torch.int64
-    fits = has_plain_target and logits.dim() in (1, 2) and target.shape == logits.shape[:-1]
-    if is_old_call or weight is not None or not fits or reduction not in ("mean", "sum", "none"):
-        return NotImplemented
-    local = logits.local
-    if torch.is_autocast_enabled(local.device.type):
-        local = local.float()  # autocast runs cross_entropy in fp32
-    return vocab_parallel_cross_entropy(
-        local,
-        target,
-        logits.tp_group,
-        sum(logits.sizes[: logits.tp_group.rank]),
-        vocab_size=logits.shape[-1],
-        ignore_index=ignore_index,
-        reduction=reduction,
-        label_smoothing=label_smoothing,
-    )
-
-
-# Each handler takes the logits and the operation's other arguments, and returns its result, or `NotImplemented` if the
-# arguments affect the last dimension.
-HANDLERS: Mapping[Callable[..., Any], Callable[..., Any]] = {
-    nn.functional.cross_entropy: _cross_entropy,
-    torch.Tensor.__getitem__: _getitem,
-    torch.Tensor.to: _to,
-    **dict.fromkeys((torch.Tensor.view, torch.Tensor.reshape, torch.reshape), _reshape),
-    **dict.fromkeys((torch.Tensor.flatten, torch.flatten), _flatten),
-    **{
-        function: functools.partial(_elementwise, function)
-        for function in (
-            torch.Tensor.float,
-            torch.Tensor.double,
-            torch.Tensor.half,
-            torch.Tensor.bfloat16,
-            torch.Tensor.cpu,
-            torch.Tensor.contiguous,
-            torch.Tensor.clone,
-            torch.clone,
-            torch.Tensor.detach,
-            torch.detach,
-            torch.Tensor.neg,
-            torch.neg,
-            torch.Tensor.tanh,
-            torch.tanh,
-        )
-    },
-    **{
-        function: functools.partial(_scale, function)
-        for function in (
-            torch.Tensor.mul,
-            torch.mul,
-            torch.Tensor.__mul__,
-            torch.Tensor.__rmul__,
-            torch.Tensor.div,
-            torch.div,
-            torch.Tensor.true_divide,
-            torch.true_divide,
-            torch.Tensor.__truediv__,
-        )
-    },
-}
-
-_IN_PLACE = {
-    "__setitem__",
-    "__iadd__",
-    "__isub__",
-    "__imul__",
-    "__itruediv__",
-    "__ifloordiv__",
-    "__imod__",
-    "__ipow__",
-    "register_hook",
-    "retain_grad",
-}
-"""Functions that modify or hook a tensor and whose name does not end with one underscore."""
-
-_METADATA = {
-    getattr(torch.Tensor, name).__get__
-    for name in (
-        "shape",
-        "dtype",
-        "device",
-        "ndim",
-        "layout",
-        "itemsize",
-        "nbytes",
-        "requires_grad",
-        "is_leaf",
-        "grad_fn",
-        "grad",
-        "is_cpu",
-        "is_cuda",
-        "is_meta",
-        "is_sparse",
-        "is_quantized",
-        "is_nested",
-        "_version",
-        "_backward_hooks",
-        "output_nr",
-    )
-} | {
-    torch.Tensor.size,
-    torch.Tensor.dim,
-    torch.Tensor.ndimension,
-    torch.Tensor.numel,
-    torch.numel,
-    torch.Tensor.nelement,
-    torch.Tensor.stride,
-    torch.Tensor.element_size,
-    torch.Tensor.is_contiguous,
-    torch.Tensor.is_floating_point,
-    torch.is_floating_point,
-    torch.Tensor.is_complex,
-    torch.is_complex,
-    torch.Tensor.get_device,
-    torch.Tensor.__len__,
-    torch.Tensor.__hash__,
-}
-"""Functions that read only metadata of the logits: shape, dtype, device or graph."""
-
-_UNSUPPORTED = (
-    "on logits that are sharded over the vocabulary would affect this rank's shard only: call it on"
-    " `logits.full_tensor()`, or give parallel_output=False to the plugin"
-)
-
-
-class VocabParallelLogits(torch.Tensor):
+class VocabParallelLogits(PartialLogits):
     """Logits sharded over the vocabulary, with the shape of the full logits. Created by `VocabParallelLogits.of`.
 
     Attributes:
@@ -341,6 +138,10 @@ class VocabParallelLogits(torch.Tensor):
         sizes: Number of entries of each rank.
     """
 
+    _unsupported = (
+        "on logits that are sharded over the vocabulary would affect this rank's shard only: call it on"
+        " `logits.full_tensor()`, or give parallel_output=False to the plugin"
+    )
     local: torch.Tensor
     tp_group: TensorParallelGroup
     sizes: tuple[int, ...]
@@ -376,46 +177,40 @@ class VocabParallelLogits(torch.Tensor):
                 self._full = _GatherLogits.apply(self)  # type: ignore[no-untyped-call]
         return self._full  # type: ignore[return-value]
 
-    def with_local(self, local: torch.Tensor) -> VocabParallelLogits:
-        """Return logits with other local values of the same entries."""
-        return VocabParallelLogits.of(local, self.tp_group, self.sizes)
+    def map_rows(self, function: Callable[[torch.Tensor], torch.Tensor]) -> VocabParallelLogits:
+        return VocabParallelLogits.of(function(self.local), self.tp_group, self.sizes)
+
+    map_elements = map_rows
+
+    def cross_entropy(
+        self,
+        target: torch.Tensor,
+        *,
+        weight: torch.Tensor | None,
+        ignore_index: int,
+        reduction: str,
+        label_smoothing: float,
+    ) -> Any:
+        if weight is not None:
+            return NotImplemented
+        local = self.local
+        if torch.is_autocast_enabled(local.device.type):
+            local = local.float()  # autocast runs cross_entropy in fp32
+        return vocab_parallel_cross_entropy(
+            local,
+            target,
+            self.tp_group,
+            sum(self.sizes[: self.tp_group.rank]),
+            vocab_size=self.shape[-1],
+            ignore_index=ignore_index,
+            reduction=reduction,
+            label_smoothing=label_smoothing,
+        )
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """Return a description without values, so that a single rank may print it. Collective: no."""
         shape, sizes = tuple(self.shape), list(self.sizes)
         return f"VocabParallelLogits(shape={shape}, dtype={self.dtype}, entries per rank={sizes})"
-
-    def __format__(self, specification: str) -> str:
-        """Return `repr(self)`."""
-        return repr(self)
-
-    @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        """Run supported functions on shards, and all others on the gathered logits."""
-        kwargs = dict(kwargs or {})
-        if func in _METADATA:
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **kwargs)
-        name = getattr(func, "__name__", "")
-        is_in_place = (name.endswith("_") and not name.endswith("__")) or name in _IN_PLACE
-        if is_in_place or kwargs.get("out") is not None:
-            raise RuntimeError(f"{name} {_UNSUPPORTED}")
-        handler = HANDLERS.get(func)
-        if handler is not None:
-            logits, *others = args or (kwargs.pop("input"),)
-            is_sharded = isinstance(logits, VocabParallelLogits) and logits.is_connected
-            result = handler(logits, *others, **kwargs) if is_sharded else NotImplemented
-            if result is not NotImplemented:
-                return result
-            args = (logits, *others)
-        args, kwargs = tree_map_only(VocabParallelLogits, VocabParallelLogits.full_tensor, (tuple(args), kwargs))
-        return func(*args, **kwargs)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -427,7 +222,7 @@ class VocabParallelLogits(torch.Tensor):
     ) -> Any:
         """Gather for operations that bypassed `__torch_function__`."""
         if func._schema.is_mutable:  # type: ignore[attr-defined]
-            raise RuntimeError(f"{func} {_UNSUPPORTED}")
+            raise RuntimeError(f"{func} {cls._unsupported}")
         with torch.no_grad():
             args, kwargs = tree_map_only(
                 VocabParallelLogits, lambda logits: logits.full_tensor().detach(), (tuple(args), dict(kwargs or {}))
