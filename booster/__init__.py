@@ -12,6 +12,7 @@ if (_checkout / "checkpoint_io" / "__init__.py").is_file() and (_checkout / "pyp
 
 from .booster import Booster
 from .checkpoint_io import CheckpointIO, GeneralCheckpointIO
+from .chunked_loss import chunked_cross_entropy
 from .device import Accelerator, get_accelerator, get_current_device
 from .errors import BoosterError, CheckpointError, ConfigError, DesyncError, NonfiniteError, RankFailedError
 from .estimate import MemoryEstimate, estimate_memory
@@ -65,6 +66,7 @@ __all__ = [
     "Plugin",
     "RankFailedError",
     "TensorSlice",
+    "chunked_cross_entropy",
     "disable_existing_loggers",
     "estimate_memory",
     "get_accelerator",

@@ -185,8 +185,12 @@ class ParamGroup:
                 submodule.register_forward_hook(self._leave_submodule)
 
     def _enter_submodule(self, submodule: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        # Recomputation by activation checkpointing runs in backward, where the weights are gathered already.
-        if not self.fsdp2.is_idle or torch._C._current_graph_task_id() != -1:
+        if torch._C._current_graph_task_id() != -1:
+            # Recomputation by activation checkpointing. The weights are gathered already if it is within the module's
+            # backward, but not if it is of a call from outside of the module, before its gradient arrives.
+            self.module.unshard()
+            return None
+        if not self.fsdp2.is_idle:
             return None
         self._running_submodule = submodule
         self._unshard_for_inference()

@@ -137,7 +137,12 @@ def test_stages_of_a_pipeline(model, schedule, arguments):
     microbatches = 1 if get_model(model).mixes_samples else 4  # a router whose capacity depends on the batch
     arguments = {"ep_size": 2, **arguments}
     assert_pipeline_equals_serial(
-        model, schedule=schedule, microbatches=microbatches, axes="dp 2", arguments=arguments, samples_per_rank=max(microbatches, 2)
+        model,
+        schedule=schedule,
+        microbatches=microbatches,
+        axes="dp 2",
+        arguments=arguments,
+        samples_per_rank=max(microbatches, 2),
     )
 
 
