@@ -77,7 +77,7 @@ def chunked_cross_entropy(
         )
     num_classes = weight.shape[0]
     size = chunk_size or max(_CHUNK_BYTES // (4 * num_classes), 1)
-    module.__class__ = _derived(type(module))
+    module.__class__ = _derived(type(module))  # type: ignore[arg-type]
     module.__dict__["_chunked_head"] = _HeadConfig(num_classes, size)
     return model
 
@@ -90,7 +90,8 @@ def _find_head(model: nn.Module, head: str | nn.Module | None) -> nn.Module:
         head = getter() if getter is not None else None
         if head is None:
             raise ConfigError(
-                f"{type(model).__name__} has no output embeddings, so its head is unknown: name it, as in head='lm_head'"
+                f"{type(model).__name__} has no output embeddings, so its head is unknown: name it, as in"
+                " head='lm_head'"
             )
     modules = dict(model.named_modules())
     found = modules.get(head) if isinstance(head, str) else head
@@ -181,7 +182,9 @@ class ChunkedLogits(PartialLogits):
             dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
             like = hidden.new_empty(0, dtype=dtype)
         # The parameters are inputs so that what walks over the graph, such as DDP, finds them.
-        logits: ChunkedLogits = _Wrap.apply(hidden, head.config.num_classes, like, *head.parameters)  # type: ignore[no-untyped-call]
+        logits: ChunkedLogits = _Wrap.apply(  # type: ignore[no-untyped-call]
+            hidden, head.config.num_classes, like, *head.parameters
+        )
         logits.hidden, logits.head, logits._full, logits._node = hidden, head, None, logits.grad_fn
         return logits
 
@@ -207,7 +210,9 @@ class ChunkedLogits(PartialLogits):
         return self._full
 
     def full_tensor_for(self, function: Callable[..., Any]) -> torch.Tensor:
-        if self.is_connected and self.numel() > self.head.config.chunk_size * self.head.config.num_classes and self._full is None:
+        config = self.head.config
+        is_large = self.numel() > config.chunk_size * config.num_classes
+        if is_large and self.is_connected and self._full is None:
             warnings.warn(
                 f"{getattr(function, '__name__', function)} reads the logits that chunked_cross_entropy() computes in"
                 f" chunks: all {tuple(self.shape)} of them are computed at once",

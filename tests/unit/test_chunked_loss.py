@@ -102,7 +102,7 @@ def test_the_logits_of_one_chunk_are_in_memory():
 
 def test_other_uses_compute_all_logits_and_say_so():
     plain, chunked = pair()
-    x, target = inputs()
+    x, _ = inputs()
     logits = chunked(x)
     assert type(logits) is ChunkedLogits
     assert (logits.shape, logits.dtype, logits.requires_grad) == ((TOKENS, CLASSES), torch.float32, True)
