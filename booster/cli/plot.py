@@ -19,12 +19,12 @@ def add_parser(commands: Any) -> None:
     parser: argparse.ArgumentParser = commands.add_parser(
         "plot",
         help="draw the logs of runs",
-        description="Draw loss, throughput and memory over steps from one or several logs of Monitor(log=...).",
+        description="Draw loss, throughput, memory and the load of experts over steps from logs of Monitor(log=...).",
         epilog="example: booster plot runs/*.jsonl -o loss.png",
     )
     parser.add_argument("logs", nargs="+", metavar="LOG", help="JSON lines file; each is one line in the figure")
     parser.add_argument("-o", "--output", required=True, metavar="FILE", help="image file, such as loss.png")
-    panels = ("loss", "throughput", "memory")  # those of `booster.monitor.loggers`, which imports torch
+    panels = ("loss", "throughput", "memory", "experts")  # those of `booster.monitor.loggers`, which imports torch
     parser.add_argument("--only", nargs="+", choices=panels, default=panels, help="panels to draw; default: all")
     parser.set_defaults(handle=plot)
 

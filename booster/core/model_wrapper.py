@@ -61,6 +61,7 @@ class ModelWrapper(nn.Module, metaclass=_ConstructionMarker):
     forward_module: nn.Module
     precision: Precision | None
     model_parallel_size: int  # ranks that compute each batch together, with equal inputs
+    tensor_parallel_size: int  # those of them that compute the same tokens, with shards of layers
     failed_loads: dict[object, str]  # why a load has failed halfway, by the model or optimizer that is incomplete since
 
     def __init__(self, module: nn.Module, forward_module: nn.Module | None = None, *, is_primary: bool = True) -> None:
@@ -69,7 +70,7 @@ class ModelWrapper(nn.Module, metaclass=_ConstructionMarker):
         self.precision = None
         self._running_method = False
         self._is_primary = is_primary
-        self.model_parallel_size = 1
+        self.model_parallel_size = self.tensor_parallel_size = 1
         self._is_closed = False
         self.failed_loads = {}
         self._load_hooks: list[Callable[[], None]] = []

@@ -147,6 +147,15 @@ def _reentrant_checkpoints() -> tuple[Any, Any]:
     return running, None
 
 
+@not_compiled
+def is_training_forward() -> bool:
+    """Return whether a forward with a later backward runs, and not its recomputation by activation checkpointing."""
+    running, recomputed = _reentrant_checkpoints()
+    if recomputed is not None or torch._C._current_graph_task_id() != -1:
+        return False
+    return torch.is_grad_enabled() or running is not None
+
+
 def _carried_losses(loss: Tensor) -> list[_CarriedLoss]:
     """Return what the nodes of a loss's graph carry. About a microsecond per node."""
     found, pending, seen = [], [loss.grad_fn], set()

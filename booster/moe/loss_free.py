@@ -18,6 +18,8 @@ from booster.comm import all_reduce_sum
 from booster.errors import ConfigError
 from booster.validation import is_non_nan_number
 
+from .loss import is_training_forward
+
 _BIAS = "e_score_correction_bias"  # of transformers' routers, which add it to the scores that they choose by
 
 
@@ -36,7 +38,7 @@ class _Balanced:
     counts: Tensor | None = None
 
     def count(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        if not module.training or not torch.is_grad_enabled():
+        if not module.training or not is_training_forward():
             return
         index = [*args, *kwargs.values()][1].reshape(-1).clamp(max=len(self.bias))  # a larger one is a dropped token
         if self.counts is None:
@@ -48,8 +50,7 @@ class LossFreeBalancing:
     """Updates the routers' biases of a model so that all experts get equally many tokens of the global batch.
 
     The bias of an expert with fewer tokens than the mean grows by `rate`, that of one with more shrinks by it. It has
-    no gradient and is part of the model's state. Layers that activation checkpointing recomputes count twice, which
-    changes nothing.
+    no gradient and is part of the model's state.
 
     Args:
         model: The user's model, boosted or not, with routers of transformers that have an `e_score_correction_bias`.

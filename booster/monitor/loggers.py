@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import math
 import os
@@ -32,7 +33,7 @@ _FIELDS = (
 RESERVED_NAMES = frozenset(
     (
         *("step", "time", "ranks", "loss", "lr", "seconds", "seconds_in", "tokens_per_second", "samples_per_second"),
-        *("memory", "communication_bytes", "steps", "skipped"),
+        *("memory", "communication_bytes", "steps", "skipped", "experts"),
     )
 )
 
@@ -228,11 +229,23 @@ class TensorBoardLogger:
 
 
 def _scalars(name: str, value: Any) -> list[tuple[str, float]]:
+    if name == "experts":
+        value = {f"{layer}/{key}": one for layer, load in value.items() for key, one in _load_scalars(load).items()}
     if isinstance(value, Mapping):
-        return [(f"{name}/{key}", one) for key, one in value.items()]
+        return [(f"{name}/{key}", one) for key, one in value.items() if one is not None]
     if isinstance(value, list):
         return [(name if len(value) == 1 else f"{name}/{index}", one) for index, one in enumerate(value)]
     return [] if value is None else [(name, value)]
+
+
+def _load_scalars(load: Mapping[str, Any]) -> dict[str, float | None]:
+    """Return the numbers of a layer's load: the largest one as a multiple of the mean, dropped tokens, the entropy."""
+    return {"max_load": largest_load(load["tokens"]), "dropped": load["dropped"], "entropy": load["entropy"]}
+
+
+def largest_load(tokens: Sequence[float]) -> float:
+    """Return the largest load of an expert as a multiple of the mean, 1 if all have equally many tokens."""
+    return max(tokens) * len(tokens) / max(sum(tokens), 1)
 
 
 class ProgressBar:
@@ -344,31 +357,29 @@ def parse_record(line: str) -> dict[str, Any] | None:
     return record if is_record else None
 
 
-def _has_numbers(record: dict[str, Any]) -> bool:
-    numbers: list[Any] = []
-    for value in record.values():
-        if isinstance(value, dict):
-            numbers += value.values()
-        elif isinstance(value, list):
-            numbers += value
-        else:
-            numbers.append(value)
-    return all(one is None or isinstance(one, (int, float)) or one in ("nan", "inf", "-inf") for one in numbers)
+def _has_numbers(value: Any) -> bool:
+    if isinstance(value, (dict, list)):
+        return all(map(_has_numbers, value.values() if isinstance(value, dict) else value))
+    return value is None or isinstance(value, (int, float)) or value in ("nan", "inf", "-inf")
 
 
-PANELS = ("loss", "throughput", "memory")
+PANELS = ("loss", "throughput", "memory", "experts")
 
 
 def draw_runs(runs: Sequence[LoggedRun], path: Path, panels: Sequence[str] = PANELS) -> None:
-    """Write a figure with panels for loss, throughput and memory, and one line per run.
+    """Write a figure with panels for loss, throughput, memory and the load of experts, and one line per run.
+
+    The load is the largest one of an expert as a multiple of its layer's mean, of the layer where it is largest; of a
+    single run that of each expert, as a heat map.
 
     Args:
         runs: Runs, at least one.
         path: Path of the image; its suffix selects the format.
-        panels: Names from `PANELS`, at least one.
+        panels: Names from `PANELS`, at least one; "experts" is left out beside others if no run has experts.
 
     Raises:
-        ConfigError: matplotlib is not installed or does not support the suffix, or the path is not writable.
+        ConfigError: "experts" alone is drawn of runs without experts, matplotlib is not installed or does not support
+            the suffix, or the path is not writable.
     """
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -377,6 +388,10 @@ def draw_runs(runs: Sequence[LoggedRun], path: Path, panels: Sequence[str] = PAN
         raise ConfigError(
             f"plots need matplotlib, which is not installed ({error}): run `pip install torch-booster[plot]`"
         ) from error
+    if not any("experts" in record for run in runs for record in run.records.values()):
+        if list(panels) == ["experts"]:
+            raise ConfigError("no log has loads of experts: the models have no experts that Monitor has found")
+        panels = [name for name in panels if name != "experts"]
     figure = Figure(figsize=(_INCHES[0], len(panels) * _INCHES[1]), layout="constrained")
     kinds = FigureCanvasAgg(figure).get_supported_filetypes()
     if path.suffix.lstrip(".").lower() not in kinds:
@@ -397,7 +412,38 @@ def draw_runs(runs: Sequence[LoggedRun], path: Path, panels: Sequence[str] = PAN
         raise ConfigError(f"{str(path)!r} is not writable ({error}): pass the path of a writable file") from error
 
 
+def _draw_experts(panel: Any, runs: Sequence[LoggedRun]) -> None:
+    if len(runs) > 1:
+        for run in runs:
+            found = {step: record["experts"].values() for step, record in run.records.items() if "experts" in record}
+            highest = {step: max(largest_load(load["tokens"]) for load in one) for step, one in found.items() if one}
+            panel.plot(list(highest), list(highest.values()), label=run.name)
+        panel.set_ylabel("largest load of an expert / mean")
+        panel.set_ylim(bottom=0)
+        return
+    records = [record for record in runs[0].records.values() if record.get("experts")]
+    steps = [record["step"] for record in records]
+    columns = [[_shares(load["tokens"]) for load in record["experts"].values()] for record in records]
+    rows = [list(row) for row in zip(*map(itertools.chain.from_iterable, columns), strict=True)]
+    edges = [steps[0] - 1, *steps]
+    image = panel.pcolormesh(edges, range(len(rows) + 1), rows, cmap="RdBu_r", vmin=0, vmax=2)
+    panel.figure.colorbar(image, ax=panel, label="load / mean")
+    position = 0
+    for shares in columns[0]:
+        position += len(shares)
+        panel.axhline(position, color="black", linewidth=0.5)
+    panel.set_ylabel("experts by layer")
+
+
+def _shares(tokens: Sequence[float]) -> list[float]:
+    """Return the load of each expert as a multiple of the mean."""
+    return [one * len(tokens) / max(sum(tokens), 1) for one in tokens]
+
+
 def _draw_panel(panel: Any, name: str, runs: Sequence[LoggedRun]) -> None:
+    if name == "experts":
+        _draw_experts(panel, runs)
+        return
     for run in runs:
         series = _throughput_name(run) if name == "throughput" else name
         _draw(panel, run, series, scale=2**-20 if name == "memory" else 1.0)

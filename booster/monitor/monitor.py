@@ -17,13 +17,14 @@ from types import TracebackType
 from typing import Any, Literal
 
 from booster.boost_checks import check_boosted_model, check_boosted_optimizer
-from booster.comm import ErrorBarrier, count_communication, group_rank, group_size
+from booster.comm import ErrorBarrier, any_rank, count_communication, group_rank, group_size
 from booster.device import max_memory_allocated
 from booster.errors import BoosterError, ConfigError, DesyncError
 from booster.fault_tolerance.progress import Phase, observe_phases
 from booster.interface import ModelWrapper, OptimizerWrapper
 from booster.validation import check_flag, is_count, is_non_nan_number
 
+from .expert_load import ExpertLoads, aggregate_loads
 from .loggers import (
     RESERVED_NAMES,
     JsonLinesLogger,
@@ -109,6 +110,10 @@ class Monitor:
     receives `input_ids` or if its first tensor is a 2-d integer tensor, else samples. Call `torch.compile` before
     `boost`: if a boosted model is compiled itself, its forward is neither counted nor timed separately.
 
+    A model with experts has `experts` in its records: by layer the `tokens` of each expert in the record's steps,
+    `dropped` assignments, and `entropy`, the mean of the router's probabilities in nats, or None if its logits are
+    unknown.
+
     Args:
         model: Boosted model.
         optimizer: Boosted optimizer of the model.
@@ -187,6 +192,8 @@ class Monitor:
         self._step = (first_step or 1) - 1
         self._record: dict[str, Any] | None = None
         self._resources: ExitStack | None = None
+        self._loads = ExpertLoads(self._model)
+        self._has_experts = False
         self._logs: list[RecordLogger] = []
         self._watchdog: Watchdog | None = None
 
@@ -194,6 +201,10 @@ class Monitor:
     def record(self) -> dict[str, Any] | None:
         """Last record, equal on all ranks except for `lr`; None before the first."""
         return self._record
+
+    @property
+    def _is_across_ranks(self) -> bool:
+        return self._settings.across_ranks and group_size() > 1
 
     def log(self, **numbers: Any) -> None:
         """Log values for the last finished step. Rank 0 writes its values, those of other ranks are ignored.
@@ -225,6 +236,9 @@ class Monitor:
                 self._watchdog.start()
                 opened.callback(self._watchdog.stop)
             self._stats.clear()
+            opened.callback(self._loads.detach)
+            has_experts = self._loads.attach()
+            self._has_experts = any_rank([has_experts])[0] if self._is_across_ranks else has_experts
             opened.enter_context(observe_phases(self._stats))
             self._resources = opened.pop_all()
         return self
@@ -292,8 +306,14 @@ class Monitor:
                 mine,
                 lr=[float(group["lr"]) for group in self._optimizer.param_groups if "lr" in group],
                 unit=self._stats.unit,
-                across_ranks=self._settings.across_ranks and group_size() > 1,
+                across_ranks=self._is_across_ranks,
             )
+            if self._has_experts:
+                self._record["experts"] = aggregate_loads(
+                    self._loads.take(),
+                    num_copies=self._model.tensor_parallel_size if self._is_across_ranks else 1,
+                    across_ranks=self._is_across_ranks,
+                )
             self._sent_bytes = sum(self._count.sent.values())  # excludes the all-gather of the record
             self._write(self._record)
 

@@ -11,7 +11,6 @@ import argparse
 import json
 import sysconfig
 from pathlib import Path
-from typing import Any
 
 import torch
 from transformers import MixtralConfig, MixtralForCausalLM
@@ -88,24 +87,25 @@ def train(booster: Booster, arguments: argparse.Namespace) -> float:
             booster.clip_grad_norm_(optimizer, 1.0)
             optimizer.step()
             optimizer.zero_grad()
-    loads = {name: load.tolist() for name, load in model.expert_loads().items()}
     booster.save_model(model, output / "model", shard=True)  # a folder for from_pretrained, whatever --ep is
-    if booster.is_main_process and loads:
-        draw(arguments.output, loads)
+    if booster.is_main_process:
+        draw(arguments.output)
     return float(booster.gather_for_metrics(loss.detach()).mean())
 
 
-def draw(directory: Path, loads: dict[str, list[int]]) -> None:
-    """Draws the losses of all runs in the directory, and the tokens of each expert in the last step."""
+def draw(directory: Path) -> None:
+    """Draws the losses of all runs in the directory, and the tokens of each expert in the last step of the last one."""
     from matplotlib.figure import Figure
 
-    figure: Any = Figure(figsize=(10, 4), layout="constrained")
+    figure = Figure(figsize=(10, 4), layout="constrained")
     losses, bars = figure.subplots(1, 2)
     for log, style in zip(sorted(directory.glob("ep*/log.jsonl")), ("-", "--", ":"), strict=False):
-        losses.plot([json.loads(line)["loss"] for line in log.read_text().splitlines()], style, label=log.parent.name)
+        records = [json.loads(line) for line in log.read_text().splitlines()]
+        losses.plot([record["loss"] for record in records], style, label=log.parent.name)
+    loads = records[-1]["experts"]
     for number, (name, load) in enumerate(loads.items()):
-        places = [expert + number / (len(loads) + 1) for expert in range(len(load))]
-        bars.bar(places, load, 1 / (len(loads) + 1), label=name)
+        places = [expert + number / (len(loads) + 1) for expert in range(len(load["tokens"]))]
+        bars.bar(places, load["tokens"], 1 / (len(loads) + 1), label=name)
     for axes, x, y in ((losses, "step", "loss"), (bars, "expert", "tokens in the last step")):
         axes.set(xlabel=x, ylabel=y)
         axes.legend()

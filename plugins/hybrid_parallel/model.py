@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from booster.comm import (
     all_reduce_max,
@@ -31,7 +32,7 @@ from booster.plugins.sharding.buffer_pool import broadcast_coalesced
 from booster.pytree import iter_tensors
 from booster.rng_state import get_rng_state, set_rng_state
 
-from .expert_parallel.experts import ExpertParallelGroup
+from .expert_parallel.experts import ExpertParallelGroup, LoadObserver
 from .pipeline_parallel.microbatch import PipelineRun
 from .pipeline_parallel.stage_forward import ModelChunk, StageActivation, run_chunk
 from .pipeline_parallel.stage_module import StageModel
@@ -94,6 +95,7 @@ class HybridModel(ZeroModel):
         self._parallel_groups = [group for group in (tp_group, sp_group) if group is not None]
         self._replica_group = replica_group
         self.model_parallel_size = group_size(replica_group)
+        self.tensor_parallel_size = 1 if tp_group is None else tp_group.size
         is_sharded = tp_group is not None or stage_model is not None or bool(self._experts)
         if is_sharded and hasattr(module, "save_pretrained"):
             module.save_pretrained = partial(_save_pretrained, module.save_pretrained)  # type: ignore[assignment, arg-type]
@@ -149,6 +151,22 @@ class HybridModel(ZeroModel):
         """
         loads = {} if self._ep_group is None else self._ep_group.loads
         return {name: all_reduce_sum(load.clone(), self._group) for name, load in sorted(loads.items())}
+
+    def observe_expert_loads(self, observer: LoadObserver) -> RemovableHandle | None:
+        """Call a function in each forward of experts that ranks share.
+
+        Args:
+            observer: Function of the name of the module of experts, the tokens of each expert on this rank, and the
+                number of dropped ones.
+
+        Returns:
+            Handle that removes it, or None without expert parallelism.
+        """
+        if self._ep_group is None:
+            return None
+        handle = RemovableHandle(self._ep_group.observers)
+        self._ep_group.observers[handle.id] = observer
+        return handle
 
     # Pipeline stages.
 

@@ -110,6 +110,11 @@ class Dispatch:
         counts = set(itertools.chain.from_iterable(self._between))
         return len(counts) == 1 and counts != {0}
 
+    @property
+    def kept_counts(self) -> torch.Tensor:
+        """Number of this rank's rows that are sent to each expert, of shape (experts,), on the device."""
+        return self.own_counts.clamp(max=self.counts[0][0]) if self.is_padded else self.own_counts
+
     def local_index(self, device: torch.device) -> torch.Tensor:
         """Return the index among this rank's experts of each row that it receives, of shape (rows,)."""
         rank = group_rank(self.group)

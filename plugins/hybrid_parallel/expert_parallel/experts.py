@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from booster.comm import group_rank, group_size
+from booster.moe.discovery import experts_in
 from booster.plugins.hybrid_parallel.tensor_parallel.dynamic_class import mixin_forward
 
 from .dispatch import (
@@ -22,8 +24,9 @@ from .dispatch import (
     start_return_tokens,
     start_send_tokens,
 )
-from .plan import experts_in
 from .shared_experts import SharedExperts
+
+LoadObserver = Callable[[str, torch.Tensor, torch.Tensor], None]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -37,6 +40,8 @@ class ExpertParallelGroup:
         capacity: Number of rows for each expert, or None for as many as there are.
         loads: Rows of this rank's tokens that had each expert in the last forward, of shape (experts,), by name of the
             module.
+        observers: Functions that get the name of a module of experts, the tokens of each expert on this rank, and the
+            number of dropped rows, in each forward.
     """
 
     group: dist.ProcessGroup | None
@@ -44,11 +49,28 @@ class ExpertParallelGroup:
     rank: int
     capacity: Capacity | None = None
     loads: dict[str, torch.Tensor] = field(default_factory=dict)
+    observers: OrderedDict[int, LoadObserver] = field(default_factory=OrderedDict)
 
     @classmethod
     def of(cls, group: dist.ProcessGroup | None, capacity: Capacity | None = None) -> ExpertParallelGroup:
         """Return the description of a process group."""
         return cls(group, group_size(group), group_rank(group), capacity)
+
+    def dispatch(self, name: str, index: torch.Tensor, bounds: Sequence[int]) -> Dispatch:
+        """Plan the dispatch of a module's rows, and record their number.
+
+        Args:
+            name: Name of the module of experts.
+            index: Experts of every token, of shape (tokens, k).
+            bounds: First expert of each rank, and the number of experts at the end.
+
+        Collective: as `plan_dispatch`.
+        """
+        dispatch = plan_dispatch(index, bounds, self.group, self.capacity)
+        self.loads[name] = dispatch.own_counts
+        for observer in self.observers.values():
+            observer(name, dispatch.kept_counts, dispatch.num_rows - dispatch.kept_counts.sum())
+        return dispatch
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ExpertParallelGroup:
         return self
@@ -80,9 +102,7 @@ class _Experts:
         return self.bounds[-1]
 
     def plan(self, index: torch.Tensor) -> Dispatch:
-        dispatch = plan_dispatch(index, self.bounds, self.ep_group.group, self.ep_group.capacity)
-        self.ep_group.loads[self.name] = dispatch.own_counts
-        return dispatch
+        return self.ep_group.dispatch(self.name, index, self.bounds)
 
     def send(
         self, tokens: torch.Tensor, weights: torch.Tensor, dispatch: Dispatch

@@ -12,12 +12,12 @@ from torch.utils._pytree import tree_leaves
 
 from booster.comm import all_gather_numbers, group_rank
 from booster.errors import ConfigError
+from booster.moe.discovery import experts_in
 from booster.plugins.hybrid_parallel.tensor_parallel.dynamic_class import mixin_forward
 from booster.pytree import map_tensors
 
-from .dispatch import Dispatch, plan_dispatch, start_return_tokens, start_send_tokens
+from .dispatch import Dispatch, start_return_tokens, start_send_tokens
 from .experts import ExpertParallelGroup
-from .plan import experts_in
 
 # Note [Two passes]
 # Such a block routes tokens, calls one expert after another with its tokens, and adds up the outputs. Its forward runs
@@ -159,8 +159,7 @@ def _compute(loop: _Loop, calls: Sequence[_Call], like: torch.Tensor) -> torch.T
     numbers = torch.tensor([call.expert for call in calls], dtype=torch.int64, device=device)
     lengths = torch.tensor([len(one) for one in flat], dtype=torch.int64, device=device)
     index = numbers.repeat_interleave(lengths, output_size=len(tokens)).view(-1, 1)
-    dispatch = plan_dispatch(index, loop.bounds, ep_group.group, ep_group.capacity)
-    ep_group.loads[loop.name] = dispatch.own_counts
+    dispatch = ep_group.dispatch(loop.name, index, loop.bounds)
     # Weights that require a gradient: the backward of every rank communicates, whatever its tokens require.
     weights = torch.ones(len(tokens), 1, device=device, requires_grad=torch.is_grad_enabled())
     rows, row_weights = start_send_tokens(tokens, weights, dispatch).wait()
