@@ -229,6 +229,9 @@ class Monitor:
             raise ConfigError("this Monitor's block is already entered: create another Monitor for another block")
         with ExitStack() as opened:
             self._open_synchronized(opened)
+            opened.callback(self._loads.detach)
+            has_experts = self._loads.attach()
+            self._has_experts = any_rank([has_experts])[0] if self._is_across_ranks else has_experts
             self._count = opened.enter_context(count_communication())
             self._sent_bytes = 0
             if self._settings.hang_seconds is not None:
@@ -236,9 +239,6 @@ class Monitor:
                 self._watchdog.start()
                 opened.callback(self._watchdog.stop)
             self._stats.clear()
-            opened.callback(self._loads.detach)
-            has_experts = self._loads.attach()
-            self._has_experts = any_rank([has_experts])[0] if self._is_across_ranks else has_experts
             opened.enter_context(observe_phases(self._stats))
             self._resources = opened.pop_all()
         return self
