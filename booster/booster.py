@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from os import PathLike
 from typing import TYPE_CHECKING, Any, SupportsFloat, TypeVar
 
 import torch
@@ -24,20 +25,21 @@ from .boost_checks import (
 )
 from .booster_checkpoint import CheckpointMethods
 from .checkpoint_io import CheckpointIO
-from .comm import barrier, group_rank, group_size, timeout_scope
+from .comm import barrier, check_same_across_ranks, group_rank, group_size, timeout_scope
 from .core.plain_torch import hook_clipping
 from .data.dataloader import active_position
 from .data.join import JoinIterator
 from .errors import ConfigError
 from .fault_tolerance.progress import in_phase
 from .interface import MixedPrecision, ModelWrapper, OptimizerWrapper, Plugin
+from .lora import add_lora, refuse_quantization
 from .metrics import gather_for_metrics
 from .mixed_precision import resolve_mixed_precision
 from .monitor.nan_check import detect_nonfinite
 from .monitor.summary import summarize
 from .registry import plugin_with_precision
 from .single_device import SingleDevicePlugin
-from .validation import is_int, is_number
+from .validation import error_of, is_int, is_number
 
 T = TypeVar("T")
 
@@ -227,6 +229,42 @@ class Booster(CheckpointMethods):
             ConfigError: The optimizer is not boosted, or the loss is not a scalar or requires no gradient.
         """
         check_boosted_optimizer(optimizer, "backward").backward(loss, retain_graph=retain_graph, num_items=num_items)
+
+    def enable_lora(
+        self,
+        model: nn.Module,
+        pretrained_dir: str | PathLike[str] | None = None,
+        lora_config: Any = None,
+        bnb_quantization_config: Any = None,
+        quantize: bool = False,
+    ) -> nn.Module:
+        """Add trainable low-rank adapters of peft to a model, and freeze the rest. Call it before `boost`.
+
+        Args:
+            model: The user's model, changed in place.
+            pretrained_dir: Directory of a saved adapter to continue, of `save_lora_as_pretrained` or peft.
+            lora_config: `peft.LoraConfig` of a new adapter; either of both.
+            bnb_quantization_config: Exists for ColossalAI's users; an error says how to load a quantized base.
+            quantize: As `bnb_quantization_config`.
+
+        Returns:
+            The `peft.PeftModel`; pass it, and an optimizer of its trainable parameters, to `boost`.
+
+        Raises:
+            ConfigError: peft is not installed, the model is boosted or has adapters, `target_modules` match nothing, or
+                the saved adapter is of another model; on all ranks.
+
+        Collective: yes, one small message.
+        """
+        adapted: list[nn.Module] = []
+
+        def add() -> None:
+            refuse_quantization(quantize, bnb_quantization_config)
+            adapted.append(add_lora(model, lora_config, pretrained_dir))
+
+        error = error_of(add)
+        check_same_across_ranks("enable_lora()", [], error=error)
+        return adapted[0]
 
     def no_sync(
         self, model: ModelWrapper | None = None, optimizer: OptimizerWrapper | None = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from functools import wraps
+from functools import partial, wraps
 from os import PathLike
 from typing import Any, ParamSpec, TypeAlias, TypeVar
 
@@ -19,7 +19,7 @@ from .boost_checks import (
     check_stateful_loader,
     training_fingerprint,
 )
-from .checkpoint_io import CheckpointIO
+from .checkpoint_io import CheckpointIO, GeneralCheckpointIO
 from .checkpoint_io.checkpoint_io import as_optimizer_wrapper
 from .checkpoint_io.loading.load import check_verify
 from .comm import check_same_across_ranks, group_rank, group_size, timeout_scope
@@ -28,6 +28,7 @@ from .errors import ConfigError
 from .fault_tolerance.progress import Phase
 from .interface import MixedPrecision, ModelWrapper, OptimizerWrapper, Plugin
 from .interface.checkpoint_io import SaveOptions, TrainingParts
+from .lora import adapter_files
 from .rng_state import ProcessRNG
 from .validation import check_flag, check_path
 
@@ -254,6 +255,46 @@ class CheckpointMethods:
                 check_foreign({"low_cpu_mem_mode": low_cpu_mem_mode, "num_threads": num_threads})
             check_boosted_model(model, "load_model")
         self.checkpoint_io.load_model(model, checkpoint, strict=strict, verify=verify)
+
+    @_checkpoint_call("save")
+    def save_lora_as_pretrained(
+        self,
+        model: ModelWrapper,
+        checkpoint: str | PathLike[str],
+        use_safetensors: bool = True,
+        *,
+        use_async: bool = False,
+    ) -> None:
+        """Save the adapters of a model with LoRA as `peft.PeftModel.from_pretrained` opens them. Collective.
+
+        Every rank writes its part; the base is not written. The adapter "default" is in the directory itself, others
+        are in subdirectories of their names.
+
+        Args:
+            model: Boosted model that `enable_lora` or `peft.get_peft_model` has given adapters.
+            checkpoint: Directory.
+            use_safetensors: Must be True; pickled files are not written.
+            use_async: If True, write in the background, as `save_model` does.
+
+        Raises:
+            ConfigError: The model has no adapters, or an argument is invalid.
+            CheckpointError: The files can't be written.
+        """
+        with _checks_on_all_ranks("save_lora_as_pretrained"):
+            check_path("checkpoint", checkpoint)
+            check_flag("use_async", use_async)
+            if use_safetensors is not True:
+                raise ConfigError(
+                    f"use_safetensors={use_safetensors!r} asks for a pickled adapter, which is not written: leave it"
+                    " out, as peft reads adapter_model.safetensors"
+                )
+            check_boosted_model(model, "save_lora_as_pretrained")
+        if not isinstance(self.checkpoint_io, GeneralCheckpointIO):
+            raise ConfigError(
+                f"{type(self.checkpoint_io).__name__} saves no adapters: use the plugin's own CheckpointIO, or"
+                " save_model()"
+            )
+        self.checkpoint_io.save_adapters(model, checkpoint, partial(adapter_files, model), use_async=use_async)
 
     @_checkpoint_call("save")
     def save_optimizer(

@@ -15,12 +15,12 @@ from torch.optim.lr_scheduler import LRScheduler
 from booster.comm import is_fake_world
 from booster.errors import ConfigError
 from booster.interface import AccumulatedGradients, ModelWrapper, OptimizerState, OptimizerWrapper, TensorSlice
-from booster.interface.checkpoint_io import CheckpointIO, SaveOptions, TrainingParts
+from booster.interface.checkpoint_io import AdapterFiles, CheckpointIO, SaveOptions, TrainingParts
 
 from .commit import Transaction
 from .formats import json_values
 from .formats.json import MAX_JSON_BYTES, json_bytes
-from .layout import MODEL, OPTIMIZER, as_path, save_target
+from .layout import ADAPTER, MODEL, OPTIMIZER, as_path, save_target
 from .loading.load import Loader, ModelLoad, OptimizerLoad, incomplete_on_failure
 from .parallel import CheckpointGroup
 from .saving.part import CheckpointPart, model_part, optimizer_part, optimizer_values, save_metadata
@@ -122,6 +122,39 @@ class GeneralCheckpointIO(CheckpointIO):
             load.check()
             with incomplete_on_failure([wrapped]):
                 load.fill()
+
+    def save_adapters(
+        self,
+        model: ModelWrapper,
+        checkpoint: str | os.PathLike[str],
+        prepare: Callable[[], Mapping[str, AdapterFiles]],
+        *,
+        use_async: bool = False,
+    ) -> None:
+        """Write adapters of a model into a directory, each into one file, without a gather. Collective over the group.
+
+        Args:
+            model: Boosted model.
+            checkpoint: Directory.
+            prepare: Function that returns the files of each adapter, by its subdirectory.
+            use_async: If True, write in the background.
+
+        Raises:
+            CheckpointError: See `CheckpointIO.save_model`.
+        """
+        action = "saving the adapters"
+        model.require_equal_copies()
+        target = self.ranks.run_on_all_ranks(
+            lambda: save_target(checkpoint, ADAPTER, shard=True, size_per_shard="1TB"), action
+        )
+        adapters = self.ranks.run_on_all_ranks(prepare, action)
+        parts = [
+            CheckpointPart(target=target, slices=one.slices, folder=folder, documents=one.documents)
+            for folder, one in adapters.items()
+        ]
+        metadata = save_metadata(self.ranks.size)
+        request = SaveRequest(target=target.path, is_directory=True, parts=parts, metadata=metadata, action=action)
+        self.saver.save(request, use_async=use_async)
 
     def save_optimizer(
         self,

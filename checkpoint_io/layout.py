@@ -117,6 +117,7 @@ class FileNames:
 MODEL = FileKind(name="model", safetensors_stem="model", bin_stem="pytorch_model")
 OPTIMIZER = FileKind(name="optimizer", safetensors_stem="optimizer", bin_stem="optimizer")
 RANDOM_STATE = FileKind(name="random_state", safetensors_stem="random_state", bin_stem="random_state")
+ADAPTER = FileKind(name="adapter", safetensors_stem="adapter_model", bin_stem="adapter_model")
 GRADIENTS = FileKind(name="gradients", safetensors_stem="gradients", bin_stem="gradients")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -16,6 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from booster.core.model_wrapper import ModelWrapper
 from booster.core.optimizer_wrapper import OptimizerWrapper
+from booster.core.shard_spec import TensorSlice
 from booster.errors import ConfigError
 from booster.validation import is_non_nan_number, size_from_text
 
@@ -143,6 +144,19 @@ def shard_bytes(size_per_shard: Any) -> int:
             " with one of the units KB, MB, GB, TB, KiB, MiB, GiB, TiB, such as '5GB'"
         )
     return max(1, round(size))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterFiles:
+    """Files of one adapter of a model.
+
+    Attributes:
+        slices: This rank's slices of its tensors, under their names in the file.
+        documents: Further files by name.
+    """
+
+    slices: Sequence[TensorSlice]
+    documents: Mapping[str, bytes]
 
 
 class CheckpointIO(ABC):

@@ -9,6 +9,7 @@ import peft
 import pytest
 import torch
 from harness import preload, run_ranks
+from lora_cases import ON_FOUR, PLUGINS, TENSOR_PARALLEL, WITH_STAGES, batch_of, run_batch
 from safetensors.torch import load_file
 from torch import nn
 from transformers import (
@@ -24,7 +25,7 @@ from transformers import (
 
 from booster import Booster, ConfigError
 from booster.comm import barrier
-from booster.plugins import GeminiPlugin, HybridParallelPlugin, LowLevelZeroPlugin, TorchDDPPlugin, TorchFSDPPlugin
+from booster.plugins import HybridParallelPlugin
 
 pytestmark = pytest.mark.on_device
 
@@ -48,37 +49,6 @@ TARGETS = {
 }
 
 
-def hybrid(**arguments):
-    return lambda: HybridParallelPlugin(precision="fp32", **arguments)
-
-
-def sequence(mode, **arguments):
-    return hybrid(enable_sequence_parallelism=True, sequence_parallelism_mode=mode, **arguments)
-
-
-PLUGINS = {
-    "none": lambda: None,
-    "torch_ddp": TorchDDPPlugin,
-    "zero_1": lambda: LowLevelZeroPlugin(stage=1, precision="fp32"),
-    "zero_2": lambda: LowLevelZeroPlugin(stage=2, precision="fp32"),
-    "gemini": lambda: GeminiPlugin(precision="fp32"),
-    "torch_fsdp": TorchFSDPPlugin,
-    "all_to_all": sequence("all_to_all", sp_size=2),
-    "ring_attn": sequence("ring_attn", sp_size=2),
-    "pp": hybrid(pp_size=2, num_microbatches=2),
-    "zbv": hybrid(pp_size=2, num_microbatches=2, pp_style="zbv", num_model_chunks=2),
-}
-TENSOR_PARALLEL = {
-    "tp": hybrid(tp_size=2),
-    "tp_zero_1": hybrid(tp_size=2, zero_stage=1),
-    "split_gather": sequence("split_gather", tp_size=2),
-    "ring": sequence("ring", tp_size=2),
-    "tp_pp": hybrid(tp_size=2, pp_size=2, num_microbatches=2),
-}
-ON_FOUR = ("tp_pp", "tp_zero_1")
-WITH_STAGES = ("pp", "zbv", "tp_pp")
-
-
 def build(model, targets, **arguments):
     torch.manual_seed(0)
     task = "SEQ_CLS" if model == "bert" else "CAUSAL_LM"
@@ -86,25 +56,6 @@ def build(model, targets, **arguments):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of tied heads as targets
         return peft.get_peft_model(MODELS[model](), config)
-
-
-def batch_of(model, plugin):
-    ids = torch.randint(0, 64, (4, 8), generator=torch.Generator().manual_seed(1))
-    own = slice(4 * plugin.dp_rank // plugin.dp_size, 4 * (plugin.dp_rank + 1) // plugin.dp_size)
-    labels = torch.arange(4) % 2 if model == "bert" else ids
-    batch = {"input_ids": ids[own], "attention_mask": torch.ones_like(ids[own]), "labels": labels[own]}
-    return {name: one.to(plugin.device) for name, one in batch.items()}
-
-
-def run_batch(booster, model, batch, optimizer=None):
-    """Run a batch, and its backward with an optimizer; return the loss of all ranks."""
-    if booster.plugin.pp_size > 1:
-        loss = booster.execute_pipeline(iter([batch]), model, lambda outputs, _: outputs.loss, optimizer)["loss"]
-    else:
-        loss = model(**batch).loss
-        if optimizer is not None:
-            booster.backward(loss, optimizer)
-    return float(booster.gather_for_metrics(loss.detach().reshape(1)).mean())
 
 
 def train(name, targets, plugin, *, num_steps=3, **arguments):

@@ -1,0 +1,182 @@
+"""Low-rank adapters of peft: added to a model before `boost`, and saved in peft's format from any plugin.
+
+Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", ICLR 2022 (arXiv:2106.09685).
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import nn
+
+from booster.errors import ConfigError
+from booster.interface import ModelWrapper
+from booster.interface.checkpoint_io import AdapterFiles
+
+CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
+
+
+def add_lora(model: nn.Module, lora_config: Any, pretrained_dir: str | os.PathLike[str] | None) -> nn.Module:
+    """Return the model with trainable adapters, new ones or those of a directory; its other parameters are frozen.
+
+    Args:
+        model: The user's model, changed in place.
+        lora_config: A `peft.LoraConfig`, or None.
+        pretrained_dir: Directory of a saved adapter, or None; one of both is given.
+
+    Raises:
+        ConfigError: An argument is invalid, or the adapter is of another model.
+
+    Collective: no.
+    """
+    peft = _peft()
+    if isinstance(model, ModelWrapper):
+        raise ConfigError(
+            "enable_lora() got a boosted model: call it before boost(), which then shards the adapters, too"
+        )
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"enable_lora() got a {type(model).__name__}: give a torch.nn.Module")
+    if isinstance(model, peft.PeftModel):
+        raise ConfigError(
+            "enable_lora() got a model with adapters: boost() takes it as it is; for another adapter write"
+            " model.add_adapter('name', lora_config)"
+        )
+    if (lora_config is None) == (pretrained_dir is None):
+        raise ConfigError(
+            "enable_lora() needs either lora_config=peft.LoraConfig(...) for a new adapter, or pretrained_dir= of a"
+            f" saved one, and got {'neither' if lora_config is None else 'both'}"
+        )
+    if pretrained_dir is not None:
+        return _load_adapter(peft, model, Path(pretrained_dir))
+    if not isinstance(lora_config, peft.PeftConfig):
+        raise ConfigError(
+            f"lora_config={lora_config!r} is not a configuration of peft: give a peft.LoraConfig(r=8, ...)"
+        )
+    return _with_adapter(peft, model, lora_config)
+
+
+def refuse_quantization(quantize: Any, bnb_quantization_config: Any) -> None:
+    """Raise if a quantized base is asked for, which transformers loads.
+
+    Raises:
+        ConfigError: An argument is given.
+    """
+    if quantize or bnb_quantization_config is not None:
+        try:
+            import bitsandbytes  # noqa: F401
+        except ImportError as error:
+            raise ConfigError(
+                f"a quantized base (QLoRA) needs bitsandbytes, which is not installed ({error}): run `pip install"
+                " bitsandbytes`, load the model by from_pretrained(..., quantization_config=BitsAndBytesConfig(...)),"
+                " and leave quantize out"
+            ) from error
+        raise ConfigError(
+            "quantize=True is not an argument here: load the model by from_pretrained(...,"
+            " quantization_config=BitsAndBytesConfig(load_in_4bit=True)), and leave it out"
+        )
+
+
+def _peft() -> Any:
+    try:
+        import peft
+    except ImportError as error:
+        raise ConfigError(
+            f"LoRA needs peft, which is not installed ({error}): run `pip install torch-booster[lora]`"
+        ) from error
+    return peft
+
+
+def _with_adapter(peft: Any, model: nn.Module, config: Any) -> nn.Module:
+    try:
+        adapted: nn.Module = peft.get_peft_model(model, config)
+    except (ValueError, TypeError) as error:
+        raise ConfigError(
+            f"peft can't add an adapter to {type(model).__name__} ({error}): give target_modules that end names of"
+            " model.named_modules(), such as ['q_proj', 'v_proj'], or 'all-linear'"
+        ) from error
+    return adapted
+
+
+def _load_adapter(peft: Any, model: nn.Module, directory: Path) -> nn.Module:
+    missing = [name for name in (CONFIG_FILE, WEIGHTS_FILE) if not (directory / name).is_file()]
+    if missing:
+        raise ConfigError(
+            f"pretrained_dir={str(directory)!r} has no {missing[0]}: give a directory that save_lora_as_pretrained() or"
+            " peft's save_pretrained() wrote, with safetensors"
+        )
+    config = peft.PeftConfig.from_pretrained(str(directory))
+    config.inference_mode = False
+    stored = dict(_stored_tensors(directory / WEIGHTS_FILE))
+    adapted = _with_adapter(peft, model, config)
+    expected = peft.get_peft_model_state_dict(adapted)
+    wrong = next((name for name in {**expected, **stored} if _shape(expected, name) != _shape(stored, name)), None)
+    if wrong is not None:
+        adapted.unload()  # type: ignore[operator]
+        raise ConfigError(
+            f"the adapter in {str(directory)!r} is not one of this {type(model).__name__}: {wrong!r} is"
+            f" {_text(_shape(stored, wrong))} there and {_text(_shape(expected, wrong))} here. Give the model that it"
+            " was trained with"
+        )
+    peft.set_peft_model_state_dict(adapted, stored)
+    return adapted
+
+
+def _stored_tensors(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    with safe_open(path, framework="pt") as file:
+        for name in file.keys():  # noqa: SIM118 - not a dict
+            yield name, file.get_tensor(name)
+
+
+def _shape(tensors: Mapping[str, torch.Tensor], name: str) -> tuple[int, ...] | None:
+    return tuple(tensors[name].shape) if name in tensors else None
+
+
+def _text(shape: tuple[int, ...] | None) -> str:
+    return "missing" if shape is None else f"of shape {shape}"
+
+
+def adapter_files(model: ModelWrapper) -> dict[str, AdapterFiles]:
+    """Return the files of each adapter of a boosted model, by the folder that peft gives it: "" for the default one.
+
+    Raises:
+        ConfigError: The model has no adapters.
+    """
+    peft, adapted = _peft(), model.unwrap()
+    if not isinstance(adapted, peft.PeftModel):
+        raise ConfigError(
+            f"save_lora_as_pretrained() got a {type(adapted).__name__} without adapters: add them before boost() by"
+            " booster.enable_lora(model, lora_config=...), or write save_model()"
+        )
+    slices = model.tensor_slices()
+    # peft maps names to those in the file; this rank may hold nothing of a tensor.
+    named = [*adapted.named_parameters(remove_duplicate=False), *adapted.named_buffers(remove_duplicate=False)]
+    marks = {name: torch.empty(0) for name, _ in named}
+    found: dict[str, AdapterFiles] = {}
+    for name, config in adapted.peft_config.items():
+        kept = peft.get_peft_model_state_dict(adapted, state_dict=marks, adapter_name=name)
+        stored_names = {id(mark): key for key, mark in kept.items()}
+        own = {key: stored_names[id(mark)] for key, mark in marks.items() if id(mark) in stored_names}
+        folder = "" if name == "default" else name
+        found[folder] = AdapterFiles(
+            slices=[replace(one, name=own[one.name]) for one in slices if one.name in own],
+            documents={CONFIG_FILE: _config_document(config)},
+        )
+    return found
+
+
+def _config_document(config: Any) -> bytes:
+    """Return `adapter_config.json` as peft writes it, for inference."""
+    config = copy.deepcopy(config)
+    config.inference_mode = True
+    config.base_model_name_or_path = config.base_model_name_or_path or None
+    fields = config.to_dict()
+    plain = {key: sorted(value) if isinstance(value, set) else value for key, value in fields.items()}
+    return json.dumps(plain, indent=2, sort_keys=True, default=str).encode()
