@@ -187,10 +187,22 @@ def incomplete_on_failure(parts: Iterable[ModelWrapper | OptimizerWrapper]) -> I
         raise
     finally:
         for part in parts:
+            # Not the error itself, which refers to its frames.
+            text = None if failure is None else f"{type(failure).__name__}: {failure}"
             failed_loads = part.failed_loads if isinstance(part, ModelWrapper) else part.model.failed_loads
             failed_loads.pop(part, None)
-            if failure is not None:
-                failed_loads[part] = f"{type(failure).__name__}: {failure}"  # not the error, which refers to its frames
+            if text is not None:
+                failed_loads[part] = text
+            if isinstance(part, WrapsPlainObject):
+                part.mark_object(text)
+
+
+class WrapsPlainObject:
+    """Wrapper of a model or an optimizer that is used without it, so that the object itself must be marked."""
+
+    def mark_object(self, error: str | None) -> None:
+        """Have the object raise when it is used, as a load into it has failed, or no longer if `error` is None."""
+        raise NotImplementedError
 
 
 class Loader(ExitStack):
