@@ -53,3 +53,16 @@ def format_list(items: Iterable[object], limit: int = 10) -> str:
 def format_ranks(ranks: Sequence[int], limit: int = 10) -> str:
     """Return ranks as text: "rank 1", or "ranks 1, 2 and 3 more"."""
     return f"{'rank' if len(ranks) == 1 else 'ranks'} {format_list(ranks, limit)}"
+
+
+def incomplete_error(name: str, error: str) -> CheckpointError:
+    """Return the error for a model or an optimizer that is neither what it was nor what it should be.
+
+    Args:
+        name: "model" or "optimizer".
+        error: Why a load into it has failed halfway.
+    """
+    return CheckpointError(
+        f"this {name} is incomplete, as a load into it has failed halfway: {error}. Load a checkpoint into it before"
+        ' you use it or its model; with verify="before" a damaged checkpoint changes nothing'
+    )

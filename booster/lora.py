@@ -6,6 +6,7 @@ Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", ICLR 2022 (arXi
 from __future__ import annotations
 
 import copy
+import importlib.util
 import json
 import os
 from collections.abc import Iterator, Mapping
@@ -69,19 +70,13 @@ def refuse_quantization(quantize: Any, bnb_quantization_config: Any) -> None:
     Raises:
         ConfigError: An argument is given.
     """
-    if quantize or bnb_quantization_config is not None:
-        try:
-            import bitsandbytes  # noqa: F401
-        except ImportError as error:
-            raise ConfigError(
-                f"a quantized base (QLoRA) needs bitsandbytes, which is not installed ({error}): run `pip install"
-                " bitsandbytes`, load the model by from_pretrained(..., quantization_config=BitsAndBytesConfig(...)),"
-                " and leave quantize out"
-            ) from error
-        raise ConfigError(
-            "quantize=True is not an argument here: load the model by from_pretrained(...,"
-            " quantization_config=BitsAndBytesConfig(load_in_4bit=True)), and leave it out"
-        )
+    if not quantize and bnb_quantization_config is None:
+        return
+    needs = "" if importlib.util.find_spec("bitsandbytes") else "`pip install bitsandbytes`, which is missing, "
+    raise ConfigError(
+        f"enable_lora() does not quantize the base: {needs}load the model by from_pretrained(...,"
+        " quantization_config=BitsAndBytesConfig(load_in_4bit=True)), and leave quantize and bnb_quantization_config out"
+    )
 
 
 def _peft() -> Any:

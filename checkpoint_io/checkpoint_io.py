@@ -6,14 +6,16 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.hooks import RemovableHandle
 
 from booster.comm import is_fake_world
-from booster.errors import ConfigError
+from booster.errors import ConfigError, incomplete_error
 from booster.interface import AccumulatedGradients, ModelWrapper, OptimizerState, OptimizerWrapper, TensorSlice
 from booster.interface.checkpoint_io import AdapterFiles, CheckpointIO, SaveOptions, TrainingParts
 
@@ -21,7 +23,7 @@ from .commit import Transaction
 from .formats import json_values
 from .formats.json import MAX_JSON_BYTES, json_bytes
 from .layout import ADAPTER, MODEL, OPTIMIZER, as_path, save_target
-from .loading.load import Loader, ModelLoad, OptimizerLoad, incomplete_on_failure
+from .loading.load import Loader, ModelLoad, OptimizerLoad, WrapsPlainObject, incomplete_on_failure
 from .parallel import CheckpointGroup
 from .saving.part import CheckpointPart, model_part, optimizer_part, optimizer_values, save_metadata
 from .saving.save import Saver, SaveRequest, explain_missing_parents
@@ -321,8 +323,35 @@ def as_model_wrapper(model: nn.Module, *, is_primary: bool) -> ModelWrapper:
     return _PlainModel(model, is_primary=is_primary)
 
 
-class _PlainModel(ModelWrapper):
+# A plain model or optimizer is wrapped anew for every call, so a hook of its own raises while it is incomplete: at the
+# model's forward, or at the optimizer's step. With the handle that removes the hook, and the error of the failed load.
+_refusals: WeakKeyDictionary[nn.Module | Optimizer, tuple[RemovableHandle, str]] = WeakKeyDictionary()
+
+
+def _refuse(owner: nn.Module | Optimizer, name: str, error: str | None) -> None:
+    """Have a plain model or optimizer raise when it is used, or no longer if there is no error."""
+    if owner in _refusals:
+        _refusals.pop(owner)[0].remove()
+    if error is None:
+        return
+
+    def raise_error(*_: object) -> None:
+        raise incomplete_error(name, error)
+
+    register = owner.register_forward_pre_hook if isinstance(owner, nn.Module) else owner.register_step_pre_hook
+    _refusals[owner] = (register(raise_error), error)
+
+
+class _PlainModel(ModelWrapper, WrapsPlainObject):
     """Plain module: replicated on every rank, with values that may differ between ranks."""
+
+    def __init__(self, module: nn.Module, *, is_primary: bool) -> None:
+        super().__init__(module, is_primary=is_primary)
+        if module in _refusals:
+            self.failed_loads[self] = _refusals[module][1]
+
+    def mark_object(self, error: str | None) -> None:
+        _refuse(self.module, "model", error)
 
     def tensor_slices(self) -> list[TensorSlice]:
         return [replace(tensor_slice, shared=False) for tensor_slice in super().tensor_slices()]
@@ -348,11 +377,16 @@ def as_optimizer_wrapper(optimizer: OptimizerWrapper | Optimizer, *, is_primary:
     return _PlainOptimizer(optimizer, is_primary)
 
 
-class _PlainOptimizer(OptimizerWrapper):
+class _PlainOptimizer(OptimizerWrapper, WrapsPlainObject):
     """Plain optimizer: replicated on every rank."""
 
     def __init__(self, optim: Optimizer, is_primary: bool) -> None:
         super().__init__(optim, _NamedParameters(optim, is_primary), is_primary=is_primary)
+        if optim in _refusals:
+            self.model.failed_loads[self] = _refusals[optim][1]
+
+    def mark_object(self, error: str | None) -> None:
+        _refuse(self.optim, "optimizer", error)
 
     def checkpoint_state(self) -> OptimizerState:
         return _PlainState(self)

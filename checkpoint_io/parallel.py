@@ -11,7 +11,7 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
-from booster.comm import fake, group_rank, group_size, raise_on_all_ranks
+from booster.comm import all_gather_bytes, fake, group_rank, group_size, raise_on_all_ranks
 from booster.errors import BoosterError, CheckpointError
 
 T = TypeVar("T")
@@ -34,6 +34,7 @@ class CheckpointGroup:
     def __init__(self, group: dist.ProcessGroup | None = None, host: str | None = None) -> None:
         self.group = group
         self.host = f"{socket.gethostname()}/{uuid.getnode():x}" if host is None else host
+        self._hosts: list[str] = []
 
     @property
     def rank(self) -> int:
@@ -44,6 +45,13 @@ class CheckpointGroup:
     def size(self) -> int:
         """Number of ranks in the group."""
         return group_size(self.group)
+
+    def hosts(self) -> list[str]:
+        """Return the host of every rank. Collective at its first call."""
+        if not self._hosts:
+            payloads, of_rank = all_gather_bytes(self.host.encode(), self.group)
+            self._hosts = [payloads[index].decode() for index in of_rank]
+        return self._hosts
 
     def run_on_all_ranks(self, action: Callable[[], T], action_name: str) -> T:
         """Run `action` and return its result if it succeeds on every rank; else raise on every rank. Collective.

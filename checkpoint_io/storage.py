@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import fcntl
+import mmap
 import os
 import shutil
 import stat
@@ -13,6 +14,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from booster.errors import CheckpointError
 from booster.kernels.disk_io import reserve_space
@@ -31,6 +34,8 @@ _MAX_CALL_BYTES = 2**30  # Linux moves 2 GiB less a page in one call, macOS 2 Gi
 _AT_FDCWD = -100
 _RENAME_NOREPLACE = 1
 _UNSUPPORTED = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP)
+_NUM_SAMPLES = 16
+_SAMPLE_BYTES = 2**20
 _NOT_FOUND = (errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP)
 
 
@@ -298,6 +303,33 @@ class Storage:
                 )
             rest, offset = rest[count:], offset + count
 
+    def is_cached(self, file: OpenFile) -> bool:
+        """Return whether most of a file is in the page cache, from samples; True if the system does not tell.
+
+        Linux tells it to the owner of a file, and to users that may write to it.
+        """
+        size = self.size(file)
+        # Spread evenly; a small file is sampled completely.
+        starts = {size * index // _NUM_SAMPLES // mmap.ALLOCATIONGRANULARITY for index in range(_NUM_SAMPLES)}
+        num_cached = num_pages = 0
+        for start in sorted(starts):
+            offset = start * mmap.ALLOCATIONGRANULARITY
+            states = _page_states(file.descriptor, offset, min(_SAMPLE_BYTES, size - offset))
+            if states is None:
+                return True
+            num_cached += int((states & 1).sum())
+            num_pages += len(states)
+        return 2 * num_cached >= num_pages
+
+    def open_direct(self, file: OpenFile) -> OpenFile | None:
+        """Open the file again, for reads past the page cache; return None if the file system has no O_DIRECT."""
+        try:
+            # By descriptor, because the path may by now refer to another file.
+            flags = os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT
+            return OpenFile(file.path, os.open(f"/proc/self/fd/{file.descriptor}", flags))
+        except (AttributeError, OSError):
+            return None
+
     def read_file(self, path: Path, *, max_bytes: int, inside: Path | None = None) -> bytes:
         """Return the content of a regular file.
 
@@ -362,6 +394,19 @@ def _not_regular_error(path: Path) -> CheckpointError:
     return CheckpointError(f"{path} is not a regular file: a checkpoint consists of regular files. Check the path")
 
 
+def _page_states(descriptor: int, offset: int, num_bytes: int) -> np.ndarray | None:
+    """Return a byte for each page, of which bit 0 means that it is cached; None if the system does not tell."""
+    states = np.zeros(-(-num_bytes // mmap.PAGESIZE), dtype=np.uint8)
+    if num_bytes == 0:
+        return states
+    try:
+        pages = np.frombuffer(mmap.mmap(descriptor, num_bytes, prot=mmap.PROT_READ, offset=offset), dtype=np.uint8)
+        has_failed = _mincore is None or _mincore(pages.ctypes.data, num_bytes, states.ctypes.data)
+    except (OSError, ValueError):  # ValueError: the file was truncated
+        return None
+    return None if has_failed else states
+
+
 def _bytes_of(data: Buffer) -> memoryview:
     view = memoryview(data)
     return view.cast("B") if view.nbytes else memoryview(b"")  # cast() rejects shapes with a zero
@@ -371,3 +416,7 @@ _renameat2: Any = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None) 
 if _renameat2 is not None:
     _renameat2.argtypes = (ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_char_p, ctypes.c_uint)
     _renameat2.restype = ctypes.c_int
+_mincore: Any = getattr(ctypes.CDLL(None), "mincore", None)
+if _mincore is not None:
+    _mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
+    _mincore.restype = ctypes.c_int

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from functools import cache
 from types import ModuleType
 from typing import TYPE_CHECKING
 
@@ -31,6 +32,42 @@ def crc32(data: Buffer, value: int = 0) -> int:
     if native is None:
         return zlib.crc32(data, value)
     return int(native.crc32(data, value & 0xFFFFFFFF))
+
+
+def shift_crc32(value: int, num_bytes: int) -> int:
+    """Return what data contributes to the checksum of a message in which `num_bytes` more bytes follow it.
+
+    `crc32(a + b) == shift_crc32(crc32(a), len(b)) ^ crc32(b)`, so the parts of a message can be summed in any order.
+
+    Args:
+        value: Checksum of the data.
+        num_bytes: Number of bytes that follow.
+    """
+    # A checksum is a polynomial modulo that of CRC-32, the lowest bit first; a byte that follows multiplies it by x^8.
+    for exponent in range(num_bytes.bit_length()):
+        if num_bytes >> exponent & 1:
+            value = _multiply(value, _power_of_x(exponent + 3))
+    return value
+
+
+_POLYNOMIAL = 0xEDB88320  # without x^32
+_ONE, _X = 1 << 31, 1 << 30
+
+
+@cache
+def _power_of_x(exponent: int) -> int:
+    """Return x^(2^exponent)."""
+    return _X if exponent == 0 else _multiply(_power_of_x(exponent - 1), _power_of_x(exponent - 1))
+
+
+def _multiply(left: int, right: int) -> int:
+    product = 0
+    while left:
+        if left & _ONE:
+            product ^= right
+        left = left << 1 & 0xFFFFFFFF
+        right = right >> 1 ^ (_POLYNOMIAL if right & 1 else 0)
+    return product
 
 
 def tensor_crc32(*tensors: torch.Tensor) -> int:

@@ -63,6 +63,7 @@ from .process_groups import (
     release_unused_groups,
     timeout_scope,
 )
+from .shared_blocks import share_blocks
 from .shared_memory import transport, use_shared_memory
 from .store_barrier import ErrorBarrier
 
@@ -127,6 +128,7 @@ __all__ = [
     "report_failure",
     "send",
     "send_tensor",
+    "share_blocks",
     "start_all_gather",
     "start_all_reduce",
     "start_all_to_all",

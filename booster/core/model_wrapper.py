@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from booster.deprecation import DeprecatedAlias
-from booster.errors import CheckpointError, ConfigError
+from booster.errors import CheckpointError, ConfigError, incomplete_error
 from booster.fault_tolerance.progress import Phase, observers
 from booster.pytree import map_tensors
 
@@ -99,11 +99,7 @@ class ModelWrapper(nn.Module, metaclass=_ConstructionMarker):
     def require_complete(self) -> None:
         """Raise `CheckpointError` while some part is neither what it was before a failed load nor what it should be."""
         for part, error in self.failed_loads.items():
-            name = "model" if part is self else "optimizer"
-            raise CheckpointError(
-                f"this {name} is incomplete, as a load into it has failed halfway: {error}. Load a checkpoint into it"
-                ' before you use it or its model; with verify="before" a damaged checkpoint changes nothing'
-            )
+            raise incomplete_error("model" if part is self else "optimizer", error)
 
     def require_usable(self) -> None:
         """Raise after `Booster.close`, and from a failed load to the next one that succeeds."""

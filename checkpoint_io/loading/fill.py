@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -11,12 +12,14 @@ import torch
 
 from booster.checkpoint_io.copy_elements import bytes_of, needs_no_conversion
 from booster.checkpoint_io.formats.manifest import RangeRecord
-from booster.checkpoint_io.parallel import run_in_threads
+from booster.checkpoint_io.parallel import CheckpointGroup, run_in_threads
 from booster.checkpoint_io.planning.slices import Box, full_box, overlapping_runs, run_length, run_start
+from booster.comm import is_fake_world, max_of_numbers
 from booster.errors import CheckpointError
 from booster.interface import TensorSlice
-from booster.kernels.checksum import crc32
+from booster.kernels.checksum import crc32, shift_crc32
 
+from .direct_reads import MIN_DIRECT_BYTES, ByteRange, DirectFiles, read_directly
 from .ranges import ElementReader
 from .reader import StoredCheckpoint
 
@@ -31,10 +34,8 @@ STEP_BYTES = 2**20  # small enough to stay in cache between read and checksum
 # are few: those at the ends of a shard, or the other ranks' columns of a tensor that was saved in whole rows.
 # A block that one slice has in its memory as it is in the file is read there directly; other slices copy from there.
 # All other blocks go through a buffer of one step.
-# All ranks of a host read the blocks that they share in the same order at the same time, through the page cache, which
-# is the memory that they share anyway: the disk reads every byte once per host. 1 GiB on each of two ranks took 0.82 to
-# 0.91 s so. O_DIRECT into shared memory, each rank half of it, took 1.1 to 1.5 s, as its pages cannot be huge ones, and
-# into a rank's own huge pages 0.69 to 0.88 s for what no other rank needs, where 0.65 to 0.75 s are the disk's limit.
+# Ranks of a host that read the same blocks here do so in the same order at the same time, through the page cache, so
+# the disk reads every byte once per host. Files that are not cached are read otherwise, see Note [Direct reads].
 
 
 @dataclass(slots=True, eq=False)
@@ -119,6 +120,51 @@ def read_slices(
     Raises:
         CheckpointError: A file is truncated, changed since it was opened, or damaged; some slices may be filled.
     """
+    _read(stored, _blocks_to_fill(stored, named_slices, verifies=verifies), "some of it is loaded", num_threads)
+
+
+def read_slices_on_all_ranks(
+    stored: StoredCheckpoint,
+    named_slices: Sequence[tuple[str, TensorSlice]],
+    ranks: CheckpointGroup,
+    action: str,
+    *,
+    verifies: bool = False,
+) -> None:
+    """Fill slices as `read_slices` does, and files that are not cached past the page cache; see Note [Direct reads].
+
+    Peak extra memory is 12 MiB for the staging blocks, and at most 48 MiB for those that the ranks of a host share.
+
+    Args:
+        stored: Open checkpoint, the same on all ranks.
+        named_slices: Stored name and slice to fill on this rank.
+        ranks: Ranks that read together. Collective over them.
+        action: Description of the operation for messages.
+        verifies: If True, compare the recorded checksums of what is read.
+
+    Raises:
+        CheckpointError: On all ranks, as in `read_slices`.
+    """
+    blocks = ranks.run_on_all_ranks(lambda: _blocks_to_fill(stored, named_slices, verifies=verifies), action)
+    num_bytes, failure = sum(block.region.numel * block.dtype.itemsize for block in blocks), None
+    if ranks.size > 1:
+        num_bytes = max_of_numbers([num_bytes], ranks.group)[0]
+    if num_bytes >= MIN_DIRECT_BYTES and not is_fake_world():
+        failure, blocks = _read_directly(stored, blocks, ranks, action)
+    consequence = "some of it is loaded"
+    ranks.run_on_all_ranks(
+        lambda: _raise(failure) if failure is not None else _read(stored, blocks, consequence, NUM_THREADS), action
+    )
+
+
+def _raise(failure: Exception) -> None:
+    raise failure
+
+
+def _blocks_to_fill(
+    stored: StoredCheckpoint, named_slices: Sequence[tuple[str, TensorSlice]], *, verifies: bool
+) -> list[_Block]:
+    """Return the blocks that fill slices, whose tensors count as modified from now on."""
     targets: dict[str, list[_Target]] = {}
     for name, tensor_slice in named_slices:
         tensor = tensor_slice.tensor.detach()
@@ -127,14 +173,107 @@ def read_slices(
         region = _Region(stored.specs[name].shape, tensor_slice.box, tensor_slice.span)
         is_plain = needs_no_conversion(tensor, stored.specs[name].dtype)
         memory = np.frombuffer(bytes_of(tensor), dtype=np.uint8) if is_plain else None
+        if memory is not None and not tensor.is_inference():
+            torch.autograd.graph.increment_version(tensor)  # as a copy_ does for the others
         targets.setdefault(name, []).append(_Target(region, tensor, memory))
     blocks = _recorded_blocks(stored, targets) if verifies else []
     verified = {block.name for block in blocks}
     rest = {name: of_name for name, of_name in targets.items() if name not in verified}
-    _read(stored, [*blocks, *(_unverified_blocks(stored, rest) if rest else ())], "some of it is loaded", num_threads)
-    for target in (target for of_name in targets.values() for target in of_name):
-        if target.memory is not None and not target.tensor.is_inference():
-            torch.autograd.graph.increment_version(target.tensor)  # as a copy_ would
+    return [*blocks, *(_unverified_blocks(stored, rest) if rest else ())]
+
+
+def _read_directly(
+    stored: StoredCheckpoint, blocks: Sequence[_Block], ranks: CheckpointGroup, action: str
+) -> tuple[Exception | None, list[_Block]]:
+    """Read blocks past the page cache; return this rank's failure and the blocks that are not read. Collective."""
+    direct = _DirectBlocks(stored)
+    with closing(direct.files):
+        rest = ranks.run_on_all_ranks(lambda: [block for block in blocks if not direct.add(block)], action)
+        failure, left = read_directly(direct.files, direct.needs, direct.take, ranks)
+    return failure, [*rest, *(direct.blocks[index] for index in left)]
+
+
+class _DirectBlocks:
+    """Blocks to read past the page cache, whose bytes are consecutive in a file, and what they need of the files.
+
+    Args:
+        stored: Open checkpoint.
+
+    Attributes:
+        files: Files of the checkpoint; the caller closes them.
+        blocks: Blocks.
+        needs: Bytes of each block.
+    """
+
+    def __init__(self, stored: StoredCheckpoint) -> None:
+        self.blocks: list[_Block] = []
+        self.needs: list[ByteRange] = []
+        self._stored = stored
+        self._sums: list[_PartialSum] = []
+        firsts = [(file, next(iter(file.specs))) for file in stored.files if file.specs]
+        located = [(file, place[0]) for file, name in firsts if (place := file.locate(name)) is not None]
+        self._numbers = {file.path: number for number, (file, _) in enumerate(located)}
+        self.files = DirectFiles(
+            stored.storage, [opened for _, opened in located], [file.num_bytes for file, _ in located]
+        )
+
+    def add(self, block: _Block) -> bool:
+        """Add a block; return False if it must be read through the page cache."""
+        place, itemsize = self._stored.locate(block.name), block.dtype.itemsize
+        if place is None or not block.region.is_run or place[1] % itemsize:
+            return False
+        file = self._numbers[self._stored.file_of(block.name).path]
+        if not self.files.is_cold(file):
+            return False
+        start = place[1] + block.region.start * itemsize
+        self.blocks.append(block)
+        self.needs.append(ByteRange(file, start, start + block.region.numel * itemsize))
+        self._sums.append(_PartialSum(block.region.numel * itemsize))
+        return True
+
+    def take(self, index: int, offset: int, data: np.ndarray) -> None:
+        """Copy bytes of a block to its targets and add up its checksum, which is compared once it is complete.
+
+        Args:
+            index: Index of the block.
+            offset: Offset of the first byte in the file.
+            data: Bytes.
+        """
+        block, need = self.blocks[index], self.needs[index]
+        region, itemsize = block.region, block.dtype.itemsize
+        first = region.span[0] + (offset - need.start) // itemsize
+        # Not in smaller steps: copies of 1 MiB and more bypass the caches, which takes half of the time.
+        for target in block.targets:
+            _copy(data, block.dtype, _Region(region.shape, region.box, (first, first + len(data) // itemsize)), target)
+        if block.record is not None:
+            checksum = self._sums[index].add(data, offset - need.start)
+            if checksum is not None and checksum != block.record.crc32:
+                raise _checksum_error(self._stored, block.record, checksum, "some of it is loaded")
+
+
+class _PartialSum:
+    """Checksum of bytes that arrive in parts, in any order, though mostly in their own.
+
+    Args:
+        num_bytes: Number of bytes.
+    """
+
+    def __init__(self, num_bytes: int) -> None:
+        self._num_bytes = self._num_missing = num_bytes
+        self._num_first = 0  # bytes from the start on that have arrived in order
+        self._of_first = self._of_rest = 0
+
+    def add(self, data: np.ndarray, offset: int) -> int | None:
+        """Add the bytes at an offset; return the checksum once all have arrived, else None."""
+        if offset == self._num_first:
+            self._of_first = crc32(data.data, self._of_first)
+            self._num_first += len(data)
+        else:
+            self._of_rest ^= shift_crc32(crc32(data.data), self._num_bytes - offset - len(data))
+        self._num_missing -= len(data)
+        if self._num_missing > 0:
+            return None
+        return shift_crc32(self._of_first, self._num_bytes - self._num_first) ^ self._of_rest
 
 
 def verify_ranges(stored: StoredCheckpoint, share: int, num_shares: int) -> None:

@@ -21,7 +21,7 @@ from booster.interface import ModelWrapper, OptimizerState, OptimizerWrapper, Te
 from booster.logger import get_dist_logger
 
 from .conversion import ConvertedSpecs, convert_specs
-from .fill import read_slices, verify_ranges
+from .fill import read_slices, read_slices_on_all_ranks, verify_ranges
 from .reader import StoredCheckpoint, open_checkpoint
 
 MAX_LISTED = 10
@@ -187,10 +187,22 @@ def incomplete_on_failure(parts: Iterable[ModelWrapper | OptimizerWrapper]) -> I
         raise
     finally:
         for part in parts:
+            # Not the error itself, which refers to its frames.
+            text = None if failure is None else f"{type(failure).__name__}: {failure}"
             failed_loads = part.failed_loads if isinstance(part, ModelWrapper) else part.model.failed_loads
             failed_loads.pop(part, None)
-            if failure is not None:
-                failed_loads[part] = f"{type(failure).__name__}: {failure}"  # not the error, which refers to its frames
+            if text is not None:
+                failed_loads[part] = text
+            if isinstance(part, WrapsPlainObject):
+                part.mark_object(text)
+
+
+class WrapsPlainObject:
+    """Wrapper of a model or an optimizer that is used without it, so that the object itself must be marked."""
+
+    def mark_object(self, error: str | None) -> None:
+        """Have the object raise when it is used, as a load into it has failed, or no longer if `error` is None."""
+        raise NotImplementedError
 
 
 class Loader(ExitStack):
@@ -321,11 +333,11 @@ class ModelLoad:
 
     def fill(self) -> None:
         """Read this rank's slices into the model's memory. Collective."""
-        self._loader.ranks.run_on_all_ranks(self._read, f"loading the model from {self._path}")
-
-    def _read(self) -> None:
-        read_slices(self._stored, self._source_and_slice, verifies=self._loader.verifies_while_reading)
-        self._model.notify_loaded()
+        loader, action = self._loader, f"loading the model from {self._path}"
+        read_slices_on_all_ranks(
+            self._stored, self._source_and_slice, loader.ranks, action, verifies=loader.verifies_while_reading
+        )
+        loader.ranks.run_on_all_ranks(self._model.notify_loaded, action)
 
 
 class OptimizerLoad:
@@ -377,16 +389,19 @@ class OptimizerLoad:
 
     def fill(self) -> None:
         """Replace the optimizer's state with the stored one. Collective."""
-        self._loader.ranks.run_on_all_ranks(self._read, self._action)
+        loader, stored = self._loader, self._stored
 
-    def _read(self) -> None:
-        stored = self._stored
-        slices = self._state.allocate(stored.specs, self._values)
-        in_parameters = list(self._unused_masters())
-        named = [*((tensor_slice.name, tensor_slice) for tensor_slice in slices), *in_parameters]
-        read_slices(stored, named, verifies=self._loader.verifies_while_reading)
-        if in_parameters:
-            self._optimizer.model.notify_loaded()
+        def allocate() -> tuple[list[tuple[str, TensorSlice]], list[tuple[str, TensorSlice]]]:
+            slices = self._state.allocate(stored.specs, self._values)
+            return [(tensor_slice.name, tensor_slice) for tensor_slice in slices], list(self._unused_masters())
+
+        named, in_parameters = loader.ranks.run_on_all_ranks(allocate, self._action)
+        read_slices_on_all_ranks(
+            stored, [*named, *in_parameters], loader.ranks, self._action, verifies=loader.verifies_while_reading
+        )
+        loader.ranks.run_on_all_ranks(
+            lambda: self._optimizer.model.notify_loaded() if in_parameters else None, self._action
+        )
 
     def _unused_masters(self) -> Iterator[tuple[str, TensorSlice]]:
         masters = [name for name in self._stored.specs if name.endswith(MASTER_SUFFIX) and name not in self._masters]

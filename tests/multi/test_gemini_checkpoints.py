@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from booster import Booster, CheckpointError, RankFailedError
-from booster.checkpoint_io.loading import load
+from booster.checkpoint_io.loading import fill
 from booster.comm import count_communication
 from booster.device import current_device
 from booster.optim import HybridAdam
@@ -274,14 +274,14 @@ def test_a_load_between_steps_is_seen_by_the_next_forward(tmp_path, policy, prec
 def test_a_read_that_fails_on_one_rank_fails_on_all(tmp_path, policy):
     job = Job(policy).train(0)
     job.booster.save_model(job.model, tmp_path / "m", shard=True)
-    real = load.read_slices
+    real = fill._read
 
     def failing(*arguments, **options):
         if dist.get_rank() == 1:
             raise CheckpointError("the disk is gone")
         real(*arguments, **options)
 
-    with patch.object(load, "read_slices", failing), pytest.raises(CheckpointError, match="the disk is gone"):
+    with patch.object(fill, "_read", failing), pytest.raises(CheckpointError, match="the disk is gone"):
         job.booster.load_model(job.model, tmp_path / "m")
     with pytest.raises(CheckpointError, match=r"this model is incomplete.*the disk is gone"):
         job.train(1)

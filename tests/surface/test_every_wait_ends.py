@@ -100,6 +100,10 @@ ALLOWED = {
     "checkpoint_io/checkpoint_io.py": {
         "self.saver.wait": SAVES,
     },
+    "checkpoint_io/loading/direct_reads.py": {
+        "read.wait": DISK,
+        "self._ticket.wait": DISK,
+    },
     "checkpoint_io/saving/async_save.py": {
         "self._changed.wait_for": SAVES,
     },
