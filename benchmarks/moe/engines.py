@@ -114,7 +114,11 @@ def _bounds() -> list[int]:
 
 
 def _build_dispatch() -> Step:
-    from booster.plugins.hybrid_parallel.expert_parallel.dispatch import plan_dispatch, return_tokens, send_tokens
+    from booster.plugins.hybrid_parallel.expert_parallel.dispatch import (
+        plan_dispatch,
+        start_return_tokens,
+        start_send_tokens,
+    )
 
     tokens, index, weights = _routing()
     tokens.requires_grad_()
@@ -123,8 +127,8 @@ def _build_dispatch() -> Step:
 
     def step(_: int) -> float:
         dispatch = plan_dispatch(index, bounds, None)
-        rows, row_weights = send_tokens(tokens, weights, dispatch)
-        output = return_tokens(rows * row_weights[:, None], dispatch)
+        rows, row_weights = start_send_tokens(tokens, weights, dispatch).wait()
+        output = start_return_tokens(rows * row_weights[:, None], dispatch).wait()
         output.backward(torch.ones_like(output))
         tokens.grad = weights.grad = None
         return 0.0
