@@ -119,6 +119,21 @@ def test_layers_of_booster_moe(model, layout):
     assert_hybrid_equals_serial(model, LAYOUTS[layout], zero_stage=1, max_norm=0.5, steps=STEPS)
 
 
+OWN_LAYERS = ["widenet_dropless", "widenet_dropless_stacked"]
+
+
+@pytest.mark.parametrize("model", OWN_LAYERS)
+def test_layers_of_booster_moe_beside_divided_ones(model):
+    arguments = {"ep_size": 2, "tp_size": 2, "plan": {"blocks.*.project": "colwise_gather_output"}}
+    assert_hybrid_equals_serial(model, (4, arguments), zero_stage=1, max_norm=0.5, steps=STEPS)
+
+
+@pytest.mark.parametrize("model", OWN_LAYERS)
+def test_stages_that_share_layers_of_booster_moe(model):
+    """Its experts are on both stages."""
+    assert_pipeline_equals_serial(model, microbatches=1, samples_per_rank=4, axes="dp 2", arguments={"ep_size": 2})
+
+
 @pytest.mark.parametrize(
     ("model", "schedule", "arguments"),
     [
