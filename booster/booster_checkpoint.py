@@ -28,7 +28,7 @@ from .errors import ConfigError
 from .fault_tolerance.progress import Phase
 from .interface import MixedPrecision, ModelWrapper, OptimizerWrapper, Plugin
 from .interface.checkpoint_io import SaveOptions, TrainingParts
-from .lora import adapter_files
+from .lora import adapter_files, frozen_names
 from .rng_state import ProcessRNG
 from .validation import check_flag, check_path
 
@@ -78,6 +78,7 @@ class CheckpointMethods:
         size_per_shard: float | str = 1024,
         use_safetensors: bool = True,
         use_async: bool = False,
+        exclude_frozen_parameters: bool = False,
     ) -> None:
         """Save the training state for an exact resume: the arguments and the RNG states of every rank.
 
@@ -98,6 +99,9 @@ class CheckpointMethods:
             use_safetensors: If False, write `.bin` files.
             use_async: If True, return after a copy into host memory; errors are raised by the next checkpoint call, or
                 by `wait_for_checkpoints`.
+            exclude_frozen_parameters: If True, leave out parameters that do not train, except those of adapters, such
+                as the base under LoRA. `load` then leaves them as they are, so the model must be built with the same
+                base; `from_pretrained` does not open the result.
 
         Collective: every rank must call it.
 
@@ -109,12 +113,17 @@ class CheckpointMethods:
                 on some rank. Existing files are unchanged.
         """
         options = SaveOptions(
-            step=step, keep_last=keep_last, size_per_shard=size_per_shard, use_safetensors=use_safetensors
+            step=step,
+            keep_last=keep_last,
+            size_per_shard=size_per_shard,
+            use_safetensors=use_safetensors,
+            exclude_frozen_parameters=exclude_frozen_parameters,
         )
         with _checks_on_all_ranks("save") as fingerprint:
             _check_path(path, "save")
             check_flag("use_safetensors", use_safetensors)
             check_flag("use_async", use_async)
+            check_flag("exclude_frozen_parameters", exclude_frozen_parameters)
             options.check()
             parts = self._parts("save", model, optimizer, lr_scheduler, dataloader)
             optimizers = _by_name(optimizer, check_optimizer, "save")
@@ -192,8 +201,10 @@ class CheckpointMethods:
 
     def _parts(self, caller: str, model: Any, optimizer: Any, lr_scheduler: Any, dataloader: Any) -> TrainingParts:
         optimizers = _by_name(optimizer, check_optimizer, caller)
+        models = _by_name(model, check_boosted_model, caller)
         return TrainingParts(
-            models=_by_name(model, check_boosted_model, caller),
+            models=models,
+            frozen={name: frozen_names(one) for name, one in models.items()},
             optimizers={
                 name: as_optimizer_wrapper(one, is_primary=group_rank() == 0) for name, one in optimizers.items()
             },

@@ -9,6 +9,7 @@ import copy
 import importlib.util
 import json
 import os
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -152,25 +153,48 @@ def adapter_files(model: ModelWrapper) -> dict[str, AdapterFiles]:
             " booster.enable_lora(model, lora_config=...), or write save_model()"
         )
     slices = model.tensor_slices()
-    # peft maps names to those in the file; this rank may hold nothing of a tensor.
-    named = [*adapted.named_parameters(remove_duplicate=False), *adapted.named_buffers(remove_duplicate=False)]
-    marks = {name: torch.empty(0) for name, _ in named}
     found: dict[str, AdapterFiles] = {}
     for name, config in adapted.peft_config.items():
-        kept = peft.get_peft_model_state_dict(adapted, state_dict=marks, adapter_name=name)
-        stored_names = {id(mark): key for key, mark in kept.items()}
-        own = {key: stored_names[id(mark)] for key, mark in marks.items() if id(mark) in stored_names}
+        own = _names_in_file(peft, adapted, name)
         folder = "" if name == "default" else name
         found[folder] = AdapterFiles(
             slices=[replace(one, name=own[one.name]) for one in slices if one.name in own],
-            documents={CONFIG_FILE: _config_document(config)},
+            documents={CONFIG_FILE: _config_document(adapted, config)},
         )
     return found
 
 
-def _config_document(config: Any) -> bytes:
+def frozen_names(model: ModelWrapper) -> frozenset[str]:
+    """Return the frozen parameters on this rank that are in no adapter. Inactive adapters are frozen, too."""
+    adapted, peft = model.unwrap(), sys.modules.get("peft")
+    own: set[str] = set()
+    if peft is not None and isinstance(adapted, peft.PeftModel):
+        own = {key for name in adapted.peft_config for key in _names_in_file(peft, adapted, name)}
+    tied = model.tied_names()
+    frozen = {
+        model.logical_name(name)
+        for name, one in adapted.named_parameters(remove_duplicate=False)
+        if not one.requires_grad and name not in own
+    }
+    return frozenset(frozen.union(*(tied.get(name, ()) for name in frozen)))
+
+
+def _names_in_file(peft: Any, adapted: nn.Module, adapter: str) -> dict[str, str]:
+    """Return the names that peft gives an adapter's tensors in its file, by those in the model."""
+    # Marks instead of the tensors, of which this rank may hold nothing.
+    named = [*adapted.named_parameters(remove_duplicate=False), *adapted.named_buffers(remove_duplicate=False)]
+    marks = {name: torch.empty(0) for name, _ in named}
+    kept = peft.get_peft_model_state_dict(adapted, state_dict=marks, adapter_name=adapter)
+    names = {id(mark): key for key, mark in kept.items()}
+    return {key: names[id(mark)] for key, mark in marks.items() if id(mark) in names}
+
+
+def _config_document(adapted: nn.Module, config: Any) -> bytes:
     """Return `adapter_config.json` as peft writes it, for inference."""
     config = copy.deepcopy(config)
+    if config.task_type is None:  # AutoPeftModel finds the class by it
+        base = type(adapted.get_base_model())  # type: ignore[operator]
+        config.auto_mapping = {"base_model_class": base.__name__, "parent_library": base.__module__}
     config.inference_mode = True
     config.base_model_name_or_path = config.base_model_name_or_path or None
     fields = config.to_dict()

@@ -114,6 +114,9 @@ class FileNames:
         return f".{self.prefix}" if self.prefix else ""
 
 
+# In the metadata of a save that leaves out the frozen parameters of its models.
+EXCLUDES_FROZEN = "excludes_frozen_parameters"
+
 MODEL = FileKind(name="model", safetensors_stem="model", bin_stem="pytorch_model")
 OPTIMIZER = FileKind(name="optimizer", safetensors_stem="optimizer", bin_stem="optimizer")
 RANDOM_STATE = FileKind(name="random_state", safetensors_stem="random_state", bin_stem="random_state")

@@ -191,8 +191,10 @@ def _kind(case: Case) -> str:
 
 def _comparison(case: Case) -> tuple[bool, Tolerance, Tolerance]:
     """Returns whether one process takes the batch in parts, the fixed bound and the cap of a measured one."""
+    if case.precision is None and case.entry.computes_in_bf16 and (case.splits_computation or case.is_pipelined):
+        return False, AT_ONCE["bf16"], AT_ONCE["bf16"]
     if case.precision is None:
-        return case.entry.routes_by_rank, EXACT, EXACT
+        return case.entry.routes_by_rank or case.entry.computes_in_bf16, EXACT, EXACT
     kind = _kind(case)
     at_once = AT_ONCE[kind]
     # The statistics are of the whole batch; or every rank's part of a sum over features is rounded by itself.

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -65,6 +65,7 @@ class TrainingParts:
         lr_schedulers: Objects with a scheduler's `state_dict`.
         dataloaders: Dataloaders with a resumable position.
         random_state: Random generators of this process.
+        frozen: Names of frozen parameters of this rank by model, which a checkpoint may leave out.
     """
 
     models: Mapping[str, ModelWrapper]
@@ -72,6 +73,7 @@ class TrainingParts:
     lr_schedulers: Mapping[str, Any]
     dataloaders: Mapping[str, StatefulLoader]
     random_state: RandomState
+    frozen: Mapping[str, Collection[str]] = field(default_factory=dict)
 
     def names(self) -> dict[str, list[str]]:
         """Return the names by kind, with the kinds of `training_state.json`."""
@@ -104,6 +106,7 @@ class SaveOptions:
     keep_last: int | None = None
     size_per_shard: float | str = 1024
     use_safetensors: bool = True
+    exclude_frozen_parameters: bool = False
 
     def check(self) -> None:
         """Check the numbers.

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 
 from booster.checkpoint_io.formats.optimizer_values import MASTER_SUFFIX, parse_values
-from booster.checkpoint_io.layout import MODEL, OPTIMIZER, FileKind
+from booster.checkpoint_io.layout import EXCLUDES_FROZEN, MODEL, OPTIMIZER, FileKind
 from booster.checkpoint_io.parallel import CheckpointGroup
 from booster.checkpoint_io.storage import Storage
 from booster.comm import all_gather_bytes, check_same_across_ranks
@@ -285,12 +285,14 @@ class ModelLoad:
         model: Boosted model.
         path: File, index or directory.
         strict: If False, load only tensors that match in name and shape.
+        frozen: Names of frozen parameters on this rank, which stay as they are if the checkpoint leaves them out.
     """
 
     _loader: Loader
     _model: ModelWrapper
     _path: Path
     strict: bool
+    frozen: Collection[str] = ()
     # From `check` for `fill`: the open checkpoint, and stored name and slice of what it fills.
     _stored: StoredCheckpoint = field(init=False)
     _source_and_slice: list[tuple[str, TensorSlice]] = field(init=False)
@@ -307,12 +309,14 @@ class ModelLoad:
         names = loader.names_of_all_ranks(
             {name for tensor_slice in slices for name in (tensor_slice.name, *tied.get(tensor_slice.name, ()))}
         )
+        excludes_frozen = stored.manifest is not None and bool(stored.manifest.metadata.get(EXCLUDES_FROZEN))
+        excluded = loader.names_of_all_ranks(self.frozen) - stored.specs.keys() if excludes_frozen else frozenset()
         converted: ConvertedSpecs | None = None
-        if stored.specs.keys() != names:  # on all ranks or none
+        if stored.specs.keys() != names - excluded:  # on all ranks or none
             converted = ranks.run_on_all_ranks(lambda: convert_specs(stored.specs, self._model.unwrap(), names), action)
         specs, optional = (stored.specs, frozenset()) if converted is None else (converted.specs, converted.optional)
         matched = ranks.run_on_all_ranks(
-            lambda: match_names(specs, slices, tied, names, optional).check(
+            lambda: match_names(specs, slices, tied, names, optional | excluded).check(
                 stored, converted, str(self._path), strict=self.strict
             ),
             action,

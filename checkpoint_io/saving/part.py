@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import IO, Any, cast
 
@@ -309,20 +309,24 @@ def _config_json(config: Any, what: str) -> bytes:
     return text.encode("utf-8")
 
 
-def model_part(model: ModelWrapper, target: SaveTarget, folder: str = "") -> CheckpointPart:
+def model_part(
+    model: ModelWrapper, target: SaveTarget, folder: str = "", excluded: Collection[str] | None = None
+) -> CheckpointPart:
     """Build the checkpoint part of a model; a sharded one includes its configs.
 
     Args:
         model: Boosted model.
         target: Save target.
         folder: Subdirectory of the target.
+        excluded: Names of tensors to leave out, and with them the configs: transformers' `from_pretrained` would
+            initialize the missing tensors at random. Optional, defaults to a full model.
     """
     model.require_complete()
     return CheckpointPart(
         target=target,
-        slices=model.tensor_slices(),
+        slices=[one for one in model.tensor_slices() if one.name not in (excluded or ())],
         folder=folder,
-        documents=config_documents(model.unwrap()) if target.is_directory else {},
+        documents=config_documents(model.unwrap()) if target.is_directory and excluded is None else {},
         parameter_names=frozenset(name for name, _ in model.named_parameters()),
     )
 

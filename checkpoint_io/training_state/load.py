@@ -284,7 +284,7 @@ def _loads(
     loader: Loader, directory: Path, document: TrainingDocument, parts: TrainingParts, *, strict: bool
 ) -> Iterator[Load]:
     for name, model in parts.models.items():
-        yield ModelLoad(loader, model, directory / name, strict=strict)
+        yield ModelLoad(loader, model, directory / name, strict=strict, frozen=parts.frozen.get(name, ()))
     for name, optimizer in parts.optimizers.items():
         yield OptimizerLoad(loader, optimizer, directory / name)
     for name, optimizer in parts.optimizers.items():

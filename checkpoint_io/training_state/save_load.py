@@ -14,6 +14,7 @@ import torch
 
 from booster.checkpoint_io.formats import json_values
 from booster.checkpoint_io.layout import (
+    EXCLUDES_FROZEN,
     GRADIENTS,
     MODEL,
     OPTIMIZER,
@@ -205,7 +206,7 @@ class TrainingStateIO:
         step_directories = StepDirectories(self._storage, root)
         target = root if options.step is None else step_directories.step_path(options.step)
         document = TrainingDocument(
-            facts=self._facts(metadata, options.step, root, step_directories),
+            facts=self._facts(metadata, options, root, step_directories),
             models=list(parts.models),
             optimizers=list(parts.optimizers),
             gradients=list(gathered.accumulated),
@@ -247,7 +248,7 @@ class TrainingStateIO:
             for kind in (MODEL, OPTIMIZER)
         )
         for name, model in parts.models.items():
-            yield model_part(model, to_model, name)
+            yield model_part(model, to_model, name, parts.frozen[name] if options.exclude_frozen_parameters else None)
         for name, optimizer in parts.optimizers.items():
             yield optimizer_part(optimizer, to_optimizer, gathered.optimizer_values[name], name)
         for name, pending in gathered.accumulated.items():
@@ -255,7 +256,7 @@ class TrainingStateIO:
         yield random_state_part(random_state, self._ranks.rank, to_model)
 
     def _facts(
-        self, metadata: Mapping[str, Any], step: int | None, root: Path, folders: StepDirectories
+        self, metadata: Mapping[str, Any], options: SaveOptions, root: Path, folders: StepDirectories
     ) -> dict[str, Any]:
         sequence = 0  # only rank 0's value is written
         if self._ranks.rank == 0:
@@ -264,7 +265,8 @@ class TrainingStateIO:
         common = save_metadata(self._ranks.size)
         versions = {name: str(version) for name, version in common["versions"].items()}
         versions["python"] = platform.python_version()
-        return {**common, **metadata, "versions": versions, "step": step, "sequence": sequence}
+        excluded = {EXCLUDES_FROZEN: True} if options.exclude_frozen_parameters else {}
+        return {**common, **metadata, **excluded, "versions": versions, "step": options.step, "sequence": sequence}
 
     def _after_commit(self, folders: StepDirectories, name: str, options: SaveOptions) -> Callable[[], None]:
         if self._ranks.rank == 0:

@@ -19,6 +19,7 @@ from booster import Booster, ConfigError
 
 pytestmark = [
     pytest.mark.on_device,
+    pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers` to `True`:UserWarning"),  # by peft
     pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning"),  # called by peft
 ]
 preload("peft", "transformers.models.llama.modeling_llama", "transformers.models.bert.modeling_bert")
@@ -40,6 +41,10 @@ CONFIGS = {
     "rslora": ("llama", {"target_modules": "all-linear", "task_type": "CAUSAL_LM", "use_rslora": True}),
     "dora": ("llama", {"target_modules": ["q_proj", "down_proj"], "task_type": "CAUSAL_LM", "use_dora": True}),
     "modules_to_save": ("bert", {"target_modules": ["query", "value"], "task_type": "SEQ_CLS"}),
+    # Whose base weights peft stores beside the adapters.
+    "embeddings": ("llama", {"target_modules": ["embed_tokens", "lm_head", "down_proj"], "task_type": "CAUSAL_LM"}),
+    "head": ("llama", {"target_modules": ["lm_head", "down_proj"], "task_type": "CAUSAL_LM"}),
+    "bias": ("bert", {"target_modules": ["query", "value"], "bias": "lora_only"}),
 }
 
 
@@ -88,6 +93,8 @@ def train_alone(kind: str, folder: Path) -> list[float]:
 CASES = [("lora", plugin) for plugin in ALL if plugin != "none"]
 CASES += [("rslora", plugin) for plugin in ("zero_2", "torch_fsdp", "tp")]
 CASES += [("dora", plugin) for plugin in ("torch_ddp", "zero_1", "gemini", "torch_fsdp", "pp")]
+CASES += [(kind, plugin) for kind in ("embeddings", "head") for plugin in ("zero_2", "gemini", "torch_fsdp", "tp", "pp")]
+CASES += [("bias", plugin) for plugin in ("torch_fsdp", "tp_pp")]
 CASES += [("modules_to_save", plugin) for plugin in ("zero_2", "gemini", "torch_fsdp", "tp", "pp", "tp_pp")]
 
 

@@ -43,6 +43,7 @@ class ZooEntry:
             of few values: then it is compared by how far nudged serial runs differ.
         blocks_share_tensors: a tensor that trains goes into several blocks (a position bias, an encoder's states), so
             that its gradient is a sum over them.
+        computes_in_bf16: frozen weights are in bf16: computed in other parts, a batch rounds otherwise.
         tied: groups of names that are the same parameter.
         slow: building or a step takes clearly longer than for the others.
         is_layer_variant: differs from others only in how its layers are made, which matters to plugins that cut layers
@@ -62,6 +63,7 @@ class ZooEntry:
     routes_by_rank: bool = False
     amplifies_roundings: bool = False
     blocks_share_tensors: bool = False
+    computes_in_bf16: bool = False
     tied: tuple[tuple[str, ...], ...] = ()
     slow: bool = False
     is_layer_variant: bool = False

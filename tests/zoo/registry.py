@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from zoo.adapters import ADAPTED_MODELS
 from zoo.attention import ATTENTION_MODELS
 from zoo.chains import CHAINS
 from zoo.custom import CUSTOM_MODELS
@@ -30,6 +31,7 @@ _MODELS = {
         *LAYER_VARIANTS,
         *EXPERT_MODELS,
         *MOE_MODELS,
+        *ADAPTED_MODELS,
     )
 }
 
@@ -53,17 +55,19 @@ def get_model(name: str, num_layers: int | None = None) -> ZooEntry:
 
 
 def model_names(*, transformers: bool | None = None, layer_variants: bool = False) -> list[str]:
-    """Returns the names of models, without those that route by rank.
+    """Returns the names of models, without those that route by rank and those with adapters of peft.
 
     Args:
         transformers: Only those that need transformers (True), or that need nothing but torch (False); None: both.
         layer_variants: Also those that only a plugin that cuts layers apart can tell from others.
     """
+    adapted = {entry.name for entry in ADAPTED_MODELS}
     theirs = {entry.name for entry in (*TRANSFORMERS_MODELS, *LAYER_VARIANTS, *EXPERT_MODELS)}
     return [
         entry.name
         for entry in _MODELS.values()
         if not entry.routes_by_rank
+        and entry.name not in adapted
         and (layer_variants or not entry.is_layer_variant)
         and (transformers is None or (entry.name in theirs) == transformers)
     ]
