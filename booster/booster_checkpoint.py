@@ -22,15 +22,15 @@ from .boost_checks import (
 from .checkpoint_io import CheckpointIO, GeneralCheckpointIO
 from .checkpoint_io.checkpoint_io import as_optimizer_wrapper
 from .checkpoint_io.loading.load import check_verify
-from .comm import check_same_across_ranks, group_rank, group_size, timeout_scope
+from .comm import all_gather_text, check_same_across_ranks, group_rank, group_size, timeout_scope
 from .compatibility import check_foreign
 from .errors import ConfigError
 from .fault_tolerance.progress import Phase
 from .interface import MixedPrecision, ModelWrapper, OptimizerWrapper, Plugin
 from .interface.checkpoint_io import SaveOptions, TrainingParts
-from .lora import adapter_files, frozen_names
+from .lora import adapter_files, check_adapters, frozen_names, has_resized_embeddings
 from .rng_state import ProcessRNG
-from .validation import check_flag, check_path
+from .validation import check_flag, check_path, error_of
 
 Models: TypeAlias = ModelWrapper | Mapping[str, ModelWrapper]
 Optimizers: TypeAlias = OptimizerWrapper | Optimizer | Mapping[str, OptimizerWrapper | Optimizer]
@@ -300,12 +300,15 @@ class CheckpointMethods:
                     " out, as peft reads adapter_model.safetensors"
                 )
             check_boosted_model(model, "save_lora_as_pretrained")
+            check_adapters(model)
         if not isinstance(self.checkpoint_io, GeneralCheckpointIO):
             raise ConfigError(
                 f"{type(self.checkpoint_io).__name__} saves no adapters: use the plugin's own CheckpointIO, or"
                 " save_model()"
             )
-        self.checkpoint_io.save_adapters(model, checkpoint, partial(adapter_files, model), use_async=use_async)
+        is_resized = _on_first_rank(lambda: has_resized_embeddings(model), "save_lora_as_pretrained()")
+        prepare = partial(adapter_files, model, saves_embeddings=is_resized)
+        self.checkpoint_io.save_adapters(model, checkpoint, prepare, use_async=use_async)
 
     @_checkpoint_call("save")
     def save_optimizer(
@@ -375,6 +378,13 @@ class CheckpointMethods:
             check_path("checkpoint", checkpoint)
             check_scheduler(lr_scheduler, "load_lr_scheduler")
         self.checkpoint_io.load_lr_scheduler(lr_scheduler, checkpoint)
+
+
+def _on_first_rank(question: Callable[[], bool], caller: str) -> bool:
+    """Return rank 0's answer on all ranks; its exception is raised on all of them. Collective."""
+    answer: list[str] = []
+    error = error_of(lambda: answer.append(str(group_rank() == 0 and question())))
+    return all_gather_text(caller, answer, error=error)[0] == ["True"]
 
 
 @contextmanager

@@ -140,22 +140,46 @@ def _text(shape: tuple[int, ...] | None) -> str:
     return "missing" if shape is None else f"of shape {shape}"
 
 
-def adapter_files(model: ModelWrapper) -> dict[str, AdapterFiles]:
-    """Return the files of each adapter of a boosted model, by the folder that peft gives it: "" for the default one.
-
-    Raises:
-        ConfigError: The model has no adapters.
-    """
-    peft, adapted = _peft(), model.unwrap()
-    if not isinstance(adapted, peft.PeftModel):
+def check_adapters(model: ModelWrapper) -> None:
+    """Raise `ConfigError` if a boosted model has no adapters."""
+    adapted = model.unwrap()
+    if not isinstance(adapted, _peft().PeftModel):
         raise ConfigError(
             f"save_lora_as_pretrained() got a {type(adapted).__name__} without adapters: add them before boost() by"
             " booster.enable_lora(model, lora_config=...), or write save_model()"
         )
+
+
+def has_resized_embeddings(model: ModelWrapper) -> bool:
+    """Return whether the vocabulary differs from that of the stored base, so that peft saves the embeddings, too.
+
+    Like peft, False if the stored base is unknown or can't be reached. It may be on the network: ask it on one rank.
+    """
+    adapted: Any = model.unwrap()
+    vocabulary = getattr(adapted.config, "vocab_size", None)
+    bases = {config.base_model_name_or_path for config in adapted.peft_config.values()} - {None, ""}
+    if vocabulary is None or not bases:
+        return False
+    try:
+        return any(type(adapted.config).from_pretrained(base).vocab_size != vocabulary for base in bases)
+    except (OSError, ValueError):  # transformers' errors for what is neither a directory nor on the hub
+        return False
+
+
+def adapter_files(model: ModelWrapper, *, saves_embeddings: bool) -> dict[str, AdapterFiles]:
+    """Return the files of each adapter of a boosted model, by the folder that peft gives it: "" for the default one.
+
+    Args:
+        model: Boosted model with adapters.
+        saves_embeddings: Result of `has_resized_embeddings`, equal on all ranks. Embeddings with adapters are saved
+            with their base weights in any case.
+    """
+    peft, adapted = _peft(), model.unwrap()
     slices = model.tensor_slices()
     found: dict[str, AdapterFiles] = {}
     for name, config in adapted.peft_config.items():
-        own = _names_in_file(peft, adapted, name)
+        targeted = not getattr(config, "trainable_token_indices", None) and _has_adapted_embeddings(adapted)
+        own = _names_in_file(peft, adapted, name, saves_embeddings=saves_embeddings or targeted)
         folder = "" if name == "default" else name
         found[folder] = AdapterFiles(
             slices=[replace(one, name=own[one.name]) for one in slices if one.name in own],
@@ -169,7 +193,8 @@ def frozen_names(model: ModelWrapper) -> frozenset[str]:
     adapted, peft = model.unwrap(), sys.modules.get("peft")
     own: set[str] = set()
     if peft is not None and isinstance(adapted, peft.PeftModel):
-        own = {key for name in adapted.peft_config for key in _names_in_file(peft, adapted, name)}
+        names = (_names_in_file(peft, adapted, name, saves_embeddings=False) for name in adapted.peft_config)
+        own = {key for of_adapter in names for key in of_adapter}
     tied = model.tied_names()
     frozen = {
         model.logical_name(name)
@@ -179,12 +204,19 @@ def frozen_names(model: ModelWrapper) -> frozenset[str]:
     return frozenset(frozen.union(*(tied.get(name, ()) for name in frozen)))
 
 
-def _names_in_file(peft: Any, adapted: nn.Module, adapter: str) -> dict[str, str]:
+def _has_adapted_embeddings(adapted: nn.Module) -> bool:
+    getters = (getattr(adapted, f"get_{which}_embeddings", None) for which in ("input", "output"))
+    return any(hasattr(getter(), "base_layer") for getter in getters if getter is not None)
+
+
+def _names_in_file(peft: Any, adapted: nn.Module, adapter: str, *, saves_embeddings: bool) -> dict[str, str]:
     """Return the names that peft gives an adapter's tensors in its file, by those in the model."""
     # Marks instead of the tensors, of which this rank may hold nothing.
     named = [*adapted.named_parameters(remove_duplicate=False), *adapted.named_buffers(remove_duplicate=False)]
     marks = {name: torch.empty(0) for name, _ in named}
-    kept = peft.get_peft_model_state_dict(adapted, state_dict=marks, adapter_name=adapter)
+    kept = peft.get_peft_model_state_dict(
+        adapted, state_dict=marks, adapter_name=adapter, save_embedding_layers=saves_embeddings
+    )
     names = {id(mark): key for key, mark in kept.items()}
     return {key: names[id(mark)] for key, mark in marks.items() if id(mark) in names}
 

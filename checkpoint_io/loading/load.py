@@ -314,10 +314,11 @@ class ModelLoad:
         converted: ConvertedSpecs | None = None
         if stored.specs.keys() != names - excluded:  # on all ranks or none
             converted = ranks.run_on_all_ranks(lambda: convert_specs(stored.specs, self._model.unwrap(), names), action)
+        source_name = f"{self._path}{' (saved with exclude_frozen_parameters=True)' if excludes_frozen else ''}"
         specs, optional = (stored.specs, frozenset()) if converted is None else (converted.specs, converted.optional)
         matched = ranks.run_on_all_ranks(
             lambda: match_names(specs, slices, tied, names, optional | excluded).check(
-                stored, converted, str(self._path), strict=self.strict
+                stored, converted, source_name, strict=self.strict
             ),
             action,
         )
