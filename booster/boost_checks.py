@@ -44,6 +44,7 @@ def check_can_boost(
             )
     if optimizer is not None:
         _check_optimizer_argument(optimizer, {id(tensor) for _, tensor in tensors})
+        _check_optimizer_trains(model, optimizer)
     if criterion is not None and not callable(criterion):
         raise ConfigError(
             f"boost() got a criterion of type {type(criterion).__name__}, which is not callable: give a loss such as"
@@ -152,6 +153,20 @@ def _check_optimizer_argument(optimizer: Any, known: Collection[int]) -> None:
         raise ConfigError(
             f"{len(foreign)} parameters of the optimizer are not the model's ({listed}): build the optimizer from"
             " model.parameters() of the model that is passed with it"
+        )
+
+
+def _check_optimizer_trains(model: nn.Module, optimizer: Optimizer) -> None:
+    """Check that the optimizer was not built before the parameters that train: adapters of LoRA, or a new head."""
+    given = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if any(parameter.requires_grad for parameter in given):
+        return
+    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    if trained:
+        raise ConfigError(
+            f"none of the optimizer's {len(given)} parameters trains (requires_grad is False), and {len(trained)} others"
+            f" of the model do, such as {trained[0]!r}: build the optimizer after enable_lora(), as in"
+            " AdamW([one for one in model.parameters() if one.requires_grad])"
         )
 
 

@@ -76,8 +76,8 @@ def refuse_quantization(quantize: Any, bnb_quantization_config: Any) -> None:
     needs = "" if importlib.util.find_spec("bitsandbytes") else "`pip install bitsandbytes`, which is missing, "
     raise ConfigError(
         f"enable_lora() does not quantize the base: {needs}load the model by from_pretrained(...,"
-        " quantization_config=BitsAndBytesConfig(load_in_4bit=True)), and leave quantize and bnb_quantization_config"
-        " out"
+        " quantization_config=BitsAndBytesConfig(load_in_4bit=True)), leave quantize and bnb_quantization_config out,"
+        " and take TorchFSDPPlugin, LowLevelZeroPlugin or TorchDDPPlugin"
     )
 
 

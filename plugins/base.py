@@ -180,3 +180,23 @@ def check_memory_is_apart(model: nn.Module, trained: list[nn.Parameter]) -> None
                 f"{other!r} and {names[id(parameter)]!r} are two parameters in the same memory, which would come apart:"
                 " tie them by making them one nn.Parameter, as in head.weight = embedding.weight"
             )
+
+
+def refuse_quantized_weights(model: nn.Module, plugin: str, reason: str) -> None:
+    """Check that no weights of a model are quantized by bitsandbytes.
+
+    Args:
+        model: The user's model.
+        plugin: Plugin with its arguments, for the message.
+        reason: Why it can't train on them.
+
+    Raises:
+        ConfigError: Some are.
+    """
+    for name, parameter in model.named_parameters():
+        if type(parameter).__module__.partition(".")[0] == "bitsandbytes":
+            raise ConfigError(
+                f"{name!r} is quantized by bitsandbytes ({type(parameter).__name__}), and {plugin} {reason}: use"
+                " TorchFSDPPlugin, which shards such weights, LowLevelZeroPlugin or TorchDDPPlugin, or load the model"
+                " without a quantization_config"
+            )

@@ -18,7 +18,7 @@ from booster.compatibility import takes_foreign
 from booster.core.plain_torch import refuse_plain_training
 from booster.interface import ModelWrapper, OptimizerWrapper
 from booster.lazy_init import check_materialized
-from booster.plugins.base import WrappedPair, check_memory_is_apart
+from booster.plugins.base import WrappedPair, check_memory_is_apart, refuse_quantized_weights
 from booster.plugins.sharding.config import WeightPrecision
 from booster.plugins.sharding.elementwise import require_elementwise
 from booster.plugins.sharding.plugin import ShardedPlugin
@@ -200,6 +200,7 @@ class GeminiPlugin(ShardedPlugin):
         if optimizer is not None:
             require_elementwise(optimizer)
         check_materialized(model)
+        refuse_quantized_weights(model, "GeminiPlugin", "moves weights that it repacks")
         check_memory_is_apart(model, list(model.parameters()))
 
     def place(self, model: nn.Module, optimizer: Optimizer | None, checked: None = None) -> None:

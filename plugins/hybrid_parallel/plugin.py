@@ -19,7 +19,7 @@ from booster.interface import ModelWrapper, OptimizerWrapper
 from booster.interface.stage_manager import StageManager
 from booster.mixed_precision.fp16 import log_rank_zero
 from booster.moe.balance import balance_globally
-from booster.plugins.base import WrappedPair, check_memory_is_apart
+from booster.plugins.base import WrappedPair, check_memory_is_apart, refuse_quantized_weights
 from booster.plugins.low_level_zero.optimizer import ZeroOptimizer
 from booster.plugins.sharding.config import ShardGroups, WeightPrecision
 from booster.plugins.sharding.elementwise import require_elementwise
@@ -321,6 +321,9 @@ class HybridParallelPlugin(ShardedPlugin):
         return self._partitioner.explain(model)
 
     def check(self, model: nn.Module, optimizer: Optimizer | None) -> PartitionPlan:
+        for name, size in (("tp_size", self._config.tp_size), ("pp_size", self._config.pp_size)):
+            if size > 1:
+                refuse_quantized_weights(model, f"{name}={size}", "can't divide their packed blocks among ranks")
         plan = self._partitioner.check(model)
         if optimizer is not None:
             require_elementwise(optimizer)

@@ -238,3 +238,13 @@ def test_mistakes(tmp_path):
     )
     with pytest.raises(ConfigError, match=r"foreign.lora_A.weight' is of shape \(1,\) there and missing here"):
         booster.enable_lora(base(), tmp_path / "adapter")
+
+
+def test_an_optimizer_from_before_the_adapters_is_refused():
+    booster = Booster(device="cpu")
+    model = base()
+    optimizer = torch.optim.AdamW(model.parameters())
+    model = booster.enable_lora(model, lora_config=config_of("lora"))
+    with pytest.raises(ConfigError, match=r"none of the optimizer's 39 parameters trains .*build the optimizer after"):
+        booster.boost(model, optimizer)
+    booster.boost(model, torch.optim.AdamW(model.parameters()))
