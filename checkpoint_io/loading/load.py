@@ -20,6 +20,7 @@ from booster.errors import CheckpointError, ConfigError
 from booster.interface import ModelWrapper, OptimizerState, OptimizerWrapper, TensorSlice, TensorSpec
 from booster.logger import get_dist_logger
 
+from .base_model import base_of, is_of_lora, names_in_base, renamed_slices
 from .conversion import ConvertedSpecs, convert_specs
 from .fill import read_slices, read_slices_on_all_ranks, verify_ranges
 from .reader import StoredCheckpoint, open_checkpoint
@@ -276,7 +277,7 @@ class Loader(ExitStack):
 class ModelLoad:
     """Load of a model.
 
-    A tied tensor may be stored under any of its names. Names and forms that transformers converts are converted as
+    A model with LoRA also takes the files of its base. A tied tensor may be stored under any of its names. Names and forms that transformers converts are converted as
     `from_pretrained` does. Floating-point tensors are converted to the model's dtype; other
     dtypes are converted only if lossless.
 
@@ -309,11 +310,18 @@ class ModelLoad:
         names = loader.names_of_all_ranks(
             {name for tensor_slice in slices for name in (tensor_slice.name, *tied.get(tensor_slice.name, ()))}
         )
+        base_names = ranks.run_on_all_ranks(lambda: names_in_base(self._model.unwrap(), names, stored.specs), action)
+        slices = renamed_slices(slices, base_names)
+        tied = {base_names.get(name, name): tuple(base_names.get(one, one) for one in tied[name]) for name in tied}
+        names = frozenset(base_names.get(name, name) for name in names)
         excludes_frozen = stored.manifest is not None and bool(stored.manifest.metadata.get(EXCLUDES_FROZEN))
         excluded = loader.names_of_all_ranks(self.frozen) - stored.specs.keys() if excludes_frozen else frozenset()
         converted: ConvertedSpecs | None = None
+        if base_names:
+            excluded = frozenset(filter(is_of_lora, names))  # they stay as they are
         if stored.specs.keys() != names - excluded:  # on all ranks or none
-            converted = ranks.run_on_all_ranks(lambda: convert_specs(stored.specs, self._model.unwrap(), names), action)
+            model = base_of(self._model.unwrap()) if base_names else self._model.unwrap()
+            converted = ranks.run_on_all_ranks(lambda: convert_specs(stored.specs, model, names), action)
         source_name = f"{self._path}{' (saved with exclude_frozen_parameters=True)' if excludes_frozen else ''}"
         specs, optional = (stored.specs, frozenset()) if converted is None else (converted.specs, converted.optional)
         matched = ranks.run_on_all_ranks(
@@ -327,7 +335,8 @@ class ModelLoad:
         if loader.verifies_before:
             loader.verify(stored)
         # Masters too: the file may have more precision than the model weights.
-        all_slices = [*slices, *ranks.run_on_all_ranks(self._model.master_slices, action)]
+        masters = renamed_slices(ranks.run_on_all_ranks(self._model.master_slices, action), base_names)
+        all_slices = [*slices, *masters]
         self._source_and_slice = [
             (matched.sources[tensor_slice.name], tensor_slice)
             for tensor_slice in all_slices

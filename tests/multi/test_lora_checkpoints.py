@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from booster import Booster, CheckpointError, ConfigError
+from booster import Booster, CheckpointError, ConfigError, LazyInitContext
 from booster.plugins import GeminiPlugin, HybridParallelPlugin, LowLevelZeroPlugin, TorchDDPPlugin, TorchFSDPPlugin
 
 pytestmark = [
@@ -166,3 +166,66 @@ def test_other_frozen_parameters(tmp_path):
     assert load_file(tmp_path / "c" / "student" / "model.safetensors").keys() == {
         *("1.weight", "1.bias", "1.running_mean", "1.running_var", "1.num_batches_tracked", "2.bias")
     }
+
+
+def load_base(plugin: str, folder: Path, **arguments) -> dict[str, torch.Tensor]:
+    """Loads the base into a model that was never filled, after boost."""
+    torch.manual_seed(1)
+    booster = Booster(plugin=LAYOUTS[plugin]())
+    with LazyInitContext():
+        model = LlamaForCausalLM(LlamaConfig.from_pretrained(folder))
+    model = booster.enable_lora(model, lora_config=peft.LoraConfig(target_modules=["q_proj", "down_proj"], **arguments))
+    model, optimizer, *_ = booster.boost(model, torch.optim.SGD([one for one in model.parameters() if one.requires_grad]))
+    booster.load_model(model, folder)
+    run_batch(booster, model, batch_of("llama", booster.plugin), optimizer)
+    optimizer.step()  # masters of copies are filled, too
+    if isinstance(booster.plugin, HybridParallelPlugin):
+        return joined_over_ranks(model)
+    return {name: tensor.detach().clone().cpu() for name, tensor in model.state_dict().items()}
+
+
+def small_base() -> nn.Module:
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4}
+    return LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2))
+
+
+@pytest.mark.parametrize("plugin", LAYOUTS)
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_the_base_is_loaded_after_boost(tmp_path, plugin, is_tied):
+    base = small_base()
+    if is_tied:
+        base.config.tie_word_embeddings = True
+        base.tie_weights()
+    base.save_pretrained(tmp_path)
+    expected = peft.get_peft_model(base, peft.LoraConfig(target_modules=["q_proj", "down_proj"])).state_dict()
+    for found in run_ranks(load_base, num_ranks_of(plugin), plugin, tmp_path):
+        for name, value in expected.items():
+            if "lora_" not in name:
+                dtype = found[name].dtype
+                assert torch.equal(found[name], value.to(dtype)), name
+            elif "lora_A" in name:  # which a load of the base leaves alone; B is 0 before the step
+                assert found[name].abs().sum() > 0
+
+
+@pytest.mark.parametrize("plugin", ["zero_2", "gemini", "torch_fsdp", "tp", "pp", "zero_1_bf16"])
+def test_trained_copies_are_loaded_with_the_base(tmp_path, plugin):
+    small_base().save_pretrained(tmp_path)
+    expected = small_base().lm_head.weight
+    for found in run_ranks(load_base, num_ranks_of(plugin), plugin, tmp_path, modules_to_save=["lm_head"]):
+        original, copy = (
+            found[f"base_model.model.lm_head.{place}.weight"] for place in ("original_module", "modules_to_save.default")
+        )
+        assert torch.equal(original, expected.to(original.dtype))
+        assert not torch.equal(copy, original)
+        torch.testing.assert_close(copy.float(), expected.float(), rtol=2e-2, atol=2e-3)  # one step away
+
+
+def refuse_base(folder: Path) -> None:
+    with pytest.raises(ConfigError, match=r"'default' \(use_dora=True\) was computed from the weights of the base"):
+        load_base("torch_ddp", folder, use_dora=True)
+
+
+def test_a_base_under_adapters_that_depend_on_it_is_refused(tmp_path):
+    small_base().save_pretrained(tmp_path)
+    run_ranks(refuse_base, 2, tmp_path)
