@@ -253,6 +253,7 @@ class Booster(CheckpointMethods):
         Raises:
             ConfigError: peft is not installed, the model is boosted or has adapters, `target_modules` match nothing, or
                 the saved adapter is of another model; on all ranks.
+            CheckpointError: The saved adapter is missing or damaged; on all ranks.
 
         Collective: yes, one small message.
         """

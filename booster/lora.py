@@ -10,20 +10,24 @@ import importlib.util
 import json
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import nn
 
+from booster.checkpoint_io.layout import ADAPTER
+from booster.checkpoint_io.loading.fill import read_slices
+from booster.checkpoint_io.loading.reader import open_checkpoint
+from booster.checkpoint_io.storage import Storage
 from booster.errors import ConfigError
-from booster.interface import ModelWrapper
+from booster.interface import ModelWrapper, TensorSlice
 from booster.interface.checkpoint_io import AdapterFiles
+from booster.validation import check_path
 
-CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
+CONFIG_FILE = "adapter_config.json"
 
 
 def add_lora(model: nn.Module, lora_config: Any, pretrained_dir: str | os.PathLike[str] | None) -> nn.Module:
@@ -36,6 +40,7 @@ def add_lora(model: nn.Module, lora_config: Any, pretrained_dir: str | os.PathLi
 
     Raises:
         ConfigError: An argument is invalid, or the adapter is of another model.
+        CheckpointError: The saved adapter is missing or damaged.
 
     Collective: no.
     """
@@ -57,6 +62,7 @@ def add_lora(model: nn.Module, lora_config: Any, pretrained_dir: str | os.PathLi
             f" saved one, and got {'neither' if lora_config is None else 'both'}"
         )
     if pretrained_dir is not None:
+        check_path("pretrained_dir", pretrained_dir)
         return _load_adapter(peft, model, Path(pretrained_dir))
     if not isinstance(lora_config, peft.PeftConfig):
         raise ConfigError(
@@ -103,15 +109,22 @@ def _with_adapter(peft: Any, model: nn.Module, config: Any) -> nn.Module:
 
 
 def _load_adapter(peft: Any, model: nn.Module, directory: Path) -> nn.Module:
-    missing = [name for name in (CONFIG_FILE, WEIGHTS_FILE) if not (directory / name).is_file()]
-    if missing:
+    if not (directory / CONFIG_FILE).is_file():
         raise ConfigError(
-            f"pretrained_dir={str(directory)!r} has no {missing[0]}: give a directory that save_lora_as_pretrained() or"
-            " peft's save_pretrained() wrote, with safetensors"
+            f"pretrained_dir={str(directory)!r} has no {CONFIG_FILE}: give a directory that save_lora_as_pretrained() or"
+            " peft's save_pretrained() wrote; download one from the hub before"
         )
-    config = peft.PeftConfig.from_pretrained(str(directory))
+    try:
+        config = peft.PeftConfig.from_pretrained(str(directory))
+        if config.peft_type is None:
+            raise KeyError("peft_type")
+    except (KeyError, TypeError, ValueError) as error:  # ValueError: no JSON
+        raise ConfigError(
+            f"{directory / CONFIG_FILE} is not a configuration of peft ({type(error).__name__}: {error}): take another"
+            " copy of the adapter"
+        ) from error
     config.inference_mode = False
-    stored = dict(_stored_tensors(directory / WEIGHTS_FILE))
+    stored = _stored_tensors(directory)
     adapted = _with_adapter(peft, model, config)
     expected = peft.get_peft_model_state_dict(adapted)
     wrong = next((name for name in {**expected, **stored} if _shape(expected, name) != _shape(stored, name)), None)
@@ -126,10 +139,12 @@ def _load_adapter(peft: Any, model: nn.Module, directory: Path) -> nn.Module:
     return adapted
 
 
-def _stored_tensors(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    with safe_open(path, framework="pt") as file:
-        for name in file.keys():  # noqa: SIM118 - not a dict
-            yield name, file.get_tensor(name)
+def _stored_tensors(directory: Path) -> dict[str, torch.Tensor]:
+    with open_checkpoint(Storage(), directory, ADAPTER, requires_manifest=False) as stored:
+        tensors = {name: torch.empty(spec.shape, dtype=spec.dtype) for name, spec in stored.specs.items()}
+        slices = [(name, TensorSlice.full(name, tensor, primary=False)) for name, tensor in tensors.items()]
+        read_slices(stored, slices, verifies=True)
+    return tensors
 
 
 def _shape(tensors: Mapping[str, torch.Tensor], name: str) -> tuple[int, ...] | None:

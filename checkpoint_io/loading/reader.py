@@ -514,6 +514,8 @@ def _find_file_names(directory: DirectoryReader, kind: FileKind) -> FileNames:
     advice = (
         f"It has directories of steps: give one, such as {directory.path / steps[-1]}" if steps else "Check the path"
     )
+    if "adapter_config.json" in names:
+        advice = "It is an adapter of peft: booster.enable_lora(model, pretrained_dir=...) loads it, before boost()"
     raise CheckpointError(
         f"{directory.path} holds no {kind.name} checkpoint: found neither {plain.index} nor {plain.single} nor .bin"
         f" files, only {format_names(other_files)}. {advice}"

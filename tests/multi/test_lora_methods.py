@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import BertConfig, BertForSequenceClassification, LlamaConfig, LlamaForCausalLM
 
-from booster import Booster, ConfigError
+from booster import Booster, CheckpointError, ConfigError
 
 pytestmark = [
     pytest.mark.on_device,
@@ -222,6 +222,7 @@ def test_mistakes(tmp_path):
             r"peft can't add an adapter to LlamaForCausalLM .*target_modules",
         ),
         (lambda: booster.enable_lora(base(), tmp_path / "nothing"), r"has no adapter_config.json"),
+        (lambda: booster.enable_lora(base(), 3), r"pretrained_dir must be a path, got 3"),
         (lambda: booster.enable_lora(other, tmp_path / "adapter"), r"is not one of this LlamaForCausalLM: .* of shape"),
         (lambda: booster.enable_lora(base(), lora_config=config_of("lora"), quantize=True), r"bitsandbytes"),
         (lambda: booster.save_lora_as_pretrained(plain, tmp_path / "x"), r"got a Linear without adapters"),
@@ -232,6 +233,7 @@ def test_mistakes(tmp_path):
     assert names == {name for name, _ in other.named_parameters()}  # the refused adapter is gone
     assert not (tmp_path / "x").exists()
     stored = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    (tmp_path / "adapter" / "adapter_model.safetensors.manifest.json").unlink()  # with the checksums of the other file
     save_file(
         {**stored, "base_model.model.model.foreign.lora_A.weight": torch.ones(1)},
         tmp_path / "adapter" / "adapter_model.safetensors",
@@ -248,3 +250,43 @@ def test_an_optimizer_from_before_the_adapters_is_refused():
     with pytest.raises(ConfigError, match=r"none of the optimizer's 39 parameters trains .*build the optimizer after"):
         booster.boost(model, optimizer)
     booster.boost(model, torch.optim.AdamW(model.parameters()))
+
+
+def save_small_adapter(folder: Path) -> None:
+    booster = Booster(device="cpu")
+    model, *_ = booster.boost(booster.enable_lora(base(), lora_config=config_of("lora")))
+    booster.save_lora_as_pretrained(model, folder)
+
+
+def flip_a_byte(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda folder: (folder / "adapter_config.json").write_text("{}"), "is not a configuration of peft .KeyError"),
+        (lambda folder: (folder / "adapter_config.json").write_text("{..."), "is not a configuration of peft .JSON"),
+        (lambda folder: (folder / "adapter_model.safetensors").unlink(), "No such file"),
+        (lambda folder: (folder / "adapter_model.safetensors").write_bytes(b"no header"), "adapter_model.safetensors"),
+        (lambda folder: flip_a_byte(folder / "adapter_model.safetensors"), "checksum"),
+    ],
+    ids=["config", "json", "missing", "header", "data"],
+)
+def test_damaged_adapters(tmp_path, damage, message):
+    save_small_adapter(tmp_path)
+    damage(tmp_path)
+    with pytest.raises((ConfigError, CheckpointError), match=message):
+        Booster(device="cpu").enable_lora(base(), tmp_path)
+
+
+def test_an_adapter_is_not_a_model(tmp_path):
+    save_small_adapter(tmp_path)
+    booster = Booster(device="cpu")
+    model, *_ = booster.boost(booster.enable_lora(base(), tmp_path))
+    with pytest.raises(CheckpointError, match=r"It is an adapter of peft: booster.enable_lora"):
+        booster.load_model(model, tmp_path)
+    (tmp_path / "adapter_model.safetensors.manifest.json").unlink()  # as peft writes
+    booster.enable_lora(base(), tmp_path)
