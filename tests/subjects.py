@@ -24,11 +24,11 @@ SUBJECTS: dict[str, tuple[str, ...]] = {
     "zero": ("*/test_low_level_zero*", "*/test_zero_*", "*/test_torch_ddp*", "*/test_flat_*"),
     "pipeline": ("*/test_pipeline*", "*/test_stage_*", "*/test_micro*", "*/test_deferred_*", "*/test_p2p_*"),
     "hybrid": ("*/test_hybrid*",),
-    "moe": ("*/test_moe*", "*/test_expert_*", "*/test_load_balancing*"),
+    "moe": ("*/test_moe*", "*/test_expert_*", "*/test_load_balancing*", "*/test_shared_experts*"),
     "tensor": ("*/test_tensor_*", "*/test_sequence*", "*/test_vocab_*", "*/test_zoo*", "*/test_lora*"),
     "checkpoints": (
         *("*/test_any_to_any*", "*/test_async_*", "*/test_checkpoint*", "*/test_ckpt*", "*/test_comm[ip]*"),
-        *("*/test_conversion*", "*/test_byte_runs*", "*/test_copy_elements*"),
+        *("*/test_conversion*", "*/test_byte_runs*", "*/test_copy_elements*", "*/test_direct_*"),
         *("*/test_corruption*", "*/test_concurrent*", "*/test_crash*", "*/test_file_*", "*/test_general_*"),
         *("*/test_hostile*", "*/test_huggingface*", "*/test_io_errors*", "*/test_j*", "*/test_malformed*"),
         *("*/test_manifest*", "*/test_pending_commit*", "*/test_range_*", "*/test_recorded*", "*/test_relay*"),

@@ -227,6 +227,7 @@ EXTRAS: dict[str, dict[str, _MinVersion]] = {
     "hf": {"transformers": (5, 0)},
     "plot": {"matplotlib": None},
     "tensorboard": {"tensorboard": None},
+    "lora": {"peft": (0, 17)},
 }
 NEWEST_TESTED_TORCH = (2, 13)
 

@@ -1,225 +1,263 @@
-"""Loads of the experts of a model while it trains: tokens per expert, dropped ones, and the entropy of the routers."""
+"""Load of a model's experts while it trains: tokens of each expert, dropped ones, and the entropy of the routers.
+
+Note [Counting experts]
+Forward hooks count on the device, and the host reads the sums when a record is written. A token counts once for each of
+its experts. What counts are forwards in training, without their recomputation by activation checkpointing. Where ranks
+share the experts, the dispatch of tokens counts instead of hooks, because it knows which tokens it drops. A rank counts
+the tokens that it routes, so that the sum over ranks is that of all tokens; tensor-parallel ranks route the same ones.
+Hooks are traced by torch.compile with the layers that it compiles in the block. They do nothing for a layer that it has
+compiled before, which has no load in the records.
+"""
 
 from __future__ import annotations
 
-import json
+import inspect
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from booster.comm import all_gather_bytes
+from booster.comm import all_reduce_sum, host_group
 from booster.interface import ModelWrapper
-from booster.moe.discovery import ExpertsEntry, experts_entry, experts_in
+from booster.moe.discovery import (
+    DISPATCH_OBSERVERS,
+    DispatchObservers,
+    ExpertsEntry,
+    RouterEntry,
+    experts_entry,
+    experts_in,
+    find_routers,
+    takes_scaled_tokens,
+)
 from booster.moe.loss import is_training_forward
-from booster.moe.routers import Router
+
+_NUM_TOTALS = 3  # behind the tokens of each expert: dropped ones, sum of entropies, tokens with an entropy
 
 
-@dataclass(slots=True, eq=False)
-class _Layer:
-    """Sums over a layer's forwards on this rank's device; None before the first one.
-
-    Attributes:
-        tokens: Tokens of each expert.
-        dropped: Number of dropped assignments.
-        entropy: Sum of the entropies of the router's probabilities, and number of tokens.
-    """
-
-    tokens: torch.Tensor | None = None
-    dropped: torch.Tensor | None = None
-    entropy: torch.Tensor | None = None
-
-    def add(self, tokens: torch.Tensor, dropped: torch.Tensor) -> None:
-        self.tokens = tokens if self.tokens is None else self.tokens + tokens
-        self.dropped = dropped if self.dropped is None else self.dropped + dropped
-
-    def add_entropy(self, probabilities: torch.Tensor) -> None:
-        entropies = torch.special.entr(probabilities).sum(-1)
-        sums = torch.stack([entropies.sum(), entropies.new_tensor(float(len(entropies)))])
-        self.entropy = sums if self.entropy is None else self.entropy + sums
-
-
-class ExpertLoads:
-    """Loads of a boosted model's experts on this rank, counted by hooks between `attach` and `detach`.
-
-    A layer is the block with the router and the experts. Forwards that train count, without their recomputation by
-    activation checkpointing. The entropy of a router is that of the softmax of its logits, or of the normalized
-    sigmoids of a router with a correction bias, as in DeepSeek-V3. It is known for routers of `booster.moe` and those
-    whose logits transformers captures.
+class ExpertLoad:
+    """Load of the experts of this rank's layers since the last record; see Note [Counting experts].
 
     Args:
         model: Boosted model.
+
+    Attributes:
+        num_experts: Number of experts by name of the module of experts; first those of this rank, then set to those of
+            all ranks, such as pipeline stages.
     """
 
     def __init__(self, model: ModelWrapper) -> None:
         self._model = model
-        self._layers: dict[str, _Layer] = {}
-        self._handles: list[Any] = []
+        self._modules = dict(model.unwrap().named_modules())
+        self._dispatched = dict(_dispatched_experts(self._modules))
+        self._hooked: dict[str, ExpertsEntry] = {}
+        if not self._dispatched:
+            entries = (experts_entry(name, self._modules) for name in self._modules)
+            self._hooked = {entry.name: entry for entry in entries if entry is not None}
+        self.num_experts = {name: observed.num_experts for name, (_, observed) in self._dispatched.items()}
+        self.num_experts |= {name: entry.num_experts for name, entry in self._hooked.items()}
+        self._layers = {name: _Layer(number) for name, number in self.num_experts.items()}
 
-    def attach(self) -> bool:
-        """Register the hooks; return whether this rank has experts."""
-        model = self._model.unwrap()
-        modules = dict(model.named_modules())
-        observe = getattr(self._model, "observe_expert_loads", None)
-        if observe is not None and (handle := observe(self._count_dispatched)) is not None:
-            self._handles.append(handle)  # experts that several ranks share
-        else:
-            for name in modules:
-                entry = experts_entry(name, modules)
-                if entry is not None:
-                    self._hook_experts(entry, modules[name])
-        has_experts = bool(self._handles)
-        if has_experts:
-            self._handles += _hook_routers(modules, self._add_entropy)
-        return has_experts
+    @contextmanager
+    def observe(self) -> Iterator[None]:
+        """Count in the block."""
+        with ExitStack() as hooks:
+            for name, (module, observed) in self._dispatched.items():
+                observer = partial(_count_dispatched, self._layers[name], module)
+                observed.observers.append(observer)
+                hooks.callback(observed.observers.remove, observer)
+            for name, entry in self._hooked.items():
+                for module, hook in _expert_hooks(entry, self._modules[name], self._layers[name]):
+                    hooks.callback(module.register_forward_pre_hook(_OwnHook(hook), with_kwargs=True).remove)
+            numbers = {name: layer.num_experts for name, layer in self._layers.items()}
+            for name, routers in find_routers(self._model.unwrap(), numbers).items():
+                for router in routers:
+                    module = self._model.get_submodule(router.name)
+                    hook = partial(_count_entropy, self._layers[name], router)
+                    hooks.callback(module.register_forward_hook(_OwnHook(hook)).remove)
+            yield
 
-    def detach(self) -> None:
-        """Remove the hooks and drop the sums."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles, self._layers = [], {}
+    def clear(self) -> None:
+        """Reset the sums after a record."""
+        for layer in self._layers.values():
+            layer.device = None
 
-    def take(self) -> dict[str, list[float]]:
-        """Return the sums of each layer since the last call, and reset them. One read of the device."""
-        layers, self._layers = self._layers, {}
-        flat = [
-            torch.cat([layer.tokens.double(), layer.dropped.double().view(1), _pair(layer.entropy, layer.tokens)])
-            for layer in layers.values()
-            if layer.tokens is not None and layer.dropped is not None
+    def record(self, *, across_ranks: bool) -> dict[str, dict[str, Any]]:
+        """Return the load of each layer that had tokens.
+
+        Args:
+            across_ranks: If False, the load is that of this rank's tokens and no communication takes place.
+
+        Returns:
+            By name of the module of experts: `tokens` of each expert, `dropped` ones, and `entropy`, the mean in nats,
+            or None if the router's logits are unknown.
+
+        Collective: yes if `across_ranks`.
+        """
+        sizes = {name: number + _NUM_TOTALS for name, number in self.num_experts.items()}
+        counted = {name: layer for name, layer in self._layers.items() if layer.device is not None}
+        device = next((layer.device for layer in counted.values()), None)
+        parts = [
+            counted[name].totals().to(device) if name in counted else torch.zeros(size, dtype=torch.float64).to(device)
+            for name, size in sizes.items()
         ]
-        if not flat:
-            return {}
-        numbers = iter(torch.cat(flat).tolist())
-        names = [name for name, layer in layers.items() if layer.tokens is not None]
-        return {name: [next(numbers) for _ in range(len(one))] for name, one in zip(names, flat, strict=True)}
-
-    def _layer(self, name: str) -> _Layer:
-        return self._layers.setdefault(name.rpartition(".")[0], _Layer())
-
-    def _is_training(self) -> bool:
-        return self._model.training and is_training_forward()
-
-    def _hook_experts(self, entry: ExpertsEntry, module: nn.Module) -> None:
-        if entry.is_looped:
-            for number, (_, expert) in enumerate(experts_in(module)):
-                hook = partial(self._count_call, entry, number)
-                self._handles.append(expert.register_forward_pre_hook(hook))
-        else:
-            hook = partial(self._count_routed, entry)
-            self._handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
-
-    def _count_call(self, entry: ExpertsEntry, number: int, module: nn.Module, args: tuple[Any, ...]) -> None:
-        if self._is_training():
-            tokens = torch.zeros(entry.num_experts, dtype=torch.int64)
-            tokens[number] = args[0].shape[:-1].numel()
-            self._layer(entry.name).add(tokens, torch.zeros((), dtype=torch.int64))
-
-    def _count_routed(
-        self, entry: ExpertsEntry, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> None:
-        if not self._is_training():
-            return
-        given = [*args, *kwargs.values()]
-        if len(given) == 1:  # a block of scaled tokens for each expert, as in Llama 4
-            counts = (given[0].detach().flatten(0, -2) != 0).any(-1).view(entry.num_experts, -1).sum(1)
-            self._layer(entry.name).add(counts, counts.new_zeros(()))
-            return
-        index = given[1]
-        if index.dim() == 3:  # one-hot, where zeros drop a token
-            counts, total = index.flatten(0, -2).long().sum(0), index.shape[:-1].numel()
-        else:  # another index drops an assignment
-            flat, total = index.flatten(), index.numel()
-            flat = torch.where((flat >= 0) & (flat < entry.num_experts), flat, entry.num_experts)
-            counts = flat.new_zeros(entry.num_experts + 1).scatter_add_(0, flat, torch.ones_like(flat))[:-1]
-        self._layer(entry.name).add(counts, total - counts.sum())
-
-    def _count_dispatched(self, name: str, tokens: torch.Tensor, dropped: torch.Tensor) -> None:
-        if self._is_training():
-            self._layer(name).add(tokens, dropped)
-
-    def _add_entropy(self, name: str, logits: torch.Tensor, *, is_sigmoid: bool) -> None:
-        if not self._is_training():
-            return
-        logits = logits.detach().flatten(0, -2).float()
-        if is_sigmoid:
-            scores = logits.sigmoid()
-            self._layer(name).add_entropy(scores / scores.sum(-1, keepdim=True))
-        else:
-            self._layer(name).add_entropy(logits.softmax(-1))
+        totals = torch.cat(parts).cpu()
+        if across_ranks:
+            totals = all_reduce_sum(totals, host_group()) / self._model.tensor_parallel_size
+        split = totals.split(list(sizes.values()))
+        loads = {name: _load(part.tolist()) for name, part in zip(sizes, split, strict=True)}
+        return {name: load for name, load in loads.items() if sum(load["tokens"]) + load["dropped"]}
 
 
-def _pair(entropy: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
-    return like.new_zeros(2, dtype=torch.float64) if entropy is None else entropy.double().to(like.device)
+def sort_layers(num_experts: Mapping[str, int]) -> dict[str, int]:
+    """Return the number of experts by layer, with the layers in the order of the numbers in their names."""
+
+    def order(name: str) -> list[tuple[int, str]]:
+        return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
+
+    return {name: num_experts[name] for name in sorted(num_experts, key=order)}
 
 
-def _hook_routers(modules: Mapping[str, nn.Module], add: Callable[..., None]) -> Iterator[Any]:
-    """Register hooks that pass on the logits of routers."""
-
-    def of_router(name: str, module: nn.Module, args: tuple[Any, ...]) -> None:
-        add(name, args[0], is_sigmoid=False)
-
-    def of_transformers(
-        name: str, index: int, is_sigmoid: bool, module: nn.Module, args: tuple[Any, ...], output: Any
-    ) -> None:
-        add(name, output[index] if isinstance(output, tuple) else output, is_sigmoid=is_sigmoid)
-
-    for name, module in modules.items():
-        if isinstance(module, Router):
-            yield module.register_forward_pre_hook(partial(of_router, name))
-    for name, module, index in _routers_of_transformers(modules):
-        tensors = [*dict(module.named_parameters()), *dict(module.named_buffers())]
-        if tensors:  # otherwise it is on another pipeline stage
-            is_sigmoid = any(key.endswith("correction_bias") for key in tensors)
-            yield module.register_forward_hook(partial(of_transformers, name, index, is_sigmoid))
+def _load(totals: Sequence[float]) -> dict[str, Any]:
+    *tokens, dropped, entropy, num_tokens = totals
+    return {
+        "tokens": [round(count) for count in tokens],
+        "dropped": round(dropped),
+        "entropy": entropy / num_tokens if num_tokens else None,
+    }
 
 
-def _routers_of_transformers(modules: Mapping[str, nn.Module]) -> Iterator[tuple[str, nn.Module, int]]:
-    """Yield the modules whose outputs transformers captures as router logits, and their index in the output."""
-    found: dict[str, tuple[nn.Module, int]] = {}
-    for prefix, model in modules.items():
-        recorded = (getattr(model, "_can_record_outputs", None) or {}).get("router_logits", ())
-        for spec in recorded if isinstance(recorded, Sequence) else (recorded,):
-            kind: Any = getattr(spec, "target_class", spec)
-            layer = getattr(spec, "layer_name", None)
-            for own_name, module in model.named_modules() if isinstance(kind, type) else ():
-                is_named = layer is None or f".{layer.strip('.')}." in f".{own_name}."
-                if isinstance(module, kind) and is_named:
-                    name = f"{prefix}.{own_name}" if prefix else own_name
-                    found[name] = module, getattr(spec, "index", 0)
-    for name, (module, index) in found.items():
-        yield name, module, index
+def _dispatched_experts(
+    modules: Mapping[str, nn.Module],
+) -> Iterator[tuple[str, tuple[nn.Module, DispatchObservers]]]:
+    """Yield the modules that dispatch tokens to the experts of several ranks, by name of the module of experts."""
+    for module in modules.values():
+        observed: DispatchObservers | None = module.__dict__.get(DISPATCH_OBSERVERS)
+        if observed is not None:
+            yield observed.name, (module, observed)
 
 
-def aggregate_loads(
-    local: Mapping[str, Sequence[float]], *, num_copies: int, across_ranks: bool
-) -> dict[str, dict[str, Any]]:
-    """Aggregate the sums of all ranks.
+class _Layer:
+    """Sums over the forwards of one module of experts, on the device of its tokens.
 
-    Args:
-        local: Result of `ExpertLoads.take` on this rank.
-        num_copies: Number of ranks that compute the same tokens.
-        across_ranks: If False, the result describes this rank only and no communication takes place.
-
-    Returns:
-        By layer: `tokens` of each expert, `dropped` assignments, and `entropy`, the mean in nats, or None if the
-        router's logits are unknown.
-
-    Collective: yes if `across_ranks`.
+    Attributes:
+        num_experts: Number of experts.
+        device: Device of the sums; None before the first forward.
     """
-    rows: list[Mapping[str, Sequence[float]]] = [local]
-    if across_ranks:
-        payloads, of_rank = all_gather_bytes(json.dumps(local).encode())
-        rows = [json.loads(payloads[index]) for index in of_rank]
-    found: dict[str, dict[str, Any]] = {}
-    for name in dict.fromkeys(name for row in rows for name in row):
-        sums = [sum(column) for column in zip(*(row[name] for row in rows if name in row), strict=True)]
-        *tokens, dropped, entropy, num_entropies = sums
-        found[name] = {
-            "tokens": [round(one / num_copies) for one in tokens],
-            "dropped": round(dropped / num_copies),
-            "entropy": entropy / num_entropies if num_entropies else None,
-        }
-    return found
+
+    def __init__(self, num_experts: int) -> None:
+        self.num_experts = num_experts
+        self.device: torch.device | None = None
+
+    def totals(self) -> Tensor:
+        """Return tokens of each expert, dropped ones, the sum of entropies, and the number of their tokens."""
+        return torch.cat([self._counts.double(), self._entropies])
+
+    def add_index(self, index: Tensor) -> None:
+        """Add the experts of tokens, of shape (tokens, k); or one-hot, of shape (..., experts)."""
+        if index.dim() == 3:  # as in Switch Transformers: a row of zeros is a dropped token
+            chosen = (index != 0).flatten(0, -2)
+            kept = chosen.sum(0)
+            self.add_counts(kept, chosen.shape[0] - kept.sum())
+            return
+        flat = index.reshape(-1).long()
+        flat = torch.where((flat >= 0) & (flat < self.num_experts), flat, self.num_experts)
+        self._allocate(flat.device)
+        self._counts.scatter_add_(0, flat, torch.ones_like(flat))
+
+    def add_counts(self, tokens: Tensor, dropped: Tensor | None = None) -> None:
+        """Add the tokens of each expert, of shape (experts,), and the number of dropped ones."""
+        self._allocate(tokens.device)
+        self._counts[:-1] += tokens
+        if dropped is not None:
+            self._counts[-1] += dropped
+
+    def add_call(self, number: int, tokens: Tensor) -> None:
+        """Add the tokens that one expert is called with, of shape (..., features)."""
+        self._allocate(tokens.device)
+        self._counts[number] += tokens.shape[:-1].numel()
+
+    def add_entropy(self, logits: Tensor, *, uses_sigmoid: bool) -> None:
+        """Add the entropies of the tokens' probabilities of experts, from logits of shape (..., experts)."""
+        logits = logits.float()
+        if uses_sigmoid:  # normalized to a sum of one
+            logits = nn.functional.logsigmoid(logits)
+        self._allocate(logits.device)
+        self._entropies[0] += torch.special.entr(logits.softmax(-1)).sum(dtype=torch.float64)
+        self._entropies[1] += logits.shape[:-1].numel()
+
+    def _allocate(self, device: torch.device) -> None:
+        if self.device is None:
+            self.device = device
+            self._counts = torch.zeros(self.num_experts + 1, dtype=torch.int64, device=device)  # the last: dropped ones
+            self._entropies = torch.zeros(2, dtype=torch.float64, device=device)
+
+
+# Hooks.
+
+
+class _OwnHook:
+    """Hook of this model, which deep copies of the model do not have."""
+
+    def __init__(self, hook: Callable[..., None] | None) -> None:
+        self._hook = hook
+
+    def __call__(self, *args: Any) -> None:
+        if self._hook is not None:
+            self._hook(*args)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _OwnHook:
+        return _OwnHook(None)
+
+
+def _is_counted(module: nn.Module) -> bool:
+    if not module.training:
+        return False
+    # What a graph recomputes is decided after it was traced.
+    return torch.is_grad_enabled() if torch.compiler.is_compiling() else is_training_forward()
+
+
+def _expert_hooks(
+    entry: ExpertsEntry, module: nn.Module, layer: _Layer
+) -> Iterator[tuple[nn.Module, Callable[..., None]]]:
+    """Yield the modules whose calls count, and their hooks."""
+    if entry.is_looped:
+        for number, (_, expert) in enumerate(experts_in(module)):
+            yield expert, partial(_count_called, layer, number)
+    elif takes_scaled_tokens(module):
+        yield module, partial(_count_scaled, layer)
+    else:
+        name = list(inspect.signature(module.forward).parameters)[1]
+        yield module, partial(_count_routed, layer, name)
+
+
+def _count_routed(layer: _Layer, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+    if _is_counted(module):
+        index: Tensor = args[1] if len(args) > 1 else kwargs[name]
+        layer.add_index(index.detach())
+
+
+def _count_scaled(layer: _Layer, module: nn.Module, args: Any, kwargs: Any) -> None:
+    if _is_counted(module):
+        tokens: Tensor = next(iter((*args, *kwargs.values())))
+        is_routed = (tokens.detach() != 0).any(-1).view(layer.num_experts, -1)
+        layer.add_counts(is_routed.sum(1))
+
+
+def _count_called(layer: _Layer, number: int, module: nn.Module, args: Any, kwargs: Any) -> None:
+    if _is_counted(module):
+        layer.add_call(number, next(iter((*args, *kwargs.values()))))
+
+
+def _count_dispatched(layer: _Layer, module: nn.Module, tokens: Tensor, dropped: Tensor) -> None:
+    if _is_counted(module):
+        layer.add_counts(tokens, dropped)
+
+
+def _count_entropy(layer: _Layer, router: RouterEntry, module: nn.Module, args: Any, output: Any) -> None:
+    logits = output[router.index] if isinstance(output, (tuple, list)) else output
+    if _is_counted(module) and logits.shape[-1] == layer.num_experts:
+        layer.add_entropy(logits.detach(), uses_sigmoid=router.uses_sigmoid)

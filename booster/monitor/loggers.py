@@ -9,7 +9,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -370,7 +370,7 @@ def draw_runs(runs: Sequence[LoggedRun], path: Path, panels: Sequence[str] = PAN
     """Write a figure with panels for loss, throughput, memory and the load of experts, and one line per run.
 
     The load is the largest one of an expert as a multiple of its layer's mean, of the layer where it is largest; of a
-    single run that of each expert, as a heat map.
+    single run that of each expert, as a heat map. The share of dropped tokens is a dashed line.
 
     Args:
         runs: Runs, at least one.
@@ -388,7 +388,7 @@ def draw_runs(runs: Sequence[LoggedRun], path: Path, panels: Sequence[str] = PAN
         raise ConfigError(
             f"plots need matplotlib, which is not installed ({error}): run `pip install torch-booster[plot]`"
         ) from error
-    if not any("experts" in record for run in runs for record in run.records.values()):
+    if not any(record.get("experts") for run in runs for record in run.records.values()):
         if list(panels) == ["experts"]:
             raise ConfigError("no log has loads of experts: the models have no experts that Monitor has found")
         panels = [name for name in panels if name != "experts"]
@@ -403,7 +403,8 @@ def draw_runs(runs: Sequence[LoggedRun], path: Path, panels: Sequence[str] = PAN
     for name, panel in zip(panels, drawn, strict=True):
         _draw_panel(panel, name, runs)
         panel.grid(visible=True, alpha=0.3)
-    drawn[0].legend()
+    if drawn[0].get_legend_handles_labels()[0]:  # a heat map has none
+        drawn[0].legend()
     drawn[-1].set_xlabel("step")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -413,31 +414,54 @@ def draw_runs(runs: Sequence[LoggedRun], path: Path, panels: Sequence[str] = PAN
 
 
 def _draw_experts(panel: Any, runs: Sequence[LoggedRun]) -> None:
+    loads = [{step: record["experts"] for step, record in run.records.items() if record.get("experts")} for run in runs]
+    lines = []
     if len(runs) > 1:
-        for run in runs:
-            found = {step: record["experts"].values() for step, record in run.records.items() if "experts" in record}
-            highest = {step: max(largest_load(load["tokens"]) for load in one) for step, one in found.items() if one}
-            panel.plot(list(highest), list(highest.values()), label=run.name)
+        for run, of_run in zip(runs, loads, strict=True):
+            highest = [max(largest_load(load["tokens"]) for load in layers.values()) for layers in of_run.values()]
+            lines += panel.plot(list(of_run), highest, label=run.name)
         panel.set_ylabel("largest load of an expert / mean")
         panel.set_ylim(bottom=0)
-        return
-    records = [record for record in runs[0].records.values() if record.get("experts")]
-    steps = [record["step"] for record in records]
-    columns = [[_shares(load["tokens"]) for load in record["experts"].values()] for record in records]
-    rows = [list(row) for row in zip(*map(itertools.chain.from_iterable, columns), strict=True)]
-    edges = [steps[0] - 1, *steps]
-    image = panel.pcolormesh(edges, range(len(rows) + 1), rows, cmap="RdBu_r", vmin=0, vmax=2)
+    else:
+        _draw_heat_map(panel, runs[0], loads[0])
+    dropped = [{step: _dropped_share(layers.values()) for step, layers in of_run.items()} for of_run in loads]
+    if any(any(shares.values()) for shares in dropped):
+        axis = panel.twinx()
+        for number, shares in enumerate(dropped):
+            color = lines[number].get_color() if lines else "black"
+            axis.plot(list(shares), list(shares.values()), linestyle="--", color=color)
+        axis.set_ylabel("share of tokens dropped (dashed)")
+        axis.set_ylim(0, 1)
+
+
+def _draw_heat_map(panel: Any, run: LoggedRun, loads: Mapping[int, Mapping[str, Any]]) -> None:
+    """Draw the load of each expert over steps; that of a layer without tokens stays blank."""
+    sizes = {name: len(load["tokens"]) for layers in loads.values() for name, load in layers.items()}
+    rows = torch.full((sum(sizes.values()), len(loads)), math.nan)
+    for column, layers in enumerate(loads.values()):
+        position = 0
+        for name, size in sizes.items():
+            if name in layers:
+                rows[position : position + size, column] = torch.tensor(_relative_loads(layers[name]["tokens"]))
+            position += size
+    steps = list(loads)
+    edges = [steps[0] - run.records[steps[0]].get("steps", 1), *steps]
+    image = panel.pcolorfast(edges, range(len(rows) + 1), rows.numpy(), cmap="RdBu_r", vmin=0, vmax=2)
     panel.figure.colorbar(image, ax=panel, label="load / mean")
-    position = 0
-    for shares in columns[0]:
-        position += len(shares)
+    for position in itertools.accumulate(sizes.values()):
         panel.axhline(position, color="black", linewidth=0.5)
     panel.set_ylabel("experts by layer")
 
 
-def _shares(tokens: Sequence[float]) -> list[float]:
+def _relative_loads(tokens: Sequence[float]) -> list[float]:
     """Return the load of each expert as a multiple of the mean."""
     return [one * len(tokens) / max(sum(tokens), 1) for one in tokens]
+
+
+def _dropped_share(loads: Iterable[Mapping[str, Any]]) -> float:
+    numbers = [(sum(load["tokens"]), load["dropped"]) for load in loads]
+    dropped = sum(one for _, one in numbers)
+    return float(dropped / max(sum(map(sum, numbers)), 1))
 
 
 def _draw_panel(panel: Any, name: str, runs: Sequence[LoggedRun]) -> None:

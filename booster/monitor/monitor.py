@@ -17,14 +17,14 @@ from types import TracebackType
 from typing import Any, Literal
 
 from booster.boost_checks import check_boosted_model, check_boosted_optimizer
-from booster.comm import ErrorBarrier, any_rank, count_communication, group_rank, group_size
+from booster.comm import ErrorBarrier, count_communication, group_rank, group_size
 from booster.device import max_memory_allocated
 from booster.errors import BoosterError, ConfigError, DesyncError
 from booster.fault_tolerance.progress import Phase, observe_phases
 from booster.interface import ModelWrapper, OptimizerWrapper
 from booster.validation import check_flag, is_count, is_non_nan_number
 
-from .expert_load import ExpertLoads, aggregate_loads
+from .expert_load import ExpertLoad, sort_layers
 from .loggers import (
     RESERVED_NAMES,
     JsonLinesLogger,
@@ -110,9 +110,9 @@ class Monitor:
     receives `input_ids` or if its first tensor is a 2-d integer tensor, else samples. Call `torch.compile` before
     `boost`: if a boosted model is compiled itself, its forward is neither counted nor timed separately.
 
-    A model with experts has `experts` in its records: by layer the `tokens` of each expert in the record's steps,
-    `dropped` assignments, and `entropy`, the mean of the router's probabilities in nats, or None if its logits are
-    unknown.
+    A model with experts has `experts` in its records: by name of the module of experts the `tokens` that each expert
+    computes in the record's steps, the number of `dropped` ones, and `entropy`, the mean entropy of the router's
+    probabilities in nats, or None if its logits are unknown.
 
     Args:
         model: Boosted model.
@@ -125,8 +125,8 @@ class Monitor:
             the number of tokens in this rank's batch.
         every: Number of steps per record.
         first_step: Number of the first step, for a run that resumes its log; optional, defaults to 1.
-        across_ranks: If True, aggregate over all ranks with one small all-gather per record. If False, records
-            describe rank 0 only.
+        across_ranks: If True, aggregate over all ranks with one small all-gather per record, and with experts one
+            all-reduce. If False, records describe rank 0 only.
         hang_seconds: Timeout without a finished step, after which every rank prints to stderr its thread stacks, its
             phase and collective, and the missing ranks. The run is not aborted. Optional, defaults to no hang
             detection.
@@ -192,8 +192,7 @@ class Monitor:
         self._step = (first_step or 1) - 1
         self._record: dict[str, Any] | None = None
         self._resources: ExitStack | None = None
-        self._loads = ExpertLoads(self._model)
-        self._has_experts = False
+        self._experts: ExpertLoad | None = None
         self._logs: list[RecordLogger] = []
         self._watchdog: Watchdog | None = None
 
@@ -228,10 +227,10 @@ class Monitor:
         if self._resources is not None:
             raise ConfigError("this Monitor's block is already entered: create another Monitor for another block")
         with ExitStack() as opened:
-            self._open_synchronized(opened)
-            opened.callback(self._loads.detach)
-            has_experts = self._loads.attach()
-            self._has_experts = any_rank([has_experts])[0] if self._is_across_ranks else has_experts
+            experts = ExpertLoad(self._model)
+            opened.enter_context(experts.observe())
+            experts.num_experts = self._open_synchronized(opened, experts.num_experts)
+            self._experts = experts if experts.num_experts else None
             self._count = opened.enter_context(count_communication())
             self._sent_bytes = 0
             if self._settings.hang_seconds is not None:
@@ -251,8 +250,16 @@ class Monitor:
             opened.close()
         self._logs = []
 
-    def _open_synchronized(self, opened: ExitStack) -> None:
-        """Open the logs and verify the settings across ranks. A failure on one rank is raised on all."""
+    def _open_synchronized(self, opened: ExitStack, num_experts: dict[str, int]) -> dict[str, int]:
+        """Open the logs and verify the settings across ranks. A failure on one rank is raised on all.
+
+        Args:
+            opened: Closes the logs.
+            num_experts: Number of experts by layer of this rank.
+
+        Returns:
+            The number of experts by layer of all ranks, such as pipeline stages.
+        """
         barrier = ErrorBarrier(name="monitor", timeout_seconds=_ENTRY_TIMEOUT_SECONDS)
         error: Exception | None = None
         try:
@@ -262,8 +269,9 @@ class Monitor:
             error = failure
         fingerprint = self._settings.fingerprint()
         with _hint_if_slow():
-            fingerprints = barrier.gather("entering Monitor's block", json.dumps(fingerprint).encode(), error)
-        others = [(rank, json.loads(other)) for rank, other in enumerate(fingerprints)]
+            local = json.dumps([fingerprint, num_experts]).encode()
+            gathered = [json.loads(one) for one in barrier.gather("entering Monitor's block", local, error)]
+        others = [(rank, other) for rank, (other, _) in enumerate(gathered)]
         differing = next(((rank, other) for rank, other in others if other != fingerprint), None)
         if differing is not None:
             rank, other = differing
@@ -272,7 +280,9 @@ class Monitor:
                 f"Monitor({name}={fingerprint[name]!r}) on rank 0 and {name}={other[name]!r} on rank {rank}: the"
                 " all-gather of the records would hang; pass the same value on all ranks"
             )
-        barrier.share("comparing Monitor's settings", error=error)
+        layers = sort_layers({name: number for _, found in gathered for name, number in found.items()})
+        shared = barrier.share("comparing Monitor's settings", json.dumps(layers).encode(), error)
+        return json.loads(shared)  # type: ignore[no-any-return]
 
     def _open_logs(self, opened: ExitStack) -> None:
         settings, first_step = self._settings, self._settings.first_step
@@ -308,13 +318,10 @@ class Monitor:
                 unit=self._stats.unit,
                 across_ranks=self._is_across_ranks,
             )
-            if self._has_experts:
-                self._record["experts"] = aggregate_loads(
-                    self._loads.take(),
-                    num_copies=self._model.tensor_parallel_size if self._is_across_ranks else 1,
-                    across_ranks=self._is_across_ranks,
-                )
-            self._sent_bytes = sum(self._count.sent.values())  # excludes the all-gather of the record
+            if self._experts is not None:
+                self._record["experts"] = self._experts.record(across_ranks=self._is_across_ranks)
+                self._experts.clear()
+            self._sent_bytes = sum(self._count.sent.values())  # excludes the collectives of the record
             self._write(self._record)
 
     def _write(self, record: dict[str, Any]) -> None:

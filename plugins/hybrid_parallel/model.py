@@ -10,7 +10,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from booster.comm import (
     all_reduce_max,
@@ -32,7 +31,7 @@ from booster.plugins.sharding.buffer_pool import broadcast_coalesced
 from booster.pytree import iter_tensors
 from booster.rng_state import get_rng_state, set_rng_state
 
-from .expert_parallel.experts import ExpertParallelGroup, LoadObserver
+from .expert_parallel.experts import ExpertParallelGroup
 from .pipeline_parallel.microbatch import PipelineRun
 from .pipeline_parallel.stage_forward import ModelChunk, StageActivation, run_chunk
 from .pipeline_parallel.stage_module import StageModel
@@ -151,22 +150,6 @@ class HybridModel(ZeroModel):
         """
         loads = {} if self._ep_group is None else self._ep_group.loads
         return {name: all_reduce_sum(load.clone(), self._group) for name, load in sorted(loads.items())}
-
-    def observe_expert_loads(self, observer: LoadObserver) -> RemovableHandle | None:
-        """Call a function in each forward of experts that ranks share.
-
-        Args:
-            observer: Function of the name of the module of experts, the tokens of each expert on this rank, and the
-                number of dropped ones.
-
-        Returns:
-            Handle that removes it, or None without expert parallelism.
-        """
-        if self._ep_group is None:
-            return None
-        handle = RemovableHandle(self._ep_group.observers)
-        self._ep_group.observers[handle.id] = observer
-        return handle
 
     # Pipeline stages.
 

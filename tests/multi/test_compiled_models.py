@@ -10,8 +10,9 @@ import torch.nn.functional as F
 from harness import run_ranks
 from hybrid_cases import on_own_axis, on_tensor_axis
 from torch import nn
+from zoo import get_model, split_batch
 
-from booster import Booster
+from booster import Booster, chunked_cross_entropy
 from booster.device import current_device
 from booster.plugins import BUILT_IN
 
@@ -160,3 +161,34 @@ def test_a_compiled_model_trains_as_in_one_process(layout, way, backend):
         serial = steps[0][0]
         found = sum(loss for _, loss in steps) / len(steps)  # of equal parts of the batch
         assert found == pytest.approx(serial, rel=2e-5)
+
+
+# Layers that ranks share experts in, and chunks of logits.
+SHARING = ("mixtral", "Qwen2MoeForCausalLM", "Glm4MoeForCausalLM", "looping_classifier")
+
+
+def train_layers(name, is_compiled):
+    torch._dynamo.reset()
+    entry, shares = get_model(name), name in SHARING
+    model = entry.build() if shares else chunked_cross_entropy(entry.build(), 5)
+    for module in model.modules() if is_compiled else ():
+        if type(module).__name__.endswith(("DecoderLayer", "LoopingBlock")):
+            module.compile(backend="eager")
+    booster = Booster(plugin=_plugin("hybrid_parallel", {"precision": "fp32", "ep_size": 2 if shares else 1}))
+    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    losses = []
+    for step in range(3):
+        batch = split_batch(entry.make_batch(step, 4), booster.plugin.dp_rank, booster.plugin.dp_size)
+        loss = entry.loss(model, {key: value.to(current_device()) for key, value in batch.items()})
+        booster.backward(loss, optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("name", [*SHARING, "llama"])
+def test_layers_with_experts_and_chunks(name):
+    expected, found = (run_ranks(train_layers, 2, name, is_compiled, timeout=120) for is_compiled in (False, True))
+    for losses, other in zip(found, expected, strict=True):
+        assert losses == pytest.approx(other, rel=1e-5)

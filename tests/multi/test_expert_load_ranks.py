@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from harness import preload, run_ranks
+from harness import distributed, preload, run_ranks
+from torch import nn
 from zoo import TRANSFORMERS_MODULES, get_model, split_batch
+from zoo.experts import ListedExperts
 
 from booster import Booster
 from booster.device import current_device
@@ -40,6 +43,9 @@ PLUGINS = {
 CASES = [("mixtral", plugin) for plugin in PLUGINS]
 CASES += [("deepseek_v3_grouped", plugin) for plugin in ("ep 2", "fsdp", "pp 2")]
 CASES += [("looping_classifier", plugin) for plugin in ("ddp", "gemini", "ep 2", "ep 2 dp 2")]
+# Blocks of zeros for the experts that a token does not have; one-hot choices; layers in one list.
+CASES += [(name, plugin) for name in ("Llama4ForCausalLM", "switch") for plugin in ("fsdp", "ep 2")]
+CASES += [("routed_classifier", plugin) for plugin in ("ddp", "ep 2")]
 
 
 def train(name: str, plugin: str, across_ranks: bool = True) -> dict[str, Any]:
@@ -89,18 +95,86 @@ def test_loads_are_those_of_one_process(name, plugin):
                 assert found[layer]["entropy"] == pytest.approx(load["entropy"], rel=1e-5)
 
 
-def train_with_capacity() -> dict[str, Any]:
-    PLUGINS["capacity"] = (2, lambda: hybrid(ep_size=2, capacity_factor=0.5, min_capacity=1))
-    return train("mixtral", "capacity")
+def test_tokens_without_a_score_are_not_dropped():
+    test_loads_are_those_of_one_process("Llama4ForCausalLM", "ep 2")
 
 
+class Given(nn.Module):
+    """Experts whose tokens are routed as the batch says; an expert 4 is none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.experts = ListedExperts(4, 8)
+
+    def forward(self, index: torch.Tensor) -> torch.Tensor:
+        tokens = torch.ones(len(index), 8, device=index.device)
+        return self.experts(tokens, index, torch.full(index.shape, 0.5, device=index.device))
+
+
+def own_index() -> torch.Tensor:
+    index = [[0, 1], [0, 2], [0, 3], [0, 1]] if dist.get_rank() == 0 else [[2, 3], [2, 4], [1, 3], [3, 0]]
+    return torch.tensor(index, device=current_device())
+
+
+def boosted(booster: Booster) -> tuple[Any, Any]:
+    raw = Given()
+    model, optimizer, *_ = booster.boost(raw, torch.optim.SGD(raw.parameters(), lr=0.1))
+    return model, optimizer
+
+
+@distributed(2)
 def test_a_capacity_counts_what_it_drops():
-    whole = train_alone("mixtral")
-    for found in run_ranks(train_with_capacity, 2):
-        for layer, load in found.items():
-            assert load["dropped"] > 0
-            assert sum(load["tokens"]) + load["dropped"] == sum(whole[layer]["tokens"])
-            assert len(set(load["tokens"])) < len(load["tokens"])  # full experts have equally many
+    # 4 tokens of 2 experts each: 0.5 * 8 / 4 is 1, and rounded up to an even number 2.
+    booster = Booster(plugin=hybrid(ep_size=2, capacity_factor=0.5, min_capacity=1))
+    model, optimizer = boosted(booster)
+    with Monitor(model, optimizer) as monitor:
+        for _ in range(2):
+            booster.backward(model(own_index()).square().mean(), optimizer)
+        optimizer.step()
+    # In a forward rank 0 keeps 2, 2, 1, 1 of 4, 2, 1, 1; rank 1 keeps 1, 1, 2, 2 of 1, 1, 2, 3, and has one of none.
+    assert monitor.record["experts"] == {
+        "experts": {"tokens": [6, 6, 6, 6], "dropped": 2 * (2 + 1 + 1), "entropy": None}
+    }
+
+
+@distributed(2)
+def test_another_model_of_the_plugin_does_not_count():
+    booster = Booster(plugin=hybrid(ep_size=2))
+    (model, optimizer), (other, _) = boosted(booster), boosted(booster)
+    with Monitor(model, optimizer) as monitor:
+        other(own_index())
+        booster.backward(model(own_index()).square().mean(), optimizer)
+        optimizer.step()
+    assert monitor.record["experts"]["experts"]["tokens"] == [5, 3, 3, 4]
+
+
+@pytest.mark.parametrize("plugin", ["ddp", "ep 2"])
+@distributed(2)
+def test_a_copy_of_the_model_does_not_count(plugin):
+    booster = Booster(plugin=PLUGINS[plugin][1]())
+    model, optimizer = boosted(booster)
+    with Monitor(model, optimizer) as monitor:
+        copied = copy.deepcopy(model.unwrap())
+        copied.train()(own_index())
+        booster.backward(model(own_index()).square().mean(), optimizer)
+        optimizer.step()
+    assert monitor.record["experts"]["experts"]["tokens"] == [5, 3, 3, 4]
+
+
+@distributed(2)
+def test_a_record_needs_two_collectives_and_one_rank_none():
+    booster = Booster(plugin=PLUGINS["ddp"][1]())
+    model, optimizer = boosted(booster)
+    calls = []
+    for across_ranks in (True, False):
+        with Monitor(model, optimizer, across_ranks=across_ranks) as monitor:
+            booster.backward(model(own_index()).square().mean(), optimizer)
+            optimizer.step()
+            optimizer.zero_grad()
+            calls.append((monitor._count.calls["all_gather"], monitor._count.calls["all_reduce"]))
+    assert calls[0][0] == calls[1][0] + 1
+    assert calls[0][1] == calls[1][1] + 1
 
 
 def test_without_the_other_ranks_a_record_is_of_one_rank():

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from booster.comm import group_rank, group_size
-from booster.moe.discovery import experts_in
+from booster.moe.discovery import DISPATCH_OBSERVERS, DispatchObservers, experts_in
 from booster.plugins.hybrid_parallel.tensor_parallel.dynamic_class import mixin_forward
 
 from .dispatch import (
@@ -25,8 +24,6 @@ from .dispatch import (
     start_send_tokens,
 )
 from .shared_experts import SharedExperts
-
-LoadObserver = Callable[[str, torch.Tensor, torch.Tensor], None]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -40,8 +37,6 @@ class ExpertParallelGroup:
         capacity: Number of rows for each expert, or None for as many as there are.
         loads: Rows of this rank's tokens that had each expert in the last forward, of shape (experts,), by name of the
             module.
-        observers: Functions that get the name of a module of experts, the tokens of each expert on this rank, and the
-            number of dropped rows, in each forward.
     """
 
     group: dist.ProcessGroup | None
@@ -49,27 +44,32 @@ class ExpertParallelGroup:
     rank: int
     capacity: Capacity | None = None
     loads: dict[str, torch.Tensor] = field(default_factory=dict)
-    observers: OrderedDict[int, LoadObserver] = field(default_factory=OrderedDict)
 
     @classmethod
     def of(cls, group: dist.ProcessGroup | None, capacity: Capacity | None = None) -> ExpertParallelGroup:
         """Return the description of a process group."""
         return cls(group, group_size(group), group_rank(group), capacity)
 
-    def dispatch(self, name: str, index: torch.Tensor, bounds: Sequence[int]) -> Dispatch:
+    def dispatch(
+        self, index: torch.Tensor, bounds: Sequence[int], observed: DispatchObservers, *, has_unrouted: bool = False
+    ) -> Dispatch:
         """Plan the dispatch of a module's rows, and record their number.
 
         Args:
-            name: Name of the module of experts.
             index: Experts of every token, of shape (tokens, k).
             bounds: First expert of each rank, and the number of experts at the end.
+            observed: Observers of the module of experts.
+            has_unrouted: Whether rows without an expert are no choice of a router, so that they are not dropped.
 
         Collective: as `plan_dispatch`.
         """
         dispatch = plan_dispatch(index, bounds, self.group, self.capacity)
-        self.loads[name] = dispatch.own_counts
-        for observer in self.observers.values():
-            observer(name, dispatch.kept_counts, dispatch.num_rows - dispatch.kept_counts.sum())
+        self.loads[observed.name] = dispatch.own_counts
+        if observed.observers:
+            kept = dispatch.kept_counts
+            num_rows = dispatch.own_counts.sum() if has_unrouted else dispatch.num_rows
+            for observer in observed.observers:
+                observer(kept, num_rows - kept.sum())
         return dispatch
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ExpertParallelGroup:
@@ -81,7 +81,7 @@ class _Experts:
     """What the forward of a module of experts needs.
 
     Attributes:
-        name: Name of the module.
+        observers: Observers of the module.
         ep_group: Ranks that share the experts.
         bounds: First expert of each rank, and the number of experts at the end.
         is_stacked: Whether the experts are rows of the module's parameters, of which this rank has its own only;
@@ -90,7 +90,7 @@ class _Experts:
         shared: Shared experts that overlap with the messages, if any.
     """
 
-    name: str
+    observers: DispatchObservers
     ep_group: ExpertParallelGroup
     bounds: Sequence[int]
     is_stacked: bool
@@ -101,8 +101,8 @@ class _Experts:
     def num_experts(self) -> int:
         return self.bounds[-1]
 
-    def plan(self, index: torch.Tensor) -> Dispatch:
-        return self.ep_group.dispatch(self.name, index, self.bounds)
+    def plan(self, index: torch.Tensor, *, has_unrouted: bool = False) -> Dispatch:
+        return self.ep_group.dispatch(index, self.bounds, self.observers, has_unrouted=has_unrouted)
 
     def send(
         self, tokens: torch.Tensor, weights: torch.Tensor, dispatch: Dispatch
@@ -149,10 +149,12 @@ def make_expert_parallel(
             if not bounds[rank] <= number < bounds[rank + 1]:
                 mixin_forward(expert, _AbsentExpert, None)
     arguments = list(inspect.signature(module.forward).parameters)
+    observers = DispatchObservers(name, bounds[-1])
     experts = _Experts(
-        name=name, ep_group=ep_group, bounds=bounds, is_stacked=is_stacked, arguments=arguments, shared=shared
+        observers=observers, ep_group=ep_group, bounds=bounds, is_stacked=is_stacked, arguments=arguments, shared=shared
     )
     mixin_forward(module, _ExpertParallel, experts)
+    module.__dict__[DISPATCH_OBSERVERS] = observers
 
 
 class _AbsentExpert(nn.Module):
@@ -215,7 +217,7 @@ def _run_scaled(forward: Any, experts: _Experts, tokens: torch.Tensor) -> Output
     num_blocks = experts.num_experts
     index = torch.arange(num_blocks, device=tokens.device).repeat_interleave(len(tokens) // num_blocks)
     index = torch.where((tokens != 0).any(-1), index, num_blocks).view(-1, 1)
-    dispatch = experts.plan(index)
+    dispatch = experts.plan(index, has_unrouted=True)
     rows, weights = experts.send(tokens, tokens.new_ones(len(tokens), 1), dispatch)
     if len(rows) == 0:
         return start_return_tokens(rows + weights.sum(), dispatch)

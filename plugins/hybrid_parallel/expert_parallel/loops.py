@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from booster.comm import all_gather_numbers, group_rank
 from booster.errors import ConfigError
-from booster.moe.discovery import experts_in
+from booster.moe.discovery import DISPATCH_OBSERVERS, DispatchObservers, experts_in
 from booster.plugins.hybrid_parallel.tensor_parallel.dynamic_class import mixin_forward
 from booster.pytree import map_tensors
 
@@ -42,7 +42,7 @@ class _Loop:
     """State of a block.
 
     Attributes:
-        name: Name of the list of experts.
+        observers: Observers of the list of experts.
         ep_group: Ranks that share the experts.
         bounds: First expert of each rank, and the number of experts at the end.
         own: The experts of this rank.
@@ -50,12 +50,16 @@ class _Loop:
         outputs: Outputs by call while the second pass runs, the last call first, otherwise None.
     """
 
-    name: str
+    observers: DispatchObservers
     ep_group: ExpertParallelGroup
     bounds: Sequence[int]
     own: list[_LoopedExpert] = field(default_factory=list)
     calls: list[_Call] | None = None
     outputs: list[tuple[_Call, torch.Tensor]] | None = None
+
+    @property
+    def name(self) -> str:
+        return self.observers.name
 
 
 def make_loop_expert_parallel(
@@ -71,12 +75,15 @@ def make_loop_expert_parallel(
 
     Collective: no; the block's forward and backward are.
     """
-    loop = _Loop(name=name, ep_group=ep_group, bounds=bounds)
+    observers = DispatchObservers(name, bounds[-1])
+    loop = _Loop(observers=observers, ep_group=ep_group, bounds=bounds)
     for number, (_, expert) in enumerate(experts_in(model.get_submodule(name))):
         mixin_forward(expert, _LoopedExpert, (loop, number))
         if bounds[ep_group.rank] <= number < bounds[ep_group.rank + 1]:
             loop.own.append(expert)  # type: ignore[arg-type]
-    mixin_forward(model.get_submodule(name.rpartition(".")[0]), _LoopingBlock, loop)
+    block = model.get_submodule(name.rpartition(".")[0])
+    mixin_forward(block, _LoopingBlock, loop)
+    block.__dict__[DISPATCH_OBSERVERS] = observers
 
 
 class _LoopedExpert(nn.Module):
@@ -159,7 +166,7 @@ def _compute(loop: _Loop, calls: Sequence[_Call], like: torch.Tensor) -> torch.T
     numbers = torch.tensor([call.expert for call in calls], dtype=torch.int64, device=device)
     lengths = torch.tensor([len(one) for one in flat], dtype=torch.int64, device=device)
     index = numbers.repeat_interleave(lengths, output_size=len(tokens)).view(-1, 1)
-    dispatch = ep_group.dispatch(loop.name, index, loop.bounds)
+    dispatch = ep_group.dispatch(index, loop.bounds, loop.observers)
     # Weights that require a gradient: the backward of every rank communicates, whatever its tokens require.
     weights = torch.ones(len(tokens), 1, device=device, requires_grad=torch.is_grad_enabled())
     rows, row_weights = start_send_tokens(tokens, weights, dispatch).wait()
