@@ -65,7 +65,9 @@ class Run:
         losses = []
         for _ in range(2 * num_steps):
             with self.booster.accumulate(self.model, self.optimizer, 2):
-                losses.append(run_batch(self.booster, self.model, batch_of("llama", self.booster.plugin), self.optimizer))
+                losses.append(
+                    run_batch(self.booster, self.model, batch_of("llama", self.booster.plugin), self.optimizer)
+                )
                 self.booster.clip_grad_norm_(self.optimizer, 0.3)
                 self.optimizer.step()
                 self.optimizer.zero_grad()
@@ -144,7 +146,9 @@ def save_and_load_partly_frozen(folder: Path) -> None:
     booster.save(folder, boosted, exclude_frozen_parameters=True)
     statistics = boosted["student"].get_buffer("1.running_mean").clone()
     assert statistics.abs().sum() > 0
-    again = {name: booster.boost(model)[0] for name, model in (("student", frozen_first()), ("teacher", nn.Linear(8, 8)))}
+    again = {
+        name: booster.boost(model)[0] for name, model in (("student", frozen_first()), ("teacher", nn.Linear(8, 8)))
+    }
     with pytest.raises(CheckpointError, match=r"2 missing in the checkpoint:\s+weight\s+bias"):  # it trains now
         booster.load(folder, again)
     again["teacher"].unwrap().requires_grad_(False)
@@ -153,7 +157,9 @@ def save_and_load_partly_frozen(folder: Path) -> None:
     assert torch.equal(again["student"].get_buffer("1.running_mean"), statistics)
     assert_equal(again["teacher"].state_dict(), before)
     trained, *_ = booster.boost(frozen_first(is_frozen=False))
-    with pytest.raises(CheckpointError, match=r"exclude_frozen_parameters=True\).*\s+2 missing .*:\s+0.weight\s+0.bias"):
+    with pytest.raises(
+        CheckpointError, match=r"exclude_frozen_parameters=True\).*\s+2 missing .*:\s+0.weight\s+0.bias"
+    ):
         booster.load(folder, {"student": trained})
     with pytest.raises(CheckpointError, match="missing in the checkpoint"):  # it does not ask what is frozen
         booster.load_model(trained, folder / "student")
@@ -175,7 +181,9 @@ def load_base(plugin: str, folder: Path, **arguments) -> dict[str, torch.Tensor]
     with LazyInitContext():
         model = LlamaForCausalLM(LlamaConfig.from_pretrained(folder))
     model = booster.enable_lora(model, lora_config=peft.LoraConfig(target_modules=["q_proj", "down_proj"], **arguments))
-    model, optimizer, *_ = booster.boost(model, torch.optim.SGD([one for one in model.parameters() if one.requires_grad]))
+    model, optimizer, *_ = booster.boost(
+        model, torch.optim.SGD([one for one in model.parameters() if one.requires_grad])
+    )
     booster.load_model(model, folder)
     run_batch(booster, model, batch_of("llama", booster.plugin), optimizer)
     optimizer.step()  # masters of copies are filled, too
@@ -214,7 +222,8 @@ def test_trained_copies_are_loaded_with_the_base(tmp_path, plugin):
     expected = small_base().lm_head.weight
     for found in run_ranks(load_base, num_ranks_of(plugin), plugin, tmp_path, modules_to_save=["lm_head"]):
         original, copy = (
-            found[f"base_model.model.lm_head.{place}.weight"] for place in ("original_module", "modules_to_save.default")
+            found[f"base_model.model.lm_head.{place}.weight"]
+            for place in ("original_module", "modules_to_save.default")
         )
         assert torch.equal(original, expected.to(original.dtype))
         assert not torch.equal(copy, original)

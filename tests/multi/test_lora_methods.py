@@ -93,7 +93,9 @@ def train_alone(kind: str, folder: Path) -> list[float]:
 CASES = [("lora", plugin) for plugin in ALL if plugin != "none"]
 CASES += [("rslora", plugin) for plugin in ("zero_2", "torch_fsdp", "tp")]
 CASES += [("dora", plugin) for plugin in ("torch_ddp", "zero_1", "gemini", "torch_fsdp", "pp")]
-CASES += [(kind, plugin) for kind in ("embeddings", "head") for plugin in ("zero_2", "gemini", "torch_fsdp", "tp", "pp")]
+CASES += [
+    (kind, plugin) for kind in ("embeddings", "head") for plugin in ("zero_2", "gemini", "torch_fsdp", "tp", "pp")
+]
 CASES += [("bias", plugin) for plugin in ("torch_fsdp", "tp_pp")]
 CASES += [("modules_to_save", plugin) for plugin in ("zero_2", "gemini", "torch_fsdp", "tp", "pp", "tp_pp")]
 

@@ -49,7 +49,9 @@ def train(kind: str, plugin: str, folder: Path) -> list[float]:
     warnings.simplefilter("ignore")  # of bitsandbytes about its kernels
     booster = Booster(plugin=PLUGINS["none" if plugin == "peft" else plugin]())
     model = quantized(folder, kind)
-    model = peft.get_peft_model(model, config()) if plugin == "peft" else booster.enable_lora(model, lora_config=config())
+    model = (
+        peft.get_peft_model(model, config()) if plugin == "peft" else booster.enable_lora(model, lora_config=config())
+    )
     optimizer = torch.optim.AdamW([one for one in model.parameters() if one.requires_grad], lr=0.01, eps=1e-3)
     if plugin != "peft":
         model, optimizer, *_ = booster.boost(model, optimizer)
