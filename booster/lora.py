@@ -111,8 +111,8 @@ def _with_adapter(peft: Any, model: nn.Module, config: Any) -> nn.Module:
 def _load_adapter(peft: Any, model: nn.Module, directory: Path) -> nn.Module:
     if not (directory / CONFIG_FILE).is_file():
         raise ConfigError(
-            f"pretrained_dir={str(directory)!r} has no {CONFIG_FILE}: give a directory that save_lora_as_pretrained() or"
-            " peft's save_pretrained() wrote; download one from the hub before"
+            f"pretrained_dir={str(directory)!r} has no {CONFIG_FILE}: give a directory that save_lora_as_pretrained()"
+            " or peft's save_pretrained() wrote; download one from the hub before"
         )
     try:
         config = peft.PeftConfig.from_pretrained(str(directory))
@@ -186,15 +186,16 @@ def adapter_files(model: ModelWrapper, *, saves_embeddings: bool) -> dict[str, A
 
     Args:
         model: Boosted model with adapters.
-        saves_embeddings: Result of `has_resized_embeddings`, equal on all ranks. Embeddings with adapters are saved
-            with their base weights in any case.
+        saves_embeddings: Result of `has_resized_embeddings`, equal on all ranks. Base weights of embeddings that an
+            adapter targets are saved in any case.
     """
-    peft, adapted = _peft(), model.unwrap()
+    peft = _peft()
+    adapted: Any = model.unwrap()
     slices = model.tensor_slices()
     found: dict[str, AdapterFiles] = {}
     for name, config in adapted.peft_config.items():
-        targeted = not getattr(config, "trainable_token_indices", None) and _has_adapted_embeddings(adapted)
-        own = _names_in_file(peft, adapted, name, saves_embeddings=saves_embeddings or targeted)
+        is_targeted = not getattr(config, "trainable_token_indices", None) and _targets_embeddings(adapted, name)
+        own = _names_in_file(peft, adapted, name, saves_embeddings=saves_embeddings or is_targeted)
         folder = "" if name == "default" else name
         found[folder] = AdapterFiles(
             slices=[replace(one, name=own[one.name]) for one in slices if one.name in own],
@@ -205,7 +206,8 @@ def adapter_files(model: ModelWrapper, *, saves_embeddings: bool) -> dict[str, A
 
 def frozen_names(model: ModelWrapper) -> frozenset[str]:
     """Return the frozen parameters on this rank that are in no adapter. Inactive adapters are frozen, too."""
-    adapted, peft = model.unwrap(), sys.modules.get("peft")
+    adapted: Any = model.unwrap()
+    peft = sys.modules.get("peft")
     own: set[str] = set()
     if peft is not None and isinstance(adapted, peft.PeftModel):
         names = (_names_in_file(peft, adapted, name, saves_embeddings=False) for name in adapted.peft_config)
@@ -219,9 +221,16 @@ def frozen_names(model: ModelWrapper) -> frozenset[str]:
     return frozenset(frozen.union(*(tied.get(name, ()) for name in frozen)))
 
 
-def _has_adapted_embeddings(adapted: nn.Module) -> bool:
-    getters = (getattr(adapted, f"get_{which}_embeddings", None) for which in ("input", "output"))
-    return any(hasattr(getter(), "base_layer") for getter in getters if getter is not None)
+def _targets_embeddings(adapted: nn.Module, adapter: str) -> bool:
+    """Return whether an embedding or a head on this rank has the adapter, by the names that peft looks for."""
+    from peft.utils.other import EMBEDDING_LAYER_NAMES
+
+    return any(
+        adapter in getattr(module, kind, ())
+        for name, module in adapted.named_modules()
+        if name.rpartition(".")[2] in EMBEDDING_LAYER_NAMES
+        for kind in ("lora_A", "lora_embedding_A")
+    )
 
 
 def _names_in_file(peft: Any, adapted: nn.Module, adapter: str, *, saves_embeddings: bool) -> dict[str, str]:

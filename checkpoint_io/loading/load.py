@@ -277,9 +277,9 @@ class Loader(ExitStack):
 class ModelLoad:
     """Load of a model.
 
-    A model with LoRA also takes the files of its base. A tied tensor may be stored under any of its names. Names and forms that transformers converts are converted as
-    `from_pretrained` does. Floating-point tensors are converted to the model's dtype; other
-    dtypes are converted only if lossless.
+    A model with LoRA also takes the files of its base, see Note [Names of the base]. A tied tensor may be stored under
+    any of its names. Names and forms that transformers converts are converted as `from_pretrained` does. Floating-point
+    tensors are converted to the model's dtype; other dtypes are converted only if lossless.
 
     Args:
         loader: Loader that opens the files.

@@ -141,11 +141,16 @@ def test_a_saved_adapter_is_continued(tmp_path, plugin):
         assert all(torch.equal(loaded[key], value) for key, value in stored.items())
 
 
+def two_adapters() -> nn.Module:
+    model = peft.get_peft_model(base(), config_of("lora"))
+    model.add_adapter("second", config_of("embeddings"))
+    model.set_adapter("second")
+    return model
+
+
 def save_two(plugin: str, folder: Path) -> None:
     booster = Booster(plugin=ALL[plugin]())
-    model = booster.enable_lora(base(), lora_config=config_of("lora"))
-    model.add_adapter("second", config_of("rslora"))
-    model.set_adapter("second")
+    model = two_adapters()
     model, _ = train(model, booster, "llama", 2)
     booster.save_lora_as_pretrained(model, folder)
 
@@ -154,11 +159,11 @@ def save_two(plugin: str, folder: Path) -> None:
 def test_several_adapters(tmp_path, plugin):
     run_ranks(save_two, 2, plugin, tmp_path)
     first, second = (load_file(tmp_path / folder / "adapter_model.safetensors") for folder in ("", "second"))
-    torch.manual_seed(0)
-    model = peft.get_peft_model(base(), config_of("lora"))
-    initial = peft.get_peft_model_state_dict(model)
-    assert first.keys() == initial.keys()
-    assert len(second) > len(first)
+    model = two_adapters()
+    for found, name in ((first, "default"), (second, "second")):
+        assert found.keys() == peft.get_peft_model_state_dict(model, adapter_name=name).keys()
+    assert all(torch.equal(first[key], value) for key, value in peft.get_peft_model_state_dict(model).items())
+    assert any(key.endswith("embed_tokens.base_layer.weight") for key in second)
     reopened = peft.PeftModel.from_pretrained(base(), tmp_path)
     reopened.load_adapter(tmp_path / "second", "second")
     for key, value in peft.get_peft_model_state_dict(reopened, adapter_name="second").items():
