@@ -310,17 +310,20 @@ class ModelLoad:
         names = loader.names_of_all_ranks(
             {name for tensor_slice in slices for name in (tensor_slice.name, *tied.get(tensor_slice.name, ()))}
         )
-        base_names = ranks.run_on_all_ranks(lambda: names_in_base(self._model.unwrap(), names, stored.specs), action)
-        slices = renamed_slices(slices, base_names)
-        tied = {base_names.get(name, name): tuple(base_names.get(one, one) for one in tied[name]) for name in tied}
-        names = frozenset(base_names.get(name, name) for name in names)
+        model, base_names = self._model.module, dict[str, str]()
+        if hasattr(model, "peft_config"):
+            base_names = ranks.run_on_all_ranks(lambda: names_in_base(model, names, stored.specs), action)
+        if base_names:
+            model = base_of(model)
+            slices = renamed_slices(slices, base_names)
+            tied = {base_names.get(name, name): tuple(base_names.get(one, one) for one in tied[name]) for name in tied}
+            names = frozenset(base_names.get(name, name) for name in names)
         excludes_frozen = stored.manifest is not None and bool(stored.manifest.metadata.get(EXCLUDES_FROZEN))
         excluded = loader.names_of_all_ranks(self.frozen) - stored.specs.keys() if excludes_frozen else frozenset()
         converted: ConvertedSpecs | None = None
         if base_names:
             excluded = frozenset(filter(is_of_lora, names))  # they stay as they are
         if stored.specs.keys() != names - excluded:  # on all ranks or none
-            model = base_of(self._model.unwrap()) if base_names else self._model.unwrap()
             converted = ranks.run_on_all_ranks(lambda: convert_specs(stored.specs, model, names), action)
         source_name = f"{self._path}{' (saved with exclude_frozen_parameters=True)' if excludes_frozen else ''}"
         specs, optional = (stored.specs, frozenset()) if converted is None else (converted.specs, converted.optional)
@@ -335,8 +338,8 @@ class ModelLoad:
         if loader.verifies_before:
             loader.verify(stored)
         # Masters too: the file may have more precision than the model weights.
-        masters = renamed_slices(ranks.run_on_all_ranks(self._model.master_slices, action), base_names)
-        all_slices = [*slices, *masters]
+        masters = ranks.run_on_all_ranks(self._model.master_slices, action)
+        all_slices = [*slices, *(renamed_slices(masters, base_names) if base_names else masters)]
         self._source_and_slice = [
             (matched.sources[tensor_slice.name], tensor_slice)
             for tensor_slice in all_slices
