@@ -32,7 +32,7 @@ from .data.join import JoinIterator
 from .errors import ConfigError
 from .fault_tolerance.progress import in_phase
 from .interface import MixedPrecision, ModelWrapper, OptimizerWrapper, Plugin
-from .lora import add_lora, refuse_quantization
+from .lora import add_lora, refuse_quantization, unchanged_on_failure
 from .metrics import gather_for_metrics
 from .mixed_precision import resolve_mixed_precision
 from .monitor.nan_check import detect_nonfinite
@@ -263,8 +263,9 @@ class Booster(CheckpointMethods):
             refuse_quantization(quantize, bnb_quantization_config)
             adapted.append(add_lora(model, lora_config, pretrained_dir))
 
-        error = error_of(add)
-        check_same_across_ranks("enable_lora()", [], error=error)
+        with unchanged_on_failure(model):
+            error = error_of(add)
+            check_same_across_ranks("enable_lora()", [], error=error)
         return adapted[0]
 
     def no_sync(

@@ -10,7 +10,8 @@ import importlib.util
 import json
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -71,6 +72,28 @@ def add_lora(model: nn.Module, lora_config: Any, pretrained_dir: str | os.PathLi
     return _with_adapter(peft, model, lora_config)
 
 
+@contextmanager
+def unchanged_on_failure(model: Any) -> Iterator[None]:
+    """Context in which adapters are added: if it raises, the model has its modules and trains what it did before."""
+    if not isinstance(model, nn.Module):
+        yield
+        return
+    children = [(module, dict(module._modules)) for module in model.modules()]
+    trains = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+    attributes = dict(vars(model))
+    try:
+        yield
+    except Exception:
+        for module, modules in children:
+            module._modules.clear()
+            module._modules.update(modules)
+        for parameter, flag in trains:
+            parameter.requires_grad_(flag)
+        for name in vars(model).keys() - attributes.keys():
+            delattr(model, name)
+        raise
+
+
 def refuse_quantization(quantize: Any, bnb_quantization_config: Any) -> None:
     """Raise if a quantized base is asked for, which transformers loads.
 
@@ -129,7 +152,6 @@ def _load_adapter(peft: Any, model: nn.Module, directory: Path) -> nn.Module:
     expected = peft.get_peft_model_state_dict(adapted)
     wrong = next((name for name in {**expected, **stored} if _shape(expected, name) != _shape(stored, name)), None)
     if wrong is not None:
-        adapted.unload()  # type: ignore[operator]
         raise ConfigError(
             f"the adapter in {str(directory)!r} is not one of this {type(model).__name__}: {wrong!r} is"
             f" {_text(_shape(stored, wrong))} there and {_text(_shape(expected, wrong))} here. Give the model that it"

@@ -297,3 +297,39 @@ def test_an_adapter_is_not_a_model(tmp_path):
         booster.load_model(model, tmp_path)
     (tmp_path / "adapter_model.safetensors.manifest.json").unlink()  # as peft writes
     booster.enable_lora(base(), tmp_path)
+
+
+def state_of(model: nn.Module):
+    modules = [(name, id(module), type(module), sorted(vars(module))) for name, module in model.named_modules()]
+    flags = [(name, id(one), one.requires_grad) for name, one in model.named_parameters()]
+    return modules, flags
+
+
+def fail_on_one_rank(folder: Path) -> None:
+    """A rank's mistake changes no rank's model, and the next call works."""
+    booster = Booster(plugin=ALL["torch_ddp"]())
+    is_wrong = booster.plugin.dp_rank == 1
+    model = base()
+    model.lm_head.requires_grad_(False)
+    before = state_of(model)
+    half_way = peft.LoraConfig(target_modules=["q_proj", "post_attention_layernorm"])  # after some layers were replaced
+    for wrong, message in (
+        ({"lora_config": half_way}, "is not supported"),
+        ({"lora_config": peft.LoraConfig(target_modules=["query"])}, "'query'} not found in the base model"),
+        ({"pretrained_dir": folder}, "is not one of this LlamaForCausalLM"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            booster.enable_lora(model, **(wrong if is_wrong else {"lora_config": config_of("lora")}))
+        assert state_of(model) == before
+    adapted = booster.enable_lora(model, lora_config=config_of("lora"))
+    assert sum(one.requires_grad for one in adapted.parameters()) == 16
+
+
+def test_a_mistake_changes_nothing(tmp_path):
+    booster = Booster(device="cpu")
+    model, *_ = booster.boost(booster.enable_lora(base("bert"), lora_config=config_of("modules_to_save")))
+    booster.save_lora_as_pretrained(model, tmp_path)  # of another model
+    config = tmp_path / "adapter_config.json"
+    config.write_text(config.read_text().replace('"query"', '"q_proj"').replace('"value"', '"v_proj"'))
+    (tmp_path / "adapter_model.safetensors.manifest.json").unlink()
+    run_ranks(fail_on_one_rank, 2, tmp_path)
