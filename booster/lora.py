@@ -59,10 +59,14 @@ def add_lora(model: nn.Module, lora_config: Any, pretrained_dir: str | os.PathLi
         )
     if (lora_config is None) == (pretrained_dir is None):
         raise ConfigError(
-            "enable_lora() needs either lora_config=peft.LoraConfig(...) for a new adapter, or pretrained_dir= of a"
-            f" saved one, and got {'neither' if lora_config is None else 'both'}"
+            f"enable_lora() got {'neither' if lora_config is None else 'both'} of lora_config and pretrained_dir: give"
+            " lora_config=peft.LoraConfig(...) for a new adapter, or pretrained_dir= of a saved one"
         )
     if pretrained_dir is not None:
+        if isinstance(pretrained_dir, peft.PeftConfig):
+            raise ConfigError(
+                f"enable_lora() got a {type(pretrained_dir).__name__} as pretrained_dir: write lora_config=config"
+            )
         check_path("pretrained_dir", pretrained_dir)
         return _load_adapter(peft, model, Path(pretrained_dir))
     if not isinstance(lora_config, peft.PeftConfig):
@@ -102,7 +106,7 @@ def refuse_quantization(quantize: Any, bnb_quantization_config: Any) -> None:
     """
     if not quantize and bnb_quantization_config is None:
         return
-    needs = "" if importlib.util.find_spec("bitsandbytes") else "`pip install bitsandbytes`, which is missing, "
+    needs = "" if importlib.util.find_spec("bitsandbytes") else "run `pip install bitsandbytes`, which is missing, and "
     raise ConfigError(
         f"enable_lora() does not quantize the base: {needs}load the model by from_pretrained(...,"
         " quantization_config=BitsAndBytesConfig(load_in_4bit=True)), leave quantize and bnb_quantization_config out,"

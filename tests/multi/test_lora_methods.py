@@ -221,8 +221,11 @@ def test_mistakes(tmp_path):
     for call, message in (
         (lambda: booster.enable_lora(boosted, lora_config=config_of("lora")), r"call it before boost\(\)"),
         (lambda: booster.enable_lora(adapted, lora_config=config_of("lora")), r"got a model with adapters"),
-        (lambda: booster.enable_lora(base()), r"needs either lora_config=.*got neither"),
-        (lambda: booster.enable_lora(base(), tmp_path, config_of("lora")), r"got both"),
+        (lambda: booster.enable_lora(base()), r"got neither of lora_config and pretrained_dir: give"),
+        (
+            lambda: booster.enable_lora(base(), tmp_path, config_of("lora")),
+            r"got both of lora_config and pretrained_dir: give",
+        ),
         (lambda: booster.enable_lora(base(), lora_config={"r": 4}), r"is not a configuration of peft"),
         (
             lambda: booster.enable_lora(base(), lora_config=peft.LoraConfig(target_modules=["query"])),

@@ -8,6 +8,7 @@ from faults.mistakes import (
     checkpoints,
     commands,
     data,
+    fine_tuning,
     launching,
     optimizers,
     plugins,
@@ -20,7 +21,7 @@ __all__ = ["all_wrong_calls"]
 
 _TOPICS = (
     *(launching, commands),
-    *(plugins, boosting, training, checkpoints, data, optimizers, watching_tools, alone),
+    *(plugins, boosting, training, checkpoints, fine_tuning, data, optimizers, watching_tools, alone),
 )
 
 
