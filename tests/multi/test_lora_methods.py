@@ -234,7 +234,10 @@ def test_mistakes(tmp_path):
         (lambda: booster.enable_lora(base(), tmp_path / "nothing"), r"has no adapter_config.json"),
         (lambda: booster.enable_lora(base(), 3), r"pretrained_dir must be a path, got 3"),
         (lambda: booster.enable_lora(other, tmp_path / "adapter"), r"is not one of this LlamaForCausalLM: .* of shape"),
-        (lambda: booster.enable_lora(base(), lora_config=config_of("lora"), quantize=True), r"does not quantize the base"),
+        (
+            lambda: booster.enable_lora(base(), lora_config=config_of("lora"), quantize=True),
+            r"does not quantize the base",
+        ),
         (lambda: booster.save_lora_as_pretrained(plain, tmp_path / "x"), r"got a Linear without adapters"),
         (lambda: booster.save_lora_as_pretrained(boosted, tmp_path / "x", False), r"asks for a pickled adapter"),
     ):
