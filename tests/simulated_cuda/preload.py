@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import sys
+
 from simulated_cuda import device
 
 device.install()
+# peft imports it if it is there, and it takes the simulated device for one that runs its kernels.
+sys.modules["bitsandbytes"] = None  # type: ignore[assignment]
