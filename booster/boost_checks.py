@@ -165,8 +165,8 @@ def _check_optimizer_trains(model: nn.Module, optimizer: Optimizer) -> None:
     if trained:
         raise ConfigError(
             f"none of the optimizer's {len(given)} parameters trains (requires_grad is False), and {len(trained)}"
-            f" others of the model do, such as {trained[0]!r}: build the optimizer after enable_lora(), as in"
-            " AdamW([one for one in model.parameters() if one.requires_grad])"
+            f" others of the model do, such as {trained[0]!r}: build the optimizer after parameters are"
+            " frozen or added, as by enable_lora(): AdamW([one for one in model.parameters() if one.requires_grad])"
         )
 
 

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 from booster.core.compiling import not_compiled
@@ -256,19 +255,6 @@ class ChunkedLogits(PartialLogits):
         if func is torch.Tensor.register_hook and _is_of_fsdp2(args[1]):
             return args[0].hidden.register_hook(args[1])
         return super().__torch_function__(func, types, args, kwargs)
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
-    ) -> Any:
-        """Compute the logits for operations that bypass `__torch_function__`, whose graph is that of the wrapper."""
-        if func._schema.is_mutable:  # type: ignore[attr-defined]
-            raise RuntimeError(f"{func} {cls._unsupported}")
-        with torch.no_grad():
-            args, kwargs = tree_map_only(
-                ChunkedLogits, lambda logits: logits.full_tensor().detach(), (tuple(args), dict(kwargs or {}))
-            )
-        return func(*args, **kwargs)
 
 
 def _is_of_fsdp2(hook: Callable[..., Any]) -> bool:

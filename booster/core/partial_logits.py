@@ -277,6 +277,23 @@ class PartialLogits(torch.Tensor):
         args, kwargs = tree_map_only(PartialLogits, full, (tuple(args), kwargs))
         return func(*args, **kwargs)
 
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Run operations that bypass `__torch_function__` on the full logits, within the graph of this tensor."""
+        if func._schema.is_mutable:  # type: ignore[attr-defined]
+            raise RuntimeError(f"{func} {cls._unsupported}")
+        with torch.no_grad():
+            args, kwargs = tree_map_only(
+                PartialLogits, lambda logits: logits.full_tensor().detach(), (tuple(args), dict(kwargs or {}))
+            )
+        return func(*args, **kwargs)
+
 
 def _full_tensor_for(function: Callable[..., Any], logits: PartialLogits) -> torch.Tensor:
     return logits.full_tensor_for(function)

@@ -26,9 +26,8 @@ from booster.interface import (
 
 # Note [Stored gradient names]
 # `rank<r>.<parameter>` is the local gradient of data rank r, of an expert that of the data ranks that share it, whose
-# first is r. `reduced<r>.<parameter>` is the gradient already reduced
-# over a sharding group, whose first rank is r. For their use in the step, and for loads with another number of ranks,
-# see Note [Accumulated gradients].
+# first is r. `reduced<r>.<parameter>` is the gradient already reduced over a sharding group, whose first rank is r. For
+# their use in the step, and for loads with another number of ranks, see Note [Accumulated gradients].
 # If several pipeline stages use a parameter, each has a partial gradient, and `rank<r>share<s>.<parameter>` is that of
 # the s-th stage after the first. They are not summed for the save, because rounding would change. A load with the same
 # number of stages assigns them one to one; with fewer stages, each stage sums some of them.

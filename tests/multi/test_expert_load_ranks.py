@@ -80,8 +80,7 @@ def train_alone(name: str) -> dict[str, Any]:
     return monitor.record["experts"]
 
 
-@pytest.mark.parametrize(("name", "plugin"), CASES)
-def test_loads_are_those_of_one_process(name, plugin):
+def assert_loads_are_those_of_one_process(name: str, plugin: str) -> None:
     expected = train_alone(name)
     assert all(sum(load["tokens"]) > 0 for load in expected.values())
     for found in run_ranks(train, PLUGINS[plugin][0], name, plugin, timeout=120):
@@ -95,8 +94,13 @@ def test_loads_are_those_of_one_process(name, plugin):
                 assert found[layer]["entropy"] == pytest.approx(load["entropy"], rel=1e-5)
 
 
+@pytest.mark.parametrize(("name", "plugin"), CASES)
+def test_loads_are_those_of_one_process(name, plugin):
+    assert_loads_are_those_of_one_process(name, plugin)
+
+
 def test_tokens_without_a_score_are_not_dropped():
-    test_loads_are_those_of_one_process("Llama4ForCausalLM", "ep 2")
+    assert_loads_are_those_of_one_process("Llama4ForCausalLM", "ep 2")
 
 
 class Given(nn.Module):

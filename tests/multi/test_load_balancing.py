@@ -308,6 +308,46 @@ def test_biases_balance_the_global_batch(strategy):
             torch.testing.assert_close(bias, one)
 
 
+def deep_deepseek() -> nn.Module:
+    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+
+    torch.manual_seed(0)
+    changes = {"first_k_dense_replace": 1, "n_routed_experts": 8, "n_group": 4, "num_hidden_layers": 4}
+    return DeepseekV3ForCausalLM(small_config(DeepseekV3Config, changes))
+
+
+def balance_stages() -> dict[str, torch.Tensor]:
+    plugin = HybridParallelPlugin(precision="fp32", pp_size=2, num_microbatches=NUM_MICROBATCHES, ep_size=2)
+    booster, raw = Booster(plugin=plugin), deep_deepseek()
+    model, optimizer, *_ = booster.boost(raw, torch.optim.SGD(raw.parameters(), lr=1e-2))
+    balancing = LossFreeBalancing(model, group=plugin.data_group)
+    for step in range(STEPS):
+        batch = split_batch(get_model("deepseek_v3").make_batch(step, 8), plugin.dp_rank, plugin.dp_size)
+        batch = {key: value.to(current_device()) for key, value in batch.items()}
+        booster.execute_pipeline(iter([batch]), model, lambda outputs, _: outputs.loss, optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+        balancing.step()
+    return biases_of(model)
+
+
+def test_every_stage_balances_its_own_layers():
+    model = deep_deepseek()
+    optimizer, balancing = torch.optim.SGD(model.parameters(), lr=1e-2), LossFreeBalancing(model)
+    for step in range(STEPS):
+        model(**get_model("deepseek_v3").make_batch(step, 8)).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        balancing.step()
+    found: dict[str, torch.Tensor] = {}
+    for biases in run_ranks(balance_stages, 4, timeout=120):
+        found |= biases
+    expected = biases_of(model)
+    assert found.keys() == expected.keys()
+    for name, bias in expected.items():
+        torch.testing.assert_close(found[name], bias)
+
+
 def test_a_bias_grows_where_tokens_are_few():
     model = get_model("deepseek_v3").build()
     balancing = LossFreeBalancing(model, rate=0.1)

@@ -9,12 +9,11 @@ rank's shard of a full gradient. The gathering is collective, so all ranks must 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._pytree import tree_map_only
 
 from booster.comm import all_reduce_max, all_reduce_sum, sum_dtype
 from booster.core.partial_logits import PartialLogits
@@ -211,23 +210,6 @@ class VocabParallelLogits(PartialLogits):
         """Return a description without values, so that a single rank may print it. Collective: no."""
         shape, sizes = tuple(self.shape), list(self.sizes)
         return f"VocabParallelLogits(shape={shape}, dtype={self.dtype}, entries per rank={sizes})"
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        """Gather for operations that bypassed `__torch_function__`."""
-        if func._schema.is_mutable:  # type: ignore[attr-defined]
-            raise RuntimeError(f"{func} {cls._unsupported}")
-        with torch.no_grad():
-            args, kwargs = tree_map_only(
-                VocabParallelLogits, lambda logits: logits.full_tensor().detach(), (tuple(args), dict(kwargs or {}))
-            )
-        return func(*args, **kwargs)
 
 
 class _WrapLogits(torch.autograd.Function):
