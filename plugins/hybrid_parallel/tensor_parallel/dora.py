@@ -81,9 +81,11 @@ class ParallelDora(nn.Module):
         adapted = ((weight.T if self.fan_in_fan_out else weight) + scaling * lora_weight).detach()
         config = self._split.config
         if isinstance(config, ColumnParallelConfig):
-            return torch.linalg.norm(adapted, dim=1).to(weight.dtype)
-        squares = adapted.to(sum_dtype(adapted.dtype)).square().sum(dim=1)
-        return all_reduce_sum(squares, config.tp_group.group).sqrt().to(weight.dtype)
+            norms: torch.Tensor = torch.linalg.norm(adapted, dim=1)
+        else:
+            squares = adapted.to(sum_dtype(adapted.dtype)).square().sum(dim=1)
+            norms = all_reduce_sum(squares, config.tp_group.group).sqrt()
+        return norms.to(weight.dtype)
 
     def forward(
         self,
