@@ -92,7 +92,7 @@ def train_alone(kind: str, folder: Path) -> list[float]:
 
 CASES = [("lora", plugin) for plugin in ALL if plugin != "none"]
 CASES += [("rslora", plugin) for plugin in ("zero_2", "torch_fsdp", "tp")]
-CASES += [("dora", plugin) for plugin in ("torch_ddp", "zero_1", "gemini", "torch_fsdp", "pp")]
+CASES += [("dora", plugin) for plugin in ("torch_ddp", "zero_1", "gemini", "torch_fsdp", "tp", "pp", "tp_pp")]
 CASES += [
     (kind, plugin) for kind in ("embeddings", "head") for plugin in ("zero_2", "gemini", "torch_fsdp", "tp", "pp")
 ]
