@@ -26,12 +26,7 @@ SUBJECTS: dict[str, tuple[str, ...]] = {
     "hybrid": ("*/test_hybrid*",),
     "moe": ("*/test_moe*", "*/test_expert_*", "*/test_load_balancing*", "*/test_shared_experts*"),
     "tensor": (
-        "*/test_tensor_*",
-        "*/test_sequence*",
-        "*/test_vocab_*",
-        "*/test_zoo*",
-        "*/test_lora*",
-        "*/test_quantized*",
+        *("*/test_tensor_*", "*/test_sequence*", "*/test_vocab_*", "*/test_zoo*", "*/test_lora*", "*/test_quantized*"),
     ),
     "checkpoints": (
         *("*/test_any_to_any*", "*/test_async_*", "*/test_checkpoint*", "*/test_ckpt*", "*/test_comm[ip]*"),
