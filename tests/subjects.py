@@ -25,7 +25,9 @@ SUBJECTS: dict[str, tuple[str, ...]] = {
     "pipeline": ("*/test_pipeline*", "*/test_stage_*", "*/test_micro*", "*/test_deferred_*", "*/test_p2p_*"),
     "hybrid": ("*/test_hybrid*",),
     "moe": ("*/test_moe*", "*/test_expert_*", "*/test_load_balancing*", "*/test_shared_experts*"),
-    "tensor": ("*/test_tensor_*", "*/test_sequence*", "*/test_vocab_*", "*/test_zoo*", "*/test_lora*"),
+    "tensor": (
+        *("*/test_tensor_*", "*/test_sequence*", "*/test_vocab_*", "*/test_zoo*", "*/test_lora*", "*/test_quantized*"),
+    ),
     "checkpoints": (
         *("*/test_any_to_any*", "*/test_async_*", "*/test_checkpoint*", "*/test_ckpt*", "*/test_comm[ip]*"),
         *("*/test_conversion*", "*/test_byte_runs*", "*/test_copy_elements*", "*/test_direct_*"),

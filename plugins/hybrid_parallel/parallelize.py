@@ -20,6 +20,7 @@ from booster.interface import ShardSpec
 from .sequence_parallel.layer_stack import attach_stack
 from .sequence_parallel.recorded_outputs import gather_returned_outputs
 from .sequence_parallel.splitters import TensorAxisSplitter
+from .tensor_parallel.dora import make_parallel_dora
 from .tensor_parallel.dropout import make_replicated_dropout, make_sharded_dropout
 from .tensor_parallel.embedding import (
     make_feature_parallel_embedding,
@@ -261,11 +262,16 @@ class _ModuleSwap:
         elif style in ("embedding_colwise", "embedding_colwise_gather_output"):
             make_feature_parallel_embedding(module, tp_group, sizes=sizes, gathers_output=style != "embedding_colwise")
         else:
-            self._apply_moe(module, style)
+            self._apply_other(module, entry)
 
-    def _apply_moe(self, module: nn.Module, style: str) -> None:
+    def _apply_other(self, module: nn.Module, entry: PlannedEntry) -> None:
+        style = entry.style
         if style == "mla_kv_a_proj":
             make_latent_projection(module, self._tp_group, num_rotary=_num_rotary(self._modules[""]))
+            return
+        if style == "dora":  # after the layer, whose entry comes first
+            owner = entry.name.partition(".lora_magnitude_vector.")[0]
+            make_parallel_dora(module, self._modules[f"{owner}.base_layer"])
             return
         makers: dict[str, Callable[[nn.Module, TensorParallelGroup], None]] = {
             "replicated_dropout": make_replicated_dropout,

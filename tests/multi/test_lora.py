@@ -116,11 +116,20 @@ def test_tensor_parallel_training(tmp_path, model, targets, plugin):
         ("ends", {}),
         ("llama", {"modules_to_save": ["lm_head", "embed_tokens"]}),
         ("llama", {"use_rslora": True, "lora_bias": True, "bias": "lora_only"}),
+        ("all", {"use_dora": True}),
+        ("all", {"use_dora": True, "lora_dropout": 1e-12}),  # drops nothing, and computes the layer again
     ],
-    ids=["ends", "copies", "bias"],
+    ids=["ends", "copies", "bias", "dora", "dora_dropout"],
 )
 def test_other_adapters(tmp_path, targets, arguments, plugin):
     check_training(tmp_path, "llama", targets, plugin, **arguments)
+
+
+@pytest.mark.parametrize("plugin", TENSOR_PARALLEL)
+@pytest.mark.parametrize("model", ["bert", "gpt2", "opt"])
+def test_dora_of_other_layers(tmp_path, model, plugin):
+    """Layers with biases, and packed ones of transformers' Conv1D."""
+    check_training(tmp_path, model, "all", plugin, use_dora=True)
 
 
 def adapters_after_dropout(plugin):
@@ -158,9 +167,9 @@ def test_dropout_masks():
     assert not torch.equal(first["o_proj"], second["o_proj"])
 
 
-def save_adapter(plugin, folder):
+def save_adapter(plugin, folder, **arguments):
     """Save an adapter; return the loss before and after it is merged, None where it cannot be."""
-    booster, model, _ = train("llama", "all", plugin)
+    booster, model, _ = train("llama", "all", plugin, **arguments)
     model.eval()
     batch = batch_of("llama", booster.plugin)
     with torch.no_grad():
@@ -189,9 +198,11 @@ def reopen(folder):
 
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # called by peft
 @pytest.mark.parametrize("plugin", [name for name in PLUGINS | TENSOR_PARALLEL if name != "none"])
-def test_saved_and_merged_adapters(tmp_path, plugin):
-    expected, _ = run_ranks(save_adapter, 1, "none", tmp_path)[0]
-    for loss, merged in run_ranks(save_adapter, 4 if plugin in ON_FOUR else 2, plugin, tmp_path):
+@pytest.mark.parametrize("kind", ["lora", "dora"])
+def test_saved_and_merged_adapters(tmp_path, kind, plugin):
+    arguments = {"use_dora": kind == "dora"}
+    expected, _ = run_ranks(save_adapter, 1, "none", tmp_path, **arguments)[0]
+    for loss, merged in run_ranks(save_adapter, 4 if plugin in ON_FOUR else 2, plugin, tmp_path, **arguments):
         assert loss == pytest.approx(expected, rel=1e-5)
         assert merged == pytest.approx(expected, rel=1e-5) or (merged is None and plugin in WITH_STAGES)
     assert reopen(tmp_path) == pytest.approx((expected, expected), rel=1e-5)
@@ -266,7 +277,7 @@ def refusal(config, of_llama=True):
 @pytest.mark.parametrize(
     ("config", "text"),
     [
-        (peft.LoraConfig(target_modules="all-linear", use_dora=True), "(DoraLinearVariant) cannot be sharded with it"),
+        (peft.LoraConfig(target_modules=["embed_tokens"], use_dora=True), "(DoraEmbeddingVariant) cannot be sharded"),
         (peft.IA3Config(target_modules=["down_proj"], feedforward_modules=["down_proj"]), "(ia3.Linear) cannot be"),
         (peft.AdaLoraConfig(target_modules="all-linear", total_step=9), "(adalora.SVDLinear) cannot be"),
         (peft.LoraConfig(target_modules=["up_proj"], trainable_token_indices=[1]), "TokensWrapper) cannot be"),

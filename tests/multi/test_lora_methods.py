@@ -92,7 +92,7 @@ def train_alone(kind: str, folder: Path) -> list[float]:
 
 CASES = [("lora", plugin) for plugin in ALL if plugin != "none"]
 CASES += [("rslora", plugin) for plugin in ("zero_2", "torch_fsdp", "tp")]
-CASES += [("dora", plugin) for plugin in ("torch_ddp", "zero_1", "gemini", "torch_fsdp", "pp")]
+CASES += [("dora", plugin) for plugin in ("torch_ddp", "zero_1", "gemini", "torch_fsdp", "tp", "pp", "tp_pp")]
 CASES += [
     (kind, plugin) for kind in ("embeddings", "head") for plugin in ("zero_2", "gemini", "torch_fsdp", "tp", "pp")
 ]
@@ -339,3 +339,29 @@ def test_a_mistake_changes_nothing(tmp_path):
     config.write_text(config.read_text().replace('"query"', '"q_proj"').replace('"value"', '"v_proj"'))
     (tmp_path / "adapter_model.safetensors.manifest.json").unlink()
     run_ranks(fail_on_one_rank, 2, tmp_path)
+
+
+def resized(folder: Path) -> nn.Module:
+    model = LlamaForCausalLM.from_pretrained(folder)
+    torch.manual_seed(0)
+    model.resize_token_embeddings(72, mean_resizing=False)
+    return model
+
+
+def save_resized(plugin: str, folder: Path) -> None:
+    booster = Booster(plugin=ALL[plugin]())
+    model, *_ = booster.boost(booster.enable_lora(resized(folder / "base"), lora_config=config_of("lora")))
+    booster.save_lora_as_pretrained(model, folder / "own")
+
+
+@pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers` to `True` as the embedding layer has:UserWarning")
+@pytest.mark.parametrize("plugin", ["zero_1", "torch_fsdp", "tp", "pp"])
+def test_embeddings_of_a_grown_vocabulary_are_saved(tmp_path, plugin):
+    base().save_pretrained(tmp_path / "base")
+    model = peft.get_peft_model(resized(tmp_path / "base"), config_of("lora"))
+    model.save_pretrained(tmp_path / "peft")
+    run_ranks(save_resized, 2, plugin, tmp_path)
+    one, found = (load_file(tmp_path / which / "adapter_model.safetensors") for which in ("peft", "own"))
+    assert any("embed_tokens" in key for key in one)
+    assert one.keys() == found.keys()
+    assert all(torch.equal(found[key], value) for key, value in one.items() if "lora_" not in key)

@@ -50,8 +50,6 @@ def assert_equals_peft(model: str, layout: str, **settings) -> None:
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("model", MODELS)
 def test_clipped_training(model, layout):
-    if model == "llama_dora" and "tp" in layout:
-        pytest.skip("refused: test_lora.py")
     assert_equals_peft(model, layout, max_norm=0.3)
 
 

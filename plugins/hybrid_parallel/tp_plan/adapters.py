@@ -4,7 +4,7 @@ Note [Adapters]
 A low-rank adapter adds B(A(x)) to a layer's output. Beside a column-parallel layer A is replicated, as the input is,
 and B is column-parallel. Beside a row-parallel layer A is row-parallel, and B is replicated, as the output is. So both
 outputs are sharded in the same way, and the product of a rank's A and B is its shard of the full update, which peft
-can merge into the rank's weight.
+can merge into the rank's weight. DoRA's magnitudes are one per output feature: sharded beside a column-parallel layer.
 
 A plan is made for the model without adapters, with the wrapped layers under the names of their wrappers. Its entries
 are then renamed to the wrapped layers, and those of the adapters are added.
@@ -132,7 +132,7 @@ def _adapter_entries(entry: PlannedEntry, owner: str, wrapper: nn.Module) -> Ite
     """Yield the entries of a layer's adapters."""
     if "modules_to_save" in wrapper._modules:
         return  # copies of the layer, with entries of their own
-    if entry.name != owner or entry.is_parameter or not _is_low_rank(wrapper):
+    if entry.name != owner or entry.is_parameter or not _is_low_rank(wrapper, entry.style):
         _refuse(entry, owner, wrapper)
     own = replace(entry, region="", siblings=(), reason="")
     for key in wrapper.lora_A:  # type: ignore[union-attr]
@@ -142,6 +142,11 @@ def _adapter_entries(entry: PlannedEntry, owner: str, wrapper: nn.Module) -> Ite
             yield replace(own, name=a, dim=split_dim(nn.Linear(1, 1), entry.style) if entry.blocks else 0)
         if entry.style in _STYLES_OF_B:
             yield replace(own, name=b, dim=0, region=entry.region, siblings=(b,), reads_region=False)
+        if key in getattr(wrapper, "lora_magnitude_vector", ()):
+            magnitudes = f"{owner}.lora_magnitude_vector.{key}"
+            if entry.style in COLUMN_STYLES:
+                yield replace(own, name=f"{magnitudes}.weight", dim=0, is_parameter=True)
+            yield PlannedEntry(name=magnitudes, style="dora")
         if isinstance(wrapper.get_submodule(f"lora_dropout.{key}"), nn.Dropout):
             if entry.style in _OPEN_STYLES:
                 yield PlannedEntry(name=dropout, style="replicated_dropout")
@@ -149,11 +154,13 @@ def _adapter_entries(entry: PlannedEntry, owner: str, wrapper: nn.Module) -> Ite
                 yield PlannedEntry(name=dropout, style="sharded_dropout")
 
 
-def _is_low_rank(wrapper: nn.Module) -> bool:
-    """Whether the adapters are products of two linear layers, without the variants of peft that do more (DoRA)."""
+def _is_low_rank(wrapper: nn.Module, style: str) -> bool:
+    """Whether the adapters are products of two linear layers, or DoRA of a style that shards its magnitudes."""
     base, *pairs = (wrapper._modules.get(name) for name in ("base_layer", "lora_A", "lora_B"))
     layers = [layer for pair in pairs if isinstance(pair, nn.ModuleDict) for layer in pair.children()]
-    if base is None or getattr(wrapper, "lora_variant", None):
+    variants = {type(one).__name__ for one in getattr(wrapper, "lora_variant", {}).values()}
+    is_dora = variants == {"DoraLinearVariant"} and style in COLUMN_STYLES | ROW_STYLES
+    if base is None or (variants and not is_dora):
         return False
     if isinstance(base, nn.Embedding):  # its adapter is replicated
         return hasattr(wrapper, "lora_embedding_A")

@@ -181,7 +181,7 @@ class PlannedEntry:
     Attributes:
         name: Name of the module in the user's model, or of a bare parameter.
         style: Name of the style; see `Style`. Dropout of a replicated or a sharded input of an adapter has the style
-            "replicated_dropout" or "sharded_dropout".
+            "replicated_dropout" or "sharded_dropout", magnitudes of DoRA "dora".
         blocks: Blocks of the sharded dimension, () if nothing is sharded.
         dim: The sharded dimension of the weight or bare parameter.
         region: Name of the module whose input starts the parallel region, where a sharded sequence is gathered. ""
