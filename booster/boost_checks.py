@@ -250,6 +250,7 @@ def check_scheduler(lr_scheduler: Any, caller: str) -> Any:
 def verify_same_across_ranks(
     plugin: Plugin,
     mixed_precision: MixedPrecision | None,
+    compile_options: Mapping[str, Any] | None,
     model: Any,
     optimizer: Any | None,
     criterion: Any | None,
@@ -274,6 +275,7 @@ def verify_same_across_ranks(
             check_can_shard(dataloader, plugin.dp_rank, plugin.dp_size)
         if group_size() > 1 and not is_fake_world():
             fingerprint = boost_fingerprint(plugin, mixed_precision, model, optimizer)
+            fingerprint += ["no compile"] if compile_options is None else [f"compile={sorted(compile_options)}"]
             fingerprint += ["no lr_scheduler"] if lr_scheduler is None else _scheduler_fingerprint(lr_scheduler)
             fingerprint += ["no criterion" if criterion is None else "a criterion"]
             fingerprint += ["no dataloader"] if dataloader is None else loader_fingerprint(dataloader)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from os import PathLike
 from typing import TYPE_CHECKING, Any, SupportsFloat, TypeVar
@@ -26,6 +26,7 @@ from .boost_checks import (
 from .booster_checkpoint import CheckpointMethods
 from .checkpoint_io import CheckpointIO
 from .comm import barrier, check_same_across_ranks, group_rank, group_size, timeout_scope
+from .core.compiling import compile_layers, parse_compile_options
 from .core.plain_torch import hook_clipping
 from .data.dataloader import active_position
 from .data.join import JoinIterator
@@ -59,6 +60,9 @@ class Booster(CheckpointMethods):
             the dtypes of the parameters. A plugin of a name casts the weights to it where it does so itself.
         plugin: `Plugin`, or the name of one, built in or registered by another package; optional, defaults to one
             device.
+        compile: If True, compile the forward of each layer of the model's stacks by `torch.compile`, or the entire
+            forward if there are none; a dict gives keyword arguments of `torch.compile`, such as dict(mode=...,
+            dynamic=...). Optional, defaults to False.
 
     Attributes:
         plugin: The plugin.
@@ -66,7 +70,8 @@ class Booster(CheckpointMethods):
         checkpoint_io: Checkpoint engine of the plugin.
 
     Raises:
-        ConfigError: A name is unknown, or the plugin controls the device or precision itself.
+        ConfigError: A name is unknown, the plugin controls the device or precision itself, or torch.compile does not
+            take the arguments.
 
     Examples:
         >>> import torch
@@ -84,10 +89,13 @@ class Booster(CheckpointMethods):
         device: str | torch.device | None = None,
         mixed_precision: str | MixedPrecision | None = None,
         plugin: str | Plugin | None = None,
+        *,
+        compile: bool | Mapping[str, Any] = False,
     ) -> None:
         self.plugin = _resolve_plugin(plugin, mixed_precision, device)
         self.mixed_precision = resolve_mixed_precision(mixed_precision, self.plugin)
         self.checkpoint_io: CheckpointIO = self.plugin.get_checkpoint_io()
+        self._compile_options = parse_compile_options(compile)
 
     if not TYPE_CHECKING:  # type checkers would accept every name
 
@@ -137,9 +145,18 @@ class Booster(CheckpointMethods):
                 " Booster"
             )
         checked = verify_same_across_ranks(
-            self.plugin, self.mixed_precision, model, optimizer, criterion, dataloader, lr_scheduler
+            self.plugin,
+            self.mixed_precision,
+            self._compile_options,
+            model,
+            optimizer,
+            criterion,
+            dataloader,
+            lr_scheduler,
         )
         mark_boosted(model, optimizer)
+        options = self._compile_options
+        enable_compilation = None if options is None else compile_layers(model, options)
         placed = self.plugin.place(model, optimizer, **_without_none(checked=checked))
         prepared = None if self.mixed_precision is None else self.mixed_precision.prepare(model)
         boosted, wrapped, criterion, dataloader, lr_scheduler = self.plugin.configure(
@@ -151,6 +168,8 @@ class Booster(CheckpointMethods):
             )
         if wrapped is not None:
             hook_clipping(wrapped)
+        if enable_compilation is not None:
+            enable_compilation()
         register_model(self.plugin, boosted, wrapped)
         return boosted, wrapped, criterion, dataloader, lr_scheduler
 

@@ -1,13 +1,25 @@
-"""Functions that torch.compile must not trace."""
+"""torch.compile: functions that it must not trace, and compilation of a model's layers."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+import inspect
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, cast
 
 import torch
+from torch import nn
+
+from booster.errors import ConfigError
+
+from .layer_stacks import find_stacks, subclass_of
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
+_IS_ENABLED = "_is_compilation_enabled"
+
+# Attribute of a model with the compiled layer of each module inside of one; the layers themselves are left out. Hooks
+# of these modules run in the graph, so that what they prepare must be prepared by a hook of the layer.
+LAYER_OF_COMPILED = "_layer_of_compiled_modules"
 
 
 def not_compiled(function: _Function) -> _Function:
@@ -21,3 +33,102 @@ def not_compiled(function: _Function) -> _Function:
 def calls_compiled(function: _Function) -> _Function:
     """Exclude a function from torch.compile, but not the functions that it calls."""
     return cast(_Function, torch.compiler.disable(function, recursive=False))
+
+
+class EagerHook:
+    """Hook that does nothing in a graph, for modules inside of compiled layers. A copied model copies the hook."""
+
+    __slots__ = ("hook",)
+
+    def __init__(self, hook: Callable[..., Any]) -> None:
+        self.hook = hook
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the hook, unless a graph is being traced."""
+        return None if torch.compiler.is_compiling() else self.hook(*args, **kwargs)
+
+
+# Note [Compiled layers]
+# What is compiled is the forward of each layer of a stack, not its call. Hooks of the layer, in which plugins gather
+# weights and shard hidden states, run outside of the graph, and so do pipelines and the parts of the model between the
+# layers. Equal layers share one graph: the compiled function is that of their class. It is replaced before plugins
+# configure the model, so that classes which plugins derive from it call it; until boost() ends, it runs eagerly,
+# because plugins run layers on fake tensors to find their shapes.
+
+
+def parse_compile_options(given: bool | Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """Return the keyword arguments for `torch.compile` of an argument `compile`, or None if nothing is compiled.
+
+    Args:
+        given: True for torch's defaults, a dict of keyword arguments, or False or None.
+
+    Raises:
+        ConfigError: torch.compile does not take the arguments.
+    """
+    if given is None or given is False:
+        return None
+    options = {} if given is True else given
+    known = [name for name in inspect.signature(torch.compile).parameters if name not in ("model", "disable")]
+    if not isinstance(options, Mapping) or not set(options) <= set(known):
+        raise ConfigError(
+            f"Booster(compile={given!r}) is not a setting of torch.compile: give True, or a dict with some of"
+            f" {', '.join(known)}, such as dict(dynamic=True)"
+        )
+    try:
+        torch.compile(_identity, **options)
+    except Exception as error:
+        text = (str(error).splitlines() or [type(error).__name__])[0]
+        raise ConfigError(
+            f"Booster(compile={given!r}): torch.compile refuses it ({text}): change the setting, or give True for its"
+            " defaults"
+        ) from error
+    return dict(options)
+
+
+def compile_layers(model: nn.Module, options: Mapping[str, Any]) -> Callable[[], None]:
+    """Prepare the compilation of the layers of all stacks, or of the entire forward if the model has no stack.
+
+    Args:
+        model: The user's model; its layers' classes are replaced by subclasses of the same name.
+        options: Keyword arguments for `torch.compile`.
+
+    Returns:
+        A function that enables it; until then layers run eagerly.
+
+    Collective: no.
+    """
+    names = [name for stack in find_stacks(model) for name in stack]
+    layers = [model.get_submodule(name) for name in names] or [model]
+    purpose = ("compiled", repr(sorted(options.items())))
+    for layer in layers:
+        if not is_compiled_layer(layer):
+            layer.__class__ = subclass_of(type(layer), purpose, lambda base: _compiled_members(base, options))
+    if names:
+        inner = {one: layer for layer in layers for one in layer.modules() if one is not layer}
+        model.__dict__[LAYER_OF_COMPILED] = inner
+
+    def enable() -> None:
+        for layer in layers:
+            layer.__dict__[_IS_ENABLED] = True
+
+    return enable
+
+
+def is_compiled_layer(module: nn.Module) -> bool:
+    """Whether a module's forward is one that `compile_layers` has prepared."""
+    return hasattr(type(module), _IS_ENABLED)
+
+
+def _compiled_members(base: type[nn.Module], options: Mapping[str, Any]) -> dict[str, Any]:
+    compiled = torch.compile(base.forward, **options)
+
+    @functools.wraps(base.forward)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        function = compiled if getattr(self, _IS_ENABLED) else base.forward
+        return function(self, *args, **kwargs)
+
+    return {"forward": forward, _IS_ENABLED: False}
+
+
+def _identity(x: Any) -> Any:
+    return x

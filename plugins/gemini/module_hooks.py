@@ -6,7 +6,7 @@ import sys
 import weakref
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.hooks import RemovableHandle
 
 from booster.comm import is_fake_world
-from booster.core.compiling import not_compiled
+from booster.core.compiling import LAYER_OF_COMPILED, EagerHook, not_compiled
 from booster.errors import ConfigError
 from booster.plugins.sharding.deferred_init import sharded_copy_error
 from booster.pytree import iter_tensors
@@ -229,17 +229,22 @@ class _RunningModule:
 
 
 class HookedParameters(dict[str, Any]):
-    """Parameter dictionary of a module that records reads."""
+    """Parameter dictionary of a module that records reads, except those of the graph of a compiled layer."""
 
-    __slots__ = ("_hooks", "_module_class")
+    __slots__ = ("_hooks", "_is_in_graph", "_module_class")
 
-    def __init__(self, parameters: dict[str, Any], hooks: ModuleHooks, module_class: type[nn.Module]) -> None:
+    def __init__(
+        self, parameters: dict[str, Any], hooks: ModuleHooks, module_class: type[nn.Module], is_in_graph: bool
+    ) -> None:
         super().__init__(parameters)
         self._hooks: ModuleHooks | None = hooks
         self._module_class = module_class
+        self._is_in_graph = is_in_graph
 
     def __getitem__(self, name: str) -> Any:
         parameter = super().__getitem__(name)
+        if self._is_in_graph and torch.compiler.is_compiling():
+            return parameter
         if parameter is not None and self._hooks is not None and self._hooks.is_running:
             self._hooks.note_read(parameter)
         return parameter
@@ -281,18 +286,25 @@ class ModuleHooks:
         self._gradient_handles: dict[int, RemovableHandle] = {}
         self._watched: list[nn.Module] = []
         self._is_in_backward = False
+        compiled = vars(model).get(LAYER_OF_COMPILED, {})
         for module in model.modules():
-            self._watch(module)
+            self._watch(module, compiled)
         self.watch_gradients()
 
-    def _watch(self, module: nn.Module) -> None:
-        own = [self._params[id(one)] for one in module.parameters(recurse=False) if id(one) in self._params]
+    def _watch(self, module: nn.Module, compiled: Mapping[nn.Module, nn.Module]) -> None:
+        is_layer = module in compiled.values()  # its graph reads all weights; see Note [Compiled layers]
+        own = [self._params[id(one)] for one in module.parameters(recurse=is_layer) if id(one) in self._params]
         if not own and not any(True for _ in module.children()):
             return
-        self._handles.append(module.register_forward_pre_hook(_BeforeForward(self, own), prepend=True))
-        self._handles.append(module.register_forward_hook(_AfterForward(self, own), always_call=True))
+        before: Callable[..., Any] = _BeforeForward(self, own)
+        after: Callable[..., Any] = _AfterForward(self, own)
+        if module in compiled:
+            before, after = EagerHook(before), EagerHook(after)
+        self._handles.append(module.register_forward_pre_hook(before, prepend=True))
+        self._handles.append(module.register_forward_hook(after, always_call=True))
         if own:
-            module._parameters = HookedParameters(module._parameters, self, type(module))
+            is_in_graph = is_layer or module in compiled
+            module._parameters = HookedParameters(module._parameters, self, type(module), is_in_graph)
             self._watched.append(module)
 
     def check_gathered(self, parameters: Iterable[nn.Parameter | None], module_class: type[nn.Module]) -> None:

@@ -10,6 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from booster.comm import check_same_across_ranks
+from booster.core.layer_stacks import find_stacks
 from booster.errors import ConfigError
 from booster.interface import ShardSpec
 from booster.mixed_precision.fp16 import log_rank_zero
@@ -36,7 +37,7 @@ from .sequence_parallel.recorded_outputs import gather_returned_outputs
 from .sequence_parallel.splitters import SequenceAxisSplitter
 from .tensor_parallel.group import TensorParallelGroup
 from .tensor_parallel.shard_spec import sharded_spec, vocabulary_spec
-from .tp_plan.plan import COLUMN_STYLES, ROW_STYLES, PlannedEntry, TensorParallelPlan, explain, find_stacks
+from .tp_plan.plan import COLUMN_STYLES, ROW_STYLES, PlannedEntry, TensorParallelPlan, explain
 from .tp_plan.resolve import choose_plan
 
 _VOCABULARY_STYLES = frozenset({"vocab", "vocab_head"})

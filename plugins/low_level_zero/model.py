@@ -13,7 +13,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from booster.comm import AllGather, start_all_gather
-from booster.core.compiling import not_compiled
+from booster.core.compiling import is_compiled_layer, not_compiled
 from booster.errors import ConfigError
 from booster.interface import ModelWrapper, TensorSlice
 from booster.plugins.sharding.buffer_pool import broadcast_coalesced
@@ -134,7 +134,8 @@ class ZeroModel(ModelWrapper):
         if self._all_gather is not None and self._all_gather.is_pending:
             # A compiled module reads its weights where no operator of torch is seen.
             if torch.compiler.is_compiling() or any(
-                hasattr(one, "_orig_mod") or one._compiled_call_impl is not None for one in self.module.modules()
+                hasattr(one, "_orig_mod") or one._compiled_call_impl is not None or is_compiled_layer(one)
+                for one in self.module.modules()
             ):
                 self._all_gather.wait()
             else:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -13,6 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from booster.comm import AllGather as Gathering
 from booster.comm import group_rank, group_size, start_all_gather, start_reduce_scatter
+from booster.core.compiling import EagerHook
 from booster.errors import DesyncError
 from booster.plugins.sharding.buffer_pool import BufferPool
 from booster.plugins.sharding.collective_order import CollectiveKind, CollectiveOrder, CollectiveRequest
@@ -130,6 +131,7 @@ class ParamGroup:
         params: Parameters of the group.
         coordinator: Coordinator of all parameter groups of the model.
         pool: Memory for collectives, shared by all parameter groups of the model.
+        compiled: Compiled layer of each module inside of one.
 
     Attributes:
         device: Device that the weights are gathered on.
@@ -150,6 +152,7 @@ class ParamGroup:
         params: Sequence[ShardedParam],
         coordinator: CollectiveOrder,
         pool: BufferPool,
+        compiled: Mapping[nn.Module, nn.Module],
     ) -> None:
         self.index = index
         self.name = name
@@ -175,14 +178,22 @@ class ParamGroup:
         self._has_graph_of_gradients = self._makes_graph = False
         self._running_submodule: nn.Module | None = None
         self._install_collectives(module)
-        self._hook_submodules()
+        self._hook_submodules(compiled)
 
-    def _hook_submodules(self) -> None:
+    def _hook_submodules(self, compiled: Mapping[nn.Module, nn.Module]) -> None:
         """Run FSDP2's forward hooks around submodules that are called directly, as by a method of the user's model."""
-        for submodule in dict.fromkeys(module for param in self.params for module in param.modules):
-            if submodule is not cast(nn.Module, self.module):
-                submodule.register_forward_pre_hook(self._enter_submodule, prepend=True, with_kwargs=True)
-                submodule.register_forward_hook(self._leave_submodule)
+        module, holders = cast(nn.Module, self.module), [one for param in self.params for one in param.modules]
+        inner = set(module.modules()) if compiled else set()
+        layers = [compiled[one] for one in holders if compiled.get(one) in inner]
+        for submodule in dict.fromkeys((*holders, *layers)):
+            if submodule is module:
+                continue
+            enter: Callable[..., Any] = self._enter_submodule
+            leave: Callable[..., Any] = self._leave_submodule
+            if submodule in compiled:
+                enter, leave = EagerHook(enter), EagerHook(leave)
+            submodule.register_forward_pre_hook(enter, prepend=True, with_kwargs=True)
+            submodule.register_forward_hook(leave)
 
     def _enter_submodule(self, submodule: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         if torch._C._current_graph_task_id() != -1:
@@ -497,6 +508,7 @@ def build_param_groups(
     originals: dict[int, nn.Parameter],
     coordinator: CollectiveOrder,
     pool: BufferPool,
+    compiled: Mapping[nn.Module, nn.Module],
 ) -> Iterator[ParamGroup]:
     """Yield the parameter groups of modules, in order.
 
@@ -506,6 +518,7 @@ def build_param_groups(
         originals: The user's parameter from before boost(), by the same `id`.
         coordinator: Coordinator of all parameter groups of the model.
         pool: Memory for collectives.
+        compiled: Compiled layer of each module inside of one.
     """
     index = 0
     for name, module in modules:
@@ -525,5 +538,5 @@ def build_param_groups(
                         rank=rank,
                     )
                 )
-            yield ParamGroup(index, name, module, fsdp2, params, coordinator, pool)
+            yield ParamGroup(index, name, module, fsdp2, params, coordinator, pool, compiled)
             index += 1

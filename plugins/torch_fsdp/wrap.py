@@ -18,6 +18,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.utils.parametrize import ParametrizationList
 
 from booster.comm import check_same_across_ranks, group_size, is_fake_world
+from booster.core.compiling import LAYER_OF_COMPILED
 from booster.errors import ConfigError
 from booster.mixed_precision.fp16 import cast_floats
 from booster.plugins.sharding.buffer_pool import BufferPool
@@ -440,7 +441,8 @@ class FSDPModelBuilder:
             initialize_root(model)
         collective_order = CollectiveOrder(self.order_group)
         modules = [(name, module) for name, module in model.named_modules() if isinstance(module, FSDPModule)]
-        param_groups = list(build_param_groups(modules, names, originals, collective_order, BufferPool(self.device)))
+        pool, compiled = BufferPool(self.device), vars(model).get(LAYER_OF_COMPILED, {})
+        param_groups = list(build_param_groups(modules, names, originals, collective_order, pool, compiled))
         sharded = [RowSharded(name=names[id(one)][0], shape=tuple(one.shape), dtype=one.dtype) for one in replicated]
         owners = assign_owners(sharded, group_size(shard_group))
         params = [

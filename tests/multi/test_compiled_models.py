@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from harness import run_ranks
 from hybrid_cases import on_own_axis, on_tensor_axis
 from torch import nn
+from torch._dynamo.utils import counters
 from zoo import get_model, split_batch
 
 from booster import Booster, chunked_cross_entropy
@@ -68,7 +69,7 @@ PLAN = {
     **{"blocks.*.attention.out": "rowwise", "blocks.*.up": "colwise", "blocks.*.down": "rowwise"},
     **{"embedding": "vocab", "head": "vocab_head"},
 }
-WAYS = ["before", "after", "in place", "layers in place"]
+WAYS = ["before", "after", "in place", "layers in place", "by argument"]
 
 
 def hybrid(world_size, arguments):
@@ -102,7 +103,9 @@ def compute_loss(model, ids):
 
 
 def train_compiled(layout, way, backend):
+    """Return the losses of one process and of this rank, and the number of graphs and graph breaks, by step."""
     torch._dynamo.reset()
+    counters.clear()
     name, _, arguments = LAYOUTS[layout]
     torch.manual_seed(0)
     serial = Decoder()
@@ -114,11 +117,11 @@ def train_compiled(layout, way, backend):
     for module in {"in place": [model], "layers in place": getattr(model, "blocks", [])}.get(way, []):
         module.compile(backend=backend)
     plugin = None if name is None else _plugin(name, arguments)
-    booster = Booster(plugin=plugin)
+    booster = Booster(plugin=plugin, compile=way == "by argument" and {"backend": backend})
     model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9))
     called = torch.compile(model, backend=backend) if way == "after" else model
     size, rank = (1, 0) if plugin is None else (plugin.dp_size, plugin.dp_rank)
-    losses = []
+    losses, compiled = [], []
     for step in range(4):
         generator = torch.Generator().manual_seed(step)
         ids = torch.randint(0, VOCABULARY, (2 * size, LENGTH), generator=generator).to(current_device())
@@ -131,8 +134,9 @@ def train_compiled(layout, way, backend):
         booster.backward(loss, optimizer)
         optimizer.step()
         optimizer.zero_grad()
-        losses[-1] = (losses[-1], float(loss))
-    return losses
+        losses[-1] = (losses[-1], loss.item())
+        compiled.append((counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())))
+    return losses, compiled
 
 
 def _plugin(name, arguments):
@@ -142,7 +146,10 @@ def _plugin(name, arguments):
     return getattr(importlib.import_module(module), kind)(**arguments)
 
 
-QUICK = [("tp", "before", "eager"), ("tp", "after", "eager")]
+QUICK = [("tp", "before", "eager"), ("tp", "after", "eager"), ("gemini", "by argument", "aot_eager")]
+QUICK += [("fsdp", "by argument", "aot_eager"), ("tp checkpointed", "by argument", "eager")]
+# Layers that communicate, whose graphs end there.
+COMMUNICATING = [layout for layout, (_, _, arguments) in LAYOUTS.items() if {"tp_size", "sp_size"} & arguments.keys()]
 GRID = [
     (layout, way, backend)
     for layout in LAYOUTS
@@ -156,11 +163,18 @@ GRID = [
     ("layout", "way", "backend"), [*QUICK, *(pytest.param(*case, marks=pytest.mark.slow) for case in GRID)]
 )
 def test_a_compiled_model_trains_as_in_one_process(layout, way, backend):
-    records = run_ranks(train_compiled, LAYOUTS[layout][1], layout, way, backend, timeout=240)
+    records, compiled = zip(
+        *run_ranks(train_compiled, LAYOUTS[layout][1], layout, way, backend, timeout=240), strict=True
+    )
     for steps in zip(*records, strict=True):
         serial = steps[0][0]
         found = sum(loss for _, loss in steps) / len(steps)  # of equal parts of the batch
         assert found == pytest.approx(serial, rel=2e-5)
+    if way == "by argument":
+        for counts in compiled:
+            assert counts[0][0] > 0
+            assert counts[1:] == [counts[-1]] * 3, "layers were compiled again after the second step"
+            assert layout in COMMUNICATING or counts[-1][1] == 0, "graph breaks"
 
 
 # Layers that ranks share experts in, and chunks of logits.

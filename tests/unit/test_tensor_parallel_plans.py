@@ -7,11 +7,11 @@ import torch
 from torch import nn
 from zoo import get_model
 
+from booster.core.layer_stacks import find_stacks
 from booster.plugins.hybrid_parallel.tensor_parallel.shard_spec import Block, local_sizes
 from booster.plugins.hybrid_parallel.tp_plan.plan import (
     TensorParallelPlan,
     explain,
-    find_stacks,
     generalize,
     match_names,
 )

@@ -14,10 +14,12 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from booster.comm import all_reduce_numbers
+from booster.core.compiling import not_compiled
+from booster.core.layer_stacks import subclass_of
 from booster.errors import ConfigError
 
 from .group import SequenceParallelGroup
-from .layer_context import LayerContext, ShardedStack, current_layer, enter_layer, is_in_backward, subclass_of
+from .layer_context import LayerContext, ShardedStack, current_layer, enter_layer, is_in_backward
 from .ring_attention import ring_attention
 from .ulysses import all_to_all_attention
 
@@ -177,6 +179,7 @@ def attend(
         )
 
 
+@not_compiled
 def _dispatch_attention(*args: Any, **kwargs: Any) -> torch.Tensor:
     layer = current_layer()
     if layer is None or layer.is_in_attention:
@@ -198,6 +201,7 @@ class AttentionDispatchMode(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
+@not_compiled
 def _check_not_along_tokens(func: Any, x: torch.Tensor, dim: int = 0, *args: Any, **kwargs: Any) -> None:
     layer = current_layer()
     if layer is None or layer.is_in_attention or layer.local_sizes is None or x.dim() < 2:
@@ -263,6 +267,7 @@ def _bias_members(base: Any) -> dict[str, Any]:
     return {"compute_bias": compute_bias}
 
 
+@not_compiled
 def _multi_head_attention(func: Any, args: Any, kwargs: Any) -> Any:
     """Run `F.multi_head_attention_forward`, which calls attention from torch's module while no mode is active."""
     layer = current_layer()

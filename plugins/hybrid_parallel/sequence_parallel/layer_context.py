@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from booster.core.compiling import not_compiled
+from booster.core.layer_stacks import subclass_of
 from booster.errors import ConfigError
 
 from .group import SequenceParallelGroup
@@ -141,7 +142,6 @@ class _Current(threading.local):
 
 
 _current = _Current()
-_subclasses: dict[tuple[type[nn.Module], str], type[nn.Module]] = {}
 
 
 def current_layer() -> LayerContext | None:
@@ -185,14 +185,6 @@ def install_layer_context(
         # Not compiled: a compiled graph would bypass the function mode and the thread's context.
         uncompiled = functools.partial(_layer_members, decorate=not_compiled)
         layer.__class__ = subclass_of(type(layer), "attending", uncompiled)
-
-
-def subclass_of(base: type[nn.Module], purpose: str, make: Callable[[Any], dict[str, Any]]) -> type[nn.Module]:
-    """Return a subclass of the same name with the members of `make(base)`, cached by purpose."""
-    if (base, purpose) not in _subclasses:
-        members = {**make(base), "__module__": base.__module__, "__doc__": base.__doc__}
-        _subclasses[base, purpose] = type(base.__name__, (base,), members)
-    return _subclasses[base, purpose]
 
 
 def _layer_members(base: type[nn.Module], *, decorate: Callable[[Any], Any] | None = None) -> dict[str, Any]:

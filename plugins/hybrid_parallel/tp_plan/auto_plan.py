@@ -13,6 +13,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
+from booster.core.layer_stacks import find_stacks
 from booster.errors import ConfigError
 from booster.plugins.hybrid_parallel.tensor_parallel.linear import is_linear
 from booster.plugins.hybrid_parallel.tensor_parallel.shard_spec import Block
@@ -25,7 +26,7 @@ from .equivalence_check import (
     module_signature,
     run_equivalence_check,
 )
-from .plan import AttributeChange, PartialPlan, Style, feature_sizes, find_stacks, generalize
+from .plan import AttributeChange, PartialPlan, Style, feature_sizes, generalize
 
 _NUM_FEATURES_NAMES = (
     "all_head_size",

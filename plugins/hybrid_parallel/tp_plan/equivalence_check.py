@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from booster.core.layer_stacks import find_stacks
 from booster.errors import ConfigError, first_line
 from booster.plugins.hybrid_parallel.tensor_parallel.linear import is_linear
 from booster.plugins.hybrid_parallel.tensor_parallel.shard_spec import Block, local_sizes, sharded_spec
@@ -25,7 +26,6 @@ from .plan import (
     PlannedEntry,
     TensorParallelPlan,
     feature_sizes,
-    find_stacks,
     generalize,
     split_dim,
 )

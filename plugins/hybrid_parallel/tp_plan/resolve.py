@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from booster.comm import real_tensors
+from booster.core.layer_stacks import find_stacks, stack_layer_of
 from booster.errors import ConfigError
 from booster.plugins.hybrid_parallel.tensor_parallel.linear import is_linear
 
@@ -34,12 +35,10 @@ from .plan import (
     TensorParallelPlan,
     UserPlan,
     feature_sizes,
-    find_stacks,
     generalize,
     match_names,
     read_style,
     split_dim,
-    stack_layer_of,
 )
 from .tables import table_plan, transformers_plan
 from .validate import check_plan, check_styles

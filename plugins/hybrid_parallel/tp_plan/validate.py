@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 
 from torch import nn
 
+from booster.core.layer_stacks import find_stacks, stack_layer_of
 from booster.errors import ConfigError
 from booster.plugins.hybrid_parallel.tensor_parallel.linear import is_linear, is_transposed
 from booster.plugins.hybrid_parallel.tensor_parallel.shard_spec import local_sizes
@@ -17,8 +18,6 @@ from .plan import (
     Style,
     TensorParallelPlan,
     feature_sizes,
-    find_stacks,
-    stack_layer_of,
 )
 
 _EMBEDDING_STYLES = frozenset({"embedding_colwise", "embedding_colwise_gather_output"})

@@ -10,8 +10,8 @@ from typing import Any
 from torch import nn
 from torch.nn.utils.parametrize import ParametrizationList
 
+from booster.core.layer_stacks import find_stacks
 from booster.errors import ConfigError
-from booster.plugins.hybrid_parallel.tp_plan.plan import find_stacks
 from booster.plugins.hybrid_parallel.tp_plan.tables import pretrained_models
 
 from .tracing import Trace, holds_parameters, trace_calls
