@@ -10,6 +10,7 @@ _checkout = Path(__file__).resolve().parent.parent
 if (_checkout / "checkpoint_io" / "__init__.py").is_file() and (_checkout / "pyproject.toml").is_file():
     __path__.append(str(_checkout))  # source checkout: plugins/, kernels/, checkpoint_io/ lie beside this folder
 
+from .activation_checkpointing import checkpoint_activations
 from .booster import Booster
 from .checkpoint_io import CheckpointIO, GeneralCheckpointIO
 from .chunked_loss import chunked_cross_entropy
@@ -66,6 +67,7 @@ __all__ = [
     "Plugin",
     "RankFailedError",
     "TensorSlice",
+    "checkpoint_activations",
     "chunked_cross_entropy",
     "disable_existing_loggers",
     "estimate_memory",

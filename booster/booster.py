@@ -26,6 +26,7 @@ from .boost_checks import (
 from .booster_checkpoint import CheckpointMethods
 from .checkpoint_io import CheckpointIO
 from .comm import barrier, check_same_across_ranks, group_rank, group_size, timeout_scope
+from .core.activation_policy import POLICY
 from .core.compiling import compile_layers, parse_compile_options
 from .core.plain_torch import hook_clipping
 from .data.dataloader import active_position
@@ -168,6 +169,9 @@ class Booster(CheckpointMethods):
             )
         if wrapped is not None:
             hook_clipping(wrapped)
+            for policy in dict.fromkeys(vars(one)[POLICY] for one in model.modules() if POLICY in vars(one)):
+                if policy.end_step is not None:
+                    wrapped.register_step_hook(policy.end_step)
         if enable_compilation is not None:
             enable_compilation()
         register_model(self.plugin, boosted, wrapped)

@@ -78,10 +78,24 @@ def add_parser(commands: Any) -> None:
         "--seq", "--sequence-length", "--sequence_length", type=int, metavar="N", help="sequence length (2048)"
     )
     parser.add_argument(
+        "--checkpoint-activations",
+        "--checkpoint_activations",
+        metavar="POLICY",
+        help="activation checkpointing: layers, selective, or a budget per rank such as 8GiB",
+    )
+    parser.add_argument(
         "--gradient-checkpointing",
         "--gradient_checkpointing",
+        dest="checkpoint_activations",
+        action="store_const",
+        const="layers",
+        help="--checkpoint-activations layers",
+    )
+    parser.add_argument(
+        "--offload-activations",
+        "--offload_activations",
         action="store_true",
-        help="recompute the layers of a transformers model in backward",
+        help="offload the inputs of recomputed layers to the host",
     )
     parser.add_argument("--optimizer", default="AdamW", metavar="NAME", help="class of torch.optim or optim (AdamW)")
     parser.add_argument(
@@ -165,15 +179,23 @@ def estimate(arguments: argparse.Namespace) -> int:
 def _load_model(arguments: argparse.Namespace) -> ModelSource:
     import torch
 
-    from booster.estimate.model_sources import enable_gradient_checkpointing, load_model
+    from booster.estimate.candidates import bytes_from_text
+    from booster.estimate.model_sources import enable_activation_checkpointing, load_model
 
     # The reason why a model can't be run is listed; torch would log a stack as well.
     if "TORCH_LOGS" not in os.environ:
         logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[arguments.dtype]
     source = load_model(arguments.model, batch=arguments.batch, sequence=arguments.seq, dtype=dtype)
-    if arguments.gradient_checkpointing:
-        enable_gradient_checkpointing(source)
+    policy, offload = arguments.checkpoint_activations, arguments.offload_activations
+    if policy is not None:
+        budget = None if policy in ("layers", "selective") else bytes_from_text(policy, "--checkpoint-activations")
+        name = policy if budget is None else "budget"
+        enable_activation_checkpointing(source, name, budget_bytes=budget, offload=offload)
+    elif offload:
+        raise ConfigError(
+            "--offload-activations is for the inputs of recomputed layers: add --checkpoint-activations layers"
+        )
     return source
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, TypeVar, cast
 
 import torch
@@ -12,6 +13,7 @@ from torch import nn
 
 from booster.errors import ConfigError
 
+from .activation_policy import WHOLE_LAYERS
 from .layer_stacks import find_stacks, subclass_of
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -102,7 +104,8 @@ def compile_layers(model: nn.Module, options: Mapping[str, Any]) -> Callable[[],
     purpose = ("compiled", repr(sorted(options.items())))
     for layer in layers:
         if not is_compiled_layer(layer):
-            layer.__class__ = subclass_of(type(layer), purpose, lambda base: _compiled_members(base, options))
+            make = partial(_compiled_members, options=options)
+            layer.__class__ = subclass_of(type(layer), purpose, make, below=WHOLE_LAYERS)
     if names:
         inner = {one: layer for layer in layers for one in layer.modules() if one is not layer}
         model.__dict__[LAYER_OF_COMPILED] = inner

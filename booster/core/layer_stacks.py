@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+_Make = Callable[[Any], dict[str, Any]]
 _subclasses: dict[tuple[type[nn.Module], object], type[nn.Module]] = {}
 
 
@@ -30,10 +31,20 @@ def stack_layer_of(name: str, stacks: tuple[tuple[str, ...], ...]) -> str | None
     return None
 
 
-def subclass_of(base: type[nn.Module], purpose: object, make: Callable[[Any], dict[str, Any]]) -> type[nn.Module]:
-    """Return a subclass of the same name with the members of `make(base)`, cached by purpose, which is hashable."""
+def subclass_of(base: type[nn.Module], purpose: object, make: _Make, below: object = None) -> type[nn.Module]:
+    """Return a subclass of the same name with the members of `make(base)`.
+
+    Args:
+        base: Class of a layer.
+        purpose: Purpose of the subclass, hashable; there is one per purpose.
+        make: Function that returns the members, which may call those of its argument.
+        below: Purpose of another subclass, optional: if `base` is one, it is derived anew from the new subclass.
+    """
+    if below is not None and vars(base).get("_subclass_purpose") == below:
+        return subclass_of(subclass_of(base.__base__, purpose, make), below, base._subclass_members)  # type: ignore[arg-type, attr-defined]
     if (base, purpose) not in _subclasses:
         members = {**make(base), "__module__": base.__module__, "__doc__": base.__doc__}
+        members |= {"_subclass_purpose": purpose, "_subclass_members": staticmethod(make)}
         _subclasses[base, purpose] = type(base.__name__, (base,), members)
     return _subclasses[base, purpose]
 

@@ -94,6 +94,7 @@ class OptimizerWrapper(DeprecatedOverrides, Optimizer):
         self._num_microbatches = 0
         self._last_norm: torch.Tensor | None = None
         self._gradient_hooks: list[Callable[[Sequence[torch.Tensor]], None]] = []
+        self._step_hooks: list[Callable[[], None]] = []
         self._fused_update = optim if isinstance(optim, FusedUpdate) else None
 
     # Backward.
@@ -281,6 +282,10 @@ class OptimizerWrapper(DeprecatedOverrides, Optimizer):
         """Register `hook(gradients)`, called once per step with this rank's unscaled gradients."""
         self._gradient_hooks.append(hook)
 
+    def register_step_hook(self, hook: Callable[[], None]) -> None:
+        """Register `hook()`, called on every rank at the end of every step, also of a skipped one."""
+        self._step_hooks.append(hook)
+
     # Step.
 
     @in_phase("step")
@@ -328,6 +333,8 @@ class OptimizerWrapper(DeprecatedOverrides, Optimizer):
         self._accumulation.has_stepped = True
         self._num_steps += 1
         end_step(self, self._num_steps)
+        for hook in self._step_hooks:
+            hook()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients and end the accumulation; no effect inside of `Booster.accumulate` before the step."""

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from booster.activation_checkpointing import checkpoint_activations
 from booster.errors import BoosterError, ConfigError
 from booster.pytree import iter_tensors
 
@@ -385,21 +386,21 @@ def load_model(
     return _from_config(str(path), _read_config(path), batch, sequence, dtype)
 
 
-def enable_gradient_checkpointing(source: ModelSource) -> None:
-    """Enable gradient checkpointing of a transformers model.
+def enable_activation_checkpointing(
+    source: ModelSource, policy: str, *, budget_bytes: int | None, offload: bool
+) -> None:
+    """Give the model's layers a policy; see `checkpoint_activations`.
 
     Raises:
-        ConfigError: The model does not support it.
+        ConfigError: The model has no layers.
     """
-    enable = getattr(source.model, "gradient_checkpointing_enable", None)
-    if enable is None or not getattr(source.model, "supports_gradient_checkpointing", False):
-        raise ConfigError(
-            f"--gradient-checkpointing is not supported by {source.name} in transformers: omit it, and use"
-            " torch.utils.checkpoint in script.py:build_model, or for hybrid_parallel give --settings"
-            " gradient_checkpoint_config=True"
-        )
-    enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    source.notes.append("layers are recomputed in backward")
+    checkpoint_activations(source.model, policy, budget_bytes=budget_bytes, offload="cpu" if offload else None)
+    what = {
+        "layers": "layers are recomputed",
+        "selective": "cheap operations of layers are recomputed",
+        "budget": f"layers are recomputed as far as their activations exceed {budget_bytes} bytes",
+    }[policy]
+    source.notes.append(f"{what} in backward{', with their inputs offloaded' if offload else ''}")
 
 
 def _read_config(path: Path) -> dict[str, Any]:

@@ -10,6 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from booster.core.activation_budget import ActivationBudget
+from booster.core.activation_policy import policy_of
+
 from .simulation import CheckpointMemory, MemoryParts, SimulatedMemory
 
 # Note [Layer extrapolation]
@@ -19,7 +22,8 @@ from .simulation import CheckpointMemory, MemoryParts, SimulatedMemory
 # layer, the layers between, and the last layer begin and end. The peak of each segment is extrapolated, and the largest
 # is taken: between the first and the last layer memory changes evenly, so its peak is at one of the ends.
 # Numbers of layers differ by an even number, as buffers alternate.
-# If the layers differ in any visible attribute, or fewer of them can't be trained, the full model is simulated.
+# If the layers differ in any visible attribute, or fewer of them can't be trained, the full model is simulated. So it
+# is with a budget for activations, which decides by the number of layers what each of them keeps.
 MIN_LAYERS = 13
 MIN_NUMEL = 2**28  # smaller models are simulated in full: their communication buffers are not full yet
 _COMPARABLE_TYPES = (int, float, str, bool, type(None), torch.dtype, torch.device, tuple)
@@ -28,6 +32,8 @@ _COMPARABLE_TYPES = (int, float, str, bool, type(None), torch.dtype, torch.devic
 def find_repeated_layers(model: nn.Module) -> str | None:
     """Return the name of the longest `ModuleList` of identical layers that is worth extrapolating, or None."""
     if sum(parameter.numel() for parameter in model.parameters()) < MIN_NUMEL:
+        return None
+    if any(isinstance(policy_of(module), ActivationBudget) for module in model.modules()):
         return None
     lists = {name: one for name, one in model.named_modules() if type(one) is nn.ModuleList and len(one) >= MIN_LAYERS}
     alike = [name for name, one in lists.items() if _are_identical(list(one)) and _are_untied(model, one)]

@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import functools
 import math
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
+from booster.core.activation_policy import (
+    RecomputeLayers,
+    checkpoint_layer,
+    is_checkpointed_by_transformers,
+    policy_of,
+)
 from booster.errors import ConfigError
 from booster.validation import is_count, is_non_nan_number
 
-# Only a layer's forward is recomputed, not its hooks: a hook that shards hidden states runs once, outside. Collectives
-# in the forward are repeated on all ranks. Random numbers repeat: torch restores the default generator, and the RNG
-# streams of tensor-parallel regions are a function of its state.
-_checkpoint = functools.partial(checkpoint, use_reentrant=False)
-_classes: dict[type[nn.Module], type[nn.Module]] = {}
 _DIGITS = 9  # decimals of ratio * num_layers before rounding up, so that 0.1 * 30 is 3
 
 
@@ -87,8 +84,8 @@ def checkpoint_layers(
 ) -> None:
     """Checkpoint the layers of a stack, in place.
 
-    Parameter names and `isinstance` are unchanged, and `copy.deepcopy` works. transformers' own checkpointing is used
-    for layers that support it.
+    Parameter names and `isinstance` are unchanged, and `copy.deepcopy` works. Layers that are checkpointed already, by
+    `checkpoint_activations` or by transformers, are left as they are.
 
     Args:
         model: Model of the layers.
@@ -103,8 +100,11 @@ def checkpoint_layers(
     """
     if stage is None:
         check_stacks(model, [layer_names])
+    policy = RecomputeLayers()
     for name in layer_names[: config.num_layers(len(layer_names), stage)]:
-        _checkpoint_layer(model.get_submodule(name))
+        layer = model.get_submodule(name)
+        if policy_of(layer) is None and not is_checkpointed_by_transformers(layer):
+            checkpoint_layer(layer, policy, name)
 
 
 def check_stacks(model: nn.Module, stacks: Sequence[Sequence[str]]) -> None:
@@ -155,28 +155,3 @@ def _check_num_layers_per_stage(config: GradientCheckpointConfig, numbers: Seque
             f"{given} has {len(numbers)} numbers for pp_size={num_stages} stages: give {num_stages}, or a ratio, which"
             " fits any number of stages"
         )
-
-
-def _checkpoint_layer(layer: nn.Module) -> None:
-    transformers_layers = sys.modules.get("transformers.modeling_layers")  # without an import of transformers
-    own = getattr(transformers_layers, "GradientCheckpointingLayer", None)
-    if own is not None and isinstance(layer, own):
-        # transformers' checkpointing also keeps the recomputation from filling the key-value cache twice.
-        if not getattr(layer, "gradient_checkpointing", False):
-            layer.gradient_checkpointing = True  # type: ignore[assignment]
-            layer._gradient_checkpointing_func = _checkpoint  # type: ignore[assignment]
-    elif type(layer) not in _classes.values():
-        layer.__class__ = _checkpointed_class(type(layer))
-
-
-def _checkpointed_class(base: type[nn.Module]) -> type[nn.Module]:
-    if base in _classes:
-        return _classes[base]
-
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if not self.training or not torch.is_grad_enabled():
-            return base.forward(self, *args, **kwargs)
-        return _checkpoint(functools.partial(base.forward, self), *args, **kwargs)
-
-    _classes[base] = type(base.__name__, (base,), {"forward": forward, "__module__": base.__module__})
-    return _classes[base]

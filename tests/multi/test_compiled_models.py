@@ -6,100 +6,18 @@ import copy
 
 import pytest
 import torch
-import torch.nn.functional as F
+from decoder_cases import LAYOUTS, LENGTH, VOCABULARY, Decoder, compute_loss, make_plugin
 from harness import run_ranks
-from hybrid_cases import on_own_axis, on_tensor_axis
 from torch import nn
 from torch._dynamo.utils import counters
 from zoo import get_model, split_batch
 
 from booster import Booster, chunked_cross_entropy
 from booster.device import current_device
-from booster.plugins import BUILT_IN
 
 pytestmark = pytest.mark.on_device
 
-VOCABULARY, WIDTH, LENGTH = 64, 32, 12
-
-
-class Attention(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.head_dim = 8
-        self.query, self.key, self.value, self.out = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        heads = [
-            one(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for one in (self.query, self.key, self.value)
-        ]
-        return self.out(F.scaled_dot_product_attention(*heads, is_causal=True).transpose(1, 2).flatten(2))
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norms = nn.ModuleList(nn.LayerNorm(WIDTH) for _ in range(2))
-        self.attention = Attention()
-        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x + self.attention(self.norms[0](x))
-        return x + self.down(F.gelu(self.up(self.norms[1](x))))
-
-
-class Decoder(nn.Module):
-    """Has a buffer, which ranks are given before each forward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(2))
-        self.head = nn.Linear(WIDTH, VOCABULARY)
-        self.register_buffer("scale", torch.ones(1))
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        x = self.embedding(ids) * self.scale
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
-
-
-PLAN = {
-    **{f"blocks.*.attention.{name}": "colwise" for name in ("query", "key", "value")},
-    **{"blocks.*.attention.out": "rowwise", "blocks.*.up": "colwise", "blocks.*.down": "rowwise"},
-    **{"embedding": "vocab", "head": "vocab_head"},
-}
 WAYS = ["before", "after", "in place", "layers in place", "by argument"]
-
-
-def hybrid(world_size, arguments):
-    plan = {"plan": PLAN} if arguments.get("tp_size", 1) > 1 else {}
-    return "hybrid_parallel", world_size, {"precision": "fp32", **arguments, **plan}
-
-
-# By name: plugin, ranks, arguments.
-LAYOUTS = {
-    "none": (None, 1, {}),
-    "ddp": ("torch_ddp", 2, {}),
-    "zero 1": ("low_level_zero", 2, {"stage": 1, "precision": "fp32"}),
-    "zero 2": ("low_level_zero", 2, {"stage": 2, "precision": "fp32"}),
-    "zero 1 overlapping": ("low_level_zero", 2, {"stage": 1, "precision": "fp32", "overlap_allgather": True}),
-    "gemini": ("gemini", 2, {"precision": "fp32"}),
-    "fsdp": ("torch_fsdp", 2, {}),
-    **{f"dp zero {stage}": hybrid(2, {"zero_stage": stage}) for stage in (0, 1, 2)},
-    "dp overlapping": hybrid(2, {"zero_stage": 1, "overlap_allgather": True}),
-    "tp": hybrid(2, {"tp_size": 2}),
-    **{f"tp zero {stage}": hybrid(4, {"tp_size": 2, "zero_stage": stage}) for stage in (1, 2)},
-    "tp checkpointed": hybrid(2, {"tp_size": 2, "gradient_checkpoint_config": True}),
-    **{mode: hybrid(*on_tensor_axis(mode, 2)) for mode in ("split_gather", "ring")},
-    **{mode: hybrid(*on_own_axis(mode, 2)) for mode in ("all_to_all", "ring_attn")},
-    "sp checkpointed": hybrid(2, {**on_own_axis("all_to_all", 2)[1], "gradient_checkpoint_config": True}),
-    "tp and sp": hybrid(*on_own_axis("all_to_all", 2, tp_size=2)),
-}
-
-
-def compute_loss(model, ids):
-    return F.cross_entropy(model(ids).flatten(0, 1), ids.flatten())
 
 
 def train_compiled(layout, way, backend):
@@ -116,7 +34,7 @@ def train_compiled(layout, way, backend):
         model = torch.compile(model, backend=backend)
     for module in {"in place": [model], "layers in place": getattr(model, "blocks", [])}.get(way, []):
         module.compile(backend=backend)
-    plugin = None if name is None else _plugin(name, arguments)
+    plugin = None if name is None else make_plugin(name, arguments)
     booster = Booster(plugin=plugin, compile=way == "by argument" and {"backend": backend})
     model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9))
     called = torch.compile(model, backend=backend) if way == "after" else model
@@ -137,13 +55,6 @@ def train_compiled(layout, way, backend):
         losses[-1] = (losses[-1], loss.item())
         compiled.append((counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())))
     return losses, compiled
-
-
-def _plugin(name, arguments):
-    import importlib
-
-    module, kind = BUILT_IN[name]
-    return getattr(importlib.import_module(module), kind)(**arguments)
 
 
 QUICK = [("tp", "before", "eager"), ("tp", "after", "eager"), ("gemini", "by argument", "aot_eager")]
@@ -188,7 +99,7 @@ def train_layers(name, is_compiled):
     for module in model.modules() if is_compiled else ():
         if type(module).__name__.endswith(("DecoderLayer", "LoopingBlock")):
             module.compile(backend="eager")
-    booster = Booster(plugin=_plugin("hybrid_parallel", {"precision": "fp32", "ep_size": 2 if shares else 1}))
+    booster = Booster(plugin=make_plugin("hybrid_parallel", {"precision": "fp32", "ep_size": 2 if shares else 1}))
     model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
     losses = []
     for step in range(3):

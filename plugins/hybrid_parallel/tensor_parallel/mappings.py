@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from booster.comm import start_all_gather, start_all_reduce, start_reduce_scatter
+from booster.comm import is_fake_world, start_all_gather, start_all_reduce, start_reduce_scatter
 
 from .group import TensorParallelGroup
 
@@ -41,7 +41,8 @@ def reduce_from_tp_region(x: torch.Tensor, tp_group: TensorParallelGroup, *, ove
     Args:
         x: Partial tensor of the same shape on all ranks.
         tp_group: The tensor-parallel group.
-        overwrites: If True, the result may overwrite `x`, which has no other views.
+        overwrites: If True, the result may overwrite `x`, which has no other views. Under a dispatch mode it does not:
+            selective activation checkpointing keeps `x` for the recomputation, and does not see that it is overwritten.
 
     Collective: yes.
     """
@@ -176,6 +177,10 @@ def sizes_from_full(full_size: int, tp_group: TensorParallelGroup, length: int |
     return [count * local_sequence_length(length, tp_group.size, rank) for rank in range(tp_group.size)]
 
 
+def _is_seen_by_modes() -> bool:
+    return torch._C._len_torch_dispatch_stack() > 0 and not is_fake_world()
+
+
 class _Copy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, tp_group: TensorParallelGroup) -> torch.Tensor:
@@ -191,7 +196,7 @@ class _AllReduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, tp_group: TensorParallelGroup, overwrites: bool) -> torch.Tensor:
         ctx.tp_group = tp_group
-        if overwrites and x.is_contiguous():
+        if overwrites and x.is_contiguous() and not _is_seen_by_modes():
             ctx.mark_dirty(x)
         else:
             x = x.clone(memory_format=torch.contiguous_format)

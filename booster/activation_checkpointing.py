@@ -1,0 +1,112 @@
+"""Activation checkpointing under every plugin: whole layers, by operation, or within a budget, with offload."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from booster.core.activation_budget import ActivationBudget
+from booster.core.activation_offload import ActivationOffload
+from booster.core.activation_policy import (
+    ActivationPolicy,
+    RecomputeCheapOperations,
+    RecomputeLayers,
+    checkpoint_layer,
+    is_checkpointed_by_transformers,
+    layers_of,
+    policy_of,
+)
+from booster.errors import ConfigError
+from booster.interface import ModelWrapper
+from booster.validation import is_count
+
+_POLICIES = ("layers", "selective", "budget")
+
+
+def checkpoint_activations(
+    model: nn.Module, policy: str = "layers", *, budget_bytes: int | None = None, offload: str | None = None
+) -> nn.Module:
+    """Recompute activations of a model's layers in backward, in place; call it before `boost`.
+
+    The numbers of the training do not change: random numbers repeat. It holds for the layers of every stack (a list of
+    equal layers) in training with gradients, under every plugin, and with `Booster(compile=...)`.
+
+    Args:
+        model: The user's model.
+        policy: "layers": each layer keeps its inputs only. "selective": it also keeps the outputs of matrix products,
+            convolutions and fused attention, and repeats what is cheap. "budget": as few layers as possible are
+            recomputed; two steps, in which all are, measure what fits.
+        budget_bytes: Bytes of activations per rank, for "budget": inputs of layers, what layers that are not recomputed
+            save for backward, and the recomputation of the largest one.
+        offload: "cpu" moves the inputs of recomputed layers to pinned host memory, and back ahead of their use. No
+            effect on a CPU, whose memory they are in. Optional.
+
+    Returns:
+        The model.
+
+    Raises:
+        ConfigError: An argument is invalid, the model is boosted or has no layers, or they are checkpointed already.
+
+    Collective: no. With "budget" the second step sends one small message, and raises `ConfigError` on all ranks if
+    `budget_bytes` is less than what the recomputation of all layers needs.
+
+    Examples:
+        >>> import torch
+        >>> from booster import checkpoint_activations
+        >>> layers = [torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True) for _ in range(3)]
+        >>> model = checkpoint_activations(torch.nn.Sequential(*layers))
+    """
+    _check_arguments(model, policy, budget_bytes, offload)
+    layers = layers_of(model)
+    if not layers:
+        raise ConfigError(
+            f"checkpoint_activations(): {type(model).__name__} has no stack of equal layers to recompute: put the"
+            " layers in an nn.ModuleList, or call torch.utils.checkpoint in the model's forward"
+        )
+    for name, layer in layers.items():
+        if policy_of(layer) is not None or is_checkpointed_by_transformers(layer):
+            raise ConfigError(
+                f"checkpoint_activations(): {name!r} is checkpointed already: call it once, and leave out"
+                " gradient_checkpointing_enable() and gradient_checkpoint_config"
+            )
+    chosen = _policy(policy, list(layers), budget_bytes, None if offload is None else ActivationOffload())
+    for name, layer in layers.items():
+        checkpoint_layer(layer, chosen, name)
+    return model
+
+
+def _policy(
+    policy: str, names: list[str], budget_bytes: int | None, offload: ActivationOffload | None
+) -> ActivationPolicy:
+    if policy == "layers":
+        return RecomputeLayers(offload)
+    if policy == "selective":
+        return RecomputeCheapOperations()
+    assert budget_bytes is not None
+    return ActivationBudget(names, budget_bytes, offload)
+
+
+def _check_arguments(model: nn.Module, policy: str, budget_bytes: int | None, offload: str | None) -> None:
+    if isinstance(model, ModelWrapper):
+        raise ConfigError("checkpoint_activations() was given a boosted model: call it before boost()")
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"checkpoint_activations() got a {type(model).__name__}: give a torch.nn.Module")
+    if policy not in _POLICIES:
+        raise ConfigError(f"checkpoint_activations(policy={policy!r}): give one of {', '.join(map(repr, _POLICIES))}")
+    if (policy == "budget") != (budget_bytes is not None):
+        wrong = "without budget_bytes" if budget_bytes is None else f"with budget_bytes={budget_bytes!r}"
+        raise ConfigError(
+            f"checkpoint_activations(policy={policy!r}) {wrong}: write policy='budget', budget_bytes=8 * 2**30 for 8"
+            " GiB"
+        )
+    if budget_bytes is not None and not is_count(budget_bytes):
+        raise ConfigError(
+            f"checkpoint_activations(budget_bytes={budget_bytes!r}) is not a number of bytes: give an int such as"
+            " 8 * 2**30"
+        )
+    if offload not in (None, "cpu"):
+        raise ConfigError(f"checkpoint_activations(offload={offload!r}): give 'cpu', or leave it out")
+    if offload is not None and policy == "selective":
+        raise ConfigError(
+            "checkpoint_activations(policy='selective', offload='cpu'): what is kept of operations is needed at once in"
+            " the recomputation, too early to come from the host: write policy='layers' or 'budget' to offload"
+        )

@@ -1,0 +1,174 @@
+"""Offload of activations to host memory, and prefetch ahead of their use in backward."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+
+from booster.comm import is_fake_world
+from booster.comm.fake import offloaded_memory
+
+_MIN_BYTES = 4096  # a smaller tensor costs more to copy than to keep
+
+
+class Packed(Protocol):
+    """A tensor saved for backward."""
+
+    def unpack(self) -> torch.Tensor:
+        """Return the tensor."""
+        ...
+
+
+class _Kept:
+    """A tensor that stays on its device. torch checks versions of saved tensors only without hooks."""
+
+    def __init__(self, tensor: torch.Tensor, witness: object) -> None:
+        self._tensor = tensor.detach()  # an operator's output would otherwise keep its own graph alive
+        self._version = tensor._version
+        self._witness = witness
+
+    def unpack(self) -> torch.Tensor:
+        if self._tensor._version != self._version:
+            raise RuntimeError(
+                f"a {self._tensor.dtype} tensor of shape {tuple(self._tensor.shape)}, which backward needs as it was in"
+                " forward, has been modified by an in-place operation: use an operation that is not in place"
+            )
+        return self._tensor
+
+
+class _PackedByOthers:
+    """A tensor left to the saved-tensor hooks around these."""
+
+    def __init__(self, packed: Any, unpack: Callable[[Any], torch.Tensor], witness: object) -> None:
+        self._packed, self._unpack, self._witness = packed, unpack, witness
+
+    def unpack(self) -> torch.Tensor:
+        return self._unpack(self._packed)
+
+
+@contextmanager
+def packing(pack: Callable[[torch.Tensor], Packed | None], witness: object = None) -> Iterator[None]:
+    """Save tensors for backward in the block by a function; those that it returns None for are saved as outside of it.
+
+    Unlike torch's hooks, of which only the innermost ones are called: around these may be those of activation
+    checkpointing, or of a plugin that gathers weights for backward.
+
+    Args:
+        pack: Function of each tensor.
+        witness: Object to reference as long as the tensors left to others are saved, optional.
+    """
+    outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
+
+    def pack_hook(tensor: torch.Tensor) -> Packed:
+        packed = pack(tensor)
+        if packed is not None:
+            return packed
+        return _Kept(tensor, witness) if outer is None else _PackedByOthers(outer[0](tensor), outer[1], witness)
+
+    with torch.autograd.graph.saved_tensors_hooks(pack_hook, _unpack):
+        yield
+
+
+def _unpack(packed: Packed) -> torch.Tensor:
+    return packed.unpack()
+
+
+class ActivationOffload:
+    """Moves activations to pinned host memory after their use in forward, and back ahead of their use in backward.
+
+    Both directions have a stream of their own. Backward needs activations in the reverse order of forward: reading one
+    starts the copy of the one before, which travels during the recomputation of the layer in between. On the CPU
+    activations are in host memory already, and nothing is copied. Copies of a model share it.
+    """
+
+    def __init__(self) -> None:
+        self._streams: dict[torch.device, tuple[torch.Stream, torch.Stream]] = {}
+        self._last: weakref.ref[_OnHost] | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ActivationOffload:
+        return self
+
+    def pack(self, tensor: torch.Tensor) -> Packed | None:
+        """Start the offload of a tensor that needs a gradient; None for others, which stay.
+
+        Those are masks and position embeddings, the same tensors for all layers.
+        """
+        is_on_host = tensor.device.type == "cpu" and not is_fake_world()
+        if is_on_host or not tensor.requires_grad or tensor.nbytes < _MIN_BYTES:
+            return None
+        if is_fake_world():
+            return _FakeOnHost(tensor)
+        before = None if self._last is None else self._last()
+        offloaded = _OnHost(tensor, self._streams_of(tensor.device), before)
+        self._last = weakref.ref(offloaded)
+        return offloaded
+
+    def _streams_of(self, device: torch.device) -> tuple[torch.Stream, torch.Stream]:
+        if device not in self._streams:
+            self._streams[device] = (torch.Stream(device=device), torch.Stream(device=device))
+        return self._streams[device]
+
+
+class _OnHost:
+    """An activation in host memory.
+
+    Args:
+        tensor: The activation on its device.
+        streams: Streams of the copies to the host and back.
+        before: Activation that was offloaded before it, or None.
+    """
+
+    def __init__(
+        self, tensor: torch.Tensor, streams: tuple[torch.Stream, torch.Stream], before: _OnHost | None
+    ) -> None:
+        self._device = tensor.device
+        to_host, self._to_device = streams
+        self._before = None if before is None else weakref.ref(before)
+        self._fetched: torch.Tensor | None = None
+        source = tensor.detach()
+        self._host = torch.empty_like(source, device="cpu", pin_memory=True)
+        to_host.wait_stream(torch.accelerator.current_stream(self._device))
+        with to_host:
+            self._host.copy_(source, non_blocking=True)
+        self._is_on_host = to_host.record_event()
+        source.record_stream(to_host)  # type: ignore[arg-type]
+
+    def start_fetch(self) -> None:
+        """Start the copy to the device, unless it has been started."""
+        if self._fetched is not None:
+            return
+        self._to_device.wait_event(self._is_on_host)
+        with self._to_device:
+            self._fetched = torch.empty_like(self._host, device=self._device)
+            self._fetched.copy_(self._host, non_blocking=True)
+        self._is_on_device = self._to_device.record_event()
+
+    def unpack(self) -> torch.Tensor:
+        """Return the activation on its device, and start the copy of the one before."""
+        self.start_fetch()
+        current = torch.accelerator.current_stream(self._device)
+        current.wait_event(self._is_on_device)
+        fetched, self._fetched = self._fetched, None  # a second backward over the graph fetches it again
+        assert fetched is not None
+        fetched.record_stream(current)  # type: ignore[arg-type]
+        before = None if self._before is None else self._before()
+        if before is not None:
+            before.start_fetch()
+        return fetched
+
+
+class _FakeOnHost:
+    """An activation without values, whose memory counts as the host's."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._device = tensor.device
+        with offloaded_memory():
+            self._host = torch.empty_like(tensor.detach())
+
+    def unpack(self) -> torch.Tensor:
+        """Return a tensor on the device."""
+        return torch.empty_like(self._host)

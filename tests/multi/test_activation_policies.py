@@ -1,0 +1,157 @@
+"""Activation checkpointing by policy under every plugin: the bits of training without it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from decoder_cases import LAYOUTS, LENGTH, VOCABULARY, Decoder, compute_loss, make_plugin
+from harness import run_ranks
+from zoo import get_model, split_batch
+
+from booster import Booster, ConfigError, checkpoint_activations
+from booster.core.activation_budget import ActivationBudget
+from booster.core.activation_policy import policy_of
+from booster.device import current_device
+
+pytestmark = pytest.mark.on_device
+
+NUM_BLOCKS = 4
+GIBI = 2**30
+POLICIES = {
+    "layers": {},
+    "selective": {"policy": "selective"},
+    "offload": {"offload": "cpu"},
+    "all fit": {"policy": "budget", "budget_bytes": GIBI},
+    "some fit": {"policy": "budget"},
+    "some fit, offload": {"policy": "budget", "offload": "cpu"},
+}
+
+
+def train(layout, settings, is_compiled=False):
+    """Return the losses, weights and number of layers that are recomputed, if it depends on a budget."""
+    torch._dynamo.reset()
+    name, _, arguments = LAYOUTS[layout]
+    plugin = None if name is None else make_plugin(name, arguments)
+    booster = Booster(plugin=plugin, compile=is_compiled and {"backend": "aot_eager"})
+    torch.manual_seed(0)
+    model = Decoder(NUM_BLOCKS, dropout=0.2)
+    if settings is not None:
+        checkpoint_activations(model, **settings)
+    policy = policy_of(model.blocks[0])
+    budget = policy if isinstance(policy, ActivationBudget) else None
+    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9))
+    torch.manual_seed(0 if plugin is None else plugin.dp_rank)
+    losses = []
+    for step in range(5):
+        for microbatch in range(2):
+            generator = torch.Generator().manual_seed(
+                10 * step + microbatch + (0 if plugin is None else plugin.dp_rank)
+            )
+            ids = torch.randint(0, VOCABULARY, (2, LENGTH), generator=generator).to(current_device())
+            with booster.accumulate(model, optimizer, 2):
+                loss = compute_loss(model, ids)
+                booster.backward(loss, optimizer)
+                booster.clip_grad_norm_(optimizer, 1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+            losses.append(loss.item())
+    weights = {one.name: one.tensor.detach().cpu().clone() for one in model.tensor_slices()}
+    return losses, weights, None if budget is None else len(budget.recomputed), budget and budget.costs
+
+
+def budget_for(layout, offload):
+    """Return a budget that half of the layers fit in."""
+    *_, costs = run_ranks(train, LAYOUTS[layout][1], layout, POLICIES["all fit"])[0]
+    inputs = 0 if offload else sum(cost.input_bytes * cost.num_live for cost in costs.values())
+    cost = costs["blocks.0"]
+    assert cost.kept_bytes > cost.input_bytes > 0
+    kept = cost.kept_bytes + (cost.input_bytes if offload else 0)
+    return inputs + 2 * kept * cost.num_live + cost.kept_bytes
+
+
+QUICK = [("none", "layers"), ("gemini", "selective"), ("fsdp", "some fit"), ("tp", "selective"), ("zero 2", "offload")]
+GRID = [(layout, policy) for layout in LAYOUTS for policy in POLICIES if (layout, policy) not in QUICK]
+GRID = [(layout, policy) for layout, policy in GRID if not layout.endswith("checkpointed")]
+
+
+@pytest.mark.parametrize(
+    ("layout", "policy"), [*QUICK, *(pytest.param(*case, marks=pytest.mark.slow) for case in GRID)]
+)
+def test_training_is_the_same(layout, policy):
+    settings = dict(POLICIES[policy])
+    if settings.get("policy") == "budget":
+        settings.setdefault("budget_bytes", budget_for(layout, settings.get("offload")))
+    num_ranks = LAYOUTS[layout][1]
+    expected, found = run_ranks(train, num_ranks, layout, None), run_ranks(train, num_ranks, layout, settings)
+    for (losses, weights, _, _), (other_losses, other_weights, num_recomputed, _) in zip(expected, found, strict=True):
+        assert other_losses == losses
+        assert all(torch.equal(other_weights[name], weight) for name, weight in weights.items())
+        if settings.get("policy") == "budget":
+            assert num_recomputed == (0 if policy == "all fit" else 2)
+
+
+@pytest.mark.parametrize("policy", ["layers", pytest.param("selective", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("layout", ["fsdp", *(pytest.param(one, marks=pytest.mark.slow) for one in LAYOUTS)])
+def test_compiled_layers(layout, policy):
+    num_ranks = LAYOUTS[layout][1]
+    if layout.endswith("checkpointed"):
+        pytest.skip("the plugin checkpoints the layers itself")
+    expected, found = (run_ranks(train, num_ranks, layout, one, True) for one in (None, POLICIES[policy]))
+    for (losses, *_), (other, *_) in zip(expected, found, strict=True):
+        assert other == pytest.approx(losses, rel=1e-6)
+
+
+def train_model(name, arguments, settings):
+    entry = get_model(name)
+    model = entry.build()
+    if settings is not None:
+        checkpoint_activations(model, **settings)
+    plugin = make_plugin("hybrid_parallel", {"precision": "fp32", **arguments})
+    booster = Booster(plugin=plugin)
+    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    losses = []
+    for step in range(3):
+        batch = split_batch(entry.make_batch(step, 8), plugin.dp_rank, plugin.dp_size)
+
+        def criterion(outputs, batch):
+            return outputs["loss"]
+
+        result = booster.execute_pipeline(iter([batch]), model, criterion, optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(result["loss"].item())
+    return losses
+
+
+PIPELINE = {"pp_size": 2, "num_microbatches": 4}
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "num_ranks"),
+    [
+        ("llama", PIPELINE, 2),
+        pytest.param("llama", {**PIPELINE, "tp_size": 2}, 4, marks=pytest.mark.slow),
+        pytest.param("gpt2", PIPELINE, 2, marks=pytest.mark.slow),
+        pytest.param("mixtral", {"ep_size": 2}, 2, marks=pytest.mark.slow),
+        pytest.param("t5", {**PIPELINE, "pp_style": "1f1b"}, 2, marks=pytest.mark.slow),
+    ],
+)
+@pytest.mark.parametrize("policy", ["layers", "selective", "all fit"])
+def test_pipelines_and_experts(name, arguments, num_ranks, policy):
+    expected, found = (run_ranks(train_model, num_ranks, name, arguments, one) for one in (None, POLICIES[policy]))
+    assert found == expected
+
+
+def train_too_small():
+    try:
+        train("zero 1", {"policy": "budget", "budget_bytes": 1000})
+    except ConfigError as error:
+        return str(error)
+    return None
+
+
+def test_a_budget_below_one_layer_raises_on_all_ranks():
+    first, second = run_ranks(train_too_small, 2)
+    assert "budget_bytes=1000" in first
+    assert "give at least budget_bytes=" in first
+    assert first == second
