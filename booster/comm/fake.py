@@ -40,6 +40,16 @@ def host_value(tensor: torch.Tensor, *, fake: float = 1.0) -> float:
     return fake if _is_fake and isinstance(tensor, FakeTensor) else tensor.item()
 
 
+def is_seen_by_modes() -> bool:
+    """Whether dispatch modes other than the simulation's see operators: the user's, or selective checkpointing."""
+    return torch._C._len_torch_dispatch_stack() > 0 and not _is_fake
+
+
+def unseen_by_modes() -> AbstractContextManager[Any]:
+    """Hide operators in the block from these modes, which would record or keep results as if they were the model's."""
+    return _disable_current_modes() if is_seen_by_modes() else nullcontext()
+
+
 # Most buckets of a flat buffer in a simulation, which takes as long as it has operators: a few larger buckets in flight
 # add at most a few per cent of a rank's memory. None: as many as on a real rank.
 max_buckets: int | None = None

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -92,13 +92,18 @@ class ActivationOffload:
     def __deepcopy__(self, memo: dict[int, Any]) -> ActivationOffload:
         return self
 
-    def pack(self, tensor: torch.Tensor) -> Packed | None:
-        """Start the offload of a tensor that needs a gradient; None for others, which stay.
+    def of_inputs(self, inputs: Sequence[Any]) -> AbstractContextManager[None]:
+        """Offload, in the block, those inputs of a layer that need a gradient, when they are saved for backward.
 
-        Those are masks and position embeddings, the same tensors for all layers.
+        Others stay: masks and position embeddings are the same tensors for all layers.
         """
+        tensors = [one for one in inputs if isinstance(one, torch.Tensor) and one.requires_grad]
+        storages = {one.untyped_storage()._cdata for one in tensors}
+        return packing(lambda one: self._pack(one) if one.untyped_storage()._cdata in storages else None)
+
+    def _pack(self, tensor: torch.Tensor) -> Packed | None:
         is_on_host = tensor.device.type == "cpu" and not is_fake_world()
-        if is_on_host or not tensor.requires_grad or tensor.nbytes < _MIN_BYTES:
+        if is_on_host or tensor.nbytes < _MIN_BYTES:
             return None
         if is_fake_world():
             return _FakeOnHost(tensor)

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from .activation_offload import ActivationOffload, packing
+from .activation_offload import ActivationOffload
 from .layer_stacks import find_stacks, subclass_of
 
 # Only a layer's forward is recomputed, not its hooks: a hook that shards hidden states runs once, outside. Collectives
@@ -24,8 +24,11 @@ from .layer_stacks import find_stacks, subclass_of
 POLICY = "_activation_policy"  # attributes of a layer
 LAYER_NAME = "_activation_policy_name"
 _CACHES = ("past_key_values", "layer_past")  # arguments of transformers' layers, as its own checkpointing names them
+# Purposes of layers' subclasses. What a layer's forward needs in a recomputation, too, is below them.
 WHOLE_LAYERS = "recomputed"
-IN_GRAPH = "recomputed in the graph of torch.compile"
+BY_OPERATION = "recomputed by operation"
+COMPILED_BY_OPERATION = "compiled and recomputed by operation"
+RECOMPUTED = frozenset({WHOLE_LAYERS, BY_OPERATION, COMPILED_BY_OPERATION})
 
 _Function = Callable[..., Any]
 
@@ -59,7 +62,7 @@ class ActivationPolicy(ABC):
         """Run a function and keep its inputs only."""
         if self.offload is None:
             return checkpoint(forward, *args, use_reentrant=False)
-        with packing(self.offload.pack):
+        with self.offload.of_inputs(args):
             return checkpoint(forward, *args, use_reentrant=False)
 
 
@@ -78,7 +81,7 @@ class RecomputeCheapOperations(ActivationPolicy):
     scores of an attention that is not fused are repeated, too: they are larger than all else.
     """
 
-    purpose = IN_GRAPH
+    purpose = BY_OPERATION
 
     def run(self, layer: nn.Module, forward: _Function, *args: Any) -> Any:
         """Run the layer under torch's selective checkpointing."""

@@ -13,7 +13,7 @@ from torch import nn
 
 from booster.errors import ConfigError
 
-from .activation_policy import WHOLE_LAYERS
+from .activation_policy import BY_OPERATION, COMPILED_BY_OPERATION, WHOLE_LAYERS, policy_of
 from .layer_stacks import find_stacks, subclass_of
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -101,11 +101,13 @@ def compile_layers(model: nn.Module, options: Mapping[str, Any]) -> Callable[[],
     """
     names = [name for stack in find_stacks(model) for name in stack]
     layers = [model.get_submodule(name) for name in names] or [model]
-    purpose = ("compiled", repr(sorted(options.items())))
+    make, text = partial(_compiled_members, options=options), repr(sorted(options.items()))
     for layer in layers:
         if not is_compiled_layer(layer):
-            make = partial(_compiled_members, options=options)
-            layer.__class__ = subclass_of(type(layer), purpose, make, below=WHOLE_LAYERS)
+            policy = policy_of(layer)
+            is_above = policy is not None and policy.purpose == BY_OPERATION
+            purpose = COMPILED_BY_OPERATION if is_above else "compiled"
+            layer.__class__ = subclass_of(type(layer), purpose, make, settings=text, below={WHOLE_LAYERS})
     if names:
         inner = {one: layer for layer in layers for one in layer.modules() if one is not layer}
         model.__dict__[LAYER_OF_COMPILED] = inner

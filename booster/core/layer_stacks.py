@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Collection, Hashable
+from typing import Any, cast
 
 from torch import nn
 
 _Make = Callable[[Any], dict[str, Any]]
-_subclasses: dict[tuple[type[nn.Module], object], type[nn.Module]] = {}
+_PURPOSE, _DERIVATION = "_subclass_purpose", "_subclass_derivation"
+_subclasses: dict[tuple[type[nn.Module], str, Hashable], type[nn.Module]] = {}
 
 
 def find_stacks(model: nn.Module) -> tuple[tuple[str, ...], ...]:
@@ -31,22 +32,32 @@ def stack_layer_of(name: str, stacks: tuple[tuple[str, ...], ...]) -> str | None
     return None
 
 
-def subclass_of(base: type[nn.Module], purpose: object, make: _Make, below: object = None) -> type[nn.Module]:
+def subclass_of(
+    base: type[nn.Module],
+    purpose: str,
+    make: _Make,
+    *,
+    settings: Hashable = None,
+    below: Collection[str] = (),
+) -> type[nn.Module]:
     """Return a subclass of the same name with the members of `make(base)`.
 
     Args:
         base: Class of a layer.
-        purpose: Purpose of the subclass, hashable; there is one per purpose.
+        purpose: Purpose of the subclass.
         make: Function that returns the members, which may call those of its argument.
-        below: Purpose of another subclass, optional: if `base` is one, it is derived anew from the new subclass.
+        settings: What the members depend on in addition, optional: there is one subclass per purpose and settings.
+        below: Purposes of other subclasses, optional: those that `base` is one of are derived anew from this one.
     """
-    if below is not None and vars(base).get("_subclass_purpose") == below:
-        return subclass_of(subclass_of(base.__base__, purpose, make), below, base._subclass_members)  # type: ignore[arg-type, attr-defined]
-    if (base, purpose) not in _subclasses:
+    if vars(base).get(_PURPOSE) in below:
+        inner = subclass_of(cast(type[nn.Module], base.__base__), purpose, make, settings=settings, below=below)
+        outer, remake, outer_settings = vars(base)[_DERIVATION]
+        return subclass_of(inner, outer, remake, settings=outer_settings)
+    if (base, purpose, settings) not in _subclasses:
         members = {**make(base), "__module__": base.__module__, "__doc__": base.__doc__}
-        members |= {"_subclass_purpose": purpose, "_subclass_members": staticmethod(make)}
-        _subclasses[base, purpose] = type(base.__name__, (base,), members)
-    return _subclasses[base, purpose]
+        members |= {_PURPOSE: purpose, _DERIVATION: (purpose, make, settings)}
+        _subclasses[base, purpose, settings] = type(base.__name__, (base,), members)
+    return _subclasses[base, purpose, settings]
 
 
 def _collect(module: nn.Module, name: str, found: list[tuple[str, ...]]) -> None:

@@ -7,16 +7,15 @@ import weakref
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.hooks import RemovableHandle
 
-from booster.comm import is_fake_world
+from booster.comm.fake import unseen_by_modes
 from booster.core.compiling import LAYER_OF_COMPILED, EagerHook, not_compiled
 from booster.errors import ConfigError
 from booster.plugins.sharding.deferred_init import sharded_copy_error
@@ -341,7 +340,7 @@ class ModuleHooks:
 
     def enter(self, module: nn.Module, own: Sequence[ChunkParam]) -> None:
         """Handle the start of a module."""
-        with _unseen():
+        with unseen_by_modes():
             if not self._running:
                 self._begin_outermost()
             running = _RunningModule(module, error=sys.exc_info()[1])
@@ -358,7 +357,7 @@ class ModuleHooks:
         Raises:
             ConfigError: The module modified its own weights.
         """
-        with _unseen():
+        with unseen_by_modes():
             while self._running:
                 running = self._running.pop()
                 if running.packs:
@@ -391,7 +390,7 @@ class ModuleHooks:
         param = self._params.get(id(parameter))
         if param is None or (param.num_pins > 0 and not param.is_overwritten and param.chunk.is_gathered):
             return
-        with _unseen():
+        with unseen_by_modes():
             if not self._running:
                 self._note_backward()
             self._manager.need((param,))
@@ -471,7 +470,7 @@ class ModuleHooks:
 
     def gather_for_backward(self, param: ChunkParam) -> torch.Tensor:
         """Gather the weights of a parameter and return the chunk's gathered buffer."""
-        with _unseen():
+        with unseen_by_modes():
             if not self._running:  # else it is for an autograd.grad() inside of a forward
                 self._note_backward()
                 self._again.unpin()
@@ -537,12 +536,6 @@ class _GradientArrived:
 def _is_autograd_running() -> bool:
     """Whether this thread is executing a node of a backward graph."""
     return torch._C._current_graph_task_id() != -1
-
-
-def _unseen() -> AbstractContextManager[Any]:
-    """Hide this package's operators in the block from dispatch modes that record or store the model's operators."""
-    is_seen = torch._C._len_torch_dispatch_stack() == 0 or is_fake_world()
-    return nullcontext() if is_seen else _disable_current_modes()
 
 
 def _parameters_in(output: Any) -> Iterator[nn.Parameter]:

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 from harness import distributed, run_ranks
-from memory_cases import PLAN, check, estimated, measured, of_name, trained
+from memory_cases import PLAN, TOKENS, WIDTH, LanguageModel, check, estimated, measured, of_name, trained
 
-from booster import ConfigError
+from booster import ConfigError, checkpoint_activations
 from booster.optim import HybridAdam
-from booster.plugins import HybridParallelPlugin, TorchDDPPlugin
+from booster.plugins import (
+    GeminiPlugin,
+    HybridParallelPlugin,
+    LowLevelZeroPlugin,
+    TorchDDPPlugin,
+    TorchFSDPPlugin,
+)
 
 pytestmark = pytest.mark.on_device
 
@@ -42,6 +50,35 @@ def test_torch_ddp(precision, views):
 @pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.slow)])
 def test_hybrid_parallel(settings, precision):
     check(*trained(lambda: HybridParallelPlugin(precision=precision, **settings), optimizer=HybridAdam))
+
+
+@distributed(world_size=2)
+@pytest.mark.parametrize("policy", [{}, {"policy": "selective"}, {"policy": "budget", "budget_bytes": 24 * 2**20}])
+@pytest.mark.parametrize(
+    "make_plugin",
+    [
+        TorchDDPPlugin,
+        *(
+            pytest.param(one, marks=pytest.mark.slow)
+            for one in (
+                partial(LowLevelZeroPlugin, stage=2, precision="fp32"),
+                partial(GeminiPlugin, precision="fp32"),
+                TorchFSDPPlugin,
+                partial(HybridParallelPlugin, tp_size=2, plan=PLAN, precision="fp32"),
+            )
+        ),
+    ],
+)
+def test_activation_policies(make_plugin, policy):
+    check(*trained(make_plugin, make_model=lambda: checkpoint_activations(LanguageModel(), **policy)))
+
+
+@distributed(world_size=1)
+def test_offloaded_inputs_are_not_on_the_device():
+    kept = estimated(None, make_model=lambda: checkpoint_activations(LanguageModel()), batch=32)
+    offloaded = estimated(None, make_model=lambda: checkpoint_activations(LanguageModel(), offload="cpu"), batch=32)
+    num_bytes = 32 * TOKENS * WIDTH * 4
+    assert kept.memory.backward.total - offloaded.memory.backward.total == pytest.approx(4 * num_bytes, rel=0.1)
 
 
 @pytest.mark.parametrize(

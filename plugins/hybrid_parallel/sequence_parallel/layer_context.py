@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from booster.core.activation_policy import RECOMPUTED
 from booster.core.compiling import not_compiled
 from booster.core.layer_stacks import subclass_of
 from booster.errors import ConfigError
@@ -180,11 +181,11 @@ def install_layer_context(
     layer.__dict__[_STACK] = stack
     layer.__dict__[_INTERCEPTION] = interception
     if interception is None:
-        layer.__class__ = subclass_of(type(layer), "running", _layer_members)
+        layer.__class__ = subclass_of(type(layer), "running", _layer_members, below=RECOMPUTED)
     else:
         # Not compiled: a compiled graph would bypass the function mode and the thread's context.
         uncompiled = functools.partial(_layer_members, decorate=not_compiled)
-        layer.__class__ = subclass_of(type(layer), "attending", uncompiled)
+        layer.__class__ = subclass_of(type(layer), "attending", uncompiled, below=RECOMPUTED)
 
 
 def _layer_members(base: type[nn.Module], *, decorate: Callable[[Any], Any] | None = None) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from booster.comm import all_to_all_single, host_value, sum_dtype
+from booster.comm.fake import unseen_by_modes
 
 from .group import SequenceParallelGroup
 from .zigzag import SequenceSharding
@@ -215,7 +216,8 @@ def ring_attention(
         mask = _shift_padding_rows(mask)
     seed = int(torch.randint(2**62, ()).item()) if dropout > 0.0 else 0
     ring = _Ring(sp_group, sharding, is_causal, AttentionBlock(scale=scale, dropout=dropout, seed=seed))
-    output: torch.Tensor = _RingAttention.apply(query, key, value, mask, ring)
+    with unseen_by_modes():  # output tiles are merged in place
+        output: torch.Tensor = _RingAttention.apply(query, key, value, mask, ring)
     return output
 
 

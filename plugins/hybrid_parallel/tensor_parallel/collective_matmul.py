@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from booster.comm import AllGather, start_all_gather, start_reduce_scatter
+from booster.comm.fake import unseen_by_modes
 
 from .deferred_wgrad import DeferredWGrad, weight_gradient_operands
 from .group import TensorParallelGroup
@@ -184,7 +185,8 @@ def matmul_reduce_scatter(
 
     Collective: in forward and backward.
     """
-    y: torch.Tensor = _MatmulReduceScatter.apply(x, weight, tp_group, tuple(sizes), is_transposed, deferred)  # type: ignore[no-untyped-call]
+    with unseen_by_modes():  # products are reduced in place
+        y: torch.Tensor = _MatmulReduceScatter.apply(x, weight, tp_group, tuple(sizes), is_transposed, deferred)  # type: ignore[no-untyped-call]
     return y
 
 

@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from booster.comm import is_fake_world, start_all_gather, start_all_reduce, start_reduce_scatter
+from booster.comm import start_all_gather, start_all_reduce, start_reduce_scatter
+from booster.comm.fake import is_seen_by_modes
 
 from .group import TensorParallelGroup
 
@@ -177,10 +178,6 @@ def sizes_from_full(full_size: int, tp_group: TensorParallelGroup, length: int |
     return [count * local_sequence_length(length, tp_group.size, rank) for rank in range(tp_group.size)]
 
 
-def _is_seen_by_modes() -> bool:
-    return torch._C._len_torch_dispatch_stack() > 0 and not is_fake_world()
-
-
 class _Copy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, tp_group: TensorParallelGroup) -> torch.Tensor:
@@ -196,7 +193,7 @@ class _AllReduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, tp_group: TensorParallelGroup, overwrites: bool) -> torch.Tensor:
         ctx.tp_group = tp_group
-        if overwrites and x.is_contiguous() and not _is_seen_by_modes():
+        if overwrites and x.is_contiguous() and not is_seen_by_modes():
             ctx.mark_dirty(x)
         else:
             x = x.clone(memory_format=torch.contiguous_format)
