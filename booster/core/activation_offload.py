@@ -12,7 +12,7 @@ import torch
 from booster.comm import is_fake_world
 from booster.comm.fake import offloaded_memory
 
-_MIN_BYTES = 4096  # a smaller tensor costs more to copy than to keep
+_MIN_BYTES = 1024  # a smaller tensor costs more to copy than to keep
 
 
 class Packed(Protocol):

@@ -55,6 +55,8 @@ def train(layout, settings, is_compiled=False):
                 optimizer.step()
                 optimizer.zero_grad()
             losses.append(loss.item())
+    if settings is not None and settings.get("offload") and current_device().type != "cpu":
+        assert policy.offload._streams, "nothing was offloaded"
     weights = {one.name: one.tensor.detach().cpu().clone() for one in model.tensor_slices()}
     return losses, weights, None if budget is None else len(budget.recomputed), budget and budget.costs
 
