@@ -178,7 +178,8 @@ _KEPT = _operations(
 
 
 def _is_kept(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if operation in _KEPT else CheckpointPolicy.PREFER_RECOMPUTE
+    is_collective = getattr(operation, "namespace", None) == "booster"
+    return CheckpointPolicy.MUST_SAVE if is_collective or operation in _KEPT else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def _selective_contexts() -> tuple[Any, Any]:

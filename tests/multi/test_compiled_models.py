@@ -10,9 +10,10 @@ from decoder_cases import LAYOUTS, LENGTH, VOCABULARY, Decoder, compute_loss, ma
 from harness import run_ranks
 from torch import nn
 from torch._dynamo.utils import counters
+from torch.nn import functional as F
 from zoo import get_model, split_batch
 
-from booster import Booster, chunked_cross_entropy
+from booster import Booster, ConfigError, chunked_cross_entropy
 from booster.device import current_device
 
 pytestmark = pytest.mark.on_device
@@ -59,8 +60,8 @@ def train_compiled(layout, way, backend):
 
 QUICK = [("tp", "before", "eager"), ("tp", "after", "eager"), ("gemini", "by argument", "aot_eager")]
 QUICK += [("fsdp", "by argument", "aot_eager"), ("tp checkpointed", "by argument", "eager")]
-# Layers that communicate, whose graphs end there.
-COMMUNICATING = [layout for layout, (_, _, arguments) in LAYOUTS.items() if {"tp_size", "sp_size"} & arguments.keys()]
+# Layers with attention over a sharded sequence, or tokens that are gathered, whose graphs end there.
+COMMUNICATING = [layout for layout, (_, _, arguments) in LAYOUTS.items() if "sequence_parallelism_mode" in arguments]
 GRID = [
     (layout, way, backend)
     for layout in LAYOUTS
@@ -117,3 +118,35 @@ def test_layers_with_experts_and_chunks(name):
     expected, found = (run_ranks(train_layers, 2, name, is_compiled, timeout=120) for is_compiled in (False, True))
     for losses, other in zip(found, expected, strict=True):
         assert losses == pytest.approx(other, rel=1e-5)
+
+
+class NoisyBlock(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x):
+        return x + self.down(F.dropout(self.up(x), 0.5, self.training))
+
+
+def train_with_unknown_numbers(setting):
+    torch._dynamo.reset()
+    model = nn.Sequential(*(NoisyBlock() for _ in range(2)))
+    if setting:
+        for block in model:
+            block.dropout = 0.5
+    plan = {"*.up": "colwise", "*.down": "rowwise"}
+    plugin = make_plugin("hybrid_parallel", {"tp_size": 2, "precision": "fp32", "plan": plan})
+    booster = Booster(plugin=plugin, compile={"backend": "eager"})
+    model, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    try:
+        model(torch.ones(4, 8, device=current_device()))
+    except ConfigError as error:
+        return str(error)
+    return None
+
+
+def test_random_numbers_that_no_setting_tells_of():
+    for message in run_ranks(train_with_unknown_numbers, 2, False):
+        assert "a compiled NoisyBlock drew random numbers" in message
+    assert run_ranks(train_with_unknown_numbers, 2, True) == [None, None]

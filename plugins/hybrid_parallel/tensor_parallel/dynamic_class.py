@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
+import torch
 from torch import nn
 
 from booster.core.compiling import not_compiled
@@ -25,5 +27,13 @@ def mixin_forward(module: nn.Module, mixin: type[nn.Module], config: object) -> 
 
 @functools.cache
 def _derived(mixin: type[nn.Module], base: type[nn.Module]) -> type[nn.Module]:
-    members = {"__module__": mixin.__module__, "forward": not_compiled(mixin.forward)}
+    eager, traced = not_compiled(mixin.forward), getattr(mixin, "traced_forward", None)
+
+    def forward(self: nn.Module, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        # `torch.compile` traces the forward if the layer has one that it can trace as it is configured.
+        if torch.compiler.is_compiling() and self._split.is_traceable(self):  # type: ignore[union-attr, operator]
+            return traced(self, x, *args, **kwargs)  # type: ignore[misc]
+        return eager(self, x, *args, **kwargs)
+
+    members = {"__module__": mixin.__module__, "forward": eager if traced is None else forward}
     return type(mixin.__name__ + base.__name__, (mixin, base), members)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -76,6 +77,13 @@ def _conditions(x: torch.Tensor) -> tuple[object, ...]:
 
 
 _Copy = TypeVar("_Copy")
+_numbers = itertools.count()
+_by_number: weakref.WeakValueDictionary[int, TensorParallelGroup] = weakref.WeakValueDictionary()
+
+
+def group_of_number(number: int) -> TensorParallelGroup:
+    """Return the group of a number; see `TensorParallelGroup.number`."""
+    return _by_number[number]
 
 
 class TensorParallelGroup:
@@ -95,6 +103,10 @@ class TensorParallelGroup:
         rng: RNG streams of this rank's parallel regions.
         sequence_length: Number of tokens of the full sequence in the running stack, set by its splitter.
         precomputed: Outputs of linear layers that were computed together with the gathering of their input.
+        draws_numbers: Whether regions may draw random numbers, as dropout does.
+        number: Number of the group in this process, for operators, which take no objects.
+        traced_input: Last input of a region in a graph of torch.compile that is being traced.
+        traced_copy: Its copy, for all layers that read it.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None, *, sequence_mode: str | None = None) -> None:
@@ -106,12 +118,21 @@ class TensorParallelGroup:
         self.rng = TensorParallelRNG(self.rank, "tensor")
         self.sequence_length: int | None = None
         self.precomputed = PrecomputedOutputs()
+        self.draws_numbers = True
+        self.number = next(_numbers)
+        _by_number[self.number] = self
+        self.traced_input: torch.Tensor | None = None
+        self.traced_copy: torch.Tensor | None = None
         self._input: weakref.ref[torch.Tensor] | None = None
         self._version = -1
         self._copy: object = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TensorParallelGroup:
         return self
+
+    def is_traceable(self, is_training: bool) -> bool:
+        """Whether torch.compile can trace regions: the streams of their random numbers can't be."""
+        return self.size > 1 and not self.shards_sequence and not (is_training and self.draws_numbers)
 
     def shared_input(self, x: torch.Tensor, kind: type[_Copy], make: Callable[[torch.Tensor], _Copy]) -> _Copy:
         """Return `make(x)`, cached while consecutive calls pass the same tensor object.
@@ -136,5 +157,6 @@ class TensorParallelGroup:
     def reset(self) -> None:
         """Drop shared inputs and open regions, at the start and end of a forward and after backward."""
         self._input, self._copy = None, None
+        self.traced_input, self.traced_copy = None, None
         self.precomputed.clear()
         self.rng.leave()  # a region that an aborted forward left open

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -33,6 +33,7 @@ from .mappings import (
     shared_copy_to_tp_region,
     sizes_from_full,
 )
+from .traced_mappings import traced_copy_to_tp_region, traced_reduce_from_tp_region
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +53,11 @@ class ColumnParallelConfig:
     gathers_output: bool
     is_input_gathered: bool
     siblings: tuple[nn.Module, ...]
+
+    def is_traceable(self, module: nn.Module) -> bool:
+        """Whether `traced_forward` does what `forward` does."""
+        plain = not (self.gathers_output or self.is_input_gathered) and len(set(self.sizes)) == 1
+        return plain and self.tp_group.is_traceable(module.training)
 
     def prepare_input(self, x: torch.Tensor) -> torch.Tensor:
         """Return the input of this rank's shard."""
@@ -85,6 +91,7 @@ class RowParallelConfig:
         reduces: If True, the output is reduced over the ranks.
         scatters: If True, the reduction is a reduce-scatter over the tokens.
         sequence_dim: Dimension of the tokens.
+        is_plain: If True, the layer only multiplies by its weight and adds its bias.
     """
 
     tp_group: TensorParallelGroup
@@ -93,6 +100,12 @@ class RowParallelConfig:
     reduces: bool
     scatters: bool
     sequence_dim: int
+    is_plain: bool
+
+    def is_traceable(self, module: nn.Module) -> bool:
+        """Whether `traced_forward` does what `forward` does."""
+        plain = self.reduces and not (self.splits_input or self.scatters) and len(set(self.sizes)) == 1
+        return plain and self.is_plain and self.tp_group.is_traceable(module.training)
 
     def finish_output(self, y: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """Return the layer's output from the shard's output.
@@ -190,7 +203,8 @@ def make_row_parallel(
     """
     check_linear(module, "rowwise")
     scatters = tp_group.shards_sequence if scatters_sequence is None else scatters_sequence
-    config = RowParallelConfig(tp_group, tuple(sizes), splits_input, reduces, scatters, sequence_dim)
+    is_plain = type(module) is nn.Linear or (is_transposed(module) and type(module).__name__ == "Conv1D")
+    config = RowParallelConfig(tp_group, tuple(sizes), splits_input, reduces, scatters, sequence_dim, is_plain)
     setattr(module, "nx" if is_transposed(module) else "in_features", sizes[tp_group.rank])
     mixin_forward(module, RowParallel, config)
 
@@ -211,6 +225,10 @@ class ColumnParallel(nn.Module):
         else:
             y = super().forward(config.prepare_input(x), *args, **kwargs)
         return gather_from_tp_region(y, tp_group, config.sizes) if config.gathers_output else y
+
+    def traced_forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Return this rank's output features, in a graph of torch.compile."""
+        return super().forward(traced_copy_to_tp_region(x, self._split.tp_group), *args, **kwargs)  # type: ignore[no-any-return]
 
 
 class RowParallel(nn.Module):
@@ -238,6 +256,13 @@ class RowParallel(nn.Module):
         if not tp_group.shards_sequence:
             tp_group.rng.leave()  # the stream that the preceding column-parallel layers entered
         return config.finish_output(y, self.bias)
+
+    def traced_forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the reduced output, in a graph of torch.compile."""
+        config, weight = self._split, cast(torch.Tensor, self.weight)
+        y = nn.functional.linear(x, weight.t() if hasattr(self, "nx") else weight)
+        y = traced_reduce_from_tp_region(y, config.tp_group)
+        return y if self.bias is None else y + self.bias.to(y.dtype)
 
 
 def matmul(
