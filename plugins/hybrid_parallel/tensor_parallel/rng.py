@@ -12,6 +12,7 @@ from booster.comm import is_fake_world
 from booster.device import current_device
 
 _RANDOM = ("drop", "jitter", "noise")  # in names of settings
+_OF_HEADS = ("summary_", "classifier_")  # of transformers' configs, outside of the layers
 _NUM_HASH_BITS = 48
 _NUM_TAG_BITS = 15  # 63 bits in total, as seeds may be signed
 
@@ -101,9 +102,13 @@ def may_draw_numbers(model: nn.Module) -> bool:
     settings = [item for holder in (*modules, *configs.values()) for item in getattr(holder, "__dict__", {}).items()]
     settings += [("dropout", one.p) for one in modules if isinstance(one, nn.modules.dropout._DropoutNd)]
     return any(
-        isinstance(value, (int, float)) and value > 0 and any(word in name.lower() for word in _RANDOM)
+        isinstance(value, (int, float)) and value > 0 and not name.startswith(_OF_HEADS) and _is_random(name)
         for name, value in settings
     )
+
+
+def _is_random(name: str) -> bool:
+    return any(word in name.lower() for word in _RANDOM)
 
 
 def _devices() -> tuple[torch.device, ...]:
