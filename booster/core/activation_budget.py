@@ -143,7 +143,7 @@ class _MeasuredForward:
                 num_bytes += storage.nbytes()
 
         start = time.perf_counter_ns()
-        with packing(pack, witness=live):
+        with packing(pack, held=live):
             output = self._forward(*args)
         nanoseconds = time.perf_counter_ns() - start
         cost.kept_bytes = max(cost.kept_bytes, num_bytes)
@@ -176,10 +176,10 @@ def choose_recomputed(costs: dict[str, LayerCost], budget_bytes: int, *, keeps_i
     best: tuple[int, frozenset[str]] | None = None
     for largest in sorted({cost.kept_bytes for cost in costs.values()}):
         free = [name for name, cost in costs.items() if cost.kept_bytes <= largest]
-        room = budget_bytes - base - largest - sum(kept[name] for name in costs if name not in free)
-        if room < 0:
+        capacity = budget_bytes - base - largest - sum(kept[name] for name in costs if name not in free)
+        if capacity < 0:
             continue
-        keep = _most_valuable(free, [kept[one] for one in free], [costs[one].nanoseconds for one in free], room)
+        keep = _most_valuable(free, [kept[one] for one in free], [costs[one].nanoseconds for one in free], capacity)
         recomputed = frozenset(free) - keep
         total = sum(costs[name].nanoseconds for name in recomputed)
         if best is None or total < best[0]:
@@ -205,13 +205,13 @@ def _most_valuable(names: Sequence[str], sizes: Sequence[int], values: Sequence[
     for size, value in zip(sizes, values, strict=True):
         need = math.ceil(size / step)
         took = [False] * (slots + 1)
-        for room in range(slots, need - 1, -1):
-            if best[room - need] + value > best[room]:
-                best[room], took[room] = best[room - need] + value, True
+        for free in range(slots, need - 1, -1):
+            if best[free - need] + value > best[free]:
+                best[free], took[free] = best[free - need] + value, True
         takes.append(took)
-    chosen, room = set(), slots
+    chosen, free = set(), slots
     for index in reversed(range(len(names))):
-        if takes[index][room]:
+        if takes[index][free]:
             chosen.add(names[index])
-            room -= math.ceil(sizes[index] / step)
+            free -= math.ceil(sizes[index] / step)
     return frozenset(chosen)

@@ -26,10 +26,10 @@ class Packed(Protocol):
 class _Kept:
     """A tensor that stays on its device. torch checks versions of saved tensors only without hooks."""
 
-    def __init__(self, tensor: torch.Tensor, witness: object) -> None:
+    def __init__(self, tensor: torch.Tensor, held: object) -> None:
         self._tensor = tensor.detach()  # an operator's output would otherwise keep its own graph alive
         self._version = tensor._version
-        self._witness = witness
+        self._held = held
 
     def unpack(self) -> torch.Tensor:
         if self._tensor._version != self._version:
@@ -43,15 +43,15 @@ class _Kept:
 class _PackedByOthers:
     """A tensor left to the saved-tensor hooks around these."""
 
-    def __init__(self, packed: Any, unpack: Callable[[Any], torch.Tensor], witness: object) -> None:
-        self._packed, self._unpack, self._witness = packed, unpack, witness
+    def __init__(self, packed: Any, unpack: Callable[[Any], torch.Tensor], held: object) -> None:
+        self._packed, self._unpack, self._held = packed, unpack, held
 
     def unpack(self) -> torch.Tensor:
         return self._unpack(self._packed)
 
 
 @contextmanager
-def packing(pack: Callable[[torch.Tensor], Packed | None], witness: object = None) -> Iterator[None]:
+def packing(pack: Callable[[torch.Tensor], Packed | None], held: object = None) -> Iterator[None]:
     """Save tensors for backward in the block by a function; those that it returns None for are saved as outside of it.
 
     Unlike torch's hooks, of which only the innermost ones are called: around these may be those of activation
@@ -59,7 +59,7 @@ def packing(pack: Callable[[torch.Tensor], Packed | None], witness: object = Non
 
     Args:
         pack: Function of each tensor.
-        witness: Object to reference as long as the tensors left to others are saved, optional.
+        held: Object to reference as long as the tensors left to others are saved, optional.
     """
     outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
 
@@ -67,7 +67,7 @@ def packing(pack: Callable[[torch.Tensor], Packed | None], witness: object = Non
         packed = pack(tensor)
         if packed is not None:
             return packed
-        return _Kept(tensor, witness) if outer is None else _PackedByOthers(outer[0](tensor), outer[1], witness)
+        return _Kept(tensor, held) if outer is None else _PackedByOthers(outer[0](tensor), outer[1], held)
 
     with torch.autograd.graph.saved_tensors_hooks(pack_hook, _unpack):
         yield
