@@ -250,12 +250,13 @@ def check_scheduler(lr_scheduler: Any, caller: str) -> Any:
 def verify_same_across_ranks(
     plugin: Plugin,
     mixed_precision: MixedPrecision | None,
-    compile_options: Mapping[str, Any] | None,
     model: Any,
     optimizer: Any | None,
     criterion: Any | None,
     dataloader: Any | None,
     lr_scheduler: Any | None,
+    *,
+    compile_options: Mapping[str, Any] | None = None,
 ) -> Any:
     """Check the arguments of boost() on all ranks; return the result of `plugin.check`.
 

@@ -148,12 +148,12 @@ class Booster(CheckpointMethods):
         checked = verify_same_across_ranks(
             self.plugin,
             self.mixed_precision,
-            self._compile_options,
             model,
             optimizer,
             criterion,
             dataloader,
             lr_scheduler,
+            compile_options=self._compile_options,
         )
         mark_boosted(model, optimizer)
         options = self._compile_options

@@ -18,6 +18,7 @@ from .layer_stacks import find_stacks, subclass_of
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _IS_ENABLED = "_is_compilation_enabled"
+_SKIPS = "skip_fwd_side_effects_in_bwd_under_checkpoint"  # a setting of torch._dynamo
 
 # Attribute of a model with the compiled layer of each module inside of one; the layers themselves are left out. Hooks
 # of these modules run in the graph, so that what they prepare must be prepared by a hook of the layer.
@@ -101,12 +102,13 @@ def compile_layers(model: nn.Module, options: Mapping[str, Any]) -> Callable[[],
     """
     names = [name for stack in find_stacks(model) for name in stack]
     layers = [model.get_submodule(name) for name in names] or [model]
-    make, text = partial(_compiled_members, options=options), repr(sorted(options.items()))
+    text = repr(sorted(options.items()))
     for layer in layers:
         if not is_compiled_layer(layer):
             policy = policy_of(layer)
             is_above = policy is not None and policy.purpose == BY_OPERATION
             purpose = COMPILED_BY_OPERATION if is_above else "compiled"
+            make = partial(_compiled_members, options=options, recomputes=is_above)
             layer.__class__ = subclass_of(type(layer), purpose, make, settings=text, below={WHOLE_LAYERS})
     if names:
         inner = {one: layer for layer in layers for one in layer.modules() if one is not layer}
@@ -124,13 +126,20 @@ def is_compiled_layer(module: nn.Module) -> bool:
     return hasattr(type(module), _IS_ENABLED)
 
 
-def _compiled_members(base: type[nn.Module], options: Mapping[str, Any]) -> dict[str, Any]:
+def _compiled_members(base: type[nn.Module], options: Mapping[str, Any], recomputes: bool) -> dict[str, Any]:
     compiled = torch.compile(base.forward, **options)
+    # What a forward stores, as in `TensorParallelGroup.traced_copy`, needs no repetition in backward.
+    config = torch._dynamo.config  # type: ignore[attr-defined]
+    settings = {_SKIPS: True} if recomputes and hasattr(config, _SKIPS) else {}
 
     @functools.wraps(base.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        function = compiled if getattr(self, _IS_ENABLED) else base.forward
-        return function(self, *args, **kwargs)
+        if not getattr(self, _IS_ENABLED):
+            return base.forward(self, *args, **kwargs)
+        if not settings:
+            return compiled(self, *args, **kwargs)
+        with config.patch(settings):
+            return compiled(self, *args, **kwargs)
 
     return {"forward": forward, _IS_ENABLED: False}
 
