@@ -21,7 +21,7 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 FOLDERS = sorted(path.parent.name for path in EXAMPLES.glob("*/train.py"))
 MAX_LINES = 120
 _FAMILIES = ("bert", "gpt2", "llama", "mixtral")
-preload(*(f"transformers.models.{name}.modeling_{name}" for name in _FAMILIES), "sklearn.datasets")
+preload("peft", *(f"transformers.models.{name}.modeling_{name}" for name in _FAMILIES), "sklearn.datasets")
 PLAIN = ("none", "torch_ddp", "low_level_zero", "gemini", "torch_fsdp", "hybrid_parallel")
 
 
@@ -81,6 +81,53 @@ def test_llama(tmp_path, arguments):
     expected = run_ranks(run, 1, "llama", "torch_ddp", tmp_path / "1", *common)[0]
     for loss in run_ranks(run, 2, "llama", arguments[0], tmp_path / "2", *arguments[1:], *common):
         assert loss == pytest.approx(expected, rel=1e-3)
+
+
+def run_finetune(output, *more):
+    """Returns the losses; the base is trained where there is none, by all ranks of this run."""
+    module = example("finetune")
+    small = ("--pretrain-steps", "2", "--steps", "3", "--layers", "2", "--width", "32", "--batch-size", "8")
+    arguments = module.parse_arguments(["--output", str(output), *small, *more])
+    if not (output / "base").exists():
+        module.pretrain(arguments)
+    return module.finetune(Booster(plugin=module.PLUGINS[arguments.plugin]()), arguments)
+
+
+def sample_finetuned(output, plugin):
+    module = example("finetune")
+    base = module.LlamaForCausalLM.from_pretrained(output / "base")
+    before = module.sample(base)
+    merged = module.PeftModel.from_pretrained(base, output / plugin).merge_and_unload()
+    return before, module.sample(merged)
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # called by peft
+@pytest.mark.parametrize(
+    "plugin",
+    [
+        name if name in ("fsdp", "tp2") else pytest.param(name, marks=pytest.mark.slow)
+        for name in example("finetune").PLUGINS
+    ],
+)
+def test_finetune(tmp_path, plugin):
+    """One process and two ranks over the same base: the same losses, and adapters that peft merges."""
+    expected = run_ranks(run_finetune, 1, tmp_path, "--plugin", "ddp")[0]
+    before, one = run_ranks(sample_finetuned, 1, tmp_path, "ddp")[0]
+    assert len(expected) == 3
+    for losses in run_ranks(run_finetune, 2, tmp_path, "--plugin", plugin):
+        assert losses == pytest.approx(expected, rel=1e-4)
+    assert run_ranks(sample_finetuned, 1, tmp_path, plugin)[0] == (before, one)
+    assert one != before
+
+
+@pytest.mark.slow
+def test_finetune_writes_capitals(tmp_path):
+    train = ("-m", "booster", "run", "--nproc-per-node", "2", EXAMPLES / "finetune/train.py", "--output", tmp_path)
+    found = run_command(*train, "--plugin", "zero2", "--pretrain-steps", "150", "--steps", "60")
+    base, _, merged = found.partition("with the adapter:")
+    letters = [sum(map(test, text)) for text in (base, merged) for test in (str.islower, str.isupper)]
+    assert letters[0] > letters[1]
+    assert letters[3] > letters[2]
 
 
 def run_moe(output, *more):
