@@ -58,6 +58,7 @@ ASSERTS = {
 }
 
 
+@pytest.mark.on_device
 def test_every_wrong_call_is_refused_on_all_ranks_before_anything_changes(tmp_path):
     found = outcomes(tmp_path)
     assert len(found) >= 120
