@@ -12,6 +12,7 @@ from typing import Any
 from . import plugins
 from .errors import ConfigError
 from .interface import Plugin
+from .mixed_precision import mixed_precision_from_name
 
 ENTRY_POINT_GROUP = "booster.plugins"
 # Other terms for built-in plugins, for hints in errors; words of the plugins' names need no entry.
@@ -65,6 +66,8 @@ def plugin_with_precision(name: str, precision: Any, /, **arguments: Any) -> Plu
     has_argument = "precision" in inspect.signature(plugin_class(name)).parameters
     if has_argument and isinstance(precision, str):
         arguments.setdefault("precision", precision)
+    elif isinstance(precision, str) and precision != "fp32" and name in plugins.BUILT_IN:
+        mixed_precision_from_name(precision)  # an unknown one is rejected before the plugin makes process groups
     return plugin_from_name(name, **arguments)
 
 

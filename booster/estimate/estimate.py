@@ -255,7 +255,8 @@ def estimate_memory(
     The plugin trains the model for a few steps on fake tensors: the model is not allocated, and nothing is communicated
     (Note [Simulated training]). It may be called on a single rank before the launch, or with a plugin object.
 
-    Collective with a plugin's name after a launch of `num_ranks` ranks, as making the plugin makes its process groups.
+    Collective with a plugin's name after a launch of `num_ranks` ranks, as the plugin's process groups are made and
+    released.
 
     Args:
         model: Model with real values, on the meta device (`with torch.device("meta")`) or built in a `LazyInitContext`.
@@ -320,7 +321,23 @@ def estimate_recipe(
             f"device_memory={device_memory!r} is not a positive number of bytes: give the memory of a device, such as"
             " 80 * 2**30, or omit it"
         )
-    world = _world_of(plugin, num_ranks, settings, mixed_precision)
+    world, made_here = _world_of(plugin, num_ranks, settings, mixed_precision)
+    try:
+        return _estimate(recipe, world, settings, mixed_precision, device_memory, checkpoint=checkpoint)
+    finally:
+        if made_here is not None:
+            made_here.close()
+
+
+def _estimate(
+    recipe: TrainingRecipe,
+    world: World,
+    settings: Mapping[str, Any] | None,
+    mixed_precision: str | MixedPrecision | None,
+    device_memory: int | None,
+    *,
+    checkpoint: bool,
+) -> MemoryEstimate:
     is_launched = is_initialized()  # then this process's own rank is the only one that can be simulated
     with world(0) as made:
         precision = resolve_mixed_precision(mixed_precision, made)
@@ -438,15 +455,15 @@ def _world_of(
     num_ranks: int | None,
     settings: Mapping[str, Any] | None,
     precision: str | MixedPrecision | None,
-) -> World:
-    """Return a context of the plugin by rank: in a fake world, or the given rank's own after a launch."""
+) -> tuple[World, Plugin | None]:
+    """Return a context of the plugin by rank, in a fake or the launched world, and the plugin to close after it."""
     if isinstance(plugin, Plugin):
         if settings or num_ranks not in (None, group_size()):
             raise ConfigError(
                 f"plugin is a {type(plugin).__name__} with its own settings and world of {group_size()} ranks, but"
                 f" num_ranks={num_ranks!r}, settings={settings!r} were given too: give its name in place of the object"
             )
-        return lambda rank: _in_launched_world(plugin)
+        return lambda rank: _in_launched_world(plugin), None
     if plugin is not None and not isinstance(plugin, str):
         raise ConfigError(
             f"plugin={plugin!r} is a {type(plugin).__name__}: give a Plugin, or a name such as 'low_level_zero'"
@@ -463,8 +480,8 @@ def _world_of(
     if is_initialized() and world_size == group_size():
         with fake_collectives():
             made = make()
-        return lambda rank: _in_launched_world(made)
-    return lambda rank: _in_fake_world(make, world_size, rank)
+        return lambda rank: _in_launched_world(made), made
+    return lambda rank: _in_fake_world(make, world_size, rank), None
 
 
 @contextmanager

@@ -357,6 +357,7 @@ class Chunk:
         self.rank = rank
         self._group = group
         self.params = [ChunkParam(*pair, place, self) for pair, place in zip(named, layout.regions, strict=True)]
+        self._padding = layout.padding
         self.starts = [param.region.start for param in self.params]
         self.weights = ChunkShard(layout.shard_numel, layout.dtype, device)
         self.master = self.weights
@@ -613,7 +614,8 @@ class Chunk:
         for param in self.params:
             if not param.has_gradient:
                 param.view_in(self._gradient).zero_()
-        self._gradient[self.layout.used_numel :].zero_()
+        for padding in self._padding:
+            self._gradient[padding].zero_()
         sums = self._grad_shard_in_memory(take_buffer)
         self._reduction = start_reduce_scatter(self._gradient, self._group, partial(self._recv_view, take_buffer))
         self._reduction.set_output(sums, accumulate=self.has_grad_shard)

@@ -14,17 +14,19 @@ import torch
 from booster.errors import ConfigError
 
 # Note [Chunk layout]
-# A chunk is a flat buffer of full parameters of one kind: equal dtype, and all trained or all frozen. Parameters are
-# consecutive; the rest at the end is waste. Over P ranks a chunk has P equal shards, and rank r owns shard r. One
-# all-gather therefore provides the weights and one reduce-scatter reduces the gradients, with the same number of bytes
-# on every link. A parameter may cover several shards, but never two chunks: a module's weights are views of the
-# gathered chunk, without a copy.
+# A chunk is a flat buffer of full parameters of one kind: equal dtype, and all trained or all frozen. Parameters follow
+# each other; elements that align the next one's start, and the rest at the end, are waste. Over P ranks a chunk has P
+# equal shards, and rank r owns shard r. One all-gather therefore provides the weights and one reduce-scatter reduces
+# the gradients, with the same number of bytes on every link. A parameter may cover several shards, but never two
+# chunks: a module's weights are views of the gathered chunk, without a copy.
 #
 # Shards start at multiples of 64 bytes, aligned for vector instructions. The other shards of a chunk (gradients, fp32
 # master weights, moments) have equal numbers of elements but other dtypes. The narrowest, half precision, needs 32
-# elements for 64 bytes, so all dtypes use multiples of 32 elements.
+# elements for 64 bytes, so all dtypes use multiples of 32 elements. Parameters start at multiples of 16 bytes in half
+# precision: CUDA's grouped products reject other addresses.
 _ALIGNMENT_BYTES = 64
 _HALF_FORMAT_BYTES = 2
+_PARAM_ALIGNMENT = 8
 
 
 def unit_numel(dtype: torch.dtype, num_shards: int) -> int:
@@ -100,7 +102,7 @@ class ChunkLayout:
     Attributes:
         dtype: Dtype of all its parameters.
         trains: If False, the parameters are frozen, and the chunk has neither gradients nor states.
-        numel: Number of elements, including the waste at the end.
+        numel: Number of elements, including waste.
         num_shards: Number of equal shards.
         regions: Regions of the parameters, in order.
     """
@@ -115,7 +117,8 @@ class ChunkLayout:
         """Check the sizes, because a wrong one would only show as wrong values on some ranks."""
         unit = unit_numel(self.dtype, self.num_shards)
         assert self.numel % unit == 0, f"a chunk of {self.numel} elements is not a multiple of {unit}"
-        assert self.used_numel <= self.numel, f"{self.used_numel} elements in a chunk of {self.numel}"
+        end = self.regions[-1].stop if self.regions else 0
+        assert end <= self.numel, f"{end} elements in a chunk of {self.numel}"
 
     @property
     def shard_numel(self) -> int:
@@ -125,7 +128,14 @@ class ChunkLayout:
     @property
     def used_numel(self) -> int:
         """Number of parameter elements."""
-        return self.regions[-1].stop if self.regions else 0
+        return sum(region.stop - region.start for region in self.regions)
+
+    @property
+    def padding(self) -> list[slice]:
+        """Ranges of elements that belong to no parameter, in order."""
+        starts = [*(region.start for region in self.regions), self.numel]
+        stops = [0, *(region.stop for region in self.regions)]
+        return [slice(stop, start) for stop, start in zip(stops, starts, strict=True) if stop < start]
 
     @property
     def num_bytes(self) -> int:
@@ -299,14 +309,15 @@ def plan_chunks(
     numels = [parameter.numel for parameter in parameters]
     kinds, unit = _kinds(parameters, numels, num_shards, module_of, outlier_numel)
     chunk_numel = _round_up(chunk_numel, unit)
-    drafts = [(draft, kind) for kind in kinds for draft in _fill(kind, numels, chunk_numel)]
+    aligned = _aligned(numels)
+    drafts = [(draft, kind) for kind in kinds for draft in _fill(kind, aligned, chunk_numel)]
     drafts.sort(key=lambda pair: pair[0].indices[0])
     chunks = []
     for draft, kind in drafts:
         regions, start = [], 0
         for index in draft.indices:
             regions.append(ParamRegion(index, parameters[index].shape, start, start + numels[index]))
-            start += numels[index]
+            start += aligned[index]
         chunks.append(ChunkLayout(kind.dtype, kind.trains, draft.numel, num_shards, tuple(regions)))
     wasted = sum(chunk.numel - chunk.used_numel for chunk in chunks)
     return ChunkPlan(tuple(chunks), chunk_numel, WasteReport(num_chunks=len(chunks), used=sum(numels), wasted=wasted))
@@ -349,11 +360,12 @@ def search_chunk_numel(
     numels = [parameter.numel for parameter in parameters]
     outlier_numel = _outlier_numel(numels, min_chunk_numel, num_outlier_deviations)
     kinds, unit = _kinds(parameters, numels, num_shards, module_of, outlier_numel)
-    largest = max((sum(numels[index] for run in kind.runs for index in run) for kind in kinds if kind.runs), default=1)
+    aligned = _aligned(numels)
+    largest = max((sum(aligned[index] for run in kind.runs for index in run) for kind in kinds if kind.runs), default=1)
     candidates = _candidates(min_chunk_numel, search_range_numel, step_numel, unit, _round_up(largest, unit))
     held = np.zeros_like(candidates)
     for kind in kinds:
-        held += _held(kind, numels, candidates)
+        held += _held(kind, aligned, candidates)
     waste = held - sum(numels)
     return SearchResult(
         chunk_numel=int(candidates[np.argmin(waste)]),
@@ -497,6 +509,11 @@ def _put(numel: int, where: slice, candidates: _Numels, held: _Numels, left: _Nu
     np.add(held[where], sizes, out=held[where], where=opens)
     np.copyto(free, sizes, where=opens)
     free -= numel
+
+
+def _aligned(numels: Sequence[int]) -> list[int]:
+    """Return the distances of parameters to those that follow them. See Note [Chunk layout]."""
+    return [_round_up(numel, _PARAM_ALIGNMENT) for numel in numels]
 
 
 def _round_up(numel: int, unit: int) -> int:

@@ -143,8 +143,9 @@ class GeminiModel(ModelWrapper):
         digest = 0
         for chunk in chunks:
             if chunk.gathered is not None:
-                used = chunk.gathered[: chunk.layout.used_numel].cpu()
-                digest = crc32(used.view(torch.uint8).numpy().data, digest)
+                weights = chunk.gathered.cpu()
+                for region in chunk.layout.regions:
+                    digest = crc32(weights[region.start : region.stop].view(torch.uint8).numpy().data, digest)
         group = self._settings.control_group or self._settings.data_parallel_group
         digests = all_gather_equal(torch.tensor([digest]), group).tolist()
         if len(set(digests)) == 1:

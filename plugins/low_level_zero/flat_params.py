@@ -17,12 +17,15 @@ from booster.plugins.sharding.pinned_memory import PinnedMemory
 
 # Shards start at multiples of 64 bytes in half precision, aligned for vector instructions.
 _ALIGNMENT = 32
+# Parameters start at multiples of 16 bytes in half precision: CUDA's grouped products reject other addresses.
+_PARAM_ALIGNMENT = 8
 
 # Note [Flat layout]
-# Parameters are consecutive in a flat buffer, which is padded at its end only. The buffer consists of buckets, and each
-# bucket of `num_shards` equal shards: rank r of the shard group owns shard r of every bucket. One reduce-scatter or
-# all-gather therefore moves one bucket without a copy, with the same number of bytes on every link. (With one
-# contiguous shard per rank, all ranks would send the gradients of the last layers to the same rank at the same time.)
+# Parameters follow each other in a flat buffer; padding aligns the start of each and fills the last bucket, and has
+# gradients of zero. The buffer consists of buckets, and each bucket of `num_shards` equal shards: rank r of the shard
+# group owns shard r of every bucket. One reduce-scatter or all-gather therefore moves one bucket without a copy, with
+# the same number of bytes on every link. (With one contiguous shard per rank, all ranks would send the gradients of the
+# last layers to the same rank at the same time.)
 # The concatenation of a rank's bucket shards is its shard of the buffer; the one of a bucket starts at
 # `bucket.start / num_shards`. A parameter may cover several buckets and shards.
 
@@ -108,15 +111,19 @@ class FlatLayout:
         numel: Number of elements, including padding.
         shard_numel: Number of elements that each rank owns, including padding.
         param_ranges: Ranges of the parameters, in order.
+        padding: Ranges of elements that belong to no parameter, in order.
         buckets: Buckets of equal size up to one unit, in buffer order.
     """
 
     def __init__(self, shapes: Sequence[Sequence[int]], num_shards: int, max_bucket_numel: int) -> None:
         self.num_shards = num_shards
         self.param_ranges: list[ParamRange] = []
+        self.padding: list[tuple[int, int]] = []
         used = 0
         for shape in shapes:
-            start, used = used, used + math.prod(shape)
+            start = -(-used // _PARAM_ALIGNMENT) * _PARAM_ALIGNMENT
+            self._pad(used, start)
+            used = start + math.prod(shape)
             self.param_ranges.append(ParamRange(tuple(shape), start, used))
         unit = num_shards * _ALIGNMENT
         num_units = -(-used // unit)
@@ -124,6 +131,7 @@ class FlatLayout:
         # Equal sizes: a small last bucket would cost a separate message.
         cuts = [unit * (num_units * index // max(1, num_buckets)) for index in range(num_buckets + 1)]
         self.numel = num_units * unit
+        self._pad(used, self.numel)
         self.shard_numel = self.numel // num_shards
         self.buckets = [Bucket(cuts[i], cuts[i + 1], num_shards) for i in range(num_buckets)]
 
@@ -134,6 +142,18 @@ class FlatLayout:
             for index, param_range in enumerate(self.param_ranges)
             if max(param_range.start, bucket.start) < min(param_range.stop, bucket.stop)
         ]
+
+    def padding_in(self, bucket: Bucket) -> list[slice]:
+        """Return the ranges of a bucket, relative to its start, that belong to no parameter."""
+        return [
+            slice(max(start, bucket.start) - bucket.start, min(stop, bucket.stop) - bucket.start)
+            for start, stop in self.padding
+            if max(start, bucket.start) < min(stop, bucket.stop)
+        ]
+
+    def _pad(self, start: int, stop: int) -> None:
+        if start < stop:
+            self.padding.append((start, stop))
 
     def owned_ranges(self, rank: int) -> list[OwnedRange]:
         """Return the ranges that a rank owns, in bucket order."""

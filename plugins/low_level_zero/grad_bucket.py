@@ -76,6 +76,7 @@ class GradientBucket:
         bucket: Range in the group's buffers.
         param_grads: Gradients of the parameters with elements in it.
         owned: Shards that this rank updates, each with its parameter's gradient.
+        padding: Ranges of the bucket that belong to no parameter.
         num_missing: Number of gradients that have not arrived in the current backward.
         is_reducing: If True, it was issued to a reduce-scatter in the current backward.
         grad_shard: This rank's shard, summed over the ranks in this accumulation; None before the first reduction.
@@ -86,6 +87,7 @@ class GradientBucket:
     bucket: Bucket
     param_grads: list[ParamGrad]
     owned: list[tuple[ParamGrad, OwnedShard]]
+    padding: list[slice]
     num_missing: int = 0
     is_reducing: bool = False
     grad_shard: torch.Tensor | None = None
@@ -129,7 +131,8 @@ def make_param_grads(
             owned.setdefault(one.range.bucket, []).append((own[one.range.param], one))
         for number, bucket in enumerate(group.layout.buckets):
             inside = [own[index] for index in group.layout.params_in(bucket)]
-            buckets.append(GradientBucket(group, bucket, inside, owned.get(number, [])))
+            padding = group.layout.padding_in(bucket)
+            buckets.append(GradientBucket(group, bucket, inside, owned.get(number, []), padding))
             for param_grad in inside:
                 param_grad.buckets.append(buckets[-1])
     buckets.sort(
@@ -313,6 +316,5 @@ def _wait_on_host(event: torch.Event) -> None:
 
 
 def _zero_padding(buffer: torch.Tensor, bucket: GradientBucket) -> None:
-    end = bucket.group.layout.param_ranges[-1].stop
-    if bucket.bucket.stop > end:
-        buffer[max(0, end - bucket.bucket.start) :].zero_()
+    for padding in bucket.padding:
+        buffer[padding].zero_()

@@ -20,6 +20,7 @@ from booster.moe import Experts, LossFreeBalancing, MoeLayer, MoeLoss, Top2Route
 from booster.plugins import HybridParallelPlugin
 
 preload(*TRANSFORMERS_MODULES)
+pytestmark = pytest.mark.on_device
 
 STEPS = 3
 BOOSTERS: dict[str, Callable[[], Booster]] = {
@@ -137,7 +138,7 @@ def test_a_mean_of_local_losses_is_another_one(name):
 
 def evaluate_on_one_rank(name: str) -> list[float]:
     """Evaluates on the first rank alone, with gradients as for an attribution; the others do not take part."""
-    model = make_model(name).eval()
+    model = make_model(name).eval().to(current_device())
     global_load_balancing(model)
     return [step_of(name, model, make_batch(name, 0, 4)).item()] if dist.get_rank() == 0 else []
 

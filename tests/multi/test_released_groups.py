@@ -13,7 +13,7 @@ import torch.distributed as dist
 from harness import distributed
 from torch import nn
 
-from booster import Booster, ConfigError
+from booster import Booster, ConfigError, estimate_memory
 from booster.comm import all_reduce_numbers, all_reduce_sum, new_cpu_group, new_group_of_rows, release_groups, transport
 from booster.device import current_device
 from booster.plugins import (
@@ -216,3 +216,22 @@ def test_groups_of_the_users_are_left_alone():
     booster.close()
     dist.barrier(mine)
     dist.destroy_process_group(mine)
+
+
+@distributed(2)
+def test_estimates_by_name_release_their_groups():
+    all_reduce_numbers([0.0])
+    before = len(dist.distributed_c10d._world.pg_map)
+    for name, settings in (("torch_ddp", {}), ("hybrid_parallel", {"tp_size": 1, "pp_size": 1, "precision": "fp32"})):
+        estimate_memory(
+            nn.Linear(8, 8),
+            name,
+            settings=settings,
+            batch=torch.ones(2, 8),
+            criterion=lambda outputs, _: outputs.mean(),
+        )
+        assert len(dist.distributed_c10d._world.pg_map) == before, name
+    num_made = dist.distributed_c10d.get_pg_count()
+    with pytest.raises(ConfigError, match="fp17"):
+        Booster(plugin="torch_ddp", mixed_precision="fp17")
+    assert dist.distributed_c10d.get_pg_count() == num_made

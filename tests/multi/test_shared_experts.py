@@ -23,6 +23,7 @@ from booster.plugins.hybrid_parallel.expert_parallel.plan import find_experts
 from booster.plugins.hybrid_parallel.expert_parallel.shared_experts import DeferredTensor, overlap_shared_experts
 
 preload(*TRANSFORMERS_MODULES)
+pytestmark = pytest.mark.on_device
 
 # Called before the routed experts, after them, and after them by the layer around the block.
 MODELS = ["Qwen2MoeForCausalLM", "Glm4MoeForCausalLM", "GraniteMoeSharedForCausalLM"]

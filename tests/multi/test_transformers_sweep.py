@@ -15,17 +15,21 @@ pytest.importorskip("transformers")
 preload(*TRANSFORMERS_MODULES)
 # What the models themselves warn of, in one process as well.
 pytestmark = [
+    pytest.mark.on_device,
     pytest.mark.filterwarnings("ignore:Version v4.12.0 introduces a better way:FutureWarning"),
     pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths:UserWarning"),
 ]
 
-# Of families that no other test has: a state-space model, a waveform, latent attention, per-layer embeddings.
+# Of families that no other test has: a state-space model, a waveform, latent attention, per-layer embeddings; and
+# experts that follow parameters of odd sizes, whose grouped products need aligned addresses on CUDA.
 QUICK = (
     ("Mamba2ForCausalLM", "ddp"),
     ("Wav2Vec2ForCTC", "fsdp"),
     ("DeepseekV3ForCausalLM", "tp"),
     ("Gemma4ForCausalLM", "sp"),
     ("MPNetForMaskedLM", "pp"),
+    ("InklingForCausalLM", "tp"),
+    ("JambaForCausalLM", "gemini"),
 )
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -73,6 +71,7 @@ def train_serial(
     whole_model_is_half: bool = True,
     nudge: int | None = None,
     nudge_dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
 ) -> Record:
     """Trains on the global batches with nothing but torch (and the float8 layers), each batch in `parts` parts.
 
@@ -80,11 +79,13 @@ def train_serial(
     fp32 masters, or "fsdp_bf16" and "fsdp_fp16" for such of which the masters come out in the end. `fp32_sums` says
     which gradients of low-precision weights are added in fp32. `whole_model_is_half`: of "fsdp_..." buffers are cast
     too, and outputs stay as they are. `nudge` is the seed of changes of the initial weights, each below one unit in the
-    last place of `nudge_dtype`, which show how much the model amplifies roundings.
+    last place of `nudge_dtype`, which show how much the model amplifies roundings. `device` is the type that computes;
+    what is recorded is on the CPU.
     """
     model = entry.build()
     if nudge is not None:
         nudge_weights(model, nudge, nudge_dtype)
+    model.to(device)
     record = Record()
     if precision in HALF:
         is_of_fsdp = precision.startswith("fsdp_")
@@ -100,14 +101,15 @@ def train_serial(
             keeps_fp32_state=is_of_fsdp,
         )
     else:
-        loop = AutocastLoop(model, entry, optimizer, precision)
+        loop = AutocastLoop(model, entry, optimizer, precision, device)
     for step in range(steps):
         whole = [entry.make_batch(step * accumulation + index, batch_size) for index in range(accumulation)]
         batches = [split_batch(batch, part, parts) for batch in whole for part in range(parts)]
+        batches = [map_tensors(lambda tensor: tensor.to(device), batch) for batch in batches]
         record.losses.append(loop.backward(batches, parts))
         record.norms.append(loop.clip_and_step(max_norm))
     loop.finish()
-    record.weights = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+    record.weights = {name: tensor.detach().clone().cpu() for name, tensor in model.state_dict().items()}
     return record
 
 
@@ -142,7 +144,7 @@ class Loop:
 class AutocastLoop(Loop):
     """fp32 weights; fp16 and bf16 by torch's autocast, fp16 with torch's GradScaler, float8 layers under bf16."""
 
-    def __init__(self, model: nn.Module, entry, optimizer: str, precision: str | None) -> None:
+    def __init__(self, model: nn.Module, entry, optimizer: str, precision: str | None, device: str) -> None:
         self.model, self.entry = model, entry
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.optimizer = make_optimizer(optimizer, entry.param_groups(model))
@@ -155,10 +157,8 @@ class AutocastLoop(Loop):
             "fp16": torch.float16,
             "fp16_apex_o1": torch.float16,
         }.get(precision or "")
-        self.context: Callable[[], AbstractContextManager] = (
-            nullcontext if dtype is None else lambda: torch.autocast("cpu", dtype)
-        )
-        self.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, enabled=dtype is torch.float16)
+        self.called = model if dtype is None else AutocastForward(model, device, dtype)
+        self.scaler = torch.amp.GradScaler(device, init_scale=2.0**8, enabled=dtype is torch.float16)
 
     def backward(self, batches: list, parts: int) -> float:
         total = 0.0
@@ -168,8 +168,7 @@ class AutocastLoop(Loop):
         for part in range(parts):
             self.optimizer.zero_grad()
             for batch in batches[part::parts]:
-                with self.context():
-                    loss = self.entry.loss(self.model, batch)
+                loss = self.entry.loss(self.called, batch)
                 self.scaler.scale(loss / (len(batches) // parts)).backward()
                 total += float(loss.detach()) / len(batches)
             for parameter in self.parameters:
@@ -280,6 +279,22 @@ class HalfLoop(Loop):
                 working.data = master.data
 
 
+class AutocastForward(nn.Module):
+    """Computes a model's outputs under autocast, and hands them on in fp32, so that a loss of them is in fp32.
+
+    Under autocast, a cross entropy of bf16 scores is in fp32 on the CPU, and on CUDA its log-probabilities are in bf16.
+    """
+
+    def __init__(self, model: nn.Module, device: str, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.model, self.device, self.dtype = model, device, dtype
+
+    def forward(self, *args, **kwargs):
+        with torch.autocast(self.device, self.dtype):
+            outputs = self.model(*args, **kwargs)
+        return map_tensors(single, outputs)
+
+
 class HalfInputs(nn.Module):
     """Feeds a model in low precision floating inputs in its format, and may hand its outputs on in fp32."""
 
@@ -291,7 +306,9 @@ class HalfInputs(nn.Module):
         def half(tensor):
             return tensor.to(self.dtype) if tensor.is_floating_point() else tensor
 
-        def single(tensor):
-            return tensor.float() if self.casts_outputs and tensor.is_floating_point() else tensor
+        outputs = self.model(*map_tensors(half, args), **map_tensors(half, kwargs))
+        return map_tensors(single, outputs) if self.casts_outputs else outputs
 
-        return map_tensors(single, self.model(*map_tensors(half, args), **map_tensors(half, kwargs)))
+
+def single(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.float() if tensor.is_floating_point() else tensor

@@ -67,18 +67,18 @@ def naive_waste(parameters, num_shards, chunk_numel, outlier_numel, module_of):
     for number, parameter in enumerate(parameters):
         owner = number if module_of is None else module_of[number]
         numel_of.setdefault((parameter.dtype, parameter.trains), []).append((owner, parameter.numel))
-    wasted = 0
+    wasted = -sum(parameter.numel for parameter in parameters)
     for (dtype, _), members in numel_of.items():
         unit = num_shards * (64 if dtype == torch.uint8 else 32)
         chunks, alone, position = [], [], 0
         members = [member for member in members if member[1] > 0]
         while position < len(members):
             if outlier_numel is not None and members[position][1] > outlier_numel:
-                alone.append(members.pop(position)[1])
+                alone.append(aligned(members.pop(position)[1]))
             else:
                 position += 1
         while members:
-            run = [numel for owner, numel in members]
+            run = [aligned(numel) for owner, numel in members]
             while len({owner for owner, _ in members[: len(run)]}) > 1:
                 run.pop()
             del members[: len(run)]
@@ -91,9 +91,13 @@ def naive_waste(parameters, num_shards, chunk_numel, outlier_numel, module_of):
                     chunks.append(numel)
         if not chunks and not alone:
             alone.append(0)
-        wasted += sum(chunk_numel - used for used in chunks[:-1])
-        wasted += sum(max(unit, math.ceil(used / unit) * unit) - used for used in alone + chunks[-1:])
+        wasted += sum(chunk_numel for _ in chunks[:-1])
+        wasted += sum(max(unit, math.ceil(used / unit) * unit) for used in alone + chunks[-1:])
     return wasted
+
+
+def aligned(numel):
+    return math.ceil(numel / 8) * 8
 
 
 # As many as a change is soon found out by; the rest in the long run.
@@ -115,9 +119,10 @@ def test_every_parameter_has_one_place(seed):
             parameter = parameters[place.index]
             assert (chunk.dtype, chunk.trains) == (parameter.dtype, parameter.trains)
             assert place.shape == parameter.shape
-            assert (place.start, place.stop) == (end, end + parameter.numel)
+            assert (place.start, place.stop) == (aligned(end), aligned(end) + parameter.numel)
             end = place.stop
-        assert end == chunk.used_numel <= chunk.numel
+        assert end <= chunk.numel
+        assert chunk.used_numel == sum(parameters[place.index].numel for place in chunk.regions)
     assert [chunk.regions[0].index for chunk in plan.chunks] == sorted(chunk.regions[0].index for chunk in plan.chunks)
 
 
@@ -140,8 +145,10 @@ def test_parts_of_all_ranks_tile_every_parameter(seed):
                 assert 0 <= part.in_shard.start < part.in_shard.stop <= chunk.shard_numel
                 owners[part.in_chunk] += 1
         assert covered == [parameters[place.index].numel for place in chunk.regions]
-        assert owners[: chunk.used_numel].eq(1).all()
-        assert owners[chunk.used_numel :].eq(0).all()
+        padding = torch.zeros(chunk.numel, dtype=torch.int64)
+        for one in chunk.padding:
+            padding[one] += 1
+        assert torch.equal(owners, 1 - padding)
 
 
 @SEEDS
@@ -155,7 +162,8 @@ def test_sizes(seed):
         assert chunk.shard_numel % 32 == 0
         assert chunk.num_bytes == chunk.numel * chunk.dtype.itemsize
         if chunk.numel != plan.chunk_numel:
-            assert chunk.numel - chunk.used_numel < unit_numel(chunk.dtype, chunk.num_shards) or chunk.used_numel == 0
+            used = sum(aligned(place.stop - place.start) for place in chunk.regions)
+            assert chunk.numel - used < unit_numel(chunk.dtype, chunk.num_shards) or used == 0
         if sum(place.stop > place.start for place in chunk.regions) > 1:
             shared.setdefault((chunk.dtype, chunk.trains), []).append(chunk.numel)
     for sizes in shared.values():
@@ -187,7 +195,7 @@ def test_modules_stay_together_where_a_chunk_can_hold_them(seed):
         if parameter.numel:
             members.setdefault((parameter.dtype, parameter.trains, module_of[index]), []).append(index)
     for indices in members.values():
-        if sum(parameters[index].numel for index in indices) <= plan.chunk_numel:
+        if sum(aligned(parameters[index].numel) for index in indices) <= plan.chunk_numel:
             assert len({chunk_of[index] for index in indices}) == 1
 
 
@@ -200,7 +208,7 @@ def test_modules_decide_where_a_chunk_is_closed():
 
 
 def test_large_parameters_have_chunks_of_their_own_and_leave_the_open_chunk_open():
-    parameters = facts((10,), (100,), (10,), (70,), (10,))
+    parameters = facts((8,), (100,), (8,), (70,), (10,))
     plan = plan_chunks(parameters, num_shards=1, chunk_numel=96, outlier_numel=64)
     indices = [[place.index for place in chunk.regions] for chunk in plan.chunks]
     assert indices == [[0, 2, 4], [1], [3]]
@@ -223,8 +231,8 @@ def test_scalars_and_parameters_without_elements():
     assert first.regions == (
         ParamRegion(0, (0,), 0, 0),
         ParamRegion(1, (), 0, 1),
-        ParamRegion(2, (3, 0), 1, 1),
-        ParamRegion(5, (), 1, 2),
+        ParamRegion(2, (3, 0), 8, 8),
+        ParamRegion(5, (), 8, 9),
     )
     assert second.regions == (ParamRegion(3, (200,), 0, 200), ParamRegion(4, (0, 4), 200, 200))
     assert [part.region_index for part in first.parts(0)] == [1, 3]
@@ -270,7 +278,7 @@ def test_search_agrees_with_brute_force(seed):
     for parameter in parameters:
         key, numel = (parameter.dtype, parameter.trains), parameter.numel
         is_outlier = result.outlier_numel is not None and numel > result.outlier_numel
-        totals[key] = totals.get(key, 0) + (0 if is_outlier else numel)
+        totals[key] = totals.get(key, 0) + (0 if is_outlier else aligned(numel))
     largest = max(unit, -(-max(totals.values()) // unit) * unit)
     candidates = sorted({min(size, largest) for size in sizes})
     expected = {size: naive_waste(parameters, num_shards, size, result.outlier_numel, modules) for size in candidates}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 
 import pytest
@@ -40,10 +41,29 @@ def test_every_element_has_one_owner(seed, num_shards):
                 == bucket.shard_range(rank).start + owned.range_in_shard.stop
             )
             assert 0 <= owned.range_in_shard.start < owned.range_in_shard.stop <= bucket.shard_numel
-    used = sum(torch.Size(shape).numel() for shape in shapes)
-    assert bool((owner[:used] >= 0).all())
-    assert bool((owner[used:] == -1).all())
-    assert layout.param_ranges[-1].stop == used
+    end = 0
+    for shape, param_range in zip(shapes, layout.param_ranges, strict=True):
+        assert param_range.start == math.ceil(end / 8) * 8
+        assert param_range.stop == param_range.start + math.prod(shape)
+        assert bool((owner[param_range.start : param_range.stop] >= 0).all())
+        owner[param_range.start : param_range.stop] = -1
+        end = param_range.stop
+    assert bool((owner == -1).all())
+
+
+@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("num_shards", [1, 2, 3])
+def test_padding_is_what_belongs_to_no_parameter(seed, num_shards):
+    generator = random.Random(seed)
+    layout = FlatLayout(random_shapes(generator), num_shards, generator.choice([1, 100, 1000]))
+    is_padding = torch.ones(layout.numel, dtype=torch.bool)
+    for param_range in layout.param_ranges:
+        is_padding[param_range.start : param_range.stop] = False
+    found = torch.zeros(layout.numel, dtype=torch.bool)
+    for bucket in layout.buckets:
+        for padding in layout.padding_in(bucket):
+            found[bucket.start : bucket.stop][padding] = True
+    assert torch.equal(found, is_padding)
 
 
 @pytest.mark.parametrize("seed", range(30))

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from booster import Booster, Plugin
+from booster.device import current_device
 from booster.plugins import GeminiPlugin, HybridParallelPlugin, LowLevelZeroPlugin, TorchDDPPlugin, TorchFSDPPlugin
 
 __all__ = ["PLAN", "PLUGINS", "Pair", "batches", "boosted", "pair", "plugin"]
@@ -64,5 +65,5 @@ def boosted(name: str = "ddp", mixed_precision: Any = None) -> tuple[Booster, An
 
 
 def batches(count: int = 1) -> list[torch.Tensor]:
-    """Returns batches of the model."""
-    return [torch.ones(4, _WIDTH) for _ in range(count)]
+    """Returns batches of the model, on this rank's device."""
+    return [torch.ones(4, _WIDTH, device=current_device()) for _ in range(count)]

@@ -27,10 +27,13 @@ MESSAGE_BYTES = 4096
 _TIMEOUT_SECONDS = 600.0
 _REFUSED_COMMAND = "exit code 2"
 _WIDE_TERMINAL = {"COLUMNS": "400"}
-# What differs from machine to machine, or from day to day.
+# What differs from machine to machine, from day to day, or from device to device.
 _VARYING = (
     (r"\b0x[0-9a-f]{6,}", "<address>"),
     (r"transformers \d+\.\d+\.\d+\S*(?= )", "transformers <version>"),
+    # On the simulated device.
+    (r"\bcuda:\d+", "cpu"),
+    (r"(?<=choose one of gloo, )nccl, ", ""),
 )
 
 

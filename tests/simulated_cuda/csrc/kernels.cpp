@@ -1,9 +1,11 @@
-// Operators that torch has for CUDA alone: parts of SyncBatchNorm, the fused cells of LSTMs and GRUs, and histograms of
-// integers, as in the routers of transformers. Each is made of operators that the device runs one by one.
+// Operators that torch has for CUDA alone: parts of SyncBatchNorm, the fused cells of LSTMs and GRUs, histograms of
+// integers, as in the routers of transformers, and the choice of a kernel for CTC losses. Each is made of operators that
+// the device runs one by one.
 #include <ATen/ATen.h>
 #include <torch/library.h>
 
 #include <optional>
+#include <string>
 #include <tuple>
 #include <vector>
 
@@ -170,8 +172,17 @@ Tensor histc(const Tensor& input, int64_t bins, const at::Scalar& min, const at:
   return counts.narrow(0, 0, bins).to(input.scalar_type());
 }
 
+// cuDNN's kernel takes only targets in host memory.
+bool refuse_ctc_loss(const Tensor&, const Tensor&, c10::IntArrayRef, c10::IntArrayRef, int64_t) { return false; }
+
+bool refuse_ctc_loss_of_tensors(const Tensor&, const Tensor&, const Tensor&, const Tensor&, int64_t) { return false; }
+
 TORCH_LIBRARY_IMPL(aten, CUDA, library) {
   library.impl("histc", histc);
+  for (const std::string name : {"_use_cudnn_ctc_loss", "_use_miopen_ctc_loss"}) {
+    library.impl(name.c_str(), refuse_ctc_loss);
+    library.impl((name + ".Tensor").c_str(), refuse_ctc_loss_of_tensors);
+  }
   library.impl("batch_norm_stats", batch_norm_stats);
   library.impl("batch_norm_gather_stats_with_counts", batch_norm_gather_stats_with_counts);
   library.impl("batch_norm_elemt", batch_norm_elemt);

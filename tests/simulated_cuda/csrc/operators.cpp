@@ -448,6 +448,9 @@ TORCH_LIBRARY_IMPL(aten, CUDA, library) {
     library.impl(name, torch::CppFunction::makeFromBoxedFunction<&softmax>());
   for (const auto* name : {"_softmax_backward_data", "_log_softmax_backward_data"})
     library.impl(name, torch::CppFunction::makeFromBoxedFunction<&softmax_backward>());
+  // Else torch chooses kernels that it has for CUDA alone, such as those of depthwise convolutions.
+  for (const auto* name : {"convolution", "convolution_backward"})
+    library.impl(name, torch::CppFunction::makeFromBoxedFunction<&fallback>());
   // Else torch makes it of its variant with an `out`, which warns.
   library.impl("mse_loss", torch::CppFunction::makeFromBoxedFunction<&fallback>());
 }
