@@ -164,9 +164,9 @@ class HybridModel(ZeroModel):
         if self._parallel_groups and self.training:
             self._check_same_batch(args, kwargs)
             self.sync_rng_state()
-            is_checked = self._num_compared <= _COMPARED_BATCHES and self._tp_group is not None
-            if is_checked and not self._tp_group.draws_numbers:  # type: ignore[union-attr]
-                self._states_before = self._tp_group.rng.states()  # type: ignore[union-attr]
+            tp_group = None if self._num_compared > _COMPARED_BATCHES else self._tp_group
+            if tp_group is not None and not (tp_group.draws_numbers or tp_group.shards_sequence):
+                self._states_before = tp_group.rng.states()
 
     def expert_loads(self) -> dict[str, torch.Tensor]:
         """Return the number of tokens of each expert in the last forward, of all ranks together, before any is dropped.

@@ -60,8 +60,12 @@ def train_compiled(layout, way, backend):
 
 QUICK = [("tp", "before", "eager"), ("tp", "after", "eager"), ("gemini", "by argument", "aot_eager")]
 QUICK += [("fsdp", "by argument", "aot_eager"), ("tp checkpointed", "by argument", "eager")]
-# Layers with attention over a sharded sequence, or tokens that are gathered, whose graphs end there.
-COMMUNICATING = [layout for layout, (_, _, arguments) in LAYOUTS.items() if "sequence_parallelism_mode" in arguments]
+# Layers whose graphs end at the attention over a sharded sequence, or at overlapped chunks.
+COMMUNICATING = [
+    layout
+    for layout, (_, _, arguments) in LAYOUTS.items()
+    if arguments.get("sequence_parallelism_mode", "split_gather") != "split_gather"
+]
 GRID = [
     (layout, way, backend)
     for layout in LAYOUTS

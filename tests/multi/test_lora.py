@@ -12,6 +12,7 @@ from harness import preload, run_ranks
 from lora_cases import ON_FOUR, PLUGINS, TENSOR_PARALLEL, WITH_STAGES, batch_of, run_batch
 from safetensors.torch import load_file
 from torch import nn
+from torch._dynamo.utils import counters
 from transformers import (
     BertConfig,
     BertForSequenceClassification,
@@ -23,7 +24,7 @@ from transformers import (
     OPTForCausalLM,
 )
 
-from booster import Booster, ConfigError
+from booster import Booster, ConfigError, checkpoint_activations
 from booster.comm import barrier
 from booster.plugins import HybridParallelPlugin
 
@@ -58,10 +59,12 @@ def build(model, targets, **arguments):
         return peft.get_peft_model(MODELS[model](), config)
 
 
-def train(name, targets, plugin, *, num_steps=3, **arguments):
+def train(name, targets, plugin, *, num_steps=3, policy=None, compiled=False, **arguments):
     """Train on this rank; return the booster, the boosted model and the losses."""
     model = build(name, targets, **arguments)
-    booster = Booster(plugin=(PLUGINS | TENSOR_PARALLEL)[plugin]())
+    if policy is not None:
+        checkpoint_activations(model, **policy)
+    booster = Booster(plugin=(PLUGINS | TENSOR_PARALLEL)[plugin](), compile=compiled and {"backend": "aot_eager"})
     optimizer = torch.optim.SGD([one for one in model.parameters() if one.requires_grad], lr=0.05, momentum=0.9)
     model, optimizer, *_ = booster.boost(model, optimizer)
     losses = []
@@ -130,6 +133,41 @@ def test_other_adapters(tmp_path, targets, arguments, plugin):
 def test_dora_of_other_layers(tmp_path, model, plugin):
     """Layers with biases, and packed ones of transformers' Conv1D."""
     check_training(tmp_path, model, "all", plugin, use_dora=True)
+
+
+def losses_of(plugin, policy, compiled):
+    torch._dynamo.reset()
+    counters.clear()
+    *_, losses = train("llama", "all", plugin, num_steps=4, policy=policy, compiled=compiled)
+    if compiled:
+        assert counters["stats"]["unique_graphs"] > 0
+    return losses, sum(counters["graph_break"].values())
+
+
+POLICIES = [None, {}, {"policy": "selective"}, {"policy": "budget", "budget_bytes": 2**30}]
+COMBINED = [
+    (plugin, policy, compiled)
+    for plugin in PLUGINS | TENSOR_PARALLEL
+    for policy in range(len(POLICIES))
+    for compiled in (False, True)
+    if policy or compiled
+]
+
+
+@pytest.mark.parametrize(
+    ("plugin", "policy", "compiled"),
+    [
+        ("gemini", 2, True),
+        *(pytest.param(*one, marks=pytest.mark.slow) for one in COMBINED if one != ("gemini", 2, True)),
+    ],
+)
+def test_activation_policies_and_compiled_layers(plugin, policy, compiled):
+    num_ranks = 1 if plugin == "none" else 4 if plugin in ON_FOUR else 2
+    expected = run_ranks(losses_of, num_ranks, plugin, None, False)
+    found = run_ranks(losses_of, num_ranks, plugin, POLICIES[policy], compiled, timeout=180)
+    for (losses, _), (others, num_breaks) in zip(expected, found, strict=True):
+        assert others == (pytest.approx(losses, rel=1e-5) if compiled else losses)
+        assert plugin in ("ring", "all_to_all", "ring_attn") or num_breaks == 0
 
 
 def adapters_after_dropout(plugin):

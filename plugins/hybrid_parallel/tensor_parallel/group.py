@@ -131,8 +131,15 @@ class TensorParallelGroup:
         return self
 
     def is_traceable(self, is_training: bool) -> bool:
-        """Whether torch.compile can trace regions: the streams of their random numbers can't be."""
-        return self.size > 1 and not self.shards_sequence and not (is_training and self.draws_numbers)
+        """Whether torch.compile can trace regions now.
+
+        It can't trace changes of the stream of random numbers, which one stack has only one of if its sequence is
+        sharded, nor shards of uneven numbers of tokens, nor the overlapped chunks of the mode "ring".
+        """
+        if not self.shards_sequence:
+            return self.size > 1 and not (is_training and self.draws_numbers)
+        length = self.sequence_length
+        return self.sequence_mode == "split_gather" and length is not None and length % self.size == 0
 
     def shared_input(self, x: torch.Tensor, kind: type[_Copy], make: Callable[[torch.Tensor], _Copy]) -> _Copy:
         """Return `make(x)`, cached while consecutive calls pass the same tensor object.

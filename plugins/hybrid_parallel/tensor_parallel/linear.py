@@ -33,7 +33,11 @@ from .mappings import (
     shared_copy_to_tp_region,
     sizes_from_full,
 )
-from .traced_mappings import traced_copy_to_tp_region, traced_reduce_from_tp_region
+from .traced_mappings import (
+    traced_copy_to_tp_region,
+    traced_reduce_from_tp_region,
+    traced_reduce_scatter_sequence,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +60,8 @@ class ColumnParallelConfig:
 
     def is_traceable(self, module: nn.Module) -> bool:
         """Whether `traced_forward` does what `forward` does."""
-        plain = not (self.gathers_output or self.is_input_gathered) and len(set(self.sizes)) == 1
+        is_in_region = self.is_input_gathered == self.tp_group.shards_sequence
+        plain = is_in_region and not self.gathers_output and len(set(self.sizes)) == 1
         return plain and self.tp_group.is_traceable(module.training)
 
     def prepare_input(self, x: torch.Tensor) -> torch.Tensor:
@@ -104,8 +109,9 @@ class RowParallelConfig:
 
     def is_traceable(self, module: nn.Module) -> bool:
         """Whether `traced_forward` does what `forward` does."""
-        plain = self.reduces and not (self.splits_input or self.scatters) and len(set(self.sizes)) == 1
-        return plain and self.is_plain and self.tp_group.is_traceable(module.training)
+        is_in_region = self.reduces and not self.splits_input and self.scatters == self.tp_group.shards_sequence
+        plain = is_in_region and self.is_plain and len(set(self.sizes)) == 1
+        return plain and self.tp_group.is_traceable(module.training)
 
     def finish_output(self, y: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """Return the layer's output from the shard's output.
@@ -228,7 +234,9 @@ class ColumnParallel(nn.Module):
 
     def traced_forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Return this rank's output features, in a graph of torch.compile."""
-        return super().forward(traced_copy_to_tp_region(x, self._split.tp_group), *args, **kwargs)  # type: ignore[no-any-return]
+        config = self._split
+        x = x if config.is_input_gathered else traced_copy_to_tp_region(x, config.tp_group)
+        return super().forward(x, *args, **kwargs)  # type: ignore[no-any-return]
 
 
 class RowParallel(nn.Module):
@@ -261,7 +269,10 @@ class RowParallel(nn.Module):
         """Return the reduced output, in a graph of torch.compile."""
         config, weight = self._split, cast(torch.Tensor, self.weight)
         y = nn.functional.linear(x, weight.t() if hasattr(self, "nx") else weight)
-        y = traced_reduce_from_tp_region(y, config.tp_group)
+        if config.scatters:
+            y = traced_reduce_scatter_sequence(y, config.tp_group, config.sequence_dim if x.dim() > 2 else 0)
+        else:
+            y = traced_reduce_from_tp_region(y, config.tp_group)
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
 

@@ -30,6 +30,7 @@ from .mappings import (
     sizes_from_local,
     start_reduce_scatter_uneven,
 )
+from .traced_mappings import traced_all_gather_sequence
 
 
 class GatheredRegionInput:
@@ -49,16 +50,25 @@ class GatheredRegionInput:
         region.register_forward_pre_hook(self._enter, with_kwargs=True)
         region.register_forward_hook(self._leave, with_kwargs=True)
 
-    @not_compiled
     def _enter(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        is_traced = torch.compiler.is_compiling() and self._tp_group.is_traceable(module.training)
+        gather = self._traced_gather if is_traced else self._gather
         if args:
-            return (self._gather(args[0]), *args[1:]), kwargs
-        return args, {**kwargs, "hidden_states": self._gather(kwargs["hidden_states"])}
+            return (gather(args[0]), *args[1:]), kwargs
+        return args, {**kwargs, "hidden_states": gather(kwargs["hidden_states"])}
+
+    def _leave(self, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        if not (torch.compiler.is_compiling() and self._tp_group.is_traceable(module.training)):
+            self._discard(args[0] if args else kwargs["hidden_states"])
 
     @not_compiled
-    def _leave(self, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
-        self._tp_group.precomputed.discard(args[0] if args else kwargs["hidden_states"])
+    def _discard(self, hidden: torch.Tensor) -> None:
+        self._tp_group.precomputed.discard(hidden)
 
+    def _traced_gather(self, hidden: torch.Tensor) -> torch.Tensor:
+        return traced_all_gather_sequence(hidden, self._tp_group, 1 if hidden.dim() > 2 else 0)
+
+    @not_compiled
     def _gather(self, hidden: torch.Tensor) -> torch.Tensor:
         tp_group, dim = self._tp_group, 1 if hidden.dim() > 2 else 0
         if tp_group.size == 1:

@@ -1,7 +1,7 @@
-"""Mappings of tensor-parallel regions in the graphs of torch.compile: `copy` and `reduce` of `mappings`.
+"""Mappings of tensor-parallel regions in the graphs of torch.compile: those of `mappings`, for equal shards.
 
-The collective is an operator of its own, `booster::tp_all_reduce`, which the compiler does not look into. It takes the
-number of a group, as operators take no objects, and its result is a new tensor.
+Collectives are operators of their own, such as `booster::tp_all_reduce`, which the compiler does not look into. They
+take the number of a group, as operators take no objects, and their results are new tensors.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import torch
 from booster.comm import start_all_reduce
 
 from .group import TensorParallelGroup, group_of_number
+from .mappings import all_gather_uneven, start_reduce_scatter_uneven
 
 
 def traced_copy_to_tp_region(x: torch.Tensor, tp_group: TensorParallelGroup) -> torch.Tensor:
@@ -33,6 +34,16 @@ def traced_reduce_from_tp_region(x: torch.Tensor, tp_group: TensorParallelGroup)
     return _AllReduce.apply(x, tp_group.number)  # type: ignore[no-untyped-call, no-any-return]
 
 
+def traced_all_gather_sequence(x: torch.Tensor, tp_group: TensorParallelGroup, dim: int) -> torch.Tensor:
+    """Return `all_gather_sequence(x)`. Collective: in forward and backward."""
+    return _AllGather.apply(x, dim, tp_group.number)  # type: ignore[no-untyped-call, no-any-return]
+
+
+def traced_reduce_scatter_sequence(x: torch.Tensor, tp_group: TensorParallelGroup, dim: int) -> torch.Tensor:
+    """Return `reduce_scatter_sequence(x)`. Collective: in forward and backward."""
+    return _ReduceScatter.apply(x, dim, tp_group.number)  # type: ignore[no-untyped-call, no-any-return]
+
+
 @torch.library.custom_op("booster::tp_all_reduce", mutates_args=())
 def all_reduce(x: torch.Tensor, group: int) -> torch.Tensor:
     """Return the sum of a tensor over the group of a number. Collective: yes."""
@@ -44,6 +55,35 @@ def all_reduce(x: torch.Tensor, group: int) -> torch.Tensor:
 @all_reduce.register_fake
 def _(x: torch.Tensor, group: int) -> torch.Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+@torch.library.custom_op("booster::tp_all_gather", mutates_args=())
+def all_gather(x: torch.Tensor, dim: int, group: int) -> torch.Tensor:
+    """Return the concatenation of all ranks' tensors along a dimension. Collective: yes."""
+    tp_group = group_of_number(group)
+    return all_gather_uneven(x, tp_group, dim, [x.shape[dim]] * tp_group.size)
+
+
+@all_gather.register_fake
+def _(x: torch.Tensor, dim: int, group: int) -> torch.Tensor:
+    num_ranks = group_of_number(group).size
+    return x.new_empty([size * num_ranks if index == dim else size for index, size in enumerate(x.shape)])
+
+
+@torch.library.custom_op("booster::tp_reduce_scatter", mutates_args=())
+def reduce_scatter(x: torch.Tensor, dim: int, group: int) -> torch.Tensor:
+    """Return this rank's shard, along a dimension, of the sum of all ranks' tensors. Collective: yes."""
+    tp_group = group_of_number(group)
+    sizes = [x.shape[dim] // tp_group.size] * tp_group.size
+    shard, wait = start_reduce_scatter_uneven(x.contiguous(), tp_group, dim, sizes)
+    wait()
+    return shard
+
+
+@reduce_scatter.register_fake
+def _(x: torch.Tensor, dim: int, group: int) -> torch.Tensor:
+    num_ranks = group_of_number(group).size
+    return x.new_empty([size // num_ranks if index == dim else size for index, size in enumerate(x.shape)])
 
 
 class _Copy(torch.autograd.Function):
@@ -65,3 +105,25 @@ class _AllReduce(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         return grad, None
+
+
+class _AllGather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, dim: int, group: int) -> torch.Tensor:
+        ctx.dim, ctx.group = dim, group
+        return torch.ops.booster.tp_all_gather(x, dim, group)  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return torch.ops.booster.tp_reduce_scatter(grad, ctx.dim, ctx.group), None, None
+
+
+class _ReduceScatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, dim: int, group: int) -> torch.Tensor:
+        ctx.dim, ctx.group = dim, group
+        return torch.ops.booster.tp_reduce_scatter(x, dim, group)  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return torch.ops.booster.tp_all_gather(grad, ctx.dim, ctx.group), None, None
