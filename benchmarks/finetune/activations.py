@@ -50,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.save:
         print("saved", save("activations", [comparison], vars(options)))
     if options.draw:
-        draw(comparison, options.draw)
+        draw(points_of(comparison), options.draw)
         print("drawn", options.draw)
     return int(comparison.has_failed)
 
@@ -87,15 +87,20 @@ def kept_bytes(sequence: int) -> int:
     return sum(cost.input_bytes + cost.kept_bytes for cost in budget.costs.values())
 
 
-def draw(comparison: Comparison, path: Path) -> None:
-    """Draw the ratio of times over the peak memory, one curve of the budgets and a point for each other policy."""
+def points_of(comparison: Comparison) -> dict[str, tuple[float, float]]:
+    """Returns the peak memory in MiB, and the time over that of the baseline, of each engine that was measured."""
+    points = {}
+    for engine in comparison.engines:
+        ratio = comparison.ratio(engine.name, ALL_KEPT)
+        if engine.memory is not None and engine.memory.step_peak is not None:
+            points[engine.name] = (engine.memory.step_peak / 2**20, 1.0 if ratio is None else ratio.median)
+    return points
+
+
+def draw(points: dict[str, tuple[float, float]], path: Path) -> None:
+    """Draw time over memory: one curve of the budgets and a point for each other policy."""
     from matplotlib.figure import Figure
 
-    points = {
-        engine.name: (engine.memory.step_peak / 2**20, comparison.ratio(engine.name, ALL_KEPT).median)
-        for engine in comparison.engines
-        if engine.memory is not None and engine.memory.step_peak and comparison.ratio(engine.name, ALL_KEPT)
-    }
     figure = Figure(figsize=(6, 4), layout="constrained")
     axes = figure.add_subplot()
     curve = sorted(points[name] for name in points if name.startswith("budget") or name == ALL_KEPT)
