@@ -115,6 +115,7 @@ _NAMES = ("cumsum", "cumprod", "cummax", "cummin", "logcumsumexp")
 _CUMULATIVE = frozenset(getattr(where, name) for where in (torch, torch.Tensor) for name in _NAMES)
 
 
+@not_compiled
 def attend(
     layer: LayerContext,
     query: torch.Tensor,
