@@ -8,7 +8,8 @@ from typing import Any, cast
 from torch import nn
 
 _Make = Callable[[Any], dict[str, Any]]
-_PURPOSE, _DERIVATION = "_subclass_purpose", "_subclass_derivation"
+PURPOSE = "_subclass_purpose"  # attributes of the subclasses
+_DERIVATION = "_subclass_derivation"
 _subclasses: dict[tuple[type[nn.Module], str, Hashable], type[nn.Module]] = {}
 
 
@@ -49,13 +50,13 @@ def subclass_of(
         settings: What the members depend on in addition, optional: there is one subclass per purpose and settings.
         below: Purposes of other subclasses, optional: those that `base` is one of are derived anew from this one.
     """
-    if vars(base).get(_PURPOSE) in below:
+    if vars(base).get(PURPOSE) in below:
         inner = subclass_of(cast(type[nn.Module], base.__base__), purpose, make, settings=settings, below=below)
         outer, remake, outer_settings = vars(base)[_DERIVATION]
         return subclass_of(inner, outer, remake, settings=outer_settings)
     if (base, purpose, settings) not in _subclasses:
         members = {**make(base), "__module__": base.__module__, "__doc__": base.__doc__}
-        members |= {_PURPOSE: purpose, _DERIVATION: (purpose, make, settings)}
+        members |= {PURPOSE: purpose, _DERIVATION: (purpose, make, settings)}
         _subclasses[base, purpose, settings] = type(base.__name__, (base,), members)
     return _subclasses[base, purpose, settings]
 
