@@ -12,9 +12,9 @@ from booster.core.activation_policy import (
     RecomputeLayers,
     checkpoint_layer,
     is_checkpointed_by_transformers,
-    layers_of,
     policy_of,
 )
+from booster.core.layer_stacks import layers_of
 from booster.errors import ConfigError
 from booster.interface import ModelWrapper
 from booster.validation import is_count

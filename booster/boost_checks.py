@@ -17,6 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from .comm import check_same_across_ranks, group_size, is_fake_world
+from .core.activation_policy import POLICY
 from .data import check_can_shard
 from .data.prepare import loader_fingerprint
 from .errors import ConfigError
@@ -276,7 +277,7 @@ def verify_same_across_ranks(
             check_can_shard(dataloader, plugin.dp_rank, plugin.dp_size)
         if group_size() > 1 and not is_fake_world():
             fingerprint = boost_fingerprint(plugin, mixed_precision, model, optimizer)
-            fingerprint += ["no compile"] if compile_options is None else [f"compile={sorted(compile_options)}"]
+            fingerprint += ["no compile"] if compile_options is None else _compile_fingerprint(compile_options)
             fingerprint += ["no lr_scheduler"] if lr_scheduler is None else _scheduler_fingerprint(lr_scheduler)
             fingerprint += ["no criterion" if criterion is None else "a criterion"]
             fingerprint += ["no dataloader"] if dataloader is None else loader_fingerprint(dataloader)
@@ -328,12 +329,18 @@ def _version(package: str) -> str:
 
 
 def _model_fingerprint(model: nn.Module) -> tuple[list[str], dict[int, str]]:
-    """Return a line for every name of a parameter or buffer, in the model's order, and by `id` the first names."""
+    """Return a line for every name of a parameter or buffer, in the model's order, and by `id` the first names.
+
+    A line for every layer with an activation policy follows.
+    """
     # One traversal of the modules: it costs more than the work per tensor.
     parameters: list[str] = []
     buffers: list[str] = []
+    policies: list[str] = []
     first_names: dict[int, str] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
+        if POLICY in vars(module):
+            policies.append(f"{prefix}: {vars(module)[POLICY].fingerprint}")
         for tensors, lines in ((module._parameters, parameters), (module._buffers, buffers)):
             for key, tensor in tensors.items():
                 if tensor is None:
@@ -345,7 +352,13 @@ def _model_fingerprint(model: nn.Module) -> tuple[list[str], dict[int, str]]:
                 else:
                     kind = "(a buffer)" if lines is buffers else f"requires_grad={tensor.requires_grad}"
                     lines.append(f"{name}: {tuple(tensor.shape)} {tensor.dtype} {kind}")
-    return parameters + buffers, first_names
+    return parameters + buffers + policies, first_names
+
+
+def _compile_fingerprint(options: Mapping[str, Any]) -> list[str]:
+    """Return a line for every argument of torch.compile; a backend that is a function by its name."""
+    named = {name: getattr(value, "__qualname__", value) for name, value in sorted(options.items())}
+    return [f"compile with {name}={value!r}" for name, value in named.items()] or ["compile with defaults"]
 
 
 # The optimizer.

@@ -21,6 +21,7 @@ if __name__ != "__mp_main__":  # a rank's sys.path comes from here anyway
 import torch
 from _harness.llama import LLAMA_SIZES
 from _harness.pair import Comparison, Engine, RankError, Schedule, Step, World, compare, save
+from finetune.engines import base_model
 from torch import nn
 
 ALL_KEPT, PEER = "all kept", "transformers' checkpointing"
@@ -78,7 +79,7 @@ def kept_bytes(sequence: int) -> int:
     from booster.core.activation_budget import ActivationBudget
     from booster.core.activation_policy import policy_of
 
-    model = _model(sequence)
+    model = base_model(_SIZE, sequence)
     step = _step(model, {"policy": "budget", "budget_bytes": 2**60}, sequence)
     for index in range(2):
         step(index)
@@ -114,7 +115,7 @@ def draw(points: dict[str, tuple[float, float]], path: Path) -> None:
 
 
 def _build(sequence: int, settings: dict[str, Any] | None) -> Step:
-    return _step(_model(sequence), settings, sequence)
+    return _step(base_model(_SIZE, sequence), settings, sequence)
 
 
 def _step(model: nn.Module, settings: dict[str, Any] | None, sequence: int) -> Step:
@@ -137,22 +138,6 @@ def _step(model: nn.Module, settings: dict[str, Any] | None, sequence: int) -> S
         return loss.detach()
 
     return step
-
-
-def _model(sequence: int) -> Any:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=_SIZE.vocabulary,
-        hidden_size=_SIZE.width,
-        intermediate_size=_SIZE.inner,
-        num_hidden_layers=_SIZE.layers,
-        num_attention_heads=_SIZE.heads,
-        max_position_embeddings=sequence,
-        use_cache=False,
-    )
-    return LlamaForCausalLM(config).train()
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from _harness.llama import LLAMA_SIZES
+from _harness.llama import LLAMA_SIZES, LlamaSize
 from _harness.pair import Engine, Step
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -146,10 +146,15 @@ def _step(size: str, model: nn.Module, update: Callable[[torch.Tensor], None], *
     return step
 
 
-def _base(size: str) -> nn.Module:
+def base_model(shape: LlamaSize, sequence: int) -> Any:
+    """Returns transformers' Llama of a size, in training mode.
+
+    Args:
+        shape: The size.
+        sequence: Most tokens per sample.
+    """
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    shape = LLAMA_SIZES[size]
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=shape.vocabulary,
@@ -157,10 +162,14 @@ def _base(size: str) -> nn.Module:
         intermediate_size=shape.inner,
         num_hidden_layers=shape.layers,
         num_attention_heads=shape.heads,
-        max_position_embeddings=shape.sequence,
+        max_position_embeddings=sequence,
         use_cache=False,
     )
-    return LlamaForCausalLM(config)
+    return LlamaForCausalLM(config).train()
+
+
+def _base(size: str) -> nn.Module:
+    return base_model(LLAMA_SIZES[size], LLAMA_SIZES[size].sequence)
 
 
 def _lora() -> Any:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch import nn
@@ -19,6 +19,7 @@ from booster.pytree import iter_tensors
 from .activation_offload import ActivationOffload, packing
 from .activation_policy import LAYER_NAME, ActivationPolicy
 
+_HOST = torch.device("cpu")
 _RESOLUTION = 1024  # steps that the budget is divided into
 _MEASURED_STEPS = 2  # the first one also compiles, and allocates what is reused later
 
@@ -47,10 +48,14 @@ class LayerCost:
     num_live: int = 0
 
 
+_Mark: TypeAlias = int | torch.Event
+
+
 @dataclass(slots=True)
 class _Measured:
     cost: LayerCost
     num_live: int = 0
+    marks: list[tuple[_Mark, _Mark]] = field(default_factory=list)  # when each forward began and ended
 
 
 class _LiveForward:
@@ -83,6 +88,7 @@ class ActivationBudget(ActivationPolicy):
         super().__init__(offload)
         self._names = tuple(names)
         self.budget_bytes = budget_bytes
+        self.fingerprint += f" of {budget_bytes} bytes"
         self._measured = {name: _Measured(LayerCost()) for name in names}
         self._num_steps = 0
         self.end_step = self._choose
@@ -107,6 +113,9 @@ class ActivationBudget(ActivationPolicy):
         self._num_steps += 1
         if self.recomputed is not None or self._num_steps < (1 if is_fake_world() else _MEASURED_STEPS):
             return
+        for measured in self._measured.values():
+            measured.cost.nanoseconds = min((_nanoseconds(*marks) for marks in measured.marks), default=0)
+            measured.marks.clear()
         fields = ("input_bytes", "kept_bytes", "nanoseconds", "num_live")
         own = [getattr(self._measured[name].cost, field) for name in self._names for field in fields]
         found = iter(max_of_numbers(own))
@@ -114,7 +123,8 @@ class ActivationBudget(ActivationPolicy):
         local = {name: self.costs[name] for name in self._names if self._measured[name].cost.num_live}
         error = None
         try:
-            self.recomputed = choose_recomputed(local, self.budget_bytes, keeps_inputs=self.offload is None)
+            chosen = choose_recomputed(local, self.budget_bytes, keeps_inputs=self.offload is None)
+            self.recomputed = chosen | (set(self._names) - local.keys())  # nothing is known of layers that did not run
         except ConfigError as raised:
             error = raised
         raise_on_all_ranks(error)
@@ -142,14 +152,29 @@ class _MeasuredForward:
                 saved[storage._cdata] = StorageWeakRef(storage)
                 num_bytes += storage.nbytes()
 
-        start = time.perf_counter_ns()
+        device = next((one.device for one in inputs.values()), _HOST)
+        start = _mark(device)
         with packing(pack, held=live):
             output = self._forward(*args)
-        nanoseconds = time.perf_counter_ns() - start
+        self._measured.marks.append((start, _mark(device)))
         cost.kept_bytes = max(cost.kept_bytes, num_bytes)
         cost.input_bytes = max(cost.input_bytes, sum(one.nbytes for one in inputs.values() if one.requires_grad))
-        cost.nanoseconds = nanoseconds if not cost.nanoseconds else min(cost.nanoseconds, nanoseconds)
         return output
+
+
+def _mark(device: torch.device) -> _Mark:
+    """Return the time on the host, or an event in the current stream of an accelerator, which runs later."""
+    if device.type == "cpu" or is_fake_world():
+        return time.perf_counter_ns()
+    return torch.accelerator.current_stream(device).record_event(torch.Event(device=device, enable_timing=True))
+
+
+def _nanoseconds(start: _Mark, end: _Mark) -> int:
+    """Return the time between two marks; waits for the second."""
+    if isinstance(start, int) or isinstance(end, int):
+        return cast(int, end) - cast(int, start)
+    end.synchronize()
+    return round(1e6 * start.elapsed_time(end))
 
 
 def choose_recomputed(costs: dict[str, LayerCost], budget_bytes: int, *, keeps_inputs: bool = True) -> frozenset[str]:

@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from .activation_offload import ActivationOffload
-from .layer_stacks import find_stacks, subclass_of
+from .layer_stacks import subclass_of
 
 # Only a layer's forward is recomputed, not its hooks: a hook that shards hidden states runs once, outside. Collectives
 # in the forward are repeated on all ranks. Random numbers repeat: torch restores the default generator, and the RNG
@@ -43,6 +43,7 @@ class ActivationPolicy(ABC):
         purpose: Purpose of the layers' subclass. Operations are selected inside of a compiled graph, where the compiler
             sees them; whole layers are recomputed outside of it, so that they may contain graph breaks.
         end_step: Function to call at the end of every step, on all ranks, or None.
+        fingerprint: What must be equal on all ranks, as text.
     """
 
     purpose = WHOLE_LAYERS
@@ -50,6 +51,7 @@ class ActivationPolicy(ABC):
 
     def __init__(self, offload: ActivationOffload | None = None) -> None:
         self.offload = offload
+        self.fingerprint = type(self).__name__ + ("" if offload is None else " with offload")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ActivationPolicy:
         return self
@@ -111,12 +113,6 @@ def policy_of(layer: nn.Module) -> ActivationPolicy | None:
 def is_checkpointed_by_transformers(layer: nn.Module) -> bool:
     """Whether transformers' `gradient_checkpointing_enable()` recomputes a layer."""
     return _is_of_transformers(layer) and bool(getattr(layer, "gradient_checkpointing", False))
-
-
-def layers_of(model: nn.Module, stacks: Sequence[Sequence[str]] | None = None) -> dict[str, nn.Module]:
-    """Return the layers of a model's stacks by name, in order."""
-    names = [name for stack in (find_stacks(model) if stacks is None else stacks) for name in stack]
-    return {name: model.get_submodule(name) for name in names}
 
 
 def _members(base: type[nn.Module]) -> dict[str, Any]:

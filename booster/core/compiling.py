@@ -14,7 +14,7 @@ from torch import nn
 from booster.errors import ConfigError
 
 from .activation_policy import BY_OPERATION, COMPILED_BY_OPERATION, WHOLE_LAYERS, policy_of
-from .layer_stacks import find_stacks, subclass_of
+from .layer_stacks import layers_of, subclass_of
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _IS_ENABLED = "_is_compilation_enabled"
@@ -100,8 +100,7 @@ def compile_layers(model: nn.Module, options: Mapping[str, Any]) -> Callable[[],
 
     Collective: no.
     """
-    names = [name for stack in find_stacks(model) for name in stack]
-    layers = [model.get_submodule(name) for name in names] or [model]
+    layers = list(layers_of(model).values()) or [model]
     text = repr(sorted(options.items()))
     for layer in layers:
         if not is_compiled_layer(layer):
@@ -110,7 +109,7 @@ def compile_layers(model: nn.Module, options: Mapping[str, Any]) -> Callable[[],
             purpose = COMPILED_BY_OPERATION if is_above else "compiled"
             make = partial(_compiled_members, options=options, recomputes=is_above)
             layer.__class__ = subclass_of(type(layer), purpose, make, settings=text, below={WHOLE_LAYERS})
-    if names:
+    if layers != [model]:
         inner = {one: layer for layer in layers for one in layer.modules() if one is not layer}
         model.__dict__[LAYER_OF_COMPILED] = inner
 
@@ -127,19 +126,37 @@ def is_compiled_layer(module: nn.Module) -> bool:
 
 
 def _compiled_members(base: type[nn.Module], options: Mapping[str, Any], recomputes: bool) -> dict[str, Any]:
+    if recomputes:
+        return _recomputing_members(base, options)
     compiled = torch.compile(base.forward, **options)
+
+    @functools.wraps(base.forward)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return (compiled if getattr(self, _IS_ENABLED) else base.forward)(self, *args, **kwargs)
+
+    return {"forward": forward, _IS_ENABLED: False}
+
+
+def _recomputing_members(base: type[nn.Module], options: Mapping[str, Any]) -> dict[str, Any]:
+    """Members of a layer with selected operations, which torch.compile leaves out if it is not one graph."""
+    compiled = torch.compile(base.forward, **{**options, "fullgraph": True})
+    dynamo: Any = torch._dynamo  # type: ignore[attr-defined]
     # What a forward stores, as in `TensorParallelGroup.traced_copy`, needs no repetition in backward.
-    config = torch._dynamo.config  # type: ignore[attr-defined]
-    settings = {_SKIPS: True} if recomputes and hasattr(config, _SKIPS) else {}
+    settings = {_SKIPS: True} if hasattr(dynamo.config, _SKIPS) else {}
 
     @functools.wraps(base.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if not getattr(self, _IS_ENABLED):
             return base.forward(self, *args, **kwargs)
-        if not settings:
-            return compiled(self, *args, **kwargs)
-        with config.patch(settings):
-            return compiled(self, *args, **kwargs)
+        try:
+            with dynamo.config.patch(settings):
+                return compiled(self, *args, **kwargs)
+        except dynamo.exc.Unsupported as error:
+            raise ConfigError(
+                "checkpoint_activations(policy='selective') and Booster(compile=...) together need layers that are one"
+                f" graph, and a {base.__name__} is not: write policy='layers' or 'budget', or leave compile out."
+                f" {error}"
+            ) from error
 
     return {"forward": forward, _IS_ENABLED: False}
 

@@ -8,7 +8,7 @@ from typing import Any, cast
 from torch import nn
 
 _Make = Callable[[Any], dict[str, Any]]
-PURPOSE = "_subclass_purpose"  # attributes of the subclasses
+_PURPOSE = "_subclass_purpose"  # attributes of the subclasses
 _DERIVATION = "_subclass_derivation"
 _subclasses: dict[tuple[type[nn.Module], str, Hashable], type[nn.Module]] = {}
 
@@ -22,6 +22,11 @@ def find_stacks(model: nn.Module) -> tuple[tuple[str, ...], ...]:
     found: list[tuple[str, ...]] = []
     _collect(model, "", found)
     return tuple(found)
+
+
+def layers_of(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the layers of all stacks by name, in order."""
+    return {name: model.get_submodule(name) for stack in find_stacks(model) for name in stack}
 
 
 def stack_layer_of(name: str, stacks: tuple[tuple[str, ...], ...]) -> str | None:
@@ -50,13 +55,13 @@ def subclass_of(
         settings: What the members depend on in addition, optional: there is one subclass per purpose and settings.
         below: Purposes of other subclasses, optional: those that `base` is one of are derived anew from this one.
     """
-    if vars(base).get(PURPOSE) in below:
+    if vars(base).get(_PURPOSE) in below:
         inner = subclass_of(cast(type[nn.Module], base.__base__), purpose, make, settings=settings, below=below)
         outer, remake, outer_settings = vars(base)[_DERIVATION]
         return subclass_of(inner, outer, remake, settings=outer_settings)
     if (base, purpose, settings) not in _subclasses:
         members = {**make(base), "__module__": base.__module__, "__doc__": base.__doc__}
-        members |= {PURPOSE: purpose, _DERIVATION: (purpose, make, settings)}
+        members |= {_PURPOSE: purpose, _DERIVATION: (purpose, make, settings)}
         _subclasses[base, purpose, settings] = type(base.__name__, (base,), members)
     return _subclasses[base, purpose, settings]
 

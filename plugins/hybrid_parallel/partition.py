@@ -10,8 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from booster.comm import check_same_across_ranks
-from booster.core.activation_policy import COMPILED_BY_OPERATION
-from booster.core.layer_stacks import PURPOSE, find_stacks
+from booster.core.layer_stacks import find_stacks
 from booster.errors import ConfigError
 from booster.interface import ShardSpec
 from booster.mixed_precision.fp16 import log_rank_zero
@@ -269,7 +268,6 @@ class ModelPartitioner:
 
         Collective: yes.
         """
-        self._check_graphs(model)
         plan, stage_partition, experts = partition_plan.plan, partition_plan.stages, partition_plan.experts
         entries = [*plan.entries, *(experts.entries if experts is not None else ())]
         check_same_across_ranks("the plan", [repr(entry) for entry in entries])
@@ -309,28 +307,6 @@ class ModelPartitioner:
         for name, parameter in model.named_parameters():
             shard_parameter(parameter, shard_specs[name][tensor_rank])
         self._parallelize(model, plan, shard_specs)
-
-    def _check_graphs(self, model: nn.Module) -> None:
-        """Check that layers which select operations within a graph of torch.compile are one graph.
-
-        Raises:
-            ConfigError: Their graphs end where they communicate, so that torch.compile would leave the layers out.
-        """
-        if all(getattr(type(module), PURPOSE, None) != COMPILED_BY_OPERATION for module in model.modules()):
-            return
-        obstacle = None
-        if self.sp_group is not None:
-            obstacle = f"sequence_parallelism_mode={self.sp_group.mode!r}"
-        elif self.tp_group is not None and self.tp_group.sequence_mode == "ring":
-            obstacle = "sequence_parallelism_mode='ring'"
-        elif self.tp_group is not None and not self.tp_group.shards_sequence and may_draw_numbers(model):
-            obstacle = "tp_size > 1 and dropout"
-        if obstacle is not None:
-            raise ConfigError(
-                f"checkpoint_activations(policy='selective') and Booster(compile=...) together need layers that are one"
-                f" graph, and with {obstacle} graphs end inside of a layer: write policy='layers' or 'budget', or leave"
-                " compile out"
-            )
 
     def _modules_held(self, model: nn.Module, stage_partition: StagePartition) -> set[str]:
         """Return the names of this stage's modules."""

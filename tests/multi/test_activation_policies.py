@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 from decoder_cases import LAYOUTS, LENGTH, VOCABULARY, Decoder, compute_loss, make_plugin
 from harness import RanksFailed, run_ranks
 from torch._dynamo.utils import counters
 from zoo import get_model, split_batch
 
-from booster import Booster, ConfigError, checkpoint_activations
-from booster.core.activation_budget import ActivationBudget
+from booster import Booster, ConfigError, DesyncError, checkpoint_activations
+from booster.core.activation_budget import ActivationBudget, LayerCost
 from booster.core.activation_policy import policy_of
 from booster.device import current_device
 
@@ -107,7 +108,7 @@ def test_compiled_layers(layout, policy):
         pytest.skip("the plugin checkpoints the layers itself")
     mode = LAYOUTS[layout][2].get("sequence_parallelism_mode", "split_gather")
     if policy == "selective" and mode != "split_gather":
-        with pytest.raises(RanksFailed, match=f"with sequence_parallelism_mode='{mode}' graphs end inside of a layer"):
+        with pytest.raises(RanksFailed, match="need layers that are one graph, and a Block is not"):
             run_ranks(train, num_ranks, layout, POLICIES[policy], True)
         return
     expected, found = (run_ranks(train, num_ranks, layout, one, True) for one in (None, POLICIES[policy]))
@@ -154,6 +155,42 @@ PIPELINE = {"pp_size": 2, "num_microbatches": 4}
 def test_pipelines_and_experts(name, arguments, num_ranks, policy):
     expected, found = (run_ranks(train_model, num_ranks, name, arguments, one) for one in (None, POLICIES[policy]))
     assert found == expected
+
+
+def boost_differently(settings, options):
+    rank = dist.get_rank()
+    booster = Booster(plugin=make_plugin("torch_ddp", {}), compile=options[rank])
+    try:
+        booster.boost(checkpoint_activations(Decoder(), **settings[rank]))
+    except DesyncError as error:
+        return str(error)
+    return None
+
+
+SAME = [{"backend": "eager"}] * 2
+
+
+@pytest.mark.parametrize(
+    ("settings", "options", "message"),
+    [
+        ([{}, {"policy": "selective"}], SAME, "blocks.0: Recompute"),
+        ([{"policy": "budget", "budget_bytes": size} for size in (GIBI, 2 * GIBI)], SAME, f"of {GIBI} bytes"),
+        ([{}, {}], [{"backend": "eager"}, {"backend": "aot_eager"}], "compile with backend='eager'"),
+        ([{}, {}], [False, {"backend": "eager"}], "no compile"),
+    ],
+)
+def test_ranks_with_different_settings(settings, options, message):
+    for text in run_ranks(boost_differently, 2, settings, options):
+        assert message in text
+
+
+def test_layers_that_did_not_run_are_recomputed():
+    ran, other = LayerCost(1, 10, 1, 1), "layers.1"
+    budget = ActivationBudget(["layers.0", other], GIBI)
+    budget._measured["layers.0"].cost = ran
+    budget._choose()
+    budget._choose()
+    assert budget.recomputed == {other}
 
 
 def train_too_small():

@@ -209,7 +209,7 @@ def make_row_parallel(
     """
     check_linear(module, "rowwise")
     scatters = tp_group.shards_sequence if scatters_sequence is None else scatters_sequence
-    is_plain = type(module) is nn.Linear or (is_transposed(module) and type(module).__name__ == "Conv1D")
+    is_plain = _is_plain(type(module))
     config = RowParallelConfig(tp_group, tuple(sizes), splits_input, reduces, scatters, sequence_dim, is_plain)
     setattr(module, "nx" if is_transposed(module) else "in_features", sizes[tp_group.rank])
     mixin_forward(module, RowParallel, config)
@@ -302,15 +302,12 @@ def is_linear(module: nn.Module) -> bool:
 
 def is_transposed(module: nn.Module) -> bool:
     """Whether a module is transformers' `Conv1D`, whose weight is (inputs, outputs)."""
-    return any(
-        base.__name__ == "Conv1D" and base.__module__ == "transformers.pytorch_utils" for base in type(module).__mro__
-    )
+    return any(_is_conv1d(base) for base in type(module).__mro__)
 
 
 def is_plain_linear(module: nn.Module) -> bool:
     """Whether a layer's forward only multiplies by its weight and adds its bias."""
-    base = type(module).__mro__[2]  # the class before `mixin_forward`
-    return base is nn.Linear or (is_transposed(module) and base.__name__ == "Conv1D")
+    return _is_plain(type(module).__mro__[2])  # the class before `mixin_forward`
 
 
 def check_linear(module: nn.Module, style: str) -> None:
@@ -324,3 +321,11 @@ def check_linear(module: nn.Module, style: str) -> None:
             f"the plan gives the style {style!r} to a {type(module).__name__}, which is not a linear layer: leave it"
             " out of the plan, or give the style to the nn.Linear or Conv1D inside of it"
         )
+
+
+def _is_plain(layer_class: type[nn.Module]) -> bool:
+    return layer_class is nn.Linear or _is_conv1d(layer_class)
+
+
+def _is_conv1d(layer_class: type) -> bool:
+    return layer_class.__name__ == "Conv1D" and layer_class.__module__ == "transformers.pytorch_utils"
