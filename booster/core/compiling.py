@@ -75,7 +75,7 @@ def parse_compile_options(given: bool | Mapping[str, Any] | None) -> dict[str, A
     if not isinstance(options, Mapping) or not set(options) <= set(known):
         raise ConfigError(
             f"Booster(compile={given!r}) is not a setting of torch.compile: give True, or a dict with some of"
-            f" {', '.join(known)}, such as dict(dynamic=True)"
+            f" {', '.join(known)}, such as dict(mode='max-autotune')"
         )
     try:
         torch.compile(_identity, **options)
