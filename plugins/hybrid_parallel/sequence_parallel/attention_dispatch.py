@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 from booster.comm import all_reduce_numbers
 from booster.core.compiling import not_compiled
 from booster.core.layer_stacks import subclass_of
+from booster.core.opaque_operator import opaque
 from booster.errors import ConfigError
 
 from .group import SequenceParallelGroup
@@ -115,7 +116,6 @@ _NAMES = ("cumsum", "cumprod", "cummax", "cummin", "logcumsumexp")
 _CUMULATIVE = frozenset(getattr(where, name) for where in (torch, torch.Tensor) for name in _NAMES)
 
 
-@not_compiled
 def attend(
     layer: LayerContext,
     query: torch.Tensor,
@@ -180,12 +180,56 @@ def attend(
         )
 
 
-@not_compiled
-def _dispatch_attention(*args: Any, **kwargs: Any) -> torch.Tensor:
+def _dispatch_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    """Run `F.scaled_dot_product_attention`, for this rank's tokens in a layer of a stack."""
+    rest = attn_mask, dropout_p, is_causal, scale, enable_gqa
+    output: torch.Tensor = _attend_in_layer(_visible(), query, key, value, None, *rest)
+    return output
+
+
+def _visible() -> tuple[bool, ...] | None:
+    """Return `LayerContext.visible` of the running layer, which in a graph is known while it is traced only."""
+    layer = current_layer()
+    return None if layer is None else layer.visible
+
+
+def _attend(
+    visible: tuple[bool, ...] | None,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    bias: torch.Tensor | None,
+    mask: torch.Tensor | None,
+    dropout: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+) -> torch.Tensor:
     layer = current_layer()
     if layer is None or layer.is_in_attention:
-        return _dense_attention(*args, **kwargs)
-    return attend(layer, *args, **kwargs)
+        return _dense_attention(query, key, value, mask, dropout, is_causal, scale=scale, enable_gqa=enable_gqa)
+    layer.visible = visible
+    if bias is not None:
+        mask = _add_bias(layer, bias, mask, is_causal=is_causal)
+    return attend(layer, query, key, value, mask, dropout, is_causal and mask is None, scale, enable_gqa)
+
+
+def _attention_output(visible: Any, query: torch.Tensor, key: Any, value: torch.Tensor, *rest: Any) -> torch.Tensor:
+    kind = query.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else query.dtype
+    return query.new_empty(*query.shape[:-1], value.shape[-1], dtype=dtype)
+
+
+_attend_in_layer = opaque(_attend, _attention_output)
 
 
 class AttentionDispatchMode(TorchFunctionMode):
@@ -199,10 +243,11 @@ class AttentionDispatchMode(TorchFunctionMode):
             return _multi_head_attention(func, args, kwargs)
         if func in _CUMULATIVE:
             _check_not_along_tokens(func, *args, **kwargs)
+        if func is torch.Tensor.unflatten:
+            func = torch.unflatten  # torch.compile can trace it in a mode
         return func(*args, **kwargs)
 
 
-@not_compiled
 def _check_not_along_tokens(func: Any, x: torch.Tensor, dim: int = 0, *args: Any, **kwargs: Any) -> None:
     layer = current_layer()
     if layer is None or layer.is_in_attention or layer.local_sizes is None or x.dim() < 2:
@@ -361,28 +406,15 @@ def _attention_forward(
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attention function for transformers: (batch, heads, tokens, features) to (batch, tokens, heads, features)."""
-    layer = current_layer()
     is_causal = False if is_eager else is_causal
     _check_supported(module, kwargs)
-    if layer is None:
+    if current_layer() is None:
         return _dense_forward(
             module, query, key, value, attention_mask, scaling, dropout, is_causal, position_bias, kwargs
         )
     is_causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
-    mask = attention_mask
-    if position_bias is not None:
-        mask = _add_bias(layer, position_bias, attention_mask, is_causal=is_causal)
-    output = attend(
-        layer,
-        query,
-        key,
-        value,
-        mask,
-        dropout,
-        is_causal and mask is None,
-        scaling,
-        enable_gqa=query.shape[1] != key.shape[1],
-    )
+    rest = attention_mask, dropout, is_causal and attention_mask is None, scaling, query.shape[1] != key.shape[1]
+    output: torch.Tensor = _attend_in_layer(_visible(), query, key, value, position_bias, *rest)
     return output.transpose(1, 2).contiguous(), None
 
 

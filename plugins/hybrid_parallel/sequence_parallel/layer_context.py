@@ -58,7 +58,10 @@ class LayerContext:
         num_attentions: Number of attention calls so far.
         is_in_attention: Whether attention is running, whose inner calls are not dispatched again.
         local_sizes: Number of sequences and of this rank's tokens, or None if unknown.
+        visible: Whether the running submodule got each of the layer's unsharded arguments, or None between submodules.
     """
+
+    visible: tuple[bool, ...] | None
 
     def __init__(
         self,
@@ -73,8 +76,7 @@ class LayerContext:
         self.local_sizes = local_sizes
         self._length = length
         self._unsharded = unsharded
-        self._visible_unsharded = unsharded
-        self._is_in_submodule = False
+        self.visible = None
 
     @property
     def sp_group(self) -> SequenceParallelGroup:
@@ -93,14 +95,13 @@ class LayerContext:
     @contextmanager
     def submodule(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
         """Context of a submodule's forward with these arguments."""
-        previous = self._visible_unsharded, self._is_in_submodule
+        previous = self.visible
         given = [*args, *kwargs.values()]
-        self._visible_unsharded = tuple(tensor for tensor in self._unsharded if any(tensor is one for one in given))
-        self._is_in_submodule = True
+        self.visible = tuple(any(tensor is one for one in given) for tensor in self._unsharded)
         try:
             yield
         finally:
-            self._visible_unsharded, self._is_in_submodule = previous
+            self.visible = previous
 
     @contextmanager
     def attention(self) -> Iterator[None]:
@@ -118,8 +119,9 @@ class LayerContext:
         Raises:
             ConfigError: The keys are neither that nor this rank's tokens, or both are possible.
         """
-        fits_unsharded = any(tensor.shape[1] == key_length for tensor in self._visible_unsharded)
-        if fits_unsharded and key_length == local_length and not self._is_in_submodule:
+        fits = [tensor.shape[1] == key_length for tensor in self._unsharded]
+        fits_unsharded = any(fits if self.visible is None else map(all, zip(fits, self.visible, strict=True)))
+        if fits_unsharded and key_length == local_length and self.visible is None:
             raise ConfigError(
                 f"attention to {key_length} keys may be to this rank's tokens or to another sequence of the same"
                 " length, which is ambiguous in a layer that calls both itself: move one of them into a separate"
