@@ -47,6 +47,12 @@ def iter_tensors(tree: Any) -> Iterator[torch.Tensor]:
         yield from iter_tensors(child)
 
 
+def map_first(tree: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """Return a tree with its first tensor that requires a gradient replaced by `function(tensor)`."""
+    first = next((one for one in iter_tensors(tree) if one.requires_grad), None)
+    return map_tensors(lambda one: function(one) if one is first else one, tree)
+
+
 def children_of(tree: Any) -> Mapping[Any, Any] | None:
     """Return the children of a container by key, index or field name, or None."""
     if isinstance(tree, torch.Tensor):

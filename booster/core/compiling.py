@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import threading
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, TypeVar, cast
@@ -12,11 +13,16 @@ import torch
 from torch import nn
 
 from booster.errors import ConfigError
+from booster.pytree import map_first
 
 from .activation_policy import BY_OPERATION, COMPILED_BY_OPERATION, WHOLE_LAYERS, policy_of
 from .layer_stacks import layers_of, subclass_of
+from .opaque_operator import bind_handle, has_opaque_methods
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
+_COMPILED = "compiled"
+COMPILED = frozenset({_COMPILED, COMPILED_BY_OPERATION})
+"""Purposes of the subclasses of compiled layers. What must be traced is below them."""
 _IS_ENABLED = "_is_compilation_enabled"
 _SKIPS = "skip_fwd_side_effects_in_bwd_under_checkpoint"  # a setting of torch._dynamo
 
@@ -101,12 +107,15 @@ def compile_layers(model: nn.Module, options: Mapping[str, Any]) -> Callable[[],
     Collective: no.
     """
     layers = list(layers_of(model).values()) or [model]
+    for module in model.modules():
+        if has_opaque_methods(type(module)):
+            bind_handle(module)
     text = repr(sorted(options.items()))
     for layer in layers:
         if not is_compiled_layer(layer):
             policy = policy_of(layer)
             is_above = policy is not None and policy.purpose == BY_OPERATION
-            purpose = COMPILED_BY_OPERATION if is_above else "compiled"
+            purpose = COMPILED_BY_OPERATION if is_above else _COMPILED
             make = partial(_compiled_members, options=options, recomputes=is_above)
             layer.__class__ = subclass_of(type(layer), purpose, make, settings=text, below={WHOLE_LAYERS})
     if layers != [model]:
@@ -132,7 +141,9 @@ def _compiled_members(base: type[nn.Module], options: Mapping[str, Any], recompu
 
     @functools.wraps(base.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return (compiled if getattr(self, _IS_ENABLED) else base.forward)(self, *args, **kwargs)
+        if not getattr(self, _IS_ENABLED):
+            return base.forward(self, *args, **kwargs)
+        return _run(compiled, self, args, kwargs)
 
     return {"forward": forward, _IS_ENABLED: False}
 
@@ -150,7 +161,7 @@ def _recomputing_members(base: type[nn.Module], options: Mapping[str, Any]) -> d
             return base.forward(self, *args, **kwargs)
         try:
             with dynamo.config.patch(settings):
-                return compiled(self, *args, **kwargs)
+                return _run(compiled, self, args, kwargs)
         except dynamo.exc.Unsupported as error:
             raise ConfigError(
                 "checkpoint_activations(policy='selective') and Booster(compile=...) together need layers that are one"
@@ -159,6 +170,42 @@ def _recomputing_members(base: type[nn.Module], options: Mapping[str, Any]) -> d
             ) from error
 
     return {"forward": forward, _IS_ENABLED: False}
+
+
+class _Attached(threading.local):
+    """What the graph that runs in this thread attaches to its output: functions of a tensor and an output."""
+
+    pairs: list[tuple[Callable[..., torch.Tensor], torch.Tensor]] | None = None
+
+
+_attached = _Attached()
+
+
+def attach_to_output(function: Callable[..., torch.Tensor], value: torch.Tensor) -> bool:
+    """Attach a tensor to the output of the layer whose graph is being traced, by a function that a graph can't hold.
+
+    Args:
+        function: Function of the tensor and an output of the layer, which returns the output.
+        value: The tensor.
+
+    Returns:
+        False if no layer of `compile_layers` is traced, and nothing was done.
+    """
+    if _attached.pairs is None:
+        return False
+    _attached.pairs.append((function, value))
+    return True
+
+
+def _run(compiled: Callable[..., Any], layer: nn.Module, args: Any, kwargs: Any) -> Any:
+    before, _attached.pairs = _attached.pairs, []
+    try:
+        output = compiled(layer, *args, **kwargs)
+        for function, value in _attached.pairs:
+            output = map_first(output, partial(function, value))
+    finally:
+        _attached.pairs = before
+    return output
 
 
 def _identity(x: Any) -> Any:

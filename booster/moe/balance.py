@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from booster.comm import all_gather_equal, all_gather_numbers, all_reduce_sum, group_rank, group_size
+from booster.core.opaque_operator import opaque
 from booster.errors import ConfigError
 
 from .routers import Router
@@ -54,11 +55,19 @@ def balance_globally(model: nn.Module, group: dist.ProcessGroup | None) -> bool:
     """Do what `global_load_balancing` does; return whether the model has auxiliary losses."""
     routers = [module for module in model.modules() if isinstance(module, Router)]
     for router in routers:
-        router.sum_over_batch = functools.partial(_Sum.apply, group)
-    computing = [(module, found) for module in model.modules() if (found := _file_of(module)) is not None]
+        router.sum_over_batch = functools.partial(_sum_over_group, _number_of(group))
+    computing = _outermost(model)
     for module, file in computing:
         _balance_globally(module, file, group)
     return bool(routers or computing)
+
+
+def _outermost(module: nn.Module) -> list[tuple[nn.Module, ModuleType]]:
+    """Return the outermost modules whose model file has a loss function, with the files."""
+    file = _file_of(module)
+    if file is not None:
+        return [(module, file)]
+    return [one for child in module.children() for one in _outermost(child)]
 
 
 class _Sum(torch.autograd.Function):
@@ -73,6 +82,20 @@ class _Sum(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[None, Tensor]:
         return None, gradients[0] * ctx.num_ranks
 
+
+_groups: list[dist.ProcessGroup | None] = []  # operators of graphs take their numbers
+
+
+def _number_of(group: dist.ProcessGroup | None) -> int:
+    if not any(group is one for one in _groups):
+        _groups.append(group)
+    return next(number for number, one in enumerate(_groups) if one is group)
+
+
+_sum_over_group = opaque(
+    lambda number, sums: _Sum.apply(_groups[number], sums),  # type: ignore[no-untyped-call]
+    lambda number, sums: torch.empty_like(sums),
+)
 
 # Losses of transformers: the function gets the router logits of all ranks.
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from booster.compatibility import takes_foreign
-from booster.core.compiling import not_compiled
+from booster.core.opaque_operator import opaque_method
 from booster.errors import ConfigError
 from booster.validation import check_count
 
@@ -91,14 +91,20 @@ class Experts(nn.Module):
             top_k_weights: Weights of their outputs, of shape (tokens, k).
         """
         order, ends = sort_by_expert(top_k_index, self.num_experts)
-        outputs = self._outputs(hidden_states[order // top_k_index.shape[1]], ends)
+        states = hidden_states[order // top_k_index.shape[1]]
+        like = None
+        if torch.compiler.is_compiling():
+            with torch.no_grad():
+                like = self.experts[0](states[:0])  # tells the shape of the outputs
+        outputs = self._compute(states, ends, like)
         return combine(outputs, order, top_k_index, top_k_weights, self.num_experts)
 
-    @not_compiled
-    def _outputs(self, sorted_states: Tensor, ends: Tensor) -> Tensor:
-        *ranges, dropped = sorted_states.split(_sizes(ends, len(sorted_states)))
-        outputs = [expert(states) for expert, states in zip(self.experts, ranges, strict=True)]
+    def _run_modules(self, states: Tensor, ends: Tensor, like: Tensor | None) -> Tensor:
+        *ranges, dropped = states.split(_sizes(ends, len(states)))
+        outputs = [expert(rows) for expert, rows in zip(self.experts, ranges, strict=True)]
         return torch.cat([*outputs, outputs[0].new_zeros(len(dropped), outputs[0].shape[-1])])
+
+    _compute = opaque_method(_run_modules, lambda states, ends, like: like.new_empty(len(states), like.shape[-1]))
 
 
 def _sizes(ends: Tensor, num_rows: int) -> list[int]:
@@ -169,7 +175,7 @@ class FFNExperts(nn.Module):
         # Grouped products leave rows outside of all ranges uninitialized, and the gradients of such rows. The last
         # expert computes the dropped assignments, too; with a weight of 0 they have neither output nor gradient.
         ends = torch.cat([ends[:-1], ends.new_full((1,), len(order))])
-        outputs = self._run_grouped(states, ends) if self._is_grouped(states, ends) else self._run_each(states, ends)
+        outputs = self._compute(states, ends, self.down_weight.shape[1])
         return combine(outputs, order, top_k_index, top_k_weights, self.num_experts)
 
     def _is_grouped(self, states: Tensor, ends: Tensor) -> bool:
@@ -193,8 +199,16 @@ class FFNExperts(nn.Module):
         hidden = (self.dropout(self.activation(F.linear(*one))) for one in ups)
         return torch.cat([self.dropout(F.linear(one, *down)) for one, down in zip(hidden, downs, strict=True)])
 
+    def _run_stacked(self, states: Tensor, ends: Tensor, num_features: int) -> Tensor:
+        return self._run_grouped(states, ends) if self._is_grouped(states, ends) else self._run_each(states, ends)
 
-@not_compiled
+    _compute = opaque_method(_run_stacked, lambda states, ends, num_features: _empty_outputs(states, num_features))
+
+
+def _empty_outputs(states: Tensor, num_features: int) -> Tensor:
+    return states.new_empty(len(states), num_features, dtype=_computed_dtype(states))
+
+
 def grouped_linear(states: Tensor, weight: Tensor, bias: Tensor | None, ends: Tensor) -> Tensor:
     """Return the product of ranges of rows with a matrix each, plus its bias, of shape (rows, out).
 

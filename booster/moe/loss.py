@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointFunction
 
-from booster.core.compiling import not_compiled
+from booster.core.compiling import attach_to_output, not_compiled
 from booster.errors import ConfigError
 from booster.validation import is_non_nan_number
 
@@ -85,16 +85,26 @@ class _Attach(torch.autograd.Function):
         return gradients[0], None if gradient is None else gradient.to(gradients[0].device), None
 
 
-@not_compiled
 def attach_auxiliary_loss(tensor: Tensor, auxiliary_loss: Tensor) -> Tensor:
     """Return a copy of a tensor, with an auxiliary loss that `MoeLoss` adds to a loss computed from the copy.
 
-    See Note [Auxiliary losses in the graph].
+    See Note [Auxiliary losses in the graph]. In a graph of torch.compile it is attached to the output of the layer.
 
     Args:
         tensor: Tensor that the layer's output depends on.
         auxiliary_loss: 0-dim tensor in fp32.
     """
+    if torch.compiler.is_compiling() and attach_to_output(_attach_first, auxiliary_loss):
+        return tensor
+    return _attach(tensor, auxiliary_loss)
+
+
+def _attach_first(auxiliary_loss: Tensor, tensor: Tensor) -> Tensor:
+    return _attach(tensor, auxiliary_loss)
+
+
+@not_compiled
+def _attach(tensor: Tensor, auxiliary_loss: Tensor) -> Tensor:
     if torch.is_grad_enabled():
         _, recomputed = _reentrant_checkpoints()
         carried = getattr(recomputed, _ATTRIBUTE, None) or _CarriedLoss(auxiliary_loss.detach())

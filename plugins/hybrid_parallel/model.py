@@ -22,7 +22,7 @@ from booster.comm import (
     is_fake_world,
     raise_on_all_ranks,
 )
-from booster.core.compiling import calls_compiled, is_compiled_layer, not_compiled
+from booster.core.compiling import calls_compiled, not_compiled
 from booster.errors import CheckpointError, ConfigError
 from booster.interface import ModelWrapper, set_shard_spec, shard_spec_of
 from booster.kernels.checksum import tensor_crc32
@@ -86,7 +86,6 @@ class HybridModel(ZeroModel):
     ) -> None:
         super().__init__(module, data_group, is_primary=is_primary, broadcasts_buffers=broadcasts_buffers)
         self._tp_group = tp_group
-        self._states_before: Sequence[torch.Tensor] | None = None
         self._tensor_rank = 0 if tp_group is None else tp_group.rank
         parameters = dict(module.named_parameters(remove_duplicate=False))
         self._parameter_names = frozenset(parameters)
@@ -118,32 +117,9 @@ class HybridModel(ZeroModel):
         Collective: yes.
         """
         try:
-            outputs = super().forward(*args, **kwargs)
+            return super().forward(*args, **kwargs)
         finally:
             self.reset_parallel_state()
-        self._check_draws()
-        return outputs
-
-    def _check_draws(self) -> None:
-        """Check that the forward drew no random numbers, if no setting of the model says that it does.
-
-        Raises:
-            ConfigError: It did, and layers are compiled, whose ranks have then drawn the same ones.
-        """
-        before, self._states_before = self._states_before, None
-        if before is None or self._tp_group is None:
-            return
-        if all(torch.equal(one, other) for one, other in zip(before, self._tp_group.rng.states(), strict=True)):
-            return
-        self._tp_group.draws_numbers = True
-        for module in self.module.modules():
-            if is_compiled_layer(module) or module._compiled_call_impl is not None:
-                raise ConfigError(
-                    f"a compiled {type(module).__name__} drew random numbers, which ranks with tp_size > 1 must draw"
-                    " differently, and neither a module nor the config has a setting above 0 with 'drop', 'jitter' or"
-                    " 'noise' in its name, by which layers are recognized whose graphs must end there: give the module"
-                    " such an attribute, for example self.dropout = 0.1"
-                )
 
     def _begin_run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._stage_model is not None:
@@ -164,9 +140,6 @@ class HybridModel(ZeroModel):
         if self._parallel_groups and self.training:
             self._check_same_batch(args, kwargs)
             self.sync_rng_state()
-            tp_group = None if self._num_compared > _COMPARED_BATCHES else self._tp_group
-            if tp_group is not None and not (tp_group.draws_numbers or tp_group.shards_sequence):
-                self._states_before = tp_group.rng.states()
 
     def expert_loads(self) -> dict[str, torch.Tensor]:
         """Return the number of tokens of each expert in the last forward, of all ranks together, before any is dropped.

@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch import nn
 
 from booster.comm import all_reduce_sum, sum_dtype
-from booster.core.compiling import not_compiled
 from booster.errors import ConfigError
 from booster.interface import ShardSpec
 
@@ -68,7 +67,6 @@ class _LocalHeads:
     num_units: int
     own: slice
 
-    @not_compiled
     def __call__(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         is_positional = len(args) > self.position
         value = args[self.position] if is_positional else kwargs.get(self.argument)

@@ -36,7 +36,7 @@ from .sequence_parallel.layer_stack import attach_stack, check_only_attention_mi
 from .sequence_parallel.recorded_outputs import gather_returned_outputs
 from .sequence_parallel.splitters import SequenceAxisSplitter
 from .tensor_parallel.group import TensorParallelGroup
-from .tensor_parallel.rng import may_draw_numbers
+from .tensor_parallel.random_functions import intercept_random_functions
 from .tensor_parallel.shard_spec import sharded_spec, vocabulary_spec
 from .tp_plan.plan import COLUMN_STYLES, ROW_STYLES, PlannedEntry, TensorParallelPlan, explain
 from .tp_plan.resolve import choose_plan
@@ -154,7 +154,6 @@ class ModelPartitioner:
         if arguments.tp_size > 1:
             mode = arguments.tp_axis_mode
             self.tp_group = TensorParallelGroup(mesh.group("tp"), sequence_mode=mode)
-            self.tp_group.draws_numbers = False  # until a model does
         if arguments.sp_axis_mode is not None:
             self.sp_group = SequenceParallelGroup(mesh.group("sp"), arguments.sp_axis_mode)
         self.ep_group: ExpertParallelGroup | None = None
@@ -333,7 +332,6 @@ class ModelPartitioner:
 
     def _parallelize(self, model: nn.Module, plan: TensorParallelPlan, shard_specs: dict[str, list[ShardSpec]]) -> None:
         if self.tp_group is not None:
-            self.tp_group.draws_numbers |= may_draw_numbers(model)
             parallelize(
                 model,
                 plan,
@@ -342,6 +340,9 @@ class ModelPartitioner:
                 vocabulary_multiple=self._arguments.make_vocab_size_divisible_by,
                 parallel_output=self._arguments.parallel_output,
             )
+            if not self.tp_group.shards_sequence:
+                layers = [model.get_submodule(name) for stack in plan.stacks for name in stack]
+                intercept_random_functions(model, layers, self.tp_group)
         if self.sp_group is not None:
             use_sequence_attention(model)
             modules = dict(model.named_modules())

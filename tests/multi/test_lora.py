@@ -135,10 +135,10 @@ def test_dora_of_other_layers(tmp_path, model, plugin):
     check_training(tmp_path, model, "all", plugin, use_dora=True)
 
 
-def losses_of(plugin, policy, compiled):
+def losses_of(plugin, policy, compiled, **arguments):
     torch._dynamo.reset()
     counters.clear()
-    *_, losses = train("llama", "all", plugin, num_steps=4, policy=policy, compiled=compiled)
+    *_, losses = train("llama", "all", plugin, num_steps=4, policy=policy, compiled=compiled, **arguments)
     if compiled:
         assert counters["stats"]["unique_graphs"] > 0
     return losses, sum(counters["graph_break"].values())
@@ -150,7 +150,7 @@ COMBINED = [
     for plugin in PLUGINS | TENSOR_PARALLEL
     for policy in range(len(POLICIES))
     for compiled in (False, True)
-    if (policy or compiled) and not (plugin in ("ring", "all_to_all", "ring_attn") and policy == 2 and compiled)
+    if policy or compiled
 ]
 
 
@@ -167,7 +167,20 @@ def test_activation_policies_and_compiled_layers(plugin, policy, compiled):
     found = run_ranks(losses_of, num_ranks, plugin, POLICIES[policy], compiled, timeout=180)
     for (losses, _), (others, num_breaks) in zip(expected, found, strict=True):
         assert others == (pytest.approx(losses, rel=1e-5) if compiled else losses)
-        assert plugin in ("ring", "all_to_all", "ring_attn") or num_breaks == 0
+        assert num_breaks == 0
+
+
+@pytest.mark.parametrize("plugin", ["tp", *(pytest.param(one, marks=pytest.mark.slow) for one in TENSOR_PARALLEL)])
+def test_compiled_dora(plugin):
+    num_ranks = 4 if plugin in ON_FOUR else 2
+    arguments = {"use_dora": True, "lora_dropout": 1e-12}
+    expected, found = (
+        run_ranks(losses_of, num_ranks, plugin, None, compiled, timeout=180, **arguments)
+        for compiled in (False, True)
+    )
+    for (losses, _), (others, num_breaks) in zip(expected, found, strict=True):
+        assert others == pytest.approx(losses, rel=1e-5)
+        assert num_breaks == 0
 
 
 def adapters_after_dropout(plugin):

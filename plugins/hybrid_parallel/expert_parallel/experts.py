@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from booster.comm import group_rank, group_size
+from booster.core.opaque_operator import bind_handle, opaque_method
 from booster.moe.discovery import DISPATCH_OBSERVERS, DispatchObservers, experts_in
 from booster.plugins.hybrid_parallel.tensor_parallel.dynamic_class import mixin_forward
 
@@ -101,6 +102,15 @@ class _Experts:
     def num_experts(self) -> int:
         return self.bounds[-1]
 
+    def is_traceable(self, module: nn.Module) -> bool:
+        """Whether `traced_forward` does what `forward` does."""
+        return True
+
+    def ordered(self, args: Sequence[torch.Tensor], named: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+        """Return the arguments of a call of the forward in the order of its parameters."""
+        given = dict(zip(self.arguments, args, strict=False)) | named
+        return [given[name] for name in self.arguments]
+
     def plan(self, index: torch.Tensor, *, has_unrouted: bool = False) -> Dispatch:
         return self.ep_group.dispatch(index, self.bounds, self.observers, has_unrouted=has_unrouted)
 
@@ -154,6 +164,7 @@ def make_expert_parallel(
         observers=observers, ep_group=ep_group, bounds=bounds, is_stacked=is_stacked, arguments=arguments, shared=shared
     )
     mixin_forward(module, _ExpertParallel, experts)
+    bind_handle(module)
     module.__dict__[DISPATCH_OBSERVERS] = observers
 
 
@@ -171,16 +182,27 @@ class _ExpertParallel(nn.Module):
 
     def forward(self, *args: torch.Tensor, **named: torch.Tensor) -> torch.Tensor:
         experts = self._split
-        given = dict(zip(experts.arguments, args, strict=False)) | named
-        tokens, *routing = (given[name] for name in experts.arguments)
-        flat = tokens.flatten(0, -2)
-        run = _run_routed if routing else _run_scaled
-        outputs = run(super().forward, experts, flat, *routing)
+        tokens, *routing = experts.ordered(args, named)
+        outputs = self._start(tokens, *routing)
 
         def wait() -> torch.Tensor:
             return outputs.wait().view(tokens.shape)
 
         return wait() if experts.shared is None else experts.shared.defer_outputs(wait, tokens)
+
+    def traced_forward(self, *args: torch.Tensor, **named: torch.Tensor) -> torch.Tensor:
+        """Return the outputs, in a graph of torch.compile, in which shared experts are computed before or after."""
+        output: torch.Tensor = self._exchange(*self._split.ordered(args, named))
+        return output
+
+    def _start(self, tokens: torch.Tensor, *routing: torch.Tensor) -> OutputsInFlight:
+        run = _run_routed if routing else _run_scaled
+        return run(super().forward, self._split, tokens.flatten(0, -2), *routing)
+
+    def _run_and_wait(self, tokens: torch.Tensor, *routing: torch.Tensor) -> torch.Tensor:
+        return self._start(tokens, *routing).wait().view(tokens.shape).to(tokens.dtype)
+
+    _exchange = opaque_method(_run_and_wait, lambda tokens, *routing: tokens.new_empty(tokens.shape))
 
 
 def _run_routed(

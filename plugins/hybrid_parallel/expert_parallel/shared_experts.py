@@ -118,6 +118,10 @@ class SharedExperts:
         self._deferred: list[weakref.ref[DeferredTensor]] = []
         self._outputs: weakref.ref[DeferredTensor] | None = None
 
+    def is_traceable(self, module: nn.Module) -> bool:
+        """Whether `traced_forward` does what `forward` does."""
+        return True
+
     def call(self, compute: Callable[[], torch.Tensor], like: torch.Tensor) -> torch.Tensor:
         """Return the output of a shared expert: computed if the routed experts' outputs are in flight, else deferred.
 
@@ -202,6 +206,10 @@ class _SharedExpert(nn.Module):
             return forward(*args, **kwargs)  # type: ignore[no-any-return]
 
         return self._split.call(compute, tensors[0])
+
+    def traced_forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the output at once, in a graph of torch.compile."""
+        return super().forward(*args, **kwargs)
 
 
 def _version(tensor: torch.Tensor) -> int:

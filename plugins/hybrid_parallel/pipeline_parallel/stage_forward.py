@@ -35,7 +35,7 @@ from booster.errors import ConfigError
 from booster.kernels.checksum import crc32
 from booster.moe.loss import attach_auxiliary_loss, detach_auxiliary_losses
 from booster.plugins.hybrid_parallel.captured_outputs import captured_lists
-from booster.pytree import iter_tensors, map_tensors
+from booster.pytree import iter_tensors, map_first, map_tensors
 
 from .schedules import PipelineSchedule
 from .stage_partition.balance import position_of_gap
@@ -390,7 +390,7 @@ def run_chunk(
     """
     if received is not None and received.auxiliary_loss is not None:
         loss = received.auxiliary_loss
-        received = replace(received, output=_map_first(received.output, lambda one: attach_auxiliary_loss(one, loss)))
+        received = replace(received, output=map_first(received.output, lambda one: attach_auxiliary_loss(one, loss)))
     run = ChunkForward(chunk, received)
     context.run = run
     is_computing = run.is_computing or context.plan.sequence is not None
@@ -409,7 +409,7 @@ def run_chunk(
                 losses.append(loss)
                 return tensor
 
-            output = _map_first(output, detach)
+            output = map_first(output, detach)
         return StageActivation(output, run.skip_outputs, finished.captured, *losses), None
     finally:
         context.run = None
@@ -421,12 +421,6 @@ def run_chunk(
             " choose num_layers_per_stage or split= so that a layer that always runs ends the stage"
         )
     return None, outputs
-
-
-def _map_first(tree: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Return a tree with its first tensor that requires a gradient replaced by `function(tensor)`."""
-    first = next((one for one in iter_tensors(tree) if one.requires_grad), None)
-    return map_tensors(lambda one: function(one) if one is first else one, tree)
 
 
 def install_layer(module: nn.Module, index: int, context: ChunkContext) -> None:

@@ -12,8 +12,8 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from booster.core.activation_policy import RECOMPUTED
-from booster.core.compiling import not_compiled
+from booster.core.activation_policy import BY_OPERATION, RECOMPUTED, WHOLE_LAYERS
+from booster.core.compiling import COMPILED, calls_compiled
 from booster.core.layer_stacks import subclass_of
 from booster.errors import ConfigError
 
@@ -181,37 +181,57 @@ def install_layer_context(
             tensor-parallel regions gather the sequence.
     """
     layer.__dict__[_STACK] = stack
-    layer.__dict__[_INTERCEPTION] = interception
     if interception is None:
-        layer.__class__ = subclass_of(type(layer), "running", _layer_members, below=RECOMPUTED)
-    else:
-        # Not compiled: a compiled graph would bypass the function mode and the thread's context.
-        uncompiled = functools.partial(_layer_members, decorate=not_compiled)
-        layer.__class__ = subclass_of(type(layer), "attending", uncompiled, below=RECOMPUTED)
+        layer.__class__ = subclass_of(type(layer), "running", _running_members, below=RECOMPUTED)
+        return
+    layer.__dict__[_INTERCEPTION] = interception
+    layer.__class__ = subclass_of(type(layer), "intercepted", _intercepted_members, below=COMPILED | RECOMPUTED)
+    # Outside of graphs, which would not set the thread's context.
+    layer.__class__ = subclass_of(type(layer), "attending", _attending_members, below={WHOLE_LAYERS, BY_OPERATION})
 
 
-def _layer_members(base: type[nn.Module], *, decorate: Callable[[Any], Any] | None = None) -> dict[str, Any]:
+def _running_members(base: type[nn.Module]) -> dict[str, Any]:
     @functools.wraps(base.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         info: SequenceInfo | None = kwargs.pop(SEQUENCE_INFO, None)
-        stack, interception = self.__dict__[_STACK], self.__dict__[_INTERCEPTION]
         if info is not None:
-            stack.splitter.begin_layer(info.length)
-        if interception is None or (info is None and not is_in_backward()):
+            self.__dict__[_STACK].splitter.begin_layer(info.length)
+        return base.forward(self, *args, **kwargs)
+
+    return {"forward": forward}
+
+
+def _intercepted_members(base: type[nn.Module]) -> dict[str, Any]:
+    @functools.wraps(base.forward)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if current_layer() is None:
             return base.forward(self, *args, **kwargs)
-        running = _layer_context(stack, info, args, kwargs)
-        with enter_layer(running), interception():
+        with self.__dict__[_INTERCEPTION]():
+            return base.forward(self, *args, **kwargs)
+
+    return {"forward": forward}
+
+
+def _attending_members(base: type[nn.Module]) -> dict[str, Any]:
+    @functools.wraps(base.forward)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        info: SequenceInfo | None = kwargs.pop(SEQUENCE_INFO, None)
+        if info is None and not is_in_backward():
+            return base.forward(self, *args, **kwargs)
+        running = _layer_context(self.__dict__[_STACK], info, args, kwargs)
+        with enter_layer(running):
             try:
                 output = base.forward(self, *args, **kwargs)
             except (RuntimeError, ValueError) as error:  # shape errors of attention implemented by plain matmuls
-                if running.num_attentions == 0 and not isinstance(error, ConfigError):
+                is_of_compiler = type(error).__module__.startswith("torch._dynamo")
+                if running.num_attentions == 0 and not (is_of_compiler or isinstance(error, ConfigError)):
                     raise no_attention_error(base.__name__, (*args, *kwargs.values())) from error
                 raise
         if running.num_attentions == 0:
             raise no_attention_error(base.__name__, (*args, *kwargs.values()))
         return output
 
-    return {"forward": forward if decorate is None else decorate(forward)}
+    return {"forward": calls_compiled(forward)}
 
 
 def no_attention_error(layer: str, given: Iterable[Any] = ()) -> ConfigError:

@@ -20,24 +20,24 @@ from torch import nn
 
 from booster.comm import AllGather, start_all_gather, start_reduce_scatter
 from booster.comm.fake import unseen_by_modes
+from booster.core.opaque_operator import opaque
 
 from .deferred_wgrad import DeferredWGrad, weight_gradient_operands
-from .group import TensorParallelGroup
-from .mappings import all_gather_shards
+from .group import TensorParallelGroup, group_of_number
+from .mappings import all_gather_shards, sizes_from_full
 
 _NUM_CHUNKS = 4
 
 
-def is_chunked(x: torch.Tensor, tp_group: TensorParallelGroup, dim: int, sizes: Sequence[int]) -> bool:
-    """Whether matmuls of tokens are chunked; equal on all ranks.
+def is_chunked(x: torch.Tensor, tp_group: TensorParallelGroup, dim: int) -> bool:
+    """Whether matmuls of tokens are chunked, if there are any; equal on all ranks.
 
     Args:
         x: Tokens of this rank or of all ranks, features last.
         tp_group: The tensor-parallel group.
         dim: Dimension of the tokens.
-        sizes: Number of tokens of each rank.
     """
-    return tp_group.sequence_mode == "ring" and tp_group.size > 1 and dim == x.dim() - 2 and max(sizes) > 0
+    return tp_group.sequence_mode == "ring" and tp_group.size > 1 and dim == x.dim() - 2
 
 
 class ChunkRange(NamedTuple):
@@ -231,6 +231,23 @@ class _MatmulReduceScatter(torch.autograd.Function):
             else:
                 grad_weight = left.t() @ right
         return grad_x, grad_weight, None, None, None, None
+
+
+def _scatter_product(group: int, is_transposed: bool, length: int, x: torch.Tensor, weight: torch.Tensor) -> Any:
+    tp_group = group_of_number(group)
+    sizes = sizes_from_full(x.shape[-2], tp_group, length)
+    return matmul_reduce_scatter(x, weight, tp_group, sizes, is_transposed=is_transposed)
+
+
+def _scattered_product(group: int, is_transposed: bool, length: int, x: torch.Tensor, weight: torch.Tensor) -> Any:
+    tp_group = group_of_number(group)
+    own = sizes_from_full(x.shape[-2], tp_group, length)[tp_group.rank]
+    return x.new_empty((*x.shape[:-2], own, weight.shape[1 if is_transposed else 0]))
+
+
+# `matmul_reduce_scatter` in graphs of torch.compile. Arguments: the group's number, whether the weight is transposed,
+# the number of tokens of a sequence, the input, and the weight.
+traced_matmul_reduce_scatter = opaque(_scatter_product, _scattered_product)
 
 
 def _all_gather_matmul(

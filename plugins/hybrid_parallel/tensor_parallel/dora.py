@@ -18,6 +18,7 @@ from booster.comm import all_reduce_sum, sum_dtype
 from .dynamic_class import mixin_forward
 from .linear import ColumnParallelConfig, RowParallelConfig, matmul
 from .mappings import gather_from_tp_region, scatter_to_tp_region
+from .traced_mappings import all_reduce
 
 
 def make_parallel_dora(module: nn.Module, layer: nn.Module) -> None:
@@ -45,9 +46,15 @@ class ParallelLayer:
     module: nn.Module
     config: ColumnParallelConfig | RowParallelConfig
 
+    def is_traceable(self, module: nn.Module) -> bool:
+        """Whether the forward can be traced."""
+        return self.config.is_traceable(self.module)
+
     def as_output(self, features: torch.Tensor) -> torch.Tensor:
         """Return numbers of this rank's rows as those of the layer's output features."""
         config = self.config
+        if torch.compiler.is_compiling() and isinstance(config, ColumnParallelConfig):
+            return self.module.traced_output(features)  # type: ignore[no-any-return, operator]
         if isinstance(config, ColumnParallelConfig) and config.gathers_output:
             return gather_from_tp_region(features, config.tp_group, config.sizes)
         return features
@@ -55,6 +62,8 @@ class ParallelLayer:
     def without_bias(self, x: torch.Tensor) -> torch.Tensor:
         """Return the layer's output without its bias."""
         config = self.config
+        if torch.compiler.is_compiling():
+            return self.module.traced_product(x)  # type: ignore[no-any-return, operator]
         if isinstance(config, ColumnParallelConfig):
             return self.as_output(matmul(self.module, config.prepare_input(x), None))
         if config.splits_input:
@@ -84,7 +93,9 @@ class ParallelDora(nn.Module):
             norms: torch.Tensor = torch.linalg.norm(adapted, dim=1)
         else:
             squares = adapted.to(sum_dtype(adapted.dtype)).square().sum(dim=1)
-            norms = all_reduce_sum(squares, config.tp_group.group).sqrt()
+            is_traced = torch.compiler.is_compiling()
+            total = all_reduce(squares, config.tp_group.number) if is_traced else all_reduce_sum(squares, config.tp_group.group)
+            norms = total.sqrt()
         return norms.to(weight.dtype)
 
     def forward(
@@ -109,3 +120,7 @@ class ParallelDora(nn.Module):
             base_result = base_result - layer.as_output(base_layer.bias)
         added: torch.Tensor = (factors - 1) * base_result + factors * lora_B(lora_A(x)) * scaling
         return added
+
+    def traced_forward(self, x: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        """Return the same in a graph of torch.compile."""
+        return ParallelDora.forward(self, x, **kwargs)

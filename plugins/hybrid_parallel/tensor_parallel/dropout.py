@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
 from booster.core.compiling import not_compiled
@@ -27,8 +28,14 @@ class _Stream:
     tp_group: TensorParallelGroup
     is_sharded: bool
 
-    @not_compiled
     def __call__(self, module: nn.Module, args: Any) -> None:
+        if torch.compiler.is_compiling() and self.tp_group.is_traceable(module.training):
+            self.tp_group.traced_in_region = self.is_sharded and not self.tp_group.shards_sequence
+        else:
+            self._change(module)
+
+    @not_compiled
+    def _change(self, module: nn.Module) -> None:
         if not module.training or self.tp_group.shards_sequence or self.tp_group.size == 1:
             return  # where the sequence is sharded, the stack's RNG stream is used
         if self.is_sharded:

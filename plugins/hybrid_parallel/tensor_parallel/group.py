@@ -103,10 +103,12 @@ class TensorParallelGroup:
         rng: RNG streams of this rank's parallel regions.
         sequence_length: Number of tokens of the full sequence in the running stack, set by its splitter.
         precomputed: Outputs of linear layers that were computed together with the gathering of their input.
-        draws_numbers: Whether regions may draw random numbers, as dropout does.
+        intercepts_random: Whether random functions are intercepted in the graph that is being traced.
         number: Number of the group in this process, for operators, which take no objects.
         traced_input: Last input of a region in a graph of torch.compile that is being traced.
         traced_copy: Its copy, for all layers that read it.
+        traced_products: Layers that read the last input of a region in a graph, with their outputs for it.
+        traced_in_region: Whether the graph is in a region with sharded activations, outside of a sharded sequence.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None, *, sequence_mode: str | None = None) -> None:
@@ -118,11 +120,13 @@ class TensorParallelGroup:
         self.rng = TensorParallelRNG(self.rank, "tensor")
         self.sequence_length: int | None = None
         self.precomputed = PrecomputedOutputs()
-        self.draws_numbers = True
+        self.intercepts_random = False
         self.number = next(_numbers)
         _by_number[self.number] = self
         self.traced_input: torch.Tensor | None = None
         self.traced_copy: torch.Tensor | None = None
+        self.traced_products: tuple[tuple[nn.Module, torch.Tensor], ...] = ()
+        self.traced_in_region = False
         self._input: weakref.ref[torch.Tensor] | None = None
         self._version = -1
         self._copy: object = None
@@ -133,13 +137,27 @@ class TensorParallelGroup:
     def is_traceable(self, is_training: bool) -> bool:
         """Whether torch.compile can trace regions now.
 
-        It can't trace changes of the stream of random numbers, which one stack has only one of if its sequence is
-        sharded, nor shards of uneven numbers of tokens, nor the overlapped chunks of the mode "ring".
+        In training, random functions have to be intercepted, unless the sequence is sharded: then a stack has one
+        stream of random numbers only.
         """
-        if not self.shards_sequence:
-            return self.size > 1 and not (is_training and self.draws_numbers)
-        length = self.sequence_length
-        return self.sequence_mode == "split_gather" and length is not None and length % self.size == 0
+        if self.shards_sequence:
+            return self.sequence_length is not None
+        return self.size > 1 and (self.intercepts_random or not is_training)
+
+    def pop_traced_product(self, layer: nn.Module, x: torch.Tensor) -> torch.Tensor | None:
+        """Return a layer's output if it is in `traced_products` for this input, once."""
+        if x is not self.traced_input:
+            return None
+        for index, (known, product) in enumerate(self.traced_products):
+            if known is layer:
+                self.traced_products = (*self.traced_products[:index], *self.traced_products[index + 1 :])
+                return product
+        return None
+
+    def end_traced_region(self) -> None:
+        """Drop what the last region of a graph shares, as nothing may outlive the graph."""
+        self.traced_input = self.traced_copy = None
+        self.traced_products = ()
 
     def shared_input(self, x: torch.Tensor, kind: type[_Copy], make: Callable[[torch.Tensor], _Copy]) -> _Copy:
         """Return `make(x)`, cached while consecutive calls pass the same tensor object.
@@ -164,6 +182,7 @@ class TensorParallelGroup:
     def reset(self) -> None:
         """Drop shared inputs and open regions, at the start and end of a forward and after backward."""
         self._input, self._copy = None, None
-        self.traced_input, self.traced_copy = None, None
+        self.end_traced_region()
+        self.intercepts_random = self.traced_in_region = False
         self.precomputed.clear()
         self.rng.leave()  # a region that an aborted forward left open

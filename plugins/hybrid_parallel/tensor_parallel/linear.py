@@ -21,7 +21,7 @@ from torch import nn
 from booster.errors import ConfigError
 
 from .async_grad_reduce import AsyncGradInput
-from .collective_matmul import is_chunked, matmul_reduce_scatter
+from .collective_matmul import is_chunked, matmul_reduce_scatter, traced_matmul_reduce_scatter
 from .deferred_wgrad import deferrable_matmul, deferred_wgrad, needs_cast, weight_matrix
 from .dynamic_class import mixin_forward
 from .group import TensorParallelGroup
@@ -35,8 +35,10 @@ from .mappings import (
 )
 from .traced_mappings import (
     traced_copy_to_tp_region,
+    traced_gather_from_tp_region,
     traced_reduce_from_tp_region,
     traced_reduce_scatter_sequence,
+    traced_scatter_to_tp_region,
 )
 
 
@@ -60,9 +62,7 @@ class ColumnParallelConfig:
 
     def is_traceable(self, module: nn.Module) -> bool:
         """Whether `traced_forward` does what `forward` does."""
-        is_in_region = self.is_input_gathered == self.tp_group.shards_sequence
-        plain = is_in_region and not self.gathers_output and len(set(self.sizes)) == 1
-        return plain and self.tp_group.is_traceable(module.training)
+        return self.tp_group.is_traceable(module.training)
 
     def prepare_input(self, x: torch.Tensor) -> torch.Tensor:
         """Return the input of this rank's shard."""
@@ -109,9 +109,8 @@ class RowParallelConfig:
 
     def is_traceable(self, module: nn.Module) -> bool:
         """Whether `traced_forward` does what `forward` does."""
-        is_in_region = self.reduces and not self.splits_input and self.scatters == self.tp_group.shards_sequence
-        plain = is_in_region and self.is_plain and len(set(self.sizes)) == 1
-        return plain and self.tp_group.is_traceable(module.training)
+        has_length = not self.scatters or self.tp_group.sequence_length is not None
+        return self.is_plain and has_length and self.tp_group.is_traceable(module.training)
 
     def finish_output(self, y: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """Return the layer's output from the shard's output.
@@ -135,7 +134,7 @@ class RowParallelConfig:
         if not (self.reduces and self.scatters) or needs_cast(x, weight):
             return None
         dim, sizes = self._scatter_sizes(x)
-        if not is_chunked(x, self.tp_group, dim, sizes):
+        if max(sizes) == 0 or not is_chunked(x, self.tp_group, dim):
             return None
         deferred = deferred_wgrad(module)
         y = matmul_reduce_scatter(
@@ -234,9 +233,26 @@ class ColumnParallel(nn.Module):
 
     def traced_forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Return this rank's output features, in a graph of torch.compile."""
+        config, tp_group = self._split, self._split.tp_group
+        y = tp_group.pop_traced_product(self, x)
+        if y is None:
+            x = x if config.is_input_gathered else traced_copy_to_tp_region(x, tp_group)
+            y = super().forward(x, *args, **kwargs)
+        tp_group.traced_in_region = not (tp_group.shards_sequence or config.gathers_output)
+        return self.traced_output(y)
+
+    def traced_output(self, y: torch.Tensor) -> torch.Tensor:
+        """Return the layer's output of numbers of this rank's output features, in a graph of torch.compile."""
         config = self._split
-        x = x if config.is_input_gathered else traced_copy_to_tp_region(x, config.tp_group)
-        return super().forward(x, *args, **kwargs)  # type: ignore[no-any-return]
+        if not config.gathers_output:
+            return y
+        return traced_gather_from_tp_region(config.tp_group.number, config.sizes, y)  # type: ignore[no-any-return]
+
+    def traced_product(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the output without the bias, in a graph of torch.compile."""
+        x = x if self._split.is_input_gathered else traced_copy_to_tp_region(x, self._split.tp_group)
+        weight = cast(torch.Tensor, self.weight)
+        return self.traced_output(nn.functional.linear(x, weight.t() if hasattr(self, "nf") else weight))
 
 
 class RowParallel(nn.Module):
@@ -267,13 +283,30 @@ class RowParallel(nn.Module):
 
     def traced_forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return the reduced output, in a graph of torch.compile."""
-        config, weight = self._split, cast(torch.Tensor, self.weight)
-        y = nn.functional.linear(x, weight.t() if hasattr(self, "nx") else weight)
-        if config.scatters:
-            y = traced_reduce_scatter_sequence(y, config.tp_group, config.sequence_dim if x.dim() > 2 else 0)
-        else:
-            y = traced_reduce_from_tp_region(y, config.tp_group)
-        return y if self.bias is None else y + self.bias.to(y.dtype)
+        tp_group = self._split.tp_group
+        tp_group.traced_in_region = False
+        y = self.traced_product(x)
+        is_added = self.bias is not None and (self._split.reduces or tp_group.rank == 0)
+        return y + self.bias.to(y.dtype) if is_added else y  # type: ignore[union-attr]
+
+    def traced_product(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the output without the bias, in a graph of torch.compile."""
+        config, tp_group, weight = self._split, self._split.tp_group, cast(torch.Tensor, self.weight)
+        if config.splits_input:
+            x = traced_scatter_to_tp_region(tp_group.number, config.sizes, x)
+        dim = config.sequence_dim if x.dim() > 2 else 0
+        is_conv1d = hasattr(self, "nx")  # of transformers, for which torch.compile finds no module
+        if config.reduces and config.scatters and is_chunked(x, tp_group, dim) and not needs_cast(x, weight):
+            tp_group.end_traced_region()
+            return traced_matmul_reduce_scatter(tp_group.number, is_conv1d, tp_group.sequence_length, x, weight)  # type: ignore[no-any-return]
+        y = nn.functional.linear(x, weight.t() if is_conv1d else weight)
+        if not config.reduces:
+            return y
+        return (
+            traced_reduce_scatter_sequence(y, tp_group, dim)
+            if config.scatters
+            else traced_reduce_from_tp_region(y, tp_group)
+        )
 
 
 def matmul(

@@ -11,12 +11,11 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map_only
 
-from booster.core.compiling import not_compiled
-from booster.pytree import map_tensors
 
 from .group import TensorParallelGroup
-from .mappings import copy_to_tp_region, reduce_from_tp_region
+from .traced_mappings import any_copy_to_tp_region, any_reduce_from_tp_region
 
 
 def make_sharded_experts(module: nn.Module, tp_group: TensorParallelGroup) -> None:
@@ -66,9 +65,8 @@ def make_latent_projection(module: nn.Module, tp_group: TensorParallelGroup, *, 
 class _CopyInputs:
     tp_group: TensorParallelGroup
 
-    @not_compiled
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        args, kwargs = map_tensors(lambda one: copy_to_tp_region(one, self.tp_group), (args, kwargs))
+        args, kwargs = tree_map_only(torch.Tensor, lambda one: any_copy_to_tp_region(one, self.tp_group), (args, kwargs))
         return args, kwargs
 
 
@@ -76,16 +74,14 @@ class _CopyInputs:
 class _AllReduceOutputs:
     tp_group: TensorParallelGroup
 
-    @not_compiled
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
-        return map_tensors(lambda one: reduce_from_tp_region(one, self.tp_group), output)
+        return tree_map_only(torch.Tensor, lambda one: any_reduce_from_tp_region(one, self.tp_group), output)
 
 
 @dataclass(frozen=True, slots=True)
 class _ScaleInput:
     tp_group: TensorParallelGroup
 
-    @not_compiled
     def __call__(self, module: nn.Module, args: Any) -> Any:
         return (args[0] / self.tp_group.size, *args[1:])
 
@@ -95,7 +91,6 @@ class _CopyRotary:
     tp_group: TensorParallelGroup
     num_rotary: int
 
-    @not_compiled
     def __call__(self, module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
         latent, rotary = output.split([output.shape[-1] - self.num_rotary, self.num_rotary], dim=-1)
-        return torch.cat([latent, copy_to_tp_region(rotary, self.tp_group)], dim=-1)
+        return torch.cat([latent, any_copy_to_tp_region(rotary, self.tp_group)], dim=-1)

@@ -17,11 +17,12 @@ import torch
 from torch import nn
 
 from booster.core.compiling import not_compiled
+from booster.core.opaque_operator import opaque
 
 from .async_grad_reduce import OverlappedWeight, PendingAllReduce, WGradOperands, wait_in_backward
 from .collective_matmul import ChunkRange, TokenChunks, is_chunked
 from .deferred_wgrad import needs_cast, weight_gradient_operands
-from .group import TensorParallelGroup
+from .group import TensorParallelGroup, group_of_number
 from .linear import is_plain_linear, is_transposed
 from .mappings import (
     all_gather_shards,
@@ -66,7 +67,22 @@ class GatheredRegionInput:
         self._tp_group.precomputed.discard(hidden)
 
     def _traced_gather(self, hidden: torch.Tensor) -> torch.Tensor:
-        return traced_all_gather_sequence(hidden, self._tp_group, 1 if hidden.dim() > 2 else 0)
+        tp_group, dim = self._tp_group, 1 if hidden.dim() > 2 else 0
+        layers = self._multiplied(hidden) if is_chunked(hidden, tp_group, dim) else []
+        if not layers:
+            return traced_all_gather_sequence(hidden, tp_group, dim)
+        operands: list[Any] = []
+        for layer in layers:
+            operands += [hasattr(layer, "nf"), layer.weight, layer.bias]  # of transformers' Conv1D
+        full, *products = _traced_all_gather_matmul(tp_group.number, dim, tp_group.sequence_length, hidden, *operands)
+        tp_group.traced_input = full
+        tp_group.traced_products = tuple(zip(layers, products, strict=True))
+        return full  # type: ignore[no-any-return]
+
+    def _multiplied(self, hidden: torch.Tensor) -> list[nn.Module]:
+        """Return the layers whose outputs are computed together with the gathered input."""
+        layers = [layer for layer in self._layers if is_plain_linear(layer)]
+        return [layer for layer in layers if not needs_cast(hidden, layer.weight)]  # type: ignore[arg-type]
 
     @not_compiled
     def _gather(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -74,8 +90,7 @@ class GatheredRegionInput:
         if tp_group.size == 1:
             return hidden
         geometry = _GatherGeometry(tp_group, dim, tuple(sizes_from_local(hidden.shape[dim], tp_group, None)))
-        layers = [layer for layer in self._layers if is_plain_linear(layer)]
-        layers = [layer for layer in layers if not needs_cast(hidden, layer.weight)]  # type: ignore[arg-type]
+        layers = self._multiplied(hidden)
         return (
             geometry.all_gather_matmul(hidden, layers)
             if layers
@@ -99,7 +114,8 @@ class _GatherGeometry:
 
     def chunks(self, x: torch.Tensor) -> TokenChunks | None:
         """Return the chunks of a tensor of local or gathered tokens, or None if it is not chunked."""
-        return TokenChunks(self.tp_group, self.sizes) if is_chunked(x, self.tp_group, self.dim, self.sizes) else None
+        is_empty = max(self.sizes) == 0
+        return None if is_empty or not is_chunked(x, self.tp_group, self.dim) else TokenChunks(self.tp_group, self.sizes)
 
     def all_gather_matmul(self, x: torch.Tensor, modules: Sequence[nn.Module]) -> torch.Tensor:
         """Return the tokens of all ranks, and store the layers' outputs in the group's `products`."""
@@ -155,7 +171,7 @@ class _AllGatherMatmul(torch.autograd.Function):
         ctx: Any,
         x: torch.Tensor,
         geometry: _GatherGeometry,
-        pending: PendingAllReduce,
+        pending: PendingAllReduce | None,
         layers: Sequence[_LinearOperands],
     ) -> tuple[torch.Tensor, ...]:
         ctx.set_materialize_grads(False)
@@ -182,7 +198,7 @@ class _AllGatherMatmul(torch.autograd.Function):
             total = sum((grad @ matrix for grad, matrix in terms), 0 if grad_full is None else grad_full)
             return reduce_scatter_shards(total, geometry.tp_group, geometry.dim, geometry.sizes), None, None, None  # type: ignore[arg-type]
         grad_x, wait = _start_input_gradient(geometry, grad_full, terms)
-        if torch.is_anomaly_enabled():
+        if ctx.pending is None or torch.is_anomaly_enabled():
             wait()  # anomaly detection reads the gradient immediately
         else:
             ctx.pending.wait = wait
@@ -216,9 +232,34 @@ class _PrecomputedOutput(torch.autograd.Function):
         grad_weight = None
         if needs_weight:
             left, right = weight_gradient_operands(rows, full, ctx.is_transposed)
-            grad_weight = left.t() @ right if torch.is_grad_enabled() else ctx.operands.add(left, right, ctx.shape)
+            computes = ctx.operands is None or torch.is_grad_enabled()
+            grad_weight = left.t() @ right if computes else ctx.operands.add(left, right, ctx.shape)
         return grad, None, grad_weight, grad_bias, None, None
 
+
+def _gather_and_multiply(group: int, dim: int, length: int, hidden: torch.Tensor, *operands: Any) -> Any:
+    tp_group = group_of_number(group)
+    geometry = _GatherGeometry(tp_group, dim, tuple(sizes_from_local(hidden.shape[dim], tp_group, length)))
+    layers = [
+        _LinearOperands(weight, bias, is_transposed, None)
+        for is_transposed, weight, bias in zip(operands[::3], operands[1::3], operands[2::3], strict=True)
+    ]
+    full, *products = _AllGatherMatmul.apply(hidden, geometry, None, layers)  # type: ignore[no-untyped-call]
+    return full, *(layer.output(product, full) for layer, product in zip(layers, products, strict=True))
+
+
+def _gathered_and_multiplied(group: int, dim: int, length: int, hidden: torch.Tensor, *operands: Any) -> Any:
+    shape = list(hidden.shape)
+    shape[dim] = sum(sizes_from_local(shape[dim], group_of_number(group), length))
+    pairs = zip(operands[::3], operands[1::3], strict=True)
+    outputs = [weight.shape[1 if is_transposed else 0] for is_transposed, weight in pairs]
+    return tuple(hidden.new_empty((*shape[:-1], size)) for size in (shape[-1], *outputs))
+
+
+# The gathered input of a region and the outputs of the layers that read it, in graphs of torch.compile. Arguments: the
+# group's number, the dimension of the tokens, their number in a sequence, this rank's tokens, and for each layer
+# whether its weight is transposed, the weight and the bias.
+_traced_all_gather_matmul = opaque(_gather_and_multiply, _gathered_and_multiplied)
 
 _Terms = Sequence[tuple[torch.Tensor, torch.Tensor]]
 

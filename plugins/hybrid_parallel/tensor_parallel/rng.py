@@ -6,13 +6,10 @@ import hashlib
 from dataclasses import dataclass
 
 import torch
-from torch import nn
 
 from booster.comm import is_fake_world
 from booster.device import current_device
 
-_RANDOM = ("drop", "jitter", "noise")  # in names of settings
-_OF_HEADS = ("summary_", "classifier_")  # of transformers' configs, outside of the layers
 _NUM_HASH_BITS = 48
 _NUM_TAG_BITS = 15  # 63 bits in total, as seeds may be signed
 
@@ -73,11 +70,6 @@ class TensorParallelRNG:
                 torch.get_device_module(device.type).manual_seed(seed)
         self._region = _Region(seed, outer_states, _states())
 
-    @staticmethod
-    def states() -> tuple[torch.Tensor, ...]:
-        """Return the states of the default generators."""
-        return () if is_fake_world() else _states()
-
     def leave(self) -> None:
         """Leave the open region, if any. Collective: no."""
         region, self._region = self._region, None
@@ -93,22 +85,6 @@ class TensorParallelRNG:
                 torch.get_device_module(device.type).set_rng_state(outer_state, device)
             if needs_step:
                 torch.rand(1, device=device)
-
-
-def may_draw_numbers(model: nn.Module) -> bool:
-    """Whether settings of a model's modules or configs make it draw random numbers in training: dropout, noise."""
-    modules = list(model.modules())
-    configs = {id(one): one for one in (getattr(module, "config", None) for module in modules)}
-    settings = [item for holder in (*modules, *configs.values()) for item in getattr(holder, "__dict__", {}).items()]
-    settings += [("dropout", one.p) for one in modules if isinstance(one, nn.modules.dropout._DropoutNd)]
-    return any(
-        isinstance(value, (int, float)) and value > 0 and not name.startswith(_OF_HEADS) and _is_random(name)
-        for name, value in settings
-    )
-
-
-def _is_random(name: str) -> bool:
-    return any(word in name.lower() for word in _RANDOM)
 
 
 def _devices() -> tuple[torch.device, ...]:

@@ -1,0 +1,147 @@
+"""Random functions in tensor-parallel regions of compiled layers.
+
+A graph of torch.compile draws all its random numbers from the default generator, whose state is the same on all ranks,
+and in an order of its own. In a region with sharded activations each rank needs others. So there, a function that draws
+numbers is an operator which enters the region's RNG stream and leaves it again.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from booster.core.activation_policy import RECOMPUTED
+from booster.core.compiling import COMPILED, is_compiled_layer
+from booster.core.layer_stacks import subclass_of
+from booster.core.opaque_operator import opaque
+
+from .group import TensorParallelGroup, group_of_number
+
+_GROUP = "_random_functions_group"  # attribute of a layer
+
+
+def _named(where: Any, names: str) -> frozenset[Callable[..., Any]]:
+    return frozenset(getattr(where, name) for name in names.split() if hasattr(where, name))
+
+
+# By what their arguments say about randomness: a probability and whether it is training; a probability; or always.
+_DROPOUTS = _named(F, "dropout dropout1d dropout2d dropout3d alpha_dropout feature_alpha_dropout")
+_ATTENTION = F.scaled_dot_product_attention
+_DRAWS = _named(F, "gumbel_softmax") | _named(
+    torch,
+    "dropout feature_dropout alpha_dropout feature_alpha_dropout native_dropout bernoulli multinomial normal poisson"
+    " rand rand_like randn randn_like randint randint_like randperm",
+)
+_DRAWS |= _named(torch.Tensor, "bernoulli multinomial")
+_FILLS = _named(torch.Tensor, "bernoulli_ uniform_ normal_ random_ exponential_ geometric_ cauchy_ log_normal_")
+
+
+class RandomFunctionMode(TorchFunctionMode):
+    """Torch function mode under which the layers of a group are traced.
+
+    Args:
+        tp_group: The tensor-parallel group.
+    """
+
+    def __init__(self, tp_group: TensorParallelGroup) -> None:
+        super().__init__()
+        self._tp_group = tp_group
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.Tensor.unflatten:
+            func = torch.unflatten  # torch.compile can trace it in a mode
+        if not self._tp_group.traced_in_region or "generator" in kwargs:
+            return func(*args, **kwargs)
+        if func in _FILLS:
+            return args[0].copy_(self._draw(_fill, func, torch.empty_like(args[0]), *args[1:], **kwargs))
+        if func in _DROPOUTS and _drops(*args, **kwargs):
+            rate, is_in_place = _dropout_arguments(*args[1:], **kwargs)
+            dropped = self._draw(func, args[0], rate)
+            return args[0].copy_(dropped) if is_in_place else dropped
+        if func in _DRAWS or (func is _ATTENTION and _drops_scores(*args, **kwargs)):
+            return self._draw(func, *args, **kwargs)
+        return func(*args, **kwargs)
+
+    def _draw(self, func: Any, *args: Any, **kwargs: Any) -> Any:
+        return _draw_in_region(self._tp_group.number, func, len(args), tuple(kwargs), *args, *kwargs.values())
+
+
+def _call(number: int, func: Any, num_args: int, names: tuple[str, ...], *values: Any) -> Any:
+    return func(*values[:num_args], **dict(zip(names, values[num_args:], strict=True)))
+
+
+def _call_in_stream(number: int, *call: Any) -> Any:
+    rng = group_of_number(number).rng
+    rng.enter(force=True)
+    try:
+        return _call(number, *call)
+    finally:
+        rng.leave()
+
+
+_draw_in_region = opaque(_call_in_stream, _call)
+
+
+def _fill(func: Any, like: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    return func(torch.empty_like(like), *args, **kwargs)  # type: ignore[no-any-return]
+
+
+def _drops(x: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> bool:
+    return training and p > 0
+
+
+def _dropout_arguments(p: float = 0.5, training: bool = True, inplace: bool = False) -> tuple[float, bool]:
+    return p, inplace
+
+
+def _drops_scores(
+    query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, *args: Any, **kwargs: Any
+) -> bool:
+    return dropout_p > 0
+
+
+def intercept_random_functions(model: nn.Module, layers: Iterable[nn.Module], tp_group: TensorParallelGroup) -> None:
+    """Let graphs of layers draw random numbers in their regions. Classes are replaced by subclasses of the same name.
+
+    Args:
+        model: Model whose compiled modules are layers, too. It is one itself if there are none.
+        layers: Layers that may be compiled later.
+        tp_group: The tensor-parallel group.
+
+    Collective: no.
+    """
+    compiled = [one for one in model.modules() if is_compiled_layer(one) or one._compiled_call_impl is not None]
+    for layer in dict.fromkeys([*compiled, *layers]) or [model]:
+        layer.__dict__[_GROUP] = tp_group
+        layer.__class__ = subclass_of(type(layer), "drawing", _members, below=COMPILED | RECOMPUTED)
+
+
+def _members(base: type[nn.Module]) -> dict[str, Any]:
+    @functools.wraps(base.forward)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        tp_group: TensorParallelGroup = self.__dict__[_GROUP]
+        if not (torch.compiler.is_compiling() and self.training) or tp_group.intercepts_random:
+            return base.forward(self, *args, **kwargs)
+        _show_to_modes()
+        tp_group.intercepts_random = True
+        with RandomFunctionMode(tp_group):
+            output = base.forward(self, *args, **kwargs)
+        tp_group.intercepts_random = False
+        return output
+
+    return {"forward": forward}
+
+
+@torch.compiler.assume_constant_result
+def _show_to_modes() -> None:
+    """Let torch.compile call modes for all functions of `_DRAWS`; it leaves out `rand_like` and similar ones."""
+    from torch._dynamo.variables.torch import get_overridable_functions
+
+    get_overridable_functions().update(_DRAWS)
