@@ -108,7 +108,7 @@ def compile_layers(model: nn.Module, options: Mapping[str, Any]) -> Callable[[],
     """
     layers = list(layers_of(model).values()) or [model]
     for module in model.modules():
-        if has_opaque_methods(type(module)):
+        if has_opaque_methods(type(module)):  # type: ignore[arg-type]
             bind_handle(module)
     text = repr(sorted(options.items()))
     for layer in layers:

@@ -205,7 +205,7 @@ def _kind(argument: Any) -> str:
     return _INTEGER if isinstance(argument, int) and not isinstance(argument, bool) else _VALUE
 
 
-@torch.compiler.assume_constant_result
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _register(function: Callable[..., Any], *parts: Any) -> str:
     """Return the key of a new call, which the graph contains as a constant."""
     call = _Call(function, *parts)

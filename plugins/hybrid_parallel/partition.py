@@ -341,8 +341,8 @@ class ModelPartitioner:
                 parallel_output=self._arguments.parallel_output,
             )
             if not self.tp_group.shards_sequence:
-                layers = [model.get_submodule(name) for stack in plan.stacks for name in stack]
-                intercept_random_functions(model, layers, self.tp_group)
+                in_stacks = (model.get_submodule(name) for stack in plan.stacks for name in stack)
+                intercept_random_functions(model, in_stacks, self.tp_group)
         if self.sp_group is not None:
             use_sequence_attention(model)
             modules = dict(model.named_modules())

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from decoder_cases import LAYOUTS, LENGTH, VOCABULARY, Decoder, compute_loss, make_plugin
-from harness import RanksFailed, run_ranks
+from harness import run_ranks
 from torch._dynamo.utils import counters
 from zoo import get_model, split_batch
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from decoder_cases import LAYOUTS, LENGTH, VOCABULARY, Decoder, compute_loss, make_plugin
 from harness import run_ranks
+from hybrid_cases import OWN_ATTENTION, SEQUENCES, on_own_axis, on_tensor_axis
 from torch import nn
 from torch._dynamo.utils import counters
 from torch.nn import functional as F
@@ -164,6 +165,55 @@ def test_compiled_layers_with_experts(name, layout):
         assert compiled[-1][1] == 0
 
 
+MODEL_LAYOUTS = {
+    "none": (1, {}),
+    "tp": (2, {"tp_size": 2}),
+    **{mode: on_tensor_axis(mode, 2) for mode in ("split_gather", "ring")},
+    **{mode: on_own_axis(mode, 2) for mode in ("all_to_all", "ring_attn")},
+}
+
+
+def train_model(name, layout, is_compiled):
+    torch._dynamo.reset()
+    counters.clear()
+    entry = get_model(name)
+    plugin = make_plugin("hybrid_parallel", {"precision": "fp32", **MODEL_LAYOUTS[layout][1]})
+    booster = Booster(plugin=plugin, compile=is_compiled and {"backend": "aot_eager"})
+    model = entry.build()
+    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    losses = []
+    for step in range(3):
+        batch = entry.make_batch(step, 4)
+        loss = entry.loss(model, {key: value.to(current_device()) for key, value in batch.items()})
+        booster.backward(loss, optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, sum(counters["graph_break"].values())
+
+
+MODEL_CASES = [
+    (name, layout)
+    for name in SEQUENCES
+    for layout in MODEL_LAYOUTS
+    if layout != "none" and not (layout in ("all_to_all", "ring_attn") and name in OWN_ATTENTION)
+]
+QUICK_MODELS = [("bert", "tp"), ("t5", "all_to_all")]
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [*QUICK_MODELS, *(pytest.param(*one, marks=pytest.mark.slow) for one in MODEL_CASES if one not in QUICK_MODELS)],
+)
+def test_graphs_end_where_they_do_in_one_process(name, layout):
+    num_ranks = MODEL_LAYOUTS[layout][0]
+    ((_, expected_breaks),) = run_ranks(train_model, 1, name, "none", True, timeout=120)
+    expected, found = (run_ranks(train_model, num_ranks, name, layout, one, timeout=120) for one in (False, True))
+    for (losses, _), (other, num_breaks) in zip(expected, found, strict=True):
+        assert other == pytest.approx(losses, rel=1e-5)
+        assert num_breaks <= expected_breaks
+
+
 @pytest.mark.parametrize("name", [*SHARING, "llama"])
 def test_layers_with_experts_and_chunks(name):
     expected, found = (run_ranks(train_layers, 2, name, is_compiled, timeout=120) for is_compiled in (False, True))
@@ -228,9 +278,11 @@ FUNCTIONS = {
     "bernoulli": lambda x: x * torch.bernoulli(torch.full_like(x, 0.5)),
     "uniform_": lambda x: x + torch.empty_like(x).uniform_(-1, 1),
     "gumbel": lambda x: F.gumbel_softmax(x, tau=2.0),
-    "attention": lambda x: F.scaled_dot_product_attention(*[x.unflatten(-1, (2, 4)).transpose(0, 1)] * 3, dropout_p=0.5)
-    .transpose(0, 1)
-    .flatten(1),
+    "attention": lambda x: (
+        F.scaled_dot_product_attention(*[x.unflatten(-1, (2, 4)).transpose(0, 1)] * 3, dropout_p=0.5)
+        .transpose(0, 1)
+        .flatten(1)
+    ),
 }
 
 

@@ -175,8 +175,7 @@ def test_compiled_dora(plugin):
     num_ranks = 4 if plugin in ON_FOUR else 2
     arguments = {"use_dora": True, "lora_dropout": 1e-12}
     expected, found = (
-        run_ranks(losses_of, num_ranks, plugin, None, compiled, timeout=180, **arguments)
-        for compiled in (False, True)
+        run_ranks(losses_of, num_ranks, plugin, None, compiled, timeout=180, **arguments) for compiled in (False, True)
     )
     for (losses, _), (others, num_breaks) in zip(expected, found, strict=True):
         assert others == pytest.approx(losses, rel=1e-5)

@@ -102,10 +102,6 @@ class _Experts:
     def num_experts(self) -> int:
         return self.bounds[-1]
 
-    def is_traceable(self, module: nn.Module) -> bool:
-        """Whether `traced_forward` does what `forward` does."""
-        return True
-
     def ordered(self, args: Sequence[torch.Tensor], named: dict[str, torch.Tensor]) -> list[torch.Tensor]:
         """Return the arguments of a call of the forward in the order of its parameters."""
         given = dict(zip(self.arguments, args, strict=False)) | named

@@ -118,10 +118,6 @@ class SharedExperts:
         self._deferred: list[weakref.ref[DeferredTensor]] = []
         self._outputs: weakref.ref[DeferredTensor] | None = None
 
-    def is_traceable(self, module: nn.Module) -> bool:
-        """Whether `traced_forward` does what `forward` does."""
-        return True
-
     def call(self, compute: Callable[[], torch.Tensor], like: torch.Tensor) -> torch.Tensor:
         """Return the output of a shared expert: computed if the routed experts' outputs are in flight, else deferred.
 

@@ -35,7 +35,7 @@ from booster.errors import ConfigError
 from booster.kernels.checksum import crc32
 from booster.moe.loss import attach_auxiliary_loss, detach_auxiliary_losses
 from booster.plugins.hybrid_parallel.captured_outputs import captured_lists
-from booster.pytree import iter_tensors, map_first, map_tensors
+from booster.pytree import map_first
 
 from .schedules import PipelineSchedule
 from .stage_partition.balance import position_of_gap

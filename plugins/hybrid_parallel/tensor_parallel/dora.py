@@ -93,9 +93,10 @@ class ParallelDora(nn.Module):
             norms: torch.Tensor = torch.linalg.norm(adapted, dim=1)
         else:
             squares = adapted.to(sum_dtype(adapted.dtype)).square().sum(dim=1)
-            is_traced = torch.compiler.is_compiling()
-            total = all_reduce(squares, config.tp_group.number) if is_traced else all_reduce_sum(squares, config.tp_group.group)
-            norms = total.sqrt()
+            if torch.compiler.is_compiling():
+                norms = all_reduce(squares, config.tp_group.number).sqrt()
+            else:
+                norms = all_reduce_sum(squares, config.tp_group.group).sqrt()
         return norms.to(weight.dtype)
 
     def forward(

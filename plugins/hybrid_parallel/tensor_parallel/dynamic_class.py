@@ -31,8 +31,10 @@ def _derived(mixin: type[nn.Module], base: type[nn.Module]) -> type[nn.Module]:
 
     def forward(self: nn.Module, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         # `torch.compile` traces the forward if the layer has one that it can trace as it is configured.
-        if torch.compiler.is_compiling() and self._split.is_traceable(self):  # type: ignore[union-attr, operator]
-            return traced(self, x, *args, **kwargs)  # type: ignore[misc]
+        if torch.compiler.is_compiling():
+            is_traceable = getattr(self._split, "is_traceable", None)
+            if is_traceable is None or is_traceable(self):
+                return traced(self, x, *args, **kwargs)  # type: ignore[misc]
         return eager(self, x, *args, **kwargs)
 
     members = {"__module__": mixin.__module__, "forward": eager if traced is None else forward}

@@ -110,7 +110,7 @@ class RowParallelConfig:
     def is_traceable(self, module: nn.Module) -> bool:
         """Whether `traced_forward` does what `forward` does."""
         has_length = not self.scatters or self.tp_group.sequence_length is not None
-        return self.is_plain and has_length and self.tp_group.is_traceable(module.training)
+        return has_length and self.tp_group.is_traceable(module.training)
 
     def finish_output(self, y: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """Return the layer's output from the shard's output.
@@ -272,14 +272,17 @@ class RowParallel(nn.Module):
                 return output  # the stack's RNG stream is used, so there is none to leave
             y = matmul(self, x, None)
         else:
-            bias, self._parameters["bias"] = self._parameters.get("bias"), None  # added after the reduction
-            try:
-                y = super().forward(x, *args, **kwargs)
-            finally:
-                self._parameters["bias"] = bias
+            y = self._forward_without_bias(x, *args, **kwargs)
         if not tp_group.shards_sequence:
             tp_group.rng.leave()  # the stream that the preceding column-parallel layers entered
         return config.finish_output(y, self.bias)
+
+    def _forward_without_bias(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        bias, self._parameters["bias"] = self._parameters.get("bias"), None  # added after the reduction
+        try:
+            return super().forward(x, *args, **kwargs)  # type: ignore[no-any-return]
+        finally:
+            self._parameters["bias"] = bias
 
     def traced_forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return the reduced output, in a graph of torch.compile."""
@@ -296,10 +299,14 @@ class RowParallel(nn.Module):
             x = traced_scatter_to_tp_region(tp_group.number, config.sizes, x)
         dim = config.sequence_dim if x.dim() > 2 else 0
         is_conv1d = hasattr(self, "nx")  # of transformers, for which torch.compile finds no module
-        if config.reduces and config.scatters and is_chunked(x, tp_group, dim) and not needs_cast(x, weight):
+        is_scattered = config.is_plain and config.reduces and config.scatters and not needs_cast(x, weight)
+        if is_scattered and is_chunked(x, tp_group, dim):
             tp_group.end_traced_region()
             return traced_matmul_reduce_scatter(tp_group.number, is_conv1d, tp_group.sequence_length, x, weight)  # type: ignore[no-any-return]
-        y = nn.functional.linear(x, weight.t() if is_conv1d else weight)
+        if config.is_plain:
+            y = nn.functional.linear(x, weight.t() if is_conv1d else weight)
+        else:
+            y = self._forward_without_bias(x)
         if not config.reduces:
             return y
         return (

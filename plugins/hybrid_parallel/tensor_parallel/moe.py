@@ -7,12 +7,12 @@ transformers' plans.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
-
 
 from .group import TensorParallelGroup
 from .traced_mappings import any_copy_to_tp_region, any_reduce_from_tp_region
@@ -66,7 +66,9 @@ class _CopyInputs:
     tp_group: TensorParallelGroup
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        args, kwargs = tree_map_only(torch.Tensor, lambda one: any_copy_to_tp_region(one, self.tp_group), (args, kwargs))
+        args, kwargs = tree_map_only(
+            torch.Tensor, lambda one: any_copy_to_tp_region(one, self.tp_group), (args, kwargs)
+        )
         return args, kwargs
 
 
@@ -75,7 +77,7 @@ class _AllReduceOutputs:
     tp_group: TensorParallelGroup
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
-        return tree_map_only(torch.Tensor, lambda one: any_reduce_from_tp_region(one, self.tp_group), output)
+        return tree_map_only(torch.Tensor, partial(any_reduce_from_tp_region, tp_group=self.tp_group), output)
 
 
 @dataclass(frozen=True, slots=True)

@@ -139,7 +139,7 @@ def _members(base: type[nn.Module]) -> dict[str, Any]:
     return {"forward": forward}
 
 
-@torch.compiler.assume_constant_result
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _show_to_modes() -> None:
     """Let torch.compile call modes for all functions of `_DRAWS`; it leaves out `rand_like` and similar ones."""
     from torch._dynamo.variables.torch import get_overridable_functions

@@ -115,7 +115,9 @@ class _GatherGeometry:
     def chunks(self, x: torch.Tensor) -> TokenChunks | None:
         """Return the chunks of a tensor of local or gathered tokens, or None if it is not chunked."""
         is_empty = max(self.sizes) == 0
-        return None if is_empty or not is_chunked(x, self.tp_group, self.dim) else TokenChunks(self.tp_group, self.sizes)
+        return (
+            None if is_empty or not is_chunked(x, self.tp_group, self.dim) else TokenChunks(self.tp_group, self.sizes)
+        )
 
     def all_gather_matmul(self, x: torch.Tensor, modules: Sequence[nn.Module]) -> torch.Tensor:
         """Return the tokens of all ranks, and store the layers' outputs in the group's `products`."""
