@@ -235,8 +235,9 @@ def _differentiate(ctx: Any, grads: list[torch.Tensor | None]) -> tuple[Any, ...
 def _forward(tensors: list[torch.Tensor], integers: list[int], key: str) -> list[torch.Tensor]:
     """Run a function on detached tensors; return its outputs and the ticket of its graph."""
     call = _calls[key]
-    graph = _Graph(tensors, call.parameters(tensors))
-    with graph.recording(is_enabled=any(call.needs_grad)):
+    saved = _SavedTensors(tensors, call.parameters(tensors))
+    graph = _Graph(saved)
+    with _recording(saved, is_enabled=any(call.needs_grad)):
         anchor = torch.zeros((), requires_grad=True)
         pairs = zip(tensors, call.needs_grad, strict=True)
         inputs = [_Input.apply(one, anchor) if needs else one.detach() for one, needs in pairs]  # type: ignore[no-untyped-call]
@@ -244,7 +245,7 @@ def _forward(tensors: list[torch.Tensor], integers: list[int], key: str) -> list
         graph.inputs, graph.outputs = _edges(inputs), _edges(outputs)
     ticket = torch.zeros((), dtype=torch.int64)
     setattr(ticket.untyped_storage(), _GRAPH, graph)
-    return [*(_own(one.detach(), graph.used) for one in outputs), ticket]
+    return [*(_own(one.detach(), saved.used) for one in outputs), ticket]
 
 
 @_forward.register_fake
@@ -311,66 +312,68 @@ def _edges(tensors: Sequence[torch.Tensor]) -> list[GradientEdge | None]:
     return [get_gradient_edge(one) if one.requires_grad else None for one in tensors]
 
 
-class _Parameters:
-    """Parameters of a graph, as far as they are known now."""
-
-    __slots__ = ("tensors",)
-
-    def __init__(self) -> None:
-        self.tensors: Sequence[torch.Tensor] = ()
-
-
 @dataclass(frozen=True, slots=True)
 class _SavedParameter:
     """A parameter, or a view of one, that a graph takes from its backward."""
 
-    parameters: _Parameters
+    graph: _SavedTensors
     index: int
     size: torch.Size
     stride: tuple[int, ...]
     offset: int
 
     def unpack(self) -> torch.Tensor:
-        base = self.parameters.tensors[self.index].detach()
+        base = self.graph.parameters[self.index].detach()
         return base.as_strided(self.size, self.stride, base.storage_offset() + self.offset)
 
 
-class _Graph:
-    """Autograd graph of one call.
-
-    It saves nothing in the memory of other tensors, which compiled code overwrites.
+class _SavedTensors:
+    """Saved-tensor hooks of a graph, which save nothing in the memory of other tensors: compiled code overwrites these.
 
     Args:
         tensors: Tensors of the call.
         parameters: Those of them that are parameters.
 
     Attributes:
-        inputs: Gradient edges of the tensors, None for those without gradient.
-        outputs: Gradient edges of the outputs, None for those without gradient.
+        parameters: The parameters during a backward.
         used: Storages of the tensors of the call and of saved tensors.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor]) -> None:
+        self.parameters: Sequence[torch.Tensor] = ()
+        self._ranges = [(one.data_ptr(), one.data_ptr() + one.nbytes) for one in parameters]
+        self._others = {_storage(one) for one in tensors}
+        self.used = set(self._others)
+
+    def pack(self, tensor: torch.Tensor) -> torch.Tensor | _SavedParameter:
+        """Return what is saved for a tensor."""
+        pointer, storage = tensor.data_ptr(), _storage(tensor)
+        for index, (start, stop) in enumerate(self._ranges):
+            if start <= pointer < stop:
+                offset = (pointer - start) // tensor.itemsize
+                return _SavedParameter(self, index, tensor.size(), tensor.stride(), offset)
+        if storage in self._others:
+            return tensor.clone()
+        self.used.add(storage)
+        return tensor.detach()
+
+
+class _Graph:
+    """Autograd graph of one call. Its nodes reference the saved tensors, but not the graph, which references the nodes.
+
+    Args:
+        saved: Hooks of its saved tensors.
+
+    Attributes:
+        inputs: Gradient edges of the tensors of the call, None for those without gradient.
+        outputs: Gradient edges of the outputs, None for those without gradient.
     """
 
     inputs: list[GradientEdge | None]
     outputs: list[GradientEdge | None]
 
-    def __init__(self, tensors: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor]) -> None:
-        self._ranges = [(one.data_ptr(), one.data_ptr() + one.nbytes) for one in parameters]
-        self._others = {_storage(one) for one in tensors}
-        self._parameters = _Parameters()
-        self.used = set(self._others)
-
-    @contextmanager
-    def recording(self, *, is_enabled: bool) -> Iterator[None]:
-        """Context in which autograd works as outside of operators, if it is enabled, and the graph saves tensors."""
-        excluded = torch._C._dispatch_tls_local_exclude_set()
-        for key in _AUTOGRAD_KEYS:
-            excluded = excluded.remove(key)
-        with (
-            torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded),
-            torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack),
-            torch.set_grad_enabled(is_enabled),
-        ):
-            yield
+    def __init__(self, saved: _SavedTensors) -> None:
+        self._saved = saved
 
     def backward(
         self, grads: Sequence[torch.Tensor | None], parameters: Sequence[torch.Tensor]
@@ -385,24 +388,27 @@ class _Graph:
         wanted = [one for one in self.inputs if one is not None]
         if not pairs:
             return [None] * len(wanted)
-        self._parameters.tensors = parameters
+        self._saved.parameters = parameters
         try:
             ends, of_ends = zip(*pairs, strict=True)
             # The graph stays for another backward through the compiled one, and goes with its ticket.
             return torch.autograd.grad(ends, wanted, of_ends, retain_graph=True, allow_unused=True)
         finally:
-            self._parameters.tensors = ()
+            self._saved.parameters = ()
 
-    def _pack(self, tensor: torch.Tensor) -> torch.Tensor | _SavedParameter:
-        pointer, storage = tensor.data_ptr(), _storage(tensor)
-        for index, (start, stop) in enumerate(self._ranges):
-            if start <= pointer < stop:
-                offset = (pointer - start) // tensor.itemsize
-                return _SavedParameter(self._parameters, index, tensor.size(), tensor.stride(), offset)
-        if storage in self._others:
-            return tensor.clone()
-        self.used.add(storage)
-        return tensor.detach()
+
+@contextmanager
+def _recording(saved: _SavedTensors, *, is_enabled: bool) -> Iterator[None]:
+    """Context in which autograd works as outside of operators, if it is enabled, with these saved-tensor hooks."""
+    excluded = torch._C._dispatch_tls_local_exclude_set()
+    for key in _AUTOGRAD_KEYS:
+        excluded = excluded.remove(key)
+    with (
+        torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded),
+        torch.autograd.graph.saved_tensors_hooks(saved.pack, _unpack),
+        torch.set_grad_enabled(is_enabled),
+    ):
+        yield
 
 
 def _unpack(saved: torch.Tensor | _SavedParameter) -> torch.Tensor:

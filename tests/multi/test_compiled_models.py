@@ -221,13 +221,13 @@ def test_layers_with_experts_and_chunks(name):
         assert losses == pytest.approx(other, rel=1e-5)
 
 
-def train_with_dropout(layout, length, is_compiled):
+def train_with_dropout(layout, length, is_compiled, backend="aot_eager", dropout=0.2):
     torch._dynamo.reset()
     counters.clear()
     name, _, arguments = LAYOUTS[layout]
     torch.manual_seed(0)
-    model = Decoder(dropout=0.2)
-    booster = Booster(plugin=make_plugin(name, arguments), compile=is_compiled and {"backend": "aot_eager"})
+    model = Decoder(dropout=dropout)
+    booster = Booster(plugin=make_plugin(name, arguments), compile=is_compiled and {"backend": backend})
     model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.5))
     losses = []
     for step in range(3):
@@ -255,6 +255,19 @@ def test_dropout_and_uneven_numbers_of_tokens(layout, length):
     for (losses, *_), (other, num_graphs, num_breaks) in zip(expected, found, strict=True):
         assert (num_graphs, num_breaks) == (1, 0)
         assert other == pytest.approx(losses, rel=1e-6)  # the masks are those of eager layers
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", SHARDED)
+def test_code_of_inductor(layout):
+    """It overwrites the memory of tensors that are not used any more, also of those that operators have got."""
+    expected, found = (
+        run_ranks(train_with_dropout, LAYOUTS[layout][1], layout, LENGTH - 1, is_compiled, "inductor", 0.0, timeout=240)
+        for is_compiled in (False, True)
+    )
+    for (losses, *_), (other, num_graphs, num_breaks) in zip(expected, found, strict=True):
+        assert (num_graphs, num_breaks) == (1, 0)
+        assert other == pytest.approx(losses, rel=1e-5)
 
 
 class NoisyBlock(nn.Module):
