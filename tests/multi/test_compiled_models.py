@@ -331,3 +331,30 @@ def test_random_numbers_of_regions(name, is_user):
         assert num_graphs > 0
         assert num_breaks == 0
         assert other == pytest.approx(losses, rel=1e-6)
+
+
+def train_encoder(is_compiled):
+    torch._dynamo.reset()
+    counters.clear()
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(16, 4, 32, dropout=0.0, batch_first=True)
+    model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+    plugin = make_plugin("hybrid_parallel", {"precision": "fp32", **on_own_axis("all_to_all", 2)[1]})
+    booster = Booster(plugin=plugin, compile=is_compiled and {"backend": "aot_eager"})
+    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    losses = []
+    for step in range(3):
+        x = torch.randn(2, 6, 16, generator=torch.Generator().manual_seed(step)).to(current_device())
+        loss = model(x).square().mean()
+        booster.backward(loss, optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, sum(counters["graph_break"].values())
+
+
+def test_multi_head_attention_of_torch():
+    expected, found = (run_ranks(train_encoder, 2, is_compiled) for is_compiled in (False, True))
+    for (losses, _), (other, num_breaks) in zip(expected, found, strict=True):
+        assert num_breaks == 0
+        assert other == pytest.approx(losses, rel=1e-5)

@@ -14,9 +14,8 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from booster.comm import all_reduce_numbers
-from booster.core.compiling import not_compiled
 from booster.core.layer_stacks import subclass_of
-from booster.core.opaque_operator import opaque
+from booster.core.opaque_operator import call_in_graph, opaque
 from booster.errors import ConfigError
 
 from .group import SequenceParallelGroup
@@ -224,9 +223,12 @@ def _attend(
 
 
 def _attention_output(visible: Any, query: torch.Tensor, key: Any, value: torch.Tensor, *rest: Any) -> torch.Tensor:
-    kind = query.device.type
-    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else query.dtype
-    return query.new_empty(*query.shape[:-1], value.shape[-1], dtype=dtype)
+    return query.new_empty(*query.shape[:-1], value.shape[-1], dtype=_computed_dtype(query))
+
+
+def _computed_dtype(x: torch.Tensor) -> torch.dtype:
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 
 
 _attend_in_layer = opaque(_attend, _attention_output)
@@ -313,9 +315,32 @@ def _bias_members(base: Any) -> dict[str, Any]:
     return {"compute_bias": compute_bias}
 
 
-@not_compiled
 def _multi_head_attention(func: Any, args: Any, kwargs: Any) -> Any:
     """Run `F.multi_head_attention_forward`, which calls attention from torch's module while no mode is active."""
+    if not torch.compiler.is_compiling():
+        return _run_multi_head_attention(func, args, kwargs)
+    output = call_in_graph(
+        _multi_head_output, _multi_head_shape, _visible(), func, len(args), tuple(kwargs), *args, *kwargs.values()
+    )
+    return output, None  # weights are an error
+
+
+def _multi_head_output(
+    visible: tuple[bool, ...] | None, func: Any, num_args: int, names: tuple[str, ...], *values: Any
+) -> torch.Tensor:
+    layer = current_layer()
+    if layer is not None:
+        layer.visible = visible
+    kwargs = dict(zip(names, values[num_args:], strict=True))
+    output: torch.Tensor = _run_multi_head_attention(func, values[:num_args], kwargs)[0]
+    return output
+
+
+def _multi_head_shape(visible: Any, func: Any, num_args: int, names: Any, query: torch.Tensor, *rest: Any) -> Any:
+    return query.new_empty(query.shape, dtype=_computed_dtype(query))
+
+
+def _run_multi_head_attention(func: Any, args: Any, kwargs: Any) -> Any:
     layer = current_layer()
     before = layer.num_attentions if layer is not None else 0
     torch.nn.functional.scaled_dot_product_attention = _dispatch_attention  # type: ignore[assignment]
