@@ -67,7 +67,7 @@ def plan_wrapping(
     Args:
         model: Root module.
         policy: Policy of `torch.distributed.fsdp.wrap`, or a function with its signature; optional, defaults to the
-            blocks that transformers names, else the repeated ones.
+            blocks that transformers names, else the repeated ones, and to embeddings that do not train.
         replicated: Replicated parameters, which belong to no group.
         own_dtype_classes: Classes of modules that are always wrapped, as they compute in the dtype of their weights.
 
@@ -77,10 +77,11 @@ def plan_wrapping(
     """
     tree = _ModuleGraph(model, replicated)
     if policy is None:
-        named = _wrap_plans(tree, _transformers_blocks(model), own_dtype_classes, is_automatic=True)
-        if any(not isinstance(plan.module, own_dtype_classes) for plan in named):
-            return named
-        return _wrap_plans(tree, _repeated_blocks(tree), own_dtype_classes, is_automatic=True)
+        blocks = _transformers_blocks(model)
+        named = _wrap_plans(tree, blocks, own_dtype_classes, is_automatic=True)
+        if all(isinstance(plan.module, own_dtype_classes) for plan in named):
+            blocks = _repeated_blocks(tree)
+        return _wrap_plans(tree, _frozen_embeddings(tree, blocks) | blocks, own_dtype_classes, is_automatic=True)
     if isinstance(policy, _Policy):
         chosen = _select_by_policy(tree, policy)
     else:
@@ -201,6 +202,13 @@ def _transformers_blocks(model: nn.Module) -> _Selection:
     for module in model.modules():
         names.update(getattr(module, "_no_split_modules", None) or ())
     return {one: None for one in model.modules() if any(cls.__name__ in names for cls in type(one).__mro__)}
+
+
+def _frozen_embeddings(tree: _ModuleGraph, blocks: _Selection) -> _Selection:
+    """Return the embeddings outside of blocks that do not train, as under LoRA: backward does not need their weights."""
+    inside = {one for block in blocks for one in block.modules()}
+    found = (one for one in tree.post_order if isinstance(one, nn.Embedding) and one not in inside)
+    return {one: None for one in found if not any(weight.requires_grad for weight in one.parameters())}
 
 
 def _repeated_blocks(tree: _ModuleGraph) -> _Selection:

@@ -121,6 +121,18 @@ def test_zoo_by_itself(name):
     assert names_of(build(name)) == ZOO.get(name, [])
 
 
+def test_embeddings_that_do_not_train():
+    """As under LoRA: not gathered longer than their forward, unless other modules use their weights."""
+    for name, found in (
+        ("llama", ["model.embed_tokens"]),
+        ("opt", ["model.decoder.embed_positions"]),  # the others are tied to the head
+        ("bert_unpooled", []),
+        ("dlrm", []),
+    ):
+        model = build(name).requires_grad_(False)
+        assert sorted(names_of(model)) == sorted([*ZOO[name], *found])
+
+
 @pytest.mark.parametrize("name", model_names())
 @pytest.mark.parametrize("min_num_params", [1, 200])
 def test_zoo_by_size(name, min_num_params):
