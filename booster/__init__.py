@@ -38,6 +38,7 @@ from .mixed_precision import (
     FP16TorchMixedPrecision,
 )
 from .monitor import Monitor
+from .placements import shard
 from .rng_state import set_seed
 from .version import __version__ as __version__
 
@@ -81,6 +82,7 @@ __all__ = [
     "launch_from_slurm",
     "launch_from_torch",
     "set_seed",
+    "shard",
 ]
 
 if not TYPE_CHECKING:  # type checkers would accept every name

@@ -205,7 +205,7 @@ def _transformers_blocks(model: nn.Module) -> _Selection:
 
 
 def _frozen_embeddings(tree: _ModuleGraph, blocks: _Selection) -> _Selection:
-    """Return the embeddings outside of blocks that do not train, as under LoRA: backward does not need their weights."""
+    """Return the embeddings outside of blocks that do not train, as under LoRA: backward needs no weights of theirs."""
     inside = {one for block in blocks for one in block.modules()}
     found = (one for one in tree.post_order if isinstance(one, nn.Embedding) and one not in inside)
     return {one: None for one in found if not any(weight.requires_grad for weight in one.parameters())}

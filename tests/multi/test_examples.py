@@ -14,6 +14,7 @@ import torch
 from harness import preload, run_ranks
 
 from booster import Booster
+from booster.plugins import HybridParallelPlugin
 
 pytestmark = pytest.mark.on_device
 
@@ -41,6 +42,8 @@ def run(name, plugin, output, *more):
     arguments = module.parse_arguments(["--plugin", plugin, argument, str(output), *more])
     if name == "llama":
         return module.train(module.make_booster(arguments), arguments)
+    if name == "annotated" and plugin == "hybrid_parallel":
+        return module.train(Booster(plugin=HybridParallelPlugin(tp_size=2, precision="fp32")), arguments)
     if hasattr(module, "PLUGINS"):
         return module.train(Booster(plugin=module.PLUGINS[plugin]()), arguments)
     booster = Booster(plugin=None if plugin == "none" else plugin, mixed_precision="fp32")
@@ -81,6 +84,13 @@ def test_llama(tmp_path, arguments):
     expected = run_ranks(run, 1, "llama", "torch_ddp", tmp_path / "1", *common)[0]
     for loss in run_ranks(run, 2, "llama", arguments[0], tmp_path / "2", *arguments[1:], *common):
         assert loss == pytest.approx(expected, rel=1e-3)
+
+
+def test_annotated(tmp_path):
+    expected, found = run_on_one_and_two("annotated", "hybrid_parallel", tmp_path, *SMALL_GPT)
+    assert len(expected) == 4
+    for losses in found:
+        assert losses == pytest.approx(expected, rel=1e-4)
 
 
 def run_finetune(output, *more):

@@ -196,7 +196,8 @@ class _ExpertParallel(nn.Module):
         return run(super().forward, self._split, tokens.flatten(0, -2), *routing)
 
     def _run_and_wait(self, tokens: torch.Tensor, *routing: torch.Tensor) -> torch.Tensor:
-        return self._start(tokens, *routing).wait().view(tokens.shape).to(tokens.dtype)
+        outputs = self._start(tokens, *routing)
+        return outputs.wait().view(tokens.shape).to(tokens.dtype)
 
     _exchange = opaque_method(_run_and_wait, lambda tokens, *routing: tokens.new_empty(tokens.shape))
 

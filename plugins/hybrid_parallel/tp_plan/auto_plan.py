@@ -7,7 +7,7 @@ import contextlib
 import functools
 import inspect
 import textwrap
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 
 import torch
@@ -164,6 +164,29 @@ def derive_plan(model: nn.Module, tp_size: int = 2) -> PartialPlan:
     )
 
 
+def derive_splits(model: nn.Module, owner: str, layers: Collection[str], tp_size: int) -> PartialPlan | None:
+    """Find how layers beside each other are sharded, by a run of the module that holds them.
+
+    Args:
+        model: Any model, possibly on the meta device. It is not changed.
+        owner: Name of the module.
+        layers: Names of the layers, direct children of the module, all of which are to be sharded.
+        tp_size: Number of ranks to verify, among others.
+
+    Returns:
+        Their styles, and attributes to change; None if the module can't be run, or shards do not compute the same.
+    """
+    module, prefix = model.get_submodule(owner), f"{owner}." if owner else ""
+    if any(layer.startswith(prefix) for stack in find_stacks(model) for layer in stack):
+        return None  # it contains full layers of a stack, which are not run
+    search = _PlanSearch(model, tp_size)
+    splits, _ = _find_splits(module, [name.removeprefix(prefix) for name in layers], tp_size)
+    for split in splits:
+        search.add(prefix, split)
+    is_complete = {name for name, style in search.styles.items() if not style.name.startswith("repl")} == set(layers)
+    return PartialPlan(styles=search.styles, attributes=tuple(search.attributes), source="") if is_complete else None
+
+
 class _PlanSearch:
     def __init__(self, model: nn.Module, tp_size: int) -> None:
         self._tp_size = tp_size
@@ -192,12 +215,13 @@ class _PlanSearch:
             self._known[kind] = _find_splits(module, free, self._tp_size)
         splits, reasons = self._known[kind]
         for split in splits:
-            self._add(prefix, split)
+            self.add(prefix, split)
         found = {key for split in splits for key in (*split.columns, split.row)}
         reason = "; ".join(reasons) or "no other linear layer reads its output in shards"
         self._note(name, [key for key in free if key not in found], reason)
 
-    def _add(self, prefix: str, split: SplitCandidate) -> None:
+    def add(self, prefix: str, split: SplitCandidate) -> None:
+        """Add the styles of a split."""
         for key, blocks in split.columns.items():
             word = "packed_colwise" if len(blocks) > 1 else "colwise"
             self.styles[f"{prefix}{key}"] = Style(word, blocks)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
-from typing import Literal, TypeAlias, TypeVar
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, TypeAlias, TypeVar
 
 import torch
 from torch import nn
@@ -170,8 +170,8 @@ class Style:
     num_blocks: int | None = None
 
 
-UserPlan: TypeAlias = Mapping[str, str | Style]
-"""Styles by pattern of module names."""
+UserPlan: TypeAlias = Mapping[str, Any]
+"""Styles (names or `Style`) by pattern of module names, placements by pattern of parameter names."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -324,6 +324,7 @@ class PartialPlan:
         arguments: Arguments to shard that do not follow from the styles.
         siblings: Groups of column-parallel modules that read the same input, if the source provides them.
         notes: Notes for the user.
+        reasons: Reasons of styles, by name.
     """
 
     styles: Mapping[str, Style]
@@ -334,6 +335,7 @@ class PartialPlan:
     arguments: tuple[ShardedArgument, ...] = ()
     siblings: tuple[tuple[str, ...], ...] = ()
     notes: tuple[str, ...] = ()
+    reasons: Mapping[str, str] = field(default_factory=dict)
 
 
 def read_style(name: str, given: object) -> Style:

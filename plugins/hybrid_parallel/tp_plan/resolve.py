@@ -20,9 +20,11 @@ from torch import nn
 from booster.comm import real_tensors
 from booster.core.layer_stacks import find_stacks, stack_layer_of
 from booster.errors import ConfigError
+from booster.placements import is_placement
 from booster.plugins.hybrid_parallel.tensor_parallel.linear import is_linear
 
 from .adapters import check_prefixes, shard_adapters, unwrapped_model, without_adapters
+from .annotations import marked_placements, plan_of_placements
 from .attention_heads import blocks_of, check_replicated_parameters, find_attentions, owner_of, role_of
 from .auto_plan import derive_plan, head_attributes
 from .equivalence_check import check_token_wise, verify_user_plan
@@ -98,7 +100,7 @@ def _resolve(model: nn.Module, names: list[str], styles: dict[str, Style], reaso
     if is_vocabulary:
         conflicting = [name for name in names if name in styles and styles[name].name == "replicated"]
     else:
-        conflicting = [name for name in names if given.get(name) != first_style]
+        conflicting = [name for name in names if not _are_sharded_alike(model, first_name, name, given)]
     if conflicting:
         raise ConfigError(
             f"the plan has {first_style.name!r} for {first_name!r}, which shares its weight with {conflicting[0]!r} of"
@@ -114,6 +116,16 @@ def _resolve(model: nn.Module, names: list[str], styles: dict[str, Style], reaso
         elif styles[name].name != style_name:
             reasons[name] = "computes the logits"
         styles[name] = replace(styles.get(name, Style(style_name)), name=style_name)
+
+
+def _are_sharded_alike(model: nn.Module, first: str, name: str, given: Mapping[str, Style]) -> bool:
+    """Whether two modules with one weight shard it alike: by equal styles, or with inputs and outputs of all ranks."""
+    if given.get(name) == given[first]:
+        return True
+    styles = [given[one].name for one in (first, name) if one in given]
+    if len(styles) < 2 or not all(style.endswith(("_gather_output", "_split_input")) for style in styles):
+        return False
+    return split_dim(model.get_submodule(first), styles[0]) == split_dim(model.get_submodule(name), styles[1])
 
 
 TENSOR_AXIS_MODES = frozenset({"split_gather", "ring"})
@@ -247,6 +259,7 @@ def resolve_plan(model: nn.Module, partial: PartialPlan, *, sequence_mode: str |
     """
     check_styles(model, partial.styles)
     styles, reasons = resolve_ties(model, partial.styles)
+    reasons = {**partial.reasons, **reasons}
     styles |= _styles_inside_embeddings(model, styles)
     stacks = find_stacks(model)
     attentions = find_attentions(model, styles)
@@ -398,8 +411,8 @@ def choose_plan(
         ConfigError: There is no plan, or it is not applicable.
     """
     if tp_size == 1:
-        if plan is not None:
-            read_user_plan(model, plan)  # report its mistakes already on one rank
+        if plan is not None or marked_placements(model):
+            _read_plan(model, plan, tp_size)  # report its mistakes already on one rank
         return TensorParallelPlan(stacks=find_stacks(model), source="no tensor parallelism")
     for name, parameter in model.named_parameters():
         if type(parameter) is not nn.Parameter and hasattr(parameter, "placements"):
@@ -413,11 +426,32 @@ def choose_plan(
     return shard_adapters(found, wrappers)
 
 
+def _read_plan(model: nn.Module, plan: UserPlan | None, tp_size: int) -> PartialPlan:
+    """Return the plan of the user: its styles, its placements, and those of marked parameters."""
+    given = plan if isinstance(plan, Mapping) else {}
+    placements = {name: value for name, value in given.items() if is_placement(value)}
+    marked = marked_placements(model)
+    if not placements and not marked:
+        return read_user_plan(model, plan)
+    others = {name: value for name, value in given.items() if name not in placements}
+    styles = read_user_plan(model, others) if others or not isinstance(plan, Mapping | None) else None
+    derived = plan_of_placements(model, placements, marked, tp_size=max(tp_size, 2))
+    if styles is None:
+        return derived
+    both = next((name for name in derived.styles if name in styles.styles), None)
+    if both is not None:
+        raise ConfigError(
+            f"{both!r} has a style, {styles.styles[both].name!r}, and a placement of its weight, of which"
+            f" {derived.styles[both].name!r} follows: give one of them"
+        )
+    return replace(derived, styles={**derived.styles, **styles.styles}, source="the styles and placements given")
+
+
 def _choose_unadapted(
     model: nn.Module, tp_size: int, plan: UserPlan | None, sequence_mode: str | None
 ) -> TensorParallelPlan:
-    if plan is not None:
-        partial = read_user_plan(model, plan)
+    if plan is not None or marked_placements(model):
+        partial = _read_plan(model, plan, tp_size)
     else:
         with real_tensors():
             partial = transformers_plan(model) or table_plan(model) or derive_plan(model, tp_size)
