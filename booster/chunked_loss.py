@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from booster.core.compiling import not_compiled
+from booster.core.layer_stacks import subclass_of
 from booster.core.partial_logits import PartialLogits
 from booster.errors import ConfigError
 from booster.validation import is_count
@@ -76,7 +77,7 @@ def chunked_cross_entropy(
         )
     num_classes = weight.shape[0]
     size = chunk_size or max(_CHUNK_BYTES // (4 * num_classes), 1)
-    module.__class__ = _derived(type(module))  # type: ignore[arg-type]
+    module.__class__ = subclass_of(type(module), "chunked", mixin=_ChunkedHead)
     module.__dict__["_chunked_head"] = _HeadConfig(num_classes, size)
     return model
 
@@ -120,11 +121,6 @@ class _ChunkedHead(nn.Module):
         if args or kwargs or hidden.dim() < 2:
             return compute(hidden, *args, **kwargs)
         return ChunkedLogits.of(hidden, _Head(compute, tuple(self.parameters()), config))
-
-
-@functools.cache
-def _derived(base: type[nn.Module]) -> type[nn.Module]:
-    return type(base.__name__, (_ChunkedHead, base), {"__module__": base.__module__})
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -1,16 +1,16 @@
-"""Stacks of equal layers in a model, and layers whose class is replaced by a subclass of the same name."""
+"""Stacks of equal layers in a model, and modules whose class is replaced by a subclass of the same name."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable
+from collections.abc import Callable, Collection, Hashable, Mapping
 from typing import Any, cast
 
 from torch import nn
 
-_Make = Callable[[Any], dict[str, Any]]
+_Make = Callable[[Any], Mapping[str, Any]]
 _PURPOSE = "_subclass_purpose"  # attributes of the subclasses
 _DERIVATION = "_subclass_derivation"
-_subclasses: dict[tuple[type[nn.Module], str, Hashable], type[nn.Module]] = {}
+_subclasses: dict[tuple[type[nn.Module], str, type[nn.Module] | None, Hashable], type[nn.Module]] = {}
 
 
 def find_stacks(model: nn.Module) -> tuple[tuple[str, ...], ...]:
@@ -38,20 +38,28 @@ def stack_layer_of(name: str, stacks: tuple[tuple[str, ...], ...]) -> str | None
     return None
 
 
+def _no_members(base: Any) -> Mapping[str, Any]:
+    return {}
+
+
 def subclass_of(
     base: type[nn.Module],
     purpose: str,
-    make: _Make,
+    make: _Make = _no_members,
     *,
+    mixin: type[nn.Module] | None = None,
+    prefix: str = "",
     settings: Hashable = None,
     below: Collection[str] = (),
 ) -> type[nn.Module]:
-    """Return a subclass of the same name with the members of `make(base)`.
+    """Return a subclass of the same name with the members of `make(base)`, and of a mixin. `isinstance` keeps working.
 
     Args:
-        base: Class of a layer.
+        base: Class of a module.
         purpose: Purpose of the subclass.
-        make: Function that returns the members, which may call those of its argument.
+        make: Function that returns the members, which may call those of its argument; optional.
+        mixin: First base class, optional.
+        prefix: Prefix of the name, optional.
         settings: What the members depend on in addition, optional: there is one subclass per purpose and settings.
         below: Purposes of other subclasses, optional: those that `base` is one of are derived anew from this one.
     """
@@ -59,11 +67,13 @@ def subclass_of(
         inner = subclass_of(cast(type[nn.Module], base.__base__), purpose, make, settings=settings, below=below)
         outer, remake, outer_settings = vars(base)[_DERIVATION]
         return subclass_of(inner, outer, remake, settings=outer_settings)
-    if (base, purpose, settings) not in _subclasses:
-        members = {**make(base), "__module__": base.__module__, "__doc__": base.__doc__}
-        members |= {_PURPOSE: purpose, _DERIVATION: (purpose, make, settings)}
-        _subclasses[base, purpose, settings] = type(base.__name__, (base,), members)
-    return _subclasses[base, purpose, settings]
+    key = base, purpose, mixin, settings
+    if key not in _subclasses:
+        own = {"__module__": base.__module__, "__doc__": base.__doc__, _PURPOSE: purpose}
+        members = {**own, _DERIVATION: (purpose, make, settings), **make(base)}
+        bases = (base,) if mixin is None else (mixin, base)
+        _subclasses[key] = type(prefix + base.__name__, bases, members)
+    return _subclasses[key]
 
 
 def _collect(module: nn.Module, name: str, found: list[tuple[str, ...]]) -> None:

@@ -72,6 +72,8 @@ class _Call:
 
 _PARAMETER, _TENSOR, _INTEGER, _VALUE = "parameter", "tensor", "integer", "value"
 _GRAPH = "_opaque_graph"  # attribute of the storage of a ticket
+# A replayed CUDA graph would leave out what the function does on the host.
+_TAGS = tuple(filter(None, [getattr(torch.Tag, "cudagraph_unsafe", None)]))
 _calls: dict[str, _Call] = {}
 _numbers = itertools.count()
 _HANDLE = "_opaque_handle"  # attribute of a module
@@ -231,7 +233,7 @@ def _differentiate(ctx: Any, grads: list[torch.Tensor | None]) -> tuple[Any, ...
     return [next(found) if needs else None for needs in _calls[ctx.key].needs_grad], ctx.of_integers, None
 
 
-@torch.library.custom_op("booster::opaque", mutates_args=())
+@torch.library.custom_op("booster::opaque", mutates_args=(), tags=_TAGS)
 def _forward(tensors: list[torch.Tensor], integers: list[int], key: str) -> list[torch.Tensor]:
     """Run a function on detached tensors; return its outputs and the ticket of its graph."""
     call = _calls[key]
@@ -256,7 +258,7 @@ def _(tensors: list[torch.Tensor], integers: list[int], key: str) -> list[torch.
     return [*outputs, torch.empty((), dtype=torch.int64, device="cpu")]
 
 
-@torch.library.custom_op("booster::opaque_backward", mutates_args=())
+@torch.library.custom_op("booster::opaque_backward", mutates_args=(), tags=_TAGS)
 def _backward(
     grads: list[torch.Tensor | None],
     parameters: list[torch.Tensor],

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from booster.core.layer_stacks import subclass_of
 from booster.plugins.hybrid_parallel.tensor_parallel.deferred_wgrad import (
     add_matmuls,
     deferrable_matmul,
@@ -129,7 +130,7 @@ def defer_weight_gradients(model: nn.Module, gradients: DeferredWeightGrads) -> 
             owner = next(base for base in type(module).__mro__ if "forward" in vars(base))
             is_conv1d = owner.__name__ == "Conv1D" and owner.__module__ == "transformers.pytorch_utils"
             if "_gradient_keeper" not in vars(module) and (owner is nn.Linear or is_conv1d):
-                module.__class__ = _deferring_class(type(module))  # type: ignore[arg-type]
+                module.__class__ = subclass_of(type(module), "deferring", _deferring_members)
             set_wgrad_queue(module, gradients)
 
 
@@ -229,10 +230,8 @@ def _unless_none(hook: Callable[[torch.Tensor], Any], gradient: torch.Tensor | N
     return None if gradient is None else hook(gradient)
 
 
-@functools.cache
-def _deferring_class(base: type[nn.Module]) -> type[nn.Module]:
-    """Return a subclass of a linear layer's class, of the same name, that can defer weight gradients."""
-
+def _deferring_members(base: type[nn.Module]) -> dict[str, Any]:
+    """Return the members of a linear layer that can defer weight gradients."""
     plain = base.forward
     (_, input_name) = inspect.signature(plain).parameters
 
@@ -242,4 +241,4 @@ def _deferring_class(base: type[nn.Module]) -> type[nn.Module]:
         y = None if x is None else deferrable_matmul(self, x, self.bias, is_transposed=is_transposed(self))  # type: ignore[arg-type]
         return plain(self, *args, **kwargs) if y is None else y  # type: ignore[no-any-return]
 
-    return type(base.__name__, (base,), {"forward": forward, "__module__": base.__module__})
+    return {"forward": forward}

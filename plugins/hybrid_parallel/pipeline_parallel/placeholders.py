@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import Node
 
+from booster.core.layer_stacks import subclass_of
 from booster.errors import ConfigError
 from booster.interface import shard_spec_of
 from booster.pytree import map_tensors
@@ -93,7 +94,7 @@ class PlaceholderModules:
         """Turn a module, whose tensors were dropped, into a placeholder, with its submodules. In place."""
         for own_name, inner in module.named_modules():
             full = f"{name}.{own_name}" if own_name else name
-            inner.__class__ = _placeholder_class(type(inner))
+            inner.__class__ = subclass_of(type(inner), "placeholder", _placeholder_members, mixin=_Placeholder)
             inner.__dict__["_pipeline_placeholder"] = (full, self)
 
     def values(self, name: str, like: torch.Tensor) -> torch.Tensor:
@@ -183,19 +184,13 @@ class _Placeholder(nn.Module):
         super().__setattr__(name, value)
 
 
-_classes: dict[type[nn.Module], type[nn.Module]] = {}
-
-
-def _placeholder_class(base: type[nn.Module]) -> type[nn.Module]:
-    if base not in _classes:
-        # Models of transformers return the device and dtype of their first parameter.
-        own = {
-            name: property(getter)
-            for name, getter in (("device", _device_of_placeholder), ("dtype", _dtype_of_placeholder))
-            if isinstance(getattr(base, name, None), property)
-        }
-        _classes[base] = type(base.__name__, (_Placeholder, base), {"__module__": base.__module__, **own})
-    return _classes[base]
+def _placeholder_members(base: type[nn.Module]) -> dict[str, Any]:
+    # Models of transformers return the device and dtype of their first parameter.
+    return {
+        name: property(getter)
+        for name, getter in (("device", _device_of_placeholder), ("dtype", _dtype_of_placeholder))
+        if isinstance(getattr(base, name, None), property)
+    }
 
 
 def _device_of_placeholder(module: nn.Module) -> torch.device:

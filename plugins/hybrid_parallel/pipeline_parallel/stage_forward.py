@@ -30,6 +30,7 @@ import torch.distributed as dist
 from torch import nn
 
 from booster.comm import all_gather_equal, broadcast
+from booster.core.layer_stacks import subclass_of
 from booster.core.model_wrapper import call_with_batch
 from booster.errors import ConfigError
 from booster.kernels.checksum import crc32
@@ -425,7 +426,7 @@ def run_chunk(
 
 def install_layer(module: nn.Module, index: int, context: ChunkContext) -> None:
     """Let a layer run only in its own chunk. In place, by a subclass set as its class."""
-    _derive(module, _Layer)
+    _add_mixin(module, _Layer)
     module.__dict__["_pipeline_unit"] = (index, context)
 
 
@@ -438,7 +439,7 @@ def install_skip_output(module: nn.Module, name: str, complete_at: int, context:
         complete_at: Number of layers that run before its output is complete.
         context: Context of the model.
     """
-    _derive(module, _SkipOutput)
+    _add_mixin(module, _SkipOutput)
     module.__dict__["_pipeline_carried"] = (name, complete_at, context)
 
 
@@ -480,16 +481,9 @@ class _SkipOutput(nn.Module):
         return output
 
 
-_classes: dict[tuple[type[nn.Module], type[nn.Module]], type[nn.Module]] = {}
-
-
-def _derive(module: nn.Module, kind: type[nn.Module]) -> None:
-    base = type(module)
-    if issubclass(base, kind):
-        return
-    if (kind, base) not in _classes:
-        _classes[kind, base] = type(base.__name__, (kind, base), {"__module__": base.__module__})
-    module.__class__ = _classes[kind, base]
+def _add_mixin(module: nn.Module, mixin: type[nn.Module]) -> None:
+    if not isinstance(module, mixin):
+        module.__class__ = subclass_of(type(module), "stage", mixin=mixin)
 
 
 def _run_sequence(model: nn.Module, sequence: Sequence[str | Callable[..., Any]], run: ChunkForward, batch: Any) -> Any:

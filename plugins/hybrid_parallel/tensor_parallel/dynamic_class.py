@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from booster.core.compiling import not_compiled
+from booster.core.layer_stacks import subclass_of
 
 
 def mixin_forward(module: nn.Module, mixin: type[nn.Module], config: object) -> None:
@@ -21,12 +22,12 @@ def mixin_forward(module: nn.Module, mixin: type[nn.Module], config: object) -> 
     """
     if "_split" in module.__dict__:
         raise AssertionError(f"the forward of a {type(module).__name__} is overridden twice")
-    module.__class__ = _derived(mixin, type(module))  # type: ignore[arg-type]
+    members = functools.partial(_members, mixin)
+    module.__class__ = subclass_of(type(module), "parallel", members, mixin=mixin, prefix=mixin.__name__)
     module._split = config  # type: ignore[assignment]
 
 
-@functools.cache
-def _derived(mixin: type[nn.Module], base: type[nn.Module]) -> type[nn.Module]:
+def _members(mixin: type[nn.Module], base: type[nn.Module]) -> dict[str, Any]:
     eager, traced = not_compiled(mixin.forward), getattr(mixin, "traced_forward", None)
 
     def forward(self: nn.Module, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -37,5 +38,4 @@ def _derived(mixin: type[nn.Module], base: type[nn.Module]) -> type[nn.Module]:
                 return traced(self, x, *args, **kwargs)  # type: ignore[misc]
         return eager(self, x, *args, **kwargs)
 
-    members = {"__module__": mixin.__module__, "forward": eager if traced is None else forward}
-    return type(mixin.__name__ + base.__name__, (mixin, base), members)
+    return {"__module__": mixin.__module__, "forward": eager if traced is None else forward}
