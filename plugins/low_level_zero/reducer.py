@@ -180,8 +180,10 @@ class GradientReducer:
 
         Marks a parameter as used if any rank had a gradient for it. Collective over the data-parallel ranks.
         """
-        for bucket in self.sync_used_params():
+        unreduced = self.sync_used_params()
+        for bucket in unreduced:  # before the first is issued: it copies gradients that reach into the next one
             self._store_of(bucket).detach_grad_shard(bucket)
+        for bucket in unreduced:
             self._issue(bucket)
         self._wait()
         for param_grad in self.param_grads:  # possibly only some buckets of an unused parameter were issued
