@@ -170,7 +170,8 @@ def test_activation_policies_and_compiled_layers(plugin, policy, compiled):
         assert num_breaks == 0
 
 
-@pytest.mark.parametrize("plugin", ["tp", *(pytest.param(one, marks=pytest.mark.slow) for one in TENSOR_PARALLEL)])
+@pytest.mark.slow
+@pytest.mark.parametrize("plugin", TENSOR_PARALLEL)
 def test_compiled_dora(plugin):
     num_ranks = 4 if plugin in ON_FOUR else 2
     arguments = {"use_dora": True, "lora_dropout": 1e-12}
