@@ -21,7 +21,7 @@ def shard(parameter: _Parameter, placement: Placement) -> _Parameter:
 
     Nothing is sharded before `boost`, and nothing at all by plugins without tensor parallelism. The weight of a linear
     layer with a shard of its output features makes the layer column-parallel, one with a shard of its input features
-    row-parallel. An embedding is sharded by its vocabulary or by its features. `booster.plugin.explain()` shows the
+    row-parallel. An embedding is sharded by its vocabulary or by its features. `plugin.explain(model)` shows the
     result. Copies of the model are not marked.
 
     Args:
@@ -83,7 +83,9 @@ def sharded_dim(where: str, shape: tuple[int, ...], placement: Any) -> int | Non
         )
     if placement.is_replicate():
         return None
-    if not placement.is_shard() or not hasattr(placement, "dim"):
+    from torch.distributed.tensor import Shard  # imported by those who give a placement
+
+    if type(placement) is not Shard:
         raise ConfigError(
             f"{where} got {placement!r}, but parameters are sharded or replicated: give Shard(dim) or Replicate()"
         )

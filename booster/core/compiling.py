@@ -202,7 +202,10 @@ def _run(compiled: Callable[..., Any], layer: nn.Module, args: Any, kwargs: Any)
     try:
         output = compiled(layer, *args, **kwargs)
         for function, value in _attached.pairs:
-            output = map_first(output, partial(function, value))
+            if torch.is_grad_enabled():
+                output = map_first(output, partial(function, value))
+            else:
+                function(value, value)  # without a graph there is nothing to attach to, but a checkpoint may run
     finally:
         _attached.pairs = before
     return output

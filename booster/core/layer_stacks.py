@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Mapping
-from typing import Any, cast
+from typing import Any
 
 from torch import nn
 
@@ -64,13 +64,14 @@ def subclass_of(
         below: Purposes of other subclasses, optional: those that `base` is one of are derived anew from this one.
     """
     if vars(base).get(_PURPOSE) in below:
-        inner = subclass_of(cast(type[nn.Module], base.__base__), purpose, make, settings=settings, below=below)
-        outer, remake, outer_settings = vars(base)[_DERIVATION]
-        return subclass_of(inner, outer, remake, settings=outer_settings)
+        original, outer, arguments = vars(base)[_DERIVATION]
+        inner = subclass_of(original, purpose, make, mixin=mixin, prefix=prefix, settings=settings, below=below)
+        return subclass_of(inner, outer, **arguments)
     key = base, purpose, mixin, settings
     if key not in _subclasses:
+        arguments = {"make": make, "mixin": mixin, "prefix": prefix, "settings": settings}
         own = {"__module__": base.__module__, "__doc__": base.__doc__, _PURPOSE: purpose}
-        members = {**own, _DERIVATION: (purpose, make, settings), **make(base)}
+        members = {**own, _DERIVATION: (base, purpose, arguments), **make(base)}
         bases = (base,) if mixin is None else (mixin, base)
         _subclasses[key] = type(prefix + base.__name__, bases, members)
     return _subclasses[key]

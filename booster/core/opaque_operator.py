@@ -21,8 +21,8 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 # Note [Opaque operators]
 # The operator `booster::opaque` runs the function as a small autograd graph of its own, on detached inputs, and
 # `booster::opaque_backward` runs the backward of that graph. The graph belongs to the memory of a tensor that the first
-# operator returns beside the outputs, its ticket. The compiler saves the ticket for backward, and where activation
-# checkpointing drops saved tensors, the graph goes with it. Parameters are saved beside the ticket, and not by the
+# operator returns beside the outputs, its handle. The compiler saves the handle for backward, and where activation
+# checkpointing drops saved tensors, the graph goes with it. Parameters are saved beside the handle, and not by the
 # graph, as plugins move them between forward and backward. What else an operator needs is a `_Call`, which it finds by
 # a key: the key describes the call, so that caches of compiled graphs tell calls apart, and ends with a number, so that
 # equal calls are not merged into one.
@@ -71,7 +71,7 @@ class _Call:
 
 
 _PARAMETER, _TENSOR, _INTEGER, _VALUE = "parameter", "tensor", "integer", "value"
-_GRAPH = "_opaque_graph"  # attribute of the storage of a ticket
+_GRAPH = "_opaque_graph"  # attribute of the storage of a graph's handle
 # A replayed CUDA graph would leave out what the function does on the host.
 _TAGS = tuple(filter(None, [getattr(torch.Tag, "cudagraph_unsafe", None)]))
 _calls: dict[str, _Call] = {}
@@ -126,6 +126,13 @@ def opaque_method(function: Callable[..., Any], shapes: Shapes) -> Callable[...,
 
     setattr(call, _IS_METHOD, True)
     return call
+
+
+def autocast_dtype(x: torch.Tensor) -> torch.dtype:
+    """Return the dtype in which operations that autocast casts compute with a tensor, for `shapes`."""
+    kind = x.device.type
+    is_cast = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind) and x.dtype != torch.float64
+    return torch.get_autocast_dtype(kind) if is_cast else x.dtype
 
 
 @functools.cache
@@ -221,7 +228,7 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor]) -> Non
     tensors, integers, ctx.key = inputs
     call = _calls[ctx.key]
     ctx.of_integers = None if integers else []  # an empty list is one of no tensors
-    ctx.ticket = output[-1]
+    ctx.handle = output[-1]
     needing = (one for one, needs in zip(tensors, call.needs_grad, strict=True) if needs)
     ctx.sizes = [size for one in needing for size in (one.dim(), *one.shape)]
     ctx.save_for_backward(*call.parameters(tensors))
@@ -229,13 +236,13 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor]) -> Non
 
 def _differentiate(ctx: Any, grads: list[torch.Tensor | None]) -> tuple[Any, ...]:
     parameters = list(ctx.saved_tensors)
-    found = iter(torch.ops.booster.opaque_backward(grads[:-1], parameters, ctx.ticket, ctx.sizes, ctx.key))
+    found = iter(torch.ops.booster.opaque_backward(grads[:-1], parameters, ctx.handle, ctx.sizes, ctx.key))
     return [next(found) if needs else None for needs in _calls[ctx.key].needs_grad], ctx.of_integers, None
 
 
 @torch.library.custom_op("booster::opaque", mutates_args=(), tags=_TAGS)
 def _forward(tensors: list[torch.Tensor], integers: list[int], key: str) -> list[torch.Tensor]:
-    """Run a function on detached tensors; return its outputs and the ticket of its graph."""
+    """Run a function on detached tensors; return its outputs and the handle of its graph."""
     call = _calls[key]
     saved = _SavedTensors(tensors, call.parameters(tensors))
     graph = _Graph(saved)
@@ -245,9 +252,9 @@ def _forward(tensors: list[torch.Tensor], integers: list[int], key: str) -> list
         inputs = [_Input.apply(one, anchor) if needs else one.detach() for one, needs in pairs]  # type: ignore[no-untyped-call]
         outputs = call.run(call.function, inputs, integers)
         graph.inputs, graph.outputs = _edges(inputs), _edges(outputs)
-    ticket = torch.zeros((), dtype=torch.int64)
-    setattr(ticket.untyped_storage(), _GRAPH, graph)
-    return [*(_own(one.detach(), saved.used) for one in outputs), ticket]
+    handle = torch.zeros((), dtype=torch.int64)
+    setattr(handle.untyped_storage(), _GRAPH, graph)
+    return [*(_own(one.detach(), saved.used) for one in outputs), handle]
 
 
 @_forward.register_fake
@@ -262,12 +269,12 @@ def _(tensors: list[torch.Tensor], integers: list[int], key: str) -> list[torch.
 def _backward(
     grads: list[torch.Tensor | None],
     parameters: list[torch.Tensor],
-    ticket: torch.Tensor,
+    handle: torch.Tensor,
     sizes: list[int],
     key: str,
 ) -> list[torch.Tensor]:
     """Return the gradients of the tensors that need one, zeros for those that no output depends on."""
-    graph: _Graph = getattr(ticket.untyped_storage(), _GRAPH)
+    graph: _Graph = getattr(handle.untyped_storage(), _GRAPH)
     used = {_storage(one) for one in grads if one is not None}
     made = []
     for grad, missing in zip(graph.backward(grads, parameters), _empty_gradients(sizes, key), strict=True):
@@ -280,7 +287,7 @@ def _backward(
 def _(
     grads: list[torch.Tensor | None],
     parameters: list[torch.Tensor],
-    ticket: torch.Tensor,
+    handle: torch.Tensor,
     sizes: list[int],
     key: str,
 ) -> list[torch.Tensor]:
@@ -393,7 +400,7 @@ class _Graph:
         self._saved.parameters = parameters
         try:
             ends, of_ends = zip(*pairs, strict=True)
-            # The graph stays for another backward through the compiled one, and goes with its ticket.
+            # The graph stays for another backward through the compiled one, and goes with its handle.
             return torch.autograd.grad(ends, wanted, of_ends, retain_graph=True, allow_unused=True)
         finally:
             self._saved.parameters = ()

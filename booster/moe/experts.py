@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from booster.compatibility import takes_foreign
-from booster.core.opaque_operator import opaque_method
+from booster.core.opaque_operator import autocast_dtype, opaque_method
 from booster.errors import ConfigError
 from booster.validation import check_count
 
@@ -183,7 +183,7 @@ class FFNExperts(nn.Module):
         return (
             not _has_no_values(ends)
             and all(map(_is_aligned, (states, *weights)))
-            and _has_grouped_mm(states.device, _computed_dtype(states))
+            and _has_grouped_mm(states.device, autocast_dtype(states))
         )
 
     def _run_grouped(self, states: Tensor, ends: Tensor) -> Tensor:
@@ -206,7 +206,7 @@ class FFNExperts(nn.Module):
 
 
 def _empty_outputs(states: Tensor, num_features: int) -> Tensor:
-    return states.new_empty(len(states), num_features, dtype=_computed_dtype(states))
+    return states.new_empty(len(states), num_features, dtype=autocast_dtype(states))
 
 
 def grouped_linear(states: Tensor, weight: Tensor, bias: Tensor | None, ends: Tensor) -> Tensor:
@@ -218,7 +218,7 @@ def grouped_linear(states: Tensor, weight: Tensor, bias: Tensor | None, ends: Te
         bias: Biases, of shape (groups, out), optional.
         ends: End of each group's range, of shape (groups,); the last one is the number of rows.
     """
-    dtype = _computed_dtype(states)  # grouped products have no autocast rule
+    dtype = autocast_dtype(states)  # grouped products have no autocast rule
     states, weight, bias = states.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
     outputs = F.grouped_mm(states, weight.transpose(-2, -1), offs=ends.int())
     if bias is None:
@@ -230,12 +230,6 @@ def grouped_linear(states: Tensor, weight: Tensor, bias: Tensor | None, ends: Te
 def _is_aligned(tensor: Tensor) -> bool:
     """Return whether rows begin at multiples of 16 bytes, and outputs of any number of them do."""
     return all(count * tensor.element_size() % 16 == 0 for count in (*tensor.shape[1:], tensor.storage_offset()))
-
-
-def _computed_dtype(states: Tensor) -> torch.dtype:
-    kind = states.device.type
-    is_autocast = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
-    return torch.get_autocast_dtype(kind) if is_autocast else states.dtype
 
 
 @functools.cache

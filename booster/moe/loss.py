@@ -94,8 +94,10 @@ def attach_auxiliary_loss(tensor: Tensor, auxiliary_loss: Tensor) -> Tensor:
         tensor: Tensor that the layer's output depends on.
         auxiliary_loss: 0-dim tensor in fp32.
     """
-    if torch.compiler.is_compiling() and attach_to_output(_attach_first, auxiliary_loss):
-        return tensor
+    if torch.compiler.is_compiling():
+        has_node = tensor.requires_grad or auxiliary_loss.requires_grad or not torch.is_grad_enabled()
+        if not has_node or attach_to_output(_attach_first, auxiliary_loss):
+            return tensor
     return _attach(tensor, auxiliary_loss)
 
 

@@ -141,7 +141,14 @@ def train_experts(name, layout, is_compiled):
     return losses, compiled
 
 
-EXPERT_MODELS = ("mixtral", "Qwen2MoeForCausalLM", "Glm4MoeForCausalLM", "widenet", "widenet_stacked")
+EXPERT_MODELS = (
+    "mixtral",
+    "Qwen2MoeForCausalLM",
+    "Glm4MoeForCausalLM",
+    "widenet",
+    "widenet_stacked",
+    "widenet_reentrant",
+)
 EXPERT_CASES = [
     (name, layout)
     for name in EXPERT_MODELS
@@ -285,6 +292,10 @@ class NoisyBlock(nn.Module):
 FUNCTIONS = {
     "dropout": lambda x: F.dropout(x, 0.5),
     "dropout in place": lambda x: F.dropout(x, p=0.5, training=True, inplace=True),
+    "dropout by name": lambda x: F.dropout(input=x, p=0.5),
+    "alpha dropout": lambda x: F.alpha_dropout(x, 0.5, True),
+    "alpha dropout by default": lambda x: F.alpha_dropout(x, 0.5),
+    "rrelu": lambda x: F.rrelu(x, training=True),
     "rand": lambda x: x + torch.rand(x.shape[-1], device=x.device),
     "rand_like": lambda x: x * torch.rand_like(x),
     "normal": lambda x: x + torch.normal(x, 0.5),

@@ -226,6 +226,7 @@ ERRORS = [
     ({"fc2.weight": Shard(1), "fc2.bias": Shard(0)}, r"'fc2.bias' is Shard\(0\), but .* the bias is Replicate"),
     ({"fc1.bias": Shard(0)}, r"'fc1.bias' is to be sharded, but not the weight beside it"),
     ({"fc1.weight": Shard(0), "fc1": "colwise"}, r"'fc1' has a style, 'colwise', and a placement of its weight"),
+    ({"fc1.weight": Replicate()}, r"replicate 1 parameters and shard none"),
     ({"fc1": Shard(0)}, r"a placement for 'fc1', which matches no parameter"),
 ]
 
@@ -252,5 +253,7 @@ def test_marks_that_contradict():
         booster.shard(model.fc1, Shard(0))
     with pytest.raises(ConfigError, match="'colwise', which is not a placement"):
         booster.shard(model.fc2.weight, "colwise")
-    with pytest.raises(ConfigError, match=r"'fc1.weight' has the placement Shard\(dim=1\), but as 'fc1.weight' it is"):
+    with pytest.raises(
+        ConfigError, match=r"'fc1.weight' is Shard\(dim=1\) in the plan, but by booster.shard\(\) Shard\(0\)"
+    ):
         choose_plan(model, tp_size=2, plan={"fc1.weight": Shard(1)})

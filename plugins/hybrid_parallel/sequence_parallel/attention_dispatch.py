@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from booster.comm import all_reduce_numbers
 from booster.core.layer_stacks import subclass_of
-from booster.core.opaque_operator import call_in_graph, opaque
+from booster.core.opaque_operator import autocast_dtype, call_in_graph, opaque
 from booster.errors import ConfigError
 
 from .group import SequenceParallelGroup
@@ -223,12 +223,7 @@ def _attend(
 
 
 def _attention_output(visible: Any, query: torch.Tensor, key: Any, value: torch.Tensor, *rest: Any) -> torch.Tensor:
-    return query.new_empty(*query.shape[:-1], value.shape[-1], dtype=_computed_dtype(query))
-
-
-def _computed_dtype(x: torch.Tensor) -> torch.dtype:
-    kind = x.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+    return query.new_empty(*query.shape[:-1], value.shape[-1], dtype=autocast_dtype(query))
 
 
 _attend_in_layer = opaque(_attend, _attention_output)
@@ -337,7 +332,7 @@ def _multi_head_output(
 
 
 def _multi_head_shape(visible: Any, func: Any, num_args: int, names: Any, query: torch.Tensor, *rest: Any) -> Any:
-    return query.new_empty(query.shape, dtype=_computed_dtype(query))
+    return query.new_empty(query.shape, dtype=autocast_dtype(query))
 
 
 def _run_multi_head_attention(func: Any, args: Any, kwargs: Any) -> Any:

@@ -20,7 +20,7 @@ from .group import TensorParallelGroup
 from .linear import check_linear, is_plain_linear, matmul
 from .mappings import gather_from_tp_region, reduce_from_tp_region, shared_copy_to_tp_region
 from .shard_spec import vocabulary_rows
-from .traced_mappings import any_reduce_from_tp_region, traced_gather_from_tp_region
+from .traced_mappings import traceable_reduce_from_tp_region, traced_gather_from_tp_region
 from .vocab_parallel_logits import VocabParallelLogits
 
 
@@ -150,7 +150,7 @@ class VocabParallel(nn.Module):
         found: torch.Tensor = super().forward(local, *args, **kwargs)
         found = found.masked_fill(is_remote.unsqueeze(-1), 0)
         if torch.compiler.is_compiling():
-            return any_reduce_from_tp_region(found, split.tp_group)
+            return traceable_reduce_from_tp_region(found, split.tp_group)
         return reduce_from_tp_region(found, split.tp_group, overwrites=True)
 
     traced_forward = forward

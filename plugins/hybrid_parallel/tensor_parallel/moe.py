@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from .group import TensorParallelGroup
-from .traced_mappings import any_copy_to_tp_region, any_reduce_from_tp_region
+from .traced_mappings import traceable_copy_to_tp_region, traceable_reduce_from_tp_region
 
 
 def make_sharded_experts(module: nn.Module, tp_group: TensorParallelGroup) -> None:
@@ -67,7 +67,7 @@ class _CopyInputs:
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         args, kwargs = tree_map_only(
-            torch.Tensor, lambda one: any_copy_to_tp_region(one, self.tp_group), (args, kwargs)
+            torch.Tensor, lambda one: traceable_copy_to_tp_region(one, self.tp_group), (args, kwargs)
         )
         return args, kwargs
 
@@ -77,7 +77,7 @@ class _AllReduceOutputs:
     tp_group: TensorParallelGroup
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
-        return tree_map_only(torch.Tensor, partial(any_reduce_from_tp_region, tp_group=self.tp_group), output)
+        return tree_map_only(torch.Tensor, partial(traceable_reduce_from_tp_region, tp_group=self.tp_group), output)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,4 +95,4 @@ class _CopyRotary:
 
     def __call__(self, module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
         latent, rotary = output.split([output.shape[-1] - self.num_rotary, self.num_rotary], dim=-1)
-        return torch.cat([latent, any_copy_to_tp_region(rotary, self.tp_group)], dim=-1)
+        return torch.cat([latent, traceable_copy_to_tp_region(rotary, self.tp_group)], dim=-1)

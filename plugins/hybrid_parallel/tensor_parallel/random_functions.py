@@ -31,9 +31,10 @@ def _named(where: Any, names: str) -> frozenset[Callable[..., Any]]:
 
 
 # By what their arguments say about randomness: a probability and whether it is training; a probability; or always.
-_DROPOUTS = _named(F, "dropout dropout1d dropout2d dropout3d alpha_dropout feature_alpha_dropout")
+_ALPHA_DROPOUTS = _named(F, "alpha_dropout feature_alpha_dropout")  # by default not in training
+_DROPOUTS = _named(F, "dropout dropout1d dropout2d dropout3d") | _ALPHA_DROPOUTS
 _ATTENTION = F.scaled_dot_product_attention
-_DRAWS = _named(F, "gumbel_softmax") | _named(
+_DRAWS = _named(F, "gumbel_softmax rrelu") | _named(
     torch,
     "dropout feature_dropout alpha_dropout feature_alpha_dropout native_dropout bernoulli multinomial normal poisson"
     " rand rand_like randn randn_like randint randint_like randperm",
@@ -57,17 +58,29 @@ class RandomFunctionMode(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is torch.Tensor.unflatten:
             func = torch.unflatten  # torch.compile can trace it in a mode
-        if not self._tp_group.traced_in_region or "generator" in kwargs:
+        if not self._tp_group.traced_in_region or kwargs.get("generator") is not None:
             return func(*args, **kwargs)
         if func in _FILLS:
             return args[0].copy_(self._draw(_fill, func, torch.empty_like(args[0]), *args[1:], **kwargs))
-        if func in _DROPOUTS and _drops(*args, **kwargs):
-            rate, is_in_place = _dropout_arguments(*args[1:], **kwargs)
-            dropped = self._draw(func, args[0], rate)
-            return args[0].copy_(dropped) if is_in_place else dropped
+        if func in _DROPOUTS:
+            return self._drop(func, *args, **kwargs)
         if func in _DRAWS or (func is _ATTENTION and _drops_scores(*args, **kwargs)):
             return self._draw(func, *args, **kwargs)
         return func(*args, **kwargs)
+
+    def _drop(
+        self,
+        func: Any,
+        input: torch.Tensor,
+        p: float = 0.5,
+        training: bool | None = None,
+        inplace: bool = False,
+    ) -> torch.Tensor:
+        is_training = func not in _ALPHA_DROPOUTS if training is None else training
+        if not is_training or p == 0:
+            return input
+        dropped: torch.Tensor = self._draw(func, input, p, True)
+        return input.copy_(dropped) if inplace else dropped
 
     def _draw(self, func: Any, *args: Any, **kwargs: Any) -> Any:
         return _draw_in_region(self._tp_group.number, func, len(args), tuple(kwargs), *args, *kwargs.values())
@@ -91,14 +104,6 @@ _draw_in_region = opaque(_call_in_stream, _call)
 
 def _fill(func: Any, like: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     return func(torch.empty_like(like), *args, **kwargs)  # type: ignore[no-any-return]
-
-
-def _drops(x: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> bool:
-    return training and p > 0
-
-
-def _dropout_arguments(p: float = 0.5, training: bool = True, inplace: bool = False) -> tuple[float, bool]:
-    return p, inplace
 
 
 def _drops_scores(

@@ -44,14 +44,14 @@ def traced_reduce_from_tp_region(x: torch.Tensor, tp_group: TensorParallelGroup)
     return _AllReduce.apply(x, tp_group.number)  # type: ignore[no-untyped-call, no-any-return]
 
 
-def any_copy_to_tp_region(x: torch.Tensor, tp_group: TensorParallelGroup) -> torch.Tensor:
+def traceable_copy_to_tp_region(x: torch.Tensor, tp_group: TensorParallelGroup) -> torch.Tensor:
     """Return `copy_to_tp_region(x)`, also in a graph. Collective: in backward."""
     if torch.compiler.is_compiling() and tp_group.size > 1 and x.requires_grad:
         return _Copy.apply(x, tp_group.number)  # type: ignore[no-untyped-call, no-any-return]
     return copy_to_tp_region(x, tp_group)
 
 
-def any_reduce_from_tp_region(x: torch.Tensor, tp_group: TensorParallelGroup) -> torch.Tensor:
+def traceable_reduce_from_tp_region(x: torch.Tensor, tp_group: TensorParallelGroup) -> torch.Tensor:
     """Return `reduce_from_tp_region(x)`, also in a graph. Collective: yes."""
     if torch.compiler.is_compiling() and tp_group.size > 1:
         return _AllReduce.apply(x, tp_group.number)  # type: ignore[no-untyped-call, no-any-return]

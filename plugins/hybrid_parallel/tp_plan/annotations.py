@@ -71,6 +71,11 @@ def plan_of_placements(
         )
     dims = _dims(model, marked, {f"{prefix}{name}": placement for name, placement in matched.items()})
     layers = _layers(model, dims)
+    if not layers:
+        raise ConfigError(
+            f"the placements replicate {len(dims)} parameters and shard none, so that tp_size > 1 has no effect: shard"
+            " some, as in {'fc1.weight': Shard(0)}, or use tp_size=1"
+        )
     styles, attributes = _styles(model, layers, tp_size)
     return PartialPlan(
         styles=styles,
@@ -90,10 +95,9 @@ def _dims(model: nn.Module, *sources: Mapping[str, Any]) -> dict[str, int | None
             dim = sharded_dim(f"the parameter {name!r}", tuple(parameter.shape), placement)
             first, known = by_id.setdefault(id(parameter), (name, dim))
             if known != dim:
-                raise ConfigError(
-                    f"{name!r} has the placement {placement!r}, but as {first!r} it is"
-                    f" {'Replicate()' if known is None else f'Shard({known})'}: give one of them only"
-                )
+                other = "Replicate()" if known is None else f"Shard({known})"
+                where = "by booster.shard()" if first == name else f"as {first!r}, which is the same parameter,"
+                raise ConfigError(f"{name!r} is {placement!r} in the plan, but {where} {other}: give one of them only")
     parameters = model.named_parameters(remove_duplicate=False)
     return {name: by_id[id(parameter)][1] for name, parameter in parameters if id(parameter) in by_id}
 
