@@ -253,7 +253,5 @@ def test_marks_that_contradict():
         booster.shard(model.fc1, Shard(0))
     with pytest.raises(ConfigError, match="'colwise', which is not a placement"):
         booster.shard(model.fc2.weight, "colwise")
-    with pytest.raises(
-        ConfigError, match=r"'fc1.weight' is Shard\(dim=1\) in the plan, but by booster.shard\(\) Shard\(0\)"
-    ):
+    with pytest.raises(ConfigError, match=r"is Shard\(dim=1\) in the plan, but by booster.shard"):
         choose_plan(model, tp_size=2, plan={"fc1.weight": Shard(1)})
