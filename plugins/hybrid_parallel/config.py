@@ -20,6 +20,7 @@ from .expert_parallel.dispatch import Capacity
 from .expert_parallel.plan import EXPERT_STYLE
 from .pipeline_parallel.config import PipelineArguments, RankIndependentRepr
 from .pipeline_parallel.schedules import PipelineSchedule
+from .tensor_parallel_nd.grid import GRID_MODES, TensorGridShape
 
 # The first two shard the tokens over the tp axis wherever its ranks would hold the same activations; Korthikanti et
 # al., "Reducing Activation Recomputation in Large Transformer Models", MLSys 2023. The others shard the tokens over a
@@ -28,6 +29,8 @@ from .pipeline_parallel.schedules import PipelineSchedule
 _TP_AXIS_MODES = ("split_gather", "ring")
 _SP_AXIS_MODES: tuple[Literal["all_to_all", "ring_attn"], ...] = ("all_to_all", "ring_attn")
 SEQUENCE_MODES = _TP_AXIS_MODES + _SP_AXIS_MODES
+
+TENSOR_MODES = ("1d", *GRID_MODES)
 
 _FLAGS = (
     *("enable_sequence_parallelism", "parallel_output", "dp_outside", "broadcast_buffers", "find_unused_parameters"),
@@ -77,6 +80,8 @@ class HybridConfig(ShardedConfig):
     min_capacity: int
     drop_tokens: bool
     overlap_shared_experts: bool
+    tp_mode: str
+    tp_depth: int | None
 
     def __post_init__(self) -> None:
         # Ranks compare the reprs of all fields, which must not contain addresses.
@@ -108,6 +113,13 @@ class HybridConfig(ShardedConfig):
         """The sequence mode if it uses the sp axis, otherwise None."""
         own: dict[str | None, Literal["all_to_all", "ring_attn"]] = {one: one for one in _SP_AXIS_MODES}
         return own.get(self.sequence_mode)
+
+    @property
+    def tensor_grid(self) -> TensorGridShape | None:
+        """Arrangement of the tensor-parallel ranks, or None for the mode "1d" and unsharded layers."""
+        if self.tp_mode == "1d" or self.tp_size == 1:
+            return None
+        return TensorGridShape.of(self.tp_mode, self.tp_size, self.tp_depth)
 
     @property
     def given_plan(self) -> Mapping[str, Any] | None:
@@ -160,6 +172,7 @@ class HybridConfig(ShardedConfig):
         self._check_counts()
         self._pipeline_arguments().check()
         self._check_sequence_parallelism()
+        self._check_tensor_grid()
         self._check_world(world_size)
         self._check_capacity()
         self._check_plan()
@@ -236,6 +249,31 @@ class HybridConfig(ShardedConfig):
             raise ConfigError(
                 f"sequence_parallelism_mode={mode!r} with sp_size={self.sp_size} and tp_size={self.tp_size}: this mode"
                 " shards a sequence over the tensor-parallel ranks: leave sp_size out"
+            )
+
+    def _check_tensor_grid(self) -> None:
+        if self.tp_mode not in TENSOR_MODES:
+            raise ConfigError(f"tp_mode={self.tp_mode!r} is unknown: choose one of {', '.join(TENSOR_MODES)}")
+        if self.tp_depth is not None and not is_count(self.tp_depth):
+            raise ConfigError(
+                f"tp_depth={self.tp_depth!r} is not a number of squares of ranks: give a positive integer, or None"
+            )
+        if self.tp_mode == "1d" and self.tp_depth is not None:
+            raise ConfigError(
+                f"tp_depth={self.tp_depth} has no meaning with tp_mode='1d': leave it out, or use tp_mode='2.5d'"
+            )
+        if self.tensor_grid is None:
+            return
+        if self.sequence_mode is not None:
+            raise ConfigError(
+                f"tp_mode={self.tp_mode!r} divides activations by examples and features, and"
+                f" sequence_parallelism_mode={self.sequence_mode!r} by tokens: use one of them, and tp_mode='1d' with"
+                " sequence parallelism"
+            )
+        if self.ep_size > 1:
+            raise ConfigError(
+                f"ep_size={self.ep_size} has experts get tokens of all features, which tp_mode={self.tp_mode!r}"
+                " divides: use tp_mode='1d' with expert parallelism"
             )
 
     def _check_world(self, world_size: int) -> None:
@@ -341,8 +379,7 @@ class HybridConfig(ShardedConfig):
         return arguments_of(ZeroConfig, given | own)
 
 
-_MODE = "1d"
-_UNSUPPORTED_MODES = ("2d", "2.5d", "3d", "sequence")
+_SEQUENCE = "sequence"  # a mode of the documents
 _EXAMPLE = "dict(pipeline=dict(size=2, num_microbatches=4), tensor=dict(size=4, mode='1d'))"
 _AXIS_EXAMPLES = {
     "data": "dict(size=2)",
@@ -352,6 +389,7 @@ _AXIS_EXAMPLES = {
 }
 _AXES = tuple(_AXIS_EXAMPLES)
 _ARGUMENTS = {"pipeline": "pp_size", "tensor": "tp_size", "moe": "ep_size"}
+_TENSOR_ARGUMENTS = {"mode": "tp_mode", "depth": "tp_depth"}
 _FURTHER_ARGUMENTS: Mapping[str, tuple[str, ...]] = {
     "pipeline": (
         *("num_microbatches", "microbatch_size", "pp_style", "num_model_chunks", "num_layers_per_stage"),
@@ -364,8 +402,8 @@ _FURTHER_ARGUMENTS: Mapping[str, tuple[str, ...]] = {
 def arguments_from_config(config: Mapping[str, Any], extra: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Return the plugin's keyword arguments for a configuration.
 
-    An axis is a number of ranks or a dict with `size`, and defaults to 1 rank. `tensor` also has a `mode`, of which
-    "1d" (Shoeybi et al., "Megatron-LM", 2019) is supported. `pipeline` may contain the plugin's other pipeline
+    An axis is a number of ranks or a dict with `size`, and defaults to 1 rank. `tensor` also has a `mode`, one of
+    `TENSOR_MODES`, and with "2.5d" a `depth`. `pipeline` may contain the plugin's other pipeline
     arguments under their names. `data` is optional, as it follows from the others. `moe` is the number of
     data-parallel ranks that share the experts, with the arguments of their capacity.
 
@@ -390,6 +428,9 @@ def arguments_from_config(config: Mapping[str, Any], extra: Mapping[str, Any] | 
         for axis, names in _FURTHER_ARGUMENTS.items()
         if isinstance(given := config.get(axis), Mapping)
     }
+    tensor = config.get("tensor")
+    if isinstance(tensor, Mapping):
+        further["tensor"] = {own: tensor[key] for key, own in _TENSOR_ARGUMENTS.items() if tensor.get(key) is not None}
     return _merge(arguments, further, extra or {})
 
 
@@ -425,10 +466,11 @@ def _size(axis: str, given: Any) -> int:
 
 
 def _check_keys(axis: str, given: Mapping[str, Any]) -> None:
-    # Unsupported modes may have further keys; the error about the mode comes first.
-    if axis == "tensor" and given.get("mode") != _MODE:
+    # Unknown modes may have further keys; the error about the mode comes first.
+    if axis == "tensor" and given.get("mode") not in TENSOR_MODES:
         return
-    known = ("size", *({"tensor": ("mode",)} | dict(_FURTHER_ARGUMENTS)).get(axis, ()))
+    tensor = ("mode", "depth") if given.get("mode") == "2.5d" else ("mode",)
+    known = ("size", *({"tensor": tensor} | dict(_FURTHER_ARGUMENTS)).get(axis, ()))
     for key in given:
         if key not in known:
             raise ConfigError(
@@ -444,16 +486,13 @@ def _check_mode(given: Any, size: int) -> None:
         raise ConfigError(
             f"tensor={shown} shards layers over {size} ranks but has no mode: write tensor=dict(size={size}, mode='1d')"
         )
-    if mode in _UNSUPPORTED_MODES:
+    if mode == _SEQUENCE:
         raise ConfigError(
-            f"tensor={shown}: mode {mode!r} is not supported yet: use mode='1d'"
-            + (", or sequence_parallelism_mode='ring_attn' with sp_size, as arguments" if mode == "sequence" else "")
+            f"tensor={shown}: mode 'sequence' shards sequences, not layers: use mode='1d', or"
+            " sequence_parallelism_mode='ring_attn' with sp_size, as arguments"
         )
-    if mode not in (None, _MODE):
-        raise ConfigError(
-            f"tensor={shown}: mode {mode!r} is unknown: use mode='1d' ({', '.join(_UNSUPPORTED_MODES)} are not"
-            " supported yet)"
-        )
+    if mode not in (None, *TENSOR_MODES):
+        raise ConfigError(f"tensor={shown}: mode {mode!r} is unknown: use one of {', '.join(TENSOR_MODES)}")
 
 
 def _check_data(sizes: Mapping[str, int]) -> None:

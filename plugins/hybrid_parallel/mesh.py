@@ -27,7 +27,8 @@ from booster.errors import ConfigError
 AXES = ("dp", "pp", "sp", "tp")
 
 # With expert parallelism the mesh has two axes in place of dp. ep: ranks that hold different experts. edp: ranks that
-# hold the same ones. "dp" still names both together, which read different data.
+# hold the same ones. "dp" still names both together, which read different data. Likewise the axes of a grid of
+# tensor-parallel ranks are in place of tp; see `TensorGridShape`.
 EXPERT_AXES = ("edp", "ep")
 
 
@@ -54,7 +55,7 @@ def rank_groups(sizes: Mapping[str, int], along: Sequence[str]) -> list[list[int
 class HybridMesh:
     """The device mesh of all ranks, with the axes `AXES`; with expert parallelism `EXPERT_AXES` replace dp.
 
-    Every method takes "dp" for both of them.
+    Every method takes "dp" for both of them, and "tp" for all axes of a grid.
 
     Args:
         device_type: Device type of the axes' groups, such as "cpu".
@@ -64,6 +65,7 @@ class HybridMesh:
         tp: Size of the tp axis.
         ep: Number of the dp ranks that share the experts, a divisor of `dp`.
         dp_outside: If True, the dp axis is outside of the pp axis, otherwise inside.
+        tp_axes: Sizes of the axes in place of tp, from the outermost to the innermost, whose product is `tp`; optional.
 
     Raises:
         ConfigError: The product of the sizes is not the world size.
@@ -73,10 +75,22 @@ class HybridMesh:
     """
 
     def __init__(
-        self, device_type: str, *, dp: int, pp: int, sp: int, tp: int, ep: int = 1, dp_outside: bool = True
+        self,
+        device_type: str,
+        *,
+        dp: int,
+        pp: int,
+        sp: int,
+        tp: int,
+        ep: int = 1,
+        dp_outside: bool = True,
+        tp_axes: Mapping[str, int] | None = None,
     ) -> None:
         given = {"dp": dp, "pp": pp, "sp": sp, "tp": tp}
-        fingerprint = [f"{axis}={size}" for axis, size in (given | {"ep": ep}).items()] + [f"dp_outside={dp_outside}"]
+        replaced: dict[str, Mapping[str, int]] = {"dp": {"edp": dp // ep, "ep": ep}} if ep > 1 else {}
+        replaced |= {"tp": tp_axes} if tp_axes else {}
+        sizes = given | {"ep": ep, **(tp_axes or {})}
+        fingerprint = [f"{axis}={size}" for axis, size in sizes.items()] + [f"dp_outside={dp_outside}"]
         check_same_across_ranks("the sizes of the mesh's axes", fingerprint)
         if math.prod(given.values()) != group_size():
             raise ConfigError(
@@ -86,7 +100,10 @@ class HybridMesh:
             )
         self._sizes: dict[str, int] = {}
         for axis in mesh_order(dp_outside=dp_outside):
-            self._sizes |= {"edp": dp // ep, "ep": ep} if axis == "dp" and ep > 1 else {axis: given[axis]}
+            self._sizes |= replaced.get(axis, {axis: given[axis]})
+        self._axes_of = {axis: tuple(own) for axis, own in replaced.items()} | (
+            {} if ep > 1 else {"edp": ("dp",), "ep": ()}
+        )
         self._device_type = device_type
         self.device_mesh: DeviceMesh = new_mesh(device_type, tuple(self._sizes.values()), tuple(self._sizes))
         self._groups: dict[tuple[str, ...], dist.ProcessGroup] = {}
@@ -194,10 +211,8 @@ class HybridMesh:
         ]
 
     def _own_axes(self, axes: Sequence[str]) -> tuple[str, ...]:
-        """Return axes of this mesh: those that replace dp in its place, and none for ep without expert parallelism."""
-        if "ep" in self._sizes:
-            return tuple(one for axis in axes for one in (EXPERT_AXES if axis == "dp" else (axis,)))
-        return tuple({"edp": "dp"}.get(axis, axis) for axis in axes if axis != "ep")
+        """Return axes of this mesh: those that replace dp and tp in their places, none for ep without experts."""
+        return tuple(own for axis in axes for own in self._axes_of.get(axis, (axis,)))
 
     def _key(self, axes: tuple[str, ...]) -> tuple[str, ...]:
         """Return the axes that identify a group: those of size above 1, or else the first one of size 1."""

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from booster.comm import all_reduce_sum, sum_dtype
+from booster.core.layer_stacks import stack_layer_of
 from booster.errors import ConfigError
 from booster.interface import ShardSpec
 
@@ -36,7 +37,14 @@ from .tensor_parallel.moe import (
 )
 from .tensor_parallel.region_input import GatheredRegionInput
 from .tensor_parallel.shard_spec import local_sizes, units_of_rank
+from .tensor_parallel_nd.feature_reductions import divide_features
+from .tensor_parallel_nd.grid import TensorGrid
+from .tensor_parallel_nd.linear import make_grid_linear
+from .tensor_parallel_nd.plan import FEATURE_WISE, is_on_grid
+from .tensor_parallel_nd.stack import attach_grid_stack, take_own_examples
+from .tp_plan.attention_heads import owner_of
 from .tp_plan.plan import COLUMN_STYLES, ROW_STYLES, PlannedEntry, ShardedArgument, TensorParallelPlan
+from .tp_plan.validate import CLOSING_STYLES, OPEN_STYLES
 
 
 def shard_argument(modules: Mapping[str, nn.Module], split: ShardedArgument, tp_group: TensorParallelGroup) -> None:
@@ -181,6 +189,7 @@ def parallelize(
     *,
     vocabulary_multiple: int,
     parallel_output: bool,
+    grid: TensorGrid | None = None,
 ) -> None:
     """Make the model's layers compute with this rank's shards, in place. Its parameters are already sharded.
 
@@ -191,6 +200,7 @@ def parallelize(
         shard_specs: Shard specs of each parameter, one per tensor-parallel rank.
         vocabulary_multiple: Multiple to which the vocabulary is padded.
         parallel_output: If True, heads return logits that stay sharded, as `VocabParallelLogits`.
+        grid: Grid of the ranks, optional.
 
     Raises:
         ConfigError: A module does not support its style.
@@ -202,16 +212,71 @@ def parallelize(
     prefixes = tuple(f"{name}." for stack in plan.stacks for name in stack) if tp_group.shards_sequence else ()
     swap = _ModuleSwap(modules, tp_group, prefixes, vocabulary_multiple, parallel_output)
     for entry in plan.entries:
-        if not entry.is_parameter and entry.style not in _UNSWAPPED_STYLES:
+        if grid is not None and is_on_grid(entry):
+            _put_on_grid(modules[entry.name], entry, plan, grid)
+        elif not entry.is_parameter and entry.style not in _UNSWAPPED_STYLES:
             swap.apply(entry)
+    num_shards, index = (tp_group.size, tp_group.rank)
+    if grid is not None:
+        num_shards, index = grid.side, grid.coordinates[grid.shape.inner.features]
     for change in plan.attributes:
-        setattr(modules[change.module], change.attribute, change.local_value(tp_group.size, tp_group.rank))
+        setattr(modules[change.module], change.attribute, change.local_value(num_shards, index))
     for split in plan.arguments:
         shard_argument(modules, split, tp_group)
+    if grid is not None:
+        _reduce_grads_on_grid(model, plan, grid)
+        _divide_stacks(modules, plan, grid)
+        return
     _register_grad_all_reduces(model, plan, tp_group, shard_specs, prefixes)
     if tp_group.shards_sequence:
         _shard_sequences(modules, plan, tp_group)
         model.register_forward_hook(gather_returned_outputs)
+
+
+def _put_on_grid(module: nn.Module, entry: PlannedEntry, plan: TensorParallelPlan, grid: TensorGrid) -> None:
+    if entry.style == FEATURE_WISE:
+        divide_features(module, entry.name, grid, "module")
+    else:
+        is_alone = stack_layer_of(entry.name, plan.stacks) is None
+        make_grid_linear(module, entry.name, grid, is_second=entry.style in CLOSING_STYLES, is_alone=is_alone)
+
+
+def _reduce_grads_on_grid(model: nn.Module, plan: TensorParallelPlan, grid: TensorGrid) -> None:
+    """Register the all-reduces of the gradients of what several ranks of a grid hold; see Note [Partial gradients].
+
+    Biases and feature-wise parameters are held by the ranks that differ in their examples only. The gradients of
+    weights are complete.
+    """
+    shape = grid.shape
+    styles = {entry.name: entry.style for entry in plan.entries}
+    for name, parameter in model.named_parameters():
+        owner, _, own_name = name.rpartition(".")
+        style = styles.get(name) or styles.get(owner)
+        if style == "replicated_with_grad_allreduce":
+            all_reduce_replicated_grad(parameter, grid.tp_group.group)
+        elif style == FEATURE_WISE or (style in CLOSING_STYLES and own_name == "bias"):
+            all_reduce_replicated_grad(parameter, grid.group(*shape.outer.batch))
+        elif style in OPEN_STYLES and own_name == "bias":
+            all_reduce_replicated_grad(parameter, grid.group(*shape.inner.batch))
+
+
+def _divide_stacks(modules: Mapping[str, nn.Module], plan: TensorParallelPlan, grid: TensorGrid) -> None:
+    regions = {
+        owner_of(entry.name)
+        for entry in plan.entries
+        if entry.style in OPEN_STYLES and stack_layer_of(entry.name, plan.stacks) is not None
+    }
+    layers = {name for stack in plan.stacks for name in stack}
+    for region in regions:
+        take_own_examples(modules[region], grid)
+        if grid.shape.mode == "3d" and region not in layers:
+            divide_features(modules[region], region, grid, "region")
+    for stack in plan.stacks:
+        if any(entry.name.startswith(f"{stack[0]}.") and is_on_grid(entry) for entry in plan.entries):
+            for name in stack:
+                divide_features(modules[name], name, grid, "layer")
+            attach_grid_stack([modules[name] for name in stack], grid)
+    modules[""].register_forward_hook(gather_returned_outputs)
 
 
 class _ModuleSwap:

@@ -38,8 +38,11 @@ from .sequence_parallel.splitters import SequenceAxisSplitter
 from .tensor_parallel.group import TensorParallelGroup
 from .tensor_parallel.random_functions import intercept_random_functions
 from .tensor_parallel.shard_spec import sharded_spec, vocabulary_spec
-from .tp_plan.plan import COLUMN_STYLES, ROW_STYLES, PlannedEntry, TensorParallelPlan, explain
+from .tensor_parallel_nd.grid import TensorGrid, TensorGridShape
+from .tensor_parallel_nd.plan import activation_shapes, grid_spec, is_on_grid, plan_for_grid
+from .tp_plan.plan import COLUMN_STYLES, ROW_STYLES, PlannedEntry, TensorParallelPlan, explain, generalize
 from .tp_plan.resolve import choose_plan
+from .tp_plan.validate import CLOSING_STYLES, OPEN_STYLES
 
 _VOCABULARY_STYLES = frozenset({"vocab", "vocab_head"})
 _FEATURE_STYLES = frozenset({"embedding_colwise", "embedding_colwise_gather_output"})
@@ -47,7 +50,11 @@ _SHARDED_STYLES = COLUMN_STYLES | ROW_STYLES | _VOCABULARY_STYLES | _FEATURE_STY
 
 
 def planned_shard_specs(
-    model: nn.Module, plan: TensorParallelPlan, num_ranks: int, vocabulary_multiple: int
+    model: nn.Module,
+    plan: TensorParallelPlan,
+    num_ranks: int,
+    vocabulary_multiple: int,
+    grid: TensorGridShape | None = None,
 ) -> dict[str, list[ShardSpec]]:
     """Return each parameter's shard specs by name, tied parameters once, one spec per rank.
 
@@ -56,6 +63,7 @@ def planned_shard_specs(
         plan: Tensor-parallel style of each module.
         num_ranks: Number of tensor-parallel ranks.
         vocabulary_multiple: Multiple to which the vocabulary is padded.
+        grid: Grid of the ranks, optional.
 
     Raises:
         ConfigError: Modules that share a parameter shard it in different ways.
@@ -65,7 +73,10 @@ def planned_shard_specs(
     sharded: dict[int, tuple[str, list[ShardSpec]]] = {}
     for name, parameter, entry, own_name in _planned_parameters(model, plan):
         shard_specs = [
-            _shard_spec(entry, own_name, parameter, num_ranks, rank, vocabulary_multiple) for rank in range(num_ranks)
+            grid_spec(entry, own_name, tuple(parameter.shape), grid, rank)
+            if grid is not None and is_on_grid(entry)
+            else _shard_spec(entry, own_name, parameter, num_ranks, rank, vocabulary_multiple)
+            for rank in range(num_ranks)
         ]
         other = sharded.setdefault(id(parameter), (name, shard_specs))
         if other[1] != shard_specs:
@@ -90,7 +101,7 @@ def _planned_parameters(
             module_name, _, own_name = entry.name.rpartition(".")
             yield entry.name, modules[module_name]._parameters[own_name], entry, "weight"  # type: ignore[misc]
             continue
-        if entry.style not in _SHARDED_STYLES:
+        if entry.style not in _SHARDED_STYLES and not is_on_grid(entry):
             continue  # the style covers a subtree, whose parameters may have their own entries
         for own_name, parameter in modules[entry.name].named_parameters(recurse=False):
             yield f"{entry.name}.{own_name}", parameter, entry, own_name
@@ -134,6 +145,7 @@ class ModelPartitioner:
 
     Attributes:
         tp_group: The tensor-parallel group, or None if layers are unsharded.
+        grid: The grid of its ranks, or None in the mode "1d".
         sp_group: The group of the sp axis, or None without one.
         ep_group: The group of the ep axis, or None if experts are unsharded.
         weight_gradients: Queue of deferred weight gradients, or None if the schedule defers none.
@@ -154,6 +166,9 @@ class ModelPartitioner:
         if arguments.tp_size > 1:
             mode = arguments.tp_axis_mode
             self.tp_group = TensorParallelGroup(mesh.group("tp"), sequence_mode=mode)
+        self.grid: TensorGrid | None = None
+        if self.tp_group is not None and arguments.tensor_grid is not None:
+            self.grid = TensorGrid(arguments.tensor_grid, self.tp_group, mesh)
         if arguments.sp_axis_mode is not None:
             self.sp_group = SequenceParallelGroup(mesh.group("sp"), arguments.sp_axis_mode)
         self.ep_group: ExpertParallelGroup | None = None
@@ -175,9 +190,14 @@ class ModelPartitioner:
             needs_stacks = self.sp_group is not None or arguments.checkpointing is not None
             stacks = find_stacks(model) if needs_stacks else ()
             return TensorParallelPlan(stacks=stacks, source="tp_size=1: layers are unsharded")
-        return choose_plan(
-            model, tp_size=arguments.tp_size, plan=arguments.layer_plan, sequence_mode=arguments.tp_axis_mode
+        grid = arguments.tensor_grid
+        found = choose_plan(
+            model,
+            tp_size=arguments.tp_size if grid is None else grid.side,
+            plan=arguments.layer_plan,
+            sequence_mode=arguments.tp_axis_mode,
         )
+        return found if grid is None else plan_for_grid(found, model, grid)
 
     def experts(self, model: nn.Module) -> ExpertPlan | None:
         """Return the experts of each rank, or None without expert parallelism.
@@ -194,10 +214,17 @@ class ModelPartitioner:
             return None
         return find_experts(model, self.ep_group.size, given)
 
-    def explain(self, model: nn.Module) -> str:
-        """Return a table of this rank's shards of a model, one of its experts, and one of the pipeline stages."""
+    def explain(self, model: nn.Module, batch_size: int | None = None) -> str:
+        """Return a table of this rank's shards of a model, one of its experts, and one of the pipeline stages.
+
+        Args:
+            model: The user's model.
+            batch_size: Number of examples of a batch; optional, for the shapes of activations.
+        """
         plan, experts = self.plan(model), self.experts(model)
         table = self._table(model, plan, experts)
+        if batch_size is not None:
+            table = f"{table}\n{self._activations(model, plan, batch_size)}"
         if experts is not None and self.ep_group is not None:
             table = f"{experts.explain(self.ep_group.rank)}\n\n{table}"
         pipeline, stage_partition = self._arguments.pipeline, self.stage_partition(model)
@@ -214,12 +241,21 @@ class ModelPartitioner:
         )
         return f"{stages}\n\n{table}" if self.tp_group is not None or experts is not None else stages
 
+    def _activations(self, model: nn.Module, plan: TensorParallelPlan, batch_size: int) -> str:
+        """Return the shapes of the activations between the linear layers of pairs, equal ones once."""
+        grid, size = self._arguments.tensor_grid, self._arguments.tp_size
+        lines = [f"activations of {batch_size} examples"]
+        for entry in plan.entries:
+            if not entry.is_parameter and entry.style in OPEN_STYLES | CLOSING_STYLES:
+                shapes = activation_shapes(entry, model.get_submodule(entry.name), grid, size, batch_size)
+                given, returned = ("x".join(map(str, shape)) for shape in shapes)
+                lines.append(f"  {generalize(entry.name)}: {given} -> {returned}")
+        return "\n".join(dict.fromkeys(lines))
+
     def _table(self, model: nn.Module, plan: TensorParallelPlan, experts: ExpertPlan | None) -> str:
         rank = 0 if self.tp_group is None else self.tp_group.rank
-        multiple = self._arguments.make_vocab_size_divisible_by
-        specs = {} if experts is None else self._local_specs(model, self.shard_specs(model, plan), experts)
-        shapes = {name: spec.local_shape for name, spec in specs.items() if spec.is_expert}
-        return explain(plan, model, self._arguments.tp_size, rank, vocabulary_multiple=multiple, expert_shapes=shapes)
+        specs = self._local_specs(model, self.shard_specs(model, plan), experts)
+        return explain(plan, model, specs, rank, self._arguments.tp_size)
 
     def stage_partition(self, model: nn.Module) -> StagePartition | None:
         """Return the layers of each pipeline stage, or None without pipeline parallelism.
@@ -339,8 +375,9 @@ class ModelPartitioner:
                 shard_specs,
                 vocabulary_multiple=self._arguments.make_vocab_size_divisible_by,
                 parallel_output=self._arguments.parallel_output,
+                grid=self.grid,
             )
-            if not self.tp_group.shards_sequence:
+            if not self.tp_group.shards_sequence and self.grid is None:
                 in_stacks = (model.get_submodule(name) for stack in plan.stacks for name in stack)
                 intercept_random_functions(model, in_stacks, self.tp_group)
         if self.sp_group is not None:
@@ -392,4 +429,7 @@ class ModelPartitioner:
 
     def shard_specs(self, model: nn.Module, plan: TensorParallelPlan) -> dict[str, list[ShardSpec]]:
         """Return each parameter's shard specs by name, one per tensor-parallel rank. Collective: no."""
-        return planned_shard_specs(model, plan, self._arguments.tp_size, self._arguments.make_vocab_size_divisible_by)
+        arguments = self._arguments
+        return planned_shard_specs(
+            model, plan, arguments.tp_size, arguments.make_vocab_size_divisible_by, arguments.tensor_grid
+        )

@@ -131,6 +131,11 @@ class HybridParallelPlugin(ShardedPlugin):
         drop_tokens: If True, an expert drops further tokens of a rank; if False, the capacity grows to the largest
             number of any rank and expert.
         overlap_shared_experts: If True, shared experts, which all tokens pass, compute while tokens travel.
+        tp_mode: Arrangement of the tensor-parallel ranks: "1d"; "2d": q * q ranks (Xu et al., "An Efficient 2D Method
+            for Training Super-Large Deep Learning Models", 2021); "2.5d": tp_depth * q * q (Wang et al., "Tesseract",
+            2021); "3d": q * q * q (Bian et al., "Maximizing Parallelism in Distributed Training for Huge Neural
+            Networks", 2021). In the last three activations inside of layers are divided by examples and features.
+        tp_depth: Number of squares of ranks in the mode "2.5d".
 
     Raises:
         ConfigError: `launch` was not called, or arguments are invalid alone or together; on all ranks if on any.
@@ -209,12 +214,21 @@ class HybridParallelPlugin(ShardedPlugin):
         min_capacity: int = 4,
         drop_tokens: bool = True,
         overlap_shared_experts: bool = True,
+        tp_mode: str = "1d",
+        tp_depth: int | None = None,
     ) -> None:
         given = dict(locals())
         super().__init__()
         self._set_config(HybridConfig, given)
         sizes = self._config.axis_sizes(group_size())
-        self._mesh = HybridMesh(self._device.type, dp_outside=dp_outside, ep=ep_size, **sizes)
+        grid = self._config.tensor_grid
+        self._mesh = HybridMesh(
+            self._device.type,
+            dp_outside=dp_outside,
+            ep=ep_size,
+            tp_axes=None if grid is None else grid.axes,
+            **sizes,
+        )
         self._mesh.group("dp")  # creation is collective; later calls may come from some ranks only
         self._offloads = cpu_offload and self._device.type != "cpu"
         self._partitioner = ModelPartitioner(self._config, self._mesh, self._device, verbose=verbose)
@@ -307,18 +321,20 @@ class HybridParallelPlugin(ShardedPlugin):
     def axis_sizes(self) -> dict[str, int]:
         return self._mesh.axis_sizes()
 
-    def explain(self, model: nn.Module) -> str:
+    def explain(self, model: nn.Module, batch_size: int | None = None) -> str:
         """Return a table of a model's plan: module, style, local shape, bytes, and the reasons for unsharded modules.
 
         Args:
             model: Unboosted model, possibly on the meta device. It is not changed.
+            batch_size: Number of examples of a batch, optional: with it, also the shapes (examples, features) of the
+                activations between linear layers on each rank.
 
         Raises:
             ConfigError: There is no plan for the model, or it is not applicable.
 
         Collective: no.
         """
-        return self._partitioner.explain(model)
+        return self._partitioner.explain(model, batch_size)
 
     def check(self, model: nn.Module, optimizer: Optimizer | None) -> PartitionPlan:
         for name, size in (("tp_size", self._config.tp_size), ("pp_size", self._config.pp_size)):

@@ -77,9 +77,7 @@ def test_a_mode_without_a_configuration_says_what_would_do(num_ranks, mode, poss
     ("num_ranks", "mode", "sizes", "message"),
     [
         (4, "2d", {"hidden": 7}, r"2d q=2: the hidden size \(-d\) is 7, .* use 6 or 8"),
-        (4, "2d", {"batch": 3, "sequence": 1}, r"the number of tokens \(-b times -s\) is 3, .* use 2 or 4"),
-        (8, "2.5d", {"batch": 6, "sequence": 1}, r"tokens .* is 6, which is not divisible by 4 ranks: use 4 or 8"),
-        (8, "3d", {"batch": 6, "sequence": 1}, r"tokens .* is 6, which is not divisible by 4 ranks: use 4 or 8"),
+        (8, "2.5d", {"hidden": 3}, r"hidden .* is 3, which is not divisible by 2 ranks: use 2 or 4"),
         (8, "3d", {"hidden": 2}, r"hidden .* is 2, which is not divisible by 4 ranks: use 4"),
         (4, "zero2", {"batch": 2}, r"zero2 dp=4: the batch \(-b\) is 2, which is not divisible by 4 ranks: use 4"),
         (3, "2d", {}, r"not possible with -g 3"),

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from booster.errors import ConfigError
-from booster.plugins.hybrid_parallel.tensor_parallel_nd.mesh import check_divisible
+from booster.plugins.hybrid_parallel.config import TENSOR_MODES
 
-MODES = ("1d", "2d", "2.5d", "3d", "dp", "zero1", "zero2", "gemini")
+MODES = (*TENSOR_MODES, "dp", "zero1", "zero2", "gemini")
 
 INNER_FACTOR = 4  # intermediate size / hidden size of an MLP layer, as in transformers
 
@@ -168,24 +167,17 @@ def _mode_skip_reason(mode: str, num_ranks: int) -> str:
 def _skip_reason(candidate: Configuration, settings: BenchmarkSettings) -> str | None:
     if candidate.mode == "2.5d" and candidate.sizes["depth"] == 1 and "2d" in settings.modes:
         return f"the same as 2d q={candidate.sizes['q']}"
-    try:
-        for what, size, num_shards in _sharded_sizes(candidate, settings):
-            check_divisible(what, size, num_shards)
-    except ConfigError as error:
-        return str(error)
-    return None
+    what, size, num_shards = _divided_size(candidate, settings)
+    if size % num_shards == 0:
+        return None
+    below = size // num_shards * num_shards
+    nearest = f"{below} or {below + num_shards}" if below else f"{num_shards}"
+    return f"{what} is {size}, which is not divisible by {num_shards} ranks: use {nearest}"
 
 
-def _sharded_sizes(candidate: Configuration, settings: BenchmarkSettings) -> Iterator[tuple[str, int, int]]:
-    """Yield the name and size of each dimension to shard evenly, and its number of shards."""
-    sizes, mode = candidate.sizes, candidate.mode
-    rows = ("the number of tokens (-b times -s)", settings.rows)
-    hidden = ("the hidden size (-d)", settings.hidden)
+def _divided_size(candidate: Configuration, settings: BenchmarkSettings) -> tuple[str, int, int]:
+    """Return the name and value of the size that has to be divisible, and into how many parts."""
+    sizes = candidate.sizes
     if "dp" in sizes:  # 1D tensor parallelism may shard layers unevenly
-        yield ("the batch (-b)", settings.batch, sizes["dp"])
-    elif mode == "3d":
-        yield (*rows, sizes["q"] ** 2)
-        yield (*hidden, sizes["q"] ** 2)
-    else:
-        yield (*rows, sizes.get("depth", 1) * sizes["q"])
-        yield (*hidden, sizes["q"])
+        return "the batch (-b)", settings.batch, sizes["dp"]
+    return "the hidden size (-d)", settings.hidden, sizes["q"] ** (2 if candidate.mode == "3d" else 1)

@@ -28,15 +28,7 @@ from booster.device import (
     synchronize,
 )
 from booster.interface import Plugin
-from booster.plugins.hybrid_parallel.tensor_parallel_nd import (
-    LINEAR_3D_ACTIVATIONS,
-    SUMMA_ACTIVATIONS,
-    BlockLayout,
-    RankMesh,
-    linear_3d_mesh,
-    shard_mlp,
-    summa_mesh,
-)
+from booster.plugins.hybrid_parallel.config import TENSOR_MODES
 
 from .config import INNER_FACTOR, SERIAL, BenchmarkSettings, Configuration
 
@@ -161,14 +153,12 @@ class Workload:
         backward: Computes and reduces the gradients.
         step: Updates the weights and zeroes the gradients.
         loss_contribution: Returns this rank's contribution to the loss of the global batch, a sum over ranks.
-        close: Frees resources such as process groups.
     """
 
     forward: Callable[[], torch.Tensor]
     backward: Callable[[torch.Tensor], None]
     step: Callable[[], None]
     loss_contribution: Callable[[torch.Tensor], float]
-    close: Callable[[], None] = lambda: None
 
 
 def make_workload(configuration: Configuration, settings: BenchmarkSettings, batch: Batch) -> Workload:
@@ -180,32 +170,6 @@ def make_workload(configuration: Configuration, settings: BenchmarkSettings, bat
         batch: Global batch (inputs, targets), each (batch * sequence, hidden), on the CPU and the same on every rank.
             This rank's shard is copied to its device.
     """
-    mode, sizes = configuration.mode, configuration.sizes
-    if mode in ("2d", "2.5d"):
-        return _mesh_workload(summa_mesh(sizes["q"], sizes.get("depth", 1)), SUMMA_ACTIVATIONS, settings, batch)
-    if mode == "3d":
-        return _mesh_workload(linear_3d_mesh(sizes["q"]), LINEAR_3D_ACTIVATIONS, settings, batch)
-    return _boosted_workload(configuration, settings, batch)
-
-
-def _plugin_of(configuration: Configuration, settings: BenchmarkSettings) -> Plugin:
-    # One chunk or bucket per layer: the default sizes are for models larger by orders of magnitude.
-    layer_size_m = sum(parameter.numel() for parameter in PerceptronLayer(settings.hidden).parameters()) / _MEBI
-    plugin: Plugin
-    if configuration.mode == "1d":
-        plugin = plugins.HybridParallelPlugin(tp_size=configuration.sizes["tp"], precision="fp32", plan=_PLAN)
-    elif configuration.mode == "dp":
-        plugin = plugins.TorchDDPPlugin()
-    elif configuration.mode == "gemini":
-        plugin = plugins.GeminiPlugin(precision="fp32", min_chunk_size_m=layer_size_m, search_range_m=0)
-    else:
-        stage = int(configuration.mode[-1])
-        plugin = plugins.LowLevelZeroPlugin(stage=stage, precision="fp32", reduce_bucket_size_in_m=layer_size_m)
-    found: Plugin = plugin
-    return found
-
-
-def _boosted_workload(configuration: Configuration, settings: BenchmarkSettings, batch: Batch) -> Workload:
     plugin = None if configuration.mode == SERIAL else _plugin_of(configuration, settings)
     num_shards, shard_index = (1, 0) if plugin is None else (plugin.dp_size, plugin.dp_rank)
     inputs, targets = (full.chunk(num_shards)[shard_index].clone().to(current_device()) for full in batch)
@@ -226,26 +190,24 @@ def _boosted_workload(configuration: Configuration, settings: BenchmarkSettings,
     )
 
 
-def _mesh_workload(mesh: RankMesh, layout: BlockLayout, settings: BenchmarkSettings, batch: Batch) -> Workload:
-    inputs, targets = (mesh.block(full, layout, "the batch").to(current_device()) for full in batch)
-    network = make_network(settings)
-    for layer in network:
-        shard_mlp(layer, mesh)
-    network.to(current_device())
-    optimizer = _optimizer(network)
-    numel = settings.rows * settings.hidden
-
-    def forward() -> torch.Tensor:
-        # This rank's term of the mean over all blocks, so that gradients are those of the mean.
-        return nn.functional.mse_loss(network(inputs), targets, reduction="sum") / numel
-
-    return Workload(
-        forward=forward,
-        backward=torch.Tensor.backward,
-        step=lambda: _step(optimizer),
-        loss_contribution=lambda loss: float(loss.detach()),
-        close=mesh.close,
-    )
+def _plugin_of(configuration: Configuration, settings: BenchmarkSettings) -> Plugin:
+    # One chunk or bucket per layer: the default sizes are for models larger by orders of magnitude.
+    layer_size_m = sum(parameter.numel() for parameter in PerceptronLayer(settings.hidden).parameters()) / _MEBI
+    if configuration.mode in TENSOR_MODES:
+        sizes = configuration.sizes
+        return plugins.HybridParallelPlugin(
+            tp_size=sizes.get("tp", group_size()),
+            tp_mode=configuration.mode,
+            tp_depth=sizes.get("depth"),
+            precision="fp32",
+            plan=_PLAN,
+        )
+    if configuration.mode == "dp":
+        return plugins.TorchDDPPlugin()
+    if configuration.mode == "gemini":
+        return plugins.GeminiPlugin(precision="fp32", min_chunk_size_m=layer_size_m, search_range_m=0)
+    stage = int(configuration.mode[-1])
+    return plugins.LowLevelZeroPlugin(stage=stage, precision="fp32", reduce_bucket_size_in_m=layer_size_m)
 
 
 def _optimizer(network: nn.Module) -> torch.optim.AdamW:
@@ -305,7 +267,6 @@ def measure(configuration: Configuration, settings: BenchmarkSettings) -> Metric
         workload.backward(loss_tensor)
         workload.step()
     times = [_time_once(workload) for _ in range(settings.profile_steps)]
-    workload.close()
     forward, backward, step = (statistics.median(column) for column in zip(*times, strict=True))
     return Metrics(
         forward_seconds=forward,

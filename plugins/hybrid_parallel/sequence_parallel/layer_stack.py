@@ -152,7 +152,7 @@ class LayerStack:
                 self._forward.captured.gather(x.shape, lambda noted, dim: self.splitter.gather(noted, dim, length))
             return self.splitter.gather(x, _TOKENS, length)
 
-        gathered = _map_hidden(output, gather)
+        gathered = map_hidden(output, gather)
         if is_training:
             self.splitter.rng.leave()
         self.splitter.end()
@@ -211,7 +211,7 @@ class _LayerHooks:
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, dict[str, Any]]:
         named: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
-        key = _hidden_key(args, kwargs)
+        key = hidden_key(args, kwargs)
         if self._index == 0:
             hidden, length = self._stack.begin(named[key], is_training=module.training)
             if self._is_last:  # run after transformers' hooks, which are registered at the first call
@@ -284,7 +284,8 @@ def attach_stack(layers: Sequence[nn.Module], splitter: SequenceSplitter) -> Lay
     return stack
 
 
-def _hidden_key(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | str:
+def hidden_key(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | str:
+    """Return the position or name of the hidden states among a layer's arguments."""
     if args and isinstance(args[0], torch.Tensor):
         return 0
     if isinstance(kwargs.get(_HIDDEN), torch.Tensor):
@@ -294,11 +295,12 @@ def _hidden_key(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | str:
         return tensors[0]
     raise ConfigError(
         f"a layer of a stack was called with {[type(value).__name__ for value in args]} and {sorted(kwargs)}, which"
-        " contain no hidden states for sequence parallelism: pass them first, or as hidden_states="
+        " contain no hidden states to shard: pass them first, or as hidden_states="
     )
 
 
-def _map_hidden(output: Any, function: Any) -> Any:
+def map_hidden(output: Any, function: Any) -> Any:
+    """Return a layer's output with a function applied to its hidden states."""
     if isinstance(output, torch.Tensor):
         return function(output)
     if type(output) in (tuple, list) and output and isinstance(output[0], torch.Tensor):
@@ -307,6 +309,6 @@ def _map_hidden(output: Any, function: Any) -> Any:
         output[_HIDDEN] = function(output[_HIDDEN])
         return output
     raise ConfigError(
-        f"the last layer of a stack returned {type(output).__name__}, which contains no hidden states to gather for"
-        " sequence parallelism: return a tensor, or a tuple with the tensor as first element"
+        f"the last layer of a stack returned {type(output).__name__}, which contains no hidden states to gather: return"
+        " a tensor, or a tuple with the tensor as first element"
     )

@@ -1,16 +1,15 @@
-"""Linear layer on 2D meshes of ranks: 2D tensor parallelism (SUMMA), and 2.5D (Tesseract) with several meshes."""
+"""Matrix products on squares of ranks: 2D tensor parallelism (SUMMA), and 2.5D (Tesseract) with several squares."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
-from torch import nn
 from torch.autograd.function import once_differentiable
 
-from booster.comm import all_reduce_sum, broadcast, start_reduce_scatter
+from booster.comm import all_reduce_sum, broadcast, start_reduce_scatter, sum_dtype
 
-from .mesh import BlockLayout, RankMesh
+from .grid import TensorGrid
 
 # Note [SUMMA]
 # 2D: Xu et al., "An Efficient 2D Method for Training Super-Large Deep Learning Models", 2021. 2.5D: Wang et al.,
@@ -22,92 +21,78 @@ from .mesh import BlockLayout, RankMesh
 #     W^jk  = sum over i of Y^ij^T X_ik    X_ik is broadcast along row i, the sum is over column j
 # Each broadcast transfers one block at a time, so that no rank ever holds a full row of blocks. The q sums of a
 # gradient, one for each rank, are one reduce-scatter: the same bytes as q reductions, with q blocks held at once.
-# 2.5D: `depth` such meshes hold the same weights and different rows of the activations; gradients of weights are
-# all-reduced over the meshes. A bias is sharded by columns and replicated in a column, whose ranks reduce its gradient.
+# 2.5D: `depth` such squares hold the same weights and different rows of the activations; gradients of weights are
+# all-reduced over the squares.
 # Bytes received in forward: (q-1)/q of a row of blocks of X and of a column of blocks of W. In backward twice that:
-# the same broadcasts again, as blocks are not kept, and as much for the sums; plus the all-reduce over the meshes.
-SUMMA_ACTIVATIONS = BlockLayout((("depth", "row"), ("column",)))
-_WEIGHT = BlockLayout((("column",), ("row",)))
-_BIAS = BlockLayout((("column",),))
+# the same broadcasts again, as blocks are not kept, and as much for the sums; plus the all-reduce over the squares.
 
 
-class SummaLinear(nn.Module):
-    """This rank's shard of a linear layer; see Note [SUMMA].
-
-    Collective over the world, as are its forward and backward.
+def summa_matmul(x: torch.Tensor, weight: torch.Tensor, grid: TensorGrid) -> torch.Tensor:
+    """Return this rank's block of the product of activations and the transpose of a weight; see Note [SUMMA].
 
     Args:
-        linear: Unsharded layer; its values are copied.
-        mesh: Result of `summa_mesh`.
+        x: Block of the activations (rows, features).
+        weight: Block of the weight (outputs, inputs).
+        grid: Grid of the mode "2d" or "2.5d".
 
-    Raises:
-        ConfigError: The layer's features are not divisible by the mesh sizes.
+    Collective: over the row and the column of the grid, also in backward, there over its depth, too.
     """
-
-    def __init__(self, linear: nn.Linear, mesh: RankMesh) -> None:
-        super().__init__()
-        self._mesh = mesh
-        self.weight = nn.Parameter(mesh.block(linear.weight, _WEIGHT, "a weight"))
-        self.bias = None if linear.bias is None else nn.Parameter(mesh.block(linear.bias, _BIAS, "a bias"))
-        for axes in (("row",), ("column",), ("depth",), ("depth", "row")):
-            mesh.group(*axes)  # created now, as ranks do not run backward at the same time
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the block of the output for the block of the activations, both laid out as `SUMMA_ACTIVATIONS`."""
-        output: torch.Tensor = _SummaFunction.apply(x, self.weight, self.bias, self._mesh)
-        return output
+    output: torch.Tensor = _Summa.apply(x, weight, grid)  # type: ignore[no-untyped-call]
+    return output
 
 
-class _SummaFunction(torch.autograd.Function):
+class _Summa(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, mesh: RankMesh
-    ) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, grid: TensorGrid) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.mesh, ctx.has_bias = mesh, bias is not None
-        output = x.new_zeros(x.shape[0], weight.shape[0]) if bias is None else bias.repeat(x.shape[0], 1)
-        for step in range(mesh.sizes["row"]):
-            output.addmm_(_broadcast_block(x, step, "column", mesh), _broadcast_block(weight, step, "row", mesh).t())
-        return output
+        ctx.grid = grid
+        output = x.new_zeros(x.shape[0], weight.shape[0], dtype=sum_dtype(x.dtype))
+        for step in range(grid.side):
+            block, other = _broadcast_block(x, step, "column", grid), _broadcast_block(weight, step, "row", grid).t()
+            if output.dtype == x.dtype:
+                output.addmm_(block, other)
+            else:
+                output.add_(block.mm(other))
+        return output.to(x.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        mesh: RankMesh = ctx.mesh
+        grid: TensorGrid = ctx.grid
         grad = grad.contiguous()
         # Functions, so that the terms of one gradient are freed before those of the other are allocated.
-        grad_x = _input_gradient(grad, weight, mesh) if ctx.needs_input_grad[0] else None
-        grad_weight = _weight_gradient(grad, x, mesh) if ctx.needs_input_grad[1] else None
-        grad_bias = None
-        if ctx.has_bias and ctx.needs_input_grad[2]:
-            grad_bias = all_reduce_sum(grad.sum(0), mesh.group("depth", "row"))
-        return grad_x, grad_weight, grad_bias, None
+        grad_x = _input_gradient(grad, weight, grid) if ctx.needs_input_grad[0] else None
+        grad_weight = _weight_gradient(grad, x, grid) if ctx.needs_input_grad[1] else None
+        return grad_x, grad_weight, None
 
 
-def _broadcast_block(block: torch.Tensor, source: int, axis: str, mesh: RankMesh) -> torch.Tensor:
-    """Broadcast along a mesh axis: the ranks of one row differ in their column, and the other way round."""
+def _broadcast_block(block: torch.Tensor, source: int, axis: str, grid: TensorGrid) -> torch.Tensor:
+    """Broadcast along an axis: the ranks of one row differ in their column, and the other way round."""
     block = block.detach().contiguous()
-    received = block if mesh.coordinates[axis] == source else torch.empty_like(block)
-    broadcast([received], mesh.group(axis), source)
+    received = block if grid.coordinates[axis] == source else torch.empty_like(block)
+    broadcast([received], grid.group(axis), source)
     return received
 
 
-def _input_gradient(grad: torch.Tensor, weight: torch.Tensor, mesh: RankMesh) -> torch.Tensor:
-    terms = grad.new_empty(mesh.sizes["column"], grad.shape[0], weight.shape[1])
+def _input_gradient(grad: torch.Tensor, weight: torch.Tensor, grid: TensorGrid) -> torch.Tensor:
+    terms = grad.new_empty(grid.side, grad.shape[0], weight.shape[1])
     for step, term in enumerate(terms):
-        torch.mm(grad, _broadcast_block(weight, step, "row", mesh), out=term)
-    return _reduce_scatter_terms(terms, "column", mesh)
+        torch.mm(grad, _broadcast_block(weight, step, "row", grid), out=term)
+    return _reduce_scatter_terms(terms, "column", grid)
 
 
-def _weight_gradient(grad: torch.Tensor, x: torch.Tensor, mesh: RankMesh) -> torch.Tensor:
-    terms = grad.new_empty(mesh.sizes["row"], grad.shape[1], x.shape[1])
+def _weight_gradient(grad: torch.Tensor, x: torch.Tensor, grid: TensorGrid) -> torch.Tensor:
+    terms = grad.new_empty(grid.side, grad.shape[1], x.shape[1])
     for step, term in enumerate(terms):
-        torch.mm(grad.t(), _broadcast_block(x, step, "column", mesh), out=term)
-    return all_reduce_sum(_reduce_scatter_terms(terms, "row", mesh), mesh.group("depth"))
+        torch.mm(grad.t(), _broadcast_block(x, step, "column", grid), out=term)
+    total = _reduce_scatter_terms(terms, "row", grid)
+    if grid.shape.depth == 1:
+        return total
+    return all_reduce_sum(total.to(sum_dtype(total.dtype)), grid.group("depth")).to(total.dtype)
 
 
-def _reduce_scatter_terms(terms: torch.Tensor, axis: str, mesh: RankMesh) -> torch.Tensor:
+def _reduce_scatter_terms(terms: torch.Tensor, axis: str, grid: TensorGrid) -> torch.Tensor:
     total = torch.empty_like(terms[0])
-    start_reduce_scatter(terms.view(-1), mesh.group(axis)).wait(total.view(-1), accumulate=False)
+    start_reduce_scatter(terms.view(-1), grid.group(axis)).wait(total.view(-1), accumulate=False)
     return total

@@ -8,59 +8,47 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeAlias, TypeVar
 
-import torch
 from torch import nn
 
+from booster.core.shard_spec import ShardSpec
 from booster.errors import ConfigError
 from booster.plugins.hybrid_parallel.tensor_parallel.linear import is_transposed
-from booster.plugins.hybrid_parallel.tensor_parallel.shard_spec import (
-    Block,
-    sharded_spec,
-    units_of_rank,
-    vocabulary_rows,
-)
+from booster.plugins.hybrid_parallel.tensor_parallel.shard_spec import Block, units_of_rank
 
-_BY_ROWS = frozenset({"vocab", "vocab_head"})
 _HEADER = ("module", "style", "local shape", "bytes")
 
 
 def explain(
-    plan: TensorParallelPlan,
-    model: nn.Module,
-    tp_size: int,
-    rank: int = 0,
-    *,
-    vocabulary_multiple: int = 64,
-    expert_shapes: Mapping[str, tuple[int, ...]] | None = None,
+    plan: TensorParallelPlan, model: nn.Module, shard_specs: Mapping[str, ShardSpec], rank: int, num_ranks: int
 ) -> str:
     """Return a plan as a table: module, style, local shape, bytes; equal layers share a row.
 
     Args:
         plan: The resolved plan.
         model: The unsharded model.
-        tp_size: Number of tensor-parallel ranks.
-        rank: Tensor-parallel rank whose shards are listed.
-        vocabulary_multiple: Multiple to which the vocabulary is padded.
-        expert_shapes: Shapes of this rank's shards of experts by name, with expert parallelism.
+        shard_specs: Shard specs of a rank's parameters by name, tied parameters once.
+        rank: The tensor-parallel rank.
+        num_ranks: Number of tensor-parallel ranks.
     """
-    entries, expert_shapes = _entries_of(plan, model), expert_shapes or {}
+    entries = _entries_of(plan, model)
+    shapes = {id(model.get_parameter(name)): spec for name, spec in shard_specs.items()}
     rows: dict[tuple[str, str, str], list[int]] = {}
     seen: set[int] = set()
     local = full = 0
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        planned_name, entry = entries.get(id(parameter), (name, None))
-        shape = expert_shapes.get(name) or _local_shape(
-            planned_name, parameter, entry, tp_size, rank, vocabulary_multiple
-        )
+        _, entry = entries.get(id(parameter), (name, None))
+        spec = shapes[id(parameter)]
         is_new = id(parameter) not in seen
-        size = math.prod(shape) * parameter.element_size() * is_new
+        size = math.prod(spec.local_shape) * parameter.element_size() * is_new
         local += size
         full += parameter.numel() * parameter.element_size() * is_new
         seen.add(id(parameter))
         style = (entry.style if entry else "replicated") + ("" if is_new else " (shared)")
-        if name in expert_shapes:
+        if spec.is_expert:
             style = f"expert, {entry.style}" if entry else "expert"
-        local_text, full_text = ("x".join(map(str, sizes)) or "scalar" for sizes in (shape, parameter.shape))
+        local_text, full_text = (
+            "x".join(map(str, sizes)) or "scalar" for sizes in (spec.local_shape, spec.logical_shape)
+        )
         shape_text = local_text if local_text == full_text else f"{local_text} of {full_text}"
         rows.setdefault((generalize(name), style, shape_text), []).append(size)
     table = [
@@ -68,7 +56,7 @@ def explain(
         for (name, style, shape_text), sizes in rows.items()
     ]
     lines = _align([_HEADER, *table])
-    lines.append(f"rank {rank} of {tp_size} holds {local:,} of {full:,} bytes")
+    lines.append(f"rank {rank} of {num_ranks} holds {local:,} of {full:,} bytes")
     lines.extend(_footer(plan))
     return "\n".join(lines)
 
@@ -82,26 +70,6 @@ def _entries_of(plan: TensorParallelPlan, model: nn.Module) -> dict[int, tuple[s
         if entry is not None and (entry.blocks or id(parameter) not in found):
             found[id(parameter)] = (name, entry)
     return found
-
-
-def _local_shape(
-    name: str,
-    parameter: torch.Tensor,
-    entry: PlannedEntry | None,
-    tp_size: int,
-    rank: int,
-    multiple: int,
-) -> tuple[int, ...]:
-    shape = tuple(parameter.shape)
-    if entry is None or not entry.blocks:
-        return shape
-    if entry.style in _BY_ROWS:
-        return (vocabulary_rows(shape[0], multiple, tp_size, rank)[2], *shape[1:])
-    if not entry.is_parameter and name.rpartition(".")[2] != "weight":
-        if "rowwise" in entry.style:
-            return shape  # a replicated bias, added after the reduction
-        return sharded_spec(shape, 0, entry.blocks, tp_size, rank).local_shape
-    return sharded_spec(shape, entry.dim, entry.blocks, tp_size, rank).local_shape
 
 
 def _align(rows: Iterable[tuple[str, ...]]) -> list[str]:

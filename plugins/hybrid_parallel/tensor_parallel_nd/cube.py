@@ -1,0 +1,75 @@
+"""Matrix products on cubes of ranks: 3D tensor parallelism."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from booster.comm import all_gather_equal, start_reduce_scatter
+
+from .grid import TensorGrid, WeightLayout
+
+# Note [3D]
+# Bian et al., "Maximizing Parallelism in Distributed Training for Huge Neural Networks", 2021. Of q*q*q ranks, the one
+# at i, j, l along the axes weight, input and output multiplies panel X_il of the activations, sharded q ways along both
+# dimensions, by panel W_jl of the weight (outputs, inputs), which gives a term of panel Y_ij of the output, a sum over
+# l. X_il is needed at every j, so each of these ranks holds 1/q of its rows, and they all-gather it along j. Likewise
+# W_jl is all-gathered along i. The sum over l is a reduce-scatter of rows. Backward is the same with other roles:
+#     X^il = sum over j of Y^ij W_jl       W^jl = sum over i of Y^ij^T X_il
+# So the output is laid out like the input with the axes input and output swapped, and the next layer swaps them back.
+# Only biases are replicated: a rank holds 1/P of all other tensors. Gathered panels are gathered again in backward.
+
+
+def cube_matmul(x: torch.Tensor, weight: torch.Tensor, grid: TensorGrid, *, is_second: bool) -> torch.Tensor:
+    """Return this rank's block of the product of activations and the transpose of a weight; see Note [3D].
+
+    Args:
+        x: Block of the activations (rows, features).
+        weight: Block of the weight (outputs, inputs).
+        grid: Grid of the mode "3d".
+        is_second: Whether the layer is the second one of a pair, for which the axes input and output swap roles.
+
+    Collective: over the three axes of the grid, also in backward.
+    """
+    output: torch.Tensor = _Cube.apply(x, weight, grid, grid.shape.weight(is_second=is_second))  # type: ignore[no-untyped-call]
+    return output
+
+
+class _Cube(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, grid: TensorGrid, layout: WeightLayout
+    ) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.grid, ctx.layout = grid, layout
+        panel = _all_gather_rows(weight, "weight", grid)
+        term = _all_gather_rows(x, layout.outputs, grid).mm(panel.t())
+        return _reduce_scatter_rows(term, layout.inputs, grid)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        grid: TensorGrid = ctx.grid
+        layout: WeightLayout = ctx.layout
+        grad_x = grad_weight = None
+        if ctx.needs_input_grad[0] or ctx.needs_input_grad[1]:
+            panel = _all_gather_rows(grad, layout.inputs, grid)
+        if ctx.needs_input_grad[0]:
+            grad_x = _reduce_scatter_rows(panel.mm(_all_gather_rows(weight, "weight", grid)), layout.outputs, grid)
+        if ctx.needs_input_grad[1]:
+            term = panel.t().mm(_all_gather_rows(x, layout.outputs, grid))
+            grad_weight = _reduce_scatter_rows(term, "weight", grid)
+        return grad_x, grad_weight, None, None
+
+
+def _all_gather_rows(block: torch.Tensor, axis: str, grid: TensorGrid) -> torch.Tensor:
+    return all_gather_equal(block.detach().contiguous(), grid.group(axis))
+
+
+def _reduce_scatter_rows(term: torch.Tensor, axis: str, grid: TensorGrid) -> torch.Tensor:
+    total = term.new_empty(term.shape[0] // grid.side, term.shape[1])
+    start_reduce_scatter(term.view(-1), grid.group(axis)).wait(total.view(-1), accumulate=False)
+    return total

@@ -1,0 +1,224 @@
+"""Norms and other modules with one value per feature, on blocks of activations."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.autograd.function import once_differentiable
+from torch.overrides import TorchFunctionMode
+
+from booster.comm import all_gather_equal, all_reduce_sum, sum_dtype
+from booster.core.activation_policy import RECOMPUTED
+from booster.core.compiling import COMPILED, not_compiled
+from booster.core.layer_stacks import subclass_of
+from booster.core.opaque_operator import autocast_dtype
+from booster.errors import ConfigError
+from booster.plugins.hybrid_parallel.sequence_parallel.layer_stack import hidden_key
+
+from .grid import TensorGrid
+
+_DIVISION = "_feature_division"  # attribute of a module
+
+_NORMS = frozenset({F.layer_norm, F.rms_norm})
+_MEANS = frozenset({torch.mean, torch.Tensor.mean})
+_NAMES = "sum var std norm softmax log_softmax logsumexp max min amax amin argmax argmin prod cumsum sort topk median"
+_REDUCTIONS = frozenset(
+    getattr(where, name) for where in (torch, torch.Tensor, F) for name in _NAMES.split() if hasattr(where, name)
+) | {F.normalize, F.group_norm, F.batch_norm, F.instance_norm, torch.linalg.norm, torch.linalg.vector_norm}
+
+
+@dataclass(frozen=True, slots=True)
+class FeatureDivision:
+    """What functions of a module see of the features.
+
+    Attributes:
+        name: Name of the module, for errors.
+        grid: The grid.
+        where: "module": all tensors are blocks of activations in the outer layout. "layer": those of the shape of the
+            hidden states are. "region": tensors of this shape may have the inner layout, which differs.
+    """
+
+    name: str
+    grid: TensorGrid
+    where: Literal["module", "layer", "region"]
+
+
+def divide_features(
+    module: nn.Module, name: str, grid: TensorGrid, where: Literal["module", "layer", "region"]
+) -> None:
+    """Make a module reduce over the features of all ranks that share its examples.
+
+    Layer norm, RMS norm and means over the last dimension are computed over all features, everything else elementwise.
+
+    Args:
+        module: A layer of a stack; a module in one with one value per feature, whose parameters are this rank's shards
+            already; or in the mode "3d" one that contains the first linear layer of a pair. Its class is replaced by a
+            subclass.
+        name: Its name, for errors.
+        grid: The grid.
+        where: Which of these; see `FeatureDivision`.
+
+    Collective: no; the module's forward and backward are.
+    """
+    module.__dict__[_DIVISION] = FeatureDivision(name, grid, where)
+    module.__class__ = subclass_of(type(module), "divided features", _members, below=COMPILED | RECOMPUTED)
+
+
+def _members(base: type[nn.Module]) -> dict[str, Any]:
+    @not_compiled
+    @functools.wraps(base.forward)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        key = hidden_key(args, kwargs)
+        block = kwargs[key] if isinstance(key, str) else args[key]
+        with _FeatureReductions(self.__dict__[_DIVISION], block.shape):
+            return base.forward(self, *args, **kwargs)
+
+    return {"forward": forward}
+
+
+class _FeatureReductions(TorchFunctionMode):
+    """Torch function mode in which reductions over the last dimension are over the features of all ranks.
+
+    Args:
+        division: What the module's functions see.
+        shape: Shape of this rank's block of the hidden states.
+    """
+
+    def __init__(self, division: FeatureDivision, shape: torch.Size) -> None:
+        super().__init__()
+        self._name = division.name
+        self._where = division.where
+        self._mode = division.grid.shape.mode
+        self._group = division.grid.group(division.grid.shape.outer.features)
+        self._size = division.grid.side
+        self._shape = shape
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        is_block = bool(args) and isinstance(args[0], torch.Tensor) and args[0].shape == self._shape
+        if func not in _MEANS | _NORMS | _REDUCTIONS or not (is_block or self._where == "module"):
+            return func(*args, **kwargs)
+        if func in _REDUCTIONS or self._where == "region":
+            raise ConfigError(
+                f"{self._name!r} calls {func.__name__}(), but tp_mode={self._mode!r} divides the features that it would"
+                " reduce: use tp_mode='1d', or a module of means over the features (LayerNorm, RMSNorm)"
+            )
+        with torch._C.DisableTorchFunction():  # of the layer around this module
+            if func in _MEANS:
+                return self._mean(func, *args, **kwargs)
+            return (self._layer_norm if func is F.layer_norm else self._rms_norm)(*args, **kwargs)
+
+    def _mean(self, func: Any, x: torch.Tensor, dim: Any = None, *args: Any, **kwargs: Any) -> torch.Tensor:
+        dims = [dim] if isinstance(dim, int) else list(dim or range(x.dim()))
+        if [one % x.dim() for one in dims] != [x.dim() - 1]:
+            raise ConfigError(
+                f"{self._name!r} takes a mean over dim={dim} of {tuple(x.shape)}, but tp_mode={self._mode!r} divides"
+                " examples and features: use tp_mode='1d', or a mean over the last dimension"
+            )
+        return _mean_over_group(func(x, dim, *args, **kwargs), self._group, self._size)
+
+    def _layer_norm(
+        self,
+        x: torch.Tensor,
+        normalized_shape: Sequence[int],
+        weight: torch.Tensor | None = None,
+        bias: torch.Tensor | None = None,
+        eps: float = 1e-5,
+    ) -> torch.Tensor:
+        self._check_normalized("layer norm", normalized_shape)
+        x = x.float() if autocast_dtype(x) != x.dtype else x
+        y: torch.Tensor = _LayerNorm.apply(x, weight, bias, eps, self._group, self._size)  # type: ignore[no-untyped-call]
+        return y
+
+    def _rms_norm(
+        self,
+        x: torch.Tensor,
+        normalized_shape: Sequence[int],
+        weight: torch.Tensor | None = None,
+        eps: float | None = None,
+    ) -> torch.Tensor:
+        self._check_normalized("RMS norm", normalized_shape)
+        wide = x.to(sum_dtype(x.dtype))
+        eps = torch.finfo(x.dtype).eps if eps is None else eps
+        square = _mean_over_group(wide.square().mean(-1, keepdim=True), self._group, self._size)
+        y = wide * torch.rsqrt(square + eps)
+        return (y if weight is None else y * weight).to(x.dtype)
+
+    def _check_normalized(self, what: str, shape: Sequence[int]) -> None:
+        if len(shape) != 1:
+            raise ConfigError(
+                f"{self._name!r} is a {what} over {len(shape)} dimensions, of which tp_mode={self._mode!r} divides"
+                " some: use tp_mode='1d', or normalize the last dimension only"
+            )
+
+
+def _mean_over_group(mean: torch.Tensor, group: dist.ProcessGroup, size: int) -> torch.Tensor:
+    """Return the mean of the ranks' means. Collective: also in backward."""
+    total: torch.Tensor = _Mean.apply(mean, group, size)  # type: ignore[no-untyped-call]
+    return total
+
+
+class _Mean(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, mean: torch.Tensor, group: dist.ProcessGroup, size: int) -> torch.Tensor:
+        ctx.group, ctx.size = group, size
+        return _sum(mean, group).div_(size).to(mean.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return _sum(grad, ctx.group).div_(ctx.size).to(grad.dtype), None, None
+
+
+class _LayerNorm(torch.autograd.Function):
+    """Layer norm over the features of a group; Chan et al., "Updating Formulae", 1979, for the variance of parts."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        eps: float,
+        group: dist.ProcessGroup,
+        size: int,
+    ) -> torch.Tensor:
+        wide = x.to(sum_dtype(x.dtype))
+        own = wide.mean(-1, keepdim=True)
+        parts = torch.stack([own, (wide - own).square().mean(-1, keepdim=True)])
+        means, variances = all_gather_equal(parts.flatten(1), group).view(size, 2, *own.shape).unbind(1)
+        mean = means.mean(0)
+        scale = torch.rsqrt((variances + (means - mean).square()).mean(0) + eps)
+        normalized = (wide - mean) * scale
+        ctx.save_for_backward(x, weight, mean, scale)
+        ctx.group, ctx.num_features, ctx.has_bias = group, size * x.shape[-1], bias is not None
+        y = normalized if weight is None else normalized * weight
+        return (y if bias is None else y + bias).to(x.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, weight, mean, scale = ctx.saved_tensors
+        wide = grad.to(sum_dtype(grad.dtype))
+        normalized = (x.to(wide.dtype) - mean) * scale
+        inside = wide if weight is None else wide * weight
+        sums = torch.stack([inside.sum(-1, keepdim=True), (inside * normalized).sum(-1, keepdim=True)])
+        total, projection = _sum(sums, ctx.group).div_(ctx.num_features)
+        grad_x = ((inside - total - normalized * projection) * scale).to(x.dtype)
+        dims = tuple(range(grad.dim() - 1))
+        grad_weight = (wide * normalized).sum(dims).to(weight.dtype) if ctx.needs_input_grad[1] else None
+        grad_bias = wide.sum(dims).to(grad.dtype) if ctx.needs_input_grad[2] else None
+        return grad_x, grad_weight, grad_bias, None, None, None
+
+
+def _sum(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Return the sum over a group, as a new tensor in the dtype of sums."""
+    total = tensor.detach().to(sum_dtype(tensor.dtype), memory_format=torch.contiguous_format, copy=True)
+    return all_reduce_sum(total, group)

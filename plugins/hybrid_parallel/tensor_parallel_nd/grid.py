@@ -1,0 +1,205 @@
+"""Grids of tensor-parallel ranks: axes, division of activations and weights over them, and process groups."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch.distributed as dist
+
+from booster.errors import ConfigError
+from booster.plugins.hybrid_parallel.mesh import HybridMesh
+from booster.plugins.hybrid_parallel.tensor_parallel.group import TensorParallelGroup
+
+GRID_MODES = ("2d", "2.5d", "3d")
+"""Modes of tensor parallelism on a grid of ranks; the other one is "1d"."""
+
+# Note [Grids of tensor-parallel ranks]
+# In the mode "1d" all ranks hold the same activations between the layers. In the others activations (batch, ...,
+# features) are blocks: the examples of a batch are divided over some axes of the grid, the features over another one.
+#   2d:   rows x columns. Examples are divided over rows, features over columns.
+#   2.5d: depth x rows x columns. Examples are divided over depth and rows, features over columns.
+#   3d:   output x input x weight. Examples are divided over weight and input, features over output.
+# A plan says for all modes alike which linear layers are pairs: the first one of a pair (column-parallel in the mode
+# "1d") computes what the second one (row-parallel) reads, in units such as attention heads. Between the two of a pair
+# the ranks hold the *inner* layout, elsewhere the *outer* one. In the mode "3d" they differ: a layer exchanges the
+# roles of the axes input and output. In the other modes they are the same.
+# A rank's weight has outputs of the features that it holds of the result, and inputs of those that it holds of X,
+# in the mode "2d" transposed, as each rank multiplies all blocks of its row and its column; see Note [SUMMA].
+# Activations are divided within a stack of layers, and within a pair of linear layers outside of stacks. Elsewhere (in
+# embeddings, output heads, losses) all ranks hold all of them, and vocabularies are divided over all ranks of the grid,
+# as in the mode "1d". The examples need not be divisible: the last one is repeated, and its copies are dropped again.
+
+
+@dataclass(frozen=True, slots=True)
+class ActivationLayout:
+    """Axes over which activations are divided.
+
+    Attributes:
+        batch: Axes of the examples, the outermost first.
+        features: Axis of the features.
+    """
+
+    batch: tuple[str, ...]
+    features: str
+
+
+@dataclass(frozen=True, slots=True)
+class WeightLayout:
+    """Axes over which a weight is divided.
+
+    Attributes:
+        outputs: Axis of the output features.
+        rows: Axis over which the outputs of one rank of that axis are divided again, or None.
+        inputs: Axis of the input features.
+    """
+
+    outputs: str
+    rows: str | None
+    inputs: str
+
+
+@dataclass(frozen=True, slots=True)
+class TensorGridShape:
+    """Arrangement of tensor-parallel ranks in a grid; consecutive ranks differ along the last axis.
+
+    Attributes:
+        mode: One of `GRID_MODES`.
+        side: Number of ranks along each axis but depth.
+        depth: Number of ranks along the axis depth.
+    """
+
+    mode: str
+    side: int
+    depth: int = 1
+
+    @classmethod
+    def of(cls, mode: str, num_ranks: int, depth: int | None = None) -> TensorGridShape:
+        """Return the grid of a number of ranks.
+
+        Args:
+            mode: One of `GRID_MODES`.
+            num_ranks: Number of tensor-parallel ranks.
+            depth: Number of ranks along the axis depth, for the mode "2.5d".
+
+        Raises:
+            ConfigError: The ranks do not form such a grid.
+        """
+        if mode == "2.5d" and depth is None:
+            raise ConfigError(
+                f"tp_mode='2.5d' with tp_size={num_ranks} has no depth: give tp_depth, the number of squares of ranks,"
+                " such as tp_size=8, tp_depth=2 for two squares of 2 x 2"
+            )
+        if mode != "2.5d" and depth is not None:
+            raise ConfigError(f"tp_depth={depth} has no meaning with tp_mode={mode!r}: leave it out, or use '2.5d'")
+        depth = 1 if depth is None else depth
+        power = 3 if mode == "3d" else 2
+        side = round((num_ranks / depth) ** (1 / power))
+        if depth * side**power != num_ranks:
+            rule = {"2d": "q * q", "2.5d": f"{depth} * q * q", "3d": "q * q * q"}[mode]
+            below = max(1, math.floor((num_ranks / depth) ** (1 / power)))
+            possible = [depth * size**power for size in (below, below + 1)]
+            raise ConfigError(
+                f"tp_mode={mode!r} arranges {rule} ranks, which tp_size={num_ranks} is not: use tp_size={possible[0]}"
+                f" or {possible[1]}, or another mode"
+            )
+        if side == 1:
+            raise ConfigError(
+                f"tp_mode={mode!r} with tp_size={num_ranks} and tp_depth={depth} has squares of one rank, which"
+                " divide no layer: use fewer of more ranks, or data parallelism, which divides the examples as well"
+            )
+        return cls(mode, side, depth)
+
+    @property
+    def axes(self) -> dict[str, int]:
+        """Number of ranks along each axis, the outermost first."""
+        if self.mode == "3d":
+            return dict.fromkeys(("output", "input", "weight"), self.side)
+        square = {"row": self.side, "column": self.side}
+        return square if self.mode == "2d" else {"depth": self.depth, **square}
+
+    @property
+    def num_ranks(self) -> int:
+        """Number of ranks."""
+        return math.prod(self.axes.values())
+
+    @property
+    def outer(self) -> ActivationLayout:
+        """Layout of activations between pairs of linear layers."""
+        if self.mode == "3d":
+            return ActivationLayout(("weight", "input"), "output")
+        return ActivationLayout(("row",) if self.mode == "2d" else ("depth", "row"), "column")
+
+    @property
+    def inner(self) -> ActivationLayout:
+        """Layout of activations between the two linear layers of a pair."""
+        return ActivationLayout(("weight", "output"), "input") if self.mode == "3d" else self.outer
+
+    def weight(self, *, is_second: bool) -> WeightLayout:
+        """Return the layout of the weight of the first or the second linear layer of a pair."""
+        read, written = (self.inner, self.outer) if is_second else (self.outer, self.inner)
+        if self.mode == "3d":
+            return WeightLayout(outputs=written.features, rows="weight", inputs=read.features)
+        return WeightLayout(outputs=written.features, rows=None, inputs="row")
+
+    @property
+    def num_batch_shards(self) -> int:
+        """Number of ranks among which the examples are divided."""
+        return math.prod(self.axes[axis] for axis in self.outer.batch)
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """Return the coordinates of a rank."""
+        found = next(itertools.islice(itertools.product(*(range(size) for size in self.axes.values())), rank, None))
+        return dict(zip(self.axes, found, strict=True))
+
+    def index(self, rank: int, axes: Sequence[str]) -> int:
+        """Return the index of a rank among the combinations of its coordinates along axes, the first one outermost."""
+        coordinates, index = self.coordinates(rank), 0
+        for axis in axes:
+            index = index * self.axes[axis] + coordinates[axis]
+        return index
+
+
+class TensorGrid:
+    """The tensor-parallel ranks of this process in their grid, with the process groups along its axes.
+
+    Args:
+        shape: Arrangement of the ranks.
+        tp_group: The group of all of them.
+        mesh: The device mesh, which has the axes of the grid in place of tp.
+
+    Attributes:
+        shape: As given.
+        tp_group: As given.
+        side: Number of ranks along each axis but depth.
+        coordinates: Coordinates of this rank.
+
+    Collective: yes, over the world.
+    """
+
+    def __init__(self, shape: TensorGridShape, tp_group: TensorParallelGroup, mesh: HybridMesh) -> None:
+        self.shape = shape
+        self.tp_group = tp_group
+        self.side = shape.side
+        self.coordinates: Mapping[str, int] = shape.coordinates(tp_group.rank)
+        # All of them now, as ranks do not run backward at the same time.
+        lines = [*((axis,) for axis in shape.axes), shape.outer.batch, shape.inner.batch]
+        self._groups = {axes: mesh.group(*axes) for axes in lines}
+        self._batches: dict[int, int] = {}
+
+    def __deepcopy__(self, memo: dict[int, object]) -> TensorGrid:
+        return self
+
+    def group(self, *axes: str) -> dist.ProcessGroup:
+        """Return the group of the ranks that differ from this one along these axes only."""
+        return self._groups[axes]
+
+    def begin_batch(self, num_examples: int) -> None:
+        """Note the number of examples of activations that are divided."""
+        self._batches[-(-num_examples // self.shape.num_batch_shards)] = num_examples
+
+    def num_examples(self, num_local: int) -> int:
+        """Return the number of examples of the last activations of which each rank has `num_local`."""
+        return self._batches.get(num_local, num_local * self.shape.num_batch_shards)

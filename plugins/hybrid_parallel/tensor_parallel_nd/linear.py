@@ -1,0 +1,97 @@
+"""Linear layers on a grid of ranks; as in one dimension, the layer's class is replaced by a subclass."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import nn
+
+from booster.core.opaque_operator import autocast_dtype
+from booster.errors import ConfigError
+from booster.plugins.hybrid_parallel.tensor_parallel.dynamic_class import mixin_forward
+from booster.plugins.hybrid_parallel.tensor_parallel.linear import is_plain_linear, is_transposed
+
+from .activations import assemble, divide
+from .cube import cube_matmul
+from .grid import TensorGrid
+from .summa import summa_matmul
+
+
+@dataclass(frozen=True, slots=True)
+class GridLinearConfig:
+    """Settings of a linear layer.
+
+    Attributes:
+        grid: The grid.
+        is_second: Whether it is the second layer of a pair.
+        is_alone: Whether the pair is outside of stacks, so that the first layer divides its input, and the second one
+            assembles its output.
+    """
+
+    grid: TensorGrid
+    is_second: bool
+    is_alone: bool
+
+    def prepare_input(self, x: torch.Tensor, *, is_training: bool) -> torch.Tensor:
+        """Return this rank's block of the input."""
+        if self.is_second or not self.is_alone:
+            return x
+        if is_training:
+            self.grid.tp_group.rng.enter()
+        return self.grid.tp_group.shared_input(x, torch.Tensor, lambda one: divide(one, self.grid))
+
+    def matmul(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """Return the product of blocks of activations (..., inputs) and of a weight (outputs, inputs)."""
+        rows = x.reshape(-1, x.shape[-1])
+        if self.grid.shape.mode == "3d":
+            product = cube_matmul(rows, weight, self.grid, is_second=self.is_second)
+        else:
+            product = summa_matmul(rows, weight, self.grid)
+        return product.view(*x.shape[:-1], -1)
+
+    def finish_output(self, y: torch.Tensor) -> torch.Tensor:
+        """Return the layer's output."""
+        if not (self.is_second and self.is_alone):
+            return y
+        self.grid.tp_group.rng.leave()
+        return assemble(y, self.grid)
+
+
+def make_grid_linear(module: nn.Module, name: str, grid: TensorGrid, *, is_second: bool, is_alone: bool) -> None:
+    """Make a linear layer multiply blocks of activations. Its weight and bias are this rank's blocks already.
+
+    Args:
+        module: An `nn.Linear` or a `Conv1D` of transformers.
+        name: Its name, for errors.
+        grid: The grid.
+        is_second: Whether it is the second layer of a pair.
+        is_alone: Whether the pair is outside of stacks of layers.
+
+    Raises:
+        ConfigError: The layer's class changes what a linear layer computes.
+
+    Collective: no; the module's forward and backward are, over the grid.
+    """
+    mixin_forward(module, GridLinear, GridLinearConfig(grid, is_second, is_alone))
+    if not is_plain_linear(module):
+        raise ConfigError(
+            f"{name!r} is a {type(module).__mro__[2].__name__}, whose forward is its own, but tp_mode="
+            f"{grid.shape.mode!r} replaces the product of a linear layer: use tp_mode='1d', or an nn.Linear"
+        )
+
+
+class GridLinear(nn.Module):
+    """Mixin of a linear layer on a grid."""
+
+    _split: GridLinearConfig
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return this rank's block of the output, or all of it after a pair outside of stacks."""
+        config, dtype = self._split, autocast_dtype(x)
+        x = config.prepare_input(x, is_training=self.training)
+        weight = cast(torch.Tensor, self.weight)
+        y = config.matmul(x.to(dtype), (weight.t() if is_transposed(self) else weight).to(dtype))
+        bias = cast("torch.Tensor | None", self.bias)
+        return config.finish_output(y if bias is None else y + bias.to(dtype))

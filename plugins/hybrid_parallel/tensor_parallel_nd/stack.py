@@ -1,0 +1,150 @@
+"""Stacks of layers that run on blocks of activations."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from booster.core.compiling import not_compiled
+from booster.errors import ConfigError
+from booster.plugins.hybrid_parallel.sequence_parallel.layer_context import is_in_backward
+from booster.plugins.hybrid_parallel.sequence_parallel.layer_stack import hidden_key, map_hidden
+from booster.plugins.hybrid_parallel.sequence_parallel.recorded_outputs import CapturedOutputs, mark_sharded
+from booster.pytree import map_tensors
+
+from .activations import assemble, divide, own_examples
+from .grid import TensorGrid
+
+# Note [Arguments of layers]
+# Besides hidden states layers get arguments that all ranks hold: attention masks, positions, rotary embeddings. Most of
+# them are used between the two linear layers of a pair. So the module that contains a pair's first layer, such as an
+# attention, takes its examples of them. They have the examples in their first dimension; where it is 1, or there is no
+# other dimension, they are the same for all examples.
+
+
+def attach_grid_stack(layers: Sequence[nn.Module], grid: TensorGrid) -> None:
+    """Make consecutive layers run on blocks of activations: hooks divide the hidden states, and assemble them after.
+
+    Args:
+        layers: Layers in execution order. Their hidden states (batch, ..., features) are the first positional argument
+            or `hidden_states`, and the output or the first element of a tuple.
+        grid: The grid.
+
+    Collective: no; the layers' calls are.
+    """
+    stack = _GridStack(grid)
+    for index, layer in enumerate(layers):
+        if index == 0:
+            layer.register_forward_pre_hook(stack.begin, with_kwargs=True)
+        layer.register_forward_hook(stack.end if index == len(layers) - 1 else stack.mark)
+
+
+def take_own_examples(module: nn.Module, grid: TensorGrid) -> None:
+    """Let a module that contains the first layers of pairs take its examples of its arguments; see the Note.
+
+    Collective: no.
+    """
+    module.register_forward_pre_hook(_ArgumentHook(grid), with_kwargs=True)
+
+
+class _GridStack:
+    """Hooks of the layers of a stack."""
+
+    def __init__(self, grid: TensorGrid) -> None:
+        self._grid = grid
+        self._captured: CapturedOutputs | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _GridStack:
+        return self
+
+    @not_compiled
+    def begin(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """Divide the hidden states before the first layer."""
+        key = hidden_key(args, kwargs)
+        hidden = kwargs[key] if isinstance(key, str) else args[key]
+        for value in (*args, *kwargs.values()):
+            _refuse_reordering(value, self._grid)
+        if not is_in_backward():
+            self._captured = CapturedOutputs(sees_all_tokens=False)
+        if module.training:
+            self._grid.tp_group.rng.enter(force=True)
+        block = divide(hidden, self._grid)
+        if isinstance(key, str):
+            return args, {**kwargs, key: block}
+        return (*args[:key], block, *args[key + 1 :]), kwargs
+
+    @not_compiled
+    def mark(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Note that the output of a layer before the last is a block."""
+        if not is_in_backward():
+            mark_sharded(output, self._assemble)
+
+    @not_compiled
+    def end(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """Assemble the hidden states after the last layer."""
+        captured, self._captured = self._captured, None
+
+        def assemble_hidden(x: torch.Tensor) -> torch.Tensor:
+            if captured is not None and not is_in_backward():
+                captured.gather(x.shape, lambda one, dim: self._assemble(one))
+            return self._assemble(x)
+
+        full = map_hidden(output, assemble_hidden)
+        if module.training:
+            self._grid.tp_group.rng.leave()
+        return full
+
+    def _assemble(self, block: torch.Tensor) -> torch.Tensor:
+        return assemble(block, self._grid)
+
+
+def _refuse_reordering(cache: Any, grid: TensorGrid) -> None:
+    """Make a cache of keys and values refuse beam search, which exchanges examples, of which each rank has its own."""
+    if not hasattr(cache, "reorder_cache"):
+        return
+
+    def reorder_cache(*args: Any, **kwargs: Any) -> None:
+        raise ConfigError(
+            f"beam search exchanges the cached keys and values of examples, which tp_mode={grid.shape.mode!r} divides"
+            " over ranks: generate without beams, or use tp_mode='1d'"
+        )
+
+    cache.reorder_cache = reorder_cache
+
+
+class _ArgumentHook:
+    """Forward pre-hook that takes this rank's examples of a module's arguments."""
+
+    def __init__(self, grid: TensorGrid) -> None:
+        self._grid = grid
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _ArgumentHook:
+        return self
+
+    @not_compiled
+    def __call__(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        if not args and not kwargs:
+            return args, kwargs
+        key = hidden_key(args, kwargs)
+        num_local = (kwargs[key] if isinstance(key, str) else args[key]).shape[0]
+        named: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
+        own = {
+            name: value if name == key else map_tensors(lambda one: self._own(one, num_local, module), value)
+            for name, value in named.items()
+        }
+        return tuple(own.pop(position) for position in range(len(args))), own
+
+    def _own(self, x: torch.Tensor, num_local: int, module: nn.Module) -> torch.Tensor:
+        shape = self._grid.shape
+        if x.dim() < 2 or x.shape[0] == 1 or x.shape[0] != self._grid.num_examples(num_local):
+            return x
+        if x.dim() == 2 and x.shape[0] == x.shape[1] and x.dtype != torch.long:
+            raise ConfigError(
+                f"a {type(module).__name__} got an argument of shape {tuple(x.shape)} with as many tokens as examples,"
+                f" so that tp_mode={shape.mode!r} can't know which of its dimensions are examples: add a dimension for"
+                " heads, or use another batch size"
+            )
+        return own_examples(x, self._grid, shape.inner)
