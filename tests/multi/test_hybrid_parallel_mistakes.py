@@ -71,7 +71,8 @@ def test_the_configuration_style():
     assert HybridParallelPlugin.from_config({"data": 2}).dp_size == 2
     for config, said in [
         ({"tensor": 2}, "has no mode: write tensor="),
-        ({"tensor": {"size": 2, "mode": "2d"}}, "mode '2d' is not supported yet"),
+        ({"tensor": {"size": 2, "mode": "2d"}}, "tp_mode='2d' arranges q \\* q ranks, which tp_size=2 is not"),
+        ({"tensor": {"size": 2, "mode": "2.5d"}}, "tp_mode='2.5d' with tp_size=2 has no depth: give tp_depth"),
         ({"tensor": {"size": 2, "mode": "1D"}}, "mode '1D' is unknown"),
         ({"tensor": {"size": 4, "mode": "1d"}}, "which do not divide world_size=2"),
         ({"pipeline": 2}, "pp_size=2 without num_microbatches and microbatch_size"),

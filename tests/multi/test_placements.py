@@ -13,6 +13,7 @@ import booster
 from booster import Booster, ConfigError
 from booster.device import current_device
 from booster.plugins import HybridParallelPlugin
+from booster.plugins.hybrid_parallel.partition import planned_shard_specs
 from booster.plugins.hybrid_parallel.tp_plan.plan import explain, matches
 from booster.plugins.hybrid_parallel.tp_plan.resolve import choose_plan
 
@@ -213,7 +214,8 @@ def test_styles_that_follow(name):
     plan = choose_plan(model, tp_size=2, plan=placements)
     for module, style in styles.items():
         assert plan.entry_of(module).style == style
-    assert "the weight is Shard(" in explain(plan, model, 2)
+    specs = {parameter: rank_specs[0] for parameter, rank_specs in planned_shard_specs(model, plan, 2, 64).items()}
+    assert "the weight is Shard(" in explain(plan, model, specs, 0, 2)
     mark(model, placements)
     assert choose_plan(model, tp_size=2).entries == plan.entries
 

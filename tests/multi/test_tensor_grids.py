@@ -1,4 +1,4 @@
-"""Layers on grids of ranks against the same layers on one: outputs, all gradients, shapes, bytes."""
+"""Tensor parallelism on grids of ranks against one process: models, layouts, shapes, bytes, streams of dropout."""
 
 from __future__ import annotations
 
@@ -6,44 +6,85 @@ import copy
 
 import pytest
 import torch
+import torch.distributed as dist
 from harness import distributed
+from hybrid_cases import assert_hybrid_equals_serial
 from torch import nn
+from transformers import BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausalLM
 
-from booster.cli.benchmark.measure import PerceptronLayer
+from booster import Booster
 from booster.comm import count_communication
 from booster.device import current_device
 from booster.errors import ConfigError
-from booster.plugins.hybrid_parallel.tensor_parallel_nd import (
-    LINEAR_3D_ACTIVATIONS,
-    SUMMA_ACTIVATIONS,
-    BlockLayout,
-    Linear3D,
-    SummaLinear,
-    linear_3d_mesh,
-    shard_mlp,
-    summa_mesh,
-)
+from booster.plugins import HybridParallelPlugin
+from booster.plugins.hybrid_parallel.tensor_parallel_nd.cube import cube_matmul
+from booster.plugins.hybrid_parallel.tensor_parallel_nd.summa import summa_matmul
 
 pytestmark = pytest.mark.on_device
 
-# What holds a weight (outputs, inputs) and a bias, of the first and of the second layer.
-SUMMA = [(BlockLayout((("column",), ("row",))), BlockLayout((("column",),)))] * 2
-CUBE = [
-    (BlockLayout((("input", "weight"), ("output",))), BlockLayout((("input",),))),
-    (BlockLayout((("output", "weight"), ("input",))), BlockLayout((("output",),))),
-]
+SQUARE = (4, {"tp_size": 4, "tp_mode": "2d"})
+SQUARES = (8, {"tp_size": 8, "tp_mode": "2.5d", "tp_depth": 2})
+CUBE = (8, {"tp_size": 8, "tp_mode": "3d"})
+GRIDS = {"2d": SQUARE, "2.5d": SQUARES, "3d": CUBE}
+STAGES = {"pp_size": 2, "num_microbatches": 2}
+MODELS = ["llama", "gpt2", "bert", "vit"]
 
 
-def make_grid(kind, world_size):
-    """Returns the grid, the cut of the activations, and those of the two layers' weights and biases."""
-    if kind == "3d":
-        return linear_3d_mesh(round(world_size ** (1 / 3))), LINEAR_3D_ACTIVATIONS, CUBE
-    depth = 2 if kind == "2.5d" else 1
-    return summa_mesh(round((world_size / depth) ** 0.5), depth), SUMMA_ACTIVATIONS, SUMMA
+def slow(*values):
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("model", [*MODELS, slow("qwen3"), slow("phi"), slow("opt"), slow("user_transformer")])
+def test_a_square_equals_one_process(model):
+    assert_hybrid_equals_serial(model, SQUARE, max_norm=0.5, steps=3)
+
+
+@pytest.mark.parametrize(
+    ("model", "mode"),
+    [("llama", "3d"), ("gpt2", "2.5d"), *(slow(model, mode) for mode in ("2.5d", "3d") for model in MODELS)],
+)
+def test_eight_ranks_equal_one_process(model, mode):
+    assert_hybrid_equals_serial(model, GRIDS[mode], max_norm=0.5, steps=3)
+
+
+COMBINED = {
+    "zero 0": {"zero_stage": 0, "accumulation": 2, "synchronize": "no_sync"},
+    "zero 1": {"zero_stage": 1, "accumulation": 2, "synchronize": "accumulate"},
+    "zero 2": {"zero_stage": 2},
+    "bf16": {"zero_stage": 1, "precision": "bf16"},
+    "fp16": {"zero_stage": 0, "precision": "fp16"},
+    "stages": {"arguments": STAGES},
+    "stages zero 1": {"zero_stage": 1, "arguments": STAGES | {"gradient_checkpoint_config": True}},
+    "zbv": {"arguments": STAGES | {"pp_style": "zbv", "num_model_chunks": 2}, "num_layers": 4},
+}
+
+
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [("llama", "zero 1"), ("gpt2", "stages"), *(slow(model, name) for model in ("llama", "bert") for name in COMBINED)],
+)
+def test_a_square_with_other_axes(model, name):
+    assert_hybrid_equals_serial(model, (8, SQUARE[1]), max_norm=0.5, steps=3, **COMBINED[name])
+
+
+@pytest.mark.parametrize(
+    ("model", "mode", "settings"),
+    [
+        ("bert", "2d", {"precision": "bf16"}),
+        ("llama", "2d", {"arguments": {"gradient_checkpoint_config": True}}),
+        slow("llama", "2d", {"precision": "fp16"}),
+        slow("gpt2", "2.5d", {"precision": "bf16"}),
+        slow("llama", "3d", {"precision": "fp16"}),
+        slow("llama", "3d", {"arguments": {"gradient_checkpoint_config": True}}),
+        slow("llama", "2d", {"arguments": {"parallel_output": False}}),
+    ],
+)
+def test_arguments_and_precisions(model, mode, settings):
+    assert_hybrid_equals_serial(model, GRIDS[mode], max_norm=0.5, steps=3, **settings)
 
 
 class Pair(nn.Module):
-    def __init__(self, hidden, inner, has_bias=True):
+    def __init__(self, hidden=256, inner=1024, has_bias=True):
         super().__init__()
         self.up, self.down = nn.Linear(hidden, inner, has_bias), nn.Linear(inner, hidden, has_bias)
 
@@ -51,212 +92,250 @@ class Pair(nn.Module):
         return self.down(nn.functional.gelu(self.up(x)))
 
 
-def assert_close(actual, expected, what):
-    assert actual.shape == expected.shape, what
-    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-12, msg=lambda text: f"{what}: {text}")
+class Functional(nn.Module):
+    """A layer whose norms are functions in its own code."""
+
+    def __init__(self, hidden=12):
+        super().__init__()
+        self.pair = Pair(hidden, 24)
+
+    def forward(self, x):
+        x = x + self.pair(nn.functional.rms_norm(x, (x.shape[-1],)))
+        return nn.functional.layer_norm(x, x.shape[-1:]) * x.square().mean(-1, keepdim=True)
 
 
-def assert_like_serial(kind, world_size, rows, hidden, inner, has_bias=True):
-    """Compares in fp64, so that another order of sums would hide no difference."""
-    grid, activations, parameters = make_grid(kind, world_size)
-    serial = Pair(hidden, inner, has_bias).to(current_device(), torch.float64)
+def plan_of(model):
+    prefix = "" if isinstance(model, Pair) else "*.pair."
+    return {f"{prefix}up": "colwise", f"{prefix}down": "rowwise"}
+
+
+NETWORKS = {
+    "alone": lambda: Pair(12, 24),
+    "without bias": lambda: Pair(12, 24, has_bias=False),
+    "stack": lambda: nn.Sequential(Functional(), Functional(), Functional()),
+    "frozen": lambda: _freeze(nn.Sequential(Functional(), Functional())),
+}
+
+
+def _freeze(model):
+    model[0].pair.up.weight.requires_grad_(False)
+    model[1].pair.down.bias.requires_grad_(False)
+    return model
+
+
+def gradients(name, arguments, num_examples):
+    """Returns output, gradient of the input and output after a step, in fp64, on the grid and in one process."""
+    torch.manual_seed(0)
+    serial = NETWORKS[name]().to(current_device(), torch.float64)
     divided = copy.deepcopy(serial)
-    shard_mlp(divided, grid)
-    whole, weights = torch.randn(2, rows, hidden, dtype=torch.float64).to(current_device())
-    x = grid.block(whole, activations).requires_grad_()
-    whole.requires_grad_()
-    output, expected = divided(x), serial(whole)
-    assert_close(output, grid.block(expected, activations), "output")
-    (output * grid.block(weights, activations)).sum().backward()
-    (expected * weights).sum().backward()
-    assert_close(x.grad, grid.block(whole.grad, activations), "input gradient")
-    for name, (weight, bias) in zip(("up", "down"), parameters, strict=True):
-        ours, theirs = getattr(divided, name), getattr(serial, name)
-        assert_close(ours.weight.grad, grid.block(theirs.weight.grad, weight), f"weight gradient of {name}")
-        assert (ours.bias is None) == (not has_bias)
-        if has_bias:
-            assert_close(ours.bias.grad, grid.block(theirs.bias.grad, bias), f"bias gradient of {name}")
-    grid.close()
+    plugin = HybridParallelPlugin(precision="fp32", plan=plan_of(serial), **arguments)
+    booster = Booster(plugin=plugin)
+    model, optimizer, *_ = booster.boost(divided, torch.optim.SGD(divided.parameters(), lr=1e-3))
+    values, weights = torch.randn(2, num_examples, 5, 12, dtype=torch.float64).to(current_device())
+    found = []
+    for network, step in ((model, optimizer), (serial, torch.optim.SGD(serial.parameters(), lr=1e-3))):
+        x = values.clone().requires_grad_()
+        output = network(x)
+        loss = (output * weights).sum()
+        booster.backward(loss, step) if network is model else loss.backward()
+        step.step()
+        found.append([output.detach(), x.grad])
+        found[-1] += [network(values).detach()]  # by the weights after the step
+    return found
+
+
+def assert_gradients(name, arguments, num_examples):
+    ours, theirs = gradients(name, arguments, num_examples)
+    for actual, expected in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=0, atol=1e-10)
 
 
 @distributed(4)
-@pytest.mark.parametrize("has_bias", [True, False])
-def test_squares_give_what_one_process_gives(has_bias):
-    assert_like_serial("2d", 4, 6, 4, 10, has_bias)
+@pytest.mark.parametrize("num_examples", [4, 3, 1])
+@pytest.mark.parametrize("name", NETWORKS)
+def test_gradients_on_a_square(name, num_examples):
+    assert_gradients(name, SQUARE[1], num_examples)
 
 
 @distributed(9)
 @pytest.mark.slow
-def test_squares_of_side_three_give_what_one_process_gives():
-    assert_like_serial("2d", 9, 6, 3, 9)
+def test_gradients_on_a_square_of_nine():
+    assert_gradients("stack", {"tp_size": 9, "tp_mode": "2d"}, 7)
 
 
 @distributed(8)
-@pytest.mark.parametrize("has_bias", [True, False])
-@pytest.mark.parametrize("kind", ["2.5d", "3d"])
-def test_squares_and_cubes_of_eight_give_what_one_process_gives(kind, has_bias):
-    assert_like_serial(kind, 8, 8, 4, 12, has_bias)
+@pytest.mark.parametrize("num_examples", [8, 6])
+@pytest.mark.parametrize("mode", ["2.5d", "3d"])
+@pytest.mark.parametrize("name", ["alone", "stack"])
+def test_gradients_on_squares_and_cubes(name, mode, num_examples):
+    assert_gradients(name, GRIDS[mode][1], num_examples)
 
 
-@distributed(1)
-@pytest.mark.parametrize("kind", ["2d", "3d"])
-def test_grids_of_one_rank_give_what_one_process_gives(kind):
-    with count_communication() as count:
-        assert_like_serial(kind, 1, 3, 5, 7)
-    assert not count.calls
+def shapes_of(mode):
+    """Returns the shapes that forward sees, in the order of the documents, and the table of `explain`."""
+    model = Pair()
+    plugin = HybridParallelPlugin(precision="fp32", plan=plan_of(model), **GRIDS[mode][1])
+    table = plugin.explain(model, batch_size=16)
+    boosted, *_ = Booster(plugin=plugin).boost(model)
+    found = [list(one.weight.shape)[::-1] for one in (boosted.module.up, boosted.module.down)]
+    seen = []
+    boosted.module.up.register_forward_hook(lambda module, args, output: seen.append(output.shape))
+    boosted.module.down.register_forward_pre_hook(lambda module, args: seen.append(args[0].shape))
+    output = boosted(torch.randn(16, 256, device=current_device()))
+    assert output.shape == (16, 256)
+    return found, [list(shape) for shape in seen], table
 
 
-# The blocks that the shapes of Colossal-AI's documentation lead to: 256 -> 1024 -> 256 features, 16 rows.
-def local_shapes(kind, world_size):
-    grid, activations, _ = make_grid(kind, world_size)
-    pair = Pair(256, 1024).to(current_device())
-    shard_mlp(pair, grid)
-    x = grid.block(torch.randn(16, 256).to(current_device()), activations)
-    inner = pair.up(x)
-    shapes = [x.shape, pair.up.weight.t().shape, inner.shape, pair.down.weight.t().shape, pair.down(inner).shape]
-    grid.close()
-    return [list(shape) for shape in shapes]
+def assert_shapes(mode, weights, inner, lines):
+    found, seen, table = shapes_of(mode)
+    assert found == weights
+    assert seen == [inner, inner]
+    for line in lines:
+        assert line in table
 
 
 @distributed(4)
-def test_the_shapes_on_a_square():
-    assert local_shapes("2d", 4) == [[8, 128], [128, 512], [8, 512], [512, 128], [8, 128]]
+def test_the_shapes_of_the_documents_on_a_square():
+    assert_shapes("2d", [[128, 512], [512, 128]], [8, 512], ["up: 8x128 -> 8x512", "down: 8x512 -> 8x128"])
 
 
 @distributed(8)
-def test_the_shapes_on_two_squares():
-    assert local_shapes("2.5d", 8) == [[4, 128], [128, 512], [4, 512], [512, 128], [4, 128]]
+def test_the_shapes_of_the_documents_on_squares_and_cubes():
+    lines = ["up: 4x128 -> 4x512", "down: 4x512 -> 4x128"]
+    assert_shapes("2.5d", [[128, 512], [512, 128]], [4, 512], lines)
+    assert_shapes("3d", [[128, 256], [512, 64]], [4, 512], lines)
 
 
-@distributed(8)
-def test_the_shapes_on_a_cube():
-    assert local_shapes("3d", 8) == [[4, 128], [128, 256], [4, 512], [512, 64], [4, 128]]
-
-
-def received_by_one_layer(kind, world_size, rows, inputs, outputs):
-    """Returns what the notes of the two files say that a rank receives in forward, and in backward, in elements."""
-    if kind == "3d":
-        side = round(world_size ** (1 / 3))
+def received_by_one_layer(mode, rows, inputs, outputs):
+    """Returns what the papers say that a rank receives in forward, and in backward, in elements."""
+    side, depth = 2, 2 if mode == "2.5d" else 1
+    if mode == "3d":
         x, weight, output = rows * inputs / side**3, inputs * outputs / side**3, rows * outputs / side**3
         forward = (side - 1) * (x + weight + output)
         # The three are gathered or summed once more, X and W gathered again, and Y in the place of a sum.
-        return forward, (side - 1) * (output + 2 * weight + 2 * x)
-    depth = 2 if kind == "2.5d" else 1
-    side = round((world_size / depth) ** 0.5)
+        return [forward, (side - 1) * (output + 2 * weight + 2 * x)]
     x, weight = rows * inputs / (depth * side**2), inputs * outputs / side**2
-    return (side - 1) * (x + weight), (side - 1) * 2 * (x + weight) + 2 * (depth - 1) / depth * weight
+    return [(side - 1) * (x + weight), (side - 1) * 2 * (x + weight) + 2 * (depth - 1) / depth * weight]
 
 
-def assert_bytes(kind, world_size):
+def assert_bytes(mode):
     rows, inputs, outputs = 8, 4, 12
-    grid, activations, _ = make_grid(kind, world_size)
-    cls = Linear3D if kind == "3d" else SummaLinear
-    layer = cls(nn.Linear(inputs, outputs, bias=False).to(current_device()), grid)
-    x = grid.block(torch.randn(rows, inputs).to(current_device()), activations).requires_grad_()
+    grid = HybridParallelPlugin(precision="fp32", **GRIDS[mode][1])._partitioner.grid
+    shape = grid.shape
+    x = torch.randn(rows // shape.num_batch_shards, inputs // 2, device=current_device()).requires_grad_()
+    num_rows = outputs // (4 if mode == "3d" else 2)
+    weight = torch.randn(num_rows, inputs // 2, device=current_device()).requires_grad_()
     with count_communication() as forward:
-        output = layer(x)
+        output = cube_matmul(x, weight, grid, is_second=False) if mode == "3d" else summa_matmul(x, weight, grid)
     with count_communication() as backward:
         output.sum().backward()
-    expected = received_by_one_layer(kind, world_size, rows, inputs, outputs)
-    assert [sum(count.received.values()) / 4 for count in (forward, backward)] == list(expected)
-    grid.close()
+    found = [sum(count.received.values()) / 4 for count in (forward, backward)]
+    assert found == received_by_one_layer(mode, rows, inputs, outputs)
 
 
 @distributed(4)
 def test_the_bytes_on_a_square():
-    assert_bytes("2d", 4)
+    assert_bytes("2d")
 
 
 @distributed(8)
-@pytest.mark.parametrize("kind", ["2.5d", "3d"])
-def test_the_bytes_on_squares_and_cubes_of_eight(kind):
-    assert_bytes(kind, 8)
+@pytest.mark.parametrize("mode", ["2.5d", "3d"])
+def test_the_bytes_on_squares_and_cubes(mode):
+    assert_bytes(mode)
 
 
-@distributed(8)
-@pytest.mark.parametrize("kind", ["2.5d", "3d"])
-def test_what_needs_no_gradient_costs_nothing(kind):
-    grid, activations, _ = make_grid(kind, 8)
-    pair = Pair(4, 12).to(current_device())
-    shard_mlp(pair, grid)
-    x = grid.block(torch.randn(8, 4).to(current_device()), activations)
-
-    def received(pair):
-        output = pair(x)
-        with count_communication() as count:
-            output.sum().backward()
-        return sum(count.received.values())
-
-    whole = received(pair)
-    pair.down.weight.requires_grad_(False)
-    without_weight = received(pair)
-    pair.down.bias.requires_grad_(False)
-    assert received(pair) < without_weight < whole
-    assert pair.up.weight.grad is not None
-    grid.close()
-
-
-@distributed(8)
-@pytest.mark.parametrize("kind", ["2.5d", "3d"])
-def test_ranks_that_hold_the_same_weights_train_alike(kind):
-    grid, activations, parameters = make_grid(kind, 8)
-    serial = PerceptronLayer(4).to(current_device(), torch.float64)
-    divided = copy.deepcopy(serial)
-    shard_mlp(divided, grid)
-    optimizers = [torch.optim.SGD(layer.parameters(), lr=0.1) for layer in (serial, divided)]
-    whole = torch.randn(8, 4, dtype=torch.float64).to(current_device())
-    x = grid.block(whole, activations)
-    for _ in range(4):
-        for layer, inputs, optimizer in zip((serial, divided), (whole, x), optimizers, strict=True):
-            layer(inputs).square().sum().div(32).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    for name, (weight, bias) in zip(("up", "down"), parameters, strict=True):
-        ours, theirs = getattr(divided, name), getattr(serial, name)
-        assert_close(ours.weight, grid.block(theirs.weight, weight), f"weight of {name}")
-        assert_close(ours.bias, grid.block(theirs.bias, bias), f"bias of {name}")
-    grid.close()
+def _llama(**changes):
+    config = LlamaConfig(
+        **{"vocab_size": 96, "hidden_size": 32, "intermediate_size": 56, "num_hidden_layers": 2},
+        **{"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 32},
+        **changes,
+    )
+    torch.manual_seed(0)
+    return LlamaForCausalLM(config)
 
 
 @distributed(4)
-def test_the_places_of_a_grid():
-    grid = summa_mesh(2)
-    rank = torch.distributed.get_rank()
-    assert dict(grid.coordinates) == {"depth": 0, "row": rank // 2, "column": rank % 2}
-    assert torch.distributed.get_process_group_ranks(grid.group("column")) == [rank // 2 * 2, rank // 2 * 2 + 1]
-    assert torch.distributed.get_process_group_ranks(grid.group("row")) == [rank % 2, rank % 2 + 2]
-    assert grid.group("row", "column") is None
-    assert grid.group("column") is grid.group("column")
-    grid.close()
+def test_outputs_of_layers_masks_and_uneven_batches():
+    serial = _llama().to(current_device())
+    plugin = HybridParallelPlugin(precision="fp32", parallel_output=False, **SQUARE[1])
+    model, *_ = Booster(plugin=plugin).boost(copy.deepcopy(serial))
+    tokens = torch.randint(0, 96, (3, 7), device=current_device())
+    mask = torch.ones_like(tokens)
+    mask[1, :3] = 0
+    expected = serial(input_ids=tokens, attention_mask=mask, output_hidden_states=True)
+    found = model(input_ids=tokens, attention_mask=mask, output_hidden_states=True)
+    torch.testing.assert_close(found.logits, expected.logits, rtol=0, atol=1e-5)
+    for one, other in zip(found.hidden_states, expected.hidden_states, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-5)
+    with pytest.raises(ConfigError, match="attention weights"):
+        model(input_ids=tokens, output_attentions=True)
 
 
 @distributed(4)
-def test_grids_that_cannot_be():
-    for make in (
-        lambda: summa_mesh(3),
-        lambda: summa_mesh(2, depth=2),
-        lambda: linear_3d_mesh(2),
-        lambda: summa_mesh(0),
-    ):
-        with pytest.raises(ConfigError, match="but there are 4: start "):
-            make()
-    grid = summa_mesh(2)
-    with pytest.raises(
-        ConfigError, match=r"dimension 0 of a weight is 7, which is not divisible by 2 ranks: use 6 or 8"
-    ):
-        SummaLinear(nn.Linear(4, 7), grid)
-    with pytest.raises(
-        ConfigError, match=r"dimension 1 of a weight is 3, which is not divisible by 2 ranks: use 2 or 4"
-    ):
-        SummaLinear(nn.Linear(3, 4), grid)
-    grid.close()
+def test_generation():
+    serial = _llama().to(current_device()).eval()
+    model, *_ = Booster(plugin=HybridParallelPlugin(precision="fp32", **SQUARE[1])).boost(copy.deepcopy(serial))
+    model.eval()
+    tokens = torch.randint(0, 96, (3, 5), device=current_device())
+    settings = {"max_new_tokens": 4, "do_sample": False, "attention_mask": torch.ones_like(tokens)}
+    assert torch.equal(model.module.generate(tokens, **settings), serial.generate(tokens, **settings))
+    with pytest.raises(ConfigError, match="beam search exchanges the cached keys and values"):
+        model.module.generate(tokens, num_beams=2, **settings)
 
 
-@distributed(8)
-def test_features_that_a_cube_cannot_divide():
-    grid = linear_3d_mesh(2)
-    with pytest.raises(
-        ConfigError, match=r"dimension 0 of a weight is 6, which is not divisible by 4 ranks: use 4 or 8"
-    ):
-        Linear3D(nn.Linear(4, 6), grid)
-    grid.close()
+def losses_with_dropout(checkpoints, seed):
+    config = BertConfig(
+        **{"vocab_size": 96, "hidden_size": 32, "intermediate_size": 56, "num_hidden_layers": 2},
+        **{"num_attention_heads": 4, "hidden_dropout_prob": 0.3, "attention_probs_dropout_prob": 0.3},
+    )
+    torch.manual_seed(seed)
+    model = BertForMaskedLM(config)
+    masks = []
+    plugin = HybridParallelPlugin(precision="fp32", gradient_checkpoint_config=checkpoints, **SQUARE[1])
+    booster = Booster(plugin=plugin)
+    boosted, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    layer = boosted.module.bert.encoder.layer[0].attention.output.dropout
+    layer.register_forward_hook(lambda module, args, output: masks.append(output == 0))
+    tokens = torch.randint(0, 96, (4, 6), device=current_device())
+    losses = []
+    for _ in range(3):
+        loss = boosted(input_ids=tokens, labels=tokens).loss
+        booster.backward(loss, optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, masks[0], torch.rand(1).item()
+
+
+@distributed(4)
+def test_every_rank_drops_other_elements_and_recomputation_the_same_ones():
+    plain, mask, after = losses_with_dropout(None, 0)
+    recomputed, again, also_after = losses_with_dropout(True, 0)
+    assert plain == recomputed
+    assert torch.equal(mask, again)
+    assert after == also_after
+    masks = [torch.empty_like(mask) for _ in range(4)]
+    dist.all_gather(masks, mask)
+    assert 0.1 < mask.float().mean() < 0.5
+    assert all(not torch.equal(mask, other) for rank, other in enumerate(masks) if rank != dist.get_rank())
+    numbers = [None] * 4
+    dist.all_gather_object(numbers, after)
+    assert len(set(numbers)) == 1  # outside of layers all ranks draw the same
+
+
+class Summing(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.pair = Pair(12, 24)
+
+    def forward(self, x):
+        return x + self.pair(x.softmax(-1))
+
+
+@distributed(4)
+def test_a_function_that_reduces_features():
+    model = nn.Sequential(Summing(), Summing())
+    plugin = HybridParallelPlugin(precision="fp32", plan=plan_of(model), **SQUARE[1])
+    model, *_ = Booster(plugin=plugin).boost(model)
+    with pytest.raises(ConfigError, match=r"'0' calls softmax\(\), but tp_mode='2d' divides the features"):
+        model(torch.randn(4, 12, device=current_device()))

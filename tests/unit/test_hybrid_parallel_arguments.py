@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+from collections.abc import Mapping
 
 import pytest
 import torch
@@ -32,7 +33,7 @@ DEFAULTS = {
     **{"initial_scale": 2**16, "min_scale": 1, "growth_factor": 2, "backoff_factor": 0.5, "growth_interval": 1000},
     **{"hysteresis": 2, "max_scale": 2**32},
     **{"ep_size": 1, "capacity_factor": None, "min_capacity": 4, "drop_tokens": True},
-    **{"overlap_shared_experts": True},
+    **{"overlap_shared_experts": True, "tp_mode": "1d", "tp_depth": None},
 }
 
 
@@ -53,6 +54,9 @@ BAD_VALUES = [
     ("tp_size", True, "give a positive integer"),
     *[("ep_size", value, "give a positive integer") for value in (0, 2.0, None, True)],
     *[("sp_size", value, "give a positive integer, or None") for value in (0, 2.0, "2", True)],
+    *[("tp_mode", value, "choose one of 1d, 2d, 2.5d, 3d") for value in ("4d", "2D", None, 2)],
+    *[("tp_depth", value, "give a positive integer, or None") for value in (0, 2.0, "2", True)],
+    ("tp_depth", 2, "leave it out, or use tp_mode='2.5d'"),
     *[("precision", value, "choose one of fp32, bf16, fp16") for value in ("fp23", None, ["fp16"], torch.float16)],
     *[
         ("zero_stage", value, "0 to shard nothing, 1 to shard optimizer states")
@@ -253,13 +257,15 @@ def test_what_is_computed_again(given, meant):
     ],
 )
 def test_a_configuration(config, meant):
-    assert arguments_from_config(config) == dict(zip(("pp_size", "tp_size"), meant, strict=True))
+    tensor = config.get("tensor")
+    mode = {"tp_mode": "1d"} if isinstance(tensor, Mapping) and tensor.get("mode") else {}
+    assert arguments_from_config(config) == dict(zip(("pp_size", "tp_size"), meant, strict=True)) | mode
 
 
 def test_a_configuration_with_further_arguments():
     config = {"tensor": {"size": 4, "mode": "1d"}}
     more = {"zero_stage": 1, "precision": "bf16"}
-    assert arguments_from_config(config, more) == {"pp_size": 1, "tp_size": 4, **more}
+    assert arguments_from_config(config, more) == {"pp_size": 1, "tp_size": 4, "tp_mode": "1d", **more}
     assert more == {"zero_stage": 1, "precision": "bf16"}
 
 
@@ -272,16 +278,11 @@ def test_a_configuration_with_further_arguments():
         ),
         ({"tensor": {"size": 4}}, "write tensor=dict(size=4, mode='1d')"),
         ({"tensor": {"size": 4, "mode": None}}, "write tensor=dict(size=4, mode='1d')"),
-        ({"tensor": {"size": 4, "mode": "4d"}}, "mode '4d' is unknown: use mode='1d'"),
-        ({"tensor": {"size": 4, "mode": 1}}, "mode 1 is unknown: use mode='1d'"),
-        ({"tensor": {"size": 4, "mode": ["1d"]}}, "mode ['1d'] is unknown: use mode='1d'"),
-        *[
-            (
-                {"tensor": {"size": 4, "mode": mode, "depth": 2}},
-                f"mode {mode!r} is not supported yet: use mode='1d'",
-            )
-            for mode in ("2d", "2.5d", "3d", "sequence")
-        ],
+        ({"tensor": {"size": 4, "mode": "4d"}}, "mode '4d' is unknown: use one of 1d, 2d, 2.5d, 3d"),
+        ({"tensor": {"size": 4, "mode": 1}}, "mode 1 is unknown: use one of 1d, 2d, 2.5d, 3d"),
+        ({"tensor": {"size": 4, "mode": ["1d"]}}, "mode ['1d'] is unknown: use one of 1d, 2d, 2.5d, 3d"),
+        ({"tensor": {"size": 4, "mode": "2d", "depth": 2}}, "has the unknown key 'depth'"),
+        ({"tensor": {"size": 4, "mode": "sequence", "depth": 2}}, "mode 'sequence' shards sequences, not layers"),
         ({"tensor": {"mode": "sequence", "size": 2}}, "or sequence_parallelism_mode='ring_attn' with sp_size"),
         ({"tensor": {"mode": "1d"}}, "has no 'size': write tensor=dict(size=4, mode='1d')"),
         ({"tensor": {"size": 4, "mode": "1d", "depth": 2}}, "has the unknown key 'depth'"),
@@ -345,3 +346,33 @@ def test_groups_of_512_ranks_hold_every_rank_once(along):
     assert sorted(rank for group in groups for rank in group) == list(range(512))
     assert len({len(group) for group in groups}) == 1
     assert all(group == sorted(group) for group in groups)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"tp_size": 6, "tp_mode": "2d"}, "arranges q * q ranks, which tp_size=6 is not: use tp_size=4 or 9"),
+        ({"tp_size": 2, "tp_mode": "2d"}, "which tp_size=2 is not: use tp_size=4 or 9"),
+        ({"tp_size": 6, "tp_mode": "3d"}, "arranges q * q * q ranks, which tp_size=6 is not: use tp_size=8 or 27"),
+        ({"tp_size": 8, "tp_mode": "2.5d"}, "has no depth: give tp_depth"),
+        ({"tp_size": 8, "tp_mode": "2.5d", "tp_depth": 3}, "arranges 3 * q * q ranks, which tp_size=8 is not: use"),
+        ({"tp_size": 8, "tp_mode": "2.5d", "tp_depth": 8}, "squares of one rank, which divide no layer"),
+        ({"tp_size": 4, "tp_mode": "2d", "tp_depth": 1}, "no meaning with tp_mode='2d': leave it out"),
+        ({"tp_size": 4, "tp_mode": "2d", "enable_sequence_parallelism": True}, "by tokens: use one of them"),
+        ({"tp_size": 4, "tp_mode": "2d", "ep_size": 2}, "use tp_mode='1d' with expert parallelism"),
+    ],
+)
+def test_grids_that_cannot_be(given, message):
+    assert message in refused(**given)
+
+
+def test_the_documents_configurations_of_grids():
+    assert arguments_from_config({"pipeline": 2, "tensor": {"size": 4, "mode": "2d"}}) == {
+        **{"pp_size": 2, "tp_size": 4, "tp_mode": "2d"},
+    }
+    assert arguments_from_config({"tensor": {"size": 8, "mode": "2.5d", "depth": 2}}) == {
+        **{"pp_size": 1, "tp_size": 8, "tp_mode": "2.5d", "tp_depth": 2},
+    }
+    assert arguments_from_config({"tensor": {"size": 8, "mode": "3d"}}) == {
+        **{"pp_size": 1, "tp_size": 8, "tp_mode": "3d"},
+    }

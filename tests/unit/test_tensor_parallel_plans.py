@@ -8,6 +8,7 @@ from torch import nn
 from zoo import get_model
 
 from booster.core.layer_stacks import find_stacks
+from booster.plugins.hybrid_parallel.partition import planned_shard_specs
 from booster.plugins.hybrid_parallel.tensor_parallel.shard_spec import Block, local_sizes
 from booster.plugins.hybrid_parallel.tp_plan.plan import (
     TensorParallelPlan,
@@ -319,7 +320,8 @@ def test_patterns_with_and_without_the_base_model() -> None:
 def test_the_table_shows_shapes_bytes_and_reasons() -> None:
     model = make("BertForMaskedLM", "BertConfig", **BERT)
     plan = choose_plan(model, tp_size=2)
-    table = explain(plan, model, 2, 0, vocabulary_multiple=64)
+    specs = {name: rank_specs[0] for name, rank_specs in planned_shard_specs(model, plan, 2, 64).items()}
+    table = explain(plan, model, specs, 0, 2)
     lines = table.splitlines()
     assert lines[0].split() == ["module", "style", "local", "shape", "bytes"]
     rows = {line.split()[0]: line for line in lines}

@@ -99,7 +99,7 @@ class TensorGridShape:
         side = round((num_ranks / depth) ** (1 / power))
         if depth * side**power != num_ranks:
             rule = {"2d": "q * q", "2.5d": f"{depth} * q * q", "3d": "q * q * q"}[mode]
-            below = max(1, math.floor((num_ranks / depth) ** (1 / power)))
+            below = max(2, math.floor((num_ranks / depth) ** (1 / power)))
             possible = [depth * size**power for size in (below, below + 1)]
             raise ConfigError(
                 f"tp_mode={mode!r} arranges {rule} ranks, which tp_size={num_ranks} is not: use tp_size={possible[0]}"
