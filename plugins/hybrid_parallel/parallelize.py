@@ -47,17 +47,18 @@ from .tp_plan.plan import COLUMN_STYLES, ROW_STYLES, PlannedEntry, ShardedArgume
 from .tp_plan.validate import CLOSING_STYLES, OPEN_STYLES
 
 
-def shard_argument(modules: Mapping[str, nn.Module], split: ShardedArgument, tp_group: TensorParallelGroup) -> None:
+def shard_argument(modules: Mapping[str, nn.Module], split: ShardedArgument, num_ranks: int, rank: int) -> None:
     """Pass only this rank's heads of an argument to a module's forward, as for Bloom's position biases.
 
     Args:
         modules: The model's modules by name.
         split: The argument and its module.
-        tp_group: The tensor-parallel group.
+        num_ranks: Number of ranks that share the heads.
+        rank: This rank among them.
 
     Collective: no.
     """
-    unit_range = units_of_rank(split.block, tp_group.size, tp_group.rank)
+    unit_range = units_of_rank(split.block, num_ranks, rank)
     module = modules[split.module]
     position = list(inspect.signature(module.forward).parameters).index(split.argument)
     own = slice(unit_range.start, unit_range.stop)
@@ -222,7 +223,7 @@ def parallelize(
     for change in plan.attributes:
         setattr(modules[change.module], change.attribute, change.local_value(num_shards, index))
     for split in plan.arguments:
-        shard_argument(modules, split, tp_group)
+        shard_argument(modules, split, num_shards, index)
     if grid is not None:
         _reduce_grads_on_grid(model, plan, grid)
         _divide_stacks(modules, plan, grid)
@@ -236,9 +237,11 @@ def parallelize(
 def _put_on_grid(module: nn.Module, entry: PlannedEntry, plan: TensorParallelPlan, grid: TensorGrid) -> None:
     if entry.style == FEATURE_WISE:
         divide_features(module, entry.name, grid, "module")
+    elif isinstance(module, nn.Embedding):
+        module.embedding_dim = module.weight.shape[1]
     else:
-        is_alone = stack_layer_of(entry.name, plan.stacks) is None
-        make_grid_linear(module, entry.name, grid, is_second=entry.style in CLOSING_STYLES, is_alone=is_alone)
+        is_alone = stack_layer_of(entry.name, plan.divided_stacks) is None
+        make_grid_linear(module, grid, is_second=entry.style in CLOSING_STYLES, is_alone=is_alone)
 
 
 def _reduce_grads_on_grid(model: nn.Module, plan: TensorParallelPlan, grid: TensorGrid) -> None:
@@ -256,7 +259,7 @@ def _reduce_grads_on_grid(model: nn.Module, plan: TensorParallelPlan, grid: Tens
             all_reduce_replicated_grad(parameter, grid.tp_group.group)
         elif style == FEATURE_WISE or (style in CLOSING_STYLES and own_name == "bias"):
             all_reduce_replicated_grad(parameter, grid.group(*shape.outer.batch))
-        elif style in OPEN_STYLES and own_name == "bias":
+        elif style == "embedding_colwise" or (style in OPEN_STYLES and own_name == "bias"):
             all_reduce_replicated_grad(parameter, grid.group(*shape.inner.batch))
 
 
@@ -266,16 +269,20 @@ def _divide_stacks(modules: Mapping[str, nn.Module], plan: TensorParallelPlan, g
         for entry in plan.entries
         if entry.style in OPEN_STYLES and stack_layer_of(entry.name, plan.stacks) is not None
     }
-    layers = {name for stack in plan.stacks for name in stack}
+    layers = {name for stack in plan.divided_stacks for name in stack}
+    for stack in plan.divided_stacks:
+        for name in stack:
+            divide_features(modules[name], name, grid, "layer")
+        attach_grid_stack([modules[name] for name in stack], grid)
+    heads: dict[str, dict[str, int]] = {}
+    for split in plan.arguments:
+        heads.setdefault(split.module, {})[split.argument] = split.block.num_units // grid.side
     for region in regions:
-        take_own_examples(modules[region], grid)
-        if grid.shape.mode == "3d" and region not in layers:
+        is_divided = stack_layer_of(region, plan.divided_stacks) is not None
+        if is_divided:
+            take_own_examples(modules[region], grid, heads.get(region, {}))
+        if grid.shape.mode == "3d" and is_divided and region not in layers:
             divide_features(modules[region], region, grid, "region")
-    for stack in plan.stacks:
-        if any(entry.name.startswith(f"{stack[0]}.") and is_on_grid(entry) for entry in plan.entries):
-            for name in stack:
-                divide_features(modules[name], name, grid, "layer")
-            attach_grid_stack([modules[name] for name in stack], grid)
     modules[""].register_forward_hook(gather_returned_outputs)
 
 

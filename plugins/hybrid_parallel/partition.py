@@ -352,6 +352,10 @@ class ModelPartitioner:
         self, plan: TensorParallelPlan, stage_partition: StagePartition, held: Collection[str]
     ) -> TensorParallelPlan:
         """Return the plan restricted to this stage's modules, with stacks cut at the stage's bounds."""
+
+        def cut(stacks: tuple[tuple[str, ...], ...]) -> tuple[tuple[str, ...], ...]:
+            return tuple(tuple(layers) for stack in stacks for layers in stage_partition.layers_of(self._stage, stack))
+
         return replace(
             plan,
             entries=tuple(
@@ -361,9 +365,8 @@ class ModelPartitioner:
             ),
             attributes=tuple(change for change in plan.attributes if change.module in held),
             arguments=tuple(split for split in plan.arguments if split.module in held),
-            stacks=tuple(
-                tuple(layers) for stack in plan.stacks for layers in stage_partition.layers_of(self._stage, stack)
-            ),
+            stacks=cut(plan.stacks),
+            divided_stacks=cut(plan.divided_stacks),
         )
 
     def _parallelize(self, model: nn.Module, plan: TensorParallelPlan, shard_specs: dict[str, list[ShardSpec]]) -> None:

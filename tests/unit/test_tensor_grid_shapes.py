@@ -144,25 +144,6 @@ REFUSED = [
     (lambda: Pair(8, 15), PLAN, SQUARE, r"'up' has 15 heads or features, .* into 2 equal parts: use 14 or 16"),
     (lambda: Pair(7, 16), PLAN, SQUARE, r"'up' has 7 inputs, .* into 2 equal parts: use 6 or 8"),
     (lambda: Pair(6, 8), PLAN, CUBE, r"'down' has 6 outputs, .* into 4 equal parts: use 4 or 8"),
-    (
-        lambda: nn.Sequential(Layer(other=nn.Linear(8, 8)), Layer(other=nn.Linear(8, 8))),
-        STACK,
-        SQUARE,
-        r"'0.other' is a Linear with weight 8x8, bias 8 inside of a layer, .* the plan has no style for it",
-    ),
-    (
-        lambda: nn.Sequential(Layer(norm=nn.BatchNorm1d(8)), Layer(norm=nn.BatchNorm1d(8))),
-        STACK,
-        SQUARE,
-        "'0.norm' is a BatchNorm1d",
-    ),
-    (
-        lambda: nn.Sequential(Layer(), Layer()),
-        {"*.up": "colwise_gather_output"},
-        SQUARE,
-        "the plan has 'colwise_gather_output' for '0.up', which is inside of a layer",
-    ),
-    (lambda: nn.Sequential(Cross(), Cross()), STACK, SQUARE, "use tp_mode='1d' for encoder-decoder models"),
 ]
 
 
@@ -194,3 +175,22 @@ def test_a_norm_whose_layout_in_a_cube_is_unknown():
     assert resolved.entry_of("0.part.norm").style == "feature_wise"
     with pytest.raises(ConfigError, match="which has 8 features outside and inside, so tp_mode='3d' can't know"):
         specs_of(model, CUBE, plan)
+
+
+@pytest.mark.parametrize(
+    ("make", "plan", "note"),
+    [
+        (lambda: Layer(other=nn.Linear(8, 8)), STACK, "*.other, a Linear, is not in the plan"),
+        (lambda: Layer(norm=nn.BatchNorm1d(8)), STACK, "*.norm, a BatchNorm1d, is not in the plan"),
+        (lambda: Layer(), {"*.up": "colwise_gather_output"}, None),
+        (
+            lambda: Layer(other=nn.Linear(8, 8)),
+            {**STACK, "*.other": "colwise_gather_output"},
+            "is colwise_gather_output",
+        ),
+    ],
+)
+def test_stacks_of_which_only_pairs_are_divided(make, plan, note):
+    resolved, _ = specs_of(nn.Sequential(make(), make()), SQUARE, plan)
+    assert resolved.divided_stacks == ()
+    assert note is None or note in resolved.notes[-1]

@@ -208,7 +208,7 @@ def make_row_parallel(
     """
     check_linear(module, "rowwise")
     scatters = tp_group.shards_sequence if scatters_sequence is None else scatters_sequence
-    is_plain = _is_plain(type(module))
+    is_plain = has_plain_forward(type(module))
     config = RowParallelConfig(tp_group, tuple(sizes), splits_input, reduces, scatters, sequence_dim, is_plain)
     setattr(module, "nx" if is_transposed(module) else "in_features", sizes[tp_group.rank])
     mixin_forward(module, RowParallel, config)
@@ -347,7 +347,7 @@ def is_transposed(module: nn.Module) -> bool:
 
 def is_plain_linear(module: nn.Module) -> bool:
     """Whether a layer's forward only multiplies by its weight and adds its bias."""
-    return _is_plain(type(module).__mro__[2])  # the class before `mixin_forward`
+    return has_plain_forward(type(module).__mro__[2])  # the class before `mixin_forward`
 
 
 def check_linear(module: nn.Module, style: str) -> None:
@@ -363,7 +363,8 @@ def check_linear(module: nn.Module, style: str) -> None:
         )
 
 
-def _is_plain(layer_class: type[nn.Module]) -> bool:
+def has_plain_forward(layer_class: type[nn.Module]) -> bool:
+    """Whether the forward of a class is that of a linear layer."""
     return layer_class is nn.Linear or _is_conv1d(layer_class)
 
 

@@ -9,9 +9,8 @@ import torch
 from torch import nn
 
 from booster.core.opaque_operator import autocast_dtype
-from booster.errors import ConfigError
 from booster.plugins.hybrid_parallel.tensor_parallel.dynamic_class import mixin_forward
-from booster.plugins.hybrid_parallel.tensor_parallel.linear import is_plain_linear, is_transposed
+from booster.plugins.hybrid_parallel.tensor_parallel.linear import is_transposed
 
 from .activations import assemble, divide
 from .cube import cube_matmul
@@ -59,27 +58,18 @@ class GridLinearConfig:
         return assemble(y, self.grid)
 
 
-def make_grid_linear(module: nn.Module, name: str, grid: TensorGrid, *, is_second: bool, is_alone: bool) -> None:
+def make_grid_linear(module: nn.Module, grid: TensorGrid, *, is_second: bool, is_alone: bool) -> None:
     """Make a linear layer multiply blocks of activations. Its weight and bias are this rank's blocks already.
 
     Args:
         module: An `nn.Linear` or a `Conv1D` of transformers.
-        name: Its name, for errors.
         grid: The grid.
         is_second: Whether it is the second layer of a pair.
         is_alone: Whether the pair is outside of stacks of layers.
 
-    Raises:
-        ConfigError: The layer's class changes what a linear layer computes.
-
     Collective: no; the module's forward and backward are, over the grid.
     """
     mixin_forward(module, GridLinear, GridLinearConfig(grid, is_second, is_alone))
-    if not is_plain_linear(module):
-        raise ConfigError(
-            f"{name!r} is a {type(module).__mro__[2].__name__}, whose forward is its own, but tp_mode="
-            f"{grid.shape.mode!r} replaces the product of a linear layer: use tp_mode='1d', or an nn.Linear"
-        )
 
 
 class GridLinear(nn.Module):

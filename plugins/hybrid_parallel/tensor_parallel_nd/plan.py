@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import replace
 
 from torch import nn
@@ -11,28 +11,39 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from booster.core.layer_stacks import stack_layer_of
 from booster.core.shard_spec import ShardSpec
 from booster.errors import ConfigError
+from booster.plugins.hybrid_parallel.tensor_parallel.linear import has_plain_forward
 from booster.plugins.hybrid_parallel.tensor_parallel.shard_spec import Block
 from booster.plugins.hybrid_parallel.tp_plan.attention_heads import owner_of
-from booster.plugins.hybrid_parallel.tp_plan.plan import PlannedEntry, TensorParallelPlan, feature_sizes
-from booster.plugins.hybrid_parallel.tp_plan.resolve import is_cross_attention
+from booster.plugins.hybrid_parallel.tp_plan.plan import (
+    PlannedEntry,
+    TensorParallelPlan,
+    feature_sizes,
+    generalize,
+)
 from booster.plugins.hybrid_parallel.tp_plan.validate import CLOSING_STYLES, OPEN_STYLES
 
 from .grid import TensorGridShape
-from .shard_spec import bias_spec, feature_spec, weight_spec
+from .shard_spec import bias_spec, feature_spec, per_head_spec, weight_spec
 
 FEATURE_WISE = "feature_wise"
 """Style of modules with one value per feature, such as norms, which see blocks of activations."""
 
-_INSIDE_OF_STACKS = OPEN_STYLES | CLOSING_STYLES | {"replicated_with_grad_allreduce", FEATURE_WISE}
+_PER_HEAD = "embedding_colwise"  # position biases with one feature per head
+_LINEAR = OPEN_STYLES | CLOSING_STYLES
+_IN_BLOCKS = _LINEAR | {_PER_HEAD, "replicated_with_grad_allreduce"}
 
 
 def is_on_grid(entry: PlannedEntry) -> bool:
     """Whether a module's parameters are divided over a grid, rather than over all of its ranks in a row."""
-    return not entry.is_parameter and entry.style in OPEN_STYLES | CLOSING_STYLES | {FEATURE_WISE}
+    return not entry.is_parameter and entry.style in _LINEAR | {_PER_HEAD, FEATURE_WISE}
 
 
 def plan_for_grid(plan: TensorParallelPlan, model: nn.Module, grid: TensorGridShape) -> TensorParallelPlan:
-    """Return the plan with the entries of feature-wise modules.
+    """Return the plan with the stacks that run on blocks of activations, and entries of feature-wise modules in them.
+
+    Of another stack, some module of which needs all examples or features, only modules that contain pairs of linear
+    layers run on blocks, each on its own; a note says which module that is. Pairs elsewhere divide the input of the
+    first layer, and assemble the output of the second one.
 
     Args:
         plan: Plan of the model for `grid.side` ranks.
@@ -42,23 +53,33 @@ def plan_for_grid(plan: TensorParallelPlan, model: nn.Module, grid: TensorGridSh
     Raises:
         ConfigError: Something of the model can't be divided over the grid.
     """
-    if plan.arguments:
-        split = plan.arguments[0]
-        raise ConfigError(
-            f"{split.module!r} has the argument {split.argument!r} with a value per head and example in one dimension,"
-            f" which tp_mode={grid.mode!r} can't divide: use tp_mode='1d'"
-        )
     for entry in plan.entries:
-        _check_entry(entry, plan, model, grid)
-    found = [
-        PlannedEntry(name=name, style=FEATURE_WISE, reason="runs on divided features")
-        for name in _feature_wise_modules(plan, model, grid)
-    ]
+        if is_on_grid(entry):
+            _check_divisible(entry, model, grid)
+    divided: list[tuple[str, ...]] = []
+    feature_wise: list[str] = []
+    notes = list(plan.notes)
+    for stack in plan.stacks:
+        if not any(is_on_grid(entry) and stack_layer_of(entry.name, (stack,)) for entry in plan.entries):
+            continue
+        found, obstacle = _feature_wise_modules(stack, plan, model, grid)
+        if obstacle is None:
+            divided.append(stack)
+            feature_wise += found
+            continue
+        notes.append(f"{generalize(stack[0])}: activations are divided within pairs of layers only: {obstacle}")
+        for region in _regions(stack, plan):
+            found, obstacle = _feature_wise_modules((region,), plan, model, grid)
+            if obstacle is None:
+                divided.append((region,))
+                feature_wise += found
+    for entry in plan.entries:
+        _check_heads(entry, divided, grid)
+    entries = list(plan.entries)
+    entries += [PlannedEntry(name=name, style=FEATURE_WISE, reason="runs on divided features") for name in feature_wise]
     order = {name: index for index, (name, _) in enumerate(model.named_modules())}
-    entries = sorted(
-        (*plan.entries, *found), key=lambda one: order.get(one.name, order.get(one.name.rpartition(".")[0], 0))
-    )
-    return replace(plan, entries=tuple(entries))
+    entries.sort(key=lambda one: order.get(one.name, order.get(one.name.rpartition(".")[0], 0)))
+    return replace(plan, entries=tuple(entries), divided_stacks=tuple(divided), notes=tuple(notes))
 
 
 def grid_spec(
@@ -75,6 +96,8 @@ def grid_spec(
     """
     if entry.style == FEATURE_WISE:
         return feature_spec(shape, grid, rank)
+    if entry.style == _PER_HEAD:
+        return per_head_spec(shape, entry.dim, entry.blocks, grid, rank)
     is_second = entry.style in CLOSING_STYLES
     if own_name == "bias":
         return bias_spec(shape, entry.blocks, grid, rank, is_second=is_second)
@@ -104,31 +127,34 @@ def activation_shapes(
     return (inner, outer) if is_second else (outer, inner)
 
 
-def _check_entry(entry: PlannedEntry, plan: TensorParallelPlan, model: nn.Module, grid: TensorGridShape) -> None:
-    layer = stack_layer_of(entry.name, plan.stacks)
-    if layer is not None and (entry.is_parameter or entry.style not in _INSIDE_OF_STACKS):
-        raise ConfigError(
-            f"the plan has {entry.style!r} for {entry.name!r}, which is inside of a layer, where tp_mode={grid.mode!r}"
-            " divides examples and features, and has no meaning there: use tp_mode='1d', or a plan of 'colwise' and"
-            " 'rowwise' linear layers"
-        )
-    if layer is not None and is_cross_attention(entry.name):
-        raise ConfigError(
-            f"{entry.name!r} attends to another stack of layers, whose output tp_mode={grid.mode!r} would have to"
-            " divide once more: use tp_mode='1d' for encoder-decoder models"
-        )
-    if not is_on_grid(entry):
-        return
-    module = model.get_submodule(entry.name)
-    inputs, outputs = feature_sizes(module)
-    is_second = entry.style in CLOSING_STYLES
+def _check_divisible(entry: PlannedEntry, model: nn.Module, grid: TensorGridShape) -> None:
     for block in entry.blocks:
         _check_block(entry.name, block, grid)
+    if entry.style == _PER_HEAD:
+        return
+    module = model.get_submodule(entry.name)
+    if not has_plain_forward(type(module)):
+        raise ConfigError(
+            f"{entry.name!r} is a {type(module).__name__}, whose forward is its own, but tp_mode={grid.mode!r} replaces"
+            " the product of a linear layer: use tp_mode='1d', or an nn.Linear"
+        )
+    inputs, outputs = feature_sizes(module)
+    is_second = entry.style in CLOSING_STYLES
     hidden, what = (outputs, "outputs") if is_second else (inputs, "inputs")
     _check_size(f"{entry.name!r} has {hidden} {what}", hidden, grid.side, grid)
     if grid.mode == "3d":
         what, rows = f"{entry.name!r} has {outputs} outputs", outputs
         _check_size(what, rows, grid.side**2, grid)
+
+
+def _check_heads(entry: PlannedEntry, divided: Sequence[tuple[str, ...]], grid: TensorGridShape) -> None:
+    """Check that heads are inside of a module that runs on blocks: attention reshapes by the examples of its input."""
+    has_heads = any(block.unit_size > 1 for block in entry.blocks) or entry.style == _PER_HEAD
+    if is_on_grid(entry) and has_heads and stack_layer_of(entry.name, tuple(divided)) is None:
+        raise ConfigError(
+            f"{entry.name!r} computes heads outside of a module that tp_mode={grid.mode!r} can give its own examples:"
+            " use tp_mode='1d', or put attention in a module of its own, inside of a layer of an nn.ModuleList"
+        )
 
 
 def _check_block(name: str, block: Block, grid: TensorGridShape) -> None:
@@ -149,41 +175,63 @@ def _check_size(what: str, size: int, num_shards: int, grid: TensorGridShape) ->
     )
 
 
-def _feature_wise_modules(plan: TensorParallelPlan, model: nn.Module, grid: TensorGridShape) -> Iterator[str]:
-    """Yield the names of the modules in stacks that have one value per feature.
+def _feature_wise_modules(
+    stack: tuple[str, ...], plan: TensorParallelPlan, model: nn.Module, grid: TensorGridShape
+) -> tuple[list[str], str | None]:
+    """Return the names of the modules in a stack that have one value per feature, and what keeps it undivided, if any.
 
     Raises:
-        ConfigError: A module in a stack has other parameters that the plan leaves replicated.
+        ConfigError: The layout of such a module in a cube is unknown.
     """
     planned = {entry.name: entry for entry in plan.entries}
-    for name in (name for stack in plan.stacks for name in stack):
-        layer = model.get_submodule(name)
+    found: list[str] = []
+    for entry in plan.entries:
+        is_inside = stack_layer_of(entry.name, (stack,)) is not None
+        if is_inside and (entry.is_parameter or entry.style not in _IN_BLOCKS):
+            return [], f"{generalize(entry.name)} is {entry.style}"
+    for name in stack:
         hidden = _hidden_size(name, plan, model)
-        regions = {
-            owner_of(one.name): feature_sizes(model.get_submodule(one.name))[1]
-            for one in plan.entries
-            if one.style in OPEN_STYLES and one.name.startswith(f"{name}.")
-        }
-        for inner, module in layer.named_modules(prefix=name):
+        for inner, module in model.get_submodule(name).named_modules(prefix=name):
             own = dict(module.named_parameters(recurse=False))
             is_planned = any(outer in planned for outer in _ancestors(inner, name))
             if is_planned or not (own or isinstance(module, _BatchNorm)):
                 continue
             is_feature_wise = all(tuple(parameter.shape) == (hidden,) for parameter in own.values())
             if not is_feature_wise or isinstance(module, _BatchNorm) or inner == name:
-                shapes = ", ".join(f"{key} {'x'.join(map(str, one.shape))}" for key, one in own.items())
-                raise ConfigError(
-                    f"{inner!r} is a {type(module).__name__} with {shapes or 'statistics of the batch'} inside of a"
-                    f" layer, where tp_mode={grid.mode!r} divides examples and features, but the plan has no style for"
-                    " it: use tp_mode='1d', or give it a style"
-                )
-            region = next((outer for outer in _ancestors(inner, name)[:-1] if outer in regions), None)
-            if grid.mode == "3d" and region is not None and regions[region] == hidden:
-                raise ConfigError(
-                    f"{inner!r} has one value per feature inside of {region!r}, which has {hidden} features outside and"
-                    " inside, so tp_mode='3d' can't know how they are divided there: use tp_mode='2d' or '1d'"
-                )
-            yield inner
+                return [], f"{generalize(inner)}, a {type(module).__name__}, is not in the plan"
+            _check_layout(inner, name, hidden, plan, model, grid)
+            found.append(inner)
+    return found, None
+
+
+def _check_layout(
+    name: str, layer: str, hidden: int | None, plan: TensorParallelPlan, model: nn.Module, grid: TensorGridShape
+) -> None:
+    """Check that a feature-wise module can't be between the two linear layers of a pair on a cube."""
+    if grid.mode != "3d":
+        return
+    for entry in plan.entries:
+        region = owner_of(entry.name)
+        is_around = region in _ancestors(name, layer)[:-1]
+        if entry.style in OPEN_STYLES and is_around and feature_sizes(model.get_submodule(entry.name))[1] == hidden:
+            raise ConfigError(
+                f"{name!r} has one value per feature inside of {region!r}, which has {hidden} features outside and"
+                " inside, so tp_mode='3d' can't know how they are divided there: use tp_mode='2d' or '1d'"
+            )
+
+
+def _regions(stack: tuple[str, ...], plan: TensorParallelPlan) -> list[str]:
+    """Return the smallest modules inside of a stack's layers that contain a first layer of a pair and a second one."""
+    found: dict[str, None] = {}
+    for entry in plan.entries:
+        layer = stack_layer_of(entry.name, (stack,))
+        if layer is None or entry.style not in OPEN_STYLES or entry.is_parameter:
+            continue
+        for outer in _ancestors(owner_of(entry.name), layer)[:-1]:
+            if any(one.style in CLOSING_STYLES and one.name.startswith(f"{outer}.") for one in plan.entries):
+                found[outer] = None
+                break
+    return list(found)
 
 
 def _hidden_size(layer: str, plan: TensorParallelPlan, model: nn.Module) -> int | None:

@@ -47,6 +47,15 @@ def bias_spec(
     return _primary_at_zero(spec, grid, rank, [one for one in grid.axes if one != axis])
 
 
+def per_head_spec(
+    shape: Sequence[int], dim: int, blocks: Sequence[Block], grid: TensorGridShape, rank: int
+) -> ShardSpec:
+    """Return the shard spec of a parameter with one value per head; its arguments are those of `weight_spec`."""
+    axis = grid.inner.features
+    spec = sharded_spec(shape, dim, blocks, grid.side, grid.coordinates(rank)[axis])
+    return _primary_at_zero(spec, grid, rank, [one for one in grid.axes if one != axis])
+
+
 def feature_spec(shape: Sequence[int], grid: TensorGridShape, rank: int) -> ShardSpec:
     """Return the shard spec of a parameter with one value per feature, such as a norm's weight, in the outer layout."""
     axis = grid.outer.features

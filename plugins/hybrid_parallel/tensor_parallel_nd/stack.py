@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -42,12 +44,18 @@ def attach_grid_stack(layers: Sequence[nn.Module], grid: TensorGrid) -> None:
         layer.register_forward_hook(stack.end if index == len(layers) - 1 else stack.mark)
 
 
-def take_own_examples(module: nn.Module, grid: TensorGrid) -> None:
+def take_own_examples(module: nn.Module, grid: TensorGrid, heads: Mapping[str, int]) -> None:
     """Let a module that contains the first layers of pairs take its examples of its arguments; see the Note.
 
-    Collective: no.
+    Args:
+        module: The module.
+        grid: The grid.
+        heads: Number of heads of a rank, by the names of arguments whose first dimension is (examples, heads).
+
+    Collective: no; backward is, where arguments have gradients.
     """
-    module.register_forward_pre_hook(_ArgumentHook(grid), with_kwargs=True)
+    names = list(inspect.signature(module.forward).parameters)
+    module.register_forward_pre_hook(_ArgumentHook(grid, names, heads), with_kwargs=True)
 
 
 class _GridStack:
@@ -118,8 +126,10 @@ def _refuse_reordering(cache: Any, grid: TensorGrid) -> None:
 class _ArgumentHook:
     """Forward pre-hook that takes this rank's examples of a module's arguments."""
 
-    def __init__(self, grid: TensorGrid) -> None:
+    def __init__(self, grid: TensorGrid, names: Sequence[str], heads: Mapping[str, int]) -> None:
         self._grid = grid
+        self._names = names
+        self._heads = heads
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _ArgumentHook:
         return self
@@ -129,22 +139,29 @@ class _ArgumentHook:
         if not args and not kwargs:
             return args, kwargs
         key = hidden_key(args, kwargs)
-        num_local = (kwargs[key] if isinstance(key, str) else args[key]).shape[0]
         named: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
-        own = {
-            name: value if name == key else map_tensors(lambda one: self._own(one, num_local, module), value)
-            for name, value in named.items()
-        }
-        return tuple(own.pop(position) for position in range(len(args))), own
+        hidden = named[key]
+        for one in named:
+            if one == key:
+                continue
+            num_heads = self._heads.get(one if isinstance(one, str) else self._names[one])
+            if num_heads is not None and named[one].dim() == 3:
+                own = self._own(named[one].unflatten(0, (-1, num_heads)), hidden=hidden, module=module)
+                named[one] = own.flatten(0, 1)
+            else:
+                named[one] = map_tensors(partial(self._own, hidden=hidden, module=module), named[one])
+        return tuple(named.pop(position) for position in range(len(args))), named
 
-    def _own(self, x: torch.Tensor, num_local: int, module: nn.Module) -> torch.Tensor:
-        shape = self._grid.shape
-        if x.dim() < 2 or x.shape[0] == 1 or x.shape[0] != self._grid.num_examples(num_local):
+    def _own(self, x: torch.Tensor, *, hidden: torch.Tensor, module: nn.Module) -> torch.Tensor:
+        grid, shape = self._grid, self._grid.shape
+        if x.dim() < 2 or x.shape[0] == hidden.shape[0] or x.shape[0] != grid.num_examples(hidden.shape[0]):
             return x
+        if x.dim() == hidden.dim() > 2 and x.is_floating_point() and x.shape[-1] == hidden.shape[-1] * grid.side:
+            return divide(x, grid)  # the output of another stack, which attention reads
         if x.dim() == 2 and x.shape[0] == x.shape[1] and x.dtype != torch.long:
             raise ConfigError(
                 f"a {type(module).__name__} got an argument of shape {tuple(x.shape)} with as many tokens as examples,"
                 f" so that tp_mode={shape.mode!r} can't know which of its dimensions are examples: add a dimension for"
                 " heads, or use another batch size"
             )
-        return own_examples(x, self._grid, shape.inner)
+        return own_examples(x, grid, shape.inner)

@@ -228,6 +228,7 @@ class TensorParallelPlan:
         attributes: Size attributes to change.
         arguments: Forward arguments to shard.
         stacks: Names of the layers of each stack, in execution order.
+        divided_stacks: Those of them that run on blocks of activations on a grid of ranks.
         source: Description of the plan's source.
         notes: Notes for the user, such as what is not sharded and why.
         is_derived: Whether it was derived from the module graph, so that users should review it.
@@ -237,6 +238,7 @@ class TensorParallelPlan:
     attributes: tuple[AttributeChange, ...] = ()
     arguments: tuple[ShardedArgument, ...] = ()
     stacks: tuple[tuple[str, ...], ...] = ()
+    divided_stacks: tuple[tuple[str, ...], ...] = ()
     source: str = ""
     notes: tuple[str, ...] = ()
     is_derived: bool = False
