@@ -22,12 +22,24 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-__all__ = ["DTENSOR", "HALF", "OURS", "PLAN", "SEQUENCE_MODES", "WHOLE", "engines_of", "sequence_name"]
+__all__ = [
+    "DTENSOR",
+    "HALF",
+    "OURS",
+    "PLAN",
+    "SEQUENCE_MODES",
+    "SQUARE",
+    "WHOLE",
+    "engines_of",
+    "grid_engines",
+    "sequence_name",
+]
 
 HALF = "a rank's share, nothing sent"
 WHOLE = "one process, the whole model"
 DTENSOR = "DTensor parallelize_module"
 OURS = "HybridParallel"
+SQUARE = "HybridParallel, 2d"
 SEQUENCE_MODES = ("split_gather", "ring")
 
 # What is split how, by DTensor and by ours; ours is also told that heads stay whole, which they do with DTensor as long
@@ -64,6 +76,14 @@ def engines_of(size: str, *, has_sequence_modes: bool = False) -> list[Engine]:
             Engine(name=sequence_name(mode), build=partial(_build_ours, size, mode), requires=("booster",))
             for mode in modes
         ),
+    ]
+
+
+def grid_engines(size: str) -> list[Engine]:
+    """Returns ours in one dimension and on a square, for as many ranks as form one."""
+    return [
+        Engine(name=OURS, build=partial(_build_ours, size), requires=("booster",)),
+        Engine(name=SQUARE, build=partial(_build_ours, size, tp_mode="2d"), requires=("booster",)),
     ]
 
 
@@ -134,7 +154,7 @@ def _dtensor_plan() -> dict[str, ParallelStyle]:
     return {name: styles[style]() for name, style in PLAN.items()}
 
 
-def _build_ours(size: str, sequence_mode: str | None = None) -> Step:
+def _build_ours(size: str, sequence_mode: str | None = None, tp_mode: str = "1d") -> Step:
     from booster import Booster
     from booster.plugins import HybridParallelPlugin
     from booster.plugins.hybrid_parallel.tp_plan.plan import Style
@@ -146,6 +166,7 @@ def _build_ours(size: str, sequence_mode: str | None = None) -> Step:
     }
     plugin = HybridParallelPlugin(
         tp_size=dist.get_world_size(),
+        tp_mode=tp_mode,
         precision="fp32",
         plan=PLAN | heads,
         enable_sequence_parallelism=sequence_mode is not None,

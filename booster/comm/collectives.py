@@ -29,7 +29,7 @@ import torch.distributed as dist
 from booster.device import current_device
 from booster.kernels.shared_memory import can_reduce
 
-from .collective_op import CollectiveOp, start_op
+from .collective_op import CollectiveOp, record, start_op
 from .fake import is_fake_world
 from .process_groups import keep_with_world, new_group
 
@@ -337,17 +337,20 @@ def broadcast(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup | None =
 
     Collective: every rank of the group must call it with tensors of the same shapes and dtypes in the same order.
     """
-    if group_size(group) == 1 or is_fake_world():
+    if group_size(group) == 1:
         return
     device = collective_device(group)
     for tensor in tensors:
         if tensor.numel() == 0:
             continue
+        is_source = group_rank(group) == source
+        sent, received = (tensor.nbytes, 0) if is_source else (0, tensor.nbytes)
+        if is_fake_world():
+            record("broadcast", sent=sent, received=received)
+            continue
         buffer = tensor.detach().to(device).contiguous()
         if device.type != "cpu":  # bytes: nccl lacks some dtypes
             buffer = buffer.view(-1).view(torch.uint8)
-        is_source = group_rank(group) == source
-        sent, received = (buffer.nbytes, 0) if is_source else (0, buffer.nbytes)
         _broadcast(start_op("broadcast", group, sent=sent, received=received), buffer, source)
         if buffer.data_ptr() != tensor.data_ptr():
             tensor.detach().copy_(buffer.view(tensor.dtype).view(tensor.shape))

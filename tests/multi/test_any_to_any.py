@@ -155,6 +155,10 @@ def tensor_parallel_2_zero_2(needs):
     return hybrid_plugin(needs, tp_size=2, zero_stage=2)
 
 
+def tensor_parallel_square(needs):
+    return hybrid_plugin(needs, tp_size=4, tp_mode="2d")
+
+
 def staged_plugin(needs, **arguments):
     """Microbatches of one to four samples."""
     return hybrid_plugin(needs, **{"pp_size": 2, "num_microbatches": 3, "split": needs.split} | arguments)
@@ -197,6 +201,7 @@ LAYOUTS = [
     Layout("tp 2", 2, tensor_parallel_2),
     Layout("tp 3", 3, tensor_parallel_3),
     Layout("tp 4", 4, tensor_parallel_4),
+    Layout("tp 2d", 4, tensor_parallel_square),
     Layout("tp 2 zero 1", 4, tensor_parallel_2_zero_1),
     Layout("tp 2 zero 2", 4, tensor_parallel_2_zero_2),
     Layout("pp 2", 2, stages_2, STAGED_MODELS),

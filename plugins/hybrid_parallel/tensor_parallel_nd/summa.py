@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
 
-from booster.comm import all_reduce_sum, broadcast, start_reduce_scatter, sum_dtype
+from booster.comm import all_gather_equal, all_reduce_sum, broadcast, start_reduce_scatter, sum_dtype
 
 from .grid import TensorGrid
 
@@ -19,12 +20,14 @@ from .grid import TensorGrid
 #     Y_ij  = sum over k of X_ik W_jk^T    X_ik is broadcast along row i, W_jk along column j
 #     X^ik  = sum over j of Y^ij W_jk      W_jk is broadcast along column j, the sum is over row i
 #     W^jk  = sum over i of Y^ij^T X_ik    X_ik is broadcast along row i, the sum is over column j
-# Each broadcast transfers one block at a time, so that no rank ever holds a full row of blocks. The q sums of a
-# gradient, one for each rank, are one reduce-scatter: the same bytes as q reductions, with q blocks held at once.
+# Each broadcast transfers one block at a time, so that no rank ever holds a full row of large blocks; small ones are
+# all-gathered at once, in the same bytes. The q sums of a gradient, one for each rank, are one reduce-scatter: the same
+# bytes as q reductions, with q blocks held at once.
 # 2.5D: `depth` such squares hold the same weights and different rows of the activations; gradients of weights are
 # all-reduced over the squares.
 # Bytes received in forward: (q-1)/q of a row of blocks of X and of a column of blocks of W. In backward twice that:
 # the same broadcasts again, as blocks are not kept, and as much for the sums; plus the all-reduce over the squares.
+_MAX_GATHERED_BYTES = 2**24
 
 
 def summa_matmul(x: torch.Tensor, weight: torch.Tensor, grid: TensorGrid) -> torch.Tensor:
@@ -47,12 +50,11 @@ class _Summa(torch.autograd.Function):
         ctx.save_for_backward(x, weight)
         ctx.grid = grid
         output = x.new_zeros(x.shape[0], weight.shape[0], dtype=sum_dtype(x.dtype))
-        for step in range(grid.side):
-            block, other = _broadcast_block(x, step, "column", grid), _broadcast_block(weight, step, "row", grid).t()
+        for block, other in zip(_blocks(x, "column", grid), _blocks(weight, "row", grid), strict=True):
             if output.dtype == x.dtype:
-                output.addmm_(block, other)
+                output.addmm_(block, other.t())
             else:
-                output.add_(block.mm(other))
+                output.add_(block.mm(other.t()))
         return output.to(x.dtype)
 
     @staticmethod
@@ -67,25 +69,29 @@ class _Summa(torch.autograd.Function):
         return grad_x, grad_weight, None
 
 
-def _broadcast_block(block: torch.Tensor, source: int, axis: str, grid: TensorGrid) -> torch.Tensor:
-    """Broadcast along an axis: the ranks of one row differ in their column, and the other way round."""
+def _blocks(block: torch.Tensor, axis: str, grid: TensorGrid) -> Iterator[torch.Tensor]:
+    """Yield the blocks of the ranks along an axis: those of one row differ in their column, and the other way round."""
     block = block.detach().contiguous()
-    received = block if grid.coordinates[axis] == source else torch.empty_like(block)
-    broadcast([received], grid.group(axis), source)
-    return received
+    if grid.side * block.nbytes <= _MAX_GATHERED_BYTES:
+        yield from all_gather_equal(block, grid.group(axis)).unflatten(0, (grid.side, -1))
+        return
+    for source in range(grid.side):
+        received = block if grid.coordinates[axis] == source else torch.empty_like(block)
+        broadcast([received], grid.group(axis), source)
+        yield received
 
 
 def _input_gradient(grad: torch.Tensor, weight: torch.Tensor, grid: TensorGrid) -> torch.Tensor:
     terms = grad.new_empty(grid.side, grad.shape[0], weight.shape[1])
-    for step, term in enumerate(terms):
-        torch.mm(grad, _broadcast_block(weight, step, "row", grid), out=term)
+    for block, term in zip(_blocks(weight, "row", grid), terms, strict=True):
+        torch.mm(grad, block, out=term)
     return _reduce_scatter_terms(terms, "column", grid)
 
 
 def _weight_gradient(grad: torch.Tensor, x: torch.Tensor, grid: TensorGrid) -> torch.Tensor:
     terms = grad.new_empty(grid.side, grad.shape[1], x.shape[1])
-    for step, term in enumerate(terms):
-        torch.mm(grad.t(), _broadcast_block(x, step, "column", grid), out=term)
+    for block, term in zip(_blocks(x, "column", grid), terms, strict=True):
+        torch.mm(grad.t(), block, out=term)
     total = _reduce_scatter_terms(terms, "row", grid)
     if grid.shape.depth == 1:
         return total
