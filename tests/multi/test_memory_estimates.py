@@ -52,6 +52,14 @@ def test_hybrid_parallel(settings, precision):
     check(*trained(lambda: HybridParallelPlugin(precision=precision, **settings), optimizer=HybridAdam))
 
 
+@distributed(world_size=4)
+@pytest.mark.parametrize("settings", [{}, {"gradient_checkpoint_config": True}], ids=["square", "checkpointed"])
+@pytest.mark.slow
+def test_tensor_grids(settings):
+    settings = {"tp_size": 4, "tp_mode": "2d", "plan": PLAN, "precision": "fp32", **settings}
+    check(*trained(lambda: HybridParallelPlugin(**settings), optimizer=HybridAdam))
+
+
 @distributed(world_size=2)
 @pytest.mark.parametrize("policy", [{}, {"policy": "selective"}, {"policy": "budget", "budget_bytes": 24 * 2**20}])
 @pytest.mark.parametrize(

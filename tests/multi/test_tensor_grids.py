@@ -7,10 +7,12 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
-from harness import distributed
+from harness import distributed, run_ranks
 from hybrid_cases import assert_hybrid_equals_serial
 from torch import nn
+from torch._dynamo.utils import counters
 from transformers import BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausalLM
+from zoo import get_model
 
 from booster import Booster
 from booster.comm import count_communication
@@ -19,6 +21,7 @@ from booster.errors import ConfigError
 from booster.plugins import HybridParallelPlugin
 from booster.plugins.hybrid_parallel.tensor_parallel_nd.cube import cube_matmul
 from booster.plugins.hybrid_parallel.tensor_parallel_nd.summa import summa_matmul
+from booster.pytree import map_tensors
 
 pytestmark = pytest.mark.on_device
 
@@ -321,6 +324,70 @@ def test_every_rank_drops_other_elements_and_recomputation_the_same_ones():
     numbers = [None] * 4
     dist.all_gather_object(numbers, after)
     assert len(set(numbers)) == 1  # outside of layers all ranks draw the same
+
+
+def compiled_losses(model_name, arguments, compiles):
+    """Returns losses under torch.compile, or without, and the number of graph breaks."""
+    entry = get_model(model_name)
+    torch.manual_seed(0)
+    model = entry.build().to(current_device())
+    options = {"compile": {"backend": "aot_eager"}} if compiles else {}
+    booster = Booster(plugin=HybridParallelPlugin(precision="fp32", **arguments), **options)
+    boosted, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    torch._dynamo.reset()
+    counters.clear()
+    generator, losses = torch.Generator().manual_seed(1), []
+    for _ in range(3):
+        loss = entry.loss(boosted, map_tensors(lambda one: one.to(current_device()), entry.sample(4, generator)))
+        booster.backward(loss, optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, sum(counters["graph_break"].values()), counters["stats"]["unique_graphs"]
+
+
+def assert_compiles(model_name, arguments):
+    plain, _, _ = compiled_losses(model_name, arguments, compiles=False)
+    losses, breaks, num_graphs = compiled_losses(model_name, arguments, compiles=True)
+    assert losses == pytest.approx(plain, rel=1e-5)
+    assert breaks == 0
+    assert num_graphs > 0
+
+
+@distributed(4)
+@pytest.mark.parametrize("model", ["llama", *map(slow, ["gpt2", "bert", "vit"])])
+def test_compiled_layers_on_a_square(model):
+    assert_compiles(model, SQUARE[1])
+
+
+@distributed(8)
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["2.5d", "3d"])
+def test_compiled_layers_on_squares_and_cubes(mode):
+    assert_compiles("bert", GRIDS[mode][1])
+
+
+def save_and_load(mode, folder):
+    """Saves under a grid, and loads into zeros."""
+    serial = _llama()
+    booster = Booster(plugin=HybridParallelPlugin(precision="fp32", **GRIDS[mode][1]))
+    model, *_ = booster.boost(copy.deepcopy(serial))
+    booster.save_model(model, folder, shard=True)
+    before = {name: one.detach().clone() for name, one in model.named_parameters()}
+    with torch.no_grad():
+        for one in model.parameters():
+            one.zero_()
+    booster.load_model(model, folder)
+    for name, one in model.named_parameters():
+        assert torch.equal(one, before[name]), name
+
+
+@pytest.mark.parametrize("mode", ["2.5d", slow("3d")])
+def test_checkpoints_of_squares_and_cubes(mode, tmp_path):
+    run_ranks(save_and_load, 8, mode, str(tmp_path / "model"), timeout=120)
+    saved, expected = LlamaForCausalLM.from_pretrained(tmp_path / "model").state_dict(), _llama().state_dict()
+    for name, weight in expected.items():
+        assert torch.equal(saved[name], weight), name
 
 
 class Summing(nn.Module):

@@ -8,9 +8,9 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from booster.comm import all_gather_equal
-from booster.plugins.hybrid_parallel.tensor_parallel.mappings import copy_to_tp_region
+from booster.plugins.hybrid_parallel.tensor_parallel.traced_mappings import traceable_copy_to_tp_region
 
-from .grid import ActivationLayout, TensorGrid
+from .grid import TensorGrid
 
 
 def divide(x: torch.Tensor, grid: TensorGrid) -> torch.Tensor:
@@ -36,23 +36,22 @@ def assemble(block: torch.Tensor, grid: TensorGrid) -> torch.Tensor:
     return full
 
 
-def own_examples(x: torch.Tensor, grid: TensorGrid, layout: ActivationLayout) -> torch.Tensor:
-    """Return this rank's examples of an argument that is equal on all ranks, such as a mask.
+def own_examples(x: torch.Tensor, grid: TensorGrid) -> torch.Tensor:
+    """Return this rank's examples, in the inner layout, of an argument that is equal on all ranks, such as a mask.
 
     Args:
         x: Tensor with the examples in dim 0.
         grid: The grid.
-        layout: Layout of the activations that it is used with.
 
     Collective: in backward, which all-reduces the gradient, if there is one.
     """
-    return _own_examples(copy_to_tp_region(x, grid.tp_group), grid, layout)
+    return _own_examples(traceable_copy_to_tp_region(x, grid.tp_group), grid, grid.inner_index)
 
 
-def _own_examples(x: torch.Tensor, grid: TensorGrid, layout: ActivationLayout) -> torch.Tensor:
+def _own_examples(x: torch.Tensor, grid: TensorGrid, index: int) -> torch.Tensor:
     """Return a rank's examples; the last one is repeated for equally many on all ranks."""
-    num_local = -(-x.shape[0] // grid.shape.num_batch_shards)
-    start = grid.shape.index(grid.tp_group.rank, layout.batch) * num_local
+    num_local = -(-x.shape[0] // grid.num_batch_shards)
+    start = index * num_local
     if start + num_local <= x.shape[0]:
         return x[start : start + num_local]
     return x[torch.arange(start, start + num_local, device=x.device).clamp_(max=x.shape[0] - 1)]
@@ -68,7 +67,7 @@ def _gather_blocks(block: torch.Tensor, grid: TensorGrid, num_examples: int) -> 
     order = sorted(range(shape.num_ranks), key=lambda rank: shape.index(rank, (*layout.batch, layout.features)))
     if order != list(range(shape.num_ranks)):
         blocks = blocks[torch.tensor(order, device=blocks.device)]
-    blocks = blocks.unflatten(0, (shape.num_batch_shards, grid.side)).movedim(1, -2).flatten(-2).flatten(0, 1)
+    blocks = blocks.unflatten(0, (grid.num_batch_shards, grid.side)).movedim(1, -2).flatten(-2).flatten(0, 1)
     full: torch.Tensor = blocks[:num_examples]
     return full
 
@@ -77,7 +76,7 @@ class _Divide(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, grid: TensorGrid) -> torch.Tensor:
         ctx.grid, ctx.num_examples = grid, x.shape[0]
-        block = _features(_own_examples(x, grid, grid.shape.outer), grid)
+        block = _features(_own_examples(x, grid, grid.outer_index), grid)
         return block.clone(memory_format=torch.contiguous_format)
 
     @staticmethod
@@ -97,7 +96,7 @@ class _Assemble(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         grid: TensorGrid = ctx.grid
-        start = grid.shape.index(grid.tp_group.rank, grid.shape.outer.batch) * ctx.num_local
+        start = grid.outer_index * ctx.num_local
         own = _features(grad[start : start + ctx.num_local], grid)
         block = own.new_zeros(ctx.num_local, *own.shape[1:])
         block[: own.shape[0]] = own

@@ -16,13 +16,13 @@ from torch.overrides import TorchFunctionMode
 
 from booster.comm import all_gather_equal, all_reduce_sum, sum_dtype
 from booster.core.activation_policy import RECOMPUTED
-from booster.core.compiling import COMPILED, not_compiled
+from booster.core.compiling import COMPILED
 from booster.core.layer_stacks import subclass_of
-from booster.core.opaque_operator import autocast_dtype
+from booster.core.opaque_operator import autocast_dtype, opaque
 from booster.errors import ConfigError
 from booster.plugins.hybrid_parallel.sequence_parallel.layer_stack import hidden_key
 
-from .grid import TensorGrid
+from .grid import TensorGrid, grid_of_number
 
 _DIVISION = "_feature_division"  # attribute of a module
 
@@ -72,7 +72,6 @@ def divide_features(
 
 
 def _members(base: type[nn.Module]) -> dict[str, Any]:
-    @not_compiled
     @functools.wraps(base.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         key = hidden_key(args, kwargs)
@@ -96,8 +95,7 @@ class _FeatureReductions(TorchFunctionMode):
         self._name = division.name
         self._where = division.where
         self._mode = division.grid.shape.mode
-        self._group = division.grid.group(division.grid.shape.outer.features)
-        self._size = division.grid.side
+        self._number = division.grid.tp_group.number
         self._shape = shape
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -110,19 +108,20 @@ class _FeatureReductions(TorchFunctionMode):
                 f"{self._name!r} calls {func.__name__}(), but tp_mode={self._mode!r} divides the features that it would"
                 " reduce: use tp_mode='1d', or a module of means over the features (LayerNorm, RMSNorm)"
             )
-        with torch._C.DisableTorchFunction():  # of the layer around this module
-            if func in _MEANS:
-                return self._mean(func, *args, **kwargs)
-            return (self._layer_norm if func is F.layer_norm else self._rms_norm)(*args, **kwargs)
+        if func in _MEANS:
+            return self._mean(*args, **kwargs)
+        return (self._layer_norm if func is F.layer_norm else self._rms_norm)(*args, **kwargs)
 
-    def _mean(self, func: Any, x: torch.Tensor, dim: Any = None, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def _mean(
+        self, x: torch.Tensor, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
         dims = [dim] if isinstance(dim, int) else list(dim or range(x.dim()))
         if [one % x.dim() for one in dims] != [x.dim() - 1]:
             raise ConfigError(
                 f"{self._name!r} takes a mean over dim={dim} of {tuple(x.shape)}, but tp_mode={self._mode!r} divides"
                 " examples and features: use tp_mode='1d', or a mean over the last dimension"
             )
-        return _mean_over_group(func(x, dim, *args, **kwargs), self._group, self._size)
+        return _feature_mean(self._number, keepdim, dtype, x)  # type: ignore[no-any-return]
 
     def _layer_norm(
         self,
@@ -133,9 +132,7 @@ class _FeatureReductions(TorchFunctionMode):
         eps: float = 1e-5,
     ) -> torch.Tensor:
         self._check_normalized("layer norm", normalized_shape)
-        x = x.float() if autocast_dtype(x) != x.dtype else x
-        y: torch.Tensor = _LayerNorm.apply(x, weight, bias, eps, self._group, self._size)  # type: ignore[no-untyped-call]
-        return y
+        return _feature_layer_norm(self._number, eps, x, weight, bias)  # type: ignore[no-any-return]
 
     def _rms_norm(
         self,
@@ -145,11 +142,7 @@ class _FeatureReductions(TorchFunctionMode):
         eps: float | None = None,
     ) -> torch.Tensor:
         self._check_normalized("RMS norm", normalized_shape)
-        wide = x.to(sum_dtype(x.dtype))
-        eps = torch.finfo(x.dtype).eps if eps is None else eps
-        square = _mean_over_group(wide.square().mean(-1, keepdim=True), self._group, self._size)
-        y = wide * torch.rsqrt(square + eps)
-        return (y if weight is None else y * weight).to(x.dtype)
+        return _feature_rms_norm(self._number, eps, x, weight)  # type: ignore[no-any-return]
 
     def _check_normalized(self, what: str, shape: Sequence[int]) -> None:
         if len(shape) != 1:
@@ -159,10 +152,48 @@ class _FeatureReductions(TorchFunctionMode):
             )
 
 
-def _mean_over_group(mean: torch.Tensor, group: dist.ProcessGroup, size: int) -> torch.Tensor:
-    """Return the mean of the ranks' means. Collective: also in backward."""
-    total: torch.Tensor = _Mean.apply(mean, group, size)  # type: ignore[no-untyped-call]
-    return total
+def _group_of_features(number: int) -> tuple[dist.ProcessGroup, int]:
+    grid = grid_of_number(number)
+    return grid.group(grid.shape.outer.features), grid.side
+
+
+# Each of the following runs outside of the modes of modules around the one that calls it.
+
+
+def _mean_of_all(number: int, keepdim: bool, dtype: torch.dtype | None, x: torch.Tensor) -> torch.Tensor:
+    with torch._C.DisableTorchFunction():
+        return _Mean.apply(x.mean(-1, keepdim, dtype=dtype), *_group_of_features(number))  # type: ignore[no-any-return]
+
+
+def _mean_shape(number: int, keepdim: bool, dtype: torch.dtype | None, x: torch.Tensor) -> torch.Tensor:
+    return x.new_empty((*x.shape[:-1], 1) if keepdim else x.shape[:-1], dtype=dtype or x.dtype)
+
+
+def _layer_norm_of_all(
+    number: int, eps: float, x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None
+) -> torch.Tensor:
+    with torch._C.DisableTorchFunction():
+        x = x.float() if autocast_dtype(x) != x.dtype else x
+        return _LayerNorm.apply(x, weight, bias, eps, *_group_of_features(number))  # type: ignore[no-any-return]
+
+
+def _rms_norm_of_all(number: int, eps: float | None, x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
+    with torch._C.DisableTorchFunction():
+        wide = x.to(sum_dtype(x.dtype))
+        eps = torch.finfo(x.dtype).eps if eps is None else eps
+        square = _Mean.apply(wide.square().mean(-1, keepdim=True), *_group_of_features(number))
+        y = wide * torch.rsqrt(square + eps)
+        return (y if weight is None else y * weight).to(x.dtype)
+
+
+def _norm_shape(number: int, eps: float | None, x: torch.Tensor, *parameters: torch.Tensor | None) -> torch.Tensor:
+    is_cast = len(parameters) == 2 and autocast_dtype(x) != x.dtype  # by layer norm
+    return torch.empty_like(x, dtype=torch.float32 if is_cast else x.dtype)
+
+
+_feature_mean = opaque(_mean_of_all, _mean_shape)
+_feature_layer_norm = opaque(_layer_norm_of_all, _norm_shape)
+_feature_rms_norm = opaque(_rms_norm_of_all, _norm_shape)
 
 
 class _Mean(torch.autograd.Function):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import math
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -151,8 +151,10 @@ class TensorGridShape:
 
     def coordinates(self, rank: int) -> dict[str, int]:
         """Return the coordinates of a rank."""
-        found = next(itertools.islice(itertools.product(*(range(size) for size in self.axes.values())), rank, None))
-        return dict(zip(self.axes, found, strict=True))
+        axes, found = self.axes, {}
+        for axis in reversed(axes):
+            rank, found[axis] = divmod(rank, axes[axis])
+        return {axis: found[axis] for axis in axes}
 
     def index(self, rank: int, axes: Sequence[str]) -> int:
         """Return the index of a rank among the combinations of its coordinates along axes, the first one outermost."""
@@ -160,6 +162,14 @@ class TensorGridShape:
         for axis in axes:
             index = index * self.axes[axis] + coordinates[axis]
         return index
+
+
+_by_number: weakref.WeakValueDictionary[int, TensorGrid] = weakref.WeakValueDictionary()
+
+
+def grid_of_number(number: int) -> TensorGrid:
+    """Return the grid of a tensor-parallel group's number, for operators, which take no objects."""
+    return _by_number[number]
 
 
 class TensorGrid:
@@ -174,7 +184,10 @@ class TensorGrid:
         shape: As given.
         tp_group: As given.
         side: Number of ranks along each axis but depth.
+        num_batch_shards: Number of ranks among which the examples are divided.
         coordinates: Coordinates of this rank.
+        outer_index: Index of this rank's examples among them in the outer layout.
+        inner_index: The same in the inner layout.
 
     Collective: yes, over the world.
     """
@@ -183,11 +196,15 @@ class TensorGrid:
         self.shape = shape
         self.tp_group = tp_group
         self.side = shape.side
+        self.num_batch_shards = shape.num_batch_shards
         self.coordinates: Mapping[str, int] = shape.coordinates(tp_group.rank)
+        self.outer_index = shape.index(tp_group.rank, shape.outer.batch)
+        self.inner_index = shape.index(tp_group.rank, shape.inner.batch)
         # All of them now, as ranks do not run backward at the same time.
         lines = [*((axis,) for axis in shape.axes), shape.outer.batch, shape.inner.batch]
         self._groups = {axes: mesh.group(*axes) for axes in lines}
         self._batches: dict[int, int] = {}
+        _by_number[tp_group.number] = self
 
     def __deepcopy__(self, memo: dict[int, object]) -> TensorGrid:
         return self
@@ -198,8 +215,8 @@ class TensorGrid:
 
     def begin_batch(self, num_examples: int) -> None:
         """Note the number of examples of activations that are divided."""
-        self._batches[-(-num_examples // self.shape.num_batch_shards)] = num_examples
+        self._batches[-(-num_examples // self.num_batch_shards)] = num_examples
 
     def num_examples(self, num_local: int) -> int:
         """Return the number of examples of the last activations of which each rank has `num_local`."""
-        return self._batches.get(num_local, num_local * self.shape.num_batch_shards)
+        return self._batches.get(num_local, num_local * self.num_batch_shards)

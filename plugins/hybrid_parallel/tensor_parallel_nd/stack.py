@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +14,6 @@ from booster.errors import ConfigError
 from booster.plugins.hybrid_parallel.sequence_parallel.layer_context import is_in_backward
 from booster.plugins.hybrid_parallel.sequence_parallel.layer_stack import hidden_key, map_hidden
 from booster.plugins.hybrid_parallel.sequence_parallel.recorded_outputs import CapturedOutputs, mark_sharded
-from booster.pytree import map_tensors
 
 from .activations import assemble, divide, own_examples
 from .grid import TensorGrid
@@ -134,7 +132,6 @@ class _ArgumentHook:
     def __deepcopy__(self, memo: dict[int, Any]) -> _ArgumentHook:
         return self
 
-    @not_compiled
     def __call__(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         if not args and not kwargs:
             return args, kwargs
@@ -146,13 +143,20 @@ class _ArgumentHook:
                 continue
             num_heads = self._heads.get(one if isinstance(one, str) else self._names[one])
             if num_heads is not None and named[one].dim() == 3:
-                own = self._own(named[one].unflatten(0, (-1, num_heads)), hidden=hidden, module=module)
-                named[one] = own.flatten(0, 1)
+                named[one] = self._own(named[one].unflatten(0, (-1, num_heads)), hidden, module).flatten(0, 1)
             else:
-                named[one] = map_tensors(partial(self._own, hidden=hidden, module=module), named[one])
+                named[one] = self._own_of(named[one], hidden, module)
         return tuple(named.pop(position) for position in range(len(args))), named
 
-    def _own(self, x: torch.Tensor, *, hidden: torch.Tensor, module: nn.Module) -> torch.Tensor:
+    def _own_of(self, value: Any, hidden: torch.Tensor, module: nn.Module) -> Any:
+        """Return an argument that is a tensor or contains some; torch.compile can't trace torch's pytrees here."""
+        if isinstance(value, torch.Tensor):
+            return self._own(value, hidden, module)
+        if type(value) in (tuple, list):
+            return type(value)([self._own_of(one, hidden, module) for one in value])
+        return value
+
+    def _own(self, x: torch.Tensor, hidden: torch.Tensor, module: nn.Module) -> torch.Tensor:
         grid, shape = self._grid, self._grid.shape
         if x.dim() < 2 or x.shape[0] == hidden.shape[0] or x.shape[0] != grid.num_examples(hidden.shape[0]):
             return x
@@ -164,4 +168,4 @@ class _ArgumentHook:
                 f" so that tp_mode={shape.mode!r} can't know which of its dimensions are examples: add a dimension for"
                 " heads, or use another batch size"
             )
-        return own_examples(x, grid, shape.inner)
+        return own_examples(x, grid)
