@@ -160,7 +160,7 @@ class Trainer(TrainerState):
             eval_loader: Loader of evaluations, optional.
             evaluate_every: Number of steps between evaluations; optional, defaults to one at the end of each epoch.
             resume: Directory of a checkpoint that a Trainer has saved; or "auto" for the latest one of the
-                `CheckpointHook`, if there is one already. Optional, by default the run starts or goes on in memory.
+                `CheckpointHook`, if there is one already. Optional, by default the run starts, or continues in memory.
 
         Collective: every rank must call it.
 
