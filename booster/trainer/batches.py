@@ -92,7 +92,7 @@ def check_loader(loader: Any, name: str, dp_size: int) -> None:
     """
     if not isinstance(loader, Iterable) or isinstance(loader, Iterator):
         raise ConfigError(
-            f"{name} is a {type(loader).__name__}, which can't be iterated once per epoch: pass the loader that"
+            f"{name} must be iterable once per epoch, got one of class {type(loader).__name__}: pass the loader that"
             " booster.prepare_dataloader() or boost() returned, or any other iterable of this rank's batches"
         )
     is_plain = isinstance(loader, DataLoader) and not isinstance(loader, DistributedDataLoader)

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from booster.comm import LOW_PRECISION, raise_on_all_ranks
-from booster.errors import ConfigError
+from booster.comm import LOW_PRECISION, group_size, raise_on_all_ranks
+from booster.errors import BoosterError, ConfigError, RankFailedError, add_note
 from booster.interface import OptimizerWrapper
 from booster.validation import check_count, check_flag, error_of, is_number
 
@@ -179,8 +179,22 @@ class EMAHook(Hook):
         raise_on_all_ranks(error_of(self._check_not_applied))
         self._average.exchange()
         self._is_applied = True
-        yield
-        self._average.exchange()
+        try:
+            yield
+        except Exception as error:
+            # An error of one rank alone would leave it waiting for the others here. Those of the library are on all.
+            is_everywhere = isinstance(error, BoosterError) and not isinstance(error, RankFailedError)
+            if group_size() > 1 and not is_everywhere:
+                add_note(
+                    error, "It was raised inside of EMAHook.applied(): the model still has the averages as weights."
+                )
+                raise
+            self._restore(self._average)
+            raise
+        self._restore(self._average)
+
+    def _restore(self, average: WeightAverage) -> None:
+        average.exchange()
         self._is_applied = False
 
     def _check_not_applied(self) -> Any:

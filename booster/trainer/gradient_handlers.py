@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar, TypeVar
@@ -160,6 +161,13 @@ def _resolve(one: Any) -> tuple[type[GradientHandler], dict[str, Any]]:
             )
         found = _registered[found]
     _check_class(found)
+    try:
+        inspect.signature(found).bind(None, None, None, **arguments)
+    except TypeError as error:
+        raise ConfigError(
+            f"the gradient handler {found.__name__} does not take the arguments {arguments!r} ({error}): pass those"
+            " of its constructor, without booster, model and optimizer"
+        ) from error
     return found, arguments
 
 

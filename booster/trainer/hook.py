@@ -101,8 +101,8 @@ def check_hook(hook: object) -> None:
         )
     if not methods:
         raise ConfigError(
-            f"hooks has a {hook_name(hook)}, which has none of the methods {', '.join(POINTS)}: pass objects with"
-            " those that they need"
+            f"hooks has an entry of class {hook_name(hook)} with none of the methods {', '.join(POINTS)}:"
+            " pass objects with those that they need"
         )
     priority = getattr(hook, "priority", DEFAULT_PRIORITY)
     if not is_int(priority):

@@ -22,7 +22,7 @@ from booster.validation import check_clipping, check_count, error_of
 from .batches import as_batch, batches_of, check_loader, is_last_batch, join_batches, loss_function
 from .checkpoint_hook import CheckpointHook
 from .fit_config import AUTO, FitConfig
-from .gradient_handlers import Given, attach_gradient_handlers
+from .gradient_handlers import Given, attach_gradient_handlers, resolve_gradient_handlers
 from .hook import HookList, check_hook
 from .metric_hooks import LossHook
 from .schedule_hook import LRScheduleHook
@@ -93,11 +93,13 @@ class Trainer(TrainerState):
         self.criterion, self.accumulate, self.max_norm = criterion, accumulate, max_norm
         self.train_loader: Any = None
         self._is_at_epoch_end = self._ends_epoch = False
-        error = error_of(lambda: self._check_and_attach(hooks, gradient_handlers))
-        lines = [] if error else [*self._hooks.fingerprint(), *self._fingerprint()]
+        lines: list[str] = []
+        error = error_of(lambda: lines.extend(self._check(hooks, gradient_handlers)))
         check_same_across_ranks("making a Trainer", lines, error=error)
+        attach_gradient_handlers(booster, model, optimizer, gradient_handlers)
 
-    def _check_and_attach(self, hooks: Any, gradient_handlers: Sequence[Given]) -> None:
+    def _check(self, hooks: Any, gradient_handlers: Sequence[Given]) -> list[str]:
+        """Check the arguments and sort the hooks; return what must be equal on all ranks."""
         if not isinstance(self.booster, Booster):
             raise ConfigError(
                 f"Trainer() was given a {type(self.booster).__name__} for the Booster: write Trainer(booster, model,"
@@ -118,7 +120,7 @@ class Trainer(TrainerState):
         if self.max_norm is not None:
             check_clipping(self.max_norm, 2.0)
         if not isinstance(hooks, Iterable):
-            raise ConfigError(f"hooks={hooks!r} is a single object: pass a list, as in hooks=[LossHook()]")
+            raise ConfigError(f"hooks must be a list, got a single {type(hooks).__name__}: write hooks=[LossHook()]")
         given = list(hooks)
         for hook in given:
             check_hook(hook)
@@ -127,11 +129,9 @@ class Trainer(TrainerState):
         if self.lr_scheduler is not None and not any(isinstance(one, LRScheduleHook) for one in given):
             given.append(LRScheduleHook())
         self._hooks = HookList(given)
-        self._handlers = attach_gradient_handlers(self.booster, self.model, self.optimizer, gradient_handlers)
-
-    def _fingerprint(self) -> list[str]:
-        handlers = ", ".join(type(one).__name__ for one in self._handlers) or "none"
-        return [f"accumulate={self.accumulate}", f"max_norm={self.max_norm}", f"gradient handlers: {handlers}"]
+        handlers = ", ".join(cls.__name__ for cls, _ in resolve_gradient_handlers(gradient_handlers)) or "none"
+        settings = [f"accumulate={self.accumulate}", f"max_norm={self.max_norm}", f"gradient handlers: {handlers}"]
+        return [*self._hooks.fingerprint(), *settings]
 
     @property
     def hooks(self) -> tuple[Any, ...]:

@@ -122,6 +122,18 @@ def test_a_parameter_joins_with_its_first_update():
 
 
 @distributed(2)
+def test_an_error_of_all_ranks_leaves_the_weights(tmp_path):
+    _, trainer, hook, _ = train(FP32["zero1"](), OPTIMIZERS["adamw"])
+    before = joined_over_ranks(trainer.model)
+    with pytest.raises(ConfigError, match="ckpt"), hook.applied():
+        trainer.booster.save_model(trainer.model, tmp_path / "m.ckpt")
+    assert all(torch.equal(one, before[name]) for name, one in joined_over_ranks(trainer.model).items())
+    with pytest.raises(ConfigError, match="is entered already"), hook.applied(), hook.applied():
+        pass
+    assert all(torch.equal(one, before[name]) for name, one in joined_over_ranks(trainer.model).items())
+
+
+@distributed(2)
 def test_wrong_uses_of_the_average():
     for arguments, message in (
         ({"decay": 1.0}, "at least 0 and below 1"),

@@ -198,6 +198,7 @@ def test_wrong_handlers():
         ("MyGradientHandler", "is a single handler: pass a list"),
         (["MyGradientHandlr"], "is unknown: decorate its class"),
         ([nn.Linear], "derive a class from booster.GradientHandler"),
+        ([{"type": "Scale", "by": 2}], "does not take the arguments"),
         (["MyGradientHandler", DataParallelGradientHandler], "all reduce the gradients over 'dp', which is done once"),
     ):
         with pytest.raises(ConfigError, match=message):

@@ -13,13 +13,14 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
-from booster import Booster, Trainer
+from booster import Booster, FP16TorchMixedPrecision, Trainer
 from booster.core.model_wrapper import LabeledBatch, call_with_batch
 from booster.errors import ConfigError
 from booster.trainer import (
     AccuracyHook,
     CheckpointHook,
     EarlyStopHook,
+    EMAHook,
     Hook,
     LossHook,
     LRScheduleHook,
@@ -169,6 +170,31 @@ def test_schedules_by_steps_epochs_and_metrics():
     assert rate_after([LRScheduleHook("evaluation", monitor="eval_loss")], plateau) == pytest.approx(0.05)
 
 
+def test_skipped_steps_count_neither_in_schedules_nor_in_averages():
+    booster = Booster(device="cpu", mixed_precision=FP16TorchMixedPrecision(init_scale=2.0**40, growth_interval=100))
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    model, optimizer, *_ = booster.boost(model, optimizer)
+    seen = []
+
+    class Look:
+        def after_iteration(self, trainer):
+            averages = [state["ema"].clone() for state in optimizer.state.values() if "ema" in state]
+            seen.append((optimizer.step_was_skipped, scheduler.last_epoch, averages))
+
+    hooks = [EMAHook(0.5), Look()]
+    trainer = Trainer(booster, model, optimizer, F.cross_entropy, scheduler, hooks)
+    trainer.fit([(INPUTS, LABELS)] * 40, epochs=1)
+    skipped = [was_skipped for was_skipped, _, _ in seen]
+    first = skipped.index(False)
+    assert first > 2
+    assert not any(skipped[first:])
+    assert [count for _, count, _ in seen] == [0] * first + list(range(1, 41 - first))
+    assert not any(averages for _, _, averages in seen[:first])
+    assert all(len(averages) == 2 for _, _, averages in seen[first:])
+
+
 def test_a_nan_is_no_improvement():
     hook = EarlyStopHook(wait=2)
     stops = []
@@ -260,8 +286,8 @@ class Late(Hook):
     ("arguments", "message"),
     [
         ({"hooks": [LossHook]}, r"is a class.*write LossHook\(\)"),
-        ({"hooks": LossHook()}, "is a single object: pass a list"),
-        ({"hooks": [object()]}, "has none of the methods"),
+        ({"hooks": LossHook()}, "must be a list, got a single LossHook"),
+        ({"hooks": [object()]}, "with none of the methods"),
         ({"hooks": [Misspelt()]}, r"has the method after_iteraton.*Name it after_iteration"),
         ({"hooks": [Late()]}, "priority='late'"),
         ({"criterion": 3}, "criterion=3 is not callable"),
@@ -284,7 +310,7 @@ def test_wrong_arguments_of_a_trainer(arguments, message):
         ({"epochs": 1, "evaluate_every": 2}, "has nothing to evaluate"),
         ({"epochs": 1, "resume": "auto"}, "there is none: add one"),
         ({"epochs": 1, "resume": 3}, "resume must be a path"),
-        ({"epochs": 1, "eval_loader": 3}, "eval_loader is a int"),
+        ({"epochs": 1, "eval_loader": 3}, "eval_loader must be iterable"),
     ],
 )
 def test_wrong_arguments_of_fit(arguments, message):
@@ -339,7 +365,7 @@ def test_batches_and_loaders_that_cannot_be_run():
     trainer, loader = make()
     with pytest.raises(ConfigError, match="a tuple of 3 values"):
         trainer.fit([(INPUTS, LABELS, LABELS)], epochs=1)
-    with pytest.raises(ConfigError, match="can't be iterated once per epoch"):
+    with pytest.raises(ConfigError, match="must be iterable once per epoch"):
         trainer.fit(iter([INPUTS]), epochs=1)
     with pytest.raises(ConfigError, match="has no batches"):
         trainer.fit([], epochs=1)
