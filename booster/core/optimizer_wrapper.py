@@ -343,6 +343,12 @@ class OptimizerWrapper(DeprecatedOverrides, Optimizer):
         for hook in self._step_hooks:
             hook()
 
+    def wait_for_weights(self) -> None:
+        """Wait until the parameters of `param_groups` may be read after a step. Does nothing by default.
+
+        Overridden by plugins whose shards are part of weights in flight.
+        """
+
     def write_weights(self, write: Callable[[], Any]) -> None:
         """Call a function that writes the parameters of `param_groups`, and update the model.
 

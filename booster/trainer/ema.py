@@ -44,6 +44,7 @@ class WeightAverage:
     @torch.no_grad()
     def update(self) -> None:
         """Add the current weights to the average. No communication."""
+        self._optimizer.wait_for_weights()
         averages: list[torch.Tensor] = []
         weights: list[torch.Tensor] = []
         for parameter in self._trained():

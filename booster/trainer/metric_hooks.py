@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
 from booster.comm import all_gather_numbers, all_gather_text, group_rank
 from booster.errors import ConfigError
@@ -110,7 +111,8 @@ class MetricHook(Hook):
         metric: A function of (outputs, targets), or an object with `update(outputs, targets)`, `compute()` and
             `reset()`, such as any metric of torchmetrics. A function returns a tensor with one row per sample, whose
             mean over all elements is the metric; or a pair of such tensors, whose sums are divided. An object is
-            updated with the outputs and targets of all ranks, so it must not communicate itself.
+            updated with the outputs and targets of all ranks, and must not sum over ranks once more; those of
+            torchmetrics are told so.
         name: The result is `trainer.metrics["eval_<name>"]`; optional, defaults to the function's name or the class's
             in lower case. A `compute()` that returns a dict adds its keys.
         outputs: Function that takes the tensor (or nested tensors) with one row per sample out of the model's outputs;
@@ -139,8 +141,9 @@ class MetricHook(Hook):
                 f"MetricHook(metric={metric!r}) is neither a function of (outputs, targets) nor an object with"
                 " update(), compute() and reset(): pass one, such as torchmetrics.F1Score('multiclass', num_classes=9)"
             )
-        if self._is_object and hasattr(metric, "sync_on_compute"):
-            metric.sync_on_compute = metric.dist_sync_on_step = False  # of torchmetrics: every rank has all samples
+        for one in metric.modules() if self._is_object and isinstance(metric, nn.Module) else ():
+            if hasattr(one, "distributed_available_fn"):  # of torchmetrics: every rank has all samples already
+                one.distributed_available_fn = _is_never_distributed
         self.priority = priority
         self._metric = metric
         self.name = name or getattr(metric, "__name__", type(metric).__name__).lower()
@@ -193,6 +196,10 @@ class MetricHook(Hook):
             found = {self.name: self._sum / self._count if self._count else math.nan}
         for name, value in _first_of_ranks(found, hook_name(self)).items():
             trainer.metrics[f"eval_{name}"] = value
+
+
+def _is_never_distributed() -> bool:
+    return False
 
 
 def accuracy(outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -144,6 +144,36 @@ def test_accuracy_takes_logits_and_labels_of_mappings_and_ignores_padding():
     assert found["eval_accuracy"] == pytest.approx(float(right[:5].float().mean()))
 
 
+def test_metrics_that_would_sum_over_ranks_are_told_not_to():
+    class Metric(nn.Module):  # as of torchmetrics
+        def __init__(self):
+            super().__init__()
+            self.distributed_available_fn = lambda: True
+
+        def update(self, outputs, targets):
+            pass
+
+        def reset(self):
+            pass
+
+        def compute(self):
+            return torch.tensor(float(self.distributed_available_fn()))
+
+    class Collection(nn.Module):
+        update, reset = Metric.update, Metric.reset
+
+        def __init__(self):
+            super().__init__()
+            self.a = Metric()
+
+        def compute(self):
+            return {"a": self.a.compute()}
+
+    trainer, loader = make(hooks=[MetricHook(Metric()), MetricHook(Collection(), "all")])
+    found = trainer.evaluate(loader)
+    assert (found["eval_metric"], found["eval_all_a"]) == (0.0, 0.0)
+
+
 def test_a_metric_that_is_a_mean_is_an_error():
     trainer, loader = make(hooks=[MetricHook(lambda outputs, targets: outputs.mean(), "mean")])
     with pytest.raises(ConfigError, match="without a row per sample"):
