@@ -53,12 +53,13 @@ class _RankSum:
         return math.fsum(row[0] for row in rows) / weight if weight else math.nan
 
     def load(self, rows: Sequence[Sequence[float]], num_ranks: int) -> None:
-        """Load a result of `gather`; on another number of ranks the first one has the total."""
+        """Load a result of `gather`; on another number of ranks the first one has all, weighted as of these ranks."""
         rank = group_rank()
         if len(rows) == num_ranks:
             self._sum, self._weight = rows[rank]
         elif rank == 0:
-            self._sum, self._weight = (math.fsum(column) for column in zip(*rows, strict=True))
+            totals = (math.fsum(column) for column in zip(*rows, strict=True))
+            self._sum, self._weight = (total * num_ranks / len(rows) for total in totals)
 
 
 class LossHook(Hook):

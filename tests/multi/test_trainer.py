@@ -84,7 +84,9 @@ def state_of(trainer):
 CUTS = (5, 6, 9)  # in an accumulation, the last of an epoch, and in the next epoch's accumulation; of 6 an epoch
 
 
-@pytest.mark.parametrize("kind", PLUGINS)
+@pytest.mark.parametrize(
+    "kind", [one if one in ("ddp", "gemini", "pp_2") else pytest.param(one, marks=pytest.mark.slow) for one in PLUGINS]
+)
 @distributed(2)
 def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(kind, tmp_path):
     def make():
@@ -179,6 +181,24 @@ def test_a_checkpoint_resumes_under_another_plugin(tmp_path):
             weights = {name: one.detach().clone() for name, one in other.model.unwrap().named_parameters()}
         for name, one in serial.model.named_parameters():
             torch.testing.assert_close(weights[name], one.detach(), rtol=1e-4, atol=1e-5)
+
+
+def continue_run(folder, cut):
+    """Returns the weights after two epochs, from what is saved after batch `cut`, or from the start."""
+    trainer, loader, _ = make_trainer("ddp", [CheckpointHook(folder / "run", every_iterations=1)])
+    path = None if cut is None else folder / "run" / f"step-{cut:08d}"
+    metrics = trainer.fit(loader, epochs=2, resume=path)
+    return {name: one.detach().clone() for name, one in trainer.model.named_parameters()}, metrics, trainer.iteration
+
+
+@pytest.mark.parametrize("cut", [5, 6, 8])
+def test_another_number_of_ranks_continues_the_epoch_and_the_accumulation(cut, tmp_path):
+    expected, metrics, num_iterations = run_ranks(continue_run, 2, tmp_path, None)[0]
+    found, metrics_of_one, num_of_one = run_ranks(continue_run, 1, tmp_path, cut)[0]
+    assert num_of_one == num_iterations == 12
+    assert metrics_of_one["epoch_loss"] == pytest.approx(metrics["epoch_loss"], rel=1e-5)
+    for name, weight in expected.items():
+        torch.testing.assert_close(found[name], weight, rtol=1e-4, atol=1e-5)
 
 
 # Decisions of all ranks.
