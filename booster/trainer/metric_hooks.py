@@ -142,7 +142,8 @@ class MetricHook(Hook):
                 f"MetricHook(metric={metric!r}) is neither a function of (outputs, targets) nor an object with"
                 " update(), compute() and reset(): pass one, such as torchmetrics.F1Score('multiclass', num_classes=9)"
             )
-        for one in metric.modules() if self._is_object and isinstance(metric, nn.Module) else ():
+        modules: Sequence[Any] = list(metric.modules()) if isinstance(metric, nn.Module) else []
+        for one in modules:
             if hasattr(one, "distributed_available_fn"):  # of torchmetrics: every rank has all samples already
                 one.distributed_available_fn = _is_never_distributed
         self.priority = priority
