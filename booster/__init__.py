@@ -40,6 +40,7 @@ from .mixed_precision import (
 from .monitor import Monitor
 from .placements import shard
 from .rng_state import set_seed
+from .trainer import GradientHandler, Trainer, register_gradient_handler
 from .version import __version__ as __version__
 
 __all__ = [
@@ -58,6 +59,7 @@ __all__ = [
     "FP16NaiveMixedPrecision",
     "FP16TorchMixedPrecision",
     "GeneralCheckpointIO",
+    "GradientHandler",
     "LazyInitContext",
     "MemoryEstimate",
     "MixedPrecision",
@@ -68,6 +70,7 @@ __all__ = [
     "Plugin",
     "RankFailedError",
     "TensorSlice",
+    "Trainer",
     "checkpoint_activations",
     "chunked_cross_entropy",
     "disable_existing_loggers",
@@ -81,6 +84,7 @@ __all__ = [
     "launch_from_openmpi",
     "launch_from_slurm",
     "launch_from_torch",
+    "register_gradient_handler",
     "set_seed",
     "shard",
 ]

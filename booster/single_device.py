@@ -90,6 +90,10 @@ class SingleDevicePlugin(Plugin):
             dataloader = shard_dataloader(dataloader, dp_rank=0, dp_size=1)  # the sample order of several ranks
         return boosted, wrapped, criterion, dataloader, lr_scheduler
 
+    def leave_reduction(self, model: ModelWrapper, axis: str, handler: str) -> None:
+        if axis != "dp":
+            super().leave_reduction(model, axis, handler)
+
     def control_checkpoint_io(self) -> bool:
         return False
 

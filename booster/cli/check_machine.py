@@ -227,6 +227,8 @@ EXTRAS: dict[str, dict[str, _MinVersion]] = {
     "hf": {"transformers": (5, 0)},
     "plot": {"matplotlib": None},
     "tensorboard": {"tensorboard": None},
+    "wandb": {"wandb": None},
+    "mlflow": {"mlflow": None},
     "lora": {"peft": (0, 17)},
 }
 NEWEST_TESTED_TORCH = (2, 13)

@@ -1,6 +1,6 @@
 """Communication between ranks: the only package that calls collectives."""
 
-from booster.fault_tolerance.collective_errors import abort_groups, report_failure
+from booster.fault_tolerance.collective_errors import abort_all_groups, abort_groups, report_failure
 from booster.fault_tolerance.fault_injection import Fault, InjectedFault, inject_faults
 
 from .all_to_all import AllToAll, all_to_all_single, start_all_to_all
@@ -82,6 +82,7 @@ __all__ = [
     "TensorMeta",
     "TensorReceive",
     "TensorSend",
+    "abort_all_groups",
     "abort_groups",
     "all_gather_bytes",
     "all_gather_equal",

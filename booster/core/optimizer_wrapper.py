@@ -279,8 +279,15 @@ class OptimizerWrapper(DeprecatedOverrides, Optimizer):
         return None if self._last_norm is None else float(self._last_norm)
 
     def register_gradient_hook(self, hook: Callable[[Sequence[torch.Tensor]], None]) -> None:
-        """Register `hook(gradients)`, called once per step with this rank's unscaled gradients."""
+        """Register `hook(gradients)`, called once per step with this rank's unscaled gradients, which it may change."""
         self._gradient_hooks.append(hook)
+
+    def named_gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield this rank's gradients with the user's names of their parameters: shards where the plugin shards them.
+
+        In a gradient hook they are the unscaled ones of the step.
+        """
+        return self._named_gradients()
 
     def register_step_hook(self, hook: Callable[[], None]) -> None:
         """Register `hook()`, called on every rank at the end of every step, also of a skipped one."""
@@ -336,6 +343,22 @@ class OptimizerWrapper(DeprecatedOverrides, Optimizer):
         for hook in self._step_hooks:
             hook()
 
+    def wait_for_weights(self) -> None:
+        """Wait until the parameters of `param_groups` may be read after a step. Does nothing by default.
+
+        Overridden by plugins whose shards are part of weights in flight.
+        """
+
+    def write_weights(self, write: Callable[[], Any]) -> None:
+        """Call a function that writes the parameters of `param_groups`, and update the model.
+
+        Args:
+            write: Function without arguments; the parameters may be shards or fp32 copies of the model's.
+
+        Collective: every rank must call it, also one without shards.
+        """
+        self._call_user_method(write)
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients and end the accumulation; no effect inside of `Booster.accumulate` before the step."""
         if self._is_accumulating:
@@ -366,6 +389,8 @@ class OptimizerWrapper(DeprecatedOverrides, Optimizer):
         self._accumulation.is_unscaled = True
         for hook in self._gradient_hooks:
             hook(gradients)
+        if self._gradient_hooks:
+            self._on_gradients_changed()
         for observer in observers():
             observer.on_gradients(self, self._named_gradients)
 
@@ -448,6 +473,9 @@ class OptimizerWrapper(DeprecatedOverrides, Optimizer):
             gradient = model_parameter.grad if is_scaled else parameter.grad
             if gradient is not None:
                 yield names.get(id(model_parameter), "a parameter outside of the model"), gradient
+
+    def _on_gradients_changed(self) -> None:
+        """Called after gradient hooks, which may have changed the gradients; does nothing by default."""
 
     def _has_gradients(self) -> bool:
         return any(parameter.grad is not None for parameter in self._model_parameters())

@@ -127,6 +127,12 @@ def abort_groups(groups: Sequence[dist.ProcessGroup | None], reason: str = "") -
         _close_connections(group)
 
 
+def abort_all_groups(reason: str = "") -> None:
+    """Abort this rank's connections in all of its groups; see `abort_groups`."""
+    if dist.is_initialized():
+        abort_groups(list(_world.pg_map), reason)
+
+
 def abort_waits(ranks: Collection[int]) -> None:
     """Abort this rank's waits in all groups of these global ranks, whose programs have ended.
 

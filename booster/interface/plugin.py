@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, Dataset
 from booster.core.model_wrapper import ModelWrapper, batch_on_device, call_with_batch
 from booster.core.optimizer_wrapper import OptimizerWrapper
 from booster.deprecation import ConfigFingerprint
+from booster.errors import ConfigError
 
 from .checkpoint_io import CheckpointIO
 from .stage_manager import StageManager
@@ -199,6 +200,25 @@ class Plugin(ConfigFingerprint, ABC):
         Overridden by plugins that reduce gradients in backward.
         """
         return nullcontext()
+
+    def leave_reduction(self, model: ModelWrapper, axis: str, handler: str) -> None:
+        """Leave the gradients of a boosted model unreduced along an axis, for a gradient handler that reduces them.
+
+        Overridden by plugins that can. No communication; called before the first backward.
+
+        Args:
+            model: Boosted model.
+            axis: Axis that the handler reduces over, such as "dp".
+            handler: Name of the handler, for the message.
+
+        Raises:
+            ConfigError: The plugin reduces the gradients along the axis itself, or has no such axis.
+        """
+        raise ConfigError(
+            f"the gradient handler {handler} reduces the gradients over {axis!r}, and {type(self).__name__} does that"
+            " itself, together with sharding them or with the ranks that share layers: leave the handler out, let it"
+            " take the reduced gradients as they are (reduces = None), or use TorchDDPPlugin, which leaves 'dp' to it"
+        )
 
     def execute_pipeline(
         self,

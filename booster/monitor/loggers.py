@@ -218,14 +218,17 @@ class TensorBoardLogger:
             ) from error
 
     def write(self, record: Mapping[str, Any]) -> None:
-        for name, value in record.items():
-            if name in ("step", "time", "steps", "ranks"):
-                continue
-            for tag, number in _scalars(name, value):
-                self._writer.add_scalar(tag, number, record["step"], walltime=record["time"])
+        for tag, number in scalars_of(record):
+            self._writer.add_scalar(tag, number, record["step"], walltime=record["time"])
 
     def close(self) -> None:
         self._writer.close()
+
+
+def scalars_of(record: Mapping[str, Any]) -> list[tuple[str, float]]:
+    """Return the numbers of a record by their names; those of nested values have paths such as "seconds_in/step"."""
+    shown = {name: value for name, value in record.items() if name not in ("step", "time", "steps", "ranks")}
+    return [scalar for name, value in shown.items() for scalar in _scalars(name, value)]
 
 
 def _scalars(name: str, value: Any) -> list[tuple[str, float]]:

@@ -8,7 +8,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from os import PathLike
@@ -35,6 +35,7 @@ from .loggers import (
     stats_to_vector,
 )
 from .step_stats import StepStats
+from .trackers import MLflowLogger, Settings, WandbLogger, check_settings
 from .watchdog import Watchdog
 
 
@@ -48,6 +49,8 @@ class MonitorConfig:
 
     log: str | PathLike[str] | None
     tensorboard: str | PathLike[str] | None
+    wandb: Settings | None
+    mlflow: Settings | None
     progress: bool | Literal["always"]
     total_steps: int | None
     every: int
@@ -58,6 +61,9 @@ class MonitorConfig:
     def __post_init__(self) -> None:
         _check_path("log", self.log, "the path of a file, such as 'runs/a.jsonl'")
         _check_path("tensorboard", self.tensorboard, "the path of a directory, such as 'runs/a'")
+        for name in ("wandb", "mlflow"):
+            if getattr(self, name) is not None:
+                check_settings(name, getattr(self, name))
         if self.log is not None and os.path.isdir(self.log):
             raise ConfigError(f"log={self.log!r} is a directory: pass the path of a file in it, such as 'a.jsonl'")
         if self.progress not in (True, False, "always"):
@@ -119,6 +125,8 @@ class Monitor:
         optimizer: Boosted optimizer of the model.
         log: JSON lines file with one line per record, for `booster plot`; written by rank 0.
         tensorboard: Directory for TensorBoard; needs `pip install torch-booster[tensorboard]`.
+        wandb: Project of Weights & Biases, or keyword arguments of `wandb.init`; needs the extra "wandb".
+        mlflow: Experiment of MLflow, or keyword arguments of `mlflow.start_run`; needs the extra "mlflow".
         progress: Progress bar on rank 0: True (if stderr is a terminal), False or "always".
         total_steps: Number of steps for the bar.
         tokens: Callable with the positional arguments (a tuple) and keyword arguments (a dict) of a forward; returns
@@ -159,6 +167,8 @@ class Monitor:
         *,
         log: str | PathLike[str] | None = None,
         tensorboard: str | PathLike[str] | None = None,
+        wandb: str | Mapping[str, Any] | None = None,
+        mlflow: str | Mapping[str, Any] | None = None,
         progress: bool | Literal["always"] = True,
         total_steps: int | None = None,
         tokens: Callable[[tuple[Any, ...], dict[str, Any]], int] | None = None,
@@ -181,6 +191,8 @@ class Monitor:
         self._settings = MonitorConfig(
             log=log,
             tensorboard=tensorboard,
+            wandb=wandb,
+            mlflow=mlflow,
             progress=progress,
             total_steps=total_steps,
             every=every,
@@ -293,6 +305,12 @@ class Monitor:
         if settings.tensorboard is not None:
             directory = Path(settings.tensorboard)
             made.append(lambda: TensorBoardLogger(directory))
+        if settings.wandb is not None:
+            project = settings.wandb
+            made.append(lambda: WandbLogger(project))
+        if settings.mlflow is not None:
+            experiment = settings.mlflow
+            made.append(lambda: MLflowLogger(experiment))
         if settings.progress == "always" or (settings.progress is True and sys.stderr.isatty()):
             made.append(lambda: ProgressBar(settings.total_steps, first_step or 1))
         for make in made:

@@ -23,7 +23,7 @@ from booster.comm import (
     send_tensor,
 )
 from booster.core.accumulation import check_scalar_loss
-from booster.core.model_wrapper import batch_on_device
+from booster.core.model_wrapper import batch_on_device, forward_arguments
 from booster.errors import ConfigError, RankFailedError, add_note
 from booster.fault_tolerance.progress import Phase, in_phase, observers
 from booster.mixed_precision.fp16 import log_rank_zero
@@ -142,7 +142,7 @@ class PipelineRuntime:
         self._model.begin_batch()
         if optimizer is not None:
             for observer in observers():
-                observer.on_forward(self._model, (fetched.batch,), {})
+                observer.on_forward(self._model, *forward_arguments(fetched.batch))
         run = PipelineRun(len(microbatches))
         self._model.last_pipeline_run = run
         self._microbatches, self._criterion, self._current = microbatches, criterion, run

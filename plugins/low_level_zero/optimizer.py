@@ -250,6 +250,10 @@ class ZeroOptimizer(ShardedOptimizer):
 
     # Step.
 
+    def wait_for_weights(self) -> None:
+        if any(flat.masters is None for flat in self._flat_groups):  # masters are not part of the all-gather
+            self.param_all_gather.wait()
+
     def _fetch_weights(self) -> None:
         self.param_all_gather.wait()  # without a forward since the last step, own shards may still be in flight
         for flat in self._flat_groups:

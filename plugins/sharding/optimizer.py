@@ -476,6 +476,9 @@ class ShardedOptimizer(OptimizerWrapper):
                 shard = self.shards.shard_of(parameter)
                 yield self._names[id(parameter)] if shard is None else shard.name, parameter.grad
 
+    def _on_gradients_changed(self) -> None:
+        self._cached_norm = None
+
     def _total_norm(self, norm_type: float) -> torch.Tensor:
         if norm_type == 2.0 and self._cached_norm is not None:
             norm = self._cached_norm

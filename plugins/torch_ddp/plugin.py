@@ -124,6 +124,12 @@ class TorchDDPPlugin(DistributedPlugin):
         reducer = wrapper.reducer if isinstance(wrapper, DDPModel) else None
         return nullcontext() if reducer is None else reducer.no_sync()
 
+    def leave_reduction(self, model: ModelWrapper, axis: str, handler: str) -> None:
+        if axis != "dp" or not isinstance(model, DDPModel):
+            super().leave_reduction(model, axis, handler)
+        elif model.reducer is not None:
+            model.reducer.leave_gradients_local(handler)
+
 
 class DDPModel(ModelWrapper):
     """Boosted model: the user's model with hooks on its parameters."""

@@ -287,6 +287,22 @@ class Reducer:
             raise ConfigError("register_comm_hook() was called twice for one model, which takes one hook: call it once")
         self._comm_hook = partial(hook, state)
 
+    def leave_gradients_local(self, handler: str) -> None:
+        """Average nothing: a gradient handler does. The ranks still exchange which parameters are used.
+
+        Args:
+            handler: Name of the handler, for the message.
+
+        Raises:
+            ConfigError: The model has sparse gradients, or a communication hook.
+        """
+        if any(grad.produces_sparse for grad in self._grads):
+            raise ConfigError(
+                f"the gradient handler {handler} reduces over 'dp', and the model has an embedding with sparse=True,"
+                " whose gradients TorchDDPPlugin averages row by row: make the embedding with sparse=False"
+            )
+        self.register_comm_hook(None, _keep_local)
+
     # Backwards that reduce.
 
     @contextmanager
@@ -540,6 +556,13 @@ def _sparse_mean(parameter: nn.Parameter) -> torch.Tensor:
     is_sparse = given.is_sparse
     mean = all_reduce_sparse((given if is_sparse else given.to_sparse(1)) / group_size())
     return mean if is_sparse else mean.to_dense()
+
+
+def _keep_local(_: object, bucket: GradBucket) -> torch.futures.Future[Any]:
+    """Communication hook that leaves this rank's gradients as they are."""
+    future: torch.futures.Future[Any] = torch.futures.Future()
+    future.set_result(bucket.buffer())
+    return future
 
 
 def _hook(parameter: nn.Parameter, hook: Callable[[torch.Tensor], None]) -> RemovableHandle | None:

@@ -205,6 +205,23 @@ def test_slurm_continues_from_its_last_step(tmp_path, plugin):
     assert sorted(path.name for path in tmp_path.glob("step-*")) == ["step-00000004", "step-00000006"]
 
 
+@pytest.mark.parametrize(
+    "plugin",
+    [
+        name if name == "pipeline" else pytest.param(name, marks=pytest.mark.slow)
+        for name in list(example("trainer").PLUGINS)[1:]
+    ],
+)
+def test_trainer(tmp_path, plugin):
+    expected, found = run_on_one_and_two("trainer", plugin, tmp_path, "--epochs", "1")
+    for metrics in found:
+        assert metrics["epoch_loss"] == pytest.approx(expected["epoch_loss"], rel=1e-4)
+        assert metrics["eval_accuracy"] == pytest.approx(expected["eval_accuracy"], abs=0.01)
+    # Under another plugin on one rank, from what two have saved.
+    (metrics,) = run_ranks(run, 1, "trainer", "torch_ddp", tmp_path / "2", "--epochs", "2")
+    assert metrics["epoch_loss"] < expected["epoch_loss"]
+
+
 def run_nvme(*arguments):
     module = example("nvme")
     return module.train(module.parse_arguments([*arguments]))

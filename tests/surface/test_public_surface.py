@@ -12,6 +12,7 @@ import booster
 import booster.moe
 import booster.optim
 import booster.plugins
+import booster.trainer
 from booster.deprecation import DeprecatedAlias
 
 FROZEN = Path(__file__).with_name("public_surface.txt")
@@ -23,6 +24,8 @@ def surface() -> str:
     names |= {f"plugins.{cls}": getattr(booster.plugins, cls) for _, cls in booster.plugins.BUILT_IN.values()}
     names |= {f"optim.{name}": getattr(booster.optim, name) for name in booster.optim.__all__}
     names |= {f"moe.{name}": getattr(booster.moe, name) for name in booster.moe.__all__}
+    others = (name for name in booster.trainer.__all__ if name not in names)
+    names |= {f"trainer.{name}": getattr(booster.trainer, name) for name in others}
     return "\n".join(line for name in sorted(names) for line in _lines(name, names[name])) + "\n"
 
 
@@ -46,7 +49,7 @@ def _lines(name: str, thing: object) -> list[str]:
 
 def _members(cls: type) -> dict[str, object]:
     """Returns what the class defines, and what its bases do that have no line of their own."""
-    shown = set(booster.__all__)
+    shown = {*booster.__all__, *booster.trainer.__all__}
     parts = [base for base in cls.__mro__ if base.__module__.startswith("booster.") and base.__name__ not in shown]
     return {name: value for part in (*reversed(parts), cls) for name, value in vars(part).items()}
 

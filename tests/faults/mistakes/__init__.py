@@ -10,6 +10,7 @@ from faults.mistakes import (
     data,
     fine_tuning,
     launching,
+    loops,
     optimizers,
     plugins,
     training,
@@ -21,7 +22,7 @@ __all__ = ["all_wrong_calls"]
 
 _TOPICS = (
     *(launching, commands),
-    *(plugins, boosting, training, checkpoints, fine_tuning, data, optimizers, watching_tools, alone),
+    *(plugins, boosting, training, checkpoints, fine_tuning, data, optimizers, watching_tools, loops, alone),
 )
 
 

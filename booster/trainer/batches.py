@@ -1,0 +1,129 @@
+"""Batches of a `Trainer`: which part is given to the model, and in which order loaders are read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+from torch.utils.data.distributed import DistributedSampler
+
+from booster.core.model_wrapper import LabeledBatch
+from booster.data.dataloader import DistributedDataLoader, active_position
+from booster.data.join import JoinIterator
+from booster.errors import ConfigError
+from booster.pytree import children_of, iter_tensors, with_children
+
+
+def as_batch(given: Any) -> Any:
+    """Return a loader's batch as the Trainer runs it.
+
+    Args:
+        given: A mapping, which the model takes by keyword; a pair of inputs and targets; or inputs alone, also as a
+            sequence of one.
+
+    Returns:
+        The mapping, or a `LabeledBatch`.
+
+    Raises:
+        ConfigError: It is a sequence of more than two, of which it is unknown what the model takes.
+    """
+    if isinstance(given, (Mapping, LabeledBatch)):
+        return given
+    if not isinstance(given, (list, tuple)):
+        return LabeledBatch(given, None)
+    if len(given) == 1:
+        return LabeledBatch(given[0], None)
+    if len(given) == 2:
+        return LabeledBatch(*given)
+    raise ConfigError(
+        f"the loader yields a {type(given).__name__} of {len(given)} values, and a Trainer takes pairs of inputs and"
+        " targets: let it yield ((first, second), targets), or a dict of the model's keyword arguments"
+    )
+
+
+def targets_of(batch: Any) -> Any:
+    """Return what the criterion gets beside the outputs: the targets of a pair, else what the model got."""
+    if isinstance(batch, LabeledBatch):
+        return batch.inputs if batch.targets is None else batch.targets
+    return batch
+
+
+def loss_function(criterion: Callable[..., Any] | None) -> Callable[[Any, Any], torch.Tensor]:
+    """Return a function of (outputs, batch) that computes the loss.
+
+    Args:
+        criterion: Function of (outputs, targets); None for models that return their loss.
+    """
+
+    def loss_of(outputs: Any, batch: Any) -> torch.Tensor:
+        loss: torch.Tensor = _own_loss(outputs) if criterion is None else criterion(outputs, targets_of(batch))
+        return loss
+
+    return loss_of
+
+
+def _own_loss(outputs: Any) -> Any:
+    loss = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
+    if loss is None:
+        raise ConfigError(
+            f"the Trainer has criterion=None, and the model returned a {type(outputs).__name__} without a loss: pass a"
+            " criterion, or let the batches have the labels that the model computes its loss from"
+        )
+    return loss
+
+
+def num_samples_of(batch: Any) -> int:
+    """Return the number of samples in this rank's batch: the size of dim 0 of its first tensor."""
+    return next((one.shape[0] for one in iter_tensors(batch) if one.dim()), 1)
+
+
+def check_loader(loader: Any, name: str, dp_size: int) -> None:
+    """Check that a loader yields this rank's batches.
+
+    Args:
+        loader: The loader.
+        name: Name of the argument, for the message.
+        dp_size: Number of data-parallel ranks.
+
+    Raises:
+        ConfigError: It is not iterable, or every rank would read all samples.
+    """
+    if not isinstance(loader, Iterable) or isinstance(loader, Iterator):
+        raise ConfigError(
+            f"{name} must be iterable once per epoch, got one of class {type(loader).__name__}: pass the loader that"
+            " booster.prepare_dataloader() or boost() returned, or any other iterable of this rank's batches"
+        )
+    is_plain = isinstance(loader, DataLoader) and not isinstance(loader, DistributedDataLoader)
+    if is_plain and dp_size > 1 and not isinstance(getattr(loader, "sampler", None), DistributedSampler):
+        raise ConfigError(
+            f"{name} is a plain {type(loader).__name__}, of which each of the {dp_size} data-parallel ranks would read"
+            " all samples: pass booster.prepare_dataloader(loader), or what boost(dataloader=) returned"
+        )
+
+
+def batches_of(loader: Any) -> Iterator[Any]:
+    """Yield this rank's batches of an epoch, equally many on all ranks. Collective."""
+    sampler = getattr(loader, "epoch_sampler", None)
+    is_even = isinstance(loader, DistributedDataLoader) and not getattr(sampler, "is_sharded", False)
+    return iter(loader) if is_even else JoinIterator(loader)
+
+
+def is_last_batch() -> bool:
+    """Return whether the current batch is the last of its epoch."""
+    position = active_position()
+    return position is not None and position.is_last
+
+
+def join_batches(batches: Sequence[Any]) -> Any:
+    """Return the outputs of all batches, concatenated along the samples."""
+    first = batches[0]
+    if isinstance(first, torch.Tensor):
+        return torch.cat(list(batches))
+    if isinstance(first, list) and all(isinstance(one, list) for one in batches):
+        return [one for batch in batches for one in batch]
+    parts = [children_of(batch) for batch in batches]
+    if any(part is None for part in parts):
+        return first
+    return with_children(first, {key: join_batches([(part or {})[key] for part in parts]) for key in parts[0] or {}})

@@ -1,0 +1,203 @@
+"""Moving average of the weights, kept beside the optimizer's states."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from booster.comm import LOW_PRECISION, group_size, raise_on_all_ranks
+from booster.errors import BoosterError, ConfigError, RankFailedError, add_note
+from booster.interface import OptimizerWrapper
+from booster.validation import check_count, check_flag, error_of, is_number
+
+from .hook import Hook
+from .state import TrainerState
+
+# Note [Average of shards]
+# The average of a weight is a state of the optimizer with the weight's shape: of the shard that this rank updates, in
+# fp32 where that is an fp32 master. Averages are elementwise, so those of all shards together are the average that one
+# process computes, without a message. As a state it moves with its shard, is saved under `<parameter name>.<name>`, and
+# goes into any plugin. To compute with the averages, they change places with the weights by
+# `OptimizerWrapper.write_weights`, which updates the model.
+# Optimizers create their states where `optimizer.state[p]` is empty, so an average is added only after a parameter was
+# updated: it starts with the value of that first update, as torch's `AveragedModel` does.
+
+
+class WeightAverage:
+    """Exponential moving average of the trained weights of a boosted optimizer.
+
+    Args:
+        optimizer: Boosted optimizer.
+        decay: Weight of the average in `decay * average + (1 - decay) * weight`.
+        name: Name of the state in `optimizer.state` and in checkpoints.
+    """
+
+    def __init__(self, optimizer: OptimizerWrapper, decay: float, name: str) -> None:
+        self._optimizer = optimizer
+        self._decay = decay
+        self._name = name
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Add the current weights to the average. No communication."""
+        self._optimizer.wait_for_weights()
+        averages: list[torch.Tensor] = []
+        weights: list[torch.Tensor] = []
+        for parameter in self._trained():
+            state = self._optimizer.state.get(parameter)
+            if state and self._name in state:
+                averages.append(state[self._name])
+                weights.append(parameter.detach())
+            elif state or self._has_gradient(parameter):
+                self._optimizer.state[parameter][self._name] = parameter.detach().clone()
+        if averages:
+            torch._foreach_lerp_(averages, weights, 1.0 - self._decay)
+
+    @torch.no_grad()
+    def exchange(self) -> None:
+        """Swap the averages with the weights, in the model as well. Collective.
+
+        Raises:
+            ConfigError: There are accumulated gradients without a step.
+        """
+        if self._optimizer.accumulation.is_open:
+            raise ConfigError(
+                "the averages of EMAHook change places with the weights in the middle of an accumulation, whose"
+                " gradients belong to the weights: do it after optimizer.step()"
+            )
+        self._optimizer.write_weights(self._swap)
+
+    def _swap(self) -> None:
+        for parameter in self._trained():
+            average = self._optimizer.state.get(parameter, {}).get(self._name)
+            if average is not None:
+                weight = parameter.detach().clone()
+                parameter.copy_(average)
+                average.copy_(weight)
+
+    def check_dtypes(self) -> None:
+        """Check that the averages are not rounded to the weights that they started from.
+
+        Raises:
+            ConfigError: A weight that is updated has a low-precision dtype.
+        """
+        low = next((one for one in self._trained() if one.dtype in LOW_PRECISION), None)
+        if low is not None:
+            raise ConfigError(
+                f"EMAHook averages weights of {low.dtype} without fp32 master weights, to which an update of"
+                f" {1.0 - self._decay:.2g} of the difference is rounded away: boost the model in fp32 with"
+                " mixed_precision='bf16', or use a plugin with master_weights=True"
+            )
+
+    def _trained(self) -> Iterator[nn.Parameter]:
+        for group in self._optimizer.param_groups:
+            yield from (one for one in group["params"] if one.requires_grad and one.numel() > 0)
+
+    def _has_gradient(self, parameter: nn.Parameter) -> bool:
+        """Return whether the step has updated a parameter, of which its optimizer keeps no state."""
+        return parameter.grad is not None or self._optimizer.model_parameter(parameter).grad is not None
+
+
+class EMAHook(Hook):
+    """Exponential moving average of the weights, under every plugin; evaluations in `fit` run with it.
+
+    Each rank averages what its optimizer updates, which takes as much memory as these parameters, and no communication.
+    Averages are part of checkpoints, and go into any plugin with them. A step that a loss scaler skips is not counted.
+    Buffers are not averaged.
+
+    Args:
+        decay: Weight of the average in `decay * average + (1 - decay) * weight`.
+        every: Number of steps between updates.
+        evaluates: If True, evaluations run with the averages.
+        name: Name of the state in the optimizer, for several averages.
+        priority: Position among the hooks.
+
+    Raises:
+        ConfigError: An argument is invalid; in `fit`: the weights are of low precision and have no masters.
+    """
+
+    def __init__(
+        self,
+        decay: float = 0.999,
+        *,
+        every: int = 1,
+        evaluates: bool = True,
+        name: str = "ema",
+        priority: int = 30,
+    ) -> None:
+        if not is_number(decay) or not 0.0 <= float(decay) < 1.0:
+            raise ConfigError(
+                f"EMAHook(decay={decay!r}): the weight of the average must be a number of at least 0 and below 1, such"
+                " as 0.999"
+            )
+        check_count(every=every)
+        check_flag("evaluates", evaluates)
+        if not isinstance(name, str) or not name.isidentifier() or name == "master":
+            raise ConfigError(f"EMAHook(name={name!r}): give the state a name such as 'ema', other than 'master'")
+        self.priority = priority
+        self._decay, self._every, self._evaluates, self._name = float(decay), every, evaluates, name
+        self._average: WeightAverage | None = None
+        self._is_applied = False
+
+    def before_fit(self, trainer: TrainerState) -> None:
+        if self._average is not None:
+            return
+        average = WeightAverage(trainer.optimizer, self._decay, self._name)
+        average.check_dtypes()
+        self._average = average
+
+        def update() -> None:
+            # `trainer.step` is not counted yet. A step outside of `fit` belongs to another loop.
+            is_due = (trainer.step + 1) % self._every == 0
+            if trainer.is_fitting and is_due and not trainer.optimizer.step_was_skipped:
+                average.update()
+
+        trainer.optimizer.register_step_hook(update)
+
+    def before_evaluation(self, trainer: TrainerState) -> None:
+        if self._evaluates and self._average is not None and not self._is_applied:
+            self._average.exchange()
+
+    def after_evaluation(self, trainer: TrainerState) -> None:
+        if self._evaluates and self._average is not None and not self._is_applied:
+            self._average.exchange()
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """Context in which the model has the averages as its weights: for saves, evaluations and predictions.
+
+        Collective: every rank must enter and leave it.
+
+        Raises:
+            ConfigError: `fit` was not called, or there are accumulated gradients.
+        """
+        if self._average is None:
+            raise ConfigError("EMAHook.applied() has no averages yet: call Trainer.fit() with the hook first")
+        raise_on_all_ranks(error_of(self._check_not_applied))
+        self._average.exchange()
+        self._is_applied = True
+        try:
+            yield
+        except Exception as error:
+            # An error of one rank alone would leave it waiting for the others here. Those of the library are on all.
+            is_everywhere = isinstance(error, BoosterError) and not isinstance(error, RankFailedError)
+            if group_size() > 1 and not is_everywhere:
+                add_note(
+                    error, "It was raised inside of EMAHook.applied(): the model still has the averages as weights."
+                )
+                raise
+            self._restore(self._average)
+            raise
+        self._restore(self._average)
+
+    def _restore(self, average: WeightAverage) -> None:
+        average.exchange()
+        self._is_applied = False
+
+    def _check_not_applied(self) -> Any:
+        if self._is_applied:
+            raise ConfigError("EMAHook.applied() is entered already: leave its block first")

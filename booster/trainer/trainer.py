@@ -1,0 +1,393 @@
+"""`Trainer`: the training loop over a Booster, under every plugin."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from os import PathLike
+from typing import Any
+
+import torch
+from torch.optim.lr_scheduler import LRScheduler
+
+from booster.boost_checks import check_boosted_model, check_boosted_optimizer, check_scheduler
+from booster.booster import Booster
+from booster.comm import check_same_across_ranks
+from booster.data.dataloader import DistributedDataLoader
+from booster.errors import ConfigError
+from booster.interface import ModelWrapper, OptimizerWrapper
+from booster.pytree import map_tensors
+from booster.validation import check_clipping, check_count, error_of
+
+from .batches import as_batch, batches_of, check_loader, is_last_batch, join_batches, loss_function
+from .checkpoint_hook import CheckpointHook
+from .fit_config import AUTO, FitConfig
+from .gradient_handlers import Given, attach_gradient_handlers, resolve_gradient_handlers
+from .hook import HookList, check_hook
+from .metric_hooks import LossHook
+from .schedule_hook import LRScheduleHook
+from .state import TrainerState
+
+# Note [Saved positions]
+# Hooks save at two places, where all else of that place is done: after an iteration, behind its evaluation, and after
+# an epoch, behind its evaluation and with the next epoch as the position. A run that was saved after the last iteration
+# of an epoch resumes with the end of that epoch.
+
+
+class Trainer(TrainerState):
+    """Training loop over a Booster: forward, backward, clipping, step, evaluations; everything else are hooks.
+
+    The loader yields mappings, which the model takes by keyword; pairs of inputs and targets; or inputs alone. Each
+    batch runs by `Booster.execute_pipeline`, so the loop is the same with and without a pipeline. `epochs` and `steps`
+    of `fit` count the whole run: a script that is started again continues.
+
+    Args:
+        booster: Booster of the objects.
+        model: Boosted model.
+        optimizer: Its boosted optimizer.
+        criterion: Function of (outputs, targets) that returns the loss; with mappings and inputs alone, of (outputs,
+            batch). Optional, by default the model returns its loss, as those of transformers do.
+        lr_scheduler: Scheduler of the optimizer, stepped by a `LRScheduleHook`; optional.
+        hooks: Objects with some of the methods of `booster.trainer.Hook`; a `LossHook`, and a `LRScheduleHook` if there
+            is a scheduler, are added if there are none.
+        accumulate: Number of batches per step, of which the gradient is the mean; see `Booster.accumulate`.
+        max_norm: Maximum gradient norm; optional, by default gradients are not clipped.
+        gradient_handlers: Classes, registered names or `dict(type=name, ...)` of gradient handlers, which run in this
+            order between backward and step; see `register_gradient_handler`.
+
+    Collective: every rank must make it, with equal arguments.
+
+    Raises:
+        ConfigError: Objects are not boosted, or an argument is invalid; on all ranks.
+        DesyncError: The ranks' arguments differ.
+
+    Examples:
+        >>> import torch
+        >>> from booster import Booster, Trainer
+        >>> data = torch.utils.data.TensorDataset(torch.ones(8, 3), torch.zeros(8, 1))
+        >>> model = torch.nn.Linear(3, 1)
+        >>> booster = Booster(device="cpu")
+        >>> loader = booster.prepare_dataloader(data, batch_size=2)
+        >>> model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        >>> trainer = Trainer(booster, model, optimizer, torch.nn.functional.mse_loss)
+        >>> metrics = trainer.fit(loader, epochs=2)
+        >>> trainer.step
+        8
+    """
+
+    def __init__(
+        self,
+        booster: Booster,
+        model: ModelWrapper,
+        optimizer: OptimizerWrapper,
+        criterion: Callable[[Any, Any], torch.Tensor] | None = None,
+        lr_scheduler: LRScheduler | None = None,
+        hooks: Iterable[Any] = (),
+        accumulate: int = 1,
+        max_norm: float | None = None,
+        *,
+        gradient_handlers: Sequence[Given] = (),
+    ) -> None:
+        super().__init__()
+        self.booster, self.model, self.optimizer, self.lr_scheduler = booster, model, optimizer, lr_scheduler
+        self.criterion, self.accumulate, self.max_norm = criterion, accumulate, max_norm
+        self.train_loader: Any = None
+        self._is_at_epoch_end = self._ends_epoch = False
+        lines: list[str] = []
+        error = error_of(lambda: lines.extend(self._check(hooks, gradient_handlers)))
+        check_same_across_ranks("making a Trainer", lines, error=error)
+        attach_gradient_handlers(booster, model, optimizer, gradient_handlers)
+
+    def _check(self, hooks: Any, gradient_handlers: Sequence[Given]) -> list[str]:
+        """Check the arguments and sort the hooks; return what must be equal on all ranks."""
+        if not isinstance(self.booster, Booster):
+            raise ConfigError(
+                f"Trainer() was given a {type(self.booster).__name__} for the Booster: write Trainer(booster, model,"
+                " optimizer, criterion)"
+            )
+        check_boosted_model(self.model, "Trainer")
+        check_boosted_optimizer(self.optimizer, "Trainer")
+        if self.optimizer.model is not self.model:
+            raise ConfigError("Trainer() got an optimizer of another model: pass both as one boost() returned them")
+        if self.criterion is not None and not callable(self.criterion):
+            raise ConfigError(
+                f"criterion={self.criterion!r} is not callable: pass a function of (outputs, targets), or None if the"
+                " model returns its loss"
+            )
+        if self.lr_scheduler is not None:
+            check_scheduler(self.lr_scheduler, "Trainer")
+        check_count(accumulate=self.accumulate)
+        if self.max_norm is not None:
+            check_clipping(self.max_norm, 2.0)
+        if not isinstance(hooks, Iterable):
+            raise ConfigError(f"hooks must be a list, got a single {type(hooks).__name__}: write hooks=[LossHook()]")
+        given = list(hooks)
+        for hook in given:
+            check_hook(hook)
+        if not any(isinstance(one, LossHook) for one in given):
+            given.append(LossHook())
+        if self.lr_scheduler is not None and not any(isinstance(one, LRScheduleHook) for one in given):
+            given.append(LRScheduleHook())
+        self._hooks = HookList(given)
+        handlers = ", ".join(cls.__name__ for cls, _ in resolve_gradient_handlers(gradient_handlers)) or "none"
+        settings = [f"accumulate={self.accumulate}", f"max_norm={self.max_norm}", f"gradient handlers: {handlers}"]
+        return [*self._hooks.fingerprint(), *settings]
+
+    @property
+    def hooks(self) -> tuple[Any, ...]:
+        """The hooks in the order of their calls."""
+        return self._hooks.hooks
+
+    # Training.
+
+    def fit(
+        self,
+        train_loader: Iterable[Any],
+        *,
+        epochs: int | None = None,
+        steps: int | None = None,
+        eval_loader: Iterable[Any] | None = None,
+        evaluate_every: int | None = None,
+        resume: str | PathLike[str] | None = None,
+    ) -> dict[str, float]:
+        """Train until the run has so many epochs or steps, or a hook stops it; return `metrics`.
+
+        Args:
+            train_loader: Loader made by the Booster, or an iterable of this rank's batches, which is read by
+                `join_uneven`. A run can be saved and resumed with the former.
+            epochs: Number of epochs of the whole run, with those before a resume.
+            steps: Number of steps of the whole run, instead; epochs follow each other.
+            eval_loader: Loader of evaluations, optional.
+            evaluate_every: Number of steps between evaluations; optional, defaults to one at the end of each epoch.
+            resume: Directory of a checkpoint that a Trainer has saved; or "auto" for the latest one of the
+                `CheckpointHook`, if there is one already. Optional, by default the run starts, or continues in memory.
+
+        Collective: every rank must call it.
+
+        Raises:
+            ConfigError: An argument is invalid, or a hook can't work with these; on all ranks.
+            CheckpointError: The checkpoint does not fit, or a save failed.
+            RankFailedError: Another rank failed; the message names the hook that raised there.
+        """
+        config = FitConfig(
+            epochs=epochs, steps=steps, eval_loader=eval_loader, evaluate_every=evaluate_every, resume=resume
+        )
+        dp_size = self.booster.plugin.dp_size
+        error = error_of(lambda: config.check(train_loader, dp_size, has_path=self._checkpoint_path is not None))
+        check_same_across_ranks("Trainer.fit()", config.fingerprint(), error=error)
+        self._config, self.total_steps, self.has_evaluation = config, steps, eval_loader is not None
+        self._start_at(train_loader, resume)
+        with ExitStack() as self.resources, self._fitting():
+            self._hooks.call("before_fit", self)
+            self.model.train()
+            while not self._is_done:
+                self._run_epoch()
+            self._hooks.call("after_fit", self)
+            check_same_across_ranks("the end of Trainer.fit()", [f"step={self.step}", f"epoch={self.epoch}"])
+        return self.metrics
+
+    def _start_at(self, train_loader: Any, resume: str | PathLike[str] | None) -> None:
+        """Set the position: that of a checkpoint, that of the last `fit` in the same loader's epoch, or a new epoch."""
+        is_continued = self.train_loader is train_loader and self.epoch_iteration > 0
+        self.train_loader, self._is_stopped = train_loader, False
+        self.is_resumed = resume is not None
+        if resume is not None:
+            self._load(resume)
+        elif is_continued and isinstance(train_loader, DistributedDataLoader):
+            train_loader.load_state_dict(train_loader.state_dict())
+        else:
+            self.epoch_iteration, self._is_at_epoch_end = 0, False
+
+    @property
+    def _is_done(self) -> bool:
+        return self._is_stopped or self._config.is_reached(self.epoch, self.step)
+
+    @contextmanager
+    def _fitting(self) -> Iterator[None]:
+        self.is_fitting = True
+        try:
+            yield
+        finally:
+            self.is_fitting = False
+            self.batch = self.outputs = None
+
+    def _run_epoch(self) -> None:
+        if not self._is_at_epoch_end:
+            if self.epoch_iteration == 0:
+                self._hooks.call("before_epoch", self)
+            for batch in batches_of(self.train_loader):
+                self._is_at_epoch_end = is_last_batch()
+                self._run_iteration(batch)
+                if self._is_done:
+                    break
+            else:
+                self._is_at_epoch_end = True
+            if self.epoch_iteration == 0:
+                raise ConfigError(
+                    "train_loader has no batches: give it a dataset with samples, and no smaller than a batch"
+                )
+        if self._is_at_epoch_end:
+            self._end_epoch()
+
+    def _end_epoch(self) -> None:
+        if self._config.evaluates_epochs:
+            self.evaluate(self._config.eval_loader)
+        self._ends_epoch = True
+        self._hooks.call("after_epoch", self)
+        self.epoch, self.epoch_iteration = self.epoch + 1, 0
+        self._is_at_epoch_end = self._ends_epoch = False
+
+    def _run_iteration(self, given: Any) -> None:
+        self.batch = as_batch(given)
+        self._hooks.call("before_iteration", self)
+        with self.booster.accumulate(self.model, self.optimizer, self.accumulate) as is_last:
+            self._forward("training", self.optimizer)
+            if self.max_norm is not None:
+                norm = self.booster.clip_grad_norm_(self.optimizer, self.max_norm)
+                self.grad_norm = self.grad_norm if norm is None else norm
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        self.is_step_end = is_last
+        self.iteration, self.epoch_iteration = self.iteration + 1, self.epoch_iteration + 1
+        self.step += is_last
+        if is_last and self._config.evaluates_after(self.step):
+            loss = self.loss
+            self.evaluate(self._config.eval_loader)
+            self.loss = loss
+        self._hooks.call("after_iteration", self)
+
+    def _forward(self, mode: str, optimizer: OptimizerWrapper | None) -> None:
+        result = self.booster.execute_pipeline(
+            iter([self.batch]),
+            self.model,
+            loss_function(self.criterion),
+            optimizer,
+            return_outputs=self._hooks.needs_outputs(mode),
+        )
+        self.loss, self.outputs = result["loss"], result["outputs"]
+
+    # Evaluation and prediction.
+
+    def evaluate(self, loader: Iterable[Any]) -> dict[str, float]:
+        """Run the model over a loader without gradients; return the metrics of this evaluation.
+
+        Args:
+            loader: Loader made by the Booster, or an iterable of this rank's batches.
+
+        Collective: every rank must call it.
+        """
+        if not self.is_fitting:
+            error = error_of(lambda: check_loader(loader, "loader", self.booster.plugin.dp_size))
+            check_same_across_ranks("Trainer.evaluate()", [], error=error)
+        batch, outputs = self.batch, self.outputs
+        with self._evaluating():
+            self._hooks.call("before_evaluation", self)
+            for given in batches_of(loader):
+                self.batch = as_batch(given)
+                self._forward("evaluation", None)
+                self._hooks.call("after_evaluation_iteration", self)
+            self._hooks.call("after_evaluation", self)
+        self.batch, self.outputs = batch, outputs
+        return {name: value for name, value in self.metrics.items() if name.startswith("eval_")}
+
+    def predict(self, loader: Iterable[Any], select: Callable[[Any], Any] | None = None) -> Any:
+        """Return the outputs for all samples of a loader, of all ranks, on the host; None on stages that have none.
+
+        They are in the order of the dataset if the loader does not shuffle, each sample once.
+
+        Args:
+            loader: Loader of inputs, or of pairs, whose targets are ignored.
+            select: Function that takes what is wanted out of the outputs, such as their logits; optional.
+
+        Collective: every rank must call it.
+        """
+        error = error_of(lambda: check_loader(loader, "loader", self.booster.plugin.dp_size))
+        check_same_across_ranks("Trainer.predict()", [], error=error)
+        found: list[Any] = []
+        with self._evaluating():
+            for given in batches_of(loader):
+                batch = iter([as_batch(given)])
+                result = self.booster.execute_pipeline(
+                    batch, self.model, lambda *_: torch.zeros(()), return_loss=False, return_outputs=True
+                )
+                if result["outputs"] is not None:
+                    outputs = result["outputs"] if select is None else select(result["outputs"])
+                    found.append(map_tensors(torch.Tensor.cpu, self.booster.gather_for_metrics(outputs)))
+        return join_batches(found) if found else None
+
+    @contextmanager
+    def _evaluating(self) -> Iterator[None]:
+        was_training = self.model.training
+        self.model.eval()
+        try:
+            yield
+        finally:
+            self.model.train(was_training)
+
+    # Checkpoints; see Note [Saved positions].
+
+    def save(
+        self,
+        path: str | PathLike[str],
+        *,
+        step: int | None = None,
+        keep_last: int | None = None,
+        use_async: bool = False,
+    ) -> None:
+        """Save the run for an exact resume by `fit(resume=path)`: all objects, the position, the hooks' states.
+
+        Args:
+            path: Directory.
+            step: Number of the directory, keep_last and use_async: as of `Booster.save`.
+            keep_last: Number of numbered directories that are kept.
+            use_async: If True, write in the background.
+
+        Collective: every rank must call it.
+
+        Raises:
+            ConfigError: The loader has no position to save.
+        """
+        progress = {
+            "epoch": self.epoch + self._ends_epoch,
+            "epoch_iteration": 0 if self._ends_epoch else self.epoch_iteration,
+            "is_at_epoch_end": self._is_at_epoch_end and not self._ends_epoch,
+            "iteration": self.iteration,
+            "step": self.step,
+            "loader_epoch": getattr(self.train_loader, "epoch", None),
+        }
+        extra = {"trainer": progress, "metrics": dict(self.metrics), "hooks": self._hooks.state_dict()}
+        self.booster.save(
+            path,
+            self.model,
+            self.optimizer,
+            self.lr_scheduler,
+            self.train_loader,
+            extra=extra,
+            step=step,
+            keep_last=keep_last,
+            use_async=use_async,
+        )
+
+    def _load(self, resume: str | PathLike[str]) -> None:
+        path: Any = self._checkpoint_path if resume == AUTO else resume
+        objects = (self.model, self.optimizer, self.lr_scheduler, self.train_loader)
+        extra = self.booster.load(path, *objects, missing_ok=resume == AUTO)
+        if extra is None and resume == AUTO:
+            return
+        if not isinstance(extra, Mapping) or "trainer" not in extra:
+            raise ConfigError(
+                f"resume={str(resume)!r} is a checkpoint without the position of a Trainer, such as one that a loop of"
+                " its own has saved: call booster.load() before, and fit() without resume"
+            )
+        saved = extra["trainer"]
+        self.epoch, self.epoch_iteration = saved["epoch"], saved["epoch_iteration"]
+        self.iteration, self.step = saved["iteration"], saved["step"]
+        # With a larger batch of all ranks the rest of an epoch may hold no batch: the loader is in the next one.
+        has_no_rest = self.epoch_iteration > 0 and saved["loader_epoch"] != getattr(self.train_loader, "epoch", None)
+        self._is_at_epoch_end = saved["is_at_epoch_end"] or has_no_rest
+        self.metrics = dict(extra["metrics"])
+        self._hooks.load_state_dict(extra["hooks"])
+
+    @property
+    def _checkpoint_path(self) -> PathLike[str] | None:
+        return next((one.path for one in self.hooks if isinstance(one, CheckpointHook)), None)
