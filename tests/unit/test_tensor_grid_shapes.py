@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from torch import nn
 
 from booster.errors import ConfigError
@@ -194,3 +195,12 @@ def test_stacks_of_which_only_pairs_are_divided(make, plan, note):
     resolved, _ = specs_of(nn.Sequential(make(), make()), SQUARE, plan)
     assert resolved.divided_stacks == ()
     assert note is None or note in resolved.notes[-1]
+
+
+def test_adapters_are_refused():
+    model = get_peft_model(
+        nn.Sequential(Layer(), Layer()), LoraConfig(r=4, target_modules=["up", "down"], init_lora_weights=False)
+    )
+    plan = choose_plan(model, tp_size=2, plan=STACK)
+    with pytest.raises(ConfigError, match=r"'base_model.model.0.up' has adapters, .* use tp_mode='1d'"):
+        plan_for_grid(plan, model, SQUARE)

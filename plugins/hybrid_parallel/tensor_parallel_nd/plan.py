@@ -13,6 +13,7 @@ from booster.core.shard_spec import ShardSpec
 from booster.errors import ConfigError
 from booster.plugins.hybrid_parallel.tensor_parallel.linear import has_plain_forward
 from booster.plugins.hybrid_parallel.tensor_parallel.shard_spec import Block
+from booster.plugins.hybrid_parallel.tp_plan.adapters import without_adapters
 from booster.plugins.hybrid_parallel.tp_plan.attention_heads import owner_of
 from booster.plugins.hybrid_parallel.tp_plan.plan import (
     PlannedEntry,
@@ -53,6 +54,12 @@ def plan_for_grid(plan: TensorParallelPlan, model: nn.Module, grid: TensorGridSh
     Raises:
         ConfigError: Something of the model can't be divided over the grid.
     """
+    with without_adapters(model) as wrappers:
+        if wrappers:
+            raise ConfigError(
+                f"{next(iter(wrappers))!r} has adapters, whose inner features tp_mode={grid.mode!r} does not divide: use"
+                " tp_mode='1d', which trains adapters on any layers"
+            )
     for entry in plan.entries:
         if is_on_grid(entry):
             _check_divisible(entry, model, grid)
