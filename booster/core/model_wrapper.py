@@ -6,7 +6,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -386,13 +386,25 @@ def batch_on_device(batch: Any, device: torch.device) -> Any:
     return map_tensors(lambda one: one.to(device, non_blocking=True) if one.device.type == "cpu" else one, batch)
 
 
+class LabeledBatch(NamedTuple):
+    """Batch of which the model is given the inputs alone, and the criterion the targets.
+
+    Attributes:
+        inputs: A batch as in `forward_arguments`.
+        targets: Anything; a pipeline splits it together with the inputs.
+    """
+
+    inputs: Any
+    targets: Any
+
+
 def call_with_batch(model: Callable[..., Any], batch: Any) -> Any:
-    """Call a model with a batch: a mapping of keyword arguments, a sequence of positional ones, or the only one.
+    """Call a model with a batch; see `forward_arguments`.
 
     Raises:
         ConfigError: The batch is empty, or does not match the signature of the model's forward.
     """
-    args, kwargs = _arguments(batch)
+    args, kwargs = forward_arguments(batch)
     try:
         return model(*args, **kwargs)
     except TypeError as error:
@@ -410,7 +422,17 @@ def call_with_batch(model: Callable[..., Any], batch: Any) -> Any:
         raise
 
 
-def _arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def forward_arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the positional and keyword arguments of a forward.
+
+    Args:
+        batch: Mapping of keyword arguments, sequence of positional ones, the only one, or a `LabeledBatch` of these.
+
+    Raises:
+        ConfigError: The batch is empty.
+    """
+    if isinstance(batch, LabeledBatch):
+        return forward_arguments(batch.inputs)
     if isinstance(batch, Mapping):
         return (), dict(batch)
     if not isinstance(batch, (tuple, list)):
