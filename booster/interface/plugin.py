@@ -129,7 +129,7 @@ class Plugin(ConfigFingerprint, ABC):
 
     @property
     def mesh(self) -> DeviceMesh | None:
-        """Device mesh of the ranks, with the axes of `axis_sizes`; None for a single axis of the world's ranks."""
+        """Device mesh of the ranks, whose axes have documented names; None on one device without a process group."""
         return None
 
     def axis_sizes(self) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""Device mesh of the axes dp, pp, sp and tp, and the process groups along them."""
+"""Device mesh of the axes dp, pp, sp and tp, and of the user's own, and the process groups along them."""
 
 from __future__ import annotations
 
@@ -56,6 +56,10 @@ class HybridMesh:
 
     Every method takes "dp" for both of them.
 
+    Attributes:
+        extra_axes: Names of the user's own axes.
+        device_mesh: torch's mesh.
+
     Args:
         device_type: Device type of the axes' groups, such as "cpu".
         dp: Size of the dp axis. The product of the four sizes is the world size.
@@ -64,6 +68,7 @@ class HybridMesh:
         tp: Size of the tp axis.
         ep: Number of the dp ranks that share the experts, a divisor of `dp`.
         dp_outside: If True, the dp axis is outside of the pp axis, otherwise inside.
+        extra_axes: Sizes of further axes, from the outermost; all are outside of the others. Optional.
 
     Raises:
         ConfigError: The product of the sizes is not the world size.
@@ -73,9 +78,19 @@ class HybridMesh:
     """
 
     def __init__(
-        self, device_type: str, *, dp: int, pp: int, sp: int, tp: int, ep: int = 1, dp_outside: bool = True
+        self,
+        device_type: str,
+        *,
+        dp: int,
+        pp: int,
+        sp: int,
+        tp: int,
+        ep: int = 1,
+        dp_outside: bool = True,
+        extra_axes: Mapping[str, int] | None = None,
     ) -> None:
-        given = {"dp": dp, "pp": pp, "sp": sp, "tp": tp}
+        self.extra_axes = tuple(extra_axes or ())
+        given = dict(extra_axes or {}) | {"dp": dp, "pp": pp, "sp": sp, "tp": tp}
         fingerprint = [f"{axis}={size}" for axis, size in (given | {"ep": ep}).items()] + [f"dp_outside={dp_outside}"]
         check_same_across_ranks("the sizes of the mesh's axes", fingerprint)
         if math.prod(given.values()) != group_size():
@@ -84,7 +99,7 @@ class HybridMesh:
                 f" {math.prod(given.values())} ranks, but the world size is {group_size()}: give sizes whose product is"
                 " the world size"
             )
-        self._sizes: dict[str, int] = {}
+        self._sizes: dict[str, int] = dict(extra_axes or {})
         for axis in mesh_order(dp_outside=dp_outside):
             self._sizes |= {"edp": dp // ep, "ep": ep} if axis == "dp" and ep > 1 else {axis: given[axis]}
         self._device_type = device_type
@@ -94,8 +109,8 @@ class HybridMesh:
         self._cpu_groups: dict[tuple[str, ...], dist.ProcessGroup] = {}
 
     def axis_sizes(self) -> dict[str, int]:
-        """Return the number of ranks along each axis, in the order of `AXES`."""
-        return {axis: self.size(axis) for axis in AXES}
+        """Return the number of ranks along each axis, in the order of `AXES`, and of the extra axes."""
+        return {axis: self.size(axis) for axis in (*AXES, *self.extra_axes)}
 
     def size(self, *axes: str) -> int:
         """Return the number of ranks of the group along these axes."""
