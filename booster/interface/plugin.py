@@ -235,7 +235,7 @@ class Plugin(ConfigFingerprint, ABC):
 
     @classmethod
     def settings_for(cls, num_ranks: int) -> list[dict[str, Any]]:
-        """Return candidate arguments of the plugin on `num_ranks` ranks, for `booster estimate`; none: only if named."""
+        """Return candidate arguments of the plugin on `num_ranks` ranks, for `booster estimate`; may be empty."""
         return [{}]
 
     @abstractmethod
