@@ -49,7 +49,7 @@ SUBJECTS: dict[str, tuple[str, ...]] = {
         *("*/test_uneven*", "*/test_monitor*", "*/test_progress*"),
     ),
     "data": ("*/test_data*", "*/test_sampler*"),
-    "loops": ("*/test_user_loops*", "*/test_engine*"),
+    "loops": ("*/test_user_loops*", "*/test_engine*", "*/test_transformers_trainer*"),
     "optim": ("*/test_opt*", "*/test_adam*", "*/test_lr_*", "*/test_shard*", "*/test_whole*", "*/test_state_*"),
 }
 

@@ -228,6 +228,8 @@ EXTRAS: dict[str, dict[str, _MinVersion]] = {
     "plot": {"matplotlib": None},
     "tensorboard": {"tensorboard": None},
     "lora": {"peft": (0, 17)},
+    "trainer": {"accelerate": (1, 1)},
+    "ray": {"ray": (2, 40)},
 }
 NEWEST_TESTED_TORCH = (2, 13)
 
