@@ -4,19 +4,35 @@ from __future__ import annotations
 
 import contextlib
 import os
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
-from transformers import Trainer
 
 from booster.booster import Booster
 from booster.comm import check_same_across_ranks, group_size
 from booster.errors import ConfigError
 from booster.interface import ModelWrapper, OptimizerWrapper
 from booster.validation import error_of
+
+if TYPE_CHECKING:
+    from transformers import Trainer
+else:
+    try:
+        from transformers import Trainer
+    except ImportError:
+
+        class Trainer:
+            """Takes the place of transformers' class where that is not installed."""
+
+            def __init__(self, *_: Any, **__: Any) -> None:
+                raise ConfigError(
+                    "BoosterTrainer needs transformers and accelerate, and transformers is not installed: run pip"
+                    " install 'torch-booster[hf,trainer]'"
+                )
+
 
 # Note [Trainer]
 # transformers' loop calls an Accelerator for what depends on the strategy: it prepares loaders, computes gradients,
