@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from harness import distributed
+from harness import distributed, run_ranks
 from torch import nn
 
 from booster import Booster
@@ -262,6 +262,35 @@ def test_checkpoints_open_in_other_plugins_and_theirs_here(tmp_path, name):
     assert torch.equal(*all_gather_equal(flat).view(2, -1))
     assert run.optimizer.outer_momentum(next(run.model.parameters())) is None
     run.step()
+
+
+def save_after_two_steps(path):
+    run = Run("adamw", LocalSGDPlugin(period=2, **DILOCO))
+    for _ in range(2):
+        run.step()
+    run.booster.save(path, run.model, run.optimizer)
+    return states_of(run)
+
+
+def load(path):
+    run = Run("adamw", LocalSGDPlugin(period=2, **DILOCO))
+    run.booster.load(path, run.model, run.optimizer)
+    return states_of(run)
+
+
+def states_of(run):
+    parameters = list(run.model.parameters())
+    own = [run.optimizer.state[one]["exp_avg"].clone() for one in parameters]
+    return torch.cat([one.reshape(-1) for one in [*own, *map(run.optimizer.outer_momentum, parameters)]])
+
+
+def test_new_ranks_begin_with_the_states_of_the_first(tmp_path):
+    first, second = run_ranks(save_after_two_steps, 2, tmp_path / "c")
+    assert not torch.equal(first, second)
+    for found, expected in zip(run_ranks(load, 3, tmp_path / "c"), [first, second, first], strict=True):
+        assert torch.equal(found, expected)
+    [alone] = run_ranks(load, 1, tmp_path / "c")
+    assert torch.equal(alone, first)
 
 
 @distributed(world_size=2)
