@@ -11,8 +11,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import booster
 from booster.comm import group_rank
+from booster.device import current_device
 from booster.errors import ConfigError
 
+pytestmark = pytest.mark.on_device
 TENSOR = {"parallel": {"tensor": {"size": 2, "mode": "1d"}}}
 PIPELINE = {"parallel": {"pipeline": 2}, "NUM_MICRO_BATCHES": 2}
 CONFIGS = {"ddp": {}, "zero 1": {"zero": {"level": 1}}, "zero 2": {"zero": {"level": 2}}, "tp": TENSOR, "pp": PIPELINE}
@@ -33,7 +35,7 @@ class Reference:
     """One process on the batches of all data-parallel ranks."""
 
     def __init__(self, accumulation, max_norm):
-        self.model = make_model()
+        self.model = make_model().to(current_device())
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.05)
         self.accumulation, self.max_norm, self.num_batches = accumulation, max_norm, 0
 
@@ -59,7 +61,7 @@ def start(config):
 
 
 def assert_equal(engine, reference):
-    expected = dict(reference.model.state_dict())
+    expected = {name: one.cpu() for name, one in reference.model.state_dict().items()}
     torch.testing.assert_close(joined_over_ranks(engine.model), expected, rtol=1e-4, atol=1e-5)
 
 
@@ -71,7 +73,8 @@ def test_the_loop_of_the_documents(name, features):
     reference = Reference(features.get("gradient_accumulation", 1), features.get("clip_grad_norm"))
     gather = engine.booster.gather_for_metrics
     engine.train()
-    for inputs, labels in train_loader:
+    for batch in train_loader:
+        inputs, labels = (one.to(current_device()) for one in batch)
         engine.zero_grad()
         loss = engine.criterion(engine(inputs), labels)
         engine.backward(loss)
@@ -84,8 +87,8 @@ def test_the_loop_of_the_documents(name, features):
     assert_equal(engine, reference)
     engine.eval()
     with torch.no_grad():
-        found = [gather((engine(inputs).argmax(1), labels)) for inputs, labels in test_loader]
-        plain = [reference.model(inputs).argmax(1) for inputs, _ in make_loader(8)]
+        found = [gather((engine(inputs.to(current_device())).argmax(1), labels)) for inputs, labels in test_loader]
+        plain = [reference.model(inputs.to(current_device())).argmax(1) for inputs, _ in make_loader(8)]
     assert sum(len(labels) for _, labels in found) == 8
     assert sorted(torch.cat([one for one, _ in found])) == sorted(torch.cat(plain))
 
@@ -104,7 +107,7 @@ def test_the_schedule_of_the_documents(name, features):
         engine.zero_grad()
         outputs, labels, loss = engine.execute_schedule(data_iter)
         engine.step()
-        expected = reference.train(*gather((inputs, expected_labels)))
+        expected = reference.train(*(one.to(current_device()) for one in gather((inputs, expected_labels))))
         assert torch.equal(labels, expected_labels)
         assert (outputs is None) == (name == "pp" and group_rank() == 0)
         torch.testing.assert_close(gather(loss.reshape(1)).mean(), expected, rtol=1e-4, atol=1e-5)
@@ -151,7 +154,7 @@ def test_data_that_is_a_dict_of_arguments(tmp_path):
     _, labels, loss = engine.execute_schedule(iter(loader))
     data, expected_labels = next(iter(DataLoader(KeywordDataset(), batch_size=4)))
     assert torch.equal(labels, expected_labels)
-    torch.testing.assert_close(loss, nn.functional.cross_entropy(KeywordModel()(**data), labels).detach())
+    torch.testing.assert_close(loss.cpu(), nn.functional.cross_entropy(KeywordModel()(**data), labels).detach())
 
 
 @distributed(world_size=2)
@@ -159,7 +162,8 @@ def test_fp16_of_both_kinds_trains():
     for config in ({"fp16": {"mode": "torch", "init_scale": 2.0**8}}, {"fp16": {"mode": "naive"}} | TENSOR):
         engine, loader, *_ = start(config)
         losses = []
-        for inputs, labels in loader:
+        for batch in loader:
+            inputs, labels = (one.to(current_device()) for one in batch)
             engine.zero_grad()
             loss = engine.criterion(engine(inputs), labels)
             engine.backward(loss)
@@ -177,6 +181,21 @@ def test_a_mistake_of_one_rank_is_raised_on_both():
     config = {"gradient_accumulation": 2 + group_rank()}
     with pytest.raises(booster.DesyncError, match="gradient_accumulation"):
         start(config)
+
+
+@distributed(world_size=2, fresh=True)
+def test_the_config_of_the_launch_is_the_default():
+    config = {"clip_grad_norm": 0.0, "gradient_accumulation": 3, "LR": 0.1}
+    rank = group_rank()
+    booster.launch(rank, 2, "localhost", 29500, local_rank=rank, config=config, verbose=False)  # takes the group over
+    engine, loader, *_ = start(None)
+    batches = [[one.to(current_device()) for one in batch] for batch in loader]
+    steps = []
+    for inputs, labels in batches[:3]:
+        engine.backward(engine.criterion(engine(inputs), labels))
+        steps.append(engine.step())
+    assert steps == [False, False, True]
+    assert booster.get_config().LR == 0.1
 
 
 @distributed(world_size=2)

@@ -10,8 +10,11 @@ from torch import nn
 
 from booster import Booster
 from booster.comm import all_gather_equal, all_reduce_sum, group_rank
+from booster.device import current_device
 from booster.errors import CheckpointError, ConfigError
 from booster.plugins import GeminiPlugin, HybridParallelPlugin, LowLevelZeroPlugin, TorchDDPPlugin, TorchFSDPPlugin
+
+pytestmark = pytest.mark.on_device
 
 
 def make_model():
@@ -20,7 +23,7 @@ def make_model():
 
 
 def batch(step, part=0, num_parts=1):
-    return torch.randn(8, 6, generator=torch.Generator().manual_seed(step)).chunk(num_parts)[part]
+    return torch.randn(8, 6, generator=torch.Generator().manual_seed(step)).to(current_device()).chunk(num_parts)[part]
 
 
 def loss_of(model, inputs):
@@ -44,13 +47,13 @@ class Run:
 
 
 def serial_weights(num_steps, model=None):
-    model = make_model() if model is None else model
+    model = (make_model() if model is None else model).to(current_device())
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
     for step in range(num_steps):
         loss_of(model, batch(step)).backward()
         optimizer.step()
         optimizer.zero_grad()
-    return dict(model.state_dict())
+    return {name: one.cpu() for name, one in model.state_dict().items()}
 
 
 def assert_serial(run, num_steps):
@@ -72,7 +75,9 @@ def test_the_mesh_of_every_plugin_has_named_axes():
     assert axes_of(own.mesh) == {"replica": 2, "other": 1, "dp": 1, "pp": 1, "sp": 1, "tp": 1}
     assert own.axis_sizes() == {"dp": 1, "pp": 1, "sp": 1, "tp": 1, "replica": 2, "other": 1}
     assert own.mesh.get_local_rank("replica") == group_rank()
-    total = all_reduce_sum(torch.full((1,), float(group_rank() + 1)), own.mesh.get_group("replica"))
+    total = all_reduce_sum(
+        torch.full((1,), float(group_rank() + 1), device=current_device()), own.mesh.get_group("replica")
+    )
     assert float(total) == 3
 
 

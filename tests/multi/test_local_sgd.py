@@ -9,9 +9,11 @@ from torch import nn
 
 from booster import Booster
 from booster.comm import all_gather_equal, group_rank, group_size
+from booster.device import current_device
 from booster.errors import CheckpointError, ConfigError, DesyncError
 from booster.plugins import LocalSGDPlugin, LowLevelZeroPlugin, TorchDDPPlugin
 
+pytestmark = pytest.mark.on_device
 DILOCO = {"outer_lr": 0.7, "outer_momentum": 0.9, "nesterov": True}
 
 
@@ -31,7 +33,7 @@ def make_optimizer(kind, model):
 
 def batch(step, rank):
     generator = torch.Generator().manual_seed(100 * step + rank)
-    return torch.randn(8, 4, generator=generator)
+    return torch.randn(8, 4, generator=generator).to(current_device())
 
 
 def loss_of(model, inputs):
@@ -42,7 +44,7 @@ class Reference:
     """All workers of local SGD (Stich, 2019, algorithm 1) or DiLoCo (Douillard et al., 2023, algorithm 1) in turn."""
 
     def __init__(self, kind, num_workers, period, outer_lr=1.0, outer_momentum=0.0, nesterov=False):
-        self.workers = [make_model() for _ in range(num_workers)]
+        self.workers = [make_model().to(current_device()) for _ in range(num_workers)]
         self.optimizers = [make_optimizer(kind, one) for one in self.workers]
         self.period, self.lr, self.momentum, self.nesterov = period, outer_lr, outer_momentum, nesterov
         self.anchors = [one.detach().clone() for one in self.workers[0].parameters()]
@@ -184,7 +186,7 @@ def test_frozen_weights_stay_as_they_are_and_new_groups_are_averaged():
     run = Run("sgd", LocalSGDPlugin(period=2, **DILOCO))
     first, last = run.model.unwrap()[0], run.model.unwrap()[3]
     first.requires_grad_(False)
-    extra = nn.Parameter(torch.zeros(2))
+    extra = nn.Parameter(torch.zeros(2, device=current_device()))
     run.optimizer.add_param_group({"params": [extra], "lr": 0.5})
     before, head = first.weight.detach().clone(), last.weight.detach().clone()
     for step in range(2):
