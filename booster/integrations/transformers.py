@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from booster.booster import Booster
 from booster.comm import check_same_across_ranks, group_size
@@ -145,6 +145,17 @@ class BoosterTrainer(Trainer):
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         return self.booster.clip_grad_norm_(self.optimizer, float("inf")) if grad_norm is None else grad_norm
+
+    def _init_training_state(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
+        """Return the epoch and the number of batches that a resume skips; the Booster's loaders skip them unread."""
+        epochs, num_batches = super()._init_training_state(*args, **kwargs)
+        if num_batches > 0 and isinstance(self.train_dataset, IterableDataset):
+            raise ConfigError(
+                f"the checkpoint is {num_batches} batches inside of an epoch of a {type(self.train_dataset).__name__},"
+                " where Trainer would read all ranks' samples to skip them: use a dataset with a length, or"
+                " TrainingArguments(ignore_data_skip=True), which starts the stream again"
+            )
+        return epochs, num_batches
 
     # Checkpoints: one training state, instead of a file for each of model, optimizer, scheduler, scaler and RNG.
 

@@ -186,6 +186,53 @@ def test_the_best_model_is_loaded_and_a_second_train_goes_further(name, tmp_path
 
 
 @distributed(world_size=2)
+def test_batches_of_equal_lengths_are_found_again(tmp_path):
+    given = {"train_sampling_strategy": "group_by_length", "max_steps": 9}
+    whole = make_trainer("ddp", tmp_path / "a", **given)
+    whole.train()
+    saving = given | {"save_strategy": "steps", "save_steps": 4}
+    make_trainer("ddp", tmp_path / "b", [Stop(4)], **saving).train()
+    resumed = make_trainer("ddp", tmp_path / "b", **saving)
+    resumed.train(resume_from_checkpoint=True)
+    assert losses_of(resumed) == losses_of(whole)
+
+
+class Stream(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        return iter(make_dataset(48, 1))
+
+
+@distributed(world_size=2)
+def test_a_stream_trains_and_is_not_resumed_inside_of_an_epoch(tmp_path):
+    losses = []
+    for dataset in (Stream(), make_dataset(48, 1)):
+        trainer = make_trainer("ddp", tmp_path, max_steps=3, save_strategy="steps", save_steps=3)
+        trainer.train_dataset = dataset
+        trainer.train()
+        losses.append(losses_of(trainer))
+    assert losses[0] == losses[1]
+    trainer = make_trainer("ddp", tmp_path, max_steps=6)
+    trainer.train_dataset = Stream()
+    with pytest.raises(ConfigError, match="ignore_data_skip=True"):
+        trainer.train(resume_from_checkpoint=True)
+
+
+@distributed(world_size=2)
+def test_weights_in_bf16_train(tmp_path):
+    trainer = BoosterTrainer(
+        Booster(plugin=LowLevelZeroPlugin(stage=2, precision="bf16")),
+        make_model(),
+        arguments_for(tmp_path, max_steps=3),
+        train_dataset=make_dataset(48, 1),
+        eval_dataset=make_dataset(10, 2),
+    )
+    before = trainer.evaluate()["eval_loss"]
+    trainer.train()
+    assert trainer.model.lm_head.weight.dtype is torch.bfloat16
+    assert trainer.evaluate()["eval_loss"] != before
+
+
+@distributed(world_size=2)
 def test_a_checkpoint_opens_under_another_plugin(tmp_path):
     saving = {"save_strategy": "steps", "save_steps": 3, "lr_scheduler_type": "constant"}
     first = make_trainer("zero 2", tmp_path, max_steps=3, **saving)
