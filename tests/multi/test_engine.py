@@ -62,7 +62,7 @@ def start(config):
 
 def assert_equal(engine, reference):
     expected = {name: one.cpu() for name, one in reference.model.state_dict().items()}
-    torch.testing.assert_close(joined_over_ranks(engine.model), expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(joined_over_ranks(engine.model), expected, rtol=1e-5, atol=1e-6)
 
 
 @distributed(world_size=2)
@@ -81,7 +81,7 @@ def test_the_loop_of_the_documents(name, features):
         if engine.step():
             scheduler.step()
         expected = reference.train(*gather((inputs, labels)))
-        torch.testing.assert_close(gather(loss.detach().reshape(1)).mean(), expected, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(gather(loss.detach().reshape(1)).mean(), expected, rtol=1e-5, atol=1e-6)
     assert reference.num_batches > 3
     assert scheduler.last_epoch == reference.num_batches // reference.accumulation
     assert_equal(engine, reference)
@@ -110,7 +110,7 @@ def test_the_schedule_of_the_documents(name, features):
         expected = reference.train(*(one.to(current_device()) for one in gather((inputs, expected_labels))))
         assert torch.equal(labels, expected_labels)
         assert (outputs is None) == (name == "pp" and group_rank() == 0)
-        torch.testing.assert_close(gather(loss.reshape(1)).mean(), expected, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(gather(loss.reshape(1)).mean(), expected, rtol=1e-5, atol=1e-6)
     assert_equal(engine, reference)
     with pytest.raises(StopIteration):
         engine.execute_schedule(data_iter)

@@ -57,7 +57,7 @@ def serial_weights(num_steps, model=None):
 
 
 def assert_serial(run, num_steps):
-    torch.testing.assert_close(joined_over_ranks(run.model), serial_weights(num_steps), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(joined_over_ranks(run.model), serial_weights(num_steps), rtol=1e-5, atol=1e-6)
 
 
 def axes_of(mesh):
@@ -233,4 +233,4 @@ def test_a_parallel_mode_of_ones_own(zero_stage):
         optimizer.step()
         optimizer.zero_grad()
     assert seen[0] == ((4, 6), (8, 8))
-    torch.testing.assert_close(joined_over_ranks(model), serial_weights(4, plain), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(joined_over_ranks(model), serial_weights(4, plain), rtol=1e-5, atol=1e-6)

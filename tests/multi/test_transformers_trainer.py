@@ -130,16 +130,19 @@ def test_losses_norms_and_metrics_are_those_of_one_process(name, accumulate, tmp
     two = one | ({} if name == "tp" else {"per_device_train_batch_size": 4})
     for found in run_ranks(run_boosted, 2, name, tmp_path / "boosted", two):
         assert len(found[0]) == 6
-        torch.testing.assert_close(torch.tensor(found[0]), torch.tensor(expected[0]), rtol=2e-3, atol=1e-5)
+        torch.testing.assert_close(torch.tensor(found[0]), torch.tensor(expected[0]), rtol=1e-5, atol=1e-6)
         for metrics, plain in zip(found[1:3], expected[1:3], strict=True):
             assert metrics["eval_rows"] == 10
             assert metrics["eval_accuracy"] == pytest.approx(plain["eval_accuracy"])
         weights = {key: value for key, value in expected[3].items() if key in found[3]}
-        torch.testing.assert_close(found[3], weights, rtol=1e-3, atol=1e-4)
+        for key in weights:
+            if key.endswith("c_attn.bias"):  # the keys' gradient is zero up to rounding, by which AdamW divides it
+                weights[key][16:32] = found[3][key][16:32] = 0
+        torch.testing.assert_close(found[3], weights, rtol=1e-5, atol=1e-6)
 
 
 @distributed(world_size=2)
-@pytest.mark.parametrize("name", ["ddp", "zero 2", "gemini", "fsdp"])
+@pytest.mark.parametrize("name", list(PLUGINS))
 def test_resume_in_the_middle_of_an_epoch_is_exact(name, tmp_path):
     given = {
         "train_sampling_strategy": "random",
