@@ -15,6 +15,7 @@ from .booster import Booster
 from .checkpoint_io import CheckpointIO, GeneralCheckpointIO
 from .chunked_loss import chunked_cross_entropy
 from .device import Accelerator, get_accelerator, get_current_device
+from .engine import Engine, initialize
 from .errors import BoosterError, CheckpointError, ConfigError, DesyncError, NonfiniteError, RankFailedError
 from .estimate import MemoryEstimate, estimate_memory
 from .interface import MixedPrecision, ModelWrapper, OptimizerWrapper, Plugin, TensorSlice
@@ -54,6 +55,7 @@ __all__ = [
     "ConfigError",
     "DesyncError",
     "DistCoordinator",
+    "Engine",
     "FP8MixedPrecision",
     "FP16ApexMixedPrecision",
     "FP16NaiveMixedPrecision",
@@ -80,6 +82,7 @@ __all__ = [
     "get_current_device",
     "get_default_parser",
     "get_dist_logger",
+    "initialize",
     "launch",
     "launch_from_openmpi",
     "launch_from_slurm",

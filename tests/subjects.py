@@ -21,9 +21,9 @@ SUBJECTS: dict[str, tuple[str, ...]] = {
     "device": ("*/test_simulated_cuda*", "*/test_shared_gpu*", "*/test_device_costs*"),
     "gemini": ("*/test_gemini*", "*/test_chunk_*", "*/test_disk_*", "*/test_nvme_*"),
     "fsdp": ("*/test_torch_fsdp*",),
-    "zero": ("*/test_low_level_zero*", "*/test_zero_*", "*/test_torch_ddp*", "*/test_flat_*"),
+    "zero": ("*/test_low_level_zero*", "*/test_zero_*", "*/test_torch_ddp*", "*/test_flat_*", "*/test_local_sgd*"),
     "pipeline": ("*/test_pipeline*", "*/test_stage_*", "*/test_micro*", "*/test_deferred_*", "*/test_p2p_*"),
-    "hybrid": ("*/test_hybrid*",),
+    "hybrid": ("*/test_hybrid*", "*/test_extra_axes*", "*/test_rank_layout*"),
     "moe": ("*/test_moe*", "*/test_expert_*", "*/test_load_balancing*", "*/test_shared_experts*"),
     "tensor": (
         *("*/test_tensor_*", "*/test_sequence*", "*/test_vocab_*", "*/test_zoo*", "*/test_lora*", "*/test_quantized*"),
@@ -49,7 +49,10 @@ SUBJECTS: dict[str, tuple[str, ...]] = {
         *("*/test_uneven*", "*/test_monitor*", "*/test_progress*"),
     ),
     "data": ("*/test_data*", "*/test_sampler*"),
-    "loops": ("*/test_user_loops*", "*/test_trainer*", "*/test_gradient_handlers*", "*/test_ema*"),
+    "loops": (
+        *("*/test_user_loops*", "*/test_trainer*", "*/test_gradient_handlers*", "*/test_ema*"),
+        *("*/test_engine*", "*/test_transformers_trainer*"),
+    ),
     "optim": ("*/test_opt*", "*/test_adam*", "*/test_lr_*", "*/test_shard*", "*/test_whole*", "*/test_state_*"),
 }
 

@@ -230,6 +230,8 @@ EXTRAS: dict[str, dict[str, _MinVersion]] = {
     "wandb": {"wandb": None},
     "mlflow": {"mlflow": None},
     "lora": {"peft": (0, 17)},
+    "trainer": {"accelerate": (1, 1)},
+    "ray": {"ray": (2, 40)},
 }
 NEWEST_TESTED_TORCH = (2, 13)
 

@@ -24,6 +24,17 @@ MASTER = "master"
 # Hyperparameters that select an implementation and don't change the result.
 _IMPLEMENTATION_CHOICES = {"foreach", "fused", "capturable", "differentiable", "maximize"}
 _NAME_KEYS = ("params", "param_names")  # of a group; "param_names" exists if torch's optimizer was given names
+_OWNER = "@"  # before the owner of a state that one plugin stores for itself
+
+
+def own_key(key: str, owner: str) -> str:
+    """Return the name of a state that only the plugin which stores it reads, such as "exp_avg@rank1"."""
+    return f"{key}{_OWNER}{owner}"
+
+
+def is_owned(name: str) -> bool:
+    """Return whether the full name of a state is one of `own_key`."""
+    return _OWNER in name.rsplit(".", 1)[1]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,6 +166,7 @@ class OptimizerState:
             specs: Stored tensors by name.
             values: Stored plain values.
         """
+        specs = {name: spec for name, spec in specs.items() if not is_owned(name)}
         self._refresh_masters(specs)
         scaler = self.optimizer.loss_scaler
         if scaler is not None and values["loss_scaler"] is not None:

@@ -111,6 +111,8 @@ def find_candidates(
             all_settings: list[dict[str, Any]] = [{}]
         else:
             all_settings = [dict(settings)] if settings else plugin_class(name).settings_for(num_ranks)
+            if not all_settings and plugins != "all":  # one that computes another update is compared if it is named
+                all_settings = [{}]
         for plugin_settings in all_settings:
             candidate = Candidate(plugin=name, settings=plugin_settings)
             precisions: tuple[str | None, ...] = _PRECISIONS if mixed_precision is None else (mixed_precision,)

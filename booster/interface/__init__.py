@@ -17,7 +17,7 @@ A plugin over several ranks derives from `booster.plugins.base.DistributedPlugin
 
 from booster.core.accumulated_gradients import AccumulatedGradients, AccumulationCounters, ReducedShards
 from booster.core.model_wrapper import ModelWrapper
-from booster.core.optimizer_state import OptimizerState, TensorSpec
+from booster.core.optimizer_state import OptimizerState, TensorSpec, own_key
 from booster.core.optimizer_wrapper import OptimizerWrapper
 from booster.core.precision import LossScaler, MasterWeights
 from booster.core.shard_aware import FusedUpdate, Shard, ShardAware, Shards, StateAllocator
@@ -47,6 +47,7 @@ __all__ = [
     "StateAllocator",
     "TensorSlice",
     "TensorSpec",
+    "own_key",
     "set_shard_spec",
     "shard_spec_of",
 ]

@@ -130,7 +130,7 @@ class Plugin(ConfigFingerprint, ABC):
 
     @property
     def mesh(self) -> DeviceMesh | None:
-        """Device mesh of the ranks, with the axes of `axis_sizes`; None for a single axis of the world's ranks."""
+        """Device mesh of the ranks, whose axes have documented names; None on one device without a process group."""
         return None
 
     def axis_sizes(self) -> dict[str, int]:
@@ -255,7 +255,7 @@ class Plugin(ConfigFingerprint, ABC):
 
     @classmethod
     def settings_for(cls, num_ranks: int) -> list[dict[str, Any]]:
-        """Return candidate arguments of the plugin on `num_ranks` ranks, for `booster estimate`."""
+        """Return candidate arguments of the plugin on `num_ranks` ranks, for `booster estimate`; may be empty."""
         return [{}]
 
     @abstractmethod

@@ -11,6 +11,7 @@ from .pipeline_parallel.schedules import (
     simulate,
 )
 from .plugin import HybridParallelPlugin
+from .rank_layout import parallel_groups
 from .tensor_parallel.shard_spec import Block
 from .tensor_parallel.vocab_parallel_logits import VocabParallelLogits
 from .tp_plan.plan import Style
@@ -26,6 +27,7 @@ __all__ = [
     "Style",
     "Timeline",
     "VocabParallelLogits",
+    "parallel_groups",
     "register_schedule",
     "simulate",
 ]

@@ -18,6 +18,7 @@ from booster.validation import check_flag, is_count, is_non_nan_number
 from .activation_checkpointing import GradientCheckpointConfig, parse_checkpoint_config
 from .expert_parallel.dispatch import Capacity
 from .expert_parallel.plan import EXPERT_STYLE
+from .mesh import AXES, EXPERT_AXES
 from .pipeline_parallel.config import PipelineArguments, RankIndependentRepr
 from .pipeline_parallel.schedules import PipelineSchedule
 from .tensor_parallel_nd.grid import GRID_MODES, TensorGridShape
@@ -82,6 +83,7 @@ class HybridConfig(ShardedConfig):
     overlap_shared_experts: bool
     tp_mode: str
     tp_depth: int | None
+    extra_axes: Mapping[str, int] | None
 
     def __post_init__(self) -> None:
         # Ranks compare the reprs of all fields, which must not contain addresses.
@@ -152,7 +154,7 @@ class HybridConfig(ShardedConfig):
     def axis_sizes(self, world_size: int) -> dict[str, int]:
         """Return the number of ranks along each axis; dp is the remaining factor."""
         sizes = {"pp": self.pp_size, "sp": (self.sp_size or 1) if self.sp_axis_mode else 1, "tp": self.tp_size}
-        return {"dp": world_size // math.prod(sizes.values())} | sizes
+        return {"dp": world_size // math.prod((*sizes.values(), *(self.extra_axes or {}).values()))} | sizes
 
     def remarks(self) -> list[str]:
         """Return log lines about defaults that were chosen and arguments without effect."""
@@ -170,6 +172,7 @@ class HybridConfig(ShardedConfig):
         for name in _FLAGS:
             check_flag(name, getattr(self, name))
         self._check_counts()
+        self._check_extra_axes()
         self._pipeline_arguments().check()
         self._check_sequence_parallelism()
         self._check_tensor_grid()
@@ -192,6 +195,19 @@ class HybridConfig(ShardedConfig):
                 f"make_vocab_size_divisible_by must be a positive integer, got {self.make_vocab_size_divisible_by!r}:"
                 " give a multiple for the size of the vocabulary, such as 64"
             )
+
+    def _check_extra_axes(self) -> None:
+        example = "give a dict of names and numbers of ranks, such as {'replica': 2}, or leave it out"
+        if not isinstance(self.extra_axes, Mapping | None):
+            raise ConfigError(f"extra_axes={self.extra_axes!r} must be a dict: {example}")
+        for name, size in (self.extra_axes or {}).items():
+            if not isinstance(name, str) or not name.isidentifier() or not is_count(size):
+                raise ConfigError(f"extra_axes has {name!r}: {size!r}, which is not an axis: {example}")
+            if name in (*AXES, *EXPERT_AXES):
+                raise ConfigError(
+                    f"extra_axes has {name!r}, which is an axis of the plugin: give another name, or {name}_size"
+                    " for the size of the plugin's"
+                )
 
     def _check_sequence_parallelism(self) -> None:
         mode = self.sequence_parallelism_mode
@@ -264,6 +280,10 @@ class HybridConfig(ShardedConfig):
             )
         if self.tensor_grid is None:
             return
+        for name in set(self.extra_axes or {}) & set(self.tensor_grid.axes):
+            raise ConfigError(
+                f"extra_axes has {name!r}, which is an axis of tp_mode={self.tp_mode!r}: give another name"
+            )
         if self.sequence_mode is not None:
             raise ConfigError(
                 f"tp_mode={self.tp_mode!r} divides activations by examples and features, and"
@@ -277,10 +297,11 @@ class HybridConfig(ShardedConfig):
             )
 
     def _check_world(self, world_size: int) -> None:
-        sizes = {axis: size for axis, size in self.axis_sizes(1).items() if axis != "dp"}
+        sizes = {f"{axis}_size": size for axis, size in self.axis_sizes(1).items() if axis != "dp"}
+        sizes |= self.extra_axes or {}
         needed = math.prod(sizes.values())
         if world_size % needed:
-            named = " x ".join(f"{axis}_size={size}" for axis, size in sizes.items() if size > 1)
+            named = " x ".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1)
             divisors = [str(size) for size in range(1, world_size + 1) if world_size % size == 0]
             raise ConfigError(
                 f"{named} needs groups of {needed} ranks, which do not divide world_size={world_size}: choose sizes"

@@ -1,4 +1,4 @@
-"""Device mesh of the axes dp, pp, sp and tp, and the process groups along them."""
+"""Device mesh of the axes dp, pp, sp and tp, and of the user's own, and the process groups along them."""
 
 from __future__ import annotations
 
@@ -57,6 +57,10 @@ class HybridMesh:
 
     Every method takes "dp" for both of them, and "tp" for all axes of a grid.
 
+    Attributes:
+        extra_axes: Names of the user's own axes.
+        device_mesh: torch's mesh.
+
     Args:
         device_type: Device type of the axes' groups, such as "cpu".
         dp: Size of the dp axis. The product of the four sizes is the world size.
@@ -66,6 +70,7 @@ class HybridMesh:
         ep: Number of the dp ranks that share the experts, a divisor of `dp`.
         dp_outside: If True, the dp axis is outside of the pp axis, otherwise inside.
         tp_axes: Sizes of the axes in place of tp, from the outermost to the innermost, whose product is `tp`; optional.
+        extra_axes: Sizes of further axes, from the outermost; all are outside of the others. Optional.
 
     Raises:
         ConfigError: The product of the sizes is not the world size.
@@ -85,8 +90,10 @@ class HybridMesh:
         ep: int = 1,
         dp_outside: bool = True,
         tp_axes: Mapping[str, int] | None = None,
+        extra_axes: Mapping[str, int] | None = None,
     ) -> None:
-        given = {"dp": dp, "pp": pp, "sp": sp, "tp": tp}
+        self.extra_axes = tuple(extra_axes or ())
+        given = dict(extra_axes or {}) | {"dp": dp, "pp": pp, "sp": sp, "tp": tp}
         replaced: dict[str, Mapping[str, int]] = {"dp": {"edp": dp // ep, "ep": ep}} if ep > 1 else {}
         replaced |= {"tp": tp_axes} if tp_axes else {}
         sizes = given | {"ep": ep, **(tp_axes or {})}
@@ -98,7 +105,7 @@ class HybridMesh:
                 f" {math.prod(given.values())} ranks, but the world size is {group_size()}: give sizes whose product is"
                 " the world size"
             )
-        self._sizes: dict[str, int] = {}
+        self._sizes: dict[str, int] = dict(extra_axes or {})
         for axis in mesh_order(dp_outside=dp_outside):
             self._sizes |= replaced.get(axis, {axis: given[axis]})
         self._axes_of = {axis: tuple(own) for axis, own in replaced.items()} | (
@@ -111,8 +118,8 @@ class HybridMesh:
         self._cpu_groups: dict[tuple[str, ...], dist.ProcessGroup] = {}
 
     def axis_sizes(self) -> dict[str, int]:
-        """Return the number of ranks along each axis, in the order of `AXES`."""
-        return {axis: self.size(axis) for axis in AXES}
+        """Return the number of ranks along each axis, in the order of `AXES`, and of the extra axes."""
+        return {axis: self.size(axis) for axis in (*AXES, *self.extra_axes)}
 
     def size(self, *axes: str) -> int:
         """Return the number of ranks of the group along these axes."""

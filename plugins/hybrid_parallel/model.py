@@ -14,12 +14,14 @@ from torch import nn
 from booster.comm import (
     all_reduce_max,
     all_reduce_sum,
+    any_rank,
     broadcast,
     check_same_across_ranks,
     collective_device,
     group_size,
     host_value,
     is_fake_world,
+    max_of_numbers,
     raise_on_all_ranks,
 )
 from booster.core.compiling import calls_compiled, not_compiled
@@ -60,6 +62,7 @@ class HybridModel(ZeroModel):
         ep_group: The group of the ep axis; optional, defaults to unsharded experts.
         stage_model: The pipeline stage's part of the model; optional, defaults to no pipeline.
         stage: Pipeline stage of this rank.
+        extra_group: Group along the user's own axes, whose ranks hold the same; optional, defaults to no such axes.
 
     Attributes:
         last_pipeline_run: Record of this rank's work on the last batch of `Booster.execute_pipeline`.
@@ -83,6 +86,7 @@ class HybridModel(ZeroModel):
         ep_group: ExpertParallelGroup | None = None,
         stage_model: StageModel | None = None,
         stage: int = 0,
+        extra_group: dist.ProcessGroup | None = None,
     ) -> None:
         super().__init__(module, data_group, is_primary=is_primary, broadcasts_buffers=broadcasts_buffers)
         self._tp_group = tp_group
@@ -94,6 +98,7 @@ class HybridModel(ZeroModel):
         self._ep_group = ep_group
         self._parallel_groups = [group for group in (tp_group, sp_group) if group is not None]
         self._replica_group = replica_group
+        self._extra_group = extra_group
         self.model_parallel_size = group_size(replica_group)
         self.tensor_parallel_size = 1 if tp_group is None else tp_group.size
         is_sharded = tp_group is not None or stage_model is not None or bool(self._experts)
@@ -226,6 +231,8 @@ class HybridModel(ZeroModel):
         return min(stages) == self._stage
 
     def require_equal_copies(self) -> None:
+        if self._extra_group is not None:
+            self._require_equal_along_extra_axes(self._extra_group)
         state = self.module.state_dict().items()
         own = {name: one for name, one in state if name not in self._parameter_names and torch.is_tensor(one)}
         # A stage without buffers takes part in the collectives if another stage has some.
@@ -311,6 +318,16 @@ class HybridModel(ZeroModel):
             " so a loss was computed from sharded tokens or features inside the model: compute it from the model's"
             " outputs (where transformers' router_logits and hidden_states are unsharded), or do not shard such layers"
         )
+
+    def _require_equal_along_extra_axes(self, group: dist.ProcessGroup) -> None:
+        tensors = [one for _, one in sorted(self.module.state_dict().items()) if torch.is_tensor(one)]
+        checksum = tensor_crc32(*tensors)
+        largest, negated = max_of_numbers([checksum, -checksum], group)
+        if any_rank([largest + negated != 0])[0]:
+            raise CheckpointError(
+                "weights differ along an axis of extra_axes, and a checkpoint stores one copy of them: let a gradient"
+                " hook or handler reduce the gradients along it, or make the weights equal before the save"
+            )
 
     def _mark_rng_out_of_sync(self) -> None:
         """Synchronize the RNG state in the next training forward, if other ranks get the same batch."""

@@ -136,6 +136,9 @@ class HybridParallelPlugin(ShardedPlugin):
             2021); "3d": q * q * q (Bian et al., "Maximizing Parallelism in Distributed Training for Huge Neural
             Networks", 2021). In the last three activations inside of layers are divided by examples and features.
         tp_depth: Number of squares of ranks in the mode "2.5d".
+        extra_axes: Sizes of axes of your own, such as {"replica": 2}, outside of all others; their groups are those of
+            `mesh`. Their ranks hold the same and get the same batches, and the plugin communicates nothing along them
+            but the first weights. Layers, gradient hooks and pipeline schedules of your own do.
 
     Raises:
         ConfigError: `launch` was not called, or arguments are invalid alone or together; on all ranks if on any.
@@ -216,6 +219,7 @@ class HybridParallelPlugin(ShardedPlugin):
         overlap_shared_experts: bool = True,
         tp_mode: str = "1d",
         tp_depth: int | None = None,
+        extra_axes: Mapping[str, int] | None = None,
     ) -> None:
         given = dict(locals())
         super().__init__()
@@ -227,6 +231,7 @@ class HybridParallelPlugin(ShardedPlugin):
             dp_outside=dp_outside,
             ep=ep_size,
             tp_axes=None if grid is None else grid.axes,
+            extra_axes=extra_axes,
             **sizes,
         )
         self._mesh.group("dp")  # creation is collective; later calls may come from some ranks only
@@ -365,12 +370,13 @@ class HybridParallelPlugin(ShardedPlugin):
             sp_group=self._partitioner.sp_group,
             data_group=mesh.group("dp", "sp"),
             replica_group=mesh.control_group("pp", "sp", "tp"),
-            is_primary=mesh.rank("dp", "sp") == 0,
-            is_expert_primary=mesh.rank("edp", "sp") == 0,
+            is_primary=mesh.rank("dp", "sp", *mesh.extra_axes) == 0,
+            is_expert_primary=mesh.rank("edp", "sp", *mesh.extra_axes) == 0,
             broadcasts_buffers=config.broadcast_buffers and mesh.size("dp", "sp") > 1,
             ep_group=self._partitioner.ep_group,
             stage_model=stage_model,
             stage=mesh.rank("pp"),
+            extra_group=mesh.control_group(*mesh.extra_axes) if mesh.size(*mesh.extra_axes) > 1 else None,
         )
         wrapped = None
         if optimizer is not None:
@@ -386,7 +392,7 @@ class HybridParallelPlugin(ShardedPlugin):
                 expert_groups=self._shard_groups("edp") if config.ep_size > 1 else None,
                 part=part,
                 loss_scaler=self._config.new_loss_scaler(),
-                is_primary=mesh.rank("dp", "sp") == 0 and mesh.rank("pp") == 0,
+                is_primary=mesh.rank("dp", "sp", "pp", *mesh.extra_axes) == 0,
             )
         if stage_model is not None and config.pipeline is not None:
             weight_gradients = self._partitioner.weight_gradients
@@ -434,13 +440,14 @@ class HybridParallelPlugin(ShardedPlugin):
         return ShardGroups(
             num_shards=mesh.size(*shards),
             rank=mesh.rank(*shards),
-            is_primary=mesh.rank(*replicas) == 0,
+            is_primary=mesh.rank(*replicas, *mesh.extra_axes) == 0,
             data_parallel_group=mesh.group("dp", "sp"),
             control_group=mesh.control_group("dp", "sp"),
             shard_group=mesh.group(*shards),
             replica_group=mesh.group(*replicas) if mesh.size(*replicas) > 1 else None,
             grad_norm_group=mesh.group(*norm_axes),
             first_rank=None if shards_states else mesh.rank_at(pp=0, tp=0),
+            has_extra_axes=mesh.size(*mesh.extra_axes) > 1,
             data_ranks=None if axis == "dp" else mesh.ranks_along("ep", "dp", "sp"),
         )
 

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from booster.comm import group_size
 from booster.core.accumulation import boosted_backward
 from booster.core.shard_aware import shard_state
+from booster.errors import CheckpointError
 from booster.interface import LossScaler, Shard, Shards, shard_spec_of
 from booster.plugins.sharding.config import ShardGroups, ZeroConfig
 from booster.plugins.sharding.optimizer import (
@@ -80,6 +81,14 @@ class ZeroPendingGradients(ShardedPendingGradients):
     def first_rank(self) -> int:
         first_rank = self.optimizer.groups_of().first_rank
         return super().first_rank if first_rank is None else first_rank
+
+    def check(self) -> None:
+        super().check()
+        if self.optimizer.groups_of().has_extra_axes:
+            raise CheckpointError(
+                "in the middle of an accumulation gradients may differ along an axis of extra_axes, where a gradient"
+                " hook reduces them in the step: save after optimizer.step()"
+            )
 
     def data_ranks_of(self, name: str) -> Sequence[int]:
         return self.optimizer.groups_of(self.parameters()[name]).data_ranks or super().data_ranks_of(name)

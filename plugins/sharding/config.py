@@ -129,6 +129,7 @@ class ShardGroups:
         shard_group: Ranks that share the shards; optional, defaults to the world group.
         replica_group: Ranks with replicas of this rank's shards, if any.
         grad_norm_group: Ranks that hold the full gradient together; optional, defaults to `shard_group`.
+        has_extra_axes: Whether there are axes of the user's own, along which gradients may differ before the step.
         first_rank: First of the ranks that hold one gradient together; optional, defaults to that of
             `grad_norm_group`.
         data_ranks: Data ranks whose samples this rank's gradients are of; optional, defaults to this rank's.
@@ -143,6 +144,7 @@ class ShardGroups:
     replica_group: dist.ProcessGroup | None = None
     grad_norm_group: dist.ProcessGroup | None = None
     first_rank: int | None = None
+    has_extra_axes: bool = False
     data_ranks: Sequence[int] | None = None
 
 

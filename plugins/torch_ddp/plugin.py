@@ -8,10 +8,11 @@ from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
-from booster.comm import broadcast, group_size, new_cpu_group, timeout_scope
+from booster.comm import broadcast, group_size, new_cpu_group, new_mesh, timeout_scope
 from booster.compatibility import takes_foreign
 from booster.core.accumulation import AccumulationState
 from booster.errors import ConfigError
@@ -73,7 +74,12 @@ class TorchDDPPlugin(DistributedPlugin):
         super().__init__()
         self._config = arguments_of(DDPConfig, given)
         self._verify_arguments(lambda: self._config.check(group_size()))
+        self._mesh = new_mesh(self._device.type, (group_size(),), ("dp",))
         self._control_group = None if self._device.type == "cpu" else new_cpu_group()
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        return self._mesh
 
     def _groups(self) -> list[dist.ProcessGroup | None]:
         return [self._control_group]

@@ -20,7 +20,7 @@ TIMEOUT_SECONDS = 300
 
 def execute(source, name, folder):
     os.chdir(folder)
-    exec(compile(source, name, "exec"), {"__name__": "page"})
+    exec(compile(source, name, "exec", dont_inherit=True), {"__name__": "page"})
 
 
 def check_command(line, folder):

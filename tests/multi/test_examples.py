@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import re
 import subprocess
 import sys
@@ -265,6 +266,24 @@ def test_the_demo_learns_and_resumes(tmp_path):
     assert float(loss) < float(entropy) - 0.3
     sample = run_command(EXAMPLES / "demo/sample.py", tmp_path / "checkpoint")
     assert "reloaded by GPT2LMHeadModel.from_pretrained" in sample
+
+
+@pytest.mark.slow
+def test_ray_trains_the_demo_as_the_launcher_does(tmp_path):
+    if importlib.util.find_spec("ray") is None:
+        pytest.skip("ray is not installed: pip install 'torch-booster[ray]' runs this test")
+    script = EXAMPLES / "ray/train.py"
+    run_command(script, "--output", tmp_path / "ray", "--steps", "4", "--stop-after", "2")
+    said = run_command(script, "--output", tmp_path / "ray", "--steps", "4", "--resume")
+    train = ("-m", "booster", "run", "--nproc-per-node", "2", EXAMPLES / "demo/train.py", "--steps", "4")
+    run_command(*train, "--output", tmp_path / "plain")
+    found, expected = (
+        [json.loads(line)["loss"] for line in (tmp_path / name / "log.jsonl").read_text().splitlines()]
+        for name in ("ray", "plain")
+    )
+    assert len(found) == 4
+    assert found == expected
+    assert f"step 4: loss {found[-1]:.3f}" in said
 
 
 @pytest.mark.parametrize("name", FOLDERS)

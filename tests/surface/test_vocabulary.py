@@ -26,7 +26,8 @@ RETIRED = (
     r"under way",
     r"on its way",
     r"for good",
-    r"(?<!train_)micro[_-]batch(es)?",  # train_micro_batch_size_per_gpu is DeepSpeed's
+    # train_micro_batch_size_per_gpu is DeepSpeed's, NUM_MICRO_BATCHES ColossalAI's
+    r"(?<!train_)(?<!num_)micro[_-]batch(es)?|(?-i:num_micro_batch(es)?)",
     r"goes on",
     r"lets go of",
     r"gives up",

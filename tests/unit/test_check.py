@@ -150,6 +150,7 @@ def test_no_time_to_communicate(capsys, seconds):
 
 def requirement(text):
     name, _, least = text.partition(">=")
+    name = name.partition("[")[0]  # ray[train]
     return name, tuple(int(part) for part in least.split(".")) if least else None
 
 

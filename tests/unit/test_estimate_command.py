@@ -149,7 +149,7 @@ def test_nothing_large_is_allocated(script, capsys):
         (["--plugin", "zero"], "plugin='zero' is not known"),
         (["--plugin", "torch_ddp,all"], "is not a list of plugins"),
         (["--plugin", "none"], "--plugin none is one device without a plugin, but --nproc is 8"),
-        (["--settings", "stage=2"], "are arguments of one plugin, but --plugin all is 5 of them"),
+        (["--settings", "stage=2"], "are arguments of one plugin, but --plugin all is 6 of them"),
         (["--plugin", "torch_ddp", "--settings", "stage"], "--settings stage is not key=value"),
         (["--plugin", "gemini", "--settings", "a=1", "a=2"], "a was given twice"),
         (["--optimizer", "adamv"], "--optimizer adamv is not in .* Did you mean Adam"),

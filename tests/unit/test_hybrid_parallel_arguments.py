@@ -33,7 +33,7 @@ DEFAULTS = {
     **{"initial_scale": 2**16, "min_scale": 1, "growth_factor": 2, "backoff_factor": 0.5, "growth_interval": 1000},
     **{"hysteresis": 2, "max_scale": 2**32},
     **{"ep_size": 1, "capacity_factor": None, "min_capacity": 4, "drop_tokens": True},
-    **{"overlap_shared_experts": True, "tp_mode": "1d", "tp_depth": None},
+    **{"overlap_shared_experts": True, "tp_mode": "1d", "tp_depth": None, "extra_axes": None},
 }
 
 

@@ -57,8 +57,8 @@ def plan_for_grid(plan: TensorParallelPlan, model: nn.Module, grid: TensorGridSh
     with without_adapters(model) as wrappers:
         if wrappers:
             raise ConfigError(
-                f"{next(iter(wrappers))!r} has adapters, whose inner features tp_mode={grid.mode!r} does not divide: use"
-                " tp_mode='1d', which trains adapters on any layers"
+                f"{next(iter(wrappers))!r} has adapters, whose inner features tp_mode={grid.mode!r} does not divide:"
+                " use tp_mode='1d', which trains adapters on any layers"
             )
     for entry in plan.entries:
         if is_on_grid(entry):

@@ -1,0 +1,266 @@
+"""`BoosterTrainer`: transformers' Trainer, whose loop, evaluation and checkpoints run under a Booster plugin."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader, IterableDataset
+
+from booster.booster import Booster
+from booster.comm import check_same_across_ranks, group_size
+from booster.errors import ConfigError
+from booster.interface import ModelWrapper, OptimizerWrapper
+from booster.validation import error_of
+
+if TYPE_CHECKING:
+    from transformers import Trainer
+else:
+    try:
+        from transformers import Trainer
+    except ImportError:
+
+        class Trainer:
+            """Takes the place of transformers' class where that is not installed."""
+
+            def __init__(self, *_: Any, **__: Any) -> None:
+                raise ConfigError(
+                    "BoosterTrainer needs transformers and accelerate, and transformers is not installed: run pip"
+                    " install 'torch-booster[hf,trainer]'"
+                )
+
+
+# Note [Trainer]
+# transformers' loop calls an Accelerator for what depends on the strategy: it prepares loaders, computes gradients,
+# clips and gathers. `_BoosterAccelerator` answers these calls by the Booster, and leaves all others to Accelerate's
+# object, such as the flags of an accumulation. The trainer's own methods that read or write files are overridden:
+# Trainer pickles optimizers, and would write one rank's shards.
+
+# Arguments of the trainer that select a strategy or a precision, which the Booster has, and what to write instead.
+_PRECISION = "pass Booster(mixed_precision=...), or precision= of the plugin"
+_REFUSED: dict[str, str] = {
+    "fsdp": "leave it out, and give Booster(plugin=TorchFSDPPlugin())",
+    "deepspeed": "leave it out, and give Booster(plugin=LowLevelZeroPlugin(stage=2)) or GeminiPlugin()",
+    "parallelism_config": "leave it out, and give Booster(plugin=HybridParallelPlugin(tp_size=2))",
+    "fp16": f"leave it out, and {_PRECISION}",
+    "bf16": f"leave it out, and {_PRECISION}",
+    "fp16_full_eval": f"leave it out, and {_PRECISION}",
+    "bf16_full_eval": f"leave it out, and {_PRECISION}",
+    "torch_compile": "leave it out, and pass Booster(compile=True)",
+    "auto_find_batch_size": "leave it out, and look for a batch size by `booster estimate`",
+}
+
+
+class BoosterTrainer(Trainer):
+    """transformers' `Trainer` under a Booster plugin; the loop, callbacks, arguments and metrics are the Trainer's.
+
+    Checkpoints (`checkpoint-500`) are those of `Booster.save`: sharded, without pickle, and `from_pretrained` opens
+    them. `train(resume_from_checkpoint=True)` continues exactly, in the middle of an epoch, too, also on other numbers
+    of ranks and under another plugin.
+
+    The model is boosted by the first `train`, `evaluate` or `predict`. `trainer.model` stays the user's module;
+    `trainer.model_wrapped` is the boosted one. Batch sizes are per data-parallel rank.
+
+    Args:
+        booster: The Booster, with any plugin but a pipeline.
+        *args: Arguments of `Trainer`.
+        **kwargs: Arguments of `Trainer`. `TrainingArguments` that select a strategy or precision are errors.
+
+    Raises:
+        ConfigError: The arguments contradict the Booster; on all ranks.
+
+    Collective: every rank must create it, with equal arguments, and call its methods alike.
+    """
+
+    model: Any
+    model_wrapped: Any
+    optimizer: Any
+    accelerator: Any
+
+    def __init__(self, booster: Booster, *args: Any, **kwargs: Any) -> None:
+        if not isinstance(booster, Booster):
+            raise ConfigError(
+                f"BoosterTrainer() was given a {type(booster).__name__} as its booster: give the Booster first, as in"
+                " BoosterTrainer(Booster(plugin='torch_ddp'), model, args)"
+            )
+        self.booster = booster
+        super().__init__(*args, **kwargs)
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Check the arguments, and let the Booster take the Accelerator's place; see Note [Trainer]. Collective."""
+        error = error_of(self._check_arguments)
+        check_same_across_ranks("making a BoosterTrainer", [], error=error)
+        super().create_accelerator_and_postprocess()
+        self.accelerator = _BoosterAccelerator(self.accelerator, self)
+        self.gather_function = self.accelerator.gather_for_metrics
+
+    def _check_arguments(self) -> None:
+        if self.booster.plugin.pp_size > 1:
+            raise ConfigError(
+                f"BoosterTrainer with pp_size={self.booster.plugin.pp_size}: Trainer calls the model, and a stage has"
+                " some of its layers: write the loop with booster.execute_pipeline(), or choose tp_size or another"
+                " plugin"
+            )
+        for name, instead in _REFUSED.items():
+            given = getattr(self.args, name, None)
+            if given:
+                raise ConfigError(
+                    f"TrainingArguments({name}={given!r}) is a choice of the Booster of a BoosterTrainer: {instead}"
+                )
+        for name in ("split_batches", "dispatch_batches"):
+            if getattr(self.args.accelerator_config, name):
+                raise ConfigError(
+                    f"TrainingArguments(accelerator_config={{'{name}': True}}) asks for other batches than the"
+                    " Booster's loaders give: leave it out; batch sizes are per data-parallel rank"
+                )
+        if self.args.train_sampling_strategy == "batch_rebalance":
+            raise ConfigError(
+                "TrainingArguments(train_sampling_strategy='batch_rebalance') makes each rank's batches itself, and the"
+                " Booster's loaders divide one order among the ranks: use 'random' or 'group_by_length'"
+            )
+
+    # The model and its optimizer.
+
+    def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: DataLoader[Any] | None = None) -> Any:
+        """Return the boosted model; the first call boosts it, with its optimizer. Collective."""
+        if not isinstance(self.model_wrapped, ModelWrapper):
+            if self.train_dataset is not None and self.optimizer is None:
+                self.create_optimizer()
+            self.model_wrapped, self.optimizer, *_ = self.booster.boost(self.model, self.optimizer)
+        return self.model_wrapped
+
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        """Do nothing: boost() places the model, of which a rank may hold a part."""
+
+    def get_tp_size(self) -> int:
+        """Return the number of ranks that compute each batch together."""
+        return group_size() // self.booster.plugin.dp_size
+
+    def _clip_grad_norm(self, model: nn.Module) -> torch.Tensor | None:
+        return self.booster.clip_grad_norm_(self.optimizer, self.args.max_grad_norm)
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
+        return self.booster.clip_grad_norm_(self.optimizer, float("inf")) if grad_norm is None else grad_norm
+
+    def _init_training_state(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
+        """Return the epoch and the number of batches that a resume skips; the Booster's loaders skip them unread."""
+        epochs, num_batches = super()._init_training_state(*args, **kwargs)
+        if num_batches > 0 and isinstance(self.train_dataset, IterableDataset):
+            raise ConfigError(
+                f"the checkpoint is {num_batches} batches inside of an epoch of a {type(self.train_dataset).__name__},"
+                " where Trainer would read all ranks' samples to skip them: use a dataset with a length, or"
+                " TrainingArguments(ignore_data_skip=True), which starts the stream again"
+            )
+        return epochs, num_batches
+
+    # Checkpoints: one training state, instead of a file for each of model, optimizer, scheduler, scaler and RNG.
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Save the model and the processing class for `from_pretrained`, in shards. Collective.
+
+        Args:
+            output_dir: Directory; optional, defaults to the `output_dir` of the arguments.
+            _internal_call: Whether Trainer calls it for a checkpoint.
+        """
+        directory = self.args.output_dir if output_dir is None else output_dir
+        if not _internal_call or self.args.save_only_model:
+            self.booster.save_model(self._wrap_model(self.model), directory, shard=True)
+        if self.processing_class is not None and self.args.should_save:
+            self.processing_class.save_pretrained(directory)
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        self.booster.save(output_dir, self.model_wrapped, self.optimizer, self.lr_scheduler)
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        """Do nothing: the training state has the RNG states of all ranks."""
+
+    def _save_scaler(self, output_dir: str) -> None:
+        """Do nothing: the optimizer's state has the loss scale."""
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        """Do nothing: the model is loaded with the optimizer, after it was boosted."""
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is not None:
+            self.booster.load(checkpoint, self.model_wrapped, self.optimizer, self.lr_scheduler)
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        """Do nothing: they are loaded with the training state, and the Booster's loaders draw no random numbers."""
+
+    def _load_scaler(self, checkpoint: str | None) -> None:
+        """Do nothing: the loss scale is loaded with the optimizer."""
+
+    def _load_best_model(self) -> None:
+        self.booster.load_model(self.model_wrapped, os.fspath(self.state.best_model_checkpoint))
+
+    # Evaluation.
+
+    def prediction_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        """Evaluate a batch as Trainer does, and count its samples for the mean of the losses. Collective."""
+        sizes = [one.shape[0] for one in inputs.values() if isinstance(one, torch.Tensor) and one.dim() > 0]
+        self.accelerator.num_samples = sizes[0] if sizes else None
+        return super().prediction_step(model, inputs, *args, **kwargs)
+
+
+class _BoosterAccelerator:
+    """Accelerator of a `BoosterTrainer`; see Note [Trainer].
+
+    Args:
+        accelerator: Accelerate's object.
+        trainer: The trainer.
+
+    Attributes:
+        num_samples: Number of samples of this rank's batch in evaluation, None if unknown.
+    """
+
+    def __init__(self, accelerator: Any, trainer: BoosterTrainer) -> None:
+        self._accelerator = accelerator
+        self._trainer = trainer
+        self._booster = trainer.booster
+        self.num_samples: int | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_accelerator":  # __init__ did not run
+            raise AttributeError(name)
+        return getattr(self._accelerator, name)
+
+    def free_memory(self, *objects: Any) -> Any:
+        """Keep the boosted objects, which a second `train` uses."""
+        return objects
+
+    def prepare(self, one: Any) -> Any:
+        """Return a loader of this rank's samples; a boosted optimizer is returned unchanged."""
+        return self._booster.prepare_dataloader(one) if isinstance(one, DataLoader) else one
+
+    def unwrap_model(self, model: nn.Module, *_: Any, **__: Any) -> nn.Module:
+        """Return the user's model."""
+        return self._booster.unwrap_model(model)
+
+    def no_sync(self, model: Any) -> contextlib.AbstractContextManager[None]:
+        """Return the context of all batches of a step but the last."""
+        if not self._booster.plugin.support_no_sync():
+            return contextlib.nullcontext()
+        return self._booster.no_sync(model, self._trainer.optimizer)
+
+    def backward(self, loss: torch.Tensor, **_: Any) -> None:
+        """Compute gradients."""
+        self._booster.backward(loss, self._trainer.optimizer)
+
+    @property
+    def optimizer_step_was_skipped(self) -> bool:
+        """Whether the last step was skipped, because a scaled gradient overflowed."""
+        optimizer: Optimizer = self._trainer.optimizer
+        return isinstance(optimizer, OptimizerWrapper) and optimizer.step_was_skipped
+
+    def gather_for_metrics(self, data: Any, *_: Any, **__: Any) -> Any:
+        """Return the data of all ranks, without the samples that fill up the last batch."""
+        rows = self.num_samples
+        if isinstance(data, torch.Tensor) and data.dim() == 1 and rows is not None:
+            data = data[:rows]  # Trainer repeats the mean loss of a batch by the batch size of the arguments
+        return self._booster.gather_for_metrics(data)
