@@ -20,6 +20,7 @@ from .errors import ConfigError
 from .interface import Boosted, ModelWrapper, OptimizerWrapper
 from .launch.config import Config
 from .launch.launch import get_config
+from .trainer.gradient_handlers import attach_gradient_handlers
 from .validation import error_of
 
 _Trained: TypeAlias = tuple[ModelWrapper, OptimizerWrapper, Callable[[Any, Any], Tensor]]
@@ -43,8 +44,7 @@ def initialize(
         train_dataloader: Plain loader of (data, labels); its batch size is per rank.
         test_dataloader: Plain loader, likewise.
         lr_scheduler: Scheduler of the optimizer; step it where `Engine.step` returns True, or once an epoch.
-        config: Dict or path of a Python file with `parallel`, `fp16`, `zero`, `clip_grad_norm`,
-            `gradient_accumulation`; optional, defaults to the config of the launch.
+        config: Dict or path of a Python file with `parallel`, `fp16` and such; optional, defaults to the launch's.
 
     Raises:
         ConfigError: The configuration asks for what cannot happen; on all ranks.
@@ -73,6 +73,7 @@ class Engine:
     def __init__(self, booster: Booster, boosted: Boosted, config: EngineConfig) -> None:
         self.booster, self._config = booster, config
         self.model, self.optimizer, self.criterion = cast("_Trained", boosted[:3])
+        attach_gradient_handlers(booster, self.model, self.optimizer, config.gradient_handlers)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model's forward."""

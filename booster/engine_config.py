@@ -13,6 +13,7 @@ from .errors import ConfigError
 from .interface import MixedPrecision
 from .mixed_precision import FP16ApexMixedPrecision, FP16NaiveMixedPrecision, FP16TorchMixedPrecision
 from .registry import plugin_class, plugin_from_name
+from .trainer.gradient_handlers import resolve_gradient_handlers
 from .validation import is_count, is_number
 
 # Keys with a meaning; all others are the script's hyperparameters.
@@ -54,6 +55,7 @@ class EngineConfig:
         mixed_precision: Mixed precision of the Booster, or None.
         gradient_accumulation: Number of microbatches per step.
         clip_grad_norm: Maximum gradient norm; 0 for no clipping.
+        gradient_handlers: Gradient handlers of the script.
     """
 
     plugin: str = "torch_ddp"
@@ -62,6 +64,7 @@ class EngineConfig:
     mixed_precision: MixedPrecision | None = None
     gradient_accumulation: int = 1
     clip_grad_norm: float = 0.0
+    gradient_handlers: list[Any] = field(default_factory=list)
 
     def new_booster(self) -> Booster:
         """Return a Booster that does it. Collective."""
@@ -89,6 +92,7 @@ def read_engine_config(config: Mapping[str, Any]) -> EngineConfig:
     """
     _check_keys(config)
     found = EngineConfig()
+    _read_handlers(config, found)
     _read_parallel(config, found)
     _read_zero(config.get("zero"), found)
     _read_precision(config.get("fp16"), found)
@@ -113,19 +117,16 @@ def _check_keys(config: Mapping[str, Any]) -> None:
                 f"{name}={config[name]!r} is not a feature of the engine, and looks like one: write {near[0]}, or"
                 " rename a hyperparameter of your script"
             )
+
+
+def _read_handlers(config: Mapping[str, Any], found: EngineConfig) -> None:
     for name in ("gradient_handler", "gradient_handlers"):
-        _check_handlers(name, config.get(name) or ())
-
-
-def _check_handlers(name: str, handlers: Any) -> None:
-    kinds = [one.get("type") if isinstance(one, Mapping) else one for one in handlers]
-    for kind in kinds:
-        if kind not in _OWN_HANDLERS:
-            raise ConfigError(
-                f"{name}={handlers!r} names {kind!r}, and the plugin reduces gradients itself: leave it out, and for a"
-                " reduction of your own pass a function of this rank's gradients to"
-                " engine.optimizer.register_gradient_hook()"
-            )
+        given = config.get(name) or ()
+        if isinstance(given, (str, Mapping)):
+            raise ConfigError(f"{name}={given!r} is a single handler: write a list, as in [{given!r}]")
+        kinds = [(one.get("type") if isinstance(one, Mapping) else one, one) for one in given]
+        found.gradient_handlers += [one for kind, one in kinds if kind not in _OWN_HANDLERS]
+    resolve_gradient_handlers(found.gradient_handlers)
 
 
 def _read_parallel(config: Mapping[str, Any], found: EngineConfig) -> None:

@@ -451,6 +451,10 @@ class HybridParallelPlugin(ShardedPlugin):
             data_ranks=None if axis == "dp" else mesh.ranks_along("ep", "dp", "sp"),
         )
 
+    def leave_reduction(self, model: ModelWrapper, axis: str, handler: str) -> None:
+        if axis not in self._mesh.extra_axes:  # the plugin reduces over none of these
+            super().leave_reduction(model, axis, handler)
+
     def representative_ranks(self) -> list[int]:
         num_stages = self._config.pp_size
         stages = list(range(num_stages))

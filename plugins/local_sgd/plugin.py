@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from booster.comm import broadcast, group_size, new_groups, new_mesh, timeout_scope
 from booster.errors import ConfigError
+from booster.interface import ModelWrapper
 from booster.lazy_init import check_materialized, move_to_device
 from booster.plugins.base import DistributedPlugin, PluginConfig, WrappedPair, arguments_of
 from booster.validation import check_flag, is_count, is_non_nan_number
@@ -109,6 +110,10 @@ class LocalSGDPlugin(DistributedPlugin):
 
     def control_precision(self) -> bool:
         return False
+
+    def leave_reduction(self, model: ModelWrapper, axis: str, handler: str) -> None:
+        if axis != "dp":  # gradients are each rank's own
+            super().leave_reduction(model, axis, handler)
 
     @classmethod
     def settings_for(cls, num_ranks: int) -> list[dict[str, Any]]:

@@ -205,3 +205,36 @@ def test_a_batch_without_labels_is_refused():
         engine.execute_schedule(iter([torch.ones(4, 6)]))
     with pytest.raises(ConfigError, match="iter"):
         engine.execute_schedule(loader)
+
+
+class Recorder(booster.GradientHandler):
+    """Counts, and doubles the gradients."""
+
+    def __init__(self, *objects, factor):
+        super().__init__(*objects)
+        self.factor = factor
+
+    def handle_gradient(self):
+        for _, gradient in self.named_gradients():
+            gradient.mul_(self.factor)
+
+
+@distributed(world_size=2)
+@pytest.mark.parametrize("name", ["ddp", "zero 2"])
+def test_gradient_handlers_of_the_configuration(name):
+    booster.register_gradient_handler(Recorder)
+    handlers = [{"type": "DataParallelGradientHandler"}, {"type": "Recorder", "factor": 2.0}]
+    models = []
+    for features, lr in (({"gradient_handler": handlers}, 0.1), ({}, 0.2)):
+        model = make_model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+        engine, loader, *_ = booster.initialize(
+            model, optimizer, nn.CrossEntropyLoss(), make_loader(), config=CONFIGS[name] | features
+        )
+        for batch in loader:
+            inputs, labels = (one.to(current_device()) for one in batch)
+            engine.zero_grad()
+            engine.backward(engine.criterion(engine(inputs), labels))
+            engine.step()
+        models.append(joined_over_ranks(engine.model))
+    torch.testing.assert_close(*models)

@@ -8,11 +8,13 @@ from harness import distributed
 from oracles.joined_slices import joined_over_ranks
 from torch import nn
 
+import booster
 from booster import Booster
 from booster.comm import all_gather_equal, all_reduce_sum, group_rank
 from booster.device import current_device
 from booster.errors import CheckpointError, ConfigError
 from booster.plugins import GeminiPlugin, HybridParallelPlugin, LowLevelZeroPlugin, TorchDDPPlugin, TorchFSDPPlugin
+from booster.trainer.gradient_handlers import attach_gradient_handlers
 
 pytestmark = pytest.mark.on_device
 
@@ -123,6 +125,26 @@ def test_a_gradient_hook_makes_the_axis_a_data_parallel_one(zero_stage):
             all_reduce_sum(gradient, group).div_(2)
 
     run.optimizer.register_gradient_hook(average)
+    for step in range(3):
+        run.step(batch(step, run.plugin.mesh.get_local_rank("replica"), 2))
+    assert_serial(run, 3)
+
+
+class ReplicaHandler(booster.GradientHandler):
+    """Averages over an axis of one's own."""
+
+    reduces = "replica"
+
+    def handle_gradient(self):
+        for _, gradient in self.named_gradients():
+            all_reduce_sum(gradient, self.group("replica")).div_(2)
+
+
+@distributed(world_size=2)
+@pytest.mark.parametrize("zero_stage", [0, 1])
+def test_a_gradient_handler_reduces_over_the_axis(zero_stage):
+    run = Run(extra_axes={"replica": 2}, zero_stage=zero_stage)
+    attach_gradient_handlers(run.booster, run.model, run.optimizer, [ReplicaHandler])
     for step in range(3):
         run.step(batch(step, run.plugin.mesh.get_local_rank("replica"), 2))
     assert_serial(run, 3)
