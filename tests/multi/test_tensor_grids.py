@@ -230,6 +230,7 @@ def assert_bytes(mode):
     weight = torch.randn(num_rows, inputs // 2, device=current_device()).requires_grad_()
     with count_communication() as forward:
         output = cube_matmul(x, weight, grid, is_second=False) if mode == "3d" else summa_matmul(x, weight, grid)
+    grid.tp_group.reset()  # as at the end of a model's forward
     with count_communication() as backward:
         output.sum().backward()
     found = [sum(count.received.values()) / 4 for count in (forward, backward)]
@@ -239,6 +240,32 @@ def assert_bytes(mode):
 @distributed(4)
 def test_the_bytes_on_a_square():
     assert_bytes("2d")
+
+
+@distributed(4)
+def test_layers_with_one_input_gather_it_once():
+    grid = HybridParallelPlugin(precision="fp32", **SQUARE[1])._partitioner.grid
+    x = torch.randn(4, 8, device=current_device()).requires_grad_()
+    weights = [torch.randn(6, 8, device=current_device()).requires_grad_() for _ in range(3)]
+
+    def received():
+        with count_communication() as count:
+            sum(summa_matmul(x, weight, grid).sum() for weight in weights).backward()
+        grid.tp_group.reset()
+        return sum(count.received.values()), [one.grad.clone() for one in (x, *weights)]
+
+    found, gradients = received()
+    for one in (x, *weights):
+        one.grad = None
+    with torch.no_grad():
+        x.add_(0)  # another version of the same memory
+    again, others = received()
+    assert found == again
+    for one, other in zip(gradients, others, strict=True):
+        assert torch.equal(one, other)
+    block, weight = 4 * 8 * 4, 6 * 8 * 4
+    # The input once, as backward follows at once; three weights in forward and backward; sums of three gradients each.
+    assert found == block + 6 * weight + 3 * block + 3 * weight
 
 
 @distributed(8)

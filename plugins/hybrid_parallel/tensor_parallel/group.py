@@ -108,6 +108,7 @@ class TensorParallelGroup:
         traced_input: Last input of a region in a graph of torch.compile that is being traced.
         traced_copy: Its copy, for all layers that read it.
         traced_products: Layers that read the last input of a region in a graph, with their outputs for it.
+        gathered: Key, tensor and gathered blocks of the last input of linear layers on a grid of ranks.
         traced_in_region: Whether the graph is in a region with sharded activations, outside of a sharded sequence.
     """
 
@@ -127,6 +128,7 @@ class TensorParallelGroup:
         self.traced_copy: torch.Tensor | None = None
         self.traced_products: tuple[tuple[nn.Module, torch.Tensor], ...] = ()
         self.traced_in_region = False
+        self.gathered: tuple[object, torch.Tensor, torch.Tensor] | None = None
         self._input: weakref.ref[torch.Tensor] | None = None
         self._version = -1
         self._copy: object = None
@@ -182,6 +184,7 @@ class TensorParallelGroup:
     def reset(self) -> None:
         """Drop shared inputs and open regions, at the start and end of a forward and after backward."""
         self._input, self._copy = None, None
+        self.gathered = None
         self.end_traced_region()
         self.intercepts_random = self.traced_in_region = False
         self.precomputed.clear()

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from booster.comm import all_gather_equal, start_reduce_scatter
+from booster.comm import start_reduce_scatter
 
 from .grid import TensorGrid, WeightLayout
 
@@ -44,8 +44,8 @@ class _Cube(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
         ctx.grid, ctx.layout = grid, layout
-        panel = _all_gather_rows(weight, "weight", grid)
-        term = _all_gather_rows(x, layout.outputs, grid).mm(panel.t())
+        panel = grid.gather(weight, "weight")
+        term = grid.gather_input(x, layout.outputs).mm(panel.t())
         return _reduce_scatter_rows(term, layout.inputs, grid)
 
     @staticmethod
@@ -56,17 +56,13 @@ class _Cube(torch.autograd.Function):
         layout: WeightLayout = ctx.layout
         grad_x = grad_weight = None
         if ctx.needs_input_grad[0] or ctx.needs_input_grad[1]:
-            panel = _all_gather_rows(grad, layout.inputs, grid)
+            panel = grid.gather(grad, layout.inputs)
         if ctx.needs_input_grad[0]:
-            grad_x = _reduce_scatter_rows(panel.mm(_all_gather_rows(weight, "weight", grid)), layout.outputs, grid)
+            grad_x = _reduce_scatter_rows(panel.mm(grid.gather(weight, "weight")), layout.outputs, grid)
         if ctx.needs_input_grad[1]:
-            term = panel.t().mm(_all_gather_rows(x, layout.outputs, grid))
+            term = panel.t().mm(grid.gather_input(x, layout.outputs))
             grad_weight = _reduce_scatter_rows(term, "weight", grid)
         return grad_x, grad_weight, None, None
-
-
-def _all_gather_rows(block: torch.Tensor, axis: str, grid: TensorGrid) -> torch.Tensor:
-    return all_gather_equal(block.detach().contiguous(), grid.group(axis))
 
 
 def _reduce_scatter_rows(term: torch.Tensor, axis: str, grid: TensorGrid) -> torch.Tensor:

@@ -7,11 +7,16 @@ import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
 import torch.distributed as dist
 
+from booster.comm import all_gather_equal, is_fake_world
 from booster.errors import ConfigError
 from booster.plugins.hybrid_parallel.mesh import HybridMesh
 from booster.plugins.hybrid_parallel.tensor_parallel.group import TensorParallelGroup
+
+MAX_GATHERED_BYTES = 2**24
+"""Size of blocks that are gathered at once and kept, rather than one by one."""
 
 GRID_MODES = ("2d", "2.5d", "3d")
 """Modes of tensor parallelism on a grid of ranks; the other one is "1d"."""
@@ -212,6 +217,27 @@ class TensorGrid:
     def group(self, *axes: str) -> dist.ProcessGroup:
         """Return the group of the ranks that differ from this one along these axes only."""
         return self._groups[axes]
+
+    def gather(self, block: torch.Tensor, axis: str) -> torch.Tensor:
+        """Return the blocks of the ranks along an axis, concatenated. Collective over the group of the axis."""
+        return all_gather_equal(block.detach().contiguous(), self.group(axis))
+
+    def gather_input(self, x: torch.Tensor, axis: str) -> torch.Tensor:
+        """Return `gather` of the input of a linear layer, if it is small once for all layers that read it.
+
+        Query, key and value projections read one tensor. What was gathered for the last one is kept until another
+        input is gathered, and at most until the end of the forward or backward.
+
+        Collective: over the group of the axis, with the same inputs in the same order on all of its ranks.
+        """
+        x = x.detach()
+        if is_fake_world() or x.is_inference() or self.side * x.nbytes > MAX_GATHERED_BYTES:
+            return self.gather(x, axis)
+        key = x.data_ptr(), x.shape, x.stride(), x._version, axis
+        kept = self.tp_group.gathered
+        if kept is None or kept[0] != key:
+            kept = self.tp_group.gathered = (key, x, self.gather(x, axis))  # x, as its memory must not be used again
+        return kept[2]
 
     def begin_batch(self, num_examples: int) -> None:
         """Note the number of examples of activations that are divided."""

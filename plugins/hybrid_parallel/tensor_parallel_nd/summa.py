@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from booster.comm import all_gather_equal, all_reduce_sum, broadcast, start_reduce_scatter, sum_dtype
+from booster.comm import all_reduce_sum, broadcast, start_reduce_scatter, sum_dtype
 
-from .grid import TensorGrid
+from .grid import MAX_GATHERED_BYTES, TensorGrid
 
 # Note [SUMMA]
 # 2D: Xu et al., "An Efficient 2D Method for Training Super-Large Deep Learning Models", 2021. 2.5D: Wang et al.,
@@ -27,7 +27,6 @@ from .grid import TensorGrid
 # all-reduced over the squares.
 # Bytes received in forward: (q-1)/q of a row of blocks of X and of a column of blocks of W. In backward twice that:
 # the same broadcasts again, as blocks are not kept, and as much for the sums; plus the all-reduce over the squares.
-_MAX_GATHERED_BYTES = 2**24
 
 
 def summa_matmul(x: torch.Tensor, weight: torch.Tensor, grid: TensorGrid) -> torch.Tensor:
@@ -50,7 +49,7 @@ class _Summa(torch.autograd.Function):
         ctx.save_for_backward(x, weight)
         ctx.grid = grid
         output = x.new_zeros(x.shape[0], weight.shape[0], dtype=sum_dtype(x.dtype))
-        for block, other in zip(_blocks(x, "column", grid), _blocks(weight, "row", grid), strict=True):
+        for block, other in zip(_input_blocks(x, grid), _blocks(weight, "row", grid), strict=True):
             if output.dtype == x.dtype:
                 output.addmm_(block, other.t())
             else:
@@ -69,12 +68,18 @@ class _Summa(torch.autograd.Function):
         return grad_x, grad_weight, None
 
 
+def _input_blocks(x: torch.Tensor, grid: TensorGrid) -> Iterator[torch.Tensor]:
+    if grid.side * x.nbytes > MAX_GATHERED_BYTES:
+        return _blocks(x, "column", grid)
+    return iter(grid.gather_input(x, "column").unflatten(0, (grid.side, -1)))
+
+
 def _blocks(block: torch.Tensor, axis: str, grid: TensorGrid) -> Iterator[torch.Tensor]:
     """Yield the blocks of the ranks along an axis: those of one row differ in their column, and the other way round."""
-    block = block.detach().contiguous()
-    if grid.side * block.nbytes <= _MAX_GATHERED_BYTES:
-        yield from all_gather_equal(block, grid.group(axis)).unflatten(0, (grid.side, -1))
+    if grid.side * block.nbytes <= MAX_GATHERED_BYTES:
+        yield from grid.gather(block, axis).unflatten(0, (grid.side, -1))
         return
+    block = block.detach().contiguous()
     for source in range(grid.side):
         received = block if grid.coordinates[axis] == source else torch.empty_like(block)
         broadcast([received], grid.group(axis), source)
@@ -90,7 +95,7 @@ def _input_gradient(grad: torch.Tensor, weight: torch.Tensor, grid: TensorGrid) 
 
 def _weight_gradient(grad: torch.Tensor, x: torch.Tensor, grid: TensorGrid) -> torch.Tensor:
     terms = grad.new_empty(grid.side, grad.shape[1], x.shape[1])
-    for block, term in zip(_blocks(x, "column", grid), terms, strict=True):
+    for block, term in zip(_input_blocks(x, grid), terms, strict=True):
         torch.mm(grad.t(), block, out=term)
     total = _reduce_scatter_terms(terms, "row", grid)
     if grid.shape.depth == 1:
