@@ -14,6 +14,7 @@ MODULES = (
     "_harness.pair",
     "_harness.samples",
     "tensor_parallel.engines",
+    "tensor_parallel.grid_bytes",
     "tensor_parallel.run",
 )
 

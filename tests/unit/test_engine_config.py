@@ -104,7 +104,7 @@ def test_handlers_of_what_plugins_do_are_taken():
         ({"clip_grad_norm": -1.0}, "a number above 0"),
         ({"NUM_MICRO_BATCHES": 4}, "no effect without pipeline stages"),
         ({"NUM_CHUNKS": 2, "parallel": {"pipeline": 1}}, "no effect without pipeline stages"),
-        ({"gradient_handler": [{"type": "MyGradientHandler"}]}, "@register_gradient_handler"),
+        ({"gradient_handler": [{"type": "NobodysGradientHandler"}]}, "@register_gradient_handler"),
         ({"gradient_handler": {"type": "DataParallelGradientHandler"}}, "write a list"),
     ],
 )

@@ -69,6 +69,17 @@ def _comparison(bench, seconds):
     return bench.pair.Comparison(title="t", world=world, schedule=schedule, engines=reports)
 
 
+def test_counted_bytes_are_those_of_the_papers(bench, monkeypatch):
+    monkeypatch.setattr(bench["grid_bytes"], "NUM_RANKS", (4, 8))
+    rows = bench["grid_bytes"].grid_bytes()
+    assert [(row.num_ranks, row.mode) for row in rows] == [
+        *[(4, "1d"), (4, "2d")],
+        *[(8, "1d"), (8, "2.5d depth 2"), (8, "3d")],
+    ]
+    for row in rows:
+        assert row.counted == row.theory
+
+
 def test_targets_are_over_the_floor_and_over_dtensor(bench):
     engines = bench.engines
     comparison = _comparison(bench, {engines.DTENSOR: [1.4] * 3, engines.OURS: [1.12] * 3})
