@@ -70,8 +70,8 @@ def _comparison(bench, seconds):
 
 
 def test_counted_bytes_are_those_of_the_papers(bench, monkeypatch):
-    monkeypatch.setattr(bench["grid_bytes"], "NUM_RANKS", (4, 8))
-    rows = bench["grid_bytes"].grid_bytes()
+    monkeypatch.setattr(bench.grid_bytes, "NUM_RANKS", (4, 8))
+    rows = bench.grid_bytes.grid_bytes()
     assert [(row.num_ranks, row.mode) for row in rows] == [
         *[(4, "1d"), (4, "2d")],
         *[(8, "1d"), (8, "2.5d depth 2"), (8, "3d")],
