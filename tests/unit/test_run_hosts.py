@@ -191,7 +191,7 @@ def test_options_overrule_what_hosts_say(capsys, hostfile):
 def test_a_dry_run_on_this_machine_is_a_line_of_torchrun(capsys, tmp_path):
     script = tmp_path / "train.py"
     script.touch()
-    for options in (["--nproc-per-node", "3"], ["--host", "localhost", "--nproc-per-node", "3"]):
+    for options in (["--nproc-per-node", "3"], ["--nproc", "3"], ["--host", "localhost", "--nproc-per-node", "3"]):
         [command] = dry_run(capsys, *options, str(script), "$x")
         assert command[2:5] == [sys.executable, "-m", "torch.distributed.run"]
         assert {"--nnodes=1", "--nproc-per-node=3", "--rdzv-backend=c10d"} <= set(command)

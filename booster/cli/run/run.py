@@ -55,7 +55,11 @@ def add_parser(commands: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     _add_option(
-        parser, "--nproc-per-node", metavar="N", help="ranks per machine, or auto (1, or slots of the host file)"
+        parser,
+        "--nproc-per-node",
+        "--nproc",
+        metavar="N",
+        help="ranks per machine, or auto (1, or slots of the host file)",
     )
     _add_option(
         parser, "--nnodes", metavar="N|MIN:MAX", help="machines; MIN:MAX to continue with fewer (1, or all hosts)"
@@ -212,6 +216,6 @@ def _check_machine(arguments: argparse.Namespace, num_nodes: NumNodes) -> None:
         )
 
 
-def _add_option(parser: Any, name: str, **settings: Any) -> None:
-    spellings = dict.fromkeys((name, "--" + name[2:].replace("-", "_")))
+def _add_option(parser: Any, name: str, *others: str, **settings: Any) -> None:
+    spellings = dict.fromkeys((name, "--" + name[2:].replace("-", "_"), *others))
     parser.add_argument(*spellings, **settings)
