@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from booster.comm import check_same_across_ranks
+from booster.comm import check_same_across_ranks, real_tensors
 from booster.core.layer_stacks import find_stacks
 from booster.errors import ConfigError
 from booster.interface import ShardSpec
@@ -39,7 +39,8 @@ from .tensor_parallel.group import TensorParallelGroup
 from .tensor_parallel.random_functions import intercept_random_functions
 from .tensor_parallel.shard_spec import sharded_spec, vocabulary_spec
 from .tensor_parallel_nd.grid import TensorGrid, TensorGridShape
-from .tensor_parallel_nd.plan import activation_shapes, grid_spec, is_on_grid, plan_for_grid
+from .tensor_parallel_nd.plan import activation_shapes, grid_spec, is_on_grid, plan_for_grid, verify_examples
+from .tp_plan.annotations import marked_placements
 from .tp_plan.plan import COLUMN_STYLES, ROW_STYLES, PlannedEntry, TensorParallelPlan, explain, generalize
 from .tp_plan.resolve import choose_plan
 from .tp_plan.validate import CLOSING_STYLES, OPEN_STYLES
@@ -197,7 +198,13 @@ class ModelPartitioner:
             plan=arguments.layer_plan,
             sequence_mode=arguments.tp_axis_mode,
         )
-        return found if grid is None else plan_for_grid(found, model, grid)
+        if grid is None:
+            return found
+        on_grid = plan_for_grid(found, model, grid)
+        if not (found.is_derived or arguments.layer_plan is not None or marked_placements(model)):
+            return on_grid  # layers of transformers have the examples in their first dimension
+        with real_tensors():
+            return replace(on_grid, notes=(*on_grid.notes, *verify_examples(on_grid, model, grid)))
 
     def experts(self, model: nn.Module) -> ExpertPlan | None:
         """Return the experts of each rank, or None without expert parallelism.

@@ -9,8 +9,10 @@ from torch import nn
 
 from booster.errors import ConfigError
 from booster.plugins.hybrid_parallel.partition import planned_shard_specs
+from booster.plugins.hybrid_parallel.tensor_parallel.shard_spec import Block
 from booster.plugins.hybrid_parallel.tensor_parallel_nd.grid import TensorGridShape
-from booster.plugins.hybrid_parallel.tensor_parallel_nd.plan import activation_shapes, plan_for_grid
+from booster.plugins.hybrid_parallel.tensor_parallel_nd.plan import activation_shapes, plan_for_grid, verify_examples
+from booster.plugins.hybrid_parallel.tp_plan.plan import Style
 from booster.plugins.hybrid_parallel.tp_plan.resolve import choose_plan
 
 SQUARE, SQUARES, CUBE = (
@@ -204,3 +206,34 @@ def test_adapters_are_refused():
     plan = choose_plan(model, tp_size=2, plan=STACK)
     with pytest.raises(ConfigError, match=r"'base_model.model.0.up' has adapters, .* use tp_mode='1d'"):
         plan_for_grid(plan, model, SQUARE)
+
+
+class TokensFirst(nn.Module):
+    """A layer of (tokens, batch, features) with causal attention."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.out = nn.Linear(8, 24), nn.Linear(8, 8)
+
+    def forward(self, x):
+        query, key, value = (one.unflatten(-1, (-1, 4)).permute(1, 2, 0, 3) for one in self.qkv(x).chunk(3, dim=-1))
+        mixed = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        return x + self.out(mixed.permute(2, 0, 1, 3).flatten(2))
+
+
+def test_layers_whose_first_dimension_is_not_the_batch():
+    model = nn.ModuleDict({"layers": nn.ModuleList([TokensFirst(), TokensFirst()])})
+    plan = {
+        "layers.*.qkv": Style("packed_colwise", blocks=(Block(num_units=2, unit_size=4),) * 3),
+        "layers.*.out": Style("rowwise", num_heads=2),
+    }
+    resolved = plan_for_grid(choose_plan(model, tp_size=2, plan=plan), model, SQUARE)
+    assert resolved.divided_stacks
+    with pytest.raises(ConfigError, match=r"'layers.0' mixes the first dimension of its hidden states"):
+        verify_examples(resolved, model, SQUARE)
+
+
+def test_layers_that_are_verified():
+    model = nn.Sequential(Fused(48, 12), Fused(48, 12))
+    resolved, _ = specs_of(model, SQUARE, None)
+    assert verify_examples(resolved, model, SQUARE) == ()
