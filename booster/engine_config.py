@@ -16,7 +16,7 @@ from .registry import plugin_class, plugin_from_name
 from .trainer.gradient_handlers import resolve_gradient_handlers
 from .validation import is_count, is_number
 
-# Keys with a meaning; all others are the script's hyperparameters.
+# Keys with a meaning; other names in upper case are the script's hyperparameters.
 KEYS = (
     *("parallel", "fp16", "zero", "clip_grad_norm", "gradient_accumulation", "gradient_handler", "gradient_handlers"),
     *("NUM_MICRO_BATCHES", "NUM_CHUNKS", "TENSOR_SHAPE"),
@@ -117,6 +117,11 @@ def _check_keys(config: Mapping[str, Any]) -> None:
                 f"{name}={config[name]!r} is not a feature of the engine, and looks like one: write {near[0]}, or"
                 " rename a hyperparameter of your script"
             )
+        if name not in KEYS and not name.isupper():
+            raise ConfigError(
+                f"{name}={config[name]!r} is not a feature of the engine, which are {', '.join(KEYS)}: leave it out, or"
+                f" write a hyperparameter of your script in upper case, {name.upper()}"
+            )
 
 
 def _read_handlers(config: Mapping[str, Any], found: EngineConfig) -> None:
@@ -138,7 +143,7 @@ def _read_parallel(config: Mapping[str, Any], found: EngineConfig) -> None:
         )
     sizes = {axis: one.get("size", 1) if isinstance(one, Mapping) else one for axis, one in parallel.items()}
     is_hybrid = any(size != 1 for axis, size in sizes.items() if axis != "data")
-    if is_hybrid or set(sizes) - {"data", "pipeline", "tensor", "moe"}:
+    if is_hybrid or sizes.get("data", 1) != 1 or set(sizes) - {"data", "pipeline", "tensor", "moe"}:
         found.plugin, found.parallel = "hybrid_parallel", parallel
         found.arguments["precision"] = "fp32"
     _read_pipeline(config, found, has_stages=sizes.get("pipeline", 1) != 1)

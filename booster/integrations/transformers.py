@@ -81,14 +81,34 @@ class BoosterTrainer(Trainer):
     optimizer: Any
     accelerator: Any
 
-    def __init__(self, booster: Booster, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, booster: Booster | None = None, *args: Any, **kwargs: Any) -> None:
         if not isinstance(booster, Booster):
             raise ConfigError(
                 f"BoosterTrainer() was given a {type(booster).__name__} as its booster: give the Booster first, as in"
                 " BoosterTrainer(Booster(plugin='torch_ddp'), model, args)"
             )
+        if isinstance(args[0] if args else kwargs.get("model"), ModelWrapper):
+            raise ConfigError(
+                "BoosterTrainer() was given a boosted model, and boosts it itself, with its optimizer: give the model"
+                " as it was before boost()"
+            )
         self.booster = booster
         super().__init__(*args, **kwargs)
+
+    def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """Train as `Trainer.train`. Collective.
+
+        Raises:
+            ConfigError: The checkpoint to resume from does not exist; on all ranks.
+        """
+        is_path = isinstance(resume_from_checkpoint, (str, os.PathLike))
+        is_missing = is_path and not os.path.isdir(resume_from_checkpoint)
+        error = ConfigError(
+            f"resume_from_checkpoint={str(resume_from_checkpoint)!r} is no directory: give one that BoosterTrainer has"
+            " saved, such as 'checkpoint-500', or True for the last one in output_dir"
+        )
+        check_same_across_ranks("BoosterTrainer.train()", [], error=error if is_missing else None)
+        return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def create_accelerator_and_postprocess(self) -> None:
         """Check the arguments, and let the Booster take the Accelerator's place; see Note [Trainer]. Collective."""

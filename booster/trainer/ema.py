@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -157,6 +157,13 @@ class EMAHook(Hook):
                 average.update()
 
         trainer.optimizer.register_step_hook(update)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the settings; the averages are in the optimizer."""
+        return {"decay": self._decay, "name": self._name}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Do nothing: that a checkpoint has the state says that it has averages."""
 
     def before_evaluation(self, trainer: TrainerState) -> None:
         if self._evaluates and self._average is not None and not self._is_applied:

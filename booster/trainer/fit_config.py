@@ -6,11 +6,21 @@ from dataclasses import dataclass
 from typing import Any
 
 from booster.errors import ConfigError
+from booster.logger import get_dist_logger
 from booster.validation import check_count, check_path
 
 from .batches import check_loader
 
 AUTO = "auto"
+
+
+def warn_of_accumulation(saved: int, given: int) -> None:
+    """Warn if steps of a run that is resumed are of another number of batches."""
+    if saved != given:
+        text = (
+            f"the run was saved with accumulate={saved}, and goes on with accumulate={given}: steps have other batches"
+        )
+        get_dist_logger("booster.trainer").warning(text, ranks=[0])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar
@@ -85,7 +86,8 @@ def check_hook(hook: object) -> None:
     """Check that an object is a hook.
 
     Raises:
-        ConfigError: It is a class, has no method of a hook or a misspelt one, or its priority is not a number.
+        ConfigError: It is a class, has no method of a hook, a misspelt one or one that takes other arguments, or its
+            priority is not a number.
     """
     if isinstance(hook, type):
         raise ConfigError(
@@ -104,6 +106,14 @@ def check_hook(hook: object) -> None:
             f"hooks has an entry of class {hook_name(hook)} with none of the methods {', '.join(POINTS)}:"
             " pass objects with those that they need"
         )
+    for name in methods:
+        try:
+            inspect.signature(getattr(hook, name)).bind(None)
+        except TypeError as error:
+            raise ConfigError(
+                f"{hook_name(hook)}.{name} can't be called with the Trainer as its argument ({error}): write"
+                f" def {name}(self, trainer)"
+            ) from error
     priority = getattr(hook, "priority", DEFAULT_PRIORITY)
     if not is_int(priority):
         raise ConfigError(
@@ -154,12 +164,14 @@ class HookList:
         for name, hook in stateful.items():
             if name in state:
                 hook.load_state_dict(state[name])
-        unused = sorted(set(state) - set(stateful))
+        unused, new = sorted(set(state) - set(stateful)), sorted(set(stateful) - set(state))
+        logger = get_dist_logger("booster.trainer")
         if unused:
-            get_dist_logger("booster.trainer").warning(
-                f"the checkpoint has states of hooks that this Trainer lacks, which are ignored: {', '.join(unused)}",
-                ranks=[0],
-            )
+            text = "the checkpoint has states of hooks that this Trainer lacks, which are ignored"
+            logger.warning(f"{text}: {', '.join(unused)}", ranks=[0])
+        if new:
+            text = "the checkpoint has no states of hooks of this Trainer, which start anew"
+            logger.warning(f"{text}: {', '.join(new)}", ranks=[0])
 
     def _stateful(self) -> dict[str, Any]:
         found: dict[str, Any] = {}

@@ -21,7 +21,7 @@ from booster.validation import check_clipping, check_count, error_of
 
 from .batches import as_batch, batches_of, check_loader, is_last_batch, join_batches, loss_function
 from .checkpoint_hook import CheckpointHook
-from .fit_config import AUTO, FitConfig
+from .fit_config import AUTO, FitConfig, warn_of_accumulation
 from .gradient_handlers import Given, attach_gradient_handlers, resolve_gradient_handlers
 from .hook import HookList, check_hook
 from .metric_hooks import LossHook
@@ -354,6 +354,7 @@ class Trainer(TrainerState):
             "iteration": self.iteration,
             "step": self.step,
             "loader_epoch": getattr(self.train_loader, "epoch", None),
+            "accumulate": self.accumulate,
         }
         extra = {"trainer": progress, "metrics": dict(self.metrics), "hooks": self._hooks.state_dict()}
         self.booster.save(
@@ -382,6 +383,7 @@ class Trainer(TrainerState):
         saved = extra["trainer"]
         self.epoch, self.epoch_iteration = saved["epoch"], saved["epoch_iteration"]
         self.iteration, self.step = saved["iteration"], saved["step"]
+        warn_of_accumulation(saved["accumulate"], self.accumulate)
         # With a larger batch of all ranks the rest of an epoch may hold no batch: the loader is in the next one.
         has_no_rest = self.epoch_iteration > 0 and saved["loader_epoch"] != getattr(self.train_loader, "epoch", None)
         self._is_at_epoch_end = saved["is_at_epoch_end"] or has_no_rest

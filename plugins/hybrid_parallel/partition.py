@@ -192,12 +192,18 @@ class ModelPartitioner:
             stacks = find_stacks(model) if needs_stacks else ()
             return TensorParallelPlan(stacks=stacks, source="tp_size=1: layers are unsharded")
         grid = arguments.tensor_grid
-        found = choose_plan(
-            model,
-            tp_size=arguments.tp_size if grid is None else grid.side,
-            plan=arguments.layer_plan,
-            sequence_mode=arguments.tp_axis_mode,
-        )
+        num_shards = arguments.tp_size if grid is None else grid.side
+        try:
+            found = choose_plan(
+                model, tp_size=num_shards, plan=arguments.layer_plan, sequence_mode=arguments.tp_axis_mode
+            )
+        except ConfigError as error:
+            if grid is None:
+                raise
+            raise ConfigError(
+                f"tp_mode={grid.mode!r} with tp_size={grid.num_ranks} divides features over {num_shards} ranks, as"
+                f" tp_mode='1d' with tp_size={num_shards} does, for which: {error}"
+            ) from error
         if grid is None:
             return found
         on_grid = plan_for_grid(found, model, grid)

@@ -52,8 +52,8 @@ class LocalModel(ModelWrapper):
     def require_equal_copies(self) -> None:
         if self.steps_in_round > 0 and group_size() > 1:
             raise CheckpointError(
-                f"{self.steps_in_round} steps after the last average each rank has its own weights: save after a"
-                " multiple of the plugin's `period` steps, or call optimizer.end_round() before"
+                f"after step {self.steps_in_round} of a round, in its middle, each rank has its own weights: save after"
+                " a multiple of the plugin's `period` steps, or call optimizer.end_round() before"
             )
 
 

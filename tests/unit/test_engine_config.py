@@ -22,7 +22,7 @@ def test_hyperparameters_alone_are_data_parallelism():
     assert (found.gradient_accumulation, found.clip_grad_norm) == (1, 0.0)
 
 
-@pytest.mark.parametrize("parallel", [None, {}, {"pipeline": 1}, {"data": 4}, {"tensor": {"size": 1, "mode": "1d"}}])
+@pytest.mark.parametrize("parallel", [None, {}, {"pipeline": 1}, {"data": 1}, {"tensor": {"size": 1, "mode": "1d"}}])
 def test_axes_of_one_rank_are_data_parallelism(parallel):
     assert read_engine_config({"parallel": parallel}).plugin == "torch_ddp"
 
@@ -104,6 +104,8 @@ def test_handlers_of_what_plugins_do_are_taken():
         ({"clip_grad_norm": -1.0}, "a number above 0"),
         ({"NUM_MICRO_BATCHES": 4}, "no effect without pipeline stages"),
         ({"NUM_CHUNKS": 2, "parallel": {"pipeline": 1}}, "no effect without pipeline stages"),
+        ({"bf16": True}, "write a hyperparameter of your script in upper case, BF16"),
+        ({"plugin": "gemini"}, "plugin='gemini' is not a feature of the engine, which are parallel, fp16"),
         ({"gradient_handler": [{"type": "NobodysGradientHandler"}]}, "@register_gradient_handler"),
         ({"gradient_handler": {"type": "DataParallelGradientHandler"}}, "write a list"),
     ],
@@ -111,3 +113,8 @@ def test_handlers_of_what_plugins_do_are_taken():
 def test_what_cannot_happen_is_refused(config, message):
     with pytest.raises(ConfigError, match=message):
         read_engine_config(config)
+
+
+def test_a_number_of_data_parallel_ranks_is_checked():
+    assert read_engine_config({"parallel": {"data": 4}}).parallel == {"data": 4}
+    assert read_engine_config({"parallel": {"data": 1}}).parallel is None

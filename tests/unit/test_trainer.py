@@ -411,3 +411,25 @@ def test_checkpoints_of_other_loops_and_lists(tmp_path):
         trainer.fit(loader, epochs=1, resume=tmp_path / "own")
     with pytest.raises(ConfigError, match="without a position to save"):
         trainer.fit([(INPUTS, LABELS)], epochs=1)
+
+
+class Unlike:
+    def after_iteration(self):
+        """Takes no Trainer."""
+
+
+def test_a_hook_that_takes_other_arguments():
+    with pytest.raises(ConfigError, match=r"Unlike.after_iteration can't be called .*: write def after_iteration"):
+        make(hooks=[Unlike()])
+
+
+def test_a_resume_with_other_hooks_and_batches_is_warned_of(tmp_path, capsys):
+    trainer, loader = make(hooks=[CheckpointHook(tmp_path, every_epochs=1), EMAHook(0.9)])
+    trainer.fit(loader, epochs=1)
+    trainer, loader = make(hooks=[CheckpointHook(tmp_path, every_epochs=1), EarlyStopHook("eval_loss")], accumulate=2)
+    trainer.fit(loader, epochs=2, eval_loader=loader, resume="auto")
+    said = capsys.readouterr()
+    text = said.out + said.err
+    assert "which are ignored: EMAHook" in text
+    assert "which start anew: EarlyStopHook" in text
+    assert "saved with accumulate=1, and goes on with accumulate=2" in text
