@@ -212,7 +212,7 @@ LAYOUTS = [
 ]
 SAMPLES = 12  # divides over all worlds
 STEPS = 3
-NUM_PAIRS = 70
+NUM_PAIRS = 72
 
 
 def covering_pairs(layouts: list[Layout], limit: int) -> list[tuple[Layout, Layout, str]]:

@@ -184,7 +184,7 @@ def _stages():
 def test_zero_stages_and_meshes():
     for stages, shapes in run_ranks(_stages, 2):
         assert stages == [1, 2, 3, 3, 2, 0, 0]
-        assert shapes == [(2, 1), (2, 1), (1, 2), (1, 2), (1, 2), (2, 1), None]
+        assert shapes == [(2, 1), (2, 1), (1, 2), (1, 2), (1, 2), (2, 1), (2,)]
 
 
 def test_the_last_layer_of_a_v_schedule_is_on_the_first_stage():

@@ -267,7 +267,7 @@ def test_a_configuration_with_stages():
     config = {"pipeline": pipeline, "tensor": {"size": 2, "mode": "1d"}}
     found = arguments_from_config(config, {"zero_stage": 1})
     expected = {"num_microbatches": 4, "pp_style": "interleaved", "num_model_chunks": 2, "zero_stage": 1}
-    assert found == {"pp_size": 2, "tp_size": 2, **expected}
+    assert found == {"pp_size": 2, "tp_size": 2, "tp_mode": "1d", **expected}
     arguments(**found).check(4)
     assert arguments_from_config({"pipeline": 2}, {"num_microbatches": 4}) == {**TWO, "tp_size": 1}
 
