@@ -17,9 +17,7 @@ AUTO = "auto"
 def warn_of_accumulation(saved: int, given: int) -> None:
     """Warn if steps of a run that is resumed are of another number of batches."""
     if saved != given:
-        text = (
-            f"the run was saved with accumulate={saved}, and goes on with accumulate={given}: steps have other batches"
-        )
+        text = f"the run was saved with accumulate={saved}, and continues with accumulate={given}: steps have other batches"
         get_dist_logger("booster.trainer").warning(text, ranks=[0])
 
 

@@ -13,6 +13,7 @@ import booster
 from booster.comm import group_rank
 from booster.device import current_device
 from booster.errors import ConfigError
+from booster.trainer import gradient_handlers
 
 pytestmark = pytest.mark.on_device
 TENSOR = {"parallel": {"tensor": {"size": 2, "mode": "1d"}}}
@@ -223,18 +224,21 @@ class Recorder(booster.GradientHandler):
 @pytest.mark.parametrize("name", ["ddp", "zero 2"])
 def test_gradient_handlers_of_the_configuration(name):
     booster.register_gradient_handler(Recorder)
-    handlers = [{"type": "DataParallelGradientHandler"}, {"type": "Recorder", "factor": 2.0}]
-    models = []
-    for features, lr in (({"gradient_handler": handlers}, 0.1), ({}, 0.2)):
-        model = make_model()
-        optimizer = torch.optim.SGD(model.parameters(), lr=lr)
-        engine, loader, *_ = booster.initialize(
-            model, optimizer, nn.CrossEntropyLoss(), make_loader(), config=CONFIGS[name] | features
-        )
-        for batch in loader:
-            inputs, labels = (one.to(current_device()) for one in batch)
-            engine.zero_grad()
-            engine.backward(engine.criterion(engine(inputs), labels))
-            engine.step()
-        models.append(joined_over_ranks(engine.model))
+    try:
+        handlers = [{"type": "DataParallelGradientHandler"}, {"type": "Recorder", "factor": 2.0}]
+        models = []
+        for features, lr in (({"gradient_handler": handlers}, 0.1), ({}, 0.2)):
+            model = make_model()
+            optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+            engine, loader, *_ = booster.initialize(
+                model, optimizer, nn.CrossEntropyLoss(), make_loader(), config=CONFIGS[name] | features
+            )
+            for batch in loader:
+                inputs, labels = (one.to(current_device()) for one in batch)
+                engine.zero_grad()
+                engine.backward(engine.criterion(engine(inputs), labels))
+                engine.step()
+            models.append(joined_over_ranks(engine.model))
+    finally:
+        del gradient_handlers._registered["Recorder"]
     torch.testing.assert_close(*models)

@@ -432,4 +432,4 @@ def test_a_resume_with_other_hooks_and_batches_is_warned_of(tmp_path, capsys):
     text = said.out + said.err
     assert "which are ignored: EMAHook" in text
     assert "which start anew: EarlyStopHook" in text
-    assert "saved with accumulate=1, and goes on with accumulate=2" in text
+    assert "saved with accumulate=1, and continues with accumulate=2" in text
