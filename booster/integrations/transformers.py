@@ -104,8 +104,8 @@ class BoosterTrainer(Trainer):
         is_path = isinstance(resume_from_checkpoint, (str, os.PathLike))
         is_missing = is_path and not os.path.isdir(resume_from_checkpoint)
         error = ConfigError(
-            f"resume_from_checkpoint={str(resume_from_checkpoint)!r} is not a directory: give one that BoosterTrainer has"
-            " saved, such as 'checkpoint-500', or True for the last one in output_dir"
+            f"resume_from_checkpoint={str(resume_from_checkpoint)!r} is not a directory: give one that BoosterTrainer"
+            " has saved, such as 'checkpoint-500', or True for the last one in output_dir"
         )
         check_same_across_ranks("BoosterTrainer.train()", [], error=error if is_missing else None)
         return super().train(resume_from_checkpoint, *args, **kwargs)

@@ -17,8 +17,8 @@ AUTO = "auto"
 def warn_of_accumulation(saved: int, given: int) -> None:
     """Warn if steps of a run that is resumed are of another number of batches."""
     if saved != given:
-        text = f"the run was saved with accumulate={saved}, and continues with accumulate={given}: steps have other batches"
-        get_dist_logger("booster.trainer").warning(text, ranks=[0])
+        text = f"the run was saved with accumulate={saved}, and continues with accumulate={given}"
+        get_dist_logger("booster.trainer").warning(f"{text}: steps have other batches", ranks=[0])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
