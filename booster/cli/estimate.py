@@ -10,6 +10,7 @@ import json
 import logging
 import os
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from booster.errors import ConfigError
@@ -17,6 +18,7 @@ from booster.errors import ConfigError
 from .text import count_text
 
 if TYPE_CHECKING:
+    from booster.estimate.machine_profile import MachineProfile
     from booster.estimate.model_sources import ModelSource
 
 _MORE = """\
@@ -29,8 +31,9 @@ models:
 All figures are peak memory of a step on the rank that needs the most; activations are measured on fake tensors.
 "offloaded" is kept in host memory or in files, "sent" is what a rank sends in a step, "groups" is the number of its
 process groups for the device: NCCL's buffers for each are not included. The batch is per rank; where
-ranks share one, as with tensor parallelism, a step trains fewer batches. The cheapest setting is the one that fits with
-the fewest bytes sent by all ranks per batch.
+ranks share one, as with tensor parallelism, a step trains fewer batches. The fastest setting is the one that fits with
+the least predicted time per batch, from what `booster profile-mesh` measured on this machine, or measures at first use;
+without times it is the cheapest one, with the fewest bytes sent by all ranks per batch.
 With --checkpoint, "save" is host memory that save_model and save_optimizer take beside it, "async save" that of both in
 flight with use_async=True; what they take on the device is part of the peak. Ranks that hold the same share the work.
 
@@ -112,6 +115,12 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--checkpoint", action="store_true", help="add what a save takes; takes two to five times as long"
     )
+    parser.add_argument(
+        "--profile", type=Path, metavar="FILE", help="machine profile for step times (this machine's, measured once)"
+    )
+    parser.add_argument(
+        "--no-step-time", "--no_step_time", action="store_true", help="predict no times and measure nothing"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead, sizes in bytes")
     parser.set_defaults(handle=estimate)
 
@@ -126,6 +135,7 @@ def estimate(arguments: argparse.Namespace) -> int:
     from booster.estimate.candidates import (
         bytes_from_text,
         compare,
+        fastest,
         find_candidates,
         format_notes,
         format_recommendation,
@@ -146,6 +156,8 @@ def estimate(arguments: argparse.Namespace) -> int:
     source = _load_model(arguments)
     optimizer([one for one in source.model.parameters() if one.requires_grad])  # a mistake in it is one of all settings
     recipe = TrainingRecipe(model=source.model, batch=source.batch, optimizer=optimizer, criterion=source.criterion)
+    profile, profile_note = _find_profile(arguments)
+    source.notes.append(profile_note)
     numbers = itertools.count(1)
 
     def show(name: str) -> None:  # on stderr, so that stdout has the table alone
@@ -158,6 +170,7 @@ def estimate(arguments: argparse.Namespace) -> int:
             arguments.nproc,
             device_memory=device_memory,
             checkpoint=arguments.checkpoint,
+            profile=profile,
             on_start=show,
         )
     except KeyboardInterrupt:
@@ -170,10 +183,25 @@ def estimate(arguments: argparse.Namespace) -> int:
         notes = format_notes(results, source.notes)
         paragraphs = [_title(arguments, source), table, notes, format_recommendation(results, device_memory)]
         print("\n\n".join(one for one in paragraphs if one))
-    has_answer = (
+    has_answer = fastest(results) is not None or (
         least_memory(results) is not None if device_memory is None else least_communication(results) is not None
     )
     return 0 if has_answer and not any(one.is_internal_error for one in results) else 1
+
+
+def _find_profile(arguments: argparse.Namespace) -> tuple[MachineProfile | None, str]:
+    """Return the machine's profile for step times, or None, and a note about it."""
+    from booster.estimate.machine_profile import load_profile
+
+    from .profile_mesh import MeasurementError, profile_for
+
+    if arguments.no_step_time:
+        return None, "step times: left out by --no-step-time"
+    try:
+        profile = profile_for(arguments.nproc) if arguments.profile is None else load_profile(arguments.profile)
+    except MeasurementError as error:
+        return None, f"step times: unknown, as the machine could not be measured: {error}"
+    return profile, f"step times: predicted from {profile.machine} with {profile.num_ranks} rank(s) at work"
 
 
 def _load_model(arguments: argparse.Namespace) -> ModelSource:
@@ -263,9 +291,9 @@ def _title(arguments: argparse.Namespace, source: ModelSource) -> str:
 def _as_json(
     arguments: argparse.Namespace, source: ModelSource, results: Any, device_memory: int | None
 ) -> dict[str, Any]:
-    from booster.estimate.candidates import least_communication, to_json
+    from booster.estimate.candidates import fastest, least_communication, to_json
 
-    best = least_communication(results)
+    best, quickest = least_communication(results), fastest(results)
     return {
         "model": source.name,
         "num_parameters": sum(parameter.numel() for parameter in source.model.parameters()),
@@ -276,5 +304,6 @@ def _as_json(
         "device_memory": device_memory,
         "candidates": to_json(results),
         "cheapest": None if best is None else results.index(best),
+        "fastest": None if quickest is None else results.index(quickest),
         "notes": source.notes,
     }

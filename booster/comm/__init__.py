@@ -13,7 +13,13 @@ from .bucket_collectives import (
     start_reduce_scatter,
 )
 from .checks import all_gather_text, check_same_across_ranks, raise_on_all_ranks
-from .collective_op import CommunicationCount, count_communication
+from .collective_op import (
+    CollectiveOp,
+    CommunicationCount,
+    CommunicationObserver,
+    count_communication,
+    observe_communication,
+)
 from .collectives import (
     LOW_PRECISION,
     all_gather_bytes,
@@ -72,7 +78,9 @@ __all__ = [
     "AllGather",
     "AllReduce",
     "AllToAll",
+    "CollectiveOp",
     "CommunicationCount",
+    "CommunicationObserver",
     "ErrorBarrier",
     "Fault",
     "InjectedFault",
@@ -118,6 +126,7 @@ __all__ = [
     "new_groups",
     "new_mesh",
     "num_communicators",
+    "observe_communication",
     "offloaded_memory",
     "raise_on_all_ranks",
     "real_tensors",

@@ -154,7 +154,7 @@ def start_all_gather(buffer: torch.Tensor, group: dist.ProcessGroup | None = Non
     group_memory = operation.memory_for(buffer)
     if group_memory is not None:
         gather = partial(group_memory.memory.all_gather, buffer.detach(), local_shard, operation.number)
-        return AllGather(PendingWork(group_memory, operation.translate_errors, gather).wait)
+        return AllGather(PendingWork(group_memory, operation.ending, gather).wait)
     incoming = [*shards[rank + 1 :], *shards[:rank]]
     works = _exchange(operation, [local_shard] * size, incoming, rank)
     return AllGather(partial(wait_all, operation, works))
@@ -171,7 +171,7 @@ class SharedMemoryReduceScatter:
         self._output: torch.Tensor | None = None
         self._accumulates = False
         self._early_sum: torch.Tensor | None = None
-        self._work = PendingWork(group_memory, operation.translate_errors, self._run)
+        self._work = PendingWork(group_memory, operation.ending, self._run)
 
     def wait(self, output: torch.Tensor, accumulate: bool) -> None:
         """See `ReduceScatter.wait`."""
@@ -341,7 +341,7 @@ def start_all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup | None = Non
     group_memory = operation.memory_for(tensor) if can_reduce(tensor.dtype) else None
     if group_memory is not None:
         reduce = partial(group_memory.memory.all_reduce, tensor, "sum", operation.number)
-        return AllReduce(PendingWork(group_memory, operation.translate_errors, reduce).wait)
+        return AllReduce(PendingWork(group_memory, operation.ending, reduce).wait)
     # gloo rounds a sum of 16-bit numbers after every addition
     is_widened = tensor.dtype in LOW_PRECISION and tensor.device.type == "cpu"
     total = tensor.float() if is_widened else tensor

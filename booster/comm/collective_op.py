@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Protocol
 from weakref import WeakKeyDictionary
 
 import torch
@@ -74,6 +75,32 @@ def record(name: str, *, calls: int = 1, sent: int = 0, received: int = 0) -> No
             count.calls[name] += calls
             count.sent[name] += sent
             count.received[name] += received
+
+
+class CommunicationObserver(Protocol):
+    """Callbacks of `observe_communication`, in the thread of the operation."""
+
+    def on_start(self, operation: CollectiveOp, sent: int, received: int) -> None:
+        """An operation starts, with the bytes that `CommunicationCount` counts."""
+
+    def on_end(self, operation: CollectiveOp) -> None:
+        """This rank has waited for the operation, or has run it itself."""
+
+
+_observers: tuple[CommunicationObserver, ...] = ()  # replaced as a whole, as `_attached` is
+
+
+@contextmanager
+def observe_communication(observer: CommunicationObserver) -> Iterator[None]:
+    """Notify the observer of the start and the end of each operation in the block. No communication."""
+    global _observers
+    with _counter_lock:
+        _observers = (*_observers, observer)
+    try:
+        yield
+    finally:
+        with _counter_lock:
+            _observers = tuple(other for other in _observers if other is not observer)
 
 
 # Tags of messages, equal on both ends: a collective's number is the same on all ranks, and the third send to a rank
@@ -175,7 +202,7 @@ class CollectiveOp:
         group_memory = self.memory_for(tensor)
         if group_memory is not None:
             flush_pending()  # first: if it fails, this operation has not started
-            PendingWork(group_memory, self.translate_errors, lambda: in_memory(group_memory.memory)).wait()
+            PendingWork(group_memory, self.ending, lambda: in_memory(group_memory.memory)).wait()
             return
         with self.waiting():
             if (
@@ -199,8 +226,20 @@ class CollectiveOp:
             RankFailedError: A rank is lost or too late; the message names it.
         """
         flush_pending()
+        with self.ending():
+            yield
+
+    @contextmanager
+    def ending(self) -> Iterator[None]:
+        """Context of the wait that ends the operation, or of the work that this rank does for it.
+
+        Raises:
+            RankFailedError: A rank is lost or too late; the message names it.
+        """
         with self.translate_errors():
             yield
+        for observer in _observers:
+            observer.on_end(self)
 
     @contextmanager
     def translate_errors(self) -> Iterator[None]:
@@ -236,7 +275,10 @@ def start_op(
     with _numbers_lock:
         numbers = _numbers.setdefault(group or _get_default_group(), Counter())
         numbers[name, peer] += 1
-        return CollectiveOp(name, group, numbers[name, peer], peer)
+        operation = CollectiveOp(name, group, numbers[name, peer], peer)
+    for observer in _observers:
+        observer.on_start(operation, sent, received)
+    return operation
 
 
 def _check_in_group(work: dist.Work | None) -> dist.Work:

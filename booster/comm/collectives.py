@@ -29,7 +29,7 @@ import torch.distributed as dist
 from booster.device import current_device
 from booster.kernels.shared_memory import can_reduce
 
-from .collective_op import CollectiveOp, record, start_op
+from .collective_op import CollectiveOp, start_op
 from .fake import is_fake_world
 from .process_groups import keep_with_world, new_group
 
@@ -346,8 +346,8 @@ def broadcast(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup | None =
         is_source = group_rank(group) == source
         sent, received = (tensor.nbytes, 0) if is_source else (0, tensor.nbytes)
         if is_fake_world():
-            record("broadcast", sent=sent, received=received)
-            continue
+            with start_op("broadcast", group, sent=sent, received=received).ending():
+                continue
         buffer = tensor.detach().to(device).contiguous()
         if device.type != "cpu":  # bytes: nccl lacks some dtypes
             buffer = buffer.view(-1).view(torch.uint8)

@@ -1,5 +1,7 @@
-"""Memory estimation: training memory per rank, without allocating it."""
+"""Estimation before training: memory and step time per rank, without allocating or running anything."""
 
 from .estimate import MemoryEstimate, estimate_memory
+from .machine_profile import MachineProfile, find_profile, load_profile
+from .step_time import StepTime
 
-__all__ = ["MemoryEstimate", "estimate_memory"]
+__all__ = ["MachineProfile", "MemoryEstimate", "StepTime", "estimate_memory", "find_profile", "load_profile"]

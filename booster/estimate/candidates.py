@@ -19,6 +19,7 @@ from booster.single_device import SingleDevicePlugin
 from booster.validation import size_from_text
 
 from .estimate import MemoryEstimate, TrainingRecipe, estimate_recipe
+from .machine_profile import MachineProfile
 
 ONE_DEVICE = "none"  # name of Booster(plugin=None) on the command line
 _PRECISIONS = (None, "bf16")  # candidates, if the Booster controls the precision
@@ -71,6 +72,12 @@ class CandidateResult:
     def sent_per_batch(self) -> float:
         """Bytes sent by all ranks in a step, per batch of the step."""
         return 0.0 if self.estimate is None else self.estimate.sent * self.estimate.num_ranks / self.dp_size
+
+    @property
+    def seconds_per_batch(self) -> float | None:
+        """Predicted time of a step, per batch of the step; None without a machine profile."""
+        time = None if self.estimate is None else self.estimate.step_time
+        return None if time is None else time.total / self.dp_size
 
 
 def format_setting(value: Any) -> str:
@@ -131,6 +138,7 @@ def compare(
     *,
     device_memory: int | None = None,
     checkpoint: bool = False,
+    profile: MachineProfile | None = None,
     on_start: Callable[[str], None] = lambda name: None,
 ) -> list[CandidateResult]:
     """Estimate each candidate.
@@ -141,15 +149,26 @@ def compare(
         num_ranks: World size of the fake process group.
         device_memory: Available memory per rank in bytes.
         checkpoint: If True, simulate saves too.
+        profile: Speed of the machine, for step times; optional.
         on_start: Callback for progress, called with the name of each candidate before its estimate.
     """
     results: list[CandidateResult] = []
     for candidate in candidates:
         on_start(candidate.name)
         started = time.monotonic()
-        result = _estimate_candidate(recipe, candidate, num_ranks, device_memory, checkpoint)
+        result = _estimate_candidate(recipe, candidate, num_ranks, device_memory, checkpoint, profile)
         results.append(replace(result, seconds=time.monotonic() - started))
     return results
+
+
+def fastest(results: Sequence[CandidateResult]) -> CandidateResult | None:
+    """Return the fastest candidate per batch that fits, or for which no device memory was given; None without times."""
+    timed = [
+        (one.seconds_per_batch, _total(one), index)
+        for index, one in enumerate(results)
+        if one.estimate is not None and one.estimate.fits is not False and one.seconds_per_batch is not None
+    ]
+    return results[min(timed)[2]] if timed else None  # type: ignore[type-var]  # no None among them
 
 
 def least_communication(results: Sequence[CandidateResult]) -> CandidateResult | None:
@@ -194,7 +213,12 @@ def _total(result: CandidateResult) -> int:
 
 
 def _estimate_candidate(
-    recipe: TrainingRecipe, candidate: Candidate, num_ranks: int, device_memory: int | None, checkpoint: bool
+    recipe: TrainingRecipe,
+    candidate: Candidate,
+    num_ranks: int,
+    device_memory: int | None,
+    checkpoint: bool,
+    profile: MachineProfile | None,
 ) -> CandidateResult:
     try:
         with fake_world(num_ranks):
@@ -207,6 +231,7 @@ def _estimate_candidate(
             mixed_precision=candidate.mixed_precision,
             device_memory=device_memory,
             checkpoint=checkpoint,
+            profile=profile,
         )
     except BoosterError as error:
         return CandidateResult(candidate=candidate, reason=str(error))
@@ -254,6 +279,11 @@ def format_size(num_bytes: float) -> str:
     return f"{num_bytes / size:.1f} {unit}"
 
 
+def format_seconds(seconds: float) -> str:
+    """Format a time in seconds or milliseconds."""
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{1000 * seconds:.1f} ms"
+
+
 def format_table(results: Sequence[CandidateResult]) -> str:
     """Return a table with a row for each estimate, in one unit; empty if there is none."""
     found = [one for one in results if one.estimate is not None]
@@ -262,15 +292,17 @@ def format_table(results: Sequence[CandidateResult]) -> str:
     unit, size = _unit_for(max(_figures(one)[5] for one in found))
     has_limit = found[0].estimate is not None and found[0].estimate.device_memory is not None
     has_saves = found[0].estimate is not None and found[0].estimate.memory.checkpoint is not None
-    headings = [*_HEADINGS, *(_SAVE_HEADINGS if has_saves else ()), "groups"]
+    has_times = found[0].seconds_per_batch is not None
+    headings = [*_HEADINGS, *(_SAVE_HEADINGS if has_saves else ()), "groups", *(["step time"] if has_times else [])]
     rows = [[*headings, *(["fits"] if has_limit else []), f"(sizes in {unit})"]]
-    best = least_communication(results) if has_limit else least_memory(results)
+    best = fastest(results) or (least_communication(results) if has_limit else least_memory(results))
     for one in found:
         figures = [f"{figure / size:.2f}" for figure in _figures(one)]
         name = one.candidate.name + (_BEST_MARK if one is best else "")
         assert one.estimate is not None
         groups, fits = str(one.estimate.memory.communicators), "yes" if one.estimate.fits else "no"
-        rows.append([*figures, groups, *([fits] if has_limit else []), name])
+        time = [] if one.estimate.step_time is None else [format_seconds(one.estimate.step_time.total)]
+        rows.append([*figures, groups, *time, *([fits] if has_limit else []), name])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
     for *figures, name in rows:
@@ -297,6 +329,9 @@ def format_recommendation(results: Sequence[CandidateResult], device_memory: int
     least = least_memory(results)
     if least is None or least.estimate is None:
         return "no setting can train this model"
+    quickest = fastest(results)
+    if quickest is not None and quickest.estimate is not None:
+        return _format_fastest(quickest, quickest.estimate, least, device_memory)
     if device_memory is None:
         return (
             f"least memory: {least.candidate.name}, {format_size(least.estimate.total)}\n"
@@ -322,6 +357,31 @@ def format_recommendation(results: Sequence[CandidateResult], device_memory: int
     )
 
 
+def _format_fastest(
+    result: CandidateResult, estimate: MemoryEstimate, least: CandidateResult, device_memory: int | None
+) -> str:
+    time = estimate.step_time
+    assert time is not None
+    batches = "1 batch" if result.dp_size == 1 else f"{result.dp_size} batches"
+    parts = (
+        f"{format_seconds(time.total)} a step of {batches}, of which the optimizer takes {format_seconds(time.step)}"
+    )
+    if time.exposed_communication:
+        parts += f" and waits for communication {format_seconds(time.exposed_communication)}"
+    if time.bubble:
+        parts += f" and waits for other stages {format_seconds(time.bubble)}"
+    if device_memory is None:
+        return (
+            f"least memory: {least.candidate.name}, {format_size(_total(least))}\n"
+            f"fastest: {result.candidate.name}, {parts}; {format_size(estimate.total)}; give --device-memory, such as"
+            " 80GiB, to find what fits"
+        )
+    return (
+        f"fastest that fits: {result.candidate.name}, {parts}; {format_size(estimate.total)} of"
+        f" {format_size(device_memory)}"
+    )
+
+
 def to_json(results: Sequence[CandidateResult]) -> list[dict[str, Any]]:
     """Return all results as JSON-serializable data, in bytes."""
     return [
@@ -331,6 +391,9 @@ def to_json(results: Sequence[CandidateResult]) -> list[dict[str, Any]]:
             "mixed_precision": one.candidate.mixed_precision,
             "peak": None if one.estimate is None else {**asdict(one.estimate.peak), "total": one.estimate.total},
             "memory": None if one.estimate is None else asdict(one.estimate.memory),
+            "step_time": None
+            if one.estimate is None or one.estimate.step_time is None
+            else one.estimate.step_time.total,
             "dp_size": one.dp_size if one.estimate is not None else None,
             "fits": None if one.estimate is None else one.estimate.fits,
             "reason": one.reason or None,

@@ -24,6 +24,7 @@ from booster.registry import plugin_with_precision
 from booster.single_device import SingleDevicePlugin
 from booster.validation import is_number
 
+from .machine_profile import MachineProfile
 from .repeated_layers import extrapolate, find_repeated_layers, truncate_layers
 from .simulation import (
     NUM_STEPS,
@@ -36,6 +37,7 @@ from .simulation import (
     simulate,
     simulate_saves,
 )
+from .step_time import StepTime
 
 _MIN_DEPTH = 3  # see Note [Layer extrapolation]
 
@@ -232,6 +234,11 @@ class MemoryEstimate:
         )
 
     @property
+    def step_time(self) -> StepTime | None:
+        """Predicted time of a step; None without a machine profile."""
+        return self.memory.time
+
+    @property
     def fits(self) -> bool | None:
         """Whether the peak fits into the device memory; None if that was not given."""
         return None if self.device_memory is None else self.total <= self.device_memory
@@ -249,6 +256,7 @@ def estimate_memory(
     mixed_precision: str | MixedPrecision | None = None,
     device_memory: int | None = None,
     checkpoint: bool = False,
+    profile: MachineProfile | None = None,
 ) -> MemoryEstimate:
     """Estimate the memory for training a model on a rank: parameters, gradients, states, activations, buffers.
 
@@ -273,6 +281,8 @@ def estimate_memory(
         device_memory: Available memory per rank in bytes, for `MemoryEstimate.fits`.
         checkpoint: If True, simulate saves too, for `MemoryEstimate.memory.checkpoint`. Takes two to five times as
             long, as a neighbor along each axis of the mesh is simulated as well.
+        profile: Speed of the machine, for `MemoryEstimate.step_time`, such as `booster.estimate.find_profile(8)` of
+            what `booster profile-mesh` measured; optional, defaults to no times.
 
     Raises:
         ConfigError: Arguments conflict, the plugin has no estimate, or the model can't be measured.
@@ -297,6 +307,7 @@ def estimate_memory(
         mixed_precision=mixed_precision,
         device_memory=device_memory,
         checkpoint=checkpoint,
+        profile=profile,
     )
 
 
@@ -309,6 +320,7 @@ def estimate_recipe(
     mixed_precision: str | MixedPrecision | None = None,
     device_memory: int | None = None,
     checkpoint: bool = False,
+    profile: MachineProfile | None = None,
 ) -> MemoryEstimate:
     """Return the estimate of a recipe that is reused for several plugins; see `estimate_memory`."""
     if settings is not None and not isinstance(settings, Mapping):
@@ -323,7 +335,7 @@ def estimate_recipe(
         )
     world, made_here = _world_of(plugin, num_ranks, settings, mixed_precision)
     try:
-        return _estimate(recipe, world, settings, mixed_precision, device_memory, checkpoint=checkpoint)
+        return _estimate(recipe, world, settings, mixed_precision, device_memory, checkpoint, profile)
     finally:
         if made_here is not None:
             made_here.close()
@@ -335,8 +347,8 @@ def _estimate(
     settings: Mapping[str, Any] | None,
     mixed_precision: str | MixedPrecision | None,
     device_memory: int | None,
-    *,
     checkpoint: bool,
+    profile: MachineProfile | None,
 ) -> MemoryEstimate:
     is_launched = is_initialized()  # then this process's own rank is the only one that can be simulated
     with world(0) as made:
@@ -356,13 +368,14 @@ def _estimate(
             " estimate_memory(model, 'low_level_zero', num_ranks=8, batch=batch, checkpoint=True)"
         )
     fake.fake_headers.clear()
-    memories = [_simulate(recipe, world, rank, precision, checkpoint=checkpoint) for rank in ranks]
+    memories = [_simulate(recipe, world, rank, precision, checkpoint, profile) for rank in ranks]
+    slowest = max((one.time for one in memories if one.time is not None), key=lambda time: time.total, default=None)
     most = max(memories, key=lambda one: one.peak.total)
     return MemoryEstimate(
         plugin=name,
         settings=dict(settings or {}),
         num_ranks=size,
-        memory=replace(most, sent=max(one.sent for one in memories)),
+        memory=replace(most, sent=max(one.sent for one in memories), time=slowest),
         device_memory=device_memory,
     )
 
@@ -371,14 +384,19 @@ World = Callable[[int], AbstractContextManager[Plugin]]
 
 
 def _simulate(
-    recipe: TrainingRecipe, world: World, rank: int, precision: MixedPrecision | None, *, checkpoint: bool
+    recipe: TrainingRecipe,
+    world: World,
+    rank: int,
+    precision: MixedPrecision | None,
+    checkpoint: bool,
+    profile: MachineProfile | None,
 ) -> RankMemory:
     def run(num_layers: int | None = None) -> SimulatedMemory:
         layers = None if name is None or num_layers is None else (name, num_layers)
         save = None
         if checkpoint:
             save = partial(simulate_saves, _find_replicas(recipe, world, rank, precision, layers))
-        return _simulate_rank(recipe, world, rank, precision, layers, save)
+        return _simulate_rank(recipe, world, rank, precision, layers, save, profile=profile)
 
     name = find_repeated_layers(recipe.model)
     if name is None:
@@ -406,6 +424,7 @@ def _simulate_rank(
     layers: tuple[str, int] | None,
     at_end: AtEnd | None = None,
     num_steps: int = NUM_STEPS,
+    profile: MachineProfile | None = None,
 ) -> SimulatedMemory:
     mode = new_fake_mode()
     with world(rank) as plugin, _without_garbage_collection():
@@ -417,6 +436,7 @@ def _simulate_rank(
             layers=layers and layers[0],
             num_steps=num_steps,
             at_end=at_end,
+            profile=profile,
         )
 
 

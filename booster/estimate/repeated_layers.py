@@ -73,6 +73,9 @@ def extrapolate(
         names = [one.name for one in fields(MemoryParts)]
         return MemoryParts(**{name: number(getattr(low, name), getattr(high, name)) for name in names})
 
+    time = None
+    if few.time is not None and more.time is not None:
+        time = few.time.extrapolated(more.time, (num_layers - depths[0]) / (depths[1] - depths[0]))
     saves = None
     if few.checkpoint is not None and more.checkpoint is not None:
         saves = CheckpointMemory(
@@ -89,6 +92,7 @@ def extrapolate(
         communicators=more.communicators,
         offloaded=number(few.offloaded, more.offloaded),
         checkpoint=saves,
+        time=time,
     )
 
 

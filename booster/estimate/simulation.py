@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any, Literal, TypeAlias
@@ -26,6 +26,9 @@ from booster.comm import count_communication, fake, num_communicators
 from booster.errors import BoosterError, ConfigError, first_line
 from booster.interface import MixedPrecision, ModelWrapper, OptimizerWrapper, Plugin
 from booster.pytree import iter_tensors
+
+from .machine_profile import MachineProfile
+from .step_time import StepClock, StepTime
 
 # Note [Simulated training]
 # The plugin configures the model and trains it for a few steps, as it would on a real rank. All tensors are fake: they
@@ -99,6 +102,7 @@ class RankMemory:
             included: they depend on its version and its settings.
         offloaded: Bytes offloaded to another tier: host memory beside an accelerator, or files.
         checkpoint: Memory that saves take; None if it was not asked for.
+        time: Predicted time of a step; None without a machine profile.
     """
 
     backward: MemoryParts
@@ -108,6 +112,7 @@ class RankMemory:
     communicators: int = 0
     offloaded: int = 0
     checkpoint: CheckpointMemory | None = None
+    time: StepTime | None = None
 
     @property
     def peak(self) -> MemoryParts:
@@ -140,6 +145,7 @@ class AllocationTracker(TorchDispatchMode):
 
     Args:
         device: Device whose memory is counted.
+        clock: Clock that operators advance, optional.
 
     Attributes:
         counts: Bytes by category.
@@ -147,9 +153,10 @@ class AllocationTracker(TorchDispatchMode):
         peak_offloaded: The most of them since the last `take_peak`.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, clock: StepClock | None = None) -> None:
         super().__init__()
         self._device_type = device.type
+        self._clock = clock
         self._live: dict[int, _TrackedStorage] = {}
         self._ignored: set[int] = set()
         self._total = self._peak_total = 0
@@ -182,6 +189,8 @@ class AllocationTracker(TorchDispatchMode):
         if func is torch.ops.prim.device.default:  # half of all calls
             return args[0].fake_device
         result = _run(func, args, kwargs or {})
+        if self._clock is not None:
+            self._clock.on_operator(func, args, kwargs or {}, result)
         if isinstance(result, torch.Tensor):
             self.track(result)
         elif result is not None:
@@ -317,6 +326,7 @@ class SimulatedMemory:
         communicators: Process groups of several ranks for device tensors.
         offloaded: Bytes in another tier.
         checkpoint: Memory of saves; None if there were none.
+        time: Predicted time of the step; None without a machine profile.
     """
 
     segments: Mapping[str, MemoryParts]
@@ -326,6 +336,7 @@ class SimulatedMemory:
     communicators: int
     offloaded: int
     checkpoint: CheckpointMemory | None = None
+    time: StepTime | None = None
 
     def summary(self) -> RankMemory:
         """Return the peak of all segments with the rest."""
@@ -337,6 +348,7 @@ class SimulatedMemory:
             communicators=self.communicators,
             offloaded=self.offloaded,
             checkpoint=self.checkpoint,
+            time=self.time,
         )
 
 
@@ -349,6 +361,7 @@ def simulate(
     layers: str | None = None,
     num_steps: int = NUM_STEPS,
     at_end: AtEnd | None = None,
+    profile: MachineProfile | None = None,
 ) -> SimulatedMemory:
     """Train for a few steps on fake tensors; see Note [Simulated training]. Must be called with a fake process group.
 
@@ -360,10 +373,12 @@ def simulate(
         layers: Name of a list of layers that segments begin at, optional.
         num_steps: Number of steps.
         at_end: `simulate_saves` or `note_held_shards` with its first arguments, optional.
+        profile: Speed of the machine, for the step's time; optional.
     """
     booster = Booster(plugin=plugin, mixed_precision=precision)
-    tracker = AllocationTracker(plugin.device)
-    with mode, tracker, fake.fake_memory():
+    clock = None if profile is None else StepClock(profile, plugin)
+    tracker = AllocationTracker(plugin.device, clock)
+    with mode, tracker, fake.fake_memory(), nullcontext() if clock is None else clock.observing():
         training = make_training()
         batch, criterion = training.batch, training.criterion
         for tensor in iter_tensors(batch):
@@ -376,14 +391,19 @@ def simulate(
         for _ in range(num_steps):
             tracker.categorize_all(_steady_categories(model, optimizer), "buffers")
             segments = _Segments(model.unwrap(), layers, tracker)
+            if clock is not None:
+                clock.reset()
             with _mark_gathered(model.unwrap(), tracker), segments, count_communication() as count:
                 _run_model(booster, model, optimizer, batch, criterion)
             _mark_gradients(model, optimizer, tracker)
             tracker.take_peak()
+            if clock is not None:
+                clock.end_model()
             with count_communication() as count_of_step, _foreach_for_fake_tensors():
                 optimizer.step()
                 optimizer.zero_grad()
             step = tracker.take_peak()
+        time = None if clock is None else clock.result(model)
         tracker.categorize_all(_steady_categories(model, optimizer), "buffers")
         return SimulatedMemory(
             segments=segments.peaks,
@@ -393,6 +413,7 @@ def simulate(
             communicators=num_communicators(),
             offloaded=tracker.offloaded,
             checkpoint=None if at_end is None else at_end(booster, model, optimizer, tracker),
+            time=time,
         )
 
 

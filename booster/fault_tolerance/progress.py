@@ -165,6 +165,14 @@ class Phase:
             raise
 
 
+def is_in_phase(name: str) -> bool:
+    """Return whether this thread is in a phase, as the innermost one or around it."""
+    phase = _current.state.phase
+    while phase is not None and phase.name != name:
+        phase = phase.outer
+    return phase is not None
+
+
 _on_entry: Callable[[str], None] | None = None
 
 

@@ -249,6 +249,17 @@ class Plugin(ConfigFingerprint, ABC):
         """
         return [0]
 
+    def pipeline_seconds(self, model: ModelWrapper, forward: float, backward: float, message: float) -> float:
+        """Return the time of forward and backward of a batch over all pipeline stages, for `booster estimate`.
+
+        Args:
+            model: Boosted model, which has trained on such a batch.
+            forward: Time that a stage computes for the forwards of all microbatches.
+            backward: The same of the backwards.
+            message: Time of a message to another stage.
+        """
+        return forward + backward
+
     def layer_divisor(self) -> int:
         """Return what the number of layers must be a multiple of so that all stages hold equally many."""
         return 1

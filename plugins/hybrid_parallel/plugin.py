@@ -34,7 +34,7 @@ from .model import HybridModel
 from .optimizer import StagePart
 from .partition import ModelPartitioner, PartitionPlan
 from .pipeline_parallel.placeholders import cast_absent_tensors
-from .pipeline_parallel.schedules import PipelineSchedule
+from .pipeline_parallel.schedules import Costs, PipelineSchedule, simulate
 from .pipeline_parallel.stage_module import StageModel
 from .pipeline_runner import build_runtime
 from .tp_plan.plan import UserPlan
@@ -462,6 +462,16 @@ class HybridParallelPlugin(ShardedPlugin):
             # Stages in the middle hold as many layers as the second one, and activations of no more microbatches.
             stages = sorted({0, min(1, num_stages - 1), num_stages - 1})
         return [self._mesh.rank_at(dp=0, pp=stage, sp=0, tp=0) for stage in stages]
+
+    def pipeline_seconds(self, model: ModelWrapper, forward: float, backward: float, message: float) -> float:
+        arguments = self._config.pipeline
+        run = model.last_pipeline_run if isinstance(model, HybridModel) else None
+        if arguments is None or run is None:
+            return super().pipeline_seconds(model, forward, backward, message)
+        number = run.num_microbatches
+        gradients = backward / number / 2  # those of the inputs cost as much as those of the weights
+        costs = Costs(forward=forward / number, backward_input=gradients, weight=gradients, message=message)
+        return simulate(arguments.schedule, arguments.num_stages, number, arguments.num_chunks, costs).length
 
     def layer_divisor(self) -> int:
         return 1 if self._config.pipeline is None else self._config.pipeline.num_positions

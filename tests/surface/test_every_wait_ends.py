@@ -66,8 +66,11 @@ ALLOWED = {
         "self._work.wait": OPERATION,
     },
     "booster/comm/collective_op.py": {
-        "PendingWork(group_memory, self.translate_errors, lambda: in_memory(group_memory.memory)).wait": OPERATION,
+        "PendingWork(group_memory, self.ending, lambda: in_memory(group_memory.memory)).wait": OPERATION,
         "work.wait": MESSAGE,
+    },
+    "booster/estimate/machine_speed.py": {
+        "started.wait": OPERATION,
     },
     "booster/comm/p2p.py": {
         "message.header.wait": OPERATION,

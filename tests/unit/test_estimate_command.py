@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import re
 import resource
+from dataclasses import replace
 
 import pytest
 import torch
+from machine_profiles import profile_of
 
-from booster.cli import main
+from booster.cli import main, profile_mesh
 from booster.errors import ConfigError
 from booster.estimate import candidates
 from booster.estimate.candidates import (
@@ -23,6 +25,7 @@ from booster.estimate.candidates import (
     least_memory,
 )
 from booster.estimate.estimate import MemoryEstimate
+from booster.estimate.machine_profile import load_profile, save_profile
 from booster.estimate.simulation import MemoryParts, RankMemory
 from booster.interface import Plugin
 from booster.plugins import TorchDDPPlugin
@@ -55,6 +58,8 @@ def script(tmp_path):
 
 def found(script, capsys, *arguments, function="build_model", code=0):
     """Returns what was printed."""
+    if "--profile" not in arguments:
+        arguments = (*arguments, "--no-step-time")
     assert main(["estimate", "--model", f"{script}:{function}", *arguments]) == code
     return capsys.readouterr().out
 
@@ -71,6 +76,51 @@ def test_the_table_has_a_row_for_each_setting(script, capsys):
     assert (row[0], row[2], row[8:]) == ("66.00", "132.02", ["1", "yes", "torch_ddp", "<--"])
     assert lines[4].endswith(" torch_ddp mixed_precision=bf16")
     assert lines[-1].startswith("cheapest that fits, by bytes sent: torch_ddp")
+
+
+def test_step_times_have_a_column_and_name_the_fastest(script, capsys, tmp_path):
+    path = tmp_path / "profile.json"
+    save_profile(profile_of(seconds_per_byte=1e-6), path)
+    arguments = ["--nproc", "2", "--plugin", "torch_ddp,hybrid_parallel", "--profile", str(path)]
+    lines = found(script, capsys, *arguments, "--device-memory", "1GiB").splitlines()
+    assert lines[2].split()[-6:] == ["step", "time", "fits", "(sizes", "in", "KiB)"]
+    assert "step times: predicted from test with 2 rank(s) at work" in lines
+    told = json.loads(found(script, capsys, *arguments, "--device-memory", "1GiB", "--json"))
+    timed = [one for one in told["candidates"] if one["fits"]]
+    best = told["candidates"][told["fastest"]]
+    assert best["step_time"] / best["dp_size"] == min(one["step_time"] / one["dp_size"] for one in timed)
+    assert lines[-1].startswith(f"fastest that fits: {best['plugin']}")
+    assert re.search(r" ms a step of \d batch.*, of which the optimizer takes .* ms.*; .* of 1\.0 GiB$", lines[-1])
+    unlimited = found(script, capsys, *arguments).splitlines()
+    assert unlimited[-2].startswith("least memory: ")
+    assert unlimited[-1].startswith("fastest: ")
+
+
+def test_the_machine_is_measured_once(script, capsys, tmp_path, monkeypatch):
+    monkeypatch.setenv("BOOSTER_PROFILE_CACHE", str(tmp_path))
+    asked = []
+
+    def measure(num_ranks, path):
+        asked.append(num_ranks)
+        save_profile(replace(profile_of(), num_ranks=num_ranks), path)
+        return load_profile(path)
+
+    monkeypatch.setattr(profile_mesh, "measure", measure)
+    monkeypatch.setattr(profile_mesh, "_capacity", lambda: 4)
+    arguments = ["estimate", "--model", f"{script}:build_model", "--plugin", "torch_ddp", "--nproc"]
+    for number in ("16", "4", "2", "2"):
+        assert main([*arguments, number]) == 0
+    assert asked == [4, 2]
+
+    def fail(num_ranks, path):
+        raise profile_mesh.MeasurementError("no loopback")
+
+    monkeypatch.setattr(profile_mesh, "measure", fail)
+    capsys.readouterr()
+    assert main([*arguments, "3"]) == 0
+    text = capsys.readouterr().out
+    assert "step times: unknown, as the machine could not be measured: no loopback" in text
+    assert "step time " not in text
 
 
 def test_what_saves_take_has_columns_of_its_own(script, capsys):

@@ -51,6 +51,8 @@ _LINES = [
     "estimate --model gpt2-xl --seq 9999",
     "estimate --model llama-7b --mixed-precision fp17",
     "estimate --model no-such.json",
+    "estimate --model gpt2 --plugin torch_ddp --nproc 2 --profile no-such-profile.json",
+    "profile-mesh --nproc 0",
     "ckpt",
     "ckpt inspect no-such-checkpoint",
     "ckpt inspect .",

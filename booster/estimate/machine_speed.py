@@ -1,0 +1,427 @@
+"""Measurement of a machine: operators and collectives, timed on all ranks at once."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from booster.comm import (
+    all_to_all_single,
+    barrier,
+    broadcast,
+    count_communication,
+    group_rank,
+    group_size,
+    max_of_numbers,
+    new_group_of_rows,
+    receive_tensor,
+    release_groups,
+    send_tensor,
+    start_all_gather,
+    start_all_reduce,
+    start_reduce_scatter,
+    transport,
+)
+from booster.device import current_device, device_type, synchronize
+
+from .machine_profile import CollectiveSpeed, Curve, MachineProfile, machine_name
+from .operator_costs import operator_cost
+
+_MIN_SECONDS = 0.002  # of a repeat
+_REPEATS = 5
+_MAX_CALLS = 4096
+_DTYPES = (torch.float32, torch.bfloat16)
+# Sides of products, and bytes of tensors: up to what takes some 30 ms on a core.
+_SIDES = {"cpu": (32, 128, 256, 512), "accelerator": (128, 512, 1024, 2048, 4096, 8192)}
+_NUM_BYTES = {
+    "cpu": (2**12, 2**16, 2**19, 2**22, 2**25),
+    "accelerator": (2**16, 2**20, 2**24, 2**28),
+}
+_PAYLOADS = {"cpu": (2**6, 2**14, 2**17, 2**20, 2**23), "accelerator": (2**8, 2**16, 2**20, 2**24, 2**27)}
+_KEPT_BYTES = 2**24
+_LEAST_SHARE = 0.1  # of a measured time that is left to the kernel when that of a call is subtracted
+
+
+def measure_machine(ranks_per_host: int) -> MachineProfile:
+    """Return the profile of the launched world; the slowest rank's times count.
+
+    Args:
+        ranks_per_host: Number of ranks on each host.
+
+    Collective: every rank must call it. It takes about ten seconds.
+    """
+    device = current_device()
+    scale = "cpu" if device.type == "cpu" else "accelerator"
+    bare_call = _seconds_of(partial(torch.add, *_random(8, device, torch.float32)))
+    operators = {
+        kind: {
+            _name(dtype): _curve(make, dtype, _SIDES[scale], device, bare_call)
+            for dtype in _DTYPES
+            if kind != "convolution" or dtype == torch.float32 or scale != "cpu"
+        }
+        for kind, make in _PRODUCTS.items()
+    }
+    for kind, make in _MEMORY_BOUND.items():
+        operators[kind] = {_name(dtype): _curve(make, dtype, _NUM_BYTES[scale], device, bare_call) for dtype in _DTYPES}
+    profile = MachineProfile(
+        machine=machine_name(),
+        num_ranks=group_size(),
+        ranks_per_host=ranks_per_host,
+        operators=operators,
+        call_seconds=bare_call,
+        step_call_seconds=bare_call,
+        is_asynchronous=device.type != "cpu",
+    )
+    model_call, step_call = _call_seconds(profile, device)
+    collectives = tuple(_measure_collectives(ranks_per_host, device, _PAYLOADS[scale])) if group_size() > 1 else ()
+    return MachineProfile(
+        machine=profile.machine,
+        num_ranks=profile.num_ranks,
+        ranks_per_host=ranks_per_host,
+        operators=operators,
+        call_seconds=model_call,
+        step_call_seconds=step_call,
+        is_asynchronous=profile.is_asynchronous,
+        collectives=collectives,
+    )
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _random(numel: int, device: torch.device, dtype: torch.dtype, count: int = 2) -> list[torch.Tensor]:
+    return [torch.rand(numel, device=device).to(dtype) for _ in range(count)]
+
+
+def _seconds_of(run: Callable[[], Any], *, computes: bool = True) -> float:
+    """Return the time of a call, of the slowest rank; all ranks make as many calls at the same time.
+
+    Args:
+        run: The call.
+        computes: If True, the call waits for no other rank. On a CPU its time is then that of this thread, of which
+            other programs take nothing, in the median. Otherwise it is that of the fastest repeat.
+    """
+    clock = time.thread_time if computes and device_type() == "cpu" else time.perf_counter
+    run()
+    synchronize()
+    start = time.perf_counter()
+    run()
+    synchronize()
+    once = max(1e-7, time.perf_counter() - start)
+    wanted = min(_MAX_CALLS, max(1, int(_MIN_SECONDS / once)))
+    num_calls = max_of_numbers([wanted])[0]
+    times = []
+    for _ in range(_REPEATS):
+        barrier()
+        start = clock()
+        for _ in range(num_calls):
+            run()
+        synchronize()
+        times.append((clock() - start) / num_calls)
+    seconds = statistics.median(times) if computes else min(times)
+    return 1e-9 * max_of_numbers([max(1, round(1e9 * seconds))])[0]
+
+
+# Operators. Each function returns the amount of work of a size, and the call.
+
+Work = tuple[float, Callable[[], Any]]
+
+
+def _matmul(side: int, dtype: torch.dtype, device: torch.device) -> Work:
+    left, right = (torch.rand(side, side, device=device).to(dtype) for _ in range(2))
+    return 2.0 * side**3, partial(torch.mm, left, right)
+
+
+def _attention(side: int, dtype: torch.dtype, device: torch.device) -> Work:
+    width = 64
+    query, key, value = (torch.rand(1, 1, side, width, device=device).to(dtype) for _ in range(3))
+    return 4.0 * side**2 * width, partial(functional.scaled_dot_product_attention, query, key, value)
+
+
+def _convolution(side: int, dtype: torch.dtype, device: torch.device) -> Work:
+    channels, edge = 32, max(4, side // 16)
+    images = torch.rand(4, channels, edge, edge, device=device).to(dtype)
+    weight = torch.rand(channels, channels, 3, 3, device=device).to(dtype)
+    return 2.0 * 4 * edge**2 * channels**2 * 9, partial(functional.conv2d, images, weight, padding=1)
+
+
+def _elementwise(num_bytes: int, dtype: torch.dtype, device: torch.device) -> Work:
+    tensors = _random(num_bytes // 3 // dtype.itemsize, device, dtype)
+    return 3.0 * tensors[0].nbytes, partial(torch.add, *tensors)
+
+
+def _inplace(num_bytes: int, dtype: torch.dtype, device: torch.device) -> Work:
+    target, other = _random(num_bytes // 3 // dtype.itemsize, device, dtype)
+    return 3.0 * target.nbytes, partial(target.add_, other, alpha=1e-6)
+
+
+def _special(num_bytes: int, dtype: torch.dtype, device: torch.device) -> Work:
+    (tensor,) = _random(num_bytes // 2 // dtype.itemsize, device, dtype, 1)
+    return 2.0 * tensor.nbytes, partial(functional.gelu, tensor)
+
+
+def _random_numbers(num_bytes: int, dtype: torch.dtype, device: torch.device) -> Work:
+    (tensor,) = _random(num_bytes // 2 // dtype.itemsize, device, dtype, 1)
+    return 2.0 * tensor.nbytes, partial(tensor.bernoulli_, 0.9)
+
+
+def _reduction(num_bytes: int, dtype: torch.dtype, device: torch.device) -> Work:
+    rows = max(1, num_bytes // 2 // dtype.itemsize // 256)
+    tensor = torch.rand(rows, 256, device=device).to(dtype)
+    return 2.0 * tensor.nbytes, partial(functional.layer_norm, tensor, (256,))
+
+
+def _index(num_bytes: int, dtype: torch.dtype, device: torch.device) -> Work:
+    rows = max(1, num_bytes // 2 // dtype.itemsize // 256)
+    table = torch.rand(8192, 256, device=device).to(dtype)
+    indices = torch.randint(8192, (rows,), device=device)
+    return 2.0 * rows * 256 * dtype.itemsize, partial(functional.embedding, indices, table)
+
+
+_PRODUCTS = {"matmul": _matmul, "attention": _attention, "convolution": _convolution}
+_MEMORY_BOUND = {
+    "elementwise": _elementwise,
+    "inplace": _inplace,
+    "special": _special,
+    "random": _random_numbers,
+    "reduction": _reduction,
+    "index": _index,
+}
+
+
+class _KeptResults:
+    """A call whose last results are kept, as autograd keeps them: the next one is in memory that is not cached."""
+
+    def __init__(self, run: Callable[[], Any]) -> None:
+        self._run = run
+        self._kept: deque[torch.Tensor] = deque()
+        self._num_bytes = 0
+
+    def __call__(self) -> None:
+        result: torch.Tensor = self._run()
+        self._kept.append(result)
+        self._num_bytes += result.nbytes
+        while self._num_bytes > _KEPT_BYTES:
+            self._num_bytes -= self._kept.popleft().nbytes
+
+
+def _curve(
+    make: Callable[[int, torch.dtype, torch.device], Work],
+    dtype: torch.dtype,
+    sizes: Sequence[int],
+    device: torch.device,
+    bare_call: float,
+) -> Curve:
+    points: dict[float, float] = {}
+    for size in sizes:
+        amount, run = make(size, dtype, device)
+        measured = _seconds_of(_KeptResults(run))
+        points[amount] = max(measured - bare_call, _LEAST_SHARE * measured)
+    return Curve(tuple(sorted(points.items())))
+
+
+# Calls.
+
+
+class _Block(nn.Module):
+    """Small transformer block, whose time is that of its calls."""
+
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2))
+        self.qkv, self.projection = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        heads = [one.unflatten(-1, (2, -1)).transpose(1, 2) for one in self.qkv(self.norms[0](inputs)).chunk(3, dim=-1)]
+        attended = functional.scaled_dot_product_attention(*heads).transpose(1, 2).flatten(2)
+        hidden = inputs + self.projection(attended)
+        outputs: torch.Tensor = hidden + self.down(functional.gelu(self.up(self.norms[1](hidden))))
+        return outputs
+
+
+class _CostCounter(TorchDispatchMode):
+    """Dispatch mode that sums the predicted kernel times of operators, and counts their calls."""
+
+    def __init__(self, profile: MachineProfile) -> None:
+        super().__init__()
+        self._profile = profile
+        self.num_calls, self.kernel_seconds = 0, 0.0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        cost = operator_cost(func, args, kwargs or {}, result)
+        if cost is not None:
+            self.num_calls += 1
+            self.kernel_seconds += cost.seconds(self._profile)
+        return result
+
+
+def _call_seconds(profile: MachineProfile, device: torch.device) -> tuple[float, float]:
+    """Return the time of an operator's call in forward and backward, and in an optimizer's step."""
+    model = nn.Sequential(*(_Block() for _ in range(4))).to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
+    inputs = torch.rand(1, 4, 16, device=device)
+
+    def train() -> None:
+        model(inputs).mean().backward()
+
+    found = []
+    for run in (train, optimizer.step):
+        run()
+        with _CostCounter(profile) as counter:
+            run()
+        left = _seconds_of(run) - (0.0 if profile.is_asynchronous else counter.kernel_seconds)
+        found.append(max(profile.call_seconds * _LEAST_SHARE, left / counter.num_calls))
+    return found[0], found[1]
+
+
+# Collectives.
+
+
+def _measure_collectives(
+    ranks_per_host: int, device: torch.device, payloads: Sequence[int]
+) -> Iterator[CollectiveSpeed]:
+    """Yield the speeds in groups of each size that divides the world: of neighbors, and of ranks on several hosts."""
+    world = group_size()
+    for size in (one for one in range(2, world + 1) if world % one == 0):
+        neighbors = [[*range(first, first + size)] for first in range(0, world, size)]
+        strided = [[*range(first, world, world // size)] for first in range(world // size)]
+        by_span = {len({rank // ranks_per_host for rank in rows[0]}) == 1: rows for rows in (strided, neighbors)}
+        for is_within_host, rows in by_span.items():
+            group = new_group_of_rows(rows)
+            name = transport(group) if device.type == "cpu" else str(torch.distributed.get_backend(group))
+            for operation, make in _COLLECTIVES.items():
+                yield _collective_speed(operation, make, group, device, payloads, is_within_host, name)
+            release_groups([group])
+
+
+def _collective_speed(
+    operation: str,
+    make: Callable[[int, torch.device, Any], tuple[Callable[[], Any], Callable[[Any], None]]],
+    group: Any,
+    device: torch.device,
+    payloads: Sequence[int],
+    is_within_host: bool,
+    transport_name: str,
+) -> CollectiveSpeed:
+    volumes, seconds = [], []
+    for num_bytes in payloads:
+        start, wait = make(num_bytes, device, group)
+        with count_communication() as count:
+            wait(start())
+        volumes.append(max_of_numbers([max(count.sent[operation], count.received[operation])])[0])
+        seconds.append(_seconds_of(partial(_run, start, wait), computes=False))
+    latency, per_byte = fit_latency(volumes, seconds)
+    return CollectiveSpeed(
+        operation=operation,
+        num_ranks=group_size(group),
+        is_within_host=is_within_host,
+        transport=transport_name,
+        latency=latency,
+        seconds_per_byte=per_byte,
+        overlap=_overlap(*make(payloads[-2], device, group), device),
+    )
+
+
+def _run(start: Callable[[], Any], wait: Callable[[Any], None]) -> None:
+    wait(start())
+
+
+def fit_latency(volumes: Sequence[float], seconds: Sequence[float]) -> tuple[float, float]:
+    """Return latency and time per byte, by least squares of relative errors, neither of them negative."""
+    times = np.asarray(seconds)
+    columns = np.stack([np.ones(len(times)), np.asarray(volumes, dtype=float)], axis=1) / times[:, None]
+    latency, per_byte = (float(one) for one in np.linalg.lstsq(columns, np.ones(len(times)), rcond=None)[0])
+    if latency < 0:
+        ratios = columns[:, 1]
+        return 0.0, float(ratios.sum() / (ratios**2).sum())
+    if per_byte < 0:
+        ratios = columns[:, 0]
+        return float(ratios.sum() / (ratios**2).sum()), 0.0
+    return latency, per_byte
+
+
+def _overlap(start: Callable[[], Any], wait: Callable[[Any], None], device: torch.device) -> float:
+    """Return which part of a collective products of matrices hide that run between its start and its wait."""
+    _, product = _matmul(256, torch.float32, device)
+    alone = _seconds_of(partial(_run, start, wait), computes=False)
+    num_products = max(1, round(alone / _seconds_of(product)))
+
+    def compute() -> None:
+        for _ in range(num_products):
+            product()
+
+    def both() -> None:
+        started = start()
+        compute()
+        wait(started)
+
+    computing = _seconds_of(compute, computes=False)
+    hidden = alone + computing - _seconds_of(both, computes=False)
+    return min(1.0, max(0.0, hidden / min(alone, computing)))
+
+
+def _all_reduce(num_bytes: int, device: torch.device, group: Any) -> Any:
+    tensor = torch.zeros(num_bytes // 4, device=device)
+    return partial(start_all_reduce, tensor, group), lambda started: started.wait()
+
+
+def _reduce_scatter(num_bytes: int, device: torch.device, group: Any) -> Any:
+    shard = torch.zeros(-(-num_bytes // 4 // group_size(group)), device=device)
+    payload = torch.zeros(shard.numel() * group_size(group), device=device)
+    return partial(start_reduce_scatter, payload, group), lambda started: started.wait(shard, accumulate=False)
+
+
+def _all_gather(num_bytes: int, device: torch.device, group: Any) -> Any:
+    shard = -(-num_bytes // 4 // group_size(group))
+    buffer = torch.zeros(shard * group_size(group), device=device)
+    return partial(start_all_gather, buffer, group), lambda started: started.wait()
+
+
+def _all_to_all(num_bytes: int, device: torch.device, group: Any) -> Any:
+    rows = -(-num_bytes // 4 // group_size(group)) * group_size(group)
+    payload, output = torch.zeros(rows, device=device), torch.zeros(rows, device=device)
+    return partial(all_to_all_single, output, payload, group), lambda started: None
+
+
+def _broadcast(num_bytes: int, device: torch.device, group: Any) -> Any:
+    tensor = torch.zeros(num_bytes // 4, device=device)
+    return partial(broadcast, [tensor], group), lambda started: None
+
+
+def _send(num_bytes: int, device: torch.device, group: Any) -> Any:
+    """Pass a tensor from each even rank to the next one."""
+    tensor = torch.zeros(num_bytes // 4, device=device)
+    rank, size = group_rank(group), group_size(group)
+
+    def exchange() -> None:
+        if rank % 2 == 0 and rank + 1 < size:
+            send_tensor(tensor, rank + 1, group)
+        elif rank % 2 == 1:
+            receive_tensor(rank - 1, group)
+
+    return exchange, lambda started: None
+
+
+_COLLECTIVES = {
+    "all_reduce": _all_reduce,
+    "reduce_scatter": _reduce_scatter,
+    "all_gather": _all_gather,
+    "all_to_all": _all_to_all,
+    "broadcast": _broadcast,
+    "send": _send,
+}
