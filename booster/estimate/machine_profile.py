@@ -218,13 +218,13 @@ def load_profile(path: Path) -> MachineProfile:
     Raises:
         ConfigError: The file can't be read, or is not a profile of this version.
     """
-    advice = "measure it by `booster profile-mesh`"
+    advice = "give a file that `booster profile-mesh --output FILE` has written"
     try:
         return profile_from_values(json.loads(path.read_text()))
     except OSError as error:
         raise ConfigError(f"the machine profile {path} can't be read ({error.strerror}): {advice}") from error
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise ConfigError(f"{path} is not a machine profile of this version ({error!r}): {advice} again") from error
+        raise ConfigError(f"{path} is not a machine profile of this version ({error!r}): {advice}") from error
 
 
 def find_profile(num_ranks: int) -> MachineProfile | None:
