@@ -42,14 +42,19 @@ _POLL_SECONDS = 0.05
 _SECONDS_UNTIL_LOG = 3.0
 
 
-def default_folder() -> Path:
-    """Return the directory of compiled kernels: $BOOSTER_KERNEL_CACHE, or one in the user's cache."""
-    chosen = os.environ.get(CACHE_VARIABLE)
+def cache_folder(variable: str, name: str) -> Path:
+    """Return the directory in an environment variable, or else one of this name in the user's cache."""
+    chosen = os.environ.get(variable)
     if chosen:
         return Path(chosen).absolute()
     base = os.environ.get("XDG_CACHE_HOME")
     home = Path(base) if base else Path.home() / ".cache"
-    return home.absolute() / "torch-booster" / "kernels"
+    return home.absolute() / "torch-booster" / name
+
+
+def default_folder() -> Path:
+    """Return the directory of compiled kernels: $BOOSTER_KERNEL_CACHE, or one in the user's cache."""
+    return cache_folder(CACHE_VARIABLE, "kernels")
 
 
 class BuildCache:

@@ -16,6 +16,7 @@ from typing import Any
 
 from booster.device import device_type, num_devices
 from booster.errors import ConfigError
+from booster.kernels.loader import cache_folder
 
 CACHE_VARIABLE = "BOOSTER_PROFILE_CACHE"
 _VERSION = 1  # of the file's format
@@ -158,12 +159,7 @@ BYTE_KINDS = ("elementwise", "inplace", "special", "random", "reduction", "index
 
 def profile_folder() -> Path:
     """Return the directory of machine profiles: $BOOSTER_PROFILE_CACHE, or one in the user's cache."""
-    chosen = os.environ.get(CACHE_VARIABLE)
-    if chosen:
-        return Path(chosen).absolute()
-    base = os.environ.get("XDG_CACHE_HOME")
-    home = Path(base) if base else Path.home() / ".cache"
-    return home.absolute() / "torch-booster" / "machines"
+    return cache_folder(CACHE_VARIABLE, "machines")
 
 
 def machine_name() -> str:

@@ -280,9 +280,10 @@ class HybridConfig(ShardedConfig):
             )
         if self.tensor_grid is None:
             return
-        for name in set(self.extra_axes or {}) & set(self.tensor_grid.axes):
+        own = next((name for name in self.extra_axes or {} if name in self.tensor_grid.axes), None)
+        if own is not None:
             raise ConfigError(
-                f"extra_axes has {name!r}, which is an axis of tp_mode={self.tp_mode!r}: give another name"
+                f"extra_axes has {own!r}, which is an axis of tp_mode={self.tp_mode!r}: give another name"
             )
         if self.sequence_mode is not None:
             raise ConfigError(

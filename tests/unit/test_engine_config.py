@@ -79,7 +79,8 @@ def test_zero_beside_tensor_parallelism_is_its_stage():
 
 
 def test_handlers_of_what_plugins_do_are_taken():
-    read_engine_config({"gradient_handler": [{"type": "DataParallelGradientHandler"}]})
+    found = read_engine_config({"gradient_handler": [{"type": "DataParallelGradientHandler"}]})
+    assert (found.plugin, found.gradient_handlers) == ("torch_ddp", [])
 
 
 @pytest.mark.parametrize(

@@ -359,6 +359,10 @@ def test_groups_of_512_ranks_hold_every_rank_once(along):
         ({"tp_size": 8, "tp_mode": "2.5d", "tp_depth": 8}, "squares of one rank, which divide no layer"),
         ({"tp_size": 4, "tp_mode": "2d", "tp_depth": 1}, "no meaning with tp_mode='2d': leave it out"),
         ({"tp_size": 4, "tp_mode": "2d", "enable_sequence_parallelism": True}, "by tokens: use one of them"),
+        (
+            {"tp_size": 4, "tp_mode": "2d", "extra_axes": {"row": 2}},
+            "extra_axes has 'row', which is an axis of tp_mode",
+        ),
         ({"tp_size": 4, "tp_mode": "2d", "ep_size": 2}, "use tp_mode='1d' with expert parallelism"),
     ],
 )
