@@ -174,6 +174,39 @@ def test_gradients_on_squares_and_cubes(name, mode, num_examples):
     assert_gradients(name, GRIDS[mode][1], num_examples)
 
 
+def assert_an_mlp_trains_alike(arguments):
+    """AdamW with clipping, three steps, in fp32."""
+    torch.manual_seed(0)
+    serial = Pair().to(current_device())
+    divided = copy.deepcopy(serial)
+    booster = Booster(plugin=HybridParallelPlugin(precision="fp32", plan=plan_of(serial), **arguments))
+    model, optimizer, *_ = booster.boost(divided, torch.optim.AdamW(divided.parameters(), lr=1e-3))
+    own = torch.optim.AdamW(serial.parameters(), lr=1e-3)
+    x, targets = torch.randn(2, 16, 256).to(current_device())
+    for _ in range(3):
+        loss, expected = (nn.functional.mse_loss(one(x), targets) for one in (model, serial))
+        booster.backward(loss, optimizer)
+        norm = booster.clip_grad_norm_(optimizer, 0.01)
+        expected.backward()
+        assert norm.item() == pytest.approx(nn.utils.clip_grad_norm_(serial.parameters(), 0.01).item(), rel=1e-5)
+        assert loss.item() == pytest.approx(expected.item(), abs=1e-6)
+        for one in (optimizer, own):
+            one.step()
+            one.zero_grad()
+    torch.testing.assert_close(model(x), serial(x), rtol=0, atol=1e-5)
+
+
+@distributed(4)
+def test_an_mlp_on_a_square():
+    assert_an_mlp_trains_alike(SQUARE[1])
+
+
+@distributed(8)
+@pytest.mark.parametrize("mode", ["2.5d", "3d"])
+def test_an_mlp_on_squares_and_cubes(mode):
+    assert_an_mlp_trains_alike(GRIDS[mode][1])
+
+
 def shapes_of(mode):
     """Returns the shapes that forward sees, in the order of the documents, and the table of `explain`."""
     model = Pair()
