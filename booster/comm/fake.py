@@ -10,19 +10,24 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import DebugLevel, get_debug_level, set_debug_level
+from torch._C._distributed_c10d import (
+    DebugLevel,
+    _unregister_process_group,
+    get_debug_level,
+    set_debug_level,
+)
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.distributed_c10d import _world
 from torch.utils._python_dispatch import _disable_current_modes
-
-from booster.errors import ConfigError
 
 # Note [Fake process group]
 # The memory of a rank can be measured by running its program on fake tensors. Data of other ranks has no values either,
 # so nothing has to be sent: collectives of CPU tensors return at once and leave their outputs unchanged, and
-# consistency checks pass, as all ranks equal this one. Calls and bytes of tensors are counted as usual. Without a
-# launch `fake_world` makes a world of any size, with torch's fake backend; after a launch its groups are used.
+# consistency checks pass, as all ranks equal this one. Calls and bytes of tensors are counted as usual. `fake_world`
+# makes a world of any size, with torch's fake backend, also after a launch; `fake_collectives` uses the launched groups.
 _is_fake = False
 _PAGE_BYTES = 4096
+_FIRST_FAKE_NAME = 2**20  # torch names groups by their number
 
 
 def is_fake_world() -> bool:
@@ -230,14 +235,10 @@ def fake_collectives() -> Iterator[None]:
 def fake_world(num_ranks: int, rank: int = 0) -> Iterator[None]:
     """Make this process rank `rank` of a fake world of `num_ranks` ranks in the block.
 
-    Raises:
-        ConfigError: A process group exists already.
+    After a launch the launched world is set aside for the block, in which no thread may communicate.
+
+    Collective: no.
     """
-    if dist.is_initialized():
-        raise ConfigError(
-            f"a world of {num_ranks} ranks cannot be faked after a launch of {dist.get_world_size()} ranks: ask about a"
-            " plugin object that was made in it, or ask before the launch"
-        )
     # Registers torch's backend "fake".
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -245,14 +246,42 @@ def fake_world(num_ranks: int, rank: int = 0) -> Iterator[None]:
     level = get_debug_level()
     set_debug_level(DebugLevel.OFF)  # TORCH_DISTRIBUTED_DEBUG=DETAIL would wait for real ranks in the store
     try:
-        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=num_ranks)
-        with fake_collectives():
-            yield
+        with _without_launched_world():
+            dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=num_ranks)
+            with fake_collectives():
+                yield
     finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
         set_debug_level(level)
         sys.excepthook = hook
+
+
+@contextmanager
+def _without_launched_world() -> Iterator[None]:
+    """Set torch's tables of process groups aside in the block, and remove what the block adds to them."""
+    launched, num_named = _world.default_pg, _world.group_count
+    tables: list[dict[Any, Any]] = [
+        _world.pg_map,
+        _world.pg_names,
+        _world.pg_group_ranks,
+        _world.pg_backend_config,
+        _world.tags_to_pg,
+        _world.pg_to_tag,
+    ]
+    before = [dict(table) for table in tables]
+    for table in tables:
+        table.clear()
+    _world.default_pg = None
+    if launched is not None:
+        _world.group_count = _FIRST_FAKE_NAME  # torch's registry has the launched groups by their names, still
+    try:
+        yield
+    finally:
+        for name in _world.pg_names.values():
+            _unregister_process_group(name)
+        for table, entries in zip(tables, before, strict=True):
+            table.clear()
+            table.update(entries)
+        _world.default_pg, _world.group_count = launched, num_named
 
 
 class FakeSharedMemory:

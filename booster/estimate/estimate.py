@@ -15,7 +15,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import Optimizer
 
-from booster.comm import fake, fake_collectives, fake_world, group_rank, group_size, is_initialized
+from booster.comm import fake, fake_collectives, fake_world, group_rank, group_size
 from booster.errors import ConfigError
 from booster.interface import MixedPrecision, Plugin
 from booster.mixed_precision import resolve_mixed_precision
@@ -263,8 +263,7 @@ def estimate_memory(
     The plugin trains the model for a few steps on fake tensors: the model is not allocated, and nothing is communicated
     (Note [Simulated training]). It may be called on a single rank before the launch, or with a plugin object.
 
-    Collective with a plugin's name after a launch of `num_ranks` ranks, as the plugin's process groups are made and
-    released.
+    Collective: no.
 
     Args:
         model: Model with real values, on the meta device (`with torch.device("meta")`) or built in a `LazyInitContext`.
@@ -333,12 +332,9 @@ def estimate_recipe(
             f"device_memory={device_memory!r} is not a positive number of bytes: give the memory of a device, such as"
             " 80 * 2**30, or omit it"
         )
-    world, made_here = _world_of(plugin, num_ranks, settings, mixed_precision)
-    try:
-        return _estimate(recipe, world, settings, mixed_precision, device_memory, checkpoint, profile)
-    finally:
-        if made_here is not None:
-            made_here.close()
+    world = _world_of(plugin, num_ranks, settings, mixed_precision)
+    is_launched = isinstance(plugin, Plugin)  # then this process's own rank is the only one that can be simulated
+    return _estimate(recipe, world, settings, mixed_precision, device_memory, checkpoint, profile, is_launched)
 
 
 def _estimate(
@@ -349,8 +345,8 @@ def _estimate(
     device_memory: int | None,
     checkpoint: bool,
     profile: MachineProfile | None,
+    is_launched: bool,
 ) -> MemoryEstimate:
-    is_launched = is_initialized()  # then this process's own rank is the only one that can be simulated
     with world(0) as made:
         precision = resolve_mixed_precision(mixed_precision, made)
         name, size = type(made).__name__, group_size()
@@ -475,15 +471,15 @@ def _world_of(
     num_ranks: int | None,
     settings: Mapping[str, Any] | None,
     precision: str | MixedPrecision | None,
-) -> tuple[World, Plugin | None]:
-    """Return a context of the plugin by rank, in a fake or the launched world, and the plugin to close after it."""
+) -> World:
+    """Return a context of the plugin by rank, in a fake world, or that of a plugin object in the launched one."""
     if isinstance(plugin, Plugin):
         if settings or num_ranks not in (None, group_size()):
             raise ConfigError(
                 f"plugin is a {type(plugin).__name__} with its own settings and world of {group_size()} ranks, but"
                 f" num_ranks={num_ranks!r}, settings={settings!r} were given too: give its name in place of the object"
             )
-        return lambda rank: _in_launched_world(plugin), None
+        return lambda rank: _in_launched_world(plugin)
     if plugin is not None and not isinstance(plugin, str):
         raise ConfigError(
             f"plugin={plugin!r} is a {type(plugin).__name__}: give a Plugin, or a name such as 'low_level_zero'"
@@ -497,11 +493,7 @@ def _world_of(
     def make() -> Plugin:
         return plugin_with_precision(plugin, precision, **(settings or {})) if plugin else SingleDevicePlugin()
 
-    if is_initialized() and world_size == group_size():
-        with fake_collectives():
-            made = make()
-        return lambda rank: _in_launched_world(made), made
-    return lambda rank: _in_fake_world(make, world_size, rank), None
+    return lambda rank: _in_fake_world(make, world_size, rank)
 
 
 @contextmanager

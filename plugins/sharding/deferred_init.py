@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, NamedTuple
@@ -51,6 +51,11 @@ class _TensorLocation(NamedTuple):
     def name(self) -> str:
         return f"{self.module_name}.{self.own_name}" if self.module_name else self.own_name
 
+    def has(self, tensor: torch.Tensor) -> bool:
+        """Return whether the tensor is there, still."""
+        module = self.module
+        return any(table.get(self.own_name) is tensor for table in (module._parameters, module._buffers))
+
 
 class Materializer:
     """Materializes meta and lazy modules, one unit at a time, with equal values on all ranks.
@@ -88,6 +93,7 @@ class Materializer:
         self._param_init_fn = param_init_fn
         self._sync = sync
         self._given_seed = seed
+        self._known_locations: dict[int, list[_TensorLocation]] | None = None
         self._seed: int | None = None
         self._group = group
 
@@ -151,8 +157,10 @@ class Materializer:
             DesyncError: The ranks have different values, and `sync` is False.
         """
         self._agree_on_seed()
-        locations = self._locations()
         tensors = {id(tensor): tensor for module in modules for tensor in _own(module).values()}
+        if not tensors:
+            return
+        locations = self._locations_of(tensors.values())
         named = [(locations[key][0].name, one) for key, one in tensors.items() if not isinstance(one, DTensor)]
         stages = self._stages(named)
         waiting = [tensor for (_, tensor), ranks in zip(named, stages, strict=True) if set(ranks) != {_REAL}]
@@ -270,6 +278,16 @@ class Materializer:
             for own_name, tensor in _own(module).items():
                 locations.setdefault(id(tensor), []).append(_TensorLocation(name, module, own_name))
         return locations
+
+    def _locations_of(self, tensors: Collection[torch.Tensor]) -> dict[int, list[_TensorLocation]]:
+        """Return the locations of some tensors by `id`; the model is searched again only if it has changed there."""
+        for known in (self._known_locations, None):
+            if known is None:
+                self._known_locations = known = self._locations()
+            found = {id(one): [place for place in known.get(id(one), ()) if place.has(one)] for one in tensors}
+            if all(found.values()):
+                break
+        return found
 
     def _require_initialisation(self, tensors: Sequence[torch.Tensor]) -> None:
         """Check that the first module of each tensor has an initializer."""
