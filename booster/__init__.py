@@ -11,6 +11,7 @@ if (_checkout / "checkpoint_io" / "__init__.py").is_file() and (_checkout / "pyp
     __path__.append(str(_checkout))  # source checkout: plugins/, kernels/, checkpoint_io/ lie beside this folder
 
 from .activation_checkpointing import checkpoint_activations
+from .auto_parallel import AutoPlugin, ParallelPlan, autoparallelize
 from .booster import Booster
 from .checkpoint_io import CheckpointIO, GeneralCheckpointIO
 from .chunked_loss import chunked_cross_entropy
@@ -46,6 +47,7 @@ from .version import __version__ as __version__
 
 __all__ = [
     "Accelerator",
+    "AutoPlugin",
     "BF16MixedPrecision",
     "Booster",
     "BoosterError",
@@ -69,10 +71,12 @@ __all__ = [
     "Monitor",
     "NonfiniteError",
     "OptimizerWrapper",
+    "ParallelPlan",
     "Plugin",
     "RankFailedError",
     "TensorSlice",
     "Trainer",
+    "autoparallelize",
     "checkpoint_activations",
     "chunked_cross_entropy",
     "disable_existing_loggers",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from os import PathLike
 from typing import TYPE_CHECKING, Any, SupportsFloat, TypeVar
 
@@ -43,6 +44,9 @@ from .registry import plugin_with_precision
 from .single_device import SingleDevicePlugin
 from .validation import error_of, is_int, is_number
 
+if TYPE_CHECKING:
+    from .auto_parallel import AutoPlugin, ParallelPlan
+
 T = TypeVar("T")
 
 
@@ -59,16 +63,17 @@ class Booster(CheckpointMethods):
             CPU.
         mixed_precision: 'fp16', 'bf16', 'fp16_naive', 'fp16_apex', 'fp8', or a `MixedPrecision`; optional, defaults to
             the dtypes of the parameters. A plugin of a name casts the weights to it where it does so itself.
-        plugin: `Plugin`, or the name of one, built in or registered by another package; optional, defaults to one
-            device.
+        plugin: `Plugin`, or the name of one, built in or registered by another package; "auto" or an `AutoPlugin`,
+            which chooses it at the first `boost`. Optional, defaults to one device.
         compile: If True, compile the forward of each layer of the model's stacks by `torch.compile`, or the entire
             forward if there are none; a dict gives keyword arguments of `torch.compile`, such as dict(mode=...,
             dynamic=...). Optional, defaults to False.
 
     Attributes:
-        plugin: The plugin.
+        plugin: The plugin; with an `AutoPlugin` from the first `boost` on.
         mixed_precision: The mixed precision, or None.
         checkpoint_io: Checkpoint engine of the plugin.
+        plan: What an `AutoPlugin` has chosen; otherwise None.
 
     Raises:
         ConfigError: A name is unknown, the plugin controls the device or precision itself, or torch.compile does not
@@ -89,14 +94,55 @@ class Booster(CheckpointMethods):
         self,
         device: str | torch.device | None = None,
         mixed_precision: str | MixedPrecision | None = None,
-        plugin: str | Plugin | None = None,
+        plugin: str | Plugin | AutoPlugin | None = None,
         *,
         compile: bool | Mapping[str, Any] = False,
     ) -> None:
-        self.plugin = _resolve_plugin(plugin, mixed_precision, device)
-        self.mixed_precision = resolve_mixed_precision(mixed_precision, self.plugin)
-        self.checkpoint_io: CheckpointIO = self.plugin.get_checkpoint_io()
+        self.plan: ParallelPlan | None = None
+        self._choice = _choice_of(plugin)
+        if self._choice is None:
+            self._use(_resolve_plugin(plugin, mixed_precision, device), mixed_precision)
+        else:
+            self._use_choice(self._choice, mixed_precision, device)
         self._compile_options = parse_compile_options(compile)
+
+    def _use(self, plugin: Plugin, mixed_precision: str | MixedPrecision | None) -> None:
+        self.plugin = plugin
+        self.mixed_precision = resolve_mixed_precision(mixed_precision, plugin)
+        self.checkpoint_io: CheckpointIO = plugin.get_checkpoint_io()
+
+    def _use_choice(
+        self, choice: AutoPlugin, mixed_precision: str | MixedPrecision | None, device: str | torch.device | None
+    ) -> None:
+        """Use the plan of an `AutoPlugin` as soon as there is one: now, or at the first boost()."""
+        if device is not None:
+            raise ConfigError(
+                f"device={device!r} was given with an AutoPlugin, whose plugin selects the device of every rank: leave"
+                " device out"
+            )
+        self.mixed_precision = None
+        self._precision_of_choice = choice.precision_for(mixed_precision)
+        if choice.plan is not None:
+            self._use_plan(choice.plan)
+
+    def _use_plan(self, plan: ParallelPlan) -> None:
+        self._use(plan.make_plugin(), plan.mixed_precision)
+        self.plan = plan
+
+    def _choose(
+        self,
+        choice: AutoPlugin,
+        model: nn.Module,
+        optimizer: Optimizer | None,
+        criterion: Callable[..., Any] | None,
+        dataloader: DataLoader[Any] | None,
+    ) -> None:
+        """Use what an `AutoPlugin` chooses for the first model. Collective."""
+        if self.plan is None:
+            self._use_plan(choice.choose(model, optimizer, criterion, dataloader, self._precision_of_choice))
+        assert self.plan is not None
+        check_same_across_ranks("boost() with a plan", [], error=error_of(partial(self.plan.check_model, model)))
+        self._choice = None
 
     if not TYPE_CHECKING:  # type checkers would accept every name
 
@@ -108,6 +154,11 @@ class Booster(CheckpointMethods):
                     f" `from booster import {name}`",
                     name=name,
                     obj=self,
+                )
+            if name in ("plugin", "checkpoint_io") and vars(self).get("_choice") is not None:
+                raise ConfigError(
+                    f"the Booster has no {name} yet: its AutoPlugin chooses one at the first boost(). Call boost()"
+                    " first, with the DataLoader that prepare_dataloader() would be given"
                 )
             return object.__getattribute__(self, name)  # raises the usual error, or again that of a property
 
@@ -140,6 +191,8 @@ class Booster(CheckpointMethods):
             DesyncError: The ranks have different models, optimizers, other arguments, plugins or versions, or are at
                 another call. Nothing was changed.
         """
+        if self._choice is not None:
+            self._choose(self._choice, model, optimizer, criterion, dataloader)
         if is_closed(self.plugin):
             raise ConfigError(
                 "this Booster is closed, which has released its plugin's process groups: make a new plugin and a new"
@@ -509,9 +562,17 @@ class Booster(CheckpointMethods):
         barrier()
 
 
-def _resolve_plugin(
-    plugin: str | Plugin | None, precision: str | MixedPrecision | None, device: str | torch.device | None
-) -> Plugin:
+def _choice_of(plugin: str | Plugin | AutoPlugin | None) -> AutoPlugin | None:
+    if plugin is None or isinstance(plugin, Plugin) or (isinstance(plugin, str) and plugin != "auto"):
+        return None
+    from .auto_parallel import AutoPlugin  # imports all plugins, and simulates this class
+
+    if isinstance(plugin, str):
+        return AutoPlugin()
+    return plugin if isinstance(plugin, AutoPlugin) else None
+
+
+def _resolve_plugin(plugin: Any, precision: str | MixedPrecision | None, device: str | torch.device | None) -> Plugin:
     if plugin is None:
         return SingleDevicePlugin(device)
     resolved = plugin_with_precision(plugin, precision) if isinstance(plugin, str) else plugin

@@ -144,6 +144,7 @@ def estimate(arguments: argparse.Namespace) -> int:
         least_memory,
     )
     from booster.estimate.estimate import TrainingRecipe
+    from booster.estimate.processes import num_usable_processes
 
     for option, number in (("--nproc", arguments.nproc), ("--batch", arguments.batch), ("--seq", arguments.seq)):
         if number is not None and number < 1:
@@ -172,6 +173,7 @@ def estimate(arguments: argparse.Namespace) -> int:
             checkpoint=arguments.checkpoint,
             profile=profile,
             on_start=show,
+            num_processes=num_usable_processes(),
         )
     except KeyboardInterrupt:
         print("booster estimate: interrupted by Ctrl-C", file=sys.stderr)

@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 # The memory of a rank can be measured by running its program on fake tensors. Data of other ranks has no values either,
 # so nothing has to be sent: collectives of CPU tensors return at once and leave their outputs unchanged, and
 # consistency checks pass, as all ranks equal this one. Calls and bytes of tensors are counted as usual. `fake_world`
-# makes a world of any size, with torch's fake backend, also after a launch; `fake_collectives` uses the launched groups.
+# makes a world of any size, with torch's fake backend, also after a launch; `fake_collectives` uses launched groups.
 _is_fake = False
 _PAGE_BYTES = 4096
 _FIRST_FAKE_NAME = 2**20  # torch names groups by their number

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -20,6 +21,7 @@ from booster.validation import size_from_text
 
 from .estimate import MemoryEstimate, TrainingRecipe, estimate_recipe
 from .machine_profile import MachineProfile
+from .processes import in_processes
 
 ONE_DEVICE = "none"  # name of Booster(plugin=None) on the command line
 _PRECISIONS = (None, "bf16")  # candidates, if the Booster controls the precision
@@ -121,13 +123,9 @@ def find_candidates(
             if not all_settings and plugins != "all":  # one that computes another update is compared if it is named
                 all_settings = [{}]
         for plugin_settings in all_settings:
-            candidate = Candidate(plugin=name, settings=plugin_settings)
-            precisions: tuple[str | None, ...] = _PRECISIONS if mixed_precision is None else (mixed_precision,)
-            if _controls_precision(candidate, num_ranks):
-                if mixed_precision is not None and not settings:
-                    candidate = replace(candidate, settings=plugin_settings | {"precision": mixed_precision})
-                precisions = (mixed_precision if settings else None,)
-            found += [replace(candidate, mixed_precision=precision) for precision in precisions]
+            found += _with_precision(
+                Candidate(plugin=name, settings=plugin_settings), num_ranks, mixed_precision, settings
+            )
     return [one for number, one in enumerate(found) if one not in found[:number]]
 
 
@@ -140,6 +138,7 @@ def compare(
     checkpoint: bool = False,
     profile: MachineProfile | None = None,
     on_start: Callable[[str], None] = lambda name: None,
+    num_processes: int = 1,
 ) -> list[CandidateResult]:
     """Estimate each candidate.
 
@@ -151,14 +150,13 @@ def compare(
         checkpoint: If True, simulate saves too.
         profile: Speed of the machine, for step times; optional.
         on_start: Callback for progress, called with the name of each candidate before its estimate.
+        num_processes: Number of processes to share the work; optional, defaults to this one alone.
     """
-    results: list[CandidateResult] = []
-    for candidate in candidates:
-        on_start(candidate.name)
-        started = time.monotonic()
-        result = _estimate_candidate(recipe, candidate, num_ranks, device_memory, checkpoint, profile)
-        results.append(replace(result, seconds=time.monotonic() - started))
-    return results
+
+    def run(candidate: Candidate) -> CandidateResult:
+        return estimate_candidate(recipe, candidate, num_ranks, device_memory, checkpoint, profile)
+
+    return list(in_processes(run, candidates, num_processes, lambda one: on_start(one.name)))
 
 
 def fastest(results: Sequence[CandidateResult]) -> CandidateResult | None:
@@ -182,6 +180,21 @@ def least_memory(results: Sequence[CandidateResult]) -> CandidateResult | None:
     return min((one for one in results if one.estimate is not None), key=_total, default=None)
 
 
+def _with_precision(
+    candidate: Candidate, num_ranks: int, mixed_precision: str | None, given: Mapping[str, Any] | None
+) -> list[Candidate]:
+    """Return the candidate in the asked precision, or without one in each precision that it has."""
+    if not _controls_precision(candidate, num_ranks):
+        precisions = _PRECISIONS if mixed_precision is None else (mixed_precision,)
+        return [replace(candidate, mixed_precision=precision) for precision in precisions]
+    if mixed_precision is None or given:
+        return [replace(candidate, mixed_precision=mixed_precision)]
+    if "precision" in inspect.signature(plugin_class(candidate.plugin)).parameters:
+        return [replace(candidate, settings={**candidate.settings, "precision": mixed_precision})]
+    others = {key: value for key, value in candidate.settings.items() if key != "mixed_precision"}
+    return [replace(candidate, settings=others, mixed_precision=mixed_precision)]
+
+
 def _names(plugins: str, num_ranks: int) -> list[str]:
     if plugins == "all":
         return [*([ONE_DEVICE] if num_ranks == 1 else []), *plugin_names()]
@@ -203,7 +216,7 @@ def _controls_precision(candidate: Candidate, num_ranks: int) -> bool:
     """Return whether the plugin controls the precision; True if it can't be created, which is reported later."""
     try:
         with fake_world(num_ranks):
-            return _make_plugin(candidate).control_precision()
+            return make_plugin(candidate).control_precision()
     except BoosterError:
         return True
 
@@ -212,7 +225,21 @@ def _total(result: CandidateResult) -> int:
     return 0 if result.estimate is None else result.estimate.total
 
 
-def _estimate_candidate(
+def estimate_candidate(
+    recipe: TrainingRecipe,
+    candidate: Candidate,
+    num_ranks: int,
+    device_memory: int | None = None,
+    checkpoint: bool = False,
+    profile: MachineProfile | None = None,
+) -> CandidateResult:
+    """Estimate one candidate; an error becomes the result's reason. The arguments are those of `compare`."""
+    started = time.monotonic()
+    result = _estimate(recipe, candidate, num_ranks, device_memory, checkpoint, profile)
+    return replace(result, seconds=time.monotonic() - started)
+
+
+def _estimate(
     recipe: TrainingRecipe,
     candidate: Candidate,
     num_ranks: int,
@@ -222,7 +249,7 @@ def _estimate_candidate(
 ) -> CandidateResult:
     try:
         with fake_world(num_ranks):
-            dp_size = _make_plugin(candidate).dp_size
+            dp_size = make_plugin(candidate).dp_size
         estimate = estimate_recipe(
             recipe,
             None if candidate.plugin == ONE_DEVICE else candidate.plugin,
@@ -240,7 +267,8 @@ def _estimate_candidate(
     return CandidateResult(candidate=candidate, estimate=estimate, dp_size=dp_size)
 
 
-def _make_plugin(candidate: Candidate) -> Plugin:
+def make_plugin(candidate: Candidate) -> Plugin:
+    """Return a new plugin with a candidate's settings, in the world of now."""
     if candidate.plugin == ONE_DEVICE:
         return SingleDevicePlugin("cpu")
     return plugin_with_precision(candidate.plugin, candidate.mixed_precision, **candidate.settings)
@@ -284,8 +312,13 @@ def format_seconds(seconds: float) -> str:
     return f"{seconds:.2f} s" if seconds >= 1 else f"{1000 * seconds:.1f} ms"
 
 
-def format_table(results: Sequence[CandidateResult]) -> str:
-    """Return a table with a row for each estimate, in one unit; empty if there is none."""
+def format_table(results: Sequence[CandidateResult], best: CandidateResult | None = None) -> str:
+    """Return a table with a row for each estimate, in one unit; empty if there is none.
+
+    Args:
+        results: Results, in the order of the rows.
+        best: The one to mark; optional, defaults to the fastest, without times the cheapest, or that of least memory.
+    """
     found = [one for one in results if one.estimate is not None]
     if not found:
         return ""
@@ -295,7 +328,7 @@ def format_table(results: Sequence[CandidateResult]) -> str:
     has_times = found[0].seconds_per_batch is not None
     headings = [*_HEADINGS, *(_SAVE_HEADINGS if has_saves else ()), "groups", *(["step time"] if has_times else [])]
     rows = [[*headings, *(["fits"] if has_limit else []), f"(sizes in {unit})"]]
-    best = fastest(results) or (least_communication(results) if has_limit else least_memory(results))
+    best = best or fastest(results) or (least_communication(results) if has_limit else least_memory(results))
     for one in found:
         figures = [f"{figure / size:.2f}" for figure in _figures(one)]
         name = one.candidate.name + (_BEST_MARK if one is best else "")

@@ -182,7 +182,7 @@ def save_profile(profile: MachineProfile, path: Path) -> None:
     """
     check_writable(path)
     temporary = _temporary(path)
-    temporary.write_text(json.dumps({"version": _VERSION, **asdict(profile)}, indent=1) + "\n")
+    temporary.write_text(json.dumps(profile_values(profile), indent=1) + "\n")
     temporary.replace(path)
 
 
@@ -232,6 +232,11 @@ def find_profile(num_ranks: int) -> MachineProfile | None:
         except ConfigError:  # of another version: measured again
             continue
     return min(found, key=lambda one: abs(math.log(one.num_ranks / num_ranks)), default=None)
+
+
+def profile_values(profile: MachineProfile) -> dict[str, Any]:
+    """Return the values of a profile for a JSON object."""
+    return {"version": _VERSION, **asdict(profile)}
 
 
 def profile_from_values(values: Mapping[str, Any]) -> MachineProfile:

@@ -447,7 +447,7 @@ def _from_config(
         model=model,
         batch=example.inputs,
         batch_text=example.text,
-        criterion=_mean_of_first,
+        criterion=mean_of_first_output,
         notes=[note],
     )
 
@@ -570,7 +570,8 @@ def _on_meta(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-def _mean_of_first(outputs: Any, batch: Any) -> torch.Tensor:
+def mean_of_first_output(outputs: Any, batch: Any) -> torch.Tensor:
+    """Return the mean of a model's first output, in place of a loss."""
     first = next(iter(outputs.values())) if isinstance(outputs, Mapping) else outputs
     return next(iter_tensors(first)).float().mean()
 

@@ -214,6 +214,11 @@ class ParamGroup:
         self.input_hook.bind_to_outputs(submodule, args, output)
         return self.fsdp2.post_forward(args, output)
 
+    def _drop_casts(self, *unused: Any) -> None:
+        """Free the casts that autocast keeps of the gathered weights until its end: those of all layers together."""
+        if torch.is_autocast_enabled(self.device.type):
+            torch.clear_autocast_cache()
+
     def _unshard_for_inference(self, *unused: Any) -> None:
         """Gather the weights outside of inference mode.
 
@@ -236,6 +241,7 @@ class ParamGroup:
         self.fsdp2.observe_pre_backward(self._note_graph_of_gradients)
         self.fsdp2.protect_unused_gathers()
         cast(nn.Module, module).register_forward_pre_hook(self._unshard_for_inference, prepend=True)
+        cast(nn.Module, module).register_forward_hook(self._drop_casts)
 
     @property
     def trainable_params(self) -> tuple[ShardedParam, ...]:

@@ -1,0 +1,272 @@
+"""Search for a plan: every plugin with its settings estimated, and ranked by an objective."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal, TypeAlias
+
+from booster.comm import all_gather_text, fake_world, group_rank, group_size
+from booster.errors import BoosterError, ConfigError
+from booster.estimate.candidates import (
+    Candidate,
+    CandidateResult,
+    compare,
+    estimate_candidate,
+    fastest,
+    format_notes,
+    format_recommendation,
+    format_seconds,
+    format_size,
+    format_table,
+    least_communication,
+    least_memory,
+    make_plugin,
+)
+from booster.estimate.estimate import MemoryEstimate, TrainingRecipe
+from booster.estimate.machine_profile import MachineProfile
+from booster.estimate.processes import num_usable_processes
+from booster.estimate.simulation import CheckpointMemory, MemoryParts, RankMemory
+from booster.estimate.step_time import StepTime
+from booster.pytree import iter_tensors
+
+from .plan import ParallelPlan
+
+Objective: TypeAlias = Literal["time", "memory"]
+OBJECTIVES: tuple[Objective, ...] = ("time", "memory")
+
+# Note [Search for a plan]
+# Every candidate's own code is run on fake tensors (Note [Simulated training]), as `booster estimate` does. What can't
+# be used gets a reason in place of an estimate. Batches are those of a data-parallel rank, so plans are compared by
+# their time per batch: eight data-parallel ranks train with eight batches in a step.
+# Ranks of a launched world share the work: each estimates every n-th candidate, and all exchange the results after each
+# round, so that no rank waits longer than for one estimate. From equal results all choose the same plan.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SearchResult:
+    """Ranked candidates.
+
+    Attributes:
+        results: Results of all candidates, the best first, then those that don't fit, then those that can't be used.
+        objective: What they are ranked by.
+        best: The best one that fits; None if there is none.
+        device_memory: Available memory per rank in bytes; None if unknown.
+        machine: Machine that times were predicted for; empty without times.
+    """
+
+    results: tuple[CandidateResult, ...]
+    objective: Objective
+    best: CandidateResult | None
+    device_memory: int | None
+    machine: str = ""
+
+    def plan(self, recipe: TrainingRecipe, num_ranks: int) -> ParallelPlan:
+        """Return the best candidate as a plan.
+
+        Raises:
+            ConfigError: None can be used, or none fits.
+        """
+        best = self.best
+        if best is None or best.estimate is None:
+            reasons = format_notes(self.results)
+            raise ConfigError(
+                f"no plugin has a plan for {type(recipe.model).__name__} on {num_ranks} rank(s):"
+                f" {format_recommendation(self.results, self.device_memory)}" + (f"\n{reasons}" if reasons else "")
+            )
+        time = best.estimate.step_time
+        return ParallelPlan(
+            plugin=best.candidate.plugin,
+            settings=best.candidate.settings,
+            mixed_precision=best.candidate.mixed_precision,
+            num_ranks=num_ranks,
+            model=type(recipe.model).__name__,
+            num_parameters=sum(parameter.numel() for parameter in recipe.model.parameters()),
+            batches=best.dp_size,
+            memory=best.estimate.total,
+            seconds=None if time is None else time.total,
+            machine=self.machine,
+        )
+
+    def format(self, notes: Sequence[str] = ()) -> str:
+        """Return the ranking as text: a table, why the rest is out, and the choice.
+
+        Args:
+            notes: Lines before the reasons.
+        """
+        text = [format_table(self.results, self.best), format_notes(self.results, notes)]
+        best = self.best
+        if best is None or best.estimate is None:
+            text.append(format_recommendation(self.results, self.device_memory))
+        else:
+            memory = format_size(best.estimate.total)
+            limit = "" if self.device_memory is None else f" of {format_size(self.device_memory)}"
+            batches = "1 batch" if best.dp_size == 1 else f"{best.dp_size} batches"
+            time = best.estimate.step_time
+            seconds = "" if time is None else f", {format_seconds(time.total)} a step of {batches}"
+            word = {"time": "fastest" if time is not None else "fewest bytes sent", "memory": "least memory"}
+            text.append(f"chosen, {word[self.objective]}: {best.candidate.name}: {memory}{limit} per rank{seconds}")
+        return "\n\n".join(one for one in text if one)
+
+
+def search(
+    recipe: TrainingRecipe,
+    candidates: Sequence[Candidate],
+    num_ranks: int,
+    *,
+    objective: Objective,
+    device_memory: int | None,
+    profile: MachineProfile | None,
+    refusals: Callable[[Candidate], str] = lambda candidate: "",
+    on_start: Callable[[str], None] = lambda name: None,
+) -> SearchResult:
+    """Estimate all candidates and rank them; see Note [Search for a plan].
+
+    Args:
+        recipe: Model, optimizer and batch.
+        candidates: Plugins and settings.
+        num_ranks: World size.
+        objective: "time" or "memory".
+        device_memory: Available memory per rank in bytes.
+        profile: Speed of the machine; optional, without it fewest bytes sent stand for the least time.
+        refusals: Function that returns why a candidate is not to be used, or an empty text.
+        on_start: Callback for progress, called with the name of each candidate before its estimate.
+
+    Collective: after a launch of `num_ranks` ranks every rank must call it, with equal arguments.
+    """
+    reasons = [refusals(candidate) for candidate in candidates]
+    usable = [one for one, reason in zip(candidates, reasons, strict=True) if not reason]
+    if group_size() > 1:
+        found = _search_on_all_ranks(recipe, usable, num_ranks, device_memory, profile, on_start)
+    else:
+        found = compare(
+            recipe,
+            usable,
+            num_ranks,
+            device_memory=device_memory,
+            profile=profile,
+            on_start=on_start,
+            num_processes=num_usable_processes(),
+        )
+    refused = [
+        CandidateResult(candidate=one, reason=reason) for one, reason in zip(candidates, reasons, strict=True) if reason
+    ]
+    results = [*found, *refused]
+    return SearchResult(
+        results=tuple(sorted(results, key=lambda one: _rank(one, objective))),
+        objective=objective,
+        best=_best(results, objective),
+        device_memory=device_memory,
+        machine="" if profile is None else profile.machine,
+    )
+
+
+def refuse_pipelines(candidate: Candidate, num_ranks: int) -> str:
+    """Return why a candidate with pipeline stages is out, where the loop may call the model itself."""
+    if _pp_size(candidate, num_ranks) == 1:
+        return ""
+    return (
+        "a loop that calls the model can't run stages of a pipeline: write booster.execute_pipeline() in its place, and"
+        " give candidates='all'"
+    )
+
+
+def refuse_small_batches(candidate: Candidate, num_ranks: int, recipe: TrainingRecipe) -> str:
+    """Return why a candidate is out whose stages have no microbatch each in a batch."""
+    stages = _pp_size(candidate, num_ranks)
+    samples = next((len(one) for one in iter_tensors(recipe.batch) if one.dim() > 0), 1)
+    if stages <= max(1, samples):
+        return ""
+    return (
+        f"a batch of {samples} sample(s) has too few microbatches for these stages: give a batch of as many samples as"
+        " there are stages, or more"
+    )
+
+
+def _pp_size(candidate: Candidate, num_ranks: int) -> int:
+    """Return the number of pipeline stages; 1 if the plugin can't be made, which the estimate reports."""
+    try:
+        with fake_world(num_ranks):
+            return make_plugin(candidate).pp_size
+    except BoosterError:
+        return 1
+
+
+def _best(results: Sequence[CandidateResult], objective: Objective) -> CandidateResult | None:
+    fitting = [one for one in results if one.estimate is not None and one.estimate.fits is not False]
+    if objective == "memory":
+        return least_memory(fitting)
+    return fastest(fitting) or least_communication(fitting)
+
+
+def _rank(result: CandidateResult, objective: Objective) -> tuple[float, ...]:
+    estimate = result.estimate
+    if estimate is None:
+        return (2.0 + result.is_internal_error,)
+    seconds = math.inf if result.seconds_per_batch is None else result.seconds_per_batch
+    keys = (estimate.total, seconds) if objective == "memory" else (seconds, result.sent_per_batch, estimate.total)
+    return (float(estimate.fits is False), *keys)
+
+
+def _search_on_all_ranks(
+    recipe: TrainingRecipe,
+    candidates: Sequence[Candidate],
+    num_ranks: int,
+    device_memory: int | None,
+    profile: MachineProfile | None,
+    on_start: Callable[[str], None],
+) -> list[CandidateResult]:
+    found: list[CandidateResult] = []
+    for begin in range(0, len(candidates), group_size()):
+        batch = candidates[begin : begin + group_size()]
+        on_start(", ".join(one.name for one in batch))
+        own: list[str] = []
+        if group_rank() < len(batch):
+            result = estimate_candidate(
+                recipe, batch[group_rank()], num_ranks, device_memory=device_memory, profile=profile
+            )
+            own = [json.dumps(_to_values(result))]
+        texts = all_gather_text(f"search for a plan, round {begin // group_size()}", own)
+        values = [json.loads(one[0]) for one in texts if one]
+        found += [_from_values(one, candidate) for one, candidate in zip(values, batch, strict=True)]
+    return found
+
+
+def _to_values(result: CandidateResult) -> dict[str, Any]:
+    estimate = result.estimate
+    return {
+        "estimate": None if estimate is None else {"plugin": estimate.plugin, "memory": asdict(estimate.memory)},
+        "num_ranks": None if estimate is None else estimate.num_ranks,
+        "device_memory": None if estimate is None else estimate.device_memory,
+        "dp_size": result.dp_size,
+        "reason": result.reason,
+        "is_internal_error": result.is_internal_error,
+        "seconds": result.seconds,
+    }
+
+
+def _from_values(values: dict[str, Any], candidate: Candidate) -> CandidateResult:
+    given = values["estimate"]
+    result = CandidateResult(
+        candidate=candidate,
+        dp_size=values["dp_size"],
+        reason=values["reason"],
+        is_internal_error=values["is_internal_error"],
+        seconds=values["seconds"],
+    )
+    if given is None:
+        return result
+    memory = given["memory"]
+    nested: dict[str, Any] = {name: MemoryParts(**memory[name]) for name in ("backward", "step", "steady_state")}
+    nested["time"] = None if memory["time"] is None else StepTime(**memory["time"])
+    nested["checkpoint"] = None if memory["checkpoint"] is None else CheckpointMemory(**memory["checkpoint"])
+    estimate = MemoryEstimate(
+        plugin=given["plugin"],
+        settings=dict(candidate.settings),
+        num_ranks=values["num_ranks"],
+        memory=RankMemory(**memory | nested),
+        device_memory=values["device_memory"],
+    )
+    return replace(result, estimate=estimate)
