@@ -190,7 +190,7 @@ def _profile(alpha_beta: Mapping[Any, tuple[float, float]] | None) -> MachinePro
             speed = CollectiveSpeed(
                 operation=operation,
                 num_ranks=len(ranks),
-                is_within_host=len({rank // measured.ranks_per_host for rank in ranks}) == 1,
+                num_hosts=len({rank // measured.ranks_per_host for rank in ranks}),
                 transport="given",
                 latency=float(alpha),
                 seconds_per_byte=float(beta),

@@ -1,4 +1,4 @@
-"""Command line: `booster run`, `check`, `ckpt`, `demo`, `benchmark`, `estimate`, `profile-mesh` and `plot`."""
+"""Command line: `booster run`, `check`, `ckpt`, `demo`, `benchmark`, `estimate`, `plan`, `profile-mesh`, `plot`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: Arguments without the program name; optional, defaults to those of this process.
     """
     # Imported here to keep `import booster` cheap.
-    from . import check, ckpt, demo, estimate, plot, profile_mesh
+    from . import check, ckpt, demo, estimate, plan, plot, profile_mesh
     from .benchmark import benchmark
     from .run import run
 
@@ -30,6 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     ckpt.add_parser(commands)
     benchmark.add_parser(commands)
     estimate.add_parser(commands)
+    plan.add_parser(commands)
     profile_mesh.add_parser(commands)
     plot.add_parser(commands)
     arguments, unknown = parser.parse_known_args(argv)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from booster.errors import ConfigError
@@ -12,8 +14,9 @@ from .machine_profile import BYTE_KINDS, FLOP_KINDS, CollectiveSpeed, Curve, Mac
 # Note [Imagined machines]
 # Data sheets give peaks. What programs reach of them in large operators is assumed: the shares below. Operators take
 # time in proportion to their work, and at least that of their launch. A collective takes the latency of its link, and
-# the bytes that a rank sends over the link's bandwidth in one direction. Predictions for such a machine order plans;
-# measure one with `booster profile-mesh` for times.
+# the bytes that a rank sends over the link's bandwidth in one direction; over several hosts that of the links of its
+# ranks on a host together. Predictions for such a machine order plans; measure one with `booster profile-mesh` for
+# times.
 _MATMUL_SHARE, _MEMORY_SHARE, _LINK_SHARE = 0.7, 0.85, 0.8
 _LAUNCH_SECONDS = 8e-6  # of an operator in a model, on the host
 _STEP_LAUNCH_SECONDS = 5e-6
@@ -98,16 +101,15 @@ def imagined_profile(
         )
     within = texts[0] if texts else (known.link if known is not None else "pcie4")
     between = texts[1] if len(texts) > 1 else _DEFAULT_BETWEEN
-    collectives = (
-        *_collectives(within, min(num_ranks, ranks_per_host), is_within_host=True),
-        *(_collectives(between, num_ranks, is_within_host=False) if num_ranks > ranks_per_host else ()),
-    )
+    collectives = list(_collectives(within, _link(within), min(num_ranks, ranks_per_host), num_hosts=1))
+    if num_ranks > ranks_per_host:
+        collectives += _between_hosts(within, between, num_ranks, ranks_per_host)
     links = within if num_ranks <= ranks_per_host else f"{within} and {between}"
     name = f"{'this machine' if known is None else device} with {links}, {ranks_per_host} ranks per host"
     if known is None:
         assert measured is not None
         return replace(
-            measured, machine=name, num_ranks=num_ranks, ranks_per_host=ranks_per_host, collectives=collectives
+            measured, machine=name, num_ranks=num_ranks, ranks_per_host=ranks_per_host, collectives=tuple(collectives)
         )
     peaks = {"float32": known.float32, "bfloat16": known.bfloat16, "float16": known.bfloat16}
     return MachineProfile(
@@ -121,7 +123,7 @@ def imagined_profile(
         call_seconds=_LAUNCH_SECONDS,
         step_call_seconds=_STEP_LAUNCH_SECONDS,
         is_asynchronous=True,
-        collectives=collectives,
+        collectives=tuple(collectives),
     )
 
 
@@ -129,20 +131,32 @@ def _curve(rate: float) -> Curve:
     return Curve(((1e6, 1e6 / rate), (1e12, 1e12 / rate)))
 
 
-def _collectives(link: str, num_ranks: int, *, is_within_host: bool) -> tuple[CollectiveSpeed, ...]:
-    bandwidth, latency = _link(link)
-    return tuple(
-        CollectiveSpeed(
+def _between_hosts(within: str, between: str, num_ranks: int, ranks_per_host: int) -> Iterator[CollectiveSpeed]:
+    """Yield the speeds of groups with one, two, four ... ranks on each host, each of which has a link of its own.
+
+    Data that several ranks of a host receive alike crosses the network once, over the links of all of them.
+    """
+    (inside, _), (outside, latency) = _link(within), _link(between)
+    num_hosts = math.ceil(num_ranks / ranks_per_host)
+    on_host = 1
+    while on_host <= ranks_per_host:
+        bandwidth = min(inside, on_host * outside)
+        yield from _collectives(between, (bandwidth, latency), on_host * num_hosts, num_hosts)
+        on_host *= 2
+
+
+def _collectives(link: str, speed: tuple[float, float], num_ranks: int, num_hosts: int) -> Iterator[CollectiveSpeed]:
+    bandwidth, latency = speed
+    for operation in _OPERATIONS:
+        yield CollectiveSpeed(
             operation=operation,
             num_ranks=max(2, num_ranks),
-            is_within_host=is_within_host,
+            num_hosts=num_hosts,
             transport=link,
             latency=latency,
             seconds_per_byte=1 / (_LINK_SHARE * bandwidth),
             overlap=1.0,
         )
-        for operation in _OPERATIONS
-    )
 
 
 def _link(text: str) -> tuple[float, float]:

@@ -9,7 +9,7 @@ import platform
 import re
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -19,16 +19,16 @@ from booster.errors import ConfigError
 from booster.kernels.loader import cache_folder
 
 CACHE_VARIABLE = "BOOSTER_PROFILE_CACHE"
-_VERSION = 1  # of the file's format
+_VERSION = 2  # of the file's format
 
 # Note [Time model]
 # An operator takes a fixed time for its call, and the time that its kernel takes for so many floating-point operations
 # or bytes. The latter is measured as a curve for each kind of operator and dtype, with all ranks of the machine at
-# work, as they share its memory. A collective takes `latency` seconds, and `seconds_per_byte` for each byte that a rank
-# sends, fitted for each operation, number of ranks, and whether these are on one host. A rank's clock advances by each
-# operator of a simulated step (Note [Simulated training]). A collective that was started before and is waited for now
-# costs what is left of it: of the time since its start, the part `overlap` counted for it. Both moments are those of
-# the plugin's own code, so each plugin hides what it hides.
+# work, as they share its memory. A collective takes `latency` seconds, and `seconds_per_byte` for each byte that a
+# rank sends, fitted for each operation, number of ranks, and number of hosts that they are on. A rank's clock
+# advances by each operator of a simulated step (Note [Simulated training]). A collective that was started before and
+# is waited for now costs what is left of it: of the time since its start, the part `overlap` counted for it. Both
+# moments are those of the plugin's own code, so each plugin hides what it hides.
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ class CollectiveSpeed:
     Attributes:
         operation: Name of the operation, as `count_communication` has it.
         num_ranks: Number of ranks of the group.
-        is_within_host: Whether the group's ranks are on one host.
+        num_hosts: Number of hosts that the group's ranks are on.
         transport: "shared memory", or the name of the backend.
         latency: Seconds of a call.
         seconds_per_byte: Seconds for each byte that a rank sends.
@@ -77,7 +77,7 @@ class CollectiveSpeed:
 
     operation: str
     num_ranks: int
-    is_within_host: bool
+    num_hosts: int
     transport: str
     latency: float
     seconds_per_byte: float
@@ -117,19 +117,27 @@ class MachineProfile:
         curves = self.operators[kind]
         return curves[dtype] if dtype in curves else curves["float32"]
 
-    def speed(self, operation: str, num_ranks: int, *, is_within_host: bool) -> CollectiveSpeed | None:
-        """Return the speed of a collective, of the nearest number of ranks that was measured; None without any.
+    def speed(self, operation: str, num_ranks: int, num_hosts: int = 1) -> CollectiveSpeed | None:
+        """Return the speed of a collective, of the nearest group that was measured; None without any.
 
-        The latency then grows with the logarithm of the number of ranks, as that of a tree.
+        Ranks of a host share its network, or have a link each: among groups over several hosts the number of ranks on
+        each decides, then that of all. The latency grows with the logarithm of the number of ranks, as that of a tree.
         """
         known = [one for one in self.collectives if one.operation == operation]
-        known = [one for one in known if one.is_within_host == is_within_host] or known
-        nearest = min(known, key=lambda one: abs(math.log(one.num_ranks / num_ranks)), default=None)
+        known = [one for one in known if (one.num_hosts == 1) == (num_hosts == 1)] or known
+
+        def distance(one: CollectiveSpeed) -> tuple[float, float]:
+            on_host = one.num_ranks / one.num_hosts, num_ranks / num_hosts
+            return (
+                0.0 if num_hosts == 1 else abs(math.log(on_host[0] / on_host[1])),
+                abs(math.log(one.num_ranks / num_ranks)),
+            )
+
+        nearest = min(known, key=distance, default=None)
         if nearest is None or nearest.num_ranks == num_ranks:
             return nearest
         growth = math.log2(num_ranks) / math.log2(nearest.num_ranks)
-        values = asdict(nearest) | {"num_ranks": num_ranks, "latency": nearest.latency * growth}
-        return CollectiveSpeed(**values)
+        return replace(nearest, num_ranks=num_ranks, num_hosts=num_hosts, latency=nearest.latency * growth)
 
     def describe(self) -> str:
         """Return the speeds as text for people."""
@@ -144,7 +152,7 @@ class MachineProfile:
             "",
         ]
         for one in self.collectives:
-            where = "of one host" if one.is_within_host else "of several hosts"
+            where = "of one host" if one.num_hosts == 1 else f"of {one.num_hosts} hosts"
             rate = f"{1e-9 / one.seconds_per_byte:.2f} GB/s" if one.seconds_per_byte else "no time for bytes"
             lines.append(
                 f"{one.operation:<14} {one.num_ranks} ranks {where} by {one.transport}: {1e6 * one.latency:.0f} us,"

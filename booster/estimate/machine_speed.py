@@ -300,12 +300,12 @@ def _measure_collectives(
     for size in (one for one in range(2, world + 1) if world % one == 0):
         neighbors = [[*range(first, first + size)] for first in range(0, world, size)]
         strided = [[*range(first, world, world // size)] for first in range(world // size)]
-        by_span = {len({rank // ranks_per_host for rank in rows[0]}) == 1: rows for rows in (strided, neighbors)}
-        for is_within_host, rows in by_span.items():
+        by_hosts = {len({rank // ranks_per_host for rank in rows[0]}): rows for rows in (strided, neighbors)}
+        for num_hosts, rows in by_hosts.items():
             group = new_group_of_rows(rows)
             name = transport(group) if device.type == "cpu" else str(torch.distributed.get_backend(group))
             for operation, make in _COLLECTIVES.items():
-                yield _collective_speed(operation, make, group, device, payloads, is_within_host, name)
+                yield _collective_speed(operation, make, group, device, payloads, num_hosts, name)
             release_groups([group])
 
 
@@ -315,7 +315,7 @@ def _collective_speed(
     group: Any,
     device: torch.device,
     payloads: Sequence[int],
-    is_within_host: bool,
+    num_hosts: int,
     transport_name: str,
 ) -> CollectiveSpeed:
     volumes, seconds = [], []
@@ -329,7 +329,7 @@ def _collective_speed(
     return CollectiveSpeed(
         operation=operation,
         num_ranks=group_size(group),
-        is_within_host=is_within_host,
+        num_hosts=num_hosts,
         transport=transport_name,
         latency=latency,
         seconds_per_byte=per_byte,

@@ -178,7 +178,7 @@ class StepClock:
         hosts = {rank // self._profile.ranks_per_host for rank in ranks}
         size = group_size(operation.group) if operation.peer is None else len(ranks)
         name = "send" if operation.name in _MESSAGES else operation.name
-        speed = self._profile.speed(name, size, is_within_host=len(hosts) == 1)
+        speed = self._profile.speed(name, size, len(hosts))
         return (0.0, 0.0) if speed is None else (speed.seconds(num_bytes), speed.overlap)
 
 

@@ -30,7 +30,7 @@ def profile_of(
         CollectiveSpeed(
             operation=one,
             num_ranks=2,
-            is_within_host=True,
+            num_hosts=1,
             transport="shared memory",
             latency=latency,
             seconds_per_byte=seconds_per_byte,

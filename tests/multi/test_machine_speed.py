@@ -32,7 +32,7 @@ def test_all_ranks_measure_one_profile():
     assert [amount for amount, _ in profile.curve("matmul", "float32").points] == [2 * 32**3, 2 * 64**3]
     assert {one.operation for one in profile.collectives} == set(machine_speed._COLLECTIVES)
     for one in profile.collectives:
-        assert (one.num_ranks, one.is_within_host, one.transport) == (2, True, "shared memory")
+        assert (one.num_ranks, one.num_hosts, one.transport) == (2, 1, "shared memory")
         assert one.latency + one.seconds_per_byte > 0
         assert 0 <= one.overlap <= 1
     assert profile.call_seconds > 0

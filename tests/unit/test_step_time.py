@@ -99,9 +99,9 @@ def test_another_file_is_refused(tmp_path, change):
 
 def test_speeds_of_other_numbers_of_ranks():
     profile = profile_of(latency=1e-4, seconds_per_byte=1e-9)
-    speed = profile.speed("all_reduce", 8, is_within_host=False)
+    speed = profile.speed("all_reduce", 8, 2)
     assert (speed.num_ranks, speed.latency, speed.seconds_per_byte) == (8, pytest.approx(3e-4), 1e-9)
-    assert profile.speed("gather", 2, is_within_host=True) is None
+    assert profile.speed("gather", 2) is None
 
 
 # Operators.

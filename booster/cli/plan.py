@@ -1,0 +1,163 @@
+"""`booster plan`: the plugin and settings that train a model fastest, on this machine or on one that it is not."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from booster.errors import ConfigError
+
+from .training_arguments import (
+    MODEL_FORMS,
+    add_training_arguments,
+    check_positive,
+    find_optimizer,
+    load_training_model,
+    parse_settings,
+    title_of,
+)
+
+if TYPE_CHECKING:
+    from booster.estimate.machine_profile import MachineProfile
+
+_MORE = f"""\
+{MODEL_FORMS}
+Every plugin with its settings is estimated as by `booster estimate`, and ranked by the predicted time per batch, or by
+memory. --output writes the best one that fits to a file, which trains by
+  Booster(plugin=AutoPlugin.from_plan("plan.json"))
+
+machines:
+  this one                what `booster profile-mesh` measured, or measures at first use
+  --profile FILE          one that was measured elsewhere
+  --device NAME           one by its data sheet: a100, h100, h200, b200, l40s, mi300x ...: an unknown one lists all
+  --interconnect A,B      links within a host and between hosts: nvlink4,ib-ndr, or a bandwidth per rank in one
+                          direction and a latency, such as 300GB/s:10us,400Gb/s:20us; an unknown one lists all
+  --ranks-per-host N      ranks of a host
+
+exit codes:
+  0  there is a plan
+  1  no setting fits or can be used, or a plugin failed: see the last lines
+  2  the arguments are invalid: see the error message
+  130  interrupted by Ctrl-C
+
+examples:
+  booster plan --model train.py:build_model --nproc 4 --output plan.json
+  booster plan --model llama-3-70b --nproc 64 --device h100 --device-memory 80GiB --interconnect nvlink4,ib-ndr
+"""
+
+
+def add_parser(commands: Any) -> None:
+    """Add the parser of `booster plan` to argparse's subparsers."""
+    parser: argparse.ArgumentParser = commands.add_parser(
+        "plan",
+        help="find the plugin and settings that train a model fastest",
+        description="Find the plugin and settings that train a model fastest, without allocating any of it.",
+        epilog=_MORE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_training_arguments(parser)
+    parser.add_argument("--device", metavar="NAME", help="device of an imagined machine (this machine's)")
+    parser.add_argument("--interconnect", metavar="A,B", help="links of an imagined machine (the device's own, ib-ndr)")
+    parser.add_argument(
+        "--ranks-per-host", "--ranks_per_host", type=int, metavar="N", help="ranks on a host of an imagined machine (8)"
+    )
+    parser.add_argument(
+        "--objective", default="time", choices=["time", "memory"], help="what plans are ranked by (time)"
+    )
+    parser.add_argument("--output", type=Path, metavar="FILE", help="file of the plan")
+    parser.set_defaults(handle=plan)
+
+
+def plan(arguments: argparse.Namespace) -> int:
+    """Print the ranking, write the plan and return the exit code.
+
+    Raises:
+        ConfigError: The arguments are invalid.
+    """
+    # Imported here, as these import torch, which the other commands do not need.
+    from booster.auto_parallel.search import refuse_small_batches, search
+    from booster.estimate.candidates import bytes_from_text, find_candidates, to_json
+    from booster.estimate.estimate import TrainingRecipe
+
+    _check(arguments)
+    memory = arguments.device_memory
+    device_memory = None if memory is None else bytes_from_text(memory, "--device-memory")
+    num_ranks = arguments.nproc
+    settings = parse_settings(arguments.settings, "--settings")
+    candidates = find_candidates(arguments.plugin, num_ranks, settings, arguments.mixed_precision)
+    optimizer = find_optimizer(arguments.optimizer, arguments.optimizer_settings)
+    profile, note = _machine(arguments)
+    source = load_training_model(arguments)
+    optimizer([one for one in source.model.parameters() if one.requires_grad])
+    recipe = TrainingRecipe(model=source.model, batch=source.batch, optimizer=optimizer, criterion=source.criterion)
+    numbers = itertools.count(1)
+
+    def show(name: str) -> None:  # on stderr, so that stdout has the table alone
+        print(f"[{next(numbers)}] {name}", file=sys.stderr, flush=True)
+
+    try:
+        result = search(
+            recipe,
+            candidates,
+            num_ranks,
+            objective=arguments.objective,
+            device_memory=device_memory,
+            profile=profile,
+            refusals=lambda one: "" if settings else refuse_small_batches(one, num_ranks, recipe),
+            on_start=show,
+        )
+    except KeyboardInterrupt:
+        print("booster plan: interrupted by Ctrl-C", file=sys.stderr)
+        return 130
+    found = None if result.best is None else result.plan(recipe, num_ranks)
+    if arguments.json:
+        values = {"model": source.name, "objective": arguments.objective, "candidates": to_json(result.results)}
+        print(json.dumps({**values, "machine": result.machine, "notes": [*source.notes, note]}, indent=2))
+    else:
+        print(f"{title_of(arguments, source)}\n\n{result.format([*source.notes, note])}")
+    if found is not None and arguments.output is not None:
+        found.save(arguments.output)
+        print(f"\nwritten to {arguments.output}", file=sys.stderr if arguments.json else sys.stdout)
+    return 0 if found is not None and not any(one.is_internal_error for one in result.results) else 1
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    check_positive(arguments)
+    if arguments.ranks_per_host is not None and arguments.ranks_per_host < 1:
+        raise ConfigError(f"--ranks-per-host {arguments.ranks_per_host} is not positive: give a number from 1")
+    imagined = [one for one in ("device", "interconnect", "ranks_per_host") if getattr(arguments, one) is not None]
+    if arguments.profile is not None and "device" in imagined:
+        raise ConfigError("--profile is the speed of a machine, and so is --device: give one of them")
+    if imagined == ["ranks_per_host"]:
+        raise ConfigError("--ranks-per-host describes a machine without --device or --interconnect: add one of them")
+    folder = None if arguments.output is None else arguments.output.absolute().parent
+    if folder is not None and not folder.is_dir():
+        raise ConfigError(f"--output {arguments.output}: there is no directory {folder}: make it, or give another path")
+
+
+def _machine(arguments: argparse.Namespace) -> tuple[MachineProfile | None, str]:
+    """Return the speed of the machine, or None, and a note about it."""
+    from booster.estimate.imagined_machine import imagined_profile
+    from booster.estimate.machine_profile import load_profile
+
+    from .profile_mesh import MeasurementError, profile_for
+
+    measured = None
+    if arguments.profile is not None:
+        measured = load_profile(arguments.profile)
+    elif arguments.device is None:
+        try:
+            measured = profile_for(arguments.nproc)
+        except MeasurementError as error:
+            return None, f"step times: unknown, as the machine could not be measured: {error}"
+    if arguments.device is None and arguments.interconnect is None:
+        assert measured is not None
+        return measured, f"step times: predicted for {measured.machine} with {measured.num_ranks} rank(s) at work"
+    profile = imagined_profile(
+        arguments.device, arguments.interconnect, arguments.nproc, arguments.ranks_per_host or 8, measured
+    )
+    return profile, f"step times: predicted for {profile.machine}"

@@ -1,0 +1,189 @@
+"""Arguments that describe a training to estimate: model, batch, optimizer and ranks."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import difflib
+import logging
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from booster.errors import ConfigError
+
+from .text import count_text
+
+if TYPE_CHECKING:
+    from booster.estimate.model_sources import ModelSource
+
+MODEL_FORMS = """\
+models:
+  a name                  llama-7b, llama-3-70b, mixtral-8x7b, gpt2-xl, bert-large ...: an unknown one lists all
+  a path                  config.json of a transformers model, or its directory; nothing is downloaded
+  script.py:function      a function that returns a model, (model, batch) or (model, batch, criterion); it is called
+                          under torch.device("meta"), so that no memory is allocated
+"""
+
+
+def add_training_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments that describe the training, and the device's memory."""
+    parser.add_argument("--model", required=True, metavar="MODEL", help="see below")
+    parser.add_argument(
+        "-g", "--nproc", "--num-ranks", "--num_ranks", type=int, default=8, metavar="N", help="ranks of the job (8)"
+    )
+    parser.add_argument("--plugin", default="all", metavar="A,B", help="names of plugins; none: one device (all)")
+    parser.add_argument(
+        "--settings", nargs="+", default=[], metavar="KEY=VALUE", help="arguments of the plugin, if one is named"
+    )
+    parser.add_argument(
+        "--mixed-precision",
+        "--mixed_precision",
+        metavar="NAME",
+        help="mixed precision, or precision of the plugins that have their own (fp32 and bf16)",
+    )
+    parser.add_argument(
+        "--dtype", default="fp32", choices=["fp32", "bf16", "fp16"], help="dtype of the initialized weights (fp32)"
+    )
+    parser.add_argument("--batch", type=int, metavar="N", help="batch size per rank (1)")
+    parser.add_argument(
+        "--seq", "--sequence-length", "--sequence_length", type=int, metavar="N", help="sequence length (2048)"
+    )
+    parser.add_argument(
+        "--checkpoint-activations",
+        "--checkpoint_activations",
+        metavar="POLICY",
+        help="activation checkpointing: layers, selective, or a budget per rank such as 8GiB",
+    )
+    parser.add_argument(
+        "--gradient-checkpointing",
+        "--gradient_checkpointing",
+        dest="checkpoint_activations",
+        action="store_const",
+        const="layers",
+        help="--checkpoint-activations layers",
+    )
+    parser.add_argument(
+        "--offload-activations",
+        "--offload_activations",
+        action="store_true",
+        help="offload the inputs of recomputed layers to the host",
+    )
+    parser.add_argument("--optimizer", default="AdamW", metavar="NAME", help="class of torch.optim or optim (AdamW)")
+    parser.add_argument(
+        "--optimizer-settings",
+        "--optimizer_settings",
+        nargs="+",
+        default=[],
+        metavar="KEY=VALUE",
+        help="arguments of the optimizer, such as momentum=0.9",
+    )
+    parser.add_argument(
+        "--device-memory", "--device_memory", metavar="SIZE", help="memory per rank, such as 80GiB, to find what fits"
+    )
+    parser.add_argument(
+        "--profile", type=Path, metavar="FILE", help="machine profile for step times (this machine's, measured once)"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead, sizes in bytes")
+
+
+def check_positive(arguments: argparse.Namespace) -> None:
+    """Raise `ConfigError` unless numbers are positive."""
+    for option, number in (("--nproc", arguments.nproc), ("--batch", arguments.batch), ("--seq", arguments.seq)):
+        if number is not None and number < 1:
+            raise ConfigError(f"{option} {number} is not positive: give a number from 1")
+
+
+def load_training_model(arguments: argparse.Namespace) -> ModelSource:
+    """Return the model of --model on the meta device, with its batch and activation checkpointing.
+
+    Raises:
+        ConfigError: It can't be made.
+    """
+    import torch
+
+    from booster.estimate.candidates import bytes_from_text
+    from booster.estimate.model_sources import enable_activation_checkpointing, load_model
+
+    # The reason why a model can't be run is listed; torch would log a stack as well.
+    if "TORCH_LOGS" not in os.environ:
+        logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[arguments.dtype]
+    source = load_model(arguments.model, batch=arguments.batch, sequence=arguments.seq, dtype=dtype)
+    policy, offload = arguments.checkpoint_activations, arguments.offload_activations
+    if policy is not None:
+        budget = None if policy in ("layers", "selective") else bytes_from_text(policy, "--checkpoint-activations")
+        name = policy if budget is None else "budget"
+        enable_activation_checkpointing(source, name, budget_bytes=budget, offload=offload)
+    elif offload:
+        raise ConfigError(
+            "--offload-activations is for the inputs of recomputed layers: add --checkpoint-activations layers"
+        )
+    return source
+
+
+def parse_settings(given: list[str], option: str) -> dict[str, Any]:
+    """Parse key=value arguments, whose values are Python literals or plain words."""
+    found: dict[str, Any] = {}
+    for text in given:
+        key, equals, value = text.partition("=")
+        if not equals or not key.isidentifier():
+            raise ConfigError(f"{option} {text} is not key=value: write, for example, stage=2 or precision=bf16")
+        if key in found:
+            raise ConfigError(f"{option} {text}: {key} was given twice: give it once")
+        try:
+            found[key] = ast.literal_eval(value)
+        except (ValueError, SyntaxError):  # a word
+            found[key] = {"true": True, "false": False, "none": None}.get(value, value)
+    return found
+
+
+def find_optimizer(name: str, given: list[str]) -> Any:
+    """Return a function that makes the optimizer of --optimizer from a list of parameters.
+
+    Raises:
+        ConfigError: It is unknown.
+    """
+    import torch
+
+    from booster import optim
+
+    known = {
+        one.lower(): getattr(module, one)
+        for module in (torch.optim, optim)  # ours, if both have the name
+        for one in (optim.__all__ if module is optim else dir(torch.optim))
+        if isinstance(getattr(module, one), type) and issubclass(getattr(module, one), torch.optim.Optimizer)
+    }
+    known.pop("optimizer", None)
+    if name.lower() not in known:
+        near = difflib.get_close_matches(name.lower(), known, n=1)
+        hint = f" Did you mean {known[near[0]].__name__}?" if near else ""
+        raise ConfigError(
+            f"--optimizer {name} is not in torch.optim or optim.{hint} Known:"
+            f" {', '.join(one.__name__ for one in known.values())}"
+        )
+    cls = known[name.lower()]
+    settings = parse_settings(given, "--optimizer-settings")
+
+    def make(parameters: Any) -> Any:
+        try:
+            return cls(parameters, **settings)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(
+                f"--optimizer {cls.__name__} can't be created with {' '.join(given) or 'its defaults'} ({error}):"
+                " correct --optimizer-settings"
+            ) from error
+
+    return make
+
+
+def title_of(arguments: argparse.Namespace, source: ModelSource) -> str:
+    """Return a line about the model, its batch, the optimizer and the number of ranks."""
+    numel = sum(parameter.numel() for parameter in source.model.parameters())
+    count = next(
+        (f"{numel / size:.2f} {word}" for size, word in ((10**9, "billion"), (10**6, "million")) if numel >= size),
+        str(numel),
+    )
+    batch = f"a batch of {source.batch_text} per rank" if source.batch_text else "the batch of the script"
+    ranks = count_text(arguments.nproc, "rank")
+    return f"{source.name}: {count} parameters in {arguments.dtype}, {batch}, {arguments.optimizer}, {ranks}"
