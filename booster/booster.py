@@ -34,7 +34,7 @@ from .data.dataloader import active_position
 from .data.join import JoinIterator
 from .errors import ConfigError
 from .fault_tolerance.progress import in_phase
-from .interface import MixedPrecision, ModelWrapper, OptimizerWrapper, Plugin
+from .interface import MixedPrecision, ModelWrapper, OptimizerWrapper, Plugin, PluginChoice, PluginPlan
 from .lora import add_lora, refuse_quantization, unchanged_on_failure
 from .metrics import gather_for_metrics
 from .mixed_precision import resolve_mixed_precision
@@ -43,9 +43,6 @@ from .monitor.summary import summarize
 from .registry import plugin_with_precision
 from .single_device import SingleDevicePlugin
 from .validation import error_of, is_int, is_number
-
-if TYPE_CHECKING:
-    from .auto_parallel import AutoPlugin, ParallelPlan
 
 T = TypeVar("T")
 
@@ -94,11 +91,11 @@ class Booster(CheckpointMethods):
         self,
         device: str | torch.device | None = None,
         mixed_precision: str | MixedPrecision | None = None,
-        plugin: str | Plugin | AutoPlugin | None = None,
+        plugin: str | Plugin | PluginChoice | None = None,
         *,
         compile: bool | Mapping[str, Any] = False,
     ) -> None:
-        self.plan: ParallelPlan | None = None
+        self.plan: PluginPlan | None = None
         self._choice = _choice_of(plugin)
         if self._choice is None:
             self._use(_resolve_plugin(plugin, mixed_precision, device), mixed_precision)
@@ -112,7 +109,7 @@ class Booster(CheckpointMethods):
         self.checkpoint_io: CheckpointIO = plugin.get_checkpoint_io()
 
     def _use_choice(
-        self, choice: AutoPlugin, mixed_precision: str | MixedPrecision | None, device: str | torch.device | None
+        self, choice: PluginChoice, mixed_precision: str | MixedPrecision | None, device: str | torch.device | None
     ) -> None:
         """Use the plan of an `AutoPlugin` as soon as there is one: now, or at the first boost()."""
         if device is not None:
@@ -125,13 +122,13 @@ class Booster(CheckpointMethods):
         if choice.plan is not None:
             self._use_plan(choice.plan)
 
-    def _use_plan(self, plan: ParallelPlan) -> None:
+    def _use_plan(self, plan: PluginPlan) -> None:
         self._use(plan.make_plugin(), plan.mixed_precision)
         self.plan = plan
 
     def _choose(
         self,
-        choice: AutoPlugin,
+        choice: PluginChoice,
         model: nn.Module,
         optimizer: Optimizer | None,
         criterion: Callable[..., Any] | None,
@@ -562,14 +559,10 @@ class Booster(CheckpointMethods):
         barrier()
 
 
-def _choice_of(plugin: str | Plugin | AutoPlugin | None) -> AutoPlugin | None:
-    if plugin is None or isinstance(plugin, Plugin) or (isinstance(plugin, str) and plugin != "auto"):
-        return None
-    from .auto_parallel import AutoPlugin  # imports all plugins, and simulates this class
-
-    if isinstance(plugin, str):
-        return AutoPlugin()
-    return plugin if isinstance(plugin, AutoPlugin) else None
+def _choice_of(plugin: str | Plugin | PluginChoice | None) -> PluginChoice | None:
+    if isinstance(plugin, str) and plugin in PluginChoice.by_name:
+        return PluginChoice.by_name[plugin]()
+    return plugin if isinstance(plugin, PluginChoice) else None
 
 
 def _resolve_plugin(plugin: Any, precision: str | MixedPrecision | None, device: str | torch.device | None) -> Plugin:

@@ -137,6 +137,11 @@ def default_backend(kind: str) -> str:
     return "nccl" if kind == "cuda" and has_nccl else "gloo"
 
 
+def is_device_in_use() -> bool:
+    """Return whether this process has a context of the accelerator, which a forked process can't use."""
+    return device_type() == "cuda" and torch.cuda.is_initialized()
+
+
 def synchronize() -> None:
     """Wait for all work of this process's device; returns at once on the CPU."""
     if device_type() != "cpu":

@@ -29,7 +29,7 @@ from booster.estimate.machine_profile import (
     save_profile,
 )
 from booster.estimate.machine_speed import measure_machine
-from booster.interface import MixedPrecision
+from booster.interface import MixedPrecision, PluginChoice
 from booster.pytree import map_tensors
 from booster.rng_state import preserved_rng
 from booster.trainer.batches import as_batch
@@ -42,7 +42,7 @@ _USABLE_SHARE = 0.9  # of the free memory: the rest is for fragments, and for bu
 _CALL = "boost() with an AutoPlugin"
 
 
-class AutoPlugin:
+class AutoPlugin(PluginChoice, name="auto"):
     """Choose the plugin and its settings at the first `boost()`: `Booster(plugin=AutoPlugin())`, or plugin="auto".
 
     Every plugin that trains as one process does is estimated by its own code on fake tensors: its memory per rank, and
@@ -121,11 +121,7 @@ class AutoPlugin:
         return made
 
     def precision_for(self, mixed_precision: str | MixedPrecision | None) -> str | None:
-        """Return the name of a Booster's mixed precision.
-
-        Raises:
-            ConfigError: It is an object, or another one than the plan's.
-        """
+        """Return the name of a Booster's mixed precision; see `PluginChoice.precision_for`."""
         if isinstance(mixed_precision, MixedPrecision):
             raise ConfigError(
                 f"mixed_precision is a {type(mixed_precision).__name__}, and an AutoPlugin compares plugins that have"
@@ -149,21 +145,7 @@ class AutoPlugin:
         dataloader: Any,
         mixed_precision: str | None,
     ) -> ParallelPlan:
-        """Return the best plan for the arguments of `boost()`, which stay as they are, and keep it as `plan`.
-
-        Args:
-            model: The user's model.
-            optimizer: Its optimizer, or a function that would create one from a list of parameters.
-            criterion: Loss function, optional.
-            dataloader: Loader whose first samples make the batch, optional.
-            mixed_precision: Mixed precision of the Booster.
-
-        Collective: every rank must call it.
-
-        Raises:
-            ConfigError: No plugin has a plan that fits, or there is no batch; on all ranks.
-            DesyncError: The ranks have different models or arguments.
-        """
+        """Return the best plan for the arguments of `boost()`; see `PluginChoice.choose`."""
         recipes: list[TrainingRecipe] = []
         error = error_of(lambda: recipes.append(self._recipe(model, optimizer, criterion, dataloader)))
         check_same_across_ranks(_CALL, self._fingerprint(model, mixed_precision), error=error)

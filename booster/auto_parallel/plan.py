@@ -17,7 +17,7 @@ from torch import nn
 from booster.comm import group_size
 from booster.errors import ConfigError
 from booster.estimate.candidates import ONE_DEVICE, format_seconds, format_setting, format_size
-from booster.interface import Plugin
+from booster.interface import Plugin, PluginPlan
 from booster.registry import plugin_with_precision
 from booster.single_device import SingleDevicePlugin
 
@@ -33,7 +33,7 @@ _DATACLASSES = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ParallelPlan:
+class ParallelPlan(PluginPlan):
     """Plugin and settings for training a model on a number of ranks, with what was predicted for them.
 
     Attributes:

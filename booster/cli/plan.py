@@ -60,10 +60,10 @@ def add_parser(commands: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_training_arguments(parser)
-    parser.add_argument("--device", metavar="NAME", help="device of an imagined machine (this machine's)")
-    parser.add_argument("--interconnect", metavar="A,B", help="links of an imagined machine (the device's own, ib-ndr)")
+    parser.add_argument("--device", metavar="NAME", help="device of another machine (this machine's)")
+    parser.add_argument("--interconnect", metavar="A,B", help="links of another machine (the device's own, ib-ndr)")
     parser.add_argument(
-        "--ranks-per-host", "--ranks_per_host", type=int, metavar="N", help="ranks on a host of an imagined machine (8)"
+        "--ranks-per-host", "--ranks_per_host", type=int, metavar="N", help="ranks on a host of another machine (8)"
     )
     parser.add_argument(
         "--objective", default="time", choices=["time", "memory"], help="what plans are ranked by (time)"
@@ -129,10 +129,10 @@ def _check(arguments: argparse.Namespace) -> None:
     check_positive(arguments)
     if arguments.ranks_per_host is not None and arguments.ranks_per_host < 1:
         raise ConfigError(f"--ranks-per-host {arguments.ranks_per_host} is not positive: give a number from 1")
-    imagined = [one for one in ("device", "interconnect", "ranks_per_host") if getattr(arguments, one) is not None]
-    if arguments.profile is not None and "device" in imagined:
+    described = [one for one in ("device", "interconnect", "ranks_per_host") if getattr(arguments, one) is not None]
+    if arguments.profile is not None and "device" in described:
         raise ConfigError("--profile is the speed of a machine, and so is --device: give one of them")
-    if imagined == ["ranks_per_host"]:
+    if described == ["ranks_per_host"]:
         raise ConfigError("--ranks-per-host describes a machine without --device or --interconnect: add one of them")
     folder = None if arguments.output is None else arguments.output.absolute().parent
     if folder is not None and not folder.is_dir():
@@ -141,7 +141,7 @@ def _check(arguments: argparse.Namespace) -> None:
 
 def _machine(arguments: argparse.Namespace) -> tuple[MachineProfile | None, str]:
     """Return the speed of the machine, or None, and a note about it."""
-    from booster.estimate.imagined_machine import imagined_profile
+    from booster.estimate.data_sheets import profile_of_data_sheets
     from booster.estimate.machine_profile import load_profile
 
     from .profile_mesh import MeasurementError, profile_for
@@ -157,7 +157,7 @@ def _machine(arguments: argparse.Namespace) -> tuple[MachineProfile | None, str]
     if arguments.device is None and arguments.interconnect is None:
         assert measured is not None
         return measured, f"step times: predicted for {measured.machine} with {measured.num_ranks} rank(s) at work"
-    profile = imagined_profile(
+    profile = profile_of_data_sheets(
         arguments.device, arguments.interconnect, arguments.nproc, arguments.ranks_per_host or 8, measured
     )
     return profile, f"step times: predicted for {profile.machine}"

@@ -13,6 +13,8 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from booster.device import is_device_in_use
+
 T = TypeVar("T")
 R = TypeVar("R")
 _inherited: tuple[Callable[[Any], Any], Sequence[Any]] | None = None  # by forked processes; it can't be sent to them
@@ -23,7 +25,7 @@ def num_usable_processes() -> int:
 
     A fork copies the calling thread alone: the threads of a launched world or of an accelerator's driver are missing.
     """
-    has_threads = threading.active_count() > 1 or dist.is_initialized() or torch.cuda.is_initialized()
+    has_threads = threading.active_count() > 1 or dist.is_initialized() or is_device_in_use()
     if sys.platform != "linux" or has_threads:
         return 1
     return len(os.sched_getaffinity(0))

@@ -1,7 +1,7 @@
 """What authors of plugins, mixed precisions and optimizers implement or derive from.
 
-This folder holds the contracts alone: `Plugin`, `MixedPrecision`, `CheckpointIO` (in `checkpoint_io.py`) and the memory
-estimates. The other names are re-exported from `booster.core`, which holds the code that all plugins share:
+This folder holds the contracts alone: `Plugin`, `PluginChoice`, `MixedPrecision` and `CheckpointIO` (in
+`checkpoint_io.py`). The other names are re-exported from `booster.core`, which holds the code that all plugins share:
 
 - `ModelWrapper` and `OptimizerWrapper` are the results of `Plugin.configure`. A plugin derives from them and overrides
   the methods under "Overridden by plugins".
@@ -25,6 +25,7 @@ from booster.core.shard_spec import ShardRegion, ShardSpec, TensorSlice, set_sha
 
 from .mixed_precision import MixedPrecision
 from .plugin import Boosted, Plugin
+from .plugin_choice import PluginChoice, PluginPlan
 
 __all__ = [
     "AccumulatedGradients",
@@ -38,6 +39,8 @@ __all__ = [
     "OptimizerState",
     "OptimizerWrapper",
     "Plugin",
+    "PluginChoice",
+    "PluginPlan",
     "ReducedShards",
     "Shard",
     "ShardAware",

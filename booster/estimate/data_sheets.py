@@ -11,7 +11,7 @@ from booster.errors import ConfigError
 
 from .machine_profile import BYTE_KINDS, FLOP_KINDS, CollectiveSpeed, Curve, MachineProfile
 
-# Note [Imagined machines]
+# Note [Data sheets]
 # Data sheets give peaks. What programs reach of them in large operators is assumed: the shares below. Operators take
 # time in proportion to their work, and at least that of their launch. A collective takes the latency of its link, and
 # the bytes that a rank sends over the link's bandwidth in one direction; over several hosts that of the links of its
@@ -67,10 +67,10 @@ _DEFAULT_BETWEEN = "ib-ndr"
 _LINK = re.compile(r"(\d+(?:\.\d+)?)(GB|Gb)/s(?::(\d+(?:\.\d+)?)us)?")
 
 
-def imagined_profile(
+def profile_of_data_sheets(
     device: str | None, interconnect: str | None, num_ranks: int, ranks_per_host: int, measured: MachineProfile | None
 ) -> MachineProfile:
-    """Return the profile of a machine by its description; see Note [Imagined machines].
+    """Return the profile of a machine by its description; see Note [Data sheets].
 
     Args:
         device: Name of one of `DEVICES`; None for the operators of `measured`.
