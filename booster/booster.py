@@ -155,6 +155,9 @@ class Booster(CheckpointMethods):
             lr_scheduler,
             compile_options=self._compile_options,
         )
+        policies = dict.fromkeys(vars(one)[POLICY] for one in model.modules() if POLICY in vars(one))
+        for policy in policies:
+            policy.prepare(type(self.plugin).__name__, gathers_layers=self.plugin.gathers_layers())
         mark_boosted(model, optimizer)
         options = self._compile_options
         enable_compilation = None if options is None else compile_layers(model, options)
@@ -169,7 +172,7 @@ class Booster(CheckpointMethods):
             )
         if wrapped is not None:
             hook_clipping(wrapped)
-            for policy in dict.fromkeys(vars(one)[POLICY] for one in model.modules() if POLICY in vars(one)):
+            for policy in policies:
                 if policy.end_step is not None:
                     wrapped.register_step_hook(policy.end_step)
         if enable_compilation is not None:
