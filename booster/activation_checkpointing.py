@@ -71,6 +71,19 @@ def checkpoint_activations(
         >>> model = checkpoint_activations(torch.nn.Sequential(*layers))
     """
     _check_arguments(model, policy, budget_bytes, schedule, offload)
+    layers = layers_without_policy(model)
+    chosen = _policy(policy, list(layers), budget_bytes, schedule, None if offload is None else ActivationOffload())
+    for name, layer in layers.items():
+        checkpoint_layer(layer, chosen, name)
+    return model
+
+
+def layers_without_policy(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the layers of all stacks by name, in order.
+
+    Raises:
+        ConfigError: There are none, or they are checkpointed already.
+    """
     layers = layers_of(model)
     if not layers:
         raise ConfigError(
@@ -83,10 +96,7 @@ def checkpoint_activations(
                 f"checkpoint_activations(): {name!r} is checkpointed already: call it once, and leave out"
                 " gradient_checkpointing_enable() and gradient_checkpoint_config"
             )
-    chosen = _policy(policy, list(layers), budget_bytes, schedule, None if offload is None else ActivationOffload())
-    for name, layer in layers.items():
-        checkpoint_layer(layer, chosen, name)
-    return model
+    return layers
 
 
 def _policy(

@@ -15,7 +15,7 @@ from booster.comm import is_fake_world, max_of_numbers, raise_on_all_ranks
 from booster.errors import ConfigError
 from booster.pytree import iter_tensors
 
-from .activation_chain import Chain, ChainStage, least_bytes, solve_chain
+from .activation_chain import Chain, ChainStage, smallest_schedule, solve_chain
 from .activation_offload import ActivationOffload, packing
 from .activation_policy import LAYER_NAME, ActivationPolicy
 from .activation_schedule import ActivationSchedule, ScheduledLayers
@@ -76,7 +76,38 @@ class _LiveForward:
         self._measured.num_live -= 1
 
 
-class ActivationBudget(ActivationPolicy):
+class MeasuredLayers(ActivationPolicy):
+    """Recomputes all layers and measures them; see Note [Activation budget].
+
+    Args:
+        names: Names of the layers of all stacks, equal on all ranks, also those that other ranks hold.
+        offload: Offload of the layers' inputs, optional.
+    """
+
+    def __init__(self, names: Sequence[str], offload: ActivationOffload | None = None) -> None:
+        super().__init__(offload)
+        self._names = tuple(names)
+        self._measured = {name: _Measured(LayerCost()) for name in names}
+        self._num_run = 0  # layers of this step
+        self._output: torch.Tensor | None = None  # of the layer that ran last
+
+    @property
+    def local_costs(self) -> dict[str, LayerCost]:
+        """Measurements by name, of the layers that ran here."""
+        return {name: one.cost for name, one in self._measured.items() if one.cost.num_live}
+
+    def run(self, layer: nn.Module, forward: Callable[..., Any], *args: Any) -> Any:
+        """Run the layer, measure it, and keep its inputs only."""
+        measured = self._measured[layer.__dict__[LAYER_NAME]]
+        self._num_run += 1
+        measured.cost.position = measured.cost.position or self._num_run
+        measured.cost.num_unchained += chained_argument(args, self._output) is None
+        output = self.recompute(_MeasuredForward(measured, layer, forward), *args)
+        self._output = first_tensor(output)
+        return output
+
+
+class ActivationBudget(MeasuredLayers):
     """Recomputes as little as possible such that the activations kept for backward fit a budget.
 
     Args:
@@ -91,14 +122,10 @@ class ActivationBudget(ActivationPolicy):
     """
 
     def __init__(self, names: Sequence[str], budget_bytes: int, offload: ActivationOffload | None = None) -> None:
-        super().__init__(offload)
-        self._names = tuple(names)
+        super().__init__(names, offload)
         self.budget_bytes = budget_bytes
         self.fingerprint += f" of {budget_bytes} bytes"
-        self._measured = {name: _Measured(LayerCost()) for name in names}
         self._num_steps = 0
-        self._num_run = 0  # layers of this step
-        self._output: torch.Tensor | None = None  # of the layer that ran last
         self._runs_segments = True
         self._layers: ScheduledLayers | None = None
         self.end_step = self._choose
@@ -118,19 +145,11 @@ class ActivationBudget(ActivationPolicy):
 
     def run(self, layer: nn.Module, forward: Callable[..., Any], *args: Any) -> Any:
         """Run the layer: measured, recomputed or with all its activations kept."""
+        if self._layers is None:
+            return super().run(layer, forward, *args)
         name = layer.__dict__[LAYER_NAME]
-        if self._layers is not None:
-            is_known = self._measured[name].cost.num_live
-            return self._layers.run(name, forward, args) if is_known else self.recompute(forward, *args)
-        self._note_order(self._measured[name].cost, args)
-        output = self.recompute(_MeasuredForward(self._measured[name], layer, forward), *args)
-        self._output = first_tensor(output)
-        return output
-
-    def _note_order(self, cost: LayerCost, args: Sequence[Any]) -> None:
-        self._num_run += 1
-        cost.position = cost.position or self._num_run
-        cost.num_unchained += chained_argument(args, self._output) is None
+        is_known = self._measured[name].cost.num_live
+        return self._layers.run(name, forward, args) if is_known else self.recompute(forward, *args)
 
     def _choose(self) -> None:
         """Choose the schedule after the last measured step.
@@ -151,7 +170,7 @@ class ActivationBudget(ActivationPolicy):
         own = [getattr(self._measured[name].cost, field) for name in self._names for field in names]
         found = iter(max_of_numbers(own))
         self.costs = {name: LayerCost(*(next(found) for _ in names)) for name in self._names}
-        local = {name: self.costs[name] for name in self._names if self._measured[name].cost.num_live}
+        local = {name: self.costs[name] for name in self.local_costs}
         error = None
         try:
             self.schedule = choose_schedule(
@@ -247,5 +266,5 @@ def choose_schedule(
         f"checkpoint_activations(budget_bytes={budget_bytes}) is too small for {len(names)} layers, whose inputs take"
         f" {inputs} bytes and whose activations"
         f" {sum(cost.kept_bytes * cost.num_live for cost in costs.values())} more: give at least"
-        f" budget_bytes={least_bytes(chain)}, a smaller batch{hint}"
+        f" budget_bytes={smallest_schedule(chain).num_bytes}, a smaller batch{hint}"
     )

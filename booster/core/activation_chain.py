@@ -27,7 +27,8 @@ from numpy.typing import NDArray
 Item: TypeAlias = "int | tuple[Item, ...]"
 Items: TypeAlias = tuple[Item, ...]
 
-_RESOLUTION = 512  # sizes of memory, unless few suffice to be exact
+_MAX_RESOLUTION, _MIN_RESOLUTION = 4096, 512  # sizes of memory, unless fewer suffice to be exact
+_MAX_WORK = 4_000_000  # of sizes times the square of stages
 _MAX_EXACT = 2048
 _NUM_RECOMPUTATION_SIZES = 24  # sizes tried for the largest recomputation, if several forwards wait for their backward
 
@@ -98,7 +99,7 @@ def solve_chain(chain: Chain, budget_bytes: int) -> ChainSolution | None:
     """Return the persistent schedule that takes the least time within a budget, or None if none fits.
 
     Optimal where all sizes are multiples of a common size of which the budget has at most 2048. Otherwise sizes are
-    rounded up to one of 512 parts of the budget, and the schedule is the best that was found: it always fits.
+    rounded to one of 512 to 4096 parts of the budget, and the schedule is the best found that fits without rounding.
 
     Where several forwards wait for their backward at once, what is kept for all of them counts all the time, and the
     largest recomputation in addition.
@@ -119,16 +120,16 @@ def solve_chain(chain: Chain, budget_bytes: int) -> ChainSolution | None:
     return best
 
 
-def least_bytes(chain: Chain) -> int:
-    """Return the memory of the schedule that needs the least of those found."""
-    single = tuple((index,) for index in range(len(chain.stages)))
-    upper = schedule_bytes(chain, single)
-    if any(one.num_live > 1 for one in chain.stages):
-        return upper
-    tables = _Tables(chain, upper + upper * (len(chain.stages) + 2) // _RESOLUTION)
-    times = tables.times[0][len(chain.stages)]
-    smallest = tables.items(0, len(chain.stages), int(np.argmax(np.isfinite(times))))[:-1]
-    return min(upper, schedule_bytes(chain, smallest))
+def smallest_schedule(chain: Chain) -> ChainSolution:
+    """Return the schedule that needs the least memory of those found."""
+    items: Items = tuple((index,) for index in range(len(chain.stages)))
+    upper = schedule_bytes(chain, items)
+    if all(one.num_live == 1 for one in chain.stages):
+        tables = _Tables(chain, _with_margin(chain, upper))
+        times = tables.times[0][len(chain.stages)]
+        found = tables.items(0, len(chain.stages), int(np.argmax(np.isfinite(times))))[:-1]
+        items = min(items, found, key=lambda one: schedule_bytes(chain, one))
+    return ChainSolution(items=items, num_bytes=schedule_bytes(chain, items), time=schedule_time(chain.stages, items))
 
 
 def stages_of(items: Items) -> tuple[int, ...]:
@@ -223,8 +224,12 @@ def _slot_bytes(chain: Chain, budget_bytes: int) -> tuple[int, bool]:
     divisor = math.gcd(*sizes)
     if divisor and budget_bytes // divisor <= _MAX_EXACT:
         return divisor, True
-    unit = max(1, math.ceil(budget_bytes / _RESOLUTION))
+    unit = max(1, math.ceil(budget_bytes / _resolution(chain)))
     return unit, unit == 1
+
+
+def _resolution(chain: Chain) -> int:
+    return min(_MAX_RESOLUTION, max(_MIN_RESOLUTION, _MAX_WORK // len(chain.stages) ** 2))
 
 
 class _Tables:
@@ -243,7 +248,7 @@ class _Tables:
     def __init__(self, chain: Chain, capacity: int) -> None:
         self._chain = chain
         self._stages = (*chain.stages, chain.end)
-        self.slot, _ = _slot_bytes(chain, capacity)
+        self.slot, self._is_exact = _slot_bytes(chain, capacity)
         self.num_slots = capacity // self.slot
         count = len(self._stages)
         self._prefix = [0.0, *accumulate(one.forward_time for one in self._stages)]
@@ -254,8 +259,12 @@ class _Tables:
                 self._fill(first, first + length - 1)
 
     def slots(self, num_bytes: int) -> int:
-        """Return the number of units of a size."""
+        """Return the number of units of a size, rounded up."""
         return -(-num_bytes // self.slot)
+
+    def held_slots(self, num_bytes: int) -> int:
+        """Return the number of units of what is kept, rounded to the nearest: errors of many items cancel."""
+        return self.slots(num_bytes) if self._is_exact else round(num_bytes / self.slot)
 
     def items(self, first: int, last: int, slots: int) -> Items:
         """Return the schedule of the least time of stages within a number of units, which must exist."""
@@ -264,11 +273,11 @@ class _Tables:
             split = int(self._splits[first][last][slots])
             if split == first:
                 found.append(first)
-                slots -= self.slots(_held(self._stages, first, False))
+                slots -= self.held_slots(_held(self._stages, first, False))
                 first += 1
             else:
                 found.append(self.items(first, split - 1, slots))
-                slots -= self.slots(self._input_of_segment(first, last))
+                slots -= self.held_slots(self._input_of_segment(first, last))
                 first = split
         return tuple(found)
 
@@ -280,13 +289,13 @@ class _Tables:
         stages, times, size = self._stages, self.times, self.num_slots + 1
         one, gradient = stages[first], _after(stages, last).gradient_bytes
         found = np.full((last - first + 1, size), np.inf)  # by the stage that the next item begins at
-        held = self.slots(_held(stages, first, False))
+        held = self.held_slots(_held(stages, first, False))
         needed = max(gradient + _forward_kept(stages, first, first == last), _backward(stages, first))
         start = max(held, self.slots(needed))
         if start < size:
             rest = times[first + 1][last][start - held : size - held] if first < last else 0.0
             found[0, start:] = one.forward_time + one.backward_time + rest
-        held = self.slots(self._input_of_segment(first, last))
+        held = self.held_slots(self._input_of_segment(first, last))
         needed = 0
         for split in range(first + 1, last + 1):
             if split - 1 > first and not stages[split - 1].is_chained:
@@ -304,20 +313,22 @@ class _Tables:
 
 
 def _solve_single(chain: Chain, budget_bytes: int) -> Iterator[Items]:
-    """Yield schedules, from the fastest, until one fits the budget.
-
-    Rounded sizes are too large by at most a unit for each item, so that a schedule within more units may fit: the exact
-    size decides.
-    """
+    """Yield schedules, from the fastest, until one fits the budget without rounding."""
     last = len(chain.stages)
-    _, is_exact = _slot_bytes(chain, budget_bytes)
-    tables = _Tables(chain, budget_bytes if is_exact else budget_bytes + budget_bytes * (last + 2) // _RESOLUTION)
+    tables = _Tables(chain, _with_margin(chain, budget_bytes))
     times = tables.times[0][last]
     for time in np.unique(times[np.isfinite(times)]):
         items = tables.items(0, last, int(np.argmax(times == time)))[:-1]
         yield items
         if schedule_bytes(chain, items) <= budget_bytes:
             return
+    yield tuple((index,) for index in range(last))
+
+
+def _with_margin(chain: Chain, budget_bytes: int) -> int:
+    """Return a budget plus what rounding may add."""
+    _, is_exact = _slot_bytes(chain, budget_bytes)
+    return budget_bytes if is_exact else budget_bytes + budget_bytes * (len(chain.stages) + 2) // _resolution(chain)
 
 
 def _solve_pipeline(chain: Chain, budget_bytes: int) -> Iterator[Items]:
@@ -381,7 +392,7 @@ def _options(chain: Chain, tables: _Tables, first: int, largest: int) -> Iterato
     stages = (*chain.stages, chain.end)
     one, held = stages[first], _held(stages, first, False)
     if max(_run(stages, (first,), 0)) - held <= largest:
-        yield _Option(first + 1, tables.slots(held * one.num_live), one.forward_time + one.backward_time, True)
+        yield _Option(first + 1, tables.held_slots(held * one.num_live), one.forward_time + one.backward_time, True)
     held = _held(stages, (first,), chain.offloads_inputs)
     slots = min((largest + held) // tables.slot, tables.num_slots)
     forward = 0.0
@@ -392,4 +403,4 @@ def _options(chain: Chain, tables: _Tables, first: int, largest: int) -> Iterato
         forward += stages[end - 1].forward_time
         again = float(tables.times[first][end - 1][slots])
         if math.isfinite(again):
-            yield _Option(end, tables.slots(held * one.num_live), forward + again, False, slots)
+            yield _Option(end, tables.held_slots(held * one.num_live), forward + again, False, slots)

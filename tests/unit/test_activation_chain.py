@@ -8,7 +8,14 @@ from functools import cache
 
 import pytest
 
-from booster.core.activation_chain import Chain, ChainStage, least_bytes, schedule_bytes, schedule_time, solve_chain
+from booster.core.activation_chain import (
+    Chain,
+    ChainStage,
+    schedule_bytes,
+    schedule_time,
+    smallest_schedule,
+    solve_chain,
+)
 
 
 @cache
@@ -147,7 +154,7 @@ def check_against_all(chain):
         assert schedule_time(stages, (*items, count)) == seconds
     smallest = min(least_time)
     assert solve_chain(chain, smallest - 1) is None
-    assert smallest == least_bytes(chain)
+    assert smallest == smallest_schedule(chain).num_bytes
     for budget in range(smallest, max(least_time) + 2):
         solution = solve_chain(chain, budget)
         assert solution.num_bytes <= budget

@@ -1,0 +1,359 @@
+"""Schedule of activation checkpointing with which a training fits a device, and recomputes the least."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+from torch import nn
+
+from booster.activation_checkpointing import checkpoint_activations, layers_without_policy
+from booster.comm import fake, group_rank, is_initialized
+from booster.core.activation_budget import LayerCost, MeasuredLayers
+from booster.core.activation_chain import (
+    Chain,
+    ChainStage,
+    Items,
+    schedule_bytes,
+    smallest_schedule,
+    solve_chain,
+    stages_of,
+)
+from booster.core.activation_policy import checkpoint_layer
+from booster.core.activation_schedule import ActivationSchedule
+from booster.core.layer_stacks import layers_of
+from booster.interface import MixedPrecision, Plugin
+from booster.mixed_precision import resolve_mixed_precision
+
+from .estimate import (
+    MemoryEstimate,
+    TrainingRecipe,
+    World,
+    depths_to_simulate,
+    estimate_recipe,
+    simulate_rank,
+    world_of,
+)
+from .machine_profile import MachineProfile
+from .repeated_layers import find_repeated_layers
+from .simulation import MemoryParts, SimulatedMemory, backward_segment, layer_segment
+from .step_time import StepTime
+
+# Note [Activation plan]
+# The training is simulated with all layers recomputed. Each layer's inputs and what it saves are measured, and the peak
+# of the rank's whole memory in its forward and in its backward. What a peak has beyond the inputs that wait and the
+# layer's own activations does not depend on the schedule: parameters, states, the gradients that are there by then,
+# buffers, temporaries. It is counted as temporaries of the chain's stage, so that the chain's memory is the rank's, and
+# the device's memory is the budget.
+# A model of identical layers is simulated with a few of them, twice, and the peaks of the others follow: they grow
+# evenly with the number of layers and from one layer to the next. The estimate is then the chain's, which is the
+# simulated one with all layers recomputed and with none, and between them what the schedule changes. Other models are
+# simulated under the schedule, and the budget is corrected until that fits.
+_MAX_SIMULATIONS = 5
+_CLOSE = 0.01  # of the device's memory: not worth another simulation
+
+
+def plan_activations(
+    recipe: TrainingRecipe,
+    plugin: str | Plugin | None,
+    *,
+    num_ranks: int | None = None,
+    settings: Mapping[str, Any] | None = None,
+    mixed_precision: str | MixedPrecision | None = None,
+    device_memory: int,
+    profile: MachineProfile | None = None,
+) -> tuple[ActivationSchedule | None, MemoryEstimate]:
+    """Return the activation schedule that recomputes the least such that a training fits, and its estimate.
+
+    Args:
+        recipe: What is trained.
+        plugin: As for `estimate_memory`.
+        num_ranks: As for `estimate_memory`.
+        settings: As for `estimate_memory`.
+        mixed_precision: As for `estimate_memory`.
+        device_memory: Available memory per rank in bytes.
+        profile: Speed of the machine, for times of layers, optional: floating-point operations are compared without it.
+
+    Returns:
+        The schedule for `checkpoint_activations(model, "schedule", schedule=...)`, or None if nothing needs to be
+        recomputed, and the estimate. If nothing fits, the schedule that needs the least memory, whose estimate does not
+        fit.
+
+    Raises:
+        ConfigError: As of `estimate_memory`; or the model does not fit and has no layers, or they are checkpointed.
+
+    Collective: as `estimate_memory`.
+    """
+    estimate = partial(
+        estimate_recipe,
+        plugin=plugin,
+        num_ranks=num_ranks,
+        settings=settings,
+        mixed_precision=mixed_precision,
+        device_memory=device_memory,
+        profile=profile,
+    )
+    kept = estimate(recipe)
+    if kept.fits:
+        return None, kept
+    layers_without_policy(recipe.model)
+    world, made_here = world_of(plugin, num_ranks, settings, mixed_precision)
+    try:
+        chains = _measure(recipe, world, mixed_precision, profile)
+    finally:
+        if made_here is not None:
+            made_here.close()
+    if len(chains) == 1 and chains[0].is_extrapolated:
+        return _plan_extrapolated(chains[0], kept, device_memory)
+
+    def simulated(schedule: ActivationSchedule) -> MemoryEstimate:
+        return estimate(replace(recipe, change_model=partial(_follow, schedule)))
+
+    return _plan_simulated(chains, kept, device_memory, simulated)
+
+
+def _follow(schedule: ActivationSchedule, model: nn.Module) -> None:
+    checkpoint_activations(model, "schedule", schedule=schedule)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _RankChain:
+    """Chain of the layers of a rank, whose memory is the rank's; see Note [Activation plan].
+
+    Attributes:
+        names: Names of its layers.
+        chain: Its stages, without `fixed_bytes`.
+        fixed_bytes: Memory that is there at every point.
+        peak: Memory with all layers recomputed, at the largest peak of forward and backward.
+        start: Peak before the first layer.
+        sent: Bytes sent with all layers recomputed.
+        is_extrapolated: If True, a few of its layers were simulated.
+    """
+
+    names: tuple[str, ...]
+    chain: Chain
+    fixed_bytes: int
+    peak: MemoryParts
+    start: MemoryParts
+    sent: int
+    is_extrapolated: bool = False
+
+    def num_bytes(self, items: Items) -> int:
+        """Return the peak of forward and backward under a schedule."""
+        return max(self.fixed_bytes + schedule_bytes(self.chain, items), self.start.total)
+
+    def solve(self, budget_bytes: int) -> Items | None:
+        """Return the schedule of the least time within a budget for the rank's whole memory."""
+        solution = solve_chain(self.chain, budget_bytes - self.fixed_bytes)
+        return None if solution is None else solution.items
+
+
+@dataclass(frozen=True, slots=True)
+class _Peaks:
+    """Peaks of a simulation with all layers recomputed, in the order of the layers."""
+
+    forward: list[MemoryParts]
+    backward: list[MemoryParts]
+    start: MemoryParts
+    end: MemoryParts
+    sent: int
+
+    @classmethod
+    def of(cls, memory: SimulatedMemory, names: Sequence[str]) -> _Peaks:
+        segments = memory.segments
+        return cls(
+            [segments[layer_segment(name)] for name in names],
+            [segments[backward_segment(name)] for name in names],
+            segments["start"],
+            segments["end"],
+            memory.sent,
+        )
+
+
+def _measure(
+    recipe: TrainingRecipe, world: World, mixed_precision: str | MixedPrecision | None, profile: MachineProfile | None
+) -> list[_RankChain]:
+    """Simulate the training with all layers recomputed, on one rank of each pipeline stage."""
+    with world(0) as plugin:
+        precision = resolve_mixed_precision(mixed_precision, plugin)
+        ranks = [group_rank()] if is_initialized() else plugin.representative_ranks()
+        has_segments = not plugin.gathers_layers()
+        stack = find_repeated_layers(recipe.model) if len(ranks) == 1 else None
+        depths = None if stack is None else depths_to_simulate(recipe.model, stack, plugin)
+    fake.fake_headers.clear()
+    all_names = list(layers_of(recipe.model))
+    if stack is None or depths is None or any(name.rpartition(".")[0] != stack for name in all_names):
+        found = []
+        for rank in ranks:
+            costs, memory = _simulate(recipe, world, rank, precision, profile, None)
+            names = sorted(costs, key=lambda name: costs[name].position)
+            work = [memory.forward_work[layer_segment(name)] for name in names]
+            stages = [costs[name] for name in names]
+            found.append(_chain_of(names, stages, work, _Peaks.of(memory, names), has_segments))
+        return found
+    runs = [_simulate(recipe, world, ranks[0], precision, profile, (stack, depth)) for depth in depths]
+    peaks = _extrapolated([_Peaks.of(memory, list(costs)) for costs, memory in runs], depths, len(all_names))
+    costs, memory = runs[-1]
+    shallow = list(costs)
+    like = [shallow[0], *([shallow[1]] * (len(all_names) - 2)), shallow[-1]]
+    work = [memory.forward_work[layer_segment(name)] for name in like]
+    made = _chain_of(all_names, [costs[name] for name in like], work, peaks, has_segments)
+    return [replace(made, is_extrapolated=True)]
+
+
+def _simulate(
+    recipe: TrainingRecipe,
+    world: World,
+    rank: int,
+    precision: MixedPrecision | None,
+    profile: MachineProfile | None,
+    layers: tuple[str, int] | None,
+) -> tuple[dict[str, LayerCost], SimulatedMemory]:
+    policies: list[MeasuredLayers] = []
+
+    def measure_layers(model: nn.Module) -> None:
+        found = layers_without_policy(model)
+        policies.append(MeasuredLayers(list(found)))
+        for name, layer in found.items():
+            checkpoint_layer(layer, policies[-1], name)
+
+    changed = replace(recipe, change_model=measure_layers)
+    memory = simulate_rank(changed, world, rank, precision, layers, profile=profile, by_layer=True)
+    return policies[-1].local_costs, memory
+
+
+def _extrapolated(runs: Sequence[_Peaks], depths: tuple[int, int], num_layers: int) -> _Peaks:
+    """Return the peaks of a model with more layers."""
+    few, more = runs
+    share = (num_layers - depths[0]) / (depths[1] - depths[0])
+
+    def deeper(low: MemoryParts, high: MemoryParts) -> MemoryParts:
+        return _between(low, high, share)
+
+    def all_layers(low: list[MemoryParts], high: list[MemoryParts]) -> list[MemoryParts]:
+        second, before_last = deeper(low[1], high[1]), deeper(low[-2], high[-2])
+        inner = [_between(second, before_last, float(one)) for one in np.linspace(0.0, 1.0, num_layers - 2)]
+        return [deeper(low[0], high[0]), *inner, deeper(low[-1], high[-1])]
+
+    return _Peaks(
+        all_layers(few.forward, more.forward),
+        all_layers(few.backward, more.backward),
+        deeper(few.start, more.start),
+        deeper(few.end, more.end),
+        round(few.sent + share * (more.sent - few.sent)),
+    )
+
+
+def _between(low: MemoryParts, high: MemoryParts, share: float) -> MemoryParts:
+    names = MemoryParts.__dataclass_fields__
+    return MemoryParts(
+        **{
+            name: max(0, round(getattr(low, name) + share * (getattr(high, name) - getattr(low, name))))
+            for name in names
+        }
+    )
+
+
+def _chain_of(
+    names: Sequence[str], costs: Sequence[LayerCost], work: Sequence[float], peaks: _Peaks, has_segments: bool
+) -> _RankChain:
+    """Return the chain of layers that were measured with all of them recomputed."""
+    waiting = np.cumsum([cost.input_bytes * cost.num_live for cost in costs])
+    has_many = any(cost.num_live > 1 for cost in costs)
+    forward, backward = [], []
+    for index, cost in enumerate(costs):
+        held = int(waiting[-1] if has_many else waiting[index])
+        output = costs[index + 1].input_bytes if index + 1 < len(costs) else 0
+        forward.append(peaks.forward[index].total - held - output)
+        backward.append(peaks.backward[index].total - held - cost.kept_bytes)
+    end = peaks.end.total - int(waiting[-1])
+    fixed = max(0, min(*forward, *backward, end))
+    stages = tuple(
+        ChainStage(
+            input_bytes=cost.input_bytes,
+            kept_bytes=cost.kept_bytes,
+            forward_bytes=max(0, forward[index] - fixed),
+            backward_bytes=max(0, backward[index] - fixed),
+            forward_time=max(work[index], 1e-12),
+            num_live=cost.num_live,
+            is_chained=has_segments and (not cost.num_unchained or index == 0),
+        )
+        for index, cost in enumerate(costs)
+    )
+    every = [*peaks.forward, *peaks.backward, peaks.start, peaks.end]
+    return _RankChain(
+        names=tuple(names),
+        chain=Chain(stages=stages, end=ChainStage(forward_bytes=max(0, end - fixed))),
+        fixed_bytes=fixed,
+        peak=max(every, key=lambda parts: parts.total),
+        start=peaks.start,
+        sent=peaks.sent,
+    )
+
+
+def _plan_extrapolated(
+    rank: _RankChain, kept: MemoryEstimate, device_memory: int
+) -> tuple[ActivationSchedule, MemoryEstimate]:
+    items = rank.solve(device_memory)
+    if items is None:
+        items = smallest_schedule(rank.chain).items
+    schedule = ActivationSchedule.of_chain(items, rank.names)
+    more = rank.num_bytes(items) - rank.peak.total
+    backward = replace(rank.peak, activations=max(0, rank.peak.activations + more))
+    share = schedule.num_recomputations / len(rank.names)
+    memory = replace(
+        kept.memory,
+        backward=backward,
+        sent=round(kept.sent + share * (rank.sent - kept.sent)),
+        time=None if kept.step_time is None else _with_recomputation(kept.step_time, rank, items),
+    )
+    return schedule, replace(kept, memory=memory)
+
+
+def _with_recomputation(time: StepTime, rank: _RankChain, items: Items) -> StepTime:
+    def again(items: Items) -> float:
+        inner = [item for item in items if not isinstance(item, int)]
+        return sum(sum(rank.chain.stages[one].forward_time for one in stages_of(item)) + again(item) for item in inner)
+
+    seconds = again(items)
+    return replace(time, model=time.model + seconds, computation=time.computation + seconds)
+
+
+def _plan_simulated(
+    chains: Sequence[_RankChain],
+    kept: MemoryEstimate,
+    device_memory: int,
+    simulated: Any,
+) -> tuple[ActivationSchedule, MemoryEstimate]:
+    """Solve, simulate and correct the budget by what the simulation has more or less."""
+    budget, best = device_memory, None
+    for _ in range(_MAX_SIMULATIONS):
+        schedule = _joined(chains, [one.solve(budget) for one in chains])
+        if schedule is None or (best is not None and schedule.num_recomputations >= best[0].num_recomputations):
+            break
+        estimate = simulated(schedule) if schedule.recomputed else kept
+        if estimate.fits:
+            best = schedule, estimate
+            if device_memory - estimate.total < _CLOSE * device_memory:
+                break
+        elif best is not None:
+            break
+        budget += device_memory - estimate.total
+    if best is not None:
+        return best
+    smallest = _joined(chains, [smallest_schedule(one.chain).items for one in chains])
+    assert smallest is not None
+    return smallest, simulated(smallest)
+
+
+def _joined(chains: Sequence[_RankChain], all_items: Sequence[Items | None]) -> ActivationSchedule | None:
+    """Return the schedule of all stages of a pipeline; None if one has none."""
+    items: list[Any] = []
+    for rank, found in zip(chains, all_items, strict=True):
+        if found is None:
+            return None
+        items += ActivationSchedule.of_chain(found, rank.names).items
+    return ActivationSchedule(tuple(items))
