@@ -84,7 +84,7 @@ def add_parser(commands: Any) -> None:
         "--checkpoint-activations",
         "--checkpoint_activations",
         metavar="POLICY",
-        help="activation checkpointing: layers, selective, or a budget per rank such as 8GiB",
+        help="activation checkpointing: layers, selective, a budget per rank such as 8GiB, or auto: as little as fits",
     )
     parser.add_argument(
         "--gradient-checkpointing",
@@ -150,6 +150,8 @@ def estimate(arguments: argparse.Namespace) -> int:
             raise ConfigError(f"{option} {number} is not positive: give a number from 1")
     memory = arguments.device_memory
     device_memory = None if memory is None else bytes_from_text(memory, "--device-memory")
+    plans_activations = arguments.checkpoint_activations == "auto"
+    _check_plan(arguments)
     settings = _settings(arguments.settings, "--settings")
     candidates = find_candidates(arguments.plugin, arguments.nproc, settings, arguments.mixed_precision)
     optimizer = _optimizer(arguments.optimizer, arguments.optimizer_settings)
@@ -171,6 +173,7 @@ def estimate(arguments: argparse.Namespace) -> int:
             device_memory=device_memory,
             checkpoint=arguments.checkpoint,
             profile=profile,
+            plans_activations=plans_activations,
             on_start=show,
         )
     except KeyboardInterrupt:
@@ -187,6 +190,23 @@ def estimate(arguments: argparse.Namespace) -> int:
         least_memory(results) is not None if device_memory is None else least_communication(results) is not None
     )
     return 0 if has_answer and not any(one.is_internal_error for one in results) else 1
+
+
+def _check_plan(arguments: argparse.Namespace) -> None:
+    """Raise `ConfigError` for what --checkpoint-activations auto can't go with."""
+    if arguments.checkpoint_activations != "auto":
+        return
+    if arguments.device_memory is None:
+        raise ConfigError(
+            "--checkpoint-activations auto recomputes as little as fits the device, whose memory was not given: add"
+            " --device-memory, such as --device-memory 80GiB"
+        )
+    for option in ("offload_activations", "checkpoint"):
+        if getattr(arguments, option):
+            raise ConfigError(
+                f"--checkpoint-activations auto with --{option.replace('_', '-')} is not possible: leave that out, or"
+                " write --checkpoint-activations layers"
+            )
 
 
 def _find_profile(arguments: argparse.Namespace) -> tuple[MachineProfile | None, str]:
@@ -216,7 +236,9 @@ def _load_model(arguments: argparse.Namespace) -> ModelSource:
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[arguments.dtype]
     source = load_model(arguments.model, batch=arguments.batch, sequence=arguments.seq, dtype=dtype)
     policy, offload = arguments.checkpoint_activations, arguments.offload_activations
-    if policy is not None:
+    if policy == "auto":
+        source.notes.append("layers are recomputed in backward as far as it takes to fit; --json has the schedules")
+    elif policy is not None:
         budget = None if policy in ("layers", "selective") else bytes_from_text(policy, "--checkpoint-activations")
         name = policy if budget is None else "budget"
         enable_activation_checkpointing(source, name, budget_bytes=budget, offload=offload)

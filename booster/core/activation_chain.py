@@ -108,6 +108,8 @@ def solve_chain(chain: Chain, budget_bytes: int) -> ChainSolution | None:
         chain: Stages.
         budget_bytes: Memory for inputs, what is kept, gradients and temporaries.
     """
+    if budget_bytes <= 0:
+        return None
     has_many = any(one.num_live > 1 for one in chain.stages)
     found = _solve_pipeline(chain, budget_bytes) if has_many else _solve_single(chain, budget_bytes)
     best: ChainSolution | None = None
@@ -313,15 +315,20 @@ class _Tables:
 
 
 def _solve_single(chain: Chain, budget_bytes: int) -> Iterator[Items]:
-    """Yield schedules, from the fastest, until one fits the budget without rounding."""
+    """Yield schedules, from the fastest, until one fits the budget without rounding.
+
+    Of equal ones first that for the budget, which has the smaller segments, then that for the least memory.
+    """
     last = len(chain.stages)
     tables = _Tables(chain, _with_margin(chain, budget_bytes))
     times = tables.times[0][last]
     for time in np.unique(times[np.isfinite(times)]):
-        items = tables.items(0, last, int(np.argmax(times == time)))[:-1]
-        yield items
-        if schedule_bytes(chain, items) <= budget_bytes:
-            return
+        sizes = np.flatnonzero(times == time)
+        for size in (min(int(sizes[-1]), max(int(sizes[0]), budget_bytes // tables.slot)), int(sizes[0])):
+            items = tables.items(0, last, size)[:-1]
+            yield items
+            if schedule_bytes(chain, items) <= budget_bytes:
+                return
     yield tuple((index,) for index in range(last))
 
 

@@ -177,9 +177,10 @@ def _measure(
     recipe: TrainingRecipe, world: World, mixed_precision: str | MixedPrecision | None, profile: MachineProfile | None
 ) -> list[_RankChain]:
     """Simulate the training with all layers recomputed, on one rank of each pipeline stage."""
+    is_launched = is_initialized()  # then this process's own rank is the only one that can be simulated
     with world(0) as plugin:
         precision = resolve_mixed_precision(mixed_precision, plugin)
-        ranks = [group_rank()] if is_initialized() else plugin.representative_ranks()
+        ranks = [group_rank()] if is_launched else plugin.representative_ranks()
         has_segments = not plugin.gathers_layers()
         stack = find_repeated_layers(recipe.model) if len(ranks) == 1 else None
         depths = None if stack is None else depths_to_simulate(recipe.model, stack, plugin)
