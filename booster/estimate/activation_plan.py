@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -32,7 +32,6 @@ from .estimate import (
     MemoryEstimate,
     TrainingRecipe,
     World,
-    depths_to_simulate,
     estimate_recipe,
     simulate_rank,
     world_of,
@@ -53,6 +52,7 @@ from .step_time import StepTime
 # simulated one with all layers recomputed and with none, and between them what the schedule changes. Other models are
 # simulated under the schedule, and the budget is corrected until that fits.
 _MAX_SIMULATIONS = 5
+_MIN_LAYERS = 3  # of a rank: the first, the last and one between
 _CLOSE = 0.01  # of the device's memory: not worth another simulation
 
 
@@ -106,8 +106,8 @@ def plan_activations(
     finally:
         if made_here is not None:
             made_here.close()
-    if len(chains) == 1 and chains[0].is_extrapolated:
-        return _plan_extrapolated(chains[0], kept, device_memory)
+    if all(one.is_extrapolated for one in chains):
+        return _plan_extrapolated(chains, kept, device_memory)
 
     def simulated(schedule: ActivationSchedule) -> MemoryEstimate:
         return estimate(replace(recipe, change_model=partial(_follow, schedule)))
@@ -182,37 +182,79 @@ def _measure(
         precision = resolve_mixed_precision(mixed_precision, plugin)
         ranks = [group_rank()] if is_launched else plugin.representative_ranks()
         has_segments = not plugin.gathers_layers()
-        stack = find_repeated_layers(recipe.model) if len(ranks) == 1 else None
-        depths = None if stack is None else depths_to_simulate(recipe.model, stack, plugin)
+        unit = plugin.layer_divisor()
     fake.fake_headers.clear()
-    all_names = list(layers_of(recipe.model))
-    if stack is None or depths is None or any(name.rpartition(".")[0] != stack for name in all_names):
-        found = []
-        for rank in ranks:
-            costs, memory = _simulate(recipe, world, rank, precision, profile, None)
-            names = sorted(costs, key=lambda name: costs[name].position)
+    measure = partial(_simulate, recipe, world, precision, profile)
+    stack = _stack_to_extrapolate(recipe.model, unit)
+    found: list[_RankChain] = []
+    for rank in ranks:
+        chain = None if stack is None else _extrapolated_chain(recipe.model, measure, rank, stack, unit, has_segments)
+        if chain is None:
+            costs, memory = measure(rank, None)
+            names = list(costs)
             work = [memory.forward_work[layer_segment(name)] for name in names]
-            stages = [costs[name] for name in names]
-            found.append(_chain_of(names, stages, work, _Peaks.of(memory, names), has_segments))
-        return found
-    runs = [_simulate(recipe, world, ranks[0], precision, profile, (stack, depth)) for depth in depths]
-    peaks = _extrapolated([_Peaks.of(memory, list(costs)) for costs, memory in runs], depths, len(all_names))
+            chain = _chain_of(names, list(costs.values()), work, _Peaks.of(memory, names), has_segments)
+        found.append(chain)
+    return found
+
+
+def _stack_to_extrapolate(model: nn.Module, unit: int) -> str | None:
+    """Return the name of a list of identical layers that has all layers of the model, as many on each stage."""
+    stack = find_repeated_layers(model)
+    names = list(layers_of(model))
+    if stack is None or any(name.rpartition(".")[0] != stack for name in names) or len(names) % unit:
+        return None
+    return stack
+
+
+def _extrapolated_chain(
+    model: nn.Module,
+    measure: Callable[[int, tuple[str, int]], tuple[dict[str, LayerCost], SimulatedMemory]],
+    rank: int,
+    stack: str,
+    unit: int,
+    has_segments: bool,
+) -> _RankChain | None:
+    """Return the chain of a rank from two simulations of fewer layers; None if that is not possible."""
+    all_names = list(layers_of(model))
+    count = len(all_names) // unit  # of the rank
+    few = _MIN_LAYERS + (count - _MIN_LAYERS) % 2
+    counts = (few, few + 2)
+    if counts[1] >= count:
+        return None
+    try:
+        runs = [measure(rank, (stack, unit * one)) for one in counts]
+    except Exception:  # any error of a model that depends on its layers: the full run reports real ones
+        return None
+    blocks = set()
+    for (costs, _), one in zip(runs, counts, strict=True):
+        indices = [all_names.index(name) for name in costs]
+        block = indices[0] // one
+        if indices != list(range(block * one, (block + 1) * one)):
+            return None  # several parts of the model
+        blocks.add(block)
+    if len(blocks) > 1:
+        return None
+    peaks = _extrapolated([_Peaks.of(memory, list(costs)) for costs, memory in runs], counts, count)
     costs, memory = runs[-1]
     shallow = list(costs)
-    like = [shallow[0], *([shallow[1]] * (len(all_names) - 2)), shallow[-1]]
+    like = [shallow[0], *([shallow[1]] * (count - 2)), shallow[-1]]
     work = [memory.forward_work[layer_segment(name)] for name in like]
-    made = _chain_of(all_names, [costs[name] for name in like], work, peaks, has_segments)
-    return [replace(made, is_extrapolated=True)]
+    block = blocks.pop()
+    names = all_names[block * count : (block + 1) * count]
+    made = _chain_of(names, [costs[name] for name in like], work, peaks, has_segments)
+    return replace(made, is_extrapolated=True)
 
 
 def _simulate(
     recipe: TrainingRecipe,
     world: World,
-    rank: int,
     precision: MixedPrecision | None,
     profile: MachineProfile | None,
+    rank: int,
     layers: tuple[str, int] | None,
 ) -> tuple[dict[str, LayerCost], SimulatedMemory]:
+    """Return the costs of the rank's layers, in the order in which they run, and the memory."""
     policies: list[MeasuredLayers] = []
 
     def measure_layers(model: nn.Module) -> None:
@@ -223,7 +265,8 @@ def _simulate(
 
     changed = replace(recipe, change_model=measure_layers)
     memory = simulate_rank(changed, world, rank, precision, layers, profile=profile, by_layer=True)
-    return policies[-1].local_costs, memory
+    costs = policies[-1].local_costs
+    return {name: costs[name] for name in sorted(costs, key=lambda name: costs[name].position)}, memory
 
 
 def _extrapolated(runs: Sequence[_Peaks], depths: tuple[int, int], num_layers: int) -> _Peaks:
@@ -296,30 +339,40 @@ def _chain_of(
 
 
 def _plan_extrapolated(
-    rank: _RankChain, kept: MemoryEstimate, device_memory: int
+    ranks: Sequence[_RankChain], kept: MemoryEstimate, device_memory: int
 ) -> tuple[ActivationSchedule, MemoryEstimate]:
-    items = rank.solve(device_memory)
-    if items is None:
-        items = smallest_schedule(rank.chain).items
-    schedule = ActivationSchedule.of_chain(items, rank.names)
-    more = rank.num_bytes(items) - rank.peak.total
-    backward = replace(rank.peak, activations=max(0, rank.peak.activations + more))
-    share = schedule.num_recomputations / len(rank.names)
+    all_items = [rank.solve(device_memory) or smallest_schedule(rank.chain).items for rank in ranks]
+    schedule = _joined(ranks, all_items)
+    assert schedule is not None
+    sizes = [rank.num_bytes(items) for rank, items in zip(ranks, all_items, strict=True)]
+    most = sizes.index(max(sizes))
+    peak = ranks[most].peak
+    share = schedule.num_recomputations / len(schedule.names)
     memory = replace(
         kept.memory,
-        backward=backward,
-        sent=round(kept.sent + share * (rank.sent - kept.sent)),
-        time=None if kept.step_time is None else _with_recomputation(kept.step_time, rank, items),
+        backward=replace(peak, activations=max(0, peak.activations + sizes[most] - peak.total)),
+        sent=round(kept.sent + share * (max(rank.sent for rank in ranks) - kept.sent)),
+        time=None if kept.step_time is None else _with_recomputation(kept.step_time, ranks, all_items),
     )
     return schedule, replace(kept, memory=memory)
 
 
-def _with_recomputation(time: StepTime, rank: _RankChain, items: Items) -> StepTime:
-    def again(items: Items) -> float:
-        inner = [item for item in items if not isinstance(item, int)]
-        return sum(sum(rank.chain.stages[one].forward_time for one in stages_of(item)) + again(item) for item in inner)
+def _with_recomputation(time: StepTime, ranks: Sequence[_RankChain], all_items: Sequence[Items]) -> StepTime:
+    """Return the time of a step with the recomputations of the rank that has the most."""
 
-    seconds = again(items)
+    def again(rank: _RankChain, items: Items) -> float:
+        inner = [item for item in items if not isinstance(item, int)]
+        stages = rank.chain.stages
+        return sum(sum(stages[one].forward_time for one in stages_of(item)) + again(rank, item) for item in inner)
+
+    if len(ranks) == 1:
+        seconds = again(ranks[0], all_items[0])
+    else:  # a forward is one of several microbatches: backward takes about twice its time
+        shares = [
+            again(rank, items) / (3 * sum(one.forward_time for one in rank.chain.stages))
+            for rank, items in zip(ranks, all_items, strict=True)
+        ]
+        seconds = time.model * max(shares)
     return replace(time, model=time.model + seconds, computation=time.computation + seconds)
 
 

@@ -168,16 +168,18 @@ def compare(
     for candidate in candidates:
         on_start(candidate.name)
         started = time.monotonic()
-        estimate = partial(
-            plan_activations if plans_activations else partial(_unchanged, checkpoint=checkpoint),
-            recipe,
-            None if candidate.plugin == ONE_DEVICE else candidate.plugin,
-            num_ranks=num_ranks,
-            settings=candidate.settings,
-            mixed_precision=candidate.mixed_precision,
-            device_memory=device_memory,
-            profile=profile,
-        )
+        given: dict[str, Any] = {
+            "num_ranks": num_ranks,
+            "settings": candidate.settings,
+            "mixed_precision": candidate.mixed_precision,
+            "device_memory": device_memory,
+            "profile": profile,
+        }
+        plugin = None if candidate.plugin == ONE_DEVICE else candidate.plugin
+        if plans_activations:
+            estimate = partial(plan_activations, recipe, plugin, **given)
+        else:
+            estimate = partial(_without_plan, recipe, plugin, checkpoint=checkpoint, **given)
         result = _estimate_candidate(candidate, num_ranks, estimate)
         results.append(replace(result, seconds=time.monotonic() - started))
     return results
@@ -237,7 +239,7 @@ def _total(result: CandidateResult) -> int:
 _Plan = tuple[ActivationSchedule | None, MemoryEstimate]
 
 
-def _unchanged(*args: Any, **kwargs: Any) -> _Plan:
+def _without_plan(*args: Any, **kwargs: Any) -> _Plan:
     return None, estimate_recipe(*args, **kwargs)
 
 

@@ -405,25 +405,19 @@ def _simulate(
     name = None if recipe.change_model is not None else find_repeated_layers(recipe.model)
     if name is None:
         return run().summary()
-    with world(rank) as plugin:
-        depths = depths_to_simulate(recipe.model, name, plugin)
     num_layers = len(recipe.model.get_submodule(name)._modules)
-    if depths is None:
+    with world(rank) as plugin:
+        unit = plugin.layer_divisor()
+    least = -(-_MIN_DEPTH // unit)
+    low = least + (num_layers // unit - least) % 2
+    depths = (unit * low, unit * (low + 2))
+    if depths[1] >= num_layers:
         return run().summary()
     try:
         few, more = (run(depth) for depth in depths)
         return extrapolate(few, more, depths=depths, num_layers=num_layers).summary()
     except Exception:  # any error of a model that depends on its layers: the full run reports real ones
         return run().summary()
-
-
-def depths_to_simulate(model: nn.Module, name: str, plugin: Plugin) -> tuple[int, int] | None:
-    """Return two numbers of layers of a list to simulate in place of all; None if there are too few layers."""
-    num_layers, unit = len(model.get_submodule(name)._modules), plugin.layer_divisor()
-    least = -(-_MIN_DEPTH // unit)
-    low = least + (num_layers // unit - least) % 2
-    depths = (unit * low, unit * (low + 2))
-    return None if depths[1] >= num_layers else depths
 
 
 def simulate_rank(
