@@ -23,7 +23,7 @@ from booster.core.activation_chain import (
     stages_of,
 )
 from booster.core.activation_policy import checkpoint_layer
-from booster.core.activation_schedule import ActivationSchedule
+from booster.core.activation_schedule import ActivationSchedule, names_of
 from booster.core.layer_stacks import layers_of
 from booster.interface import MixedPrecision, Plugin
 from booster.mixed_precision import resolve_mixed_precision
@@ -99,7 +99,7 @@ def plan_activations(
     kept = estimate(recipe)
     if kept.fits:
         return None, kept
-    layers_without_policy(recipe.model)
+    all_names = list(layers_without_policy(recipe.model))
     world, made_here = world_of(plugin, num_ranks, settings, mixed_precision)
     try:
         chains = _measure(recipe, world, mixed_precision, profile)
@@ -107,12 +107,12 @@ def plan_activations(
         if made_here is not None:
             made_here.close()
     if all(one.is_extrapolated for one in chains):
-        return _plan_extrapolated(chains, kept, device_memory)
+        return _plan_extrapolated(all_names, chains, kept, device_memory)
 
     def simulated(schedule: ActivationSchedule) -> MemoryEstimate:
         return estimate(replace(recipe, change_model=partial(_follow, schedule)))
 
-    return _plan_simulated(chains, kept, device_memory, simulated)
+    return _plan_simulated(all_names, chains, kept, device_memory, simulated)
 
 
 def _follow(schedule: ActivationSchedule, model: nn.Module) -> None:
@@ -339,10 +339,10 @@ def _chain_of(
 
 
 def _plan_extrapolated(
-    ranks: Sequence[_RankChain], kept: MemoryEstimate, device_memory: int
+    all_names: Sequence[str], ranks: Sequence[_RankChain], kept: MemoryEstimate, device_memory: int
 ) -> tuple[ActivationSchedule, MemoryEstimate]:
-    all_items = [rank.solve(device_memory) or smallest_schedule(rank.chain).items for rank in ranks]
-    schedule = _joined(ranks, all_items)
+    all_items = [rank.solve(device_memory) or _nearly_smallest(rank) for rank in ranks]
+    schedule = _joined(all_names, ranks, all_items)
     assert schedule is not None
     sizes = [rank.num_bytes(items) for rank, items in zip(ranks, all_items, strict=True)]
     most = sizes.index(max(sizes))
@@ -377,15 +377,16 @@ def _with_recomputation(time: StepTime, ranks: Sequence[_RankChain], all_items: 
 
 
 def _plan_simulated(
+    all_names: Sequence[str],
     chains: Sequence[_RankChain],
     kept: MemoryEstimate,
     device_memory: int,
-    simulated: Any,
+    simulated: Callable[[ActivationSchedule], MemoryEstimate],
 ) -> tuple[ActivationSchedule, MemoryEstimate]:
     """Solve, simulate and correct the budget by what the simulation has more or less."""
     budget, best = device_memory, None
     for _ in range(_MAX_SIMULATIONS):
-        schedule = _joined(chains, [one.solve(budget) for one in chains])
+        schedule = _joined(all_names, chains, [one.solve(budget) for one in chains])
         if schedule is None or (best is not None and schedule.num_recomputations >= best[0].num_recomputations):
             break
         estimate = simulated(schedule) if schedule.recomputed else kept
@@ -398,16 +399,41 @@ def _plan_simulated(
         budget += device_memory - estimate.total
     if best is not None:
         return best
-    smallest = _joined(chains, [smallest_schedule(one.chain).items for one in chains])
+    smallest = _joined(all_names, chains, [_nearly_smallest(one) for one in chains])
     assert smallest is not None
     return smallest, simulated(smallest)
 
 
-def _joined(chains: Sequence[_RankChain], all_items: Sequence[Items | None]) -> ActivationSchedule | None:
-    """Return the schedule of all stages of a pipeline; None if one has none."""
-    items: list[Any] = []
-    for rank, found in zip(chains, all_items, strict=True):
-        if found is None:
+def _joined(
+    all_names: Sequence[str], ranks: Sequence[_RankChain], all_items: Sequence[Items | None]
+) -> ActivationSchedule | None:
+    """Return the schedule of all stages of a pipeline; None if one has none.
+
+    Stages that are not measured need no more memory than the second one, and have its schedule.
+    """
+    joined: list[Any] = []
+    for rank, items in zip(ranks, all_items, strict=True):
+        if items is None:
             return None
-        items += ActivationSchedule.of_chain(found, rank.names).items
-    return ActivationSchedule(tuple(items))
+        joined += ActivationSchedule.of_chain(items, rank.names).items
+    measured = {name for rank in ranks for name in rank.names}
+    others = [name for name in all_names if name not in measured]
+    like = all_items[1 if len(ranks) > 1 else 0]
+    assert like is not None
+    count = len(stages_of(like))
+    for start in range(0, len(others), count):
+        names = others[start : start + count]
+        is_stage = len(names) == count and _are_adjacent(all_names, names)
+        joined += ActivationSchedule.of_chain(like, names).items if is_stage else [(name,) for name in names]
+    return ActivationSchedule(tuple(sorted(joined, key=lambda item: all_names.index(names_of(item)[0]))))
+
+
+def _are_adjacent(all_names: Sequence[str], names: Sequence[str]) -> bool:
+    first = all_names.index(names[0])
+    return list(all_names[first : first + len(names)]) == list(names)
+
+
+def _nearly_smallest(rank: _RankChain) -> Items:
+    """Return a schedule of about the least memory: the very least may repeat each forward many times."""
+    least = rank.num_bytes(smallest_schedule(rank.chain).items)
+    return rank.solve(round((1 + _CLOSE) * least)) or smallest_schedule(rank.chain).items

@@ -128,7 +128,8 @@ def test_layers_that_are_checkpointed_already():
     [
         ("low_level_zero", {"stage": 1, "precision": "bf16"}, 0.4),
         ("torch_fsdp", {}, 0.6),
-        ("hybrid_parallel", {"tp_size": 2, "precision": "bf16"}, 0.2),
+        ("hybrid_parallel", {"tp_size": 2, "zero_stage": 1, "precision": "bf16"}, 0.4),
+        ("hybrid_parallel", {"pp_size": 4, "num_microbatches": 2, "precision": "bf16"}, 0.1),
     ],
 )
 def test_equal_layers_are_extrapolated(plugin, settings, share):
@@ -136,7 +137,8 @@ def test_equal_layers_are_extrapolated(plugin, settings, share):
     recipe = TrainingRecipe(model=source.model, batch=source.batch, criterion=source.criterion)
     arguments = {"num_ranks": 4, "settings": settings}
     kept = estimate_recipe(recipe, plugin, **arguments)
-    device_memory = round(kept.total - share * kept.peak.activations)
+    device_memory = round(kept.memory.backward.total - share * kept.memory.backward.activations)
+    assert kept.memory.step.total < device_memory < kept.total
     schedule, estimate = plan_activations(recipe, plugin, device_memory=device_memory, **arguments)
     assert estimate.fits
     assert 0 < len(schedule.recomputed) < 32
@@ -147,7 +149,7 @@ def test_equal_layers_are_extrapolated(plugin, settings, share):
         TrainingRecipe(model=source.model, batch=source.batch, criterion=source.criterion), plugin, **arguments
     )
     assert estimate.total == pytest.approx(full.total, rel=0.03)
-    assert estimate.sent == pytest.approx(full.sent, rel=0.03)
+    assert estimate.sent == pytest.approx(full.sent, rel=0.05)
 
 
 def peak_of(settings):
