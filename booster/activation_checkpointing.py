@@ -1,6 +1,11 @@
-"""Activation checkpointing under every plugin: whole layers, by operation, or within a budget, with offload."""
+"""Activation checkpointing under every plugin: layers, by operation, in a budget, by a schedule, with offload."""
 
 from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
 
 from torch import nn
 
@@ -14,16 +19,22 @@ from booster.core.activation_policy import (
     is_checkpointed_by_transformers,
     policy_of,
 )
+from booster.core.activation_schedule import ActivationSchedule, RecomputeBySchedule, names_of
 from booster.core.layer_stacks import layers_of
 from booster.errors import ConfigError
 from booster.interface import ModelWrapper
 from booster.validation import is_count
 
-_POLICIES = ("layers", "selective", "budget")
+_POLICIES = ("layers", "selective", "budget", "schedule")
 
 
 def checkpoint_activations(
-    model: nn.Module, policy: str = "layers", *, budget_bytes: int | None = None, offload: str | None = None
+    model: nn.Module,
+    policy: str = "layers",
+    *,
+    budget_bytes: int | None = None,
+    schedule: ActivationSchedule | Sequence[Any] | None = None,
+    offload: str | None = None,
 ) -> nn.Module:
     """Recompute activations of a model's layers in backward, in place; call it before `boost`.
 
@@ -33,10 +44,13 @@ def checkpoint_activations(
     Args:
         model: The user's model.
         policy: "layers": each layer keeps its inputs only. "selective": it also keeps the outputs of matrix products,
-            convolutions and fused attention, and repeats what is cheap. "budget": as few layers as possible are
-            recomputed; two steps, in which all are, measure what fits.
+            convolutions and fused attention, and repeats what is cheap. "budget": as little as possible is recomputed;
+            two steps, in which all layers are, measure what fits. "schedule": as `schedule` says.
         budget_bytes: Bytes of activations per rank, for "budget": inputs of layers, what layers that are not recomputed
-            save for backward, and the recomputation of the largest one.
+            save for backward, and what a recomputation keeps.
+        schedule: For "schedule": layers in the order of forward. A name is a layer that keeps its activations. A list
+            of names is a segment, of which only the first layer's input is kept; lists in it are recomputed again.
+            Layers that are left out are kept.
         offload: "cpu" moves the inputs of recomputed layers to pinned host memory, and back ahead of their use. No
             effect on a CPU, whose memory they are in. Optional.
 
@@ -44,10 +58,11 @@ def checkpoint_activations(
         The model.
 
     Raises:
-        ConfigError: An argument is invalid, the model is boosted or has no layers, or they are checkpointed already.
+        ConfigError: An argument is invalid, the model is boosted or has no layers or not those of the schedule, or they
+            are checkpointed already.
 
     Collective: no. With "budget" the second step sends one small message, and raises `ConfigError` on all ranks if
-    `budget_bytes` is less than what the recomputation of all layers needs.
+    nothing fits `budget_bytes`.
 
     Examples:
         >>> import torch
@@ -55,7 +70,20 @@ def checkpoint_activations(
         >>> layers = [torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True) for _ in range(3)]
         >>> model = checkpoint_activations(torch.nn.Sequential(*layers))
     """
-    _check_arguments(model, policy, budget_bytes, offload)
+    _check_arguments(model, policy, budget_bytes, schedule, offload)
+    layers = layers_without_policy(model)
+    chosen = _policy(policy, list(layers), budget_bytes, schedule, None if offload is None else ActivationOffload())
+    for name, layer in layers.items():
+        checkpoint_layer(layer, chosen, name)
+    return model
+
+
+def layers_without_policy(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the layers of all stacks by name, in order.
+
+    Raises:
+        ConfigError: There are none, or they are checkpointed already.
+    """
     layers = layers_of(model)
     if not layers:
         raise ConfigError(
@@ -68,24 +96,55 @@ def checkpoint_activations(
                 f"checkpoint_activations(): {name!r} is checkpointed already: call it once, and leave out"
                 " gradient_checkpointing_enable() and gradient_checkpoint_config"
             )
-    chosen = _policy(policy, list(layers), budget_bytes, None if offload is None else ActivationOffload())
-    for name, layer in layers.items():
-        checkpoint_layer(layer, chosen, name)
-    return model
+    return layers
 
 
 def _policy(
-    policy: str, names: list[str], budget_bytes: int | None, offload: ActivationOffload | None
+    policy: str,
+    names: list[str],
+    budget_bytes: int | None,
+    schedule: ActivationSchedule | Sequence[Any] | None,
+    offload: ActivationOffload | None,
 ) -> ActivationPolicy:
     if policy == "layers":
         return RecomputeLayers(offload)
     if policy == "selective":
         return RecomputeCheapOperations()
+    if policy == "schedule":
+        parsed = ActivationSchedule.from_json(schedule)
+        _check_names(parsed, names)
+        return RecomputeBySchedule(parsed, offload)
     assert budget_bytes is not None
     return ActivationBudget(names, budget_bytes, offload)
 
 
-def _check_arguments(model: nn.Module, policy: str, budget_bytes: int | None, offload: str | None) -> None:
+def _check_names(schedule: ActivationSchedule, names: list[str]) -> None:
+    """Raise `ConfigError` if a schedule names other layers, or names them in another order."""
+    unknown = [name for name in schedule.names if name not in names]
+    if unknown:
+        near = difflib.get_close_matches(unknown[0], names, n=1)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        raise ConfigError(
+            f"checkpoint_activations(schedule=...) names {unknown[0]!r}, which is no layer of a stack of the model: its"
+            f" layers are {names[0]!r} to {names[-1]!r}.{hint}"
+        )
+    for item in schedule.items:
+        inside = [] if isinstance(item, str) else [names.index(name) for name in names_of(item)]
+        for before, after in pairwise(inside):
+            if after != before + 1 or names[before].rpartition(".")[0] != names[after].rpartition(".")[0]:
+                raise ConfigError(
+                    f"checkpoint_activations(schedule=...) has a segment with {names[after]!r} behind"
+                    f" {names[before]!r}: the layers of a segment follow each other in one stack"
+                )
+
+
+def _check_arguments(
+    model: nn.Module,
+    policy: str,
+    budget_bytes: int | None,
+    schedule: ActivationSchedule | Sequence[Any] | None,
+    offload: str | None,
+) -> None:
     if isinstance(model, ModelWrapper):
         raise ConfigError("checkpoint_activations() was given a boosted model: call it before boost()")
     if not isinstance(model, nn.Module):
@@ -98,6 +157,12 @@ def _check_arguments(model: nn.Module, policy: str, budget_bytes: int | None, of
             f"checkpoint_activations(policy={policy!r}) {wrong}: write policy='budget', budget_bytes=8 * 2**30 for 8"
             " GiB"
         )
+    if (policy == "schedule") != (schedule is not None):
+        wrong = "without schedule" if schedule is None else "with schedule=..."
+        raise ConfigError(
+            f"checkpoint_activations(policy={policy!r}) {wrong}: write policy='schedule', schedule=['layers.0',"
+            " ['layers.1']], which recomputes the second of two layers"
+        )
     if budget_bytes is not None and not is_count(budget_bytes):
         raise ConfigError(
             f"checkpoint_activations(budget_bytes={budget_bytes!r}) is not a number of bytes: give an int such as"
@@ -108,5 +173,6 @@ def _check_arguments(model: nn.Module, policy: str, budget_bytes: int | None, of
     if offload is not None and policy == "selective":
         raise ConfigError(
             "checkpoint_activations(policy='selective', offload='cpu'): what is kept of operations is needed at once in"
-            " the recomputation, too early to come from the host: write policy='layers' or 'budget' to offload"
+            " the recomputation, too early to come from the host: write policy='layers', 'budget' or 'schedule' to"
+            " offload"
         )

@@ -138,7 +138,7 @@ class Booster(CheckpointMethods):
         if self.plan is None:
             self._use_plan(choice.choose(model, optimizer, criterion, dataloader, self._precision_of_choice))
         assert self.plan is not None
-        check_same_across_ranks("boost() with a plan", [], error=error_of(partial(self.plan.check_model, model)))
+        check_same_across_ranks("boost() with a plan", [], error=error_of(partial(_follow, self.plan, model)))
         self._choice = None
 
     if not TYPE_CHECKING:  # type checkers would accept every name
@@ -205,6 +205,9 @@ class Booster(CheckpointMethods):
             lr_scheduler,
             compile_options=self._compile_options,
         )
+        policies = dict.fromkeys(vars(one)[POLICY] for one in model.modules() if POLICY in vars(one))
+        for policy in policies:
+            policy.prepare(type(self.plugin).__name__, gathers_layers=self.plugin.gathers_layers())
         mark_boosted(model, optimizer)
         options = self._compile_options
         enable_compilation = None if options is None else compile_layers(model, options)
@@ -219,7 +222,7 @@ class Booster(CheckpointMethods):
             )
         if wrapped is not None:
             hook_clipping(wrapped)
-            for policy in dict.fromkeys(vars(one)[POLICY] for one in model.modules() if POLICY in vars(one)):
+            for policy in policies:
                 if policy.end_step is not None:
                     wrapped.register_step_hook(policy.end_step)
         if enable_compilation is not None:
@@ -557,6 +560,11 @@ class Booster(CheckpointMethods):
     def wait_for_everyone(self) -> None:
         """Wait for every rank. Collective."""
         barrier()
+
+
+def _follow(plan: PluginPlan, model: nn.Module) -> None:
+    plan.check_model(model)
+    plan.prepare_model(model)
 
 
 def _choice_of(plugin: str | Plugin | PluginChoice | None) -> PluginChoice | None:

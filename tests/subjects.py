@@ -50,7 +50,10 @@ SUBJECTS: dict[str, tuple[str, ...]] = {
     ),
     "data": ("*/test_data*", "*/test_sampler*"),
     "auto": ("*/test_auto_plugin*", "*/test_parallel_plan*"),
-    "estimates": ("*/test_estimate*", "*/test_memory_*", "*/test_step_time*", "*/test_machine_speed*"),
+    "estimates": (
+        *("*/test_estimate*", "*/test_memory_*", "*/test_step_time*", "*/test_machine_speed*"),
+        "*/test_activation_plan*",
+    ),
     "loops": (
         *("*/test_user_loops*", "*/test_trainer*", "*/test_gradient_handlers*", "*/test_ema*"),
         *("*/test_engine*", "*/test_transformers_trainer*"),

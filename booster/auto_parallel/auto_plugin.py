@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from os import PathLike
 from typing import Any
@@ -14,6 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, IterableDataset
 
+from booster.activation_checkpointing import layers_without_policy
 from booster.comm import all_gather_text, check_same_across_ranks, group_rank, group_size, max_of_numbers
 from booster.core.model_wrapper import LabeledBatch
 from booster.device import current_device, free_memory
@@ -47,7 +47,8 @@ class AutoPlugin(PluginChoice, name="auto"):
 
     Every plugin that trains as one process does is estimated by its own code on fake tensors: its memory per rank, and
     the time of its step from the speed of this machine, which is measured at first use and kept. The best one that fits
-    becomes `booster.plugin`. All ranks choose the same.
+    becomes `booster.plugin`, and layers recompute activations as far as it takes to fit, unless the model's layers are
+    checkpointed already. All ranks choose the same.
 
     Args:
         objective: "time" for the least predicted time per batch, or "memory" for the least memory per rank.
@@ -161,7 +162,7 @@ class AutoPlugin(PluginChoice, name="auto"):
             device_memory=self._device_memory(model),
             profile=profile,
             refusals=lambda one: "" if is_explicit else refuse_pipelines(one, num_ranks),
-            on_start=self._show_progress,
+            plans_activations=error_of(lambda: layers_without_policy(model)) is None,
         )
         if self._verbose and group_rank() == 0:
             print(self._text(result, profile), flush=True)
@@ -229,10 +230,6 @@ class AutoPlugin(PluginChoice, name="auto"):
         held = sum(one.nbytes for one in model.parameters() if one.device.type == device.type)
         own = int(_USABLE_SHARE * (free_memory(device) + held))
         return -max_of_numbers([-own])[0]
-
-    def _show_progress(self, name: str) -> None:
-        if self._verbose and group_rank() == 0 and sys.stderr.isatty():
-            print(f"estimating {name}", file=sys.stderr, flush=True)
 
     def _text(self, result: SearchResult, profile: MachineProfile) -> str:
         assert result.device_memory is not None

@@ -14,7 +14,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from booster.activation_checkpointing import checkpoint_activations
 from booster.comm import group_size
+from booster.core.activation_schedule import ActivationSchedule, ScheduleItem
 from booster.errors import ConfigError
 from booster.estimate.candidates import ONE_DEVICE, format_seconds, format_setting, format_size
 from booster.interface import Plugin, PluginPlan
@@ -43,6 +45,8 @@ class ParallelPlan(PluginPlan):
         num_ranks: World size.
         model: Class name of the model.
         num_parameters: Number of elements of its parameters.
+        activation_schedule: What each layer keeps for backward, as the items of an `ActivationSchedule`; None if all
+            activations are kept.
         batches: Number of batches that a step trains with, which is the data-parallel size.
         memory: Predicted peak memory per rank in bytes.
         seconds: Predicted time of a step; None if only memory was predicted.
@@ -55,6 +59,7 @@ class ParallelPlan(PluginPlan):
     num_ranks: int
     model: str
     num_parameters: int
+    activation_schedule: tuple[ScheduleItem, ...] | None = None
     batches: int = 1
     memory: int = 0
     seconds: float | None = None
@@ -117,6 +122,15 @@ class ParallelPlan(PluginPlan):
                 f" or make another plan with `booster plan --nproc {group_size()}`"
             )
 
+    def prepare_model(self, model: nn.Module) -> None:
+        """Give the model's layers the plan's activation checkpointing, in place.
+
+        Raises:
+            ConfigError: The model has other layers, or they have activation checkpointing already.
+        """
+        if self.activation_schedule is not None:
+            checkpoint_activations(model, "schedule", schedule=self.activation_schedule)
+
     def check_model(self, model: nn.Module) -> None:
         """Check that the plan was made for a model of this class and size.
 
@@ -150,6 +164,8 @@ class ParallelPlan(PluginPlan):
         parts = [self.plugin, *(f"{key}={format_setting(value)}" for key, value in settings.items())]
         time = "" if self.seconds is None else f", {format_seconds(self.seconds)} a step"
         batches = "1 batch" if self.batches == 1 else f"{self.batches} batches"
+        if self.activation_schedule is not None:
+            parts.append(str(ActivationSchedule.from_json(self.activation_schedule)))
         return f"{' '.join(parts)}: {format_size(self.memory)} per rank{time} of {batches}"
 
 

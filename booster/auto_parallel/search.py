@@ -6,14 +6,15 @@ import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any, Literal, TypeAlias
 
 from booster.comm import all_gather_text, fake_world, group_rank, group_size
+from booster.core.activation_schedule import ActivationSchedule
 from booster.errors import BoosterError, ConfigError
 from booster.estimate.candidates import (
     Candidate,
     CandidateResult,
-    compare,
     estimate_candidate,
     fastest,
     format_notes,
@@ -27,7 +28,6 @@ from booster.estimate.candidates import (
 )
 from booster.estimate.estimate import MemoryEstimate, TrainingRecipe
 from booster.estimate.machine_profile import MachineProfile
-from booster.estimate.processes import num_usable_processes
 from booster.estimate.simulation import CheckpointMemory, MemoryParts, RankMemory
 from booster.estimate.step_time import StepTime
 from booster.pytree import iter_tensors
@@ -84,6 +84,7 @@ class SearchResult:
             num_ranks=num_ranks,
             model=type(recipe.model).__name__,
             num_parameters=sum(parameter.numel() for parameter in recipe.model.parameters()),
+            activation_schedule=None if best.schedule is None else best.schedule.items,
             batches=best.dp_size,
             memory=best.estimate.total,
             seconds=None if time is None else time.total,
@@ -107,7 +108,7 @@ class SearchResult:
             time = best.estimate.step_time
             seconds = "" if time is None else f", {format_seconds(time.total)} a step of {batches}"
             word = {"time": "fastest" if time is not None else "fewest bytes sent", "memory": "least memory"}
-            text.append(f"chosen, {word[self.objective]}: {best.candidate.name}: {memory}{limit} per rank{seconds}")
+            text.append(f"chosen, {word[self.objective]}: {best.name}: {memory}{limit} per rank{seconds}")
         return "\n\n".join(one for one in text if one)
 
 
@@ -119,8 +120,9 @@ def search(
     objective: Objective,
     device_memory: int | None,
     profile: MachineProfile | None,
+    plans_activations: bool = False,
     refusals: Callable[[Candidate], str] = lambda candidate: "",
-    on_start: Callable[[str], None] = lambda name: None,
+    estimate_all: Callable[[Sequence[Candidate]], list[CandidateResult]] | None = None,
 ) -> SearchResult:
     """Estimate all candidates and rank them; see Note [Search for a plan].
 
@@ -131,25 +133,26 @@ def search(
         objective: "time" or "memory".
         device_memory: Available memory per rank in bytes.
         profile: Speed of the machine; optional, without it fewest bytes sent stand for the least time.
+        plans_activations: If True, candidates recompute as few activations as it takes to fit the device memory.
         refusals: Function that returns why a candidate is not to be used, or an empty text.
-        on_start: Callback for progress, called with the name of each candidate before its estimate.
+        estimate_all: Function that estimates candidates; optional, defaults to this process or the launched ranks.
 
     Collective: after a launch of `num_ranks` ranks every rank must call it, with equal arguments.
     """
     reasons = [refusals(candidate) for candidate in candidates]
     usable = [one for one, reason in zip(candidates, reasons, strict=True) if not reason]
-    if group_size() > 1:
-        found = _search_on_all_ranks(recipe, usable, num_ranks, device_memory, profile, on_start)
+    estimate = partial(
+        estimate_candidate,
+        recipe,
+        num_ranks=num_ranks,
+        device_memory=device_memory,
+        profile=profile,
+        plans_activations=plans_activations and device_memory is not None,
+    )
+    if estimate_all is not None:
+        found = estimate_all(usable)
     else:
-        found = compare(
-            recipe,
-            usable,
-            num_ranks,
-            device_memory=device_memory,
-            profile=profile,
-            on_start=on_start,
-            num_processes=num_usable_processes(),
-        )
+        found = _share(estimate, usable) if group_size() > 1 else [estimate(one) for one in usable]
     refused = [
         CandidateResult(candidate=one, reason=reason) for one, reason in zip(candidates, reasons, strict=True) if reason
     ]
@@ -210,24 +213,14 @@ def _rank(result: CandidateResult, objective: Objective) -> tuple[float, ...]:
     return (float(estimate.fits is False), *keys)
 
 
-def _search_on_all_ranks(
-    recipe: TrainingRecipe,
-    candidates: Sequence[Candidate],
-    num_ranks: int,
-    device_memory: int | None,
-    profile: MachineProfile | None,
-    on_start: Callable[[str], None],
-) -> list[CandidateResult]:
+def _share(estimate: Callable[[Candidate], CandidateResult], candidates: Sequence[Candidate]) -> list[CandidateResult]:
+    """Estimate every n-th candidate on each of n ranks, and return the results of all."""
     found: list[CandidateResult] = []
     for begin in range(0, len(candidates), group_size()):
         batch = candidates[begin : begin + group_size()]
-        on_start(", ".join(one.name for one in batch))
         own: list[str] = []
         if group_rank() < len(batch):
-            result = estimate_candidate(
-                recipe, batch[group_rank()], num_ranks, device_memory=device_memory, profile=profile
-            )
-            own = [json.dumps(_to_values(result))]
+            own = [json.dumps(_to_values(estimate(batch[group_rank()])))]
         texts = all_gather_text(f"search for a plan, round {begin // group_size()}", own)
         values = [json.loads(one[0]) for one in texts if one]
         found += [_from_values(one, candidate) for one, candidate in zip(values, batch, strict=True)]
@@ -241,6 +234,7 @@ def _to_values(result: CandidateResult) -> dict[str, Any]:
         "num_ranks": None if estimate is None else estimate.num_ranks,
         "device_memory": None if estimate is None else estimate.device_memory,
         "dp_size": result.dp_size,
+        "schedule": None if result.schedule is None else result.schedule.to_json(),
         "reason": result.reason,
         "is_internal_error": result.is_internal_error,
         "seconds": result.seconds,
@@ -252,6 +246,7 @@ def _from_values(values: dict[str, Any], candidate: Candidate) -> CandidateResul
     result = CandidateResult(
         candidate=candidate,
         dp_size=values["dp_size"],
+        schedule=None if values["schedule"] is None else ActivationSchedule.from_json(values["schedule"]),
         reason=values["reason"],
         is_internal_error=values["is_internal_error"],
         seconds=values["seconds"],

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import sys
 from typing import TYPE_CHECKING, Any
@@ -11,9 +10,8 @@ from typing import TYPE_CHECKING, Any
 from .training_arguments import (
     MODEL_FORMS,
     add_training_arguments,
+    check_activations,
     check_positive,
-    find_optimizer,
-    load_training_model,
     parse_settings,
     title_of,
 )
@@ -74,7 +72,6 @@ def estimate(arguments: argparse.Namespace) -> int:
     # Imported here, as these import torch, which the other commands do not need.
     from booster.estimate.candidates import (
         bytes_from_text,
-        compare,
         fastest,
         find_candidates,
         format_notes,
@@ -83,36 +80,28 @@ def estimate(arguments: argparse.Namespace) -> int:
         least_communication,
         least_memory,
     )
-    from booster.estimate.estimate import TrainingRecipe
-    from booster.estimate.processes import num_usable_processes
+
+    from .estimate_jobs import EstimateJob, load_recipe
 
     check_positive(arguments)
     memory = arguments.device_memory
     device_memory = None if memory is None else bytes_from_text(memory, "--device-memory")
+    plans_activations = arguments.checkpoint_activations == "auto"
+    check_activations(arguments)
     settings = parse_settings(arguments.settings, "--settings")
     candidates = find_candidates(arguments.plugin, arguments.nproc, settings, arguments.mixed_precision)
-    optimizer = find_optimizer(arguments.optimizer, arguments.optimizer_settings)
-    source = load_training_model(arguments)
-    optimizer([one for one in source.model.parameters() if one.requires_grad])  # a mistake in it is one of all settings
-    recipe = TrainingRecipe(model=source.model, batch=source.batch, optimizer=optimizer, criterion=source.criterion)
+    recipe, source = load_recipe(arguments)
     profile, profile_note = _find_profile(arguments)
     source.notes.append(profile_note)
-    numbers = itertools.count(1)
-
-    def show(name: str) -> None:  # on stderr, so that stdout has the table alone
-        print(f"[{next(numbers)}/{len(candidates)}] {name}", file=sys.stderr, flush=True)
-
+    job = EstimateJob(
+        arguments=arguments,
+        device_memory=device_memory,
+        profile=profile,
+        checkpoint=arguments.checkpoint,
+        plans_activations=plans_activations,
+    )
     try:
-        results = compare(
-            recipe,
-            candidates,
-            arguments.nproc,
-            device_memory=device_memory,
-            checkpoint=arguments.checkpoint,
-            profile=profile,
-            on_start=show,
-            num_processes=num_usable_processes(),
-        )
+        results = job.run(recipe, candidates)
     except KeyboardInterrupt:
         print("booster estimate: interrupted by Ctrl-C", file=sys.stderr)
         return 130

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import sys
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,9 +14,8 @@ from booster.errors import ConfigError
 from .training_arguments import (
     MODEL_FORMS,
     add_training_arguments,
+    check_activations,
     check_positive,
-    find_optimizer,
-    load_training_model,
     parse_settings,
     title_of,
 )
@@ -81,7 +80,8 @@ def plan(arguments: argparse.Namespace) -> int:
     # Imported here, as these import torch, which the other commands do not need.
     from booster.auto_parallel.search import refuse_small_batches, search
     from booster.estimate.candidates import bytes_from_text, find_candidates, to_json
-    from booster.estimate.estimate import TrainingRecipe
+
+    from .estimate_jobs import EstimateJob, load_recipe
 
     _check(arguments)
     memory = arguments.device_memory
@@ -89,16 +89,12 @@ def plan(arguments: argparse.Namespace) -> int:
     num_ranks = arguments.nproc
     settings = parse_settings(arguments.settings, "--settings")
     candidates = find_candidates(arguments.plugin, num_ranks, settings, arguments.mixed_precision)
-    optimizer = find_optimizer(arguments.optimizer, arguments.optimizer_settings)
     profile, note = _machine(arguments)
-    source = load_training_model(arguments)
-    optimizer([one for one in source.model.parameters() if one.requires_grad])
-    recipe = TrainingRecipe(model=source.model, batch=source.batch, optimizer=optimizer, criterion=source.criterion)
-    numbers = itertools.count(1)
-
-    def show(name: str) -> None:  # on stderr, so that stdout has the table alone
-        print(f"[{next(numbers)}] {name}", file=sys.stderr, flush=True)
-
+    recipe, source = load_recipe(arguments)
+    plans_activations = arguments.checkpoint_activations == "auto"
+    job = EstimateJob(
+        arguments=arguments, device_memory=device_memory, profile=profile, plans_activations=plans_activations
+    )
     try:
         result = search(
             recipe,
@@ -108,7 +104,7 @@ def plan(arguments: argparse.Namespace) -> int:
             device_memory=device_memory,
             profile=profile,
             refusals=lambda one: "" if settings else refuse_small_batches(one, num_ranks, recipe),
-            on_start=show,
+            estimate_all=partial(job.run, recipe),
         )
     except KeyboardInterrupt:
         print("booster plan: interrupted by Ctrl-C", file=sys.stderr)
@@ -127,6 +123,7 @@ def plan(arguments: argparse.Namespace) -> int:
 
 def _check(arguments: argparse.Namespace) -> None:
     check_positive(arguments)
+    check_activations(arguments)
     if arguments.ranks_per_host is not None and arguments.ranks_per_host < 1:
         raise ConfigError(f"--ranks-per-host {arguments.ranks_per_host} is not positive: give a number from 1")
     described = [one for one in ("device", "interconnect", "ranks_per_host") if getattr(arguments, one) is not None]

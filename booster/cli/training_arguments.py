@@ -53,7 +53,7 @@ def add_training_arguments(parser: argparse.ArgumentParser) -> None:
         "--checkpoint-activations",
         "--checkpoint_activations",
         metavar="POLICY",
-        help="activation checkpointing: layers, selective, or a budget per rank such as 8GiB",
+        help="activation checkpointing: layers, selective, a budget per rank such as 8GiB, or auto: as little as fits",
     )
     parser.add_argument(
         "--gradient-checkpointing",
@@ -94,6 +94,23 @@ def check_positive(arguments: argparse.Namespace) -> None:
             raise ConfigError(f"{option} {number} is not positive: give a number from 1")
 
 
+def check_activations(arguments: argparse.Namespace) -> None:
+    """Raise `ConfigError` for what --checkpoint-activations auto can't go with."""
+    if arguments.checkpoint_activations != "auto":
+        return
+    if arguments.device_memory is None:
+        raise ConfigError(
+            "--checkpoint-activations auto recomputes as little as fits the device, whose memory was not given: add"
+            " --device-memory, such as --device-memory 80GiB"
+        )
+    for option in ("offload_activations", "checkpoint"):
+        if getattr(arguments, option, False):
+            raise ConfigError(
+                f"--checkpoint-activations auto with --{option.replace('_', '-')} is not possible: leave that out, or"
+                " write --checkpoint-activations layers"
+            )
+
+
 def load_training_model(arguments: argparse.Namespace) -> ModelSource:
     """Return the model of --model on the meta device, with its batch and activation checkpointing.
 
@@ -111,7 +128,9 @@ def load_training_model(arguments: argparse.Namespace) -> ModelSource:
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[arguments.dtype]
     source = load_model(arguments.model, batch=arguments.batch, sequence=arguments.seq, dtype=dtype)
     policy, offload = arguments.checkpoint_activations, arguments.offload_activations
-    if policy is not None:
+    if policy == "auto":
+        source.notes.append("layers are recomputed in backward as far as it takes to fit; --json has the schedules")
+    elif policy is not None:
         budget = None if policy in ("layers", "selective") else bytes_from_text(policy, "--checkpoint-activations")
         name = policy if budget is None else "budget"
         enable_activation_checkpointing(source, name, budget_bytes=budget, offload=offload)

@@ -1,11 +1,10 @@
-"""Activation checkpointing within a memory budget: as few layers as possible are recomputed."""
+"""Activation checkpointing within a memory budget: as little as possible is recomputed."""
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, TypeAlias, cast
 
 import torch
@@ -16,19 +15,22 @@ from booster.comm import is_fake_world, max_of_numbers, raise_on_all_ranks
 from booster.errors import ConfigError
 from booster.pytree import iter_tensors
 
+from .activation_chain import Chain, ChainStage, smallest_schedule, solve_chain
 from .activation_offload import ActivationOffload, packing
 from .activation_policy import LAYER_NAME, ActivationPolicy
+from .activation_schedule import ActivationSchedule, ScheduledLayers
+from .activation_segments import chained_argument, first_tensor
 
 _HOST = torch.device("cpu")
-_RESOLUTION = 1024  # steps that the budget is divided into
 _MEASURED_STEPS = 2  # the first one also compiles, and allocates what is reused later
 
 # Note [Activation budget]
-# In the first steps all layers are recomputed, which needs least memory, and each forward is measured: the bytes that
-# its operations save for backward, its time, and how many of its forwards wait for their backward at once (of several
-# microbatches). The layers to recompute are then chosen once: those whose forwards together take the least time while
-# what the others keep fits. Layers that share a batch must recompute the same ones, because a recomputation
-# communicates: the maximum of all ranks' measurements decides. Numbers of the training do not depend on the choice.
+# In the first steps all layers are recomputed, and each forward is measured: the bytes that its operations save for
+# backward, its time, how many of its forwards wait for their backward at once (of several microbatches), and whether it
+# takes the output of the layer before it. The schedule is then chosen once: the one whose recomputations take the least
+# time within the budget; see Note [Persistent schedules]. Layers that share a batch must recompute the same ones,
+# because a recomputation communicates: the maximum of all ranks' measurements decides. Numbers of the training do not
+# depend on the choice.
 
 
 @dataclass(slots=True)
@@ -40,12 +42,16 @@ class LayerCost:
         kept_bytes: Bytes that the forward keeps in addition if the layer is not recomputed.
         nanoseconds: Time of the forward.
         num_live: Number of forwards that wait for their backward at once.
+        position: Position among the layers of a forward that ran here, from 1; 0 if it did not run.
+        num_unchained: Number of forwards that did not take the output of the layer before it.
     """
 
     input_bytes: int = 0
     kept_bytes: int = 0
     nanoseconds: int = 0
     num_live: int = 0
+    position: int = 0
+    num_unchained: int = 0
 
 
 _Mark: TypeAlias = int | torch.Event
@@ -70,61 +76,107 @@ class _LiveForward:
         self._measured.num_live -= 1
 
 
-class ActivationBudget(ActivationPolicy):
-    """Recomputes as few layers as possible such that the activations kept for backward fit a budget.
+class MeasuredLayers(ActivationPolicy):
+    """Recomputes all layers and measures them; see Note [Activation budget].
 
     Args:
         names: Names of the layers of all stacks, equal on all ranks, also those that other ranks hold.
-        budget_bytes: Bytes of activations per rank, of layers' inputs, of what kept layers save, and of the largest
-            recomputation.
-        offload: Offload of the inputs of recomputed layers, optional.
+        offload: Offload of the layers' inputs, optional.
+    """
+
+    def __init__(self, names: Sequence[str], offload: ActivationOffload | None = None) -> None:
+        super().__init__(offload)
+        self._names = tuple(names)
+        self._measured = {name: _Measured(LayerCost()) for name in names}
+        self._num_run = 0  # layers of this step
+        self._output: torch.Tensor | None = None  # of the layer that ran last
+
+    @property
+    def local_costs(self) -> dict[str, LayerCost]:
+        """Measurements by name, of the layers that ran here."""
+        return {name: one.cost for name, one in self._measured.items() if one.cost.num_live}
+
+    def run(self, layer: nn.Module, forward: Callable[..., Any], *args: Any) -> Any:
+        """Run the layer, measure it, and keep its inputs only."""
+        measured = self._measured[layer.__dict__[LAYER_NAME]]
+        self._num_run += 1
+        measured.cost.position = measured.cost.position or self._num_run
+        measured.cost.num_unchained += chained_argument(args, self._output) is None
+        output = self.recompute(_MeasuredForward(measured, layer, forward), *args)
+        self._output = first_tensor(output)
+        return output
+
+
+class ActivationBudget(MeasuredLayers):
+    """Recomputes as little as possible such that the activations kept for backward fit a budget.
+
+    Args:
+        names: Names of the layers of all stacks, equal on all ranks, also those that other ranks hold.
+        budget_bytes: Bytes of activations per rank: inputs of layers and segments, what kept layers save, and what a
+            recomputation keeps.
+        offload: Offload of the inputs of recomputed layers and segments, optional.
 
     Attributes:
-        recomputed: Names of the layers that are recomputed; None until it is decided.
+        schedule: Schedule of the layers that ran here; None until it is decided.
         costs: Measurements by name, of the layers of all ranks.
     """
 
     def __init__(self, names: Sequence[str], budget_bytes: int, offload: ActivationOffload | None = None) -> None:
-        super().__init__(offload)
-        self._names = tuple(names)
+        super().__init__(names, offload)
         self.budget_bytes = budget_bytes
         self.fingerprint += f" of {budget_bytes} bytes"
-        self._measured = {name: _Measured(LayerCost()) for name in names}
         self._num_steps = 0
+        self._runs_segments = True
+        self._layers: ScheduledLayers | None = None
         self.end_step = self._choose
-        self.recomputed: frozenset[str] | None = None
+        self.schedule: ActivationSchedule | None = None
         self.costs: dict[str, LayerCost] = {}
+
+    @property
+    def recomputed(self) -> frozenset[str] | None:
+        """Names of the layers that are recomputed, and of those that did not run; None until it is decided."""
+        if self.schedule is None:
+            return None
+        return self.schedule.recomputed | (set(self._names) - set(self.schedule.names))
+
+    def prepare(self, plugin: str, *, gathers_layers: bool) -> None:
+        """Recompute single layers only if a plugin has the weights of one layer at a time."""
+        self._runs_segments = not gathers_layers
 
     def run(self, layer: nn.Module, forward: Callable[..., Any], *args: Any) -> Any:
         """Run the layer: measured, recomputed or with all its activations kept."""
+        if self._layers is None:
+            return super().run(layer, forward, *args)
         name = layer.__dict__[LAYER_NAME]
-        if self.recomputed is None:
-            return self.recompute(_MeasuredForward(self._measured[name], layer, forward), *args)
-        return self.recompute(forward, *args) if name in self.recomputed else forward(*args)
+        is_known = self._measured[name].cost.num_live
+        return self._layers.run(name, forward, args) if is_known else self.recompute(forward, *args)
 
     def _choose(self) -> None:
-        """Choose the layers after the last measured step.
+        """Choose the schedule after the last measured step.
 
         Collective: over the world.
 
         Raises:
-            ConfigError: The budget is less than what is needed with all layers recomputed; on all ranks.
+            ConfigError: No schedule fits the budget; on all ranks.
         """
         self._num_steps += 1
-        if self.recomputed is not None or self._num_steps < (1 if is_fake_world() else _MEASURED_STEPS):
+        self._num_run, self._output = 0, None
+        if self.schedule is not None or self._num_steps < (1 if is_fake_world() else _MEASURED_STEPS):
             return
         for measured in self._measured.values():
             measured.cost.nanoseconds = min((_nanoseconds(*marks) for marks in measured.marks), default=0)
             measured.marks.clear()
-        fields = ("input_bytes", "kept_bytes", "nanoseconds", "num_live")
-        own = [getattr(self._measured[name].cost, field) for name in self._names for field in fields]
+        names = tuple(one.name for one in fields(LayerCost))
+        own = [getattr(self._measured[name].cost, field) for name in self._names for field in names]
         found = iter(max_of_numbers(own))
-        self.costs = {name: LayerCost(*(next(found) for _ in fields)) for name in self._names}
-        local = {name: self.costs[name] for name in self._names if self._measured[name].cost.num_live}
+        self.costs = {name: LayerCost(*(next(found) for _ in names)) for name in self._names}
+        local = {name: self.costs[name] for name in self.local_costs}
         error = None
         try:
-            chosen = choose_recomputed(local, self.budget_bytes, keeps_inputs=self.offload is None)
-            self.recomputed = chosen | (set(self._names) - local.keys())  # nothing is known of layers that did not run
+            self.schedule = choose_schedule(
+                local, self.budget_bytes, keeps_inputs=self.offload is None, has_segments=self._runs_segments
+            )
+            self._layers = ScheduledLayers(self.schedule, self.recompute, self.offload, is_strict=False)
         except ConfigError as raised:
             error = raised
         raise_on_all_ranks(error)
@@ -177,66 +229,42 @@ def _nanoseconds(start: _Mark, end: _Mark) -> int:
     return round(1e6 * start.elapsed_time(end))
 
 
-def choose_recomputed(costs: dict[str, LayerCost], budget_bytes: int, *, keeps_inputs: bool = True) -> frozenset[str]:
-    """Return the layers to recompute, such that their forwards take the least time and the rest fits the budget.
-
-    A 0/1 knapsack, by dynamic programming over the budget in steps. What a recomputation holds for a while counts, too:
-    it is that of the largest recomputed layer, so that each layer is tried as the largest one.
+def choose_schedule(
+    costs: dict[str, LayerCost], budget_bytes: int, *, keeps_inputs: bool = True, has_segments: bool = True
+) -> ActivationSchedule:
+    """Return the schedule whose recomputations take the least time within a budget; see `solve_chain`.
 
     Args:
         costs: Measurements by name of the layers.
-        budget_bytes: Bytes for inputs, kept activations and the largest recomputation.
-        keeps_inputs: If True, inputs of recomputed layers are kept on the device.
+        budget_bytes: Bytes for inputs, kept activations and recomputation.
+        keeps_inputs: If True, inputs of recomputed layers and segments are kept on the device.
+        has_segments: If True, segments may have several layers.
 
     Raises:
-        ConfigError: Not even the recomputation of all layers fits.
+        ConfigError: No schedule fits.
     """
-    inputs = {name: cost.input_bytes * cost.num_live for name, cost in costs.items()}
-    kept = {name: cost.kept_bytes * cost.num_live for name, cost in costs.items()}
-    if not keeps_inputs:  # then a kept layer has its input on the device in addition
-        kept = {name: kept[name] + inputs[name] for name in costs}
-    base = sum(inputs.values()) if keeps_inputs else 0
-    if base + sum(kept.values()) <= budget_bytes:
-        return frozenset()
-    best: tuple[int, frozenset[str]] | None = None
-    for largest in sorted({cost.kept_bytes for cost in costs.values()}):
-        free = [name for name, cost in costs.items() if cost.kept_bytes <= largest]
-        capacity = budget_bytes - base - largest - sum(kept[name] for name in costs if name not in free)
-        if capacity < 0:
-            continue
-        keep = _most_valuable(free, [kept[one] for one in free], [costs[one].nanoseconds for one in free], capacity)
-        recomputed = frozenset(free) - keep
-        total = sum(costs[name].nanoseconds for name in recomputed)
-        if best is None or total < best[0]:
-            best = (total, recomputed)
-    if best is None:
-        least = base + max(cost.kept_bytes for cost in costs.values())
-        hint = ", or offload='cpu', which moves the inputs to the host" if keeps_inputs else ""
-        raise ConfigError(
-            f"checkpoint_activations(budget_bytes={budget_bytes}): with all {len(costs)} layers recomputed, their"
-            f" inputs take {base} bytes and the recomputation of the largest one {least - base} more: give at least"
-            f" budget_bytes={least}, a smaller batch{hint}"
+    if not costs:
+        return ActivationSchedule(())
+    names = sorted(costs, key=lambda name: costs[name].position)
+    stages = tuple(
+        ChainStage(
+            input_bytes=cost.input_bytes,
+            kept_bytes=cost.kept_bytes,
+            forward_time=cost.nanoseconds,
+            num_live=max(1, cost.num_live),
+            is_chained=has_segments and not cost.num_unchained,
         )
-    return best[1]
-
-
-def _most_valuable(names: Sequence[str], sizes: Sequence[int], values: Sequence[int], capacity: int) -> frozenset[str]:
-    """Return the names of the largest total value whose total size is at most a capacity."""
-    divisor = math.gcd(*sizes)  # equal layers are exact
-    step = divisor if divisor and capacity // divisor <= _RESOLUTION else max(1, math.ceil(capacity / _RESOLUTION))
-    slots = capacity // step
-    best = [0] * (slots + 1)
-    takes: list[list[bool]] = []
-    for size, value in zip(sizes, values, strict=True):
-        need = math.ceil(size / step)
-        took = [False] * (slots + 1)
-        for free in range(slots, need - 1, -1):
-            if best[free - need] + value > best[free]:
-                best[free], took[free] = best[free - need] + value, True
-        takes.append(took)
-    chosen, free = set(), slots
-    for index in reversed(range(len(names))):
-        if takes[index][free]:
-            chosen.add(names[index])
-            free -= math.ceil(sizes[index] / step)
-    return frozenset(chosen)
+        for cost in map(costs.__getitem__, names)
+    )
+    chain = Chain(stages=stages, offloads_inputs=not keeps_inputs)
+    solution = solve_chain(chain, budget_bytes)
+    if solution is not None:
+        return ActivationSchedule.of_chain(solution.items, names)
+    inputs = sum(cost.input_bytes * cost.num_live for cost in costs.values())
+    hint = ", or offload='cpu', which moves the inputs to the host" if keeps_inputs else ""
+    raise ConfigError(
+        f"checkpoint_activations(budget_bytes={budget_bytes}) is too small for {len(names)} layers, whose inputs take"
+        f" {inputs} bytes and whose activations"
+        f" {sum(cost.kept_bytes * cost.num_live for cost in costs.values())} more: give at least"
+        f" budget_bytes={smallest_schedule(chain).num_bytes}, a smaller batch{hint}"
+    )

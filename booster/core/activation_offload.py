@@ -23,15 +23,20 @@ class Packed(Protocol):
         ...
 
 
-class _Kept:
+class Kept:
     """A tensor that stays on its device. torch checks versions of saved tensors only without hooks."""
 
-    def __init__(self, tensor: torch.Tensor, held: object) -> None:
+    def __init__(self, tensor: torch.Tensor, held: object = None) -> None:
         self._tensor = tensor.detach()  # an operator's output would otherwise keep its own graph alive
         self._version = tensor._version
         self._held = held
 
     def unpack(self) -> torch.Tensor:
+        """Return the tensor.
+
+        Raises:
+            RuntimeError: It was modified in place.
+        """
         if self._tensor._version != self._version:
             raise RuntimeError(
                 f"a {self._tensor.dtype} tensor of shape {tuple(self._tensor.shape)}, which backward needs as it was in"
@@ -67,7 +72,7 @@ def packing(pack: Callable[[torch.Tensor], Packed | None], held: object = None) 
         packed = pack(tensor)
         if packed is not None:
             return packed
-        return _Kept(tensor, held) if outer is None else _PackedByOthers(outer[0](tensor), outer[1], held)
+        return Kept(tensor, held) if outer is None else _PackedByOthers(outer[0](tensor), outer[1], held)
 
     with torch.autograd.graph.saved_tensors_hooks(pack_hook, _unpack):
         yield
@@ -99,9 +104,10 @@ class ActivationOffload:
         """
         tensors = [one for one in inputs if isinstance(one, torch.Tensor) and one.requires_grad]
         storages = {one.untyped_storage()._cdata for one in tensors}
-        return packing(lambda one: self._pack(one) if one.untyped_storage()._cdata in storages else None)
+        return packing(lambda one: self.pack(one) if one.untyped_storage()._cdata in storages else None)
 
-    def _pack(self, tensor: torch.Tensor) -> Packed | None:
+    def pack(self, tensor: torch.Tensor) -> Packed | None:
+        """Start the copy of a tensor to the host; None if it stays on its device."""
         is_on_host = tensor.device.type == "cpu" and not is_fake_world()
         if is_on_host or tensor.nbytes < _MIN_BYTES:
             return None

@@ -56,6 +56,17 @@ class ActivationPolicy(ABC):
     def __deepcopy__(self, memo: dict[int, Any]) -> ActivationPolicy:
         return self
 
+    def prepare(self, plugin: str, *, gathers_layers: bool) -> None:  # noqa: B027 (most policies need nothing)
+        """Prepare for a plugin, before it configures the model.
+
+        Args:
+            plugin: Class name of the plugin.
+            gathers_layers: If True, a layer's weights are whole only while it or its backward runs.
+
+        Raises:
+            ConfigError: The policy can't be followed under such a plugin; on all ranks.
+        """
+
     @abstractmethod
     def run(self, layer: nn.Module, forward: _Function, *args: Any) -> Any:
         """Run a layer's forward in training."""

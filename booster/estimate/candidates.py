@@ -7,11 +7,13 @@ import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 
 from booster.comm import fake_world
+from booster.core.activation_schedule import ActivationSchedule
 from booster.errors import BoosterError, ConfigError
 from booster.interface import Plugin
 from booster.mixed_precision import mixed_precision_from_name
@@ -19,9 +21,9 @@ from booster.registry import plugin_class, plugin_names, plugin_with_precision
 from booster.single_device import SingleDevicePlugin
 from booster.validation import size_from_text
 
+from .activation_plan import plan_activations
 from .estimate import MemoryEstimate, TrainingRecipe, estimate_recipe
 from .machine_profile import MachineProfile
-from .processes import in_processes
 
 ONE_DEVICE = "none"  # name of Booster(plugin=None) on the command line
 _PRECISIONS = (None, "bf16")  # candidates, if the Booster controls the precision
@@ -58,6 +60,7 @@ class CandidateResult:
         candidate: Plugin and settings.
         estimate: Memory estimate; None if the candidate can't be used, see `reason`.
         dp_size: Data parallel size.
+        schedule: Activation schedule of the estimate; None if nothing is recomputed, or no schedule was searched for.
         reason: Error message if there is no estimate.
         is_internal_error: If True, the error is not a `BoosterError`: a bug rather than unusable settings.
         seconds: Time of the estimate.
@@ -66,9 +69,15 @@ class CandidateResult:
     candidate: Candidate
     estimate: MemoryEstimate | None = None
     dp_size: int = 1
+    schedule: ActivationSchedule | None = None
     reason: str = ""
     is_internal_error: bool = False
     seconds: float = 0.0
+
+    @property
+    def name(self) -> str:
+        """Name of the candidate, and what it recomputes."""
+        return self.candidate.name if self.schedule is None else f"{self.candidate.name}, {self.schedule}"
 
     @property
     def sent_per_batch(self) -> float:
@@ -137,8 +146,8 @@ def compare(
     device_memory: int | None = None,
     checkpoint: bool = False,
     profile: MachineProfile | None = None,
+    plans_activations: bool = False,
     on_start: Callable[[str], None] = lambda name: None,
-    num_processes: int = 1,
 ) -> list[CandidateResult]:
     """Estimate each candidate.
 
@@ -149,14 +158,24 @@ def compare(
         device_memory: Available memory per rank in bytes.
         checkpoint: If True, simulate saves too.
         profile: Speed of the machine, for step times; optional.
+        plans_activations: If True, each candidate recomputes as little as fits the device memory, which must be given.
         on_start: Callback for progress, called with the name of each candidate before its estimate.
-        num_processes: Number of processes to share the work; optional, defaults to this one alone.
     """
-
-    def run(candidate: Candidate) -> CandidateResult:
-        return estimate_candidate(recipe, candidate, num_ranks, device_memory, checkpoint, profile)
-
-    return list(in_processes(run, candidates, num_processes, lambda one: on_start(one.name)))
+    results: list[CandidateResult] = []
+    for candidate in candidates:
+        on_start(candidate.name)
+        results.append(
+            estimate_candidate(
+                recipe,
+                candidate,
+                num_ranks,
+                device_memory=device_memory,
+                checkpoint=checkpoint,
+                profile=profile,
+                plans_activations=plans_activations,
+            )
+        )
+    return results
 
 
 def fastest(results: Sequence[CandidateResult]) -> CandidateResult | None:
@@ -229,42 +248,47 @@ def estimate_candidate(
     recipe: TrainingRecipe,
     candidate: Candidate,
     num_ranks: int,
+    *,
     device_memory: int | None = None,
     checkpoint: bool = False,
     profile: MachineProfile | None = None,
+    plans_activations: bool = False,
 ) -> CandidateResult:
     """Estimate one candidate; an error becomes the result's reason. The arguments are those of `compare`."""
     started = time.monotonic()
-    result = _estimate(recipe, candidate, num_ranks, device_memory, checkpoint, profile)
+    given: dict[str, Any] = {
+        "num_ranks": num_ranks,
+        "settings": candidate.settings,
+        "mixed_precision": candidate.mixed_precision,
+        "device_memory": device_memory,
+        "profile": profile,
+    }
+    plugin = None if candidate.plugin == ONE_DEVICE else candidate.plugin
+    if plans_activations:
+        estimate = partial(plan_activations, recipe, plugin, **given)
+    else:
+        estimate = partial(_without_plan, recipe, plugin, checkpoint=checkpoint, **given)
+    result = _estimate_candidate(candidate, num_ranks, estimate)
     return replace(result, seconds=time.monotonic() - started)
 
 
-def _estimate(
-    recipe: TrainingRecipe,
-    candidate: Candidate,
-    num_ranks: int,
-    device_memory: int | None,
-    checkpoint: bool,
-    profile: MachineProfile | None,
-) -> CandidateResult:
+_Plan = tuple[ActivationSchedule | None, MemoryEstimate]
+
+
+def _without_plan(*args: Any, **kwargs: Any) -> _Plan:
+    return None, estimate_recipe(*args, **kwargs)
+
+
+def _estimate_candidate(candidate: Candidate, num_ranks: int, estimate: Callable[[], _Plan]) -> CandidateResult:
     try:
         with fake_world(num_ranks):
             dp_size = make_plugin(candidate).dp_size
-        estimate = estimate_recipe(
-            recipe,
-            None if candidate.plugin == ONE_DEVICE else candidate.plugin,
-            num_ranks=num_ranks,
-            settings=candidate.settings,
-            mixed_precision=candidate.mixed_precision,
-            device_memory=device_memory,
-            checkpoint=checkpoint,
-            profile=profile,
-        )
+        schedule, found = estimate()
     except BoosterError as error:
         return CandidateResult(candidate=candidate, reason=str(error))
     except Exception as error:  # a bug in one plugin must not hide other estimates: it is reported, with exit code 1
         return CandidateResult(candidate=candidate, reason=f"{type(error).__name__}: {error}", is_internal_error=True)
-    return CandidateResult(candidate=candidate, estimate=estimate, dp_size=dp_size)
+    return CandidateResult(candidate=candidate, estimate=found, dp_size=dp_size, schedule=schedule)
 
 
 def make_plugin(candidate: Candidate) -> Plugin:
@@ -331,7 +355,7 @@ def format_table(results: Sequence[CandidateResult], best: CandidateResult | Non
     best = best or fastest(results) or (least_communication(results) if has_limit else least_memory(results))
     for one in found:
         figures = [f"{figure / size:.2f}" for figure in _figures(one)]
-        name = one.candidate.name + (_BEST_MARK if one is best else "")
+        name = one.name + (_BEST_MARK if one is best else "")
         assert one.estimate is not None
         groups, fits = str(one.estimate.memory.communicators), "yes" if one.estimate.fits else "no"
         time = [] if one.estimate.step_time is None else [format_seconds(one.estimate.step_time.total)]
@@ -367,7 +391,7 @@ def format_recommendation(results: Sequence[CandidateResult], device_memory: int
         return _format_fastest(quickest, quickest.estimate, least, device_memory)
     if device_memory is None:
         return (
-            f"least memory: {least.candidate.name}, {format_size(least.estimate.total)}\n"
+            f"least memory: {least.name}, {format_size(least.estimate.total)}\n"
             "give --device-memory, such as 80GiB, to find what fits"
         )
     best = least_communication(results)
@@ -378,13 +402,13 @@ def format_recommendation(results: Sequence[CandidateResult], device_memory: int
         else:
             advice = "most of it is the model: give more ranks (--nproc), or --dtype bf16 to keep the weights in bf16"
         return (
-            f"no setting fits in {format_size(device_memory)}: {least.candidate.name} needs the least,"
+            f"no setting fits in {format_size(device_memory)}: {least.name} needs the least,"
             f" {format_size(least.estimate.total)}, which is {format_size(excess)} too much: {advice}"
         )
     # Bytes per step are comparable only with the number of batches per step.
     batches = "1 batch" if best.dp_size == 1 else f"{best.dp_size} batches"
     return (
-        f"cheapest that fits, by bytes sent: {best.candidate.name}, {format_size(best.estimate.total)} of"
+        f"cheapest that fits, by bytes sent: {best.name}, {format_size(best.estimate.total)} of"
         f" {format_size(device_memory)}, {format_size(best.estimate.sent)} sent by a rank in a step, which trains with"
         f" {batches}"
     )
@@ -405,14 +429,11 @@ def _format_fastest(
         parts += f" and waits for other stages {format_seconds(time.bubble)}"
     if device_memory is None:
         return (
-            f"least memory: {least.candidate.name}, {format_size(_total(least))}\n"
-            f"fastest: {result.candidate.name}, {parts}; {format_size(estimate.total)}; give --device-memory, such as"
+            f"least memory: {least.name}, {format_size(_total(least))}\n"
+            f"fastest: {result.name}, {parts}; {format_size(estimate.total)}; give --device-memory, such as"
             " 80GiB, to find what fits"
         )
-    return (
-        f"fastest that fits: {result.candidate.name}, {parts}; {format_size(estimate.total)} of"
-        f" {format_size(device_memory)}"
-    )
+    return f"fastest that fits: {result.name}, {parts}; {format_size(estimate.total)} of {format_size(device_memory)}"
 
 
 def to_json(results: Sequence[CandidateResult]) -> list[dict[str, Any]]:
@@ -429,6 +450,7 @@ def to_json(results: Sequence[CandidateResult]) -> list[dict[str, Any]]:
             else one.estimate.step_time.total,
             "dp_size": one.dp_size if one.estimate is not None else None,
             "fits": None if one.estimate is None else one.estimate.fits,
+            "activation_schedule": None if one.schedule is None else one.schedule.to_json(),
             "reason": one.reason or None,
             "seconds": round(one.seconds, 3),
         }

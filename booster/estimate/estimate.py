@@ -153,12 +153,15 @@ class TrainingRecipe:
         batch: Batch of one rank, as for `execute_pipeline`; only shapes and dtypes matter.
         optimizer: Optimizer over parameters of the model, or a function that creates one from a list of parameters.
         criterion: Function of (outputs, batch) that returns the loss.
+        change_model: Function that changes each copy of the model in place, such as `checkpoint_activations`, optional.
+            The model is then simulated in full.
     """
 
     model: nn.Module
     batch: Any
     optimizer: Any = torch.optim.AdamW
     criterion: Callable[[Any, Any], torch.Tensor] = default_criterion
+    change_model: Callable[[nn.Module], object] | None = None
     _templates: dict[tuple[str, int] | None, nn.Module] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -178,11 +181,12 @@ class TrainingRecipe:
             layers: Name of a list of layers and the number of them that the copy keeps; optional, defaults to all.
         """
         if layers not in self._templates:
-            self._templates[layers] = template = (
-                self.model if layers is None else _copy(self.model, torch.device("meta"))
-            )
+            is_given = layers is None and self.change_model is None
+            self._templates[layers] = template = self.model if is_given else _copy(self.model, torch.device("meta"))
             if layers is not None:
                 truncate_layers(template, *layers)
+            if self.change_model is not None:
+                self.change_model(template)
         model = fake_copy(self._templates[layers], mode, device)
         given = dict(self.model.named_parameters())
         parameters = {id(given[name]): parameter for name, parameter in model.named_parameters()}
@@ -332,7 +336,7 @@ def estimate_recipe(
             f"device_memory={device_memory!r} is not a positive number of bytes: give the memory of a device, such as"
             " 80 * 2**30, or omit it"
         )
-    world = _world_of(plugin, num_ranks, settings, mixed_precision)
+    world = world_of(plugin, num_ranks, settings, mixed_precision)
     is_launched = isinstance(plugin, Plugin)  # then this process's own rank is the only one that can be simulated
     return _estimate(recipe, world, settings, mixed_precision, device_memory, checkpoint, profile, is_launched)
 
@@ -392,9 +396,9 @@ def _simulate(
         save = None
         if checkpoint:
             save = partial(simulate_saves, _find_replicas(recipe, world, rank, precision, layers))
-        return _simulate_rank(recipe, world, rank, precision, layers, save, profile=profile)
+        return simulate_rank(recipe, world, rank, precision, layers, save, profile=profile)
 
-    name = find_repeated_layers(recipe.model)
+    name = None if recipe.change_model is not None else find_repeated_layers(recipe.model)
     if name is None:
         return run().summary()
     num_layers = len(recipe.model.get_submodule(name)._modules)
@@ -412,7 +416,7 @@ def _simulate(
         return run().summary()
 
 
-def _simulate_rank(
+def simulate_rank(
     recipe: TrainingRecipe,
     world: World,
     rank: int,
@@ -421,7 +425,22 @@ def _simulate_rank(
     at_end: AtEnd | None = None,
     num_steps: int = NUM_STEPS,
     profile: MachineProfile | None = None,
+    *,
+    by_layer: bool = False,
 ) -> SimulatedMemory:
+    """Return the memory of a rank; see `simulate`.
+
+    Args:
+        recipe: What is trained.
+        world: Context of the plugin by rank.
+        rank: The rank.
+        precision: Mixed precision of the Booster.
+        layers: Name of a list of layers and the number of them that are simulated, optional.
+        at_end: See `simulate`.
+        num_steps: Number of steps.
+        profile: Speed of the machine, optional.
+        by_layer: If True, segments are those of each layer.
+    """
     mode = new_fake_mode()
     with world(rank) as plugin, _without_garbage_collection():
         return simulate(
@@ -430,6 +449,7 @@ def _simulate_rank(
             precision,
             mode,
             layers=layers and layers[0],
+            by_layer=by_layer,
             num_steps=num_steps,
             at_end=at_end,
             profile=profile,
@@ -450,7 +470,7 @@ def _find_replicas(
     for axis, size in axes.items():
         if size > 1 and axis != "pp":  # other stages hold other layers
             note = partial(note_held_shards, replicas.held[axis])
-            _simulate_rank(recipe, world, replicas.neighbor(axis), precision, layers, note, num_steps=1)
+            simulate_rank(recipe, world, replicas.neighbor(axis), precision, layers, note, num_steps=1)
     return replicas
 
 
@@ -466,7 +486,7 @@ def _without_garbage_collection() -> Iterator[None]:
             gc.enable()
 
 
-def _world_of(
+def world_of(
     plugin: str | Plugin | None,
     num_ranks: int | None,
     settings: Mapping[str, Any] | None,

@@ -4,70 +4,95 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import sys
-import threading
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 
-from booster.device import is_device_in_use
-
+A = TypeVar("A")
 T = TypeVar("T")
 R = TypeVar("R")
-_inherited: tuple[Callable[[Any], Any], Sequence[Any]] | None = None  # by forked processes; it can't be sent to them
-
-
-def num_usable_processes() -> int:
-    """Return the number of processes that this machine can run estimates in; 1 where a process can't be forked safely.
-
-    A fork copies the calling thread alone: the threads of a launched world or of an accelerator's driver are missing.
-    """
-    has_threads = threading.active_count() > 1 or dist.is_initialized() or is_device_in_use()
-    if sys.platform != "linux" or has_threads:
-        return 1
-    return len(os.sched_getaffinity(0))
+_WORTHWHILE_SECONDS = 15.0  # of work that is left: another process takes some of them to start
+_function: Callable[[Any], Any] | None = None  # of a process of the pool
 
 
 def in_processes(
-    function: Callable[[T], R], items: Sequence[T], num_processes: int, on_start: Callable[[T], None]
-) -> Iterator[R]:
-    """Yield the results of a function for all items, in their order.
+    prepare: Callable[[A], Callable[[T], R]],
+    argument: A,
+    items: Sequence[T],
+    on_start: Callable[[T], None],
+    *,
+    function: Callable[[T], R] | None = None,
+    worthwhile_seconds: float = _WORTHWHILE_SECONDS,
+) -> list[R]:
+    """Return the results of a function for all items, in their order.
+
+    This process runs them one by one. When the work that is left would take long, new processes on the other cores
+    begin with the next items, as this one continues with the last. They start anew: a copy of this process would lack
+    its threads.
 
     Args:
-        function: Function of an item; its result is sent to this process.
+        prepare: Function of a module that returns the function of an item; called once in each new process.
+        argument: Its argument, which is sent to the processes, as items and results are.
         items: Items.
-        num_processes: Number of processes, as `num_usable_processes` allows; 1 runs in this one.
-        on_start: Called in this process with each item when its turn comes.
+        on_start: Called in this process with each item when its turn comes, or when another process has done it.
+        function: What `prepare(argument)` returns, if it is known in this process.
+        worthwhile_seconds: Time left from which new processes are started.
     """
-    global _inherited
-    if min(num_processes, len(items)) <= 1:
-        for item in items:
-            on_start(item)
-            yield function(item)
-        return
-    _inherited = (function, items)
-    try:
-        context = multiprocessing.get_context("fork")
-        with ProcessPoolExecutor(min(num_processes, len(items)), context, _use_one_thread) as pool:
-            started = [pool.submit(_call, index) for index in range(len(items))]
-            try:
-                for item, one in zip(items, started, strict=True):
-                    on_start(item)
-                    yield one.result()
-            finally:
-                pool.shutdown(cancel_futures=True)
-    finally:
-        _inherited = None
+    function = prepare(argument) if function is None else function
+    results: dict[int, R] = {}
+    started = time.monotonic()
+    for index, item in enumerate(items):
+        on_start(item)
+        results[index] = function(item)
+        left = len(items) - len(results)
+        seconds = (time.monotonic() - started) / len(results) * left
+        if left > 1 and seconds > worthwhile_seconds and _num_cores() > 1:
+            rest = range(index + 1, len(items))
+            results |= _share(prepare, argument, function, {one: items[one] for one in rest}, on_start)
+            break
+    return [results[index] for index in range(len(items))]
 
 
-def _use_one_thread() -> None:
+def _share(
+    prepare: Callable[[A], Callable[[T], R]],
+    argument: A,
+    function: Callable[[T], R],
+    items: dict[int, T],
+    on_start: Callable[[T], None],
+) -> dict[int, R]:
+    """Return the results by index: new processes take items from the front, this one from the back."""
+    context = multiprocessing.get_context("spawn")
+    num_processes = min(_num_cores() - 1, len(items) - 1)
+    results: dict[int, R] = {}
+    with ProcessPoolExecutor(num_processes, context, _prepare, (prepare, argument)) as pool:
+        futures = {index: pool.submit(_call, item) for index, item in items.items()}
+        try:
+            for index in reversed(items):
+                if futures[index].cancel():
+                    on_start(items[index])
+                    results[index] = function(items[index])
+            for index, future in futures.items():
+                if index not in results:
+                    results[index] = future.result()
+                    on_start(items[index])
+        finally:
+            pool.shutdown(cancel_futures=True)
+    return results
+
+
+def _num_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _prepare(prepare: Callable[[Any], Callable[[Any], Any]], argument: Any) -> None:
+    global _function
     torch.set_num_threads(1)
+    _function = prepare(argument)
 
 
-def _call(index: int) -> Any:
-    assert _inherited is not None
-    function, items = _inherited
-    return function(items[index])
+def _call(item: Any) -> Any:
+    assert _function is not None
+    return _function(item)

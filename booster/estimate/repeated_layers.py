@@ -12,6 +12,7 @@ from torch import nn
 
 from booster.core.activation_budget import ActivationBudget
 from booster.core.activation_policy import policy_of
+from booster.core.activation_schedule import RecomputeBySchedule
 
 from .simulation import CheckpointMemory, MemoryParts, SimulatedMemory
 
@@ -23,7 +24,7 @@ from .simulation import CheckpointMemory, MemoryParts, SimulatedMemory
 # is taken: between the first and the last layer memory changes evenly, so its peak is at one of the ends.
 # Numbers of layers differ by an even number, as buffers alternate.
 # If the layers differ in any visible attribute, or fewer of them can't be trained, the full model is simulated. So it
-# is with a budget for activations, which decides by the number of layers what each of them keeps.
+# is with a budget or a schedule for activations, by which layers keep different ones.
 MIN_LAYERS = 13
 MIN_NUMEL = 2**28  # smaller models are simulated in full: their communication buffers are not full yet
 _COMPARABLE_TYPES = (int, float, str, bool, type(None), torch.dtype, torch.device, tuple)
@@ -33,7 +34,7 @@ def find_repeated_layers(model: nn.Module) -> str | None:
     """Return the name of the longest `ModuleList` of identical layers that is worth extrapolating, or None."""
     if sum(parameter.numel() for parameter in model.parameters()) < MIN_NUMEL:
         return None
-    if any(isinstance(policy_of(module), ActivationBudget) for module in model.modules()):
+    if any(isinstance(policy_of(module), (ActivationBudget, RecomputeBySchedule)) for module in model.modules()):
         return None
     lists = {name: one for name, one in model.named_modules() if type(one) is nn.ModuleList and len(one) >= MIN_LAYERS}
     alike = [name for name, one in lists.items() if _are_identical(list(one)) and _are_untied(model, one)]

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import Any, Literal, TypeAlias
 
@@ -23,11 +23,13 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from booster.booster import Booster
 from booster.comm import count_communication, fake, num_communicators
+from booster.core.activation_policy import LAYER_NAME
 from booster.errors import BoosterError, ConfigError, first_line
 from booster.interface import MixedPrecision, ModelWrapper, OptimizerWrapper, Plugin
 from booster.pytree import iter_tensors
 
 from .machine_profile import MachineProfile
+from .operator_costs import operator_cost
 from .step_time import StepClock, StepTime
 
 # Note [Simulated training]
@@ -151,10 +153,13 @@ class AllocationTracker(TorchDispatchMode):
         counts: Bytes by category.
         offloaded: Bytes in host memory beside an accelerator.
         peak_offloaded: The most of them since the last `take_peak`.
+        flops: Floating-point operations, if they are counted.
     """
 
-    def __init__(self, device: torch.device, clock: StepClock | None = None) -> None:
+    def __init__(self, device: torch.device, clock: StepClock | None = None, *, counts_flops: bool = False) -> None:
         super().__init__()
+        self._counts_flops = counts_flops
+        self.flops = 0.0
         self._device_type = device.type
         self._clock = clock
         self._live: dict[int, _TrackedStorage] = {}
@@ -191,6 +196,9 @@ class AllocationTracker(TorchDispatchMode):
         result = _run(func, args, kwargs or {})
         if self._clock is not None:
             self._clock.on_operator(func, args, kwargs or {}, result)
+        if self._counts_flops:
+            cost = operator_cost(func, args, kwargs or {}, result)
+            self.flops += 0.0 if cost is None else cost.flops
         if isinstance(result, torch.Tensor):
             self.track(result)
         elif result is not None:
@@ -327,6 +335,8 @@ class SimulatedMemory:
         offloaded: Bytes in another tier.
         checkpoint: Memory of saves; None if there were none.
         time: Predicted time of the step; None without a machine profile.
+        forward_work: Work of each layer's forward, by name, if segments are those of each layer: seconds, or
+            floating-point operations without a machine profile.
     """
 
     segments: Mapping[str, MemoryParts]
@@ -337,6 +347,7 @@ class SimulatedMemory:
     offloaded: int
     checkpoint: CheckpointMemory | None = None
     time: StepTime | None = None
+    forward_work: Mapping[str, float] = field(default_factory=dict)
 
     def summary(self) -> RankMemory:
         """Return the peak of all segments with the rest."""
@@ -359,6 +370,7 @@ def simulate(
     mode: FakeTensorMode,
     *,
     layers: str | None = None,
+    by_layer: bool = False,
     num_steps: int = NUM_STEPS,
     at_end: AtEnd | None = None,
     profile: MachineProfile | None = None,
@@ -371,13 +383,15 @@ def simulate(
         precision: Mixed precision of the Booster, optional.
         mode: Mode of the fake tensors.
         layers: Name of a list of layers that segments begin at, optional.
+        by_layer: If True, segments begin at each layer that `checkpoint_activations` was called for, and are named by
+            it, as `layer_segment` and `backward_segment` return.
         num_steps: Number of steps.
         at_end: `simulate_saves` or `note_held_shards` with its first arguments, optional.
         profile: Speed of the machine, for the step's time; optional.
     """
     booster = Booster(plugin=plugin, mixed_precision=precision)
     clock = None if profile is None else StepClock(profile, plugin)
-    tracker = AllocationTracker(plugin.device, clock)
+    tracker = AllocationTracker(plugin.device, clock, counts_flops=by_layer and clock is None)
     with mode, tracker, fake.fake_memory(), nullcontext() if clock is None else clock.observing():
         training = make_training()
         batch, criterion = training.batch, training.criterion
@@ -390,7 +404,8 @@ def simulate(
         del training
         for _ in range(num_steps):
             tracker.categorize_all(_steady_categories(model, optimizer), "buffers")
-            segments = _Segments(model.unwrap(), layers, tracker)
+            parts = _each_layer(model.unwrap()) if by_layer else _ends_of_stack(model.unwrap(), layers)
+            segments = _Segments(parts, tracker, clock)
             if clock is not None:
                 clock.reset()
             with _mark_gathered(model.unwrap(), tracker), segments, count_communication() as count:
@@ -414,6 +429,7 @@ def simulate(
             offloaded=tracker.offloaded,
             checkpoint=None if at_end is None else at_end(booster, model, optimizer, tracker),
             time=time,
+            forward_work=segments.work if by_layer else {},
         )
 
 
@@ -476,37 +492,70 @@ def _run_model(booster: Booster, model: Any, optimizer: Any, batch: Any, criteri
         ) from error
 
 
+def layer_segment(name: str) -> str:
+    """Return the name of the segment of a layer's forward."""
+    return f"forward of {name}"
+
+
+def backward_segment(name: str) -> str:
+    """Return the name of the segment from the gradient of a layer's output on."""
+    return f"backward of {name}"
+
+
+@dataclass(frozen=True, slots=True)
+class _SegmentNames:
+    """A layer, and the names of the segments that begin with its forward, after it, and with its backward."""
+
+    layer: nn.Module
+    forward: str
+    after: str
+    backward: str
+
+
+def _ends_of_stack(model: nn.Module, name: str | None) -> list[_SegmentNames]:
+    """Return the segments of Note [Layer extrapolation]."""
+    layers = [] if name is None else list(model.get_submodule(name).children())
+    last = len(layers) - 1
+    names = ["first layer", *(["layers"] * (last - 1)), "last layer"]
+    return [
+        _SegmentNames(layer, names[index], "end" if index == last else "layers", f"backward of {names[index]}")
+        for index, layer in enumerate(layers)
+    ]
+
+
+def _each_layer(model: nn.Module) -> list[_SegmentNames]:
+    layers = {vars(one)[LAYER_NAME]: one for one in model.modules() if LAYER_NAME in vars(one)}
+    return [_SegmentNames(layer, layer_segment(name), "end", backward_segment(name)) for name, layer in layers.items()]
+
+
 class _Segments:
     """Context that divides forward and backward into segments; see Note [Layer extrapolation].
 
     Args:
-        model: User's model.
-        layers: Name of a list of layers; None for one segment.
+        parts: Layers that segments begin at.
         tracker: Tracker of the allocations.
+        clock: Clock of the step, optional.
 
     Attributes:
         peaks: Peak of each segment.
+        work: Seconds of the clock, or floating-point operations, in the last forward of each layer.
     """
 
-    def __init__(self, model: nn.Module, layers: str | None, tracker: AllocationTracker) -> None:
+    def __init__(self, parts: Sequence[_SegmentNames], tracker: AllocationTracker, clock: StepClock | None) -> None:
         self.peaks: dict[str, MemoryParts] = {}
-        self._tracker = tracker
-        self._layers = [] if layers is None else list(model.get_submodule(layers).children())
+        self.work: dict[str, float] = {}
+        self._parts, self._tracker, self._clock = parts, tracker, clock
         self._name = "start"
+        self._begun = 0.0
 
     def __enter__(self) -> _Segments:
         self._tracker.take_peak()
-        last = len(self._layers) - 1
-        names = ["first layer", *(["layers"] * (last - 1)), "last layer"]
         self._hooks = [
             hook
-            for index, layer in enumerate(self._layers)
+            for part in self._parts
             for hook in (
-                layer.register_forward_pre_hook(partial(self._enter, names[index])),
-                layer.register_forward_hook(
-                    partial(self._leave, "end" if index == last else "layers", f"backward of {names[index]}"),
-                    always_call=True,
-                ),
+                part.layer.register_forward_pre_hook(partial(self._enter, part.forward)),
+                part.layer.register_forward_hook(partial(self._leave, part), always_call=True),
             )
         ]
         return self
@@ -522,17 +571,22 @@ class _Segments:
         if before not in self.peaks or peak.total > self.peaks[before].total:
             self.peaks[before] = peak
 
+    def _now(self) -> float:
+        return self._tracker.flops if self._clock is None else self._clock.now
+
     def _enter(self, name: str, module: nn.Module, args: Any) -> None:
         if not self._name.startswith("backward"):  # activation checkpointing runs layers again
             self._begin(name)
+            self._begun = self._now()
 
-    def _leave(self, after: str, backward: str, module: nn.Module, args: Any, outputs: Any) -> None:
+    def _leave(self, part: _SegmentNames, module: nn.Module, args: Any, outputs: Any) -> None:
         if self._name.startswith("backward"):
             return
-        self._begin(after)
+        self.work[part.forward] = self._now() - self._begun
+        self._begin(part.after)
         for tensor in iter_tensors(outputs):
             if tensor.requires_grad and isinstance(tensor, FakeTensor):
-                tensor.register_hook(lambda _: self._begin(backward))
+                tensor.register_hook(lambda _: self._begin(part.backward))
 
 
 def _steady_categories(model: ModelWrapper, optimizer: OptimizerWrapper) -> dict[int, Category]:

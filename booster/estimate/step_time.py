@@ -97,6 +97,11 @@ class StepClock:
         with observe_communication(self):
             yield
 
+    @property
+    def now(self) -> float:
+        """Time since the start of the step, in seconds."""
+        return self._now
+
     def end_model(self) -> None:
         """Record the end of forward and backward; what follows is the optimizer's step."""
         self._end_of_model = self._now

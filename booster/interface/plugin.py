@@ -260,6 +260,13 @@ class Plugin(ConfigFingerprint, ABC):
         """
         return forward + backward
 
+    def gathers_layers(self) -> bool:
+        """Return whether a layer's weights are whole on a rank only while the layer or its backward runs.
+
+        Then activation checkpointing recomputes single layers only: a segment of several would need their weights.
+        """
+        return False
+
     def layer_divisor(self) -> int:
         """Return what the number of layers must be a multiple of so that all stages hold equally many."""
         return 1

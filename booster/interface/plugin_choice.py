@@ -40,6 +40,14 @@ class PluginPlan(ABC):
             ConfigError: It was made for another one.
         """
 
+    @abstractmethod
+    def prepare_model(self, model: nn.Module) -> None:
+        """Change the model in place as the plan says, before it is boosted.
+
+        Raises:
+            ConfigError: The model can't be changed so.
+        """
+
 
 class PluginChoice(ABC):
     """What a Booster is given in place of a plugin that is chosen at the first `boost()`.

@@ -259,6 +259,10 @@ class GeminiPlugin(ShardedPlugin):
         """Return a context without effect: every backward reduces, because no rank keeps unsharded gradients."""
         return nullcontext()
 
+    def gathers_layers(self) -> bool:
+        """Return True; see `Plugin.gathers_layers`."""
+        return True
+
     @classmethod
     def settings_for(cls, num_ranks: int) -> list[dict[str, Any]]:
         return [

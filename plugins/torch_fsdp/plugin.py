@@ -242,6 +242,10 @@ class TorchFSDPPlugin(DistributedPlugin):
         """Return a context in which every rank accumulates unsharded gradients, which need the memory, locally."""
         return local_accumulation(optimizer)
 
+    def gathers_layers(self) -> bool:
+        """Return True; see `Plugin.gathers_layers`."""
+        return True
+
     @classmethod
     def settings_for(cls, num_ranks: int) -> list[dict[str, Any]]:
         half = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)

@@ -26,6 +26,17 @@ POLICIES = {
     "all fit": {"policy": "budget", "budget_bytes": GIBI},
     "some fit": {"policy": "budget"},
     "some fit, offload": {"policy": "budget", "offload": "cpu"},
+    "segments": {"policy": "budget"},
+    "schedule": {"policy": "schedule", "schedule": [["blocks.0"], "blocks.1", ["blocks.2"]]},
+    "segment schedule": {
+        "policy": "schedule",
+        "schedule": [[["blocks.0", "blocks.1"], "blocks.2"], "blocks.3"],
+    },
+    "segments, offload": {
+        "policy": "schedule",
+        "schedule": [["blocks.0", "blocks.1"], [["blocks.2"], "blocks.3"]],
+        "offload": "cpu",
+    },
 }
 
 
@@ -64,22 +75,32 @@ def train(layout, settings, is_compiled=False):
     if is_compiled:
         assert counters["stats"]["unique_graphs"] > 0
         assert not counters["graph_break"]
-    return losses, weights, None if budget is None else len(budget.recomputed), budget and budget.costs
+    return losses, weights, budget and budget.schedule, budget and budget.costs
 
 
-def budget_for(layout, offload):
-    """Return a budget that half of the layers fit in."""
+def budget_for(layout, policy):
+    """Return a budget that half of the layers fit in, or one that their inputs do not fit in."""
+    offload = POLICIES[policy].get("offload")
     *_, costs = run_ranks(train, LAYOUTS[layout][1], layout, POLICIES["all fit"])[0]
     inputs = 0 if offload else sum(cost.input_bytes * cost.num_live for cost in costs.values())
     cost = costs["blocks.0"]
     assert cost.kept_bytes > cost.input_bytes > 0
     kept = cost.kept_bytes + (cost.input_bytes if offload else 0)
+    if policy == "segments":
+        return inputs + cost.kept_bytes - cost.input_bytes // 2
     return inputs + 2 * kept * cost.num_live + cost.kept_bytes
 
 
 QUICK = [("none", "layers"), ("gemini", "selective"), ("fsdp", "some fit"), ("tp", "selective"), ("zero 2", "offload")]
+QUICK += [("none", "segments"), ("tp", "segment schedule"), ("zero 1", "segments, offload"), ("gemini", "schedule")]
 PLAIN = [layout for layout in LAYOUTS if not layout.endswith("checkpointed")]  # the plugin checkpoints the others
-GRID = [(layout, policy) for layout in PLAIN for policy in POLICIES if (layout, policy) not in QUICK]
+SEGMENTS = ("segments", "segment schedule", "segments, offload")
+GRID = [
+    (layout, policy)
+    for layout in PLAIN
+    for policy in POLICIES
+    if (layout, policy) not in QUICK and not (policy in SEGMENTS and LAYOUTS[layout][0] in ("gemini", "torch_fsdp"))
+]
 
 
 @pytest.mark.parametrize(
@@ -88,14 +109,18 @@ GRID = [(layout, policy) for layout in PLAIN for policy in POLICIES if (layout, 
 def test_training_is_the_same(layout, policy):
     settings = dict(POLICIES[policy])
     if settings.get("policy") == "budget":
-        settings.setdefault("budget_bytes", budget_for(layout, settings.get("offload")))
+        settings.setdefault("budget_bytes", budget_for(layout, policy))
     num_ranks = LAYOUTS[layout][1]
     expected, found = run_ranks(train, num_ranks, layout, None), run_ranks(train, num_ranks, layout, settings)
-    for (losses, weights, _, _), (other_losses, other_weights, num_recomputed, _) in zip(expected, found, strict=True):
+    for (losses, weights, _, _), (other_losses, other_weights, schedule, costs) in zip(expected, found, strict=True):
         assert other_losses == losses
         assert all(torch.equal(other_weights[name], weight) for name, weight in weights.items())
         if settings.get("policy") == "budget":
-            assert num_recomputed == (0 if policy == "all fit" else 2)
+            is_pipeline = max(cost.num_live for cost in costs.values()) > 1
+            numbers = {"all fit": 0, "segments": len(schedule.recomputed)}
+            has_inputs = settings.get("offload") is not None  # a kept layer has its input on the device in addition
+            assert len(schedule.recomputed) == numbers.get(policy, 2 if is_pipeline or has_inputs else 1)
+            assert schedule.has_segments == (policy == "segments")
 
 
 @pytest.mark.parametrize("policy", ["layers", pytest.param("selective", marks=pytest.mark.slow)])
@@ -182,6 +207,21 @@ def test_layers_that_did_not_run_are_recomputed():
     budget._choose()
     budget._choose()
     assert budget.recomputed == {other}
+
+
+def train_segments_of_gathered_layers(layout):
+    try:
+        train(layout, POLICIES["segment schedule"])
+    except ConfigError as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.parametrize("layout", ["gemini", "fsdp"])
+def test_segments_of_layers_whose_weights_are_gathered(layout):
+    for text in run_ranks(train_segments_of_gathered_layers, 2, layout):
+        assert "has the segment ['blocks.0', 'blocks.1', 'blocks.2']" in text
+        assert "weights of one layer at a time" in text
 
 
 def train_too_small():

@@ -123,7 +123,7 @@ ALLOWED = {
         "pool.shutdown": OWN_THREADS,
     },
     "booster/estimate/processes.py": {
-        "one.result": "a process of this machine, which computes on fake tensors, or breaks the pool",
+        "future.result": "a process of this machine, which computes on fake tensors, or breaks the pool",
         "pool.shutdown": "as above",
     },
     "kernels/disk_io.py": {

@@ -41,6 +41,10 @@ def build_model():
 def too_large():
     return nn.Linear(100_000, 100_000), torch.empty(2, 100_000), lambda outputs, batch: outputs.mean()
 
+def stack():
+    layers = [nn.TransformerEncoderLayer(64, 2, 256, batch_first=True) for _ in range(5)]
+    return nn.Sequential(*layers), torch.empty(16, 64, 64), lambda outputs, batch: outputs.mean()
+
 def reads_values():
     class Reads(nn.Linear):
         def forward(self, x):
@@ -76,6 +80,38 @@ def test_the_table_has_a_row_for_each_setting(script, capsys):
     assert (row[0], row[2], row[8:]) == ("66.00", "132.02", ["1", "yes", "torch_ddp", "<--"])
     assert lines[4].endswith(" torch_ddp mixed_precision=bf16")
     assert lines[-1].startswith("cheapest that fits, by bytes sent: torch_ddp")
+
+
+def test_layers_are_recomputed_as_far_as_it_takes_to_fit(script, capsys):
+    arguments = ["--nproc", "1", "--plugin", "none", "--mixed-precision", "fp32"]
+    totals = {}
+    for policy in ([], ["--checkpoint-activations", "layers"]):
+        told = json.loads(found(script, capsys, *arguments, *policy, "--json", function="stack"))
+        totals[bool(policy)] = told["candidates"][0]["peak"]["total"]
+    memory = (totals[True] + totals[False]) // 2
+    arguments += ["--checkpoint-activations", "auto", "--device-memory"]
+    lines = found(script, capsys, *arguments, str(memory), function="stack").splitlines()
+    assert re.search(r" yes  none.*, recomputes [123] of 5 layers", lines[3])
+    assert "layers are recomputed in backward as far as it takes to fit; --json has the schedules" in lines
+    told = json.loads(found(script, capsys, *arguments, str(memory), "--json", function="stack"))["candidates"][0]
+    assert told["fits"]
+    assert memory * 0.6 < told["peak"]["total"] <= memory
+    assert any(isinstance(item, list) for item in told["activation_schedule"])
+    told = json.loads(found(script, capsys, *arguments, "1GiB", "--json", function="stack"))["candidates"][0]
+    assert told["activation_schedule"] is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "whose memory was not given: add --device-memory"),
+        (["--device-memory", "1GiB", "--checkpoint"], "auto with --checkpoint is not possible"),
+        (["--device-memory", "1GiB", "--offload-activations"], "auto with --offload-activations is not possible"),
+    ],
+)
+def test_what_planned_activations_can_not_go_with(script, capsys, arguments, message):
+    assert main(["estimate", "--model", f"{script}:stack", "--checkpoint-activations", "auto", *arguments]) == 2
+    assert message in capsys.readouterr().err
 
 
 def test_step_times_have_a_column_and_name_the_fastest(script, capsys, tmp_path):

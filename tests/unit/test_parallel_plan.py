@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
+from functools import partial
 
 import pytest
 import torch
@@ -181,17 +182,15 @@ def test_an_asked_precision_replaces_fsdps_own_policy():
     }
 
 
-def test_processes_share_the_work_in_order():
+@pytest.mark.parametrize("worthwhile_seconds", [1e9, 0.0], ids=["alone", "shared"])
+def test_processes_share_the_work_in_order(worthwhile_seconds):
     seen = []
-    assert list(in_processes(lambda one: one * one, [1, 2, 3], 2, seen.append)) == [1, 4, 9]
-    assert seen == [1, 2, 3]
-
-    def fail(one):
-        raise ValueError(f"item {one}")
-
-    for number in (1, 2):
-        with pytest.raises(ValueError, match="item 1"):
-            list(in_processes(fail, [1, 2], number, seen.append))
+    given = [-1, 2, -3, 4, -5]
+    found = in_processes(partial, abs, given, seen.append, worthwhile_seconds=worthwhile_seconds)
+    assert found == [1, 2, 3, 4, 5]
+    assert sorted(seen) == sorted(given)
+    with pytest.raises(ValueError, match="invalid literal for int"):
+        in_processes(partial, int, ["1", "x", "y"], seen.append, worthwhile_seconds=worthwhile_seconds)
 
 
 # Batches.
