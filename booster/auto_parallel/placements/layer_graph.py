@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -29,8 +29,11 @@ from booster.core.layer_stacks import find_stacks, stack_layer_of
 from booster.errors import BoosterError, ConfigError, first_line
 from booster.estimate.estimate import TrainingRecipe, new_fake_mode
 from booster.estimate.operator_costs import OperatorCost, operator_cost
-from booster.estimate.simulation import storage_key
+from booster.estimate.repeated_layers import find_repeated_layers
+from booster.estimate.simulation import run_operator, storage_key
 from booster.pytree import iter_tensors, map_tensors
+
+_NUM_RECORDED = 3  # layers of a long stack: the first may compute no gradient of its input
 
 Site = Literal["", "boundary", "shared", "input", "output"]
 
@@ -79,15 +82,17 @@ class Node:
     Attributes:
         kind: "operator"; "leaf" for inputs and constants; "parameter"; "site"; "gradient" of a parameter.
         inputs: Values that it reads; None for what was made outside of the recording.
-        outputs: Its results. Those of operators that return no tensors are left out.
+        outputs: Shapes of its results.
         func: The operator.
         args: Its arguments, with an `Operand` in the place of each tensor.
         kwargs: Its keyword arguments, likewise.
+        result: What it returns, likewise.
         is_backward: Whether it belongs to backward.
         layer: Layer of a stack that it belongs to, or "".
         name: Name of a parameter, or of a site's module.
         site: Place of a site.
-        storages: Key of each output's storage.
+        storages: Key of each output's storage, the same for a site's input and output.
+        input_shapes: Shapes of what it reads.
     """
 
     kind: Literal["operator", "leaf", "parameter", "site", "gradient"]
@@ -96,6 +101,7 @@ class Node:
     func: Any = None
     args: tuple[Any, ...] = ()
     kwargs: Mapping[str, Any] = field(default_factory=dict)
+    result: Any = None
     is_backward: bool = False
     layer: str = ""
     name: str = ""
@@ -113,20 +119,24 @@ class LayerGraph:
         counts: Number of layers that a layer's nodes stand for; 0 for those that another layer stands for.
         kinds: Names of the layers of each kind, by its first layer.
         loss: The loss.
+        outputs: What the model returns.
         users_of_weight: Modules whose calls read each parameter, "" for code outside of linear layers and embeddings.
         state_bytes: Bytes of the optimizer's states per element of a parameter.
         step_costs: Costs of the operators of the optimizer's step.
-        num_parameters: Elements that the optimizer updates.
+        step_elements: Elements of parameters that this step updated.
+        num_elements: Elements of the whole model that the optimizer updates.
     """
 
     nodes: list[Node]
     counts: Mapping[str, int]
     kinds: Mapping[str, tuple[str, ...]]
     loss: Value
+    outputs: tuple[Value, ...]
     users_of_weight: Mapping[str, frozenset[str]]
     state_bytes: float
     step_costs: list[OperatorCost]
-    num_parameters: int
+    step_elements: int
+    num_elements: int
 
     def count(self, node: Node) -> int:
         """Return how many nodes of the model a node stands for."""
@@ -158,14 +168,35 @@ def is_embedding(module: nn.Module) -> bool:
 def record_step(recipe: TrainingRecipe) -> LayerGraph:
     """Record a training step of a model on fake tensors; see Note [Operator graph].
 
+    Of a long stack of identical layers, a few are recorded.
+
     Args:
         recipe: What is trained.
 
     Raises:
         ConfigError: The model can't be run on fake tensors, or the loss does not depend on it.
     """
+    repeated = find_repeated_layers(recipe.model)
+    if repeated is None:
+        return _record(recipe)
+    try:
+        graph = _record(recipe, (repeated, _NUM_RECORDED))
+    except ConfigError:  # a model that depends on its number of layers: the whole one reports real errors
+        return _record(recipe)
+    layers = [f"{repeated}.{key}" for key in recipe.model.get_submodule(repeated)._modules]
+    recorded, others = layers[:_NUM_RECORDED], layers[_NUM_RECORDED:]
+    first = next((one for one, kind in graph.kinds.items() if set(recorded[1:]) <= set(kind)), None)
+    if first is None:
+        return _record(recipe)
+    kind = (*graph.kinds[first], *others)
+    counts = {**graph.counts, **dict.fromkeys(others, 0), first: len(kind)}
+    return replace(graph, counts=counts, kinds={**graph.kinds, first: kind})
+
+
+def _record(recipe: TrainingRecipe, layers: tuple[str, int] | None = None) -> LayerGraph:
+    """Record a step of a model, or of one with the first layers of a list."""
     mode = new_fake_mode()
-    training = recipe.make_fake(mode, torch.device("cpu"))
+    training = recipe.make_fake(mode, torch.device("cpu"), layers)
     model, optimizer = training.model, training.optimizer
     model.train()
     recorder = _Recorder(model)
@@ -175,7 +206,8 @@ def record_step(recipe: TrainingRecipe) -> LayerGraph:
         stack.enter_context(_hooks(model, recorder))
         for tensor in iter_tensors(training.batch):
             recorder.leaf(tensor)
-        loss = _loss(model, training.batch, training.criterion)
+        outputs, loss = _run_forward(model, training.batch, training.criterion)
+        returned = [recorder.value_of(one) for one in iter_tensors(outputs)]
         recorder.end_forward()
         loss_value = recorder.value_of(loss)
         if not loss.requires_grad or loss_value is None:
@@ -188,22 +220,27 @@ def record_step(recipe: TrainingRecipe) -> LayerGraph:
     with mode, _StepRecorder(costs):
         optimizer.step()
     trained = [one for one in model.parameters() if one.grad is not None]
-    num_parameters = sum(one.numel() for one in trained) or 1
+    num_elements = sum(one.numel() for one in trained) or 1
     states = [one for one in iter_tensors(dict(optimizer.state)) if one.dim()]
-    counts, kinds = _kinds(recorder.nodes, model)
+    counts, kinds = _kinds(recorder.nodes)
     return LayerGraph(
         nodes=recorder.nodes,
         counts=counts,
         kinds=kinds,
         loss=loss_value,
+        outputs=tuple(one for one in returned if one is not None),
         users_of_weight={name: frozenset(users) for name, users in recorder.users.items()},
-        state_bytes=sum(one.nbytes for one in states) / num_parameters,
+        state_bytes=sum(one.nbytes for one in states) / num_elements,
         step_costs=costs,
-        num_parameters=num_parameters,
+        step_elements=num_elements,
+        num_elements=sum(one.numel() for one in recipe.model.parameters() if one.requires_grad),
     )
 
 
-def _loss(model: nn.Module, batch: Any, criterion: Callable[[Any, Any], torch.Tensor]) -> torch.Tensor:
+def _run_forward(
+    model: nn.Module, batch: Any, criterion: Callable[[Any, Any], torch.Tensor]
+) -> tuple[Any, torch.Tensor]:
+    """Return the outputs of a model, and their loss."""
     try:
         if isinstance(batch, torch.Tensor):
             outputs = model(batch)
@@ -211,7 +248,7 @@ def _loss(model: nn.Module, batch: Any, criterion: Callable[[Any, Any], torch.Te
             outputs = model(*batch)
         else:
             outputs = model(**batch)
-        return criterion(outputs, batch)
+        return outputs, criterion(outputs, batch)
     except BoosterError:
         raise
     except Exception as error:
@@ -233,6 +270,7 @@ class _Recorder(TorchDispatchMode):
         self.users: dict[str, set[str]] = {}
         self._values: dict[int, Value] = {}
         self._alive: list[torch.Tensor] = []  # keeps `id`s and storages unique
+        self._roots: dict[int, int] = {}
         self._is_paused = self._is_backward = False
         self.layer = ""
         self.calls: list[str] = []  # linear layers and embeddings whose forward runs
@@ -251,12 +289,21 @@ class _Recorder(TorchDispatchMode):
         given = list(iter_tensors((args, kwargs)))
         inputs = [self._read(one) for one in given]
         shapes = [TensorShape.of(one) for one in given]  # before an operator that resizes
-        result = func(*args, **kwargs)
+        result = run_operator(func, args, kwargs)
         results = [result] if isinstance(result, torch.Tensor) else list(iter_tensors(result))
         if results:
             counter = iter(range(len(given)))
             arguments = map_tensors(lambda _: Operand(next(counter)), (tuple(args), dict(kwargs)))
-            node = self._node("operator", inputs, shapes, func=func, args=arguments[0], kwargs=arguments[1])
+            returned = iter(range(len(results)))
+            node = self._node(
+                "operator",
+                inputs,
+                shapes,
+                func=func,
+                args=arguments[0],
+                kwargs=arguments[1],
+                result=map_tensors(lambda _: Operand(next(returned)), result),
+            )
             self._write(node, results)
         return result
 
@@ -282,15 +329,15 @@ class _Recorder(TorchDispatchMode):
             self._is_paused = False
         node = self._node("site", [source], [TensorShape.of(tensor)], site=site, name=name)
         node.is_backward = is_backward
+        self._roots[storage_key(copy)] = self._storage(tensor)
         self._write(node, [copy])
-        node.storages = [storage_key(tensor)]
         return copy
 
     def gradient(self, name: str, tensor: torch.Tensor) -> None:
         """Record the gradient of a parameter."""
         node = self._node("gradient", [self._read(tensor)], [TensorShape.of(tensor)], name=name)
         node.outputs, node.layer = [TensorShape.of(tensor)], self._layer_of_parameter[name]
-        node.storages = [storage_key(tensor)]
+        node.storages = [self._storage(tensor)]
 
     @property
     def _layer_of_parameter(self) -> dict[str, str]:
@@ -329,7 +376,12 @@ class _Recorder(TorchDispatchMode):
             self._values[id(tensor)] = Value(index, output)
             self._alive.append(tensor)
         node.outputs = [TensorShape.of(one) for one in tensors]
-        node.storages = [storage_key(one) for one in tensors]
+        node.storages = [self._storage(one) for one in tensors]
+
+    def _storage(self, tensor: torch.Tensor) -> int:
+        """Return the key of a tensor's storage; a site's output is counted as its input."""
+        key = storage_key(tensor)
+        return self._roots.get(key, key)
 
 
 class _StepRecorder(TorchDispatchMode):
@@ -473,7 +525,7 @@ class _ModuleSites:
         return _Site.apply(output, self._recorder, "output", self._name, _pass)
 
 
-def _kinds(nodes: list[Node], model: nn.Module) -> tuple[dict[str, int], dict[str, tuple[str, ...]]]:
+def _kinds(nodes: list[Node]) -> tuple[dict[str, int], dict[str, tuple[str, ...]]]:
     """Return how many layers each layer stands for, and the layers of each kind by its first one."""
     of_layer: dict[str, list[int]] = {}
     for index, node in enumerate(nodes):

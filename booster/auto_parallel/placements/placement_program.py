@@ -28,8 +28,8 @@ from booster.estimate.operator_costs import operator_cost
 from .integer_program import IntegerProgram, Solution
 from .layer_graph import LayerGraph, Node, Operand, TensorShape, Value
 from .layout_conversion import AxisSpeed
-from .sharding_rules import PARTIAL, REPLICATED, ShardingRules, Strategy, TensorPlacement, sharded
-from .styles import ModuleStyle, StyledModule
+from .sharding_rules import PARTIAL, REPLICATED, Strategy, TensorPlacement, sharded, sharding_rules
+from .styles import ModuleStyle, StyledModule, module_before, output_heads
 
 _OPERATION_OF = {("partial", "replicated"): "all_reduce", ("sharded", "replicated"): "all_gather"}
 
@@ -56,7 +56,7 @@ class StepCosts:
         tensors = _local_tensors(node.input_shapes, strategy.inputs, self.num_ranks)
         results = _local_tensors(node.outputs, strategy.outputs, self.num_ranks)
         args, kwargs = _with_tensors((node.args, dict(node.kwargs)), tensors)
-        cost = operator_cost(node.func, args, kwargs, results[0] if len(results) == 1 else results)
+        cost = operator_cost(node.func, args, kwargs, _with_tensors(node.result, results))
         seconds = 0.0 if cost is None else self.call(cost.seconds(self.profile))
         rows = math.prod(node.outputs[0].shape[:-1])
         return seconds + sum(self.all_reduce(4 * number * rows) for number in strategy.reductions)
@@ -85,7 +85,7 @@ class StepCosts:
 
     def step(self, graph: LayerGraph, num_elements: float) -> float:
         """Return the seconds of the optimizer's step for some of the elements that it updates."""
-        share = num_elements / graph.num_parameters
+        share = num_elements / graph.step_elements
         return share * sum(
             self.profile.step_call_seconds + cost.seconds(self.profile, is_cold=True) for cost in graph.step_costs
         )
@@ -110,7 +110,7 @@ def data_parallel_seconds(graph: LayerGraph, costs: StepCosts) -> float:
     reduction = costs.all_reduce(gradient_bytes)
     overlap = costs.axis.collectives[1].overlap if costs.num_ranks > 1 else 0.0
     hidden = overlap * min(reduction, computation[True])
-    return sum(computation.values()) + reduction - hidden + costs.step(graph, graph.num_parameters)
+    return sum(computation.values()) + reduction - hidden + costs.step(graph, graph.num_elements)
 
 
 @dataclass(slots=True)
@@ -136,7 +136,6 @@ class PlacementProgram:
         graph: Graph of its training step.
         modules: Modules with styles.
         costs: Costs of the machine.
-        rules: Sharding rules, optional: those of torch.
     """
 
     def __init__(
@@ -145,14 +144,14 @@ class PlacementProgram:
         graph: LayerGraph,
         modules: Sequence[StyledModule],
         costs: StepCosts,
-        rules: ShardingRules | None = None,
     ) -> None:
         self._graph, self._costs = graph, costs
-        self._rules = rules or ShardingRules(costs.num_ranks)
+        self._rules = sharding_rules(costs.num_ranks)
         self._modules = {module.name: module for module in modules}
         self._weights: dict[str, list[TensorPlacement]] = {}
         for module in modules:
             self._weights.setdefault(module.weight, []).extend(style.weight for style in module.styles)
+        self._heads = output_heads(model, graph)  # their logits may stay sharded
         self._biases = self._bias_options(model)
         self._kept = _kept_storages(graph)
         self._choices: dict[int, _Choices] = {}
@@ -175,10 +174,32 @@ class PlacementProgram:
         """Return the style of a module in a solution."""
         return self._modules[name].styles[solution.choices[self.styles[name]]]
 
-    def style_choice(self, name: str, style: str) -> dict[int, list[int]]:
-        """Return the restriction of the program to a style of a module."""
+    def style_choices(self, name: str, styles: Iterable[str]) -> dict[int, list[int]]:
+        """Return the restriction of the program to some styles of a module."""
         names = [one.name for one in self._modules[name].styles]
-        return {self.styles[name]: [names.index(style)]}
+        return {self.styles[name]: [names.index(one) for one in styles]}
+
+    def joined_modules(self, solution: Solution) -> list[frozenset[str]]:
+        """Return the modules of each group that hands on sharded tensors, or shares a sharded weight."""
+        group: dict[int, int] = {}
+
+        def root(index: int) -> int:
+            while group.setdefault(index, index) != index:
+                index = group[index]
+            return index
+
+        for index, node in self._graph.kept():
+            if node.is_backward or node.kind == "gradient":
+                continue
+            strategy = self._choices[index].strategies[solution.choices[self._variables[index]]]
+            for value, placement in zip(node.inputs, strategy.inputs, strict=True):
+                if value is not None and value.node in self._choices and placement.kind == "sharded":
+                    group[root(index)] = root(value.node)
+        members: dict[int, set[str]] = {}
+        for index, node in self._graph.kept():
+            if node.kind == "site" and not node.is_backward and node.site in ("input", "output") and index in group:
+                members.setdefault(root(index), set()).add(node.name)
+        return _joined(members.values())
 
     def _add(self, index: int, node: Node) -> None:
         """Add a node with its edges."""
@@ -205,10 +226,10 @@ class PlacementProgram:
         for position, value in enumerate(node.inputs):
             if value is not None:
                 self._connect(index, position, value)
-        if self._graph.loss.node == index:
-            for_loss = [one == REPLICATED for one in choices.outputs(self._graph.loss.output)]
-            loss = self.program.add_node([0.0])
-            self.program.add_edge(self._variables[index], loss, _excluding([[one] for one in for_loss]))
+        for value in {self._graph.loss, *self._graph.outputs}:
+            if value.node == index and module_before(self._graph, value) not in self._heads:
+                fits = [[one == REPLICATED] for one in choices.outputs(value.output)]
+                self.program.add_edge(self._variables[index], self.program.add_node([0.0]), _excluding(fits))
 
     def _options(self, node: Node, value: Value | None) -> list[TensorPlacement]:
         """Return the placements in which a node may get a value."""
@@ -304,12 +325,13 @@ class PlacementProgram:
     def _bias_options(self, model: nn.Module) -> dict[str, list[TensorPlacement]]:
         """Return the placements of the biases of linear layers: as the weight's outputs, or counted once."""
         found = {}
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
         for module in self._modules.values():
-            prefix = f"{module.name}." if module.name else ""
-            if model.get_submodule(module.name)._parameters.get("bias") is None:
+            bias = model.get_submodule(module.name)._parameters.get("bias")
+            if bias is None:
                 continue
             blocks = {one.weight.num_blocks for one in module.styles if one.weight.kind == "sharded"}
-            found[f"{prefix}bias"] = [REPLICATED, PARTIAL, *(sharded(0, number) for number in sorted(blocks))]
+            found[names[id(bias)]] = [REPLICATED, PARTIAL, *(sharded(0, number) for number in sorted(blocks))]
         return found
 
     def _add_styles(self) -> None:
@@ -343,6 +365,15 @@ class PlacementProgram:
         final = [one.outputs[0] for one in self._choices[index].strategies]
         fits = [[a == b for b in final] for a in held]
         self.program.add_edge(self._variables[parameter], self._variables[index], _excluding(fits))
+
+
+def _joined(groups: Iterable[set[str]]) -> list[frozenset[str]]:
+    """Return groups without common members."""
+    found: list[frozenset[str]] = []
+    for group in groups:
+        met = [one for one in found if one & group]
+        found = [one for one in found if not one & group] + [frozenset(group).union(*met)]
+    return found
 
 
 def _excluding(fits: Sequence[Sequence[bool]]) -> np.ndarray[tuple[int, ...], np.dtype[np.float64]]:

@@ -22,6 +22,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Literal
 
 import torch
@@ -181,6 +182,12 @@ class ShardingRules:
         return DTensorSpec(
             self._mesh, (_torch_placement(placement),), tensor_meta=TensorMeta(size, shape.stride, shape.dtype)
         )
+
+
+@lru_cache(maxsize=8)
+def sharding_rules(num_ranks: int) -> ShardingRules:
+    """Return the rules of a number of ranks, which remember what torch has answered."""
+    return ShardingRules(num_ranks)
 
 
 def _mesh_without_groups(num_ranks: int) -> DeviceMesh:

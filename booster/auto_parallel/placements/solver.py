@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
+import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from booster.estimate.machine_profile import MachineProfile, find_profile
 from booster.interface import Plugin
 from booster.pytree import iter_tensors, map_tensors
 from booster.registry import plugin_from_name
-from booster.validation import is_int, is_number
+from booster.validation import check_flag, is_int, is_number
 
 from .integer_program import ReducedProgram, Solution
 from .layer_graph import LayerGraph, record_step
@@ -40,6 +41,7 @@ class ModuleChoice:
         num_modules: Number of modules.
         seconds: Time of a step by style of these modules, all other modules chosen anew; without styles for which
             there is no solution.
+        refused: Reasons for which the plugin refuses styles that would be faster, by style.
         note: What the choice follows from, if not from times; "" otherwise.
     """
 
@@ -47,6 +49,7 @@ class ModuleChoice:
     style: str
     num_modules: int
     seconds: Mapping[str, float] = field(default_factory=dict)
+    refused: Mapping[str, str] = field(default_factory=dict)
     note: str = ""
 
     @property
@@ -55,8 +58,9 @@ class ModuleChoice:
         if self.note:
             return self.note
         others = sorted((one for one in self.seconds.items() if one[0] != self.style), key=lambda one: one[1])
-        known = [(self.style, self.seconds[self.style])] if self.style in self.seconds else []
-        return "chosen for the time of a step: " + _times([*known, *others])
+        times = _times([(self.style, self.seconds[self.style]), *others])
+        refused = [f"; the plugin refuses {style}: {why}" for style, why in self.refused.items()]
+        return f"chosen for the time of a step: {times}{''.join(refused)}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +75,6 @@ class PlacementSolution:
         seconds_data_parallel: Predicted time with replicated weights and the batch divided among the ranks.
         memory: Bytes of weights, gradients, optimizer states and kept activations on a rank.
         choices: Choice for each module.
-        notes: What was not left to the solver, and why.
     """
 
     plan: Mapping[str, str]
@@ -80,7 +83,6 @@ class PlacementSolution:
     seconds_data_parallel: float
     memory: int
     choices: tuple[ModuleChoice, ...]
-    notes: tuple[str, ...] = ()
 
     @property
     def is_tensor_parallel_faster(self) -> bool:
@@ -93,7 +95,8 @@ class PlacementSolution:
         for one in self.choices:
             name = f"{one.pattern} ({one.num_modules})" if one.num_modules > 1 else one.pattern
             times = _times(sorted(one.seconds.items(), key=lambda item: item[1]))
-            rows.append((name, one.style, one.note or times))
+            refused = f"; refused: {', '.join(one.refused)}" if one.refused else ""
+            rows.append((name, one.style, one.note or f"{times}{refused}"))
         widths = [max(len(row[column]) for row in rows) for column in range(2)]
         lines = [f"{name.ljust(widths[0])}  {style.ljust(widths[1])}  {text}" for name, style, text in rows]
         faster = "tensor" if self.is_tensor_parallel_faster else "data"
@@ -103,7 +106,10 @@ class PlacementSolution:
             f" data-parallel ones: {faster} parallelism is faster"
         )
         lines.append(f"memory of weights, gradients, states and activations: {self.memory / 2**20:,.1f} MiB per rank")
-        return "\n".join([*lines, *self.notes])
+        why = dict.fromkeys(
+            f"{style} is refused: {text}" for one in self.choices for style, text in one.refused.items()
+        )
+        return "\n".join([*lines, *why])
 
 
 def solve_placements(
@@ -115,13 +121,14 @@ def solve_placements(
     memory_budget: float | None = None,
     criterion: Callable[[Any, Any], torch.Tensor] | None = None,
     optimizer: Optimizer | Callable[[list[nn.Parameter]], Optimizer] = torch.optim.AdamW,
+    verify: bool = True,
 ) -> PlacementSolution:
     """Find the fastest tensor-parallel plan for a model: the style of each linear layer and embedding.
 
     A training step is recorded on fake tensors; nothing is allocated or run. The sharding rules of DTensor give the
     strategies of each operator, the machine's profile their times, and an integer program the choice for all of them
-    together. Equal layers are solved once. Only placements that `HybridParallelPlugin` runs are considered, and the
-    plugin verifies the plan.
+    together. Equal layers are solved once. Only placements that `HybridParallelPlugin` runs are considered. The plugin
+    verifies the plan: modules get no style that it refuses, and the program is solved again.
 
     Args:
         model: Model in the dtype that it computes in, with real values or on the meta device. Not modified.
@@ -133,14 +140,19 @@ def solve_placements(
             to no limit.
         criterion: Function of (outputs, batch) that returns the loss; optional, defaults to the model's own loss.
         optimizer: Optimizer over parameters of the model, or a function that creates one from a list of parameters.
+        verify: If False, the plan is not verified here, which computes with layers of the model's width, but only when
+            the plugin boosts the model.
 
     Raises:
         ConfigError: There is no profile, scipy is not installed, the model can't be recorded, or no placements fit into
             the budget.
 
-    Collective: after a launch, on all ranks with the same arguments, as a plugin is made to verify the plan.
+    Collective: after a launch with `verify`, on all ranks with the same arguments, as a plugin is made.
     """
     _check(tp_size, memory_budget)
+    check_flag("verify", verify)
+    if not any(one.requires_grad for one in model.parameters()):
+        raise ConfigError(f"{type(model).__name__} has no parameter that is trained: unfreeze some")
     found_profile = _profile(profile, tp_size)
     costs = StepCosts(profile=found_profile, axis=AxisSpeed.of(found_profile, range(tp_size)))
     recipe = TrainingRecipe(model=model, batch=batch, optimizer=optimizer, criterion=criterion or default_criterion)
@@ -149,16 +161,13 @@ def solve_placements(
         model=model, batch=_share(batch, tp_size), optimizer=optimizer, criterion=criterion or default_criterion
     )
     search = _Search(model, graph, costs, memory_budget)
-    notes: list[str] = []
     while True:
         solution = search.solve()
-        plan, choices = search.result(solution)
-        refused = _refused(model, tp_size, plan)
+        refused = search.refused(solution, tp_size) if verify else {}
         if not refused:
             break
-        for owner, reason in refused.items():
-            search.replicate(owner, reason)
-            notes.append(f"{owner or 'the model'} stays replicated, as the plugin refuses its plan: {reason}")
+        search.forbid(refused)
+    plan, choices = search.result(solution)
     return PlacementSolution(
         plan=plan,
         tp_size=tp_size,
@@ -166,7 +175,6 @@ def solve_placements(
         seconds_data_parallel=data_parallel_seconds(record_step(share), costs),
         memory=round(solution.memory),
         choices=choices,
-        notes=tuple(dict.fromkeys(notes)),
     )
 
 
@@ -192,7 +200,7 @@ class _Search:
             )
         self._reduced: ReducedProgram = reduced
         self._forced: dict[int, list[int]] = {}
-        self._refused: dict[str, str] = {}
+        self._forbidden: dict[str, dict[str, str]] = {}
 
     def solve(self) -> Solution:
         """Return the fastest placements.
@@ -210,18 +218,48 @@ class _Search:
             )
         return found
 
-    def replicate(self, owner: str, reason: str) -> None:
-        """Let the direct children of a module, or of all modules like it, be replicated from now on."""
-        for name in self._modules:
-            if _generalize(_owner(name)) == owner:
-                self._forced |= self._program.style_choice(name, REPLICATED_STYLE)
-                self._refused[name] = reason
+    def refused(self, solution: Solution, tp_size: int) -> dict[str, tuple[str, str]]:
+        """Return the modules whose styles the plugin refuses, with the style and the reason.
+
+        These are the groups of modules that it refuses alone, or else all that are divided.
+        """
+        styles = {name: self._program.style_of(name, solution).name for name in self._modules}
+        partial = dict.fromkeys(self._partial_modules(solution), PARTIAL_GRADIENT_STYLE)
+        whole = self._refusal({**styles, **partial}, tp_size)
+        if whole is None:
+            return {}
+        reasons: dict[str, str] = {}
+        for group in self._program.joined_modules(solution):
+            owners = {_owner(name) for name in group}
+            own = {name: styles[name] for name in self._modules if name in group}
+            own |= {name: style for name, style in partial.items() if _owner(name) in owners}
+            reason = self._refusal(own, tp_size)
+            if reason is not None:
+                reasons |= dict.fromkeys(group, reason)
+        divided = [name for name, style in styles.items() if style != REPLICATED_STYLE]
+        reasons = reasons or dict.fromkeys(divided, whole)
+        return {name: (styles[name], reason) for name, reason in reasons.items() if styles[name] != REPLICATED_STYLE}
+
+    def _refusal(self, styles: Mapping[str, str], tp_size: int) -> str | None:
+        """Return why the plugin refuses a plan of the layers of the graph, or None if it accepts it."""
+        plan = {one: style for name, style in styles.items() for one in self._names_like(name)}
+        if all(style == REPLICATED_STYLE for style in plan.values()):
+            return None
+        with _plugin(tp_size, plan) as plugin:
+            return None if plugin is None else _refusal(plugin, self._model)
+
+    def forbid(self, refused: Mapping[str, tuple[str, str]]) -> None:
+        """Let modules have these styles no more, for these reasons."""
+        for name, (style, reason) in refused.items():
+            self._forbidden.setdefault(name, {})[style] = reason
+            left = [one.name for one in self._modules[name].styles if one.name not in self._forbidden[name]]
+            self._forced |= self._program.style_choices(name, left)
 
     def result(self, solution: Solution) -> tuple[dict[str, str], tuple[ModuleChoice, ...]]:
         """Return the plan of a solution, and the choice for each module."""
         choices: dict[str, ModuleChoice] = {}
         for name in self._modules:
-            choices |= {one: self._choice(name, solution) for one in self._names_like(name)}
+            choices |= dict.fromkeys(self._names_like(name), self._choice(name, solution))
         for name in self._partial_modules(solution):
             note = "computes on sharded features, so its gradient is all-reduced"
             chosen = ModuleChoice(pattern=name, style=PARTIAL_GRADIENT_STYLE, num_modules=1, note=note)
@@ -233,16 +271,16 @@ class _Search:
 
     def _choice(self, name: str, solution: Solution) -> ModuleChoice:
         style = self._program.style_of(name, solution).name
-        if name in self._refused:
-            note = f"replicated, as the plugin refuses other styles: {self._refused[name]}"
-            return ModuleChoice(pattern=name, style=style, num_modules=1, note=note)
-        seconds = {}
+        refused = self._forbidden.get(name, {})
+        seconds = {style: solution.cost}
         for other in self._modules[name].styles:
-            forced = self._forced | self._program.style_choice(name, other.name)
-            found = solution if other.name == style else self._reduced.solve(memory_budget=self._budget, allowed=forced)
+            if other.name == style or other.name in refused:
+                continue
+            forced = self._forced | self._program.style_choices(name, [other.name])
+            found = self._reduced.solve(memory_budget=self._budget, allowed=forced)
             if found is not None:
                 seconds[other.name] = found.cost
-        return ModuleChoice(pattern=name, style=style, num_modules=1, seconds=seconds)
+        return ModuleChoice(pattern=name, style=style, num_modules=1, seconds=seconds, refused=refused)
 
     def _partial_modules(self, solution: Solution) -> Iterator[str]:
         """Yield the modules with a replicated parameter whose gradient is all-reduced."""
@@ -268,14 +306,10 @@ def _grouped(choices: Mapping[str, ModuleChoice], modules: Sequence[str]) -> Ite
         matched = [one for one in modules if _matches(pattern, one)]
         is_uniform = len({choices[name].style for name in names}) == 1
         if is_uniform and sorted(matched) == sorted(names):
-            first = choices[names[0]]
-            yield ModuleChoice(
-                pattern=pattern, style=first.style, num_modules=len(names), seconds=first.seconds, note=first.note
-            )
+            yield replace(choices[names[0]], pattern=pattern, num_modules=len(names))
             continue
         for name in names:
-            one = choices[name]
-            yield ModuleChoice(pattern=name, style=one.style, num_modules=1, seconds=one.seconds, note=one.note)
+            yield replace(choices[name], pattern=name)
 
 
 def _generalize(name: str) -> str:
@@ -290,33 +324,12 @@ def _owner(name: str) -> str:
     return name.rpartition(".")[0]
 
 
-def _refused(model: nn.Module, tp_size: int, plan: Mapping[str, str]) -> dict[str, str]:
-    """Return the modules whose children's styles the plugin refuses, with the reason; all of them, if only together."""
-    if not plan:
-        return {}
-    with _plugin(tp_size, plan) as plugin:
-        whole = None if plugin is None else _refusal(plugin, model)
-    if whole is None:
-        return {}
-    owners: dict[str, dict[str, str]] = {}
-    for pattern, style in plan.items():
-        owners.setdefault(_generalize(_owner(pattern)), {})[pattern] = style
-    owners = {owner: styles for owner, styles in owners.items() if set(styles.values()) != {REPLICATED_STYLE}}
-    refused = {}
-    for owner, styles in owners.items():
-        with _plugin(tp_size, styles) as plugin:
-            reason = None if plugin is None else _refusal(plugin, model)
-        if reason is not None:
-            refused[owner] = reason
-    return refused or dict.fromkeys(owners, whole)
-
-
 def _refusal(plugin: Plugin, model: nn.Module) -> str | None:
     """Return why a plugin refuses its plan for a model, or None if it accepts it."""
     try:
         plugin.check(model, None)
     except ConfigError as error:
-        return first_line(error)
+        return textwrap.shorten(first_line(error), 300, placeholder=" ...")
     return None
 
 

@@ -98,7 +98,7 @@ def styled_modules(model: nn.Module, graph: LayerGraph, num_ranks: int) -> list[
     called = {node.name for _, node in graph.kept() if node.kind == "site" and node.site == "output"}
     names_of = _names_of_weights(model)
     blocks = _packed_outputs(graph)
-    heads = _output_heads(model, graph)
+    heads = output_heads(model, graph)
     found = []
     for name, module in model.named_modules():
         if name not in called or not (is_linear(module) or is_embedding(module)):
@@ -161,13 +161,13 @@ def _packed_outputs(graph: LayerGraph) -> Mapping[str, tuple[int, ...]]:
         dim = int(node.args[2]) if len(node.args) > 2 else 0
         if dim % (last + 1) != last or len({one.shape[last] for one in node.outputs}) != 1 or len(node.outputs) < 2:
             continue
-        source = _module_before(graph, node.inputs[0])
+        source = module_before(graph, node.inputs[0])
         if source is not None:
             found.setdefault(source, set()).add(len(node.outputs))
     return {name: tuple(sorted(numbers)) for name, numbers in found.items()}
 
 
-def _module_before(graph: LayerGraph, value: Value | None) -> str | None:
+def module_before(graph: LayerGraph, value: Value | None) -> str | None:
     """Return the module whose output a value is, through operators that read one tensor and keep its last dimension."""
     while value is not None:
         node = graph.nodes[value.node]
@@ -181,7 +181,7 @@ def _module_before(graph: LayerGraph, value: Value | None) -> str | None:
     return None
 
 
-def _output_heads(model: nn.Module, graph: LayerGraph) -> frozenset[str]:
+def output_heads(model: nn.Module, graph: LayerGraph) -> frozenset[str]:
     """Return the linear layers that compute logits: those that the model names, and those of which it has a softmax.
 
     Layers of stacks are none.
@@ -191,7 +191,7 @@ def _output_heads(model: nn.Module, graph: LayerGraph) -> frozenset[str]:
     found = {name for name, module in model.named_modules() if id(module) in named and is_linear(module)}
     for _, node in graph.kept():
         if str(node.func).startswith("aten._log_softmax.") and not node.layer:
-            source = _module_before(graph, node.inputs[0])
+            source = module_before(graph, node.inputs[0])
             if source is not None and graph.nodes and not _is_in_layer(graph, source):
                 found.add(source)
     return frozenset(found)
