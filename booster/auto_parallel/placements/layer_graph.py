@@ -15,7 +15,7 @@ tensors between layers are replicated.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -186,11 +186,22 @@ def record_step(recipe: TrainingRecipe) -> LayerGraph:
     layers = [f"{repeated}.{key}" for key in recipe.model.get_submodule(repeated)._modules]
     recorded, others = layers[:_NUM_RECORDED], layers[_NUM_RECORDED:]
     first = next((one for one, kind in graph.kinds.items() if set(recorded[1:]) <= set(kind)), None)
-    if first is None:
+    if first is None or _has_operators_between(graph, recorded):
         return _record(recipe)
     kind = (*graph.kinds[first], *others)
     counts = {**graph.counts, **dict.fromkeys(others, 0), first: len(kind)}
     return replace(graph, counts=counts, kinds={**graph.kinds, first: kind})
+
+
+def _has_operators_between(graph: LayerGraph, layers: Sequence[str]) -> bool:
+    """Whether the model computes between layers: with more of them it would have more operators outside of layers."""
+    for is_backward in (False, True):
+        own = [index for index, node in enumerate(graph.nodes) if node.is_backward == is_backward]
+        inside = [index for index in own if graph.nodes[index].layer in layers]
+        between = [graph.nodes[index] for index in own if inside[0] < index < inside[-1]]
+        if any(node.kind == "operator" and node.layer not in layers for node in between):
+            return True
+    return False
 
 
 def _record(recipe: TrainingRecipe, layers: tuple[str, int] | None = None) -> LayerGraph:

@@ -143,7 +143,7 @@ def find_conversion(
         profile: Speed of the machine.
 
     Raises:
-        ConfigError: Placements do not fit to the shape or the mesh, or there is no conversion.
+        ConfigError: Placements do not fit to the shape or the mesh, or can't be converted to each other.
 
     Collective: no.
     """
@@ -163,7 +163,7 @@ def convert_layout(tensor: DTensor, placements: Sequence[Placement], profile: Ma
         profile: Speed of the machine, equal on all ranks.
 
     Raises:
-        ConfigError: The tensor is no DTensor, or there is no conversion.
+        ConfigError: The tensor is not a DTensor, or can't be converted.
 
     Collective: yes, on all ranks of the mesh, with the same arguments.
     """
@@ -233,7 +233,7 @@ def search(
     """Return the shortest path between layouts. Among equally fast ones, it has the fewest steps. Cached.
 
     Raises:
-        ConfigError: There is none.
+        ConfigError: A target is partial where the source is not.
     """
     best: dict[Layout, tuple[float, int]] = {source: (0.0, 0)}
     arrived: dict[Layout, tuple[Layout, ConversionStep]] = {}

@@ -132,7 +132,7 @@ class ShardingRules:
         return Strategy((REPLICATED,) * len(node.inputs), (REPLICATED,) * len(node.outputs))
 
     def _outputs(self, node: Node, inputs: tuple[TensorPlacement, ...]) -> tuple[TensorPlacement, ...] | None:
-        """Return the outputs' placements, or None if this is no strategy."""
+        """Return the outputs' placements, or None if the operator can't run so."""
         blocks = {one.num_blocks for one in inputs if one.kind == "sharded"}
         if len(blocks) > 1:
             return None

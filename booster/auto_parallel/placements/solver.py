@@ -39,8 +39,8 @@ class ModuleChoice:
         pattern: Names of the modules, with `*` for a layer's index.
         style: The style chosen.
         num_modules: Number of modules.
-        seconds: Time of a step by style of these modules, all other modules chosen anew; without styles for which
-            there is no solution.
+        seconds: Time of a step by style of these modules, all other modules chosen anew; without styles that have
+            no solution.
         refused: Reasons for which the plugin refuses styles that would be faster, by style.
         note: What the choice follows from, if not from times; "" otherwise.
     """
@@ -144,7 +144,7 @@ def solve_placements(
             the plugin boosts the model.
 
     Raises:
-        ConfigError: There is no profile, scipy is not installed, the model can't be recorded, or no placements fit into
+        ConfigError: No profile is known, scipy is not installed, the model can't be recorded, or no placements fit into
             the budget.
 
     Collective: after a launch with `verify`, on all ranks with the same arguments, as a plugin is made.

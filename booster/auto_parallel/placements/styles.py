@@ -29,11 +29,15 @@ class ChosenStyle(str):
 
     reason: str
 
-    def __new__(cls, name: str, reason: str) -> ChosenStyle:
+    def __new__(cls, name: str, reason: str = "") -> ChosenStyle:
         """Return the name with a reason."""
         chosen = super().__new__(cls, name)
         chosen.reason = reason
         return chosen
+
+    def __getnewargs__(self) -> tuple[str, str]:  # type: ignore[override]
+        """Return what a copy is made of."""
+        return str(self), self.reason
 
 
 @dataclass(frozen=True, slots=True)
