@@ -14,7 +14,7 @@ from machine_profiles import FLOPS_PER_SECOND, profile_of
 from torch import nn
 from torch.nn import functional
 
-from booster import ConfigError
+from booster import ConfigError, estimate_memory
 from booster.auto_parallel import solve_placements
 from booster.auto_parallel.placements.integer_program import IntegerProgram
 from booster.auto_parallel.placements.layer_graph import record_step
@@ -401,6 +401,27 @@ def test_the_time_of_a_pair_by_hand(latency):
     one = next(one for one in found.choices if one.pattern == "fc1")
     assert one.seconds["colwise"] == pytest.approx(seconds / 2 + latency, rel=1e-4)
     assert one.seconds["replicated"] == pytest.approx(0.7 * seconds if latency == 0 else seconds, rel=1e-4)
+
+
+@pytest.mark.parametrize("make", [make_gpt2, make_llama])
+def test_times_and_memory_are_those_of_the_simulated_plugin(make):
+    # Slow enough that communication counts.
+    profile = profile_of(bytes_per_second=1e9, call=1e-6, latency=5e-3, seconds_per_byte=1e-8)
+    given = (
+        {"attn_pdrop": 0, "embd_pdrop": 0, "resid_pdrop": 0, "use_cache": False, "n_embd": 128}
+        if make is make_gpt2
+        else {}
+    )
+    model, batch = make(**given), token_batch(8, 32)
+    found = solve(model, batch, profile)
+    settings = {"tp_size": 2, "plan": found.plan, "precision": "fp32"}
+    simulated = estimate_memory(model, "hybrid_parallel", batch=batch, num_ranks=2, settings=settings, profile=profile)
+    assert simulated.step_time.exposed_communication > 0.1 * simulated.step_time.total
+    assert found.seconds == pytest.approx(simulated.step_time.total, rel=0.05)
+    assert found.memory == pytest.approx(simulated.total, rel=0.1)
+    half = {name: ids[:4] for name, ids in batch.items()}
+    simulated = estimate_memory(model, "torch_ddp", batch=half, num_ranks=2, profile=profile)
+    assert found.seconds_data_parallel == pytest.approx(simulated.step_time.total, rel=0.05)
 
 
 @pytest.mark.parametrize("kind", [Stack, pytest.param(SumStack, marks=pytest.mark.slow)])
