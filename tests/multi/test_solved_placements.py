@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,8 +14,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 
-from booster import Booster
+from booster import Booster, BoosterError
 from booster.auto_parallel import convert_layout, find_conversion, solve_placements
+from booster.comm import group_rank
 from booster.device import current_device
 from booster.plugins import HybridParallelPlugin
 
@@ -103,6 +105,26 @@ def test_a_plan_is_solved_after_the_launch_and_is_the_same_on_all_ranks():
     for losses, found in run_ranks(train, 2, "llama", 2, None, {"zero_stage": 1}):
         assert losses == pytest.approx(expected, rel=1e-5, abs=1e-6)
         assert found == plan
+
+
+def solve_with_other_profiles():
+    rank = group_rank()
+    model, batch = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), torch.zeros(4, 8)
+    caught = []
+    for profile in (profile_of(latency=1e-6 * (1 + rank)), replace(FAST, collectives=FAST.collectives * (1 - rank))):
+        try:
+            solve_placements(model, batch, 2, profile=profile, criterion=lambda outputs, batch: outputs.mean())
+        except BoosterError as error:
+            caught.append(f"{type(error).__name__}: {error}")
+    return caught
+
+
+def test_ranks_whose_profiles_differ_or_lack_collectives_are_told_so():
+    for different, missing in run_ranks(solve_with_other_profiles, 2):
+        assert different.startswith("DesyncError: ")
+        assert "the same profile=" in different
+        assert missing.startswith("ConfigError: ")
+        assert "has no time of all_gather" in missing
 
 
 SHAPE = (5, 4, 6)  # 5 is divided unevenly

@@ -148,8 +148,11 @@ class ReducedProgram:
         chosen = _optimize(self._states, self._edges, memory_budget, forbidden)
         return None if chosen is None else self._solution(chosen)
 
-    def least_memory(self) -> float:
+    def least_memory(self, allowed: Mapping[int, Iterable[int]] | None = None) -> float:
         """Return the memory of the choices that need the least.
+
+        Args:
+            allowed: Choices that nodes may take, by node; optional, defaults to all.
 
         Raises:
             ConfigError: scipy is not installed.
@@ -159,7 +162,7 @@ class ReducedProgram:
             for node, one in self._states.items()
         }
         edges = {key: np.where(np.isinf(matrix), math.inf, 0.0) for key, matrix in self._edges.items()}
-        found = ReducedProgram(self._num_nodes, states, edges).solve()
+        found = ReducedProgram(self._num_nodes, states, edges).solve(allowed=allowed)
         return math.inf if found is None else found.memory
 
     def _solution(self, chosen: Mapping[int, int]) -> Solution:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,14 +14,14 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from booster.comm import fake_collectives, fake_world, group_size, is_initialized
+from booster.comm import check_same_across_ranks, fake_collectives, fake_world, group_size, is_initialized
 from booster.errors import ConfigError, first_line
 from booster.estimate.estimate import TrainingRecipe, default_criterion
 from booster.estimate.machine_profile import MachineProfile, find_profile
 from booster.interface import Plugin
 from booster.pytree import iter_tensors, map_tensors
 from booster.registry import plugin_from_name
-from booster.validation import check_flag, is_int, is_number
+from booster.validation import check_flag, error_of, is_int, is_number
 
 from .integer_program import ReducedProgram, Solution
 from .layer_graph import LayerGraph, record_step
@@ -28,6 +29,7 @@ from .layout_conversion import AxisSpeed
 from .placement_program import PlacementProgram, StepCosts, data_parallel_seconds
 from .styles import PARTIAL_GRADIENT_STYLE, REPLICATED_STYLE, ChosenStyle, styled_modules
 
+_SAME_PROFILE = "give all ranks the same model, batch and arguments, and the same profile=, such as that of one file"
 _HEADER = ("module", "style", "time of a step with each style")
 
 
@@ -145,22 +147,29 @@ def solve_placements(
 
     Raises:
         ConfigError: No profile is known, scipy is not installed, the model can't be recorded, or no placements fit into
-            the budget.
+            the budget; on all ranks if on any.
+        DesyncError: Arguments or profiles differ between ranks.
 
-    Collective: after a launch with `verify`, on all ranks with the same arguments, as a plugin is made.
+    Collective: after a launch, on all ranks with the same arguments.
     """
-    _check(tp_size, memory_budget)
-    check_flag("verify", verify)
-    if not any(one.requires_grad for one in model.parameters()):
-        raise ConfigError(f"{type(model).__name__} has no parameter that is trained: unfreeze some")
-    found_profile = _profile(profile, tp_size)
-    costs = StepCosts(profile=found_profile, axis=AxisSpeed.of(found_profile, range(tp_size)))
-    recipe = TrainingRecipe(model=model, batch=batch, optimizer=optimizer, criterion=criterion or default_criterion)
-    graph = record_step(recipe)
-    share = TrainingRecipe(
-        model=model, batch=_share(batch, tp_size), optimizer=optimizer, criterion=criterion or default_criterion
-    )
-    search = _Search(model, graph, costs, memory_budget)
+    made: list[_Search] = []
+
+    def prepare() -> None:
+        _check(model, tp_size, memory_budget)
+        check_flag("verify", verify)
+        found = _profile(profile, tp_size)
+        costs = StepCosts(profile=found, axis=AxisSpeed.of(found, range(tp_size)))
+        loss = criterion or default_criterion
+        recipe = TrainingRecipe(model=model, batch=batch, optimizer=optimizer, criterion=loss)
+        share = TrainingRecipe(model=model, batch=_share(batch, tp_size), optimizer=optimizer, criterion=loss)
+        search = _Search(model, record_step(recipe), costs, memory_budget)
+        search.seconds_data_parallel = data_parallel_seconds(record_step(share), costs)
+        made.append(search)
+
+    error = error_of(prepare)
+    fingerprint = [line for search in made for line in search.fingerprint()]
+    check_same_across_ranks("solve_placements()", fingerprint, error=error, instead=_SAME_PROFILE)
+    (search,) = made
     while True:
         solution = search.solve()
         refused = search.refused(solution, tp_size) if verify else {}
@@ -172,7 +181,7 @@ def solve_placements(
         plan=plan,
         tp_size=tp_size,
         seconds=solution.cost,
-        seconds_data_parallel=data_parallel_seconds(record_step(share), costs),
+        seconds_data_parallel=search.seconds_data_parallel,
         memory=round(solution.memory),
         choices=choices,
     )
@@ -186,7 +195,12 @@ class _Search:
         graph: Its graph.
         costs: Costs of the machine.
         memory_budget: Most memory, optional.
+
+    Attributes:
+        seconds_data_parallel: Time of a step with replicated weights.
     """
+
+    seconds_data_parallel: float
 
     def __init__(self, model: nn.Module, graph: LayerGraph, costs: StepCosts, memory_budget: float | None) -> None:
         self._model, self._graph, self._budget = model, graph, memory_budget
@@ -201,6 +215,15 @@ class _Search:
         self._reduced: ReducedProgram = reduced
         self._forced: dict[int, list[int]] = {}
         self._forbidden: dict[str, dict[str, str]] = {}
+        self._costs = costs
+        self.solve()  # raises where nothing fits
+
+    def fingerprint(self) -> list[str]:
+        """Return what has to be equal on all ranks."""
+        digest = hashlib.sha256(repr(self._costs.profile).encode()).hexdigest()[:12]
+        solution = self.solve()
+        styles = [f"{name}={self._program.style_of(name, solution).name}" for name in self._modules]
+        return [f"profile={self._costs.profile.machine} {digest}", f"memory_budget={self._budget}", *styles]
 
     def solve(self) -> Solution:
         """Return the fastest placements.
@@ -210,7 +233,7 @@ class _Search:
         """
         found = self._reduced.solve(memory_budget=self._budget, allowed=self._forced)
         if found is None:
-            least = self._reduced.least_memory()
+            least = self._reduced.least_memory(self._forced)
             raise ConfigError(
                 f"memory_budget={self._budget:,} bytes is too small: weights, gradients, optimizer states and"
                 f" activations take at least {least:,.0f} bytes on a rank with any placements. Give at least that,"
@@ -369,7 +392,9 @@ def _profile(profile: MachineProfile | None, tp_size: int) -> MachineProfile:
     return found
 
 
-def _check(tp_size: Any, memory_budget: Any) -> None:
+def _check(model: nn.Module, tp_size: Any, memory_budget: Any) -> None:
+    if not any(one.requires_grad for one in model.parameters()):
+        raise ConfigError(f"{type(model).__name__} has no parameter that is trained: unfreeze some")
     if not is_int(tp_size) or tp_size < 2:
         raise ConfigError(f"tp_size={tp_size!r} is not a number of ranks that share layers: give an int of 2 or more")
     if memory_budget is not None and not (is_number(memory_budget) and memory_budget > 0):
