@@ -555,6 +555,10 @@ def test_mistakes(monkeypatch, tmp_path):
         solve(Mlp(), torch.zeros(8, 16), criterion=lambda outputs, batch: outputs.detach().mean())
     with pytest.raises(ConfigError, match="Mlp has no parameter that is trained"):
         solve_mlp(Mlp().requires_grad_(False))
+    adapted = Mlp()
+    adapted.fc2 = nn.ModuleDict({"base_layer": adapted.fc2})  # as those of peft
+    with pytest.raises(ConfigError, match=r"'fc2' has an adapter, .* solve for the model without adapters"):
+        solve_mlp(adapted)
     monkeypatch.setitem(sys.modules, "scipy", None)
     with pytest.raises(ConfigError, match=r"needs scipy, .*: pip install 'torch-booster\[auto\]'"):
         solve_mlp(Mlp())

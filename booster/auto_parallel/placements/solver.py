@@ -393,6 +393,13 @@ def _profile(profile: MachineProfile | None, tp_size: int) -> MachineProfile:
 
 
 def _check(model: nn.Module, tp_size: Any, memory_budget: Any) -> None:
+    has_adapter = (name for name, one in model.named_modules() if one._modules.get("base_layer") is not None)
+    adapted = next(has_adapter, None)
+    if adapted is not None:
+        raise ConfigError(
+            f"{adapted!r} has an adapter, which is divided as the layer below it is: solve for the model without"
+            " adapters, whose plan holds with them, too"
+        )
     if not any(one.requires_grad for one in model.parameters()):
         raise ConfigError(f"{type(model).__name__} has no parameter that is trained: unfreeze some")
     if not is_int(tp_size) or tp_size < 2:
