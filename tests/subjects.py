@@ -27,6 +27,7 @@ SUBJECTS: dict[str, tuple[str, ...]] = {
     "moe": ("*/test_moe*", "*/test_expert_*", "*/test_load_balancing*", "*/test_shared_experts*"),
     "tensor": (
         *("*/test_tensor_*", "*/test_sequence*", "*/test_vocab_*", "*/test_zoo*", "*/test_lora*", "*/test_quantized*"),
+        *("*/test_placement*", "*/test_layout_conversion*", "*/test_solved_placements*"),
     ),
     "checkpoints": (
         *("*/test_any_to_any*", "*/test_async_*", "*/test_checkpoint*", "*/test_ckpt*", "*/test_comm[ip]*"),

@@ -232,6 +232,7 @@ EXTRAS: dict[str, dict[str, _MinVersion]] = {
     "lora": {"peft": (0, 17)},
     "trainer": {"accelerate": (1, 1)},
     "ray": {"ray": (2, 40)},
+    "auto": {"scipy": (1, 9)},
 }
 NEWEST_TESTED_TORCH = (2, 13)
 

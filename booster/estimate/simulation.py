@@ -193,7 +193,7 @@ class AllocationTracker(TorchDispatchMode):
     ) -> Any:
         if func is torch.ops.prim.device.default:  # half of all calls
             return args[0].fake_device
-        result = _run(func, args, kwargs or {})
+        result = run_operator(func, args, kwargs or {})
         if self._clock is not None:
             self._clock.on_operator(func, args, kwargs or {}, result)
         if self._counts_flops:
@@ -282,7 +282,8 @@ def storage_key(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def run_operator(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an operator on fake tensors, also where torch's fake implementations have gaps."""
     if func is torch.ops.aten._grouped_mm.default and args[0].dtype != torch.bfloat16:
         # Its fake implementation supports bf16 only, unlike the real one. The casts are not counted.
         return func(*(one.bfloat16() for one in args[:2]), *args[2:], **kwargs).to(args[0].dtype)

@@ -340,6 +340,12 @@ def read_style(name: str, given: object) -> Style:
     return replace(style, name=word, num_blocks=int(count))
 
 
+def reason_of(given: object) -> str:
+    """Return the reason that the value of a plan carries, as those of `booster.auto_parallel` do, or ""."""
+    reason = getattr(given, "reason", "")
+    return reason if isinstance(reason, str) else ""
+
+
 _Value = TypeVar("_Value")
 
 

@@ -40,6 +40,7 @@ from .plan import (
     generalize,
     match_names,
     read_style,
+    reason_of,
     split_dim,
 )
 from .tables import table_plan, transformers_plan
@@ -355,21 +356,26 @@ def read_user_plan(model: nn.Module, plan: object) -> PartialPlan:
             f"plan={plan!r} is not a plan: give a mapping of module names to styles, such as"
             " {'layers.*.mlp.up_proj': 'colwise', 'layers.*.mlp.down_proj': 'rowwise'}, or None to search for one"
         )
-    styles: dict[str, Style] = {}
+    styles: dict[str, tuple[Style, str]] = {}
     for pattern, given in plan.items():
         if not isinstance(pattern, str):
             raise ConfigError(f"the plan has {pattern!r} as a module name: names must be strings")
-        styles[pattern] = read_style(pattern, given)
+        styles[pattern] = read_style(pattern, given), reason_of(given)
     outer, inner = unwrapped_model(model)
     prefix = f"{outer}." if outer else ""
     styles = {pattern.removeprefix(prefix): style for pattern, style in styles.items()}
     names = [name for name, _ in inner.named_modules()] + [name for name, _ in inner.named_parameters()]
-    found, unmatched = match_names(styles, names, str(getattr(inner, "base_model_prefix", "")))
+    matched, unmatched = match_names(styles, names, str(getattr(inner, "base_model_prefix", "")))
     if unmatched:
         _raise_unmatched(unmatched[0], names)
+    found = {name: style for name, (style, _) in matched.items()}
     _check_no_layer_parameters(inner, found)
-    found = {f"{prefix}{name}": style for name, style in found.items()}
-    return PartialPlan(styles=found, source="the plan given by the user", is_user_plan=True)
+    return PartialPlan(
+        styles={f"{prefix}{name}": style for name, style in found.items()},
+        source="the plan given by the user",
+        is_user_plan=True,
+        reasons={f"{prefix}{name}": reason for name, (_, reason) in matched.items() if reason},
+    )
 
 
 def _check_no_layer_parameters(model: nn.Module, styles: Mapping[str, Style]) -> None:
@@ -444,7 +450,12 @@ def _read_plan(model: nn.Module, plan: UserPlan | None, tp_size: int) -> Partial
             f"{both!r} has a style, {styles.styles[both].name!r}, and a placement of its weight, of which"
             f" {derived.styles[both].name!r} follows: give one of them"
         )
-    return replace(derived, styles={**derived.styles, **styles.styles}, source="the styles and placements given")
+    return replace(
+        derived,
+        styles={**derived.styles, **styles.styles},
+        reasons={**derived.reasons, **styles.reasons},
+        source="the styles and placements given",
+    )
 
 
 def _choose_unadapted(

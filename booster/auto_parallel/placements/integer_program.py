@@ -1,0 +1,330 @@
+"""Integer program of choices: one per node, with costs of nodes and of edges, and a budget of memory.
+
+Note [Integer program]
+Node v takes one of its choices s, at a cost c_v(s) and with a memory m_v(s). Edge (u, v) costs e(s, t), infinite where
+the choices s of u and t of v exclude each other. With x_v(s) in {0, 1} and sum_s x_v(s) = 1, an edge of finite costs is
+linearised by y(s, t) >= 0 with sum_t y(s, t) = x_u(s) and sum_s y(s, t) = x_v(t), which makes y the product (Zheng et
+al., "Alpa", 2022). Without costs it only excludes: x_u(s) <= the sum of x_v(t) over the t that fit, and vice versa.
+Before the solver sees the program, it is made smaller, without a change of its optimum:
+
+- A choice that no choice of a neighbor fits to is removed, until nothing changes.
+- Nodes on an edge that fits each choice to exactly one choice of the other are merged into one.
+
+Most tensors have one producer and operators that take them as they are, so that a layer becomes a few nodes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from booster.errors import ConfigError
+
+Matrix = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Solution:
+    """Optimal choices.
+
+    Attributes:
+        choices: Choice of each node.
+        cost: Sum of all costs.
+        memory: Sum of the memory of all nodes.
+    """
+
+    choices: tuple[int, ...]
+    cost: float
+    memory: float
+
+
+@dataclass(slots=True)
+class _State:
+    """A choice of a merged node: those of the nodes in it."""
+
+    cost: float
+    memory: float
+    choices: tuple[tuple[int, int], ...]
+
+
+class IntegerProgram:
+    """Nodes with choices, and edges between them; see Note [Integer program]."""
+
+    def __init__(self) -> None:
+        self._nodes: list[list[tuple[float, float]]] = []
+        self._edges: dict[tuple[int, int], Matrix] = {}
+
+    def add_node(self, costs: Iterable[float], memory: Iterable[float] | None = None) -> int:
+        """Add a node with the cost and the memory of each choice, and return its index."""
+        given = [float(one) for one in costs]
+        held = [0.0] * len(given) if memory is None else [float(one) for one in memory]
+        self._nodes.append(list(zip(given, held, strict=True)))
+        return len(self._nodes) - 1
+
+    def add_edge(self, source: int, target: int, costs: Any) -> None:
+        """Add an edge between two nodes with the cost of each pair of choices; `math.inf` excludes a pair."""
+        matrix = np.asarray(costs, dtype=np.float64)
+        if source > target:
+            source, target, matrix = target, source, matrix.T
+        before = self._edges.get((source, target))
+        self._edges[source, target] = matrix.copy() if before is None else before + matrix
+
+    def reduce(self, allowed: Mapping[int, Iterable[int]] | None = None) -> ReducedProgram | None:
+        """Return the smaller program with the same optimum, or None if no choices fit to each other.
+
+        Args:
+            allowed: Choices that nodes may take, by node; optional, defaults to all.
+        """
+        given = {node: frozenset(one) for node, one in (allowed or {}).items()}
+        kept = {
+            node: np.array([node not in given or index in given[node] for index in range(len(one))], dtype=bool)
+            for node, one in enumerate(self._nodes)
+        }
+        if not _remove_excluded(kept, self._edges):
+            return None
+        states = {
+            node: [_State(*one[index], ((node, index),)) for index in np.flatnonzero(kept[node]).tolist()]
+            for node, one in enumerate(self._nodes)
+        }
+        edges = {(u, v): matrix[np.ix_(kept[u], kept[v])] for (u, v), matrix in self._edges.items()}
+        _merge(states, edges)
+        return ReducedProgram(len(self._nodes), states, edges)
+
+    def solve(self, *, memory_budget: float | None = None) -> Solution | None:
+        """Return the choices of the least cost, or None if there are none; see `ReducedProgram.solve`."""
+        reduced = self.reduce()
+        return None if reduced is None else reduced.solve(memory_budget=memory_budget)
+
+
+class ReducedProgram:
+    """Program whose nodes are merged; see Note [Integer program].
+
+    Args:
+        num_nodes: Number of nodes before.
+        states: Choices of each merged node.
+        edges: Costs of the edges between them.
+    """
+
+    def __init__(
+        self, num_nodes: int, states: Mapping[int, list[_State]], edges: Mapping[tuple[int, int], Matrix]
+    ) -> None:
+        self._num_nodes, self._states, self._edges = num_nodes, states, edges
+
+    @property
+    def num_choices(self) -> int:
+        """Number of choices of all merged nodes."""
+        return sum(map(len, self._states.values()))
+
+    def choices_left(self, node: int) -> frozenset[int]:
+        """Return the choices of a node that fit to some of its neighbors'."""
+        return frozenset(
+            choice for one in self._states.values() for state in one for index, choice in state.choices if index == node
+        )
+
+    def solve(
+        self, *, memory_budget: float | None = None, allowed: Mapping[int, Iterable[int]] | None = None
+    ) -> Solution | None:
+        """Return the choices of the least cost, or None if there are none.
+
+        Args:
+            memory_budget: Most memory; optional, defaults to no limit.
+            allowed: Choices that nodes may take, by node; optional, defaults to all.
+
+        Raises:
+            ConfigError: scipy is not installed.
+        """
+        given = {node: frozenset(one) for node, one in (allowed or {}).items()}
+        forbidden = {
+            (node, index)
+            for node, one in self._states.items()
+            for index, state in enumerate(one)
+            if any(key in given and choice not in given[key] for key, choice in state.choices)
+        }
+        chosen = _optimize(self._states, self._edges, memory_budget, forbidden)
+        return None if chosen is None else self._solution(chosen)
+
+    def least_memory(self, allowed: Mapping[int, Iterable[int]] | None = None) -> float:
+        """Return the memory of the choices that need the least.
+
+        Args:
+            allowed: Choices that nodes may take, by node; optional, defaults to all.
+
+        Raises:
+            ConfigError: scipy is not installed.
+        """
+        states = {
+            node: [_State(state.memory, state.memory, state.choices) for state in one]
+            for node, one in self._states.items()
+        }
+        edges = {key: np.where(np.isinf(matrix), math.inf, 0.0) for key, matrix in self._edges.items()}
+        found = ReducedProgram(self._num_nodes, states, edges).solve(allowed=allowed)
+        return math.inf if found is None else found.memory
+
+    def _solution(self, chosen: Mapping[int, int]) -> Solution:
+        taken = [self._states[node][state] for node, state in chosen.items()]
+        choices = dict(pair for one in taken for pair in one.choices)
+        cost = sum(one.cost for one in taken)
+        cost += sum(float(matrix[chosen[u], chosen[v]]) for (u, v), matrix in self._edges.items())
+        return Solution(tuple(choices[node] for node in range(self._num_nodes)), cost, sum(one.memory for one in taken))
+
+
+def _import_scipy() -> tuple[Any, Any]:
+    try:
+        from scipy import optimize, sparse
+    except ImportError as error:
+        raise ConfigError(
+            "the solver of placements needs scipy, which is not installed: pip install 'torch-booster[auto]'"
+        ) from error
+    return optimize, sparse
+
+
+def _remove_excluded(kept: dict[int, NDArray[np.bool_]], edges: Mapping[tuple[int, int], Matrix]) -> bool:
+    """Remove choices that no neighbor's choice fits to. Return False if a node has none left."""
+    fits = {key: np.isfinite(matrix) for key, matrix in edges.items()}
+    of_node: dict[int, list[tuple[int, int]]] = {}
+    for u, v in edges:
+        of_node.setdefault(u, []).append((u, v))
+        of_node.setdefault(v, []).append((u, v))
+    queue = set(edges)
+    while queue:
+        u, v = queue.pop()
+        matrix = fits[u, v]
+        left = kept[u] & (matrix[:, kept[v]].any(axis=1))
+        right = kept[v] & (matrix[left].any(axis=0))
+        for node, now in ((u, left), (v, right)):
+            if now.sum() < kept[node].sum():
+                kept[node] = now
+                queue.update(of_node[node])
+    return all(one.any() for one in kept.values())
+
+
+def _merge(states: dict[int, list[_State]], edges: dict[tuple[int, int], Matrix]) -> None:
+    """Merge nodes on edges that fit each choice to exactly one of the other, in place."""
+    neighbors: dict[int, set[int]] = {node: set() for node in states}
+    for u, v in edges:
+        neighbors[u].add(v)
+        neighbors[v].add(u)
+    queue = list(edges)
+    while queue:
+        key = queue.pop()
+        if key not in edges:
+            continue
+        matrix = edges[key]
+        fits = np.isfinite(matrix)
+        is_one_to_one = matrix.shape[0] == matrix.shape[1] and bool(
+            (fits.sum(0) == 1).all() and (fits.sum(1) == 1).all()
+        )
+        if not is_one_to_one:
+            continue
+        u, v = key
+        order = fits.argmax(axis=1)  # the choice of v that fits to each of u
+        del edges[key]
+        neighbors[u].discard(v)
+        neighbors[v].discard(u)
+        states[u] = [
+            _State(
+                one.cost + other.cost + float(matrix[index, order[index]]),
+                one.memory + other.memory,
+                one.choices + other.choices,
+            )
+            for index, (one, other) in enumerate(zip(states[u], (states[v][i] for i in order), strict=True))
+        ]
+        del states[v]
+        for other in neighbors.pop(v):
+            moved = edges.pop((v, other)) if (v, other) in edges else edges.pop((other, v)).T
+            moved = moved[order]
+            new = (u, other)
+            if u > other:
+                new, moved = (other, u), moved.T
+            edges[new] = edges[new] + moved if new in edges else moved
+            neighbors[other].discard(v)
+            neighbors[other].add(u)
+            neighbors[u].add(other)
+            queue.append(new)
+
+
+def _optimize(
+    states: Mapping[int, list[_State]],
+    edges: Mapping[tuple[int, int], Matrix],
+    memory_budget: float | None,
+    forbidden: Collection[tuple[int, int]],
+) -> dict[int, int] | None:
+    """Return the choice of each merged node by HiGHS (Huangfu and Hall, 2018), or None if there is none."""
+    optimize, sparse = _import_scipy()
+    first: dict[int, int] = {}
+    costs: list[float] = []
+    for node, one in states.items():
+        first[node] = len(costs)
+        costs.extend(state.cost for state in one)
+    num_choices = len(costs)
+    rows = _Rows()
+    for node, one in states.items():
+        rows.add({first[node] + index: 1.0 for index in range(len(one))}, 1.0, 1.0)
+    for (u, v), matrix in edges.items():
+        _add_edge(rows, costs, matrix, first[u], first[v])
+    memories = {first[node] + i: state.memory for node, one in states.items() for i, state in enumerate(one)}
+    unit = max(map(abs, memories.values()), default=0.0) or 1.0
+    if memory_budget is not None:
+        rows.add({key: value / unit for key, value in memories.items() if value}, -math.inf, memory_budget / unit)
+    scale = max(map(abs, costs), default=0.0) or 1.0  # seconds and bytes are far from the solver's tolerances
+    integrality = np.zeros(len(costs))
+    integrality[:num_choices] = 1
+    most = np.ones(len(costs))
+    most[[first[node] + index for node, index in forbidden]] = 0
+    matrix = sparse.csr_array((rows.values, (rows.rows, rows.columns)), shape=(len(rows.low), len(costs)))
+    found = optimize.milp(
+        np.array(costs) / scale,
+        integrality=integrality,
+        bounds=optimize.Bounds(0, most),
+        constraints=optimize.LinearConstraint(matrix, rows.low, rows.high),
+        options={"mip_rel_gap": 0.0},
+    )
+    if found.x is None:
+        return None
+    return {node: int(np.argmax(found.x[first[node] : first[node] + len(one)])) for node, one in states.items()}
+
+
+class _Rows:
+    """Rows of a sparse matrix of constraints, with their bounds."""
+
+    def __init__(self) -> None:
+        self.rows: list[int] = []
+        self.columns: list[int] = []
+        self.values: list[float] = []
+        self.low: list[float] = []
+        self.high: list[float] = []
+
+    def add(self, coefficients: Mapping[int, float], low: float, high: float) -> None:
+        """Add a row with these coefficients by column."""
+        for column, value in coefficients.items():
+            self.rows.append(len(self.low))
+            self.columns.append(column)
+            self.values.append(value)
+        self.low.append(low)
+        self.high.append(high)
+
+
+def _add_edge(rows: _Rows, costs: list[float], matrix: Matrix, u: int, v: int) -> None:
+    """Add an edge's constraints, and the products of choices as variables if it has costs."""
+    fits = np.isfinite(matrix)
+    if not matrix[fits].any():
+        for index in range(matrix.shape[0]):
+            rows.add({u + index: 1.0, **{v + int(j): -1.0 for j in np.flatnonzero(fits[index])}}, -math.inf, 0.0)
+        for index in range(matrix.shape[1]):
+            rows.add({v + index: 1.0, **{u + int(i): -1.0 for i in np.flatnonzero(fits[:, index])}}, -math.inf, 0.0)
+        return
+    products: dict[tuple[int, int], int] = {}
+    for i, j in np.argwhere(fits).tolist():
+        products[i, j] = len(costs)
+        costs.append(float(matrix[i, j]))
+    for index in range(matrix.shape[0]):
+        own = {column: 1.0 for (i, _), column in products.items() if i == index}
+        rows.add({**own, u + index: -1.0}, 0.0, 0.0)
+    for index in range(matrix.shape[1]):
+        own = {column: 1.0 for (_, j), column in products.items() if j == index}
+        rows.add({**own, v + index: -1.0}, 0.0, 0.0)
