@@ -31,7 +31,7 @@ def random_axes(sizes, seed):
                 CollectiveSpeed(
                     operation=name,
                     num_ranks=size,
-                    is_within_host=True,
+                    num_hosts=1,
                     transport="test",
                     latency=draw.uniform(1e-6, 1e-4),
                     seconds_per_byte=draw.uniform(1e-9, 1e-6),

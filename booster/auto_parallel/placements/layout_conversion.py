@@ -107,8 +107,8 @@ class AxisSpeed:
         copy = profile.curve("elementwise", "float32")
         if len(ranks) == 1:
             return AxisSpeed(1, (), copy)
-        is_within_host = len({rank // profile.ranks_per_host for rank in ranks}) == 1
-        speeds = [profile.speed(one, len(ranks), is_within_host=is_within_host) for one in _COLLECTIVES]
+        num_hosts = len({rank // profile.ranks_per_host for rank in ranks})
+        speeds = [profile.speed(one, len(ranks), num_hosts) for one in _COLLECTIVES]
         missing = [name for name, speed in zip(_COLLECTIVES, speeds, strict=True) if speed is None]
         if missing:
             raise ConfigError(
