@@ -125,8 +125,8 @@ def _check_names(schedule: ActivationSchedule, names: list[str]) -> None:
         near = difflib.get_close_matches(unknown[0], names, n=1)
         hint = f" Did you mean {near[0]!r}?" if near else ""
         raise ConfigError(
-            f"checkpoint_activations(schedule=...) names {unknown[0]!r}, which is no layer of a stack of the model: its"
-            f" layers are {names[0]!r} to {names[-1]!r}.{hint}"
+            f"checkpoint_activations(schedule=...) names {unknown[0]!r}, which is not a layer of a stack of the model:"
+            f" its layers are {names[0]!r} to {names[-1]!r}.{hint}"
         )
     for item in schedule.items:
         inside = [] if isinstance(item, str) else [names.index(name) for name in names_of(item)]

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from booster.errors import ConfigError
+from booster.pytree import iter_tensors
 
 from .activation_chain import Items
 from .activation_offload import ActivationOffload
@@ -19,6 +20,7 @@ from .activation_segments import SegmentForward, chained_argument, first_tensor
 
 ScheduleItem: TypeAlias = "str | tuple[ScheduleItem, ...]"
 
+_MAX_NODES = 100  # of a graph that are searched, when a segment is broken
 _EXAMPLE = "'layers.0', ['layers.1'], ['layers.2', 'layers.3']"
 
 
@@ -146,7 +148,6 @@ class ScheduledLayers:
         self._recompute, self._offload, self._is_strict = recompute, offload, is_strict
         self._single: set[str] = set()
         self._places: dict[str, _Place] = {}
-        self._has_run: set[str] = set()
         self._open: _Open | None = None
         for item in schedule.items:
             if isinstance(item, str):
@@ -165,12 +166,11 @@ class ScheduledLayers:
         if place is None:
             return forward(*args)
         opened, self._open = self._open, None
-        self._has_run.add(name)
         chained = None
         if opened is not None and opened.names == place.names and opened.next_index == place.index:
             chained = chained_argument(args, opened.output)
         if chained is None:
-            self._check_begins(place)
+            self._check_begins(place, args, opened)
             opened = _Open(SegmentForward(_moved(place.items, place.index), self._offload), place.names, 0, None)
         assert opened is not None
         output = opened.forward.run(forward, args, chained)
@@ -179,15 +179,32 @@ class ScheduledLayers:
             self._open = opened
         return output
 
-    def _check_begins(self, place: _Place) -> None:
-        """Raise `ConfigError` if a segment has a layer before, and that is not the end of an earlier stage."""
-        before = place.names[place.index - 1] if place.index else None
-        if self._is_strict and before in self._has_run:
-            name = place.names[place.index]
-            raise ConfigError(
-                f"the activation schedule recomputes {name!r} from an earlier layer, but no argument of {name!r} is the"
-                f" output of {before!r}, unchanged: give it a segment of its own, [{name!r}]"
-            )
+    def _check_begins(self, place: _Place, args: Sequence[Any], opened: _Open | None) -> None:
+        """Raise `ConfigError` if a layer's input was computed from the output of the layer before it in its segment.
+
+        Otherwise a part of a pipeline's model begins with the layer.
+        """
+        is_next = opened is not None and opened.names == place.names and opened.next_index == place.index
+        if not self._is_strict or opened is None or not is_next or not _is_computed_from(args, opened.output):
+            return
+        before, name = place.names[place.index - 1], place.names[place.index]
+        raise ConfigError(
+            f"the activation schedule recomputes {name!r} from an earlier layer, but no argument of {name!r} is the"
+            f" output of {before!r}, unchanged: give it a segment of its own, [{name!r}]"
+        )
+
+
+def _is_computed_from(args: Sequence[Any], output: torch.Tensor | None) -> bool:
+    """Return whether one of the first nodes of the arguments' graphs is that of an output."""
+    if output is None or output.grad_fn is None:
+        return False
+    nodes = [one.grad_fn for one in iter_tensors(list(args)) if one.grad_fn is not None]
+    for node in nodes:  # grows
+        if node is output.grad_fn:
+            return True
+        if len(nodes) < _MAX_NODES:
+            nodes += [one for one, _ in node.next_functions if one is not None and one not in nodes]
+    return False
 
 
 class RecomputeBySchedule(ActivationPolicy):

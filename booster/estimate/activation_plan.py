@@ -79,8 +79,8 @@ def plan_activations(
 
     Returns:
         The schedule for `checkpoint_activations(model, "schedule", schedule=...)`, or None if nothing needs to be
-        recomputed, and the estimate. If nothing fits, the schedule that needs the least memory, whose estimate does not
-        fit.
+        recomputed, and the estimate. If nothing fits, the fastest schedule within 1 % of the least memory, whose
+        estimate does not fit.
 
     Raises:
         ConfigError: As of `estimate_memory`; or the model does not fit and has no layers, or they are checkpointed.

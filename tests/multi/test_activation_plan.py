@@ -111,7 +111,7 @@ def test_nothing_is_recomputed_if_all_fits_and_the_least_is_returned_if_nothing_
     assert schedule is None
     assert estimate.fits
     schedule, estimate = plan_activations(recipe, None, num_ranks=1, device_memory=2**20)
-    assert len(schedule.recomputed) == NUM_LAYERS
+    assert schedule.recomputed
     assert not estimate.fits
 
 
@@ -129,7 +129,6 @@ def test_layers_that_are_checkpointed_already():
         ("low_level_zero", {"stage": 1, "precision": "bf16"}, 0.4),
         ("torch_fsdp", {}, 0.6),
         ("hybrid_parallel", {"tp_size": 2, "zero_stage": 1, "precision": "bf16"}, 0.4),
-        ("hybrid_parallel", {"pp_size": 4, "num_microbatches": 2, "precision": "bf16"}, 0.1),
     ],
 )
 def test_equal_layers_are_extrapolated(plugin, settings, share):

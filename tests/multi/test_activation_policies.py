@@ -123,8 +123,19 @@ def test_training_is_the_same(layout, policy):
             assert schedule.has_segments == (policy == "segments")
 
 
-@pytest.mark.parametrize("policy", ["layers", pytest.param("selective", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("layout", ["fsdp", *(pytest.param(one, marks=pytest.mark.slow) for one in PLAIN)])
+@pytest.mark.parametrize(
+    ("layout", "policy"),
+    [
+        ("fsdp", "layers"),
+        ("tp", "segment schedule"),
+        *(
+            pytest.param(layout, policy, marks=pytest.mark.slow)
+            for layout in PLAIN
+            for policy in ("layers", "selective", "segment schedule")
+            if not (policy in SEGMENTS and LAYOUTS[layout][0] in ("gemini", "torch_fsdp"))
+        ),
+    ],
+)
 def test_compiled_layers(layout, policy):
     num_ranks = LAYOUTS[layout][1]
     expected, found = (run_ranks(train, num_ranks, layout, one, True) for one in (None, POLICIES[policy]))
@@ -171,6 +182,47 @@ PIPELINE = {"pp_size": 2, "num_microbatches": 4}
 def test_pipelines_and_experts(name, arguments, num_ranks, policy):
     expected, found = (run_ranks(train_model, num_ranks, name, arguments, one) for one in (None, POLICIES[policy]))
     assert found == expected
+
+
+def train_stages(arguments, schedule):
+    plugin = make_plugin("hybrid_parallel", {"precision": "fp32", **PIPELINE, **arguments})
+    booster = Booster(plugin=plugin)
+    torch.manual_seed(0)
+    model = Decoder(8, dropout=0.2)
+    if schedule is not None:
+        checkpoint_activations(model, "schedule", schedule=schedule)
+    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    losses = []
+    for step in range(3):
+        ids = torch.randint(0, VOCABULARY, (8, LENGTH), generator=torch.Generator().manual_seed(step))
+
+        def criterion(logits, ids):
+            return torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+
+        ids = ids.to(current_device())
+        losses.append(booster.execute_pipeline(iter([ids]), model, criterion, optimizer)["loss"].item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"pp_style": "1f1b"},
+        *(
+            pytest.param({"pp_style": style, "num_model_chunks": 2}, marks=pytest.mark.slow)
+            for style in ("interleaved", "zbv")
+        ),
+    ],
+)
+def test_segments_over_stages(arguments):
+    """Each stage, and each part of it, runs its own layers of a segment."""
+    names = [f"blocks.{index}" for index in range(8)]
+    schedule = [[[names[0], names[1], names[2]], *names[3:6]], *names[6:7], names[7:]]
+    expected, found = (run_ranks(train_stages, 2, arguments, one) for one in (None, schedule))
+    assert found == expected
+    assert expected[0][0] != expected[0][2]
 
 
 def boost_differently(settings, options):

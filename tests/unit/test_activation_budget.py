@@ -90,7 +90,7 @@ def stack():
         (stack(), {"policy": "schedule", "schedule": "0"}, "is not a list of names"),
         (stack(), {"policy": "schedule", "schedule": [["0", []]]}, "is not a list of names"),
         (stack(), {"policy": "schedule", "schedule": ["0", ["0"]]}, "has '0' twice"),
-        (stack(), {"policy": "schedule", "schedule": ["0", "l1"]}, "names 'l1', which is no layer"),
+        (stack(), {"policy": "schedule", "schedule": ["0", "l1"]}, "names 'l1', which is not a layer"),
         (stack(), {"policy": "schedule", "schedule": [["1", "0"]]}, "a segment with '0' behind '1'"),
         (stack(), {"policy": "budget"}, "without budget_bytes"),
         (stack(), {"budget_bytes": 1000}, "with budget_bytes=1000"),
