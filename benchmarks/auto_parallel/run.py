@@ -170,11 +170,11 @@ def _seconds_of(case: Case) -> list[float]:
     return [1e-9 * one / case.booster.plugin.dp_size for one in max_of_numbers([round(1e9 * one) for one in times])]
 
 
-def _measure(model: Model, candidates: list[Candidate]) -> tuple[list[Case], list[MachineProfile]]:
+def _measure(model: Model, candidates: list[Candidate], num_rounds: int) -> tuple[list[Case], list[MachineProfile]]:
     cases = [_case_of(model, one) for one in candidates]
     profiles = []
     gc.disable()
-    for number in range(ROUNDS):
+    for number in range(num_rounds):
         profiles.append(measure_machine(group_size()))
         for case in cases if number % 2 else reversed(cases):
             case.measured += _seconds_of(case)
@@ -257,6 +257,7 @@ def main() -> None:
     """Measure, predict, and print the tables."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--models", default=",".join(MODELS))
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--save", action="store_true", help="write a JSON file into results/")
     arguments = parser.parse_args()
     launch_from_torch(verbose=False)
@@ -265,7 +266,7 @@ def main() -> None:
     candidates = find_candidates("all", size, mixed_precision="fp32")
     found: dict[str, list[dict[str, Any]]] = {}
     for name in arguments.models.split(","):
-        cases, profiles = _measure(MODELS[name], candidates)
+        cases, profiles = _measure(MODELS[name], candidates, arguments.rounds)
         if rank == 0:
             sizes = [case.booster.plugin.dp_size for case in cases]
             found[name] = [

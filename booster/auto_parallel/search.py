@@ -33,6 +33,7 @@ from booster.estimate.step_time import StepTime
 from booster.pytree import iter_tensors
 
 from .plan import ParallelPlan
+from .solved_settings import solve_settings
 
 Objective: TypeAlias = Literal["time", "memory"]
 OBJECTIVES: tuple[Objective, ...] = ("time", "memory")
@@ -141,6 +142,7 @@ def search(
     """
     reasons = [refusals(candidate) for candidate in candidates]
     usable = [one for one, reason in zip(candidates, reasons, strict=True) if not reason]
+    usable, unsolved = solve_settings(recipe, usable, profile)
     estimate = partial(
         estimate_candidate,
         recipe,
@@ -156,7 +158,7 @@ def search(
     refused = [
         CandidateResult(candidate=one, reason=reason) for one, reason in zip(candidates, reasons, strict=True) if reason
     ]
-    results = [*found, *refused]
+    results = [*found, *unsolved, *refused]
     return SearchResult(
         results=tuple(sorted(results, key=lambda one: _rank(one, objective))),
         objective=objective,

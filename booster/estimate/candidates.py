@@ -98,7 +98,7 @@ def format_setting(value: Any) -> str:
     if is_dataclass(value) and not isinstance(value, type):
         given = [getattr(value, one.name) for one in fields(value) if getattr(value, one.name) != one.default]
         return f"{type(value).__name__}({','.join(map(format_setting, given))})"
-    return str(value)
+    return f"({len(value)} entries)" if isinstance(value, Mapping) else str(value)
 
 
 def find_candidates(

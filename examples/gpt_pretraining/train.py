@@ -13,12 +13,13 @@ from pathlib import Path
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from booster import Booster, Monitor, launch_from_torch
+from booster import AutoPlugin, Booster, Monitor, launch_from_torch
 from booster.lr_scheduler import CosineAnnealingWarmupLR
 from booster.plugins import GeminiPlugin, HybridParallelPlugin, LowLevelZeroPlugin, TorchDDPPlugin, TorchFSDPPlugin
 
 LENGTH, MAX_BYTES = 128, 1_000_000
 SEQUENCE = {"enable_sequence_parallelism": True, "sequence_parallelism_mode": "ring_attn"}
+WINDOWS = torch.zeros(8, LENGTH, dtype=torch.long)  # a batch of one of two ranks
 PLUGINS = {
     "none": lambda: None,
     "torch_ddp": TorchDDPPlugin,
@@ -29,6 +30,7 @@ PLUGINS = {
     "tensor": lambda: HybridParallelPlugin(tp_size=2, precision="fp32"),
     "sequence": lambda: HybridParallelPlugin(sp_size=2, precision="fp32", **SEQUENCE),
     "pipeline": lambda: HybridParallelPlugin(pp_size=2, num_microbatches=4, precision="fp32"),
+    "auto": lambda: AutoPlugin(batch={"input_ids": WINDOWS, "labels": WINDOWS}, candidates="all"),
 }
 
 
@@ -62,12 +64,12 @@ def build_model(arguments: argparse.Namespace) -> GPT2LMHeadModel:
 
 def train(booster: Booster, arguments: argparse.Namespace) -> list[float]:
     """Returns the loss of every step, over all data-parallel ranks."""
-    batch_size = arguments.batch_size // booster.plugin.dp_size
-    loader = booster.prepare_dataloader(read_windows(), batch_size, shuffle=True, drop_last=True)
     model = build_model(arguments)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     scheduler = CosineAnnealingWarmupLR(optimizer, arguments.steps, warmup_steps=arguments.steps // 5)
     model, optimizer, _, _, scheduler = booster.boost(model, optimizer, lr_scheduler=scheduler)
+    batch_size = arguments.batch_size // booster.plugin.dp_size
+    loader = booster.prepare_dataloader(read_windows(), batch_size, shuffle=True, drop_last=True)
 
     losses, batches = [], iter(loader)
     log = arguments.output / f"{arguments.plugin}.jsonl"

@@ -111,6 +111,75 @@ def mean(outputs, batch):
 
 
 @distributed(world_size=2)
+def test_placements_are_solved_as_part_of_the_search(tmp_path):
+    pytest.importorskip("scipy")
+    settings = {"tp_size": 2, "precision": "fp32", "plan": "solve"}
+    booster = Booster(plugin=AutoPlugin(candidates=[("hybrid_parallel", settings)], profile=PROFILE, verbose=False))
+    assert_trained_as_alone(booster, train(booster), tmp_path)
+    assert set(booster.plan.settings["plan"]) <= {"0", "2", "4"}
+    with pytest.raises(ConfigError, match=r"divides layers between tp_size=1 ranks: give tp_size=2"):
+        train(
+            Booster(
+                plugin=AutoPlugin(
+                    candidates=[("hybrid_parallel", {**settings, "tp_size": 1})], profile=PROFILE, verbose=False
+                )
+            )
+        )
+
+
+@distributed(world_size=2)
+def test_what_does_not_fit_recomputes(tmp_path):
+    def boosted(budget=None):
+        model = Deep()
+        chooser = AutoPlugin(
+            candidates=["low_level_zero"],
+            device_memory_budget=budget,
+            profile=PROFILE,
+            verbose=False,
+            batch=torch.rand(256, 16),
+            criterion=mean,
+        )
+        booster = Booster(plugin=chooser)
+        return booster, booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+    kept, _ = boosted()
+    assert kept.plan.activation_schedule is None
+    budget = int(0.8 * kept.plan.memory)
+    booster, (model, optimizer, *_) = boosted(budget)
+    assert booster.plan.memory <= budget
+    assert "recomputes" in str(booster.plan)
+    if group_rank() == 0:
+        booster.plan.save(tmp_path / "plan.json")
+    booster.wait_for_everyone()
+    again = Booster(plugin=AutoPlugin.from_plan(tmp_path / "plan.json"))
+    assert again.plan == booster.plan
+    inputs = torch.rand(4, 16, device=booster.device)
+    booster.backward(mean(model(inputs), None), optimizer)
+    optimizer.step()
+
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 64), nn.Linear(64, 16)
+
+    def forward(self, x):
+        return x + self.down(nn.functional.gelu(self.up(x)))
+
+
+class Deep(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(Layer() for _ in range(6))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+@distributed(world_size=2)
 def test_a_precision_is_kept(tmp_path):
     chooser = AutoPlugin(candidates=["low_level_zero", "torch_ddp"], profile=PROFILE, verbose=False)
     booster = Booster(mixed_precision="bf16", plugin=chooser)

@@ -26,6 +26,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from booster.core.layer_stacks import find_stacks, stack_layer_of
+from booster.core.model_wrapper import call_with_batch
 from booster.errors import BoosterError, ConfigError, first_line
 from booster.estimate.estimate import TrainingRecipe, new_fake_mode
 from booster.estimate.operator_costs import OperatorCost, operator_cost
@@ -253,12 +254,7 @@ def _run_forward(
 ) -> tuple[Any, torch.Tensor]:
     """Return the outputs of a model, and their loss."""
     try:
-        if isinstance(batch, torch.Tensor):
-            outputs = model(batch)
-        elif isinstance(batch, (tuple, list)):
-            outputs = model(*batch)
-        else:
-            outputs = model(**batch)
+        outputs = call_with_batch(model, batch)
         return outputs, criterion(outputs, batch)
     except BoosterError:
         raise
