@@ -153,7 +153,7 @@ class AutoPlugin(PluginChoice, name="auto"):
         recipe, num_ranks = recipes[0], group_size()
         profile = self.machine()
         candidates = _find(self._candidates, num_ranks, mixed_precision)
-        is_explicit = self._candidates == "all"
+        is_given = self._candidates not in (None, "all")
         result = search(
             recipe,
             candidates,
@@ -161,7 +161,8 @@ class AutoPlugin(PluginChoice, name="auto"):
             objective=self._objective,
             device_memory=self._device_memory(model),
             profile=profile,
-            refusals=lambda one: "" if is_explicit else refuse_pipelines(one, num_ranks),
+            needs_accelerator_to_offload=not is_given,
+            refusals=lambda one: "" if self._candidates == "all" else refuse_pipelines(one, num_ranks),
             plans_activations=error_of(lambda: layers_without_policy(model)) is None,
         )
         if self._verbose and group_rank() == 0:

@@ -122,6 +122,7 @@ def search(
     device_memory: int | None,
     profile: MachineProfile | None,
     plans_activations: bool = False,
+    needs_accelerator_to_offload: bool = True,
     refusals: Callable[[Candidate], str] = lambda candidate: "",
     estimate_all: Callable[[Sequence[Candidate]], list[CandidateResult]] | None = None,
 ) -> SearchResult:
@@ -135,6 +136,8 @@ def search(
         device_memory: Available memory per rank in bytes.
         profile: Speed of the machine; optional, without it fewest bytes sent stand for the least time.
         plans_activations: If True, candidates recompute as few activations as it takes to fit the device memory.
+        needs_accelerator_to_offload: If True, candidates that offload to the host are out where the profile is that of a
+            CPU, whose memory is the host's.
         refusals: Function that returns why a candidate is not to be used, or an empty text.
         estimate_all: Function that estimates candidates; optional, defaults to this process or the launched ranks.
 
@@ -155,6 +158,8 @@ def search(
         found = estimate_all(usable)
     else:
         found = _share(estimate, usable) if group_size() > 1 else [estimate(one) for one in usable]
+    if needs_accelerator_to_offload and profile is not None and not profile.is_asynchronous:
+        found = [_refuse_offload(one) for one in found]
     refused = [
         CandidateResult(candidate=one, reason=reason) for one, reason in zip(candidates, reasons, strict=True) if reason
     ]
@@ -187,6 +192,15 @@ def refuse_small_batches(candidate: Candidate, num_ranks: int, recipe: TrainingR
     return (
         f"a batch of {samples} sample(s) has too few microbatches for these stages: give a batch of as many samples as"
         " there are stages, or more"
+    )
+
+
+def _refuse_offload(result: CandidateResult) -> CandidateResult:
+    if result.estimate is None or not result.estimate.memory.offloaded:
+        return result
+    return CandidateResult(
+        candidate=result.candidate,
+        reason="it offloads to the host's memory, which is the device's own on a CPU: give an accelerator",
     )
 
 

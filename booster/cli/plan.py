@@ -103,6 +103,7 @@ def plan(arguments: argparse.Namespace) -> int:
             objective=arguments.objective,
             device_memory=device_memory,
             profile=profile,
+            needs_accelerator_to_offload=not settings,
             refusals=lambda one: "" if settings else refuse_small_batches(one, num_ranks, recipe),
             estimate_all=partial(job.run, recipe),
         )

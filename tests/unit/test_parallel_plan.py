@@ -165,6 +165,17 @@ def test_a_plan_of_the_best():
     assert plan.seconds > 0
 
 
+def test_offloading_is_out_where_the_device_is_the_host():
+    offloading = [Candidate(plugin="gemini", settings={"placement_policy": "cpu", "precision": "fp32"})]
+    arguments = {"objective": "memory", "device_memory": None}
+    on_cpu = search(recipe(), offloading, 2, profile=profile_of(), **arguments)
+    assert on_cpu.best is None
+    assert "which is the device's own on a CPU" in on_cpu.format()
+    asked = search(recipe(), offloading, 2, profile=profile_of(), needs_accelerator_to_offload=False, **arguments)
+    assert asked.best is not None
+    assert search(recipe(), offloading, 2, profile=profile_of(is_asynchronous=True), **arguments).best is not None
+
+
 def test_stages_are_out_where_they_cannot_run():
     stages = Candidate(plugin="hybrid_parallel", settings={"tp_size": 1, "pp_size": 8, "num_microbatches": 8})
     plain = Candidate(plugin="torch_ddp")
