@@ -136,8 +136,8 @@ def search(
         device_memory: Available memory per rank in bytes.
         profile: Speed of the machine; optional, without it fewest bytes sent stand for the least time.
         plans_activations: If True, candidates recompute as few activations as it takes to fit the device memory.
-        needs_accelerator_to_offload: If True, candidates that offload to the host are out where the profile is that of a
-            CPU, whose memory is the host's.
+        needs_accelerator_to_offload: If True, candidates that offload to the host are out where the profile is that of
+            a CPU, whose memory is the host's.
         refusals: Function that returns why a candidate is not to be used, or an empty text.
         estimate_all: Function that estimates candidates; optional, defaults to this process or the launched ranks.
 
