@@ -19,7 +19,7 @@ from booster.errors import ConfigError
 from booster.kernels.loader import cache_folder
 
 CACHE_VARIABLE = "BOOSTER_PROFILE_CACHE"
-_VERSION = 2  # of the file's format
+_VERSION = 3  # of the file's format
 
 # Note [Time model]
 # An operator takes a fixed time for its call, and the time that its kernel takes for so many floating-point operations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import statistics
 import time
 from collections import deque
@@ -110,9 +111,11 @@ def _seconds_of(run: Callable[[], Any], *, computes: bool = True) -> float:
     Args:
         run: The call.
         computes: If True, the call waits for no other rank. On a CPU its time is then that of this thread, of which
-            other programs take nothing, in the median. Otherwise it is that of the fastest repeat.
+            other programs take nothing, in the median, as often as ranks take turns on a core. Otherwise it is that of
+            the fastest repeat.
     """
-    clock = time.thread_time if computes and device_type() == "cpu" else time.perf_counter
+    is_on_cpu = computes and device_type() == "cpu"
+    clock, turns = (time.thread_time, _ranks_per_core()) if is_on_cpu else (time.perf_counter, 1.0)
     run()
     synchronize()
     start = time.perf_counter()
@@ -128,9 +131,15 @@ def _seconds_of(run: Callable[[], Any], *, computes: bool = True) -> float:
         for _ in range(num_calls):
             run()
         synchronize()
-        times.append((clock() - start) / num_calls)
+        times.append(turns * (clock() - start) / num_calls)
     seconds = statistics.median(times) if computes else min(times)
     return 1e-9 * max_of_numbers([max(1, round(1e9 * seconds))])[0]
+
+
+def _ranks_per_core() -> float:
+    """Return the number of ranks of this host for each of its cores, at least 1."""
+    num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1.0, int(os.environ.get("LOCAL_WORLD_SIZE", group_size())) / num_cores)
 
 
 # Operators. Each function returns the amount of work of a size, and the call.
