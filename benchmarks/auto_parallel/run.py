@@ -89,8 +89,8 @@ def _vit() -> nn.Module:
 def _mixtral() -> nn.Module:
     from transformers import MixtralConfig, MixtralForCausalLM
 
-    sizes = {"hidden_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4}
-    experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 512}
+    sizes = {"hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 4}
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 256}
     return MixtralForCausalLM(MixtralConfig(**sizes, **experts, vocab_size=VOCABULARY, use_cache=False))
 
 

@@ -147,12 +147,17 @@ class AutoPlugin(PluginChoice, name="auto"):
         mixed_precision: str | None,
     ) -> ParallelPlan:
         """Return the best plan for the arguments of `boost()`; see `PluginChoice.choose`."""
-        recipes: list[TrainingRecipe] = []
-        error = error_of(lambda: recipes.append(self._recipe(model, optimizer, criterion, dataloader)))
+        found: list[tuple[TrainingRecipe, list[Candidate]]] = []
+        num_ranks = group_size()
+
+        def prepare() -> None:
+            recipe = self._recipe(model, optimizer, criterion, dataloader)
+            found.append((recipe, _find(self._candidates, num_ranks, mixed_precision)))
+
+        error = error_of(prepare)
         check_same_across_ranks(_CALL, self._fingerprint(model, mixed_precision), error=error)
-        recipe, num_ranks = recipes[0], group_size()
+        recipe, candidates = found[0]
         profile = self.machine()
-        candidates = _find(self._candidates, num_ranks, mixed_precision)
         is_given = self._candidates not in (None, "all")
         result = search(
             recipe,

@@ -1,4 +1,4 @@
-"""Monitor and estimates of memory."""
+"""Monitor, estimates of memory, and the choice of a plugin."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from faults.mistakes.models import batches, boosted, pair
 from faults.mistakes.wrong_call import CallSite, WrongCall
 
-from booster import Monitor, estimate_memory
+from booster import AutoPlugin, Booster, Monitor, autoparallelize, estimate_memory
 
 WORLD_SIZE = 2
 
@@ -30,7 +30,6 @@ _ESTIMATES: list[dict[str, Any]] = [
     {"plugin": "ddp"},
     {"num_ranks": 0},
     {"num_ranks": "8"},
-    {"num_ranks": 4},
     {"settings": 3},
     {"settings": {"stag": 1}},
     {"plugin": "torch_ddp", "mixed_precision": "fp17"},
@@ -75,6 +74,52 @@ def _estimate(arguments: dict[str, Any]) -> WrongCall:
     return WrongCall(name=f"estimate_memory({shown})", prepare=prepare)
 
 
+_CHOICES: list[dict[str, Any]] = [
+    {"objective": "speed"},
+    {"device_memory_budget": 0},
+    {"device_memory_budget": "much"},
+    {"candidates": []},
+    {"candidates": ["ddp"]},
+    {"candidates": 3},
+    {"verbose": "yes"},
+]
+_AUTOPARALLELIZED: list[dict[str, Any]] = [
+    {},
+    {"solver_preference": "pp"},
+    {"dataloader_option": "replicated"},
+    {"shard_option": "full"},
+    {"logical_mesh_shape": (3, 1)},
+    {"save_solver_solution": True},
+]
+
+
+def _choice(arguments: dict[str, Any]) -> WrongCall:
+    def prepare(_: CallSite) -> Callable[[], Any]:
+        given = {"verbose": False, "batch": batches()[0], "criterion": lambda out, _: out.mean()}
+        model, optimizer = pair()
+        return lambda: Booster(plugin=AutoPlugin(**{**given, **arguments})).boost(model, optimizer)
+
+    shown = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
+    return WrongCall(name=f"AutoPlugin({shown})", prepare=prepare)
+
+
+def _without_a_batch() -> WrongCall:
+    def prepare(_: CallSite) -> Callable[[], Any]:
+        model, optimizer = pair()
+        return lambda: Booster(plugin="auto").boost(model, optimizer)
+
+    return WrongCall(name="Booster(plugin='auto').boost() without a dataloader", prepare=prepare)
+
+
+def _parallelized(arguments: dict[str, Any]) -> WrongCall:
+    def prepare(_: CallSite) -> Callable[[], Any]:
+        model = pair()[0]
+        return lambda: autoparallelize(model, **arguments)
+
+    shown = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
+    return WrongCall(name=f"autoparallelize({shown})", prepare=prepare)
+
+
 def wrong_calls() -> list[WrongCall]:
     """Returns the wrong calls of this topic."""
     return [
@@ -84,4 +129,7 @@ def wrong_calls() -> list[WrongCall]:
         _monitor_of("another model's optimizer", lambda model, _: (model, boosted()[2])),
         _closed_monitor(),
         *(_estimate(arguments) for arguments in _ESTIMATES),
+        *(_choice(arguments) for arguments in _CHOICES),
+        _without_a_batch(),
+        *(_parallelized(arguments) for arguments in _AUTOPARALLELIZED),
     ]
