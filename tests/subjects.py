@@ -50,10 +50,9 @@ SUBJECTS: dict[str, tuple[str, ...]] = {
         *("*/test_uneven*", "*/test_monitor*", "*/test_progress*"),
     ),
     "data": ("*/test_data*", "*/test_sampler*"),
-    "auto": ("*/test_auto_plugin*", "*/test_parallel_plan*"),
     "estimates": (
         *("*/test_estimate*", "*/test_memory_*", "*/test_step_time*", "*/test_machine_speed*"),
-        "*/test_activation_plan*",
+        *("*/test_activation_plan*", "*/test_auto_plugin*", "*/test_parallel_plan*"),
     ),
     "loops": (
         *("*/test_user_loops*", "*/test_trainer*", "*/test_gradient_handlers*", "*/test_ema*"),

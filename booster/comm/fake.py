@@ -150,6 +150,7 @@ def fake_memory() -> Iterator[None]:
 
         def __set__(self, tensor: FakeTensor, device: torch.device) -> None:
             devices[id(tensor)] = device
+            tensor.__dict__["_fake_device"] = device  # for tensors that outlive the block, such as uncollected garbage
 
     find_address = torch.UntypedStorage.data_ptr
     bases: weakref.WeakKeyDictionary[torch.UntypedStorage, int] = weakref.WeakKeyDictionary()

@@ -240,3 +240,15 @@ def test_a_plugin_object_has_its_own_settings():
     with pytest.raises(ConfigError, match="give its name in place of the object"):
         ask(SingleDevicePlugin("cpu"), num_ranks=2)
     assert ask(SingleDevicePlugin("cpu")).total == ask().total
+
+
+def test_fake_tensors_that_outlive_an_estimate_have_a_device():
+    kept = []
+
+    def loss_of(outputs, batch):
+        kept.append(outputs)
+        return outputs.mean()
+
+    estimate_memory(nn.Linear(4, 2), batch=torch.rand(3, 4), criterion=loss_of)
+    assert all(one.device.type == "cpu" and repr(one) for one in kept)
+    assert kept
