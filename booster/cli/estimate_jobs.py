@@ -17,6 +17,8 @@ from booster.estimate.processes import in_processes
 
 from .training_arguments import find_optimizer, load_training_model
 
+_LARGE_NUMEL, _FEW = 2**32, 4  # a model and a number of candidates that are worth other processes from the start
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EstimateJob:
@@ -48,7 +50,9 @@ class EstimateJob:
         def show(candidate: Candidate) -> None:  # on stderr, so that stdout has the table alone
             print(f"[{next(numbers)}/{len(candidates)}] {candidate.name}", file=sys.stderr, flush=True)
 
-        return in_processes(_estimates, self, candidates, show, function=self.estimator(recipe))
+        is_large = sum(parameter.numel() for parameter in recipe.model.parameters()) >= _LARGE_NUMEL
+        waits = {"worthwhile_seconds": 0.0} if is_large and len(candidates) > _FEW else {}
+        return in_processes(_estimates, self, candidates, show, function=self.estimator(recipe), **waits)
 
     def estimator(self, recipe: TrainingRecipe) -> Callable[[Candidate], CandidateResult]:
         """Return the function that estimates a candidate."""

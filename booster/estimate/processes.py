@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor
 from typing import Any, TypeVar
 
 import torch
@@ -39,11 +41,14 @@ def in_processes(
         items: Items.
         on_start: Called in this process with each item when its turn comes, or when another process has done it.
         function: What `prepare(argument)` returns, if it is known in this process.
-        worthwhile_seconds: Time left from which new processes are started.
+        worthwhile_seconds: Time left from which new processes are started; 0 starts them at once.
     """
     function = prepare(argument) if function is None else function
     results: dict[int, R] = {}
     started = time.monotonic()
+    if worthwhile_seconds <= 0 and len(items) > 1 and _num_cores() > 1:
+        results = _share(prepare, argument, function, dict(enumerate(items)), on_start)
+        return [results[index] for index in range(len(items))]
     for index, item in enumerate(items):
         on_start(item)
         results[index] = function(item)
@@ -67,18 +72,32 @@ def _share(
     context = multiprocessing.get_context("spawn")
     num_processes = min(_num_cores() - 1, len(items) - 1)
     results: dict[int, R] = {}
+    left, futures = deque(items), dict[int, Future[R]]()
+    lock = threading.RLock()  # a future that is done already calls back at once
     with ProcessPoolExecutor(num_processes, context, _prepare, (prepare, argument)) as pool:
-        futures = {index: pool.submit(_call, item) for index, item in items.items()}
+
+        def submit(_: object = None) -> None:  # one item at a time, as the pool can't give others back
+            with lock:
+                if left:
+                    index = left.popleft()
+                    futures[index] = pool.submit(_call, items[index])
+                    futures[index].add_done_callback(submit)
+
+        for _ in range(num_processes):
+            submit()
         try:
-            for index in reversed(items):
-                if futures[index].cancel():
+            while left:
+                with lock:
+                    index = left.pop() if left else None
+                if index is not None:
                     on_start(items[index])
                     results[index] = function(items[index])
             for index, future in futures.items():
-                if index not in results:
-                    results[index] = future.result()
-                    on_start(items[index])
+                results[index] = future.result()
+                on_start(items[index])
         finally:
+            with lock:
+                left.clear()
             pool.shutdown(cancel_futures=True)
     return results
 
