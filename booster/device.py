@@ -27,6 +27,11 @@ def num_devices() -> int:
     return 1 if device_type() == "cpu" else torch.accelerator.device_count()
 
 
+def num_cores() -> int:
+    """Return the number of cores available to this process, limited by a container or scheduler."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def current_device() -> torch.device:
     """Return this process's device, with its index for accelerators."""
     kind = device_type()
@@ -135,11 +140,6 @@ def default_backend(kind: str) -> str:
     """Return the communication backend for a device type: "nccl" for cuda if torch has it, else "gloo"."""
     has_nccl = torch.distributed.is_available() and torch.distributed.is_nccl_available()
     return "nccl" if kind == "cuda" and has_nccl else "gloo"
-
-
-def is_device_in_use() -> bool:
-    """Return whether this process has a context of the accelerator, which a forked process can't use."""
-    return device_type() == "cuda" and torch.cuda.is_initialized()
 
 
 def synchronize() -> None:

@@ -21,12 +21,11 @@ import psutil
 import torch
 from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]  # no __all__ there
 
-from booster.device import device_type, num_devices
+from booster.device import device_type, num_cores, num_devices
 from booster.errors import ConfigError
 from booster.version import __version__
 
 from .check_report import Finding, Section
-from .run.node_config import num_cores
 
 
 def accelerators() -> list[Finding]:

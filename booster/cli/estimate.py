@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from .training_arguments import (
@@ -17,7 +18,6 @@ from .training_arguments import (
 )
 
 if TYPE_CHECKING:
-    from booster.estimate.machine_profile import MachineProfile
     from booster.estimate.model_sources import ModelSource
 
 _MORE = f"""\
@@ -71,7 +71,6 @@ def estimate(arguments: argparse.Namespace) -> int:
     """
     # Imported here, as these import torch, which the other commands do not need.
     from booster.estimate.candidates import (
-        bytes_from_text,
         fastest,
         find_candidates,
         format_notes,
@@ -81,25 +80,19 @@ def estimate(arguments: argparse.Namespace) -> int:
         least_memory,
     )
 
-    from .estimate_jobs import EstimateJob, load_recipe
+    from .estimate_jobs import EstimateJob, find_machine, load_recipe
 
     check_positive(arguments)
-    memory = arguments.device_memory
-    device_memory = None if memory is None else bytes_from_text(memory, "--device-memory")
-    plans_activations = arguments.checkpoint_activations == "auto"
     check_activations(arguments)
+    job = EstimateJob.of(arguments)
+    device_memory = job.device_memory
     settings = parse_settings(arguments.settings, "--settings")
     candidates = find_candidates(arguments.plugin, arguments.nproc, settings, arguments.mixed_precision)
     recipe, source = load_recipe(arguments)
-    profile, profile_note = _find_profile(arguments)
+    left_out = (None, "step times: left out by --no-step-time")
+    profile, profile_note = left_out if arguments.no_step_time else find_machine(arguments)
     source.notes.append(profile_note)
-    job = EstimateJob(
-        arguments=arguments,
-        device_memory=device_memory,
-        profile=profile,
-        checkpoint=arguments.checkpoint,
-        plans_activations=plans_activations,
-    )
+    job = replace(job, profile=profile)
     try:
         results = job.run(recipe, candidates)
     except KeyboardInterrupt:
@@ -116,21 +109,6 @@ def estimate(arguments: argparse.Namespace) -> int:
         least_memory(results) is not None if device_memory is None else least_communication(results) is not None
     )
     return 0 if has_answer and not any(one.is_internal_error for one in results) else 1
-
-
-def _find_profile(arguments: argparse.Namespace) -> tuple[MachineProfile | None, str]:
-    """Return the machine's profile for step times, or None, and a note about it."""
-    from booster.estimate.machine_profile import load_profile
-
-    from .profile_mesh import MeasurementError, profile_for
-
-    if arguments.no_step_time:
-        return None, "step times: left out by --no-step-time"
-    try:
-        profile = profile_for(arguments.nproc) if arguments.profile is None else load_profile(arguments.profile)
-    except MeasurementError as error:
-        return None, f"step times: unknown, as the machine could not be measured: {error}"
-    return profile, f"step times: predicted from {profile.machine} with {profile.num_ranks} rank(s) at work"
 
 
 def _as_json(

@@ -9,12 +9,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from booster.estimate.candidates import Candidate, CandidateResult, estimate_candidate
+from booster.estimate.candidates import Candidate, CandidateResult, bytes_from_text, estimate_candidate
 from booster.estimate.estimate import TrainingRecipe
-from booster.estimate.machine_profile import MachineProfile
+from booster.estimate.machine_profile import MachineProfile, load_profile
 from booster.estimate.model_sources import ModelSource
 from booster.estimate.processes import in_processes
 
+from .profile_mesh import MeasurementError, profile_for
 from .training_arguments import find_optimizer, load_training_model
 
 _LARGE_NUMEL, _FEW = 2**32, 4  # a model and a number of candidates that are worth other processes from the start
@@ -34,9 +35,24 @@ class EstimateJob:
 
     arguments: argparse.Namespace
     device_memory: int | None
-    profile: MachineProfile | None
+    profile: MachineProfile | None = None
     checkpoint: bool = False
     plans_activations: bool = False
+
+    @classmethod
+    def of(cls, arguments: argparse.Namespace) -> EstimateJob:
+        """Return the job that the arguments describe, without a profile.
+
+        Raises:
+            ConfigError: --device-memory is not a size.
+        """
+        memory = arguments.device_memory
+        return cls(
+            arguments=arguments,
+            device_memory=None if memory is None else bytes_from_text(memory, "--device-memory"),
+            checkpoint=getattr(arguments, "checkpoint", False),  # an option of `booster estimate`
+            plans_activations=arguments.checkpoint_activations == "auto",
+        )
 
     def run(self, recipe: TrainingRecipe, candidates: Sequence[Candidate]) -> list[CandidateResult]:
         """Estimate candidates, on all cores if that takes long; report progress on stderr.
@@ -51,8 +67,8 @@ class EstimateJob:
             print(f"[{next(numbers)}/{len(candidates)}] {candidate.name}", file=sys.stderr, flush=True)
 
         is_large = sum(parameter.numel() for parameter in recipe.model.parameters()) >= _LARGE_NUMEL
-        waits = {"worthwhile_seconds": 0.0} if is_large and len(candidates) > _FEW else {}
-        return in_processes(_estimates, self, candidates, show, function=self.estimator(recipe), **waits)
+        at_once = is_large and len(candidates) > _FEW
+        return in_processes(_estimates, self, candidates, show, function=self.estimator(recipe), at_once=at_once)
 
     def estimator(self, recipe: TrainingRecipe) -> Callable[[Candidate], CandidateResult]:
         """Return the function that estimates a candidate."""
@@ -65,6 +81,19 @@ class EstimateJob:
             profile=self.profile,
             plans_activations=self.plans_activations,
         )
+
+
+def find_machine(arguments: argparse.Namespace) -> tuple[MachineProfile | None, str]:
+    """Return the profile of --profile, or of this machine, or None if it can't be measured; and a note about it.
+
+    Raises:
+        ConfigError: The file can't be read.
+    """
+    try:
+        profile = profile_for(arguments.nproc) if arguments.profile is None else load_profile(arguments.profile)
+    except MeasurementError as error:
+        return None, f"step times: unknown, as the machine could not be measured: {error}"
+    return profile, f"step times: predicted from {profile.machine} with {profile.num_ranks} rank(s) at work"
 
 
 def load_recipe(arguments: argparse.Namespace) -> tuple[TrainingRecipe, ModelSource]:

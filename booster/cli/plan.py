@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -79,29 +80,25 @@ def plan(arguments: argparse.Namespace) -> int:
     """
     # Imported here, as these import torch, which the other commands do not need.
     from booster.auto_parallel.search import refuse_small_batches, search
-    from booster.estimate.candidates import bytes_from_text, find_candidates, to_json
+    from booster.estimate.candidates import find_candidates, to_json
 
     from .estimate_jobs import EstimateJob, load_recipe
 
     _check(arguments)
-    memory = arguments.device_memory
-    device_memory = None if memory is None else bytes_from_text(memory, "--device-memory")
+    job = EstimateJob.of(arguments)
     num_ranks = arguments.nproc
     settings = parse_settings(arguments.settings, "--settings")
     candidates = find_candidates(arguments.plugin, num_ranks, settings, arguments.mixed_precision)
     profile, note = _machine(arguments)
     recipe, source = load_recipe(arguments)
-    plans_activations = arguments.checkpoint_activations == "auto"
-    job = EstimateJob(
-        arguments=arguments, device_memory=device_memory, profile=profile, plans_activations=plans_activations
-    )
+    job = replace(job, profile=profile)
     try:
         result = search(
             recipe,
             candidates,
             num_ranks,
             objective=arguments.objective,
-            device_memory=device_memory,
+            device_memory=job.device_memory,
             profile=profile,
             needs_accelerator_to_offload=not settings,
             refusals=lambda one: "" if settings else refuse_small_batches(one, num_ranks, recipe),
@@ -112,8 +109,15 @@ def plan(arguments: argparse.Namespace) -> int:
         return 130
     found = None if result.best is None else result.plan(recipe, num_ranks)
     if arguments.json:
-        values = {"model": source.name, "objective": arguments.objective, "candidates": to_json(result.results)}
-        print(json.dumps({**values, "machine": result.machine, "notes": [*source.notes, note]}, indent=2))
+        values = {
+            "model": source.name,
+            "objective": arguments.objective,
+            "machine": result.machine,
+            "candidates": to_json(result.results),
+            "chosen": None if result.best is None else result.results.index(result.best),
+            "notes": [*source.notes, note],
+        }
+        print(json.dumps(values, indent=2))
     else:
         print(f"{title_of(arguments, source)}\n\n{result.format([*source.notes, note])}")
     if found is not None and arguments.output is not None:
@@ -140,22 +144,13 @@ def _check(arguments: argparse.Namespace) -> None:
 def _machine(arguments: argparse.Namespace) -> tuple[MachineProfile | None, str]:
     """Return the speed of the machine, or None, and a note about it."""
     from booster.estimate.data_sheets import profile_of_data_sheets
-    from booster.estimate.machine_profile import load_profile
 
-    from .profile_mesh import MeasurementError, profile_for
+    from .estimate_jobs import find_machine
 
-    measured = None
-    if arguments.profile is not None:
-        measured = load_profile(arguments.profile)
-    elif arguments.device is None:
-        try:
-            measured = profile_for(arguments.nproc)
-        except MeasurementError as error:
-            return None, f"step times: unknown, as the machine could not be measured: {error}"
-    if arguments.device is None and arguments.interconnect is None:
-        assert measured is not None
-        return measured, f"step times: predicted for {measured.machine} with {measured.num_ranks} rank(s) at work"
+    measured, note = (None, "") if arguments.device is not None else find_machine(arguments)
+    if arguments.device is None and (measured is None or arguments.interconnect is None):
+        return measured, note
     profile = profile_of_data_sheets(
         arguments.device, arguments.interconnect, arguments.nproc, arguments.ranks_per_host or 8, measured
     )
-    return profile, f"step times: predicted for {profile.machine}"
+    return profile, f"step times: predicted from {profile.machine}"

@@ -121,8 +121,6 @@ def profile_for(num_ranks: int) -> MachineProfile:
 
 def _capacity() -> int:
     """Return the number of ranks that have a device, or a core, of their own."""
-    import psutil
+    from booster.device import device_type, num_cores, num_devices
 
-    from booster.device import device_type, num_devices
-
-    return num_devices() if device_type() != "cpu" else len(psutil.Process().cpu_affinity() or (0,))
+    return num_devices() if device_type() != "cpu" else num_cores()

@@ -33,7 +33,7 @@ from booster.comm import (
     start_reduce_scatter,
     transport,
 )
-from booster.device import current_device, device_type, synchronize
+from booster.device import current_device, device_type, num_cores, synchronize
 
 from .machine_profile import CollectiveSpeed, Curve, MachineProfile, machine_name
 from .operator_costs import operator_cost
@@ -138,8 +138,7 @@ def _seconds_of(run: Callable[[], Any], *, computes: bool = True) -> float:
 
 def _ranks_per_core() -> float:
     """Return the number of ranks of this host for each of its cores, at least 1."""
-    num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1.0, int(os.environ.get("LOCAL_WORLD_SIZE", group_size())) / num_cores)
+    return max(1.0, int(os.environ.get("LOCAL_WORLD_SIZE", group_size())) / num_cores())
 
 
 # Operators. Each function returns the amount of work of a size, and the call.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing
-import os
 import threading
 import time
 from collections import deque
@@ -12,6 +11,8 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from typing import Any, TypeVar
 
 import torch
+
+from booster.device import num_cores
 
 A = TypeVar("A")
 T = TypeVar("T")
@@ -27,7 +28,7 @@ def in_processes(
     on_start: Callable[[T], None],
     *,
     function: Callable[[T], R] | None = None,
-    worthwhile_seconds: float = _WORTHWHILE_SECONDS,
+    at_once: bool = False,
 ) -> list[R]:
     """Return the results of a function for all items, in their order.
 
@@ -41,12 +42,12 @@ def in_processes(
         items: Items.
         on_start: Called in this process with each item when its turn comes, or when another process has done it.
         function: What `prepare(argument)` returns, if it is known in this process.
-        worthwhile_seconds: Time left from which new processes are started; 0 starts them at once.
+        at_once: If True, new processes are started before the first item shows how long it takes.
     """
     function = prepare(argument) if function is None else function
     results: dict[int, R] = {}
     started = time.monotonic()
-    if worthwhile_seconds <= 0 and len(items) > 1 and _num_cores() > 1:
+    if at_once and len(items) > 1 and num_cores() > 1:
         results = _share(prepare, argument, function, dict(enumerate(items)), on_start)
         return [results[index] for index in range(len(items))]
     for index, item in enumerate(items):
@@ -54,7 +55,7 @@ def in_processes(
         results[index] = function(item)
         left = len(items) - len(results)
         seconds = (time.monotonic() - started) / len(results) * left
-        if left > 1 and seconds > worthwhile_seconds and _num_cores() > 1:
+        if left > 1 and seconds > _WORTHWHILE_SECONDS and num_cores() > 1:
             rest = range(index + 1, len(items))
             results |= _share(prepare, argument, function, {one: items[one] for one in rest}, on_start)
             break
@@ -70,7 +71,7 @@ def _share(
 ) -> dict[int, R]:
     """Return the results by index: new processes take items from the front, this one from the back."""
     context = multiprocessing.get_context("spawn")
-    num_processes = min(_num_cores() - 1, len(items) - 1)
+    num_processes = min(num_cores() - 1, len(items) - 1)
     results: dict[int, R] = {}
     left, futures = deque(items), dict[int, Future[R]]()
     lock = threading.RLock()  # a future that is done already calls back at once
@@ -100,10 +101,6 @@ def _share(
                 left.clear()
             pool.shutdown(cancel_futures=True)
     return results
-
-
-def _num_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _prepare(prepare: Callable[[Any], Callable[[Any], Any]], argument: Any) -> None:

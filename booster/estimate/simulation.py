@@ -479,17 +479,34 @@ def simulate_saves(
 
 
 def _run_model(booster: Booster, model: Any, optimizer: Any, batch: Any, criterion: Any) -> None:
-    try:
+    advice = "a forward with data-dependent control flow can't be measured; give a batch for which it has none"
+    with on_fake_tensors(model.unwrap(), "measure its activations", advice):
         booster.execute_pipeline(iter([batch]), model, criterion, optimizer, return_loss=False)
+
+
+@contextmanager
+def on_fake_tensors(model: nn.Module, purpose: str, advice_on_values: str) -> Iterator[None]:
+    """Run a model on fake tensors in the block; its errors say so.
+
+    Args:
+        model: The user's model.
+        purpose: What it is run for.
+        advice_on_values: What to do about a forward that reads values.
+
+    Raises:
+        ConfigError: The block raised another error than one of this library.
+    """
+    try:
+        yield
     except BoosterError:
         raise
     except Exception as error:
         advice = "check that it runs on a real batch of these shapes and with this criterion"
         if isinstance(error, (DataDependentOutputException, DynamicOutputShapeException)):
-            advice = "a forward with data-dependent control flow can't be measured; give a batch for which it has none"
+            advice = advice_on_values
         raise ConfigError(
-            f"{type(model.unwrap()).__name__} can't be run on fake tensors to measure its activations"
-            f" ({type(error).__name__}: {first_line(error)[:200]}): {advice}"
+            f"{type(model).__name__} can't be run on fake tensors to {purpose} ({type(error).__name__}:"
+            f" {first_line(error)[:200]}): {advice}"
         ) from error
 
 

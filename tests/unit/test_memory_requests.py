@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from booster import ConfigError, LazyInitContext, estimate_memory
+from booster import ConfigError, LazyInitContext, checkpoint_activations, estimate_memory
 from booster.checkpoint_io.saving.writer import host_memory
 from booster.comm import fake
 from booster.estimate import estimate, simulation
@@ -252,3 +252,31 @@ def test_fake_tensors_that_outlive_an_estimate_have_a_device():
     estimate_memory(nn.Linear(4, 2), batch=torch.rand(3, 4), criterion=loss_of)
     assert all(one.device.type == "cpu" and repr(one) for one in kept)
     assert kept
+
+
+def test_fsdp_frees_the_casts_of_autocast_with_its_weights():
+    class Layer(nn.Module):
+        def __init__(self, width):
+            super().__init__()
+            self.up, self.down = nn.Linear(width, width, bias=False), nn.Linear(width, width, bias=False)
+
+        def forward(self, x):
+            return self.down(self.up(x).relu())
+
+    class Stack(nn.Module):
+        def __init__(self, width):
+            super().__init__()
+            self.layers = nn.ModuleList(Layer(width) for _ in range(24))
+
+        def forward(self, x):
+            for layer in self.layers:
+                x = layer(x)
+            return x
+
+    width = 512
+    with torch.device("meta"):
+        model, batch = checkpoint_activations(Stack(width)), torch.empty(1, width)
+    loss = {"criterion": lambda outputs, batch: outputs.mean(), "batch": batch}
+    found = estimate_memory(model, "torch_fsdp", num_ranks=32, mixed_precision="bf16", **loss)
+    casts_of_a_layer = 2 * 2 * width * width  # autocast would keep those of all 24 until the end of the forward
+    assert found.memory.backward.activations < 8 * casts_of_a_layer  # with a layer's gradients

@@ -22,16 +22,15 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from booster.core.layer_stacks import find_stacks, stack_layer_of
 from booster.core.model_wrapper import call_with_batch
-from booster.errors import BoosterError, ConfigError, first_line
+from booster.errors import ConfigError
 from booster.estimate.estimate import TrainingRecipe, new_fake_mode
 from booster.estimate.operator_costs import OperatorCost, operator_cost
 from booster.estimate.repeated_layers import find_repeated_layers
-from booster.estimate.simulation import run_operator, storage_key
+from booster.estimate.simulation import on_fake_tensors, run_operator, storage_key
 from booster.pytree import iter_tensors, map_tensors
 
 _NUM_RECORDED = 3  # layers of a long stack: the first may compute no gradient of its input
@@ -253,19 +252,11 @@ def _run_forward(
     model: nn.Module, batch: Any, criterion: Callable[[Any, Any], torch.Tensor]
 ) -> tuple[Any, torch.Tensor]:
     """Return the outputs of a model, and their loss."""
-    try:
+    advice = "its control flow depends on values of the batch: give plan= to the plugin instead"
+    with on_fake_tensors(model, "record its operators", advice):
         outputs = call_with_batch(model, batch)
-        return outputs, criterion(outputs, batch)
-    except BoosterError:
-        raise
-    except Exception as error:
-        advice = "check that it runs on a real batch of these shapes and with this criterion"
-        if isinstance(error, (DataDependentOutputException, DynamicOutputShapeException)):
-            advice = "its control flow depends on values of the batch: give plan= to the plugin instead"
-        raise ConfigError(
-            f"{type(model).__name__} can't be run on fake tensors to record its operators ({type(error).__name__}:"
-            f" {first_line(error)[:200]}): {advice}"
-        ) from error
+        loss = criterion(outputs, batch)
+    return outputs, loss
 
 
 class _Recorder(TorchDispatchMode):

@@ -24,8 +24,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # no __all__ there
 
-from booster.cli.run.node_config import num_cores
-from booster.device import default_backend, device_type, set_device
+from booster.device import default_backend, device_type, num_cores, set_device
 from booster.errors import BoosterError
 from booster.launch.launch import launch
 

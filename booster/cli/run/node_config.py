@@ -1,4 +1,4 @@
-"""Configuration of torch's elastic launcher for this machine: pure functions, but for the number of cores."""
+"""Configuration of torch's elastic launcher for this machine: pure functions, but for numbers of devices."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from booster.device import device_type, num_cores, num_devices
 from booster.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -149,17 +150,10 @@ def parse_nproc_per_node(text: str) -> int:
         ConfigError: The text is neither a positive number nor "auto".
     """
     if text == "auto":
-        from booster.device import device_type, num_devices
-
         return num_cores() if device_type() == "cpu" else num_devices()
     if not text.isdecimal() or int(text) < 1:
         raise ConfigError(f"--nproc-per-node={text} is not a number of ranks: give a number from 1, or auto")
     return int(text)
-
-
-def num_cores() -> int:
-    """Return the number of cores available to this process, limited by a container or scheduler."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 @contextmanager
