@@ -570,6 +570,8 @@ def _follow(plan: PluginPlan, model: nn.Module) -> None:
 def _choice_of(plugin: str | Plugin | PluginChoice | None) -> PluginChoice | None:
     if isinstance(plugin, str) and plugin in PluginChoice.by_name:
         return PluginChoice.by_name[plugin]()
+    if isinstance(plugin, str) and plugin.lower() in PluginChoice.by_name:
+        raise ConfigError(f"plugin={plugin!r} is not known: write plugin={plugin.lower()!r}")
     return plugin if isinstance(plugin, PluginChoice) else None
 
 

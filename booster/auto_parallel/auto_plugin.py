@@ -170,7 +170,8 @@ class AutoPlugin(PluginChoice, name="auto"):
             refusals=lambda one: "" if self._candidates == "all" else refuse_pipelines(one, num_ranks),
             plans_activations=error_of(lambda: layers_without_policy(model)) is None,
         )
-        if self._verbose and group_rank() == 0:
+        has_estimates = any(one.estimate is not None for one in result.results)
+        if self._verbose and has_estimates and group_rank() == 0:
             print(self._text(result, profile), flush=True)
         self.plan = result.plan(recipe, num_ranks)
         check_same_across_ranks(f"the plan of {_CALL}", self.plan.fingerprint)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -72,10 +73,8 @@ class SearchResult:
         """
         best = self.best
         if best is None or best.estimate is None:
-            reasons = format_notes(self.results)
             raise ConfigError(
-                f"no plugin has a plan for {type(recipe.model).__name__} on {num_ranks} rank(s):"
-                f" {format_recommendation(self.results, self.device_memory)}" + (f"\n{reasons}" if reasons else "")
+                f"no plugin has a plan for {type(recipe.model).__name__} on {num_ranks} rank(s): {self._obstacle()}"
             )
         time = best.estimate.step_time
         return ParallelPlan(
@@ -90,6 +89,15 @@ class SearchResult:
             memory=best.estimate.total,
             seconds=None if time is None else time.total,
             machine=self.machine,
+        )
+
+    def _obstacle(self) -> str:
+        """Return why there is no plan: what is too large, or the reason of most candidates that can't be used."""
+        if any(one.estimate is not None for one in self.results):
+            return format_recommendation(self.results, self.device_memory)
+        (reason, count), *others = Counter(one.reason for one in self.results).most_common()
+        return f"{count} of {len(self.results)} candidates can't be used, as {reason}" + (
+            f" (and {len(others)} other reason(s))" if others else ""
         )
 
     def format(self, notes: Sequence[str] = ()) -> str:

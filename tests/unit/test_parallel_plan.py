@@ -342,8 +342,13 @@ def test_what_boost_is_given_must_make_a_step():
         boosted(chooser(), dataloader=False)
     with pytest.raises(ConfigError, match="boost the model that trains"):
         boosted(chooser(), optimizer=False)
-    with pytest.raises(ConfigError, match="no plugin has a plan for Linear"):
+    wrong = (
+        r"no plugin has a plan for Linear on 1 rank\(s\): \d+ of \d+ candidates can't be used, as Linear can't be run"
+    )
+    with pytest.raises(ConfigError, match=wrong):
         boosted(chooser(), criterion=lambda outputs, targets: outputs.nonsense)
+    with pytest.raises(ConfigError, match="plugin='Auto' is not known: write plugin='auto'"):
+        Booster(plugin="Auto")
     model, *_ = boosted(chooser(batch=(torch.rand(4, 3), torch.rand(4, 1))), dataloader=False)
     assert model.unwrap().weight.shape == (1, 3)
 
