@@ -13,7 +13,8 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from booster.device import device_type, num_cores, num_devices
+from booster import device
+from booster.device import num_cores
 from booster.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -150,7 +151,7 @@ def parse_nproc_per_node(text: str) -> int:
         ConfigError: The text is neither a positive number nor "auto".
     """
     if text == "auto":
-        return num_cores() if device_type() == "cpu" else num_devices()
+        return num_cores() if device.device_type() == "cpu" else device.num_devices()
     if not text.isdecimal() or int(text) < 1:
         raise ConfigError(f"--nproc-per-node={text} is not a number of ranks: give a number from 1, or auto")
     return int(text)
