@@ -40,8 +40,10 @@ def train(name: str, device: Device, **settings: Any) -> None:
     assert_parallel_equals_serial(plugin, plugin_arguments=arguments, **settings)
 
 
-def _hybrid(layout: tuple[int, dict[str, Any]], device: Device, **settings: Any) -> None:
-    assert_hybrid_equals_serial("user_transformer", layout, max_norm=0.5, device=device, **settings)
+def _hybrid(
+    layout: tuple[int, dict[str, Any]], device: Device, model: str = "user_transformer", **settings: Any
+) -> None:
+    assert_hybrid_equals_serial(model, layout, max_norm=0.5, device=device, **settings)
 
 
 def _pipeline(model: str, device: Device, **settings: Any) -> None:
@@ -60,6 +62,11 @@ PARALLEL: dict[str, Callable[[Device], None]] = {
     "pipeline 2, zbv": partial(_pipeline, "glued_chain", schedule="zbv"),
     "pipeline 3": partial(_pipeline, "glued_chain", pp_size=3),
     "pipeline 2, tensor 2": partial(_pipeline, "user_transformer", axes="tp 2"),
+    "pipeline 2, data 2": partial(_pipeline, "tied_lm", axes="dp 2 zero 1"),
+    "pipeline 2, all_to_all 2": partial(_pipeline, "user_transformer", axes="all_to_all 2"),
+    "experts 2": partial(_hybrid, (2, {"ep_size": 2}), model="mixtral", zero_stage=1),
+    "experts 2, data 2": partial(_hybrid, (4, {"ep_size": 2}), model="mixtral", zero_stage=1),
+    "grid 4": partial(_hybrid, (4, {"tp_size": 4, "tp_mode": "2d"}), model="llama"),
 }
 
 
