@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -59,6 +60,8 @@ class OperatorCost:
         return profile.curve(self.kind, self.dtype).seconds(self.num_bytes)
 
 
+# Found once for each function, as an estimate makes very many calls.
+@cache
 def is_call(func: Any) -> bool:
     """Return whether a call takes the time of one, though it may compute nothing, as views do."""
     return not func._schema.name.startswith("profiler::")
@@ -66,9 +69,9 @@ def is_call(func: Any) -> bool:
 
 def operator_cost(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> OperatorCost | None:
     """Return the cost of a call, or None for views and allocations, which cost less than a call."""
-    name = func._schema.name.rpartition("::")[2]
-    if not is_call(func) or name.startswith(_FREE) or _is_view(func):
+    if _computes_nothing(func):
         return None
+    name = _name(func)
     given = list(iter_tensors((args, dict(kwargs))))
     written = [] if result is None else list(iter_tensors(result))
     dtype = _compute_dtype((*given, *written))
@@ -80,13 +83,20 @@ def operator_cost(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], r
     if name.startswith(("embedding", *_INDEXING)):  # reads rows, not the table
         tables = max((_touched_bytes(one) for one in given), default=0)
         num_bytes = max(num_bytes - tables, 2.0 * sum(map(_touched_bytes, written)))
-    return OperatorCost(_byte_kind(name, func), dtype, 0.0, num_bytes)
+    return OperatorCost(_byte_kind(func), dtype, 0.0, num_bytes)
 
 
-def _is_view(func: Any) -> bool:
-    """Return whether a call returns a view and computes nothing."""
+@cache
+def _name(func: Any) -> str:
+    return str(func._schema.name.rpartition("::")[2])
+
+
+@cache
+def _computes_nothing(func: Any) -> bool:
+    """Return whether a function returns a view, or memory."""
     aliases = [one.alias_info for one in func._schema.returns]
-    return bool(aliases) and all(one is not None and not one.is_write for one in aliases)
+    is_view = bool(aliases) and all(one is not None and not one.is_write for one in aliases)
+    return is_view or not is_call(func) or _name(func).startswith(_FREE)
 
 
 def _touched_bytes(tensor: torch.Tensor) -> int:
@@ -102,7 +112,9 @@ def _compute_dtype(tensors: Iterable[torch.Tensor]) -> str:
     return str(floating[0] if floating else torch.float32).removeprefix("torch.")
 
 
-def _byte_kind(name: str, func: Any) -> str:
+@cache
+def _byte_kind(func: Any) -> str:
+    name = _name(func)
     if any(one in name for one in _INDEXING):
         return "index"
     if any(one in name for one in _RANDOM):
