@@ -30,7 +30,7 @@ class ParamGrad:
         parameter: Model parameter.
         range: Range in its group's flat buffers.
         buckets: Buckets that contain elements of it.
-        has_arrived: If True, it has arrived in the current backward.
+        num_arrived: How often it has arrived in the current backward.
         is_used: If True, a gradient arrived in this accumulation.
         is_local: If True, at least one element is not reduced yet.
         num_issued: Number of its buckets issued since the gradient was last complete.
@@ -41,7 +41,7 @@ class ParamGrad:
     parameter: nn.Parameter
     range: ParamRange
     buckets: list[GradientBucket] = field(default_factory=list)
-    has_arrived: bool = False
+    num_arrived: int = 0
     is_used: bool = False
     is_local: bool = False
     num_issued: int = 0
@@ -77,7 +77,7 @@ class GradientBucket:
         param_grads: Gradients of the parameters with elements in it.
         owned: Shards that this rank updates, each with its parameter's gradient.
         padding: Ranges of the bucket that belong to no parameter.
-        num_missing: Number of gradients that have not arrived in the current backward.
+        num_missing: Number of gradients that are not complete in the current backward.
         is_reducing: If True, it was issued to a reduce-scatter in the current backward.
         grad_shard: This rank's shard, summed over the ranks in this accumulation; None before the first reduction.
         host_grad_shard: Pinned memory for the shard where the masters are offloaded; None before the first step.

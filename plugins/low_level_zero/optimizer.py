@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import TypeAlias
 
@@ -56,6 +56,10 @@ class ModelPart:
             groups: Results of `logical_group`.
         """
         return list(local)
+
+    def tied_names(self) -> Collection[str]:
+        """Return the names of parameters that other parts use too."""
+        return ()
 
     def reduce_tied_gradients(self, reducer: GradientReducer) -> None:
         """All-reduce gradients of parameters that other parts use too, before the data-parallel reduction.
@@ -182,7 +186,9 @@ class ZeroOptimizer(ShardedOptimizer):
         """Create the reducer, the all-gather, and the shards that a `ShardAware` optimizer receives, for all flat
         groups."""
         model_order = list(self.model.unwrap().parameters())
-        self._reducer = GradientReducer(self._flat_groups, model_order, self._config, self._groups)
+        self._reducer = GradientReducer(
+            self._flat_groups, model_order, self._config, self._groups, self._part.tied_names()
+        )
         self.param_all_gather = ParamAllGather(self._reducer.buckets)
         self.model.connect(self.param_all_gather, self.zero_grad)
         shards = [one.shard for flat in self._flat_groups for one in flat.owned]
@@ -208,17 +214,23 @@ class ZeroOptimizer(ShardedOptimizer):
         return self._reducer.collecting(synchronizes=self._synchronizes)
 
     @contextmanager
-    def accumulate_microbatches(self, num_items: float | None) -> Iterator[None]:
+    def accumulate_microbatches(self, num_items: float | None, num_microbatches: int) -> Iterator[Callable[[], None]]:
         """Count all microbatches' backwards in the block as one backward().
 
         Args:
             num_items: Number of items that the loss averages; see `Booster.backward`.
+            num_microbatches: Number of microbatches.
+
+        Yields:
+            Function that starts the reduction of the gradients that are complete, and of the others as they become so.
+            To be called once the block receives nothing more.
 
         Collective: yes.
         """
         self._begin_accumulation(num_items)
-        with self.no_sync(), boosted_backward(), self._backward_context():
-            yield
+        collecting = self._reducer.collecting(synchronizes=self._synchronizes, num_microbatches=num_microbatches)
+        with self.no_sync(), boosted_backward(), collecting:
+            yield self._reducer.start_issuing
 
     # Gradients.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -38,7 +38,9 @@ MAX_BUCKETS_IN_FLIGHT = 2  # one is sent while the next one fills
 # steps. A bucket is therefore issued when it is complete *and* all buckets before it are issued. Incomplete buckets are
 # issued at the end of the backward, with zeros for missing gradients. With expert parallelism all are: ranks exchange
 # tokens' gradients inside of the backward, where a rank that waits for another's bucket, which is not complete there,
-# would keep that one from completing it. Some gradients are not reduced in their backward:
+# would keep that one from completing it. A pipeline stage runs the backwards of several microbatches as one: a gradient
+# is complete when that of the last one has arrived, and buckets are issued only once the stage needs no more of other
+# stages, so that none waits for a rank that waits for it. Some gradients are not reduced in their backward:
 # those of no_sync, and those that arrive after their bucket was issued. They are reduced at the end of the
 # accumulation.
 # One all-reduce of two bytes per parameter then determines which parameters any rank used, and of which any rank has
@@ -53,6 +55,7 @@ class GradientReducer:
         model_order: Model parameters in registration order.
         config: Options of ZeRO. Stage 1 keeps local gradients until they are reduced; stage 2 reduces them in every
             backward.
+        summed_later: Names of parameters whose gradients `finish` must find unreduced.
         shard_groups: Process groups of all data-parallel ranks. The used parameters are all-reduced over the control
             group, a CPU group on an accelerator, which avoids a device synchronization. A bucket is reduced over the
             groups of its flat group.
@@ -68,6 +71,7 @@ class GradientReducer:
         model_order: Sequence[nn.Parameter],
         config: ZeroConfig,
         shard_groups: ShardGroups,
+        summed_later: Collection[str] = (),
     ) -> None:
         self._stage = config.stage
         self._overlaps = config.overlap_communication or config.stage == 2
@@ -77,10 +81,14 @@ class GradientReducer:
         self._buffers = BucketBuffers(MAX_BUCKETS_IN_FLIGHT)
         self._in_flight: deque[tuple[GradientBucket, ReduceScatter]] = deque()
         self._is_collecting = False
-        self._reduces_now = False
+        self._reduces_now = self._may_issue = False
+        self._num_backwards = 1
         self._next = 0
         self._hooks: list[Any] = []
-        self.param_grads, self.buckets = make_param_grads(groups, model_order)
+        self.param_grads, buckets = make_param_grads(groups, model_order)
+        late = [one for one in buckets if any(param_grad.name in summed_later for param_grad in one.param_grads)]
+        self._early = [one for one in buckets if one not in late]
+        self.buckets = self._early + late
         self._stores: dict[int, GradientStore] = {}
         for group in groups:
             # With one shard, a low-precision bucket is too small to be overwritten by its fp32 sums.
@@ -100,28 +108,36 @@ class GradientReducer:
     # During backward.
 
     @contextmanager
-    def collecting(self, *, synchronizes: bool) -> Iterator[None]:
+    def collecting(self, *, synchronizes: bool, num_microbatches: int | None = None) -> Iterator[None]:
         """Receive the gradients of the backward in the block.
 
         Args:
             synchronizes: If False, the backward runs under `no_sync`.
+            num_microbatches: Number of backwards in the block, which is a pipeline stage's: buckets are issued after
+                `start_issuing`. Optional, defaults to one that issues them at once.
 
         Collective over the data-parallel ranks.
         """
+        self._num_backwards, self._may_issue = num_microbatches or 1, num_microbatches is None
         self._begin_backward(self._stage == 2 or (synchronizes and self._overlaps))
         try:
             yield
         finally:
             self._is_collecting = False
         if self._reduces_now:
-            for bucket in self.buckets[self._next :]:
+            for bucket in self._early[self._next :]:
                 self._issue(bucket)
-            self._next = len(self.buckets)
+            self._next = len(self._early)
+
+    def start_issuing(self) -> None:
+        """Issue the buckets that are complete in the current backward, and from now on each that becomes so."""
+        self._may_issue = True
+        self._issue_complete()
 
     def _begin_backward(self, reduces: bool) -> None:
         self._wait()
         for param_grad, hook in zip(self.param_grads, self._hooks, strict=True):
-            param_grad.has_arrived = False
+            param_grad.num_arrived = 0
             hooks = param_grad.parameter._post_accumulate_grad_hooks
             hooks[hook.id] = hooks.pop(hook.id)  # behind hooks that the user registered later: it removes the gradient
         for bucket in self.buckets:
@@ -137,17 +153,18 @@ class GradientReducer:
             return  # stays in `.grad`; see Note [Gradient lifecycle]
         if param_grad.buckets:
             self._store_of(param_grad.buckets[0]).receive(param_grad)
-        if self._reduces_now and not param_grad.has_arrived:
+        param_grad.num_arrived += 1
+        if param_grad.num_arrived == self._num_backwards:
             for bucket in param_grad.buckets:
                 bucket.num_missing -= 1
-            while self._can_issue_next():
-                self._issue(self.buckets[self._next])
-                self._next += 1
-        param_grad.has_arrived = True
+            self._issue_complete()
 
-    def _can_issue_next(self) -> bool:
-        is_left = self._issues_in_backward and self._next < len(self.buckets)
-        return is_left and self.buckets[self._next].num_missing == 0
+    def _issue_complete(self) -> None:
+        if not (self._reduces_now and self._may_issue and self._issues_in_backward):
+            return
+        while self._next < len(self._early) and self._early[self._next].num_missing == 0:
+            self._issue(self._early[self._next])
+            self._next += 1
 
     # Reducing.
 
