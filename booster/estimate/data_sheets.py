@@ -18,7 +18,7 @@ from .machine_profile import BYTE_KINDS, FLOP_KINDS, CollectiveSpeed, Curve, Mac
 # ranks on a host together. Predictions for such a machine order plans; measure one with `booster profile-mesh` for
 # times.
 _MATMUL_SHARE, _MEMORY_SHARE, _LINK_SHARE = 0.7, 0.85, 0.8
-_LAUNCH_SECONDS = 8e-6  # of an operator in a model, on the host
+_LAUNCH_SECONDS = 5e-6  # of a call in a model, on the host
 _STEP_LAUNCH_SECONDS = 5e-6
 _OPERATIONS = ("all_gather", "all_reduce", "all_to_all", "broadcast", "reduce_scatter", "send")
 

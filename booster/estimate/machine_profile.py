@@ -19,7 +19,7 @@ from booster.errors import ConfigError
 from booster.kernels.loader import cache_folder
 
 CACHE_VARIABLE = "BOOSTER_PROFILE_CACHE"
-_VERSION = 3  # of the file's format
+_VERSION = 4  # of the file's format
 
 # Note [Time model]
 # An operator takes a fixed time for its call, and the time that its kernel takes for so many floating-point operations
@@ -28,7 +28,10 @@ _VERSION = 3  # of the file's format
 # rank sends, fitted for each operation, number of ranks, and number of hosts that they are on. A rank's clock
 # advances by each operator of a simulated step (Note [Simulated training]). A collective that was started before and
 # is waited for now costs what is left of it: of the time since its start, the part `overlap` counted for it. Both
-# moments are those of the plugin's own code, so each plugin hides what it hides.
+# moments are those of the plugin's own code, so each plugin hides what it hides. Collectives are measured one after
+# another; amid computation a wait also takes a CPU out of its caches, which is measured on its own. Ranks that share a
+# core are measured while all of them compute; while some wait for a pipeline stage, the others take their turns, and
+# the wait ends sooner.
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,9 +100,12 @@ class MachineProfile:
         num_ranks: Number of ranks that were at work.
         ranks_per_host: Ranks on one host.
         operators: Curves by kind of operator, and by dtype.
-        call_seconds: Time of an operator's call in the model, with its share of autograd and modules.
+        call_seconds: Time of a call in the model, also of one that returns a view or memory, with its share of autograd
+        and modules.
         step_call_seconds: Time of an operator's call in the optimizer's step.
         is_asynchronous: Whether the device computes while the host calls further operators.
+        ranks_per_core: Number of ranks that take turns on a core, at least 1.
+        wait_seconds: Time that a wait for other ranks amid computation costs on a CPU, in addition to the collective's.
         collectives: Speeds of collectives.
     """
 
@@ -110,6 +116,8 @@ class MachineProfile:
     call_seconds: float
     step_call_seconds: float
     is_asynchronous: bool = False
+    ranks_per_core: float = 1.0
+    wait_seconds: float = 0.0
     collectives: Sequence[CollectiveSpeed] = field(default_factory=tuple)
 
     def curve(self, kind: str, dtype: str) -> Curve:
@@ -149,6 +157,7 @@ class MachineProfile:
         lines += [
             f"{'calls':<12} {1e6 * self.call_seconds:.1f} us of an operator in the model,"
             f" {1e6 * self.step_call_seconds:.1f} us in the optimizer's step",
+            f"{'waits':<12} {1e6 * self.wait_seconds:.0f} us in addition to a collective's time",
             "",
         ]
         for one in self.collectives:
@@ -162,7 +171,7 @@ class MachineProfile:
 
 
 FLOP_KINDS = ("matmul", "attention", "convolution")
-BYTE_KINDS = ("elementwise", "inplace", "special", "random", "reduction", "index")
+BYTE_KINDS = ("elementwise", "inplace", "special", "transcendental", "random", "reduction", "index")
 
 
 def profile_folder() -> Path:

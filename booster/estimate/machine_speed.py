@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -36,9 +38,9 @@ from booster.comm import (
 from booster.device import current_device, device_type, num_cores, synchronize
 
 from .machine_profile import CollectiveSpeed, Curve, MachineProfile, machine_name
-from .operator_costs import operator_cost
+from .operator_costs import is_call, operator_cost
 
-_MIN_SECONDS = 0.002  # of a repeat
+_MIN_SECONDS = 0.005  # of a repeat
 _REPEATS = 5
 _MAX_CALLS = 4096
 _DTYPES = (torch.float32, torch.bfloat16)
@@ -48,8 +50,12 @@ _NUM_BYTES = {
     "cpu": (2**12, 2**16, 2**19, 2**22, 2**25),
     "accelerator": (2**16, 2**20, 2**24, 2**28),
 }
+_UNCACHED = 2**27  # more than the caches of a CPU, where nothing is allocated
+_NUM_WAITS = 40
+_NUM_BUFFERS = 8  # of a collective, so that its data are in no cache, as those of a model
 _PAYLOADS = {"cpu": (2**6, 2**14, 2**17, 2**20, 2**23), "accelerator": (2**8, 2**16, 2**20, 2**24, 2**27)}
 _KEPT_BYTES = 2**24
+_ALLOCATION, _NUM_ALLOCATIONS = 31 * 2**20, 4  # before a measurement
 _LEAST_SHARE = 0.1  # of a measured time that is left to the kernel when that of a call is subtracted
 
 
@@ -63,6 +69,7 @@ def measure_machine(ranks_per_host: int) -> MachineProfile:
     """
     device = current_device()
     scale = "cpu" if device.type == "cpu" else "accelerator"
+    _warm_allocator(device)
     bare_call = _seconds_of(partial(torch.add, *_random(8, device, torch.float32)))
     operators = {
         kind: {
@@ -73,7 +80,8 @@ def measure_machine(ranks_per_host: int) -> MachineProfile:
         for kind, make in _PRODUCTS.items()
     }
     for kind, make in _MEMORY_BOUND.items():
-        operators[kind] = {_name(dtype): _curve(make, dtype, _NUM_BYTES[scale], device, bare_call) for dtype in _DTYPES}
+        sizes = _NUM_BYTES[scale] + ((_UNCACHED,) if scale == "cpu" and kind == "inplace" else ())
+        operators[kind] = {_name(dtype): _curve(make, dtype, sizes, device, bare_call) for dtype in _DTYPES}
     profile = MachineProfile(
         machine=machine_name(),
         num_ranks=group_size(),
@@ -82,19 +90,24 @@ def measure_machine(ranks_per_host: int) -> MachineProfile:
         call_seconds=bare_call,
         step_call_seconds=bare_call,
         is_asynchronous=device.type != "cpu",
+        ranks_per_core=_ranks_per_core() if device.type == "cpu" else 1.0,
     )
     model_call, step_call = _call_seconds(profile, device)
-    collectives = tuple(_measure_collectives(ranks_per_host, device, _PAYLOADS[scale])) if group_size() > 1 else ()
-    return MachineProfile(
-        machine=profile.machine,
-        num_ranks=profile.num_ranks,
-        ranks_per_host=ranks_per_host,
-        operators=operators,
-        call_seconds=model_call,
-        step_call_seconds=step_call,
-        is_asynchronous=profile.is_asynchronous,
-        collectives=collectives,
-    )
+    profile = replace(profile, call_seconds=model_call, step_call_seconds=step_call)
+    if group_size() == 1:
+        return profile
+    collectives = tuple(_measure_collectives(ranks_per_host, device, _PAYLOADS[scale]))
+    return replace(profile, wait_seconds=_wait_seconds(device), collectives=collectives)
+
+
+def _warm_allocator(device: torch.device) -> None:
+    """Bring the allocator to the state that it has after some steps of training, in which it maps no further memory.
+
+    The C library's allocator maps large blocks, and raises the size that is large, to 32 MiB, as they are freed.
+    """
+    for _ in range(2):
+        kept = [torch.zeros(_ALLOCATION, dtype=torch.uint8, device=device) for _ in range(_NUM_ALLOCATIONS)]
+        del kept
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -197,11 +210,17 @@ def _index(num_bytes: int, dtype: torch.dtype, device: torch.device) -> Work:
     return 2.0 * rows * 256 * dtype.itemsize, partial(functional.embedding, indices, table)
 
 
+def _transcendental(num_bytes: int, dtype: torch.dtype, device: torch.device) -> Work:
+    (tensor,) = _random(num_bytes // 2 // dtype.itemsize, device, dtype, 1)
+    return 2.0 * tensor.nbytes, partial(torch.tanh, tensor)
+
+
 _PRODUCTS = {"matmul": _matmul, "attention": _attention, "convolution": _convolution}
 _MEMORY_BOUND = {
     "elementwise": _elementwise,
     "inplace": _inplace,
     "special": _special,
+    "transcendental": _transcendental,
     "random": _random_numbers,
     "reduction": _reduction,
     "index": _index,
@@ -243,9 +262,9 @@ def _curve(
 
 
 class _Block(nn.Module):
-    """Small transformer block, whose time is that of its calls."""
+    """Transformer block."""
 
-    def __init__(self, width: int = 16) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
         self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2))
         self.qkv, self.projection = nn.Linear(width, 3 * width), nn.Linear(width, width)
@@ -272,32 +291,48 @@ class _CostCounter(TorchDispatchMode):
     ) -> Any:
         result = func(*args, **(kwargs or {}))
         cost = operator_cost(func, args, kwargs or {}, result)
-        if cost is not None:
-            self.num_calls += 1
-            self.kernel_seconds += cost.seconds(self._profile)
+        self.num_calls += is_call(func)
+        self.kernel_seconds += 0.0 if cost is None else cost.seconds(self._profile)
         return result
 
 
 def _call_seconds(profile: MachineProfile, device: torch.device) -> tuple[float, float]:
-    """Return the time of an operator's call in forward and backward, and in an optimizer's step."""
-    model = nn.Sequential(*(_Block() for _ in range(4))).to(device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
-    inputs = torch.rand(1, 4, 16, device=device)
+    """Return the time of a call in forward and backward, and in an optimizer's step.
 
-    def train() -> None:
-        model(inputs).mean().backward()
+    On a CPU the time of a call includes what its kernel takes longer than when it is called again and again: blocks of
+    the size of those of a model are run. A device's kernels must be short to run in the time of their calls.
+    """
+    small, inputs = nn.Sequential(*(_Block(16) for _ in range(4))).to(device), torch.rand(1, 4, 16, device=device)
+    _train(small, inputs)  # gives the optimizer gradients
+    optimizer = torch.optim.AdamW(small.parameters(), lr=1e-5)
+    in_model = _seconds_of_call(partial(_train, small, inputs), profile)
+    if not profile.is_asynchronous:
+        in_model = max(in_model, _seconds_of_call(partial(_train, *_model_block(device)), profile))
+    return in_model, _seconds_of_call(optimizer.step, profile)
 
-    found = []
-    for run in (train, optimizer.step):
+
+def _seconds_of_call(run: Callable[[], Any], profile: MachineProfile) -> float:
+    """Return the time of a call, without that of the kernels."""
+    run()
+    counter = _CostCounter(profile)
+    with counter:
         run()
-        with _CostCounter(profile) as counter:
-            run()
-        left = _seconds_of(run) - (0.0 if profile.is_asynchronous else counter.kernel_seconds)
-        found.append(max(profile.call_seconds * _LEAST_SHARE, left / counter.num_calls))
-    return found[0], found[1]
+    left = _seconds_of(run) - (0.0 if profile.is_asynchronous else counter.kernel_seconds)
+    return max(profile.call_seconds * _LEAST_SHARE, left / counter.num_calls)
 
 
-# Collectives.
+def _model_block(device: torch.device) -> tuple[nn.Module, torch.Tensor]:
+    """Return a block of a size that models have, and inputs."""
+    return _Block(256).to(device), torch.rand(8, 64, 256, device=device)
+
+
+def _train(model: nn.Module, inputs: torch.Tensor) -> None:
+    model(inputs).mean().backward()
+
+
+# Collectives. Each function returns the start, and the wait that takes what it returned.
+
+_StartAndWait = tuple[Callable[[], Any], Callable[[Any], None]]
 
 
 def _measure_collectives(
@@ -319,7 +354,7 @@ def _measure_collectives(
 
 def _collective_speed(
     operation: str,
-    make: Callable[[int, torch.device, Any], tuple[Callable[[], Any], Callable[[Any], None]]],
+    make: Callable[[int, torch.device, Any], _StartAndWait],
     group: Any,
     device: torch.device,
     payloads: Sequence[int],
@@ -328,11 +363,12 @@ def _collective_speed(
 ) -> CollectiveSpeed:
     volumes, seconds = [], []
     for num_bytes in payloads:
-        start, wait = make(num_bytes, device, group)
+        calls = [make(num_bytes, device, group) for _ in range(_NUM_BUFFERS)]
+        start, wait = calls[0]
         with count_communication() as count:
             wait(start())
         volumes.append(max_of_numbers([max(count.sent[operation], count.received[operation])])[0])
-        seconds.append(_seconds_of(partial(_run, start, wait), computes=False))
+        seconds.append(_seconds_of(_in_turn(calls), computes=False))
     latency, per_byte = fit_latency(volumes, seconds)
     return CollectiveSpeed(
         operation=operation,
@@ -349,6 +385,17 @@ def _run(start: Callable[[], Any], wait: Callable[[Any], None]) -> None:
     wait(start())
 
 
+def _in_turn(calls: Sequence[_StartAndWait]) -> Callable[[], None]:
+    """Return a function that makes the next of the calls at each call."""
+    remaining = itertools.cycle(calls)
+
+    def run() -> None:
+        start, wait = next(remaining)
+        wait(start())
+
+    return run
+
+
 def fit_latency(volumes: Sequence[float], seconds: Sequence[float]) -> tuple[float, float]:
     """Return latency and time per byte, by least squares of relative errors, neither of them negative."""
     times = np.asarray(seconds)
@@ -361,6 +408,33 @@ def fit_latency(volumes: Sequence[float], seconds: Sequence[float]) -> tuple[flo
         ratios = columns[:, 0]
         return float(ratios.sum() / (ratios**2).sum()), 0.0
     return latency, per_byte
+
+
+def _wait_seconds(device: torch.device) -> float:
+    """Return the time of a core that a wait amid computation takes, in addition to that of one after another."""
+    if device.type != "cpu":
+        return 0.0
+    block, inputs = _model_block(device)
+    start, wait = _all_reduce(64, device, None)
+    in_loop = _seconds_of(partial(_run, start, wait))
+
+    def train(num_waits: int) -> None:
+        for _ in range(num_waits):
+            _run(start, wait)
+        hidden = block(inputs)
+        for _ in range(num_waits):
+            _run(start, wait)
+        hidden.mean().backward()
+
+    times: tuple[list[float], list[float]] = [], []
+    for _ in range(_NUM_WAITS):
+        for num_waits in (0, 1):
+            begin = time.thread_time()
+            train(num_waits)
+            times[num_waits].append(time.thread_time() - begin)
+    without, with_waits = map(statistics.median, times)
+    seconds = _ranks_per_core() * (with_waits - without) / 2 - in_loop
+    return 1e-9 * max_of_numbers([max(0, round(1e9 * seconds))])[0]
 
 
 def _overlap(start: Callable[[], Any], wait: Callable[[Any], None], device: torch.device) -> float:

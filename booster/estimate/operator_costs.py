@@ -14,11 +14,13 @@ from booster.pytree import iter_tensors
 from .machine_profile import MachineProfile
 
 _ATTENTION = ("scaled_dot_product", "flash_attention", "efficient_attention", "flex_attention")
-# Exponentials and the like, which take more than their bytes on a CPU.
-_SPECIAL = ("gelu", "tanh", "exp", "log", "softmax", "sigmoid", "silu", "erf", "mish", "softplus", "sin", "cos")
-_ARITHMETIC = ("tanh_backward", "_softmax_backward_data", "sigmoid_backward")  # of what forward has computed
+# Functions that take more than their bytes on a CPU, the second line several times as much as the first.
+_SPECIAL = ("gelu", "exp", "log", "sigmoid", "silu", "sqrt")
+_TRANSCENDENTAL = ("tanh", "softmax", "erf", "mish", "softplus", "sin", "cos")
+# Derivatives from what forward has computed.
+_ARITHMETIC = ("tanh_backward", "_softmax_backward_data", "_log_softmax_backward_data", "sigmoid_backward")
 _RANDOM = ("normal_", "bernoulli", "dropout", "rand", "uniform", "exponential")
-_REDUCTIONS = ("layer_norm", "rms_norm", "batch_norm", "group_norm", "sum", "mean", "norm", "max", "min", "var", "nll")
+_REDUCTIONS = ("layer_norm", "rms_norm", "batch_norm", "group_norm", "norm", "max", "min", "var", "nll")
 _INDEXING = ("embedding", "index", "gather", "scatter", "take", "sort", "topk")
 _FREE = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "is_", "_local_scalar", "sym_")
 
@@ -51,14 +53,21 @@ class OperatorCost:
         if self.flops:
             compute = profile.curve(self.kind, self.dtype).seconds(self.flops / self.batch) * self.batch
             return max(compute, self.num_bytes / profile.curve("inplace", self.dtype).rate)
-        curve = profile.curve(self.kind, self.dtype)
-        return self.num_bytes / curve.rate if is_cold else curve.seconds(self.num_bytes)
+        if is_cold:  # a result's memory was used before
+            kind = "inplace" if self.kind == "elementwise" else self.kind
+            return self.num_bytes / profile.curve(kind, self.dtype).rate
+        return profile.curve(self.kind, self.dtype).seconds(self.num_bytes)
+
+
+def is_call(func: Any) -> bool:
+    """Return whether a call takes the time of one, though it may compute nothing, as views do."""
+    return not func._schema.name.startswith("profiler::")
 
 
 def operator_cost(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> OperatorCost | None:
     """Return the cost of a call, or None for views and allocations, which cost less than a call."""
-    namespace, _, name = func._schema.name.rpartition("::")
-    if namespace == "profiler" or name.startswith(_FREE) or _is_view(func):
+    name = func._schema.name.rpartition("::")[2]
+    if not is_call(func) or name.startswith(_FREE) or _is_view(func):
         return None
     given = list(iter_tensors((args, dict(kwargs))))
     written = [] if result is None else list(iter_tensors(result))
@@ -98,6 +107,8 @@ def _byte_kind(name: str, func: Any) -> str:
         return "index"
     if any(one in name for one in _RANDOM):
         return "random"
+    if name not in _ARITHMETIC and any(one in name for one in _TRANSCENDENTAL):
+        return "transcendental"
     if name not in _ARITHMETIC and any(one in name for one in _SPECIAL):
         return "special"
     if any(one in name for one in _REDUCTIONS):

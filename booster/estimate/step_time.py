@@ -16,7 +16,7 @@ from booster.fault_tolerance.progress import is_in_phase
 from booster.interface import ModelWrapper, Plugin
 
 from .machine_profile import MachineProfile
-from .operator_costs import operator_cost
+from .operator_costs import is_call, operator_cost
 
 _MESSAGES = ("send", "receive")
 
@@ -33,7 +33,7 @@ class StepTime:
         exposed_communication: Part of it that the rank waits for.
         bubble: Time in which a pipeline stage waits for others.
         flops: Floating-point operations of the rank.
-        num_operators: Calls of operators.
+        num_calls: Calls of operators, also of those that return a view or memory.
     """
 
     model: float
@@ -43,7 +43,7 @@ class StepTime:
     exposed_communication: float
     bubble: float
     flops: float
-    num_operators: float
+    num_calls: float
 
     @property
     def total(self) -> float:
@@ -88,7 +88,7 @@ class StepClock:
         self._messages: list[float] = []
         self._forward = self._backward = 0.0
         self._computation = self._communication = self._exposed = self._flops = 0.0
-        self._num_operators = 0
+        self._num_calls = 0
         self._end_of_model: float | None = None
 
     @contextmanager
@@ -108,18 +108,21 @@ class StepClock:
 
     def on_operator(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
         """Advance the clock by an operator."""
-        cost = operator_cost(func, args, kwargs, result)
-        if cost is None:
+        if not is_call(func):
             return
+        cost = operator_cost(func, args, kwargs, result)
         is_step = self._end_of_model is not None
         call = self._profile.step_call_seconds if is_step else self._profile.call_seconds
-        kernel = cost.seconds(self._profile, is_cold=is_step)
-        self._flops += cost.flops
-        self._num_operators += 1
+        kernel = 0.0
+        if cost is not None:
+            kernel = cost.seconds(self._profile, is_cold=is_step)
+            self._flops += cost.flops
+        self._num_calls += 1
         before = self._now
         if self._profile.is_asynchronous:
             self._host += call
-            self._now = max(self._now, self._host) + kernel
+            if cost is not None:
+                self._now = max(self._now, self._host) + kernel
             self._computation += kernel
         else:
             self._now += call + kernel
@@ -144,7 +147,7 @@ class StepClock:
         if started is None:  # a message of a pipeline, or waited for before
             return
         hidden = started.overlap * min(started.seconds, max(0.0, self._now - started.begin))
-        left = started.seconds - hidden
+        left = started.seconds - hidden + self._profile.wait_seconds
         self._now += left
         self._exposed += left
         self._spend(left)
@@ -157,7 +160,8 @@ class StepClock:
         if self._has_stages:
             message = statistics.fmean(self._messages) if self._messages else 0.0
             busy = self._forward + self._backward
-            bubble = max(0.0, self._plugin.pipeline_seconds(model, self._forward, self._backward, message) - busy)
+            length = self._plugin.pipeline_seconds(model, self._forward, self._backward, message)
+            bubble = max(0.0, length - busy) / self._profile.ranks_per_core
         return StepTime(
             model=end_of_model + bubble,
             step=step,
@@ -166,7 +170,7 @@ class StepClock:
             exposed_communication=self._exposed,
             bubble=bubble,
             flops=self._flops,
-            num_operators=self._num_operators,
+            num_calls=self._num_calls,
         )
 
     def _spend(self, seconds: float) -> None:

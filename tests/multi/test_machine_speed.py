@@ -37,6 +37,8 @@ def test_all_ranks_measure_one_profile():
         assert 0 <= one.overlap <= 1
     assert profile.call_seconds > 0
     assert profile.step_call_seconds > 0
+    assert profile.wait_seconds >= 0
+    assert profile.ranks_per_core == 1
 
 
 @pytest.mark.slow

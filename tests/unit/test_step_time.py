@@ -146,11 +146,28 @@ def test_one_device_takes_the_time_of_its_products():
 
 def test_calls_and_memory_take_time():
     calls = time_of(None, profile_of(call=1.0), num_ranks=1)
-    assert calls.total == pytest.approx(calls.num_operators, rel=1e-3)
+    assert calls.total == pytest.approx(calls.num_calls, rel=1e-3)
     assert calls.step == pytest.approx(LAYERS)  # one update each
     slow = time_of(None, profile_of(bytes_per_second=1e3), num_ranks=1)
     weights = LAYERS * WIDTH**2 * 4
     assert slow.step == pytest.approx(3 * weights / 1e3, rel=1e-3)  # read two, write one
+
+
+def test_a_function_counts_by_what_a_cpu_takes_for_it():
+    tensor, target = torch.empty(4, 8), torch.zeros(4, dtype=torch.int64)
+    functions = [torch.tanh, functional.gelu, lambda one: one.softmax(-1), torch.sqrt, torch.sum, functional.relu]
+    kinds = [costs_of(lambda function=function: function(tensor))[0].kind for function in functions]
+    assert kinds == ["transcendental", "special", "transcendental", "special", "elementwise", "elementwise"]
+    logits = torch.empty(4, 8, requires_grad=True)
+    backward = costs_of(functional.cross_entropy(logits, target).backward)
+    assert "transcendental" not in {one.kind for one in backward}  # from what forward has kept
+
+
+def test_a_wait_for_other_ranks_takes_time():
+    profile = replace(profile_of(latency=1e-9), wait_seconds=1.0)
+    assert time_of("torch_ddp", profile).exposed_communication >= 1
+    assert time_of("torch_ddp", replace(profile, wait_seconds=0.0)).exposed_communication < 1e-6
+    assert time_of(None, profile, num_ranks=1).exposed_communication == 0
 
 
 def test_a_device_hides_calls():
@@ -200,6 +217,8 @@ def test_stages_wait_as_the_schedule_lets_them(style):
     time = time_of("hybrid_parallel", profile_of(), **settings)
     busy = time.model - time.bubble
     assert time.bubble / busy == pytest.approx((2 - 1) / 4, rel=0.01)  # of p stages and m microbatches
+    sharing = time_of("hybrid_parallel", replace(profile_of(), ranks_per_core=2.0), **settings)
+    assert sharing.bubble == pytest.approx(time.bubble / 2)  # while one waits, the other has the core
     slow = time_of("hybrid_parallel", profile_of(latency=1e-3), **settings)
     assert slow.bubble - time.bubble >= 2e-3  # a forward's message and a backward's, at least
 
