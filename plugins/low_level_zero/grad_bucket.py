@@ -31,6 +31,7 @@ class ParamGrad:
         range: Range in its group's flat buffers.
         buckets: Buckets that contain elements of it.
         num_arrived: How often it has arrived in the current backward.
+        num_uses: How often it is expected to arrive for each microbatch, as in the last backward.
         is_used: If True, a gradient arrived in this accumulation.
         is_local: If True, at least one element is not reduced yet.
         num_issued: Number of its buckets issued since the gradient was last complete.
@@ -42,6 +43,7 @@ class ParamGrad:
     range: ParamRange
     buckets: list[GradientBucket] = field(default_factory=list)
     num_arrived: int = 0
+    num_uses: int = 1
     is_used: bool = False
     is_local: bool = False
     num_issued: int = 0

@@ -228,7 +228,11 @@ class ZeroOptimizer(ShardedOptimizer):
         Collective: yes.
         """
         self._begin_accumulation(num_items)
-        collecting = self._reducer.collecting(synchronizes=self._synchronizes, num_microbatches=num_microbatches)
+        collecting = self._reducer.collecting(
+            synchronizes=self._synchronizes,
+            num_microbatches=num_microbatches,
+            sum_before=self._part.reduce_tied_gradients,
+        )
         with self.no_sync(), boosted_backward(), collecting:
             yield self._reducer.start_issuing
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -55,7 +55,7 @@ class GradientReducer:
         model_order: Model parameters in registration order.
         config: Options of ZeRO. Stage 1 keeps local gradients until they are reduced; stage 2 reduces them in every
             backward.
-        summed_later: Names of parameters whose gradients `finish` must find unreduced.
+        summed_before: Names of parameters whose gradients are summed over other ranks before the reduction.
         shard_groups: Process groups of all data-parallel ranks. The used parameters are all-reduced over the control
             group, a CPU group on an accelerator, which avoids a device synchronization. A bucket is reduced over the
             groups of its flat group.
@@ -71,7 +71,7 @@ class GradientReducer:
         model_order: Sequence[nn.Parameter],
         config: ZeroConfig,
         shard_groups: ShardGroups,
-        summed_later: Collection[str] = (),
+        summed_before: Collection[str] = (),
     ) -> None:
         self._stage = config.stage
         self._overlaps = config.overlap_communication or config.stage == 2
@@ -82,13 +82,13 @@ class GradientReducer:
         self._in_flight: deque[tuple[GradientBucket, ReduceScatter]] = deque()
         self._is_collecting = False
         self._reduces_now = self._may_issue = False
-        self._num_backwards = 1
+        self._num_microbatches = 1
         self._next = 0
         self._hooks: list[Any] = []
         self.param_grads, buckets = make_param_grads(groups, model_order)
-        late = [one for one in buckets if any(param_grad.name in summed_later for param_grad in one.param_grads)]
-        self._early = [one for one in buckets if one not in late]
-        self.buckets = self._early + late
+        late = [one for one in buckets if any(param_grad.name in summed_before for param_grad in one.param_grads)]
+        self.buckets = [one for one in buckets if one not in late] + late
+        self._num_early = len(buckets) - len(late)
         self._stores: dict[int, GradientStore] = {}
         for group in groups:
             # With one shard, a low-precision bucket is too small to be overwritten by its fp32 sums.
@@ -108,53 +108,66 @@ class GradientReducer:
     # During backward.
 
     @contextmanager
-    def collecting(self, *, synchronizes: bool, num_microbatches: int | None = None) -> Iterator[None]:
+    def collecting(
+        self,
+        *,
+        synchronizes: bool,
+        num_microbatches: int | None = None,
+        sum_before: Callable[[GradientReducer], None] | None = None,
+    ) -> Iterator[None]:
         """Receive the gradients of the backward in the block.
 
         Args:
             synchronizes: If False, the backward runs under `no_sync`.
             num_microbatches: Number of backwards in the block, which is a pipeline stage's: buckets are issued after
                 `start_issuing`. Optional, defaults to one that issues them at once.
+            sum_before: Function that sums the gradients of `summed_before`, optional.
 
         Collective over the data-parallel ranks.
         """
-        self._num_backwards, self._may_issue = num_microbatches or 1, num_microbatches is None
-        self._begin_backward(self._stage == 2 or (synchronizes and self._overlaps))
+        self._begin_backward(num_microbatches or 1)
+        self._reduces_now = self._stage == 2 or (synchronizes and self._overlaps)
+        self._is_collecting, self._may_issue = True, num_microbatches is None
         try:
             yield
         finally:
             self._is_collecting = False
         if self._reduces_now:
-            for bucket in self._early[self._next :]:
+            for bucket in self.buckets[self._next : self._num_early]:
                 self._issue(bucket)
-            self._next = len(self._early)
+            if sum_before is not None:
+                sum_before(self)
+            for bucket in self.buckets[self._num_early :]:
+                self._issue(bucket)
+            self._next = len(self.buckets)
 
     def start_issuing(self) -> None:
         """Issue the buckets that are complete in the current backward, and from now on each that becomes so."""
         self._may_issue = True
         self._issue_complete()
 
-    def _begin_backward(self, reduces: bool) -> None:
+    def _begin_backward(self, num_microbatches: int) -> None:
         self._wait()
         for param_grad, hook in zip(self.param_grads, self._hooks, strict=True):
+            if param_grad.num_arrived > 0:
+                param_grad.num_uses = max(1, param_grad.num_arrived // self._num_microbatches)
             param_grad.num_arrived = 0
             hooks = param_grad.parameter._post_accumulate_grad_hooks
             hooks[hook.id] = hooks.pop(hook.id)  # behind hooks that the user registered later: it removes the gradient
         for bucket in self.buckets:
             bucket.num_missing, bucket.is_reducing = len(bucket.param_grads), False
             self._store_of(bucket).detach_grad_shard(bucket)
-        self._next = 0
-        self._is_collecting, self._reduces_now = True, reduces
+        self._next, self._num_microbatches = 0, num_microbatches
 
     def on_grad_ready(self, param_grad: ParamGrad) -> None:
         """Handle a gradient that has arrived in `.grad`."""
         param_grad.is_used = param_grad.is_local = True
+        param_grad.num_arrived += self._is_collecting
         if not self._is_collecting or any(bucket.is_reducing for bucket in param_grad.buckets):
             return  # stays in `.grad`; see Note [Gradient lifecycle]
         if param_grad.buckets:
             self._store_of(param_grad.buckets[0]).receive(param_grad)
-        param_grad.num_arrived += 1
-        if param_grad.num_arrived == self._num_backwards:
+        if param_grad.num_arrived == self._num_microbatches * param_grad.num_uses:
             for bucket in param_grad.buckets:
                 bucket.num_missing -= 1
             self._issue_complete()
@@ -162,8 +175,8 @@ class GradientReducer:
     def _issue_complete(self) -> None:
         if not (self._reduces_now and self._may_issue and self._issues_in_backward):
             return
-        while self._next < len(self._early) and self._early[self._next].num_missing == 0:
-            self._issue(self._early[self._next])
+        while self._next < self._num_early and self.buckets[self._next].num_missing == 0:
+            self._issue(self.buckets[self._next])
             self._next += 1
 
     # Reducing.
