@@ -134,7 +134,7 @@ def test_metadata_that_is_sent_each_time_changes_nothing():
 
 
 class Events:
-    """In order: names of parameters as gradients arrive, and "reduced" as a reduction over data-parallel ranks starts."""
+    """Names of parameters as gradients arrive, and "reduced" as a reduction over data-parallel ranks starts."""
 
     def __init__(self, twins: StagedTwins) -> None:
         self.found: list[str] = []
