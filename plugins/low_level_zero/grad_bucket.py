@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 from functools import partial
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from booster.comm import ReduceScatter, sum_dtype
+from booster.comm import ReduceScatter, start_all_reduce, sum_dtype
 
 from .flat_params import Bucket, FlatGroup, OwnedShard, ParamRange
 
@@ -82,6 +83,7 @@ class GradientBucket:
         num_missing: Number of gradients that are not complete in the current backward.
         is_reducing: If True, it was issued to a reduce-scatter in the current backward.
         grad_shard: This rank's shard, summed over the ranks in this accumulation; None before the first reduction.
+        is_summed: Whether it is summed over the replicas as well, as that of an unsharded group is in each reduction.
         host_grad_shard: Pinned memory for the shard where the masters are offloaded; None before the first step.
     """
 
@@ -93,6 +95,7 @@ class GradientBucket:
     num_missing: int = 0
     is_reducing: bool = False
     grad_shard: torch.Tensor | None = None
+    is_summed: bool = False
     host_grad_shard: torch.Tensor | None = None
 
     def start_copy_to_host(self) -> Callable[[], None]:
@@ -106,6 +109,11 @@ class GradientBucket:
         event = torch.Event(device=self.grad_shard.device)
         event.record()
         return partial(_wait_on_host, event)
+
+    @property
+    def is_unsharded(self) -> bool:
+        """Whether replicas hold all of it and none a shard, so that it is reduced over them at once."""
+        return self.group.groups.num_shards == 1 and self.group.groups.replica_group is not None
 
     @property
     def sum_dtype(self) -> torch.dtype:
@@ -170,6 +178,27 @@ class BucketBuffers:
         return self._buffers[key][:numel]
 
 
+class ReplicaSum:
+    """All-reduce of an unsharded bucket over its replicas in flight, in place of a reduce-scatter.
+
+    Args:
+        payload: The bucket's gradients in the dtype of sums, which become the sums.
+        group: The replicas.
+    """
+
+    def __init__(self, payload: torch.Tensor, group: dist.ProcessGroup | None) -> None:
+        self.payload = payload
+        self._work = start_all_reduce(payload, group)
+
+    def wait(self, output: torch.Tensor, *, accumulate: bool) -> None:
+        """Wait, then set `output` to the sums, or add them to it. It may be the payload."""
+        self._work.wait()
+        if accumulate:
+            output.add_(self.payload)
+        elif output.data_ptr() != self.payload.data_ptr():
+            output.copy_(self.payload)
+
+
 class GradientStore(ABC):
     """Gradients of one flat group; see Note [Gradient lifecycle].
 
@@ -191,8 +220,8 @@ class GradientStore(ABC):
         """Return the bucket's local gradients for sending, and release those that no other bucket needs."""
 
     @abstractmethod
-    def finish_reduction(self, bucket: GradientBucket, work: ReduceScatter) -> None:
-        """Wait for the reduce-scatter and accumulate its result into the bucket's gradient shard."""
+    def finish_reduction(self, bucket: GradientBucket, work: ReduceScatter | ReplicaSum) -> None:
+        """Wait for the reduction and accumulate its result into the bucket's gradient shard."""
 
     @abstractmethod
     def detach_grad_shard(self, bucket: GradientBucket) -> None:
@@ -231,9 +260,11 @@ class ShardedGradients(GradientStore):
         _zero_padding(buffer, bucket)
         return buffer
 
-    def finish_reduction(self, bucket: GradientBucket, work: ReduceScatter) -> None:
+    def finish_reduction(self, bucket: GradientBucket, work: ReduceScatter | ReplicaSum) -> None:
         accumulates = bucket.grad_shard is not None
-        if bucket.grad_shard is None:
+        if bucket.grad_shard is None and isinstance(work, ReplicaSum):
+            bucket.grad_shard = work.payload
+        elif bucket.grad_shard is None:
             bucket.grad_shard = torch.empty(bucket.bucket.shard_numel, dtype=bucket.sum_dtype, device=self._device)
         work.wait(bucket.grad_shard, accumulate=accumulates)
 
@@ -282,7 +313,7 @@ class FullGradients(GradientStore):
             return local
         return self._buffers.get("sent", where.numel, dtype, local.device).copy_(local)
 
-    def finish_reduction(self, bucket: GradientBucket, work: ReduceScatter) -> None:
+    def finish_reduction(self, bucket: GradientBucket, work: ReduceScatter | ReplicaSum) -> None:
         if bucket.grad_shard is not None:
             work.wait(bucket.grad_shard, accumulate=True)
             return

@@ -360,6 +360,8 @@ class ZeroOptimizer(ShardedOptimizer):
     def reduced_gradients(self, allocate: Collection[str] | None = None) -> list[tuple[Shard, torch.Tensor]]:
         """Return the reduced gradients, summed over the ranks, shard by shard, without a copy.
 
+        Those that are summed over replicas already are returned on the primary one, and zeros on the others.
+
         Args:
             allocate: If given, drop all gradients and allocate zeros for these parameters, for the caller to fill.
 
@@ -370,13 +372,15 @@ class ZeroOptimizer(ShardedOptimizer):
             self._reducer.sync_used_params()
         else:
             self._allocate_grad_shards(allocate)
-        return [
-            (owned.shard, bucket.grad_shard[owned.range.range_in_shard])
-            for bucket in self._reducer.buckets
-            if bucket.grad_shard is not None
-            for param_grad, owned in bucket.owned
-            if param_grad.is_used
-        ]
+        found = []
+        for bucket in self._reducer.buckets:
+            sums = bucket.grad_shard
+            if sums is not None and bucket.is_summed and not bucket.group.groups.is_primary:
+                sums = torch.zeros_like(sums)
+            if sums is not None:
+                used = (owned for param_grad, owned in bucket.owned if param_grad.is_used)
+                found += [(owned.shard, sums[owned.range.range_in_shard]) for owned in used]
+        return found
 
     def set_local_gradient(self, name: str, gradient: torch.Tensor) -> None:
         """Set this rank's unreduced gradient of a parameter."""

@@ -28,6 +28,7 @@ from .grad_bucket import (
     GradientBucket,
     GradientStore,
     ParamGrad,
+    ReplicaSum,
     ShardedGradients,
     make_param_grads,
 )
@@ -79,7 +80,7 @@ class GradientReducer:
         self._control_group = shard_groups.control_group or shard_groups.data_parallel_group
         self._communication_dtype = config.communication_dtype
         self._buffers = BucketBuffers(MAX_BUCKETS_IN_FLIGHT)
-        self._in_flight: deque[tuple[GradientBucket, ReduceScatter]] = deque()
+        self._in_flight: deque[tuple[GradientBucket, ReduceScatter | ReplicaSum]] = deque()
         self._is_collecting = False
         self._reduces_now = self._may_issue = False
         self._num_microbatches = 1
@@ -156,7 +157,7 @@ class GradientReducer:
             hooks[hook.id] = hooks.pop(hook.id)  # behind hooks that the user registered later: it removes the gradient
         for bucket in self.buckets:
             bucket.num_missing, bucket.is_reducing = len(bucket.param_grads), False
-            self._store_of(bucket).detach_grad_shard(bucket)
+            self._detach_grad_shard(bucket)
         self._next, self._num_microbatches = 0, num_microbatches
 
     def on_grad_ready(self, param_grad: ParamGrad) -> None:
@@ -187,6 +188,11 @@ class GradientReducer:
         self._buffers.next_bucket()
         dtype = self._communication_dtype or bucket.group.dtype
         send_buffer = self._store_of(bucket).send_buffer(bucket, dtype)
+        if bucket.is_unsharded:
+            payload = send_buffer.to(bucket.sum_dtype)  # a copy only of low-precision gradients
+            self._in_flight.append((bucket, ReplicaSum(payload, bucket.group.groups.replica_group)))
+            bucket.is_reducing = True
+            return
         others = bucket.bucket.numel - bucket.bucket.shard_numel
         received = partial(self._buffers.get, "received", others, dtype, send_buffer.device)
         self._in_flight.append((bucket, start_reduce_scatter(send_buffer, bucket.group.groups.shard_group, received)))
@@ -198,6 +204,7 @@ class GradientReducer:
         while len(self._in_flight) > max_in_flight:
             bucket, work = self._in_flight.popleft()
             self._store_of(bucket).finish_reduction(bucket, work)
+            bucket.is_summed = bucket.is_unsharded
 
     def _store_of(self, bucket: GradientBucket) -> GradientStore:
         return self._stores[id(bucket.group)]
@@ -212,16 +219,26 @@ class GradientReducer:
         """
         unreduced = self.sync_used_params()
         for bucket in unreduced:  # before the first is issued: it copies gradients that reach into the next one
-            self._store_of(bucket).detach_grad_shard(bucket)
+            self._detach_grad_shard(bucket)
         for bucket in unreduced:
             self._issue(bucket)
         self._wait()
         for param_grad in self.param_grads:  # possibly only some buckets of an unused parameter were issued
             param_grad.num_issued, param_grad.source = 0, None
         for bucket in self.buckets:
-            replicas = bucket.group.groups.replica_group
-            if bucket.grad_shard is not None and replicas is not None:
-                all_reduce_sum(bucket.grad_shard, replicas)
+            self._sum_over_replicas(bucket)
+
+    def _detach_grad_shard(self, bucket: GradientBucket) -> None:
+        """Prepare what is reduced for further sums."""
+        self._store_of(bucket).detach_grad_shard(bucket)
+        if bucket.is_unsharded:  # its sums may come from a checkpoint
+            self._sum_over_replicas(bucket)
+
+    def _sum_over_replicas(self, bucket: GradientBucket) -> None:
+        replicas = bucket.group.groups.replica_group
+        if bucket.grad_shard is not None and replicas is not None and not bucket.is_summed:
+            all_reduce_sum(bucket.grad_shard, replicas)
+            bucket.is_summed = bucket.is_unsharded
 
     def sync_used_params(self) -> list[GradientBucket]:
         """Mark every parameter for which any rank had a gradient in this accumulation as used.
@@ -264,7 +281,7 @@ class GradientReducer:
             param_grad.num_issued = 0
             param_grad.is_used, param_grad.is_local = param_grad.is_used and keeps_use, False
         for bucket in self.buckets:
-            bucket.grad_shard = None
+            bucket.grad_shard, bucket.is_summed = None, False
 
     def set_local(self, param_grad: ParamGrad, gradient: torch.Tensor) -> None:
         """Set this rank's unreduced gradient."""
