@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 import torch
 import torch.distributed as dist
@@ -63,6 +63,9 @@ class StagePart(ModelPart):
     def stages_of(self, name: str) -> tuple[int, ...]:
         """Return the stages that hold a parameter of this stage."""
         return self.model.holders.get(name, (self.stage,))
+
+    def tied_names(self) -> Collection[str]:
+        return [name for name, stages in self.model.holders.items() if len(stages) > 1]
 
     @torch.no_grad()
     def reduce_tied_gradients(self, reducer: GradientReducer) -> None:

@@ -394,7 +394,8 @@ def _register_grad_all_reduces(
 def _shard_sequences(modules: Mapping[str, nn.Module], plan: TensorParallelPlan, tp_group: TensorParallelGroup) -> None:
     """Shard the sequence between the layers: Korthikanti et al., "Reducing Activation Recomputation", 2022."""
     for stack in plan.stacks:
-        attach_stack([modules[name] for name in stack], TensorAxisSplitter(tp_group))
+        layers_of_stack = [modules[name] for name in stack]
+        attach_stack(layers_of_stack, TensorAxisSplitter(tp_group), **plan.sharded_ends(stack))
     layers: dict[str, list[nn.Module]] = {}
     for entry in plan.entries:
         if entry.style in COLUMN_STYLES and entry.region and entry.reads_region:

@@ -380,6 +380,7 @@ class ModelPartitioner:
             arguments=tuple(split for split in plan.arguments if split.module in held),
             stacks=cut(plan.stacks),
             divided_stacks=cut(plan.divided_stacks),
+            handovers=tuple(stage_partition.handovers(plan.stacks)),
         )
 
     def _parallelize(self, model: nn.Module, plan: TensorParallelPlan, shard_specs: dict[str, list[ShardSpec]]) -> None:
@@ -400,7 +401,8 @@ class ModelPartitioner:
             use_sequence_attention(model)
             modules = dict(model.named_modules())
             for stack in plan.stacks:
-                attach_stack([modules[name] for name in stack], SequenceAxisSplitter(self.sp_group))
+                layers, splitter = [modules[name] for name in stack], SequenceAxisSplitter(self.sp_group)
+                attach_stack(layers, splitter, **plan.sharded_ends(stack))
             model.register_forward_hook(gather_returned_outputs)
         checkpointing = self._arguments.checkpointing
         if checkpointing is not None and self._arguments.pipeline is not None:

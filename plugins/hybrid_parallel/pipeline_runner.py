@@ -153,8 +153,12 @@ class PipelineRuntime:
         self._live: dict[tuple[int, int], _InFlightMicrobatch] = {}
         steps = self._p2p.begin(signatures, with_gradients=trains)
         with self._report_failures(), self._fork_rng_per_stage():
-            with torch.no_grad() if optimizer is None else optimizer.accumulate_microbatches(num_items):
-                self._execute(steps)
+            if optimizer is None:
+                with torch.no_grad():
+                    self._execute(steps)
+            else:
+                with optimizer.accumulate_microbatches(num_items, len(microbatches)) as start_reducing:
+                    self._execute(steps, start_reducing)
             loss = self._loss(run) if return_loss else None
         self._model.end_batch(self._stage_group)
         if optimizer is not None:
@@ -191,8 +195,10 @@ class PipelineRuntime:
 
     # Actions.
 
-    def _execute(self, steps: Sequence[StageAction]) -> None:
+    def _execute(self, steps: Sequence[StageAction], start_reducing: Callable[[], None] | None = None) -> None:
         last = len(self._microbatches) - 1
+        receiving = [one for one in steps if one.receives is not None and one.receives.sender != self._stage]
+        self._last_receiving, self._start_reducing = receiving[-1] if receiving else None, start_reducing
         for index, step in enumerate(steps):
             action = step.action
             self._position = f"{_KINDS[action.kind]} of microbatch {action.microbatch} (of 0 to {last})"
@@ -212,6 +218,7 @@ class PipelineRuntime:
         chunk = self._model.model_chunks[step.action.chunk]
         microbatch = self._microbatches[step.action.microbatch]
         received = None if step.receives is None else self._p2p.recv_output(step.receives)
+        self._reduce_if_last(step)
         boundary_in = None if received is None else StageActivation.from_tree(received.tree)
         check = (chunk.position, self._model.training)
         # The first forward of a chunk needs a graph, which `check_independent` examines.
@@ -261,11 +268,20 @@ class PipelineRuntime:
                 (live.loss * (self._loss_weights[step.action.microbatch] * self._scale)).backward()
             elif live.sent is not None and step.receives is not None:
                 gradients = self._p2p.recv_gradients(step.receives)
+                self._reduce_if_last(step)
                 if live.sent.edges:
                     torch.autograd.backward(live.sent.edges, gradients)
         if step.sends is not None:
             assert live.received is not None
             self._p2p.send_gradients(step.sends, live.received)
+
+    def _reduce_if_last(self, step: StageAction) -> None:
+        """Reduce gradients over data-parallel ranks while the rest of the stage's actions run, which receive nothing.
+
+        Before that, this rank could wait for one that waits, by way of other stages, for it.
+        """
+        if step is self._last_receiving and self._start_reducing is not None:
+            self._start_reducing()
 
     # Results.
 

@@ -101,7 +101,8 @@ class HybridParallelPlugin(ShardedPlugin):
         cpu_offload: If True, keep masters and optimizer states in host memory. No effect on the CPU.
         communication_dtype: Dtype in which gradients travel between dp ranks; optional, defaults to the gradients'. The
             CPU sums fp16 and bf16 in fp32, NCCL in this dtype.
-        overlap_communication: If True, overlap gradient reduction with backward.
+        overlap_communication: If True, overlap gradient reduction with backward; with stages, with the end of the last
+            microbatches'.
         overlap_allgather: If True, overlap the all-gather of updated weights with the next forward.
         master_weights: If True, keep fp32 masters of fp16 and bf16 weights.
         cast_inputs: If True, cast floating-point inputs of the model to its dtype.

@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 from functools import partial
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from booster.comm import ReduceScatter, sum_dtype
+from booster.comm import ReduceScatter, start_all_reduce, sum_dtype
 
 from .flat_params import Bucket, FlatGroup, OwnedShard, ParamRange
 
@@ -30,7 +31,8 @@ class ParamGrad:
         parameter: Model parameter.
         range: Range in its group's flat buffers.
         buckets: Buckets that contain elements of it.
-        has_arrived: If True, it has arrived in the current backward.
+        num_arrived: How often it has arrived in the current backward.
+        num_uses: How often it is expected to arrive for each microbatch, as in the last backward.
         is_used: If True, a gradient arrived in this accumulation.
         is_local: If True, at least one element is not reduced yet.
         num_issued: Number of its buckets issued since the gradient was last complete.
@@ -41,7 +43,8 @@ class ParamGrad:
     parameter: nn.Parameter
     range: ParamRange
     buckets: list[GradientBucket] = field(default_factory=list)
-    has_arrived: bool = False
+    num_arrived: int = 0
+    num_uses: int = 1
     is_used: bool = False
     is_local: bool = False
     num_issued: int = 0
@@ -77,9 +80,10 @@ class GradientBucket:
         param_grads: Gradients of the parameters with elements in it.
         owned: Shards that this rank updates, each with its parameter's gradient.
         padding: Ranges of the bucket that belong to no parameter.
-        num_missing: Number of gradients that have not arrived in the current backward.
+        num_missing: Number of gradients that are not complete in the current backward.
         is_reducing: If True, it was issued to a reduce-scatter in the current backward.
         grad_shard: This rank's shard, summed over the ranks in this accumulation; None before the first reduction.
+        is_summed: Whether it is summed over the replicas as well, as that of an unsharded group is in each reduction.
         host_grad_shard: Pinned memory for the shard where the masters are offloaded; None before the first step.
     """
 
@@ -91,6 +95,7 @@ class GradientBucket:
     num_missing: int = 0
     is_reducing: bool = False
     grad_shard: torch.Tensor | None = None
+    is_summed: bool = False
     host_grad_shard: torch.Tensor | None = None
 
     def start_copy_to_host(self) -> Callable[[], None]:
@@ -104,6 +109,11 @@ class GradientBucket:
         event = torch.Event(device=self.grad_shard.device)
         event.record()
         return partial(_wait_on_host, event)
+
+    @property
+    def is_unsharded(self) -> bool:
+        """Whether replicas hold all of it and none a shard, so that it is reduced over them at once."""
+        return self.group.groups.num_shards == 1 and self.group.groups.replica_group is not None
 
     @property
     def sum_dtype(self) -> torch.dtype:
@@ -168,6 +178,27 @@ class BucketBuffers:
         return self._buffers[key][:numel]
 
 
+class ReplicaSum:
+    """All-reduce of an unsharded bucket over its replicas in flight, in place of a reduce-scatter.
+
+    Args:
+        payload: The bucket's gradients in the dtype of sums, which become the sums.
+        group: The replicas.
+    """
+
+    def __init__(self, payload: torch.Tensor, group: dist.ProcessGroup | None) -> None:
+        self.payload = payload
+        self._work = start_all_reduce(payload, group)
+
+    def wait(self, output: torch.Tensor, *, accumulate: bool) -> None:
+        """Wait, then set `output` to the sums, or add them to it. It may be the payload."""
+        self._work.wait()
+        if accumulate:
+            output.add_(self.payload)
+        elif output.data_ptr() != self.payload.data_ptr():
+            output.copy_(self.payload)
+
+
 class GradientStore(ABC):
     """Gradients of one flat group; see Note [Gradient lifecycle].
 
@@ -189,8 +220,8 @@ class GradientStore(ABC):
         """Return the bucket's local gradients for sending, and release those that no other bucket needs."""
 
     @abstractmethod
-    def finish_reduction(self, bucket: GradientBucket, work: ReduceScatter) -> None:
-        """Wait for the reduce-scatter and accumulate its result into the bucket's gradient shard."""
+    def finish_reduction(self, bucket: GradientBucket, work: ReduceScatter | ReplicaSum) -> None:
+        """Wait for the reduction and accumulate its result into the bucket's gradient shard."""
 
     @abstractmethod
     def detach_grad_shard(self, bucket: GradientBucket) -> None:
@@ -229,9 +260,11 @@ class ShardedGradients(GradientStore):
         _zero_padding(buffer, bucket)
         return buffer
 
-    def finish_reduction(self, bucket: GradientBucket, work: ReduceScatter) -> None:
+    def finish_reduction(self, bucket: GradientBucket, work: ReduceScatter | ReplicaSum) -> None:
         accumulates = bucket.grad_shard is not None
-        if bucket.grad_shard is None:
+        if bucket.grad_shard is None and isinstance(work, ReplicaSum):
+            bucket.grad_shard = work.payload
+        elif bucket.grad_shard is None:
             bucket.grad_shard = torch.empty(bucket.bucket.shard_numel, dtype=bucket.sum_dtype, device=self._device)
         work.wait(bucket.grad_shard, accumulate=accumulates)
 
@@ -280,7 +313,7 @@ class FullGradients(GradientStore):
             return local
         return self._buffers.get("sent", where.numel, dtype, local.device).copy_(local)
 
-    def finish_reduction(self, bucket: GradientBucket, work: ReduceScatter) -> None:
+    def finish_reduction(self, bucket: GradientBucket, work: ReduceScatter | ReplicaSum) -> None:
         if bucket.grad_shard is not None:
             work.wait(bucket.grad_shard, accumulate=True)
             return

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import TypeAlias
 
@@ -56,6 +56,10 @@ class ModelPart:
             groups: Results of `logical_group`.
         """
         return list(local)
+
+    def tied_names(self) -> Collection[str]:
+        """Return the names of parameters that other parts use too."""
+        return ()
 
     def reduce_tied_gradients(self, reducer: GradientReducer) -> None:
         """All-reduce gradients of parameters that other parts use too, before the data-parallel reduction.
@@ -182,7 +186,9 @@ class ZeroOptimizer(ShardedOptimizer):
         """Create the reducer, the all-gather, and the shards that a `ShardAware` optimizer receives, for all flat
         groups."""
         model_order = list(self.model.unwrap().parameters())
-        self._reducer = GradientReducer(self._flat_groups, model_order, self._config, self._groups)
+        self._reducer = GradientReducer(
+            self._flat_groups, model_order, self._config, self._groups, self._part.tied_names()
+        )
         self.param_all_gather = ParamAllGather(self._reducer.buckets)
         self.model.connect(self.param_all_gather, self.zero_grad)
         shards = [one.shard for flat in self._flat_groups for one in flat.owned]
@@ -208,17 +214,27 @@ class ZeroOptimizer(ShardedOptimizer):
         return self._reducer.collecting(synchronizes=self._synchronizes)
 
     @contextmanager
-    def accumulate_microbatches(self, num_items: float | None) -> Iterator[None]:
+    def accumulate_microbatches(self, num_items: float | None, num_microbatches: int) -> Iterator[Callable[[], None]]:
         """Count all microbatches' backwards in the block as one backward().
 
         Args:
             num_items: Number of items that the loss averages; see `Booster.backward`.
+            num_microbatches: Number of microbatches.
+
+        Yields:
+            Function that starts the reduction of the gradients that are complete, and of the others as they become so.
+            To be called once the block receives nothing more.
 
         Collective: yes.
         """
         self._begin_accumulation(num_items)
-        with self.no_sync(), boosted_backward(), self._backward_context():
-            yield
+        collecting = self._reducer.collecting(
+            synchronizes=self._synchronizes,
+            num_microbatches=num_microbatches,
+            sum_before=self._part.reduce_tied_gradients,
+        )
+        with self.no_sync(), boosted_backward(), collecting:
+            yield self._reducer.start_issuing
 
     # Gradients.
 
@@ -344,6 +360,8 @@ class ZeroOptimizer(ShardedOptimizer):
     def reduced_gradients(self, allocate: Collection[str] | None = None) -> list[tuple[Shard, torch.Tensor]]:
         """Return the reduced gradients, summed over the ranks, shard by shard, without a copy.
 
+        Those that are summed over replicas already are returned on the primary one, and zeros on the others.
+
         Args:
             allocate: If given, drop all gradients and allocate zeros for these parameters, for the caller to fill.
 
@@ -354,13 +372,15 @@ class ZeroOptimizer(ShardedOptimizer):
             self._reducer.sync_used_params()
         else:
             self._allocate_grad_shards(allocate)
-        return [
-            (owned.shard, bucket.grad_shard[owned.range.range_in_shard])
-            for bucket in self._reducer.buckets
-            if bucket.grad_shard is not None
-            for param_grad, owned in bucket.owned
-            if param_grad.is_used
-        ]
+        found = []
+        for bucket in self._reducer.buckets:
+            sums = bucket.grad_shard
+            if sums is not None and bucket.is_summed and not bucket.group.groups.is_primary:
+                sums = torch.zeros_like(sums)
+            if sums is not None:
+                used = (owned for param_grad, owned in bucket.owned if param_grad.is_used)
+                found += [(owned.shard, sums[owned.range.range_in_shard]) for owned in used]
+        return found
 
     def set_local_gradient(self, name: str, gradient: torch.Tensor) -> None:
         """Set this rank's unreduced gradient of a parameter."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -28,6 +28,7 @@ from .grad_bucket import (
     GradientBucket,
     GradientStore,
     ParamGrad,
+    ReplicaSum,
     ShardedGradients,
     make_param_grads,
 )
@@ -38,7 +39,9 @@ MAX_BUCKETS_IN_FLIGHT = 2  # one is sent while the next one fills
 # steps. A bucket is therefore issued when it is complete *and* all buckets before it are issued. Incomplete buckets are
 # issued at the end of the backward, with zeros for missing gradients. With expert parallelism all are: ranks exchange
 # tokens' gradients inside of the backward, where a rank that waits for another's bucket, which is not complete there,
-# would keep that one from completing it. Some gradients are not reduced in their backward:
+# would keep that one from completing it. A pipeline stage runs the backwards of several microbatches as one: a gradient
+# is complete when that of the last one has arrived, and buckets are issued only once the stage needs no more of other
+# stages, so that none waits for a rank that waits for it. Some gradients are not reduced in their backward:
 # those of no_sync, and those that arrive after their bucket was issued. They are reduced at the end of the
 # accumulation.
 # One all-reduce of two bytes per parameter then determines which parameters any rank used, and of which any rank has
@@ -53,6 +56,7 @@ class GradientReducer:
         model_order: Model parameters in registration order.
         config: Options of ZeRO. Stage 1 keeps local gradients until they are reduced; stage 2 reduces them in every
             backward.
+        summed_before: Names of parameters whose gradients are summed over other ranks before the reduction.
         shard_groups: Process groups of all data-parallel ranks. The used parameters are all-reduced over the control
             group, a CPU group on an accelerator, which avoids a device synchronization. A bucket is reduced over the
             groups of its flat group.
@@ -68,6 +72,7 @@ class GradientReducer:
         model_order: Sequence[nn.Parameter],
         config: ZeroConfig,
         shard_groups: ShardGroups,
+        summed_before: Collection[str] = (),
     ) -> None:
         self._stage = config.stage
         self._overlaps = config.overlap_communication or config.stage == 2
@@ -75,12 +80,16 @@ class GradientReducer:
         self._control_group = shard_groups.control_group or shard_groups.data_parallel_group
         self._communication_dtype = config.communication_dtype
         self._buffers = BucketBuffers(MAX_BUCKETS_IN_FLIGHT)
-        self._in_flight: deque[tuple[GradientBucket, ReduceScatter]] = deque()
+        self._in_flight: deque[tuple[GradientBucket, ReduceScatter | ReplicaSum]] = deque()
         self._is_collecting = False
-        self._reduces_now = False
+        self._reduces_now = self._may_issue = False
+        self._num_microbatches = 1
         self._next = 0
         self._hooks: list[Any] = []
-        self.param_grads, self.buckets = make_param_grads(groups, model_order)
+        self.param_grads, buckets = make_param_grads(groups, model_order)
+        late = [one for one in buckets if any(param_grad.name in summed_before for param_grad in one.param_grads)]
+        self.buckets = [one for one in buckets if one not in late] + late
+        self._num_early = len(buckets) - len(late)
         self._stores: dict[int, GradientStore] = {}
         for group in groups:
             # With one shard, a low-precision bucket is too small to be overwritten by its fp32 sums.
@@ -100,54 +109,76 @@ class GradientReducer:
     # During backward.
 
     @contextmanager
-    def collecting(self, *, synchronizes: bool) -> Iterator[None]:
+    def collecting(
+        self,
+        *,
+        synchronizes: bool,
+        num_microbatches: int | None = None,
+        sum_before: Callable[[GradientReducer], None] | None = None,
+    ) -> Iterator[None]:
         """Receive the gradients of the backward in the block.
 
         Args:
             synchronizes: If False, the backward runs under `no_sync`.
+            num_microbatches: Number of backwards in the block, which is a pipeline stage's: buckets are issued after
+                `start_issuing`. Optional, defaults to one that issues them at once.
+            sum_before: Function that sums the gradients of `summed_before`, optional.
 
         Collective over the data-parallel ranks.
         """
-        self._begin_backward(self._stage == 2 or (synchronizes and self._overlaps))
+        self._begin_backward(num_microbatches or 1)
+        self._reduces_now = self._stage == 2 or (synchronizes and self._overlaps)
+        self._is_collecting, self._may_issue = True, num_microbatches is None
         try:
             yield
         finally:
             self._is_collecting = False
         if self._reduces_now:
-            for bucket in self.buckets[self._next :]:
+            for bucket in self.buckets[self._next : self._num_early]:
+                self._issue(bucket)
+            if sum_before is not None:
+                sum_before(self)
+            for bucket in self.buckets[self._num_early :]:
                 self._issue(bucket)
             self._next = len(self.buckets)
 
-    def _begin_backward(self, reduces: bool) -> None:
+    def start_issuing(self) -> None:
+        """Issue the buckets that are complete in the current backward, and from now on each that becomes so."""
+        self._may_issue = True
+        self._issue_complete()
+
+    def _begin_backward(self, num_microbatches: int) -> None:
         self._wait()
         for param_grad, hook in zip(self.param_grads, self._hooks, strict=True):
-            param_grad.has_arrived = False
+            if param_grad.num_arrived > 0:
+                param_grad.num_uses = max(1, param_grad.num_arrived // self._num_microbatches)
+            param_grad.num_arrived = 0
             hooks = param_grad.parameter._post_accumulate_grad_hooks
             hooks[hook.id] = hooks.pop(hook.id)  # behind hooks that the user registered later: it removes the gradient
         for bucket in self.buckets:
             bucket.num_missing, bucket.is_reducing = len(bucket.param_grads), False
-            self._store_of(bucket).detach_grad_shard(bucket)
-        self._next = 0
-        self._is_collecting, self._reduces_now = True, reduces
+            self._detach_grad_shard(bucket)
+        self._next, self._num_microbatches = 0, num_microbatches
 
     def on_grad_ready(self, param_grad: ParamGrad) -> None:
         """Handle a gradient that has arrived in `.grad`."""
         param_grad.is_used = param_grad.is_local = True
+        param_grad.num_arrived += self._is_collecting
         if not self._is_collecting or any(bucket.is_reducing for bucket in param_grad.buckets):
             return  # stays in `.grad`; see Note [Gradient lifecycle]
         if param_grad.buckets:
             self._store_of(param_grad.buckets[0]).receive(param_grad)
-        if self._reduces_now and not param_grad.has_arrived:
+        if param_grad.num_arrived == self._num_microbatches * param_grad.num_uses:
             for bucket in param_grad.buckets:
                 bucket.num_missing -= 1
-            while self._can_issue_next():
-                self._issue(self.buckets[self._next])
-                self._next += 1
-        param_grad.has_arrived = True
+            self._issue_complete()
 
-    def _can_issue_next(self) -> bool:
-        is_left = self._issues_in_backward and self._next < len(self.buckets)
-        return is_left and self.buckets[self._next].num_missing == 0
+    def _issue_complete(self) -> None:
+        if not (self._reduces_now and self._may_issue and self._issues_in_backward):
+            return
+        while self._next < self._num_early and self.buckets[self._next].num_missing == 0:
+            self._issue(self.buckets[self._next])
+            self._next += 1
 
     # Reducing.
 
@@ -157,6 +188,11 @@ class GradientReducer:
         self._buffers.next_bucket()
         dtype = self._communication_dtype or bucket.group.dtype
         send_buffer = self._store_of(bucket).send_buffer(bucket, dtype)
+        if bucket.is_unsharded:
+            payload = send_buffer.to(bucket.sum_dtype)  # a copy only of low-precision gradients
+            self._in_flight.append((bucket, ReplicaSum(payload, bucket.group.groups.replica_group)))
+            bucket.is_reducing = True
+            return
         others = bucket.bucket.numel - bucket.bucket.shard_numel
         received = partial(self._buffers.get, "received", others, dtype, send_buffer.device)
         self._in_flight.append((bucket, start_reduce_scatter(send_buffer, bucket.group.groups.shard_group, received)))
@@ -168,6 +204,7 @@ class GradientReducer:
         while len(self._in_flight) > max_in_flight:
             bucket, work = self._in_flight.popleft()
             self._store_of(bucket).finish_reduction(bucket, work)
+            bucket.is_summed = bucket.is_unsharded
 
     def _store_of(self, bucket: GradientBucket) -> GradientStore:
         return self._stores[id(bucket.group)]
@@ -182,16 +219,26 @@ class GradientReducer:
         """
         unreduced = self.sync_used_params()
         for bucket in unreduced:  # before the first is issued: it copies gradients that reach into the next one
-            self._store_of(bucket).detach_grad_shard(bucket)
+            self._detach_grad_shard(bucket)
         for bucket in unreduced:
             self._issue(bucket)
         self._wait()
         for param_grad in self.param_grads:  # possibly only some buckets of an unused parameter were issued
             param_grad.num_issued, param_grad.source = 0, None
         for bucket in self.buckets:
-            replicas = bucket.group.groups.replica_group
-            if bucket.grad_shard is not None and replicas is not None:
-                all_reduce_sum(bucket.grad_shard, replicas)
+            self._sum_over_replicas(bucket)
+
+    def _detach_grad_shard(self, bucket: GradientBucket) -> None:
+        """Prepare what is reduced for further sums."""
+        self._store_of(bucket).detach_grad_shard(bucket)
+        if bucket.is_unsharded:  # its sums may come from a checkpoint
+            self._sum_over_replicas(bucket)
+
+    def _sum_over_replicas(self, bucket: GradientBucket) -> None:
+        replicas = bucket.group.groups.replica_group
+        if bucket.grad_shard is not None and replicas is not None and not bucket.is_summed:
+            all_reduce_sum(bucket.grad_shard, replicas)
+            bucket.is_summed = bucket.is_unsharded
 
     def sync_used_params(self) -> list[GradientBucket]:
         """Mark every parameter for which any rank had a gradient in this accumulation as used.
@@ -234,7 +281,7 @@ class GradientReducer:
             param_grad.num_issued = 0
             param_grad.is_used, param_grad.is_local = param_grad.is_used and keeps_use, False
         for bucket in self.buckets:
-            bucket.grad_shard = None
+            bucket.grad_shard, bucket.is_summed = None, False
 
     def set_local(self, param_grad: ParamGrad, gradient: torch.Tensor) -> None:
         """Set this rank's unreduced gradient."""

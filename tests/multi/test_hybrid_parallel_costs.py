@@ -169,6 +169,28 @@ def test_replicas_exchange_only_gradients_of_their_own_part(zero_stage):
     total = sum(backward.sent.values()) + sum(step.sent.values())
     weights = 0 if zero_stage == 0 else num_parameters * FP32 * share(2)
     assert gradients + activations + weights <= total <= 1.02 * (gradients + activations + weights) + 4096
+    assert sum(step.sent.values()) <= weights + 4096  # gradients are reduced while backward continues
+
+
+@pytest.mark.parametrize("mode", ["split_gather", "ring", "all_to_all", "ring_attn"])
+@distributed(world_size=4)
+def test_stages_send_each_ranks_tokens_only(mode):
+    axis = {"sp_size": 2} if mode in ("all_to_all", "ring_attn") else {"tp_size": 2}
+    sequence = {"enable_sequence_parallelism": True, "sequence_parallelism_mode": mode}
+    booster, model, optimizer = boosted(
+        llama(2, num_key_value_heads=4), pp_size=2, num_microbatches=2, **axis, **sequence
+    )
+
+    def run() -> None:
+        batch = {"input_ids": tokens(), "labels": tokens()}
+        booster.execute_pipeline(iter([batch]), model, lambda outputs, _: outputs.loss, optimizer, return_loss=False)
+
+    run()
+    with count_communication() as sent:
+        run()
+    # Activations from the first stage, gradients from the second.
+    assert sent.sent["send"] == HIDDEN_BYTES // 2
+    optimizer.step()
 
 
 def alive_bytes() -> int:

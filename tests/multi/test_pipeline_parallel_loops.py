@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -13,6 +15,7 @@ from pipeline_twins import StagedTwins
 from torch import nn
 from zoo import TRANSFORMERS_MODULES
 
+from booster.comm import observe_communication
 from booster.device import current_device
 from booster.errors import ConfigError
 from booster.plugins import TorchDDPPlugin
@@ -127,6 +130,61 @@ def test_metadata_that_is_sent_each_time_changes_nothing():
         expected, found = twins.backward(step, samples)
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)
         twins.step()
+    twins.assert_equal()
+
+
+class Events:
+    """Names of parameters as gradients arrive, and "reduced" as a reduction over data-parallel ranks starts."""
+
+    def __init__(self, twins: StagedTwins) -> None:
+        self.found: list[str] = []
+        self.own = [(name, one) for name, one in twins.model.unwrap().named_parameters() if not one.is_meta]
+        for name, parameter in self.own:
+            parameter.register_post_accumulate_grad_hook(lambda _, name=name: self.found.append(name))
+
+    def on_start(self, operation, sent, received):
+        if operation.name == "reduce_scatter":
+            self.found.append("reduced")
+
+    def on_end(self, operation):
+        pass
+
+
+@BY_SCHEDULE
+@distributed(world_size=4)
+def test_gradients_are_reduced_once_while_the_last_microbatch_runs(schedule):
+    twins = StagedTwins("tied_lm", schedule, pp_size=2, zero_stage=1, num_microbatches=4)
+    events, num_buckets = Events(twins), len(twins.optimizer._reducer.buckets)
+    for step in range(2):
+        events.found.clear()
+        with observe_communication(events):
+            twins.backward(step)
+        reduced = [index for index, name in enumerate(events.found) if name == "reduced"]
+        arrived = [index for index, name in enumerate(events.found) if name != "reduced"]
+        assert reduced, events.found
+        assert reduced[0] < arrived[-1], events.found
+        # Each of them after all gradients of its bucket, of which there is one for each of the microbatches.
+        assert 4 in Counter(events.found[: reduced[0]]).values(), events.found
+        if step == 1:  # how often a parameter is used is known by then
+            assert len(reduced) == num_buckets
+        events.found.clear()
+        with observe_communication(events):
+            twins.step()
+        assert step == 0 or not events.found
+    twins.assert_equal()
+
+
+@BY_SCHEDULE
+@distributed(world_size=4)
+def test_nothing_is_reduced_under_no_sync(schedule):
+    twins = StagedTwins("glued_chain", schedule, pp_size=2, zero_stage=1)
+    events = Events(twins)
+    with observe_communication(events), twins.booster.no_sync(twins.model, twins.optimizer):
+        twins.backward(0)
+    assert events.found
+    assert "reduced" not in events.found
+    twins.backward(1)
+    twins.step()
     twins.assert_equal()
 
 

@@ -21,8 +21,9 @@ differently has no value that one process would have, and raises.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -36,6 +37,7 @@ from booster.errors import ConfigError
 from booster.kernels.checksum import crc32
 from booster.moe.loss import attach_auxiliary_loss, detach_auxiliary_losses
 from booster.plugins.hybrid_parallel.captured_outputs import captured_lists
+from booster.plugins.hybrid_parallel.sequence_parallel.layer_stack import note_full_length, noted_full_length
 from booster.pytree import map_first
 
 from .schedules import PipelineSchedule
@@ -134,6 +136,16 @@ class StagePartition:
             for parameter in module.parameters(recurse=False):
                 holders.setdefault(id(parameter), set()).update(of_module[id(module)])
         return {name: tuple(sorted(holders[id(parameter)])) for name, parameter in model.named_parameters()}
+
+    def handovers(self, stacks: Iterable[Sequence[str]]) -> Iterator[tuple[str, str]]:
+        """Yield the neighbors in a stack of layers that are in two chunks, with nothing of the plan in between."""
+        if self.plan.sequence is not None:  # whose functions may run between them
+            return
+        neighbors = {pair for stack in stacks for pair in pairwise(stack)}
+        for bound in self.bounds[1:-1]:
+            pair = self.plan.layers[bound - 1], self.plan.layers[bound]
+            if pair in neighbors:
+                yield pair
 
     def layers_of(self, stage: int, names: Sequence[str]) -> list[list[str]]:
         """Return which of these modules are layers of a stage, or inside of them, per chunk."""
@@ -281,24 +293,29 @@ class StageActivation:
         skip_outputs: Outputs of complete modules that later chunks need, by module name.
         captured: Outputs of earlier layers that a model of transformers has captured, such as router logits, by name.
         auxiliary_loss: Auxiliary losses of earlier layers of `booster.moe`, if any.
+        full_length: Tokens of the full sequence, if the output has this rank's only.
     """
 
     output: Any
     skip_outputs: Mapping[str, Any]
     captured: Mapping[str, list[Any]] = field(default_factory=dict)
     auxiliary_loss: torch.Tensor | None = None
+    full_length: int | None = None
 
     def to_tree(self) -> dict[str, Any]:
         """Return the activation as containers."""
         tree = {"output": self.output, "carried": self.skip_outputs}
         if self.captured:
             tree["captured"] = self.captured
+        if self.full_length is not None:
+            tree["full_length"] = self.full_length
         return tree if self.auxiliary_loss is None else {**tree, "auxiliary_loss": self.auxiliary_loss}
 
     @classmethod
     def from_tree(cls, tree: Mapping[str, Any]) -> StageActivation:
         """Return the activation from the result of `to_tree`."""
-        return cls(tree["output"], tree["carried"], tree.get("captured", {}), tree.get("auxiliary_loss"))
+        captured, loss = tree.get("captured", {}), tree.get("auxiliary_loss")
+        return cls(tree["output"], tree["carried"], captured, loss, tree.get("full_length"))
 
 
 class ChunkDone(BaseException):
@@ -392,6 +409,8 @@ def run_chunk(
     if received is not None and received.auxiliary_loss is not None:
         loss = received.auxiliary_loss
         received = replace(received, output=map_first(received.output, lambda one: attach_auxiliary_loss(one, loss)))
+    if received is not None and received.full_length is not None:
+        note_full_length(received.output, received.full_length)
     run = ChunkForward(chunk, received)
     context.run = run
     is_computing = run.is_computing or context.plan.sequence is not None
@@ -402,7 +421,8 @@ def run_chunk(
         else:
             outputs = call_with_batch(model, batch)
     except ChunkDone as finished:
-        output, losses = finished.output, []
+        output, full_length = finished.output, noted_full_length(finished.output)
+        losses: list[torch.Tensor | None] = []
         if context.has_routers:
 
             def detach(tensor: torch.Tensor) -> torch.Tensor:
@@ -411,7 +431,7 @@ def run_chunk(
                 return tensor
 
             output = map_first(output, detach)
-        return StageActivation(output, run.skip_outputs, finished.captured, *losses), None
+        return StageActivation(output, run.skip_outputs, finished.captured, *losses or [None], full_length), None
     finally:
         context.run = None
         context.buffers.end_chunk()

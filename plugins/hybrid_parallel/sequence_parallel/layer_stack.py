@@ -17,7 +17,7 @@ from torch.nn.modules.conv import _ConvNd
 
 from booster.core.compiling import not_compiled
 from booster.errors import ConfigError
-from booster.pytree import map_tensors
+from booster.pytree import iter_tensors, map_tensors
 
 from .attention_dispatch import AttentionDispatchMode, intercept_submodules, use_sequence_attention
 from .layer_context import SEQUENCE_INFO, SequenceInfo, install_layer_context, is_in_backward, no_attention_error
@@ -94,7 +94,8 @@ class _StackForward:
 class LayerStack:
     """Consecutive layers of a model that run on sharded hidden states; created by `attach_stack`.
 
-    Hidden states (batch, tokens, features) are sharded before the first layer and gathered after the last. In between,
+    Hidden states (batch, tokens, features) are sharded before the first layer and gathered after the last, unless these
+    are in other chunks of a pipeline, which pass on each rank's tokens. In between,
     the full sequence length, which differs between batches, cannot be inferred from a tensor. So the stack passes it to
     each layer's forward as an additional argument: activation checkpointing stores it with the other arguments, and a
     recomputation gets it even after other batches. If hooks are recomputed as well, in backward, the first layer sees
@@ -102,11 +103,15 @@ class LayerStack:
 
     Attributes:
         splitter: Sharding of the sequence.
+        begins_sharded: Whether the first layer gets this rank's tokens, of another chunk's.
+        ends_sharded: Whether the last layer passes them on.
         shards_attention: Whether attention sees this rank's tokens only.
     """
 
-    def __init__(self, splitter: SequenceSplitter) -> None:
+    def __init__(self, splitter: SequenceSplitter, *, begins_sharded: bool, ends_sharded: bool) -> None:
         self.splitter = splitter
+        self.begins_sharded = begins_sharded
+        self.ends_sharded = ends_sharded
         self.shards_attention = splitter.attention_group is not None
         self._forward: _StackForward | None = None
         self._lengths_seen: set[int] = set()
@@ -132,7 +137,7 @@ class LayerStack:
                 f"the first layer of a stack got hidden states of shape {tuple(x.shape)}, but sequence parallelism"
                 " shards the second dimension of (batch, tokens, features): pass this shape, or disable it"
             )
-        length = x.shape[_TOKENS]
+        length = self._received_length(x) if self.begins_sharded else x.shape[_TOKENS]
         if len(self._lengths_seen) < 2:  # `full_length` only distinguishes one length from several
             self._lengths_seen.add(length)
         self._forward = (
@@ -142,17 +147,25 @@ class LayerStack:
         )
         if is_training:
             self.splitter.rng.enter(force=True)
-        return self.splitter.scatter(x, _TOKENS), length
+        return x if self.begins_sharded else self.splitter.scatter(x, _TOKENS), length
+
+    def _received_length(self, x: torch.Tensor) -> int:
+        if is_in_backward():
+            return self.full_length(x.shape[_TOKENS])
+        noted = noted_full_length(x)
+        return self.splitter.find_length(x.shape[_TOKENS]) if noted is None else noted
 
     def end(self, output: Any, length: int, *, is_training: bool) -> Any:
-        """Return a layer's output with gathered hidden states."""
+        """Return a layer's output with gathered hidden states, or with this rank's for another chunk."""
 
         def gather(x: torch.Tensor) -> torch.Tensor:
             if self._forward is not None:
                 self._forward.captured.gather(x.shape, lambda noted, dim: self.splitter.gather(noted, dim, length))
-            return self.splitter.gather(x, _TOKENS, length)
+            return x if self.ends_sharded else self.splitter.gather(x, _TOKENS, length)
 
         gathered = map_hidden(output, gather)
+        if self.ends_sharded:
+            note_full_length(gathered, length)
         if is_training:
             self.splitter.rng.leave()
         self.splitter.end()
@@ -258,7 +271,13 @@ class _LayerHooks:
         return map_tensors(change, value)
 
 
-def attach_stack(layers: Sequence[nn.Module], splitter: SequenceSplitter) -> LayerStack:
+def attach_stack(
+    layers: Sequence[nn.Module],
+    splitter: SequenceSplitter,
+    *,
+    begins_sharded: bool = False,
+    ends_sharded: bool = False,
+) -> LayerStack:
     """Make consecutive layers run on sharded hidden states; their parameters are unchanged.
 
     Hooks shard and gather the hidden states, and the layers' classes are replaced by subclasses of the same name. Call
@@ -268,13 +287,15 @@ def attach_stack(layers: Sequence[nn.Module], splitter: SequenceSplitter) -> Lay
         layers: Layers in execution order. Their hidden states (batch, tokens, features) are the first positional
             argument or `hidden_states`, and the output or the first element of a tuple.
         splitter: Sharding of the sequence.
+        begins_sharded: If True, the first layer gets this rank's tokens, from another chunk of a pipeline.
+        ends_sharded: If True, the last layer returns this rank's tokens, for another chunk.
 
     Returns:
         The stack, which the layers reference.
 
     Collective: no; the layers' calls are.
     """
-    stack = LayerStack(splitter)
+    stack = LayerStack(splitter, begins_sharded=begins_sharded, ends_sharded=ends_sharded)
     for index, layer in enumerate(layers):
         _LayerHooks(layer, stack, index, is_last=index == len(layers) - 1)
         if stack.shards_attention:
@@ -297,6 +318,19 @@ def hidden_key(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | str:
         f"a layer of a stack was called with {[type(value).__name__ for value in args]} and {sorted(kwargs)}, which"
         " contain no hidden states to shard: pass them first, or as hidden_states="
     )
+
+
+_FULL_LENGTH = "_full_length"
+
+
+def note_full_length(output: Any, length: int) -> None:
+    """Note the number of tokens of the full sequence on hidden states that are this rank's tokens."""
+    map_hidden(output, lambda x: setattr(x, _FULL_LENGTH, length) or x)  # type: ignore[func-returns-value]
+
+
+def noted_full_length(output: Any) -> int | None:
+    """Return what `note_full_length` has noted, or None."""
+    return next((getattr(one, _FULL_LENGTH) for one in iter_tensors(output) if hasattr(one, _FULL_LENGTH)), None)
 
 
 def map_hidden(output: Any, function: Any) -> Any:

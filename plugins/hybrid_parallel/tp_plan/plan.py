@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeAlias, TypeVar
 
@@ -229,6 +229,7 @@ class TensorParallelPlan:
         arguments: Forward arguments to shard.
         stacks: Names of the layers of each stack, in execution order.
         divided_stacks: Those of them that run on blocks of activations on a grid of ranks.
+        handovers: Neighbors in a stack that are in two chunks of a pipeline, between which this rank's tokens travel.
         source: Description of the plan's source.
         notes: Notes for the user, such as what is not sharded and why.
         is_derived: Whether it was derived from the module graph, so that users should review it.
@@ -239,6 +240,7 @@ class TensorParallelPlan:
     arguments: tuple[ShardedArgument, ...] = ()
     stacks: tuple[tuple[str, ...], ...] = ()
     divided_stacks: tuple[tuple[str, ...], ...] = ()
+    handovers: tuple[tuple[str, str], ...] = ()
     source: str = ""
     notes: tuple[str, ...] = ()
     is_derived: bool = False
@@ -246,6 +248,13 @@ class TensorParallelPlan:
     def entry_of(self, name: str) -> PlannedEntry | None:
         """Return the entry of a module or bare parameter, or None."""
         return next((entry for entry in self.entries if entry.name == name), None)
+
+    def sharded_ends(self, stack: Sequence[str]) -> dict[str, bool]:
+        """Return whether a stack begins and ends with this rank's tokens, as arguments of `attach_stack`."""
+        return {
+            "begins_sharded": any(after == stack[0] for _, after in self.handovers),
+            "ends_sharded": any(before == stack[-1] for before, _ in self.handovers),
+        }
 
 
 STYLES = frozenset(
