@@ -431,7 +431,8 @@ def run_chunk(
                 return tensor
 
             output = map_first(output, detach)
-        return StageActivation(output, run.skip_outputs, finished.captured, *losses or [None], full_length), None
+        auxiliary_loss = losses[0] if losses else None
+        return StageActivation(output, run.skip_outputs, finished.captured, auxiliary_loss, full_length), None
     finally:
         context.run = None
         context.buffers.end_chunk()
