@@ -184,10 +184,11 @@ class ReplicaSum:
     Args:
         payload: The bucket's gradients in the dtype of sums, which become the sums.
         group: The replicas.
+        is_kept: Whether the payload is memory of its own, which may be kept.
     """
 
-    def __init__(self, payload: torch.Tensor, group: dist.ProcessGroup | None) -> None:
-        self.payload = payload
+    def __init__(self, payload: torch.Tensor, group: dist.ProcessGroup | None, *, is_kept: bool) -> None:
+        self.payload, self.is_kept = payload, is_kept
         self._work = start_all_reduce(payload, group)
 
     def wait(self, output: torch.Tensor, *, accumulate: bool) -> None:
@@ -262,7 +263,7 @@ class ShardedGradients(GradientStore):
 
     def finish_reduction(self, bucket: GradientBucket, work: ReduceScatter | ReplicaSum) -> None:
         accumulates = bucket.grad_shard is not None
-        if bucket.grad_shard is None and isinstance(work, ReplicaSum):
+        if bucket.grad_shard is None and isinstance(work, ReplicaSum) and work.is_kept:
             bucket.grad_shard = work.payload
         elif bucket.grad_shard is None:
             bucket.grad_shard = torch.empty(bucket.bucket.shard_numel, dtype=bucket.sum_dtype, device=self._device)

@@ -188,15 +188,17 @@ class GradientReducer:
         self._buffers.next_bucket()
         dtype = self._communication_dtype or bucket.group.dtype
         send_buffer = self._store_of(bucket).send_buffer(bucket, dtype)
-        if bucket.is_unsharded:
-            payload = send_buffer.to(bucket.sum_dtype)  # a copy only of low-precision gradients
-            self._in_flight.append((bucket, ReplicaSum(payload, bucket.group.groups.replica_group)))
-            bucket.is_reducing = True
-            return
-        others = bucket.bucket.numel - bucket.bucket.shard_numel
-        received = partial(self._buffers.get, "received", others, dtype, send_buffer.device)
-        self._in_flight.append((bucket, start_reduce_scatter(send_buffer, bucket.group.groups.shard_group, received)))
+        self._in_flight.append((bucket, self._start_reduction(bucket, send_buffer)))
         bucket.is_reducing = True
+
+    def _start_reduction(self, bucket: GradientBucket, send_buffer: torch.Tensor) -> ReduceScatter | ReplicaSum:
+        groups = bucket.group.groups
+        if bucket.is_unsharded:
+            payload = send_buffer.to(bucket.sum_dtype)
+            return ReplicaSum(payload, groups.replica_group, is_kept=payload is not send_buffer)
+        others = bucket.bucket.numel - bucket.bucket.shard_numel
+        received = partial(self._buffers.get, "received", others, send_buffer.dtype, send_buffer.device)
+        return start_reduce_scatter(send_buffer, groups.shard_group, received)
 
     @torch.no_grad()
     def _wait(self, max_in_flight: int = 0) -> None:

@@ -186,6 +186,9 @@ ALLOWED = {
     "plugins/hybrid_parallel/tensor_parallel/traced_mappings.py": {
         "start_all_reduce(total, group_of_number(group).group).wait": OPERATION,
     },
+    "plugins/low_level_zero/grad_bucket.py": {
+        "self._work.wait": OPERATION,
+    },
     "plugins/low_level_zero/model.py": {
         "self._all_gather.wait": OPERATION,
         "self._all_gather.wait_for": OPERATION,
