@@ -427,6 +427,8 @@ def _format_fastest(
         parts += f" and waits for communication {format_seconds(time.exposed_communication)}"
     if time.bubble:
         parts += f" and waits for other stages {format_seconds(time.bubble)}"
+    if time.offloading:
+        parts += f" and takes {format_seconds(time.offloading)} for what is offloaded"
     if device_memory is None:
         return (
             f"least memory: {least.name}, {format_size(_total(least))}\n"

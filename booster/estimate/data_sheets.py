@@ -20,6 +20,7 @@ from .machine_profile import BYTE_KINDS, FLOP_KINDS, CollectiveSpeed, Curve, Mac
 _MATMUL_SHARE, _MEMORY_SHARE, _LINK_SHARE = 0.7, 0.85, 0.8
 _LAUNCH_SECONDS = 5e-6  # of a call in a model, on the host
 _STEP_LAUNCH_SECONDS = 5e-6
+_HOST_BYTES_PER_SECOND = 25e9  # of PCI Express, fourth generation
 _OPERATIONS = ("all_gather", "all_reduce", "all_to_all", "broadcast", "reduce_scatter", "send")
 
 
@@ -123,6 +124,7 @@ def profile_of_data_sheets(
         call_seconds=_LAUNCH_SECONDS,
         step_call_seconds=_STEP_LAUNCH_SECONDS,
         is_asynchronous=True,
+        host_bytes_per_second=_HOST_BYTES_PER_SECOND,
         collectives=tuple(collectives),
     )
 

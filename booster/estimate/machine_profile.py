@@ -31,7 +31,8 @@ _VERSION = 4  # of the file's format
 # moments are those of the plugin's own code, so each plugin hides what it hides. Collectives are measured one after
 # another; amid computation a wait also takes a CPU out of its caches, which is measured on its own. Ranks that share a
 # core are measured while all of them compute; while some wait for a pipeline stage, the others take their turns, and
-# the wait ends sooner.
+# the wait ends sooner. What is offloaded crosses to the device and back in a step, at the speed of that link: the
+# host's update is taken to be as fast.
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +107,7 @@ class MachineProfile:
         is_asynchronous: Whether the device computes while the host calls further operators.
         ranks_per_core: Number of ranks that take turns on a core, at least 1.
         wait_seconds: Time that a wait for other ranks amid computation costs on a CPU, in addition to the collective's.
+        host_bytes_per_second: Speed of a copy between an accelerator and its host; 0 on a CPU.
         collectives: Speeds of collectives.
     """
 
@@ -118,6 +120,7 @@ class MachineProfile:
     is_asynchronous: bool = False
     ranks_per_core: float = 1.0
     wait_seconds: float = 0.0
+    host_bytes_per_second: float = 0.0
     collectives: Sequence[CollectiveSpeed] = field(default_factory=tuple)
 
     def curve(self, kind: str, dtype: str) -> Curve:
@@ -158,8 +161,10 @@ class MachineProfile:
             f"{'calls':<12} {1e6 * self.call_seconds:.1f} us of an operator in the model,"
             f" {1e6 * self.step_call_seconds:.1f} us in the optimizer's step",
             f"{'waits':<12} {1e6 * self.wait_seconds:.0f} us in addition to a collective's time",
-            "",
         ]
+        if self.host_bytes_per_second:
+            lines.append(f"{'offloading':<12} {self.host_bytes_per_second / 1e9:.1f} GB/s")
+        lines.append("")
         for one in self.collectives:
             where = "of one host" if one.num_hosts == 1 else f"of {one.num_hosts} hosts"
             rate = f"{1e-9 / one.seconds_per_byte:.2f} GB/s" if one.seconds_per_byte else "no time for bytes"

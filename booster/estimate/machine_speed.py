@@ -91,6 +91,7 @@ def measure_machine(ranks_per_host: int) -> MachineProfile:
         step_call_seconds=bare_call,
         is_asynchronous=device.type != "cpu",
         ranks_per_core=_ranks_per_core() if device.type == "cpu" else 1.0,
+        host_bytes_per_second=0.0 if device.type == "cpu" else _host_speed(device),
     )
     model_call, step_call = _call_seconds(profile, device)
     profile = replace(profile, call_seconds=model_call, step_call_seconds=step_call)
@@ -108,6 +109,12 @@ def _warm_allocator(device: torch.device) -> None:
     for _ in range(2):
         kept = [torch.zeros(_ALLOCATION, dtype=torch.uint8, device=device) for _ in range(_NUM_ALLOCATIONS)]
         del kept
+
+
+def _host_speed(device: torch.device) -> float:
+    on_host = torch.empty(_ALLOCATION, dtype=torch.uint8, pin_memory=True)
+    on_device = torch.empty_like(on_host, device=device)
+    return on_host.nbytes / _seconds_of(partial(on_device.copy_, on_host, non_blocking=True))
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -419,7 +419,7 @@ def simulate(
                 optimizer.step()
                 optimizer.zero_grad()
             step = tracker.take_peak()
-        time = None if clock is None else clock.result(model)
+        time = None if clock is None else clock.result(model, tracker.offloaded)
         tracker.categorize_all(_steady_categories(model, optimizer), "buffers")
         return SimulatedMemory(
             segments=segments.peaks,

@@ -32,6 +32,7 @@ class StepTime:
         communication: Time of collectives, in both, whether or not they run beside computation.
         exposed_communication: Part of it that the rank waits for.
         bubble: Time in which a pipeline stage waits for others.
+        offloading: Time in which offloaded data travel and are updated; part of the optimizer's step.
         flops: Floating-point operations of the rank.
         num_calls: Calls of operators, also of those that return a view or memory.
     """
@@ -42,6 +43,7 @@ class StepTime:
     communication: float
     exposed_communication: float
     bubble: float
+    offloading: float
     flops: float
     num_calls: float
 
@@ -152,10 +154,17 @@ class StepClock:
         self._exposed += left
         self._spend(left)
 
-    def result(self, model: ModelWrapper) -> StepTime:
-        """Return the time of the step of a boosted model."""
+    def result(self, model: ModelWrapper, num_offloaded: int) -> StepTime:
+        """Return the time of the step of a boosted model.
+
+        Args:
+            model: The model.
+            num_offloaded: Bytes in host memory beside an accelerator.
+        """
         end_of_model = self._now if self._end_of_model is None else self._end_of_model
-        step = self._now - end_of_model
+        speed = self._profile.host_bytes_per_second
+        offloading = 2 * num_offloaded / speed if speed else 0.0
+        step = self._now - end_of_model + offloading
         bubble = 0.0
         if self._has_stages:
             message = statistics.fmean(self._messages) if self._messages else 0.0
@@ -169,6 +178,7 @@ class StepClock:
             communication=self._communication + sum(self._messages),
             exposed_communication=self._exposed,
             bubble=bubble,
+            offloading=offloading,
             flops=self._flops,
             num_calls=self._num_calls,
         )

@@ -184,6 +184,17 @@ def test_gradients_are_reduced_at_the_speed_of_the_transport():
     assert reduced.total - alone.total == pytest.approx(1e-6 * sent, rel=0.01)
 
 
+def test_what_is_offloaded_travels_there_and_back():
+    profile = replace(profile_of(is_asynchronous=True), host_bytes_per_second=1e6)
+    kept, offloaded = (
+        time_of("gemini", profile, precision="bf16", placement_policy="static", offload_optim_frac=fraction)
+        for fraction in (0.0, 1.0)
+    )
+    assert kept.offloading == 0
+    assert offloaded.offloading > 0
+    assert offloaded.step - offloaded.offloading == pytest.approx(kept.step, rel=0.2)
+
+
 def test_what_overlaps_is_hidden_by_the_plugins_own_order():
     settings = {"seconds_per_byte": 1e-9, "latency": 0.0}
     waiting = time_of("low_level_zero", profile_of(**settings), stage=1, precision="fp32", reduce_bucket_size_in_m=0.01)
