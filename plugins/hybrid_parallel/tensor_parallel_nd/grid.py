@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from booster.comm import all_gather_equal, is_fake_world
+from booster.comm import all_gather_equal
 from booster.errors import ConfigError
 from booster.plugins.hybrid_parallel.mesh import HybridMesh
 from booster.plugins.hybrid_parallel.tensor_parallel.group import TensorParallelGroup
@@ -231,9 +231,10 @@ class TensorGrid:
         Collective: over the group of the axis, with the same inputs in the same order on all of its ranks.
         """
         x = x.detach()
-        if is_fake_world() or x.is_inference() or self.side * x.nbytes > MAX_GATHERED_BYTES:
+        if x.is_inference() or self.side * x.nbytes > MAX_GATHERED_BYTES:
             return self.gather(x, axis)
-        key = x.data_ptr(), x.shape, x.stride(), x._version, axis
+        memory = x.untyped_storage()._cdata, x.storage_offset()  # of fake tensors, too, which have no address
+        key = memory, x.shape, x.stride(), x._version, axis
         kept = self.tp_group.gathered
         if kept is None or kept[0] != key:
             kept = self.tp_group.gathered = (key, x, self.gather(x, axis))  # x, as its memory must not be used again
