@@ -112,6 +112,7 @@ def _warm_allocator(device: torch.device) -> None:
 
 
 def _host_speed(device: torch.device) -> float:
+    """Return the bytes per second of a copy from pinned host memory."""
     on_host = torch.empty(_ALLOCATION, dtype=torch.uint8, pin_memory=True)
     on_device = torch.empty_like(on_host, device=device)
     return on_host.nbytes / _seconds_of(partial(on_device.copy_, on_host, non_blocking=True))
@@ -423,7 +424,7 @@ def _wait_seconds(device: torch.device) -> float:
         return 0.0
     block, inputs = _model_block(device)
     start, wait = _all_reduce(64, device, None)
-    in_loop = _seconds_of(partial(_run, start, wait))
+    in_loop = _seconds_of(partial(_run, start, wait))  # of this thread, as below
 
     def train(num_waits: int) -> None:
         for _ in range(num_waits):

@@ -153,12 +153,9 @@ class PipelineRuntime:
         self._live: dict[tuple[int, int], _InFlightMicrobatch] = {}
         steps = self._p2p.begin(signatures, with_gradients=trains)
         with self._report_failures(), self._fork_rng_per_stage():
-            if optimizer is None:
-                with torch.no_grad():
-                    self._execute(steps)
-            else:
-                with optimizer.accumulate_microbatches(num_items, len(microbatches)) as start_reducing:
-                    self._execute(steps, start_reducing)
+            trained = optimizer and optimizer.accumulate_microbatches(num_items, len(microbatches))
+            with trained or torch.no_grad() as start_reducing:
+                self._execute(steps, start_reducing)
             loss = self._loss(run) if return_loss else None
         self._model.end_batch(self._stage_group)
         if optimizer is not None:
@@ -195,7 +192,7 @@ class PipelineRuntime:
 
     # Actions.
 
-    def _execute(self, steps: Sequence[StageAction], start_reducing: Callable[[], None] | None = None) -> None:
+    def _execute(self, steps: Sequence[StageAction], start_reducing: Callable[[], None] | None) -> None:
         last = len(self._microbatches) - 1
         receiving = [one for one in steps if one.receives is not None and one.receives.sender != self._stage]
         self._last_receiving, self._start_reducing = receiving[-1] if receiving else None, start_reducing
