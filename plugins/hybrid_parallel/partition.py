@@ -35,6 +35,7 @@ from .sequence_parallel.group import SequenceParallelGroup
 from .sequence_parallel.layer_stack import attach_stack, check_only_attention_mixes_tokens
 from .sequence_parallel.recorded_outputs import gather_returned_outputs
 from .sequence_parallel.splitters import SequenceAxisSplitter
+from .sequence_parallel.token_parallel_logits import share_head
 from .tensor_parallel.group import TensorParallelGroup
 from .tensor_parallel.random_functions import intercept_random_functions
 from .tensor_parallel.shard_spec import sharded_spec, vocabulary_spec
@@ -404,6 +405,8 @@ class ModelPartitioner:
                 layers, splitter = [modules[name] for name in stack], SequenceAxisSplitter(self.sp_group)
                 attach_stack(layers, splitter, **plan.sharded_ends(stack))
             model.register_forward_hook(gather_returned_outputs)
+            if self._arguments.parallel_output:
+                share_head(model, self.sp_group, shard_specs)
         checkpointing = self._arguments.checkpointing
         if checkpointing is not None and self._arguments.pipeline is not None:
             layers = [name for stage_layers in plan.stacks for name in stage_layers]

@@ -75,8 +75,9 @@ class HybridParallelPlugin(ShardedPlugin):
             et al., 2022); "ring": the same, with communication in chunks overlapped with computation; "all_to_all":
             over sp ranks, which exchange tokens for heads around attention (Jacobs et al., "DeepSpeed Ulysses", 2023);
             "ring_attn": over sp ranks, which pass keys and values in a ring (Liu et al., "Ring Attention", 2023).
-        parallel_output: If True, logits stay sharded over the vocabulary and behave like full ones: cross-entropy is
-            computed on shards, any other use gathers them. If False, the head gathers them.
+        parallel_output: If True, logits stay sharded over the vocabulary (tp) and over the tokens (sp) and behave like
+            full ones: cross-entropy is computed on shards, any other use needs them all on each rank. If False, the
+            head computes all of them.
         plan: Patterns of module names and styles, such as {"layers.*.mlp.up_proj": "colwise"}.
         custom_policy: Alias of `plan`.
         make_vocab_size_divisible_by: Multiple to which a sharded vocabulary is padded; outputs and checkpoints are

@@ -17,6 +17,7 @@ from booster import Booster
 from booster.device import current_device
 from booster.errors import ConfigError
 from booster.plugins import HybridParallelPlugin
+from booster.plugins.hybrid_parallel.sequence_parallel.token_parallel_logits import TokenParallelLogits
 
 pytestmark = pytest.mark.on_device
 
@@ -266,3 +267,108 @@ def test_eager_attention_without_a_mask_is_not_causal(mode):
     booster.backward(found, optimizer)
     norm = torch.cat([one.grad.flatten() for one in serial.parameters() if one.grad is not None]).norm()
     assert float(booster.clip_grad_norm_(optimizer, 1.0)) == pytest.approx(float(norm), rel=1e-4)
+
+
+class TimesOne(torch.autograd.Function):
+    """A function that torch's overrides do not see."""
+
+    @staticmethod
+    def forward(ctx, logits):
+        return logits * 1
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad
+
+
+def _of_rows(function):
+    def loss(logits, labels):
+        return function(logits.reshape(-1, logits.shape[-1]), labels.reshape(-1))
+
+    return loss
+
+
+# Losses of logits and labels of users' loops; the first ones are computed of each rank's own tokens.
+OWN_TOKENS = {
+    "mean": _of_rows(F.cross_entropy),
+    "sum": _of_rows(lambda rows, labels: F.cross_entropy(rows, labels, reduction="sum") / 10),
+    "none": _of_rows(lambda rows, labels: F.cross_entropy(rows, labels, reduction="none").square().mean()),
+    "smoothed": _of_rows(lambda rows, labels: F.cross_entropy(rows, labels, label_smoothing=0.2)),
+    "weighted": _of_rows(
+        lambda rows, labels: F.cross_entropy(rows, labels, torch.linspace(0.5, 2, VOCABULARY, device=labels.device))
+    ),
+    "capped": _of_rows(lambda rows, labels: F.cross_entropy(3 * torch.tanh(rows.float() / 3), labels)),
+    "shifted": lambda logits, labels: OWN_TOKENS["mean"](logits[:, :-1].contiguous(), labels[:, 1:]),
+    "masked": lambda logits, labels: F.cross_entropy(logits[labels != -100], labels[labels != -100]),
+    "one row": lambda logits, labels: OWN_TOKENS["mean"](logits[:1, 4:5], labels[:1, 5:6]),
+}
+ALL_TOKENS = {
+    "squares": lambda logits, labels: logits.square().mean(),
+    "softmax": lambda logits, labels: F.nll_loss(logits.softmax(-1).log().flatten(0, 1), labels.flatten()),
+    "a user's function": lambda logits, labels: OWN_TOKENS["mean"](TimesOne.apply(logits), labels),
+    "both": lambda logits, labels: OWN_TOKENS["mean"](logits, labels) + logits.square().mean(),
+}
+LOSSES = {**OWN_TOKENS, **ALL_TOKENS}
+SHARED_HEADS = {
+    **{name: LAYOUTS[name] for name in ("all_to_all 2", "ring_attn 2", "all_to_all 4", "tp 2 all_to_all 2")},
+    "zero 1": (2, {**LAYOUTS["all_to_all 2"][1], "zero_stage": 1}),
+    "zero 2": (2, {**LAYOUTS["ring_attn 2"][1], "zero_stage": 2}),
+}
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+@pytest.mark.parametrize("layout", SHARED_HEADS)
+@pytest.mark.parametrize("loss", LOSSES)
+def test_heads_of_own_tokens_train_as_in_one_process(loss, layout, is_tied):
+    world_size, arguments = SHARED_HEADS[layout]
+    run_ranks(_train_head, world_size, loss, arguments, is_tied, timeout=120)
+
+
+def _train_head(loss, arguments, is_tied):
+    serial = build("llama", tie_word_embeddings=is_tied)
+    booster, model, optimizer = boosted(copy.deepcopy(serial), arguments)
+    serial.to(booster.device)
+    plain = torch.optim.SGD(serial.parameters(), lr=0.1, momentum=0.9)
+    rows = []
+    model.unwrap().get_output_embeddings().register_forward_hook(lambda module, args, output: rows.append(args[0]))
+    before = {key: value.clone() for key, value in serial.state_dict().items()}
+    for step in range(2):
+        batch = batch_of(step)
+        labels = batch.pop("labels")
+        expected, found = (LOSSES[loss](one(**batch).logits, labels) for one in (serial, model))
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+        if loss in OWN_TOKENS:
+            num_rows = {"shifted": 20, "masked": 19, "one row": 1}.get(loss, 22)
+            assert sum(one.shape[0] for one in rows) <= -(-num_rows // arguments["sp_size"])
+        rows.clear()
+        plain.zero_grad()
+        expected.backward()
+        plain.step()
+        booster.backward(found, optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+    compare_weights(model, serial, before)
+
+
+@distributed(world_size=2)
+def test_logits_are_whole_to_whom_reads_them():
+    serial = build("llama")
+    booster, model, _ = boosted(copy.deepcopy(serial), LAYOUTS["all_to_all 2"][1])
+    serial.to(booster.device)
+    batch = batch_of(0)
+    expected, found = serial(**batch).logits, model(**batch).logits
+    assert type(found) is TokenParallelLogits
+    assert (found.shape, found.dtype, found.requires_grad) == (expected.shape, expected.dtype, True)
+    assert repr(found) == "TokenParallelLogits(shape=(2, 11, 61), dtype=torch.float32)"
+    torch.testing.assert_close(found.softmax(-1), expected.softmax(-1))
+    torch.testing.assert_close(found.full_tensor(), expected)
+    for change in (lambda: found.mul_(2), lambda: found.register_hook(print)):
+        with pytest.raises(RuntimeError, match=r"of its own tokens would change none of them"):
+            change()
+    with torch.no_grad():
+        torch.testing.assert_close(model(**batch).loss, serial(**batch).loss)
+    tokens = batch["input_ids"][:1]
+    given = {"max_new_tokens": 4, "do_sample": False, "use_cache": False}
+    assert torch.equal(model.unwrap().generate(tokens, **given), serial.generate(tokens, **given))
+    _, plain, _ = boosted(build("llama"), {**LAYOUTS["all_to_all 2"][1], "parallel_output": False})
+    assert type(plain(**batch).logits) is torch.Tensor
