@@ -132,7 +132,7 @@ class OptimizerWrapper(DeprecatedOverrides, Optimizer):
             observer.on_loss(self, loss, num_items)
         if self.loss_scaler is not None:
             loss = loss * self.loss_scaler.scale
-        with boosted_backward(), self._backward_context():
+        with boosted_backward, self._backward_context():
             loss.backward(inputs=inputs, retain_graph=retain_graph)
         self._unscale_in_place()
 
@@ -153,7 +153,7 @@ class OptimizerWrapper(DeprecatedOverrides, Optimizer):
             retain_graph: If True, keep the graph for another backward.
         """
         self._begin_accumulation(None)
-        with boosted_backward(), self._backward_context():
+        with boosted_backward, self._backward_context():
             torch.autograd.backward(tensor, grad, inputs=inputs, retain_graph=retain_graph)
         self._unscale_in_place()
 

@@ -233,7 +233,7 @@ class ZeroOptimizer(ShardedOptimizer):
             num_microbatches=num_microbatches,
             sum_before=self._part.reduce_tied_gradients,
         )
-        with self.no_sync(), boosted_backward(), collecting:
+        with self.no_sync(), boosted_backward, collecting:
             yield self._reducer.start_issuing
 
     # Gradients.

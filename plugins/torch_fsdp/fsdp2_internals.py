@@ -42,8 +42,6 @@ def hooked_tensors(output: Any) -> Sequence[torch.Tensor]:
 # sees one parameter. So all of them share one dictionary of attributes and of hooks, and the last assignment to
 # requires_grad of any of them holds for all.
 def _share_attributes(original: torch.Tensor, other: torch.Tensor) -> None:
-    if other.__dict__ is original.__dict__:
-        return
     original.__dict__.update(other.__dict__)
     other.__dict__ = original.__dict__
     with torch._C.DisableTorchFunctionSubclass():
@@ -96,13 +94,15 @@ class ShardedParam:
         start = min(numel, self.rank * self.padded_numel)
         self.flat_range = (start, min(numel, start + self.padded_numel))
         self._requires_grad = self.parameter.requires_grad
-        _share_attributes(self.original, self.parameter)
+        if self.parameter.__dict__ is not self.original.__dict__:
+            _share_attributes(self.original, self.parameter)
         self.fsdp_param._setattr_on_modules = self.set_on_modules  # type: ignore[assignment, method-assign]
 
     def set_on_modules(self, parameter: nn.Parameter) -> None:
         """Show a tensor of this parameter in the model; replacement of `FSDPParam._setattr_on_modules`."""
-        _share_attributes(self.original, parameter)
-        if parameter.requires_grad != self.requires_grad:
+        if parameter.__dict__ is not self.original.__dict__:
+            _share_attributes(self.original, parameter)
+        if parameter.requires_grad != self.sync_requires_grad():
             parameter.requires_grad_(self._requires_grad)
         FSDPParam._setattr_on_modules(self.fsdp_param, parameter)
 
@@ -163,11 +163,18 @@ class ShardedParam:
 
     def sync_requires_grad(self) -> bool:
         """Apply the last change of requires_grad on any of the tensors to all of them, and return it."""
-        original, parameter, shown, before = self.original, self.parameter, self.shown, self._requires_grad
-        if not original.requires_grad == parameter.requires_grad == shown.requires_grad == before:
-            self._requires_grad = not before
-            for one in (original, parameter, shown):
-                one.requires_grad_(not before)
+        before, info = self._requires_grad, self.fsdp_param._module_info
+        shown = info.module._parameters[info.param_name]
+        # Not `shown` and a loop: this runs several times a step for each parameter.
+        if (
+            self.original.requires_grad is before
+            and self.parameter.requires_grad is before
+            and shown.requires_grad is before  # type: ignore[union-attr]
+        ):
+            return before
+        self._requires_grad = not before
+        for one in (self.original, self.parameter, self.shown):
+            one.requires_grad_(not before)
         return self._requires_grad
 
     @property
