@@ -203,17 +203,15 @@ class FSDPOptimizer(ShardedOptimizer):
         """Reduce local gradients, and all-reduce over the replicas. Collective."""
         model, replicated = self.model, self.model.replicated_params
         model.collective_order.synchronize_end(CollectiveKind.GRADIENTS_READ)
+        for group in model.fsdp_groups:
+            group.mark_used()
         for one in replicated.params:
             one.is_used = one.is_used or one.parameter.grad is not None
-        *has_local, reduces_replicated = self._any_rank(
-            [*(group.has_unreduced_grads for group in model.fsdp_groups), replicated.has_gradients]
-        )
-        for group, reduces in zip(model.fsdp_groups, has_local, strict=True):
-            if reduces:
-                group.reduce_unreduced_grads()
-        reduced_groups = self._sync_is_used()
+        unreduced, reduced_groups, reduces_replicated = self._sync_is_used()
+        for group in unreduced:
+            group.reduce_unreduced_grads()
         replica_group = self._groups.replica_group
-        for group in reduced_groups if replica_group is not None else ():
+        for group in dict.fromkeys((*reduced_groups, *unreduced)) if replica_group is not None else ():
             gradients = group.reduced_grads()
             reduced = all_reduce_sum(gradients.to(collective_device(replica_group)), replica_group)
             if reduced.data_ptr() != gradients.data_ptr():
@@ -221,18 +219,31 @@ class FSDPOptimizer(ShardedOptimizer):
         if reduces_replicated:
             replicated.reduce()
 
-    def _sync_is_used(self) -> list[ParamGroup]:
-        """All-reduce `is_used`; return the parameter groups with reduced gradients on any rank. Collective."""
+    def _sync_is_used(self) -> tuple[list[ParamGroup], list[ParamGroup], bool]:
+        """All-reduce `is_used`. Collective.
+
+        Returns:
+            The parameter groups with unreduced gradients on any rank, those with reduced ones, and whether replicated
+            parameters have gradients.
+        """
         groups = self.model.fsdp_groups
         params: list[ShardedParam | ReplicatedParam] = [
             *self.model.sharded_params,
             *self.model.replicated_params.params,
         ]
-        flags = [*(one.is_used for one in params), *(group.has_reduced_grads for group in groups)]
-        agreed = any_rank(flags, self._groups.control_group or self.data_parallel_group)
-        for param, is_used in zip(params, agreed, strict=False):
-            param.is_used = is_used
-        return [group for group, is_reduced in zip(groups, agreed[len(params) :], strict=True) if is_reduced]
+        flags = [
+            *(group.has_unreduced_grads for group in groups),
+            *(group.has_reduced_grads for group in groups),
+            self.model.replicated_params.has_gradients,
+            *(one.is_used for one in params),
+        ]
+        agreed = iter(any_rank(flags, self._groups.control_group or self.data_parallel_group))
+        unreduced = [group for group in groups if next(agreed)]
+        reduced = [group for group in groups if next(agreed)]
+        has_replicated = next(agreed)
+        for param in params:
+            param.is_used = next(agreed)
+        return unreduced, reduced, has_replicated
 
     def _has_gradients(self) -> bool:
         return self.model.replicated_params.has_gradients or any(

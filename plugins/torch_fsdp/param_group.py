@@ -418,12 +418,13 @@ class ParamGroup:
             return  # gradients loaded from a checkpoint, which FSDP2 cannot hold before the first all-gather
         if self.on_gradients is not None and self.has_unreduced_grads:
             self.on_gradients()
-        if self.fsdp2.reduces_grads and self._mark_used():
+        if self.fsdp2.reduces_grads and self.mark_used():
             self._fill_missing_grads()
         self.fsdp2.post_backward(self.params)
         self._take_fsdp_grads()
 
-    def _mark_used(self) -> bool:
+    def mark_used(self) -> bool:
+        """Note which parameters have unreduced gradients, and return whether any has."""
         used = [one for one in self.params if one.has_unreduced_grad]
         for one in used:
             one.is_used = True
@@ -477,7 +478,7 @@ class ParamGroup:
         """
         self.coordinator.wait_in_flight()
         if contributes:
-            self._mark_used()
+            self.mark_used()
         params = self.trainable_params
         numel = sum(one.padded_numel for one in params)
         send_buffer = torch.zeros(numel * self.num_ranks, dtype=self.reduce_dtype, device=self.device)
