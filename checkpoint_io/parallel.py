@@ -11,7 +11,15 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
-from booster.comm import all_gather_bytes, fake, group_rank, group_size, raise_on_all_ranks
+from booster.comm import (
+    SharedBlocks,
+    all_gather_bytes,
+    fake,
+    group_rank,
+    group_size,
+    raise_on_all_ranks,
+    share_blocks,
+)
 from booster.errors import BoosterError, CheckpointError
 
 T = TypeVar("T")
@@ -35,6 +43,7 @@ class CheckpointGroup:
         self.group = group
         self.host = f"{socket.gethostname()}/{uuid.getnode():x}" if host is None else host
         self._hosts: list[str] = []
+        self._shared_blocks: dict[tuple[int, int], SharedBlocks | None] = {}
 
     @property
     def rank(self) -> int:
@@ -52,6 +61,21 @@ class CheckpointGroup:
             payloads, of_rank = all_gather_bytes(self.host.encode(), self.group)
             self._hosts = [payloads[index].decode() for index in of_rank]
         return self._hosts
+
+    def ranks_of_this_host(self) -> list[int]:
+        """Return the ranks on this rank's host, this one among them. Collective at the first call of `hosts`."""
+        hosts = self.hosts()
+        return [rank for rank, host in enumerate(hosts) if host == hosts[self.rank]]
+
+    def share_blocks(self, num_blocks: int, block_bytes: int) -> SharedBlocks | None:
+        """Return blocks of memory that the ranks of this host share; see `booster.comm.share_blocks`.
+
+        All reads of a checkpoint call use the same ones. Collective at the first call with these numbers.
+        """
+        key = num_blocks, block_bytes
+        if key not in self._shared_blocks:
+            self._shared_blocks[key] = share_blocks(num_blocks, block_bytes, self.ranks_of_this_host(), self.group)
+        return self._shared_blocks[key]
 
     def run_on_all_ranks(self, action: Callable[[], T], action_name: str) -> T:
         """Run `action` and return its result if it succeeds on every rank; else raise on every rank. Collective.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from functools import cache
+from functools import cache, lru_cache
 from types import ModuleType
 from typing import TYPE_CHECKING
 
@@ -44,10 +44,17 @@ def shift_crc32(value: int, num_bytes: int) -> int:
         num_bytes: Number of bytes that follow.
     """
     # A checksum is a polynomial modulo that of CRC-32, the lowest bit first; a byte that follows multiplies it by x^8.
+    return _multiply(value, _factor_of(num_bytes))
+
+
+@lru_cache(maxsize=1024)  # parts of messages mostly have equal lengths
+def _factor_of(num_bytes: int) -> int:
+    """Return x^(8 num_bytes)."""
+    factor = _ONE
     for exponent in range(num_bytes.bit_length()):
         if num_bytes >> exponent & 1:
-            value = _multiply(value, _power_of_x(exponent + 3))
-    return value
+            factor = _multiply(factor, _power_of_x(exponent + 3))
+    return factor
 
 
 _POLYNOMIAL = 0xEDB88320  # without x^32

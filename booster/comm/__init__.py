@@ -69,7 +69,7 @@ from .process_groups import (
     release_unused_groups,
     timeout_scope,
 )
-from .shared_blocks import share_blocks
+from .shared_blocks import SharedBlocks, share_blocks
 from .shared_memory import transport, use_shared_memory
 from .store_barrier import ErrorBarrier
 
@@ -87,6 +87,7 @@ __all__ = [
     "RecvChannel",
     "ReduceScatter",
     "SendChannel",
+    "SharedBlocks",
     "TensorMeta",
     "TensorReceive",
     "TensorSend",

@@ -12,30 +12,35 @@ import torch
 from booster.checkpoint_io.layout import PAGE_BYTES
 from booster.checkpoint_io.parallel import CheckpointGroup
 from booster.checkpoint_io.storage import OpenFile, Storage
-from booster.comm import all_gather_bytes, any_rank, share_blocks
+from booster.comm import SharedBlocks, all_gather_bytes, any_rank
 from booster.errors import ConfigError
+from booster.kernels.checksum import crc32
 from booster.kernels.disk_io import DiskQueue, IOTicket, aligned_buffer
 
 MIN_DIRECT_BYTES = 16 * 2**20  # below it the readers' start takes longer than the page cache
 MAX_CELL_BYTES = 4 * 2**20
 _MIN_CELL_BYTES = 256 * 2**10
 _MAX_SHARED_BYTES = 48 * 2**20  # of all ranks of a host, which each of them maps
-_NUM_BLOCKS = 3
-_NUM_SHARED_BLOCKS = 2
+_NUM_BLOCKS = 4
+_NUM_PUBLISHED_BLOCKS = 2
 _REQUEST_BYTES = 2 * 2**20
 _NUM_THREADS = 4
+_DIGEST_BYTES = 4
 
 # Note [Direct reads]
 # Reading through the page cache costs an allocation and a copy per page: 1 GiB took 0.6 to 0.9 s where the disk gave it
 # in 0.4 s by O_DIRECT. So a file that is not cached is read by O_DIRECT, in aligned cells of a grid over the file.
 #   Who reads: a cell that one rank of a host needs is read by that rank; one that several need, by these in turn, so
 #     the disk reads every cell once per host.
-#   Where to: every rank has three staging blocks of one cell, in huge pages. Into scattered pages of 4 KiB, such as
-#     those of shared memory, 1 GiB took 0.9 s: a disk request has a limited number of memory segments. So what other
-#     ranks need too is copied from there into one of two blocks of shared memory, which all ranks of the host map.
-#   When: while the blocks of a round are copied to where they belong, the next two rounds are being read. Before each
-#     round the ranks exchange whether one has failed. By then all have published this round, and none uses the shared
-#     blocks of the round before any more. Cells of one rank alone come first, without that.
+#   Where to: blocks of one cell, four of each rank, in huge pages: into scattered pages of 4 KiB 1 GiB took 0.9 s, as a
+#     disk request has a limited number of memory segments. The blocks are memory that all ranks of the host map, so
+#     each copies what it needs out of all of them. Where the system makes no huge pages of shared memory, a rank reads
+#     into blocks of its own, and publishes what others need too by a copy in shared memory. So it does not for cells of
+#     one rank alone, which come first.
+#   When: while the blocks of a round are copied to where they belong, the next three rounds are being read. Before each
+#     round the ranks exchange whether one has failed. By then all have published this round, and none uses the blocks of
+#     the round before any more.
+#   Checksums: each rank sums up what it has read, if all need the same ranges, and they exchange the sums.
 #   By what: four threads per rank. io_uring was no faster by itself, and slower beside busy cores: 0.86 s for a load
 #     that threads did in 0.74 s. Containers often forbid it, too.
 # The page cache is used for a file of which most is cached, and where the system does not tell what is; where the file
@@ -57,8 +62,9 @@ class ByteRange:
     stop: int
 
 
-# Called with the index of a range, an offset in the file, and the range's bytes from there on that a cell holds.
-Consume = Callable[[int, int, np.ndarray], None]
+# Called with the index of a range, an offset in the file, the range's bytes from there on that a cell holds, and whether
+# this rank is to check them: not if it shares that with the one that has read them.
+Consume = Callable[[int, int, np.ndarray, bool], None]
 
 
 class DirectFiles:
@@ -195,9 +201,26 @@ class _HostPlan:
         return max(map(len, self.shared))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DirectOutcome:
+    """Outcome of `read_directly`.
+
+    Attributes:
+        failure: This rank's failure, which the caller must raise on all ranks.
+        left: Indices of the ranges that are not read. Without a failure here, parts may be missing because of one on
+            another rank.
+        sharers: Ranks that have each checked a part of the same ranges, those of this host; None if each rank has
+            checked all of its own, as ranges differ. None on all ranks or on none.
+    """
+
+    failure: Exception | None = None
+    left: Sequence[int] = ()
+    sharers: Sequence[int] | None = None
+
+
 def read_directly(
     files: DirectFiles, needs: Sequence[ByteRange], consume: Consume, ranks: CheckpointGroup
-) -> tuple[Exception | None, list[int]]:
+) -> DirectOutcome:
     """Read ranges of files past the page cache, each byte once per host; see Note [Direct reads]. Collective.
 
     Args:
@@ -205,47 +228,50 @@ def read_directly(
         needs: What this rank needs; it may differ between ranks, and ranges may overlap.
         consume: Function that takes the bytes, in parts and in any order, in the calling thread.
         ranks: Ranks that read together.
-
-    Returns:
-        This rank's failure, which the caller must raise on all ranks, and the indices of the ranges that are not read.
-        Without a failure here, parts may be missing because of one on another rank.
     """
     hosts = ranks.hosts()
     most_ranks = max(Counter(hosts).values())
     cell_bytes = MAX_CELL_BYTES
-    while cell_bytes > _MIN_CELL_BYTES and most_ranks * _NUM_SHARED_BLOCKS * cell_bytes > _MAX_SHARED_BYTES:
+    while cell_bytes > _MIN_CELL_BYTES and most_ranks * _NUM_BLOCKS * cell_bytes > _MAX_SHARED_BYTES:
         cell_bytes //= 2
     grid = _Grid(files.sizes, cell_bytes)
-    packed = _needs_of_ranks(grid, needs, ranks)
+    packed, have_same_needs = _needs_of_ranks(grid, needs, ranks)
     if not any(row.any() for row in packed):
-        return None, []
+        return DirectOutcome()
     ranks_of_host = {host: [rank for rank, other in enumerate(hosts) if other == host] for host in hosts}
     plans = (_HostPlan.of([packed[rank] for rank in each], grid.num_cells) for each in ranks_of_host.values())
     num_rounds = max(plan.num_rounds for plan in plans)
-    members = ranks_of_host[hosts[ranks.rank]]
+    members = ranks.ranks_of_this_host()
     local_rank = members.index(ranks.rank)
     plan = _HostPlan.of([packed[rank] for rank in members], grid.num_cells)
     left: list[int] = []
-    shared = share_blocks(_NUM_SHARED_BLOCKS, cell_bytes, members, ranks.group) if num_rounds > 0 else None
+    shared = ranks.share_blocks(_NUM_BLOCKS, cell_bytes) if num_rounds > 0 else None
     if num_rounds > 0 and shared is None:  # on all ranks: every range that has shared cells is left to the caller
         is_shared = np.zeros(grid.num_cells, dtype=bool)
         is_shared[np.concatenate(plan.shared)] = True
         left = [index for index, each in enumerate(needs) if is_shared[list(grid.cells_of(each))].any()]
+    sharers = members if have_same_needs and most_ranks > 1 else None
     with _CellReads(files, grid, needs, left, consume, cell_bytes) as reads:
         reads.read_private(plan.private[local_rank])
         if shared is not None:
-            reads.read_shared(plan.shared, local_rank, shared, num_rounds, ranks)
-    return reads.failure, left
+            reads.read_shared(plan.shared, local_rank, shared, num_rounds, ranks, checks_all=sharers is None)
+    return DirectOutcome(failure=reads.failure, left=left, sharers=sharers)
 
 
-def _needs_of_ranks(grid: _Grid, needs: Sequence[ByteRange], ranks: CheckpointGroup) -> list[np.ndarray]:
-    """Return which cells each rank needs, as packed bits: 64 KiB for 2 TiB of cells. Collective."""
+def _needs_of_ranks(grid: _Grid, needs: Sequence[ByteRange], ranks: CheckpointGroup) -> tuple[list[np.ndarray], bool]:
+    """Return which cells each rank needs, as packed bits, and whether all need the same ranges. Collective.
+
+    The bits of 2 TiB of cells are 64 KiB.
+    """
     is_needed = np.zeros(grid.num_cells, dtype=bool)
     for each in needs:
         cells = grid.cells_of(each)
         is_needed[cells.start : cells.stop] = True
-    payloads, of_rank = all_gather_bytes(np.packbits(is_needed).tobytes(), ranks.group)
-    return [np.frombuffer(payloads[index], dtype=np.uint8) for index in of_rank]
+    digest = crc32(np.array([(each.file, each.start, each.stop) for each in needs], dtype=np.int64).data)
+    payload = np.packbits(is_needed).tobytes() + digest.to_bytes(_DIGEST_BYTES, "little")
+    payloads, of_rank = all_gather_bytes(payload, ranks.group)
+    rows = [np.frombuffer(payloads[index][:-_DIGEST_BYTES], dtype=np.uint8) for index in of_rank]
+    return rows, len({each[-_DIGEST_BYTES:] for each in payloads}) == 1
 
 
 class _CellReads:
@@ -305,41 +331,53 @@ class _CellReads:
         own = [part for part in own if part.start < part.stop]  # its ranges may be left to the caller
         self._keep_failure(self._start, own, range(_NUM_BLOCKS - 1))
         for index, part in enumerate(own):
+            self._keep_failure(self._start, own, [index + _NUM_BLOCKS - 1])
             self._keep_failure(self._wait, index)
             if self.failure is not None:
                 return
-            self._keep_failure(self._start, own, [index + _NUM_BLOCKS - 1])
-            self._keep_failure(self._take, part, self._blocks[index % _NUM_BLOCKS])
+            self._keep_failure(self._take, part, self._blocks[index % _NUM_BLOCKS], True)
 
     def read_shared(
         self,
         cells_of_readers: Sequence[np.ndarray],
         local_rank: int,
-        shared: Sequence[np.ndarray],
+        shared: SharedBlocks,
         num_rounds: int,
         ranks: CheckpointGroup,
+        *,
+        checks_all: bool,
     ) -> None:
         """Read and consume cells that several ranks of the host need. Collective over `ranks`. An error is kept.
 
         Args:
             cells_of_readers: Cells by the rank of the host that reads them, one per round.
             local_rank: This rank of the host.
-            shared: Shared blocks of these ranks.
+            shared: Blocks of these ranks.
             num_rounds: Number of rounds, the same on all hosts.
             ranks: Ranks that read together.
+            checks_all: If True, this rank also checks what others have read.
         """
         parts = [[self._grid.range_of(int(cell)) for cell in cells] for cells in cells_of_readers]
-        own = parts[local_rank]
+        own, published = parts[local_rank], shared.of_ranks[local_rank]
+        if shared.are_huge:
+            self._blocks = published
         self._keep_failure(self._start, own, range(_NUM_BLOCKS - 1))
         for index in range(num_rounds):
-            self._keep_failure(self._wait, index, shared[local_rank])
+            if not shared.are_huge:
+                self._keep_failure(self._start, own, [index + _NUM_BLOCKS - 1])
+            self._keep_failure(self._wait, index)
+            if not shared.are_huge and self.failure is None and index < len(own):
+                np.copyto(published[index % _NUM_PUBLISHED_BLOCKS], self._blocks[index % _NUM_BLOCKS])
             if any_rank([self.failure is not None], ranks.group)[0]:
                 return
-            self._keep_failure(self._start, own, [index + _NUM_BLOCKS - 1])
+            if shared.are_huge:  # all have taken the round before, whose blocks are read to next
+                self._keep_failure(self._start, own, [index + _NUM_BLOCKS - 1])
             for reader, of_reader in enumerate(parts):
                 if index < len(of_reader):
-                    blocks = self._blocks if reader == local_rank else shared[reader]
-                    self._keep_failure(self._take, of_reader[index], blocks[index % len(blocks)])
+                    is_published = reader != local_rank and not shared.are_huge
+                    blocks = self._blocks if reader == local_rank else shared.of_ranks[reader]
+                    block = blocks[index % (_NUM_PUBLISHED_BLOCKS if is_published else _NUM_BLOCKS)]
+                    self._keep_failure(self._take, of_reader[index], block, checks_all or reader == local_rank)
 
     def _keep_failure(self, action: Callable[..., None], *arguments: object) -> None:
         if self.failure is None:
@@ -364,18 +402,15 @@ class _CellReads:
                 memory = self._blocks[index % _NUM_BLOCKS][start - part.start : stop - part.start]
                 reads.append(self._files.start(self._queue, part.file, torch.from_numpy(memory), start))
 
-    def _wait(self, index: int, published: np.ndarray | None = None) -> None:
-        """Wait until the part of a round is read, and copy it to where other ranks find it."""
-        if index in self._reads:
-            for read in self._reads.pop(index):
-                read.wait()
-            if published is not None:
-                np.copyto(published[index % _NUM_SHARED_BLOCKS], self._blocks[index % _NUM_BLOCKS])
+    def _wait(self, index: int) -> None:
+        """Wait until the part of a round is read."""
+        for read in self._reads.pop(index, ()):
+            read.wait()
 
-    def _take(self, part: ByteRange, block: np.ndarray) -> None:
+    def _take(self, part: ByteRange, block: np.ndarray, is_to_check: bool) -> None:
         """Consume what this rank needs of a part of a cell that is in a block."""
         cell = self._grid.cells_of(part).start
         for index in self._needs_of_cell.get(cell, ()):
             need = self._needs[index]
             start, stop = max(need.start, part.start), min(need.stop, part.stop)
-            self._consume(index, start, block[start - part.start : stop - part.start])
+            self._consume(index, start, block[start - part.start : stop - part.start], is_to_check)

@@ -14,12 +14,12 @@ from booster.checkpoint_io.copy_elements import bytes_of, needs_no_conversion
 from booster.checkpoint_io.formats.manifest import RangeRecord
 from booster.checkpoint_io.parallel import CheckpointGroup, run_in_threads
 from booster.checkpoint_io.planning.slices import Box, full_box, overlapping_runs, run_length, run_start
-from booster.comm import is_fake_world, max_of_numbers
+from booster.comm import all_gather_bytes, is_fake_world, max_of_numbers
 from booster.errors import CheckpointError
 from booster.interface import TensorSlice
 from booster.kernels.checksum import crc32, shift_crc32
 
-from .direct_reads import MIN_DIRECT_BYTES, ByteRange, DirectFiles, read_directly
+from .direct_reads import MIN_DIRECT_BYTES, ByteRange, DirectFiles, DirectOutcome, read_directly
 from .ranges import ElementReader
 from .reader import StoredCheckpoint
 
@@ -133,7 +133,7 @@ def read_slices_on_all_ranks(
 ) -> None:
     """Fill slices as `read_slices` does, and files that are not cached past the page cache; see Note [Direct reads].
 
-    Peak extra memory is 12 MiB for the staging blocks, and at most 48 MiB for those that the ranks of a host share.
+    Peak extra memory is at most 16 MiB for this rank's staging blocks, and 48 MiB that the ranks of a host share.
 
     Args:
         stored: Open checkpoint, the same on all ranks.
@@ -189,8 +189,9 @@ def _read_directly(
     direct = _DirectBlocks(stored)
     with closing(direct.files):
         rest = ranks.run_on_all_ranks(lambda: [block for block in blocks if not direct.add(block)], action)
-        failure, left = read_directly(direct.files, direct.needs, direct.take, ranks)
-    return failure, [*rest, *(direct.blocks[index] for index in left)]
+        outcome = read_directly(direct.files, direct.needs, direct.take, ranks)
+    failure = direct.check_sums(outcome, ranks)
+    return failure, [*rest, *(direct.blocks[index] for index in outcome.left)]
 
 
 class _DirectBlocks:
@@ -209,7 +210,7 @@ class _DirectBlocks:
         self.blocks: list[_Block] = []
         self.needs: list[ByteRange] = []
         self._stored = stored
-        self._sums: list[_PartialSum] = []
+        self._parts: list[tuple[int, int, int, int]] = []  # block, offset in it, number of bytes, their checksum
         firsts = [(file, next(iter(file.specs))) for file in stored.files if file.specs]
         located = [(file, place[0]) for file, name in firsts if (place := file.locate(name)) is not None]
         self._numbers = {file.path: number for number, (file, _) in enumerate(located)}
@@ -228,16 +229,16 @@ class _DirectBlocks:
         start = place[1] + block.region.start * itemsize
         self.blocks.append(block)
         self.needs.append(ByteRange(file, start, start + block.region.numel * itemsize))
-        self._sums.append(_PartialSum(block.region.numel * itemsize))
         return True
 
-    def take(self, index: int, offset: int, data: np.ndarray) -> None:
-        """Copy bytes of a block to its targets and add up its checksum, which is compared once it is complete.
+    def take(self, index: int, offset: int, data: np.ndarray, is_to_check: bool) -> None:
+        """Copy bytes of a block to its targets, and note their checksum.
 
         Args:
             index: Index of the block.
             offset: Offset of the first byte in the file.
             data: Bytes.
+            is_to_check: Whether the checksum is this rank's to compute.
         """
         block, need = self.blocks[index], self.needs[index]
         region, itemsize = block.region, block.dtype.itemsize
@@ -245,35 +246,28 @@ class _DirectBlocks:
         # Not in smaller steps: copies of 1 MiB and more bypass the caches, which takes half of the time.
         for target in block.targets:
             _copy(data, block.dtype, _Region(region.shape, region.box, (first, first + len(data) // itemsize)), target)
-        if block.record is not None:
-            checksum = self._sums[index].add(data, offset - need.start)
-            if checksum is not None and checksum != block.record.crc32:
-                raise _checksum_error(self._stored, block.record, checksum, "some of it is loaded")
+        if block.record is not None and is_to_check:
+            self._parts.append((index, offset - need.start, len(data), crc32(data.data)))
 
-
-class _PartialSum:
-    """Checksum of bytes that arrive in parts, in any order, though mostly in their own.
-
-    Args:
-        num_bytes: Number of bytes.
-    """
-
-    def __init__(self, num_bytes: int) -> None:
-        self._num_bytes = self._num_missing = num_bytes
-        self._num_first = 0  # bytes from the start on that have arrived in order
-        self._of_first = self._of_rest = 0
-
-    def add(self, data: np.ndarray, offset: int) -> int | None:
-        """Add the bytes at an offset; return the checksum once all have arrived, else None."""
-        if offset == self._num_first:
-            self._of_first = crc32(data.data, self._of_first)
-            self._num_first += len(data)
-        else:
-            self._of_rest ^= shift_crc32(crc32(data.data), self._num_bytes - offset - len(data))
-        self._num_missing -= len(data)
-        if self._num_missing > 0:
-            return None
-        return shift_crc32(self._of_first, self._num_bytes - self._num_first) ^ self._of_rest
+    def check_sums(self, outcome: DirectOutcome, ranks: CheckpointGroup) -> Exception | None:
+        """Return the failure of the reads, or else a checksum that differs from the recorded one. Collective."""
+        parts = np.array(self._parts, dtype=np.int64).reshape(-1, 4)
+        if outcome.sharers is not None:
+            payloads, of_rank = all_gather_bytes(parts.tobytes(), ranks.group)
+            of_sharers = [np.frombuffer(payloads[of_rank[rank]], dtype=np.int64) for rank in outcome.sharers]
+            parts = np.concatenate(of_sharers).reshape(-1, 4)
+        if outcome.failure is not None:
+            return outcome.failure
+        checksums, ends = [0] * len(self.blocks), [0] * len(self.blocks)
+        for index, offset, length, checksum in parts[np.lexsort((parts[:, 1], parts[:, 0]))].tolist():
+            if offset == ends[index]:
+                checksums[index] = shift_crc32(checksums[index], length) ^ checksum
+                ends[index] += length
+        for block, need, checksum, end in zip(self.blocks, self.needs, checksums, ends, strict=True):
+            is_complete = end == need.stop - need.start  # it is not, where another rank has failed
+            if block.record is not None and is_complete and checksum != block.record.crc32:
+                return _checksum_error(self._stored, block.record, checksum, "some of it is loaded")
+        return None
 
 
 def verify_ranges(stored: StoredCheckpoint, share: int, num_shares: int) -> None:

@@ -237,18 +237,30 @@ class Loader(ExitStack):
         if self.ranks.size > 1:
             check_same_across_ranks("what they load", [f"a {kind.name} from {path}"], self.ranks.group)
 
-        def open_stored() -> StoredCheckpoint:
-            timeout = 0.0 if self.ranks.rank == 0 else _VISIBILITY_TIMEOUT_SECONDS
+        def open_stored(timeout_seconds: float) -> StoredCheckpoint:
             stored = open_checkpoint(
-                self.storage, path, kind, timeout_seconds=timeout, requires_manifest=self._verifies
+                self.storage, path, kind, timeout_seconds=timeout_seconds, requires_manifest=self._verifies
             )
             self.callback(stored.close)
             return stored
 
         action, rank = f"loading the {kind.name} from {path}", self.ranks.rank
-        # Rank 0 runs first, so that the other ranks find on disk what rank 0 found.
-        first = self.ranks.run_on_all_ranks(lambda: [open_stored()] if rank == 0 else [], action)
-        stored = self.ranks.run_on_all_ranks(lambda: first[0] if rank == 0 else open_stored(), action)
+        first: StoredCheckpoint | Exception
+        try:
+            first = open_stored(0.0)
+        except Exception as error:  # raised below if it is rank 0's
+            first = error
+
+        def take_first() -> StoredCheckpoint | None:
+            if isinstance(first, StoredCheckpoint):
+                return first
+            if rank == 0:
+                raise first
+            return None
+
+        # What rank 0 has found, other ranks of a network file system may find later.
+        found = self.ranks.run_on_all_ranks(take_first, action)
+        stored = self.ranks.run_on_all_ranks(lambda: found or open_stored(_VISIBILITY_TIMEOUT_SECONDS), action)
         if self.ranks.size > 1:
             # A concurrent save could show some ranks the old checkpoint and others the new one, each consistent.
             what = f"the {kind.name} that they found at {path}"

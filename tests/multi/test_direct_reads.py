@@ -79,7 +79,7 @@ def _slices(tensors):
 
 
 @distributed(world_size=[2, 3])
-@pytest.mark.parametrize("case", ["checksums", "structure", "two hosts", "not attached"])
+@pytest.mark.parametrize("case", ["checksums", "structure", "two hosts", "not attached", "scattered pages"])
 def test_each_rank_gets_what_it_needs(tmp_path, case):
     tensors = _tensors()
     _save(tensors, tmp_path / "m.safetensors")
@@ -90,16 +90,21 @@ def test_each_rank_gets_what_it_needs(tmp_path, case):
     def refuse(*arguments):
         return None if case == "not attached" and dist.get_rank() == 1 else attach(*arguments)
 
+    advice = 9999 if case == "scattered pages" and dist.get_rank() == 1 else shared_blocks._MADV_COLLAPSE
     cells, smallest, least = _small_cells()
     with (
         open_checkpoint(ColdStorage(), tmp_path / "m.safetensors", MODEL) as stored,
         patch.object(shared_blocks, "_attach", refuse),
+        patch.object(shared_blocks, "_MADV_COLLAPSE", advice),
         cells,
         smallest,
         least,
     ):
         ranks = CheckpointGroup(host=host)
         read_slices_on_all_ranks(stored, slices, ranks, "loading", verifies=case != "structure")
+        shared = ranks.share_blocks(direct_reads._NUM_BLOCKS, 16384)
+    if case in ("not attached", "scattered pages"):
+        assert shared is None or not shared.are_huge
     for name, _ in slices:
         assert torch.equal(found[name], expected[name]), name
 

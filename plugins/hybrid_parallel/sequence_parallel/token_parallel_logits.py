@@ -28,7 +28,9 @@ from .splitters import gather_tokens, scatter_tokens
 _ATTRIBUTE = "_token_parallel"
 
 
-def share_head(model: nn.Module, sp_group: SequenceParallelGroup, shard_specs: Mapping[str, Sequence[ShardSpec]]) -> None:
+def share_head(
+    model: nn.Module, sp_group: SequenceParallelGroup, shard_specs: Mapping[str, Sequence[ShardSpec]]
+) -> None:
     """Make the output head of a language model return `TokenParallelLogits`, in place.
 
     Args:
