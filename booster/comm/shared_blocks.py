@@ -68,7 +68,7 @@ def share_blocks(
 
 
 def _make(num_bytes: int, key: int) -> tuple[np.ndarray | None, int, bool]:
-    """Return new memory with the key in its first bytes, its descriptor for other processes, and if it is huge pages."""
+    """Return new memory with the key in its first bytes, its descriptor for others, and whether it is huge pages."""
     descriptor = _NO_FILE
     try:
         descriptor = os.memfd_create("booster-blocks", os.MFD_CLOEXEC)

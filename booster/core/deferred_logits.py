@@ -1,4 +1,4 @@
-"""Logits that are not computed by the head, but from their hidden states where a cross-entropy or another use needs them.
+"""Logits that the head does not compute, but a cross-entropy or another use of them, from their hidden states.
 
 What models and losses do with logits before the cross-entropy (casts, scaling, soft caps, shifts of the tokens) is
 recorded. So the cross-entropy may compute the head for some rows at a time, or for a rank's own ones.

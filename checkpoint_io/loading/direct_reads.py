@@ -38,8 +38,8 @@ _DIGEST_BYTES = 4
 #     into blocks of its own, and publishes what others need too by a copy in shared memory. So it does not for cells of
 #     one rank alone, which come first.
 #   When: while the blocks of a round are copied to where they belong, the next three rounds are being read. Before each
-#     round the ranks exchange whether one has failed. By then all have published this round, and none uses the blocks of
-#     the round before any more.
+#     round the ranks exchange whether one has failed. By then all have published this round, and none uses the blocks
+#     of the round before any more.
 #   Checksums: each rank sums up what it has read, if all need the same ranges, and they exchange the sums.
 #   By what: four threads per rank. io_uring was no faster by itself, and slower beside busy cores: 0.86 s for a load
 #     that threads did in 0.74 s. Containers often forbid it, too.
@@ -62,8 +62,8 @@ class ByteRange:
     stop: int
 
 
-# Called with the index of a range, an offset in the file, the range's bytes from there on that a cell holds, and whether
-# this rank is to check them: not if it shares that with the one that has read them.
+# Called with the index of a range, an offset in the file, the range's bytes from there on that a cell holds, and
+# whether this rank is to check them: not if it shares that with the one that has read them.
 Consume = Callable[[int, int, np.ndarray, bool], None]
 
 
