@@ -81,7 +81,7 @@ def train(booster: Booster, arguments: argparse.Namespace) -> float:
         for step in range(arguments.steps):
             if step and step % len(loader) == 0:
                 batches = iter(loader)
-            tokens = next(batches)
+            tokens = next(batches).to(booster.device)
             loss = model(input_ids=tokens, labels=tokens).loss
             booster.backward(loss, optimizer)
             booster.clip_grad_norm_(optimizer, 1.0)

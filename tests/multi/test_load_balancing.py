@@ -17,6 +17,7 @@ from zoo.small_configs import small_config
 from booster import Booster, ConfigError
 from booster.device import current_device
 from booster.moe import Experts, LossFreeBalancing, MoeLayer, MoeLoss, Top2Router, global_load_balancing
+from booster.moe.balance import _running
 from booster.plugins import HybridParallelPlugin
 
 preload(*TRANSFORMERS_MODULES)
@@ -214,6 +215,7 @@ def train_in_stages(name: str, arguments: dict[str, object]) -> tuple[list[float
         optimizer.clip_grad_by_norm(0.05)
         optimizer.step()
         optimizer.zero_grad()
+    assert not _running.forwards  # else losses of other models would be gathered over this one's ranks
     return losses, joined_over_ranks(model)
 
 

@@ -9,6 +9,7 @@ from harness import distributed, run_ranks
 from memory_cases import PLAN, TOKENS, WIDTH, LanguageModel, check, estimated, measured, of_name, trained
 
 from booster import ConfigError, checkpoint_activations
+from booster.device import current_device
 from booster.optim import HybridAdam
 from booster.plugins import (
     GeminiPlugin,
@@ -86,7 +87,9 @@ def test_offloaded_inputs_are_not_on_the_device():
     kept = estimated(None, make_model=lambda: checkpoint_activations(LanguageModel()), batch=32)
     offloaded = estimated(None, make_model=lambda: checkpoint_activations(LanguageModel(), offload="cpu"), batch=32)
     num_bytes = 32 * TOKENS * WIDTH * 4
-    assert kept.memory.backward.total - offloaded.memory.backward.total == pytest.approx(4 * num_bytes, rel=0.1)
+    saved = kept.memory.backward.total - offloaded.memory.backward.total
+    num_offloaded = 4 if current_device().type == "cpu" else 3  # an accelerator copies one back ahead of its use
+    assert 0.95 * num_offloaded * num_bytes < saved < 1.1 * 4 * num_bytes
 
 
 @pytest.mark.parametrize(

@@ -64,6 +64,27 @@ def test_what_transformers_captures_of_layers_travels_with_the_output(schedule):
 
 @BY_SCHEDULE
 @distributed(world_size=2)
+def test_hooks_that_are_always_called_end_every_forward_that_has_begun(schedule):
+    twins, running, ended = StagedTwins("llama", schedule), [], []
+    module = twins.model.unwrap().model
+
+    def leave(module, args, output):
+        running.remove(module)
+
+    def end(module, args, kwargs, output):
+        ended.append(sorted(kwargs))
+
+    module.register_forward_pre_hook(lambda module, args: running.append(module))
+    module.register_forward_hook(leave, always_call=True)
+    module.register_forward_hook(end, with_kwargs=True, always_call=True)
+    twins.execute(twins.batch(0)[0])
+    assert ended
+    assert all("input_ids" in names for names in ended)
+    assert running == []
+
+
+@BY_SCHEDULE
+@distributed(world_size=2)
 def test_evaluation_is_the_models_own_forward(schedule):
     for name in ("glued_chain", "tied_lm", "gpt2", "t5"):
         twins = StagedTwins(name, schedule).train()

@@ -21,6 +21,7 @@ differently has no value that one process would have, and raises.
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -421,6 +422,7 @@ def run_chunk(
         else:
             outputs = call_with_batch(model, batch)
     except ChunkDone as finished:
+        _call_always_called_hooks(finished)
         output, full_length = finished.output, noted_full_length(finished.output)
         losses: list[torch.Tensor | None] = []
         if context.has_routers:
@@ -443,6 +445,17 @@ def run_chunk(
             " choose num_layers_per_stage or split= so that a layer that always runs ends the stage"
         )
     return None, outputs
+
+
+def _call_always_called_hooks(finished: ChunkDone) -> None:
+    """Call the forward hooks with `always_call` of the modules that it has ended: torch does so for an `Exception`."""
+    frames = [frame for frame, _ in traceback.walk_tb(finished.__traceback__)]
+    for frame in reversed(frames):
+        module = frame.f_locals.get("self") if frame.f_code is nn.Module._call_impl.__code__ else None
+        for key in () if module is None else tuple(module._forward_hooks_always_called):
+            takes_kwargs = key in module._forward_hooks_with_kwargs
+            arguments = (frame.f_locals["args"], *([frame.f_locals["kwargs"]] if takes_kwargs else []))
+            module._forward_hooks[key](module, *arguments, None)
 
 
 def install_layer(module: nn.Module, index: int, context: ChunkContext) -> None:
