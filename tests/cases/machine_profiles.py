@@ -1,7 +1,12 @@
-"""Machine profiles with round figures, whose step times can be computed by hand."""
+"""Machine profiles with round figures, whose step times can be computed by hand, and a short one of this machine."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from unittest.mock import patch
+
+from booster.estimate import machine_speed
 from booster.estimate.machine_profile import (
     BYTE_KINDS,
     FLOP_KINDS,
@@ -48,3 +53,15 @@ def profile_of(
         is_asynchronous=is_asynchronous,
         collectives=tuple(collectives),
     )
+
+
+@contextmanager
+def short_measurement() -> Iterator[None]:
+    """Lets the measurement of this machine take a second in place of ten: few and small operators, few repeats."""
+    with (
+        patch.object(machine_speed, "_SIDES", {"cpu": (32, 64)}),
+        patch.object(machine_speed, "_NUM_BYTES", {"cpu": (2**12, 2**14)}),
+        patch.object(machine_speed, "_PAYLOADS", {"cpu": (2**8, 2**16, 2**20)}),
+        patch.multiple(machine_speed, _MIN_SECONDS=0.0005, _REPEATS=2, _NUM_WAITS=4, _UNCACHED=2**20),
+    ):
+        yield

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from harness import distributed
+from machine_profiles import short_measurement
 
 from booster.cli import main
 from booster.comm import all_gather_bytes, group_size
@@ -15,14 +16,8 @@ from booster.estimate.machine_profile import BYTE_KINDS, FLOP_KINDS, load_profil
 
 @distributed(world_size=2)
 def test_all_ranks_measure_one_profile():
-    kept = machine_speed._SIDES, machine_speed._NUM_BYTES, machine_speed._PAYLOADS
-    machine_speed._SIDES = {"cpu": (32, 64)}
-    machine_speed._NUM_BYTES = {"cpu": (2**12, 2**14)}
-    machine_speed._PAYLOADS = {"cpu": (2**8, 2**16, 2**20)}
-    try:
+    with short_measurement():
         profile = machine_speed.measure_machine(group_size())
-    finally:
-        machine_speed._SIDES, machine_speed._NUM_BYTES, machine_speed._PAYLOADS = kept
     assert len(all_gather_bytes(repr(profile).encode())[0]) == 1  # the slowest rank's times, on all of them
     assert set(profile.operators) == {*FLOP_KINDS, *BYTE_KINDS}
     assert set(profile.operators["matmul"]) == {"float32", "bfloat16"}
