@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -251,11 +252,17 @@ class OptimizerState:
             floats = spec.dtype.is_floating_point and parameter.is_floating_point()
             dtype, device = parameter.dtype if floats else spec.dtype, parameter.device
             if key == "step":
-                group = next(g for g in self.optimizer.optim.param_groups if any(p is parameter for p in g["params"]))
-                on_device = bool(group.get("capturable") or group.get("fused"))
+                on_device = id(parameter) in self._with_steps_on_device
                 dtype, device = spec.dtype, parameter.device if on_device else torch.device("cpu")
             memory = torch.empty(spec.shape, dtype=dtype, device=device)
         return memory.zero_() if self._layout(parameter).has_padding else memory
+
+    @cached_property
+    def _with_steps_on_device(self) -> frozenset[int]:
+        """`id` of the parameters whose step torch keeps on their device, once the param groups are loaded."""
+        groups = self.optimizer.optim.param_groups
+        chosen = (group for group in groups if group.get("capturable") or group.get("fused"))
+        return frozenset(id(parameter) for group in chosen for parameter in group["params"])
 
     def _own_spec(self, parameter: nn.Parameter, key: str, spec: TensorSpec) -> TensorSpec:
         """Return the local spec of a stored state for one of `param_groups`."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import TypeAlias
 
 import torch
@@ -136,9 +137,7 @@ class ShardSpec:
     @classmethod
     def unsharded(cls, shape: Sequence[int], *, is_primary: bool = True) -> ShardSpec:
         """Return the layout of an unsharded parameter."""
-        box = tuple((0, size) for size in shape)
-        region = ShardRegion(local=box, logical=box, is_primary=is_primary)
-        return cls(logical_shape=tuple(shape), local_shape=tuple(shape), regions=(region,))
+        return _unsharded(tuple(shape), is_primary)
 
     def non_primary(self) -> ShardSpec:
         """Return the same layout without primary blocks: other ranks write and count all elements."""
@@ -269,6 +268,13 @@ class ShardSpec:
         for region in self.regions:
             local[_index(region.local)] = numbers[_index(region.logical)]
         return local.view(-1)[slice(*span)]
+
+
+@lru_cache(maxsize=4096)  # a model has few shapes, and saves and loads ask for each parameter's several times
+def _unsharded(shape: tuple[int, ...], is_primary: bool) -> ShardSpec:
+    box = tuple((0, size) for size in shape)
+    region = ShardRegion(local=box, logical=box, is_primary=is_primary)
+    return ShardSpec(logical_shape=shape, local_shape=shape, regions=(region,))
 
 
 def shard_spec_of(parameter: torch.Tensor, shape: Sequence[int] | None = None) -> ShardSpec:
