@@ -13,6 +13,7 @@ from typing import Any, Self
 import torch
 from torch import nn
 
+from .compiling import not_compiled
 from .partial_logits import PartialLogits
 
 
@@ -149,6 +150,7 @@ class DeferredLogits(PartialLogits):
         return f"{type(self).__name__}(shape={tuple(self.shape)}, dtype={self.dtype})"
 
     @classmethod
+    @not_compiled
     def __torch_function__(
         cls, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:

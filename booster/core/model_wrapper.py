@@ -129,6 +129,10 @@ class ModelWrapper(nn.Module, metaclass=_ConstructionMarker):
             outputs = self.forward_module(*args, **kwargs)
         return precision.convert_outputs(outputs)
 
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Compile the user's module in place, as `torch.nn.Module.compile` does."""
+        self.module.compile(*args, **kwargs)
+
     def train(self, mode: bool = True) -> ModelWrapper:
         """Set training or evaluation mode of the user's model and of the plugin's forward module."""
         self.module.train(mode)

@@ -18,6 +18,8 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_map_only
 
+from .compiling import not_compiled
+
 _PLAIN = (torch.Tensor, FakeTensor)  # other subclasses may override the operations
 
 
@@ -249,6 +251,7 @@ class PartialLogits(torch.Tensor):
         return repr(self)
 
     @classmethod
+    @not_compiled  # a graph would make logits without what they hold
     def __torch_function__(
         cls,
         func: Callable[..., Any],

@@ -19,7 +19,7 @@ from booster.device import current_device
 
 pytestmark = pytest.mark.on_device
 
-WAYS = ["before", "after", "in place", "layers in place", "by argument"]
+WAYS = ["before", "after", "in place", "boosted in place", "layers in place", "by argument"]
 
 
 def train_compiled(layout, way, backend):
@@ -40,6 +40,8 @@ def train_compiled(layout, way, backend):
     booster = Booster(plugin=plugin, compile=way == "by argument" and {"backend": backend})
     model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9))
     called = torch.compile(model, backend=backend) if way == "after" else model
+    if way == "boosted in place":
+        model.compile(backend=backend)
     size, rank = (1, 0) if plugin is None else (plugin.dp_size, plugin.dp_rank)
     losses, compiled = [], []
     for step in range(4):
@@ -60,6 +62,7 @@ def train_compiled(layout, way, backend):
 
 
 QUICK = [("tp", "before", "eager"), ("tp", "after", "eager"), ("gemini", "by argument", "aot_eager")]
+QUICK += [("tp", "boosted in place", "eager")]
 QUICK += [("fsdp", "by argument", "aot_eager"), ("tp checkpointed", "by argument", "eager")]
 GRID = [
     (layout, way, backend)
@@ -110,6 +113,54 @@ def train_layers(name, is_compiled):
         optimizer.zero_grad()
         losses.append(loss.item())
     return losses
+
+
+def train_language_model(layout, way, has_own_criterion):
+    torch._dynamo.reset()
+    entry = get_model("llama")
+    serial = entry.build()
+    model = copy.deepcopy(serial)
+    serial.to(current_device())
+    plain = torch.optim.SGD(serial.parameters(), lr=0.1, momentum=0.9)
+    model = torch.compile(model, backend="eager") if way == "before" else model
+    booster = Booster(plugin=make_plugin("hybrid_parallel", {"precision": "fp32", **HEADS[layout]}))
+    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+    called = torch.compile(model, backend="eager") if way == "after" else model
+    if way == "boosted in place":
+        model.compile(backend="eager")
+    losses = []
+    for step in range(2):
+        tokens = entry.make_batch(step, 2)["input_ids"].to(current_device())
+        pair = []
+        for one in (serial, called):
+            if has_own_criterion:
+                logits = one(input_ids=tokens).logits[:, :-1]
+                pair.append(F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), label_smoothing=0.1))
+            else:
+                pair.append(one(input_ids=tokens, labels=tokens).loss)
+        plain.zero_grad()
+        pair[0].backward()
+        plain.step()
+        booster.backward(pair[1], optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append([loss.item() for loss in pair])
+    return losses
+
+
+HEADS = {
+    "tp": {"tp_size": 2},
+    "sp": {"sp_size": 2, "enable_sequence_parallelism": True, "sequence_parallelism_mode": "all_to_all"},
+}
+
+
+@pytest.mark.parametrize("has_own_criterion", [False, True])
+@pytest.mark.parametrize("way", ["before", "after", "boosted in place"])
+@pytest.mark.parametrize("layout", HEADS)
+def test_logits_in_parts_of_models_compiled_as_a_whole(layout, way, has_own_criterion):
+    for losses in run_ranks(train_language_model, 2, layout, way, has_own_criterion, timeout=240):
+        for expected, found in losses:
+            assert found == pytest.approx(expected, rel=1e-5)
 
 
 WITH_EXPERTS = {
