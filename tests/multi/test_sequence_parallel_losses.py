@@ -69,8 +69,18 @@ MODELS = {
         {**SEQ2SEQ, "encoder_sparse_step": 0, "decoder_sparse_step": 0},
     ),
     "mvp": ("MvpConfig", "MvpForConditionalGeneration", {**SEQ2SEQ, "classifier_dropout": 0.0}),
+    "t5": (
+        "T5Config",
+        "T5ForConditionalGeneration",
+        {
+            **{"vocab_size": VOCABULARY, "d_model": 32, "d_kv": 8, "d_ff": 40, "num_layers": 2, "num_heads": 4},
+            **{"decoder_start_token_id": 0, "dropout_rate": 0.0},
+        },
+    ),
     "switch": ("SwitchTransformersConfig", "SwitchTransformersForConditionalGeneration", SWITCH),
 }
+# Numbers of tokens of inputs and of labels that are fewer than ranks, and as many.
+SHORT = {"llama": [(1, 1), (3, 3), (2, 2), (4, 4)], "t5": [(1, 1), (8, 1), (1, 8), (3, 3)]}
 LAYOUTS = {
     "all_to_all 2": on_own_axis("all_to_all", 2),
     "ring_attn 2": on_own_axis("ring_attn", 2),
@@ -372,3 +382,61 @@ def test_logits_are_whole_to_whom_reads_them():
     assert torch.equal(model.unwrap().generate(tokens, **given), serial.generate(tokens, **given))
     _, plain, _ = boosted(build("llama"), {**LAYOUTS["all_to_all 2"][1], "parallel_output": False})
     assert type(plain(**batch).logits) is torch.Tensor
+
+
+@pytest.mark.parametrize("checkpoints", [False, True])
+@pytest.mark.parametrize("layout", ["all_to_all 2", "ring_attn 2", "all_to_all 4", "ring_attn 4"])
+@pytest.mark.parametrize("name", SHORT)
+def test_sequences_with_fewer_tokens_than_ranks(name, layout, checkpoints):
+    world_size, arguments = LAYOUTS[layout]
+    run_ranks(_train_short, world_size, name, {**arguments, "gradient_checkpoint_config": checkpoints}, timeout=120)
+
+
+def _train_short(name, arguments):
+    serial = build(name)
+    booster, model, optimizer = boosted(copy.deepcopy(serial), arguments)
+    serial.to(booster.device)
+    plain = torch.optim.SGD(serial.parameters(), lr=0.1, momentum=0.9)
+    before = {key: value.clone() for key, value in serial.state_dict().items()}
+    for step, lengths in enumerate([*SHORT[name], (9, 9)]):
+        ids, labels = (batch_of(step, length, is_padded=False)["input_ids"] for length in lengths)
+        if lengths[1] == 1 and name == "llama":  # nothing to predict
+            expected, found = (one(input_ids=ids).logits.square().mean() for one in (serial, model))
+        else:
+            expected, found = (one(input_ids=ids, labels=labels).loss for one in (serial, model))
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+        plain.zero_grad()
+        expected.backward()
+        plain.step()
+        booster.backward(found, optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+    compare_weights(model, serial, before)
+
+
+@pytest.mark.parametrize("mode", ["all_to_all", "ring_attn"])
+@distributed(world_size=2)
+def test_generation_begins_with_one_token(mode):
+    for name in ("t5", "llama"):
+        serial = build(name).eval()
+        booster, model, _ = boosted(copy.deepcopy(serial), LAYOUTS[f"{mode} 2"][1])
+        serial.to(booster.device)
+        tokens = batch_of(0)["input_ids"][:1, :1]
+        given = {"max_new_tokens": 5, "do_sample": False}
+        expected = serial.generate(tokens, use_cache=False, **given)
+        model.eval()
+        assert torch.equal(model.unwrap().generate(tokens, use_cache=False, **given), expected)
+        with pytest.raises(ConfigError, match="no key-value cache"):
+            model.unwrap().generate(tokens, use_cache=True, **given)
+
+
+@distributed(world_size=2)
+def test_dropout_of_short_sequences_is_the_same_on_all_ranks():
+    torch.manual_seed(0)
+    model = build("t5", dropout_rate=0.5)
+    booster, model, optimizer = boosted(model, LAYOUTS["all_to_all 2"][1])
+    torch.manual_seed(1)
+    batch = {"input_ids": batch_of(0)["input_ids"], "labels": batch_of(1, 1, is_padded=False)["input_ids"]}
+    loss = model(**batch).loss
+    booster.backward(loss, optimizer)  # which compares the ranks' losses
+    assert float(loss) > 0

@@ -73,6 +73,12 @@ def sequence_attention(
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     compute = all_to_all_attention if sp_group.mode == "all_to_all" else ring_attention
     sharding = sp_group.sharding_of(length)
+    if sharding.is_replicated:
+        if attn_mask is not None and attn_mask.dtype != torch.bool:
+            attn_mask = attn_mask.to(query.dtype)
+        return _dense_attention(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=key.shape[1] != query.shape[1]
+        )
     return compute(
         query, key, value, sp_group, sharding, mask=attn_mask, dropout=dropout_p, is_causal=is_causal, scale=scale
     )

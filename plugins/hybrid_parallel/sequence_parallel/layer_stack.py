@@ -113,8 +113,10 @@ class LayerStack:
         self.begins_sharded = begins_sharded
         self.ends_sharded = ends_sharded
         self.shards_attention = splitter.attention_group is not None
+        self._num_ranks = 0 if splitter.attention_group is None else splitter.attention_group.size
         self._forward: _StackForward | None = None
         self._lengths_seen: set[int] = set()
+        self._short_lengths: set[int] = set()  # seen, of those that could be taken for others by a rank's part
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LayerStack:
         return self
@@ -128,7 +130,16 @@ class LayerStack:
             return self._forward.length
         if len(self._lengths_seen) == 1:
             return next(iter(self._lengths_seen))
-        return self.splitter.find_length(local_length)
+        total = self.splitter.find_length(local_length)
+        if local_length not in self._short_lengths or total != local_length * self._num_ranks:
+            return total
+        if total in self._short_lengths:
+            raise ConfigError(
+                f"a layer with {local_length} tokens is computed again without its stack, after sequences of"
+                f" {local_length} tokens, which all ranks have, and of {total}: checkpoint by"
+                " checkpoint_activations(model), or pad sequences to more tokens than sequence-parallel ranks"
+            )
+        return local_length
 
     def begin(self, x: torch.Tensor, *, is_training: bool) -> tuple[torch.Tensor, int]:
         """Return this rank's tokens of the hidden states, and the full length."""
@@ -145,7 +156,9 @@ class LayerStack:
             if is_in_backward()
             else _StackForward(length, CapturedOutputs(sees_all_tokens=not self.shards_attention))
         )
-        if is_training:
+        if length < self._num_ranks**2:
+            self._short_lengths.add(length)
+        if is_training and length >= self._num_ranks:  # not where all ranks compute all, see Note [Short sequences]
             self.splitter.rng.enter(force=True)
         return x if self.begins_sharded else self.splitter.scatter(x, _TOKENS), length
 

@@ -6,7 +6,8 @@ All ranks compute the same loss from the full output, so the gradient of the sta
 Parameter gradients are averaged over the data-parallel and sequence-parallel ranks together. Parameters outside of the
 stack have equal gradients on all P sequence-parallel ranks, whose mean is correct. Parameters inside have the partial
 gradients of each rank's tokens, whose mean would be too small by a factor of P. So all gradients inside of the stack
-are scaled by P: multiplied where backward enters the stack, and divided where it leaves the stack.
+are scaled by P: multiplied where backward enters the stack, and divided where it leaves the stack. Not so in short
+sequences that every rank computes, see Note [Short sequences].
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ def scatter_tokens(x: torch.Tensor, sp_group: SequenceParallelGroup, dim: int) -
     Collective: in backward, which gathers the gradient.
     """
     sharding = sp_group.sharding_of(x.shape[dim])
-    if sp_group.size == 1:
+    if sp_group.size == 1 or sharding.is_replicated:
         return x
     if not (x.requires_grad and torch.is_grad_enabled()):
         return sharding.shard(x, dim, sp_group.rank)
@@ -59,9 +60,10 @@ def gather_tokens(x: torch.Tensor, sp_group: SequenceParallelGroup, dim: int, le
 
     Collective: yes, but not in backward, which takes this rank's tokens of the gradient.
     """
-    if sp_group.size == 1:
+    sharding = sp_group.sharding_of(length)
+    if sp_group.size == 1 or sharding.is_replicated:
         return x
-    full: torch.Tensor = _GatherTokens.apply(x, sp_group, sp_group.sharding_of(length), dim)
+    full: torch.Tensor = _GatherTokens.apply(x, sp_group, sharding, dim)
     return full
 
 

@@ -11,6 +11,10 @@ import torch
 # 2P - 1 - r. This balances causal attention, because early chunks attend to few keys and late chunks to many. If the
 # length is not divisible, the first chunks have one more token; with fewer tokens than chunks the last chunks are
 # empty. There is no padding.
+#
+# Note [Short sequences]
+# With fewer tokens than ranks, as where a decoder starts to generate, some ranks would have none, which models can't
+# compute: `view(batch, -1, heads, features)` is ambiguous without elements. So every rank computes all tokens.
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,8 +31,15 @@ class SequenceSharding:
     num_ranks: int
     is_zigzag: bool = False
 
+    @property
+    def is_replicated(self) -> bool:
+        """Whether every rank holds all tokens; see Note [Short sequences]."""
+        return self.length < self.num_ranks
+
     def chunks(self, rank: int) -> tuple[tuple[int, int], ...]:
         """Return start and end (exclusive) of each of the rank's chunks, in its local order."""
+        if self.is_replicated:
+            return ((0, self.length),)
         if not self.is_zigzag:
             return (self._chunk(rank, self.num_ranks),)
         count = 2 * self.num_ranks
@@ -49,6 +60,8 @@ class SequenceSharding:
 
     def unshard(self, shards: list[torch.Tensor], dim: int) -> torch.Tensor:
         """Return the full sequence in its original order from all ranks' tokens, ordered by rank."""
+        if self.is_replicated:
+            return shards[0]
         chunks = [
             (full.start, shard.narrow(dim, local.start, local.stop - local.start))
             for rank, shard in enumerate(shards)
