@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -245,21 +245,11 @@ class Loader(ExitStack):
             return stored
 
         action, rank = f"loading the {kind.name} from {path}", self.ranks.rank
-        first: StoredCheckpoint | Exception
-        try:
+        first: StoredCheckpoint | None = None
+        with suppress(Exception):  # rank 0 tries again, and its error is raised on all ranks
             first = open_stored(0.0)
-        except Exception as error:  # raised below if it is rank 0's
-            first = error
-
-        def take_first() -> StoredCheckpoint | None:
-            if isinstance(first, StoredCheckpoint):
-                return first
-            if rank == 0:
-                raise first
-            return None
-
         # What rank 0 has found, other ranks of a network file system may find later.
-        found = self.ranks.run_on_all_ranks(take_first, action)
+        found = self.ranks.run_on_all_ranks(lambda: open_stored(0.0) if rank == 0 and first is None else first, action)
         stored = self.ranks.run_on_all_ranks(lambda: found or open_stored(_VISIBILITY_TIMEOUT_SECONDS), action)
         if self.ranks.size > 1:
             # A concurrent save could show some ranks the old checkpoint and others the new one, each consistent.
