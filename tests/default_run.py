@@ -1,8 +1,8 @@
 """Selection of cases: those of large grids that the default run takes, and the parts of `make test-all`.
 
-The default run has to end in six minutes on two cores. Of each test function with parameters it takes one case on
-several ranks, or `CASES_OF_ONE_PROCESS`, chosen by a checksum of their names: the same ones in every run, spread over
-all parameters of all functions. The others are marked as slow. Of the rules in `surface/` it takes all cases.
+The default run has to end in six minutes on two cores. Of each test function with parameters it takes one case, chosen
+by a checksum of their names: the same ones in every run, spread over all parameters of all functions. The others are
+marked as slow. Of the rules in `surface/` it takes all cases.
 """
 
 from __future__ import annotations
@@ -12,8 +12,6 @@ from collections.abc import Iterable
 
 import pytest
 
-CASES_OF_ONE_PROCESS = 2
-
 
 def leave_cases_to_the_long_run(items: Iterable[pytest.Item]) -> None:
     """Mark the cases that the default run leaves out as slow."""
@@ -21,10 +19,9 @@ def leave_cases_to_the_long_run(items: Iterable[pytest.Item]) -> None:
     for item in items:
         if hasattr(item, "callspec") and item.get_closest_marker("slow") is None and "surface/" not in item.nodeid:
             grids.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    for name, cases in grids.items():
-        is_of_ranks = any(folder in name for folder in ("multi/", "faults/", "ports/"))
+    for cases in grids.values():
         cases.sort(key=lambda case: zlib.crc32(case.name.encode()))
-        for case in cases[1 if is_of_ranks else CASES_OF_ONE_PROCESS :]:
+        for case in cases[1:]:
             case.add_marker(pytest.mark.slow)
 
 

@@ -66,17 +66,10 @@ CASES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "share"),
-    [
-        ("ddp", 0.5),
-        *(
-            pytest.param(layout, share, marks=pytest.mark.slow)
-            for layout in CASES
-            for share in (0.5, 0.15)
-            if (layout, share) != ("ddp", 0.5)
-        ),
-    ],
+    [(layout, share) for layout in CASES for share in (0.5, 0.15)],
 )
 def test_the_plan_fits_and_recomputes_little(layout, share):
     name, settings = CASES[layout]

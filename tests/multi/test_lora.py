@@ -154,13 +154,8 @@ COMBINED = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("plugin", "policy", "compiled"),
-    [
-        ("gemini", 2, True),
-        *(pytest.param(*one, marks=pytest.mark.slow) for one in COMBINED if one != ("gemini", 2, True)),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("plugin", "policy", "compiled"), COMBINED)
 def test_activation_policies_and_compiled_layers(plugin, policy, compiled):
     num_ranks = 1 if plugin == "none" else 4 if plugin in ON_FOUR else 2
     expected = run_ranks(losses_of, num_ranks, plugin, None, False)
