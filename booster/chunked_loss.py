@@ -123,11 +123,11 @@ class _ChunkedHead(nn.Module):
         return ChunkedLogits.of(hidden, head)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class _Head(DeferredHead):
     """The head, and the tokens of a chunk."""
 
-    chunk_size: int = 1
+    chunk_size: int
 
 
 class ChunkedLogits(DeferredLogits):

@@ -41,6 +41,10 @@ from .sequence_parallel.group import SequenceParallelGroup
 from .tensor_parallel.group import TensorParallelGroup
 
 _COMPARED_BATCHES = 3  # number of first training forwards and backwards whose batches and losses ranks compare
+_SAME_BATCH = (
+    "Ranks that share layers or sequences compute each batch together: call the model on all of them, with batches that"
+    " are sharded by plugin.dp_rank and plugin.dp_size, as the loaders of boost() and plugin.prepare_dataloader() are"
+)
 _LOSS_TOLERANCE_ULPS = 8  # ulps by which losses of the same batch may differ, because reductions have no fixed order
 
 
@@ -272,15 +276,15 @@ class HybridModel(ZeroModel):
         if self._num_compared >= _COMPARED_BATCHES or is_fake_world():
             return
         self._num_compared += 1
+        given = {**{f"argument {index}": value for index, value in enumerate(args)}, **kwargs}
         fingerprint = [
-            f"{tensor.dtype} {tuple(tensor.shape)}, checksum {tensor_crc32(tensor)}"
-            for tensor in iter_tensors((args, kwargs))
+            f"{name}: {tensor.dtype} {tuple(tensor.shape)}, checksum {tensor_crc32(tensor)}"
+            for name, value in given.items()
+            for tensor in iter_tensors(value)
         ]
-        what = (
-            "the model's arguments, which must be equal on ranks that share layers or sequences (shard the data by"
-            " plugin.dp_rank and plugin.dp_size, as the loaders of boost() and plugin.prepare_dataloader() do),"
+        check_same_across_ranks(
+            "the batch that the model was called with", fingerprint, self._replica_group, instead=_SAME_BATCH
         )
-        check_same_across_ranks(what, fingerprint, self._replica_group)
 
     @not_compiled
     def _check_loss(self, loss: torch.Tensor) -> None:

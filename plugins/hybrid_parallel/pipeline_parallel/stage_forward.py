@@ -319,6 +319,9 @@ class StageActivation:
         return cls(tree["output"], tree["carried"], captured, loss, tree.get("full_length"))
 
 
+_CALL = nn.Module._call_impl.__code__
+
+
 class ChunkDone(BaseException):
     """The last layer of a chunk has run. A BaseException, so that a model's `except Exception` does not catch it."""
 
@@ -449,13 +452,13 @@ def run_chunk(
 
 def _call_always_called_hooks(finished: ChunkDone) -> None:
     """Call the forward hooks with `always_call` of the modules that it has ended: torch does so for an `Exception`."""
-    frames = [frame for frame, _ in traceback.walk_tb(finished.__traceback__)]
-    for frame in reversed(frames):
-        module = frame.f_locals.get("self") if frame.f_code is nn.Module._call_impl.__code__ else None
-        for key in () if module is None else tuple(module._forward_hooks_always_called):
-            takes_kwargs = key in module._forward_hooks_with_kwargs
-            arguments = (frame.f_locals["args"], *([frame.f_locals["kwargs"]] if takes_kwargs else []))
-            module._forward_hooks[key](module, *arguments, None)
+    calls = [frame for frame, _ in traceback.walk_tb(finished.__traceback__) if frame.f_code is _CALL]
+    for frame in reversed(calls):
+        module: nn.Module = frame.f_locals["self"]
+        args, kwargs = frame.f_locals["args"], frame.f_locals["kwargs"]
+        for key in tuple(module._forward_hooks_always_called):
+            given = (args, kwargs) if key in module._forward_hooks_with_kwargs else (args,)
+            module._forward_hooks[key](module, *given, None)
 
 
 def install_layer(module: nn.Module, index: int, context: ChunkContext) -> None:

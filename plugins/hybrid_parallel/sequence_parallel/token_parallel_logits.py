@@ -64,11 +64,11 @@ class _TokenParallelHead(nn.Module):
         return TokenParallelLogits.of(hidden, head)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class _Head(DeferredHead):
     """The head, and the ranks that share its tokens."""
 
-    sp_group: SequenceParallelGroup | None = None
+    sp_group: SequenceParallelGroup
 
 
 class TokenParallelLogits(DeferredLogits):
