@@ -232,7 +232,7 @@ _num_boosted_backwards = 0
 
 
 class _BoostedBackward:
-    """Context of autograd in the backward of a boosted optimizer; a class, as a generator takes three times as long."""
+    """Context of autograd in the backward of a boosted optimizer; a class, as a generator takes six times as long."""
 
     def __enter__(self) -> None:
         global _num_boosted_backwards

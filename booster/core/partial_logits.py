@@ -205,6 +205,17 @@ _METADATA = {
 """Functions that read only metadata of the logits: shape, dtype, device or graph."""
 
 
+def check_classes(target: torch.Tensor, num_classes: int, ignore_index: int) -> None:
+    """Raise torch's IndexError for a target that is not a class, on all ranks that have it; on the CPU only.
+
+    Otherwise a rank that computes other rows or classes would wait for the one that raises.
+    """
+    if target.device.type == "cpu" and not isinstance(target, FakeTensor):
+        wrong = target[(target != ignore_index) & ((target < 0) | (target >= num_classes))]
+        if wrong.numel() > 0:
+            raise IndexError(f"Target {int(wrong[0])} is out of bounds.")
+
+
 class PartialLogits(torch.Tensor):
     """Logits with the shape of the full ones, of which only a part is in memory.
 

@@ -14,7 +14,7 @@ from booster.checkpoint_io.copy_elements import bytes_of, needs_no_conversion
 from booster.checkpoint_io.formats.manifest import RangeRecord
 from booster.checkpoint_io.parallel import CheckpointGroup, run_in_threads
 from booster.checkpoint_io.planning.slices import Box, full_box, overlapping_runs, run_length, run_start
-from booster.comm import all_gather_bytes, is_fake_world, max_of_numbers
+from booster.comm import all_gather_bytes, any_rank, is_fake_world, max_of_numbers
 from booster.errors import CheckpointError
 from booster.interface import TensorSlice
 from booster.kernels.checksum import crc32, shift_crc32
@@ -133,7 +133,8 @@ def read_slices_on_all_ranks(
 ) -> None:
     """Fill slices as `read_slices` does, and files that are not cached past the page cache; see Note [Direct reads].
 
-    Peak extra memory is at most 16 MiB for this rank's staging blocks, and 48 MiB that the ranks of a host share.
+    Peak extra memory is at most 16 MiB for this rank's staging blocks, and 48 MiB that the ranks of a host share, or
+    1 MiB for each if there are more than 48.
 
     Args:
         stored: Open checkpoint, the same on all ranks.
@@ -250,22 +251,22 @@ class _DirectBlocks:
             self._parts.append((index, offset - need.start, len(data), crc32(data.data)))
 
     def check_sums(self, outcome: DirectOutcome, ranks: CheckpointGroup) -> Exception | None:
-        """Return the failure of the reads, or else a checksum that differs from the recorded one. Collective."""
+        """Return this rank's failure of the reads, or a checksum that differs from the recorded one. Collective."""
+        if any_rank([outcome.failure is not None], ranks.group)[0]:
+            return outcome.failure  # parts are missing
         parts = np.array(self._parts, dtype=np.int64).reshape(-1, 4)
         if outcome.sharers is not None:
             payloads, of_rank = all_gather_bytes(parts.tobytes(), ranks.group)
             of_sharers = [np.frombuffer(payloads[of_rank[rank]], dtype=np.int64) for rank in outcome.sharers]
             parts = np.concatenate(of_sharers).reshape(-1, 4)
-        if outcome.failure is not None:
-            return outcome.failure
         checksums, ends = [0] * len(self.blocks), [0] * len(self.blocks)
         for index, offset, length, checksum in parts[np.lexsort((parts[:, 1], parts[:, 0]))].tolist():
             if offset == ends[index]:
                 checksums[index] = shift_crc32(checksums[index], length) ^ checksum
                 ends[index] += length
-        for block, need, checksum, end in zip(self.blocks, self.needs, checksums, ends, strict=True):
-            is_complete = end == need.stop - need.start  # it is not, where another rank has failed
-            if block.record is not None and is_complete and checksum != block.record.crc32:
+        left = set(outcome.left)
+        for index, (block, checksum) in enumerate(zip(self.blocks, checksums, strict=True)):
+            if block.record is not None and index not in left and checksum != block.record.crc32:
                 return _checksum_error(self._stored, block.record, checksum, "some of it is loaded")
         return None
 

@@ -94,8 +94,7 @@ class ShardedParam:
         start = min(numel, self.rank * self.padded_numel)
         self.flat_range = (start, min(numel, start + self.padded_numel))
         self._requires_grad = self.parameter.requires_grad
-        if self.parameter.__dict__ is not self.original.__dict__:
-            _share_attributes(self.original, self.parameter)
+        _share_attributes(self.original, self.parameter)
         self.fsdp_param._setattr_on_modules = self.set_on_modules  # type: ignore[assignment, method-assign]
 
     def set_on_modules(self, parameter: nn.Parameter) -> None:

@@ -19,6 +19,7 @@ from torch import nn
 from booster.core.compiling import not_compiled
 from booster.core.deferred_logits import DeferredHead, DeferredLogits, cross_entropy_of_rows
 from booster.core.layer_stacks import subclass_of
+from booster.core.partial_logits import check_classes
 from booster.interface import ShardSpec
 
 from .group import SequenceParallelGroup
@@ -83,6 +84,7 @@ class TokenParallelLogits(DeferredLogits):
     def losses_of(self, hidden: torch.Tensor, target: torch.Tensor, **options: Any) -> torch.Tensor:
         """Return the loss of each row. Collective: in forward and backward."""
         sp_group = self.head.sp_group
+        check_classes(target, self.head.num_classes, options["ignore_index"])
         own = scatter_tokens(hidden, sp_group, 0)
         own_target = sp_group.sharding_of(len(target)).shard(target, 0, sp_group.rank)
         losses = cross_entropy_of_rows(self.head, own, own_target, **options)

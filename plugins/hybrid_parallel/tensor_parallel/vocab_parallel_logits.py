@@ -13,10 +13,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 
 from booster.comm import all_reduce_max, all_reduce_sum, sum_dtype
-from booster.core.partial_logits import PartialLogits
+from booster.core.partial_logits import PartialLogits, check_classes
 
 from .group import TensorParallelGroup
 from .mappings import gather_from_tp_region
@@ -58,10 +57,8 @@ def vocab_parallel_cross_entropy(
     if vocab_size is None and label_smoothing > 0:
         raise AssertionError("label_smoothing needs the number of classes")
     is_counted = target != ignore_index
-    if vocab_size is not None and target.device.type == "cpu" and not isinstance(target, FakeTensor):
-        wrong = target[is_counted & ((target < 0) | (target >= vocab_size))]
-        if wrong.numel() > 0:
-            raise IndexError(f"Target {int(wrong[0])} is out of bounds.")
+    if vocab_size is not None:
+        check_classes(target, vocab_size, ignore_index)
     losses = _TokenLosses.apply(  # type: ignore[no-untyped-call]
         local_logits, target, is_counted, tp_group, vocab_start, vocab_size or 0, label_smoothing
     )
