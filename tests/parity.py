@@ -255,7 +255,7 @@ def _train_reference(
         parts=case.num_data_parts if in_parts else 1,
         max_norm=case.max_norm,
         optimizer="adamw" if case.optimizer == "hybrid_adam" else case.optimizer,
-        fp32_sums=_fp32_sums(case),
+        fp32_sums=_reference_sums(case),
         whole_model_is_half=case.precision not in FSDP_DTYPES or case.model in NEEDS_CAST_BUFFERS,
         nudge=nudge,
         nudge_dtype=nudge_dtype,
@@ -282,7 +282,7 @@ def _reference_precision(case: Case) -> str | None:
 
 
 def _fp32_sums(case: Case) -> Fp32Sums:
-    """Returns which gradients of low-precision weights the plugin adds up in fp32."""
+    """Returns which gradients of low-precision weights the plugin adds up in fp32 on the CPU."""
     if case.plugin == "gemini" and case.precision is not None:
         return "all"
     if case.plugin == "torch_fsdp" and case.precision in (*FSDP_DTYPES, "fp16_naive", "fp16_apex_o2"):
@@ -295,6 +295,16 @@ def _fp32_sums(case: Case) -> Fp32Sums:
     stage = arguments.get("stage", 1) if case.plugin == "low_level_zero" else arguments.get("zero_stage", 0)
     reduces_always = case.synchronize == "always" and arguments.get("overlap_communication", True)
     return "all" if stage == 2 or reduces_always else "parts"
+
+
+def _reference_sums(case: Case) -> Fp32Sums:
+    """Returns `_fp32_sums` on the case's device: the backends of accelerators sum in the format that travels."""
+    sums = _fp32_sums(case)
+    travels_in_fp32 = case.precision == "fsdp_bf16_fp32_reduce" or "communication_dtype" in case.plugin_arguments
+    if case.device == "cpu" or travels_in_fp32:
+        return sums
+    on_accelerators: dict[Fp32Sums, Fp32Sums] = {"all": "microbatches", "parts": "none, by parts", "none": "none"}
+    return on_accelerators[sums]
 
 
 def train_parallel(settings: dict[str, Any]) -> Record:

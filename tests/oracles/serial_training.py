@@ -22,9 +22,10 @@ HALF = {
     "fsdp_fp16": torch.float16,
 }
 
-# Of low-precision gradients: none (autograd adds them up as they are), those of the parts of a batch (each part adds up
-# its microbatches as they are), or all.
-Fp32Sums = Literal["none", "parts", "all"]
+# Of low-precision gradients: none (autograd adds them up as they are, or those of each part of a batch, then the parts),
+# those of the parts of a batch (each part adds up its microbatches as they are), those of microbatches (each adds up
+# its parts as they are), or all.
+Fp32Sums = Literal["none", "none, by parts", "parts", "microbatches", "all"]
 
 
 @dataclass
@@ -240,9 +241,12 @@ class HalfLoop(Loop):
         self.gradients = {}
         self.multiplier = 1 / (self.scale * parts)
         num_microbatches = len(batches) // parts
+        by_part = [batches[part::parts] for part in range(parts)]
         groups = {
             "none": [batches],
-            "parts": [batches[part::parts] for part in range(parts)],
+            "none, by parts": by_part,
+            "parts": by_part,
+            "microbatches": [batches[start : start + parts] for start in range(0, len(batches), parts)],
             "all": [[b] for b in batches],
         }
         total = 0.0
@@ -257,10 +261,12 @@ class HalfLoop(Loop):
         return float(loss.detach())
 
     def _collect(self) -> None:
-        """Adds what autograd left to the sums, in fp32."""
+        """Adds what autograd left to the sums, in fp32 or rounded to the gradients' dtype."""
         for working in self.working:
             if working.grad is not None:
-                self.gradients[working] = self.gradients.get(working, 0.0) + working.grad.float()
+                total = self.gradients.get(working, 0.0) + working.grad.float()
+                in_fp32 = self.fp32_sums != "none, by parts"
+                self.gradients[working] = total if in_fp32 else total.to(working.grad.dtype).float()
         self.model.zero_grad()
 
     def clip_and_step(self, max_norm: float) -> float:
