@@ -22,9 +22,9 @@ HALF = {
     "fsdp_fp16": torch.float16,
 }
 
-# Of low-precision gradients: none (autograd adds them up as they are, or those of each part of a batch, then the parts),
-# those of the parts of a batch (each part adds up its microbatches as they are), those of microbatches (each adds up
-# its parts as they are), or all.
+# Of low-precision gradients: none (autograd adds them up as they are, or those of each part of a batch and then the
+# parts), those of the parts of a batch (each part adds up its microbatches as they are), those of microbatches (each
+# adds up its parts as they are), or all.
 Fp32Sums = Literal["none", "none, by parts", "parts", "microbatches", "all"]
 
 
