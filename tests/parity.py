@@ -301,7 +301,8 @@ def _reference_sums(case: Case) -> Fp32Sums:
     """Returns `_fp32_sums` on the case's device: the backends of accelerators sum in the format that travels."""
     sums = _fp32_sums(case)
     travels_in_fp32 = case.precision == "fsdp_bf16_fp32_reduce" or "communication_dtype" in case.plugin_arguments
-    if case.device == "cpu" or travels_in_fp32:
+    all_reduces_in_fp32 = case.plugin == "hybrid_parallel" and case.plugin_arguments.get("zero_stage", 0) == 0
+    if case.device == "cpu" or travels_in_fp32 or all_reduces_in_fp32:
         return sums
     on_accelerators: dict[Fp32Sums, Fp32Sums] = {"all": "microbatches", "parts": "none, by parts", "none": "none"}
     return on_accelerators[sums]

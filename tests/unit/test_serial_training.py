@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
+from typing import get_args
 
 import pytest
 import torch
 from oracles import serial_training
 from oracles.run_distances import beyond, bounds, distances
-from oracles.serial_training import nudge_weights, train_serial
+from oracles.serial_training import Fp32Sums, nudge_weights, train_serial
 from parity import AT_ONCE, EXACT, KIND
 from zoo import get_model, model_names
 
@@ -50,7 +51,7 @@ def test_the_parts_are_the_whole_batch(name, monkeypatch):
     initial, whole = entry.build().state_dict(), train(entry, None, parts=1, steps=2)
     allowed = bounds(whole, initial, EXACT)
     runs = {parts: train(entry, None, parts, steps=2) for parts in (2, 3)}
-    runs |= {sums: train(entry, "fp16_naive", 3, sums, steps=2) for sums in ("none", "parts", "all")}
+    runs |= {sums: train(entry, "fp16_naive", 3, sums, steps=2) for sums in get_args(Fp32Sums)}
     for kind, run in runs.items():
         assert not beyond(distances(run, whole), allowed), kind
 
