@@ -298,11 +298,17 @@ def _fp32_sums(case: Case) -> Fp32Sums:
 
 
 def _reference_sums(case: Case) -> Fp32Sums:
-    """Returns `_fp32_sums` on the case's device: the backends of accelerators sum in the format that travels."""
+    """Returns `_fp32_sums` on the case's device: the backends of accelerators sum in the format that travels.
+
+    Between replicas fp32 travels: in the hybrid without ZeRO, and under FSDP with NO_SHARD or HYBRID_SHARD. Of the
+    latter, which sums in both ways, the one process takes fp32.
+    """
     sums = _fp32_sums(case)
-    travels_in_fp32 = case.precision == "fsdp_bf16_fp32_reduce" or "communication_dtype" in case.plugin_arguments
-    all_reduces_in_fp32 = case.plugin == "hybrid_parallel" and case.plugin_arguments.get("zero_stage", 0) == 0
-    if case.device == "cpu" or travels_in_fp32 or all_reduces_in_fp32:
+    arguments = case.plugin_arguments
+    travels_in_fp32 = case.precision == "fsdp_bf16_fp32_reduce" or "communication_dtype" in arguments
+    is_without_zero = case.plugin == "hybrid_parallel" and arguments.get("zero_stage", 0) == 0
+    has_replicas = str(arguments.get("sharding_strategy")).startswith(("NO_SHARD", "HYBRID"))
+    if case.device == "cpu" or travels_in_fp32 or is_without_zero or has_replicas:
         return sums
     on_accelerators: dict[Fp32Sums, Fp32Sums] = {"all": "microbatches", "parts": "none, by parts", "none": "none"}
     return on_accelerators[sums]
