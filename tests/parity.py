@@ -305,7 +305,7 @@ def _reference_sums(case: Case) -> Fp32Sums:
     """
     sums = _fp32_sums(case)
     arguments = case.plugin_arguments
-    travels_in_fp32 = case.precision == "fsdp_bf16_fp32_reduce" or "communication_dtype" in arguments
+    travels_in_fp32 = case.precision == "fsdp_bf16_fp32_reduce" or arguments.get("communication_dtype") is torch.float32
     is_without_zero = case.plugin == "hybrid_parallel" and arguments.get("zero_stage", 0) == 0
     has_replicas = str(arguments.get("sharding_strategy")).startswith(("NO_SHARD", "HYBRID"))
     if case.device == "cpu" or travels_in_fp32 or is_without_zero or has_replicas:

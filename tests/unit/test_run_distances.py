@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 import math
 from dataclasses import replace
 
@@ -14,6 +13,7 @@ from oracles import serial_training
 from oracles.run_distances import NUM_NUDGES, Tolerance, assert_near_one, assert_within_spread
 from oracles.serial_training import Record
 from parity import Case, train_reference
+from zoo import needs_transformers
 
 FIXED = Tolerance(loss=1e-3, norm=1e-3, update=1e-3)
 CAP = Tolerance(loss=1e-2, norm=1e-2, update=1e-2)
@@ -153,11 +153,6 @@ def train_without_an_update(monkeypatch, case, index, at_step):
     with monkeypatch.context() as patch:
         patch.setattr(serial_training, "make_optimizer", make_faulty)
         return train_reference(case, True)
-
-
-needs_transformers = pytest.mark.skipif(
-    importlib.util.find_spec("transformers") is None, reason="needs the extra `hf`: transformers is not installed"
-)
 
 
 def cases(*fast):

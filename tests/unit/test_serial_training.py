@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from typing import get_args
 
 import pytest
@@ -11,12 +10,9 @@ from oracles import serial_training
 from oracles.run_distances import beyond, bounds, distances
 from oracles.serial_training import Fp32Sums, nudge_weights, train_serial
 from parity import AT_ONCE, EXACT, KIND
-from zoo import get_model, model_names
+from zoo import get_model, model_names, needs_transformers
 
 FAST = ("mlp_odd", "tied_lm", "routed_experts")
-needs_transformers = pytest.mark.skipif(
-    importlib.util.find_spec("transformers") is None, reason="needs the extra `hf`: transformers is not installed"
-)
 
 
 def train(entry, precision, parts, fp32_sums="none", steps=5):

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
-
 import pytest
 import torch
-from zoo import WholeBatches, get_model, model_names, split_batch
+from zoo import WholeBatches, get_model, model_names, needs_transformers, split_batch
 from zoo.moe import MOE_MODELS
 
-needs_transformers = pytest.mark.skipif(
-    importlib.util.find_spec("transformers") is None, reason="needs the extra `hf`: transformers is not installed"
-)
 MODELS = [
     *(entry.name for entry in MOE_MODELS if entry.routes_by_rank),
     *model_names(transformers=False, layer_variants=True),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from zoo.entry import Batch, ZooEntry, split_batch
-from zoo.registry import get_model, model_names
+from zoo.registry import get_model, model_names, needs_transformers
 from zoo.transformers_models import TRANSFORMERS_MODULES
 from zoo.whole_batches import WholeBatches
 
@@ -14,5 +14,6 @@ __all__ = [
     "ZooEntry",
     "get_model",
     "model_names",
+    "needs_transformers",
     "split_batch",
 ]

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
+
+import pytest
+
 from zoo.adapters import ADAPTED_MODELS
 from zoo.attention import ATTENTION_MODELS
 from zoo.chains import CHAINS
@@ -17,6 +21,9 @@ from zoo.transformers_models import TRANSFORMERS_MODELS
 from zoo.transformers_sweep import TASKS, sweep_model
 from zoo.user_written import USER_WRITTEN_MODELS
 
+needs_transformers = pytest.mark.skipif(
+    importlib.util.find_spec("transformers") is None, reason="needs the extra `hf`: transformers is not installed"
+)
 _MODELS = {
     entry.name: entry
     for entry in (
