@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -235,19 +235,9 @@ def train_reference(
     """
     if device is None:
         device = "cpu" if case.precision is None else case.device
-    if device == "cpu":
-        with _one_thread():
-            return _train_reference(case, in_parts, nudge, nudge_dtype, "cpu")
-    arguments = case, in_parts, nudge, nudge_dtype, "cuda"
-    (record,) = run_ranks(_train_reference, 1, *arguments, timeout=120, device=device)
-    return record
-
-
-def _train_reference(
-    case: Case, in_parts: bool, nudge: int | None, nudge_dtype: torch.dtype, device_type: str
-) -> Record:
-    return train_serial(
-        case.entry,
+    job = SerialJob(
+        model=case.model,
+        num_layers=case.num_layers,
         precision=_reference_precision(case),
         steps=case.steps,
         batch_size=case.samples_per_rank * case.num_data_parts,
@@ -259,8 +249,41 @@ def _train_reference(
         whole_model_is_half=case.precision not in FSDP_DTYPES or case.model in NEEDS_CAST_BUFFERS,
         nudge=nudge,
         nudge_dtype=nudge_dtype,
-        device=device_type,
     )
+    return _run_serial_job(job, device)
+
+
+@dataclass(frozen=True)
+class SerialJob:
+    """The arguments of `train_serial`, but for the device: many cases are compared with one such run."""
+
+    model: str
+    num_layers: int | None
+    precision: str | None
+    steps: int
+    batch_size: int
+    accumulation: int
+    parts: int
+    max_norm: float
+    optimizer: str
+    fp32_sums: Fp32Sums
+    whole_model_is_half: bool
+    nudge: int | None
+    nudge_dtype: torch.dtype
+
+
+@lru_cache(maxsize=2048)  # of models of some 100 kB
+def _run_serial_job(job: SerialJob, device: Device) -> Record:
+    if device == "cpu":
+        with _one_thread():
+            return _train_here(job, "cpu")
+    (record,) = run_ranks(_train_here, 1, job, "cuda", timeout=120, device=device)
+    return record
+
+
+def _train_here(job: SerialJob, device_type: str) -> Record:
+    arguments = {name: value for name, value in vars(job).items() if name not in ("model", "num_layers")}
+    return train_serial(get_model(job.model, job.num_layers), device=device_type, **arguments)
 
 
 @contextmanager

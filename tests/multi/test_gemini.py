@@ -5,8 +5,11 @@ from __future__ import annotations
 import itertools
 
 import pytest
+from harness import preload
 from parity import assert_parallel_equals_serial
-from zoo import model_names
+from zoo import TRANSFORMERS_MODULES, model_names
+
+preload(*TRANSFORMERS_MODULES)
 
 WORLDS = (1, 2, 3, 4)
 # Tied, frozen, unused and conditional parameters, several groups, odd sizes, buffers, weights read past their module.

@@ -15,7 +15,7 @@ from pathlib import Path
 
 SOURCES = Path(__file__).parent / "csrc"
 NAME = "simulated_cuda_native"
-_FLAGS = ("-O1", "-std=c++20", "-w", "-DUSE_DISTRIBUTED", "-DUSE_C10D_GLOO")
+_FLAGS = ("-O1", "-std=c++20", "-w", "-DUSE_DISTRIBUTED")
 _TIMEOUT_SECONDS = 1200
 _SHOWN_CHARACTERS = 2000
 

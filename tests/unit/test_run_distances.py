@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from contextlib import contextmanager
 from dataclasses import replace
 
 import parity
@@ -106,7 +107,6 @@ CASES = {
 GRADIENT_FAULTS = {"a microbatch by 5 %": (1.05, 1.0), "a microbatch twice": (2.0, 1.0), "the loss scale": (1.01, 1.01)}
 
 
-@functools.cache
 def measured(name, nudge=None):
     return train_reference(CASES[name], True, nudge)
 
@@ -116,6 +116,14 @@ def assert_allowed(name, found):
     _, fixed, cap = parity._comparison(case)
     initial = case.entry.build().state_dict()
     assert_within_spread(found, functools.partial(measured, name), initial, fixed, cap, name)
+
+
+@contextmanager
+def uncached_runs(monkeypatch):
+    """Runs with a planted fault must neither be taken from the cache nor be left in it."""
+    with monkeypatch.context() as patch:
+        patch.setattr(parity, "_run_serial_job", parity._run_serial_job.__wrapped__)
+        yield patch
 
 
 def train_with_wrong_gradients(monkeypatch, case, factors, at_step):
@@ -130,7 +138,7 @@ def train_with_wrong_gradients(monkeypatch, case, factors, at_step):
         factor = factors[min(index, 1)] if at_step in (None, step) else 1.0
         return value.detach() + (value - value.detach()) * factor
 
-    with monkeypatch.context() as patch:
+    with uncached_runs(monkeypatch) as patch:
         patch.setattr(parity, "get_model", lambda *_: replace(entry, loss=loss))
         return train_reference(case, True)
 
@@ -150,7 +158,7 @@ def train_without_an_update(monkeypatch, case, index, at_step):
         optimizer.register_step_pre_hook(skip)
         return optimizer
 
-    with monkeypatch.context() as patch:
+    with uncached_runs(monkeypatch) as patch:
         patch.setattr(serial_training, "make_optimizer", make_faulty)
         return train_reference(case, True)
 

@@ -44,13 +44,6 @@ void without_interpreter(const std::function<void()>& function) {
   function();
 }
 
-c10::intrusive_ptr<c10d::Backend> new_gloo(
-    const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, std::chrono::milliseconds timeout) {
-  py::gil_scoped_acquire interpreter;
-  auto gloo = py::module_::import("torch.distributed").attr("ProcessGroupGloo")(store, rank, size, timeout);
-  return gloo.cast<c10::intrusive_ptr<c10d::Backend>>();
-}
-
 }  // namespace simulated
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {

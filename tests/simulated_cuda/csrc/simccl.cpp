@@ -15,6 +15,7 @@
 #include <thread>
 
 #include "device.h"
+#include "exchange.h"
 #include "operators.h"
 #include "report.h"
 
@@ -28,36 +29,30 @@ using Instant = std::chrono::steady_clock::time_point;
 
 namespace {
 
-constexpr int kMessageTag = 77, kAcknowledgementTag = 78, kAllToAllTag = 79;
-constexpr auto kNever = std::chrono::hours(24);  // of gloo, whose errors mean nothing to NCCL's callers
 constexpr auto kWatchdogInterval = Milliseconds(50);
 
-void wait_for_all(std::vector<WorkPtr>& works) {
-  for (auto& work : works) work->wait();
-  works.clear();
-}
-
-// Whether an error of gloo is about a rank that has ended.
-bool is_loss(const std::string& error) {
-  for (const auto* word : {"onnection", "closed", "imed out", "reset by peer", "roken pipe"})
-    if (error.find(word) != std::string::npos) return true;
-  return false;
+[[noreturn]] void fail_as_different(const std::string& text) {
+  report("mismatch", text);
+  throw std::runtime_error(text);
 }
 
 }  // namespace
 
-// An operation runs in three stages. Those of a batch run each stage together, so that messages in both directions
-// meet.
+// A collective gives bytes, and takes those of all ranks. A message has three stages; those of a batch run each stage
+// together, so that messages in both directions meet.
 struct Operation {
   std::string name;
   Tensors reads, writes;
-  std::function<void()> start = [] {};
-  std::function<void()> acknowledge = [] {};
-  std::function<void()> finish = [] {};
-  // Of collectives: what must be equal on all ranks.
+
   bool is_collective = true;
-  int64_t num_bytes = 0;
+  std::function<Tensor()> give = [] { return at::empty({0}, at::kByte); };
+  std::function<void(const Tensors& all)> take = [](const Tensors&) {};
+  int64_t num_bytes = 0;  // equal on all ranks, as is the root
   int64_t root = -1;
+
+  std::function<void(Exchange&)> send = [](Exchange&) {};
+  std::function<void(Exchange&)> receive = [](Exchange&) {};
+  std::function<void(Exchange&)> finish = [](Exchange&) {};
 };
 
 namespace {
@@ -165,24 +160,24 @@ struct Task {
 
 // What the thread of a communicator shares with its backend, which may end first.
 struct Communicator {
-  explicit Communicator(c10::intrusive_ptr<c10d::Backend> gloo) : gloo(std::move(gloo)), stream(new_stream(-1)) {}
+  Communicator(c10d::Store& store, int rank, int size) : exchange(store, rank, size), stream(new_stream(-1)) {}
 
-  c10::intrusive_ptr<c10d::Backend> gloo;
+  Exchange exchange;
   std::mutex mutex;
   std::condition_variable changed;
   std::deque<std::shared_ptr<Task>> tasks;  // the first one is running
   bool is_closed = false;                   // no more tasks come
   bool is_aborted = false;
-  std::string loss;  // why the running task will never end
   c10::Stream stream;
   bool has_device = false;
 
-  int rank() const { return gloo->getRank(); }
-  int size() const { return gloo->getSize(); }
+  int rank() const { return exchange.rank(); }
+  int size() const { return exchange.size(); }
 
   void run();
   void perform(Task& task);
-  void check_alike(const Operation& operation);
+  void perform_collective(const Operation& operation);
+  void check_alike(const Operation& operation, const std::vector<Call>& calls);
   void end(Task& task, std::exception_ptr error);
   void watch(Instant now);
 };
@@ -242,15 +237,11 @@ void Communicator::run() {
     set_current_stream(stream);
     try {
       perform(*task);
-    } catch (const std::exception& failure) {
-      if (!is_loss(failure.what())) {
-        end(*task, std::current_exception());
-        continue;
-      }
-      std::unique_lock guard(mutex);  // a lost rank, of which NCCL learns nothing
-      loss = failure.what();
-      changed.wait(guard, [&] { return is_aborted; });
+    } catch (const Interrupted&) {
       return;
+    } catch (const std::exception&) {
+      end(*task, std::current_exception());
+      continue;
     }
     end(*task, nullptr);
   }
@@ -267,32 +258,33 @@ void Communicator::end(Task& task, std::exception_ptr error) {
 
 void Communicator::perform(Task& task) {
   for (auto& operation : task.operations)
-    if (operation.is_collective) check_alike(operation);
-  for (auto& operation : task.operations) operation.start();
-  for (auto& operation : task.operations) operation.acknowledge();
-  for (auto& operation : task.operations) operation.finish();
+    if (operation.is_collective) perform_collective(operation);
+  for (auto& operation : task.operations) operation.send(exchange);
+  for (auto& operation : task.operations) operation.receive(exchange);
+  for (auto& operation : task.operations) operation.finish(exchange);
 }
 
-void Communicator::check_alike(const Operation& operation) {
-  if (size() == 1) return;
+void Communicator::perform_collective(const Operation& operation) {
   int64_t name = std::hash<std::string>()(operation.name);
-  auto mine = at::tensor({name, operation.num_bytes, operation.root, int64_t(stream.device_index())}, at::kLong);
-  auto flat = at::empty({size() * 4}, at::kLong);
-  gloo->_allgather_base(flat, mine, {})->wait();
-  auto all = flat.view({size(), 4});
+  std::vector<Call> calls;
+  auto all = exchange.gather({name, operation.num_bytes, operation.root, stream.device_index()}, operation.give(), calls);
+  check_alike(operation, calls);
+  operation.take(all);
+}
+
+void Communicator::check_alike(const Operation& operation, const std::vector<Call>& calls) {
+  const auto& mine = calls[rank()];
   std::set<int64_t> devices;
   for (int other = 0; other < size(); ++other) {
-    bool is_alike = all[other].slice(0, 0, 3).equal(mine.slice(0, 0, 3));
-    bool is_alone = devices.insert(all[other][3].item<int64_t>()).second;
-    if (is_alike && is_alone) continue;
-    auto text = "rank " + std::to_string(rank()) + " of a communicator calls " + operation.name + " of " +
-                std::to_string(operation.num_bytes) + " bytes";
-    if (!is_alone)
-      text = "Duplicate GPU detected: rank " + std::to_string(other) + " of a communicator has the device of another";
-    else
-      text += ", and rank " + std::to_string(other) + " calls another collective, size or root";
-    report("mismatch", text);
-    throw std::runtime_error(text);
+    const auto& call = calls[other];
+    if (!devices.insert(call.device).second)
+      fail_as_different(
+          "Duplicate GPU detected: rank " + std::to_string(other) + " of a communicator has the device of another");
+    if (call.name != mine.name || call.num_bytes != mine.num_bytes || call.root != mine.root)
+      fail_as_different(
+          "rank " + std::to_string(rank()) + " of a communicator calls " + operation.name + " of " +
+          std::to_string(operation.num_bytes) + " bytes, and rank " + std::to_string(other) +
+          " calls another collective, size or root");
   }
 }
 
@@ -305,10 +297,9 @@ void Communicator::watch(Instant now) {
   std::fprintf(
       stderr,
       "[Rank %d] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=%llu, OpType=%s, Timeout(ms)=%lld) ran "
-      "for %lld milliseconds before timing out.%s%s\n",
+      "for %lld milliseconds before timing out.\n",
       rank(), static_cast<unsigned long long>(task.number), task.operations.front().name.c_str(),
-      static_cast<long long>(task.timeout.count()), static_cast<long long>(elapsed.count()),
-      loss.empty() ? "" : " Gloo reported: ", loss.c_str());
+      static_cast<long long>(task.timeout.count()), static_cast<long long>(elapsed.count()));
   std::fflush(stderr);
   std::abort();
 }
@@ -318,9 +309,7 @@ void Communicator::watch(Instant now) {
 Simccl::Simccl(c10::intrusive_ptr<c10d::Store> store, int rank, int size, c10::intrusive_ptr<Options> options)
     : c10d::Backend(rank, size), store_(std::move(store)), options_(std::move(options)) {
   if (auto* parent = dynamic_cast<Simccl*>(options_->split_from.get())) parent->split_without_part();
-  auto gloo = new_gloo(store_, rank, size, options_->timeout);
-  gloo->setTimeout(kNever);
-  communicator_ = std::make_shared<Communicator>(std::move(gloo));
+  without_interpreter([&] { communicator_ = std::make_shared<Communicator>(*store_, rank, size); });
   Watchdog::add(communicator_);
   std::thread([communicator = communicator_] { communicator->run(); }).detach();
 }
@@ -338,6 +327,7 @@ void Simccl::abort() {
   {
     std::lock_guard guard(communicator_->mutex);
     communicator_->is_aborted = true;
+    communicator_->exchange.interrupt();
     left.swap(communicator_->tasks);
     communicator_->changed.notify_all();
   }
@@ -431,12 +421,6 @@ namespace {
 
 Tensor bytes_of(const Tensor& tensor) { return host_view(tensor).view({-1}).view(at::kByte); }
 
-Tensor gather_bytes(Communicator& communicator, Tensor bytes) {
-  auto all = at::empty({communicator.size() * bytes.numel()}, at::kByte);
-  if (bytes.numel() > 0) communicator.gloo->_allgather_base(all, bytes, {})->wait();
-  return all.view({communicator.size(), bytes.numel()});
-}
-
 void check_reduction(const c10d::ReduceOp& op, const Tensor& tensor) {
   auto kind = c10d::ReduceOp::RedOpType(op);
   bool is_bitwise = kind == c10d::ReduceOp::BAND || kind == c10d::ReduceOp::BOR || kind == c10d::ReduceOp::BXOR;
@@ -450,18 +434,20 @@ void check_reduction(const c10d::ReduceOp& op, const Tensor& tensor) {
 }
 
 // In the dtype of the tensor, one rank after the other: low precision rounds after each.
-Tensor reduced(const Tensor& rows, const c10d::ReduceOp& op) {
+Tensor reduced(const Tensors& all, at::ScalarType dtype, const c10d::ReduceOp& op) {
+  if (all[0].numel() == 0) return at::empty({0}, dtype);
+  Tensors rows;
+  for (const auto& bytes : all) rows.push_back(bytes.view(dtype));
   auto kind = c10d::ReduceOp::RedOpType(op);
-  bool is_any = rows.scalar_type() == at::kBool;
   auto total = rows[0].clone();
   if (kind == c10d::ReduceOp::PREMUL_SUM) {
     auto* supplement = reinterpret_cast<c10d::PreMulSumSupplement*>(op.supplement_.get());
     auto factor = supplement->tensor_factor.defined() ? host_view(supplement->tensor_factor)
                                                       : at::scalar_tensor(supplement->double_factor);
-    return (rows * factor.to(rows.scalar_type())).sum(0, false, rows.scalar_type());
+    return (at::stack(rows) * factor.to(dtype)).sum(0, false, dtype);
   }
-  for (int64_t rank = 1; rank < rows.size(0); ++rank) {
-    if (kind == c10d::ReduceOp::MAX || (is_any && kind == c10d::ReduceOp::SUM))
+  for (size_t rank = 1; rank < rows.size(); ++rank) {
+    if (kind == c10d::ReduceOp::MAX || (dtype == at::kBool && kind == c10d::ReduceOp::SUM))
       total = at::maximum(total, rows[rank]);
     else if (kind == c10d::ReduceOp::MIN)
       total = at::minimum(total, rows[rank]);
@@ -470,30 +456,48 @@ Tensor reduced(const Tensor& rows, const c10d::ReduceOp& op) {
     else
       total.add_(rows[rank]);
   }
+  int64_t size = rows.size();
   if (kind != c10d::ReduceOp::AVG) return total;
-  return at::isIntegralType(rows.scalar_type(), false) ? total.div_(rows.size(0), "trunc") : total.div_(rows.size(0));
+  return at::isIntegralType(dtype, false) ? total.div_(size, "trunc") : total.div_(size);
 }
 
-Tensor reduce_over_ranks(Communicator& communicator, const Tensor& tensor, const c10d::ReduceOp& op) {
-  if (tensor.numel() == 0) return host_view(tensor).view({0});  // rows without elements have no dtype but bytes
-  auto rows = gather_bytes(communicator, bytes_of(tensor)).view(tensor.scalar_type());
-  return reduced(rows, op);
+// Parts for all ranks, after their sizes.
+Tensor joined_parts(const Tensors& parts) {
+  std::vector<int64_t> sizes;
+  for (const auto& part : parts) sizes.push_back(part.numel());
+  Tensors joined{at::tensor(sizes, at::kLong).view(at::kByte)};
+  joined.insert(joined.end(), parts.begin(), parts.end());
+  return at::cat(joined);
+}
+
+void take_parts(const Tensors& all, int rank, const Tensors& outputs) {
+  auto num_ranks = int64_t(all.size()), header = num_ranks * int64_t(sizeof(int64_t));
+  for (int64_t other = 0; other < num_ranks; ++other) {
+    auto sizes = all[other].slice(0, 0, header).view(at::kLong);
+    auto begin = header + sizes.slice(0, 0, rank).sum().item<int64_t>();
+    auto size = sizes[rank].item<int64_t>(), expected = outputs[other].numel();
+    if (size != expected)
+      fail_as_different(
+          "rank " + std::to_string(rank) + " of a communicator expects " + std::to_string(expected) +
+          " bytes of an all-to-all from rank " + std::to_string(other) + ", which sends " + std::to_string(size));
+    Tensor output = outputs[other];
+    output.copy_(all[other].slice(0, begin, begin + size));
+  }
 }
 
 }  // namespace
 
 WorkPtr Simccl::broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) {
   auto tensor = tensors.at(0);
-  bool is_root = options.rootRank == getRank();
+  int root = options.rootRank;
+  bool is_root = root == getRank();
   Operation operation{"broadcast", is_root ? Tensors{tensor} : Tensors{}, is_root ? Tensors{} : Tensors{tensor}};
   operation.num_bytes = tensor.nbytes();
-  operation.root = options.rootRank;
-  operation.finish = [communicator = communicator_, tensor, options] {
-    Tensors bytes{bytes_of(tensor)};
-    auto forwarded = options;
-    forwarded.rootTensor = 0;
-    if (tensor.numel() > 0) communicator->gloo->broadcast(bytes, forwarded)->wait();
-  };
+  operation.root = root;
+  if (is_root)
+    operation.give = [tensor] { return bytes_of(tensor); };
+  else
+    operation.take = [tensor, root](const Tensors& all) { bytes_of(tensor).copy_(all[root]); };
   return add(std::move(operation));
 }
 
@@ -502,8 +506,9 @@ WorkPtr Simccl::allreduce(Tensors& tensors, const c10d::AllreduceOptions& option
   check_reduction(options.reduceOp, tensor);
   Operation operation{"all_reduce", {}, {tensor}};
   operation.num_bytes = tensor.nbytes();
-  operation.finish = [communicator = communicator_, tensor, op = options.reduceOp] {
-    host_view(tensor).view({-1}).copy_(reduce_over_ranks(*communicator, tensor, op));
+  operation.give = [tensor] { return bytes_of(tensor); };
+  operation.take = [tensor, op = options.reduceOp](const Tensors& all) {
+    host_view(tensor).view({-1}).copy_(reduced(all, tensor.scalar_type(), op));
   };
   return add(std::move(operation));
 }
@@ -524,10 +529,11 @@ WorkPtr Simccl::reduce(Tensors& tensors, const c10d::ReduceOptions& options) {
   Operation operation{"reduce", is_root ? Tensors{} : Tensors{tensor}, is_root ? Tensors{tensor} : Tensors{}};
   operation.num_bytes = tensor.nbytes();
   operation.root = options.rootRank;
-  operation.finish = [communicator = communicator_, tensor, op = options.reduceOp, is_root] {
-    auto total = reduce_over_ranks(*communicator, tensor, op);
-    if (is_root) host_view(tensor).view({-1}).copy_(total);
-  };
+  operation.give = [tensor] { return bytes_of(tensor); };
+  if (is_root)
+    operation.take = [tensor, op = options.reduceOp](const Tensors& all) {
+      host_view(tensor).view({-1}).copy_(reduced(all, tensor.scalar_type(), op));
+    };
   return add(std::move(operation));
 }
 
@@ -536,8 +542,8 @@ WorkPtr Simccl::allgather(std::vector<Tensors>& outputs, Tensors& inputs, const 
   auto output = outputs.at(0);
   Operation operation{"all_gather", {input}, output};
   operation.num_bytes = input.nbytes();
-  operation.finish = [communicator = communicator_, input, output] {
-    auto all = gather_bytes(*communicator, bytes_of(input));
+  operation.give = [input] { return bytes_of(input); };
+  operation.take = [output](const Tensors& all) {
     for (size_t rank = 0; rank < output.size(); ++rank) bytes_of(output[rank]).copy_(all[rank]);
   };
   return add(std::move(operation));
@@ -549,9 +555,8 @@ WorkPtr Simccl::_allgather_base(Tensor& output, Tensor& input, const c10d::Allga
       input.numel() * getSize() == output.numel(), "output tensor size must be equal to world_size times input tensor size");
   Operation operation{"all_gather_into_tensor", {input}, {output}};
   operation.num_bytes = input.nbytes();
-  operation.finish = [communicator = communicator_, input, output] {
-    bytes_of(output).copy_(gather_bytes(*communicator, bytes_of(input).clone()).view({-1}));
-  };
+  operation.give = [input] { return bytes_of(input); };
+  operation.take = [output](const Tensors& all) { bytes_of(output).copy_(at::cat(all)); };
   return add(std::move(operation));
 }
 
@@ -570,9 +575,11 @@ WorkPtr Simccl::_reduce_scatter_base(Tensor& output, Tensor& input, const c10d::
   check_reduction(options.reduceOp, input);
   Operation operation{"reduce_scatter_tensor", {input}, {output}};
   operation.num_bytes = input.nbytes();
-  operation.finish = [communicator = communicator_, input, output, op = options.reduceOp] {
-    auto total = reduce_over_ranks(*communicator, input, op);
-    host_view(output).view({-1}).copy_(total.view({communicator->size(), output.numel()})[communicator->rank()]);
+  operation.give = [input] { return bytes_of(input); };
+  operation.take = [output, rank = getRank(), op = options.reduceOp](const Tensors& all) {
+    Tensors parts;  // for this rank
+    for (const auto& bytes : all) parts.push_back(bytes.view({int64_t(all.size()), -1})[rank]);
+    host_view(output).view({-1}).copy_(reduced(parts, output.scalar_type(), op));
   };
   return add(std::move(operation));
 }
@@ -594,34 +601,32 @@ WorkPtr Simccl::reduce_scatter(
 
 WorkPtr Simccl::alltoall_base(
     Tensor& output, Tensor& input, std::vector<int64_t>& output_sizes, std::vector<int64_t>& input_sizes,
-    const c10d::AllToAllOptions& options) {
+    const c10d::AllToAllOptions&) {
+  auto parts_of = [size = getSize()](const Tensor& tensor, const std::vector<int64_t>& num_rows) {
+    auto bytes = bytes_of(tensor);
+    if (num_rows.empty()) return bytes.chunk(size);
+    auto bytes_per_row = tensor.numel() == 0 ? 0 : int64_t(tensor.nbytes()) / tensor.size(0);
+    std::vector<int64_t> sizes;
+    for (auto count : num_rows) sizes.push_back(count * bytes_per_row);
+    return bytes.split_with_sizes(sizes);
+  };
   Operation operation{"all_to_all_single", {input}, {output}};
   operation.num_bytes = output_sizes.empty() && input_sizes.empty() ? input.nbytes() : 0;
-  operation.finish = [communicator = communicator_, input, output, output_sizes, input_sizes, options]() mutable {
-    auto rows_of = [](const Tensor& tensor) {
-      auto rows = tensor.dim() == 0 ? 1 : tensor.size(0);
-      return bytes_of(tensor).view({rows, rows == 0 ? 0 : int64_t(tensor.nbytes()) / rows});
-    };
-    auto to = rows_of(output), from = rows_of(input);
-    communicator->gloo->alltoall_base(to, from, output_sizes, input_sizes, options)->wait();
-  };
+  operation.give = [=] { return joined_parts(parts_of(input, input_sizes)); };
+  operation.take = [=, rank = getRank()](const Tensors& all) { take_parts(all, rank, parts_of(output, output_sizes)); };
   return add(std::move(operation));
 }
 
 WorkPtr Simccl::alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions&) {
+  auto bytes_of_each = [](const Tensors& tensors) {
+    Tensors parts;
+    for (const auto& tensor : tensors) parts.push_back(bytes_of(tensor));
+    return parts;
+  };
   Operation operation{"all_to_all", inputs, outputs};
-  operation.finish = [communicator = communicator_, inputs, outputs] {
-    std::vector<WorkPtr> works;
-    for (int other = 0; other < communicator->size(); ++other) {
-      Tensors to{bytes_of(inputs[other])}, from{bytes_of(outputs[other])};
-      if (other == communicator->rank()) {
-        from[0].copy_(to[0]);
-        continue;
-      }
-      if (from[0].numel() > 0) works.push_back(communicator->gloo->recv(from, other, kAllToAllTag));
-      if (to[0].numel() > 0) works.push_back(communicator->gloo->send(to, other, kAllToAllTag));
-    }
-    wait_for_all(works);
+  operation.give = [=, inputs = inputs] { return joined_parts(bytes_of_each(inputs)); };
+  operation.take = [=, outputs = outputs, rank = getRank()](const Tensors& all) {
+    take_parts(all, rank, bytes_of_each(outputs));
   };
   return add(std::move(operation));
 }
@@ -632,8 +637,8 @@ WorkPtr Simccl::gather(std::vector<Tensors>& outputs, Tensors& inputs, const c10
   Operation operation{"gather", {input}, output};
   operation.num_bytes = input.nbytes();
   operation.root = options.rootRank;
-  operation.finish = [communicator = communicator_, input, output] {
-    auto all = gather_bytes(*communicator, bytes_of(input));
+  operation.give = [input] { return bytes_of(input); };
+  operation.take = [output](const Tensors& all) {
     for (size_t rank = 0; rank < output.size(); ++rank) bytes_of(output[rank]).copy_(all[rank]);
   };
   return add(std::move(operation));
@@ -645,53 +650,43 @@ WorkPtr Simccl::scatter(Tensors& outputs, std::vector<Tensors>& inputs, const c1
   Operation operation{"scatter", input, {output}};
   operation.num_bytes = output.nbytes();
   operation.root = options.rootRank;
-  operation.finish = [communicator = communicator_, input, output, options] {
-    Tensors to{bytes_of(output)};
-    std::vector<Tensors> from;
-    if (!input.empty()) from.emplace_back();
-    for (const auto& tensor : input) from[0].push_back(bytes_of(tensor));
-    communicator->gloo->scatter(to, from, options)->wait();
+  if (!input.empty())
+    operation.give = [input] {
+      Tensors parts;
+      for (const auto& tensor : input) parts.push_back(bytes_of(tensor));
+      return at::cat(parts);
+    };
+  operation.take = [output, root = options.rootRank, rank = getRank()](const Tensors& all) {
+    auto bytes = bytes_of(output);
+    bytes.copy_(all[root].slice(0, rank * bytes.numel(), (rank + 1) * bytes.numel()));
   };
   return add(std::move(operation));
 }
 
-// A send ends when its receiver has acknowledged it.
+// A send ends when its receiver has the message.
 
 WorkPtr Simccl::send(Tensors& tensors, int receiver, int) {
   auto tensor = tensors.at(0);
-  auto works = std::make_shared<std::vector<WorkPtr>>();
-  auto acknowledgement = at::zeros({1}, at::kByte);
+  auto number = std::make_shared<uint32_t>();
   Operation operation{"send", {tensor}, {}};
   operation.is_collective = false;
-  operation.start = [communicator = communicator_, tensor, receiver, works] {
-    Tensors bytes{bytes_of(tensor)};
-    works->push_back(communicator->gloo->send(bytes, receiver, kMessageTag));
-  };
-  operation.acknowledge = [communicator = communicator_, acknowledgement, receiver, works] {
-    wait_for_all(*works);
-    Tensors bytes{acknowledgement};
-    works->push_back(communicator->gloo->recv(bytes, receiver, kAcknowledgementTag));
-  };
-  operation.finish = [works] { wait_for_all(*works); };
+  operation.send = [=](Exchange& exchange) { *number = exchange.send(receiver, bytes_of(tensor)); };
+  operation.finish = [=](Exchange& exchange) { exchange.wait_received(receiver, *number); };
   return add(std::move(operation));
 }
 
 WorkPtr Simccl::recv(Tensors& tensors, int sender, int) {
   auto tensor = tensors.at(0);
-  auto works = std::make_shared<std::vector<WorkPtr>>();
-  auto acknowledgement = at::zeros({1}, at::kByte);
   Operation operation{"recv", {}, {tensor}};
   operation.is_collective = false;
-  operation.start = [communicator = communicator_, tensor, sender, works] {
-    Tensors bytes{bytes_of(tensor)};
-    works->push_back(communicator->gloo->recv(bytes, sender, kMessageTag));
+  operation.receive = [=](Exchange& exchange) {
+    auto bytes = bytes_of(tensor);
+    auto size = exchange.receive(sender, bytes);
+    if (size != bytes.numel())
+      fail_as_different(
+          "rank " + std::to_string(exchange.rank()) + " of a communicator receives " + std::to_string(bytes.numel()) +
+          " bytes from rank " + std::to_string(sender) + ", which sends " + std::to_string(size));
   };
-  operation.acknowledge = [communicator = communicator_, acknowledgement, sender, works] {
-    wait_for_all(*works);
-    Tensors bytes{acknowledgement};
-    works->push_back(communicator->gloo->send(bytes, sender, kAcknowledgementTag));
-  };
-  operation.finish = [works] { wait_for_all(*works); };
   return add(std::move(operation));
 }
 

@@ -1,4 +1,4 @@
-// A backend of torch.distributed with the rules of NCCL, which moves its bytes by gloo.
+// A backend of torch.distributed with the rules of NCCL, which moves its bytes through shared memory.
 #pragma once
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>
@@ -90,9 +90,5 @@ class Simccl final : public c10d::Backend {
   uint64_t num_operations_ = 0;
   int64_t num_splits_ = 0;
 };
-
-// Returns a gloo backend; made in Python, as torch has no headers of it.
-c10::intrusive_ptr<c10d::Backend> new_gloo(
-    const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, std::chrono::milliseconds timeout);
 
 }  // namespace simulated
