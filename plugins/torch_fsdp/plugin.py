@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffload, MixedPrecision, MixedPrecisionPolicy, OffloadPolicy, ShardingStrategy
 from torch.optim import Optimizer
 
-from booster.comm import group_size, max_of_numbers, new_cpu_group, timeout_scope
+from booster.comm import group_size, max_of_numbers, new_cpu_group, sum_dtype, timeout_scope
 from booster.compatibility import takes_foreign
 from booster.core.plain_torch import refuse_plain_gradient, refuse_plain_training
 from booster.interface import ModelWrapper, OptimizerWrapper
@@ -164,8 +164,9 @@ class TorchFSDPPlugin(DistributedPlugin):
         reduce_dtype = (
             parameter_dtype if policy is None else policy.reduce_dtype or policy.param_dtype or parameter_dtype
         )
-        is_summed_in_fp32 = self._device.type == "cpu" and reduce_dtype.itemsize < 4
-        return torch.float32 if is_summed_in_fp32 else reduce_dtype
+        # A shard group of one rank reduces nothing, and its replicas all-reduce the sums.
+        has_sums = self._device.type == "cpu" or self._mesh.size(1) == 1
+        return sum_dtype(reduce_dtype) if has_sums else reduce_dtype
 
     def check(self, model: nn.Module, optimizer: Optimizer | None) -> OptimizerKind:
         self._builder().check(model)

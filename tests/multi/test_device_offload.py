@@ -16,10 +16,11 @@ from harness import RanksFailed, run_ranks
 from parity import Case
 from simulated_cuda import device, reports
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from booster import Booster
 from booster.optim import HybridAdam
-from booster.plugins import GeminiPlugin, LowLevelZeroPlugin
+from booster.plugins import GeminiPlugin, HybridParallelPlugin, LowLevelZeroPlugin, TorchFSDPPlugin
 
 SIMULATED = "simulated_cuda"
 WIDTH, DEPTH = 30, 4
@@ -329,9 +330,22 @@ def test_saves_leave_the_device_alone_but_for_their_copies(tmp_path: Path):
 # Dtypes of sums.
 
 
-def summed_gradient(arguments: dict[str, Any]) -> tuple[list[float], torch.dtype]:
+def zero_1(**arguments):
+    return LowLevelZeroPlugin(stage=1, precision="bf16", **arguments)
+
+
+def hybrid(zero_stage):
+    return HybridParallelPlugin(precision="bf16", zero_stage=zero_stage)
+
+
+def fsdp(strategy, reduce_dtype=None):
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype)
+    return TorchFSDPPlugin(sharding_strategy=strategy, mixed_precision=policy)
+
+
+def summed_gradient(make_plugin: Callable[..., Any], arguments: dict[str, Any]) -> tuple[list[float], torch.dtype]:
     """Returns the mean of a gradient that is 256 on rank 0 and 1 on rank 1, and the dtype that the plugin names."""
-    booster = Booster(plugin=LowLevelZeroPlugin(stage=1, precision="bf16", **arguments))
+    booster = Booster(plugin=make_plugin(**arguments))
     module = nn.Linear(1, 1, bias=False)
     model, optimizer, *_ = booster.boost(module, torch.optim.SGD(module.parameters(), lr=0.1))
     found: list[float] = []
@@ -339,18 +353,23 @@ def summed_gradient(arguments: dict[str, Any]) -> tuple[list[float], torch.dtype
     x = torch.tensor([[256.0 if booster.plugin.dp_rank == 0 else 1.0]], device=booster.device)
     booster.backward(model(x).sum(), optimizer)
     optimizer.step()
-    return found, booster.plugin.reduction_dtype(torch.bfloat16)
+    return [one for one in found if one], booster.plugin.reduction_dtype(torch.bfloat16)
 
 
 @pytest.mark.parametrize(
-    ("device", "arguments", "mean", "dtype"),
+    ("device", "make_plugin", "arguments", "mean", "dtype"),
     [
-        ("cpu", {}, 128.5, torch.float32),
-        (SIMULATED, {}, 128.0, torch.bfloat16),  # bf16 has no 257
-        (SIMULATED, {"communication_dtype": torch.float32}, 128.5, torch.float32),
+        ("cpu", zero_1, {}, 128.5, torch.float32),
+        (SIMULATED, zero_1, {}, 128.0, torch.bfloat16),  # bf16 has no 257
+        (SIMULATED, zero_1, {"communication_dtype": torch.float32}, 128.5, torch.float32),
+        (SIMULATED, hybrid, {"zero_stage": 0}, 128.5, torch.float32),
+        (SIMULATED, hybrid, {"zero_stage": 1}, 128.0, torch.bfloat16),
+        (SIMULATED, fsdp, {"strategy": "FULL_SHARD"}, 128.0, torch.bfloat16),
+        (SIMULATED, fsdp, {"strategy": "FULL_SHARD", "reduce_dtype": torch.float32}, 128.5, torch.float32),
+        (SIMULATED, fsdp, {"strategy": "NO_SHARD"}, 128.5, torch.float32),
     ],
 )
-def test_sums_have_the_dtype_that_the_plugin_names(device, arguments, mean, dtype):
-    results = run_ranks(summed_gradient, 2, arguments, device=device)
-    assert [value for found, _ in results for value in found] == [mean]
+def test_sums_have_the_dtype_that_the_plugin_names(device, make_plugin, arguments, mean, dtype):
+    results = run_ranks(summed_gradient, 2, make_plugin, arguments, device=device)
+    assert {value for found, _ in results for value in found} == {mean}
     assert {named for _, named in results} == {dtype}
