@@ -13,6 +13,7 @@ from typing import Any, Literal, TypeAlias
 from booster.comm import all_gather_text, fake_world, group_rank, group_size
 from booster.core.activation_schedule import ActivationSchedule
 from booster.errors import BoosterError, ConfigError
+from booster.estimate.allocation_tracker import MemoryParts
 from booster.estimate.candidates import (
     Candidate,
     CandidateResult,
@@ -29,7 +30,7 @@ from booster.estimate.candidates import (
 )
 from booster.estimate.estimate import MemoryEstimate, TrainingRecipe
 from booster.estimate.machine_profile import MachineProfile
-from booster.estimate.simulation import CheckpointMemory, MemoryParts, RankMemory
+from booster.estimate.simulation import CheckpointMemory, RankMemory
 from booster.estimate.step_time import StepTime
 from booster.pytree import iter_tensors
 

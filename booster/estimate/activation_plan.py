@@ -28,6 +28,7 @@ from booster.core.layer_stacks import layers_of
 from booster.interface import MixedPrecision, Plugin
 from booster.mixed_precision import resolve_mixed_precision
 
+from .allocation_tracker import MemoryParts
 from .estimate import (
     MemoryEstimate,
     TrainingRecipe,
@@ -38,7 +39,7 @@ from .estimate import (
 )
 from .machine_profile import MachineProfile
 from .repeated_layers import find_repeated_layers
-from .simulation import MemoryParts, SimulatedMemory, backward_segment, layer_segment
+from .simulation import SimulatedMemory, backward_segment, layer_segment
 from .step_time import StepTime
 
 # Note [Activation plan]

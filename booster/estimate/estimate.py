@@ -24,12 +24,12 @@ from booster.registry import plugin_with_precision
 from booster.single_device import SingleDevicePlugin
 from booster.validation import is_number
 
+from .allocation_tracker import MemoryParts
 from .machine_profile import MachineProfile
 from .repeated_layers import extrapolate, find_repeated_layers, truncate_layers
 from .simulation import (
     NUM_STEPS,
     AtEnd,
-    MemoryParts,
     RankMemory,
     SimulatedMemory,
     Training,

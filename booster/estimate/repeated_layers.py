@@ -14,7 +14,8 @@ from booster.core.activation_budget import ActivationBudget
 from booster.core.activation_policy import policy_of
 from booster.core.activation_schedule import RecomputeBySchedule
 
-from .simulation import CheckpointMemory, MemoryParts, SimulatedMemory
+from .allocation_tracker import MemoryParts
+from .simulation import CheckpointMemory, SimulatedMemory
 
 # Note [Layer extrapolation]
 # A model of eighty identical layers is simulated with a few of them, twice. The full model has more of everything by

@@ -26,7 +26,8 @@ from booster.plugins.sharding.deferred_init import Materializer
 from booster.plugins.sharding.plugin import local_accumulation
 from booster.plugins.sync_batch_norm import convert_batch_norm
 
-from .config import FSDPConfig, FSDPPrecision, OptimizerKind, groups_of, kind_of
+from .config import FSDPConfig, FSDPPrecision, OptimizerKind, kind_of
+from .mesh import groups_of
 from .optimizer import FSDPOptimizer
 from .wrap import FSDPModelBuilder
 

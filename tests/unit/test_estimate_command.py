@@ -14,6 +14,7 @@ from machine_profiles import profile_of
 from booster.cli import main, profile_mesh
 from booster.errors import ConfigError
 from booster.estimate import candidates
+from booster.estimate.allocation_tracker import MemoryParts
 from booster.estimate.candidates import (
     Candidate,
     CandidateResult,
@@ -26,7 +27,7 @@ from booster.estimate.candidates import (
 )
 from booster.estimate.estimate import MemoryEstimate
 from booster.estimate.machine_profile import load_profile, save_profile
-from booster.estimate.simulation import MemoryParts, RankMemory
+from booster.estimate.simulation import RankMemory
 from booster.interface import Plugin
 from booster.plugins import TorchDDPPlugin
 

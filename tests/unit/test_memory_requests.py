@@ -14,7 +14,8 @@ from torch.utils.checkpoint import checkpoint
 from booster import ConfigError, LazyInitContext, checkpoint_activations, estimate_memory
 from booster.checkpoint_io.saving.writer import host_memory
 from booster.comm import fake
-from booster.estimate import estimate, simulation
+from booster.estimate import estimate
+from booster.estimate.allocation_tracker import AllocationTracker
 from booster.optim import CAME, Adafactor, HybridAdam, Lamb
 from booster.single_device import SingleDevicePlugin
 
@@ -134,7 +135,7 @@ def test_saves_in_the_background_copy_what_a_rank_writes():
 
 def test_memory_of_threads_and_of_the_host_is_counted_apart(monkeypatch):
     monkeypatch.setattr(fake, "replicas", fake.FakeReplicas(0, {}))
-    tracker = simulation.AllocationTracker(torch.device("cpu"))
+    tracker = AllocationTracker(torch.device("cpu"))
     with estimate.new_fake_mode(), tracker:
         with fake.as_threads(4):
             temporary = torch.empty(1000)

@@ -27,10 +27,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from booster.core.layer_stacks import find_stacks, stack_layer_of
 from booster.core.model_wrapper import call_with_batch
 from booster.errors import ConfigError
+from booster.estimate.allocation_tracker import run_operator, storage_key
 from booster.estimate.estimate import TrainingRecipe, new_fake_mode
 from booster.estimate.operator_costs import OperatorCost, operator_cost
 from booster.estimate.repeated_layers import find_repeated_layers
-from booster.estimate.simulation import on_fake_tensors, run_operator, storage_key
+from booster.estimate.simulation import on_fake_tensors
 from booster.pytree import iter_tensors, map_tensors
 
 _NUM_RECORDED = 3  # layers of a long stack: the first may compute no gradient of its input
