@@ -115,7 +115,8 @@ uint32_t Exchange::send(int receiver, const at::Tensor& bytes) {
   auto offset = queued_[receiver];
   queued_[receiver] += (bytes.numel() + kAlignment - 1) / kAlignment * kAlignment;
   TORCH_CHECK(
-      num_sent - num_received < kMaxQueued && queued_[receiver] <= kBufferBytes, "too many messages that are not received");
+      num_sent - num_received < kMaxQueued && queued_[receiver] <= kBufferBytes,
+      "too many messages that are not received");
   own.messages[receiver][num_sent % kMaxQueued] = {offset, bytes.numel()};
   if (bytes.numel() > 0) std::memcpy(buffer(rank_, 2 + receiver) + offset, bytes.const_data_ptr(), bytes.numel());
   post(own.num_sent[receiver], num_sent + 1);

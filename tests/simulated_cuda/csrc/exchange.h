@@ -23,8 +23,8 @@ struct Interrupted : std::runtime_error {
 
 // Every rank has a segment, which the others map: a word that counts the collectives it arrived at, two buffers in turn
 // for what it hands out in them, and for each receiver a queue of messages. Who waits sleeps in the kernel, so that a
-// rank that is late has the cores. (Gloo's threads spin from the arrival of bytes to the call that receives them.) To be called
-// by one thread, but for `interrupt`.
+// rank that is late has the cores. (Gloo's threads spin from the arrival of bytes to the call that receives them.) To be
+// called by one thread, but for `interrupt`.
 class Exchange {
  public:
   // Returns when all ranks are there.

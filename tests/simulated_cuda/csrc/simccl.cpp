@@ -267,7 +267,8 @@ void Communicator::perform(Task& task) {
 void Communicator::perform_collective(const Operation& operation) {
   int64_t name = std::hash<std::string>()(operation.name);
   std::vector<Call> calls;
-  auto all = exchange.gather({name, operation.num_bytes, operation.root, stream.device_index()}, operation.give(), calls);
+  const Call mine{name, operation.num_bytes, operation.root, stream.device_index()};
+  auto all = exchange.gather(mine, operation.give(), calls);
   check_alike(operation, calls);
   operation.take(all);
 }
