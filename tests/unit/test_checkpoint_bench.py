@@ -9,7 +9,7 @@ import sys
 from dataclasses import asdict
 from types import SimpleNamespace
 
-import checkpoint_bench_ranks
+import benchmark_ranks
 import pytest
 import torch
 from harness import RanksFailed, run_ranks
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the disk's figu
 @pytest.fixture(scope="module")
 def bench():
     """The benchmark's modules under their names."""
-    return SimpleNamespace(**checkpoint_bench_ranks.import_benchmark())
+    return SimpleNamespace(**benchmark_ranks.import_benchmark("checkpoint"))
 
 
 @pytest.fixture
@@ -162,7 +162,7 @@ def test_the_limits_and_the_peers_save_and_load(bench, disk):
         bench.variants.DCP,
         bench.variants.ASYNC_BASELINE,
     ]
-    for times, peaks in run_ranks(checkpoint_bench_ranks.measure, 2, str(disk), MIB, names, fresh=True):
+    for times, peaks in run_ranks(benchmark_ranks.measure_checkpoints, 2, str(disk), MIB, names, fresh=True):
         assert list(times) == names
         assert list(peaks) == names
         assert all(len(one["saves"]) == 2 for one in times.values())
@@ -175,7 +175,7 @@ def test_the_limits_and_the_peers_save_and_load(bench, disk):
 @pytest.mark.slow
 def test_ours_saves_and_loads(bench, disk):
     names = [bench.variants.OURS, bench.variants.OURS_ASYNC]
-    ((times, _), _) = run_ranks(checkpoint_bench_ranks.measure, 2, str(disk), MIB, names, fresh=True)
+    ((times, _), _) = run_ranks(benchmark_ranks.measure_checkpoints, 2, str(disk), MIB, names, fresh=True)
     assert list(times) == names
     assert len(times[bench.variants.OURS]["loads"]) == len(times[bench.variants.OURS_ASYNC]["settles"]) == 2
     assert not os.listdir(disk)
@@ -183,12 +183,12 @@ def test_ours_saves_and_loads(bench, disk):
 
 def test_a_load_that_brings_back_less_fails_the_run(tmp_path):
     with pytest.raises(RanksFailed, match="'forgetful' failed: the load did not bring back what was saved"):
-        run_ranks(checkpoint_bench_ranks.measure_forgetful, 2, str(tmp_path), MIB, fresh=True)
+        run_ranks(benchmark_ranks.measure_forgetful, 2, str(tmp_path), MIB, fresh=True)
 
 
 @pytest.mark.slow
 def test_the_whole_script(disk):
-    script = checkpoint_bench_ranks.BENCHMARKS / "checkpoint" / "run.py"
+    script = benchmark_ranks.BENCHMARKS / "checkpoint" / "run.py"
     arguments = ["--size-mib", "1", "--repeats", "1", "--directory", str(disk)]
     command = [sys.executable, str(script), *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)

@@ -5,8 +5,8 @@ import os
 import sys
 from types import SimpleNamespace
 
+import benchmark_ranks
 import pytest
-import zero_bench_ranks
 from disk_cases import MIB
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the disk's figures need Linux")
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the disk's figu
 def bench():
     """The benchmark's modules under their names."""
     before = list(sys.path)
-    sys.path.insert(0, str(zero_bench_ranks.BENCHMARKS))
+    sys.path.insert(0, str(benchmark_ranks.BENCHMARKS))
     try:
         parts = {name: importlib.import_module(f"disk.{name}") for name in ("raw", "report", "variants")}
         others = {"samples": importlib.import_module("_harness.samples")}

@@ -6,7 +6,7 @@ import subprocess
 import sys
 from types import SimpleNamespace
 
-import finetune_bench_ranks
+import benchmark_ranks
 import pytest
 from harness import run_ranks
 
@@ -14,13 +14,13 @@ from harness import run_ranks
 @pytest.fixture(scope="module")
 def bench():
     """The benchmark's modules under their names."""
-    return SimpleNamespace(**finetune_bench_ranks.import_benchmark())
+    return SimpleNamespace(**benchmark_ranks.import_benchmark("finetune"))
 
 
 def test_all_engines_train_alike(bench):
     """Tensor parallelism changes the order of sums, the others nothing."""
     engines = bench.engines
-    for losses in run_ranks(finetune_bench_ranks.train, 2, 4):
+    for losses in run_ranks(benchmark_ranks.train, 2, "finetune", 4):
         assert list(losses) == [engine.name for engine in engines.engines_of("tiny")]
         expected = losses.pop(engines.DDP)
         assert expected[0] != expected[1]
@@ -58,7 +58,7 @@ def test_targets_are_over_the_peer_of_each_plugin(bench):
 
 @pytest.mark.slow
 def test_the_whole_script():
-    script = str(finetune_bench_ranks.BENCHMARKS / "finetune" / "run.py")
+    script = str(benchmark_ranks.BENCHMARKS / "finetune" / "run.py")
     command = [sys.executable, script, "--size", "tiny", "--steps", "3", "--memory"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

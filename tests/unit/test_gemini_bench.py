@@ -11,19 +11,19 @@ from functools import partial
 from importlib.util import find_spec
 from types import SimpleNamespace
 
-import gemini_bench_ranks
+import benchmark_ranks
 import pytest
 from harness import run_ranks
 
 MIB = 2**20
 STEPS = 4
-SCRIPT = gemini_bench_ranks.BENCHMARKS / "gemini" / "run.py"
+SCRIPT = benchmark_ranks.BENCHMARKS / "gemini" / "run.py"
 
 
 @pytest.fixture(scope="module")
 def bench():
     """The benchmark's modules under their names."""
-    return SimpleNamespace(**gemini_bench_ranks.import_benchmark())
+    return SimpleNamespace(**benchmark_ranks.import_benchmark("gemini"))
 
 
 # The engines.
@@ -57,7 +57,7 @@ def test_deepspeed_may_be_missing(bench, tmp_path):
 )
 def test_every_placement_trains_as_the_baseline_does(bench, precision, tolerance):
     names = [bench.engines.BASELINE, bench.engines.FSDP, *bench.engines.GEMINI]
-    for losses in run_ranks(gemini_bench_ranks.train, 2, precision, names, STEPS, timeout=180):
+    for losses in run_ranks(benchmark_ranks.train_gemini, 2, precision, names, STEPS, timeout=180):
         baseline = losses.pop(bench.engines.BASELINE)
         assert set(losses) == set(names[1:])
         for ours in losses.values():
@@ -158,7 +158,7 @@ def test_the_target_of_the_largest_model(bench):
 
 
 def test_the_search_finds_the_threshold():
-    search_largest = gemini_bench_ranks.import_benchmark()["search"].search_largest
+    search_largest = benchmark_ranks.import_benchmark("gemini")["search"].search_largest
     generator = random.Random(7)
     for _ in range(400):
         threshold, most = generator.randrange(0, 500), generator.randrange(1, 500)
@@ -199,12 +199,12 @@ def test_a_search_ends_when_it_may_not_go_on(bench):
 
 @pytest.mark.slow
 def test_a_confined_process_gets_no_more_and_can_say_so(bench):
-    sys.path.insert(0, str(gemini_bench_ranks.BENCHMARKS))
+    sys.path.insert(0, str(benchmark_ranks.BENCHMARKS))
     try:
-        arguments = (gemini_bench_ranks.allocate_confined, bench.pair.World(), 600 * MIB, 700 * MIB)
+        arguments = (benchmark_ranks.allocate_confined, bench.pair.World(), 600 * MIB, 700 * MIB)
         ((said, num_bytes, peak),) = bench.pair.on_ranks(*arguments)
     finally:
-        sys.path.remove(str(gemini_bench_ranks.BENCHMARKS))
+        sys.path.remove(str(benchmark_ranks.BENCHMARKS))
     assert bench.limit.lacked_memory(said)
     assert num_bytes == 700 * MIB
     assert peak > 700 * MIB
@@ -265,7 +265,7 @@ def test_weights_are_counted_by_layer(bench):
 def test_systems_train(bench):
     names = [system.name for system in bench.systems.SYSTEMS]
     assert names == ["torch DDP", "FSDP2", bench.systems.OURS]
-    for losses in run_ranks(gemini_bench_ranks.train_systems, 2, names, 2, timeout=120):
+    for losses in run_ranks(benchmark_ranks.train_systems, 2, names, 2, timeout=120):
         assert list(losses) == names
         for loss in losses.values():  # about that of a guess among all tokens, ln 8192
             assert loss == pytest.approx(9.01, abs=0.5)

@@ -6,7 +6,7 @@ import subprocess
 import sys
 from types import SimpleNamespace
 
-import pipeline_bench_ranks
+import benchmark_ranks
 import pytest
 import torch
 from harness import run_ranks
@@ -18,7 +18,7 @@ NUM_MICROBATCHES = 4  # of the tiny model
 @pytest.fixture(scope="module")
 def bench():
     """The benchmark's modules under their names."""
-    return SimpleNamespace(**pipeline_bench_ranks.import_benchmark())
+    return SimpleNamespace(**benchmark_ranks.import_benchmark("pipeline"))
 
 
 def test_the_floor_comes_first_and_names_are_told_apart(bench):
@@ -34,7 +34,7 @@ def test_all_schedules_have_the_loss_of_one_process(bench):
     model, batch = bench.model.make_stack(size), bench.model.stack_batches(size)
     with torch.no_grad():
         expected = [float(bench.model.next_features_loss(model(batch(i)), batch(i))) for i in range(STEPS)]
-    for losses in run_ranks(pipeline_bench_ranks.train, 2, STEPS):
+    for losses in run_ranks(benchmark_ranks.train, 2, "pipeline", STEPS):
         assert len(losses) == 9
         del losses[bench.engines.ALONE]  # its second half learns something else
         for name, values in losses.items():
@@ -47,7 +47,7 @@ def test_live_activations_are_those_that_the_schedules_keep(bench):
     styles = bench.engines.STYLES
     cases = [(name, 2, NUM_MICROBATCHES, style.num_chunks) for name, style in styles.items()]
     simulated = {one.schedule: one.peak_live for one in bench.simulated.simulate_all(cases)}
-    for rank, kept in enumerate(run_ranks(pipeline_bench_ranks.keep, 2)):
+    for rank, kept in enumerate(run_ranks(benchmark_ranks.pipeline_activations, 2)):
         for name in styles:
             for engine in (bench.engines.torch_name(name), bench.engines.our_name(name)):
                 assert kept[engine] == pytest.approx(simulated[name][rank], abs=0.25), (engine, rank)
@@ -116,7 +116,7 @@ def test_steps(bench, arguments, steps):
 
 @pytest.mark.slow
 def test_the_whole_script():
-    script = str(pipeline_bench_ranks.BENCHMARKS / "pipeline" / "run.py")
+    script = str(benchmark_ranks.BENCHMARKS / "pipeline" / "run.py")
     command = [sys.executable, script, "--size", "tiny", "--steps", "3", "--memory"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

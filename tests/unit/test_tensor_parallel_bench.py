@@ -6,8 +6,8 @@ import subprocess
 import sys
 from types import SimpleNamespace
 
+import benchmark_ranks
 import pytest
-import tensor_parallel_bench_ranks
 import torch
 from harness import run_ranks
 
@@ -17,7 +17,7 @@ STEPS = 4
 @pytest.fixture(scope="module")
 def bench():
     """The benchmark's modules under their names."""
-    return SimpleNamespace(**tensor_parallel_bench_ranks.import_benchmark())
+    return SimpleNamespace(**benchmark_ranks.import_benchmark("tensor_parallel"))
 
 
 def test_the_floor_comes_first_and_names_are_told_apart(bench):
@@ -31,7 +31,7 @@ def test_all_train_as_one_process_does(bench):
     """Tensor parallelism changes nothing but the order of sums; a share of the model learns something else."""
     engines = bench.engines
     ours = [engines.OURS, *map(engines.sequence_name, engines.SEQUENCE_MODES)]
-    for losses in run_ranks(tensor_parallel_bench_ranks.train, 2, STEPS):
+    for losses in run_ranks(benchmark_ranks.train, 2, "tensor_parallel", STEPS, has_sequence_modes=True):
         assert list(losses) == [engines.HALF, engines.WHOLE, engines.DTENSOR, *ours]
         whole, half = losses[engines.WHOLE], losses[engines.HALF]
         assert abs(half[0] - whole[0]) > 0.1
@@ -104,7 +104,7 @@ def test_steps(bench, arguments, steps):
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [["--memory", "--sequence-modes"], ["--no-shared-memory"]])
 def test_the_whole_script(options):
-    script = str(tensor_parallel_bench_ranks.BENCHMARKS / "tensor_parallel" / "run.py")
+    script = str(benchmark_ranks.BENCHMARKS / "tensor_parallel" / "run.py")
     command = [sys.executable, script, "--size", "tiny", "--steps", "3", *options]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

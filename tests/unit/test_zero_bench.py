@@ -10,8 +10,8 @@ from functools import partial
 from importlib.util import find_spec
 from types import SimpleNamespace
 
+import benchmark_ranks
 import pytest
-import zero_bench_ranks
 from harness import run_ranks
 
 MIB = 2**20
@@ -21,7 +21,7 @@ STEPS = 4
 @pytest.fixture(scope="module")
 def bench():
     """The benchmark's modules under their names."""
-    return SimpleNamespace(**zero_bench_ranks.import_benchmark())
+    return SimpleNamespace(**benchmark_ranks.import_benchmark("zero"))
 
 
 # The engines.
@@ -45,7 +45,7 @@ def test_engines_can_be_chosen_by_parts_of_their_names(bench):
 
 def test_torchs_engines_train_as_the_baseline_does(bench):
     names = [bench.engines.BASELINE, bench.engines.FLOOR, bench.engines.REDUNDANCY, "FSDP2"]
-    for losses in run_ranks(zero_bench_ranks.train, 2, "fp32", names, STEPS):
+    for losses in run_ranks(benchmark_ranks.train, 2, "zero", STEPS, "fp32", names=names):
         baseline = losses.pop(bench.engines.BASELINE)
         floor = losses.pop(bench.engines.FLOOR)
         assert floor[0] == baseline[0]
@@ -61,7 +61,7 @@ PRECISIONS = pytest.mark.parametrize(("precision", "tolerance"), [("fp32", 1e-5)
 @PRECISIONS
 def test_ours_train_as_the_baseline_does(bench, precision, tolerance):
     names = [bench.engines.BASELINE, *map(bench.engines.our_name, bench.engines.STAGES)]
-    for losses in run_ranks(zero_bench_ranks.train, 2, precision, names, STEPS):
+    for losses in run_ranks(benchmark_ranks.train, 2, "zero", STEPS, precision, names=names):
         baseline = losses.pop(bench.engines.BASELINE)
         assert len(losses) == 2
         for ours in losses.values():
@@ -72,7 +72,7 @@ def test_ours_train_as_the_baseline_does(bench, precision, tolerance):
 def test_the_plugin_trains_as_fsdp_manual(bench, precision, tolerance):
     names = [engine.name for engine in bench.fsdp.engines_of("tiny", precision)]
     assert len(set(names)) == len(names) == 6
-    for losses in run_ranks(zero_bench_ranks.train, 2, precision, names, STEPS, "fsdp"):
+    for losses in run_ranks(benchmark_ranks.train, 2, "zero", STEPS, precision, names=names, part="fsdp"):
         assert list(losses) == names
         baseline = losses[bench.fsdp.manual_name("FULL_SHARD")]
         for others in losses.values():
@@ -83,7 +83,7 @@ def test_only_the_wrapper_tells_the_plugin_from_its_twin(bench):
     """Both gather and reduce the same units as often through the same collectives; FSDP2 alone uses its own."""
     manual = [bench.fsdp.manual_name("FULL_SHARD", has_our_collectives=has_ours) for has_ours in (False, True)]
     names = [*manual, bench.fsdp.plugin_name("FULL_SHARD")]
-    for calls in run_ranks(zero_bench_ranks.count_calls, 2, names, 2):
+    for calls in run_ranks(benchmark_ranks.count_calls, 2, names, 2):
         own, twin, plugin = (calls[name] for name in names)
         assert not own
         assert plugin["all_gather"] == twin["all_gather"] > 0
@@ -92,8 +92,8 @@ def test_only_the_wrapper_tells_the_plugin_from_its_twin(bench):
 
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
 def test_the_plugin_keeps_what_fsdp_manual_keeps(strategy):
-    manual = run_ranks(zero_bench_ranks.gathered_after_forward, 2, strategy, False)
-    assert manual == run_ranks(zero_bench_ranks.gathered_after_forward, 2, strategy, True)
+    manual = run_ranks(benchmark_ranks.gathered_after_forward, 2, strategy, False)
+    assert manual == run_ranks(benchmark_ranks.gathered_after_forward, 2, strategy, True)
     for names in manual:
         assert "head.weight" in names
         assert any(name.startswith("blocks.") for name in names) == (strategy == "SHARD_GRAD_OP")
@@ -109,7 +109,7 @@ def test_deepspeed_may_be_missing(bench):
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_the_probe_updates_nothing(precision):
-    for first, second in run_ranks(zero_bench_ranks.probe_gradients, 2, precision):
+    for first, second in run_ranks(benchmark_ranks.probe_gradients, 2, precision):
         assert first == second
 
 
@@ -315,7 +315,7 @@ def test_steps(bench, arguments, steps):
 
 
 def _run_script(*arguments):
-    command = [sys.executable, str(zero_bench_ranks.BENCHMARKS / "zero" / "run.py"), "--size", "tiny", "--steps", "3"]
+    command = [sys.executable, str(benchmark_ranks.BENCHMARKS / "zero" / "run.py"), "--size", "tiny", "--steps", "3"]
     done = subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=900, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
