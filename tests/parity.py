@@ -202,7 +202,7 @@ def _comparison(case: Case) -> tuple[bool, Tolerance, Tolerance]:
         return False, at_once, at_once
     if _reference_precision(case).startswith("fsdp_") and case.entry.blocks_share_tensors:
         # FSDP2's hooks at the borders of units change in which order autograd adds up such a tensor's gradients, in low
-        # precision. tests/multi/test_torch_fsdp_numbers.py compares with FSDP2 itself, bit for bit.
+        # precision, also of one part. tests/multi/test_torch_fsdp_numbers.py compares with FSDP2 itself, bit for bit.
         return True, at_once, at_once
     # DDP averages gradients in fp16 as such: dividing by 2 or 4 is exact, dividing by 3 rounds each of them once more.
     is_exact = kind != "fp16 weights" or case.num_data_parts in (1, 2, 4, 8) or _fp32_sums(case) != "none"
@@ -235,9 +235,10 @@ def train_reference(
     """
     if device is None:
         device = "cpu" if case.precision is None else case.device
-    job = SerialJob(
-        model=case.model,
-        num_layers=case.num_layers,
+    return _serial_run(
+        device,
+        case.model,
+        case.num_layers,
         precision=_reference_precision(case),
         steps=case.steps,
         batch_size=case.samples_per_rank * case.num_data_parts,
@@ -250,40 +251,20 @@ def train_reference(
         nudge=nudge,
         nudge_dtype=nudge_dtype,
     )
-    return _run_serial_job(job, device)
 
 
-@dataclass(frozen=True)
-class SerialJob:
-    """The arguments of `train_serial`, but for the device: many cases are compared with one such run."""
-
-    model: str
-    num_layers: int | None
-    precision: str | None
-    steps: int
-    batch_size: int
-    accumulation: int
-    parts: int
-    max_norm: float
-    optimizer: str
-    fp32_sums: Fp32Sums
-    whole_model_is_half: bool
-    nudge: int | None
-    nudge_dtype: torch.dtype
-
-
-@lru_cache(maxsize=2048)  # of models of some 100 kB
-def _run_serial_job(job: SerialJob, device: Device) -> Record:
+@lru_cache(maxsize=2048)  # of models of some 100 kB: many cases are compared with one run
+def _serial_run(device: Device, model: str, num_layers: int | None, **settings: Any) -> Record:
+    """Runs `train_serial` on a device of the harness."""
     if device == "cpu":
         with _one_thread():
-            return _train_here(job, "cpu")
-    (record,) = run_ranks(_train_here, 1, job, "cuda", timeout=120, device=device)
+            return _train_serial("cpu", model, num_layers, settings)
+    (record,) = run_ranks(_train_serial, 1, "cuda", model, num_layers, settings, timeout=120, device=device)
     return record
 
 
-def _train_here(job: SerialJob, device_type: str) -> Record:
-    arguments = {name: value for name, value in vars(job).items() if name not in ("model", "num_layers")}
-    return train_serial(get_model(job.model, job.num_layers), device=device_type, **arguments)
+def _train_serial(device_type: str, model: str, num_layers: int | None, settings: dict[str, Any]) -> Record:
+    return train_serial(get_model(model, num_layers), device=device_type, **settings)
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from booster.comm import check_same_across_ranks, group_size, sum_dtype, timeout_scope
+from booster.comm import check_same_across_ranks, group_size, timeout_scope
 from booster.compatibility import takes_foreign
 from booster.core.plain_torch import refuse_plain_training
 from booster.errors import ConfigError
@@ -275,10 +275,9 @@ class HybridParallelPlugin(ShardedPlugin):
     def dp_rank(self) -> int:
         return self._mesh.rank("dp")
 
-    def reduction_dtype(self, parameter_dtype: torch.dtype) -> torch.dtype:
-        if self._config.zero_stage == 0:
-            return sum_dtype(parameter_dtype)  # replicas all-reduce the sums
-        return super().reduction_dtype(parameter_dtype)
+    @property
+    def _num_shards(self) -> int:
+        return 1 if self._config.zero_stage == 0 else self._mesh.size("dp", "sp")
 
     @property
     def has_outputs(self) -> bool:

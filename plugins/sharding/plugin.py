@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from booster.comm import group_size
+from booster.comm import group_size, sum_dtype
 from booster.errors import ConfigError
 from booster.interface import ModelWrapper, OptimizerWrapper
 from booster.mixed_precision.fp16 import log_rank_zero
@@ -30,6 +30,14 @@ def local_accumulation(optimizer: OptimizerWrapper | None) -> AbstractContextMan
             " booster.no_sync(model, optimizer)"
         )
     return optimizer.no_sync()
+
+
+def dtype_of_sums(reduce_dtype: torch.dtype, device: torch.device, num_shards: int) -> torch.dtype:
+    """Return the dtype in which gradients are summed that travel in `reduce_dtype` to their shards.
+
+    The CPU sums fp16 and bf16 in fp32. With one shard nothing travels to it, and replicas all-reduce fp32 sums.
+    """
+    return sum_dtype(reduce_dtype) if device.type == "cpu" or num_shards == 1 else reduce_dtype
 
 
 @functools.cache  # once a process
@@ -69,9 +77,12 @@ class ShardedPlugin(DistributedPlugin):
         return self._config.precision
 
     def reduction_dtype(self, parameter_dtype: torch.dtype) -> torch.dtype:
-        if self._device.type == "cpu" and parameter_dtype.itemsize < 4:
-            return torch.float32
-        return self._config.reduce_dtype or parameter_dtype
+        return dtype_of_sums(self._config.reduce_dtype or parameter_dtype, self._device, self._num_shards)
+
+    @property
+    def _num_shards(self) -> int:
+        """Number of ranks that a parameter's gradient is sharded over."""
+        return self.axis_sizes()["shard"]
 
     def no_sync(
         self, model: ModelWrapper | None = None, optimizer: OptimizerWrapper | None = None

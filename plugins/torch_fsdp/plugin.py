@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffload, MixedPrecision, MixedPrecisionPolicy, OffloadPolicy, ShardingStrategy
 from torch.optim import Optimizer
 
-from booster.comm import group_size, max_of_numbers, new_cpu_group, sum_dtype, timeout_scope
+from booster.comm import group_size, max_of_numbers, new_cpu_group, timeout_scope
 from booster.compatibility import takes_foreign
 from booster.core.plain_torch import refuse_plain_gradient, refuse_plain_training
 from booster.interface import ModelWrapper, OptimizerWrapper
@@ -23,7 +23,7 @@ from booster.mixed_precision.fp16 import log_rank_zero
 from booster.plugins.base import DistributedPlugin, WrappedPair, arguments_of, check_memory_is_apart
 from booster.plugins.sharding.config import ShardGroups, new_loss_scaler
 from booster.plugins.sharding.deferred_init import Materializer
-from booster.plugins.sharding.plugin import local_accumulation
+from booster.plugins.sharding.plugin import dtype_of_sums, local_accumulation
 from booster.plugins.sync_batch_norm import convert_batch_norm
 
 from .config import FSDPConfig, FSDPPrecision, OptimizerKind, kind_of
@@ -165,9 +165,7 @@ class TorchFSDPPlugin(DistributedPlugin):
         reduce_dtype = (
             parameter_dtype if policy is None else policy.reduce_dtype or policy.param_dtype or parameter_dtype
         )
-        # A shard group of one rank reduces nothing, and its replicas all-reduce the sums.
-        has_sums = self._device.type == "cpu" or self._mesh.size(1) == 1
-        return sum_dtype(reduce_dtype) if has_sums else reduce_dtype
+        return dtype_of_sums(reduce_dtype, self._device, self._mesh.size(1))
 
     def check(self, model: nn.Module, optimizer: Optimizer | None) -> OptimizerKind:
         self._builder().check(model)

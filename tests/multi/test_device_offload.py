@@ -334,6 +334,10 @@ def zero_1(**arguments):
     return LowLevelZeroPlugin(stage=1, precision="bf16", **arguments)
 
 
+def gemini(**arguments):
+    return GeminiPlugin(precision="bf16", **arguments)
+
+
 def hybrid(zero_stage):
     return HybridParallelPlugin(precision="bf16", zero_stage=zero_stage)
 
@@ -362,6 +366,9 @@ def summed_gradient(make_plugin: Callable[..., Any], arguments: dict[str, Any]) 
         ("cpu", zero_1, {}, 128.5, torch.float32),
         (SIMULATED, zero_1, {}, 128.0, torch.bfloat16),  # bf16 has no 257
         (SIMULATED, zero_1, {"communication_dtype": torch.float32}, 128.5, torch.float32),
+        (SIMULATED, zero_1, {"extra_dp_size": 2}, 128.5, torch.float32),  # one shard, of two replicas
+        (SIMULATED, gemini, {}, 128.0, torch.bfloat16),
+        (SIMULATED, gemini, {"extra_dp_size": 2}, 128.5, torch.float32),
         (SIMULATED, hybrid, {"zero_stage": 0}, 128.5, torch.float32),
         (SIMULATED, hybrid, {"zero_stage": 1}, 128.0, torch.bfloat16),
         (SIMULATED, fsdp, {"strategy": "FULL_SHARD"}, 128.0, torch.bfloat16),

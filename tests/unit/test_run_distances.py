@@ -122,7 +122,7 @@ def assert_allowed(name, found):
 def uncached_runs(monkeypatch):
     """Runs with a planted fault must neither be taken from the cache nor be left in it."""
     with monkeypatch.context() as patch:
-        patch.setattr(parity, "_run_serial_job", parity._run_serial_job.__wrapped__)
+        patch.setattr(parity, "_serial_run", parity._serial_run.__wrapped__)
         yield patch
 
 
