@@ -74,7 +74,7 @@ def set_options(*, checks: bool = True, drops_avoidable_waits: bool = False, tra
 
 
 def settle() -> None:
-    """End all copies from and to pinned memory; a source that was changed under its copy is reported."""
+    """End all that is in flight, as at the end of a program; a source that was changed under its copy is reported."""
     _native().settle()
 
 

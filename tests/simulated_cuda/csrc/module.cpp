@@ -5,6 +5,7 @@
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include "device.h"
+#include "order.h"
 #include "pinned.h"
 #include "report.h"
 #include "simccl.h"
@@ -59,7 +60,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
     drops_avoidable_waits = drops_waits;
     traces_places = places;
   });
-  module.def("settle", [] { settle_pinned_copies(); });
+  module.def("settle", [] {
+    settle_pinned_copies();
+    settle_order();
+  });
   module.def("num_devices", [] { return num_devices; });
   module.def("current_device", [] { return int(current_device()); });
   module.def("set_current_device", [](int device) { set_current_device(c10::DeviceIndex(device)); });

@@ -12,6 +12,7 @@ namespace simulated {
 
 bool drops_avoidable_waits = false;
 bool checks_order = true;
+std::atomic<uint64_t> num_settled{0};
 
 namespace {
 
@@ -35,6 +36,7 @@ struct Allocation {
 std::mutex lock;
 std::map<uintptr_t, Allocation> allocations;
 std::map<StreamKey, Clock> clocks;
+uint64_t last_number = 0;
 
 void join(Clock& clock, const Clock& other) {
   for (const auto& [stream, number] : other) {
@@ -65,7 +67,7 @@ Point launch(StreamKey stream) {
   std::lock_guard guard(lock);
   auto& clock = clocks[stream];
   join(clock, clocks[kHost]);
-  return {stream, ++clock[stream]};
+  return {stream, clock[stream] = ++last_number};
 }
 
 Clock clock_of(StreamKey stream) {
@@ -100,6 +102,12 @@ void host_waits(const Clock& clock) {
 
 void host_waits_avoidably(const Clock& clock) {
   if (!drops_avoidable_waits) host_waits(clock);
+}
+
+void settle_order() {
+  std::lock_guard guard(lock);
+  num_settled = last_number;
+  clocks.clear();
 }
 
 void note_allocation(const void* begin, size_t num_bytes, StreamKey stream, Memory kind) {

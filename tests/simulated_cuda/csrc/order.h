@@ -1,6 +1,7 @@
 // What is ordered before what: streams and the host as vector clocks, and the accesses to memory that they order.
 #pragma once
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <map>
@@ -11,13 +12,17 @@ namespace simulated {
 using StreamKey = int64_t;
 using Clock = std::map<StreamKey, uint64_t>;  // of each stream, the last operation that is known to be done
 
-// An operation: the number-th of its stream.
+// An operation in a stream. Numbers grow over all streams.
 struct Point {
   StreamKey stream = 0;
   uint64_t number = 0;
 };
 
+// Operations up to this number are before everything: the host has waited for them.
+extern std::atomic<uint64_t> num_settled;
+
 inline bool is_before(const Point& point, const Clock& clock) {
+  if (point.number <= num_settled) return true;
   auto found = clock.find(point.stream);
   return found != clock.end() && point.number <= found->second;
 }
@@ -35,6 +40,9 @@ void host_waits(const Clock& clock);
 // that it does not hide a wait that is missing elsewhere.
 void host_waits_avoidably(const Clock& clock);
 extern bool drops_avoidable_waits;
+// The host has waited for all streams, and nothing is compared any more with what came before. Without it the clocks of
+// a process that runs many programs grow with each stream that one of them had.
+void settle_order();
 
 // Memory, with the stream that was current when it was allocated. Pinned memory may be freed at any time, as torch's
 // allocator waits before it gives it to another.
