@@ -109,8 +109,11 @@ class OptimizerState:
             CheckpointError: A state is neither a tensor nor a plain value (LBFGS keeps lists of tensors).
         """
         named = self.named_parameters().items()
-        states = [part for name, parameter in named for part in self._state_slices(name, parameter)]
-        return states + [part for name, parameter in named for part in self._master_slices(name, parameter)]
+        return [part for one in named for part in self._state_slices(*one)] + self.master_slices()
+
+    def master_slices(self) -> list[TensorSlice]:
+        """Return this rank's slices of every master weight."""
+        return [part for one in self.named_parameters().items() for part in self._master_slices(*one)]
 
     def values(self) -> dict[str, Any]:
         """Return the plain values: param groups with parameter names, shapes, numbers per parameter, the scaler.
@@ -238,8 +241,7 @@ class OptimizerState:
     def _refresh_masters(self, stored: Collection[str]) -> None:
         """Copy the model's weights into the masters unless all of them are among the stored tensors."""
         masters = self.optimizer.master_weights
-        names = [part.name for one in self.named_parameters().items() for part in self._master_slices(*one)]
-        if masters is not None and any(name not in stored for name in names):
+        if masters is not None and any(part.name not in stored for part in self.master_slices()):
             masters.refresh()
 
     def _new_state_tensor(self, parameter: nn.Parameter, key: str, spec: TensorSpec) -> torch.Tensor:
@@ -267,7 +269,8 @@ class OptimizerState:
     def _own_spec(self, parameter: nn.Parameter, key: str, spec: TensorSpec) -> TensorSpec:
         """Return the local spec of a stored state for one of `param_groups`."""
         layout = self._layout(parameter)
-        return replace(spec, shape=layout.local_shape) if spec.shape == layout.logical_shape else spec
+        is_local = spec.shape != layout.logical_shape or layout.local_shape == layout.logical_shape
+        return spec if is_local else replace(spec, shape=layout.local_shape)
 
     def _layout(self, parameter: nn.Parameter) -> ShardSpec:
         """Return the layout of the model's parameter that one of `param_groups` is, or is a copy of."""

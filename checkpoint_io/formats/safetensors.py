@@ -19,6 +19,7 @@ MAX_HEADER_BYTES = 100_000_000  # as in the reference implementation
 MAX_TENSORS = 1_000_000
 _MAX_ELEMENTS = 2**56
 _METADATA = "__metadata__"
+_MEMBERS = {"dtype", "shape", "data_offsets"}
 
 _DTYPES = {
     "F64": torch.float64,
@@ -123,7 +124,7 @@ def parse_header(raw: bytes, data_bytes: int, source_name: str) -> tuple[dict[st
 
 
 def _parse_entry(name: str, entry: object, source_name: str) -> TensorRange:
-    if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
+    if not isinstance(entry, dict) or entry.keys() != _MEMBERS:
         raise _format_error(source_name, f"the entry of {name[:200]!r} is incomplete")
     shape, offsets = entry["shape"], entry["data_offsets"]
     if not _are_sizes(shape) or not _are_sizes(offsets) or len(offsets) != 2:
@@ -133,18 +134,20 @@ def _parse_entry(name: str, entry: object, source_name: str) -> TensorRange:
         raise _format_error(
             source_name, f"{name[:200]!r} has the dtype {str(entry['dtype'])[:40]!r}, which torch lacks"
         )
-    if math.prod(max(size, 1) for size in shape) >= _MAX_ELEMENTS:  # torch multiplies the other sizes even with a zero
+    numel = math.prod(shape)
+    # torch multiplies the other sizes even with a zero
+    if (numel or math.prod(size or 1 for size in shape)) >= _MAX_ELEMENTS:
         raise _format_error(source_name, f"{name[:200]!r} has the shape {shape}, which no tensor can have")
     start, stop = offsets
-    if math.prod(shape) * dtype.itemsize != stop - start:
+    if numel * dtype.itemsize != stop - start:
         raise _format_error(source_name, f"{name[:200]!r} does not fill its {stop - start} bytes")
     return TensorRange(spec=TensorSpec(shape=tuple(shape), dtype=dtype), start=start, stop=stop)
 
 
 def _are_sizes(values: object) -> bool:
-    if not isinstance(values, list) or len(values) > 64:
+    if not isinstance(values, list) or len(values) > 64 or not set(map(type, values)) <= {int}:
         return False
-    return all(type(value) is int and 0 <= value < 2**63 for value in values)
+    return not values or (min(values) >= 0 and max(values) < 2**63)
 
 
 def _format_error(source_name: str, reason: str) -> CheckpointError:

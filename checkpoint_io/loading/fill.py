@@ -51,9 +51,12 @@ class _Region:
     is_run: bool = field(init=False)
 
     def __post_init__(self) -> None:
-        length = run_length(self.shape, self.box)
         first, last = self.span
         self.numel = last - first
+        if self.box == full_box(self.shape):
+            self.start, self.stop, self.is_run = first, last, True
+            return
+        length = run_length(self.shape, self.box)
         self.start = run_start(self.shape, self.box, first)
         self.stop = run_start(self.shape, self.box, last - 1) + 1
         self.is_run = first // length == (last - 1) // length

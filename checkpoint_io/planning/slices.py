@@ -40,7 +40,8 @@ class RunBlock:
     length: np.ndarray
 
 
-def full_box(shape: Sequence[int]) -> Box:
+@functools.lru_cache(maxsize=4096)  # a checkpoint has few shapes, and a load asks for each tensor's several times
+def full_box(shape: tuple[int, ...]) -> Box:
     """Return the box that covers the full tensor."""
     return tuple((0, size) for size in shape)
 

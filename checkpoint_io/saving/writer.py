@@ -258,8 +258,10 @@ class _RangeWrite:
 
 @dataclass(slots=True)
 class _WriteJob:
-    file: int
+    path: Path
+    image: FileImage
     block: int
+    checksums: list[int]  # of all ranges of the part
     num_bytes: int = 0
     writes: list[_RangeWrite] = field(default_factory=list)
 
@@ -274,48 +276,54 @@ class CopiedSlices(Protocol):
 Slices: TypeAlias = Sequence[TensorSlice] | CopiedSlices
 
 
-def write_ranges(
-    storage: Storage,
-    files: Sequence[tuple[Path, FileImage]],
-    ranges: Sequence[WriteRange],
-    slices: Slices,
-    *,
-    num_threads: int = STAGING.count,
-) -> list[int]:
+@dataclass(frozen=True, slots=True)
+class PartWrites:
+    """What this rank writes of one part of a checkpoint.
+
+    Attributes:
+        files: Paths and images of the plan's files, already created in full size.
+        ranges: Ranges to write; file order is fastest.
+        slices: This rank's slices, by `slice_index`, or copies of what the ranges write.
+    """
+
+    files: Sequence[tuple[Path, FileImage]]
+    ranges: Sequence[WriteRange]
+    slices: Slices
+
+
+def write_ranges(storage: Storage, parts: Sequence[PartWrites], *, num_threads: int = STAGING.count) -> list[list[int]]:
     """Write this rank's ranges and wait until they are on disk.
 
     Memory: the buffers of `STAGING`, for any model size. Collective: no.
 
     Args:
         storage: Storage to write to.
-        files: Paths and images of the plan's files, already created in full size.
-        ranges: Ranges to write; file order is fastest.
-        slices: This rank's slices, by `slice_index`, or copies of what the ranges write.
+        parts: Ranges of every part of the checkpoint: while one file is synced, the next is being written.
         num_threads: Number of writer threads.
 
     Returns:
-        The crc32 of each range's bytes, in the order of `ranges`.
+        By part, the crc32 of each range's bytes, in the order of its ranges.
 
     Raises:
         OSError: Writing failed in some thread; all threads have ended.
     """
-    checksums = [0] * len(ranges)
-    jobs = list(_jobs(files, ranges, slices))
+    checksums = [[0] * len(part.ranges) for part in parts]
+    jobs = [job for part, of_part in zip(parts, checksums, strict=True) for job in _jobs(part, of_part)]
     is_pinned = synchronize_devices(write.source.tensor for job in jobs for write in job.writes)
-    jobs_of: dict[int, list[_WriteJob]] = {}
+    jobs_of: dict[Path, list[_WriteJob]] = {}
     for job in jobs:
-        jobs_of.setdefault(job.file, []).append(job)
-    outputs: dict[int, OutputFile] = {}
-    for file, file_jobs in jobs_of.items():
+        jobs_of.setdefault(job.path, []).append(job)
+    outputs: dict[Path, OutputFile] = {}
+    for path, file_jobs in jobs_of.items():
         is_direct = sum(job.num_bytes for job in file_jobs) >= _MIN_DIRECT_BYTES
-        outputs[file] = OutputFile(storage, files[file][0], len(file_jobs), is_direct)
+        outputs[path] = OutputFile(storage, path, len(file_jobs), is_direct)
 
     def work(job: _WriteJob) -> None:
-        output = outputs[job.file]
+        output = outputs[job.path]
         with output.job(), STAGING.borrow(is_pinned=is_pinned) as buffer:
             buffer_writer = BufferedFileWriter(output, buffer)
             for write in job.writes:
-                checksums[write.index] = _write_range(output, buffer_writer, files[job.file][1], write)
+                job.checksums[write.index] = _write_range(output, buffer_writer, job.image, write)
             buffer_writer.flush()
 
     try:
@@ -357,21 +365,22 @@ def write_range_bytes(
     return crc32(view)
 
 
-def _jobs(files: Sequence[tuple[Path, FileImage]], ranges: Sequence[WriteRange], slices: Slices) -> Iterator[_WriteJob]:
+def _jobs(part: PartWrites, checksums: list[int]) -> Iterator[_WriteJob]:
     """Group the ranges into jobs; see Note [Write jobs]."""
     job: _WriteJob | None = None
-    for index, write_range in enumerate(ranges):
+    slices = part.slices
+    for index, write_range in enumerate(part.ranges):
         if write_range.span[0] == write_range.span[1]:
             continue
-        image = files[write_range.file][1]
+        path, image = part.files[write_range.file]
         source = slices[write_range.slice_index] if isinstance(slices, Sequence) else slices.slice_of(write_range)
         start = run_start(source.global_shape, write_range.box, write_range.span[0]) * source.dtype.itemsize
         write = _RangeWrite(index, write_range, source, image.offsets[write_range.name] + start)
         block = (write.offset - image.data_start) // BLOCK_BYTES
-        if job is None or (job.file, job.block) != (write_range.file, block) or job.num_bytes >= BLOCK_BYTES:
+        if job is None or (job.path, job.block) != (path, block) or job.num_bytes >= BLOCK_BYTES:
             if job is not None:
                 yield job
-            job = _WriteJob(write_range.file, block)
+            job = _WriteJob(path, image, block, checksums)
         job.writes.append(write)
         job.num_bytes += (write_range.span[1] - write_range.span[0]) * source.dtype.itemsize
     if job is not None:

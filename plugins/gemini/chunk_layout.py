@@ -105,6 +105,7 @@ class ChunkLayout:
         numel: Number of elements, including waste.
         num_shards: Number of equal shards.
         regions: Regions of the parameters, in order.
+        num_bytes: Bytes of the gathered chunk.
     """
 
     dtype: torch.dtype
@@ -112,9 +113,11 @@ class ChunkLayout:
     numel: int
     num_shards: int
     regions: tuple[ParamRegion, ...]
+    num_bytes: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         """Check the sizes, because a wrong one would only show as wrong values on some ranks."""
+        object.__setattr__(self, "num_bytes", self.numel * self.dtype.itemsize)
         unit = unit_numel(self.dtype, self.num_shards)
         assert self.numel % unit == 0, f"a chunk of {self.numel} elements is not a multiple of {unit}"
         end = self.regions[-1].stop if self.regions else 0
@@ -136,11 +139,6 @@ class ChunkLayout:
         starts = [*(region.start for region in self.regions), self.numel]
         stops = [0, *(region.stop for region in self.regions)]
         return [slice(stop, start) for stop, start in zip(stops, starts, strict=True) if stop < start]
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the gathered chunk."""
-        return self.numel * self.dtype.itemsize
 
     def shard_range(self, rank: int) -> slice:
         """Return the range of the chunk that a rank owns.

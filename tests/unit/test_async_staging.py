@@ -14,7 +14,7 @@ from booster.checkpoint_io.planning.slices import SliceTable
 from booster.checkpoint_io.saving import async_save
 from booster.checkpoint_io.saving.async_save import Arena, stage_slices
 from booster.checkpoint_io.saving.part import safetensors_image
-from booster.checkpoint_io.saving.writer import read_range, write_ranges
+from booster.checkpoint_io.saving.writer import PartWrites, read_range, write_ranges
 from booster.checkpoint_io.storage import Storage
 from booster.interface import TensorSlice
 
@@ -160,7 +160,7 @@ def test_copies_are_what_the_writer_takes(tmp_path):
         path = tmp_path / name
         with storage.create(path) as file:
             storage.resize(file, image.num_bytes)
-        found.append((write_ranges(storage, [(path, image)], ranges, held), path.read_bytes()))
+        found.append((write_ranges(storage, [PartWrites([(path, image)], ranges, held)]), path.read_bytes()))
     assert found[0] == found[1]
 
 

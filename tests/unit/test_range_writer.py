@@ -22,7 +22,14 @@ from booster.checkpoint_io.planning.save_plan import WriteRange, plan_save
 from booster.checkpoint_io.planning.slices import SliceTable
 from booster.checkpoint_io.saving import writer
 from booster.checkpoint_io.saving.part import safetensors_image, torch_image
-from booster.checkpoint_io.saving.writer import STAGING, StagingBuffers, read_range, write_range_bytes, write_ranges
+from booster.checkpoint_io.saving.writer import (
+    STAGING,
+    PartWrites,
+    StagingBuffers,
+    read_range,
+    write_range_bytes,
+    write_ranges,
+)
 from booster.checkpoint_io.storage import Storage
 from booster.interface import TensorSlice
 
@@ -114,8 +121,8 @@ class Case:
 
     def write(self, rank, storage=None, **options):
         ranges = list(self.plan.ranges(writer=rank))
-        found = write_ranges(storage or Storage(), self.files, ranges, self.slices_of[rank], **options)
-        return dict(zip(ranges, found, strict=True))
+        found = write_ranges(storage or Storage(), [PartWrites(self.files, ranges, self.slices_of[rank])], **options)
+        return dict(zip(ranges, found[0], strict=True))
 
     def check(self, expected, checksums):
         """Compares the files with the tensors, and the checksums with the files."""
@@ -229,7 +236,7 @@ def test_checksums_are_in_the_order_of_the_ranges(tmp_path, monkeypatch):
     ranges = [replace(whole, span=(start, start + 1000)) for start in range(0, 100_000, 1000)]
     ranges += [replace(whole, span=(5, 5))]  # nothing
     random.Random(1).shuffle(ranges)
-    found = write_ranges(Storage(), case.files, ranges, case.slices_of[0])
+    (found,) = write_ranges(Storage(), [PartWrites(case.files, ranges, case.slices_of[0])])
     assert found == [zlib.crc32(_bits(tensor[slice(*part.span)])) for part in ranges]
     case.check({"a": tensor}, {})
 
@@ -398,7 +405,7 @@ def test_a_strided_tensor_is_never_copied_whole(tmp_path):
         os.ftruncate(file.descriptor, size)
     image = replace(image, offsets={"a": 4096 - (row - 30) * 4})  # the file begins just before the range
     ranges = [WriteRange(owner=0, writer=0, slice_index=0, name="a", file=0, box=part.box, span=(row - 30, row + 30))]
-    (checksum,) = write_ranges(storage, [(path, image)], ranges, [part])
+    ((checksum,),) = write_ranges(storage, [PartWrites([(path, image)], ranges, [part])])
     written = np.fromfile(path, dtype=np.float32, count=60, offset=4096)
     assert written.tolist() == [0, 1, 2] * 10 + [3, 4, 5] * 10
     assert checksum == zlib.crc32(written.tobytes())
