@@ -241,6 +241,25 @@ def test_checksums_are_in_the_order_of_the_ranges(tmp_path, monkeypatch):
     case.check({"a": tensor}, {})
 
 
+def test_parts_are_written_side_by_side(tmp_path, monkeypatch):
+    _small_buffers(monkeypatch)
+    cases = []
+    for number, (seed, suffix) in enumerate([(3, "safetensors"), (5, "bin"), (3, "safetensors")]):
+        (folder := tmp_path / str(number)).mkdir()
+        cases.append(_random_case(folder, seed, suffix))
+        cases[-1][0].create()
+    checksums = [{} for _ in cases]
+    for rank in range(max(len(case.slices_of) for case, _ in cases)):
+        of_rank = [(number, case) for number, (case, _) in enumerate(cases) if rank < len(case.slices_of)]
+        parts = [
+            PartWrites(case.files, list(case.plan.ranges(writer=rank)), case.slices_of[rank]) for _, case in of_rank
+        ]
+        for (number, _), part, found in zip(of_rank, parts, write_ranges(Storage(), parts), strict=True):
+            checksums[number] |= dict(zip(part.ranges, found, strict=True))
+    for (case, expected), of_case in zip(cases, checksums, strict=True):
+        case.check(expected, of_case)
+
+
 def _float_case(directory, *, num_files=1, num_bytes=5 * 2**20):
     generator = torch.Generator().manual_seed(1)
     expected = {f"t.{number}": torch.rand(num_bytes // 4 // 4 + 3, generator=generator) for number in range(4)}
