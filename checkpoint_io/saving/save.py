@@ -18,7 +18,7 @@ import torch
 
 from booster.checkpoint_io.commit import Transaction, paths_in
 from booster.checkpoint_io.formats.manifest import FORMAT_VERSION, DocumentRecord, Manifest
-from booster.checkpoint_io.parallel import CheckpointGroup, as_checkpoint_error, run_in_threads
+from booster.checkpoint_io.parallel import CheckpointGroup, as_checkpoint_error
 from booster.checkpoint_io.planning.save_plan import SavePlan, WriteRange, plan_save
 from booster.checkpoint_io.planning.slices import SliceTable
 from booster.checkpoint_io.storage import Storage
@@ -35,10 +35,8 @@ from booster.fault_tolerance.progress import Phase
 from booster.interface import TensorSlice
 
 from .async_save import Arena, AsyncSaves, stage_slices
-from .part import CheckpointPart, FileImage, Images, PlannedPart
+from .part import CheckpointPart, Images, PlannedPart
 from .writer import PartWrites, Relay, Slices, write_ranges
-
-_NUM_SYNC_THREADS = 4  # a file system's journal writes the files that are synced at the same time at once
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -419,20 +417,14 @@ class _SaveJob:
             directory = self._transaction.begin()
         for folder in sorted({planned_part.part.folder for planned_part in self._planned} - {""}):
             self._storage.make_directory(directory / folder)
-        files = [
-            (directory / planned_part.paths[index], planned_part.image(index))
-            for planned_part in self._planned
-            for index in range(len(planned_part.plan.files))
-        ]
-
-        def create(path: Path, image: FileImage) -> None:
-            with self._storage.create(path) as file:
-                self._storage.resize(file, image.num_bytes)
-                for offset, content in image.fragments:
-                    self._storage.write_at(file, content, offset)
-                self._storage.sync(file)
-
-        run_in_threads(lambda each: create(*each), files, min(_NUM_SYNC_THREADS, len(files)))
+        for planned_part in self._planned:
+            for index in range(len(planned_part.plan.files)):
+                image = planned_part.image(index)
+                with self._storage.create(directory / planned_part.paths[index]) as file:
+                    self._storage.resize(file, image.num_bytes)
+                    for offset, content in image.fragments:
+                        self._storage.write_at(file, content, offset)
+                    self._storage.sync(file)
         return str(directory).encode()
 
     # Every rank.
@@ -468,7 +460,6 @@ class _SaveJob:
         crcs = self._collect_checksums(reports)
         documents = dict(self._request.documents)
         metadata = dict(self._request.metadata)
-        files: dict[Path, bytes] = {}
         for planned_part, part_crcs in zip(self._planned, crcs, strict=True):
             final_names = self._final_names(planned_part) if self._transaction.is_inside else {}
             for name, final_name in final_names.items():
@@ -480,18 +471,18 @@ class _SaveJob:
                     self._storage.write_at(file, head, 0)
                     self._storage.sync(file)
             for name, content in small_files.items():
-                files[directory / planned_part.part.folder / name] = content
+                self._storage.write_file(directory / planned_part.part.folder / name, content)
                 if name == planned_part.part.target.names.manifest:
                     documents[f"{planned_part.part.folder}/{name}".lstrip("/")] = content
         if self._request.manifest_name is not None:
-            files |= {directory / name: documents[name] for name in self._request.documents}
+            for name in self._request.documents:
+                self._storage.write_file(directory / name, documents[name])
             records = {
                 name: DocumentRecord(num_bytes=len(raw), crc32=zlib.crc32(raw))
                 for name, raw in sorted(documents.items())
             }
             manifest = Manifest(kind="training_state", files={}, documents=records, metadata=metadata)
-            files[directory / self._request.manifest_name] = manifest.encode()
-        run_in_threads(lambda each: self._storage.write_file(*each), files.items(), min(_NUM_SYNC_THREADS, len(files)))
+            self._storage.write_file(directory / self._request.manifest_name, manifest.encode())
         self._transaction.commit(is_stale=self._is_stale)
         if self._request.after_commit is not None:
             self._request.after_commit()
