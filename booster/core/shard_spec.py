@@ -180,8 +180,6 @@ class ShardSpec:
     @property
     def has_padding(self) -> bool:
         """Whether some elements of this rank's tensor are outside of all blocks."""
-        if self.is_unsharded:
-            return False
         return sum(math.prod(_lengths(region.local)) for region in self.regions) < math.prod(self.local_shape)
 
     def shard(self, logical: torch.Tensor) -> torch.Tensor:

@@ -137,12 +137,8 @@ def _check_bounds(
 ) -> None:
     for pair in np.unique(tiles.tensor * len(boxes) + tiles.box).tolist():
         shape, box = shapes[pair // len(boxes)], boxes[pair % len(boxes)]
-        is_within = box == full_box(shape) or (
-            len(box) == len(shape)
-            and all(
-                low >= 0 and length >= 0 and low + length <= size
-                for (low, length), size in zip(box, shape, strict=True)
-            )
+        is_within = len(box) == len(shape) and all(
+            low >= 0 and length >= 0 and low + length <= size for (low, length), size in zip(box, shape, strict=True)
         )
         if not is_within:
             raise _mismatch_error(

@@ -386,7 +386,7 @@ class OptimizerLoad:
         """
         self._stored = stored = self._loader.open(self._path, OPTIMIZER)
 
-        def compare() -> tuple[OptimizerState, dict[str, Any]]:
+        def compare() -> tuple[OptimizerState, dict[str, Any], set[str]]:
             if stored.groups is None:
                 raise CheckpointError(
                     f"{self._path} holds no param groups: it is not an optimizer checkpoint of save_optimizer"
@@ -394,11 +394,11 @@ class OptimizerLoad:
             values = parse_values(stored.groups, stored.specs, str(self._path))
             state = self._optimizer.checkpoint_state()
             state.check(stored.specs, values)
-            return state, values
+            return state, values, {part.name for part in state.master_slices()}
 
-        self._state, self._values = self._loader.ranks.run_on_all_ranks(compare, self._action)
+        self._state, self._values, masters = self._loader.ranks.run_on_all_ranks(compare, self._action)
         # A rank without a shard of a master must not conclude that no rank has memory for it.
-        self._masters = self._loader.names_of_all_ranks({part.name for part in self._state.master_slices()})
+        self._masters = self._loader.names_of_all_ranks(masters)
         if self._loader.verifies_before:
             self._loader.verify(stored)
 

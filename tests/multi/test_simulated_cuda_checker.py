@@ -237,6 +237,22 @@ def test_programs_without_faults():
     run_ranks(_run_all, 2, [program.__name__ for program in PROGRAMS], True, device=SIMULATED)
 
 
+def _use_on_another_stream_after_the_end() -> None:
+    values, side = _values(), torch.cuda.Stream()
+    recorded = torch.cuda.Event()
+    recorded.record()
+    assert not recorded.query()
+    device.settle()
+    assert recorded.query()
+    with torch.cuda.stream(side):
+        values.mul_(2)
+    torch.cuda.current_stream().wait_stream(side)
+
+
+def test_the_end_of_a_program_orders_all_that_came_before():
+    run_ranks(_use_on_another_stream_after_the_end, 1, device=SIMULATED)
+
+
 def _reports_of_each(programs: list[str]) -> dict[str, str]:
     from simulated_cuda import reports
 
