@@ -11,7 +11,16 @@ from pathlib import Path
 
 from booster.kernels.disk_io import aligned_buffer
 
-__all__ = ["COLD_SHARE", "cached_share", "drop_cached", "file_system", "read_raw", "sync_files", "write_raw"]
+__all__ = [
+    "COLD_SHARE",
+    "cached_share",
+    "drop_cached",
+    "file_system",
+    "read_cached",
+    "read_raw",
+    "sync_files",
+    "write_raw",
+]
 
 _BLOCK_BYTES = 16 << 20
 _DIRECT_ALIGNMENT = 4096
@@ -106,6 +115,14 @@ def drop_cached(directory: Path) -> float:
         _DROP_CACHES.write_text("1")
         share = cached_share(directory)
     return share
+
+
+def read_cached(directory: Path) -> None:
+    """Reads every file below a directory through the page cache, which then holds them."""
+    for path in _files(directory):
+        with path.open("rb", buffering=0) as file:
+            while file.readinto(_block("read")):
+                pass
 
 
 def cached_share(directory: Path) -> float:

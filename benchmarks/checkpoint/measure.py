@@ -13,7 +13,7 @@ from pathlib import Path
 import torch.distributed as dist
 from _harness.memory import MemoryMeter
 from _harness.samples import order_of_round
-from checkpoint.disk import drop_cached
+from checkpoint.disk import drop_cached, read_cached
 from checkpoint.peers import Actions
 from checkpoint.state import TrainingState, size_of
 from checkpoint.variants import Variant
@@ -30,6 +30,7 @@ class Measured:
         saves: Seconds of every save, the warm-up's left out.
         settles: Seconds from the end of a save until it was durable, where that is later.
         loads: Seconds of every load.
+        warm_loads: Seconds of every load of files in the page cache.
         cached: The largest share of the files that was still in memory when a load began.
     """
 
@@ -37,6 +38,7 @@ class Measured:
     saves: list[float] = field(default_factory=list)
     settles: list[float] = field(default_factory=list)
     loads: list[float] = field(default_factory=list)
+    warm_loads: list[float] = field(default_factory=list)
     cached: float = 0.0
 
 
@@ -114,12 +116,13 @@ def _save_and_settle(actions: Actions, folder: Path) -> None:
 def _check(state: TrainingState, actions: Actions, folder: Path, saved: int) -> None:
     """The warm-up: what a load brings back must be what was saved, bit for bit."""
     _save_and_settle(actions, folder)
-    if actions.load is None:
+    load = actions.load or actions.warm_load
+    if load is None:
         return
     dist.barrier()
     if actions.fills_state:
         state.clear()
-    actions.load(folder)
+    load(folder)
     if state.fingerprint() != saved:
         raise RuntimeError("the load did not bring back what was saved")
 
@@ -128,13 +131,17 @@ def _time(actions: Actions, folder: Path, measured: Measured) -> None:
     if dist.get_rank() == 0:
         os.sync()  # what others left to be written must not be written during this save
     measured.saves.append(_seconds(lambda: actions.save(folder)))
-    settle, load = actions.settle, actions.load
+    settle, load, warm_load = actions.settle, actions.load, actions.warm_load
     if settle is not None:
         measured.settles.append(_seconds(settle))
     if load is not None:
         if dist.get_rank() == 0:
             measured.cached = max(measured.cached, drop_cached(folder))
         measured.loads.append(_seconds(lambda: load(folder)))
+    if warm_load is not None:
+        if dist.get_rank() == 0:
+            read_cached(folder)
+        measured.warm_loads.append(_seconds(lambda: warm_load(folder)))
 
 
 def _seconds(action: Callable[[], None]) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
@@ -33,6 +33,7 @@ class Actions:
     Attributes:
         save: Puts the state into an empty directory; durable when it returns, unless there is `settle`.
         load: Fills the live state from that directory; None: it is not measured.
+        warm_load: The same with the files in the page cache; None: it is not measured.
         settle: Waits until what `save` began is durable; None: nothing is left to wait for.
         num_bytes: What it saves.
         fills_state: False: `load` reads, and leaves the state alone.
@@ -40,6 +41,7 @@ class Actions:
 
     save: Callable[[Path], None]
     load: Callable[[Path], None] | None = None
+    warm_load: Callable[[Path], None] | None = None
     settle: Callable[[], None] | None = None
     num_bytes: int
     fills_state: bool = True
@@ -65,19 +67,23 @@ def build_raw(state: TrainingState, *, is_direct: bool) -> Actions:
 
 
 def build_buffer_copy(state: TrainingState) -> Actions:
-    """Every rank copies its part of the bytes into memory that is there from the start: no staging costs less."""
-    targets = [torch.zeros_like(part) for part in _own_part(state)]
+    """Every rank copies its part of the bytes into memory that is there from the start, and all bytes back."""
+    buffers = [tensor.detach().clone() for tensor in state.tensors.values()]
 
-    def copy(directory: Path) -> None:
-        for source, target in zip(_own_part(state), targets, strict=True):
+    def save(directory: Path) -> None:
+        for source, target in zip(_own_part(state.tensors.values()), _own_part(buffers), strict=True):
             target.copy_(source)
 
-    return Actions(save=copy, num_bytes=state.num_bytes)
+    def load(directory: Path) -> None:
+        for source, target in zip(buffers, state.tensors.values(), strict=True):
+            target.detach().copy_(source)
+
+    return Actions(save=save, warm_load=load, num_bytes=state.num_bytes)
 
 
-def _own_part(state: TrainingState) -> list[torch.Tensor]:
+def _own_part(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """Returns one rank's share of all elements, as the parts of the tensors that it lies in."""
-    flat = [tensor.detach().view(-1) for tensor in state.tensors.values()]
+    flat = [tensor.detach().view(-1) for tensor in tensors]
     total, rank, size = sum(map(len, flat)), dist.get_rank(), dist.get_world_size()
     start, stop, parts = rank * total // size, (rank + 1) * total // size, []
     for tensor in flat:
@@ -103,7 +109,7 @@ def build_safetensors(state: TrainingState) -> Actions:
         for name, tensor in load_file(directory / "state.safetensors").items():
             live[name].copy_(tensor)
 
-    return Actions(save=save, load=load, num_bytes=state.num_bytes)
+    return Actions(save=save, load=load, warm_load=load, num_bytes=state.num_bytes)
 
 
 def build_torch_save(state: TrainingState) -> Actions:
@@ -124,7 +130,7 @@ def build_torch_save(state: TrainingState) -> Actions:
             for key, tensor in stored.items():
                 states[index][key].copy_(tensor)
 
-    return Actions(save=save, load=load, num_bytes=state.num_bytes)
+    return Actions(save=save, load=load, warm_load=load, num_bytes=state.num_bytes)
 
 
 def build_save_pretrained(state: TrainingState) -> Actions:
@@ -168,9 +174,14 @@ def build_dcp(state: TrainingState) -> Actions:
     import torch.distributed.checkpoint as dcp
 
     group = dist.new_group(backend="gloo")
+
+    def load(directory: Path) -> None:
+        dcp.load(state.tensors, checkpoint_id=directory / "dcp", process_group=group)
+
     return Actions(
         save=lambda directory: dcp.save(state.tensors, checkpoint_id=directory / "dcp", process_group=group),
-        load=lambda directory: dcp.load(state.tensors, checkpoint_id=directory / "dcp", process_group=group),
+        load=load,
+        warm_load=load,
         num_bytes=state.num_bytes,
     )
 

@@ -51,6 +51,7 @@ class Row:
     num_bytes: int = 0
     save: Figures | None = None
     load: Figures | None = None
+    warm_load: Figures | None = None
     durable: Spread | None = None
     cached: float = 0.0
 
@@ -75,13 +76,14 @@ def _row(
         return Row(name=name, is_async=is_async)
     baseline = ASYNC_BASELINE if is_async else BASELINE
     saves, settles = _slowest(name, ranks, _saves), _slowest(name, ranks, _settles)
-    has_load = bool(ranks[0][name].loads)
+    has_load, has_warm_load = bool(ranks[0][name].loads), bool(ranks[0][name].warm_loads)
     return Row(
         name=name,
         is_async=is_async,
         num_bytes=ranks[0][name].num_bytes,
         save=_figures(name, baseline, ranks, _saves, _largest(rank[name].save for rank in peaks)),
         load=_figures(name, baseline, ranks, _loads, _largest(rank[name].load for rank in peaks)) if has_load else None,
+        warm_load=_figures(name, ASYNC_BASELINE, ranks, _warm_loads, None) if has_warm_load else None,
         durable=Spread.of([sum(pair) for pair in zip(saves, settles, strict=True)]) if settles else None,
         cached=max(rank[name].cached for rank in ranks),
     )
@@ -118,6 +120,10 @@ def _loads(measured: Measured) -> list[float]:
     return measured.loads
 
 
+def _warm_loads(measured: Measured) -> list[float]:
+    return measured.warm_loads
+
+
 def _slowest(
     name: str, ranks: Sequence[Mapping[str, Measured]], samples: Callable[[Measured], list[float]]
 ) -> list[float]:
@@ -132,22 +138,25 @@ def _largest(values: Iterator[int | None]) -> int | None:
 
 
 def format_rows(rows: Sequence[Row]) -> Iterator[str]:
-    """Yields the three tables: durable saves, cold loads, and how long training waits for an asynchronous save."""
+    """Yields the tables: durable saves, cold and warm loads, and how long training waits for an asynchronous save."""
     head = ["seconds", "best s", "GB/s", "of raw", "quartiles", "extra MiB"]
     saves = [(row, row.save) for row in rows if not row.is_async]
     loads = [(row, row.load) for row in rows if row.load is not None]
+    warm_loads = [(row, row.warm_load) for row in rows if row.warm_load is not None]
     waits = [(row, row.save) for row in rows if row.is_async]
     yield _table(["durable save", *head], [[row.name, *_cells(figures)] for row, figures in saves])
     yield _table(["cold load", *head], [[row.name, *_cells(figures)] for row, figures in loads])
-    head = ["asynchronous save", "blocks s", *head[1:3], "of copy", *head[4:], "durable s"]
+    head[3] = "of copy"
+    yield _table(["warm load", *head], [[row.name, *_cells(figures)] for row, figures in warm_loads])
+    head = ["asynchronous save", "blocks s", *head[1:], "durable s"]
     yield _table(head, [[row.name, *_cells(figures), _seconds(row.durable)] for row, figures in waits])
-    warm = [
+    cached = [
         f"{row.name}: {row.cached:.0%} of the files were in memory before a load"
         for row in rows
         if row.cached > COLD_SHARE
     ]
-    if warm:
-        yield "\n".join(["NOT COLD:", *warm])
+    if cached:
+        yield "\n".join(["NOT COLD:", *cached])
 
 
 def _table(head: list[str], rows: list[list[str]]) -> str:
@@ -211,17 +220,18 @@ def _ratio_target(
 
 # What is said, whose seconds over whose, of what, and the bounds.
 _RATIO_GOALS: tuple[tuple[str, str, str, Callable[[Measured], list[float]], dict[str, float]], ...] = (
-    ("durable save: share of raw O_DIRECT", BASELINE, OURS, _saves, {"low": 0.90}),
+    ("durable save: share of raw O_DIRECT", BASELINE, OURS, _saves, {"low": 0.88}),
     ("durable save: times as fast as save_file and fsync", SAFETENSORS, OURS, _saves, {"low": 2.0}),
     ("durable save: times as fast as torch.distributed.checkpoint", DCP, OURS, _saves, {"low": 1.3}),
     ("cold load: share of raw O_DIRECT", BASELINE, OURS, _loads, {"low": 0.85}),
     ("cold load: times as fast as safetensors.load_file", SAFETENSORS, OURS, _loads, {"low": 1.8}),
     ("cold load: times as fast as torch.distributed.checkpoint", DCP, OURS, _loads, {"low": 2.0}),
+    ("warm load: share of a copy in memory", ASYNC_BASELINE, OURS, _warm_loads, {"low": 0.7}),
     (
         "asynchronous save: blocks, over a copy into persistent buffers",
         OURS_ASYNC,
         ASYNC_BASELINE,
         _saves,
-        {"high": 1.2},
+        {"high": 1.15},
     ),
 )

@@ -6,6 +6,7 @@ import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 from checkpoint.peers import (
     Actions,
@@ -58,9 +59,14 @@ def _build_ours(state: TrainingState, *, verify: str | None = None) -> Actions:
     """booster.save, which always makes checksums, and booster.load, which compares them unless `verify` says less."""
     booster, options = state.booster, {} if verify is None else {"verify": verify}
     both = {"model": state.model, "optimizer": state.optimizer}
+
+    def load(directory: Path) -> None:
+        booster.load(directory / "checkpoint", **both, **options)
+
     return Actions(
         save=lambda directory: booster.save(directory / "checkpoint", **both),
-        load=lambda directory: booster.load(directory / "checkpoint", **both, **options),
+        load=load,
+        warm_load=load,
         num_bytes=state.num_bytes,
     )
 

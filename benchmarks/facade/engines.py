@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,7 +13,22 @@ from _harness.pair import Engine, Step
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-__all__ = ["ddp_engines", "loop_engines"]
+__all__ = ["BOOSTER", "DDP_PLUGIN", "PLUGINS", "RAW", "RAW_DDP", "ddp_engines", "loop_engines", "plugin_engines"]
+
+RAW = "torch"
+BOOSTER = "booster"
+RAW_DDP = "torch DDP"
+DDP_PLUGIN = "TorchDDPPlugin"
+# Class and arguments of every plugin, all in fp32.
+PLUGINS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    DDP_PLUGIN: ("TorchDDPPlugin", {}),
+    "LowLevelZeroPlugin, stage 1": ("LowLevelZeroPlugin", {"stage": 1, "precision": "fp32"}),
+    "LowLevelZeroPlugin, stage 2": ("LowLevelZeroPlugin", {"stage": 2, "precision": "fp32"}),
+    "GeminiPlugin": ("GeminiPlugin", {"precision": "fp32"}),
+    "TorchFSDPPlugin": ("TorchFSDPPlugin", {}),
+    "HybridParallelPlugin": ("HybridParallelPlugin", {"precision": "fp32"}),
+    "HybridParallelPlugin, ZeRO 1": ("HybridParallelPlugin", {"zero_stage": 1, "precision": "fp32"}),
+}
 
 _TINY_WIDTH = 32
 _TINY_LAYERS = 8
@@ -26,8 +42,8 @@ Task = tuple[nn.Module, Batch, Callable[[torch.Tensor, torch.Tensor], torch.Tens
 def loop_engines(clips: bool) -> list[Engine]:
     """Returns one process's plain loop in all variants, raw torch first."""
     return [
-        Engine(name="torch", build=partial(_build_raw, "tiny", clips, False)),
-        Engine(name="booster", build=partial(_build_boosted, "tiny", clips, None), requires=("booster",)),
+        Engine(name=RAW, build=partial(_build_raw, "tiny", clips, False)),
+        Engine(name=BOOSTER, build=partial(_build_boosted, "tiny", clips, None), requires=("booster",)),
         Engine(
             name="accelerate",
             build=partial(_build_accelerate, clips),
@@ -45,10 +61,20 @@ def loop_engines(clips: bool) -> list[Engine]:
 
 def ddp_engines(size: str) -> list[Engine]:
     """Returns data-parallel training in torch's own way first, and by the plugin."""
-    return [
-        Engine(name="torch DDP", build=partial(_build_raw, size, True, True)),
-        Engine(name="TorchDDPPlugin", build=partial(_build_boosted, size, True, "torch_ddp"), requires=("booster",)),
-    ]
+    return [_raw_ddp(size), _plugin_engine(size, DDP_PLUGIN)]
+
+
+def plugin_engines(size: str) -> list[Engine]:
+    """Returns data-parallel training in torch's own way first, and by every plugin."""
+    return [_raw_ddp(size), *(_plugin_engine(size, name) for name in PLUGINS)]
+
+
+def _raw_ddp(size: str) -> Engine:
+    return Engine(name=RAW_DDP, build=partial(_build_raw, size, True, True))
+
+
+def _plugin_engine(size: str, name: str) -> Engine:
+    return Engine(name=name, build=partial(_build_boosted, size, True, name), requires=("booster",))
 
 
 def _task(size: str) -> Task:
@@ -101,10 +127,14 @@ def _build_raw(size: str, clips: bool, is_distributed: bool) -> Step:
 
 
 def _build_boosted(size: str, clips: bool, plugin: str | None) -> Step:
-    from booster import Booster
+    from booster import Booster, plugins
 
     model, batch, criterion = _task(size)
-    booster = Booster(plugin=plugin)
+    if plugin is None:
+        booster = Booster()
+    else:
+        class_name, arguments = PLUGINS[plugin]
+        booster = Booster(plugin=getattr(plugins, class_name)(**arguments))
     model, optimizer, criterion, _, _ = booster.boost(model, _adamw(model), criterion)
 
     def step(index: int) -> torch.Tensor:

@@ -4,8 +4,8 @@
         [--engines gemini]
     python benchmarks/gemini/run.py --largest [--limit-mib 2048] [--cgroup /sys/fs/cgroup/...] [--save] [--strict]
 
-Targets in fp32: at most 1.15 of DDP's step, 0.85 of FSDP2's and 0.80 of DeepSpeed's; 1.02 of DDP's with all chunks kept
-gathered, 1.25 with all optimizer states on the disk; resident memory at most 1.10 of the formula, and no more than
+Targets in fp32: at most 0.97 of DDP's step, 0.85 of FSDP2's and 0.80 of DeepSpeed's; 1.02 of DDP's with all chunks kept
+gathered, 1.25 with all optimizer states on the disk; resident memory at most 1.05 of the formula, and no more than
 FSDP2's. With --largest: a model 8 times as large as the largest that DDP trains in as much memory.
 """
 

@@ -57,7 +57,7 @@ STYLES = {
     style.name: style
     for style in (
         Style(name="gpipe", torch_class="ScheduleGPipe"),
-        Style(name="1f1b", torch_class="Schedule1F1B"),
+        Style(name="1f1b", torch_class="Schedule1F1B", target=1.02),
         Style(name="interleaved", torch_class="ScheduleInterleaved1F1B", num_chunks=2),
         Style(name="zbv", torch_class="ScheduleZBVZeroBubble", num_chunks=2, target=1.05, is_v=True, has_bubble=False),
     )

@@ -3,8 +3,8 @@
     python benchmarks/pipeline/run.py [--part simulated] [--styles 1f1b zbv] [--memory] [--save] [--strict] [--quick]
 
 With t the time that a stage needs for a microbatch's forward and backward while the other does the same, p stages, m
-microbatches and v chunks a stage, the targets are: at most 1.03 (m + p - 1) t for gpipe and 1f1b, 1.03 (m + (p - 1) /
-v) t for interleaved, 1.05 m t for zbv.
+microbatches and v chunks a stage, the targets are: at most 1.02 (m + p - 1) t for 1f1b, 1.03 of it for gpipe, 1.03
+(m + (p - 1) / v) t for interleaved, 1.05 m t for zbv.
 """
 
 from __future__ import annotations

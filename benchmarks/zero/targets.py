@@ -13,18 +13,22 @@ from zero.memory import MemoryRow
 
 __all__ = ["memory_targets", "speed_targets", "wrapper_targets"]
 
-_OVER_BASELINE = 1.00
+_OVER_BASELINE = {("50m", "fp32"): 0.95, ("50m", "bf16"): 0.85}  # by size and precision
+_OVER_BASELINE_ELSE = 1.00
 _OVER_DEEPSPEED = 0.80
 _OVER_REDUNDANCY = 0.95
-_OVER_FORMULA = 1.10
-_OVER_BY_HAND = 1.02
+_OVER_FORMULA = 1.05
+_OVER_BY_HAND = {"50m": 0.75}  # by size
+_OVER_BY_HAND_ELSE = 1.02
+_OVER_OUR_COLLECTIVES = 1.02
 
 
-def speed_targets(comparison: Comparison, precision: str) -> list[Target]:
+def speed_targets(comparison: Comparison, size: str, precision: str) -> list[Target]:
     """Returns the targets of the stages that were asked for; those over a peer only where it was measured."""
     targets = []
+    over_baseline = _OVER_BASELINE.get((size, precision), _OVER_BASELINE_ELSE)
     for stage in _asked_stages(comparison):
-        targets.append(at_most(comparison, our_name(stage), BASELINE, _OVER_BASELINE))
+        targets.append(at_most(comparison, our_name(stage), BASELINE, over_baseline))
         if precision == "fp32":
             peers = {deepspeed_name(stage): _OVER_DEEPSPEED, REDUNDANCY: _OVER_REDUNDANCY}
             targets += [
@@ -48,18 +52,19 @@ def memory_targets(comparison: Comparison, rows: Sequence[MemoryRow]) -> list[Ta
     ]
 
 
-def wrapper_targets(comparison: Comparison, precision: str) -> list[Target]:
+def wrapper_targets(comparison: Comparison, size: str, precision: str) -> list[Target]:
     """Returns how much of FSDP2's step by hand the plugin may take: in the same run, with the same precision.
 
     The second one of a strategy leaves our collectives out of it: there the other has them too.
     """
     asked = {engine.name for engine in comparison.engines}
-    pairs = [
-        (plugin_name(strategy), manual_name(strategy, has_our_collectives=has_ours))
+    highest = {False: _OVER_BY_HAND.get(size, _OVER_BY_HAND_ELSE), True: _OVER_OUR_COLLECTIVES}
+    targets = [
+        (plugin_name(strategy), manual_name(strategy, has_our_collectives=has_ours), high)
         for strategy in STRATEGIES
-        for has_ours in (False, True)
+        for has_ours, high in highest.items()
     ]
-    return [at_most(comparison, ours, twin, _OVER_BY_HAND) for ours, twin in pairs if {ours, twin} <= asked]
+    return [at_most(comparison, ours, twin, high) for ours, twin, high in targets if {ours, twin} <= asked]
 
 
 def _asked_stages(comparison: Comparison) -> list[int]:

@@ -214,16 +214,18 @@ def test_targets_over_the_peers_that_were_measured(bench):
     comparison = _comparison(bench, SECONDS)
     targets = {
         target.what: (target.value, target.high, target.verdict)
-        for target in bench.targets.speed_targets(comparison, "fp32")
+        for target in bench.targets.speed_targets(comparison, "10m", "fp32")
     }
     assert targets == {
         "LowLevelZero 1 over torch DDP, t": (0.5, 1.0, "PASS"),
         "LowLevelZero 1 over DeepSpeed 1, t": (0.25, 0.8, "PASS"),
         "LowLevelZero 1 over ZeroRedundancyOptimizer, t": (1.0, 0.95, "NOISY"),
     }
-    assert [target.what for target in bench.targets.speed_targets(comparison, "bf16")] == [
+    assert [target.what for target in bench.targets.speed_targets(comparison, "10m", "bf16")] == [
         "LowLevelZero 1 over torch DDP, t"
     ]
+    larger = [bench.targets.speed_targets(comparison, "50m", precision)[0] for precision in ("fp32", "bf16")]
+    assert [target.high for target in larger] == [0.95, 0.85]
 
 
 FSDP_SECONDS = {
@@ -239,24 +241,28 @@ FSDP_SECONDS = {
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_targets_of_the_plugin_over_its_twins(bench, precision):
     comparison = _comparison(bench, FSDP_SECONDS)
-    targets = bench.targets.wrapper_targets(comparison, precision)
+    targets = bench.targets.wrapper_targets(comparison, "10m", precision)
     assert {target.what: (target.value, target.verdict, target.interval) for target in targets} == {
         "TorchFSDPPlugin FULL_SHARD over FSDP2 FULL_SHARD, t": (0.51, "PASS", (0.51, 0.52)),
         "TorchFSDPPlugin FULL_SHARD over FSDP2 FULL_SHARD, our collectives, t": (1.02, "PASS", (1.02, 1.04)),
         "TorchFSDPPlugin SHARD_GRAD_OP over FSDP2 SHARD_GRAD_OP, t": (1.03, "NOISY", (1.0, 1.1)),
     }
     assert {target.high for target in targets} == {1.02}
+    larger = bench.targets.wrapper_targets(comparison, "50m", precision)
+    assert [target.high for target in larger] == [0.75, 1.02, 0.75]
 
 
 def test_a_plugin_that_could_not_be_built_misses_its_targets(bench):
     seconds = {name: values for name, values in FSDP_SECONDS.items() if not name.startswith("Torch")}
     comparison = _comparison(bench, seconds, missing=["TorchFSDPPlugin FULL_SHARD"])
-    assert [target.verdict for target in bench.targets.wrapper_targets(comparison, "fp32")] == ["FAIL", "FAIL"]
+    assert [target.verdict for target in bench.targets.wrapper_targets(comparison, "10m", "fp32")] == ["FAIL", "FAIL"]
 
 
 def test_a_stage_that_could_not_be_built_misses_its_targets(bench):
     comparison = _comparison(bench, SECONDS, missing=["LowLevelZero 2", "DeepSpeed 2"])
-    targets = [target for target in bench.targets.speed_targets(comparison, "fp32") if "LowLevelZero 2" in target.what]
+    targets = [
+        target for target in bench.targets.speed_targets(comparison, "10m", "fp32") if "LowLevelZero 2" in target.what
+    ]
     assert [(target.what, target.verdict) for target in targets] == [
         ("LowLevelZero 2 over torch DDP, t", "FAIL"),
         ("LowLevelZero 2 over ZeroRedundancyOptimizer, t", "FAIL"),
