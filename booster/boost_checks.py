@@ -204,12 +204,17 @@ def check_boosted_model(model: Any, caller: str) -> ModelWrapper:
 def check_boosted_optimizer(optimizer: Any, caller: str) -> OptimizerWrapper:
     """Return the optimizer if it is boosted, else raise ConfigError."""
     if not isinstance(optimizer, OptimizerWrapper):
-        raise ConfigError(
-            f"{caller}() was given a {type(optimizer).__name__} that is not boosted: pass the optimizer that boost()"
-            " returned"
-        )
+        raise not_boosted_error(optimizer, caller)
     optimizer.model.require_open()
     return optimizer
+
+
+def not_boosted_error(optimizer: Any, caller: str) -> ConfigError:
+    """Return the error for an optimizer that is not boosted."""
+    return ConfigError(
+        f"{caller}() was given a {type(optimizer).__name__} that is not boosted: pass the optimizer that boost()"
+        " returned"
+    )
 
 
 def check_optimizer(optimizer: Any, caller: str) -> OptimizerWrapper | Optimizer:

@@ -21,6 +21,7 @@ from .boost_checks import (
     is_closed,
     mark_boosted,
     mark_closed,
+    not_boosted_error,
     register_model,
     verify_same_across_ranks,
 )
@@ -304,7 +305,9 @@ class Booster(CheckpointMethods):
         Raises:
             ConfigError: The optimizer is not boosted, or the loss is not a scalar or requires no gradient.
         """
-        check_boosted_optimizer(optimizer, "backward").backward(loss, retain_graph=retain_graph, num_items=num_items)
+        if not isinstance(optimizer, OptimizerWrapper):  # no call in every step
+            raise not_boosted_error(optimizer, "backward")
+        optimizer.backward(loss, retain_graph=retain_graph, num_items=num_items)
 
     def enable_lora(
         self,

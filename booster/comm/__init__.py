@@ -2,6 +2,7 @@
 
 from booster.fault_tolerance.collective_errors import abort_all_groups, abort_groups, report_failure
 from booster.fault_tolerance.fault_injection import Fault, InjectedFault, inject_faults
+from booster.fault_tolerance.timeouts import timeout_scope
 
 from .all_to_all import AllToAll, all_to_all_single, start_all_to_all
 from .bucket_collectives import (
@@ -67,7 +68,6 @@ from .process_groups import (
     num_communicators,
     release_groups,
     release_unused_groups,
-    timeout_scope,
 )
 from .shared_blocks import SharedBlocks, share_blocks
 from .shared_memory import transport, use_shared_memory

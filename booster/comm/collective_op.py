@@ -18,10 +18,11 @@ from booster.fault_tolerance.collective_errors import translate_errors
 from booster.fault_tolerance.failure_diagnosis import CollectiveId
 from booster.fault_tolerance.fault_injection import maybe_inject_fault
 from booster.fault_tolerance.progress import Phase
+from booster.fault_tolerance.timeouts import p2p_timeout
 from booster.kernels.shared_memory import SharedMemory
 
 from .pending_work import PendingWork, flush_pending
-from .process_groups import check_not_released, p2p_timeout
+from .process_groups import check_not_released
 from .shared_memory import GroupMemory, memory_of
 
 

@@ -1,4 +1,4 @@
-"""Process groups and meshes, and the timeouts of their collectives."""
+"""Process groups and meshes."""
 
 from __future__ import annotations
 
@@ -6,13 +6,11 @@ import gc
 import math
 import re
 import sys
-import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any
 from weakref import WeakKeyDictionary, WeakSet, finalize, ref
 
 import torch
@@ -25,10 +23,10 @@ from booster.errors import ConfigError, RankFailedError, first_line, format_rank
 from booster.fault_tolerance.failure_diagnosis import format_phase, name_group
 from booster.fault_tolerance.progress import current_progress
 from booster.fault_tolerance.store import TimeoutStore, call_with_timeout
-from booster.fault_tolerance.timeouts import timeouts
+from booster.fault_tolerance.timeouts import CHANGEABLE_BACKENDS, current_timeout, register_group, timeouts
 
 from .fake import is_fake_world
-from .shared_memory import release_shared_memory, set_shared_memory_timeout
+from .shared_memory import release_shared_memory
 
 # Note [Unused groups]
 # A group has threads, connections and memory until its last reference is dropped, and torch's tables hold one for ever.
@@ -150,74 +148,16 @@ def _forget_meshes() -> None:
         _collective_utils.MeshTopoInfo.build_from_mesh.cache_clear()  # costs of redistribution, holds the groups
 
 
-# Note [Timeouts]
-# A rank that is lost in training should be detected soon; a rank that compiles a kernel, reads a model or writes a
-# large shard needs more time. So the launch takes three timeouts. Groups made here, and the world if the launch made
-# it, have the training timeout, and inside of `timeout_scope` the set-up or checkpoint timeout: the timeouts of their
-# backends are changed at entry and restored at exit, which costs a microsecond per group. The innermost `timeout_scope`
-# of the process applies. Groups of the user, and an adopted world, keep their timeouts.
-# A gloo message has the timeout that its connection was made with, unless its wait is given another one. A group is
-# created with the set-up timeout. TORCH_DISTRIBUTED_DEBUG=DETAIL puts a barrier before each collective, whose timeout
-# cannot be changed later: there, and with a backend other than gloo and nccl, a group keeps its timeout.
-
-Kind = Literal["setup", "checkpoint"]
-
-_CHANGEABLE = ("gloo", "nccl")
 _CONNECTION_ERROR = re.compile(r"timed? ?out|connect|closed|reset by peer|broken pipe|socket", re.IGNORECASE)
 _ANSWER_SECONDS = 3.0  # of the store
 
-
-@dataclass(frozen=True, slots=True)
-class _TimeoutGroup:
-    """Group with a changeable timeout, and its backends."""
-
-    backends: list[Any]
-    is_gloo: bool
-
-
-_timeout_groups: WeakKeyDictionary[dist.ProcessGroup, _TimeoutGroup] = WeakKeyDictionary()
-_kinds: list[Kind] = []  # of the active `timeout_scope` blocks of this process, outermost first
-_lock = threading.RLock()
 _num_created: WeakKeyDictionary[Store, Counter[str]] = WeakKeyDictionary()  # by the store of a world and the ranks
 
 
-def current_timeout() -> float:
-    """Return the timeout of waits that start now."""
-    return getattr(timeouts(), _kinds[-1]) if _kinds else timeouts().training
-
-
-@contextmanager
-def timeout_scope(kind: Kind) -> Iterator[None]:
-    """Use the `setup` or `checkpoint` timeout for collectives started in this block. Also a decorator.
-
-    Applies to all threads of this process. No communication. See Note [Timeouts].
-    """
-    with _lock:
-        _kinds.append(kind)
-        _apply_timeout(list(_timeout_groups))
-    try:
-        yield
-    finally:
-        with _lock:
-            # Not simply the last one: another thread may have entered a block since.
-            del _kinds[len(_kinds) - 1 - _kinds[::-1].index(kind)]
-            _apply_timeout(list(_timeout_groups))
-
-
-def p2p_timeout(group: dist.ProcessGroup | None) -> timedelta | None:
-    """Return the timeout for the wait of a message in this group, or None for the backend's.
-
-    Waits for nccl's messages do not block: they are enqueued on the device's stream.
-    """
-    chosen = group or dist.group.WORLD
-    timeout_group = None if chosen is None else _timeout_groups.get(chosen)
-    return timedelta(seconds=current_timeout()) if timeout_group is not None and timeout_group.is_gloo else None
-
-
 def register_world() -> None:
-    """Apply the timeouts of this module to the world, which the launch has made. No communication."""
+    """Apply the timeouts of the launch to the world, which the launch has made. No communication."""
     if dist.group.WORLD is not None:
-        _register(dist.group.WORLD)
+        register_group(dist.group.WORLD)
 
 
 def new_group(
@@ -240,7 +180,7 @@ def new_group(
     expected = list(ranks) if use_local_synchronization else list(range(dist.get_world_size()))
     arrivals = _Arrivals(ranks, expected)
     backend_name = str(dist.get_backend()) if backend is None else backend
-    is_known = all(part.split(":")[-1] in _CHANGEABLE for part in backend_name.split(","))
+    is_known = all(part.split(":")[-1] in CHANGEABLE_BACKENDS for part in backend_name.split(","))
     is_changeable = is_known and get_debug_level() != DebugLevel.DETAIL
     seconds = timeouts().setup if is_changeable else current_timeout()
 
@@ -342,7 +282,7 @@ def _track_split(group: dist.ProcessGroup, name: str) -> dist.ProcessGroup:
 
 
 def _track(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    _register(group)
+    register_group(group)
     _tracked.add(group)
     return group
 
@@ -441,24 +381,3 @@ class _Arrivals:
             f"{head}: {format_ranks(missing)} did not arrive: see the log there, whether it ended, hangs or runs"
             f" something else. If it needs longer, launch with setup_timeout_seconds=...; {tail}"
         )
-
-
-def _register(group: dist.ProcessGroup) -> None:
-    backends: list[Any] = []
-    for device in group._device_types:
-        backend: Any = group._get_backend(device)
-        backend = getattr(backend, "wrapped_pg", backend)  # inside of the wrapper of torch's debug mode
-        if backend.name() in _CHANGEABLE and not any(backend is other for other in backends):
-            backends.append(backend)
-    is_gloo = bool(backends) and all(backend.name() == "gloo" for backend in backends)
-    with _lock:
-        _timeout_groups[group] = _TimeoutGroup(backends, is_gloo)
-        _apply_timeout([group])
-
-
-def _apply_timeout(groups: Sequence[dist.ProcessGroup]) -> None:
-    seconds = current_timeout()
-    for group in groups:
-        for backend in _timeout_groups[group].backends:
-            backend._set_default_timeout(timedelta(seconds=seconds))
-        set_shared_memory_timeout(group, seconds)

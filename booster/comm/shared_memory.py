@@ -21,6 +21,7 @@ from torch.distributed.distributed_c10d import _get_default_group
 
 from booster.errors import ConfigError
 from booster.fault_tolerance.collective_errors import abort_callbacks
+from booster.fault_tolerance.timeouts import timeout_callbacks
 from booster.kernels.shared_memory import MAX_RANKS, SharedMemory, SharedMemoryHandle, is_available
 from booster.logger import get_dist_logger
 
@@ -135,11 +136,13 @@ def release_shared_memory(group: dist.ProcessGroup) -> None:
     _choices.pop(group, None)
 
 
-def set_shared_memory_timeout(group: dist.ProcessGroup, seconds: float) -> None:
-    """Set the timeout of the group's later collectives through shared memory, if it has any. No communication."""
+def _set_timeout(group: dist.ProcessGroup, seconds: float) -> None:
     choice = _choices.get(group)
     if choice is not None:
         choice.memory.set_timeout(seconds)
+
+
+timeout_callbacks.append(_set_timeout)
 
 
 def _choose(group: dist.ProcessGroup) -> GroupMemory | None:

@@ -2,11 +2,31 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
-from typing import Any
+from datetime import timedelta
+from typing import Any, Literal
+from weakref import WeakKeyDictionary
+
+import torch.distributed as dist
 
 from booster.errors import ConfigError
 
+# Note [Timeouts]
+# A rank that is lost in training should be detected soon; a rank that compiles a kernel, reads a model or writes a
+# large shard needs more time. So the launch takes three timeouts. Groups made by this package, and the world if the
+# launch made it, have the training timeout, and inside of `timeout_scope` the set-up or checkpoint timeout: the
+# timeouts of their backends are changed at entry and restored at exit, which costs a microsecond per group. The
+# innermost `timeout_scope` of the process applies. Groups of the user, and an adopted world, keep their timeouts.
+# A gloo message has the timeout that its connection was made with, unless its wait is given another one. A group is
+# created with the set-up timeout. TORCH_DISTRIBUTED_DEBUG=DETAIL puts a barrier before each collective, whose timeout
+# cannot be changed later: there, and with a backend other than gloo and nccl, a group keeps its timeout.
+
+Kind = Literal["setup", "checkpoint"]
+
+CHANGEABLE_BACKENDS = ("gloo", "nccl")
 _MIN_SECONDS, _MAX_SECONDS = 0.001, 1e9  # torch counts milliseconds, and 0 disables its timeout
 
 
@@ -59,3 +79,75 @@ def set_timeouts(timeouts: Timeouts | None) -> None:
     """Set the timeouts of new groups and waits; None restores the defaults."""
     global _timeouts
     _timeouts = DEFAULT_TIMEOUTS if timeouts is None else timeouts
+
+
+@dataclass(frozen=True, slots=True)
+class _TimeoutGroup:
+    """Group with a changeable timeout, and its backends."""
+
+    backends: list[Any]
+    is_gloo: bool
+
+
+_groups: WeakKeyDictionary[dist.ProcessGroup, _TimeoutGroup] = WeakKeyDictionary()
+_kinds: list[Kind] = []  # of the active `timeout_scope` blocks of this process, outermost first
+_lock = threading.RLock()
+
+# Called with a group and its new timeout in seconds, by other transports than the group's backends.
+timeout_callbacks: list[Callable[[dist.ProcessGroup, float], None]] = []
+
+
+def current_timeout() -> float:
+    """Return the timeout of waits that start now."""
+    return getattr(timeouts(), _kinds[-1]) if _kinds else timeouts().training
+
+
+@contextmanager
+def timeout_scope(kind: Kind) -> Iterator[None]:
+    """Use the `setup` or `checkpoint` timeout for collectives started in this block. Also a decorator.
+
+    Applies to all threads of this process. No communication. See Note [Timeouts].
+    """
+    with _lock:
+        _kinds.append(kind)
+        _apply(list(_groups))
+    try:
+        yield
+    finally:
+        with _lock:
+            # Not simply the last one: another thread may have entered a block since.
+            del _kinds[len(_kinds) - 1 - _kinds[::-1].index(kind)]
+            _apply(list(_groups))
+
+
+def p2p_timeout(group: dist.ProcessGroup | None) -> timedelta | None:
+    """Return the timeout for the wait of a message in this group, or None for the backend's.
+
+    Waits for nccl's messages do not block: they are enqueued on the device's stream.
+    """
+    chosen = group or dist.group.WORLD
+    known = None if chosen is None else _groups.get(chosen)
+    return timedelta(seconds=current_timeout()) if known is not None and known.is_gloo else None
+
+
+def register_group(group: dist.ProcessGroup) -> None:
+    """Apply the timeouts of this module to a group from now on. No communication."""
+    backends: list[Any] = []
+    for device in group._device_types:
+        backend: Any = group._get_backend(device)
+        backend = getattr(backend, "wrapped_pg", backend)  # inside of the wrapper of torch's debug mode
+        if backend.name() in CHANGEABLE_BACKENDS and not any(backend is other for other in backends):
+            backends.append(backend)
+    is_gloo = bool(backends) and all(backend.name() == "gloo" for backend in backends)
+    with _lock:
+        _groups[group] = _TimeoutGroup(backends, is_gloo)
+        _apply([group])
+
+
+def _apply(groups: Sequence[dist.ProcessGroup]) -> None:
+    seconds = current_timeout()
+    for group in groups:
+        for backend in _groups[group].backends:
+            backend._set_default_timeout(timedelta(seconds=seconds))
+        for callback in timeout_callbacks:
+            callback(group, seconds)

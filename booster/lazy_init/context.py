@@ -16,8 +16,7 @@ from booster.errors import ConfigError
 from booster.logger import get_dist_logger
 from booster.validation import is_int
 
-from .materialize import guard_lazy_tensors, is_lazy, materialize
-from .op_log import materialize_in_place, op_log_of, storage_of
+from .materialize import guard_lazy_tensors, is_lazy, materialize, materialize_in_place, op_log_of, storage_of
 from .recorder import Recorder, record_initializers, tensors_in
 
 _EAGER_BELOW_BYTES = 64 * 1024

@@ -1,19 +1,69 @@
-"""Materialization of lazy tensors, one storage at a time, and placement of models on a device."""
+"""Lazy tensors, their materialization, one storage at a time, and placement of models on a device."""
 
 from __future__ import annotations
 
 import gc
+import mmap
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import _disable_current_modes
 
 from booster.comm import raise_on_all_ranks
 from booster.errors import ConfigError
 
-from .op_log import Geometry, OpLog, materialize_in_place, op_log_of, replay, view_of
+from .op_log import Geometry, OpLog, replay, view_of
+
+_ATTRIBUTE = "_booster_lazy_record"  # on the storage object, which torch keeps as long as the storage lives
+
+# A lazy tensor is a plain CPU tensor with its real sizes and strides over untouched shared anonymous pages, which use
+# no memory and do not count toward RLIMIT_DATA (private pages do). So views, `.data =`, tied weights and checks of
+# device or strides behave as usual in model code. malloc is not suitable, as it may return touched pages.
+
+
+def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
+    """Return the storage of a dense CPU tensor, or None."""
+    with torch._C.DisableTorchFunction():
+        if tensor.layout is not torch.strided or tensor.device.type != "cpu":
+            return None
+        try:
+            return tensor.untyped_storage()
+        except NotImplementedError:  # a tensor of torch.func's transforms, or of a class without memory
+            return None
+
+
+def op_log_of(tensor: torch.Tensor) -> OpLog | None:
+    """Return the op log of a lazy tensor's storage, or None for an ordinary tensor."""
+    storage = storage_of(tensor)
+    return None if storage is None else getattr(storage, _ATTRIBUTE, None)
+
+
+def reserve(num_bytes: int) -> torch.UntypedStorage:
+    """Return a storage whose pages are allocated at the first write, and freed with the storage."""
+    flags = mmap.MAP_SHARED | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
+    return torch.frombuffer(mmap.mmap(-1, num_bytes, flags=flags), dtype=torch.uint8).untyped_storage()
+
+
+def make_lazy(record: OpLog, num_bytes: int) -> torch.Tensor:
+    """Return a lazy tensor for the output of a log's first call."""
+    storage = reserve(num_bytes)
+    setattr(storage, _ATTRIBUTE, record)
+    return view_of(storage, record.geometry)
+
+
+def materialize_in_place(tensor: torch.Tensor) -> None:
+    """Materialize the full storage of a lazy tensor in place, which turns it into an ordinary tensor."""
+    storage, record = storage_of(tensor), op_log_of(tensor)
+    if storage is None or record is None:
+        return
+    values = replay(record)
+    whole = Geometry(dtype=torch.uint8, size=torch.Size([values.nbytes()]), stride=(1,), offset=0)
+    with torch.no_grad(), torch._C.DisableTorchFunction(), _disable_current_modes():
+        view_of(storage, whole).copy_(view_of(values, whole))
+    delattr(storage, _ATTRIBUTE)
 
 
 def is_lazy(tensor: torch.Tensor) -> bool:

@@ -14,21 +14,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from booster.errors import ConfigError
 
-from .op_log import (
-    GeneratorState,
-    Geometry,
-    LazyReference,
-    LogPrefix,
-    OpLog,
-    RecordedCall,
-    make_lazy,
-    materialize_in_place,
-    op_log_of,
-    replay,
-    reserve,
-    storage_of,
-    view_of,
-)
+from .materialize import make_lazy, materialize_in_place, op_log_of, reserve, storage_of
+from .op_log import GeneratorState, Geometry, LazyReference, LogPrefix, OpLog, RecordedCall, replay, view_of
 
 _aten = torch.ops.aten
 

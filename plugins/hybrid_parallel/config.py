@@ -144,7 +144,8 @@ class HybridConfig(ShardedConfig):
     @property
     def checkpointing(self) -> GradientCheckpointConfig | None:
         """Config of activation checkpointing, or None if no layer is recomputed."""
-        return parse_checkpoint_config(self.gradient_checkpoint_config, self.pp_size)
+        given = self.gradient_checkpoint_config
+        return None if given is None else parse_checkpoint_config(given, self.pp_size)
 
     @property
     def pipeline(self) -> PipelineArguments | None:

@@ -71,6 +71,7 @@ class FSDPOptimizer(ShardedOptimizer):
         self._groups = groups
         self._kind = kind
         self._updates: list[ParamUpdate] = []
+        self._owned: OwnedUpdates | None = None
         self._original_ids: dict[str, int] = {}
         self._keeps_masters = False
         self._replace_originals()
@@ -116,8 +117,10 @@ class FSDPOptimizer(ShardedOptimizer):
         is_primary = self._groups.is_primary
         is_elementwise = self._kind is OptimizerKind.ELEMENTWISE
         places = [self.model.param_of[id(one)] for one in parameters]
-        sharded = [_row_sharded(place[1]) for place in places if not isinstance(place, ReplicatedParam)]
-        owners = iter(assign_owners(sharded, group_size(self._groups.shard_group)))
+        owners: Iterator[int] = iter(())
+        if not is_elementwise:
+            sharded = [_row_sharded(place[1]) for place in places if not isinstance(place, ReplicatedParam)]
+            owners = iter(assign_owners(sharded, group_size(self._groups.shard_group)))
         updates: list[ParamUpdate] = []
         for place in places:
             if isinstance(place, ReplicatedParam):
@@ -134,14 +137,14 @@ class FSDPOptimizer(ShardedOptimizer):
 
     def _register_shards(self) -> None:
         owned = [one for one in self._updates if isinstance(one, OwnedUpdate)]
-        first = next(iter(self.model.sharded_params), None)
-        redistribution = ParamRedistribution(
-            [_row_sharded(one.param) for one in owned],
-            [one.owner for one in owned],
-            self._groups.shard_group,
-            torch.device("cpu") if first is None else first.shard.device,
-        )
-        self._owned = OwnedUpdates(owned, redistribution)
+        if owned:
+            redistribution = ParamRedistribution(
+                [_row_sharded(one.param) for one in owned],
+                [one.owner for one in owned],
+                self._groups.shard_group,
+                owned[0].weights.device,
+            )
+            self._owned = OwnedUpdates(owned, redistribution)
         shards = [one.shard for one in self._updates if one.shard is not None]
         shapes = {one.param.name: one.param.shape for one in self._updates}
         self._use_shards(Shards(shards, list(shapes), self._groups.shard_group, shapes=shapes))
@@ -195,7 +198,7 @@ class FSDPOptimizer(ShardedOptimizer):
         self._reduce_unreduced_grads()
         for update in self._updates:
             update.set_gradient()
-        if self._owned.updates:
+        if self._owned is not None:
             self._owned.gather_gradients()
         return 1.0 / group_size(self.data_parallel_group)
 
@@ -268,7 +271,7 @@ class FSDPOptimizer(ShardedOptimizer):
 
     def _fetch_weights(self) -> None:
         self.model.reshard()
-        if self._owned.updates:
+        if self._owned is not None:
             self._owned.gather_weights()
 
     def _update_parameters(self) -> None:
@@ -293,7 +296,8 @@ class FSDPOptimizer(ShardedOptimizer):
             update.write_weights()
         self.model.reshard()
         self.model.replicated_params.broadcast_weights(include_unused=True)
-        self._owned.scatter_weights(include_unused=True)
+        if self._owned is not None:
+            self._owned.scatter_weights(include_unused=True)
         self.model.bump_versions()
 
     def _step_shards(self) -> None:
@@ -314,7 +318,7 @@ class FSDPOptimizer(ShardedOptimizer):
         for update in self._updates:
             if self._accumulation.factors is None or not update.rounds_in_place:
                 update.write_weights()
-        if self._owned.updates:
+        if self._owned is not None:
             self._owned.scatter_weights()
         self.model.replicated_params.broadcast_weights()
         self.model.bump_versions()

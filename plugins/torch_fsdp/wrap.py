@@ -451,22 +451,29 @@ class FSDPModelBuilder:
         modules = [(name, module) for name, module in model.named_modules() if isinstance(module, FSDPModule)]
         pool, compiled = BufferPool(self.device), vars(model).get(LAYER_OF_COMPILED, {})
         param_groups = list(build_param_groups(modules, names, originals, collective_order, pool, compiled))
-        sharded = [RowSharded(name=names[id(one)][0], shape=tuple(one.shape), dtype=one.dtype) for one in replicated]
-        owners = assign_owners(sharded, group_size(shard_group))
-        params = [
-            ReplicatedParam(name=names[id(one)][0], names=names[id(one)], parameter=one, owner=owner)
-            for one, owner in zip(replicated, owners, strict=True)
-        ]
         return FSDPModel(
             model,
             param_groups,
-            ReplicatedParams(params, None, shard_group),
+            ReplicatedParams(_replicated_params(replicated, names, shard_group), None, shard_group),
             collective_order,
             device=self.device,
             is_primary=self.is_primary,
             writes_shards=self.mesh.get_local_rank("replica") == 0,
             broadcasts_buffers=self.config.broadcast_buffers and group_size() > 1,
         )
+
+
+def _replicated_params(
+    parameters: Collection[nn.Parameter], names: Mapping[int, tuple[str, ...]], shard_group: dist.ProcessGroup | None
+) -> list[ReplicatedParam]:
+    if not parameters:
+        return []
+    whole = [RowSharded(name=names[id(one)][0], shape=tuple(one.shape), dtype=one.dtype) for one in parameters]
+    owners = assign_owners(whole, group_size(shard_group))
+    return [
+        ReplicatedParam(name=names[id(one)][0], names=names[id(one)], parameter=one, owner=owner)
+        for one, owner in zip(parameters, owners, strict=True)
+    ]
 
 
 def _add_dtype_boundary(module: nn.Module, model_dtype: torch.dtype) -> None:

@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from booster.checkpoint_io import GeneralCheckpointIO
-from booster.comm import ErrorBarrier, new_group, new_mesh, process_groups, timeout_scope
+from booster.comm import ErrorBarrier, new_group, new_mesh, timeout_scope
 from booster.errors import ConfigError
-from booster.fault_tolerance.timeouts import DEFAULT_TIMEOUTS, Timeouts, set_timeouts, timeouts
+from booster.fault_tolerance.timeouts import DEFAULT_TIMEOUTS, Timeouts, current_timeout, set_timeouts, timeouts
 from booster.kernels.shared_memory import SharedMemory, SharedMemoryError
 from booster.launch.launch import destroy_world, launch
 
@@ -83,7 +83,7 @@ def test_timeout_scopes_nest_and_end_after_errors():
     known = _seconds_of(theirs)
 
     def waits(seconds):
-        return process_groups.current_timeout() == seconds and {_seconds_of(group) for group in followed} == {seconds}
+        return current_timeout() == seconds and {_seconds_of(group) for group in followed} == {seconds}
 
     @timeout_scope("checkpoint")
     def fail():
@@ -110,7 +110,7 @@ def test_a_timeout_scope_decorates_a_function_each_call_of_which_is_a_block():
     @timeout_scope("checkpoint")
     def save(depth):
         """Saves."""
-        seen.append(process_groups.current_timeout())
+        seen.append(current_timeout())
         if depth:
             save(depth - 1)
 
@@ -118,7 +118,7 @@ def test_a_timeout_scope_decorates_a_function_each_call_of_which_is_a_block():
     save(1)
     save(0)
     assert seen == [5, 5, 5]
-    assert process_groups.current_timeout() == 3
+    assert current_timeout() == 3
     assert save.__doc__ == "Saves."
 
 
@@ -135,11 +135,11 @@ def test_a_block_of_another_thread_that_ends_first_leaves_the_other_kind():
     with timeout_scope("setup"):
         thread.start()
         assert is_within.wait(60)
-        assert process_groups.current_timeout() == 5
-    assert process_groups.current_timeout() == 5, "the other thread is in its block still"
+        assert current_timeout() == 5
+    assert current_timeout() == 5, "the other thread is in its block still"
     may_end.set()
     thread.join(60)
-    assert process_groups.current_timeout() == 3
+    assert current_timeout() == 3
 
 
 def test_a_backend_whose_limit_cannot_be_changed_is_left_alone():
