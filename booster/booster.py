@@ -400,15 +400,15 @@ class Booster(CheckpointMethods):
         Raises:
             ConfigError: `max_norm` is not a non-negative number.
         """
-        if isinstance(max_norm, bool) or not isinstance(max_norm, SupportsFloat):
-            raise ConfigError(
-                f"clip_grad_norm_(max_norm={max_norm!r}): max_norm must be a number, got a {type(max_norm).__name__}:"
-                " give a number above 0, such as 1.0, or float('inf') for the norm alone"
-            )
         if not is_number(max_norm) or max_norm < 0:
+            is_number_type = isinstance(max_norm, SupportsFloat) and not isinstance(max_norm, bool)
+            problem = (
+                "is not a norm, and scaling by it would invert the gradients: give a number above 0"
+                if is_number_type
+                else f"must be a number, got a {type(max_norm).__name__}: give a number above 0, such as 1.0"
+            )
             raise ConfigError(
-                f"clip_grad_norm_(max_norm={max_norm!r}): max_norm is not a norm, and scaling by it would invert the"
-                " gradients: give a number above 0, or float('inf') for the norm alone"
+                f"clip_grad_norm_(max_norm={max_norm!r}): max_norm {problem}, or float('inf') for the norm alone"
             )
         if not is_number(norm_type) or norm_type <= 0:
             raise ConfigError(

@@ -317,12 +317,14 @@ class Trainer(TrainerState):
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:
-        was_training = self.model.training
+        modes = [(module, module.training) for module in self.model.modules()]
         self.model.eval()
         try:
             yield
         finally:
-            self.model.train(was_training)
+            self.model.train(modes[0][1])
+            for module, was_training in modes:  # also of frozen layers that stay in evaluation mode
+                module.training = was_training
 
     # Checkpoints; see Note [Saved positions].
 

@@ -119,6 +119,24 @@ def test_predictions_are_in_order():
 # Metrics.
 
 
+def test_evaluations_leave_frozen_layers_in_their_mode():
+    class Freeze(Hook):
+        seen: list[bool]
+
+        def before_epoch(self, trainer):
+            trainer.model.unwrap().layer.eval()
+            self.seen = []
+
+        def after_iteration(self, trainer):
+            self.seen.append(trainer.model.unwrap().layer.training)
+            assert trainer.model.training
+
+    hook = Freeze()
+    trainer, loader = make(hooks=[hook])
+    trainer.fit(loader, epochs=2, eval_loader=loader, evaluate_every=1)
+    assert hook.seen == [False] * len(loader)
+
+
 def test_metrics_are_means_over_samples_or_tokens():
     def length(outputs, targets):
         return outputs.abs().sum(1)
