@@ -174,6 +174,8 @@ class TensorState(Enum):
     HOLD_AFTER_BWD = "hold_after_backward"
     READY_FOR_REDUCE = "ready_for_reduce"
 
+    __hash__ = object.__hash__  # members are compared by identity, and Enum's own takes a call of Python
+
 
 # A gradient may arrive while the weights are sharded: an embedding's backward does not read them. Weights whose
 # gradient is complete may be read again, by a retained graph or by a second use behind a detach().
