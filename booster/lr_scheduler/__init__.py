@@ -1,14 +1,13 @@
 """Learning rate schedulers; all take the total number of steps."""
 
+from .function_schedules import LambdaLR, MultiplicativeLR
 from .schedules import (
     CosineAnnealingLR,
     CosineAnnealingWarmupLR,
     ExponentialLR,
     FlatAnnealingLR,
     FlatAnnealingWarmupLR,
-    LambdaLR,
     LinearWarmupLR,
-    MultiplicativeLR,
     MultiStepLR,
     MultiStepWarmupLR,
     OneCycleLR,

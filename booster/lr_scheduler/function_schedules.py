@@ -1,0 +1,135 @@
+"""Learning rate schedules that are defined by functions of the step."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch.optim import Optimizer, lr_scheduler
+
+from booster.errors import ConfigError
+
+from .base import LearningRate, Schedule, check_optimizer, check_total_steps
+
+Function = Callable[[int], float]
+Functions = Function | Sequence[Function]
+
+
+class FunctionSchedule(Schedule):
+    """Schedule defined by one function of the step per param group.
+
+    As in torch, the state has the attributes of callable objects, but not of functions: build the scheduler with the
+    same functions to resume.
+    """
+
+    lr_lambdas: list[Function]
+
+    def _add_group(self, group: dict[str, Any], index: int) -> None:
+        if len(self.lr_lambdas) <= index:
+            if any(function is not self.lr_lambdas[0] for function in self.lr_lambdas):
+                raise ConfigError(
+                    f"param group {index} was added to the optimizer, but lr_lambda has one function for each of the"
+                    f" first {len(self.lr_lambdas)} groups: build another scheduler with {index + 1} functions, or one"
+                    " function for all"
+                )
+            self.lr_lambdas.append(self.lr_lambdas[0])
+        super()._add_group(group, index)
+
+    def check_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Check that `load_state_dict` accepts a state.
+
+        Raises:
+            ConfigError: See `Schedule.check_state_dict`, or a function replaces a callable object with saved state.
+        """
+        super().check_state_dict(state_dict)
+        saved = state_dict.get("lr_lambdas", [])
+        if len(saved) > len(self.lr_lambdas):
+            raise ConfigError(
+                f"the state has {len(saved)} functions, but this {type(self).__name__} has {len(self.lr_lambdas)}:"
+                " build it with as many, in the same order"
+            )
+        for index, attributes in enumerate(saved):
+            if attributes and isinstance(self.lr_lambdas[index], types.FunctionType):
+                raise ConfigError(
+                    f"the state of lr_lambda {index} has {', '.join(map(repr, attributes))}, which a function can't"
+                    " load: build the scheduler with an object of the saved class"
+                )
+
+
+class LambdaLR(FunctionSchedule, lr_scheduler.LambdaLR):
+    """torch's LambdaLR: the learning rate multiplied by a function of the step.
+
+    Args:
+        optimizer: Optimizer, boosted or not.
+        total_steps: Total number of training steps, after which the learning rate is constant.
+        lr_lambda: Function of the number of steps taken, or one per param group.
+        last_epoch: Index of the last step when resuming, with groups that have `initial_lr`; -1 to start.
+
+    Raises:
+        ConfigError: An argument is invalid.
+    """
+
+    def __init__(
+        self, optimizer: Optimizer, total_steps: int, lr_lambda: Functions | None = None, last_epoch: int = -1
+    ) -> None:
+        self.total_steps = check_total_steps(total_steps)
+        self._check(optimizer, last_epoch)
+        super().__init__(optimizer, _functions(lr_lambda, optimizer, "LambdaLR"), last_epoch)
+
+    def _closed_form(self, base_lr: LearningRate, step: int, index: int) -> LearningRate:
+        return base_lr * self.lr_lambdas[index](step)
+
+
+class MultiplicativeLR(FunctionSchedule, lr_scheduler.MultiplicativeLR):
+    """torch's MultiplicativeLR: the previous learning rate multiplied by a function of the step.
+
+    Args:
+        optimizer: Optimizer, boosted or not.
+        total_steps: Total number of training steps, after which the learning rate is constant.
+        lr_lambda: Function of the number of steps taken, from 1, or one per param group.
+        last_epoch: Index of the last step when resuming, with groups that have `initial_lr`; -1 to start.
+
+    Raises:
+        ConfigError: An argument is invalid.
+    """
+
+    def __init__(
+        self, optimizer: Optimizer, total_steps: int, lr_lambda: Functions | None = None, last_epoch: int = -1
+    ) -> None:
+        self.total_steps = check_total_steps(total_steps)
+        self._check(optimizer, last_epoch)
+        super().__init__(optimizer, _functions(lr_lambda, optimizer, "MultiplicativeLR"), last_epoch)
+
+    def _closed_form(self, base_lr: LearningRate, step: int, index: int) -> LearningRate:
+        for taken in range(1, step + 1):
+            base_lr = base_lr * self.lr_lambdas[index](taken)
+        return base_lr
+
+
+def _functions(lr_lambda: Any, optimizer: Optimizer, scheduler: str) -> list[Function]:
+    """Return one function per param group.
+
+    Raises:
+        ConfigError: They are not callable, as many as the groups, or of a class whose state can't be saved.
+    """
+    check_optimizer(optimizer, scheduler)
+    num_groups = len(optimizer.param_groups)
+    functions = list(lr_lambda) if isinstance(lr_lambda, (list, tuple)) else [lr_lambda] * num_groups
+    if len(functions) != num_groups:
+        raise ConfigError(
+            f"lr_lambda has {len(functions)} functions, but the optimizer has {num_groups} param groups: give one for"
+            " each, or one function for all"
+        )
+    for function in functions:
+        if not callable(function):
+            raise ConfigError(
+                f"lr_lambda={function!r} is not callable, and {scheduler} calls it at each step: give a function, such"
+                " as lr_lambda=lambda step: 0.95**step"
+            )
+        if not hasattr(function, "__dict__"):
+            raise ConfigError(
+                f"lr_lambda={function!r} has no __dict__, so its state can't be saved: wrap it, as in lr_lambda=lambda"
+                " step: ..."
+            )
+    return functions
