@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -35,7 +36,8 @@ STEP_BYTES = 2**20  # small enough to stay in cache between read and checksum
 # A block that one slice has in its memory as it is in the file is read there directly; other slices copy from there.
 # All other blocks go through a buffer of one step.
 # Ranks of a host that read the same blocks here do so in the same order at the same time, through the page cache, so
-# the disk reads every byte once per host. Files that are not cached are read otherwise, see Note [Direct reads].
+# the disk reads every byte once per host, and each of them verifies a share of the blocks. Files that are not cached
+# are read otherwise, see Note [Direct reads].
 
 
 @dataclass(slots=True, eq=False)
@@ -155,6 +157,7 @@ def read_slices_on_all_ranks(
         num_bytes = max_of_numbers([num_bytes], ranks.group)[0]
     if num_bytes >= MIN_DIRECT_BYTES and not is_fake_world():
         failure, blocks = _read_directly(stored, blocks, ranks, action)
+        blocks = _share_of_checksums(blocks, ranks)
     consequence = "some of it is loaded"
     ranks.run_on_all_ranks(
         lambda: _raise(failure) if failure is not None else _read(stored, blocks, consequence, NUM_THREADS), action
@@ -196,6 +199,24 @@ def _read_directly(
         outcome = read_directly(direct.files, direct.needs, direct.take, ranks)
     failure = direct.check_sums(outcome, ranks)
     return failure, [*rest, *(direct.blocks[index] for index in outcome.left)]
+
+
+def _share_of_checksums(blocks: Sequence[_Block], ranks: CheckpointGroup) -> list[_Block]:
+    """Return the blocks, of which this rank verifies a share if all ranks of its host read the same. Collective."""
+    if ranks.size == 1:
+        return list(blocks)
+    places = [(block.name, block.region.box, block.region.span) for block in blocks]
+    digest = hashlib.sha256(repr(places).encode()).digest()
+    payloads, of_rank = all_gather_bytes(digest, ranks.group)
+    members = ranks.ranks_of_this_host()
+    if any(payloads[of_rank[rank]] != digest for rank in members):
+        return list(blocks)
+    shared, begin = [], 0
+    for block in blocks:
+        is_own = members[begin // BATCH_BYTES % len(members)] == ranks.rank
+        shared.append(block if is_own else replace(block, record=None))
+        begin += block.region.numel * block.dtype.itemsize
+    return shared
 
 
 class _DirectBlocks:

@@ -24,6 +24,7 @@ from booster.checkpoint_io.storage import Storage
 from booster.comm import shared_blocks
 from booster.errors import CheckpointError
 from booster.interface import ModelWrapper, TensorSlice
+from booster.kernels.checksum import crc32
 
 MIB = 2**20
 
@@ -138,6 +139,57 @@ def test_the_disk_reads_each_byte_once_per_host(tmp_path):
     dist.all_reduce(total)
     assert 0 <= int(total) - path.stat().st_size < 2 * MIB * dist.get_world_size()  # heads, read ahead
     assert all(torch.equal(found[name], tensors[name]) for name in tensors)
+
+
+class CachedStorage(Storage):
+    """Takes every file for one that is cached."""
+
+    def is_cached(self, file):
+        """Returns True."""
+        return True
+
+
+@distributed(world_size=[2, 3])
+@pytest.mark.parametrize("case", ["same", "other slices", "two hosts"])
+def test_ranks_of_a_host_share_the_checksums_of_cached_files(tmp_path, case):
+    path, rank, size = tmp_path / "m.safetensors", dist.get_rank(), dist.get_world_size()
+    tensors = {f"t{index}": torch.full((100, 99), float(index)) for index in range(12)}
+    _save(tensors, path)
+    found = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
+    if case == "other slices" and rank == 0:
+        del found["t0"]
+    slices = [(name, TensorSlice.full(name, tensor, primary=True)) for name, tensor in found.items()]
+    num_checked = 0
+
+    def count(data, before=0):
+        nonlocal num_checked
+        num_checked += len(data)
+        return crc32(data, before)
+
+    host = f"host {rank}" if case == "two hosts" else None
+    num_bytes = sum(tensor.nbytes for tensor in found.values())
+    with (
+        patch.object(fill, "MIN_DIRECT_BYTES", 0),
+        patch.object(fill, "BATCH_BYTES", 2 * 100 * 99 * 4),
+        patch.object(fill, "crc32", count),
+        open_checkpoint(CachedStorage(), path, MODEL) as stored,
+    ):
+        read_slices_on_all_ranks(stored, slices, CheckpointGroup(host=host), "loading", verifies=True)
+    assert num_checked == (num_bytes // size if case == "same" else num_bytes)
+    assert all(torch.equal(found[name], tensors[name]) for name in found)
+    dist.barrier()
+    if rank == 0:  # what this rank verifies, or another one
+        content = bytearray(path.read_bytes())
+        content[-1] ^= 1
+        path.write_bytes(content)
+    dist.barrier()
+    with (
+        patch.object(fill, "MIN_DIRECT_BYTES", 0),
+        patch.object(fill, "BATCH_BYTES", 2 * 100 * 99 * 4),
+        open_checkpoint(CachedStorage(), path, MODEL) as stored,
+        pytest.raises(CheckpointError, match="is damaged"),
+    ):
+        read_slices_on_all_ranks(stored, slices, CheckpointGroup(host=host), "loading", verifies=True)
 
 
 class _Model(nn.Module):
