@@ -25,6 +25,14 @@ class FunctionSchedule(Schedule):
 
     lr_lambdas: list[Function]
 
+    def __init__(
+        self, optimizer: Optimizer, total_steps: int, lr_lambda: Functions | None = None, last_epoch: int = -1
+    ) -> None:
+        self.total_steps = check_total_steps(total_steps)
+        self._check(optimizer, last_epoch)
+        functions: Any = _functions(lr_lambda, optimizer, type(self).__name__)
+        super().__init__(optimizer, functions, last_epoch)  # type: ignore[call-arg]  # of torch's class beside this one
+
     def _add_group(self, group: dict[str, Any], index: int) -> None:
         if len(self.lr_lambdas) <= index:
             if any(function is not self.lr_lambdas[0] for function in self.lr_lambdas):
@@ -70,13 +78,6 @@ class LambdaLR(FunctionSchedule, lr_scheduler.LambdaLR):
         ConfigError: An argument is invalid.
     """
 
-    def __init__(
-        self, optimizer: Optimizer, total_steps: int, lr_lambda: Functions | None = None, last_epoch: int = -1
-    ) -> None:
-        self.total_steps = check_total_steps(total_steps)
-        self._check(optimizer, last_epoch)
-        super().__init__(optimizer, _functions(lr_lambda, optimizer, "LambdaLR"), last_epoch)
-
     def _closed_form(self, base_lr: LearningRate, step: int, index: int) -> LearningRate:
         return base_lr * self.lr_lambdas[index](step)
 
@@ -93,13 +94,6 @@ class MultiplicativeLR(FunctionSchedule, lr_scheduler.MultiplicativeLR):
     Raises:
         ConfigError: An argument is invalid.
     """
-
-    def __init__(
-        self, optimizer: Optimizer, total_steps: int, lr_lambda: Functions | None = None, last_epoch: int = -1
-    ) -> None:
-        self.total_steps = check_total_steps(total_steps)
-        self._check(optimizer, last_epoch)
-        super().__init__(optimizer, _functions(lr_lambda, optimizer, "MultiplicativeLR"), last_epoch)
 
     def _closed_form(self, base_lr: LearningRate, step: int, index: int) -> LearningRate:
         for taken in range(1, step + 1):

@@ -202,10 +202,10 @@ def _read_directly(
 
 
 def _share_of_checksums(blocks: Sequence[_Block], ranks: CheckpointGroup) -> list[_Block]:
-    """Return the blocks, of which this rank verifies a share if all ranks of its host read the same. Collective."""
+    """Return the blocks; if all ranks of this host read and verify the same, each verifies a share. Collective."""
     if ranks.size == 1:
         return list(blocks)
-    places = [(block.name, block.region.box, block.region.span) for block in blocks]
+    places = [(block.name, block.region.box, block.region.span, block.record is None) for block in blocks]
     digest = hashlib.sha256(repr(places).encode()).digest()
     payloads, of_rank = all_gather_bytes(digest, ranks.group)
     members = ranks.ranks_of_this_host()
