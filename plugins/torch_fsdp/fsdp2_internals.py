@@ -1,7 +1,7 @@
 """The part of torch's FSDP2 that is used here and is not public; no other module of this folder accesses any of it.
 
-FSDP2's setters determine the collectives, the divide factor, the synchronization of gradients and resharding after
-forward. They do not give access to the rest, which stands here with the reason. tests/unit/test_fsdp2_internals.py
+FSDP2's setters determine the all-gather, the synchronization of gradients and resharding after forward. They do not
+give access to the rest, which stands here with the reason. tests/unit/test_fsdp2_internals.py
 checks that every name exists with the expected signature.
 """
 
@@ -9,17 +9,16 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import nn
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, _common_utils
-from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather as AllGather  # the bases of custom collectives
-from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter as ReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather as AllGather  # the base of custom all-gathers
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ShardedState
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
@@ -85,6 +84,7 @@ class ShardedParam:
     flat_range: tuple[int, int] = field(init=False, repr=False)
     _data_ptr: int = field(init=False, repr=False)
     _requires_grad: bool = field(init=False, repr=False)
+    _places: list[tuple[dict[str, nn.Parameter | None], str]] | None = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         self._data_ptr = self.padded_shard.data_ptr()
@@ -95,15 +95,23 @@ class ShardedParam:
         self.flat_range = (start, min(numel, start + self.padded_numel))
         self._requires_grad = self.parameter.requires_grad
         _share_attributes(self.original, self.parameter)
+        info = self.fsdp_param._module_info
+        places = zip(self.modules, [info.param_name, *info.shared_param_names], strict=True)
+        is_plain = all(type(module).__setattr__ is nn.Module.__setattr__ for module in self.modules)
+        self._places = [(module._parameters, name) for module, name in places] if is_plain else None
         self.fsdp_param._setattr_on_modules = self.set_on_modules  # type: ignore[assignment, method-assign]
 
     def set_on_modules(self, parameter: nn.Parameter) -> None:
         """Show a tensor of this parameter in the model; replacement of `FSDPParam._setattr_on_modules`."""
         if parameter.__dict__ is not self.original.__dict__:
             _share_attributes(self.original, parameter)
-        if parameter.requires_grad != self.sync_requires_grad():
+        if parameter.requires_grad is not self.sync_requires_grad():
             parameter.requires_grad_(self._requires_grad)
-        FSDPParam._setattr_on_modules(self.fsdp_param, parameter)
+        if self._places is None:
+            FSDPParam._setattr_on_modules(self.fsdp_param, parameter)
+            return
+        for parameters, name in self._places:
+            parameters[name] = parameter
 
     @property
     def modules(self) -> list[nn.Module]:
@@ -128,21 +136,20 @@ class ShardedParam:
         start, stop = self.flat_range
         return self.padded_shard[: stop - start]
 
-    def has_moved(self) -> bool:
-        """Return whether the memory of the shard was replaced since boost()."""
-        return self.padded_shard.data_ptr() != self._data_ptr
-
-    def is_replaced(self) -> bool:
-        """Return whether a module shows another parameter in this one's place, such as after tying weights."""
+    def replacement(self) -> Literal["memory", "parameter"] | None:
+        """Return what was replaced since boost(): the memory of the shard, or the parameter, as by tying weights."""
         info, fsdp_param = self.fsdp_param._module_info, self.fsdp_param
+        if fsdp_param._sharded_param_data.data_ptr() != self._data_ptr:
+            return "memory"
         if info.module._parameters.get(info.param_name) is self.parameter and not info.shared_modules:
-            return False
+            return None
         own = [
             getattr(fsdp_param, name, None)
             for name in ("sharded_param", "_unsharded_param", "_sharded_post_forward_param")
         ]
         places = zip(self.modules, [info.param_name, *info.shared_param_names], strict=True)
-        return any(all(module._parameters.get(name) is not one for one in own) for module, name in places)
+        is_other = any(all(module._parameters.get(name) is not one for one in own) for module, name in places)
+        return "parameter" if is_other else None
 
     def sharded(self, full_tensor: torch.Tensor) -> DTensor:
         """Return a DTensor of this rank's rows of a tensor in the shape of the parameter."""
@@ -154,6 +161,11 @@ class ShardedParam:
     def is_offloaded(self) -> bool:
         """Whether the shard is in host memory while the model runs on an accelerator."""
         return self.fsdp_param.offload_to_cpu
+
+    @property
+    def is_pinned(self) -> bool:
+        """Whether host memory of it is pinned."""
+        return self.fsdp_param.pin_memory
 
     @property
     def requires_grad(self) -> bool:
@@ -179,65 +191,45 @@ class ShardedParam:
     @property
     def unsharded_param(self) -> nn.Parameter | None:
         """The parameter that forwards use, whose memory is freed between them; None before the first all-gather."""
-        return getattr(self.fsdp_param, "_unsharded_param", None)
+        try:
+            return self.fsdp_param._unsharded_param
+        except AttributeError:
+            return None
 
     # Gradients. `unsharded_accumulated_grad` is that of earlier backwards in the dtype of the reduction.
 
     @property
     def has_unreduced_grad(self) -> bool:
         """Whether this rank has an unreduced gradient."""
+        if self.fsdp_param.unsharded_accumulated_grad is not None:
+            return True
         unsharded_param = self.unsharded_param
-        return self.has_accumulated_grad or (unsharded_param is not None and unsharded_param.grad is not None)
-
-    @property
-    def has_accumulated_grad(self) -> bool:
-        """Whether this rank has an unreduced gradient of earlier backwards."""
-        return self.fsdp_param.unsharded_accumulated_grad is not None
+        return unsharded_param is not None and unsharded_param.grad is not None
 
     def unreduced_grad(self) -> torch.Tensor | None:
         """Return this rank's unreduced, unsharded gradient, still scaled."""
-        accumulated = self.fsdp_param.unsharded_accumulated_grad
         unsharded_param = self.unsharded_param
-        fresh: torch.Tensor | None = None if unsharded_param is None else unsharded_param.grad
-        if accumulated is None or fresh is None:
-            return fresh if accumulated is None else accumulated
-        return accumulated + fresh
+        fresh = None if unsharded_param is None else unsharded_param.grad
+        return _sum(self.fsdp_param.unsharded_accumulated_grad, fresh)
+
+    def take_unreduced_grad(self) -> torch.Tensor | None:
+        """Remove and return this rank's unreduced gradient."""
+        fsdp_param, unsharded_param, fresh = self.fsdp_param, self.unsharded_param, None
+        accumulated, fsdp_param.unsharded_accumulated_grad = fsdp_param.unsharded_accumulated_grad, None
+        if unsharded_param is not None:
+            fresh, unsharded_param.grad = unsharded_param.grad, None
+        return fresh if accumulated is None else _sum(accumulated, fresh)
 
     def set_accumulated_grad(self, gradient: torch.Tensor) -> None:
         """Set the unreduced gradient to one of earlier backwards."""
-        self.clear_unreduced_grad()
+        self.take_unreduced_grad()
         self.fsdp_param.unsharded_accumulated_grad = gradient
 
-    def clear_unreduced_grad(self) -> None:
-        """Drop the unreduced gradient."""
-        self.fsdp_param.unsharded_accumulated_grad = None
-        if self.unsharded_param is not None:
-            self.unsharded_param.grad = None
 
-    def take_reduced_grad(self) -> tuple[torch.Tensor, torch.Event | None] | None:
-        """Remove and return the shard of the gradient that FSDP2 has reduced, flat, or None.
-
-        With an event, the gradient is being copied to host memory until then.
-        """
-        gradient: Any = self.fsdp_param.sharded_param.grad
-        if gradient is None:
-            return None
-        self.fsdp_param.sharded_param.grad = None
-        event, self.fsdp_param.grad_offload_event = self.fsdp_param.grad_offload_event, None
-        return gradient._local_tensor.reshape(-1), event
-
-
-@contextmanager
-def _without_post_accumulate_hooks(params: Iterable[ShardedParam]) -> Iterator[None]:
-    """Hide the hooks of sharded parameters, which FSDP2 would call with a gradient whose reduction is in flight."""
-    kept = [(one.parameter, hooks) for one in params if (hooks := one.parameter._post_accumulate_grad_hooks)]
-    for parameter, _ in kept:
-        parameter._post_accumulate_grad_hooks = None  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        for parameter, hooks in kept:
-            parameter._post_accumulate_grad_hooks = hooks
+def _sum(accumulated: torch.Tensor | None, fresh: torch.Tensor | None) -> torch.Tensor | None:
+    if accumulated is None or fresh is None:
+        return fresh if accumulated is None else accumulated
+    return accumulated + fresh
 
 
 class FSDP2ParamGroup:
@@ -289,7 +281,7 @@ class FSDP2ParamGroup:
         """Let the all-gather run while FSDP2 continues: gloo has no streams, so an immediate wait prevents overlap."""
         self._group.unshard_async_op = True
 
-    # FSDP2 has no hook around its post-backward, where a group's gradients are counted, completed and taken. And it
+    # FSDP2 has no hook around its post-backward, where a group's gradients are taken, so that it reduces none. And it
     # registers it by an autograd function whose outputs can't be modified in place (see `InputGradHook`).
 
     def replace_post_backward(
@@ -327,14 +319,9 @@ class FSDP2ParamGroup:
 
         self._group.finalize_backward = finalize  # type: ignore[method-assign]
 
-    def post_backward(self, params: Iterable[ShardedParam]) -> None:
-        """Run FSDP2's own post-backward.
-
-        Args:
-            params: Parameters of the group.
-        """
-        with _without_post_accumulate_hooks(params):
-            FSDPParamGroup.post_backward(self._group)
+    def post_backward(self) -> None:
+        """Run FSDP2's own post-backward."""
+        FSDPParamGroup.post_backward(self._group)
 
     # `register_fsdp_forward_method` needs the names of the methods that call submodules, which only the user has.
 
@@ -351,16 +338,10 @@ class FSDP2ParamGroup:
         """Free unsharded weights; `FSDPModule.reshard` keeps those of the root where its forward has raised."""
         self._group._to_sharded()
 
-    def wait_for_reduce_scatter(self) -> None:
-        """Let the current stream wait for reduce-scatters, on an accelerator."""
-        context = self._group.comm_ctx
-        if self.device.type != "cpu" and hasattr(context, "reduce_scatter_stream"):  # set by the first forward
-            torch.accelerator.current_stream().wait_stream(context.reduce_scatter_stream)
-
     def order_streams(self) -> None:
         """Let FSDP2's streams wait for the current one, which may read their memory that is about to be freed."""
         context = self._group.comm_ctx
-        for name in ("all_gather_copy_in_stream", "all_gather_stream", "reduce_scatter_stream"):
+        for name in ("all_gather_copy_in_stream", "all_gather_stream"):
             if self.device.type != "cpu" and hasattr(context, name):  # set by the first forward
                 getattr(context, name).wait_stream(torch.accelerator.current_stream())
 

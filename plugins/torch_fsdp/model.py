@@ -181,9 +181,10 @@ class FSDPModel(ModelWrapper):
             ConfigError: Updates would not reach the model.
         """
         for param in self.sharded_params:
-            if param.has_moved():
+            replacement = param.replacement()
+            if replacement == "memory":
                 raise replaced_memory_error(param.name)
-            if param.is_replaced():
+            if replacement is not None:
                 raise ConfigError(
                     f"{param.name!r} was replaced by another parameter after boost(), such as by tying weights, and"
                     " FSDP would put its own back: tie or replace parameters before boost()"
@@ -240,8 +241,11 @@ class FSDPModel(ModelWrapper):
 
     def bump_versions(self) -> None:
         """Bump the weights' version counters, so that backward through an older graph raises."""
-        unsharded = [one.unsharded_param for one in self.sharded_params if one.unsharded_param is not None]
-        torch.autograd.graph.increment_version([*unsharded, *(one.parameter for one in self.replicated_params.params)])
+        weights = [
+            *(one.unsharded_param for one in self.sharded_params),
+            *(one.parameter for one in self.replicated_params.params),
+        ]
+        torch.autograd.graph.increment_version([one for one in weights if one is not None])
 
     def check_may_step(self) -> None:
         """Check that an update of the shards would not be lost.
@@ -255,8 +259,6 @@ class FSDPModel(ModelWrapper):
     def clear_grads(self, *, keep_used: bool = False) -> None:
         """Drop all gradients."""
         self.collective_order.wait_in_flight()
-        if self.fsdp_groups:
-            self.fsdp_groups[0].fsdp2.order_streams()  # the current one may still read the gradients
         for group in self.fsdp_groups:
             group.clear_grads(keep_used=keep_used)
         self.replicated_params.clear_grads(keep_used=keep_used)

@@ -71,6 +71,7 @@ class FSDPOptimizer(ShardedOptimizer):
         self._groups = groups
         self._kind = kind
         self._updates: list[ParamUpdate] = []
+        self._replicated_updates: list[ReplicatedUpdate] = []
         self._owned: OwnedUpdates | None = None
         self._original_ids: dict[str, int] = {}
         self._keeps_masters = False
@@ -136,6 +137,7 @@ class FSDPOptimizer(ShardedOptimizer):
         return updates
 
     def _register_shards(self) -> None:
+        self._replicated_updates = [one for one in self._updates if isinstance(one, ReplicatedUpdate)]
         owned = [one for one in self._updates if isinstance(one, OwnedUpdate)]
         if owned:
             redistribution = ParamRedistribution(
@@ -212,7 +214,8 @@ class FSDPOptimizer(ShardedOptimizer):
             one.is_used = one.is_used or one.parameter.grad is not None
         unreduced, reduced_groups, reduces_replicated = self._sync_is_used()
         for group in unreduced:
-            group.reduce_unreduced_grads()
+            group.reduce(group.take_unreduced_grads())
+        model.collective_order.wait_in_flight()
         replica_group = self._groups.replica_group
         for group in dict.fromkeys((*reduced_groups, *unreduced)) if replica_group is not None else ():
             gradients = group.reduced_grads()
@@ -265,8 +268,8 @@ class FSDPOptimizer(ShardedOptimizer):
     def _check_weights(self) -> None:
         self.model.check_may_step()
         self.model.check_not_moved()
-        for update in self._updates:
-            if update.has_moved():
+        for update in self._replicated_updates:
+            if update.has_moved:
                 raise replaced_memory_error(update.param.name)
 
     def _fetch_weights(self) -> None:
@@ -315,7 +318,7 @@ class FSDPOptimizer(ShardedOptimizer):
         self._step_fused(copies, {})
 
     def _write_weights(self) -> None:
-        for update in self._updates:
+        for update in self._updates if self._keeps_masters else ():
             if self._accumulation.factors is None or not update.rounds_in_place:
                 update.write_weights()
         if self._owned is not None:

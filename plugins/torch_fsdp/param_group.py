@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -12,14 +13,14 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from booster.comm import AllGather as Gathering
-from booster.comm import group_rank, group_size, start_all_gather, start_reduce_scatter
+from booster.comm import ReduceScatter, group_rank, group_size, start_all_gather, start_reduce_scatter
 from booster.core.compiling import EagerHook
 from booster.errors import DesyncError
 from booster.plugins.sharding.buffer_pool import BufferPool
 from booster.plugins.sharding.collective_order import CollectiveKind, CollectiveOrder, CollectiveRequest
 
 from .autograd_hooks import InputGradHook
-from .fsdp2_internals import AllGather, FSDP2ParamGroup, ReduceScatter, ShardedParam, fsdp2_param_groups
+from .fsdp2_internals import AllGather, FSDP2ParamGroup, ShardedParam, fsdp2_param_groups
 
 
 def allocate(pool: BufferPool, size: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -68,39 +69,6 @@ class ParamGroupAllGather(AllGather):
         return None
 
 
-class ParamGroupReduceScatter(ReduceScatter):
-    """Reduce-scatter into a parameter group's reduced gradients.
-
-    FSDP2 calls `allocate` for the input (unsharded), then for the output (this rank's shard).
-
-    Args:
-        param_group: Parameter group.
-    """
-
-    def __init__(self, param_group: ParamGroup) -> None:
-        self._param_group = param_group
-        self._has_input = False
-
-    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Return an input buffer, or the group's reduced gradients as output."""
-        sizes = [int(one) for one in size]
-        self._has_input = not self._has_input
-        if self._has_input:
-            return allocate(self._param_group.pool, sizes, dtype, device)
-        return self._param_group.reduce_output(math.prod(sizes), dtype)
-
-    def __call__(
-        self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: dist.ProcessGroup,
-        op: Any,
-        async_op: bool = False,
-    ) -> None:
-        """Reduce-scatter in the collective order. `op` is ignored: the reduction is always a sum."""
-        self._param_group.reduce(input_tensor, output_tensor)
-
-
 class _AllGatherWork(dist.Work):
     def __init__(self, work: Gathering) -> None:
         super().__init__()
@@ -112,12 +80,13 @@ class _AllGatherWork(dist.Work):
 
 
 # Note [Reduced gradients]
-# FSDP2 allocates memory for the reduced gradients of each backward, casts them to the weights' dtype and adds them to
-# those of earlier backwards, one by one. Here a parameter group keeps the memory of the first backward, in fp32 or
-# wider, until the gradients are cleared, and later reduce-scatters accumulate straight into it; what FSDP2 makes of it
-# is dropped. With offload its copies in host memory are kept instead, and later ones are added to them. All trainable
-# parameters take part in every reduce-scatter, with zeros where this rank has not used them, because the ranks' inputs
-# must have equal lengths. Which ones were used on any rank is all-reduced when the gradients are read.
+# FSDP2 gathers the weights, and gradients are reduced here: FSDP2 would allocate memory for the sums of each backward,
+# cast them to the weights' dtype and add them to those of earlier backwards, parameter by parameter. A parameter group
+# keeps the sums of the first backward, in fp32 or wider, until the gradients are cleared, and later reduce-scatters
+# accumulate into them. With offload they are copied to host memory while backward continues, and added there when they
+# are read. All trainable parameters take part in every reduce-scatter, with zeros where this rank has not used them,
+# because the ranks' inputs must have equal lengths. Which ones were used on any rank is all-reduced when the gradients
+# are read.
 
 
 class ParamGroup:
@@ -171,9 +140,9 @@ class ParamGroup:
         self.grad_dtype = self.reduce_dtype if self.reduce_dtype.itemsize >= 4 else torch.float32
         self._offloads = any(one.is_offloaded for one in self.params)
         self._grads: dict[ShardedParam, torch.Tensor] = {}  # this rank's shards, flat
-        self._grad_buffer: torch.Tensor | None = None  # that they are views of, unless FSDP2 has made them on the host
-        self._single_output: torch.Tensor | None = None  # that FSDP2 copies the gradients of one rank to
-        self._arriving: list[tuple[ShardedParam, torch.Tensor, torch.Event | None]] = []  # on their way to the host
+        self._grad_buffer: torch.Tensor | None = None  # that they are views of
+        # Sums of the last backward that are on their way to the host, of which parameters, and the end of the copy.
+        self._arriving: tuple[torch.Tensor, Sequence[ShardedParam], torch.Event | None] | None = None
         self.on_gradients: Callable[[], None] | None = None
         self._has_graph_of_gradients = self._makes_graph = False
         self._running_submodule: nn.Module | None = None
@@ -230,10 +199,6 @@ class ParamGroup:
 
     def _install_collectives(self, module: FSDPModule) -> None:
         module.set_custom_all_gather(ParamGroupAllGather(self))
-        module.set_custom_reduce_scatter(ParamGroupReduceScatter(self))
-        if self.num_ranks > 1:  # with one, FSDP2 would divide by it in a tensor of its own
-            module.set_gradient_divide_factor(1.0)
-        module.set_force_sum_reduction_for_comms(True)
         if self.device.type == "cpu":
             self.fsdp2.unshard_asynchronously()
         self.input_hook = InputGradHook(cast(nn.Module, module), self._on_input_gradients)
@@ -246,7 +211,7 @@ class ParamGroup:
     @property
     def trainable_params(self) -> tuple[ShardedParam, ...]:
         """Trainable parameters, those that take part in reductions."""
-        return tuple(one for one in self.params if one.requires_grad)
+        return tuple([one for one in self.params if one.sync_requires_grad()])
 
     @torch.no_grad()
     def participate(self, kind: CollectiveKind) -> None:
@@ -259,7 +224,7 @@ class ParamGroup:
             DesyncError: The collective is one that ranks can't take part in passively.
         """
         if kind is CollectiveKind.REDUCE:
-            self.reduce_unreduced_grads(contributes=False)
+            self.reduce({})
             return
         if kind is CollectiveKind.BACKWARD_GATHER and self.fsdp2.reshards_to_fewer_ranks:
             raise DesyncError(
@@ -309,23 +274,25 @@ class ParamGroup:
     @property
     def has_reduced_grads(self) -> bool:
         """Whether there are reduced gradients."""
-        return bool(self._grads or self._arriving)
+        return bool(self._grads) or self._arriving is not None
 
     def grad_shard_of(self, param: ShardedParam) -> torch.Tensor | None:
         """Return this rank's shard of a parameter's reduced gradient, flat, or None if there is none."""
-        self._add_arriving()
+        if self._arriving is not None:
+            self._add_arriving()
         return self._grads.get(param)
 
     def clear_grads(self, *, keep_used: bool = False) -> None:
         """Drop all gradients."""
-        self._grads, self._grad_buffer, self._arriving = {}, None, []
+        self._grads, self._grad_buffer, self._arriving = {}, None, None
         for one in self.params:
-            one.clear_unreduced_grad()
+            one.take_unreduced_grad()
             one.is_used = one.is_used and keep_used
 
     def reduced_grads(self) -> torch.Tensor:
         """Return a buffer of the reduced gradients of the current trainable parameters; missing ones become zeros."""
-        self._add_arriving()
+        if self._arriving is not None:
+            self._add_arriving()
         params = self.trainable_params
         if self._grad_buffer is None or params != tuple(self._grads):
             self.coordinator.wait_in_flight()
@@ -336,56 +303,86 @@ class ParamGroup:
                 self._grads[one].copy_(before[one])
         return self._grad_buffer
 
-    def _add(self, grads: dict[ShardedParam, torch.Tensor], buffer: torch.Tensor | None = None) -> None:
-        """Add reduced gradients to those of earlier backwards; the first ones are kept as they are.
+    def mark_used(self) -> None:
+        """Note which parameters have unreduced gradients."""
+        for one in self.params:
+            if one.has_unreduced_grad:
+                one.is_used = True
+
+    def take_unreduced_grads(self) -> dict[ShardedParam, torch.Tensor]:
+        """Remove and return this rank's unreduced gradients, noting which parameters they are of."""
+        grads: dict[ShardedParam, torch.Tensor] = {}
+        for one in self.params:
+            gradient = one.take_unreduced_grad()
+            if gradient is not None:
+                one.is_used = True
+                grads[one] = gradient
+        return grads
+
+    @torch.no_grad()
+    def reduce(self, grads: dict[ShardedParam, torch.Tensor]) -> None:
+        """Start the reduce-scatter of gradients; `coordinator.wait_in_flight` ends it. Collective over `process_group`.
 
         Args:
-            grads: Flat shards.
-            buffer: What all of them are views of, with padding; optional.
+            grads: This rank's unsharded gradients, zeros by default; emptied as soon as they are copied.
         """
-        added = [one for one in grads if one in self._grads]
-        if added:
-            torch._foreach_add_([self._grads[one] for one in added], [grads[one] for one in added])
-        if len(added) < len(grads):
-            self._grad_buffer = None if self._grads else buffer
-            self._grads = grads | self._grads
-
-    def reduce_output(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return the output tensor that FSDP2 passes to the reduce-scatter."""
-        if self._offloads:
-            return torch.empty(numel, dtype=dtype, device=self.device)
-        if self.num_ranks > 1 and self.has_reduced_grads:
-            return self.reduced_grads()
-        output = torch.empty(numel, dtype=self.grad_dtype, device=self.device)
-        self._single_output = output if self.num_ranks == 1 else None
-        return output
-
-    def reduce(self, send_buffer: torch.Tensor, output: torch.Tensor) -> None:
-        """Reduce-scatter gradients, in the collective order. Collective over `process_group`.
-
-        Args:
-            send_buffer: Unsharded gradients, ordered by rank.
-            output: Tensor returned by `reduce_output`.
-        """
-        self.coordinator.synchronize(CollectiveRequest(CollectiveKind.REDUCE, self.index))
-        work = start_reduce_scatter(send_buffer, self.process_group)
-        if self._offloads:
-            work.wait(output, accumulate=False)
-            return
-        accumulate = self._grad_buffer is not None and output.data_ptr() == self._grad_buffer.data_ptr()
-        if self.has_reduced_grads and not accumulate:  # while it synchronized, this rank took part for another one
-            self.coordinator.wait_in_flight()
-            work.wait(output, accumulate=False)
-            self._add(_views(output, self.trainable_params))
-            return
-        if not accumulate:
-            self._add(_views(output, self.trainable_params), output)
-        if self.device.type != "cpu":
-            work.wait(output, accumulate=accumulate)  # in the current stream, so the host does not wait
-            return
-        work.set_output(output, accumulate=accumulate)
         self.coordinator.wait_in_flight()
-        self.coordinator.in_flight = lambda: work.wait(output, accumulate=accumulate)
+        params = self.trainable_params
+        numel = sum([one.padded_numel for one in params])
+        send_buffer = allocate(self.pool, (numel * self.num_ranks,), self.reduce_dtype, self.device)
+        self._write_rows(grads, params, send_buffer.view(self.num_ranks, -1))
+        grads.clear()
+        work = start_reduce_scatter(send_buffer, self.process_group)
+        accumulate = bool(self._grads) and not self._offloads
+        if accumulate:
+            output = self.reduced_grads()
+        else:
+            output = torch.empty(numel, dtype=self.grad_dtype, device=self.device)
+        if not accumulate and not self._offloads:
+            self._grads, self._grad_buffer = _views(output, params), output
+        work.set_output(output, accumulate=accumulate)
+        self.coordinator.in_flight = partial(self._finish_reduction, work, output, params, accumulate)
+
+    def _write_rows(
+        self, grads: Mapping[ShardedParam, torch.Tensor], params: Sequence[ShardedParam], rows: torch.Tensor
+    ) -> None:
+        """Write gradients as rows of one rank each, with padding."""
+        if not grads:
+            rows.zero_()
+            return
+        found = [grads[one] if one in grads else self._zeros(one) for one in params]
+        if len({one.dtype for one in found}) > 1:  # those of earlier backwards are in `reduce_dtype`
+            found = [one.to(self.reduce_dtype) for one in found]
+        torch._chunk_cat(found, dim=0, num_chunks=self.num_ranks, out=rows)
+
+    def _zeros(self, param: ShardedParam) -> torch.Tensor:
+        return torch.zeros(param.shape, dtype=self.compute_dtype or param.shard.dtype, device=self.device)
+
+    @torch.no_grad()
+    def _finish_reduction(
+        self, work: ReduceScatter, output: torch.Tensor, params: Sequence[ShardedParam], accumulate: bool
+    ) -> None:
+        work.wait(output, accumulate=accumulate)
+        if self._offloads:
+            self._add_arriving()
+            host, event = copy_to_host(output, is_pinned=params[0].is_pinned)
+            self._arriving = host, params, event  # read in the step: backward continues meanwhile
+
+    @torch.no_grad()
+    def _add_arriving(self) -> None:
+        """Wait for the sums of the last backward in host memory, and add them to those of earlier ones."""
+        if self._arriving is None:
+            return
+        (buffer, params, event), self._arriving = self._arriving, None
+        if event is not None:
+            event.synchronize()
+        arrived = _views(buffer, params)
+        if not self._grads:
+            self._grads, self._grad_buffer = arrived, buffer
+            return
+        self.reduced_grads()
+        added = [one for one in arrived if one in self._grads]
+        torch._foreach_add_([self._grads[one] for one in added], [arrived[one] for one in added])
 
     # Note [Graphs of gradients]
     # `torch.autograd.grad(..., create_graph=True)`, as of a gradient penalty, makes a graph that has saved the gathered
@@ -418,95 +415,32 @@ class ParamGroup:
             return  # gradients loaded from a checkpoint, which FSDP2 cannot hold before the first all-gather
         if self.on_gradients is not None and self.has_unreduced_grads:
             self.on_gradients()
-        if self.fsdp2.reduces_grads and self.mark_used():
-            self._fill_missing_grads()
-        self.fsdp2.post_backward(self.params)
-        self._take_fsdp_grads()
+        grads = self.take_unreduced_grads() if self.fsdp2.reduces_grads else {}
+        self.fsdp2.post_backward()  # frees the weights, before the reduction allocates memory
+        if grads:
+            self.coordinator.synchronize(CollectiveRequest(CollectiveKind.REDUCE, self.index))
+            self.reduce(grads)
 
-    def mark_used(self) -> bool:
-        """Note which parameters have unreduced gradients, and return whether any has."""
-        used = [one for one in self.params if one.has_unreduced_grad]
-        for one in used:
-            one.is_used = True
-        return bool(used)
 
-    @torch.no_grad()
-    def _fill_missing_grads(self) -> None:
-        """Give every trainable parameter a gradient, all of one dtype."""
-        accumulates = any(one.has_accumulated_grad for one in self.params)
-        for one in self.trainable_params:
-            gradient, unsharded_param = one.unreduced_grad(), one.unsharded_param
-            assert unsharded_param is not None
-            if gradient is None:
-                gradient = torch.zeros_like(unsharded_param, requires_grad=False)
-            if accumulates:
-                one.set_accumulated_grad(gradient.to(self.reduce_dtype))
-            elif unsharded_param.grad is None:
-                unsharded_param.grad = gradient
+def copy_to_host(tensor: torch.Tensor, *, is_pinned: bool) -> tuple[torch.Tensor, torch.Event | None]:
+    """Return a copy in host memory; with an event, it is complete at that event.
 
-    @torch.no_grad()
-    def _take_fsdp_grads(self) -> None:
-        taken = [(one, *found) for one in self.params if (found := one.take_reduced_grad()) is not None]
-        if self._offloads and taken:
-            self._add_arriving()
-            self._arriving = taken  # read in the step: backward continues meanwhile
-        output, self._single_output = self._single_output, None
-        if output is not None:
-            accumulates = self.has_reduced_grads
-            if accumulates:
-                self.fsdp2.wait_for_reduce_scatter()  # FSDP2 has made them in a stream of its own
-            self._add(_views(output, [one for one, *_ in taken]), output)
-            if accumulates:
-                self.fsdp2.order_streams()
-
-    @torch.no_grad()
-    def _add_arriving(self) -> None:
-        """Wait for the gradients of the last backward in host memory, and add them to earlier ones."""
-        arriving, self._arriving = self._arriving, []
-        for _, _, event in reversed(arriving):  # the last one is behind all others, so there is one wait
-            if event is not None and not event.query():
-                event.synchronize()
-        if arriving:
-            self._add({one: gradient.to(self.grad_dtype) for one, gradient, _ in arriving})
-
-    @torch.no_grad()
-    def reduce_unreduced_grads(self, *, contributes: bool = True) -> None:
-        """Reduce-scatter unreduced gradients outside of FSDP2's backward. Collective over `process_group`.
-
-        Args:
-            contributes: If True, this rank contributes its gradients; otherwise zeros, and it keeps its gradients.
-        """
-        self.coordinator.wait_in_flight()
-        if contributes:
-            self.mark_used()
-        params = self.trainable_params
-        numel = sum(one.padded_numel for one in params)
-        send_buffer = torch.zeros(numel * self.num_ranks, dtype=self.reduce_dtype, device=self.device)
-        grid, start = send_buffer.view(self.num_ranks, -1), 0
-        for one in params if contributes else ():
-            gradient = one.unreduced_grad()
-            if gradient is not None:
-                _copy_to_rows(gradient.reshape(-1), grid[:, start : start + one.padded_numel])
-                one.clear_unreduced_grad()
-            start += one.padded_numel
-        self.fsdp2.wait_for_reduce_scatter()
-        work = start_reduce_scatter(send_buffer, self.process_group)
-        output = torch.empty(numel, dtype=self.grad_dtype, device=self.device)
-        work.wait(output, accumulate=False)
-        output = output.to("cpu") if self._offloads else output
-        self._add(_views(output, params), output)
+    Args:
+        tensor: Tensor.
+        is_pinned: If True, the copy is in pinned memory, and the host does not wait for it.
+    """
+    host = tensor.to("cpu", non_blocking=is_pinned)
+    if not is_pinned:
+        return host, None
+    event = torch.Event(device=tensor.device)
+    event.record()
+    return host, event
 
 
 def _views(buffer: torch.Tensor, params: Sequence[ShardedParam]) -> dict[ShardedParam, torch.Tensor]:
     """Return the shards of parameters in a flat buffer with padding."""
     parts = buffer.split([one.padded_numel for one in params])
     return {one: part[: one.flat_range[1] - one.flat_range[0]] for one, part in zip(params, parts, strict=True)}
-
-
-def _copy_to_rows(flat: torch.Tensor, grid: torch.Tensor) -> None:
-    rows = flat.split(grid.shape[1]) if grid.shape[1] else ()
-    for row, values in zip(grid, rows, strict=False):
-        row[: values.numel()].copy_(values)
 
 
 def build_param_groups(

@@ -140,6 +140,7 @@ class ParamUpdate(ABC):
     """A trainable parameter on the optimizer's side.
 
     Args:
+        param: The parameter.
         group_index: Index of its param group.
 
     Attributes:
@@ -148,13 +149,9 @@ class ParamUpdate(ABC):
 
     shard: Shard | None = None
 
-    def __init__(self, group_index: int) -> None:
+    def __init__(self, param: ShardedParam | ReplicatedParam, group_index: int) -> None:
+        self.param = param
         self.group_index = group_index
-
-    @property
-    @abstractmethod
-    def param(self) -> ShardedParam | ReplicatedParam:
-        """The parameter."""
 
     @property
     @abstractmethod
@@ -181,10 +178,6 @@ class ParamUpdate(ABC):
             parameter.grad = torch.zeros_like(parameter, requires_grad=False)
         else:
             parameter.grad = gradient.view(parameter.shape).to(device=parameter.device, dtype=parameter.dtype)
-
-    def has_moved(self) -> bool:
-        """Return whether the weights were reallocated, so that updates would not reach them."""
-        return False
 
     @property
     def rounds_in_place(self) -> bool:
@@ -221,21 +214,18 @@ class ParamUpdate(ABC):
 class _ShardedParamUpdate(ParamUpdate):
     """A sharded parameter, of whose weights and gradients every rank has its rows."""
 
-    def __init__(self, group: ParamGroup, param: ShardedParam, group_index: int) -> None:
-        super().__init__(group_index)
-        self.group = group
-        self._param = param
+    param: ShardedParam
 
-    @property
-    def param(self) -> ShardedParam:
-        return self._param
+    def __init__(self, group: ParamGroup, param: ShardedParam, group_index: int) -> None:
+        super().__init__(param, group_index)
+        self.group = group
 
     @property
     def weights(self) -> torch.Tensor:
-        return self._param.shard
+        return self.param.shard
 
     def reduced_grad(self) -> torch.Tensor | None:
-        return self.group.grad_shard_of(self._param)
+        return self.group.grad_shard_of(self.param)
 
 
 class ShardUpdate(_ShardedParamUpdate):
@@ -276,6 +266,8 @@ class OwnedUpdate(_ShardedParamUpdate):
 class ReplicatedUpdate(ParamUpdate):
     """A replicated parameter, which its owner updates."""
 
+    param: ReplicatedParam
+
     def __init__(
         self,
         replicated: ReplicatedParams,
@@ -285,29 +277,26 @@ class ReplicatedUpdate(ParamUpdate):
         is_primary: bool,
         is_flat: bool,
     ) -> None:
-        super().__init__(group_index)
-        self._param = param
+        super().__init__(param, group_index)
         if replicated.owns(param) and param.parameter.numel() > 0:
             weights = param.parameter.detach()
             memory = weights.view(-1) if is_flat else weights
             self.shard = shard_of(param, (0, weights.numel()), memory, group_index, is_primary=is_primary)
 
     @property
-    def param(self) -> ReplicatedParam:
-        return self._param
-
-    @property
     def weights(self) -> torch.Tensor:
-        return self._param.parameter.detach().view(-1)
+        return self.param.parameter.detach().view(-1)
 
     def reduced_grad(self) -> torch.Tensor | None:
-        return self._param.reduced_grad
+        return self.param.reduced_grad
 
+    @property
     def has_moved(self) -> bool:
+        """Whether the weights were reallocated, so that updates would not reach them."""
         shard = self.shard
         if shard is None or shard.has_master:
             return False
-        return shard.parameter.data_ptr() != self._param.parameter.data_ptr()
+        return shard.parameter.data_ptr() != self.param.parameter.data_ptr()
 
 
 class OwnedUpdates:

@@ -357,17 +357,16 @@ def test_a_wait_that_a_plugin_leaves_out_is_reported(name):
 
 def losses_without_waits_for_pinned_memory(settings: dict[str, Any]) -> list[float]:
     from booster.plugins.gemini.tiers import _HostTransfer
-    from booster.plugins.torch_fsdp.fsdp2_internals import ShardedParam
+    from booster.plugins.torch_fsdp import param_group
 
-    def take_as_if_arrived(self: ShardedParam) -> tuple[torch.Tensor, None] | None:
-        taken = take(self)
-        return None if taken is None else (taken[0], None)
+    def copy_as_if_arrived(tensor: torch.Tensor, **options: Any) -> tuple[torch.Tensor, None]:
+        return copy(tensor, **options)[0], None
 
-    take = ShardedParam.take_reduced_grad
+    copy = param_group.copy_to_host
     device.set_options(drops_avoidable_waits=True)
     with (
         mock.patch.object(_HostTransfer, "wait_on_host"),
-        mock.patch.object(ShardedParam, "take_reduced_grad", take_as_if_arrived),
+        mock.patch.object(param_group, "copy_to_host", copy_as_if_arrived),
     ):
         return train_parallel(settings).losses
 

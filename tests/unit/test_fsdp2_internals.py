@@ -21,13 +21,12 @@ except ImportError as error:
 
 FOLDER = Path(fsdp2_internals.__file__).parent
 # How fsdp2_internals.py names FSDP2's objects.
-FSDP2_OBJECTS = ("fsdp_param", "_group", "_state", "group", "state", "info", "context")
+FSDP2_OBJECTS = ("fsdp_param", "_group", "_state", "group", "state", "info")
 CLASSES = {
     "FSDPParam": _fsdp_param.FSDPParam,
     "FSDPParamGroup": _fsdp_param_group.FSDPParamGroup,
     "FSDPState": _fsdp_state.FSDPState,
     "AllGather": fsdp2_internals.AllGather,
-    "ReduceScatter": fsdp2_internals.ReduceScatter,
     "FSDPModule": FSDPModule,
 }
 SIGNATURES = {
@@ -43,12 +42,7 @@ SIGNATURES = {
     ("FSDPState", "_lazy_init"): ["self"],
     ("AllGather", "allocate"): ["self", "size", "dtype", "device"],
     ("AllGather", "__call__"): ["self", "output_tensor", "input_tensor", "group", "async_op"],
-    ("ReduceScatter", "allocate"): ["self", "size", "dtype", "device"],
-    ("ReduceScatter", "__call__"): ["self", "output_tensor", "input_tensor", "group", "op", "async_op"],
     ("FSDPModule", "set_custom_all_gather"): ["self", "comm"],
-    ("FSDPModule", "set_custom_reduce_scatter"): ["self", "comm"],
-    ("FSDPModule", "set_gradient_divide_factor"): ["self", "factor"],
-    ("FSDPModule", "set_force_sum_reduction_for_comms"): ["self", "enable"],
     ("FSDPModule", "set_requires_gradient_sync"): ["self", "requires_gradient_sync", "recurse"],
     ("FSDPModule", "set_reshard_after_forward"): ["self", "reshard_after_forward", "recurse"],
     ("FSDPModule", "unshard"): ["self", "async_op"],
@@ -109,7 +103,6 @@ def test_every_attribute_exists():
         "group": group,
         "state": state,
         "info": param._module_info,
-        "context": group.comm_ctx,
     }
     found = accessed(FSDP2_OBJECTS)
     assert all(found.values()), f"names of FSDP2's objects that fsdp2_internals.py no longer uses: {found}"
@@ -141,7 +134,7 @@ def test_no_other_module_of_the_folder_uses_what_is_private():
 
 def test_replaced_methods_are_called_by_fsdp2():
     net = sharded()
-    calls = []
+    calls, taken = [], []
     for module in (net.inner, net):
         (fsdp2,) = fsdp2_internals.fsdp2_param_groups(module)
 
@@ -151,14 +144,19 @@ def test_replaced_methods_are_called_by_fsdp2():
 
         def post_backward(*_, module=module, fsdp2=fsdp2):
             calls.append(("post-backward", type(module).__name__))
-            fsdp2.post_backward([])
+            grads = [one._unsharded_param.grad for one in fsdp2.fsdp_params]
+            for one in fsdp2.fsdp_params:
+                one._unsharded_param.grad = None
+            taken.extend(grads)
+            fsdp2.post_backward()
 
         fsdp2.replace_post_backward(post_backward, register)
     net(torch.ones(1, 3)).sum().backward()
     wanted = {(what, name) for what in ("register", "post-backward") for name in ("FSDPNet", "FSDPLinear")}
     assert set(calls) == wanted, changed(f"what calls FSDPParamGroup.post_backward: {calls}")
+    assert [one is not None for one in taken].count(True) == 4, changed("where FSDP2 accumulates gradients")
     for name, parameter in net.named_parameters():
-        assert parameter.grad is not None, changed(f"FSDPParamGroup.post_backward, which reduced no gradient of {name}")
+        assert parameter.grad is None, changed(f"FSDPParamGroup.post_backward, which reduced a gradient of {name}")
 
 
 def test_parameters_are_shown_by_the_replaced_method():
